@@ -1,0 +1,1 @@
+"""Benchmarks: every peer in the same run, medians over interleaved repeats, ratios."""

@@ -1,0 +1,8 @@
+"""``python -m shardcache``: the command line."""
+
+import sys
+
+from shardcache.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

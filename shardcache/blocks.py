@@ -1,0 +1,160 @@
+"""Bytes on their way from a response into the blocks of a partial.
+
+`Blocks` belongs to one worker thread; `Pace` watches one response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from shardcache.clock import Clock
+from shardcache.digests import BLOCK, block_digest
+from shardcache.errors import TransferTimeoutError
+from shardcache.origin import Body, TransientError
+from shardcache.retry import Attempts
+
+__all__ = ["Blocks", "Pace", "Sink", "skip"]
+
+#: Bytes per second under which a connection counts as stalled. Well under any
+#: link that could feed training, well above a peer that only keeps alive.
+_MIN_RATE = 8 * 1024
+
+
+class Sink(Protocol):
+    """Where finished blocks go."""
+
+    def crc(self) -> Callable[[memoryview], int] | None:
+        """The checksum to compute beside the digest, if one is known by now."""
+        ...
+
+    def put(self, offset: int, block: memoryview, digest: bytes, crc: int | None, fd: int) -> None:
+        """Write and record one block.
+
+        Raises:
+            OSError: the disk is full, read-only or failing.
+        """
+        ...
+
+    def end(self, total: int) -> None:
+        """The body of an object of unknown size ended here."""
+        ...
+
+
+class Blocks:
+    """A cursor that fills, hashes and hands on the blocks of one part.
+
+    Args:
+        sink: takes the blocks.
+        start: first byte of the part, at a block's start.
+        stop: behind its last byte, or None for an object of unknown size.
+        fd: the worker's own descriptor, passed on to the sink.
+        body: a response that already delivers this part, if there is one.
+    """
+
+    __slots__ = ("_body", "_buffer", "_fd", "_filled", "_next", "_sink", "complete", "stop")
+
+    def __init__(self, sink: Sink, start: int, stop: int | None, fd: int, body: Body | None):
+        self.stop = stop
+        self.complete = stop is not None and start >= stop
+        self._sink = sink
+        self._fd = fd
+        self._body = body
+        self._buffer = memoryview(bytearray(BLOCK))
+        self._filled = 0
+        self._next = start  # where the block in the buffer begins
+
+    @property
+    def position(self) -> int:
+        """Offset of the next byte wanted."""
+        return self._next + self._filled
+
+    def take_body(self) -> Body | None:
+        """The response given at the start, once."""
+        body, self._body = self._body, None
+        return body
+
+    def rewind(self) -> None:
+        """Begin again at the object's first byte."""
+        self._next = self._filled = 0
+
+    def receive(self, body: Body) -> int:
+        """Take one read's worth of bytes; 0 is the end of the body.
+
+        Raises:
+            TransientError: the connection broke.
+            OSError: the disk is full, read-only or failing.
+        """
+        want = BLOCK if self.stop is None else min(BLOCK, self.stop - self._next)
+        count = body.readinto(self._buffer[self._filled : want])
+        self._filled += count
+        if self._filled == want or (count == 0 and self.stop is None):
+            self._flush()
+            self.complete = self._next == self.stop
+        if count == 0 and self.stop is None:
+            self._sink.end(self._next)
+            self.complete = True
+        return count
+
+    def _flush(self) -> None:
+        block = self._buffer[: self._filled]
+        if not block:
+            return
+        crc = self._sink.crc()
+        checksum = None if crc is None else crc(block)
+        self._sink.put(self._next, block, block_digest(block), checksum, self._fd)
+        self._next += self._filled
+        self._filled = 0
+
+
+def skip(body: Body, position: int) -> None:
+    """Pass over what an origin that ignores ranges sends before ``position``.
+
+    Raises:
+        TransientError: it sends something else altogether, or breaks.
+    """
+    if body.start not in (0, position):
+        raise TransientError(f"asked for byte {position}, the origin began at {body.start}")
+    left = position - body.start
+    scratch = memoryview(bytearray(min(left, BLOCK)))
+    while left:
+        count = body.readinto(scratch[:left])
+        if count == 0:
+            raise TransientError("the origin ended early")
+        left -= count
+
+
+class Pace:
+    """Whether a connection delivers enough to be kept."""
+
+    __slots__ = ("_attempts", "_bytes", "_clock", "_since", "_timeout")
+
+    def __init__(self, clock: Clock, timeout: float, attempts: Attempts) -> None:
+        self._clock = clock
+        self._timeout = timeout
+        self._attempts = attempts
+        self._since = self._clock.monotonic()
+        self._bytes = 0
+
+    def check(self, count: int) -> None:
+        """Note bytes received.
+
+        Raises:
+            TransientError: too few in the last ``timeout`` seconds.
+            TransferTimeoutError: the deadline of the whole fetch is over.
+        """
+        self._bytes += count
+        now = self._clock.monotonic()
+        if self._attempts.end is not None and now > self._attempts.end:
+            raise TransferTimeoutError(
+                f"{self._attempts.what} was not fetched within the deadline of "
+                f"{self._attempts.policy.deadline:g} s. Raise deadline, or run again: "
+                "what was fetched is kept.",
+                url=self._attempts.what,
+            )
+        elapsed = now - self._since
+        if elapsed < self._timeout:
+            return
+        if self._bytes < elapsed * _MIN_RATE:
+            raise TransientError(f"only {self._bytes} bytes in {elapsed:.0f} s", timed_out=True)
+        self._since, self._bytes = now, 0

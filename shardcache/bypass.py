@@ -1,0 +1,136 @@
+"""Reading a shard without storing it: what remains when the cache cannot help.
+
+`OriginStream` reads one version of an object from start to end, with the same
+pinning and the same retries as a fetch. Errors heal inside: the reader sees one
+only when the origin is really gone.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, TypeVar
+
+from shardcache.blocks import Pace, skip
+from shardcache.clock import Clock
+from shardcache.errors import TransferError
+from shardcache.origin import Body, Origin, TransientError, VersionChangedError
+from shardcache.retry import RetryPolicy
+from shardcache.urls import ShardURL
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from _typeshed import WriteableBuffer
+
+T = TypeVar("T")
+
+__all__ = ["OriginStream", "open_stream"]
+
+#: WebDataset reads 10 KiB at a time; a buffer of this size keeps that from
+#: becoming one system call each.
+_BUFFER = 1 << 18
+
+
+class OriginStream(io.RawIOBase):
+    """A shard as it arrives; not seekable, for one thread.
+
+    Args:
+        origin: where from.
+        url: which shard.
+        policy: retries; the deadline counts from here.
+        clock: time.
+        timeout: seconds without enough bytes before a request is repeated.
+
+    Raises:
+        As `origin.Origin.open`, and TransferError after all retries.
+    """
+
+    def __init__(
+        self, origin: Origin, url: ShardURL, policy: RetryPolicy, clock: Clock, timeout: float
+    ) -> None:
+        super().__init__()
+        self._origin = origin
+        self._url = url
+        self._clock = clock
+        self._timeout = timeout
+        self._attempts = policy.started(str(url))
+        self._position = 0
+        self._body: Body | None = self._call(lambda: origin.open(url, 0, None))
+        self._info = self._body.info
+        self._pace = Pace(clock, timeout, self._attempts)
+
+    @property
+    def name(self) -> str:
+        """The shard's canonical URL, as tarfile shows it in its errors."""
+        return str(self._url)
+
+    def _call(self, function: Callable[[], T]) -> T:
+        return self._attempts.call(function, sleep=self._clock.sleep)
+
+    def readable(self) -> bool:
+        """See `io.IOBase.readable`."""
+        return True
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        """See `io.RawIOBase.readinto`.
+
+        Raises:
+            TransferError: the origin is gone, or the object changed under us.
+        """
+        view = memoryview(buffer).cast("B")
+        if not view or self._position == self._info.size:
+            return 0
+        try:
+            count = self._call(lambda: self._attempt(view))
+        except VersionChangedError as exn:
+            raise TransferError(
+                f"{self._url} was replaced while it was streamed; the bytes read so far are of "
+                "the old version. Read the shard again.",
+                url=str(self._url),
+            ) from exn
+        self._position += count
+        return count
+
+    def _attempt(self, view: memoryview) -> int:
+        try:
+            if self._body is None:
+                self._body = self._reopen()
+            count = self._body.readinto(view)
+            self._pace.check(count)
+        except TransientError:
+            self._drop()
+            raise
+        return count
+
+    def _reopen(self) -> Body:
+        if self._position and not self._info.identifiable:
+            raise VersionChangedError(str(self._url))  # the rest may be of another version
+        pin = self._info if self._info.size is not None else None
+        body = self._origin.open(self._url, self._position, None, pin)
+        try:
+            if body.info.version != self._info.version:
+                raise VersionChangedError(str(self._url))
+            skip(body, self._position)
+        except BaseException:
+            body.close()
+            raise
+        self._pace = Pace(self._clock, self._timeout, self._attempts)
+        return body
+
+    def _drop(self) -> None:
+        body, self._body = self._body, None
+        if body is not None:
+            body.close()
+
+    def close(self) -> None:
+        """Give the connection back."""
+        if not self.closed:
+            self._drop()
+        super().close()
+
+
+def open_stream(
+    origin: Origin, url: ShardURL, policy: RetryPolicy, clock: Clock, timeout: float
+) -> io.BufferedReader:
+    """A buffered `OriginStream`; raises as it does."""
+    return io.BufferedReader(OriginStream(origin, url, policy, clock, timeout), _BUFFER)

@@ -1,0 +1,396 @@
+"""`Cache`: the one object users hold.
+
+It may be shared by threads, pickled, forked and spawned: what belongs to a
+process (descriptors, clients, locks, the session) is made on first use in that
+process and never carried into another.
+
+A fault of the cache never fails a read that the origin can serve, unless
+``strict``: one warning, then shards are streamed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from shardcache import config as configuration
+from shardcache.clock import SYSTEM_CLOCK, Clock
+from shardcache.config import Config
+from shardcache.errors import (
+    CacheFullError,
+    ConfigError,
+    LockTimeoutError,
+    ShardCacheError,
+    ShardNotFoundError,
+)
+from shardcache.layout import is_cache
+from shardcache.metadata import DamagedError
+from shardcache.process import Process
+from shardcache.ranks import detect
+from shardcache.store import Entry, Opened, Store
+from shardcache.urls import ShardURL, default_s3_endpoint, parse_url
+
+if TYPE_CHECKING:
+    from shardcache.cleaning import CleanReport
+    from shardcache.coordination import Obtained
+    from shardcache.prewarm import PrewarmReport
+    from shardcache.transfer import FetchStatus
+
+__all__ = ["Cache"]
+
+logger = logging.getLogger(__name__)
+
+#: URLs remembered, about 500 bytes each.
+_REMEMBERED = 100_000
+
+
+class Cache:
+    """A directory on a local disk that holds shards.
+
+    Args:
+        dir: where; also from ``SHARDCACHE_DIR`` or a configuration file.
+        **options: see `Config`; the same names as in the environment
+            (``SHARDCACHE_MAX_SIZE``) and in ``shardcache.toml``.
+
+    Raises:
+        ConfigError: an option that cannot work. The directory is made on first
+            use, not here.
+    """
+
+    def __init__(self, dir: str | os.PathLike[str] | None = None, **options: Any) -> None:
+        loaded = configuration.load({"dir": dir, **options})
+        self._setup(loaded.config, loaded.sources, SYSTEM_CLOCK, None)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: Config,
+        *,
+        sources: Mapping[str, str] | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> Cache:
+        """A cache with exactly this configuration, whatever the environment says."""
+        cache = cls.__new__(cls)
+        cache._setup(config, sources or {}, clock, None)
+        return cache
+
+    def _setup(
+        self, config: Config, sources: Mapping[str, str], clock: Clock, started: float | None
+    ) -> None:
+        self.config = config
+        self.sources = dict(sources)
+        self._clock = clock
+        self._started = clock.time() if started is None else started
+        self._ranks = detect()
+        self._endpoint = config.endpoint_url or self._configured_endpoint()
+        self._process: Process | None = None
+        # Parsing costs more than opening; epochs ask for the same URLs again.
+        self._parsed: dict[str, ShardURL] = {}
+
+    def _configured_endpoint(self) -> str | None:
+        options = self.config.storage_options
+        client = options.get("client_kwargs")
+        for table in (options, client if isinstance(client, Mapping) else {}):
+            if table.get("endpoint_url"):
+                return str(table["endpoint_url"])
+        profile = options.get("profile")
+        return default_s3_endpoint(profile=str(profile) if profile else None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "config": self.config,
+            "sources": self.sources,
+            "clock": self._clock,
+            "started": self._started,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._setup(state["config"], state["sources"], state["clock"], state["started"])
+
+    def __repr__(self) -> str:
+        return f"<shardcache.Cache {str(self.dir)!r} isolation={self.config.isolation}>"
+
+    @property
+    def dir(self) -> Path:
+        """The root directory."""
+        return self.config.dir
+
+    def parse(self, url: str) -> ShardURL:
+        """The shard's names under this cache's endpoint and schemes.
+
+        Raises:
+            ConfigError: not a URL this cache reads.
+        """
+        shard = self._parsed.get(url)
+        if shard is None:
+            shard = parse_url(url, endpoint=self._endpoint, allow_schemes=self.config.allow_schemes)
+            if len(self._parsed) >= _REMEMBERED:
+                self._parsed.clear()
+            self._parsed[url] = shard
+        return shard
+
+    def _here(self) -> Process:
+        process = self._process
+        if process is None or not process.is_ours:
+            process = Process(self.config, self._ranks, self._clock, self._started)
+            self._process = process
+        return process
+
+    # -- reading ---------------------------------------------------------------
+
+    def open(self, url: str) -> BinaryIO:
+        """Open a shard for reading: from the cache, fetched first if need be.
+
+        The stream's ``name`` is the local path, or the URL where the shard is
+        streamed past the cache. While it is open the entry cannot be evicted.
+
+        Raises:
+            ShardNotFoundError, AccessDeniedError, ConfigError, TransferError,
+            IntegrityError: the origin cannot serve it.
+            CacheFullError, LockTimeoutError, OSError: with ``strict`` only.
+        """
+        return self.open_shard(self.parse(url))[0]
+
+    def open_shard(self, shard: ShardURL) -> tuple[BinaryIO, str | None]:
+        """As `open`, for a parsed URL; also the local path, or None when streamed."""
+        if shard.is_local and not self.config.cache_local:
+            path = str(shard.local_path)
+            try:
+                return open(path, "rb"), path
+            except FileNotFoundError as exn:
+                raise ShardNotFoundError(
+                    f"{path} does not exist. Check the pattern.", url=str(shard)
+                ) from exn
+        try:
+            opened = self._obtain(shard).opened
+        except (CacheFullError, LockTimeoutError) as exn:
+            if self.config.strict:
+                raise
+            return self._bypass(shard, type(exn).__name__, exn.message), None
+        except ShardCacheError:
+            raise
+        except OSError as exn:
+            if self.config.strict:
+                raise
+            reason = f"{self.dir}: {exn.strerror or exn}"
+            return self._bypass(shard, reason, reason), None
+        # With a buffer: tarfile's header reads are 512 bytes.
+        return open(opened.path, "rb", opener=lambda path, flags: opened.fd), opened.path
+
+    def _obtain(self, shard: ShardURL, status: FetchStatus | None = None) -> Obtained:
+        process = self._here()
+        obtained = process.coordinator().obtain(shard, status)
+        process.touch(obtained.opened)
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("%s: %s", shard, obtained.outcome)
+        return obtained
+
+    def _bypass(self, shard: ShardURL, kind: str, reason: str) -> io.BufferedReader:
+        from shardcache.bypass import open_stream
+
+        process = self._here()
+        process.coordinator()
+        process.warn(kind, "%s is streamed, not cached: %s", shard, reason)
+        fetcher = process.fetcher
+        return open_stream(
+            process.origins.of(shard), shard, fetcher.policy, self._clock, fetcher.timeout
+        )
+
+    @contextlib.contextmanager
+    def pinned(self, url: str) -> Iterator[Path]:
+        """The shard as a file that stays while the context lasts.
+
+        Raises:
+            As `open` with ``strict``: a path needs a stored shard.
+        """
+        shard = self.parse(url)
+        if shard.is_local and not self.config.cache_local:
+            yield shard.local_path
+            return
+        opened = self._pin(shard)
+        try:
+            yield Path(opened.path)
+        finally:
+            os.close(opened.fd)
+
+    def _pin(self, shard: ShardURL) -> Opened:
+        """An entry that is under its path and cannot leave it."""
+        while True:
+            opened = self._obtain(shard).opened
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(opened.fd), os.lstat(opened.path)):
+                    return opened
+            os.close(opened.fd)  # renamed away by an evictor that died; look again
+
+    def fetch(self, url: str, status: FetchStatus | None = None) -> Entry:
+        """Make sure that the shard is in the cache; returns its entry.
+
+        Args:
+            url: the shard.
+            status: is kept up to date while it is fetched.
+
+        Raises:
+            As `pinned`.
+        """
+        return self.fetch_shard(self.parse(url), status)[0]
+
+    def fetch_shard(self, shard: ShardURL, status: FetchStatus | None = None) -> tuple[Entry, str]:
+        """As `fetch`, for a parsed URL; also how it was had (`coordination.Outcome`)."""
+        obtained = self._obtain(shard, status)
+        os.close(obtained.opened.fd)
+        return Store.entry_at(obtained.opened), obtained.outcome
+
+    def path(self, url: str) -> Path | None:
+        """Where the shard is, or None if it is not cached. Not pinned: it may go any time."""
+        shard = self.parse(url)
+        if shard.is_local and not self.config.cache_local:
+            return shard.local_path if shard.local_path.exists() else None
+        opened = self._look(shard)
+        if opened is None:
+            return None
+        os.close(opened.fd)
+        return Path(opened.path)
+
+    def entry(self, url: str) -> Entry | None:
+        """The shard's entry, or None if it is not cached."""
+        opened = self._look(self.parse(url))
+        if opened is None:
+            return None
+        os.close(opened.fd)
+        return Store.entry_at(opened)
+
+    def _look(self, shard: ShardURL) -> Opened | None:
+        for store in self._here().namespaces.all():
+            try:
+                opened = store.open(shard.key, shard.basename)
+            except DamagedError as exn:
+                logger.info("%s: not used: %s", shard, exn)
+                continue
+            if opened is not None:
+                return opened
+        return None
+
+    def __contains__(self, url: str) -> bool:
+        return self.path(url) is not None
+
+    # -- ways in ---------------------------------------------------------------
+
+    def attach(self, dataset: Any) -> Any:
+        """Make a WebDataset pipeline read its shards through this cache; see `wds.attach`."""
+        from shardcache import wds
+
+        return wds.attach(dataset, self)
+
+    def url_opener(self, data: Iterable[Any], handler: Any = None, **kw: Any) -> Iterator[Any]:
+        """A stage in place of ``webdataset.tariterators.url_opener``; see `wds.url_opener`."""
+        from shardcache import wds
+
+        return wds.url_opener(data, handler, cache=self, **kw)
+
+    def gopen(self, url: str, mode: str = "rb", bufsize: int = 8192, **kw: Any) -> BinaryIO:
+        """A handler for ``webdataset.gopen_schemes``; see `wds.register`."""
+        if mode != "rb":
+            raise ConfigError(f"{url}: the cache reads shards; mode {mode!r} is not supported")
+        return self.open(url)
+
+    def prewarm(self, urls: Iterable[str], **options: Any) -> PrewarmReport:
+        """Fetch many shards at once; see `prewarm.prewarm` for the options."""
+        from shardcache import prewarm
+
+        return prewarm.prewarm(self, urls, **options)
+
+    # -- looking after it ------------------------------------------------------
+
+    def entries(self) -> Iterator[Entry]:
+        """Every entry of this root, all namespaces, in no order."""
+        for store in self._here().namespaces.all():
+            yield from store.entries()
+
+    def clean(
+        self,
+        *,
+        max_size: int | str | None = None,
+        min_free: int | str | None = None,
+        max_age: float | str | None = None,
+        orphans: bool = True,
+        limits: bool = True,
+        everything: bool = False,
+        dry_run: bool = False,
+    ) -> CleanReport:
+        """Remove entries until the limits hold, and what dead processes left.
+
+        Args:
+            max_size, min_free, max_age: instead of the configured limits.
+            orphans: sweep what dead processes left.
+            limits: apply limits; False sweeps only.
+            everything: remove all that nobody uses.
+            dry_run: touch nothing, tell what would go.
+
+        Raises:
+            ConfigError: the directory is not a cache.
+            OSError: the filesystem is read-only or failing.
+        """
+        from shardcache import cleaning
+        from shardcache.eviction import Limits
+
+        self._require_cache()
+        given = {"max_size": max_size, "min_free": min_free, "max_age": max_age}
+        changes = {name: value for name, value in given.items() if value is not None}
+        process = self._here()
+        config = self.config.replace(**changes) if changes else self.config
+        space = process.space(config)
+        chosen = space.limits() if limits else Limits()
+        if everything:
+            chosen = Limits(everything=True)
+        return cleaning.clean(
+            space, process.namespaces.all(), chosen, orphans=orphans, dry_run=dry_run
+        )
+
+    def remove(self, url: str, *, dry_run: bool = False) -> tuple[int, int]:
+        """Remove one shard, all versions that nobody uses.
+
+        Returns:
+            Bytes freed, and how many entries stay because they are in use.
+
+        Raises:
+            ConfigError: the directory is not a cache, or not a URL.
+            OSError: the filesystem is read-only or failing.
+        """
+        from shardcache import cleaning
+
+        self._require_cache()
+        stores = self._here().namespaces.all()
+        removed, in_use = cleaning.remove(stores, self.parse(url).key, dry_run=dry_run)
+        return sum(removal.size for removal in removed), in_use
+
+    def _require_cache(self) -> None:
+        if not is_cache(self.dir):
+            raise ConfigError(
+                f"{self.dir} is not a shardcache directory (it has no manifest.json), so nothing "
+                "in it is touched. Check dir.",
+                dir=self.dir,
+            )
+
+    def cancel(self) -> None:
+        """Call off every fetch of this process. They raise `FetchCancelledError` in the
+        threads that wait for them, and what was fetched is resumed by the next one.
+        """
+        if self._process is not None and self._process.is_ours:
+            self._process.cancel()
+
+    def close(self) -> None:
+        """End this process's session; the cache can be used again afterwards."""
+        process, self._process = self._process, None
+        if process is not None and process.is_ours:
+            process.close()
+
+    def __enter__(self) -> Cache:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

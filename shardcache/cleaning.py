@@ -1,0 +1,101 @@
+"""Making room on request: what ``Cache.clean`` and ``shardcache clean`` do.
+
+The plan is made first and carried out as it is, so a dry run tells the truth.
+Safe beside running jobs: what is pinned, being read, or in flight stays, and so
+does what was used since the oldest running job began, unless ``everything`` is
+asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from shardcache.eviction import Limits, Reason, Removal, apply, sweep
+from shardcache.space import Space
+from shardcache.store import Store
+
+__all__ = ["CleanReport", "clean", "remove"]
+
+
+@dataclass(frozen=True, slots=True)
+class CleanReport:
+    """What was removed, or would be.
+
+    Attributes:
+        removed: entries and leftovers, in order.
+        kept: number of entries that stay.
+        kept_bytes: bytes of those.
+        missing: bytes that could not be found because the rest is in use.
+        dry_run: whether nothing was touched.
+    """
+
+    removed: tuple[Removal, ...]
+    kept: int
+    kept_bytes: int
+    missing: int
+    dry_run: bool
+
+    @property
+    def freed(self) -> int:
+        """Bytes of all that was removed."""
+        return sum(removal.size for removal in self.removed)
+
+    def count(self, reason: Reason) -> int:
+        """How many things were removed for ``reason``."""
+        return sum(removal.reason is reason for removal in self.removed)
+
+
+def clean(
+    space: Space,
+    stores: Sequence[Store],
+    limits: Limits,
+    *,
+    orphans: bool = True,
+    dry_run: bool = False,
+) -> CleanReport:
+    """Bring the cache within ``limits`` and sweep what dead processes left.
+
+    Raises:
+        OSError: the filesystem is read-only or failing.
+    """
+    removed: list[Removal] = []
+    if orphans or limits.everything:
+        for store in stores:
+            removed += sweep(store, dry_run=dry_run)
+    # Leftovers count as in flight, and their bytes come free, in a dry run too.
+    swept = {reason: sum(r.size for r in removed if r.reason is reason) for reason in Reason}
+    reserved = space.reserved() - (swept[Reason.ORPHAN] if dry_run else 0)
+    limits = replace(limits, free_needed=max(0, limits.free_needed - sum(swept.values())))
+    chosen = space.plan(limits, reserved=max(0, reserved), protect=not limits.everything)
+    kept, kept_bytes = chosen.kept, chosen.kept_bytes
+    for victim in chosen.victims:
+        if dry_run or any(apply(Store.owning(victim.entry), [victim])):
+            removed.append(Removal(str(victim.entry.path), victim.entry.size, victim.reason))
+        elif victim.entry.path.exists():  # came into use since the plan
+            kept += 1
+            kept_bytes += victim.entry.size
+    return CleanReport(tuple(removed), kept, kept_bytes, chosen.missing, dry_run)
+
+
+def remove(
+    stores: Sequence[Store], key: str, *, dry_run: bool = False
+) -> tuple[list[Removal], int]:
+    """Remove every version of one shard that nobody uses.
+
+    Returns:
+        What was removed, and how many entries stay because they are in use.
+
+    Raises:
+        OSError: the filesystem is read-only or failing.
+    """
+    removed: list[Removal] = []
+    in_use = 0
+    for store in stores:
+        for entry in store.entries_of(key):
+            free = not store.is_pinned(entry) if dry_run else store.evict(entry)
+            if free:
+                removed.append(Removal(str(entry.path), entry.size, Reason.ASKED))
+            elif entry.path.exists():
+                in_use += 1
+    return removed, in_use

@@ -1,0 +1,47 @@
+"""Time as the library sees it, so that tests can own it.
+
+Durations and time-outs use ``monotonic``; ``time`` (wall clock) is for people
+and for "last used" ordering only. No decision about liveness rests on either.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+__all__ = ["SYSTEM_CLOCK", "Clock", "SystemClock"]
+
+
+class Clock(Protocol):
+    """The three calls the library makes about time; seconds throughout."""
+
+    def monotonic(self) -> float:
+        """Seconds on a clock that never goes back."""
+        ...
+
+    def time(self) -> float:
+        """Seconds since the epoch, for records and last-use ordering."""
+        ...
+
+    def sleep(self, seconds: float) -> None:
+        """Give up the processor for about ``seconds``."""
+        ...
+
+
+class SystemClock:
+    """The machine's own clocks."""
+
+    def monotonic(self) -> float:
+        """See `Clock.monotonic`."""
+        return time.monotonic()
+
+    def time(self) -> float:
+        """See `Clock.time`."""
+        return time.time()
+
+    def sleep(self, seconds: float) -> None:
+        """See `Clock.sleep`."""
+        time.sleep(seconds)
+
+
+SYSTEM_CLOCK = SystemClock()

@@ -1,0 +1,262 @@
+"""``shardcache prewarm`` and ``shardcache path``: the commands that fetch."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from shardcache.console import Column, Console
+from shardcache.errors import ConfigError, ShardNotFoundError
+from shardcache.invocation import Invocation, command, duration
+from shardcache.warmtext import (
+    check_text,
+    plan_record,
+    plan_text,
+    shard_record,
+    summary_record,
+    summary_text,
+    tell_failures,
+)
+
+if TYPE_CHECKING:
+    from shardcache.cache import Cache
+    from shardcache.prewarm import Event, PrewarmReport
+
+__all__ = ["path_command", "prewarm_command"]
+
+_DEFAULT_JOBS = 8
+_COLUMNS = [
+    Column(name) for name in ("url", "outcome", "size", "seconds", "received", "retries", "error")
+]
+
+
+@command(
+    "prewarm",
+    short="Fill the cache before the job.",
+    examples="""
+        shardcache prewarm 's3://lab/train-{0000..2047}.tar' -j 16
+        shardcache prewarm s3://lab/val/ 's3://lab/test-*.tar'
+        shardcache prewarm -f shards.txt --deadline 5m --best-effort
+        shardcache prewarm --check 's3://lab/train-{0000..2047}.tar'
+    """,
+)
+@click.option("-n", "--dry-run", is_flag=True, help="Say what would be fetched, fetch nothing.")
+@click.option("--best-effort", is_flag=True, help="Leave out what does not fit; do not refuse.")
+@click.option(
+    "--max-failures",
+    type=click.IntRange(0),
+    metavar="N",
+    help="Accept up to N failed shards, stop at the next.",
+)
+@click.option(
+    "--deadline", callback=duration, metavar="DURATION", help="Stop after this long, such as 5m."
+)
+@click.option("--check", is_flag=True, help="Only tell whether all is cached (exit 4 if not).")
+@click.option(
+    "-j",
+    "--jobs",
+    type=click.IntRange(1, 256),
+    metavar="N",
+    help=f"Shards at a time.  [default: {_DEFAULT_JOBS}]",
+)
+@click.option(
+    "-f",
+    "--file",
+    "lists",
+    multiple=True,
+    metavar="LIST",
+    help="Read SPECs from a file, one per line; - is stdin. May be repeated.",
+)
+@click.argument("specs", nargs=-1, metavar="SPEC...")
+def prewarm_command(
+    invocation: Invocation,
+    specs: tuple[str, ...],
+    lists: tuple[str, ...],
+    jobs: int | None,
+    check: bool,
+    deadline: float | None,
+    max_failures: int | None,
+    best_effort: bool,
+    dry_run: bool,
+) -> int:
+    """Fetch shards into the cache, several at once, and show how it goes.
+
+    A SPEC is a WebDataset shard specification with {braces}, a prefix ending in /
+    (every tar file below it), or a name with * or ?. Interrupted, it leaves
+    partials behind; the same command goes on where it ended.
+
+    Shards that do not exist do not stop the others. When the first shards of a
+    bucket are all refused (credentials, endpoint), the rest of it is not tried.
+    """
+    from shardcache.prewarm import expand, prewarm
+
+    wanted = [*specs, *(spec for name in lists for spec in _read_list(name))]
+    if not wanted and not lists:
+        raise click.UsageError("Which shards? Give a SPEC, or a list with -f.")
+    cache = invocation.cache(connections=jobs or 0)
+    console = invocation.console
+
+    told: set[str] = set()
+
+    def tell(event: Event) -> None:
+        if not check:
+            _stream(console, event, told)
+
+    def run(on_event: Callable[[Event], None]) -> PrewarmReport:
+        return prewarm(
+            cache,
+            expand(wanted, cache),
+            jobs=jobs or _DEFAULT_JOBS,
+            check=check,
+            dry_run=dry_run,
+            deadline=deadline,
+            max_failures=max_failures,
+            best_effort=best_effort,
+            on_event=on_event,
+            stop=invocation.signals.stop,
+        )
+
+    with cache:
+        report = _attended(invocation, run, tell, show=not (check or dry_run))
+    _report(console, report, told, check=check, dry_run=dry_run)
+    tell_failures(console, report, max_failures)
+    return _exit_code(report, check, max_failures, best_effort)
+
+
+def _read_list(name: str) -> Iterator[str]:
+    try:
+        text = sys.stdin.read() if name == "-" else Path(name).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as exn:
+        reason = exn.strerror if isinstance(exn, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"the list {name} cannot be read: {reason}") from exn
+    for line in text.splitlines():
+        spec = line.strip()
+        if spec and not spec.startswith("#"):
+            yield spec
+
+
+def _attended(
+    invocation: Invocation,
+    run: Callable[[Callable[[Event], None]], PrewarmReport],
+    tell: Callable[[Event], None],
+    *,
+    show: bool,
+) -> PrewarmReport:
+    """Run with progress; from the plan on, a signal winds down instead of raising."""
+    import contextlib
+
+    from shardcache.prewarm import Planned
+    from shardcache.progress import Progress
+
+    with contextlib.ExitStack() as stack:
+        progress = stack.enter_context(Progress(invocation.console))
+
+        def on_event(event: Event) -> None:
+            tell(event)
+            if show:
+                if isinstance(event, Planned):
+                    stack.enter_context(invocation.signals.graceful())
+                progress(event)
+
+        return run(on_event)
+
+
+def _stream(console: Console, event: Event, told: set[str]) -> None:
+    """Say what there is to say while it runs; notes in ``told`` whose end was told."""
+    from shardcache.prewarm import Finished, Planned
+
+    if isinstance(event, Planned):
+        console.said(plan_text(event.plan))
+        console.line("plan", plan_record(event.plan))
+    elif isinstance(event, Finished):
+        console.line("shard", shard_record(event.result))
+        told.add(event.result.url)
+
+
+def _report(
+    console: Console, report: PrewarmReport, told: set[str], *, check: bool, dry_run: bool
+) -> None:
+    if console.human:
+        if check:
+            console.said(check_text(report))
+        elif not dry_run:
+            console.said(summary_text(report))
+        return
+    records = [shard_record(result) for result in report.results]
+    if console.format == "jsonl":
+        records = [record for record in records if record["url"] not in told]
+    summary = summary_record(report)
+    if console.format == "json":
+        summary = {"plan": plan_record(report.plan), **summary}
+    console.table("prewarm", "shard", _COLUMNS, records, summary=summary)
+
+
+def _exit_code(
+    report: PrewarmReport, check: bool, max_failures: int | None, best_effort: bool
+) -> int:
+    if check:
+        return 0 if report.cached == len(report.results) else 4
+    if report.full or (report.missing and report.plan.missing and not best_effort):
+        return 5
+    if report.failed > (max_failures or 0):
+        return 3
+    return 3 if report.not_started and not best_effort else 0
+
+
+@command(
+    "path",
+    short="Print where a shard is.",
+    examples="""
+        shardcache path s3://lab/train-0000.tar
+        tar tf "$(shardcache path --fetch s3://lab/train-0000.tar)"
+    """,
+)
+@click.option("--fetch", is_flag=True, help="Fetch it first if it is not cached.")
+@click.argument("url", metavar="URL")
+def path_command(invocation: Invocation, url: str, fetch: bool) -> int:
+    """Print the local path of a cached shard, and nothing else.
+
+    Not cached: exit code 1. The path is not pinned: another process may evict the
+    shard later.
+    """
+    cache = invocation.cache()
+    with cache:
+        found = cache.path(url)
+        if found is None and fetch:
+            _fetch(invocation, cache, url)
+            found = cache.path(url)
+        shard = cache.parse(url)
+    if found is None:
+        advice = "Pass --fetch to fetch it." if not fetch else "It was evicted again at once."
+        raise ShardNotFoundError(f"{shard} is not cached in {cache.dir}. {advice}", url=str(shard))
+    record = {"url": str(shard), "path": os.fspath(found)}
+    invocation.console.record("path", record, os.fspath(found))
+    return 0
+
+
+def _fetch(invocation: Invocation, cache: Cache, url: str) -> None:
+    """Fetch one shard with progress.
+
+    Raises:
+        As `Cache.fetch`; KeyboardInterrupt after a signal.
+    """
+    from shardcache.prewarm import prewarm
+
+    report = _attended(
+        invocation,
+        lambda on_event: prewarm(
+            cache, [url], jobs=1, on_event=on_event, stop=invocation.signals.stop
+        ),
+        lambda event: None,
+        show=True,
+    )
+    if report.interrupted:
+        raise KeyboardInterrupt
+    for result in report.results:
+        if result.error is not None:
+            raise result.error

@@ -1,0 +1,332 @@
+"""From a URL to an open entry: at most one fetch per node, whoever asks.
+
+    open the entry ----------------------------------------> hit
+      | not there
+    try the key's lock --- busy --> wait, open again -------> coalesced
+      | ours                          | holder is stale
+    open again, set damaged aside     | fetch privately ----> fetched
+    link a sibling namespace's entry -----------------------> linked
+    resume what a dead process left, or start ---> publish -> fetched
+
+A `Coordinator` belongs to one process and may be used by all its threads. Locks
+only save bandwidth: every step is right without them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from shardcache.clock import Clock
+from shardcache.config import Config
+from shardcache.errors import IntegrityError, ShardCacheError, TransferError
+from shardcache.layout import Layout, parse_partial_name
+from shardcache.locks import Holder, KeyLock
+from shardcache.metadata import DamagedError, Metadata, boot_id
+from shardcache.origin import ObjectInfo
+from shardcache.origins import Origins
+from shardcache.partials import LostError, Partial
+from shardcache.ranks import Ranks
+from shardcache.space import Space
+from shardcache.store import Opened, Store
+from shardcache.transfer import Fetched, Fetcher, FetchStatus
+from shardcache.urls import ShardURL
+from shardcache.validation import check_archive
+from shardcache.version import __version__
+from shardcache.waiting import Waiter
+
+__all__ = ["Coordinator", "Obtained", "Outcome"]
+
+logger = logging.getLogger(__name__)
+
+#: Private fetches past a stale holder, per node: enough to go on with, too few
+#: to turn one stuck process into a download storm.
+_PRIVATE_FETCHES = 2
+#: An entry may vanish between publish and open, a partial may be taken away by
+#: locks that lie; not this often in a row.
+_TRIES = 5
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class Outcome(StrEnum):
+    """How a shard was had."""
+
+    HIT = "hit"
+    COALESCED = "coalesced"
+    LINKED = "linked"
+    FETCHED = "fetched"
+
+
+@dataclass(frozen=True, slots=True)
+class Obtained:
+    """An open entry; the caller must close ``opened.fd``."""
+
+    opened: Opened
+    outcome: Outcome
+
+
+class Coordinator:
+    """See the module.
+
+    Args:
+        store: this process's namespace.
+        siblings: lists the other namespaces of the root.
+        fetcher: the engine.
+        origins: where shards come from.
+        space: the budget.
+        config: time-outs and checks.
+        ranks: who we are, for the lock records.
+        clock: time.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        siblings: Callable[[], Sequence[Store]],
+        fetcher: Fetcher,
+        origins: Origins,
+        space: Space,
+        config: Config,
+        ranks: Ranks,
+        clock: Clock,
+    ) -> None:
+        self.store = store
+        self._siblings = siblings
+        self._fetcher = fetcher
+        self._origins = origins
+        self._space = space
+        self._config = config
+        self._ranks = ranks
+        self._clock = clock
+
+    def obtain(self, url: ShardURL, status: FetchStatus | None = None) -> Obtained:
+        """Open the shard's entry, fetching it first if need be.
+
+        Raises:
+            ShardNotFoundError, AccessDeniedError, ConfigError, TransferError,
+            IntegrityError: the origin cannot serve it.
+            CacheFullError: it cannot be stored.
+            LockTimeoutError: somebody else has been fetching it for too long.
+            OSError: the local disk failed.
+        """
+        opened = self.look(url)
+        if opened is not None:
+            return Obtained(opened, Outcome.HIT)
+        waiter = self._waiter(url)
+        holder = self._holder()
+        while True:
+            lock = KeyLock(self.store.layout.key_lock(url.key))
+            if lock.try_acquire(holder):
+                try:
+                    return self._fill(url, lock, holder, status)
+                finally:
+                    lock.release()
+            if waiter.stale:
+                with self._private_slot(holder) as free:
+                    if free:
+                        logger.warning("%s: %s; fetching it here too", url, waiter.describe())
+                        return self._fill(url, None, holder, status)
+            waiter.pause()
+            opened = self.look(url)
+            if opened is not None:
+                return Obtained(opened, Outcome.COALESCED)
+
+    def look(self, url: ShardURL) -> Opened | None:
+        """Open the shard's entry if there is a good one."""
+        try:
+            return self.store.open(url.key, url.basename)
+        except DamagedError as exn:
+            logger.info("%s: not used: %s", url, exn)
+            return None
+
+    def _waiter(self, url: ShardURL) -> Waiter:
+        return Waiter(
+            self.store.layout,
+            url,
+            self._clock,
+            timeout=self._config.lock_timeout,
+            stale_after=self._config.stale_after,
+        )
+
+    def _holder(self) -> Holder:
+        ranks = self._ranks
+        rank = None if ranks.source == "none" else ranks.rank
+        return Holder.this_process(rank=rank, job=ranks.job, now=self._clock.time())
+
+    @contextlib.contextmanager
+    def _private_slot(self, holder: Holder) -> Iterator[bool]:
+        for number in range(_PRIVATE_FETCHES):
+            lock = KeyLock(self.store.layout.named_lock(f"private-{number}"))
+            if lock.try_acquire(holder):
+                try:
+                    yield True
+                finally:
+                    lock.release()
+                return
+        yield False
+
+    def _fill(
+        self, url: ShardURL, lock: KeyLock | None, holder: Holder, status: FetchStatus | None
+    ) -> Obtained:
+        """Make the entry and open it; ``lock`` is the key's, or None for a private fetch."""
+        for _ in range(_TRIES):
+            opened = self._look_again(url, lock)
+            if opened is not None:
+                return Obtained(opened, Outcome.COALESCED)
+            linked = self._link(url)
+            if linked is not None:
+                return Obtained(linked, Outcome.LINKED)
+            try:
+                self._fetch(url, lock, holder, status)
+            except LostError as exn:
+                logger.warning("%s: %s; starting over", url, exn)
+                continue
+            opened = self.look(url)
+            if opened is not None:
+                return Obtained(opened, Outcome.FETCHED)
+        raise TransferError(
+            f"{url} was fetched and vanished {_TRIES} times. Something else empties "
+            f"{self.store.layout.base}; stop it, or use another directory.",
+            url=str(url),
+        )
+
+    def _look_again(self, url: ShardURL, lock: KeyLock | None) -> Opened | None:
+        try:
+            return self.store.open(url.key, url.basename)
+        except DamagedError as exn:
+            if lock is not None:
+                self.store.quarantine(url.key, f"{url}: {exn}")
+            return None
+
+    def _link(self, url: ShardURL) -> Opened | None:
+        """Share a sibling namespace's copy, by hard link or else as it is."""
+        for sibling in self._siblings():
+            try:
+                other = sibling.open(url.key, url.basename)
+            except DamagedError:
+                continue  # its own namespace will set it aside
+            if other is None:
+                continue
+            try:
+                metadata = Metadata.decode(Store.sidecar(other.directory))
+                linked = self.store.link(other, metadata, url.basename)
+                opened = self.look(url) if linked else None
+            except (DamagedError, FileNotFoundError):
+                os.close(other.fd)
+                continue
+            except BaseException:
+                os.close(other.fd)
+                raise
+            if opened is None:
+                return other
+            os.close(other.fd)
+            return opened
+        return None
+
+    def _fetch(
+        self, url: ShardURL, lock: KeyLock | None, holder: Holder, status: FetchStatus | None
+    ) -> None:
+        try:
+            self._fetch_once(url, lock, holder, status)
+        except ShardCacheError:
+            raise
+        except OSError as exn:
+            if exn.errno not in _FULL:
+                raise
+            logger.warning("%s: the disk is full (%s); making room", url, exn.strerror)
+            self._space.make_room(str(url), (status.size if status else None) or 0)
+            self._fetch_once(url, lock, holder, status)
+
+    def _fetch_once(
+        self, url: ShardURL, lock: KeyLock | None, holder: Holder, status: FetchStatus | None
+    ) -> None:
+        resume = self._resume(url)
+        if resume is not None and lock is not None:
+            lock.update(replace(holder, partial=resume.path.name, size=resume.metadata.info.size))
+        fetched = self._fetcher.fetch(
+            self._origins.of(url),
+            url,
+            target=lambda info: self._target(url, info, lock, holder),
+            resume=resume,
+            status=status,
+        )
+        partial = fetched.partial
+        try:
+            self._validate(url, partial)
+            metadata = self._metadata(url, fetched)
+            self.store.publish(partial, metadata, sync=self._config.fsync == "fsync")
+        except BaseException:
+            partial.discard()
+            raise
+        partial.close()
+
+    def _resume(self, url: ShardURL) -> Partial | None:
+        """Take over what a dead process left of this shard."""
+        layout: Layout = self.store.layout
+        try:
+            names = os.listdir(layout.partial)  # noqa: PTH208 - names only
+        except FileNotFoundError:
+            return None
+        for name in names:
+            parsed = parse_partial_name(name)
+            if parsed is not None and parsed[0] == url.key:
+                partial = Partial.claim(layout, layout.partial / name, url.basename)
+                if partial is not None:
+                    logger.info("%s: resuming at %d bytes", url, partial.written)
+                    return partial
+        return None
+
+    def _target(
+        self, url: ShardURL, info: ObjectInfo, lock: KeyLock | None, holder: Holder
+    ) -> Partial:
+        metadata = Metadata(
+            url=str(url),
+            key=url.key,
+            info=info,
+            size=info.size or 0,
+            digest="",
+            checked=None,
+            fetched_at=self._clock.time(),
+            boot=boot_id(),
+            library=__version__,
+        )
+        partial = self._space.admit(
+            str(url),
+            info.size,
+            lambda: Partial.create(self.store.layout, metadata, url.basename),
+        )
+        if lock is not None:
+            lock.update(replace(holder, partial=partial.path.name, size=info.size))
+        return partial
+
+    def _metadata(self, url: ShardURL, fetched: Fetched) -> Metadata:
+        return Metadata(
+            url=str(url),
+            key=url.key,
+            info=fetched.info,
+            size=fetched.size,
+            digest=fetched.digest,
+            checked=fetched.checked,
+            fetched_at=self._clock.time(),
+            boot=boot_id(),
+            library=__version__,
+        )
+
+    def _validate(self, url: ShardURL, partial: Partial) -> None:
+        check_archive(partial.fd, url.basename, str(url))
+        if self._config.validate is None:
+            return
+        try:
+            self._config.validate(partial.data)
+        except Exception as exn:  # a user's check may raise anything: that is its answer
+            raise IntegrityError(
+                f"{url} was refused by the validate hook: {type(exn).__name__}: {exn}. "
+                "Look at the object, or at the hook.",
+                url=str(url),
+            ) from exn

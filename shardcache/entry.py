@@ -1,0 +1,130 @@
+"""An entry: a published shard as it lies on disk.
+
+Entries are values: looking at one says nothing about whether it is still there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardcache.layout import META, Layout, is_key, list_names, parse_entry_name
+from shardcache.metadata import MAX_BYTES, DamagedError, Metadata
+
+__all__ = ["Entry", "read_sidecar", "scan", "versions"]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A published shard.
+
+    Attributes:
+        path: its directory.
+        key: key of its URL.
+        version: version of the object.
+        size: bytes of the data.
+        used: wall-clock seconds of the last use, to `touch_interval`.
+    """
+
+    path: Path
+    key: str
+    version: str
+    size: int
+    used: float
+
+    @classmethod
+    def at(cls, path: Path) -> Entry:
+        """The entry in a directory that bears an entry's name."""
+        parsed = parse_entry_name(path.name)
+        assert parsed is not None
+        return cls(path, path.parent.name, parsed[0], parsed[1], _used(path))
+
+    def metadata(self) -> Metadata:
+        """Read the sidecar.
+
+        Raises:
+            DamagedError: it is not one of ours.
+            OSError: it cannot be read, or the entry is gone.
+        """
+        return Metadata.decode(read_sidecar(self.path))
+
+    @property
+    def data(self) -> Path:
+        """The shard itself.
+
+        Raises:
+            OSError: the entry is gone.
+            DamagedError: it has no data file.
+        """
+        for name in list_names(self.path):
+            if name != META and not name.startswith("."):
+                return self.path / name
+        if not self.path.is_dir():
+            raise FileNotFoundError(errno.ENOENT, "the entry is gone", str(self.path))
+        raise DamagedError("it has no data file")
+
+
+def read_sidecar(directory: str | Path) -> bytes:
+    """The sidecar of an entry, undecoded.
+
+    Raises:
+        OSError: it is gone or cannot be read.
+    """
+    with open(f"{directory}/{META}", "rb", buffering=0) as file:
+        return file.read(MAX_BYTES)
+
+
+def scan(layout: Layout) -> Iterator[Entry]:
+    """Every entry of a namespace, in no order.
+
+    Entries that go away meanwhile are left out, and so is what does not have
+    the name and the place that we give entries.
+
+    Raises:
+        OSError: a directory cannot be read.
+    """
+    for prefix in list_names(layout.objects):
+        directory = f"{layout.objects}/{prefix}"
+        for key in list_names(directory):
+            if not (is_key(key) and key.startswith(prefix)):
+                continue
+            for child, version, size in _children(f"{directory}/{key}"):
+                yield Entry(Path(child.path), key, version, size, _used(child.path))
+
+
+def versions(layout: Layout, key: str) -> list[tuple[Path, int]]:
+    """(directory, size) of every version of one shard, newest first.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
+    found = []
+    for child, _version, size in _children(layout.key_dir(key)):
+        with contextlib.suppress(FileNotFoundError):  # evicted meanwhile
+            found.append((child.stat(follow_symlinks=False).st_mtime_ns, child.path, size))
+    return [(Path(path), size) for _, path, size in sorted(found, reverse=True)]
+
+
+def _children(key_dir: Path | str) -> list[tuple[os.DirEntry[str], str, int]]:
+    """(directory, version, size) of the entries of a key; symbolic links are none."""
+    try:
+        with os.scandir(key_dir) as children:
+            named = [(child, parse_entry_name(child.name)) for child in children]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [
+        (child, *parsed)
+        for child, parsed in named
+        if parsed is not None and child.is_dir(follow_symlinks=False)
+    ]
+
+
+def _used(directory: Path | str) -> float:
+    try:
+        return os.stat(f"{directory}/{META}").st_mtime  # noqa: PTH116 - a string on a hot scan
+    except OSError:
+        return 0.0  # no sidecar: the first to go

@@ -1,0 +1,113 @@
+"""Every error shardcache raises on purpose.
+
+One message argument, the fields as attributes, and a last sentence that says
+what to do next. Each class also derives from the builtin a caller would catch
+without knowing shardcache (``FileNotFoundError``, ``PermissionError``, ...).
+
+Invariants: an error survives pickling, also after ``exn.args += (url,)`` as
+WebDataset's handlers do it; its text holds no credential (callers pass
+redacted URLs only).
+"""
+
+from __future__ import annotations
+
+import errno
+from typing import Any
+
+__all__ = [
+    "AccessDeniedError",
+    "CacheFullError",
+    "ConfigError",
+    "FetchCancelledError",
+    "IntegrityError",
+    "LockTimeoutError",
+    "ShardCacheError",
+    "ShardNotFoundError",
+    "TransferError",
+    "TransferTimeoutError",
+]
+
+
+def _rebuild(
+    cls: type[ShardCacheError], args: tuple[Any, ...], state: dict[str, Any]
+) -> ShardCacheError:
+    # __new__ without arguments: OSError would take a second one for strerror.
+    exn = cls.__new__(cls)
+    exn.args = args
+    exn.__dict__.update(state)
+    return exn
+
+
+class ShardCacheError(Exception):
+    """Base of all errors raised by shardcache.
+
+    Args:
+        message: one or two sentences: what happened, to which shard, what to do.
+        **fields: facts a program may want; kept as attributes.
+    """
+
+    def __init__(self, message: str, **fields: Any) -> None:
+        super().__init__(message)
+        self.__dict__.update(fields)
+
+    @property
+    def message(self) -> str:
+        """The sentence this error was raised with."""
+        return str(self.args[0]) if self.args else ""
+
+    def __str__(self) -> str:
+        # args may have grown by a URL; the message names the shard already.
+        return self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.args, dict(self.__dict__))
+
+
+class ConfigError(ShardCacheError, ValueError):
+    """An option, a URL or an environment that cannot work. Nothing was touched."""
+
+
+class ShardNotFoundError(ShardCacheError, FileNotFoundError):
+    """The origin says that the shard does not exist (404). Never retried."""
+
+    errno = errno.ENOENT
+
+
+class AccessDeniedError(ShardCacheError, PermissionError):
+    """The origin refuses the credentials in force (401, 403). Never retried."""
+
+    errno = errno.EACCES
+
+
+class TransferError(ShardCacheError, OSError):
+    """The origin could not be read after the allowed number of attempts."""
+
+    errno = errno.EIO
+
+
+class TransferTimeoutError(TransferError, TimeoutError):
+    """The origin stopped sending, or the fetch passed its deadline."""
+
+    errno = errno.ETIMEDOUT
+
+
+class FetchCancelledError(TransferError):
+    """This process called the fetch off; what was fetched can be resumed."""
+
+    errno = errno.ECANCELED
+
+
+class IntegrityError(ShardCacheError):
+    """Bytes do not match what the origin or the entry's own record states."""
+
+
+class CacheFullError(ShardCacheError, OSError):
+    """There is no room for the shard and nothing may be evicted."""
+
+    errno = errno.ENOSPC
+
+
+class LockTimeoutError(ShardCacheError, TimeoutError):
+    """Another process held the shard for longer than this caller may wait."""
+
+    errno = errno.ETIMEDOUT

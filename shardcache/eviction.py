@@ -1,0 +1,198 @@
+"""What to remove, and removing it.
+
+`plan` is pure: the same entries, limits and time give the same plan, so a dry
+run shows exactly what a run would do. `apply` carries a plan out and reports
+what really went: an entry that somebody began to read in between stays.
+
+Entries that are pinned or being read are never victims, nor are entries used
+since ``protect_since``, the time the oldest live session began: an epoch is one
+scan over the dataset, and evicting what this epoch has read to make room for
+what it reads next gives a cache that never hits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from shardcache.sessions import remove_dead_sessions
+from shardcache.store import Entry, Store
+from shardcache.sweeping import (
+    InFlight,
+    in_flight,
+    remove_free_locks,
+    remove_leftover,
+    remove_quarantined,
+)
+
+__all__ = ["EvictionPlan", "Limits", "Reason", "Removal", "Victim", "apply", "plan", "sweep"]
+
+logger = logging.getLogger(__name__)
+
+
+class Reason(StrEnum):
+    """Why something is removed."""
+
+    MAX_SIZE = "max_size"
+    MIN_FREE = "min_free"
+    MAX_AGE = "max_age"
+    ALL = "all"
+    ASKED = "asked"
+    ORPHAN = "orphan"
+    QUARANTINED = "quarantined"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the cache may occupy; None means no such limit.
+
+    Attributes:
+        max_size: bytes of entries and fetches in flight together.
+        free_needed: bytes to remove so that the filesystem keeps its free space.
+        max_age: seconds since the last use.
+        everything: remove all that may be removed.
+    """
+
+    max_size: int | None = None
+    free_needed: int = 0
+    max_age: float | None = None
+    everything: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Victim:
+    """An entry to remove, and why."""
+
+    entry: Entry
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class EvictionPlan:
+    """What would be removed and kept.
+
+    Attributes:
+        victims: in the order in which they go.
+        kept: number of entries that stay.
+        kept_bytes: bytes of those.
+        missing: bytes that cannot be found; 0 when every limit is met.
+    """
+
+    victims: tuple[Victim, ...]
+    kept: int
+    kept_bytes: int
+    missing: int
+
+    @property
+    def freed(self) -> int:
+        """Bytes of all victims."""
+        return sum(victim.entry.size for victim in self.victims)
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """Something that was removed (or would be): what, how big, why."""
+
+    name: str
+    size: int
+    reason: Reason
+
+
+def plan(
+    entries: Iterable[Entry],
+    limits: Limits,
+    now: float,
+    *,
+    reserved: int = 0,
+    protect_since: float | None = None,
+    in_use: Callable[[Entry], bool] = lambda entry: False,
+) -> EvictionPlan:
+    """Choose victims: too old first, then least recently used until all limits are met.
+
+    Args:
+        entries: everything published.
+        limits: what must hold afterwards.
+        now: seconds since the epoch.
+        reserved: bytes of fetches in flight, and of the one that needs room.
+        protect_since: entries used at or after this time stay.
+        in_use: asked only of entries that would otherwise go.
+    """
+    # The path last: two namespaces may have one version each, of the same age.
+    by_use = sorted(entries, key=lambda entry: (entry.used, entry.key, entry.version, entry.path))
+    total = sum(entry.size for entry in by_use)
+    over = max(0, total + reserved - limits.max_size) if limits.max_size is not None else 0
+    short = limits.free_needed
+    victims: list[Victim] = []
+    for entry in by_use:
+        reason = _reason(entry, limits, now, over, short)
+        if reason is None:
+            continue
+        if protect_since is not None and entry.used >= protect_since:
+            continue
+        if in_use(entry):
+            continue
+        victims.append(Victim(entry, reason))
+        over -= entry.size
+        short -= entry.size
+    freed = sum(victim.entry.size for victim in victims)
+    return EvictionPlan(
+        tuple(victims), len(by_use) - len(victims), total - freed, max(0, over, short)
+    )
+
+
+def _reason(entry: Entry, limits: Limits, now: float, over: int, short: int) -> Reason | None:
+    if limits.everything:
+        return Reason.ALL
+    if limits.max_age is not None and now - entry.used > limits.max_age:
+        return Reason.MAX_AGE
+    if over > 0:
+        return Reason.MAX_SIZE
+    return Reason.MIN_FREE if short > 0 else None
+
+
+def apply(store: Store, chosen: Sequence[Victim]) -> Iterator[Victim]:
+    """Evict; yields what really went, as it goes.
+
+    Raises:
+        OSError: the filesystem is read-only or failing.
+    """
+    for victim in chosen:
+        if store.evict(victim.entry):
+            logger.info(
+                "evicted %s, %d bytes (%s)",
+                victim.entry.key,
+                victim.entry.size,
+                victim.reason.value,
+            )
+            yield victim
+
+
+def sweep(
+    store: Store, *, dry_run: bool = False, only: Callable[[InFlight], bool] = lambda found: True
+) -> Iterator[Removal]:
+    """Remove what dead processes left, quarantined entries, and lock files of idle keys.
+
+    Yields what had bytes of its own; lock files and sessions of dead processes
+    go without saying.
+
+    Args:
+        store: where.
+        dry_run: only say what would go.
+        only: which leftovers; the default is all.
+
+    Raises:
+        OSError: the filesystem is read-only or failing.
+    """
+    layout = store.layout
+    for found in in_flight(layout):
+        if found.live or not only(found):
+            continue
+        if dry_run or remove_leftover(layout, found.path):
+            yield Removal(found.path.name, found.occupied, Reason.ORPHAN)
+    for path, size in remove_quarantined(layout, dry_run=dry_run):
+        yield Removal(path.name, size, Reason.QUARANTINED)
+    if not dry_run:
+        remove_dead_sessions(layout)
+        logger.debug("removed %d free lock files", remove_free_locks(layout))

@@ -1,0 +1,401 @@
+"""One version of one object on its way into one partial: plan, workers, checks.
+
+A `Job` is used once, by the thread that made it; the threads it starts live no
+longer than the call of `Job.run`, apart from one that an origin keeps waiting
+after the job was called off: that one holds descriptors of its own and touches
+nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from shardcache import digests
+from shardcache.blocks import Blocks, Pace, skip
+from shardcache.clock import Clock
+from shardcache.digests import BLOCK
+from shardcache.errors import (
+    AccessDeniedError,
+    ConfigError,
+    FetchCancelledError,
+    IntegrityError,
+    ShardCacheError,
+    TransferError,
+)
+from shardcache.locks import disown
+from shardcache.origin import (
+    Body,
+    Checksum,
+    ObjectInfo,
+    Origin,
+    TransientError,
+    VersionChangedError,
+)
+from shardcache.partials import Partial
+from shardcache.retry import Attempts
+from shardcache.urls import ShardURL
+
+__all__ = ["Engine", "FetchStatus", "Fetched", "Job", "MismatchError"]
+
+logger = logging.getLogger(__name__)
+
+#: Bytes that make an attempt count as progress.
+_PROGRESS = 64 * 1024
+#: Seconds that an interrupted caller waits for its workers to notice.
+_FAREWELL = 5.0
+#: Seconds between two looks at whether a worker that waits for a permit is still needed.
+_PERMIT_POLL = 0.25
+
+
+Part = tuple[int, int]
+
+
+class Engine(Protocol):
+    """What a job needs of the `transfer.Fetcher` it runs in."""
+
+    clock: Clock
+    timeout: float
+    part_size: int
+    connections: int
+    permits: threading.BoundedSemaphore
+
+
+@dataclass(slots=True)
+class FetchStatus:
+    """How far a fetch is, for whoever watches; updated by the engine.
+
+    Attributes:
+        size: bytes of the shard, once known.
+        written: bytes of it on disk, resumed ones included.
+        received: bytes that came over the network for it.
+        retries: requests repeated.
+    """
+
+    size: int | None = None
+    written: int = 0
+    received: int = 0
+    retries: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A complete, checked, unpublished shard.
+
+    Attributes:
+        partial: where it is; the caller publishes and closes it.
+        info: the version.
+        size: bytes.
+        digest: tree digest.
+        checked: the origin's checksum algorithm that the bytes matched, or None.
+    """
+
+    partial: Partial
+    info: ObjectInfo
+    size: int
+    digest: str
+    checked: str | None
+
+
+class MismatchError(Exception):
+    """The bytes do not have the checksum that the origin states."""
+
+    def __init__(self, checksum: Checksum, found: str) -> None:
+        super().__init__(checksum.algorithm)
+        self.checksum = checksum
+        self.found = found
+
+
+class CancelledError(Exception):
+    """Another worker of the same fetch failed."""
+
+
+class Job:
+    """One version of one object on its way into one partial."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        origin: Origin,
+        url: ShardURL,
+        partial: Partial,
+        attempts: Attempts,
+        status: FetchStatus,
+    ) -> None:
+        self.engine = engine
+        self.origin = origin
+        self.url = url
+        self.partial = partial
+        self.pin = partial.metadata.info
+        self.attempts = attempts
+        self.status = status
+        self.parts: deque[Part] = deque()
+        self.stop = threading.Event()
+        self.guard = threading.Lock()
+        self.error: BaseException | None = None
+        self.bodies: set[Body] = set()
+        self.stated: ObjectInfo | None = None
+        self.crcs: dict[int, int] = {}
+        status.size = self.pin.size
+        status.written = partial.written
+
+    def run(self, first: Body | None) -> Fetched:
+        """Fetch what is missing, check it, and return it; see `Fetcher.fetch`.
+
+        Called with one permit held when ``first`` is given, else with none.
+        """
+        threads: list[threading.Thread] = []
+        try:
+            self._plan(first)
+            if self.origin.states_checksums:
+                threads.append(self._spawn(self._learn_checksum))
+            helpers = min(self.engine.connections - 1, len(self.parts) - (first is None))
+            threads += [self._spawn(self._work) for _ in range(helpers)]
+            self._lead(first)
+            for thread in threads:
+                thread.join()
+            if self.error is not None:
+                raise self.error
+            return self._finish()
+        except BaseException as exn:
+            self._abandon(threads, exn)
+            raise
+
+    def _plan(self, first: Body | None) -> None:
+        size = self.pin.size
+        if size is None:
+            return  # one stream of unknown length: the first body is all
+        done = size if first is None else (size if first.stop is None else first.stop)
+        ranges = self.partial.missing() if first is None else iter([(done, size)])
+        for start, stop in ranges:
+            for begin in range(start, stop, self.engine.part_size):
+                self.parts.append((begin, min(begin + self.engine.part_size, stop)))
+
+    def _spawn(self, function: Callable[[], None]) -> threading.Thread:
+        # Daemons: a process that exits must not wait for a silent origin.
+        thread = threading.Thread(
+            target=self._guarded,
+            args=(function,),
+            name=f"shardcache-{self.url.key[:8]}",
+            daemon=True,
+        )
+        thread.start()
+        return thread
+
+    def _guarded(self, function: Callable[[], None]) -> None:
+        try:
+            function()
+        except CancelledError:
+            logger.debug("%s: a worker was called off", self.url)
+        except BaseException as exn:  # noqa: BLE001 - handed to the caller's thread, which raises it
+            self._fail(exn)
+
+    def cancel(self) -> None:
+        """Call the fetch off, from any thread."""
+        self._fail(
+            FetchCancelledError(
+                f"{self.url}: the fetch was called off; what was fetched is kept. Run it again.",
+                url=str(self.url),
+            )
+        )
+
+    def _fail(self, exn: BaseException) -> None:
+        with self.guard:
+            if self.error is None:
+                self.error = exn
+            self.stop.set()
+            bodies = list(self.bodies)
+        for body in bodies:
+            body.abort()
+
+    def _lead(self, first: Body | None) -> None:
+        """The calling thread's share of the work."""
+        fd = self.partial.handle()
+        try:
+            if first is not None:
+                self._receive_part(0, first.stop, fd, first)
+                self._take_parts(fd)
+            else:
+                with self.engine.permits:
+                    self._take_parts(fd)
+        except CancelledError:
+            logger.debug("%s: called off", self.url)
+        finally:
+            disown(fd)
+
+    def _work(self) -> None:
+        fd = self.partial.handle()
+        try:
+            while self.parts:
+                self._check_stopped()
+                if self.engine.permits.acquire(timeout=_PERMIT_POLL):
+                    try:
+                        self._take_parts(fd)
+                    finally:
+                        self.engine.permits.release()
+        finally:
+            disown(fd)
+
+    def _take_parts(self, fd: int) -> None:
+        while True:
+            self._check_stopped()
+            try:
+                start, stop = self.parts.popleft()
+            except IndexError:
+                return
+            self._receive_part(start, stop, fd, None)
+
+    def _check_stopped(self) -> None:
+        if self.stop.is_set():
+            raise CancelledError
+
+    def _sleep(self, seconds: float) -> None:
+        if self.stop.wait(seconds):
+            raise CancelledError
+
+    def _receive_part(self, start: int, stop: int | None, fd: int, body: Body | None) -> None:
+        """Receive one part, over as many connections in turn as it takes."""
+        blocks = Blocks(self, start, stop, fd, body)
+        while not blocks.complete:
+            self.attempts.call(lambda: self._attempt(blocks), sleep=self._sleep)
+
+    def _attempt(self, blocks: Blocks) -> None:
+        before = blocks.position
+        body = blocks.take_body()
+        try:
+            if body is None:
+                body = self._reopen(blocks)
+            self._drain(body, blocks)
+        except TransientError as exn:
+            self._check_stopped()
+            if not self.pin.identifiable:
+                # What comes next may be of another version; this is its only part.
+                self.partial.restart()
+                blocks.rewind()
+                raise
+            if blocks.position - before < _PROGRESS:
+                raise
+            self.attempts.retries += 1
+            logger.info("%s: %s; going on at byte %d", self.url, exn, blocks.position)
+        finally:
+            self.status.retries = self.attempts.retries
+
+    def _reopen(self, blocks: Blocks) -> Body:
+        # An object of unknown size is sent from its start, whatever is asked.
+        pin = self.pin if self.pin.size is not None else None
+        body = self.origin.open(self.url, blocks.position, blocks.stop, pin)
+        if body.info.version != self.pin.version:
+            body.close()
+            raise VersionChangedError(str(self.url))
+        return body
+
+    def _drain(self, body: Body, blocks: Blocks) -> None:
+        """Receive from one response until its part is complete or it breaks."""
+        with self.guard:
+            self.bodies.add(body)
+        try:
+            skip(body, blocks.position)
+            pace = Pace(self.engine.clock, self.engine.timeout, self.attempts)
+            while not blocks.complete:
+                self._check_stopped()
+                count = blocks.receive(body)
+                if count == 0 and not blocks.complete:
+                    raise TransientError("the origin ended early")
+                self.status.received += count
+                if not blocks.complete:
+                    pace.check(count)
+        finally:
+            with self.guard:
+                self.bodies.discard(body)
+            body.close()
+
+    def _learn_checksum(self) -> None:
+        """Ask what the origin states of the whole object, beside the transfer."""
+        try:
+            stated = self.attempts.call(lambda: self.origin.stat(self.url), sleep=self._sleep)
+        except (AccessDeniedError, ConfigError, TransferError) as exn:
+            # Describing may be forbidden where reading is allowed.
+            logger.info("%s: no checksum to compare with: %s", self.url, exn)
+            return
+        if stated.version != self.pin.version:
+            raise VersionChangedError(str(self.url))
+        self.stated = stated
+
+    def _finish(self) -> Fetched:
+        if not self.origin.pins:
+            now = self.attempts.call(lambda: self.origin.stat(self.url), sleep=self._sleep)
+            if now.version != self.pin.version:
+                raise VersionChangedError(str(self.url))
+        partial = self.partial
+        size = partial.watermark
+        if partial.written != size or (self.pin.size is not None and size != self.pin.size):
+            raise IntegrityError(  # cannot happen; if it does, nothing is published
+                f"{self.url}: {partial.written} of {self.pin.size} bytes arrived, in pieces. "
+                "Please report this.",
+                url=str(self.url),
+            )
+        checked = self._compare()
+        return Fetched(partial, self.pin, size, digests.tree_digest(partial.digests), checked)
+
+    def _compare(self) -> str | None:
+        checksum = (self.stated or self.pin).checksum
+        if checksum is None or not digests.can_check(checksum):
+            return None
+        function = digests.crc_function(checksum.algorithm)
+        if function is None:
+            found = digests.file_checksum(self.partial.fd, checksum.algorithm)
+        else:
+            crc = function
+            found = digests.join_crcs(checksum.algorithm, self._block_crcs(crc))
+        if found != checksum.value:
+            raise MismatchError(checksum, found)
+        return checksum.algorithm
+
+    def crc(self) -> Callable[[memoryview], int] | None:
+        """See `blocks.Sink.crc`."""
+        checksum = self.stated.checksum if self.stated is not None else None
+        if checksum is None or not digests.can_check(checksum):
+            return None
+        return digests.crc_function(checksum.algorithm)
+
+    def put(self, offset: int, block: memoryview, digest: bytes, crc: int | None, fd: int) -> None:
+        """See `blocks.Sink.put`."""
+        index = offset // BLOCK
+        if crc is not None:
+            self.crcs[index] = crc
+        self.partial.write(offset, block, fd)
+        self.partial.record(index, digest, len(block))
+        self.status.written = self.partial.written
+
+    def end(self, total: int) -> None:
+        """See `blocks.Sink.end`."""
+        self.partial.set_total(total)
+
+    def _block_crcs(self, crc: Callable[[memoryview], int]) -> Iterator[tuple[int, int]]:
+        """(crc, length) of every block; those that came before we knew are read back."""
+        left = self.partial.watermark
+        buffer: memoryview | None = None
+        for index in range(-(-left // BLOCK)):
+            length = min(BLOCK, left - index * BLOCK)
+            known = self.crcs.get(index)
+            if known is None:
+                buffer = buffer or memoryview(bytearray(BLOCK))
+                self.partial.read_block(index, buffer[:length])
+                known = crc(buffer[:length])
+            yield known, length
+
+    def _abandon(self, threads: list[threading.Thread], exn: BaseException) -> None:
+        """Call off everybody and let go of the partial."""
+        self._fail(exn)
+        for thread in threads:
+            thread.join(_FAREWELL)
+        useless = isinstance(exn, (VersionChangedError, MismatchError, IntegrityError))
+        local = isinstance(exn, OSError) and not isinstance(exn, ShardCacheError)
+        if useless or local or self.pin.size is None:
+            self.partial.discard()
+        else:
+            self.partial.close()

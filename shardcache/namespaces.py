@@ -1,0 +1,68 @@
+"""Who shares a copy: the node, or one rank or job for itself.
+
+``isolation="node"`` (the default) is one namespace for everybody. With "rank"
+or "job" each has entries, partials and locks of its own below ``v1/ranks``, so
+nobody waits for anybody else; an entry that a sibling already has is shared by
+hard link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardcache.config import Config
+from shardcache.layout import Layout, is_directory, is_rank_name, list_names
+from shardcache.ranks import Ranks, safe_name
+from shardcache.store import Store
+
+__all__ = ["Namespaces", "own_layout"]
+
+#: The job of processes that no launcher named: they share one namespace per
+#: rank, as they would without isolation.
+_NO_JOB = "local"
+
+
+def own_layout(config: Config, ranks: Ranks) -> Layout:
+    """The namespace this process stores into."""
+    node = Layout.of_root(config.dir)
+    if config.isolation == "node":
+        return node
+    job = ranks.job or _NO_JOB
+    name = job if config.isolation == "job" else f"{job}-{ranks.rank}"
+    return node.rank(safe_name(name))
+
+
+class Namespaces:
+    """All namespaces of one root, as stores; safe between threads.
+
+    Args:
+        config: isolation and fsync policy.
+        ranks: who we are.
+    """
+
+    def __init__(self, config: Config, ranks: Ranks) -> None:
+        self.node = Layout.of_root(config.dir)
+        self._verify = config.fsync == "verify-after-boot"
+        self.own = Store(own_layout(config, ranks), verify_after_boot=self._verify)
+        self._others: dict[str, Store] = {}
+
+    def siblings(self) -> Sequence[Store]:
+        """Every namespace but our own, as they are now."""
+        found = []
+        for layout in (self.node, *self._rank_layouts()):
+            if layout.base != self.own.layout.base:
+                name = str(layout.base)
+                store = self._others.get(name)
+                if store is None:
+                    store = self._others[name] = Store(layout, verify_after_boot=self._verify)
+                found.append(store)
+        return found
+
+    def all(self) -> Sequence[Store]:
+        """Every namespace, our own first."""
+        return [self.own, *self.siblings()]
+
+    def _rank_layouts(self) -> list[Layout]:
+        # A name of another kind was not made by us, nor was what leads elsewhere.
+        layouts = [self.node.rank(n) for n in list_names(self.node.ranks) if is_rank_name(n)]
+        return [layout for layout in layouts if is_directory(layout.base) and not layout.linked()]

@@ -1,0 +1,232 @@
+"""The kinds of value an option can have: how each is read from text, and shown.
+
+Every parser takes what code, the environment or TOML may hold and returns the
+option's own type, or raises a `ConfigError` that says what is accepted. All are
+pure, apart from the home directory and variables in a path. No error shows a
+secret.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shardcache import units
+from shardcache.errors import ConfigError
+from shardcache.units import Limit
+
+#: Names of storage options that hold credentials in s3fs, gcsfs, adlfs and botocore.
+_SECRET = re.compile(
+    r"(^key$|secret|token|password|passphrase|credential|account_key|sas|_key$)", re.I
+)
+
+MIB = 1 << 20
+NONE = "none"
+_HIDDEN = "***"
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})", re.ASCII)
+# Greedy up to the last @: a password may hold / and @ of its own.
+_USERINFO = re.compile(r"^([a-z][a-z0-9+.-]*://)?.*@", re.IGNORECASE | re.DOTALL)
+_ENDPOINT = re.compile(
+    r"https?://([^?#\s]*@)?(\[[0-9a-f:.]+\]|[^/?#@:\s\[\]]+)(:[0-9]{1,5})?(/[^?#@\s]*)?",
+    re.IGNORECASE,
+)
+
+
+class StorageOptions(Mapping[str, object]):
+    """Options for fsspec or S3 (key, secret, token, ...) that never print their values.
+
+    An immutable copy of the mapping it is made from; equal to any mapping with the
+    same items. ``dict(options)`` gives what fsspec takes, in clear.
+    """
+
+    __slots__ = ("_items",)
+
+    def __init__(self, items: Mapping[str, object] | None = None) -> None:
+        self._items = dict(items or {})
+
+    def __getitem__(self, key: str) -> object:
+        """The value itself, in clear."""
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        """The names."""
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        """By names only: values need not be hashable."""
+        return hash(frozenset(self._items))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In clear for a process that multiprocessing is spawning, else without secrets.
+
+        A spawned worker has to read the same bucket and its pickle goes through a
+        pipe to a child; any other pickle may end up in a file or on a wire. This is
+        how `multiprocessing.process.AuthenticationString` tells the two apart.
+        """
+        from multiprocessing.context import get_spawning_popen
+
+        if get_spawning_popen() is not None:
+            return StorageOptions, (self._items,)
+        return StorageOptions, (_without_secrets(self._items),)
+
+    def __repr__(self) -> str:
+        """Names, with every value hidden."""
+        return f"StorageOptions({_names_only(self)})"
+
+
+def _without_secrets(items: Mapping[str, object]) -> dict[str, object]:
+    import logging  # `import shardcache.config` stays light
+
+    kept: dict[str, object] = {}
+    for name, value in items.items():
+        if _SECRET.search(name):
+            logging.getLogger(__name__).warning(
+                "storage option %s is left out of a pickle; who reads it needs credentials of "
+                "its own (environment, profile, role)",
+                name,
+            )
+        else:
+            kept[name] = _without_secrets(value) if isinstance(value, Mapping) else value
+    return kept
+
+
+def _names_only(items: Mapping[str, object]) -> str:
+    return ", ".join(f"{key}={_HIDDEN}" for key in items)
+
+
+def redact(text: str) -> str:
+    """``text`` without what stands before an ``@``, and a URL without its query."""
+    shown = _USERINFO.sub(rf"\1{_HIDDEN}@", text)
+    return re.sub(r"[?#].*", f"?{_HIDDEN}", shown, flags=re.DOTALL) if "://" in shown else shown
+
+
+def refuse(value: object, reason: str, accepted: str) -> ConfigError:
+    """The error for a value that cannot be used; the caller raises it."""
+    # Of other types only the name: they may hold anything, secrets included.
+    shown = f"a {type(value).__name__}"
+    if isinstance(value, str | int | float | Path):
+        shown = repr(redact(str(value))[:80])
+    return ConfigError(f"{shown} {reason}. Accepted: {accepted}.")
+
+
+def _directory(value: object, environ: Mapping[str, str] = os.environ, base: str = "") -> Path:
+    accepted = "a local directory; ~ and $VARIABLES in it are expanded"
+    text = str(value) if isinstance(value, str | Path) else ""
+    if not text.strip() or "\0" in text:
+        raise refuse(value, "is not a path", accepted)
+    if "://" in text:
+        raise refuse(value, "is a URL", accepted)
+    for found in _VARIABLE.finditer(text):
+        if not environ.get(name := found[1] or found[2]):
+            # os.path.expandvars keeps it: a directory called "$SCRATCH" would be the result.
+            raise refuse(value, f"names ${name}, which is not set", accepted)
+    text = _VARIABLE.sub(lambda found: environ[found[1] or found[2]], text)
+    if (text == "~" or text.startswith("~/")) and environ.get("HOME"):
+        text = environ["HOME"] + text[1:]
+    text = os.path.expanduser(text)  # noqa: PTH111  Path.expanduser raises RuntimeError
+    if text.startswith("~"):
+        raise refuse(value, "names a home directory that is not known", accepted)
+    return Path(base, text).absolute()
+
+
+def _limit(value: Any) -> Limit:
+    limit = units.parse_limit(value)
+    if limit is None:
+        raise refuse(value, "is no limit", "a size or a percentage, 0 for none")
+    return limit
+
+
+def _room(value: object) -> Limit:
+    limit = _limit(value)
+    if not (limit.bytes or limit.percent):
+        raise refuse(value, "leaves no room", f'more than 0, or "{NONE}" for no limit')
+    return limit
+
+
+def _part_size(value: Any) -> int:
+    size = units.parse_bytes(value)
+    if size % MIB or not MIB <= size <= 1024 * MIB:
+        raise refuse(value, "cannot be used", "a multiple of 1MiB from 1MiB to 1GiB")
+    return size
+
+
+def _some_time(value: Any) -> float:
+    seconds = units.parse_duration(value)
+    if seconds <= 0:
+        raise refuse(value, "is no time at all", "a duration of more than 0")
+    return seconds
+
+
+def _function(value: object) -> Callable[[Path], None]:
+    if not callable(value):
+        raise refuse(value, "cannot be called", "a function of the path of a fetched file")
+    return value
+
+
+def _schemes(value: object) -> tuple[str, ...]:
+    accepted = 'URL schemes such as "pipe", separated by commas or as a list'
+    if isinstance(value, str):
+        value = [] if value.strip().lower() == NONE else value.split(",")
+    if not isinstance(value, list | tuple | set | frozenset):
+        raise refuse(value, "is no list of schemes", accepted)
+    schemes = {item: item.strip().lower() if isinstance(item, str) else "" for item in value}
+    for item, scheme in schemes.items():
+        if not _SCHEME.fullmatch(scheme):
+            raise refuse(item, "is no scheme", accepted)
+    return tuple(sorted(set(schemes.values())))
+
+
+def _storage_options(value: object) -> StorageOptions:
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return value if isinstance(value, StorageOptions) else StorageOptions(value)
+    # Not even a string is shown: it may be a secret in the wrong place.
+    accepted = "a dict in code, a [storage_options] table in TOML"
+    raise ConfigError(f"a {type(value).__name__} is no table of names. Accepted: {accepted}.")
+
+
+def _endpoint(value: object) -> str:
+    text = value.strip() if isinstance(value, str) else ""
+    if not _ENDPOINT.fullmatch(text):
+        raise refuse(value, "is no endpoint", "http:// or https://, a host, a port if need be")
+    return text
+
+
+class Kind(NamedTuple):
+    """How one kind of value is called, read and shown."""
+
+    text: str
+    parse: Callable[..., Any]
+    show: Callable[[Any], str] = str
+
+
+def count(most: int) -> Kind:
+    """Whole numbers from 1 to ``most``."""
+    return Kind(f"1 to {most}", lambda value: units.parse_count(value, 1, most))
+
+
+def _choice(*names: str) -> Kind:
+    return Kind(" or ".join(names), lambda value: units.parse_choice(value, names))
+
+
+PATH = Kind("path", _directory)
+BOOL = Kind("bool", units.parse_bool, lambda value: str(value).lower())
+TIME = Kind("duration", units.parse_duration, units.exact_duration)
+SOME_TIME = Kind("duration", _some_time, units.exact_duration)
+# Not the repr: a functools.partial would print its arguments.
+CALL = Kind("function", _function, lambda value: getattr(value, "__name__", "function"))
+LIST = Kind("list", _schemes, ", ".join)
+TABLE = Kind("table", _storage_options, _names_only)
+ISOLATION = _choice("node", "rank", "job")
+FSYNC = _choice("verify-after-boot", "fsync", "none")
+ROOM = Kind("size or %", _room)
+LIMIT = Kind("size or %", _limit)
+PART_SIZE = Kind("size", _part_size, units.exact_bytes)
+ENDPOINT = Kind("URL", _endpoint, redact)

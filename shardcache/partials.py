@@ -1,0 +1,410 @@
+"""A shard in flight: its growing data file and the record of what is in it.
+
+A partial is a directory with the files an entry has, and `progress` beside
+them. Which bytes are there is what `progress` says, never the file's size: a
+file with a written tail has its full size and holes.
+
+    progress:  "SHCPROG1", block size, total size, watermark, bytes written  (header, 64 bytes)
+               then per block of the data file: its xxh3-128 digest, its length (24 bytes)
+
+All integers are unsigned 64-bit little-endian; a length of 0 says "not there".
+The watermark is the length of the contiguous prefix that is on disk.
+
+Who may touch it: the process that holds the exclusive flock on the data file.
+Its threads may write and record different blocks at once. Anybody may read
+`progress`. When the writer dies the flock is free: `claim` takes the partial
+over by renaming it, and whatever `progress` says is proven against the data
+before it is believed. A writer that lost its partial this way without knowing
+(locks that lie) can only write the same bytes of the same version again.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import struct
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardcache.digests import BLOCK, block_digest
+from shardcache.layout import (
+    META,
+    PROGRESS,
+    Layout,
+    parse_partial_name,
+    replace_file,
+)
+from shardcache.locks import disown, dup_owned, lock_exclusive, open_owned
+from shardcache.metadata import MAX_BYTES, DamagedError, Metadata
+
+__all__ = ["LostError", "Partial", "Progress", "read_progress"]
+
+_MAGIC = b"SHCPROG1"
+_HEADER = struct.Struct("<8sQQQQ")
+_RECORD = struct.Struct("<16sQ")
+_RECORDS_AT = 64
+_UNKNOWN = (1 << 64) - 1
+#: What opening the files answers when they are gone, sealed already, or no files
+#: of ours: then there is nothing to resume.
+_NOT_RESUMABLE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ELOOP, errno.EISDIR})
+#: Seconds between looks at a lock that is taken: whoever only looks whether a
+#: writer is alive holds it for microseconds, a writer for as long as it lives.
+_PATIENCE = (0.001, 0.01)
+#: A sweeper may remove a directory between our mkdir and our flock; it cannot
+#: do so for ever.
+_CREATE_ATTEMPTS = 100
+
+
+class LostError(Exception):
+    """Somebody swept or took over this partial; only possible where locks do not work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a fetch is, read from outside.
+
+    Attributes:
+        total: bytes the shard will have, or None while unknown.
+        watermark: bytes of the contiguous prefix on disk.
+        written: bytes on disk altogether.
+    """
+
+    total: int | None
+    watermark: int
+    written: int
+
+
+def read_progress(path: Path) -> Progress | None:
+    """The progress of the partial at ``path``; None when it is gone or unreadable."""
+    try:
+        with open(path / PROGRESS, "rb", buffering=0) as file:
+            header = _unpack(file.read(_HEADER.size))
+    except (OSError, DamagedError):
+        return None
+    return header
+
+
+def _unpack(data: bytes) -> Progress:
+    if len(data) != _HEADER.size:
+        raise DamagedError("its progress file is too short")
+    magic, block, total, watermark, written = _HEADER.unpack(data)
+    if magic != _MAGIC or block != BLOCK:
+        raise DamagedError("its progress file is of another kind")
+    return Progress(None if total == _UNKNOWN else total, watermark, written)
+
+
+class Partial:
+    """A partial that this process writes. Made by `create` or `claim`."""
+
+    def __init__(self, path: Path, name: str, metadata: Metadata, fd: int, progress_fd: int):
+        self.path = path
+        self.data = path / name
+        self.metadata = metadata
+        self.fd = fd
+        self._progress_fd = progress_fd
+        self._digests: dict[int, tuple[bytes, int]] = {}
+        self._written = 0
+        self._contiguous = 0  # blocks
+        self._guard = threading.Lock()
+        self._total = metadata.info.size
+        self._pid = os.getpid()
+
+    @classmethod
+    def create(cls, layout: Layout, metadata: Metadata, basename: str) -> Partial:
+        """Make an empty partial, locked by this process.
+
+        Raises:
+            OSError: the disk is full, read-only or failing.
+            LostError: something keeps removing it.
+        """
+        for _ in range(_CREATE_ATTEMPTS):
+            path = layout.new_partial(metadata.key, metadata.info.version)
+            try:
+                path.mkdir(mode=0o700)
+            except FileNotFoundError:
+                layout.make()
+                continue
+            try:
+                fd = _open_locked(path / basename, os.O_CREAT | os.O_EXCL)
+                if fd is None:  # a sweeper is looking at it right now
+                    shutil.rmtree(path, ignore_errors=True)
+                    continue
+                return cls._begin(path, basename, metadata, fd)
+            except FileNotFoundError:
+                continue  # swept between two of our calls
+            except BaseException:
+                shutil.rmtree(path, ignore_errors=True)
+                raise
+        raise LostError(f"{layout.partial} is being emptied faster than it can be filled")
+
+    @classmethod
+    def _begin(cls, path: Path, basename: str, metadata: Metadata, fd: int) -> Partial:
+        try:
+            replace_file(path / META, metadata.encode(), 0o600)
+            progress_fd = open_owned(path / PROGRESS, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        except BaseException:
+            disown(fd)
+            raise
+        partial = cls(path, basename, metadata, fd, progress_fd)
+        try:
+            partial._write_header()
+        except BaseException:
+            partial.close()
+            raise
+        return partial
+
+    @classmethod
+    def claim(cls, layout: Layout, path: Path, basename: str) -> Partial | None:
+        """Take over what a dead process left, or None if it is alive, gone or useless.
+
+        Useless remains are removed, or left to the sweeper.
+
+        Raises:
+            OSError: the disk fails.
+        """
+        parsed = parse_partial_name(path.name)
+        if parsed is None:
+            return None
+        progress_fd = -1
+        mine = layout.new_partial(*parsed)
+        fd = None
+        try:
+            fd = _open_locked(path / basename, 0, _PATIENCE)
+            if fd is None:
+                return None
+            path.rename(mine)  # the claim: of two, one finds the old name gone
+            metadata = _resumable(mine, parsed)
+            progress_fd = open_owned(mine / PROGRESS, os.O_RDWR)
+            partial = cls(mine, basename, metadata, fd, progress_fd)
+            partial._prove()
+        except BaseException as exn:
+            _drop(fd, progress_fd)
+            gone = isinstance(exn, OSError) and exn.errno in _NOT_RESUMABLE
+            if not (gone or isinstance(exn, DamagedError)):
+                raise
+            shutil.rmtree(mine, ignore_errors=True)
+            return None
+        return partial
+
+    def _prove(self) -> None:
+        """Believe just those recorded blocks whose bytes have the recorded digest."""
+        header = _unpack(os.pread(self._progress_fd, _HEADER.size, 0))
+        if header.total is None or header.total != self._total:
+            raise DamagedError("its progress file describes another object")
+        total = header.total
+        blocks = min(-(-total // BLOCK), os.fstat(self._progress_fd).st_size // _RECORD.size)
+        records = os.pread(self._progress_fd, blocks * _RECORD.size, _RECORDS_AT)
+        records = records[: len(records) // _RECORD.size * _RECORD.size]
+        buffer = memoryview(bytearray(BLOCK))
+        for index, (digest, length) in enumerate(_RECORD.iter_unpack(records)):
+            if length == 0 or length != min(BLOCK, total - index * BLOCK):
+                continue
+            got = os.preadv(self.fd, [buffer[:length]], index * BLOCK)
+            if got == length and block_digest(buffer[:length]) == digest:
+                self._digests[index] = (digest, length)
+                self._written += length
+        self._advance()
+        self._write_header()
+
+    def write(self, offset: int, data: memoryview, fd: int | None = None) -> None:
+        """Put bytes in their place.
+
+        Raises:
+            OSError: ENOSPC, EDQUOT, EIO, ...
+        """
+        target = self.fd if fd is None else fd
+        while data:
+            count = os.pwrite(target, data, offset)
+            if count == 0:
+                raise OSError(errno.EIO, "the filesystem accepts no bytes")
+            offset += count
+            data = data[count:]
+
+    def record(self, index: int, digest: bytes, length: int) -> None:
+        """Say that block ``index`` is on disk. Call after `write`.
+
+        Raises:
+            OSError: as `write`.
+        """
+        with self._guard:
+            if self._progress_fd < 0:
+                return  # the fetch was called off; its last workers do not matter
+            os.pwrite(
+                self._progress_fd,
+                _RECORD.pack(digest, length),
+                _RECORDS_AT + index * _RECORD.size,
+            )
+            if index not in self._digests:
+                self._written += length
+            self._digests[index] = (digest, length)
+            self._advance()
+            self._write_header()
+
+    def restart(self) -> None:
+        """Forget everything that was written.
+
+        Raises:
+            OSError: the disk fails.
+        """
+        with self._guard:
+            self._digests.clear()
+            self._written = self._contiguous = 0
+            if self._progress_fd >= 0:
+                os.ftruncate(self._progress_fd, 0)
+                os.ftruncate(self.fd, 0)
+                self._write_header()
+
+    def _advance(self) -> None:
+        while self._contiguous in self._digests:
+            self._contiguous += 1
+
+    def _write_header(self) -> None:
+        total = _UNKNOWN if self._total is None else self._total
+        header = _HEADER.pack(_MAGIC, BLOCK, total, self.watermark, self._written)
+        os.pwrite(self._progress_fd, header, 0)
+
+    @property
+    def watermark(self) -> int:
+        """Bytes of the contiguous prefix on disk."""
+        if self._contiguous == 0:
+            return 0
+        return (self._contiguous - 1) * BLOCK + self._digests[self._contiguous - 1][1]
+
+    @property
+    def written(self) -> int:
+        """Bytes on disk altogether."""
+        return self._written
+
+    @property
+    def digests(self) -> list[bytes]:
+        """The digests of the contiguous blocks, in order."""
+        return [self._digests[i][0] for i in range(self._contiguous)]
+
+    def missing(self) -> Iterator[tuple[int, int]]:
+        """Byte ranges (start, stop) that are not there; needs a known size."""
+        assert self._total is not None
+        start = None
+        blocks = -(-self._total // BLOCK)
+        for index in range(blocks + 1):
+            absent = index < blocks and index not in self._digests
+            if absent and start is None:
+                start = index * BLOCK
+            elif not absent and start is not None:
+                yield start, min(index * BLOCK, self._total)
+                start = None
+
+    def read_block(self, index: int, buffer: memoryview) -> None:
+        """Read a block back.
+
+        Raises:
+            OSError: the disk fails, or the block is not whole.
+        """
+        got = os.preadv(self.fd, [buffer], index * BLOCK)
+        if got != len(buffer):
+            raise OSError(errno.EIO, f"block {index} has {got} bytes, not {len(buffer)}")
+
+    def set_total(self, total: int) -> None:
+        """State the size, where the origin told it only by ending."""
+        with self._guard:
+            if self._progress_fd < 0:
+                return
+            self._total = total
+            self._write_header()
+
+    def handle(self) -> int:
+        """Another descriptor of the data file for a worker, to be given to `locks.disown`.
+
+        It shares the writer's flock: the partial counts as live until the last
+        worker has let go, and a descriptor can never be reused under a worker.
+        """
+        return dup_owned(self.fd)
+
+    def seal(self, metadata: Metadata, *, sync: bool) -> None:
+        """Make the directory what an entry must be, ready to be renamed.
+
+        Raises:
+            OSError: the disk fails.
+            LostError: the partial is no longer under its name.
+        """
+        try:
+            replace_file(self.path / META, metadata.encode(), 0o600, sync=sync)
+            (self.path / PROGRESS).unlink()
+            os.fchmod(self.fd, 0o400)
+            if sync:
+                os.fsync(self.fd)
+                sync_directory(self.path)
+        except FileNotFoundError as exn:
+            raise LostError(f"{self.path.name} was taken over by another process") from exn
+        self.metadata = metadata
+
+    def close(self) -> None:
+        """Let go; what is there stays for the next one to resume. In a forked child, nothing."""
+        if self._pid != os.getpid():
+            return
+        with self._guard:
+            fd, self.fd = self.fd, -1
+            progress_fd, self._progress_fd = self._progress_fd, -1
+        _drop(fd, progress_fd)
+
+    def discard(self) -> None:
+        """Remove it, then let go. In a forked child, nothing: it is the parent's."""
+        if self.fd >= 0 and self._pid == os.getpid():
+            shutil.rmtree(self.path, ignore_errors=True)
+            self.close()
+
+
+def _resumable(path: Path, expected: tuple[str, str]) -> Metadata:
+    """The sidecar of a partial that can be resumed.
+
+    Raises:
+        DamagedError: it cannot.
+        OSError: the disk fails, or there is no sidecar.
+    """
+    with open(path / META, "rb", buffering=0) as file:
+        metadata = Metadata.decode(file.read(MAX_BYTES))
+    if expected != (metadata.key, metadata.info.version):
+        raise DamagedError("its sidecar describes another object")
+    if metadata.info.size is None:
+        raise DamagedError("its size is unknown, so it cannot be resumed")
+    return metadata
+
+
+def _drop(*fds: int | None) -> None:
+    for fd in fds:
+        if fd is not None and fd >= 0:
+            disown(fd)
+
+
+def sync_directory(path: Path) -> None:
+    """fsync a directory, so that the names in it survive power loss."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _open_locked(path: Path, flags: int, patience: Sequence[float] = ()) -> int | None:
+    """Open a data file for writing with its exclusive lock, or None if it is somebody's."""
+    fd = open_owned(path, os.O_RDWR | flags)
+    ours = False
+    try:
+        locked = lock_exclusive(fd)
+        for seconds in patience:
+            if locked:
+                break
+            time.sleep(seconds)
+            locked = lock_exclusive(fd)
+        # Between open and flock a sweeper may have won: then the name is gone,
+        # or is another file.
+        ours = locked and os.path.samestat(os.fstat(fd), os.lstat(path))
+        return fd if ours else None
+    except FileNotFoundError:
+        return None
+    finally:
+        if not ours:
+            disown(fd)

@@ -1,0 +1,132 @@
+"""What S3 and plain HTTP have in common: range answers and their bytes.
+
+A `RangeBody` belongs to one thread, apart from `RangeBody.abort`, which any
+other may call.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from http.client import HTTPException, HTTPResponse
+from typing import Any
+
+from shardcache.origin import ObjectInfo, TransientError
+
+__all__ = ["TRANSIENT_STATUS", "RangeBody", "content_range", "retry_after"]
+
+logger = logging.getLogger(__name__)
+
+#: Answers that another attempt may not get: time-outs, throttling, trouble inside.
+TRANSIENT_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)\Z")
+
+
+def content_range(
+    text: str | None, length: int | None, start: int, stop: int | None
+) -> tuple[int, int]:
+    """Check a 206 answer against what was asked.
+
+    Args:
+        text: its Content-Range.
+        length: its Content-Length, if stated.
+        start: first byte asked for.
+        stop: behind the last byte asked for, or None for all the rest.
+
+    Returns:
+        Size of the object, and the offset behind the last byte that will come.
+
+    Raises:
+        TransientError: it is another range, or not the length of that range.
+    """
+    match = _CONTENT_RANGE.match(text or "")
+    if match:
+        first, last, total = (int(group) for group in match.groups())
+        wanted = total if stop is None else min(total, stop)
+        if first == start and last + 1 == wanted and length in (None, wanted - start):
+            return total, wanted
+    raise TransientError(
+        f"asked for bytes {start} to {stop}, the origin sent {text!r} with {length} bytes"
+    )
+
+
+def retry_after(headers: Mapping[str, str]) -> float | None:
+    """Seconds to stay away, where the answer says so in seconds."""
+    try:
+        return max(0.0, float(headers.get("retry-after", "")))
+    except ValueError:
+        return None  # absent, or a date: full jitter will do
+
+
+class RangeBody:
+    """One response's bytes; see `origin.Body`.
+
+    Args:
+        info: the version.
+        start: offset of its first byte.
+        stop: behind its last byte, or None when only its end tells.
+        raw: the `urllib3` response, unread.
+    """
+
+    def __init__(self, info: ObjectInfo, start: int, stop: int | None, raw: Any) -> None:
+        self.info = info
+        self.start = start
+        self.stop: int | None = stop
+        self._left = None if stop is None else stop - start
+        self._raw = raw
+        self._ended = False
+        # urllib3 and botocore copy every byte once more and return only when
+        # the whole buffer is full, which hides a trickling origin; the reader
+        # below them receives straight into ours, one recv at a time.
+        response = getattr(self._raw, "_fp", None)
+        plain = isinstance(response, HTTPResponse) and response.length is not None
+        self._response: HTTPResponse | None = response if plain else None
+
+    def readinto(self, buffer: memoryview) -> int:
+        """See `origin.Body.readinto`."""
+        from urllib3.exceptions import HTTPError
+
+        if self._left == 0:
+            return 0
+        try:
+            count = self._receive(buffer if self._left is None else buffer[: self._left])
+        except (HTTPError, HTTPException, OSError, ValueError, AttributeError) as exn:
+            # ValueError, AttributeError: another thread has aborted the response.
+            timed_out = "timed out" in str(exn).lower()
+            raise TransientError(f"the connection broke: {exn}", timed_out=timed_out) from exn
+        if self._left is None:
+            self._ended = count == 0
+            return count
+        if count == 0:
+            raise TransientError(f"the origin stopped {self._left} bytes before the end")
+        self._left -= count
+        return count
+
+    def _receive(self, buffer: memoryview) -> int:
+        response = self._response
+        if response is None:
+            data = self._raw.read(len(buffer))
+            buffer[: len(data)] = data
+            return len(data)
+        count = response.fp.readinto1(buffer)
+        # The bookkeeping of http.client.HTTPResponse.readinto: at its end the
+        # response must count as read, or the connection could not be reused.
+        assert response.length is not None
+        response.length -= count
+        if response.length == 0 or count == 0:
+            response._close_conn()  # type: ignore[attr-defined]
+        return count
+
+    def abort(self) -> None:
+        """See `origin.Body.abort`."""
+        try:
+            self._raw.shutdown()
+        except (OSError, ValueError, RuntimeError, AttributeError) as exn:
+            logger.debug("nothing to shut down: %s", exn)  # already closed or at its end
+
+    def close(self) -> None:
+        """See `origin.Body.close`."""
+        if self._left or (self._left is None and not self._ended):
+            self._raw.close()  # bytes are still coming: this connection cannot be reused
+        self._raw.release_conn()

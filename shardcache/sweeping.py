@@ -1,0 +1,225 @@
+"""What dead processes leave behind: finding it, and removing it safely.
+
+A directory in ``partial`` is live while somebody holds the flock on its data
+file; no clock and no process id is asked. Removal takes that flock itself,
+renames the directory and only then deletes: of several sweepers, resumers and
+a writer that is just starting, exactly one wins, and a writer whose brand-new
+directory goes away makes another.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardcache.layout import (
+    META,
+    PROGRESS,
+    Layout,
+    is_directory,
+    is_evicted_name,
+    is_key,
+    is_lock_name,
+    is_quarantined_name,
+    list_names,
+    parse_partial_name,
+)
+from shardcache.locks import lock_exclusive, lock_shared
+from shardcache.partials import Progress, read_progress
+
+__all__ = [
+    "InFlight",
+    "in_flight",
+    "remove_free_locks",
+    "remove_leftover",
+    "remove_quarantined",
+]
+
+#: What opening a file answers when it is gone or none of ours: a planted symbolic
+#: link, a socket.
+_NOT_DATA = frozenset({errno.ENOENT, errno.ELOOP, errno.ENXIO})
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A directory of ``partial``.
+
+    Attributes:
+        path: the directory.
+        key: the shard's key; empty for an entry on its way out.
+        live: whether a process holds it.
+        occupied: bytes on disk now.
+        progress: how far the fetch is, where it says so.
+    """
+
+    path: Path
+    key: str
+    live: bool
+    occupied: int
+    progress: Progress | None
+
+    @property
+    def reserved(self) -> int:
+        """Bytes it will occupy in the end, as far as known."""
+        expected = self.progress.total if self.live and self.progress else None
+        return max(self.occupied, expected or 0)
+
+
+def in_flight(layout: Layout) -> Iterator[InFlight]:
+    """Everything in ``partial`` that bears a name of ours; only looks.
+
+    Raises:
+        OSError: the directory cannot be read; a missing one is empty.
+    """
+    for name in list_names(layout.partial):
+        parsed = parse_partial_name(name)
+        if parsed is None and not is_evicted_name(name):
+            continue
+        path = layout.partial / name
+        if not is_directory(path):
+            continue  # gone meanwhile, or nothing of ours
+        # A writer holds its lock exclusively, so a shared one tells whether it
+        # lives, and two who look do not disturb each other. An entry on its
+        # way out is held by its readers, who share.
+        with _held(path, lock_shared if parsed else lock_exclusive) as free:
+            pass
+        yield InFlight(
+            path=path,
+            key=parsed[0] if parsed else "",
+            live=not free,
+            occupied=_occupied(path),
+            progress=read_progress(path) if parsed else None,
+        )
+
+
+@contextmanager
+def _held(path: Path, lock: Callable[[int], bool] = lock_exclusive) -> Iterator[bool]:
+    """Hold the data file of a directory; False if somebody else does."""
+    fds: list[int] = []
+    free = True
+    try:
+        for name in list_names(path):
+            if name in (META, PROGRESS) or name.startswith("."):
+                continue
+            try:
+                fd = os.open(
+                    path / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+                )
+            except OSError as exn:
+                if exn.errno in _NOT_DATA:
+                    continue
+                if exn.errno != errno.EACCES:
+                    raise  # EMFILE for one: not knowing is no reason to remove
+                free = False
+                continue
+            fds.append(fd)
+            free = free and lock(fd)
+        yield free
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def _occupied(path: Path) -> int:
+    total = 0
+    for name in list_names(path):
+        try:
+            total += os.lstat(path / name).st_blocks * 512
+        except FileNotFoundError:
+            continue
+    return total
+
+
+def remove_leftover(layout: Layout, path: Path) -> bool:
+    """Remove a directory of ``partial`` whose process is dead.
+
+    Returns:
+        Whether this call removed it; False if it is live or went away.
+
+    Raises:
+        OSError: the filesystem is read-only or failing.
+    """
+    parsed = parse_partial_name(path.name)
+    if not (parsed or is_evicted_name(path.name)) or not is_directory(path):
+        return False
+    with suppress(OSError):
+        # Empty: of a writer that was killed, or one that makes its data file
+        # just now, which a rename and removal of the whole would take from it.
+        path.rmdir()
+        return True
+    with _held(path) as free:
+        if not free or not list_names(path):
+            return False
+        doomed = path
+        if parsed is not None:
+            doomed = layout.new_evicted(parsed[0])
+            try:
+                path.rename(doomed)
+            except FileNotFoundError:
+                return False
+        shutil.rmtree(doomed, ignore_errors=True)
+    return not doomed.exists()
+
+
+def remove_quarantined(layout: Layout, *, dry_run: bool = False) -> Iterator[tuple[Path, int]]:
+    """Remove damaged entries that were set aside; yields (directory, bytes freed).
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
+    for name in list_names(layout.quarantine):
+        path = layout.quarantine / name
+        if is_quarantined_name(name) and is_directory(path):
+            size = _occupied(path)
+            if not dry_run:
+                shutil.rmtree(path, ignore_errors=True)
+            if dry_run or not path.exists():
+                yield path, size
+
+
+def remove_free_locks(layout: Layout) -> int:
+    """Remove the lock files of keys that nobody fetches; returns how many.
+
+    They cost an inode for every shard that was ever fetched. A lock file is
+    unlinked only under its own lock, so nobody holds it; whoever opened it
+    before finds, once it has the lock, that the file has no name left, and
+    opens anew.
+
+    Raises:
+        OSError: the filesystem is read-only or failing.
+    """
+    removed = 0
+    for prefix in list_names(layout.locks):
+        directory = layout.locks / prefix
+        if not is_key(prefix * 16) or not is_directory(directory):
+            continue
+        for name in list_names(directory):
+            if is_lock_name(name) and name.startswith(prefix):
+                removed += _remove_free_lock(directory / name)
+        with suppress(OSError):  # not empty: in use
+            directory.rmdir()
+    return removed
+
+
+def _remove_free_lock(path: Path) -> bool:
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as exn:
+        if exn.errno in _NOT_DATA or exn.errno == errno.EACCES:
+            return False
+        raise
+    try:
+        # The name may be that of a newer file by now, which somebody holds.
+        if not lock_exclusive(fd) or not os.path.samestat(os.fstat(fd), os.lstat(path)):
+            return False
+        path.unlink()
+        return True
+    except FileNotFoundError:
+        return False
+    finally:
+        os.close(fd)

@@ -1,0 +1,161 @@
+"""The fetch engine: one object into one partial, over several connections.
+
+    first answer -> size, version -> parts, first in first out -> workers
+    worker: recv into its 1 MiB block -> hash while warm -> pwrite -> record
+
+* The first range request tells size and version, so no request precedes it; the
+  same response delivers the first part. All further requests insist on that
+  version.
+* A worker that loses its connection goes on at the byte it had reached. What
+  counts as progress resets the retries, so they bound consecutive failures.
+* Memory is one block per connection, whatever the size of the shard.
+* The calling thread is the first worker: small shards start no threads, and an
+  interrupt reaches the work itself.
+
+A `Fetcher` may be used by any number of threads; its connections are shared by
+all of them, shards first come first served. Make one per process.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from shardcache.clock import Clock
+from shardcache.errors import IntegrityError, TransferError
+from shardcache.job import Fetched, FetchStatus, Job, MismatchError
+from shardcache.origin import Body, ObjectInfo, Origin, VersionChangedError
+from shardcache.partials import Partial
+from shardcache.retry import Attempts, RetryPolicy
+from shardcache.urls import ShardURL
+
+__all__ = ["FetchStatus", "Fetched", "Fetcher"]
+
+logger = logging.getLogger(__name__)
+
+#: An object that is rewritten faster than it can be read, this often in a row,
+#: is reported instead of chased.
+_VERSION_RESTARTS = 4
+
+
+class Fetcher:
+    """Fetches shards.
+
+    Args:
+        policy: retries and deadline.
+        clock: time.
+        connections: cap on simultaneous requests of this process.
+        part_size: bytes per request.
+        timeout: seconds without enough bytes before a request is repeated.
+    """
+
+    def __init__(
+        self, policy: RetryPolicy, clock: Clock, *, connections: int, part_size: int, timeout: float
+    ) -> None:
+        self.policy = policy
+        self.clock = clock
+        self.connections = connections
+        self.part_size = part_size
+        self.timeout = timeout
+        self.permits = threading.BoundedSemaphore(connections)
+        self._jobs: set[Job] = set()
+        self._guard = threading.Lock()
+
+    def fetch(
+        self,
+        origin: Origin,
+        url: ShardURL,
+        *,
+        target: Callable[[ObjectInfo], Partial],
+        resume: Partial | None = None,
+        status: FetchStatus | None = None,
+    ) -> Fetched:
+        """Bring one object into a partial.
+
+        On an error the partial is let go: kept for a later resume after a
+        transient error, removed when its bytes are of no use.
+
+        Args:
+            origin: where from.
+            url: which shard.
+            target: makes the partial once size and version are known; it may
+                refuse by raising.
+            resume: what an earlier fetch left.
+            status: is kept up to date.
+
+        Raises:
+            ShardNotFoundError, AccessDeniedError, ConfigError: for good.
+            TransferError, TransferTimeoutError: after all retries.
+            IntegrityError: the bytes are not what the origin states.
+            OSError: the local disk failed (full, read-only, broken).
+            Whatever ``target`` raises.
+        """
+        attempts = self.policy.started(str(url))
+        status = status or FetchStatus()
+        damaged = False
+        for _ in range(_VERSION_RESTARTS):
+            try:
+                return self._fetch_version(origin, url, target, resume, attempts, status)
+            except VersionChangedError:
+                logger.warning("%s changed while it was fetched; starting over", url)
+            except MismatchError as exn:
+                if damaged:
+                    raise IntegrityError(
+                        f"{url}: the origin states {exn.checksum.algorithm} "
+                        f"{exn.checksum.value}, the bytes it sent twice have {exn.found}. "
+                        "The object or the path to it is damaged; upload it again.",
+                        url=str(url),
+                    ) from None
+                damaged = True
+                logger.warning("%s arrived damaged; fetching it again", url)
+            resume = None
+        raise TransferError(
+            f"{url} changed {_VERSION_RESTARTS} times while it was fetched. "
+            "Wait until the dataset is written, then try again.",
+            url=str(url),
+        )
+
+    def _fetch_version(
+        self,
+        origin: Origin,
+        url: ShardURL,
+        target: Callable[[ObjectInfo], Partial],
+        resume: Partial | None,
+        attempts: Attempts,
+        status: FetchStatus,
+    ) -> Fetched:
+        if resume is not None:
+            return self._run(Job(self, origin, url, resume, attempts, status), None)
+        with self.permits:
+            body = attempts.call(lambda: self._first(origin, url), sleep=self.clock.sleep)
+            try:
+                partial = target(body.info)
+            except BaseException:
+                body.close()
+                raise
+            return self._run(Job(self, origin, url, partial, attempts, status), body)
+
+    def _first(self, origin: Origin, url: ShardURL) -> Body:
+        body = origin.open(url, 0, self.part_size)
+        if body.info.identifiable or body.stop in (None, body.info.size):
+            return body
+        # Parts of it could be of different versions: it must come in one answer.
+        body.close()
+        return origin.open(url, 0, None)
+
+    def _run(self, job: Job, first: Body | None) -> Fetched:
+        with self._guard:
+            self._jobs.add(job)
+        try:
+            return job.run(first)
+        finally:
+            with self._guard:
+                self._jobs.discard(job)
+
+    def cancel(self) -> None:
+        """Call off every fetch in flight: they raise `FetchCancelledError`."""
+        with self._guard:
+            jobs = list(self._jobs)
+        for job in jobs:
+            job.cancel()

@@ -1,0 +1,383 @@
+"""Sizes, durations and other plain values: from what people write to what they read.
+
+Two kinds of text leave this module. ``format_*`` is for eyes: rounded, with a
+space before the unit. ``exact_*`` and ``str(Limit)`` are for configuration: what
+they return parses back to the very same value.
+
+Sizes are ``int`` bytes, durations ``float`` seconds. GB is 10^9, GiB is 2^30.
+Everything here is pure and may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardcache.errors import ConfigError
+
+__all__ = [
+    "MAX_BYTES",
+    "MAX_SECONDS",
+    "Limit",
+    "exact_bytes",
+    "exact_duration",
+    "format_age",
+    "format_bytes",
+    "format_clock",
+    "format_duration",
+    "format_rate",
+    "parse_bool",
+    "parse_bytes",
+    "parse_choice",
+    "parse_count",
+    "parse_duration",
+    "parse_limit",
+]
+
+#: The largest file offset (a signed 64-bit off_t): no size beyond it can exist.
+MAX_BYTES = 2**63 - 1
+#: 100 years. Python's locks refuse time-outs from 292 years on (2^63 ns).
+MAX_SECONDS = 36_500 * 86_400.0
+
+_PREFIXES = "KMGTPE"
+_DECIMAL = tuple(f"{prefix}B" for prefix in _PREFIXES)
+_BINARY = tuple(f"{prefix}iB" for prefix in _PREFIXES)
+#: No size or duration needs more; int() refuses beyond 4300 digits anyway.
+_MAX_TEXT = 64
+
+_NUMBER_AND_REST = re.compile(r"([0-9.]+(?:e[+]?[0-9]+)?)\s*(.*)", re.IGNORECASE | re.DOTALL)
+# The exponent needs a digit behind it, so that 1E stays one exabyte.
+_SIZE = re.compile(
+    r"(?=\.?[0-9])(?P<whole>[0-9]*)(?:\.(?P<part>[0-9]*))?(?:e[+]?(?P<power>[0-9]{1,2}))?\s*"
+    r"(?:(?P<prefix>[kmgtpe])(?P<binary>i?))?b?",
+    re.IGNORECASE,
+)
+_DURATION_UNITS = (
+    ("w", "w", 604_800),
+    ("d", "d", 86_400),
+    ("h", "h", 3_600),
+    ("m", "m(?:in)?", 60),
+    ("s", "s", 1),
+    ("ms", "ms", 0),
+)
+_DURATION = re.compile(
+    r"\s*".join(
+        rf"(?:(?P<{name}>[0-9]+(?:\.[0-9]+)?)\s*{spelling})?"
+        for name, spelling, _ in _DURATION_UNITS
+    ),
+    re.IGNORECASE,
+)
+
+_TRUTHS = {"1": True, "true": True, "yes": True, "on": True} | {
+    "0": False,
+    "false": False,
+    "no": False,
+    "off": False,
+}
+
+_ACCEPT_SIZE = (
+    "a whole number of bytes, or a number with KB, MB, GB, TB, PB (powers of 1000) "
+    "or KiB, MiB, GiB, TiB, PiB (powers of 1024), for example 800GB or 1.5 TiB"
+)
+_ACCEPT_PERCENT = "a percentage from 0% to 100%"
+_ACCEPT_DURATION = (
+    "a number of seconds, or w, d, h, m (minutes), s and ms, largest first, "
+    "for example 90, 1h30m, 14d or 350ms"
+)
+
+
+def _refuse(value: object, noun: str, reason: str, accepted: str) -> ConfigError:
+    shown = repr(value)
+    if len(shown) > _MAX_TEXT + 2:
+        shown = f"{shown[:_MAX_TEXT]}..."
+    return ConfigError(f"{shown} is not {noun}: {reason}. Accepted: {accepted}.")
+
+
+def parse_bytes(value: str | int | float) -> int:
+    """Bytes from a number or from text such as ``800GB``, ``1.5 TB``, ``1GiB``, ``512k``.
+
+    Case does not matter; K and KB are 1000, Ki and KiB are 1024. A plain number is
+    bytes, also as ``1e12``. A fraction of a unit is rounded down to whole bytes.
+
+    Raises:
+        ConfigError: negative, not finite, empty, an unknown unit, a fraction of a
+            byte, or more than `MAX_BYTES`.
+    """
+    if isinstance(value, str):
+        size = _bytes_of_text(value)
+    elif isinstance(value, bool) or not isinstance(value, int | float):
+        raise _refuse(value, "a size", f"it is a {type(value).__name__}", _ACCEPT_SIZE)
+    elif not math.isfinite(value):
+        raise _refuse(value, "a size", "it is not finite", _ACCEPT_SIZE)
+    elif value != int(value):
+        raise _refuse(value, "a size", "there is no fraction of a byte", _ACCEPT_SIZE)
+    else:
+        size = int(value)
+    if size < 0:
+        raise _refuse(value, "a size", "it is negative", _ACCEPT_SIZE)
+    if size > MAX_BYTES:
+        raise _refuse(value, "a size", "it is more than 8 EiB", _ACCEPT_SIZE)
+    return size
+
+
+def _bytes_of_text(text: str) -> int:
+    stripped = text.strip()
+    found = _SIZE.fullmatch(stripped) if len(stripped) <= _MAX_TEXT else None
+    if found is None:
+        raise _refuse(text, "a size", _why_no_size(stripped), _ACCEPT_SIZE)
+    part = found["part"] or ""
+    unit = 1
+    if found["prefix"]:
+        base = 1024 if found["binary"] else 1000
+        for _ in range(_PREFIXES.index(found["prefix"].upper()) + 1):
+            unit *= base
+    # Integers throughout: 9.2EB in floating point would be off by hundreds of bytes.
+    scaled = int(f"{found['whole']}{part}{'0' * int(found['power'] or 0)}") * unit
+    size, rest = divmod(scaled, int(f"1{'0' * len(part)}"))
+    if rest and unit == 1:
+        raise _refuse(text, "a size", "there is no fraction of a byte", _ACCEPT_SIZE)
+    return size
+
+
+def _why_no_size(text: str) -> str:
+    if not text:
+        return "it is empty"
+    if text.startswith(("-", "\N{MINUS SIGN}")):
+        return "it is negative"
+    if len(text) > _MAX_TEXT:
+        return "it is too long"
+    found = _NUMBER_AND_REST.fullmatch(text)
+    if found and found[2] and found[1].count(".") <= 1:
+        return f"{found[2]!r} is no unit of size"
+    return "it does not read as a number with a unit"
+
+
+def format_bytes(n: float) -> str:
+    """``924.3 GB``: decimal units, one digit after the point, whole bytes below 1 KB."""
+    size = abs(n)
+    sign = "-" if n < 0 else ""
+    # Limits half a last digit below the next unit: 999,960 is 1.0 MB, not 1000.0 KB.
+    if size < 999.5:
+        return f"{sign}{size:.0f} B"
+    for unit in _DECIMAL:
+        size /= 1000
+        if size < 999.95 or unit == _DECIMAL[-1]:
+            break
+    return f"{sign}{size:.1f} {unit}"
+
+
+def format_rate(bytes_per_second: float) -> str:
+    """``2.9 GB/s``."""
+    return f"{format_bytes(bytes_per_second)}/s"
+
+
+def exact_bytes(n: int) -> str:
+    """The shortest text that `parse_bytes` reads as exactly ``n`` bytes: ``16MiB``, ``800GB``."""
+    texts = []
+    for base, units in ((1000, _DECIMAL), (1024, _BINARY)):
+        for power, unit in enumerate(units, 1):
+            if n and n % base**power == 0:
+                texts.append(f"{n // base**power}{unit}")
+    # The first of several shortest: a unit reads better than digits.
+    return min([*texts, str(n)], key=len)
+
+
+def parse_duration(value: str | float) -> float:
+    """Seconds from a number or from text such as ``90``, ``1h30m``, ``14d``, ``350ms``.
+
+    ``m`` is minutes. Units go from large to small, each at most once.
+
+    Raises:
+        ConfigError: negative, not finite, empty, an unknown unit, or above `MAX_SECONDS`.
+    """
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise _refuse(value, "a duration", f"it is a {type(value).__name__}", _ACCEPT_DURATION)
+    seconds = _seconds_of_text(value) if isinstance(value, str) else value
+    if isinstance(seconds, float) and not math.isfinite(seconds):
+        raise _refuse(value, "a duration", "it is not finite", _ACCEPT_DURATION)
+    if seconds < 0:
+        raise _refuse(value, "a duration", "it is negative", _ACCEPT_DURATION)
+    # Compared before it is converted: float() refuses an int beyond 1e308.
+    if seconds > MAX_SECONDS:
+        raise _refuse(value, "a duration", "it is more than 100 years", _ACCEPT_DURATION)
+    # 0.0 + turns -0.0 into 0.0.
+    return 0.0 + float(seconds)
+
+
+def _seconds_of_text(text: str) -> float:
+    stripped = text.strip()
+    if not stripped:
+        raise _refuse(text, "a duration", "it is empty", _ACCEPT_DURATION)
+    try:
+        return float(stripped)
+    except ValueError:
+        found = _DURATION.fullmatch(stripped) if len(stripped) <= _MAX_TEXT else None
+        if found is None:
+            negative = stripped.startswith(("-", "\N{MINUS SIGN}"))
+            reason = "it is negative" if negative else "it does not read as numbers with units"
+            raise _refuse(text, "a duration", reason, _ACCEPT_DURATION) from None
+        # Divided, not multiplied by 0.001: 350/1000 is the float 0.35, 350*0.001 is not.
+        return sum(
+            float(found[name]) * factor if factor else float(found[name]) / 1000
+            for name, _, factor in _DURATION_UNITS
+            if found[name]
+        )
+
+
+def exact_duration(seconds: float) -> str:
+    """Text that `parse_duration` reads as exactly ``seconds``: ``1h30m``, ``14d``, ``0.123456``."""
+    left = round(seconds * 1000)
+    text = ""
+    for unit, size in (("d", 86_400_000), ("h", 3_600_000), ("m", 60_000), ("s", 1000), ("ms", 1)):
+        count, left = divmod(left, size)
+        text += f"{count}{unit}" if count else ""
+    text = text or "0s"
+    return text if parse_duration(text) == seconds else repr(float(seconds))
+
+
+def format_duration(seconds: float) -> str:
+    """``350 ms``, ``1.9 s``, ``2m 08s``, ``1h 30m``, ``14d``: two units at most, for eyes."""
+    if not math.isfinite(seconds):
+        return "-"
+    if seconds < 0:
+        return f"-{format_duration(-seconds)}"
+    if seconds == 0:
+        return "0 s"
+    if seconds < 0.9995:
+        return f"{seconds * 1000:.{1 if seconds < 0.00995 else 0}f} ms"
+    if seconds < 59.5:
+        return f"{seconds:.{1 if seconds < 9.95 else 0}f} s"
+    # Rounded to the smaller unit before it is split, so that 59.9 min is 1h, not 60m.
+    if round(seconds) < 3_600:
+        large, small, names = *divmod(round(seconds), 60), "ms"
+    elif round(seconds / 60) < 1_440:
+        large, small, names = *divmod(round(seconds / 60), 60), "hm"
+    else:
+        large, small, names = *divmod(round(seconds / 3_600), 24), "dh"
+    width = 1 if names == "dh" else 2
+    return f"{large}{names[0]}" + (f" {small:0{width}d}{names[1]}" if small else "")
+
+
+def format_clock(seconds: float) -> str:
+    """``0:00:39``: hours, minutes, seconds of equal width for a line that is redrawn."""
+    if not math.isfinite(seconds) or seconds < 0:
+        return "-:--:--"
+    minutes, second = divmod(round(seconds), 60)
+    hour, minute = divmod(minutes, 60)
+    return f"{hour}:{minute:02d}:{second:02d}"
+
+
+def format_age(seconds: float) -> str:
+    """``2m ago``; an age below a second, or one from a clock set back, is ``just now``."""
+    if not math.isfinite(seconds):
+        return "-"
+    for name, size in (("d", 86_400), ("h", 3_600), ("m", 60), ("s", 1)):
+        if seconds >= size:
+            return f"{int(seconds // size)}{name} ago"
+    return "just now"
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Either a number of bytes or a percentage of some total; exactly one is set.
+
+    ``str(limit)`` parses back to an equal limit.
+    """
+
+    bytes: int | None = None
+    percent: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what no text could state."""
+        if (self.bytes is None) == (self.percent is None):
+            raise ConfigError("a limit is either bytes or a percentage: give exactly one")
+        if self.bytes is not None and not 0 <= self.bytes <= MAX_BYTES:
+            raise _refuse(self.bytes, "a limit", "it is out of range", _ACCEPT_SIZE)
+        if self.percent is not None and not 0 <= self.percent <= 100:
+            raise _refuse(self.percent, "a limit", "it is out of range", _ACCEPT_PERCENT)
+
+    def of(self, total_bytes: int) -> int:
+        """This limit in bytes where the whole is ``total_bytes``; percentages are rounded."""
+        if self.bytes is not None:
+            return self.bytes
+        assert self.percent is not None
+        # Exact, then rounded to nearest: floats lose bytes from 2^53 on, and a plain
+        # floor would make 10.1 % of 1000 (stored as 10.0999...) one byte short.
+        numerator, denominator = self.percent.as_integer_ratio()
+        return (2 * total_bytes * numerator + 100 * denominator) // (200 * denominator)
+
+    def __str__(self) -> str:
+        """``800GB`` or ``12.5%``."""
+        if self.bytes is not None:
+            return exact_bytes(self.bytes)
+        return f"{repr(self.percent).removesuffix('.0')}%"
+
+
+def parse_limit(value: str | int | float | Limit | None) -> Limit | None:
+    """A `Limit` from a size (see `parse_bytes`) or from a percentage such as ``80%``.
+
+    None and a ready `Limit` are returned as they are.
+
+    Raises:
+        ConfigError: neither a size nor a percentage from 0 to 100.
+    """
+    if value is None or isinstance(value, Limit):
+        return value
+    accepted = f"{_ACCEPT_PERCENT}, or {_ACCEPT_SIZE}"
+    if isinstance(value, str) and value.rstrip().endswith("%"):
+        try:
+            percent = float(value.rstrip()[:-1])
+        except ValueError:
+            reason = "there is no number before the %"
+            raise _refuse(value, "a limit", reason, accepted) from None
+        if not 0 <= percent <= 100:
+            raise _refuse(value, "a limit", "it is not within 0% to 100%", accepted)
+        return Limit(percent=0.0 + percent)
+    return Limit(bytes=parse_bytes(value))
+
+
+def parse_bool(value: str | bool | int) -> bool:
+    """A truth value from 1/0, true/false, yes/no or on/off, in any case.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    text = str(value).strip().lower()
+    if isinstance(value, float) or text not in _TRUTHS:
+        raise _refuse(value, "a truth value", "it is neither", ", ".join(_TRUTHS))
+    return _TRUTHS[text]
+
+
+def parse_count(value: str | int, least: int, most: int) -> int:
+    """A whole number from ``least`` to ``most``, as a number or in decimal digits.
+
+    Raises:
+        ConfigError: not a whole number, or out of range.
+    """
+    accepted = f"a whole number from {least} to {most}"
+    if isinstance(value, str):
+        text = value.strip()
+        if not (text.isascii() and text.isdigit() and len(text) <= _MAX_TEXT):
+            raise _refuse(value, "a count", "it is not made of digits", accepted)
+        count = int(text)
+    elif isinstance(value, bool) or not isinstance(value, int):
+        raise _refuse(value, "a count", f"it is a {type(value).__name__}", accepted)
+    else:
+        count = value
+    if not least <= count <= most:
+        raise _refuse(value, "a count", "it is out of range", accepted)
+    return count
+
+
+def parse_choice(value: str, choices: Sequence[str]) -> str:
+    """One of ``choices``; case and surrounding space do not matter.
+
+    Raises:
+        ConfigError: none of them.
+    """
+    text = value.strip().lower() if isinstance(value, str) else ""
+    if text not in choices:
+        raise _refuse(value, "a choice", "it is none of those offered", ", ".join(choices))
+    return text

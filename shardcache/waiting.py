@@ -1,0 +1,116 @@
+"""Waiting for another process's fetch: announced, watched, bounded.
+
+A waiter never takes a lock away. It watches whether the holder's partial grows,
+says every ten seconds whom it waits for, and in the end either sees the entry,
+gets the lock, is told that the holder is stale, or gives up with an error that
+names holder, age and progress.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from pathlib import Path
+
+from shardcache.clock import Clock
+from shardcache.errors import LockTimeoutError
+from shardcache.layout import Layout, parse_partial_name
+from shardcache.locks import Holder, read_holder
+from shardcache.partials import Progress, read_progress
+from shardcache.units import format_bytes, format_duration
+from shardcache.urls import ShardURL
+
+__all__ = ["Waiter"]
+
+logger = logging.getLogger(__name__)
+
+#: Seconds between two looks: the first when a fetch may be about to end, the
+#: last when many processes wait long. A look costs two opens.
+_FIRST_POLL = 0.02
+_LAST_POLL = 0.25
+_ANNOUNCE_EVERY = 10.0
+
+
+class Waiter:
+    """One caller's wait for one key.
+
+    Args:
+        layout: the namespace.
+        url: the shard.
+        clock: time.
+        timeout: seconds after which `pause` gives up.
+        stale_after: seconds without growth after which the holder is stale.
+    """
+
+    def __init__(
+        self, layout: Layout, url: ShardURL, clock: Clock, *, timeout: float, stale_after: float
+    ) -> None:
+        self._layout = layout
+        self._url = url
+        self._clock = clock
+        self._timeout = timeout
+        self._stale_after = stale_after
+        self._lock_path: Path = layout.key_lock(url.key)
+        self._poll = _FIRST_POLL
+        self._begun = self._changed = self._announced = clock.monotonic()
+        self._seen: tuple[Holder | None, Progress | None] = (None, None)
+
+    @property
+    def stale(self) -> bool:
+        """Whether the holder's partial has not grown for ``stale_after`` seconds."""
+        return self._clock.monotonic() - self._changed >= self._stale_after
+
+    @property
+    def waited(self) -> float:
+        """Seconds since the wait began."""
+        return self._clock.monotonic() - self._begun
+
+    def pause(self) -> None:
+        """Sleep a little and look again.
+
+        Raises:
+            LockTimeoutError: the wait is over its bound.
+        """
+        self._clock.sleep(self._poll * random.uniform(0.5, 1.0))
+        self._poll = min(self._poll * 1.5, _LAST_POLL)
+        now = self._clock.monotonic()
+        seen = self._look()
+        if seen != self._seen:
+            self._seen = seen
+            self._changed = now
+        if now - self._begun >= self._timeout:
+            raise LockTimeoutError(
+                f"{self._url} was not there after {format_duration(now - self._begun)}: "
+                f"{self.describe()}. Look at that process, or raise lock_timeout.",
+                url=str(self._url),
+                holder=seen[0],
+                waited=now - self._begun,
+            )
+        if now - self._announced >= _ANNOUNCE_EVERY:
+            self._announced = now
+            logger.warning(
+                "%s: waiting for %s, %s", self._url, format_duration(self.waited), self.describe()
+            )
+
+    def _look(self) -> tuple[Holder | None, Progress | None]:
+        holder = read_holder(self._lock_path)
+        name = holder.partial if holder else None
+        # The name comes out of a file anybody may have damaged: a name, no path.
+        if name is None or parse_partial_name(name) is None:
+            return holder, None
+        return holder, read_progress(self._layout.partial / name)
+
+    def describe(self) -> str:
+        """Who holds the shard, since when, and how far they are."""
+        holder, progress = self._seen
+        if holder is None:
+            return "its lock is held by a process that did not say who it is"
+        age = format_duration(max(0.0, self._clock.time() - holder.started))
+        text = f"{holder} has been fetching it for {age}"
+        if progress is not None and progress.total:
+            share = progress.written / progress.total
+            text += f", {share:.0%} of {format_bytes(progress.total)} done"
+        still = self._clock.monotonic() - self._changed
+        if still >= _ANNOUNCE_EVERY:
+            text += f", nothing new for {format_duration(still)}"
+        return text

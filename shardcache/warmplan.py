@@ -1,0 +1,187 @@
+"""What a prewarm has to do, and whether it fits, before anything is fetched.
+
+A plan only looks: it reads names and sizes, opens no shard and verifies no
+digest. Entries may come and go beside it; the fetches that follow find out by
+themselves, so a plan may be wrong by what others do meanwhile and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardcache.clock import SYSTEM_CLOCK
+from shardcache.config import Config
+from shardcache.errors import ConfigError
+from shardcache.eviction import Limits, plan
+from shardcache.listing import Listing
+from shardcache.metadata import DamagedError
+from shardcache.namespaces import Namespaces
+from shardcache.ranks import detect
+from shardcache.sessions import oldest_live_session
+from shardcache.store import Entry
+from shardcache.sweeping import in_flight
+from shardcache.urls import ShardURL
+
+if TYPE_CHECKING:
+    from shardcache.cache import Cache
+
+__all__ = ["PrewarmPlan", "make_plan", "wanted_shards"]
+
+
+@dataclass(frozen=True, slots=True)
+class PrewarmPlan:
+    """What is there, what has to be fetched, and what room there is.
+
+    Attributes:
+        shards: everything that is wanted, in order, each once.
+        cached: entries of those that are there, by key.
+        sizes: bytes of those to fetch, by key, as far as known.
+        free: bytes that can be stored without removing anything.
+        evict: bytes that would be removed to make room.
+        missing: bytes too many for the cache; 0 when all known sizes fit.
+        left_out: keys of shards there is no room for; empty unless asked for.
+    """
+
+    shards: tuple[ShardURL, ...]
+    cached: Mapping[str, Entry]
+    sizes: Mapping[str, int]
+    free: int
+    evict: int
+    missing: int
+    left_out: frozenset[str] = frozenset()
+
+    @property
+    def to_fetch(self) -> tuple[ShardURL, ...]:
+        """The shards that are not there."""
+        return tuple(shard for shard in self.shards if shard.key not in self.cached)
+
+    @property
+    def fetch_bytes(self) -> int:
+        """Bytes of those, as far as their sizes are known."""
+        return sum(self.sizes.values())
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of what is there already."""
+        return sum(entry.size for entry in self.cached.values())
+
+    @property
+    def unknown(self) -> int:
+        """How many shards have a size that is not known yet."""
+        return len(self.shards) - len(self.cached) - len(self.sizes)
+
+    def size_of(self, shard: ShardURL) -> int | None:
+        """Bytes of a shard, or None while unknown."""
+        entry = self.cached.get(shard.key)
+        return entry.size if entry is not None else self.sizes.get(shard.key)
+
+
+def wanted_shards(cache: Cache, urls: Iterable[str]) -> tuple[ShardURL, ...]:
+    """Parse ``urls``; of two names of one object the first stays.
+
+    Raises:
+        ConfigError: not a URL, or one that this cache does not store.
+    """
+    found: dict[str, ShardURL] = {}
+    for url in urls:
+        shard = cache.parse(url)
+        if shard.is_local and not cache.config.cache_local:
+            raise ConfigError(
+                f"{shard.local_path} is a local path, and those are read where they are. "
+                "Set cache_local = true (SHARDCACHE_CACHE_LOCAL=1) to cache slow mounts.",
+                url=str(shard),
+            )
+        found.setdefault(shard.key, shard)
+    return tuple(found.values())
+
+
+def make_plan(
+    cache: Cache, shards: tuple[ShardURL, ...], *, best_effort: bool, ask_origin: bool = True
+) -> PrewarmPlan:
+    """Compare what is wanted with what is there.
+
+    Args:
+        cache: where.
+        shards: from `wanted_shards`.
+        best_effort: name those that there is no room for in ``left_out``.
+        ask_origin: list the origin for sizes.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
+    wanted = {shard.key for shard in shards}
+    entries = list(cache.entries())
+    cached = {entry.key: entry for entry in entries if entry.key in wanted and _is_whole(entry)}
+    missing = [shard for shard in shards if shard.key not in cached]
+    sizes = Listing(cache.config).sizes(missing) if missing and ask_origin else {}
+    room = _Room.of(cache.config, entries, wanted, sum(sizes.values()))
+    left_out = _left_out(missing, sizes, room) if best_effort else frozenset()
+    return PrewarmPlan(shards, cached, sizes, room.free, room.evict, room.missing, left_out)
+
+
+def _is_whole(entry: Entry) -> bool:
+    try:
+        return entry.data.stat().st_size == entry.size
+    except (OSError, DamagedError):
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """Bytes free, to be evicted, and missing for ``need`` more."""
+
+    need: int
+    free: int
+    evict: int
+    missing: int
+
+    @classmethod
+    def of(cls, config: Config, entries: list[Entry], wanted: set[str], need: int) -> _Room:
+        namespaces = Namespaces(config, detect())
+        others = resumable = 0
+        for store in namespaces.all():
+            for found in in_flight(store.layout):
+                if found.key in wanted:
+                    resumable += found.occupied  # part of `need`, and on disk already
+                else:
+                    others += found.reserved
+        found_disk = os.statvfs(_existing(config.dir))
+        total = found_disk.f_frsize * found_disk.f_blocks
+        spare = found_disk.f_frsize * found_disk.f_bavail - config.min_free.of(total) + resumable
+        limit = None if config.max_size is None else config.max_size.of(total)
+        chosen = plan(
+            entries,
+            Limits(max_size=limit, free_needed=max(0, need - spare)),
+            SYSTEM_CLOCK.time(),
+            reserved=others + need,
+            protect_since=oldest_live_session(namespaces.node),
+            in_use=lambda entry: entry.key in wanted or namespaces.own.is_pinned(entry),
+        )
+        free = spare
+        if limit is not None:
+            free = min(free, limit - others - sum(entry.size for entry in entries))
+        return cls(need, max(0, free), chosen.freed, chosen.missing)
+
+
+def _left_out(missing: list[ShardURL], sizes: Mapping[str, int], room: _Room) -> frozenset[str]:
+    """Which shards to give up so that the rest fits; earlier ones go first."""
+    left = room.need - room.missing
+    out = set()
+    for shard in missing:
+        size = sizes.get(shard.key, 0)
+        if size <= left:
+            left -= size
+        else:
+            out.add(shard.key)
+    return frozenset(out)
+
+
+def _existing(path: Path) -> Path:
+    """``path``, or the nearest directory above it that is there."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path

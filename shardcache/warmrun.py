@@ -1,0 +1,295 @@
+"""The workers of one prewarm, and the thread that watches over them.
+
+* Only the calling thread reports events; workers fetch and hand over results.
+* Every shard ends up in the results exactly once, whatever happened to it.
+* One shard's failure does not stop the others, unless every shard would meet
+  it: after some refusals (credentials, endpoint, configuration, local disk)
+  without a single success, the rest of that bucket is not tried.
+* A run that is cut short waits until its fetches have let go of their partials,
+  so that the next one can resume them; but not for ever.
+
+A `Run` is used once. `Run.run` may be stopped from any thread.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from shardcache.clock import SYSTEM_CLOCK
+from shardcache.errors import (
+    AccessDeniedError,
+    ConfigError,
+    FetchCancelledError,
+    ShardCacheError,
+    ShardNotFoundError,
+    TransferError,
+)
+from shardcache.namespaces import Namespaces
+from shardcache.ranks import detect
+from shardcache.transfer import FetchStatus
+from shardcache.urls import ShardURL
+from shardcache.warmplan import PrewarmPlan
+from shardcache.warmreport import (
+    Event,
+    Finished,
+    Outcome,
+    ShardResult,
+    Started,
+    Stopped,
+    Stopping,
+    is_full,
+)
+
+if TYPE_CHECKING:
+    from shardcache.cache import Cache
+
+__all__ = ["Run"]
+
+#: Refusals by one bucket, without a success, that are taken for all of it. One
+#: would be too few: to credentials without s3:ListBucket a missing object is a 403.
+_REFUSALS = 3
+#: Seconds between two looks at stop requests and the deadline.
+_TICK = 0.1
+#: Seconds that running fetches have to end once they are called off. They take
+#: milliseconds, unless they are still connecting or wait for another process.
+_FAREWELL = 10.0
+#: What `Cache.fetch_shard` says, in our words.
+_OUTCOMES = {
+    "hit": Outcome.CACHED,
+    "coalesced": Outcome.COALESCED,
+    "linked": Outcome.LINKED,
+    "fetched": Outcome.FETCHED,
+}
+#: The scope of a fault that is ours rather than some bucket's.
+_HERE = ""
+
+
+class Run:
+    """See the module; arguments as those of `prewarm.prewarm`.
+
+    Attributes:
+        stopped: why no further shard was started, or None.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        plan: PrewarmPlan,
+        *,
+        jobs: int,
+        max_failures: int | None,
+        best_effort: bool,
+        emit: Callable[[Event], None],
+        end: float | None,
+        stop: threading.Event,
+    ) -> None:
+        self._cache = cache
+        self._plan = plan
+        self._max_failures = max_failures
+        self._best_effort = best_effort
+        self._emit: Callable[[Event], None] = emit
+        self._end = end
+        self._stop = stop
+        self._todo = deque(shard for shard in plan.shards if shard.key not in plan.left_out)
+        self._working = self._jobs = min(jobs, len(self._todo))
+        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._running: dict[str, tuple[ShardURL, FetchStatus, float]] = {}
+        self._results: dict[str, ShardResult] = {}
+        self._guard = threading.Lock()  # of all below
+        self._refused: Counter[tuple[str, int]] = Counter()
+        self._good: set[str] = set()
+        self._given_up: set[str] = set()
+        self._failures = 0
+        self._no_room = 0
+        self._cut_at: float | None = None
+        self.stopped: Stopped | None = None
+
+    def run(self) -> None:
+        """Work until everything is done or the run is stopped.
+
+        Raises:
+            KeyboardInterrupt, and what ``emit`` raises: once the fetches have let go.
+        """
+        self._touch_cached()
+        try:
+            for number in range(self._jobs):
+                # Daemons: a process that exits must not wait for a silent origin.
+                threading.Thread(
+                    target=self._work, name=f"shardcache-prewarm-{number}", daemon=True
+                ).start()
+            self._attend()
+        except BaseException:
+            self._emit = lambda event: None
+            with self._guard:
+                self._halt(Stopped.REQUESTED, cut=True)
+            self._attend()
+            raise
+
+    def _touch_cached(self) -> None:
+        """Use what is there already, so that no fetch of ours makes room at its cost."""
+        store = Namespaces(self._cache.config, detect()).own
+        now = SYSTEM_CLOCK.time()
+        for entry in self._plan.cached.values():
+            store.touch(str(entry.path), now)
+
+    def results(self) -> tuple[ShardResult, ...]:
+        """One per shard, in the order they were asked for."""
+        return tuple(self._results.get(s.key) or self._not_tried(s) for s in self._plan.shards)
+
+    def _not_tried(self, shard: ShardURL) -> ShardResult:
+        size = self._plan.size_of(shard)
+        running = self._running.get(shard.key)
+        if running is not None:
+            _, status, begun = running
+            error = FetchCancelledError(
+                f"{shard}: the fetch did not end within {_FAREWELL:g} s of being called off; "
+                "what was fetched is kept. Run it again.",
+                url=str(shard),
+            )
+            seconds = SYSTEM_CLOCK.monotonic() - begun
+            return _result(shard, Outcome.CANCELLED, status, size, seconds, error)
+        if shard.key in self._plan.left_out or self._no_room >= _REFUSALS:
+            return ShardResult(str(shard), Outcome.LEFT_OUT, size)
+        return ShardResult(str(shard), Outcome.NOT_STARTED, size)
+
+    # -- the calling thread ----------------------------------------------------
+
+    def _attend(self) -> None:
+        announced = self.stopped
+        while self._working:
+            try:
+                event = self._events.get(timeout=_TICK)
+            except queue.Empty:
+                pass
+            else:
+                if event is None:
+                    self._working -= 1
+                else:
+                    self._take_note(event)
+            self._watch()
+            if self.stopped is not announced and self.stopped is not None:
+                announced = self.stopped
+                self._emit(Stopping(announced))
+            if self._cut_at is not None:
+                # Again and again: a fetch may begin between two of these calls.
+                self._cache.cancel()
+                if SYSTEM_CLOCK.monotonic() - self._cut_at > _FAREWELL:
+                    return
+
+    def _take_note(self, event: Event) -> None:
+        if isinstance(event, Started):
+            begun = SYSTEM_CLOCK.monotonic()
+            self._running[event.shard.key] = (event.shard, event.status, begun)
+        elif isinstance(event, Finished):
+            self._running.pop(event.shard.key, None)
+            self._results[event.shard.key] = event.result
+        self._emit(event)
+
+    def _watch(self) -> None:
+        with self._guard:
+            if self._cut_at is not None:
+                return
+            if self._stop.is_set():
+                self._halt(Stopped.REQUESTED, cut=True)
+            elif self._end is not None and SYSTEM_CLOCK.monotonic() >= self._end:
+                self._halt(Stopped.DEADLINE, cut=True)
+
+    def _halt(self, reason: Stopped, *, cut: bool) -> None:
+        """Start nothing more; ``cut`` ends what is running. Call with the guard held."""
+        self.stopped = self.stopped or reason
+        self._todo.clear()
+        if cut and self._cut_at is None:
+            self._cut_at = SYSTEM_CLOCK.monotonic()
+
+    # -- the workers -----------------------------------------------------------
+
+    def _work(self) -> None:
+        try:
+            while (shard := self._next()) is not None:
+                status = FetchStatus()
+                self._events.put(Started(shard, status))
+                result = self._fetch(shard, status)
+                with self._guard:
+                    self._judge(shard, result)
+                self._events.put(Finished(shard, result))
+        finally:
+            self._events.put(None)
+
+    def _next(self) -> ShardURL | None:
+        with self._guard:
+            while self._todo:
+                shard = self._todo.popleft()
+                if shard.key in self._plan.cached or not (self._given_up & {_HERE, _bucket(shard)}):
+                    return shard
+                self.stopped = self.stopped or Stopped.REFUSED
+            return None
+
+    def _fetch(self, shard: ShardURL, status: FetchStatus) -> ShardResult:
+        begun = SYSTEM_CLOCK.monotonic()
+        size = self._plan.size_of(shard)
+        error: Exception | None = None
+        try:
+            entry, how = self._cache.fetch_shard(shard, status)
+            outcome, size = _OUTCOMES[how], entry.size
+        except FetchCancelledError as exn:
+            outcome, error = Outcome.CANCELLED, exn
+        except Exception as exn:  # noqa: BLE001 - an error of one shard belongs into its result
+            room = self._best_effort and is_full(exn)
+            outcome, error = (Outcome.LEFT_OUT if room else Outcome.FAILED), exn
+        seconds = SYSTEM_CLOCK.monotonic() - begun
+        return _result(shard, outcome, status, size, seconds, error)
+
+    def _judge(self, shard: ShardURL, result: ShardResult) -> None:
+        """Draw conclusions for the shards to come. Call with the guard held."""
+        error = result.error
+        if result.outcome is Outcome.CANCELLED:
+            self._halt(Stopped.REQUESTED, cut=True)
+        elif result.outcome is Outcome.LEFT_OUT:
+            self._no_room += 1
+            if self._no_room >= _REFUSALS:
+                self._halt(Stopped.FULL, cut=False)
+        elif error is None:
+            if result.outcome is not Outcome.CACHED:
+                self._good |= {_HERE, _bucket(shard)}
+        elif is_full(error):
+            self._halt(Stopped.FULL, cut=False)
+        else:
+            self._refuse(shard, error)
+            self._failures += 1
+            if self._max_failures is not None and self._failures > self._max_failures:
+                self._halt(Stopped.FAILURES, cut=True)
+
+    def _refuse(self, shard: ShardURL, error: Exception) -> None:
+        scope, patience = _bucket(shard), _REFUSALS
+        if isinstance(error, TransferError):
+            patience = max(_REFUSALS, self._jobs)  # all of the first wave, at least
+        elif isinstance(error, ShardNotFoundError):
+            return
+        elif isinstance(error, OSError) and not isinstance(error, ShardCacheError):
+            scope = _HERE
+        elif not isinstance(error, AccessDeniedError | ConfigError):
+            return
+        self._refused[scope, patience] += 1
+        if self._refused[scope, patience] >= patience and scope not in self._good:
+            self._given_up.add(scope)
+
+
+def _bucket(shard: ShardURL) -> str:
+    """What credentials and endpoints are valid for: scheme and bucket or host."""
+    return "/".join(shard.canonical.split("/")[:3])
+
+
+def _result(
+    shard: ShardURL,
+    outcome: Outcome,
+    status: FetchStatus,
+    size: int | None,
+    seconds: float,
+    error: Exception | None,
+) -> ShardResult:
+    size = status.size if size is None else size
+    return ShardResult(str(shard), outcome, size, seconds, status.received, status.retries, error)

@@ -1,0 +1,110 @@
+"""Fixtures: a real S3 server, one fake clock, one in-memory origin."""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from shardcache.cache import Cache
+from shardcache.demoserver import S3Server
+from shardcache.meter import Meter
+from tests.fakes import MemoryOrigin
+
+
+def make_tar(seed: int, members: int = 4, size: int = 1000) -> bytes:
+    """A shard whose every byte depends on ``seed``; the same for the same arguments."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for number in range(members):
+            pattern = f"{seed}/{number}/".encode()
+            data = (pattern * (size // len(pattern) + 1))[:size]
+            for suffix in ("txt", "cls"):
+                info = tarfile.TarInfo(f"{seed:04d}-{number:05d}.{suffix}")
+                info.size = len(data)
+                archive.addfile(info, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """One SeaweedFS for the whole run."""
+    with S3Server(directory=tmp_path_factory.mktemp("s3")) as server:
+        yield server
+
+
+@pytest.fixture
+def bucket(s3: S3Server, request: pytest.FixtureRequest) -> str:
+    """A bucket of this test alone."""
+    name = f"t{abs(hash(request.node.nodeid)) % 10**10}-{os.getpid()}"
+    s3.create_bucket(name)
+    return name
+
+
+@pytest.fixture
+def meter(s3: S3Server) -> Iterator[Meter]:
+    """Counts what passes between the test and the server."""
+    with Meter(s3.endpoint_url) as found:
+        yield found
+
+
+@pytest.fixture
+def s3_environment(s3: S3Server, meter: Meter, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The environment that leads clients to the server, through the meter."""
+    environment = {**s3.environment(), "AWS_ENDPOINT_URL_S3": meter.endpoint_url}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    return environment
+
+
+@pytest.fixture(autouse=True)
+def _own_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No configuration of the machine reaches a test."""
+    for name in list(os.environ):
+        if name.startswith(("SHARDCACHE_", "AWS_", "WDS_", "SLURM_", "OMPI_", "PMI_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "no-config"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "no-aws-config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "no-aws-credentials"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+
+
+@pytest.fixture
+def origin() -> MemoryOrigin:
+    """Objects in memory, with faults on demand."""
+    return MemoryOrigin()
+
+
+@pytest.fixture
+def make_cache(tmp_path: Path, origin: MemoryOrigin) -> Iterator[Callable[..., Cache]]:
+    """Makes caches that read ``s3://`` from the in-memory origin."""
+    made: list[Cache] = []
+
+    def make(**options: object) -> Cache:
+        options.setdefault("dir", tmp_path / "cache")
+        options.setdefault("min_free", 0)
+        cache = Cache(**options)
+        made.append(cache)
+        process = cache._here()
+        process.coordinator()
+        process.origins.add("s3", origin)
+        return cache
+
+    yield make
+    for cache in made:
+        cache.close()
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_left() -> Iterator[None]:
+    """Every fetch ends its threads."""
+    yield
+    left = [t for t in threading.enumerate() if t.name.startswith("shardcache-")]
+    for thread in left:
+        thread.join(10)
+    assert not [t for t in left if t.is_alive()]

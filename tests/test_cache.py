@@ -1,0 +1,482 @@
+"""The `Cache` object: reading, pinning, cleaning, and what happens when the cache is at fault."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import pickle
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shardcache import Cache, CacheFullError, ConfigError, ShardNotFoundError, default_cache
+from shardcache.digests import BLOCK
+from shardcache.errors import LockTimeoutError
+from shardcache.layout import Layout
+from shardcache.origin import TransientError
+from tests.conftest import make_tar
+from tests.fakes import Fault, MemoryOrigin
+
+URL = "s3://lab/train-0000.tar"
+OTHER = "s3://lab/train-0001.tar"
+DATA = make_tar(1, members=3, size=BLOCK)
+OTHER_DATA = make_tar(2, members=3, size=BLOCK)
+MakeCache = Callable[..., Cache]
+
+
+@pytest.fixture(autouse=True)
+def _objects(origin: MemoryOrigin) -> None:
+    origin.objects[URL] = DATA
+    origin.objects[OTHER] = OTHER_DATA
+
+
+def read(cache: Cache, url: str = URL) -> bytes:
+    with cache.open(url) as stream:
+        return stream.read()
+
+
+def test_same_names_in_different_prefixes_never_mix(
+    make_cache: MakeCache, origin: MemoryOrigin
+) -> None:
+    origin.objects["s3://lab/train/0.tar"] = make_tar(10)
+    origin.objects["s3://lab/val/0.tar"] = make_tar(20)
+    cache = make_cache()
+    for _ in range(2):
+        assert read(cache, "s3://lab/train/0.tar") == make_tar(10)
+        assert read(cache, "s3://lab/val/0.tar") == make_tar(20)
+
+
+def test_the_same_bucket_name_on_two_endpoints_is_two_objects(
+    make_cache: MakeCache, origin: MemoryOrigin
+) -> None:
+    assert read(make_cache(endpoint_url="http://one:9000")) == DATA
+    origin.objects[URL] = OTHER_DATA
+    assert read(make_cache(endpoint_url="http://two:9000")) == OTHER_DATA
+    assert read(make_cache(endpoint_url="http://one:9000")) == DATA
+
+
+def test_the_stream_is_named_by_its_local_path(make_cache: MakeCache) -> None:
+    with make_cache().open(URL) as stream:
+        assert stream.name.endswith("/train-0000.tar")
+        assert Path(stream.name).read_bytes() == DATA
+        assert stream.seekable()
+
+
+def test_a_published_shard_is_read_only_and_private(make_cache: MakeCache) -> None:
+    entry = make_cache().fetch(URL)
+    assert stat.S_IMODE(entry.data.stat().st_mode) == 0o400
+    assert stat.S_IMODE(make_cache().dir.stat().st_mode) == 0o700
+
+
+def test_a_pinned_shard_survives_every_form_of_clean(make_cache: MakeCache) -> None:
+    cache = make_cache()
+    read(cache, OTHER)
+    with cache.pinned(URL) as path:
+        report = cache.clean(everything=True)
+        assert path.read_bytes() == DATA
+        assert (len(report.removed), report.kept) == (1, 1)
+        assert cache.remove(URL) == (0, 1)
+    assert cache.remove(URL) == (len(DATA), 0)
+    assert list(cache.entries()) == []
+
+
+def test_an_open_stream_survives_every_form_of_clean(make_cache: MakeCache) -> None:
+    cache = make_cache()
+    with cache.open(URL) as stream:
+        first = stream.read(1000)
+        assert cache.clean(everything=True).removed == ()
+        assert first + stream.read() == DATA
+
+
+def test_a_dry_run_touches_nothing_and_tells_what_the_run_does(make_cache: MakeCache) -> None:
+    cache = make_cache()
+    read(cache)
+    read(cache, OTHER)
+    dry = cache.clean(everything=True, dry_run=True)
+    assert len(list(cache.entries())) == 2
+    wet = cache.clean(everything=True)
+    assert [r.name for r in dry.removed] == [r.name for r in wet.removed]
+    assert dry.freed == wet.freed == len(DATA) + len(OTHER_DATA)
+
+
+def test_path_tells_without_fetching(make_cache: MakeCache, origin: MemoryOrigin) -> None:
+    cache = make_cache()
+    assert cache.path(URL) is None
+    assert URL not in cache
+    assert origin.requests == []
+    read(cache)
+    path = cache.path(URL)
+    assert path is not None
+    assert path.read_bytes() == DATA
+    assert URL in cache
+
+
+def test_entries_describe_themselves(make_cache: MakeCache) -> None:
+    cache = make_cache()
+    read(cache)
+    (entry,) = cache.entries()
+    metadata = entry.metadata()
+    assert (metadata.url, metadata.size, entry.size) == (URL, len(DATA), len(DATA))
+    assert entry == cache.entry(URL)
+
+
+def test_a_missing_shard_is_named_and_costs_one_request(
+    make_cache: MakeCache, origin: MemoryOrigin
+) -> None:
+    with pytest.raises(ShardNotFoundError, match="s3://lab/none.tar"):
+        make_cache().open("s3://lab/none.tar")
+    assert len(origin.requests) == 1
+    with pytest.raises(FileNotFoundError):
+        make_cache().open("s3://lab/none.tar")
+
+
+def test_local_files_are_opened_as_they_are(make_cache: MakeCache, tmp_path: Path) -> None:
+    file = tmp_path / "here.tar"
+    file.write_bytes(DATA)
+    cache = make_cache()
+    for url in (str(file), f"file://{file}"):
+        assert read(cache, url) == DATA
+        with cache.pinned(url) as path:
+            assert path == file
+    assert list(cache.entries()) == []
+    with pytest.raises(ShardNotFoundError, match="does not exist"):
+        cache.open(str(tmp_path / "none.tar"))
+
+
+def test_local_files_are_cached_on_request(make_cache: MakeCache, tmp_path: Path) -> None:
+    file = tmp_path / "slow.tar"
+    file.write_bytes(DATA)
+    cache = make_cache(cache_local=True)
+    assert read(cache, str(file)) == DATA
+    file.unlink()
+    assert read(cache, str(file)) == DATA
+
+
+# -- faults of the cache -----------------------------------------------------------
+
+
+def unwritable(tmp_path: Path) -> Path:
+    """A directory in which nothing can be made, for root too: a file is in the way."""
+    (tmp_path / "file").write_text("in the way")
+    return tmp_path / "file" / "cache"
+
+
+def test_a_directory_that_is_a_file_is_refused(make_cache: MakeCache, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not a directory"):
+        Cache(unwritable(tmp_path)).open(URL)
+
+
+@pytest.fixture
+def readonly(tmp_path: Path) -> Path:
+    """A read-only filesystem (tmpfs remounted), which stops root too."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting needs root")
+    path = tmp_path / "ro"
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64m,mode=0700", "shardcache-test", str(path)]
+    subprocess.run(mount, check=True)
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def remount(path: Path, option: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{option}", str(path)], check=True)
+
+
+def test_an_unwritable_directory_streams_with_one_warning(
+    make_cache: MakeCache, readonly: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    remount(readonly, "ro")
+    with caplog.at_level(logging.WARNING):
+        cache = make_cache(dir=readonly / "cache")
+        assert [read(cache), read(cache, OTHER), read(cache)] == [DATA, OTHER_DATA, DATA]
+    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len([w for w in warnings if "Read-only" in w]) <= 2
+    assert any("cannot be written" in w for w in warnings)
+
+
+def test_an_unwritable_directory_raises_when_strict(make_cache: MakeCache, readonly: Path) -> None:
+    remount(readonly, "ro")
+    with pytest.raises(OSError, match="Read-only file system") as caught:
+        make_cache(dir=readonly / "cache", strict=True)
+    assert caught.value.errno == errno.EROFS
+
+
+def test_a_read_only_cache_serves_hits_and_streams_misses(
+    make_cache: MakeCache, origin: MemoryOrigin, readonly: Path
+) -> None:
+    writer = make_cache(dir=readonly / "cache")
+    read(writer)
+    writer.close()
+    remount(readonly, "ro")
+    origin.requests.clear()
+    cache = make_cache(dir=readonly / "cache")
+    assert read(cache) == DATA
+    assert origin.requests == []
+    stream, path = cache.open_shard(cache.parse(OTHER))
+    with stream:
+        assert stream.read() == OTHER_DATA
+    assert path is None
+
+
+def test_a_shard_on_a_full_filesystem_is_streamed(
+    make_cache: MakeCache, origin: MemoryOrigin, readonly: Path
+) -> None:
+    remount(readonly, "size=1m")
+    cache = make_cache(dir=readonly / "cache", min_free=0)
+    stream, path = cache.open_shard(cache.parse(URL))
+    with stream:
+        assert stream.read() == DATA
+    assert path is None
+    assert os.listdir(Layout.of_root(cache.dir).partial) == []
+
+
+def test_a_shard_larger_than_the_budget_is_streamed_at_once(
+    make_cache: MakeCache, origin: MemoryOrigin
+) -> None:
+    cache = make_cache(max_size=1000)
+    stream, path = cache.open_shard(cache.parse(URL))
+    with stream:
+        assert stream.read() == DATA
+    assert path is None
+    with pytest.raises(CacheFullError, match="more than the whole cache"):
+        cache.fetch(URL)
+
+
+def test_a_running_job_keeps_what_it_has_when_the_cache_is_full(
+    make_cache: MakeCache, origin: MemoryOrigin
+) -> None:
+    cache = make_cache(max_size=len(DATA) + 1000)
+    read(cache)
+    stream, path = cache.open_shard(cache.parse(OTHER))
+    with stream:
+        assert stream.read() == OTHER_DATA
+    assert path is None
+    assert URL in cache
+
+
+def test_entries_of_finished_jobs_make_room(make_cache: MakeCache, origin: MemoryOrigin) -> None:
+    first = make_cache(max_size=len(DATA) + 1000)
+    entry = first.fetch(URL)
+    first.close()
+    os.utime(entry.path / "meta.json", (1, 1))  # long ago
+    second = make_cache(max_size=len(DATA) + 1000)
+    read(second, OTHER)
+    assert OTHER in second
+    assert URL not in second
+
+
+def test_a_stream_past_the_cache_heals(make_cache: MakeCache, origin: MemoryOrigin) -> None:
+    cache = make_cache(max_size=1000)
+    refused = Fault(after=0, error=TransientError("the fetch that was refused"))
+    origin.faults.extend([refused, Fault(after=100_000, error=TransientError("reset"))])
+    assert read(cache) == DATA
+
+
+def test_a_stream_whose_object_is_replaced_ends_in_an_error_not_a_splice(
+    make_cache: MakeCache, origin: MemoryOrigin
+) -> None:
+    cache = make_cache(max_size=1000)
+    origin.faults.append(Fault(after=0))
+    origin.faults.append(Fault(after=BLOCK, error=TransientError("reset")))
+    stream, _ = cache.open_shard(cache.parse(URL))
+    with stream:
+        stream.read(1000)
+        origin.objects[URL] = OTHER_DATA
+        with pytest.raises(OSError, match="was replaced while it was streamed"):
+            stream.read()
+
+
+def test_a_stream_of_unknown_size_that_is_replaced_ends_in_an_error_too(
+    make_cache: MakeCache, origin: MemoryOrigin
+) -> None:
+    cache = make_cache(max_size=1000)
+    origin.sizes = False
+    gone = OSError(errno.ENOSPC, "No space left on device")
+    stream = cache._bypass(cache.parse(URL), "test", str(gone))
+    with stream:
+        origin.faults.clear()
+        stream.read(10)
+        origin.objects[URL] = OTHER_DATA
+        stream.raw._drop()  # the connection breaks
+        with pytest.raises(OSError, match="was replaced while it was streamed"):
+            stream.read()
+
+
+def test_a_pin_holds_a_path_and_not_just_a_file(
+    make_cache: MakeCache, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An evictor that died between rename and unlink leaves an open file without its name."""
+    cache = make_cache()
+    cache.fetch(URL)
+    real = Cache._obtain
+    renamed: list[Path] = []
+
+    def obtain(self, shard, status=None):
+        obtained = real(self, shard, status)
+        if not renamed:
+            directory = Path(obtained.opened.directory)
+            renamed.append(Layout.of_root(cache.dir).new_evicted(shard.key))
+            directory.rename(renamed[0])
+        return obtained
+
+    monkeypatch.setattr(Cache, "_obtain", obtain)
+    with cache.pinned(URL) as path:
+        assert path.read_bytes() == DATA
+
+
+# -- processes ---------------------------------------------------------------------
+
+
+def test_a_cache_pickles_without_what_belongs_to_the_process(make_cache: MakeCache) -> None:
+    cache = make_cache(max_size="80%")
+    read(cache)
+    copy = pickle.loads(pickle.dumps(cache))
+    assert copy.config == cache.config
+    assert copy.path(URL) == cache.path(URL)
+
+
+def test_a_forked_child_reads_through_the_parents_cache(
+    make_cache: MakeCache, origin: MemoryOrigin
+) -> None:
+    cache = make_cache()
+    read(cache)
+    parent_session = os.listdir(Layout.of_root(cache.dir).sessions)
+    ready, told = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            good = read(cache) == DATA
+            sessions = len(os.listdir(Layout.of_root(cache.dir).sessions))
+            os.write(told, b"ok" if good and sessions == 2 else f"{good} {sessions}".encode())
+        finally:
+            os._exit(0)
+    os.close(told)
+    assert os.read(ready, 100) == b"ok"
+    os.close(ready)
+    os.waitpid(pid, 0)
+    assert read(cache) == DATA
+    assert set(parent_session) <= set(os.listdir(Layout.of_root(cache.dir).sessions))
+
+
+def test_a_fork_while_another_thread_fetches_leaves_the_child_free(
+    make_cache: MakeCache, origin: MemoryOrigin
+) -> None:
+    cache = make_cache(connections=1)
+    gate = threading.Event()
+    origin.faults.append(Fault(after=BLOCK, wait=gate))
+    thread = threading.Thread(target=read, args=(cache,))
+    thread.start()
+    layout = Layout.of_root(cache.dir)
+    while not any(True for _ in layout.partial.iterdir()):
+        pass
+    ready, told = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            from shardcache.locks import _owned
+
+            os.write(told, b"ok" if not _owned else repr(_owned).encode())
+        finally:
+            os._exit(0)
+    os.close(told)
+    assert os.read(ready, 100) == b"ok"
+    os.close(ready)
+    os.waitpid(pid, 0)
+    gate.set()
+    thread.join()
+    assert URL in cache
+
+
+def test_close_ends_the_session_and_the_cache_goes_on(make_cache: MakeCache) -> None:
+    cache = make_cache()
+    read(cache)
+    cache.close()
+    assert os.listdir(Layout.of_root(cache.dir).sessions) == []
+    assert read(cache) == DATA
+
+
+def test_cancel_ends_a_fetch_in_another_thread(make_cache: MakeCache, origin: MemoryOrigin) -> None:
+    cache = make_cache()
+    origin.faults.append(Fault(after=BLOCK, wait=threading.Event()))
+    timer = threading.Timer(0.2, cache.cancel)
+    timer.start()
+    with pytest.raises(OSError, match="called off"):
+        cache.fetch(URL)
+    timer.join()
+    assert read(cache) == DATA
+
+
+# -- configuration -----------------------------------------------------------------
+
+
+def test_the_default_cache_comes_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardcache.defaults._default", None)
+    monkeypatch.setenv("SHARDCACHE_DIR", str(tmp_path / "default"))
+    assert default_cache().dir == tmp_path / "default"
+    assert default_cache() is default_cache()
+
+
+def test_a_bad_option_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="max_size"):
+        Cache(tmp_path / "cache", maxsize="1GB")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_cleaning_a_directory_that_is_no_cache_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.ckpt").write_bytes(b"precious")
+    with pytest.raises(ConfigError, match="is not a shardcache directory"):
+        Cache(tmp_path).clean(everything=True)
+    assert (tmp_path / "model.ckpt").exists()
+
+
+def test_cleaning_leaves_what_it_did_not_make(make_cache: MakeCache) -> None:
+    cache = make_cache()
+    read(cache)
+    layout = Layout.of_root(cache.dir)
+    canaries = [
+        cache.dir / "model.ckpt",
+        layout.base / "notes.txt",
+        layout.objects / "model.ckpt",
+        layout.objects / "ab" / "not-a-key" / "file",
+        layout.partial / "mine" / "file",
+        layout.quarantine / "mine",
+        layout.sessions / "mine.txt",
+    ]
+    for canary in canaries:
+        canary.parent.mkdir(parents=True, exist_ok=True)
+        canary.write_bytes(b"precious")
+    outside = cache.dir.parent / "outside"
+    outside.mkdir()
+    (outside / "precious").write_bytes(b"precious")
+    (layout.objects / "cd").symlink_to(outside)
+    (layout.partial / f"{'a' * 32}.{'b' * 24}.{'c' * 32}").symlink_to(outside)
+    cache.clean(everything=True)
+    for canary in canaries:
+        assert canary.read_bytes() == b"precious"
+    assert (outside / "precious").read_bytes() == b"precious"
+
+
+def test_importing_is_light() -> None:
+    code = (
+        "import sys; import shardcache; "
+        "heavy = {'s3fs', 'botocore', 'webdataset', 'click', 'rich', 'fsspec', 'torch', 'numpy', "
+        "'aiohttp', 'urllib3', 'tenacity', 'filelock', 'asyncio'}; "
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_lock_timeout_error_is_a_timeout() -> None:
+    assert issubclass(LockTimeoutError, TimeoutError)

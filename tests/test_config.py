@@ -1,0 +1,614 @@
+"""Options: who wins, what is refused and how, and that secrets stay out of sight."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from dataclasses import fields
+from multiprocessing.queues import SimpleQueue
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardcache.config import (
+    OTHER_VARIABLES,
+    Config,
+    Loaded,
+    StorageOptions,
+    describe,
+    load,
+    options,
+)
+from shardcache.errors import ConfigError
+from shardcache.units import Limit
+
+DIR = Path("/local/nvme/shards")
+NAMES = [option.name for option in options()]
+MIB = 1 << 20
+SECRET = "hUnTeR2/s@cret"
+
+
+def only(environ: dict[str, str] | None = None, **explicit: object) -> Loaded:
+    """Arguments and environment only: no file of this machine has a say."""
+    return load({"dir": DIR, **explicit}, environ or {}, files=[])
+
+
+def a_validator(path: Path) -> None:
+    """A validator that pickles."""
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty home that is the working directory's parent."""
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    yield tmp_path
+
+
+def test_defaults_are_the_documented_ones() -> None:
+    assert only().config == Config(
+        DIR,
+        max_size=None,
+        min_free=Limit(percent=5),
+        max_age=None,
+        isolation="node",
+        connections=8,
+        part_size=16 * MIB,
+        attempts=5,
+        deadline=None,
+        timeout=30.0,
+        lock_timeout=1800.0,
+        stale_after=120.0,
+        strict=False,
+        validate=None,
+        fsync="verify-after-boot",
+        touch_interval=600.0,
+        allow_schemes=(),
+        cache_local=False,
+        storage_options=StorageOptions(),
+        endpoint_url=None,
+    )
+    assert set(only().sources) == set(NAMES) == {f.name for f in fields(Config)}
+    assert {only().sources[name] for name in NAMES if name != "dir"} == {"default"}
+
+
+# One text, the value it stands for, and one text that cannot be used.
+CASES: dict[str, tuple[str, object, str]] = {
+    "dir": ("/tmp/x", Path("/tmp/x"), "s3://bucket/x"),
+    "max_size": ("80%", Limit(percent=80), "0"),
+    "min_free": ("10GB", Limit(bytes=10**10), "none"),
+    "max_age": ("14d", 1_209_600.0, "0"),
+    "isolation": ("Rank", "rank", "gpu"),
+    "connections": ("32", 32, "257"),
+    "part_size": ("8MiB", 8 * MIB, "8MB"),
+    "attempts": ("1", 1, "0"),
+    "deadline": ("5m", 300.0, "soon"),
+    "timeout": ("10", 10.0, "0"),
+    "lock_timeout": ("0", 0.0, "-1"),
+    "stale_after": ("90s", 90.0, "0s"),
+    "strict": ("yes", True, "maybe"),
+    "fsync": ("none", "none", "sometimes"),
+    "touch_interval": ("1h", 3600.0, "x"),
+    "allow_schemes": ("pipe, FTP", ("ftp", "pipe"), "pi/pe"),
+    "cache_local": ("on", True, "2"),
+    "endpoint_url": ("http://minio:9000", "http://minio:9000", "minio:9000"),
+}
+
+
+def test_every_option_has_a_case_below() -> None:
+    assert set(CASES) | {"validate", "storage_options"} == set(NAMES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_text_means_the_same_in_argument_environment_and_file(name: str, home: Path) -> None:
+    text, value, _ = CASES[name]
+    variable, file = f"SHARDCACHE_{name.upper()}", home / "x.toml"
+    file.write_text(f'{name} = "{text}"\n')
+    base: dict[str, object] = {} if name == "dir" else {"dir": DIR}
+    for loaded, source in [
+        (load({**base, name: text}, {}, []), "argument"),
+        (load(base, {variable: text}, []), f"environment {variable}"),
+        (load(base, {}, [file]), f"file {file}"),
+    ]:
+        assert getattr(loaded.config, name) == value
+        assert type(getattr(loaded.config, name)) is type(value)
+        assert loaded.sources[name] == source
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_value_that_cannot_be_used_is_refused_with_option_source_and_choices(
+    name: str, home: Path
+) -> None:
+    bad, variable, file = CASES[name][2], f"SHARDCACHE_{name.upper()}", home / "x.toml"
+    file.write_text(f'{name} = "{bad}"\n')
+    base: dict[str, object] = {} if name == "dir" else {"dir": DIR}
+    for arguments, source in [
+        (({**base, name: bad}, {}, []), "argument"),
+        ((base, {variable: bad}, []), f"environment {variable}"),
+        ((base, {}, [file]), f"file {file}"),
+    ]:
+        with pytest.raises(ConfigError) as caught:
+            load(*arguments)  # type: ignore[arg-type]
+        assert str(caught.value).startswith(f"{name} ({source}): ")
+        assert bad in str(caught.value)
+        assert "Accepted: " in str(caught.value)
+        assert (caught.value.option, caught.value.source) == (name, source)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "dir"])
+@pytest.mark.parametrize("value", [object(), 1.5j, {"key": SECRET}, [None]])
+def test_a_value_of_a_foreign_type_is_refused(name: str, value: object) -> None:
+    if name == "storage_options" and isinstance(value, dict):
+        return
+    with pytest.raises(ConfigError, match=rf"^{name} \(argument\): "):
+        only(**{name: value})
+
+
+@pytest.mark.parametrize("size", [0, MIB - 1, MIB + 1, 1025 * MIB, -MIB])
+def test_part_size_is_whole_mebibytes_up_to_a_gibibyte(size: int) -> None:
+    with pytest.raises(ConfigError, match="part_size"):
+        only(part_size=size)
+    assert only(part_size=MIB).config.part_size == MIB
+    assert only(part_size="1GiB").config.part_size == 1024 * MIB
+
+
+def test_precedence_is_argument_environment_file_webdataset_default(home: Path) -> None:
+    file = home / "x.toml"
+    file.write_text('dir = "/file"\nmax_size = "1GB"\nattempts = 2\n')
+    environ = {"SHARDCACHE_DIR": "/env", "SHARDCACHE_MAX_SIZE": "2GB"}
+    wds = {"WDS_CACHE": "/wds", "WDS_CACHE_SIZE": "3e9"}
+
+    def winner(explicit: dict[str, object], env: dict[str, str], files: list[Path]) -> list[str]:
+        loaded = load(explicit, {**env, **wds}, files)
+        return [str(loaded.config.dir), str(loaded.config.max_size), loaded.sources["dir"]]
+
+    full: dict[str, object] = {"dir": "/arg", "max_size": "4GB"}
+    assert winner(full, environ, [file]) == ["/arg", "4GB", "argument"]
+    assert winner({}, environ, [file]) == ["/env", "2GB", "environment SHARDCACHE_DIR"]
+    assert winner({}, {}, [file]) == ["/file", "1GB", f"file {file}"]
+    assert winner({}, {}, []) == ["/wds", "3GB", "environment WDS_CACHE"]
+    assert load({}, {**environ, **wds}, [file]).config.attempts == 2
+
+
+def test_none_as_an_argument_means_not_given() -> None:
+    loaded = only({"SHARDCACHE_ATTEMPTS": "7"}, attempts=None, connections=None)
+    assert (loaded.config.attempts, loaded.config.connections) == (7, 8)
+    assert loaded.sources["attempts"] == "environment SHARDCACHE_ATTEMPTS"
+
+
+def test_the_word_none_clears_what_a_file_has_set(home: Path) -> None:
+    file = home / "x.toml"
+    file.write_text('max_size = "1GB"\nallow_schemes = ["pipe"]\n')
+    environ = {"SHARDCACHE_MAX_SIZE": "None", "SHARDCACHE_ALLOW_SCHEMES": "none"}
+    config = load({"dir": DIR}, environ, [file]).config
+    assert (config.max_size, config.allow_schemes) == (None, ())
+
+
+def test_an_empty_variable_counts_as_not_set() -> None:
+    loaded = only({f"SHARDCACHE_{name.upper()}": " " for name in CASES if name != "dir"})
+    assert loaded.config == Config(DIR)
+    assert load({}, {"SHARDCACHE_DIR": "", "WDS_CACHE": "/wds"}, []).config.dir == Path("/wds")
+
+
+def test_without_arguments_the_process_environment_counts(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith("SHARDCACHE_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("SHARDCACHE_DIR", "~/cache")
+    assert load().config.dir == home / "cache"
+
+
+def test_no_directory_anywhere_names_three_ways_to_set_one() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load({"dir": None}, {}, [])
+    for way in ("Cache(", "SHARDCACHE_DIR=", "dir = ", "--dir"):
+        assert way in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["max_sise", "max-size", "MAX_SIZE", "maxsize"])
+def test_an_unknown_name_is_refused_with_the_nearest_one(name: str, home: Path) -> None:
+    file, variable = home / "x.toml", f"SHARDCACHE_{name.upper().replace('SIZE', 'SIZ')}"
+    file.write_text(f'{name} = "1GB"\n')
+    with pytest.raises(ConfigError, match=rf"'{name}' \(argument\)"):
+        only(**{name: "1GB"})
+    with pytest.raises(ConfigError, match=rf"'{variable}' .*Did you mean SHARDCACHE_MAX_SIZE\?"):
+        only({variable: "1GB"})
+    with pytest.raises(ConfigError) as caught:
+        load({"dir": DIR}, {}, [file])
+    assert f"'{name}' (file {file})" in str(caught.value)
+    if name.islower():
+        assert "Did you mean max_size?" in str(caught.value)
+
+
+def test_an_unknown_name_is_refused_even_when_its_value_would_not_count(home: Path) -> None:
+    file = home / "x.toml"
+    file.write_text("atempts = 3\n")
+    for arguments in [({"dir": DIR, "zzz": None}, {}, []), ({"dir": DIR}, {}, [file])]:
+        with pytest.raises(ConfigError, match="unknown option"):
+            load(*arguments)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="unknown option 'SHARDCACHE_ZZZ'"):
+        only({"SHARDCACHE_ZZZ": ""})
+
+
+def test_a_name_like_no_other_is_refused_with_all_that_are_known() -> None:
+    with pytest.raises(ConfigError, match="Known: ") as caught:
+        only(qqqqqq=1)
+    assert all(name in str(caught.value) for name in NAMES)
+
+
+def test_variables_that_are_no_options_are_left_alone() -> None:
+    environ = dict.fromkeys(OTHER_VARIABLES, "1") | {"XSHARDCACHE_NO": "1", "shardcache_no": "1"}
+    assert only(environ).config == Config(DIR)
+
+
+@pytest.mark.parametrize(
+    "variable",
+    [
+        "SHARDCACHE_SERVICE_HOST",
+        "SHARDCACHE_SERVICE_PORT",
+        "SHARDCACHE_SERVICE_PORT_HTTP",
+        "SHARDCACHE_PORT",
+        "SHARDCACHE_PORT_80_TCP",
+        "SHARDCACHE_PORT_80_TCP_ADDR",
+        "SHARDCACHE_METRICS_PORT_53_UDP_PROTO",
+        "SHARDCACHE_METRICS_SERVICE_HOST",
+    ],
+)
+def test_a_kubernetes_service_of_our_name_stops_no_job(variable: str) -> None:
+    assert only({variable: "tcp://10.0.0.1:80"}).config == Config(DIR)
+
+
+def test_a_validator_is_for_code_only(home: Path) -> None:
+    file = home / "x.toml"
+    file.write_text('validate = "os.remove"\n')
+    assert only(validate=a_validator).config.validate is a_validator
+    with pytest.raises(ConfigError, match="in code"):
+        only({"SHARDCACHE_VALIDATE": "os.remove"})
+    with pytest.raises(ConfigError, match="in code"):
+        load({"dir": DIR}, {}, [file])
+
+
+# --- files ---------------------------------------------------------------------------
+
+
+def test_files_are_merged_key_by_key_and_the_first_wins(home: Path) -> None:
+    stated, user = home / "stated.toml", home / ".config" / "shardcache" / "config.toml"
+    user.parent.mkdir(parents=True)
+    stated.write_text('dir = "/stated"\n')
+    Path("shardcache.toml").write_text('dir = "/local"\nattempts = 2\n')
+    user.write_text('dir = "/user"\nattempts = 3\nconnections = 4\n')
+    loaded = load({}, {"HOME": str(home), "SHARDCACHE_CONFIG": str(stated)})
+    config, sources = loaded.config, loaded.sources
+    assert (str(config.dir), config.attempts, config.connections) == ("/stated", 2, 4)
+    assert sources["dir"] == f"file {stated}"
+    assert sources["attempts"] == f"file {home / 'work' / 'shardcache.toml'}"
+    assert sources["connections"] == f"file {user}"
+
+
+def test_xdg_config_home_takes_the_place_of_dot_config(home: Path) -> None:
+    for folder, number in ((home / ".config", 2), (home / "xdg", 3)):
+        (folder / "shardcache").mkdir(parents=True)
+        (folder / "shardcache" / "config.toml").write_text(f"attempts = {number}\n")
+    environ = {"HOME": str(home), "SHARDCACHE_DIR": "/x"}
+    assert load({}, environ).config.attempts == 2
+    assert load({}, {**environ, "XDG_CONFIG_HOME": str(home / "xdg")}).config.attempts == 3
+    assert load({}, {**environ, "XDG_CONFIG_HOME": "relative"}).config.attempts == 2
+    assert load({}, {**environ, "XDG_CONFIG_HOME": str(home / "absent")}).config.attempts == 5
+
+
+@pytest.mark.parametrize("folder", ["/proc/version", "/proc/self/no-such"])
+def test_a_user_folder_that_is_none_is_no_error(folder: str, home: Path) -> None:
+    assert load({"dir": DIR}, {"HOME": folder}).config == Config(DIR)
+
+
+def test_a_stated_file_must_exist(home: Path) -> None:
+    absent = home / "absent.toml"
+    with pytest.raises(ConfigError, match=r"absent\.toml cannot be read: No such file"):
+        load({"dir": DIR}, {"SHARDCACHE_CONFIG": str(absent)})
+    with pytest.raises(ConfigError, match=r"absent\.toml cannot be read: No such file"):
+        load({"dir": DIR}, {}, [absent])
+
+
+def test_stated_files_replace_the_usual_places(home: Path) -> None:
+    Path("shardcache.toml").write_text("attempts = 2\n")
+    environ = {"SHARDCACHE_CONFIG": str(home / "absent.toml")}
+    assert load({"dir": DIR}, environ, []).config.attempts == 5
+
+
+@pytest.mark.parametrize("content", [b"attempts = \n", b"attempts 3\n", b"a = 1\na = 2\n", b"\xff"])
+def test_a_file_that_is_no_toml_is_refused_by_name(content: bytes, home: Path) -> None:
+    Path("shardcache.toml").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"shardcache\.toml is not valid TOML: "):
+        load({"dir": DIR}, {})
+
+
+def test_a_file_that_is_there_but_cannot_be_read_is_no_silent_default(home: Path) -> None:
+    Path("shardcache.toml").mkdir()
+    with pytest.raises(ConfigError, match=r"shardcache\.toml cannot be read: Is a directory"):
+        load({"dir": DIR}, {})
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.parametrize(("mode", "refused"), [(0o700, False), (0o755, True)])
+def test_a_home_of_somebody_else_is_no_error_but_a_closed_file_in_an_open_one_is(
+    mode: int, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir("/")
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        file = Path(folder, "shardcache", "config.toml")
+        file.parent.mkdir(mode=0o755)
+        file.write_text("attempts = 2\n")
+        file.chmod(0o600)
+        Path(folder).chmod(mode)
+        environ = {"XDG_CONFIG_HOME": folder}
+        os.seteuid(65534)
+        try:
+            if refused:
+                with pytest.raises(ConfigError, match="cannot be read: Permission denied"):
+                    load({"dir": DIR}, environ)
+            else:
+                assert load({"dir": DIR}, environ).config.attempts == 5
+        finally:
+            os.seteuid(0)
+
+
+# --- dir -----------------------------------------------------------------------------
+
+
+def test_tilde_and_variables_in_dir_are_expanded_from_the_given_environment() -> None:
+    environ = {"HOME": "/home/me", "SCRATCH": "/scratch", "USER": "me"}
+
+    def expanded(text: object) -> str:
+        return str(load({"dir": text}, environ, []).config.dir)
+
+    assert expanded("~/x") == expanded(Path("~/x")) == "/home/me/x"
+    assert expanded("~") == "/home/me"
+    assert expanded("$SCRATCH/$USER/x") == expanded("${SCRATCH}/${USER}/x") == "/scratch/me/x"
+    assert expanded("~root/x") == os.path.expanduser("~root/x")
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("$NO_SUCH_VARIABLE/x", "NO_SUCH_VARIABLE, which is not set"),
+        ("${EMPTY}/x", "EMPTY, which is not set"),
+        ("~no-such-user/x", "home directory that is not known"),
+        ("s3://bucket/x", "is a URL"),
+        ("file:///x", "is a URL"),
+        ("", "is not a path"),
+        ("a\0b", "is not a path"),
+        (7, "is not a path"),
+        (b"/x", "is not a path"),
+    ],
+)
+def test_a_dir_that_cannot_be_meant_is_refused(value: object, reason: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^dir \(argument\): .*{reason}"):
+        load({"dir": value}, {"EMPTY": ""}, [])
+
+
+def test_a_relative_dir_starts_where_it_was_written(home: Path) -> None:
+    (home / "etc").mkdir()
+    (home / "etc" / "x.toml").write_text('dir = "cache"\n')
+    assert load({"dir": "cache"}, {}, []).config.dir == home / "work" / "cache"
+    assert load({}, {"SHARDCACHE_DIR": "cache"}, []).config.dir == home / "work" / "cache"
+    assert load({}, {}, [home / "etc" / "x.toml"]).config.dir == home / "etc" / "cache"
+    assert Config("cache").dir == home / "work" / "cache"  # type: ignore[arg-type]
+
+
+# --- the object ----------------------------------------------------------------------
+
+
+def test_constructing_directly_validates_too() -> None:
+    assert Config("/x", max_size="1GB").max_size == Limit(bytes=10**9)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="connections"):
+        Config(DIR, connections=0)
+
+
+def test_replace_validates_and_leaves_the_original_alone() -> None:
+    config = Config(DIR, max_size=Limit(bytes=5))
+    assert config.replace(timeout="1m", max_size=None) == Config(DIR, timeout=60.0)
+    assert config == Config(DIR, max_size=Limit(bytes=5))
+    with pytest.raises(ConfigError, match="timeout"):
+        config.replace(timeout=-1)
+    for name in ("connections", "min_free", "dir"):
+        with pytest.raises(ConfigError, match=rf"^{name} \(argument\): "):
+            config.replace(**{name: None})
+    with pytest.raises(ConfigError, match=r"Did you mean timeout\?"):
+        config.replace(timeuot=1)
+
+
+def test_a_config_cannot_be_changed_and_hashes_by_value() -> None:
+    config = Config(DIR, storage_options=StorageOptions({"client_kwargs": {"a": []}}))
+    with pytest.raises(AttributeError):
+        config.timeout = 1.0  # type: ignore[misc]
+    assert hash(config) == hash(config.replace())
+    assert config == config.replace()
+
+
+def test_a_pickle_holds_no_secret_but_everything_else() -> None:
+    options_ = {"key": "AK", "secret": SECRET, "profile": "p", "client_kwargs": {"verify": False}}
+    config = only(
+        max_size="80%", storage_options=options_, validate=a_validator, endpoint_url="http://h"
+    ).config
+    pickled = pickle.dumps(config)
+    assert SECRET.encode() not in pickled
+    copy = pickle.loads(pickled)
+    assert dict(copy.storage_options) == {"profile": "p", "client_kwargs": {"verify": False}}
+    assert copy.replace(storage_options=options_) == config
+    with pytest.raises((pickle.PicklingError, AttributeError)):
+        pickle.dumps(config.replace(validate=lambda path: None))
+
+
+def _exit_with_its_secret(config: Config, found: SimpleQueue) -> None:
+    found.put(config.storage_options["secret"])
+
+
+def test_a_spawned_worker_gets_the_credentials() -> None:
+    context = multiprocessing.get_context("spawn")
+    config = only(storage_options={"key": "AK", "secret": SECRET}).config
+    found = context.SimpleQueue()
+    process = context.Process(target=_exit_with_its_secret, args=(config, found))
+    process.start()
+    try:
+        assert found.get() == SECRET
+    finally:
+        process.join(60)
+    assert process.exitcode == 0
+
+
+def test_storage_options_are_a_copy_that_equals_what_they_were_made_from() -> None:
+    given_ = {"key": "AK", "anon": False}
+    config = only(storage_options=given_).config
+    given_["key"] = "changed"
+    assert config.storage_options == {"key": "AK", "anon": False}
+    assert config.storage_options["anon"] is False
+    assert len(config.storage_options) == 2
+    with pytest.raises(TypeError):
+        config.storage_options["key"] = "x"  # type: ignore[index]
+
+
+def test_storage_options_come_from_a_toml_table_but_not_from_the_environment(home: Path) -> None:
+    file = home / "x.toml"
+    file.write_text(f'[storage_options]\nsecret = "{SECRET}"\nanon = true\n')
+    loaded = load({"dir": DIR}, {}, [file])
+    assert dict(loaded.config.storage_options) == {"secret": SECRET, "anon": True}
+    with pytest.raises(ConfigError, match="TOML table") as caught:
+        only({"SHARDCACHE_STORAGE_OPTIONS": SECRET})
+    assert SECRET not in "".join(traceback.format_exception(caught.value))
+
+
+# --- secrets -------------------------------------------------------------------------
+
+
+def test_no_text_made_from_a_config_shows_a_secret() -> None:
+    validator = functools.partial(a_validator, SECRET)  # type: ignore[arg-type]
+    loaded = only(
+        storage_options={"key": SECRET, "client_kwargs": {"token": SECRET}},
+        endpoint_url=f"https://me:{SECRET}@minio:9000/path",
+        validate=validator,
+    )
+    texts = [repr(loaded), str(loaded.config), repr(loaded.config), repr(describe(loaded))]
+    texts += [repr(loaded.config.storage_options), str(loaded.config.storage_options)]
+    texts += [f"{loaded.config.storage_options}"]
+    for text in texts:
+        assert SECRET not in text
+        assert "hUnTeR2" not in text
+    assert loaded.config.endpoint_url == f"https://me:{SECRET}@minio:9000/path"
+    assert "key=***" in repr(loaded.config)
+    assert "https://***@minio:9000/path" in repr(loaded.config)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("endpoint_url", f"me:{SECRET}@minio:9000"),
+        ("endpoint_url", f"ftp://me:{SECRET}@minio"),
+        ("endpoint_url", f"http://minio/?token={SECRET.replace('@', '')}"),
+        ("endpoint_url", f"http://minio/#{SECRET.replace('@', '')}"),
+        ("endpoint_url", {"url": SECRET}),
+        ("storage_options", SECRET),
+        ("storage_options", [SECRET]),
+        ("storage_options", {1: SECRET}),
+        ("dir", f"s3://me:{SECRET}@bucket/x"),
+    ],
+)
+def test_no_error_shows_a_secret(name: str, value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        only(**{name: value})
+    assert "hUnTeR2" not in "".join(traceback.format_exception(caught.value))
+
+
+@given(st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=12))
+def test_a_password_never_reaches_the_text_of_an_endpoint(password: str) -> None:
+    try:
+        text = repr(only(endpoint_url=f"http://u:{password}@minio:9000").config)
+    except ConfigError as exn:
+        text = str(exn)
+    assert password not in text
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://h",
+        "https://h:9000",
+        "http://[::1]:9000",
+        "HTTP://h/",
+        "https://h/path/x",
+        " http://h ",
+    ],
+)
+def test_an_endpoint_is_an_http_url_with_a_host(url: str) -> None:
+    assert only(endpoint_url=url).config.endpoint_url == url.strip()
+
+
+@pytest.mark.parametrize(
+    "url", ["", "h", "http://", "http:///x", "s3://h", "http://h h", "http://h:x"]
+)
+def test_anything_else_is_no_endpoint(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"^endpoint_url \(argument\): .*http://"):
+        only(endpoint_url=url)
+
+
+# --- generated text ------------------------------------------------------------------
+
+
+def test_every_option_has_a_type_a_default_and_one_line_of_help() -> None:
+    rows = {option.name: option for option in options()}
+    assert rows["dir"].default == "required"
+    assert rows["min_free"].default == "5%"
+    assert rows["part_size"].default == "16MiB"
+    assert rows["lock_timeout"].default == "30m"
+    assert rows["strict"].default == "false"
+    assert rows["max_size"].default == rows["allow_schemes"].default == "none"
+    for option in options():
+        assert option.type
+        assert option.help.endswith(".")
+        assert not {"\n", "|"} & set("".join(option))
+        assert len(option.help) < 80
+
+
+def test_describe_gives_text_that_loads_to_the_same_config() -> None:
+    loaded = only(**{name: case[0] for name, case in CASES.items()})
+    rows = describe(loaded)
+    assert [row.name for row in rows] == NAMES
+    again = {
+        f"SHARDCACHE_{row.name.upper()}": row.value
+        for row in rows
+        if row.name not in ("validate", "storage_options")
+    }
+    assert load({}, again, []).config == loaded.config
+    assert {row.source for row in rows} == {"argument", "default"}
+
+
+def test_importing_config_brings_in_nothing_heavy() -> None:
+    # A bare package in place of the real one, whose __init__ imports the whole library.
+    code = (
+        "import sys, types\n"
+        "package = sys.modules['shardcache'] = types.ModuleType('shardcache')\n"
+        "package.__path__ = [sys.argv[1]]\n"
+        "before = set(sys.modules)\n"
+        "import shardcache.config, shardcache.ranks\n"
+        "print(*sorted(set(sys.modules) - before))\n"
+    )
+    folder = Path(sys.modules[Config.__module__].__file__ or "").parent
+    command = [sys.executable, "-S", "-c", code, str(folder)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+    loaded = set(done.stdout.split())
+    ours = {name for name in loaded if name.startswith("shardcache.")}
+    assert ours == {
+        f"shardcache.{name}" for name in ("config", "errors", "optionkinds", "ranks", "units")
+    }
+    assert {name.partition(".")[0] for name in loaded - ours} <= sys.stdlib_module_names
+    assert not loaded & {"tomllib", "difflib", "logging", "subprocess", "asyncio", "json", "ssl"}

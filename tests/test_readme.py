@@ -1,0 +1,118 @@
+"""The README tells the truth: every command in it runs, every generated part is current."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import shardcache
+from shardcache.demoserver import S3Server
+from tests.conftest import make_tar
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text("utf-8")
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.DOTALL)
+
+
+def commands() -> list[str]:
+    found = []
+    for language, text in BLOCKS:
+        if language == "console":
+            found += [line[2:] for line in text.splitlines() if line.startswith("$ ")]
+    return found
+
+
+def test_the_generated_parts_are_current() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "docs" / "generate.py"), "--check"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_command_is_known_to_this_test() -> None:
+    assert [c.split()[0] for c in commands()] == ["make", "shardcache", "shardcache", "pip"]
+
+
+def test_the_three_lines_train_from_s3(
+    s3: S3Server, bucket: str, s3_environment: dict, tmp_path: Path
+) -> None:
+    for number in range(3):
+        s3.put(bucket, f"train-{number:04d}.tar", make_tar(number))
+    (lines,) = (text for language, text in BLOCKS if language == "python")
+    assert len(lines.strip().splitlines()) == 3
+    code = lines.replace("/local/nvme/shards", str(tmp_path / "cache"))
+    code = code.replace(
+        "s3://bucket/train-{0000..2047}.tar", f"s3://{bucket}/train-{{0000..0002}}.tar"
+    )
+    code += "print(len(list(ds)))\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "12\n"
+
+
+def test_prewarm_and_cron_lines_run_as_they_stand(
+    s3: S3Server, bucket: str, s3_environment: dict, tmp_path: Path
+) -> None:
+    for number in range(3):
+        s3.put(bucket, f"train-{number:04d}.tar", make_tar(number))
+    bin_directory = Path(sys.executable).parent
+    environment = {**os.environ, "PATH": f"{bin_directory}:{os.environ['PATH']}"}
+    for command in commands()[1:3]:
+        line = command.replace("/local/nvme/shards", str(tmp_path / "cache"))
+        line = line.replace("s3://bucket/train-{0000..2047}", f"s3://{bucket}/train-{{0000..0002}}")
+        done = subprocess.run(
+            line,
+            shell=True,
+            capture_output=True,
+            text=True,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+        )
+        assert done.returncode == 0, (line, done.stderr)
+    assert done.stdout == done.stderr == ""  # cron mails whatever is printed
+    assert len(list(shardcache.Cache(tmp_path / "cache").entries())) == 3
+
+
+def test_make_demo_is_what_the_demo_tests_run() -> None:
+    done = subprocess.run(
+        ["make", "--dry-run", "demo"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip().splitlines()[-1].endswith("bin/shardcache demo")
+
+
+def test_the_package_installs_what_pip_is_told() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["name"] == "shardcache"
+    assert project["version"] == shardcache.__version__
+    assert set(project["optional-dependencies"]) >= {"checksums", "demo", "test", "bench"}
+
+
+@pytest.mark.parametrize("file", ["README.md", "docs/design.md", "CONTRIBUTING.md"])
+def test_links_within_the_repository_lead_somewhere(file: str) -> None:
+    text = (ROOT / file).read_text("utf-8")
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+        assert ((ROOT / file).parent / target).exists(), target
+
+
+def test_importing_stays_under_its_budget() -> None:
+    """The best of many: this guards against a heavy import, not against a busy machine."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("COV")}
+
+    def best(code: str) -> float:
+        figures = []
+        for _ in range(12):
+            begun = time.perf_counter()
+            subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+            figures.append(time.perf_counter() - begun)
+        return min(figures)
+
+    assert best("import shardcache") - best("pass") < 0.120

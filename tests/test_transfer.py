@@ -1,0 +1,461 @@
+"""The fetch engine against an origin that misbehaves."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import threading
+import zlib
+from pathlib import Path
+
+import pytest
+
+from shardcache.digests import BLOCK, file_digest
+from shardcache.errors import (
+    CacheFullError,
+    FetchCancelledError,
+    IntegrityError,
+    ShardNotFoundError,
+    TransferError,
+    TransferTimeoutError,
+)
+from shardcache.job import Fetched, FetchStatus
+from shardcache.layout import Layout
+from shardcache.metadata import Metadata
+from shardcache.origin import Checksum, ObjectInfo, TransientError
+from shardcache.partials import Partial, read_progress
+from shardcache.retry import RetryPolicy
+from shardcache.transfer import Fetcher
+from shardcache.urls import parse_url
+from tests.fakes import FakeClock, Fault, MemoryOrigin
+
+URL = parse_url("s3://lab/train-0000.bin")
+SIZE = 5 * BLOCK + 777
+
+
+def payload(size: int = SIZE, seed: int = 1) -> bytes:
+    return b"".join(
+        hashlib.blake2b(f"{seed}/{n}".encode(), digest_size=64).digest()
+        for n in range(size // 64 + 1)
+    )[:size]
+
+
+class Bench:
+    """A fetcher over a temporary namespace."""
+
+    def __init__(self, path: Path, origin: MemoryOrigin, **policy: float) -> None:
+        self.layout = Layout(path / "v1")
+        self.layout.make()
+        self.origin = origin
+        self.clock = FakeClock()
+        options = {"attempts": 3, "deadline": None, **policy}
+        self.fetcher = Fetcher(
+            RetryPolicy(options["attempts"], options["deadline"], self.clock),
+            self.clock,
+            connections=4,
+            part_size=2 * BLOCK,
+            timeout=30,
+        )
+        self.partials: list[Partial] = []
+
+    def target(self, info: ObjectInfo) -> Partial:
+        metadata = Metadata(
+            str(URL), URL.key, info, info.size or 0, "", None, self.clock.time(), "boot", "test"
+        )
+        partial = Partial.create(self.layout, metadata, URL.basename)
+        self.partials.append(partial)
+        return partial
+
+    def fetch(self, **options: object) -> Fetched:
+        options.setdefault("target", self.target)
+        return self.fetcher.fetch(self.origin, URL, **options)
+
+    def left(self) -> list[str]:
+        return os.listdir(self.layout.partial)
+
+
+@pytest.fixture
+def bench(tmp_path: Path, origin: MemoryOrigin) -> Bench:
+    origin.objects[str(URL)] = payload()
+    return Bench(tmp_path, origin)
+
+
+def contents(fetched: Fetched) -> bytes:
+    return fetched.partial.data.read_bytes()
+
+
+def test_every_byte_arrives_once(bench: Bench) -> None:
+    status = FetchStatus()
+    fetched = bench.fetch(status=status)
+    assert contents(fetched) == payload()
+    assert bench.origin.delivered == SIZE
+    assert status.received == status.written == status.size == SIZE
+    assert fetched.digest == file_digest(fetched.partial.fd)
+    fetched.partial.discard()
+
+
+def test_the_first_request_is_the_only_one_for_a_small_object(bench: Bench) -> None:
+    bench.origin.objects[str(URL)] = b"small"
+    fetched = bench.fetch()
+    assert contents(fetched) == b"small"
+    assert len(bench.origin.requests) == 1
+    fetched.partial.discard()
+
+
+@pytest.mark.parametrize("size", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1])
+def test_sizes_around_a_block(bench: Bench, size: int) -> None:
+    bench.origin.objects[str(URL)] = payload(size)
+    fetched = bench.fetch()
+    assert contents(fetched) == payload(size)
+    assert fetched.size == size
+    fetched.partial.discard()
+
+
+def test_a_broken_connection_goes_on_at_the_byte_it_reached(bench: Bench) -> None:
+    bench.origin.objects[str(URL)] = payload(2 * BLOCK)
+    bench.origin.faults.append(Fault(after=BLOCK + 100_000, error=TransientError("reset")))
+    fetched = bench.fetch()
+    assert contents(fetched) == payload(2 * BLOCK)
+    assert [(start, stop) for _, start, stop in bench.origin.requests] == [
+        (0, 2 * BLOCK),
+        (BLOCK + 100_000, 2 * BLOCK),
+    ]
+    assert bench.origin.delivered == 2 * BLOCK  # nothing came twice
+    assert bench.clock.naps == []  # there was progress: no pause
+    fetched.partial.discard()
+
+
+def test_progress_resets_the_attempts(bench: Bench) -> None:
+    bench.origin.objects[str(URL)] = payload(2 * BLOCK)
+    for _ in range(6):  # twice the allowed number, but each one gets further
+        bench.origin.faults.append(Fault(after=100_000, error=TransientError("reset")))
+    fetched = bench.fetch()
+    assert contents(fetched) == payload(2 * BLOCK)
+    fetched.partial.discard()
+
+
+def test_an_origin_that_never_answers_is_asked_attempts_times(bench: Bench) -> None:
+    bench.origin.faults.extend(Fault(after=None) for _ in range(10))
+    with pytest.raises(TransferError, match=r"3 attempts failed") as caught:
+        bench.fetch()
+    assert len(bench.origin.requests) == 3
+    assert str(URL) in str(caught.value)
+    assert bench.left() == []
+
+
+def test_attempts_without_progress_in_the_middle_end_and_leave_a_resumable_partial(
+    bench: Bench,
+) -> None:
+    bench.origin.objects[str(URL)] = payload(2 * BLOCK)
+    bench.origin.faults.append(Fault(after=BLOCK + 5, error=TransientError("reset")))
+    bench.origin.faults.extend(Fault(after=None) for _ in range(9))
+    with pytest.raises(TransferError, match="could not be fetched"):
+        bench.fetch()
+    (name,) = bench.left()
+    progress = read_progress(bench.layout.partial / name)
+    assert progress is not None
+    assert progress.watermark == BLOCK
+    resumed = Partial.claim(bench.layout, bench.layout.partial / name, URL.basename)
+    assert resumed is not None
+    bench.origin.faults.clear()
+    bench.origin.requests.clear()
+    fetched = bench.fetch(resume=resumed)
+    assert contents(fetched) == payload(2 * BLOCK)
+    assert [(start, stop) for _, start, stop in bench.origin.requests] == [(BLOCK, 2 * BLOCK)]
+    fetched.partial.discard()
+
+
+def test_retry_after_is_honoured_and_jittered(bench: Bench) -> None:
+    bench.origin.faults.append(Fault(after=None, error=TransientError("busy", retry_after=7.0)))
+    fetched = bench.fetch()
+    assert len(bench.clock.naps) == 1
+    assert 7.0 <= bench.clock.naps[0] <= 7.25
+    fetched.partial.discard()
+
+
+def test_a_missing_object_costs_one_request(bench: Bench) -> None:
+    bench.origin.objects.clear()
+    with pytest.raises(ShardNotFoundError):
+        bench.fetch()
+    assert len(bench.origin.requests) == 1
+    assert bench.left() == []
+
+
+def test_an_object_replaced_in_mid_fetch_is_fetched_anew_and_never_spliced(bench: Bench) -> None:
+    gate = threading.Event()
+    for _ in range(3):
+        bench.origin.faults.append(Fault(after=0, wait=gate))
+    bench.origin.faults.append(Fault(after=None, error=TransientError("try again")))
+
+    def replace() -> None:
+        bench.origin.objects[str(URL)] = payload(seed=2)
+        gate.set()
+
+    timer = threading.Timer(0.1, replace)
+    timer.start()
+    fetched = bench.fetch()
+    timer.join()
+    assert contents(fetched) in (payload(seed=1), payload(seed=2))
+    assert fetched.info.etag == f'"{hashlib.md5(contents(fetched)).hexdigest()}"'
+    assert len(bench.left()) == 1
+    fetched.partial.discard()
+
+
+def test_an_object_that_never_stands_still_is_reported(bench: Bench) -> None:
+    seeds = iter(range(10, 1000))
+    real = bench.origin.open
+
+    def unsteady(url, start, stop, pin=None):
+        if pin is not None:
+            bench.origin.objects[str(URL)] = payload(seed=next(seeds))
+        return real(url, start, stop, pin)
+
+    bench.origin.open = unsteady
+    with pytest.raises(TransferError, match="changed 4 times"):
+        bench.fetch()
+    assert bench.left() == []
+
+
+def test_an_unpinned_origin_is_described_again_at_the_end(bench: Bench) -> None:
+    bench.origin.pins = bench.origin.states_checksums = False
+    changed = []
+    real = bench.origin.stat
+
+    def stat(url):
+        if not changed:
+            changed.append(True)
+            bench.origin.objects[str(URL)] = payload(seed=3)
+        return real(url)
+
+    bench.origin.stat = stat
+    fetched = bench.fetch()
+    assert contents(fetched) == payload(seed=3)
+    fetched.partial.discard()
+
+
+def test_an_origin_without_ranges_is_read_in_one_stream(bench: Bench) -> None:
+    bench.origin.ranges = False
+    fetched = bench.fetch()
+    assert contents(fetched) == payload()
+    assert len(bench.origin.requests) == 1
+    fetched.partial.discard()
+
+
+def test_an_origin_without_ranges_still_heals(bench: Bench) -> None:
+    bench.origin.ranges = False
+    bench.origin.faults.append(Fault(after=3 * BLOCK, error=TransientError("reset")))
+    fetched = bench.fetch()
+    assert contents(fetched) == payload()
+    fetched.partial.discard()
+
+
+def test_an_origin_that_states_no_size_is_read_to_its_end(bench: Bench) -> None:
+    bench.origin.sizes = False
+    fetched = bench.fetch()
+    assert contents(fetched) == payload()
+    assert fetched.size == SIZE
+    fetched.partial.discard()
+
+
+def test_versions_that_cannot_be_told_apart_come_in_one_answer(bench: Bench) -> None:
+    bench.origin.etags = False
+    fetched = bench.fetch()
+    assert contents(fetched) == payload()
+    assert [(start, stop) for _, start, stop in bench.origin.requests] == [
+        (0, 2 * BLOCK),
+        (0, None),
+    ]
+    fetched.partial.discard()
+
+
+@pytest.mark.parametrize("sizes", [True, False])
+def test_an_answer_of_no_known_version_is_started_over_not_continued(
+    bench: Bench, sizes: bool
+) -> None:
+    bench.origin.etags = False
+    bench.origin.sizes = sizes
+    if sizes:
+        bench.origin.faults.append(Fault(after=10**9))  # the first look passes
+    bench.origin.faults.append(Fault(after=3 * BLOCK, error=TransientError("reset")))
+    real = bench.origin.open
+
+    def replaced(url, start, stop, pin=None):
+        if len(bench.origin.requests) == 1 + sizes:
+            bench.origin.objects[str(URL)] = payload(seed=9)
+        return real(url, start, stop, pin)
+
+    bench.origin.open = replaced
+    fetched = bench.fetch()
+    assert contents(fetched) == payload(seed=9)
+    fetched.partial.discard()
+
+
+def crc32(data: bytes) -> str:
+    return base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode()
+
+
+def test_a_stated_checksum_is_compared(bench: Bench) -> None:
+    bench.origin.checksums[str(URL)] = Checksum("crc32", crc32(payload()))
+    fetched = bench.fetch()
+    assert fetched.checked == "crc32"
+    fetched.partial.discard()
+
+
+def test_sha256_is_compared_too(bench: Bench) -> None:
+    value = base64.b64encode(hashlib.sha256(payload()).digest()).decode()
+    bench.origin.checksums[str(URL)] = Checksum("sha256", value)
+    fetched = bench.fetch()
+    assert fetched.checked == "sha256"
+    fetched.partial.discard()
+
+
+def test_a_checksum_of_parts_is_not_mistaken_for_one_of_the_whole(bench: Bench) -> None:
+    bench.origin.checksums[str(URL)] = Checksum("crc32", "AAAAAA==-3")
+    fetched = bench.fetch()
+    assert fetched.checked is None
+    fetched.partial.discard()
+
+
+def test_a_byte_flipped_on_the_way_is_fetched_again(bench: Bench) -> None:
+    bench.origin.checksums[str(URL)] = Checksum("crc32", crc32(payload()))
+    bench.origin.faults.append(Fault(after=1000, corrupt=True))
+    fetched = bench.fetch()
+    assert contents(fetched) == payload()
+    assert bench.origin.delivered == 2 * SIZE
+    fetched.partial.discard()
+
+
+def test_bytes_that_never_match_are_not_published(bench: Bench) -> None:
+    bench.origin.checksums[str(URL)] = Checksum("crc32", crc32(b"something else"))
+    with pytest.raises(IntegrityError, match="damaged"):
+        bench.fetch()
+    assert bench.left() == []
+
+
+def test_a_target_that_refuses_ends_the_fetch_after_one_request(bench: Bench) -> None:
+    def refuse(info: ObjectInfo) -> Partial:
+        raise CacheFullError(f"no room for {info.size}")
+
+    with pytest.raises(CacheFullError):
+        bench.fetch(target=refuse)
+    assert len(bench.origin.requests) == 1
+    assert bench.fetcher.permits.acquire(blocking=False)  # given back
+
+
+def test_a_full_disk_surfaces_as_it_is_and_leaves_nothing(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import errno
+
+    def full(self, offset, data, fd=None):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Partial, "write", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        bench.fetch()
+    assert not isinstance(caught.value, TransferError)
+    assert bench.left() == []
+
+
+def test_cancelling_ends_a_silent_fetch_and_keeps_what_came(bench: Bench) -> None:
+    never = threading.Event()
+    bench.origin.objects[str(URL)] = payload(2 * BLOCK)
+    bench.origin.faults.append(Fault(after=BLOCK + 10, wait=never))
+    timer = threading.Timer(0.2, bench.fetcher.cancel)
+    timer.start()
+    with pytest.raises(FetchCancelledError):
+        bench.fetch()
+    timer.join()
+    (name,) = bench.left()
+    progress = read_progress(bench.layout.partial / name)
+    assert progress is not None
+    assert progress.written == BLOCK
+
+
+def test_the_deadline_bounds_the_whole_fetch(tmp_path: Path, origin: MemoryOrigin) -> None:
+    origin.objects[str(URL)] = payload()
+    bench = Bench(tmp_path, origin, attempts=100, deadline=10)
+    origin.faults.extend(Fault(after=None) for _ in range(100))
+    with pytest.raises(TransferTimeoutError, match="deadline of 10 s"):
+        bench.fetch()
+    assert bench.clock.elapsed <= 10
+
+
+def test_a_trickle_counts_as_a_failed_attempt(bench: Bench) -> None:
+    bench.origin.objects[str(URL)] = payload(BLOCK)
+    bench.origin.chunk = 100
+    real = bench.clock.monotonic
+    bench.clock.monotonic = lambda: (bench.clock.sleep(1.0), real())[1]  # a second per look
+    with pytest.raises(TransferTimeoutError, match="bytes in"):
+        bench.fetch()
+    assert len(bench.origin.requests) == 3
+
+
+def test_many_threads_share_the_connections(bench: Bench) -> None:
+    active = 0
+    most = 0
+    guard = threading.Lock()
+    real = bench.origin.open
+
+    def counted(url, start, stop, pin=None):
+        nonlocal active, most
+        with guard:
+            active += 1
+            most = max(most, active)
+        body = real(url, start, stop, pin)
+        close = body.close
+
+        def closed() -> None:
+            nonlocal active
+            with guard:
+                active -= 1
+            close()
+
+        body.close = closed
+        return body
+
+    bench.origin.open = counted
+    results: list[bytes] = []
+
+    def work() -> None:
+        fetched = bench.fetch()
+        results.append(contents(fetched))
+        fetched.partial.discard()
+
+    threads = [threading.Thread(target=work) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [payload()] * 12
+    assert most <= 4
+
+
+def test_no_descriptor_is_left(bench: Bench) -> None:
+    bench.fetch().partial.discard()
+    before = len(os.listdir("/proc/self/fd"))
+    for fault in (None, Fault(after=5), Fault(after=None, error=ValueError("odd"))):
+        if fault is not None:
+            bench.origin.faults.append(fault)
+        try:
+            bench.fetch().partial.discard()
+        except ValueError:
+            assert fault is not None
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_worker_that_fails_in_a_thread_of_its_own_fails_the_fetch(bench: Bench) -> None:
+    calls: list[int] = []
+    real = bench.origin.open
+
+    def fail_later(url, start, stop, pin=None):
+        calls.append(start)
+        if start >= 2 * BLOCK:
+            raise ShardNotFoundError(f"{url} vanished", url=str(url))
+        return real(url, start, stop, pin)
+
+    bench.origin.open = fail_later
+    with pytest.raises(ShardNotFoundError):
+        bench.fetch()
+    assert len(bench.left()) == 1  # kept: what came is good

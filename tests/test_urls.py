@@ -1,0 +1,523 @@
+"""Identity of URLs: no two objects share a key, no signature splits one, no secret shows."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from shardcache import urls
+from shardcache.errors import ConfigError
+from shardcache.layout import META, PROGRESS
+from shardcache.urls import ShardURL, default_s3_endpoint, parse_url, redact
+
+CANARY = "cAnArY0123456789"
+
+#: Everything that is special somewhere, and letters that spell no credential.
+names = st.text(
+    "aAb01 .-_/%?#&=+:;,~@[]()'\u00e9e\u0301\u4e2d", min_size=1, max_size=12
+).filter(lambda name: "::" not in name)  # that would be a chain
+hosts = st.from_regex(r"[a-z][a-z0-9-]{1,8}(\.[a-z]{2,3})?", fullmatch=True)
+
+
+def key_of(url: str, **options: object) -> str:
+    return parse_url(url, **options).key
+
+
+# -- two objects, two keys -----------------------------------------------------
+
+
+@given(st.sets(st.tuples(hosts, names), min_size=2, max_size=12))
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az", "hf", "memory"])
+def test_two_objects_of_a_bucket_store_never_share_a_key(scheme: str, objects) -> None:
+    keys = {key_of(f"{scheme}://{bucket}/{name}") for bucket, name in objects}
+    assert len(keys) == len(objects)
+
+
+@given(st.sets(st.tuples(hosts, names, names), min_size=2, max_size=12))
+def test_two_resources_of_the_web_never_share_a_key(resources) -> None:
+    seen = {}
+    for host, path, query in resources:
+        url = f"https://{host}/{path.replace('?', '')}?{query}"
+        sent = url.partition("#")[0]  # what a client asks for
+        seen.setdefault(sent, set()).add(key_of(url))
+    assert all(len(keys) == 1 for keys in seen.values())
+    assert len({key for keys in seen.values() for key in keys}) == len(seen)
+
+
+@given(st.sets(st.lists(names, min_size=1, max_size=3).map("/".join), min_size=2, max_size=8))
+def test_two_paths_never_share_a_key(paths) -> None:
+    canonical = {str(Path("/data") / path.lstrip("/")) for path in paths}
+    assert len({key_of(f"/data/{path.lstrip('/')}") for path in paths}) == len(canonical)
+
+
+def test_a_path_through_a_symlink_and_back_is_not_shortened(tmp_path: Path) -> None:
+    (tmp_path / "far" / "deep").mkdir(parents=True)
+    (tmp_path / "near").mkdir()
+    (tmp_path / "near" / "link").symlink_to(tmp_path / "far" / "deep")
+    (tmp_path / "far" / "a.tar").write_text("far")
+    (tmp_path / "near" / "a.tar").write_text("near")
+    through = parse_url(f"{tmp_path}/near/link/../a.tar")
+    assert through.local_path.read_text() == "far"
+    assert through.key != key_of(f"{tmp_path}/near/a.tar")
+
+
+def test_composed_and_decomposed_names_are_two_objects() -> None:
+    assert key_of("s3://b/\u00e9.tar") != key_of("s3://b/e\u0301.tar")
+    assert key_of("s3://b/a%2Fb.tar") != key_of("s3://b/a/b.tar")
+    assert key_of("s3://b/a//b.tar") != key_of("s3://b/a/b.tar")
+    assert key_of("s3://b/x/../b.tar") != key_of("s3://b/b.tar")
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("gs://b/a#1.tar", "gs://b/a#2.tar"),
+        ("oci://bucket-a@space/k.tar", "oci://bucket-b@space/k.tar"),
+        ("abfs://box-a@account/k.tar", "abfs://box-b@account/k.tar"),
+        ("az://box-a@account/k.tar", "az://box-b@account/k.tar"),
+        ("s3://b/k?&", "s3://b/k"),
+        ("s3://b/k?", "s3://b/k"),
+        ("https://h/k?a&&b", "https://h/k?a&b"),
+        ("s3://b/k", "gs://b/k"),
+        ("http://h/k", "https://h/k"),
+        ("https://h/k", "https://h:444/k"),
+        ("s3://b/k?versionId=1", "s3://b/k?versionId=2"),
+        ("s3://b/k?versionId=1", "s3://b/k"),
+        ("s3://b/k?versionId=1&versionId=2", "s3://b/k?versionId=2"),
+        ("https://h/k?part=1", "https://h/k?part=2"),
+    ],
+)
+def test_what_looks_alike_is_two_objects(one: str, other: str) -> None:
+    assert key_of(one) != key_of(other)
+
+
+# -- one object, one key -------------------------------------------------------
+
+_HEX = st.text("0123456789abcdef", min_size=4, max_size=16).map(lambda text: CANARY + text)
+_BASE64 = _HEX.map(lambda text: quote(text + "+/=", safe=""))
+SIGNATURES = {
+    "aws4": ["X-Amz-Algorithm", "X-Amz-Credential", "X-Amz-Security-Token", "X-Amz-Signature"],
+    "aws2": ["AWSAccessKeyId", "Expires", "Signature"],
+    "cloudfront": ["Policy", "Signature", "Key-Pair-Id"],
+    "google": ["X-Goog-Algorithm", "X-Goog-Credential", "X-Goog-Signature"],
+    "google2": ["GoogleAccessId", "Expires", "Signature"],
+    "azure": ["sv", "se", "sr", "sp", "sig"],
+    "oss": ["x-oss-signature", "x-oss-credential"],
+    "token": ["access_token"],
+    "api": ["api_key"],
+    "lower": ["x-amz-signature", "x-amz-date"],
+}
+
+
+#: Parts of a signature that give nothing away.
+HARMLESS = {"Expires", "X-Amz-Algorithm", "X-Goog-Algorithm", "sv", "se", "sr", "sp"}
+PLAIN = [
+    "https://h.example/dir/a.tar",
+    "https://h.example/dir/a.tar?part=7&versionId=abc",
+    "gs://bucket/a.tar",
+    "az://box/a.tar?snapshot=2",
+    "s3://bucket/dir/a.tar",
+    "s3://bucket/dir/a.tar?versionId=abc",
+    "s3://bucket/dir/a?b=c",
+]
+
+
+@settings(max_examples=300)
+@given(kind=st.sampled_from(sorted(SIGNATURES)), plain=st.sampled_from(PLAIN), data=st.data())
+def test_no_signature_splits_an_object_or_shows(kind: str, plain: str, data) -> None:
+    base, mark, query = plain.partition("?")
+    pairs = query.split("&") if mark else []
+    for name in SIGNATURES[kind]:
+        value = "20260101" if name in HARMLESS else data.draw(_HEX | _BASE64)
+        pairs.insert(data.draw(st.integers(0, len(pairs))), f"{name}={value}")
+    signed = f"{base}?{'&'.join(pairs)}"
+    shard, expected = parse_url(signed), parse_url(plain)
+    assert (shard.key, shard.canonical, shard.basename, shard.version_id) == (
+        expected.key,
+        expected.canonical,
+        expected.basename,
+        expected.version_id,
+    )
+    assert shard.raw == signed
+    for text in (str(shard), repr(shard), shard.canonical, shard.basename, redact(signed)):
+        assert CANARY.lower() not in text.lower()
+
+
+def test_short_names_are_credentials_only_beside_a_signature() -> None:
+    assert parse_url("https://h/k?se=1&sp=2").canonical == "https://h/k?se=1&sp=2"
+    assert parse_url("https://h/k?expires=1&policy=2").canonical == "https://h/k?expires=1&policy=2"
+    assert parse_url("https://h/k?se=1&sig=2").canonical == "https://h/k"
+
+
+@pytest.mark.parametrize(
+    ("signed", "plain"),
+    [
+        (f"https://me:{CANARY}@h/k.tar", "https://h/k.tar"),
+        (f"https://{CANARY}@h/k.tar", "https://h/k.tar"),
+        (f"s3://AKIA:{CANARY}@bucket/k.tar", "s3://bucket/k.tar"),
+        (f"s3://{CANARY}@bucket/k.tar", "s3://bucket/k.tar"),
+        (f"s3://bucket/k.tar?token={CANARY}&x=1", "s3://bucket/k.tar?x=1"),
+    ],
+)
+def test_a_login_is_no_part_of_the_identity(signed: str, plain: str) -> None:
+    shard = parse_url(signed)
+    assert shard.key == key_of(plain)
+    assert shard.canonical == plain
+    assert CANARY not in repr(shard) + str(shard) + redact(signed)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("S3://bucket/k", "s3://bucket/k"),
+        ("s3a://bucket/k", "s3://bucket/k"),
+        ("s3n://bucket/k", "s3://bucket/k"),
+        ("gcs://bucket/k", "gs://bucket/k"),
+        ("shardcache::s3://bucket/k", "s3://bucket/k"),
+        ("HTTPS://H.Example:443/k", "https://h.example/k"),
+        ("http://h:80/k", "http://h/k"),
+        ("http://h:/k", "http://h/k"),
+        ("http://h", "http://h/"),
+        ("https://h/k#part", "https://h/k"),
+        ("file:///data/k", "/data/k"),
+        ("file:/data/k", "/data/k"),
+        ("/data//x/./k", "/data/x/k"),
+    ],
+)
+def test_spellings_of_one_object_share_a_key(one: str, other: str) -> None:
+    assert key_of(one) == key_of(other)
+    assert parse_url(one).basename == parse_url(other).basename
+
+
+def test_a_relative_path_is_one_object_with_its_absolute_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert parse_url("a.tar").local_path == tmp_path / "a.tar"
+    assert key_of("a.tar") == key_of("./a.tar") == key_of(f"{tmp_path}/a.tar")
+    assert parse_url("a.tar/.").basename == "a.tar"
+    assert parse_url("a.tar").is_local and not parse_url("s3://b/a.tar").is_local
+
+
+def test_a_relative_path_in_a_removed_directory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(ConfigError, match="removed"):
+        parse_url("a.tar")
+
+
+def test_keys_do_not_change_between_releases() -> None:
+    # A change here would orphan every entry on every disk.
+    assert key_of("s3://bucket/train-0000.tar") == _KNOWN["s3"]
+    assert key_of("https://h/k?a=1") == _KNOWN["https"]
+    assert key_of("/data/\u00e9.tar") == _KNOWN["file"]
+    assert key_of("s3://b/k", endpoint="http://minio:9000") == _KNOWN["minio"]
+
+
+_KNOWN = {
+    "s3": "e486067e1fd02cc3f3c6274d88862d12",
+    "https": "e412643f52b5e6f880e616d162f49c57",
+    "file": "4e15c395e5c38908be392c8b443adbb3",
+    "minio": "17cb8d3ae3d15c660f5a7e7c483708cd",
+}
+
+# -- endpoints -----------------------------------------------------------------
+
+
+def test_one_bucket_name_on_two_endpoints_is_two_objects() -> None:
+    url = "s3://lab/a.tar"
+    endpoints = [None, "http://minio:9000", "http://minio:9001", "https://ceph", "https://ceph/s3"]
+    assert len({key_of(url, endpoint=endpoint) for endpoint in endpoints}) == len(endpoints)
+    assert parse_url(url, endpoint="http://minio:9000").canonical == url
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (None, "https://s3.eu-west-1.amazonaws.com"),
+        ("", "s3.amazonaws.com:443"),
+        ("http://minio:9000", "https://MINIO:9000/"),
+        ("http://minio:80", "http://minio"),
+        ("https://minio:443", "minio"),
+        (f"http://me:{CANARY}@minio", "http://minio"),
+    ],
+)
+def test_spellings_of_one_endpoint_are_one(one: str | None, other: str | None) -> None:
+    assert key_of("s3://lab/a.tar", endpoint=one) == key_of("s3://lab/a.tar", endpoint=other)
+
+
+def test_an_endpoint_concerns_s3_only() -> None:
+    for url in ("gs://b/k", "https://h/k", "/data/k"):
+        assert key_of(url, endpoint="http://minio:9000") == key_of(url)
+
+
+def test_a_malformed_endpoint_is_a_config_error_without_its_password() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_url("s3://lab/a.tar", endpoint=f"http://me:{CANARY}@[minio")
+    assert CANARY not in str(caught.value)
+
+
+# -- names on disk -------------------------------------------------------------
+
+
+@given(scheme=st.sampled_from(["s3", "https", "gs"]), host=hosts, name=names)
+def test_a_basename_is_a_plain_short_file_name(scheme: str, host: str, name: str) -> None:
+    basename = parse_url(f"{scheme}://{host}/{name}").basename
+    assert 1 <= len(basename) <= 130
+    assert set(basename) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
+    assert not basename.startswith(".")
+    assert basename not in (META, PROGRESS, ".", "..")
+
+
+@pytest.mark.parametrize(
+    ("url", "basename"),
+    [
+        ("s3://b/dir/train-0000.tar", "train-0000.tar"),
+        ("s3://b/dir/" + "x" * 300 + ".tar.gz", "x" * 113 + ".tar.gz"),
+        ("s3://b/dir/", "dir"),
+        ("s3://b/...", "shard"),
+        ("s3://b/meta.json", "shard-meta.json"),
+        ("s3://b/progress", "shard-progress"),
+        ("s3://b/.hidden.tar", "hidden.tar"),
+        ("s3://b/" + "x." + "." * 200 + "tar", "tar"),
+        ("https://h", "h"),
+        ("https://h/a%2Fb.tar?x=1", "a_2Fb.tar"),
+        ("memory://a.tar", "a.tar"),
+    ],
+)
+def test_basenames_keep_the_suffix(url: str, basename: str) -> None:
+    assert parse_url(url).basename == basename
+
+
+@given(hosts, names)
+def test_bucket_and_key_are_exactly_those_of_the_url(bucket: str, name: str) -> None:
+    assert parse_url(f"s3://{bucket}/{name}").bucket_and_key() == (bucket, name)
+    versioned = parse_url(f"s3://{bucket}/{name}?versionId=v.1")
+    assert versioned.version_id == "v.1"
+    assert versioned.bucket_and_key() == (bucket, name)
+
+
+@pytest.mark.parametrize(
+    "arn",
+    [
+        "arn:aws:s3:us-west-2:123456789012:accesspoint/my-point",
+        "arn:aws:s3:us-west-2:123456789012:accesspoint:my-point",
+        "arn:aws:s3-outposts:us-west-2:123456789012:outpost/op-01/accesspoint/my-point",
+    ],
+)
+def test_an_access_point_is_a_bucket(arn: str) -> None:
+    shard = parse_url(f"s3://{arn}/dir/a.tar")
+    assert shard.bucket_and_key() == (arn, "dir/a.tar")
+    assert redact(f"reading s3://{arn}/a@b.tar") == f"reading s3://{arn}/a@b.tar"
+
+
+# -- refusals ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("", "empty"),
+        ("shardcache::", "empty"),
+        (f"https://h/k?sig={CANARY}\n", "control character"),
+        (f"https://h/k?sig=abc\n{CANARY}", "control character"),
+        (f"https://me:abc\t{CANARY}@h/k", "control character"),
+        (f"simplecache::https://h/k?sig={CANARY}", "chain"),
+        (f"https://h/k?sig={CANARY}::s3://b/k", "chain"),
+        (f"foo://me:{CANARY}@h/k", "scheme"),
+        (f"https://me:{CANARY}@[h/k", "not a URL"),
+        (f"https://me:{CANARY}@h:99999/k", "not a URL"),
+        (f"https://me:{CANARY}@/k", "no host"),
+        (f"https://me:{CANARY}@h:0/k", "no host"),
+        (f"gs://?token={CANARY}", "no object"),
+        (f"s3://bucket?token={CANARY}", "no object"),
+        (f"s3://AKIA:{CANARY}@/k", "no object"),
+        (f"s3://AKIA:a/{CANARY}@bucket/k", "colon"),
+        (f"gs://me:{CANARY}@bucket/k", "password"),
+        (f"oci://me:{CANARY}@bucket/k", "password"),
+        (f"https://h/{'x' * 9000}?sig={CANARY}", "bytes"),
+        (f"s3://b/\ud800?sig={CANARY}", "UTF-8"),
+        (f"s3://b/\udce9?sig={CANARY}", "UTF-8"),
+        ("file://", "no file"),
+        (f"pipe:curl https://h/k?sig={CANARY}", "shell"),
+    ],
+)
+def test_a_refusal_says_why_and_shows_no_secret(url: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        parse_url(url)
+    exn = caught.value
+    for text in (str(exn), repr(exn), ascii(exn.args)):
+        assert CANARY not in text
+    assert CANARY.encode() not in pickle.dumps(exn)
+
+
+@pytest.mark.parametrize("url", [f"https://h/k?sig={CANARY}".encode(), None, 7, Path("/x")])
+def test_what_is_no_string_is_refused_by_its_type(url: object) -> None:
+    with pytest.raises(ConfigError, match=type(url).__name__) as caught:
+        parse_url(url)  # type: ignore[arg-type]
+    assert CANARY not in str(caught.value)
+
+
+@given(st.text(max_size=40) | names.map(lambda name: f"s3://{name}"))
+def test_a_url_is_named_or_refused_and_nothing_else(url: str) -> None:
+    try:
+        shard = parse_url(url, allow_schemes=["pipe"])
+    except ConfigError:
+        return
+    assert len(shard.key) == 32
+    if shard.scheme != "pipe":
+        again = parse_url(shard.canonical)
+        assert (again.key, again.canonical) == (shard.key, shard.canonical)
+
+
+@given(st.binary(min_size=1, max_size=20))
+def test_paths_of_any_bytes_are_named(raw: bytes) -> None:
+    assume(not any(byte < 32 or byte == 127 for byte in raw))
+    shard = parse_url(os.fsdecode(b"/data/x" + raw))
+    assert os.fsencode(shard.local_path) == os.fsencode(Path(os.fsdecode(b"/data/x" + raw)))
+
+
+def test_more_schemes_are_allowed_by_name() -> None:
+    assert parse_url("sftp://me@h/k.tar", allow_schemes=["sftp"]).canonical == "sftp://h/k.tar"
+    assert parse_url("swift://box@h/k", allow_schemes=["swift"]).canonical == "swift://box@h/k"
+    with pytest.raises(ConfigError, match=r"allow_schemes=\['sftp'\]"):
+        parse_url("sftp://h/k.tar")
+
+
+def test_a_command_is_told_apart_by_all_of_it_and_shown_without_secrets() -> None:
+    commands = [
+        f"pipe:curl -H 'Authorization: Bearer {CANARY}{n}' https://h/k?sig={CANARY}{n}"
+        for n in (1, 2)
+    ]
+    shards = [parse_url(command, allow_schemes={"pipe"}) for command in commands]
+    assert shards[0].key != shards[1].key
+    assert all(CANARY not in str(s) + repr(s) + s.basename for s in shards)
+    assert shards[0].basename == "pipe"
+    assert shards[0].raw == commands[0]
+
+
+# -- text for people -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(urls._SECRETS | {"Key-Pair-Id", "Policy"}))
+@pytest.mark.parametrize("mark", ["?", "&", ";", " "])
+def test_every_secret_parameter_is_redacted_anywhere_in_a_text(name: str, mark: str) -> None:
+    text = f"cannot read 'https://h/k?x=1{mark}{name}={CANARY}/+%3D&y=2': refused"
+    found = redact(text)
+    assert CANARY not in found
+    assert "y=2" in found and "refused" in found
+
+
+def test_redacting_leaves_what_is_no_secret() -> None:
+    for text in (
+        "s3://bucket/a@b.tar",
+        "https://h:8080/p@v1/k?versionId=abc",
+        "abfs://box@account/k and oci://bucket@space/k, az://box@a/k",
+        "bucket/key=7/part=3.tar, monkey=1, tokens=3",
+        "user@example.org",
+    ):
+        assert redact(text) == text
+
+
+def test_redacting_works_on_several_urls_of_a_text() -> None:
+    text = f"https://a:{CANARY}@h/k -> s3://AK:x/{CANARY}@b/k; abfs://me:{CANARY}@acc/k"
+    assert redact(text) == "https://h/k -> s3://b/k; abfs://acc/k"
+
+
+@given(st.integers(0, 2**32))
+def test_no_pickle_of_a_shard_url_is_made_without_its_origin(seed: int) -> None:
+    # Pickles go to workers, which need the signature; everything shown must not have it.
+    value = CANARY + str(random.Random(seed).random())
+    shard = parse_url(f"https://h/k?sig={quote(value)}")
+    found = pickle.loads(pickle.dumps(shard))
+    assert isinstance(found, ShardURL) and found == shard
+    assert CANARY not in repr([found]) + f"{found}" + f"{found!r}"
+
+
+# -- the endpoint in force -----------------------------------------------------
+
+PROFILES = """
+[default]
+endpoint_url = http://default
+[profile lab]
+region = x
+services = lab-services
+endpoint_url = http://lab-general
+[profile plain]
+region = x
+[profile dangling]
+services = nowhere
+[services lab-services]
+s3 =
+  region = y
+  endpoint_url = http://lab-s3
+dynamodb =
+  endpoint_url = http://lab-db
+"""
+
+
+@pytest.fixture
+def environ(tmp_path: Path) -> dict[str, str]:
+    (tmp_path / "aws").write_text(PROFILES)
+    return {"AWS_CONFIG_FILE": str(tmp_path / "aws")}
+
+
+def test_the_order_is_that_of_the_aws_sdks(environ: dict[str, str]) -> None:
+    assert default_s3_endpoint(environ) == "http://default"
+    assert default_s3_endpoint(environ, "lab") == "http://lab-s3"
+    assert default_s3_endpoint({**environ, "AWS_PROFILE": "lab"}) == "http://lab-s3"
+    assert default_s3_endpoint({**environ, "AWS_PROFILE": "plain"}, "lab") == "http://lab-s3"
+    environ["AWS_ENDPOINT_URL"] = "http://any"
+    assert default_s3_endpoint(environ, "lab") == "http://any"
+    environ["AWS_ENDPOINT_URL_S3"] = "http://s3"
+    assert default_s3_endpoint(environ, "lab") == "http://s3"
+    environ["AWS_IGNORE_CONFIGURED_ENDPOINT_URLS"] = "true"
+    assert default_s3_endpoint(environ, "lab") is None
+
+
+@pytest.mark.parametrize("profile", ["plain", "dangling", "absent"])
+def test_a_profile_without_an_endpoint_means_aws(environ: dict[str, str], profile: str) -> None:
+    assert default_s3_endpoint(environ, profile) is None
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[default]\nregion=x", "endpoint_url = outside", "[default\nendpoint_url=x", None]
+)
+def test_a_config_file_that_says_nothing_means_aws(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "aws").write_text(text)
+    assert default_s3_endpoint({"AWS_CONFIG_FILE": str(tmp_path / "aws")}) is None
+
+
+def test_a_config_file_that_is_not_text_means_aws(tmp_path: Path) -> None:
+    (tmp_path / "aws").write_bytes(b"\xff\xfe endpoint_url")
+    assert default_s3_endpoint({"AWS_CONFIG_FILE": str(tmp_path / "aws")}) is None
+
+
+def test_the_default_profile_may_be_spelled_like_the_others(tmp_path: Path) -> None:
+    (tmp_path / "aws").write_text("[profile default]\nendpoint_url = http://d\n")
+    assert default_s3_endpoint({"AWS_CONFIG_FILE": str(tmp_path / "aws")}) == "http://d"
+
+
+def test_a_user_without_a_home_has_no_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for an unknown uid
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    assert default_s3_endpoint({}) is None
+
+
+def test_the_environment_is_that_of_the_process_by_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://here")
+    assert default_s3_endpoint() == "http://here"

@@ -44,11 +44,14 @@ def demo_command(invocation: Invocation, keep: bool) -> int:
     if directory is not None and not directory.is_dir():
         raise ConfigError(f"{directory} is not a directory; the demo makes its own inside of one")
     report = demo.run(directory=directory, keep=keep, say=console.hint)
+    half = report.shards // 2 * report.shard_bytes
     rows = [
         {
             "step": step.name,
             "object_fetches": step.object_fetches,
+            "most_fetches": step.most_fetches,
             "origin_bytes": step.origin_bytes,
+            "origin_halves": round(step.origin_bytes / half, 3),
             "expected_bytes": step.expected_bytes,
             "samples": step.samples,
             "seconds": round(step.seconds, 3),
@@ -61,9 +64,10 @@ def demo_command(invocation: Invocation, keep: bool) -> int:
         "step",
         [
             Column("step", "STEP"),
-            Column("object_fetches", "FETCHED", right=True),
+            Column("object_fetches", "OBJECTS FETCHED", right=True),
+            Column("most_fetches", "PER SHARD", right=True),
             Column("origin_bytes", "FROM ORIGIN", format_bytes, right=True),
-            Column("expected_bytes", "EXPECTED", format_bytes, right=True),
+            Column("origin_halves", "OF HALF THE DATA", lambda x: f"{x:.1f}x", right=True),
             Column("samples", "SAMPLES", lambda n: "-" if n is None else f"{n:,}", right=True),
             Column("seconds", "TIME", format_duration, right=True),
             Column("complete", "", lambda ok: str(ok).lower()),

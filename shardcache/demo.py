@@ -48,6 +48,7 @@ class Step:
     Attributes:
         name: what was done.
         object_fetches: shards that came over the network, by first byte.
+        most_fetches: of any one shard.
         origin_bytes: bytes that came over the network.
         expected_bytes: bytes that should have.
         samples: samples seen, or None where nothing was read.
@@ -57,6 +58,7 @@ class Step:
 
     name: str
     object_fetches: int
+    most_fetches: int
     origin_bytes: int
     expected_bytes: int
     samples: int | None
@@ -174,15 +176,16 @@ class _Job:
         self._environment = environment
         self._meter = meter
         self._shard_bytes = shard_bytes
-        self._fetches = 0
+        self._fetches: dict[str, int] = {}
         self._bytes = 0
 
-    def _cost(self) -> tuple[int, int]:
-        """(object fetches, bytes) since the last call."""
-        traffic = self._meter.summary().values()
-        fetches = sum(t.object_fetches for t in traffic)
-        received = sum(t.body_bytes for t in traffic)
-        cost = fetches - self._fetches, received - self._bytes
+    def _cost(self) -> tuple[int, int, int]:
+        """(object fetches, most of any one shard, bytes) since the last call."""
+        traffic = self._meter.summary()
+        fetches = {path: t.object_fetches for path, t in traffic.items()}
+        new = [count - self._fetches.get(path, 0) for path, count in fetches.items()]
+        received = sum(t.body_bytes for t in traffic.values())
+        cost = sum(new), max(new, default=0), received - self._bytes
         self._fetches, self._bytes = fetches, received
         return cost
 
@@ -205,10 +208,11 @@ class _Job:
                 f"prewarm ended with exit code {done.returncode}: {done.stderr.strip()}"
             )
         seconds = time.monotonic() - begun
-        fetches, received = self._cost()
+        fetches, most, received = self._cost()
         expected = half * self._shard_bytes
+        whole = fetches == half
         return Step(
-            f"prewarm {half} shards", fetches, received, expected, None, fetches == half, seconds
+            f"prewarm {half} shards", fetches, most, received, expected, None, whole, seconds
         )
 
     @contextlib.contextmanager
@@ -261,10 +265,12 @@ class _Job:
         for process in workers:
             seen += json.loads(_answer(process))
         seconds = time.monotonic() - begun
-        fetches, received = self._cost()
+        fetches, most, received = self._cost()
         expected = (SHARDS - SHARDS // 2) * self._shard_bytes if number == 1 else 0
         complete = len(seen) == SHARDS * SAMPLES and set(seen) == _keys()
-        return Step(f"epoch {number}", fetches, received, expected, len(seen), complete, seconds)
+        return Step(
+            f"epoch {number}", fetches, most, received, expected, len(seen), complete, seconds
+        )
 
 
 def _answer(process: subprocess.Popen[str]) -> str:

@@ -172,12 +172,15 @@ def test_a_childs_copy_does_not_keep_a_dead_holders_key(tmp_path: Path) -> None:
         if pid == 0:
             lock.update(ME)  # must not write into whatever has that number now
             lock.release()
+            parent.say("runs")
             signal.pause()
+        parent.hear()
         parent.say(pid)
         parent.hear()
 
     with forked(hold) as child:
-        grandchild = child.hear()
+        assert child.hear() == "runs"
+        grandchild = child.ask()
         try:
             assert not free(path)  # the child's release was not the parent's
             child.kill()

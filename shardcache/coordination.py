@@ -118,6 +118,7 @@ class Coordinator:
         opened = self.look(url)
         if opened is not None:
             return Obtained(opened, Outcome.HIT)
+        status = status or FetchStatus()
         waiter = self._waiter(url)
         holder = self._holder()
         while True:
@@ -172,7 +173,7 @@ class Coordinator:
         yield False
 
     def _fill(
-        self, url: ShardURL, lock: KeyLock | None, holder: Holder, status: FetchStatus | None
+        self, url: ShardURL, lock: KeyLock | None, holder: Holder, status: FetchStatus
     ) -> Obtained:
         """Make the entry and open it; ``lock`` is the key's, or None for a private fetch."""
         for _ in range(_TRIES):
@@ -230,7 +231,7 @@ class Coordinator:
         return None
 
     def _fetch(
-        self, url: ShardURL, lock: KeyLock | None, holder: Holder, status: FetchStatus | None
+        self, url: ShardURL, lock: KeyLock | None, holder: Holder, status: FetchStatus
     ) -> None:
         try:
             self._fetch_once(url, lock, holder, status)
@@ -240,11 +241,11 @@ class Coordinator:
             if exn.errno not in _FULL:
                 raise
             logger.warning("%s: the disk is full (%s); making room", url, exn.strerror)
-            self._space.make_room(str(url), (status.size if status else None) or 0)
+            self._space.make_room(str(url), status.size or 0)
             self._fetch_once(url, lock, holder, status)
 
     def _fetch_once(
-        self, url: ShardURL, lock: KeyLock | None, holder: Holder, status: FetchStatus | None
+        self, url: ShardURL, lock: KeyLock | None, holder: Holder, status: FetchStatus
     ) -> None:
         resume = self._resume(url)
         if resume is not None and lock is not None:

@@ -49,8 +49,9 @@ _PAGE = 1000
 _SPARE_PAGES = 16
 #: Shards in more directories than this are looked up bucket by bucket.
 _MANY_DIRECTORIES = 16
-#: Seconds that a size is worth waiting for: it only makes the plan better.
+#: Seconds without a byte from a listing: sizes only make a plan better.
 _SIZE_TIMEOUT = 10.0
+_LEAST_PATIENCE = 0.5
 
 
 def is_pattern(url: str) -> bool:
@@ -75,6 +76,8 @@ class Listing:
 
     def __init__(self, config: Config) -> None:
         self._config = config
+        self._patience = min(config.timeout, _SIZE_TIMEOUT)
+        self._end = float("inf")
         self._s3: _S3Lister | None = None
 
     def matches(self, pattern: str) -> list[str]:
@@ -134,12 +137,19 @@ class Listing:
             if name.startswith(rest) and wanted(name.removeprefix(rest))
         )
 
-    def sizes(self, shards: Sequence[ShardURL]) -> dict[str, int]:
+    def sizes(self, shards: Sequence[ShardURL], *, seconds: float | None = None) -> dict[str, int]:
         """Sizes of those S3 and local shards whose size is cheap to learn, by key.
 
         Costs about one request per thousand shards, and is bounded; a listing that
         is forbidden or fails leaves sizes unknown and raises nothing.
+
+        Args:
+            shards: which.
+            seconds: about how long it may take.
         """
+        if seconds is not None:
+            self._patience = min(self._patience, max(_LEAST_PATIENCE, seconds))
+            self._end = SYSTEM_CLOCK.monotonic() + seconds
         sizes: dict[str, int] = {}
         groups: dict[tuple[str, str], dict[str, str]] = {}
         remote = [s for s in shards if s.scheme == "s3" and s.version_id is None]
@@ -173,8 +183,8 @@ class Listing:
         for name in names:
             if name <= last:
                 continue
-            if next(pages, None) is None:
-                logger.info("s3://%s/%s: too sparse to list for sizes", bucket, prefix)
+            if next(pages, None) is None or SYSTEM_CLOCK.monotonic() > self._end:
+                logger.info("s3://%s/%s: listing it for sizes takes too long", bucket, prefix)
                 return
             # StartAfter is exclusive and may name what does not exist: jump over
             # all that lies before the next wanted name.
@@ -197,7 +207,7 @@ class Listing:
                 own if isinstance(own, Mapping) else config.storage_options,
                 endpoint_url=config.endpoint_url,
                 connections=1,
-                timeout=min(config.timeout, _SIZE_TIMEOUT),
+                timeout=self._patience,
             )
         return self._s3
 

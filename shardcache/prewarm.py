@@ -158,7 +158,7 @@ def prewarm(
     looking = check or dry_run
     if not looking:
         _prepare(cache)
-    plan = make_plan(cache, shards, best_effort=best_effort, ask_origin=not check)
+    plan = make_plan(cache, shards, best_effort=best_effort, patience=0.0 if check else deadline)
     emit(Planned(plan))
     if looking:
         results = tuple(_looked_at(plan, shard) for shard in shards)

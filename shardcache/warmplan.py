@@ -100,7 +100,7 @@ def wanted_shards(cache: Cache, urls: Iterable[str]) -> tuple[ShardURL, ...]:
 
 
 def make_plan(
-    cache: Cache, shards: tuple[ShardURL, ...], *, best_effort: bool, ask_origin: bool = True
+    cache: Cache, shards: tuple[ShardURL, ...], *, best_effort: bool, patience: float | None = None
 ) -> PrewarmPlan:
     """Compare what is wanted with what is there.
 
@@ -108,7 +108,7 @@ def make_plan(
         cache: where.
         shards: from `wanted_shards`.
         best_effort: name those that there is no room for in ``left_out``.
-        ask_origin: list the origin for sizes.
+        patience: seconds that the origin has to tell sizes; 0 does not ask it.
 
     Raises:
         OSError: the directory cannot be read.
@@ -117,7 +117,9 @@ def make_plan(
     entries = list(cache.entries())
     cached = {entry.key: entry for entry in entries if entry.key in wanted and _is_whole(entry)}
     missing = [shard for shard in shards if shard.key not in cached]
-    sizes = Listing(cache.config).sizes(missing) if missing and ask_origin else {}
+    sizes: Mapping[str, int] = {}
+    if missing and patience != 0:
+        sizes = Listing(cache.config).sizes(missing, seconds=patience)
     room = _Room.of(cache.config, entries, wanted, sum(sizes.values()))
     left_out = _left_out(missing, sizes, room) if best_effort else frozenset()
     return PrewarmPlan(shards, cached, sizes, room.free, room.evict, room.missing, left_out)

@@ -100,6 +100,8 @@ class Run:
         self._running: dict[str, tuple[ShardURL, FetchStatus, float]] = {}
         self._results: dict[str, ShardResult] = {}
         self._guard = threading.Lock()  # of all below
+        self._busy = 0
+        self._alone = False
         self._refused: Counter[tuple[str, int]] = Counter()
         self._good: set[str] = set()
         self._given_up: set[str] = set()
@@ -214,6 +216,11 @@ class Run:
                 self._events.put(Started(shard, status))
                 result = self._fetch(shard, status)
                 with self._guard:
+                    self._busy -= 1
+                    if self._is_premature(result):
+                        self._todo.appendleft(shard)
+                        self._alone = True
+                        continue
                     self._judge(shard, result)
                 self._events.put(Finished(shard, result))
         finally:
@@ -221,9 +228,10 @@ class Run:
 
     def _next(self) -> ShardURL | None:
         with self._guard:
-            while self._todo:
+            while self._todo and not (self._alone and self._busy):
                 shard = self._todo.popleft()
                 if shard.key in self._plan.cached or not (self._given_up & {_HERE, _bucket(shard)}):
+                    self._busy += 1
                     return shard
                 self.stopped = self.stopped or Stopped.REFUSED
             return None
@@ -242,6 +250,12 @@ class Run:
             outcome, error = (Outcome.LEFT_OUT if room else Outcome.FAILED), exn
         seconds = SYSTEM_CLOCK.monotonic() - begun
         return _result(shard, outcome, status, size, seconds, error)
+
+    def _is_premature(self, result: ShardResult) -> bool:
+        """Whether a shard found no room only because of what is still in flight, which
+        takes a little more than it will in the end. The last worker tries it again, alone.
+        """
+        return is_full(result.error) and self._busy > 0 and self._cut_at is None
 
     def _judge(self, shard: ShardURL, result: ShardResult) -> None:
         """Draw conclusions for the shards to come. Call with the guard held."""

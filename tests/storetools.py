@@ -8,7 +8,9 @@ import hashlib
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -112,6 +114,17 @@ def tree(path: Path) -> dict[str, tuple[int, int]]:
     return {
         str(p.relative_to(path)): (p.lstat().st_ino, p.lstat().st_size) for p in path.rglob("*")
     }
+
+
+@contextlib.contextmanager
+def public_directory() -> Iterator[Path]:
+    """A directory that every user can reach."""
+    path = Path(tempfile.mkdtemp(dir=tempfile.gettempdir()))
+    path.chmod(0o755)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path)
 
 
 @contextlib.contextmanager

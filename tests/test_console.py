@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import pty
+import struct
 import sys
+import termios
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -160,34 +164,30 @@ def test_states_are_coloured(capsys):
     assert "\x1b[1mSHARD" in out
 
 
-@pytest.fixture
-def narrow(monkeypatch):
-    """stdout on a terminal of 40 columns; gives what it showed."""
-    import fcntl
-    import struct
-    import termios
-
-    leader, follower = pty.openpty()
-    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 10, 40, 0, 0))
-    stream = open(follower, "w")
-    monkeypatch.setattr(sys, "stdout", stream)
-    monkeypatch.setenv("TERM", "dumb")
-
-    def shown() -> list[str]:
+@contextlib.contextmanager
+def stdout(stream):
+    """Everything goes there, past pytest's own capture."""
+    before, sys.stdout = sys.stdout, stream
+    try:
+        yield
         stream.flush()
-        return os.read(leader, 10_000).decode().splitlines()
-
-    yield shown
-    monkeypatch.undo()
-    stream.close()
-    os.close(leader)
+    finally:
+        sys.stdout = before
 
 
-def test_long_names_are_cut_in_the_middle_on_a_terminal(narrow):
+def test_long_names_are_cut_in_the_middle_on_a_terminal(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
     row = {"url": "s3://a-bucket/with/a/long/prefix/train-0001.tar", "size": 1, "state": "ok"}
-    Console().table("ls", "shard", COLUMNS, [row], summary={})
-    line = narrow()[1]
-    assert len(line) <= 40
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 10, 42, 0, 0))
+    with open(leader, "rb", buffering=0) as screen, open(follower, "w") as terminal:
+        with stdout(terminal):
+            Console().table("ls", "shard", COLUMNS, [row], summary={})
+        shown = b""
+        while shown.count(b"\n") < 2:
+            shown += screen.read(10_000)
+    line = shown.decode().splitlines()[1]
+    assert len(line) <= 42
     assert line.startswith("s3://a-")
     assert "…" in line
     assert "train-0001.tar" in line
@@ -203,16 +203,13 @@ def test_wide_characters_keep_the_columns(capsys):
     assert len(plain) - len(wide) == 2  # two characters of two cells each
 
 
-def test_a_reader_that_hangs_up_is_no_error(monkeypatch):
+def test_a_reader_that_hangs_up_is_no_error():
     reader, writer = os.pipe()
     os.close(reader)
-    stream = open(writer, "w")
-    monkeypatch.setattr(sys, "stdout", stream)
     console = Console()
-    for _ in range(3):
-        console.data("x" * 100_000)
-    monkeypatch.undo()
-    stream.close()
+    with open(writer, "w") as pipe, stdout(pipe):
+        for _ in range(3):
+            console.data("x" * 100_000)
 
 
 def test_words():

@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -352,3 +353,96 @@ def test_a_use_is_noted_once_and_then_every_touch_interval(
     read(cache)
     assert used() == clock.time()
     assert entry.path.exists()
+
+
+def test_a_quota_that_is_reached_evicts_what_finished_jobs_left(
+    make_cache: MakeCache, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = "s3://lab/old.tar"
+    origin.objects[old] = make_tar(7, members=3, size=BLOCK)
+    first = make_cache()
+    os.utime(first.fetch(old).path / "meta.json", (1, 1))
+    first.close()
+    cache = make_cache()
+    real = Partial.write
+    struck: list[int] = []
+
+    def write(self, offset, data, fd=None):
+        if not struck:
+            struck.append(offset)
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+        real(self, offset, data, fd)
+
+    monkeypatch.setattr(Partial, "write", write)
+    assert read(cache) == DATA
+    assert URL in cache
+    assert old not in cache
+
+
+def test_a_partial_that_is_swept_in_mid_fetch_is_begun_anew(
+    make_cache: MakeCache, origin: MemoryOrigin, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = make_cache(connections=1)
+    gate = threading.Event()
+    origin.faults.append(Fault(after=2 * BLOCK, wait=gate))
+    partial = Layout.of_root(cache.dir).partial
+
+    def sweep() -> None:
+        # Somebody's rm -rf: our own sweeper would see the lock.
+        while not any(path.stat().st_size >= BLOCK for path in partial.glob("*/*.tar")):
+            time.sleep(0.01)
+        shutil.rmtree(partial, ignore_errors=True)
+        gate.set()
+
+    saboteur = threading.Thread(target=sweep)
+    saboteur.start()
+    assert read(cache) == DATA
+    saboteur.join()
+    assert URL in cache
+
+
+def ranks(cache_options: dict, monkeypatch: pytest.MonkeyPatch, rank: int) -> dict:
+    monkeypatch.setenv("SHARDCACHE_RANK", str(rank))
+    monkeypatch.setenv("SHARDCACHE_JOB", "job")
+    return {**cache_options, "isolation": "rank"}
+
+
+def test_a_damaged_copy_of_a_sibling_is_not_shared(
+    make_cache: MakeCache, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = make_cache(**ranks({}, monkeypatch, 0)).fetch(URL)
+    os.chmod(entry.data, 0o600)
+    os.truncate(entry.data, 10)
+    assert read(make_cache(**ranks({}, monkeypatch, 1))) == DATA
+    assert fetches(origin) == 2
+
+
+def test_where_links_are_impossible_the_siblings_copy_is_read(
+    make_cache: MakeCache, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_cache(**ranks({}, monkeypatch, 0)).fetch(URL)
+
+    def refuse(*args: object, **kw: object) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", refuse)
+    cache = make_cache(**ranks({}, monkeypatch, 1))
+    assert read(cache) == DATA
+    assert fetches(origin) == 1
+    assert len(list(cache.entries())) == 1
+
+
+def test_something_that_empties_the_cache_all_the_time_is_reported(
+    make_cache: MakeCache, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = make_cache()
+    real = Store.publish
+
+    def publish(self, *args, **kw):
+        entry = real(self, *args, **kw)
+        shutil.rmtree(entry)
+        return entry
+
+    monkeypatch.setattr(Store, "publish", publish)
+    with pytest.raises(TransferError, match="vanished 5 times"):
+        cache.fetch(URL)

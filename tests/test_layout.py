@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
 import shutil
 import stat
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,7 +32,15 @@ from shardcache.layout import (
     parse_partial_name,
     replace_file,
 )
-from tests.storetools import Parent, crowd, forked, needs_root, no_descriptor_left, tree
+from tests.storetools import (
+    Parent,
+    crowd,
+    forked,
+    needs_root,
+    no_descriptor_left,
+    public_directory,
+    tree,
+)
 
 KEY, VERSION = "0123456789abcdef" * 2, "fedcba987654" * 2
 hexes = st.text("0123456789abcdef", min_size=32, max_size=32)
@@ -265,17 +270,6 @@ def test_a_manifest_behind_a_link_makes_no_cache(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / MANIFEST).symlink_to(tmp_path / "cache" / MANIFEST)
     assert not is_cache(tmp_path / "other")
-
-
-@contextlib.contextmanager
-def public_directory() -> Iterator[Path]:
-    """A directory that every user can reach."""
-    path = Path(tempfile.mkdtemp(dir=tempfile.gettempdir()))
-    path.chmod(0o755)
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path)
 
 
 def try_as(parent: Parent, user: int, path: Path) -> None:

@@ -173,6 +173,7 @@ def test_a_childs_copy_does_not_keep_a_dead_holders_key(tmp_path: Path) -> None:
             lock.update(ME)  # must not write into whatever has that number now
             lock.release()
             parent.say("runs")
+            signal.alarm(120)
             signal.pause()
         parent.hear()
         parent.say(pid)
@@ -372,6 +373,7 @@ def test_a_forked_child_does_not_keep_a_dead_writers_lock(tmp_path: Path) -> Non
             disown(fd)  # as an unwinding child would
             disown(copy)
             parent.say("child")
+            signal.alarm(120)
             signal.pause()
         parent.hear()
         parent.say(pid)

@@ -47,7 +47,7 @@ def names(count: int, bucket: str = "b") -> list[str]:
 def listed(monkeypatch, origin):
     """Sizes as a listing of the in-memory origin would tell them."""
 
-    def sizes(self, shards):
+    def sizes(self, shards, seconds=None):
         return {s.key: len(origin.objects[str(s)]) for s in shards if str(s) in origin.objects}
 
     monkeypatch.setattr(Listing, "sizes", sizes)
@@ -56,7 +56,7 @@ def listed(monkeypatch, origin):
 @pytest.fixture
 def unlisted(monkeypatch):
     """An origin that may not be listed."""
-    monkeypatch.setattr(Listing, "sizes", lambda self, shards: {})
+    monkeypatch.setattr(Listing, "sizes", lambda self, shards, seconds=None: {})
 
 
 def fill(origin, urls, members=4):
@@ -259,6 +259,15 @@ def test_learning_sizes_is_bounded(stocked, tmp_path, meter, monkeypatch):
     assert len(sizes) == 1
 
 
+def test_learning_sizes_takes_no_longer_than_it_may(stocked, tmp_path, meter):
+    meter.pause()
+    cache = Cache(tmp_path / "cache")
+    shards = wanted_shards(cache, [f"s3://{stocked}/train/x-{n}.tar" for n in range(4)])
+    lister = Listing(cache.config)
+    assert lister.sizes(shards, seconds=0.6) == {}
+    assert lister._lister()._timeout == 0.6
+
+
 def test_forbidden_listing_leaves_sizes_unknown(stocked, tmp_path, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-the-secret")
     cache = Cache(tmp_path / "cache")
@@ -378,7 +387,7 @@ def test_dry_run_and_check_fetch_and_touch_nothing(make_cache, origin, listed):
 
 
 def test_check_makes_no_directory_and_asks_no_origin(tmp_path, monkeypatch):
-    monkeypatch.setattr(Listing, "sizes", lambda self, shards: pytest.fail("listed"))
+    monkeypatch.setattr(Listing, "sizes", lambda *a, **k: pytest.fail("listed"))
     report = prewarm(Cache(tmp_path / "new"), names(2), check=True)
     assert report.missing == 2
     assert not (tmp_path / "new").exists()
@@ -597,6 +606,15 @@ def test_no_room_during_the_run_ends_it(make_cache, origin, unlisted):
     assert report.stopped is Stopped.FULL
     assert (report.fetched, report.failed, report.not_started) == (1, 1, 3)
     assert isinstance(report.results[1].error, CacheFullError)
+
+
+def test_what_fits_exactly_is_fetched_however_many_jobs(make_cache, origin, listed):
+    """Fetches in flight take a little more than their entries; that must not fail one."""
+    urls = fill(origin, names(8))
+    cache = make_cache(max_size=sum(map(len, origin.objects.values())))
+    report = prewarm(cache, urls, jobs=8)
+    assert report.fetched == 8
+    assert report.stopped is None
 
 
 def test_no_room_during_a_best_effort_run_is_no_failure(make_cache, origin, unlisted):

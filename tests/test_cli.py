@@ -1,0 +1,912 @@
+"""The command line: what it prints, where, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import click
+import pytest
+
+from shardcache import cli
+from shardcache.cache import Cache
+from shardcache.cli import main
+from shardcache.errors import IntegrityError, LockTimeoutError
+from tests.conftest import make_tar
+
+SHARDS = 4
+
+
+@pytest.fixture
+def run(capsys, monkeypatch, tmp_path):
+    """Runs the command line in this process; gives exit code, stdout and stderr."""
+    monkeypatch.setenv("SHARDCACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("SHARDCACHE_MIN_FREE", "0")
+
+    def run(*arguments):
+        capsys.readouterr()
+        code = main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def data(s3, bucket):
+    """Shards in a bucket."""
+    made = {f"train-{n:04d}.tar": make_tar(n, 20) for n in range(SHARDS)}
+    for name, content in made.items():
+        s3.put(bucket, name, content)
+    return made
+
+
+@pytest.fixture
+def spec(bucket, data, s3_environment):
+    return f"s3://{bucket}/train-{{0000..{SHARDS - 1:04d}}}.tar"
+
+
+@pytest.fixture
+def warm(run, spec, bucket):
+    """A cache that has all shards; gives their URLs."""
+    assert run("prewarm", spec)[0] == 0
+    return [f"s3://{bucket}/train-{n:04d}.tar" for n in range(SHARDS)]
+
+
+class Command:
+    """The real command in a process of its own."""
+
+    def __init__(self, *arguments, directory, environment=(), **options):
+        self.arguments = [sys.executable, "-m", "shardcache", *map(str, arguments)]
+        environ = {
+            **{k: v for k, v in os.environ.items() if k != "NO_COLOR"},
+            "SHARDCACHE_DIR": str(directory),
+            "SHARDCACHE_MIN_FREE": "0",
+            "TERM": "xterm",
+            **dict(environment),
+        }
+        options = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            **options,
+        }
+        self.process = subprocess.Popen(
+            self.arguments,
+            env=environ,
+            text=True,
+            # A test run started in the background hands down SIGINT ignored.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+            **options,
+        )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.process.kill()
+        self.process.communicate()
+
+    def end(self):
+        out, err = self.process.communicate(timeout=60)
+        return self.process.returncode, out, err
+
+
+def run_process(*arguments, directory, environment=(), **options):
+    with Command(*arguments, directory=directory, environment=environment, **options) as command:
+        return command.end()
+
+
+# -- prewarm -------------------------------------------------------------------
+
+
+def test_prewarm_says_what_it_needs_and_what_it_did(run, spec):
+    code, out, err = run("prewarm", spec)
+    need, warmed = out.splitlines()
+    assert code == 0
+    assert re.fullmatch(
+        r"Need 4 shards, [\d.]+ KB: 0 cached, 4 to fetch \([\d.]+ KB\); free .*  ok", need
+    )
+    assert re.fullmatch(r"Warmed 4 of 4 shards \([\d.]+ KB\) in .*/s\.", warmed)
+    assert err == ""
+    code, out, err = run("prewarm", spec)
+    assert "4 cached, nothing to fetch" in out
+    assert "All 4 shards cached" in out
+
+
+def test_prewarm_says_nothing_when_quiet(run, spec):
+    assert run("prewarm", "-q", spec) == (0, "", "")
+
+
+def test_missing_shard_is_exit_3_and_named(run, spec, bucket):
+    code, out, err = run("prewarm", spec, f"s3://{bucket}/absent.tar")
+    assert code == 3
+    assert "Warmed 4 of 5 shards" in out
+    assert "1 failed" in out
+    assert f"failed  s3://{bucket}/absent.tar: not found" in err
+    assert "--max-failures 1" in err
+    assert run("prewarm", spec, f"s3://{bucket}/absent.tar", "--max-failures", "1")[0] == 0
+
+
+def test_what_does_not_fit_is_exit_5_and_nothing_is_fetched(run, spec, meter, monkeypatch):
+    monkeypatch.setenv("SHARDCACHE_MAX_SIZE", "100kB")
+    code, out, err = run("prewarm", spec)
+    assert code == 5
+    assert "does not fit" in out
+    assert err.startswith("error: ")
+    assert "--best-effort" in err
+    assert meter.summary() == {}
+    assert run("prewarm", "-n", spec)[0] == 5
+    code, out, err = run("prewarm", "--best-effort", spec)
+    assert code == 0
+    assert "left out for want of room" in out
+
+
+def test_full_disk_is_exit_5(run, spec, monkeypatch):
+    from shardcache.partials import Partial
+
+    def full(self, *args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Partial, "write", full)
+    code, _, err = run("prewarm", spec, "-j", "1")
+    assert code == 5
+    assert "no room for" in err
+
+
+def test_deadline_is_exit_3_unless_best_effort_will_do(run, spec, meter):
+    meter.pause(after=20_000)  # listings pass
+    code, out, err = run("prewarm", spec, "--deadline", "500ms", "-q")
+    assert (code, out) == (3, "")
+    assert "4 shards not done because the deadline is over" in err
+    assert run("prewarm", spec, "--deadline", "500ms", "--best-effort")[0] == 0
+
+
+def test_check_asks_nobody_and_exits_4_when_shards_are_missing(run, spec, meter):
+    code, out, _ = run("prewarm", "--check", spec)
+    assert (code, out) == (4, "0 of 4 shards cached (0 B); 4 missing\n")
+    assert meter.requests() == []
+    run("prewarm", spec)
+    code, out, _ = run("prewarm", "--check", spec)
+    assert code == 0
+    assert out.startswith("4 of 4 shards cached (")
+
+
+def test_dry_run_fetches_nothing(run, spec, tmp_path):
+    code, out, _ = run("prewarm", "-n", spec)
+    assert code == 0
+    assert "4 to fetch" in out
+    assert not (tmp_path / "cache").exists()
+
+
+def test_specs_come_from_files_and_stdin(run, spec, bucket, tmp_path, monkeypatch):
+    import io
+
+    listing = tmp_path / "shards.txt"
+    listing.write_text(f"# the training set\n\n  {spec}  \n")
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"s3://{bucket}/train-0000.tar\n"))
+    code, out, _ = run("prewarm", "-f", listing, "-f", "-")
+    assert code == 0
+    assert "Need 4 shards" in out
+    code, _, err = run("prewarm", "-f", tmp_path / "none")
+    assert (code, "cannot be read" in err) == (2, True)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    assert run("prewarm", "-f", tmp_path / "binary")[0] == 2
+
+
+def test_prefixes_and_globs_are_listed(run, spec, bucket):
+    assert run("prewarm", f"s3://{bucket}/")[0] == 0
+    assert "4 of 4" in run("prewarm", "--check", f"s3://{bucket}/train-*.tar")[1]
+    code, _, err = run("prewarm", f"s3://{bucket}/nothing-*.tar")
+    assert code == 1
+    assert "nothing matches" in err
+
+
+def test_prewarm_json_accounts_for_every_shard(run, spec, bucket, data):
+    code, out, _ = run("prewarm", spec, f"s3://{bucket}/absent.tar", "--json")
+    found = json.loads(out)
+    assert code == 3
+    assert (found["schema"], found["command"]) == (1, "prewarm")
+    assert [shard["outcome"] for shard in found["shards"]] == ["fetched"] * 4 + ["failed"]
+    assert found["shards"][0]["size"] == len(data["train-0000.tar"])
+    assert found["shards"][4]["error_type"] == "ShardNotFoundError"
+    assert found["summary"]["received"] == sum(map(len, data.values()))
+    assert found["summary"]["plan"]["to_fetch"] == 5
+
+
+def test_prewarm_json_lines_come_as_it_happens(run, spec):
+    _, out, _ = run("prewarm", spec, "--format", "jsonl")
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert [line["type"] for line in lines] == ["plan", *["shard"] * 4, "summary"]
+    assert lines[-1]["fetched"] == 4
+    _, out, _ = run("prewarm", spec, "--check", "--format", "jsonl")
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert [line["type"] for line in lines] == [*["shard"] * 4, "summary"]
+
+
+def test_prewarm_without_shards_is_a_usage_error(run):
+    code, _, err = run("prewarm")
+    assert code == 2
+    assert err.startswith("error: Which shards?")
+
+
+def test_jobs_raise_the_connections(run, spec, monkeypatch):
+    made = []
+    from_config = Cache.from_config.__func__
+
+    def spy(cls, config, **options):
+        made.append(config)
+        return from_config(cls, config, **options)
+
+    monkeypatch.setattr(Cache, "from_config", classmethod(spy))
+    assert run("prewarm", spec, "-j", "20")[0] == 0
+    assert (made[0].connections, made[0].strict) == (20, True)
+
+
+def test_bad_credentials_are_told_once(run, spec, monkeypatch):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    code, _, err = run("prewarm", spec)
+    assert code == 3
+    assert err.count("AWS_SECRET_ACCESS_KEY") == 1
+    assert "Traceback" not in err
+
+
+# -- looking -------------------------------------------------------------------
+
+
+def test_ls_is_a_table_with_a_summary(run, warm, bucket, data):
+    code, out, err = run("ls")
+    lines = out.splitlines()
+    assert (code, err) == (0, "")
+    assert lines[0].split() == ["SHARD", "SIZE", "USED", "FETCHED", "STATE"]
+    assert [line.split()[0] for line in lines[1:5]] == warm
+    assert re.fullmatch(r"4 shards, [\d.]+ KB; [\d.]+ KB evictable", lines[5])
+
+
+def test_ls_shows_the_limit_and_what_is_pinned(run, warm, monkeypatch, tmp_path):
+    monkeypatch.setenv("SHARDCACHE_MAX_SIZE", "1MB")
+    with Cache(tmp_path / "cache") as cache, cache.open(warm[0]):
+        _, out, _ = run("ls")
+    lines = out.splitlines()
+    assert [line.split()[-1] for line in lines[1:5]] == ["pinned", "ok", "ok", "ok"]
+    assert re.fullmatch(r"4 shards, [\d.]+ KB of 1.0 MB \(\d+%\); [\d.]+ KB evictable", lines[5])
+
+
+def test_ls_counts_what_a_live_session_uses_as_not_evictable(run, warm, tmp_path):
+    with Cache(tmp_path / "cache") as cache:
+        time.sleep(0.01)
+        cache.fetch(warm[0])
+        found = json.loads(run("ls", "--json")[1])
+    assert 0 < found["summary"]["evictable_bytes"] < found["summary"]["bytes"]
+
+
+def test_ls_filters_sorts_and_limits(run, warm, bucket):
+    _, out, _ = run("ls", "train-000[12].tar")
+    assert len(out.splitlines()) == 4
+    assert out.splitlines()[-1].startswith("2 of 4 shards, ")
+    _, out, _ = run("ls", f"s3://{bucket}/*", "--sort", "url:desc", "--limit", "1")
+    assert warm[3] in out
+    assert warm[0] not in out
+    assert run("ls", "--filter", "size>1TB")[1].startswith("0 of 4 shards")
+    assert len(run("ls", "--filter", "used<1d", "--filter", "state=ok")[1].splitlines()) == 6
+    assert run("ls", "--filter", "size>>1")[0] == 2
+    assert run("ls", "--sort", "nothing")[0] == 2
+
+
+def test_ls_json_has_raw_values(run, warm, data):
+    found = json.loads(run("ls", "--json")[1])
+    shard = found["shards"][0]
+    assert shard["url"] == warm[0]
+    assert shard["size"] == len(data["train-0000.tar"])
+    assert re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00$", shard["fetched"])
+    assert Path(shard["path"]).read_bytes() == data["train-0000.tar"]
+    assert found["summary"]["shards"] == 4
+
+
+def test_ls_shows_damaged_entries(run, warm, tmp_path):
+    with Cache(tmp_path / "cache") as cache:
+        truncated, scribbled, gone = (cache.entry(url) for url in warm[:3])
+    os.chmod(truncated.data, 0o600)
+    os.truncate(truncated.data, 3)
+    (scribbled.path / "meta.json").write_text("{")
+    (gone.path / "meta.json").unlink()
+    code, out, _ = run("ls")
+    assert code == 0
+    assert [line.split()[-1] for line in out.splitlines()[1:5]].count("damaged") == 3
+
+
+def test_ls_long_shows_paths(run, warm, tmp_path):
+    assert str(tmp_path / "cache") in run("ls", "-l")[1]
+
+
+def test_ls_of_nothing(run, tmp_path):
+    code, out, err = run("ls")
+    assert (code, out) == (0, "0 shards, 0 B\n")
+    assert "Nothing was cached" in err
+    assert json.loads(run("ls", "--json")[1])["shards"] == []
+    assert run("ls", "--partial")[1].startswith("0 partials")
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "model.ckpt").write_text("precious")
+    code, _, err = run("ls")
+    assert code == 2
+    assert "is not a shardcache directory" in err
+
+
+def test_path_prints_a_path_and_nothing_else(run, warm, data):
+    code, out, err = run("path", warm[1])
+    assert (code, err) == (0, "")
+    assert Path(out.rstrip("\n")).read_bytes() == data["train-0001.tar"]
+    assert json.loads(run("path", warm[1], "--json")[1])["path"] == out.strip()
+
+
+def test_path_of_what_is_not_cached_is_exit_1(run, spec, bucket):
+    url = f"s3://{bucket}/train-0000.tar"
+    code, out, err = run("path", url)
+    assert (code, out) == (1, "")
+    assert re.fullmatch(rf"error: {url} is not cached in .*\. Pass --fetch to fetch it\.\n", err)
+
+
+def test_path_fetches_on_request(run, spec, bucket, data):
+    code, out, err = run("path", "--fetch", f"s3://{bucket}/train-0002.tar")
+    assert (code, err) == (0, "")
+    assert Path(out.strip()).read_bytes() == data["train-0002.tar"]
+    code, out, err = run("path", "--fetch", f"s3://{bucket}/none.tar")
+    assert (code, out) == (1, "")
+    assert "not found" in err
+
+
+def test_path_of_a_local_shard_is_itself(run, tmp_path):
+    shard = tmp_path / "x.tar"
+    shard.write_bytes(make_tar(1))
+    assert run("path", shard) == (0, f"{shard}\n", "")
+
+
+# -- removing ------------------------------------------------------------------
+
+
+def test_clean_removes_what_is_over_the_limit(run, warm, data):
+    limit = sum(map(len, data.values())) - 1
+    code, out, _ = run("clean", "-n", "--max-size", limit)
+    assert code == 0
+    first, second = out.splitlines()
+    assert re.fullmatch(r"would remove 1 shard, [\d.]+ KB: 1 over --max-size", first)
+    assert re.fullmatch(r"would keep 3 shards, [\d.]+ KB \(\d+% of [\d.]+ KB\)", second)
+    assert len(json.loads(run("ls", "--json")[1])["shards"]) == 4
+    code, out, _ = run("clean", "--max-size", limit)
+    assert out.startswith("removed 1 shard, ")
+    assert len(json.loads(run("ls", "--json")[1])["shards"]) == 3
+    assert run("clean")[1].startswith("nothing to remove; kept 3 shards, ")
+
+
+def test_clean_tells_each_reason(run, warm, tmp_path, monkeypatch):
+    with Cache(tmp_path / "cache") as cache:
+        for age, url in zip((10, 30), warm[:2], strict=True):
+            meta = cache.entry(url).path / "meta.json"
+            then = time.time() - age * 86400
+            os.utime(meta, (then, then))
+    orphan = tmp_path / "cache/v1/partial" / f"{'a' * 32}.{'b' * 24}.{'c' * 32}"
+    orphan.mkdir()
+    (orphan / "x.tar").write_bytes(b"x")
+    monkeypatch.setenv("SHARDCACHE_MAX_AGE", "14d")
+    _, out, _ = run("clean", "-n")
+    assert "would remove 2 shards" in out
+    assert "1 older than 14d, 1 orphan" in out
+    assert "2 older than 7d" in run("clean", "-n", "--max-age", "7d")[1]
+    assert run("clean", "--orphans")[1].splitlines()[0].endswith("1 orphan")
+    assert not orphan.exists()
+    assert run("clean", "-q", "--max-age", "7d") == (0, "", "")
+
+
+def test_clean_json_lists_each_removal(run, warm):
+    found = json.loads(run("clean", "--max-size", "1", "--json")[1])
+    assert [r["reason"] for r in found["removals"]] == ["max_size"] * 4
+    assert found["summary"]["kept"] == 0
+    assert found["summary"]["dry_run"] is False
+
+
+def test_clean_warns_when_limits_cannot_be_met(run, warm, tmp_path):
+    with Cache(tmp_path / "cache") as cache, contextlib.ExitStack() as stack:
+        for url in warm:
+            stack.enter_context(cache.open(url))
+        code, _, err = run("clean", "-q", "--max-size", "1")
+    assert code == 0
+    assert err.startswith("warning: ")
+    assert "in use" in err
+
+
+def test_clean_all_needs_a_yes(run, warm):
+    code, _, err = run("clean", "--all")
+    assert code == 2
+    assert "-y" in err
+    assert run("clean", "--all", "-n")[0] == 0
+    assert len(json.loads(run("ls", "--json")[1])["shards"]) == 4
+    assert run("clean", "--all", "-y")[0] == 0
+    assert json.loads(run("ls", "--json")[1])["shards"] == []
+    assert run("clean", "--all", "--max-size", "1", "-y")[0] == 2
+
+
+def test_clean_touches_only_a_cache(run, tmp_path):
+    code, out, err = run("clean")
+    assert (code, out) == (0, "")
+    assert "nothing to clean" in err
+    assert run("clean", "-q") == (0, "", "")
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "model.ckpt").write_text("precious")
+    code, _, err = run("clean", "--all", "-y")
+    assert code == 2
+    assert (tmp_path / "cache" / "model.ckpt").exists()
+
+
+def test_rm_needs_a_yes(run, warm, bucket):
+    code, _, err = run("rm", warm[0])
+    assert code == 2
+    assert "-y" in err
+    assert run("rm", "-n", warm[0])[1].startswith("would remove 1 shard, ")
+    assert run("path", warm[0])[0] == 0
+    code, out, _ = run("rm", "-y", f"s3://{bucket}/train-{{0000..0001}}.tar")
+    assert (code, out.startswith("removed 2 shards, ")) == (0, True)
+    assert run("path", warm[0])[0] == 1
+    code, out, err = run("rm", "-y", warm[0], warm[2])
+    assert code == 1
+    assert f"error: {warm[0]} is not cached" in err
+    assert run("path", warm[2])[0] == 1
+
+
+def test_rm_of_what_is_being_read_is_exit_6(run, warm, tmp_path):
+    with Cache(tmp_path / "cache") as cache, cache.open(warm[0]):
+        code, _, err = run("rm", "-y", warm[0])
+        assert code == 6
+        assert "is being read" in err
+        found = json.loads(run("rm", "-n", "--json", warm[0], warm[1])[1])
+    assert [row["state"] for row in found["shards"]] == ["in_use", "removed"]
+
+
+# -- config, dir, demo ---------------------------------------------------------
+
+
+def test_config_tells_value_and_source(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("SHARDCACHE_MAX_SIZE", "5GB")
+    code, out, _ = run("config")
+    assert code == 0
+    assert re.search(r"^max_size +5GB +environment SHARDCACHE_MAX_SIZE$", out, re.M)
+    assert re.search(r"^attempts +5 +default$", out, re.M)
+    file = tmp_path / "job.toml"
+    file.write_text('attempts = 7\nstorage_options = {secret = "hush"}\n')
+    found = json.loads(run("config", "--config", file, "--json")[1])
+    rows = {row["option"]: row for row in found["options"]}
+    assert rows["attempts"]["value"] == "7"
+    assert rows["attempts"]["source"] == f"file {file}"
+    assert "hush" not in json.dumps(found)
+
+
+def test_dir_prints_the_directory_whatever_else_is_broken(run, tmp_path, monkeypatch):
+    assert run("dir") == (0, f"{tmp_path / 'cache'}\n", "")
+    monkeypatch.setenv("SHARDCACHE_MAX_SIZE", "a lot")
+    monkeypatch.setenv("SHARDCACHE_TYPO", "1")
+    monkeypatch.setenv("WDS_CACHE_SIZE", "?")
+    assert run("dir") == (0, f"{tmp_path / 'cache'}\n", "")
+    assert run("--dir", "/elsewhere", "dir") == (0, "/elsewhere\n", "")
+    code, _, err = run("ls")
+    assert code == 2
+    assert "SHARDCACHE_" in err
+
+
+def test_a_stated_directory_or_file_outranks_a_broken_environment(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("SHARDCACHE_DIR", "$NOT_SET_ANYWHERE/x")
+    monkeypatch.setenv("SHARDCACHE_CONFIG", "/no/such/file.toml")
+    assert run("ls")[0] == 2
+    file = tmp_path / "job.toml"
+    file.write_text("")
+    assert run("ls", "--dir", tmp_path / "c", "--config", file)[0] == 0
+
+
+def test_no_directory_anywhere_says_how_to_set_one(run, monkeypatch, tmp_path):
+    monkeypatch.delenv("SHARDCACHE_DIR")
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run("dir")
+    assert code == 2
+    assert "--dir" in err
+    assert "SHARDCACHE_DIR" in err
+
+
+@pytest.mark.parametrize(("ok", "code"), [(True, 0), (False, 4)])
+def test_demo_shows_its_steps(run, monkeypatch, ok, code, tmp_path):
+    from shardcache import demo
+
+    step = demo.Step(
+        name="prewarm 8 shards",
+        object_fetches=8,
+        most_fetches=1,
+        origin_bytes=100,
+        expected_bytes=100 if ok else 50,
+        samples=None,
+        complete=True,
+        seconds=1.5,
+    )
+    report = demo.DemoReport((step,), 16, 100, (1, 1), tmp_path)
+    asked = {}
+    monkeypatch.setattr(demo, "run", lambda **options: asked.update(options) or report)
+    assert run("demo", "--keep", "--dir", tmp_path)[0] == code
+    assert (asked["keep"], asked["directory"]) == (True, tmp_path)
+    _, out, err = run("demo")
+    assert asked["directory"] is None
+    assert "prewarm 8 shards" in out
+    assert ("each fetched exactly once" in out) is ok
+    assert str(tmp_path) in err
+    assert run("demo", "--dir", tmp_path / "none")[0] == 2
+
+
+# -- manners -------------------------------------------------------------------
+
+
+def test_global_options_stand_before_or_after(run, warm):
+    after = json.loads(run("ls", "--json")[1])
+    before = json.loads(run("--json", "ls")[1])
+    both = json.loads(run("--format", "tsv", "ls", "--format", "json")[1])
+    assert after["shards"] == before["shards"] == both["shards"]
+
+
+def test_version_and_help(run):
+    code, out, _ = run("--version")
+    assert (code, out) == (
+        0,
+        f"shardcache {cli.importlib.import_module('shardcache').__version__}\n",
+    )
+    assert run("ls", "--version")[0] == 0
+    code, out, _ = run("--help")
+    assert code == 0
+    for name in ("prewarm", "ls", "path", "rm", "clean", "config", "dir", "demo"):
+        assert re.search(rf"^  {name} +\S", out, re.M)
+        code, text, _ = run(name, "-h")
+        assert code == 0
+        assert "Examples:\n    shardcache" in text
+        assert "--dir DIR" in text
+    assert "Exit codes: 0 done" in out
+
+
+def test_usage_errors_are_one_sentence_and_exit_2(run):
+    for arguments, said in (
+        (["lss"], "Did you mean ls?"),
+        (["nonsense"], "Known: prewarm, "),
+        (["ls", "--nope"], "--nope"),
+        (["prewarm", "x", "--jobs", "0"], "--jobs"),
+        (["prewarm", "x", "--deadline", "soon"], "duration"),
+        (["clean", "--max-size", "big"], "size"),
+        (["rm"], "URL"),
+        (["--format", "xml", "ls"], "xml"),
+    ):
+        code, out, err = run(*arguments)
+        assert (code, out) == (2, ""), arguments
+        assert err.startswith("error: ")
+        assert said in err
+        assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (LockTimeoutError("held by another"), 6, "held by another"),
+        (IntegrityError("bytes differ"), 4, "bytes differ"),
+        (OSError(errno.EIO, "Input/output error", "/disk/x"), 1, "/disk/x: Input/output error"),
+        (OSError(errno.ENOSPC, "No space left on device"), 5, "No space left"),
+        (OSError(errno.EDQUOT, "Quota exceeded"), 5, "Quota"),
+    ],
+)
+def test_errors_become_one_sentence_and_their_exit_code(run, monkeypatch, error, code, said):
+    def fail(self, url):
+        raise error
+
+    monkeypatch.setattr(Cache, "path", fail)
+    found, out, err = run("path", "s3://b/x.tar")
+    assert (found, out) == (code, "")
+    assert err.startswith("error: ")
+    assert said in err
+    assert "Traceback" not in err
+    assert "Traceback" in run("path", "s3://b/x.tar", "-vv")[2]
+
+
+def test_unusable_directory_is_exit_2(run, tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    file.write_text("")
+    for directory in (file, file / "below"):
+        code, _, err = run("--dir", directory, "prewarm", "s3://b/x.tar")
+        assert code == 2
+        assert err.startswith("error: ")
+
+    def denied(self, url):
+        raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "cache" / "v1"))
+
+    monkeypatch.setattr(Cache, "path", denied)
+    assert run("path", "s3://b/x.tar")[0] == 2
+
+
+def test_the_librarys_log_is_shown_as_asked(run, spec, monkeypatch):
+    import logging
+
+    def noisy(self, url):
+        for level in (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR):
+            logging.getLogger("shardcache.cache").log(level, "said at %d", level)
+            logging.getLogger("shardcache.retry").log(level, "retry at %d", level)
+        return Path("/x")
+
+    monkeypatch.setattr(Cache, "path", noisy)
+    assert run("path", "s3://b/x", "-q")[2].splitlines() == ["error: said at 40"]
+    assert run("path", "s3://b/x")[2].splitlines() == ["warning: said at 30", "error: said at 40"]
+    assert "info: said at 20" in run("path", "s3://b/x", "-v")[2]
+    assert "warning: retry at 30" in run("path", "s3://b/x", "-v")[2]
+    assert "debug: said at 10" in run("path", "-v", "s3://b/x", "-v")[2]
+    assert logging.getLogger("shardcache").propagate
+
+
+def test_interrupt_outside_of_a_run_is_exit_130(run, monkeypatch):
+    monkeypatch.setattr(Cache, "path", lambda self, url: signal.raise_signal(signal.SIGINT))
+    code, _, err = run("path", "s3://b/x.tar")
+    assert (code, err.strip()) == (130, "error: interrupted")
+    monkeypatch.setattr(Cache, "path", lambda self, url: signal.raise_signal(signal.SIGTERM))
+    assert run("path", "s3://b/x.tar")[0] == 143
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_an_answer_of_no_changes_nothing(run, warm, monkeypatch):
+    from shardcache.console import Console
+
+    monkeypatch.setattr(Console, "interactive", True)
+    answers = iter([False, True])
+    monkeypatch.setattr(click, "confirm", lambda question, err: next(answers))
+    code, _, err = run("rm", warm[0])
+    assert (code, err) == (1, "error: nothing was done\n")
+    assert run("path", warm[0])[0] == 0
+    assert run("rm", warm[0])[0] == 0
+    assert run("path", warm[0])[0] == 1
+
+
+# -- as a process --------------------------------------------------------------
+
+
+def test_help_and_dir_import_nothing_heavy(tmp_path):
+    code = (
+        "import sys; from shardcache.cli import main\n"
+        "for args in (['--help'], ['--dir', '/x', 'dir'], ['--dir', '/x', 'config']): main(args)\n"
+        "heavy = {'botocore', 's3fs', 'webdataset', 'torch', 'rich', 'fsspec', 'tenacity'}\n"
+        "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    assert done.stderr.strip() == "[]"
+
+
+def test_without_a_terminal_there_is_no_escape_and_no_prompt(spec, bucket, tmp_path):
+    directory = tmp_path / "cache"
+    code, out, err = run_process("prewarm", spec, directory=directory)
+    assert code == 0
+    assert "\x1b" not in out + err
+    code, out, err = run_process("rm", f"s3://{bucket}/train-0000.tar", directory=directory)
+    assert code == 2
+    assert "-y" in err
+    code, out, err = run_process("ls", "--color", "always", directory=directory)
+    assert "\x1b[1mSHARD" in out
+
+
+def test_no_traceback_from_a_process(tmp_path):
+    for arguments, expected in (
+        (["--dir", "/dev/null/x", "prewarm", "s3://b/x.tar"], 2),
+        (["prewarm", "ftp://x/y.tar"], 2),
+        (["prewarm", "s3://b/{0..3.tar"], 2),
+        (["path", "s3://b/x.tar"], 1),
+        (["clean", "--min-free", "200%"], 2),
+    ):
+        code, _, err = run_process(*arguments, directory=tmp_path / "cache")
+        assert code == expected, arguments
+        assert "Traceback" not in err
+        assert err.startswith("error: ")
+        assert len(err.splitlines()) == 1
+
+
+def test_a_reader_that_hangs_up_hears_no_complaint(warm, tmp_path):
+    with Command("ls", directory=tmp_path / "cache") as command:
+        command.process.stdout.close()
+        assert command.process.wait(60) == 0
+        assert command.process.stderr.read() == ""
+
+
+def test_closed_streams_are_survived(warm, tmp_path):
+    shell = f"exec {sys.executable} -m shardcache --dir {tmp_path / 'cache'} ls >&- 2>&-"
+    assert subprocess.run(["sh", "-c", shell], stdin=subprocess.DEVNULL).returncode == 0
+
+
+@pytest.fixture
+def slow(s3, bucket, s3_environment, meter):
+    """A prewarm that gets somewhere and then hangs; its spec."""
+    for number in range(3):
+        s3.put(bucket, f"big-{number}.tar", make_tar(number, 3000, 700))
+    meter.pause(after=2_500_000)
+    return f"s3://{bucket}/big-{{0..2}}.tar"
+
+
+def wait_until(condition, command):
+    while not condition():
+        assert command.process.poll() is None, command.end()
+        time.sleep(0.02)
+
+
+def written(directory):
+    found = run_process("ls", "--partial", "--json", directory=directory)
+    return sum(partial["written"] for partial in json.loads(found[1])["partials"])
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["INT", "TERM"]
+)
+def test_first_signal_leaves_partials_that_are_resumed(slow, meter, tmp_path, number, code):
+    directory = tmp_path / "cache"
+    with Command("prewarm", slow, "-j", "2", directory=directory) as command:
+        wait_until(lambda: list(directory.glob("v1/partial/*/progress")), command)
+        wait_until(lambda: written(directory) >= 2 << 20, command)
+        command.process.send_signal(number)
+        ended, out, err = command.end()
+    assert ended == code
+    assert "3 not done because the run was interrupted" in out
+    assert "run the same command" in err
+    assert "Traceback" not in err
+    kept = json.loads(run_process("ls", "--partial", "--json", directory=directory)[1])
+    assert {partial["state"] for partial in kept["partials"]} == {"orphan"}
+    meter.resume()
+    meter.reset()
+    code, out, _ = run_process("prewarm", slow, "--json", directory=directory)
+    assert code == 0
+    found = json.loads(out)
+    total = sum(shard["size"] for shard in found["shards"])
+    assert found["summary"]["received"] <= total - kept["summary"]["written_bytes"]
+
+
+def test_second_signal_ends_at_once(slow, tmp_path):
+    directory = tmp_path / "cache"
+    script = (
+        "import sys, time\n"
+        "from shardcache.cache import Cache\n"
+        "Cache.cancel = lambda self: print('calling off', file=sys.stderr, flush=True)\n"
+        "from shardcache.cli import main\n"
+        "sys.exit(main())"
+    )
+    with Command("prewarm", slow, directory=directory) as command:
+        command.process.kill()
+    command.arguments[1:3] = ["-c", script]
+    with Command("prewarm", slow, directory=directory) as unused:
+        unused.process.kill()
+    process = subprocess.Popen(
+        command.arguments,
+        env={**os.environ, "SHARDCACHE_DIR": str(directory), "SHARDCACHE_MIN_FREE": "0"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    try:
+        while not list(directory.glob("v1/partial/*/progress")):
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        assert "calling off" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+    finally:
+        process.kill()
+        process.communicate()
+
+
+class Screen:
+    """A command on a pseudo-terminal, and all it wrote there."""
+
+    def __init__(self, *arguments, directory, environment=()):
+        import fcntl
+        import struct
+        import termios
+
+        self.leader, follower = pty.openpty()
+        fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
+        self.command = Command(
+            *arguments,
+            directory=directory,
+            environment=environment,
+            stdin=follower,
+            stdout=follower,
+            stderr=follower,
+            start_new_session=True,
+        )
+        os.close(follower)
+        self.text = ""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.command.__exit__()
+        os.close(self.leader)
+
+    def read(self, until=None):
+        """Read until ``until`` was seen, or to the end."""
+        while until is None or not re.search(until, self.text):
+            readable, _, _ = select.select([self.leader], [], [], 60)
+            assert readable, self.text
+            try:
+                chunk = os.read(self.leader, 65536)
+            except OSError:  # EIO: the other side is closed
+                chunk = b""
+            if not chunk:
+                assert until is None, self.text
+                break
+            self.text += chunk.decode()
+        return self.text
+
+    def type(self, text):
+        os.write(self.leader, text.encode())
+
+
+def test_terminal_shows_live_progress_and_colour(slow, meter, tmp_path):
+    with Screen("prewarm", slow, directory=tmp_path / "cache") as screen:
+        screen.read(until=r"big-0\.tar +\d+%")
+        assert "\x1b[?25l" in screen.text  # the cursor is hidden
+        assert re.search(r"0/3.*MB.*ETA", screen.text)
+        meter.resume()
+        screen.read(until="Warmed 3 of 3 shards")
+        assert "\x1b[?25h" in screen.read()
+        assert screen.command.process.wait(60) == 0
+
+
+@pytest.mark.parametrize(
+    ("environment", "options"),
+    [({"TERM": "dumb"}, []), ({}, ["--no-progress"]), ({}, ["-q"])],
+    ids=["dumb", "no-progress", "quiet"],
+)
+def test_terminal_without_progress(spec, tmp_path, environment, options):
+    screen = Screen(
+        "prewarm", spec, *options, directory=tmp_path / "cache", environment=environment
+    )
+    with screen:
+        text = screen.read()
+        assert screen.command.process.wait(60) == 0
+    assert "\x1b" not in text
+
+
+def test_no_color_leaves_the_progress_plain(slow, meter, tmp_path):
+    screen = Screen("prewarm", slow, directory=tmp_path / "cache", environment={"NO_COLOR": "1"})
+    with screen:
+        screen.read(until=r"big-0\.tar +\d+%")
+        meter.resume()
+        text = screen.read()
+    assert not re.search(r"\x1b\[[\d;]*(3[0-9]|9[0-7])[\d;]*m", text)
+
+
+def test_terminal_is_asked_before_removing(warm, tmp_path):
+    directory = tmp_path / "cache"
+    with Screen("rm", warm[0], directory=directory) as screen:
+        screen.read(until=r"Remove 1 shard, .*\[y/N\]")
+        screen.type("n\n")
+        screen.read()
+        assert screen.command.process.wait(60) == 1
+    with Screen("clean", "--all", directory=directory) as screen:
+        screen.read(until=r"Remove every shard in .*\[y/N\]")
+        screen.type("y\n")
+        assert "removed 4 shards" in screen.read()
+        assert screen.command.process.wait(60) == 0
+
+
+def test_interrupt_on_a_terminal_gives_the_cursor_back(slow, tmp_path):
+    with Screen("prewarm", slow, directory=tmp_path / "cache") as screen:
+        screen.read(until=r"big-0\.tar +\d+%")
+        os.killpg(screen.command.process.pid, signal.SIGINT)
+        text = screen.read()
+        assert screen.command.process.wait(60) == 130
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+    assert "run the same command to go on" in text

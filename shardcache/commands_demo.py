@@ -50,7 +50,6 @@ def demo_command(invocation: Invocation, keep: bool) -> int:
             "step": step.name,
             "object_fetches": step.object_fetches,
             "most_fetches": step.most_fetches,
-            "most_fetches": step.most_fetches,
             "origin_bytes": step.origin_bytes,
             "origin_halves": round(step.origin_bytes / half, 3),
             "expected_bytes": step.expected_bytes,

@@ -8,14 +8,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from shardcache.layout import META, Layout, is_key, list_names, parse_entry_name
 from shardcache.metadata import MAX_BYTES, DamagedError, Metadata
 
-__all__ = ["Entry", "read_sidecar", "scan", "versions"]
+__all__ = ["Entry", "lacks", "read_sidecar", "scan", "versions"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +61,38 @@ class Entry:
             DamagedError: it has no data file.
         """
         for name in list_names(self.path):
-            if name != META and not name.startswith("."):
+            if _is_data(name):
                 return self.path / name
-        if not self.path.is_dir():
-            raise FileNotFoundError(errno.ENOENT, "the entry is gone", str(self.path))
-        raise DamagedError("it has no data file")
+        if lacks(self.path, _is_data):
+            raise DamagedError("it has no data file")
+        raise FileNotFoundError(errno.ENOENT, "the entry is gone", str(self.path))
+
+
+def _is_data(name: str) -> bool:
+    return name != META and not name.startswith(".")
+
+
+def lacks(directory: Path, wanted: Callable[[str], bool]) -> bool:
+    """Whether an entry is in its place, and no name in it is ``wanted``.
+
+    An entry comes and goes with its directory, by rename, so what is missing
+    from one that is in place was never there or was taken out. The descriptor
+    keeps the directory's inode from being that of the entry's successor.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
+    try:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    try:
+        missing = not any(wanted(name) for name in os.listdir(fd))  # noqa: PTH208
+        return missing and os.path.samestat(os.fstat(fd), os.lstat(directory))
+    except FileNotFoundError:
+        return False
+    finally:
+        os.close(fd)
 
 
 def read_sidecar(directory: str | Path) -> bytes:

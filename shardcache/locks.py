@@ -26,6 +26,7 @@ import math
 import os
 import socket
 import threading
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,16 +41,22 @@ __all__ = [
     "KeyLock",
     "disown",
     "dup_owned",
+    "is_file",
     "lock_exclusive",
     "lock_shared",
     "open_owned",
+    "pin",
     "read_holder",
+    "seize",
 ]
 
 #: What a filesystem answers that does not do flock at all. Such a lock is
 #: treated as granted: duplicates cost bandwidth, refusing would cost the run.
 _UNSUPPORTED = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP})
 
+#: Seconds between looks at a lock that is taken: planning an eviction holds it for
+#: microseconds, the writer for as long as it takes to let go after publishing.
+_PATIENCE = (0.001, 0.01, 0.02)
 #: A lock file's directory may be removed, as empty, between our mkdir and our open,
 #: not this often in a row.
 _MAKE_ATTEMPTS = 100
@@ -132,6 +139,43 @@ def _flock(fd: int, operation: int) -> bool:
             return True
         raise
     return True
+
+
+def pin(fd: int, path: str) -> bool:
+    """Take the shared lock; False if somebody evicts the file."""
+    for seconds in _PATIENCE:
+        if lock_shared(fd):
+            return True
+        if not is_file(path, fd):
+            return False
+        time.sleep(seconds)
+    return lock_shared(fd)
+
+
+def seize(fd: int, path: Path) -> bool:
+    """Take the exclusive lock; False if somebody reads the file or has just written it.
+
+    Raises:
+        FileNotFoundError: somebody has evicted it.
+    """
+    for seconds in (*_PATIENCE, 0.0):
+        if lock_exclusive(fd):
+            return True
+        if lock_shared(fd):  # so do readers
+            return lock_exclusive(fd)
+        # Somebody else asks the same, evicts it, or is its writer.
+        if not is_file(path, fd):
+            raise FileNotFoundError(errno.ENOENT, "it was evicted", str(path))
+        time.sleep(seconds)
+    return False
+
+
+def is_file(path: str | Path, fd: int) -> bool:
+    """Whether an open file is the one under ``path``."""
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(fd))
+    except FileNotFoundError:
+        return False
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,15 +22,14 @@ import logging
 import os
 import shutil
 import stat
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from shardcache.digests import file_digest
-from shardcache.entry import Entry, read_sidecar, scan, versions
+from shardcache.entry import Entry, lacks, read_sidecar, scan, versions
 from shardcache.layout import META, Layout, is_directory, make_directory, replace_file
-from shardcache.locks import lock_exclusive, lock_shared
+from shardcache.locks import is_file, pin, seize
 from shardcache.metadata import DamagedError, Metadata, boot_id
 from shardcache.partials import LostError, Partial, sync_directory
 
@@ -38,9 +37,6 @@ __all__ = ["Entry", "Opened", "Store"]
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between looks at a lock that is taken: planning an eviction holds it for
-#: microseconds, the writer for as long as it takes to let go after publishing.
-_PATIENCE = (0.001, 0.01, 0.02)
 #: The directories of a key come and go with its entries; not this often in a row.
 _ATTEMPTS = 100
 #: What a filesystem says where it cannot link, or the other entry is gone.
@@ -92,13 +88,9 @@ class Store:
         for directory, size in versions(self.layout, key):
             path = f"{directory}/{basename}"
             opened = self._open(str(directory), path, size)
-            if opened is None and is_directory(directory) and not os.path.lexists(path):
-                # One rename brings data and directory, one takes both away; look
-                # again, as it may have gone and come back between the two looks.
-                opened = self._open(str(directory), path, size)
-                if opened is None and is_directory(directory) and not os.path.lexists(path):
-                    raise DamagedError("its data file is missing")
             if opened is None:
+                if lacks(directory, basename.__eq__):
+                    raise DamagedError("its data file is missing")
                 continue
             try:
                 self._trust(directory, opened.fd, key, size)
@@ -123,7 +115,7 @@ class Store:
             raise
         good = False
         try:
-            if not _pin(fd, path):
+            if not pin(fd, path):
                 return None
             found = os.fstat(fd)
             if found.st_nlink == 0:  # evicted between open and flock
@@ -141,9 +133,9 @@ class Store:
         try:
             metadata = Metadata.decode(self.sidecar(directory))
         except FileNotFoundError as exn:
-            if not directory.exists():
-                return  # evicted while we look; the open file is good
-            raise DamagedError("it has no sidecar") from exn
+            if lacks(directory, META.__eq__):
+                raise DamagedError("it has no sidecar") from exn
+            return  # evicted while we look; the open file is good
         named = Entry.at(directory)
         if (metadata.key, metadata.info.version, metadata.size) != (key, named.version, size):
             raise DamagedError("its sidecar describes another shard")
@@ -177,7 +169,7 @@ class Store:
             except FileNotFoundError as exn:
                 if partial.path.exists():
                     make_directory(entry.parent)
-                elif _is_file(entry / partial.data.name, partial.fd):
+                elif is_file(entry / partial.data.name, partial.fd):
                     break  # done, and only the answer was lost (NFS)
                 else:
                     raise LostError(f"{partial.path.name} was taken over") from exn
@@ -290,22 +282,21 @@ class Store:
             OSError: it is gone, or cannot be opened.
         """
         try:
-            fd = os.open(entry.data, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            data = entry.data
+            fd = os.open(data, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except DamagedError:
             return -1
         except OSError as exn:
             if exn.errno in (errno.ELOOP, errno.ENXIO):  # planted; nobody reads it
                 return -1
             raise
+        free = False
         try:
-            free = lock_exclusive(fd)
-        except BaseException:
-            os.close(fd)
-            raise
-        if not free:
-            os.close(fd)
-            return None
-        return fd
+            free = seize(fd, data)
+        finally:
+            if not free:
+                os.close(fd)
+        return fd if free else None
 
     def evict(self, entry: Entry) -> bool:
         """Remove an entry unless somebody reads or has pinned it.
@@ -375,22 +366,3 @@ class Store:
                 return False
             raise
         return True
-
-
-def _pin(fd: int, path: str) -> bool:
-    """Take the shared lock; False if somebody evicts the file."""
-    for seconds in _PATIENCE:
-        if lock_shared(fd):
-            return True
-        if not _is_file(path, fd):
-            return False
-        time.sleep(seconds)
-    return lock_shared(fd)
-
-
-def _is_file(path: str | Path, fd: int) -> bool:
-    """Whether an open file is the one under ``path``."""
-    try:
-        return os.path.samestat(os.lstat(path), os.fstat(fd))
-    except FileNotFoundError:
-        return False

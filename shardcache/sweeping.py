@@ -53,7 +53,7 @@ class InFlight:
         path: the directory.
         key: the shard's key; empty for an entry on its way out.
         live: whether a process holds it.
-        occupied: bytes on disk now.
+        occupied: bytes of data on disk now.
         progress: how far the fetch is, where it says so.
     """
 
@@ -66,6 +66,8 @@ class InFlight:
     @property
     def reserved(self) -> int:
         """Bytes it will occupy in the end, as far as known."""
+        if self.live and not self.key:
+            return 0  # somebody removes it right now
         expected = self.progress.total if self.live and self.progress else None
         return max(self.occupied, expected or 0)
 
@@ -128,10 +130,11 @@ def _held(path: Path, lock: Callable[[int], bool] = lock_exclusive) -> Iterator[
 def _occupied(path: Path) -> int:
     total = 0
     for name in list_names(path):
-        try:
-            total += os.lstat(path / name).st_blocks * 512
-        except FileNotFoundError:
-            continue
+        if name in (META, PROGRESS):
+            continue  # entries do not count theirs either
+        with suppress(FileNotFoundError):
+            found = os.lstat(path / name)
+            total += min(found.st_blocks * 512, found.st_size)
     return total
 
 

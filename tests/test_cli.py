@@ -649,12 +649,13 @@ def test_the_librarys_log_is_shown_as_asked(run, spec, monkeypatch):
 
 
 def test_interrupt_outside_of_a_run_is_exit_130(run, monkeypatch):
+    before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(Cache, "path", lambda self, url: signal.raise_signal(signal.SIGINT))
     code, _, err = run("path", "s3://b/x.tar")
     assert (code, err.strip()) == (130, "error: interrupted")
     monkeypatch.setattr(Cache, "path", lambda self, url: signal.raise_signal(signal.SIGTERM))
     assert run("path", "s3://b/x.tar")[0] == 143
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_an_answer_of_no_changes_nothing(run, warm, monkeypatch):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -84,9 +85,27 @@ def test_prewarm_and_cron_lines_run_as_they_stand(
 
 def test_make_demo_is_what_the_demo_tests_run() -> None:
     done = subprocess.run(
-        ["make", "--dry-run", "demo"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["make", "--dry-run", "--no-print-directory", "demo"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout.strip().splitlines()[-1].endswith("bin/shardcache demo")
+
+
+def test_a_wheel_holds_the_types_the_command_and_the_way_in_for_fsspec(tmp_path: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir"]
+    subprocess.run([*pip, str(tmp_path), str(ROOT)], check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("shardcache-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (entry_points,) = (name for name in names if name.endswith("entry_points.txt"))
+        declared = archive.read(entry_points).decode()
+    assert "shardcache/py.typed" in names
+    assert "shardcache = shardcache.cli:main" in declared
+    assert "shardcache = shardcache.filesystem.ShardCacheFileSystem" in declared
+    assert not [name for name in names if name.startswith(("tests/", "benchmarks/"))]
 
 
 def test_the_package_installs_what_pip_is_told() -> None:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from shardcache import entry as entry_module
+from shardcache import locks
 from shardcache import store as module
 from shardcache.digests import BLOCK
 from shardcache.entry import Entry
@@ -342,7 +343,8 @@ def test_a_disk_that_cannot_be_read_is_an_error_and_no_damage(
     store: Store, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     entry = publish(store)
-    concerns = lambda path, *a, **k: str(path) == str(entry.data)  # noqa: E731
+    data = str(entry.data)
+    concerns = lambda path, *a, **k: str(path) == data  # noqa: E731
     monkeypatch.setattr(os, "open", refusing(number, when=concerns, real=os.open))
     with no_descriptor_left():
         with pytest.raises(OSError) as caught:
@@ -630,9 +632,9 @@ def test_an_entry_evicted_between_look_and_rename_was_not_ours(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entry = publish(store)
-    real = module.lock_exclusive
+    real = locks.lock_exclusive
     monkeypatch.setattr(
-        module, "lock_exclusive", lambda fd: (shutil.rmtree(entry.path), real(fd))[1]
+        locks, "lock_exclusive", lambda fd: (shutil.rmtree(entry.path), real(fd))[1]
     )
     with no_descriptor_left():
         assert not store.evict(entry)
@@ -652,14 +654,14 @@ def test_an_entry_opened_just_before_it_is_evicted_is_a_miss(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entry = publish(store)
-    real = module.lock_shared
+    real = locks.lock_shared
 
     def late(fd: int) -> bool:
-        monkeypatch.setattr(module, "lock_shared", real)
+        monkeypatch.setattr(locks, "lock_shared", real)
         assert store.evict(entry)
         return real(fd)
 
-    monkeypatch.setattr(module, "lock_shared", late)
+    monkeypatch.setattr(locks, "lock_shared", late)
     with no_descriptor_left():
         assert read(store) is None
 
@@ -668,13 +670,14 @@ def test_an_evictor_that_holds_the_file_is_a_miss_and_no_wait(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entry = publish(store)
-    fd = os.open(entry.data, os.O_RDONLY)
+    data = entry.data
+    fd = os.open(data, os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_EX)
     entry.path.rename(store.layout.new_evicted(KEY))
     other = os.open(next(store.layout.partial.iterdir()) / NAME, os.O_RDONLY)
     naps: list[float] = []
     monkeypatch.setattr(time, "sleep", naps.append)
-    assert not module._pin(other, str(entry.data))
+    assert not locks.pin(other, str(data))
     assert naps == []
     os.close(other)
     os.close(fd)

@@ -92,11 +92,13 @@ def test_the_living_reserve_all_they_will_occupy_and_the_dead_what_they_do(
     live = begin(layout, metadata_for(data=DATA, size=big))
     unknown = begin(layout, metadata_for(data=DATA, size=None))
     found = {f.path: f for f in in_flight(layout)}
-    assert found[live.path].reserved == big > found[live.path].occupied > 0
+    assert found[live.path].reserved == big
+    assert found[live.path].occupied == 0
+    fill(live, DATA)
     assert found[unknown.path].reserved == found[unknown.path].occupied
     live.close()
     [left] = [f for f in in_flight(layout) if f.path == live.path]
-    assert left.reserved == left.occupied < big
+    assert left.reserved == left.occupied == 5000
     live.discard()
     unknown.discard()
 

@@ -11,6 +11,7 @@ help:
 	@echo "make demo    the main job on an embedded S3 server, with a table of what happened"
 	@echo "make test    the whole test suite"
 	@echo "make lint    ruff, mypy, layers"
+	@echo "make bench   what a hit costs, and how fast a shard is fetched, against peers"
 	@echo "make docs    write the generated parts of README.md anew"
 	@echo "make clean   remove .venv and caches of tools"
 
@@ -25,6 +26,11 @@ $(VENV)/.test: pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
 	@touch $@
 
+$(VENV)/.bench: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[bench]'
+	@touch $@
+
 demo: $(VENV)/.demo
 	@$(BIN)/shardcache demo
 
@@ -37,6 +43,10 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+bench: $(VENV)/.bench
+	$(BIN)/python -m benchmarks.hits
+	$(BIN)/python -m benchmarks.fetch
 
 docs: $(VENV)/.test
 	$(BIN)/python docs/generate.py

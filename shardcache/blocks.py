@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from shardcache.clock import Clock
@@ -14,11 +15,28 @@ from shardcache.errors import TransferTimeoutError
 from shardcache.origin import Body, TransientError
 from shardcache.retry import Attempts
 
-__all__ = ["Blocks", "Pace", "Sink", "skip"]
+__all__ = ["Blocks", "FetchStatus", "Pace", "Sink", "skip"]
 
 #: Bytes per second under which a connection counts as stalled. Well under any
 #: link that could feed training, well above a peer that only keeps alive.
 _MIN_RATE = 8 * 1024
+
+
+@dataclass(slots=True)
+class FetchStatus:
+    """How far a fetch is, for whoever watches; updated by the engine.
+
+    Attributes:
+        size: bytes of the shard, once known.
+        written: bytes of it on disk, resumed ones included.
+        received: bytes that came over the network for it.
+        retries: requests repeated.
+    """
+
+    size: int | None = None
+    written: int = 0
+    received: int = 0
+    retries: int = 0
 
 
 class Sink(Protocol):
@@ -125,16 +143,27 @@ def skip(body: Body, position: int) -> None:
 
 
 class Pace:
-    """Whether a connection delivers enough to be kept."""
+    """Whether a connection delivers enough to be kept.
 
-    __slots__ = ("_attempts", "_bytes", "_clock", "_since", "_timeout")
+    Counts the time spent receiving: a reader who takes breaks says so with `wake`.
+    """
+
+    __slots__ = ("_attempts", "_bytes", "_clock", "_looked", "_since", "_timeout")
 
     def __init__(self, clock: Clock, timeout: float, attempts: Attempts) -> None:
         self._clock = clock
         self._timeout = timeout
         self._attempts = attempts
-        self._since = self._clock.monotonic()
+        self._since = self._looked = self._clock.monotonic()
         self._bytes = 0
+
+    def wake(self) -> None:
+        """Leave the time since the last `check` out: nobody was receiving."""
+        now = self._clock.monotonic()
+        self._since += now - self._looked
+        if self._attempts.end is not None:
+            self._attempts.end += now - self._looked
+        self._looked = now
 
     def check(self, count: int) -> None:
         """Note bytes received.
@@ -144,7 +173,7 @@ class Pace:
             TransferTimeoutError: the deadline of the whole fetch is over.
         """
         self._bytes += count
-        now = self._clock.monotonic()
+        now = self._looked = self._clock.monotonic()
         if self._attempts.end is not None and now > self._attempts.end:
             raise TransferTimeoutError(
                 f"{self._attempts.what} was not fetched within the deadline of "

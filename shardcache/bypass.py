@@ -55,7 +55,8 @@ class OriginStream(io.RawIOBase):
         self._timeout = timeout
         self._attempts = policy.started(str(url))
         self._position = 0
-        self._body: Body | None = self._call(lambda: origin.open(url, 0, None))
+        self._body: Body | None = None  # first: a stream that fails here is closed too
+        self._body = self._call(lambda: origin.open(url, 0, None))
         self._info = self._body.info
         self._pace = Pace(clock, timeout, self._attempts)
 
@@ -80,8 +81,14 @@ class OriginStream(io.RawIOBase):
         view = memoryview(buffer).cast("B")
         if not view or self._position == self._info.size:
             return 0
+        self._pace.wake()
         try:
             count = self._call(lambda: self._attempt(view))
+            if not self._origin.pins and self._position + count in (
+                self._info.size,
+                self._position,
+            ):
+                self._call(self._compare)  # before the last bytes are believed
         except VersionChangedError as exn:
             raise TransferError(
                 f"{self._url} was replaced while it was streamed; the bytes read so far are of "
@@ -105,6 +112,8 @@ class OriginStream(io.RawIOBase):
     def _reopen(self) -> Body:
         if self._position and not self._info.identifiable:
             raise VersionChangedError(str(self._url))  # the rest may be of another version
+        if not self._origin.pins:
+            self._compare()
         pin = self._info if self._info.size is not None else None
         body = self._origin.open(self._url, self._position, None, pin)
         try:
@@ -116,6 +125,10 @@ class OriginStream(io.RawIOBase):
             raise
         self._pace = Pace(self._clock, self._timeout, self._attempts)
         return body
+
+    def _compare(self) -> None:
+        if self._origin.stat(self._url).version != self._info.version:
+            raise VersionChangedError(str(self._url))
 
     def _drop(self) -> None:
         body, self._body = self._body, None

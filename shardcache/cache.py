@@ -29,8 +29,9 @@ from shardcache.errors import (
     ShardNotFoundError,
 )
 from shardcache.layout import is_cache
+from shardcache.locks import is_file
 from shardcache.metadata import DamagedError
-from shardcache.process import Process
+from shardcache.process import Process, Processes
 from shardcache.ranks import detect
 from shardcache.store import Entry, Opened, Store
 from shardcache.urls import ShardURL, default_s3_endpoint, parse_url
@@ -47,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 #: URLs remembered, about 500 bytes each.
 _REMEMBERED = 100_000
+#: WebDataset reads 10 KiB at a time; with the default buffer each is a system call.
+_BUFFER = 1 << 18
 
 
 class Cache:
@@ -86,9 +89,8 @@ class Cache:
         self.sources = dict(sources)
         self._clock = clock
         self._started = clock.time() if started is None else started
-        self._ranks = detect()
         self._endpoint = config.endpoint_url or self._configured_endpoint()
-        self._process: Process | None = None
+        self._processes = Processes(config, detect(), clock, self._started)
         # Parsing costs more than opening; epochs ask for the same URLs again.
         self._parsed: dict[str, ShardURL] = {}
 
@@ -135,11 +137,7 @@ class Cache:
         return shard
 
     def _here(self) -> Process:
-        process = self._process
-        if process is None or not process.is_ours:
-            process = Process(self.config, self._ranks, self._clock, self._started)
-            self._process = process
-        return process
+        return self._processes.here()
 
     # -- reading ---------------------------------------------------------------
 
@@ -179,15 +177,17 @@ class Cache:
                 raise
             reason = f"{self.dir}: {exn.strerror or exn}"
             return self._bypass(shard, reason, reason), None
-        # With a buffer: tarfile's header reads are 512 bytes.
-        return open(opened.path, "rb", opener=lambda path, flags: opened.fd), opened.path
+        return open(opened.path, "rb", _BUFFER, opener=lambda *_: opened.fd), opened.path
 
     def _obtain(self, shard: ShardURL, status: FetchStatus | None = None) -> Obtained:
         process = self._here()
         obtained = process.coordinator().obtain(shard, status)
-        process.touch(obtained.opened)
-        if logger.isEnabledFor(logging.DEBUG):
+        try:
+            process.touch(obtained.opened)
             logger.debug("%s: %s", shard, obtained.outcome)
+        except BaseException:  # an interrupt: a pin that nobody holds would stay
+            os.close(obtained.opened.fd)
+            raise
         return obtained
 
     def _bypass(self, shard: ShardURL, kind: str, reason: str) -> io.BufferedReader:
@@ -222,10 +222,14 @@ class Cache:
         """An entry that is under its path and cannot leave it."""
         while True:
             opened = self._obtain(shard).opened
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(opened.fd), os.lstat(opened.path)):
+            there = False
+            try:
+                there = is_file(opened.path, opened.fd)
+                if there:
                     return opened
-            os.close(opened.fd)  # renamed away by an evictor that died; look again
+            finally:
+                if not there:  # renamed away by an evictor that died; look again
+                    os.close(opened.fd)
 
     def fetch(self, url: str, status: FetchStatus | None = None) -> Entry:
         """Make sure that the shard is in the cache; returns its entry.
@@ -380,13 +384,12 @@ class Cache:
         """Call off every fetch of this process. They raise `FetchCancelledError` in the
         threads that wait for them, and what was fetched is resumed by the next one.
         """
-        if self._process is not None and self._process.is_ours:
-            self._process.cancel()
+        if (process := self._processes.made()) is not None:
+            process.cancel()
 
     def close(self) -> None:
         """End this process's session; the cache can be used again afterwards."""
-        process, self._process = self._process, None
-        if process is not None and process.is_ours:
+        if (process := self._processes.take()) is not None:
             process.close()
 
     def __enter__(self) -> Cache:

@@ -180,7 +180,3 @@ def _flush_stdout() -> None:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())
         os.close(null)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

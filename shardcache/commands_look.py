@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ls_command"]
 
+_LAST_SECOND = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
 _STATE_STYLES = {"pinned": "cyan", "damaged": "red", "live": "green", "orphan": "yellow"}
 
 
@@ -168,7 +169,8 @@ def _data_path(entry: Entry) -> str | None:
 
 
 def _time(seconds: float) -> datetime:
-    return datetime.fromtimestamp(seconds, UTC)
+    # A damaged filesystem may state any time; datetime ends with the year 9999.
+    return datetime.fromtimestamp(min(max(seconds, 0.0), _LAST_SECOND), UTC)
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,11 +127,13 @@ class Console:
         """A line for people about what was done; nothing when quiet or for machines."""
         if self.human and not self.quiet:
             self.data(text)
+            _flush(sys.stdout)
 
     def line(self, kind: str, record: Mapping[str, Any]) -> None:
         """One object of JSON lines, as it happens; nothing in other formats."""
         if self.format == "jsonl":
             self.data(_json({"schema": SCHEMA, "type": kind, **record}))
+            _flush(sys.stdout)  # somebody may act on it while the command runs
 
     def record(self, command: str, record: Mapping[str, Any], human: str) -> None:
         """A single result: one object, one row, or ``human``."""

@@ -221,6 +221,9 @@ class Coordinator:
             except (DamagedError, FileNotFoundError):
                 os.close(other.fd)
                 continue
+            except OSError as exn:  # full or read-only: theirs is as good to read
+                logger.info("%s: not linked, but read where it is: %s", url, exn)
+                return other
             except BaseException:
                 os.close(other.fd)
                 raise
@@ -247,11 +250,12 @@ class Coordinator:
     def _fetch_once(
         self, url: ShardURL, lock: KeyLock | None, holder: Holder, status: FetchStatus
     ) -> None:
+        origin = self._origins.of(url)
         resume = self._resume(url)
         if resume is not None and lock is not None:
             lock.update(replace(holder, partial=resume.path.name, size=resume.metadata.info.size))
         fetched = self._fetcher.fetch(
-            self._origins.of(url),
+            origin,
             url,
             target=lambda info: self._target(url, info, lock, holder),
             resume=resume,
@@ -280,8 +284,17 @@ class Coordinator:
                 partial = Partial.claim(layout, layout.partial / name, url.basename)
                 if partial is not None:
                     logger.info("%s: resuming at %d bytes", url, partial.written)
-                    return partial
+                    return self._readmit(url, partial)
         return None
+
+    def _readmit(self, url: ShardURL, partial: Partial) -> Partial:
+        """A dead process's reservation lapsed: the budget may have been given to others."""
+        try:
+            # Claimed, it is live again and counts with its final size: nothing to add.
+            return self._space.admit(str(url), 0, lambda: partial)
+        except BaseException:
+            partial.close()
+            raise
 
     def _target(
         self, url: ShardURL, info: ObjectInfo, lock: KeyLock | None, holder: Holder
@@ -302,8 +315,12 @@ class Coordinator:
             info.size,
             lambda: Partial.create(self.store.layout, metadata, url.basename),
         )
-        if lock is not None:
-            lock.update(replace(holder, partial=partial.path.name, size=info.size))
+        try:
+            if lock is not None:
+                lock.update(replace(holder, partial=partial.path.name, size=info.size))
+        except BaseException:
+            partial.discard()  # or its lock would reserve room until this process ends
+            raise
         return partial
 
     def _metadata(self, url: ShardURL, fetched: Fetched) -> Metadata:

@@ -66,11 +66,15 @@ class FsspecOrigin:
             if self.protocol == "file":
                 options = {}
             file = self._ready().open(self._path(url), "rb", **options)
-            seekable = bool(getattr(file, "seekable", lambda: False)())
-            if not seekable:
-                start = 0
-            elif start:
-                file.seek(start)
+            try:
+                seekable = bool(getattr(file, "seekable", lambda: False)())
+                if not seekable:
+                    start = 0
+                elif start:
+                    file.seek(start)
+            except BaseException:
+                file.close()
+                raise
         if info.size is None or not seekable:
             stop = info.size
         else:
@@ -109,37 +113,38 @@ class FsspecOrigin:
                     self._filesystem = fsspec.filesystem(
                         self.protocol, skip_instance_cache=True, **self._options
                     )
-                except (ImportError, ValueError, TypeError) as exn:
+                except (ImportError, OSError, ValueError, TypeError) as exn:
                     raise ConfigError(
                         f"{self.protocol}:// cannot be read here: {redact(str(exn))}"
-                    ) from exn
+                    ) from None
             return self._filesystem
 
     @contextlib.contextmanager
     def _translated(self, url: ShardURL) -> Iterator[None]:
+        # Not "from" what is caught: aiohttp and others name whole URLs, signatures included.
         try:
             yield
         except (ConfigError, ShardNotFoundError, TransientError):
             raise
-        except FileNotFoundError as exn:
+        except FileNotFoundError:
             raise ShardNotFoundError(
                 f"{url}: not found. Check the pattern and the path.", url=str(url)
-            ) from exn
-        except PermissionError as exn:
-            raise _denied(url) from exn
-        except IsADirectoryError as exn:
-            raise ShardNotFoundError(f"{url} is a directory, not a shard.", url=str(url)) from exn
-        except Exception as exn:  # every filesystem has its own exceptions
+            ) from None
+        except PermissionError:
+            raise _denied(url) from None
+        except IsADirectoryError:
+            raise ShardNotFoundError(f"{url} is a directory, not a shard.", url=str(url)) from None
+        except Exception as exn:  # noqa: BLE001 - every filesystem has its own exceptions
             status = getattr(exn, "status", None) or getattr(exn, "code", None)
             if status in (401, 403):
-                raise _denied(url) from exn
+                raise _denied(url) from None
             if isinstance(status, int) and 400 <= status < 500 and status not in (408, 425, 429):
                 raise ConfigError(
                     f"{url}: the origin refused the request: {redact(str(exn))}", url=str(url)
-                ) from exn
+                ) from None
             reason = redact(f"{type(exn).__name__}: {exn}")
             timed_out = isinstance(exn, TimeoutError)
-            raise TransientError(f"reading failed: {reason}", timed_out=timed_out) from exn
+            raise TransientError(f"reading failed: {reason}", timed_out=timed_out) from None
 
 
 class FsspecBody:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 from shardcache import digests
-from shardcache.blocks import Blocks, Pace, skip
+from shardcache.blocks import Blocks, FetchStatus, Pace, skip
 from shardcache.clock import Clock
 from shardcache.digests import BLOCK
 from shardcache.errors import (
@@ -25,6 +26,7 @@ from shardcache.errors import (
     FetchCancelledError,
     IntegrityError,
     ShardCacheError,
+    ShardNotFoundError,
     TransferError,
 )
 from shardcache.locks import disown
@@ -46,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 #: Bytes that make an attempt count as progress.
 _PROGRESS = 64 * 1024
-#: Seconds that an interrupted caller waits for its workers to notice.
+#: Seconds that an interrupted caller waits for all its workers to notice.
 _FAREWELL = 5.0
 #: Seconds between two looks at whether a worker that waits for a permit is still needed.
 _PERMIT_POLL = 0.25
@@ -63,23 +65,6 @@ class Engine(Protocol):
     part_size: int
     connections: int
     permits: threading.BoundedSemaphore
-
-
-@dataclass(slots=True)
-class FetchStatus:
-    """How far a fetch is, for whoever watches; updated by the engine.
-
-    Attributes:
-        size: bytes of the shard, once known.
-        written: bytes of it on disk, resumed ones included.
-        received: bytes that came over the network for it.
-        retries: requests repeated.
-    """
-
-    size: int | None = None
-    written: int = 0
-    received: int = 0
-    retries: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,10 +136,9 @@ class Job:
         threads: list[threading.Thread] = []
         try:
             self._plan(first)
-            if self.origin.states_checksums:
-                threads.append(self._spawn(self._learn_checksum))
             helpers = min(self.engine.connections - 1, len(self.parts) - (first is None))
-            threads += [self._spawn(self._work) for _ in range(helpers)]
+            tasks = [self._learn_checksum] if self.origin.states_checksums else []
+            self._spawn([*tasks, *[self._work] * helpers], threads)
             self._lead(first)
             for thread in threads:
                 thread.join()
@@ -163,6 +147,8 @@ class Job:
             return self._finish()
         except BaseException as exn:
             self._abandon(threads, exn)
+            if first is not None:
+                first.close()
             raise
 
     def _plan(self, first: Body | None) -> None:
@@ -175,16 +161,19 @@ class Job:
             for begin in range(start, stop, self.engine.part_size):
                 self.parts.append((begin, min(begin + self.engine.part_size, stop)))
 
-    def _spawn(self, function: Callable[[], None]) -> threading.Thread:
-        # Daemons: a process that exits must not wait for a silent origin.
-        thread = threading.Thread(
-            target=self._guarded,
-            args=(function,),
-            name=f"shardcache-{self.url.key[:8]}",
-            daemon=True,
-        )
-        thread.start()
-        return thread
+    def _spawn(self, tasks: list[Callable[[], None]], threads: list[threading.Thread]) -> None:
+        name = f"shardcache-{self.url.key[:8]}"
+        for function in tasks:
+            # Daemons: a process that exits must not wait for a silent origin.
+            thread = threading.Thread(
+                target=self._guarded, args=(function,), name=name, daemon=True
+            )
+            try:
+                thread.start()
+            except RuntimeError as exn:  # a limit of processes; this thread does it all alone
+                logger.info("%s: fetching with %d threads: %s", self.url, len(threads) + 1, exn)
+                return
+            threads.append(thread)
 
     def _guarded(self, function: Callable[[], None]) -> None:
         try:
@@ -317,11 +306,13 @@ class Job:
         """Ask what the origin states of the whole object, beside the transfer."""
         try:
             stated = self.attempts.call(lambda: self.origin.stat(self.url), sleep=self._sleep)
-        except (AccessDeniedError, ConfigError, TransferError) as exn:
-            # Describing may be forbidden where reading is allowed.
+        except (AccessDeniedError, ConfigError, ShardNotFoundError, TransferError) as exn:
+            # Describing may be forbidden, or not be known, where reading is allowed.
             logger.info("%s: no checksum to compare with: %s", self.url, exn)
             return
         if stated.version != self.pin.version:
+            if self.pin.etag and not stated.etag:
+                return  # a gateway that names versions only where it sends bytes
             raise VersionChangedError(str(self.url))
         self.stated = stated
 
@@ -364,6 +355,9 @@ class Job:
 
     def put(self, offset: int, block: memoryview, digest: bytes, crc: int | None, fd: int) -> None:
         """See `blocks.Sink.put`."""
+        # What a connection delivers after it was aborted is not the object: behind
+        # TLS it is ciphertext. Whoever resumes would believe it.
+        self._check_stopped()
         index = offset // BLOCK
         if crc is not None:
             self.crcs[index] = crc
@@ -391,11 +385,14 @@ class Job:
     def _abandon(self, threads: list[threading.Thread], exn: BaseException) -> None:
         """Call off everybody and let go of the partial."""
         self._fail(exn)
-        for thread in threads:
-            thread.join(_FAREWELL)
         useless = isinstance(exn, (VersionChangedError, MismatchError, IntegrityError))
         local = isinstance(exn, OSError) and not isinstance(exn, ShardCacheError)
-        if useless or local or self.pin.size is None:
-            self.partial.discard()
-        else:
-            self.partial.close()
+        end = time.monotonic() + _FAREWELL
+        try:
+            for thread in threads:
+                thread.join(max(0.0, end - time.monotonic()))
+        finally:  # a second interrupt must not leave the partial locked
+            if useless or local or self.pin.size is None:
+                self.partial.discard()
+            else:
+                self.partial.close()

@@ -42,6 +42,7 @@ __all__ = [
     "disown",
     "dup_owned",
     "is_file",
+    "is_free",
     "lock_exclusive",
     "lock_shared",
     "open_owned",
@@ -121,22 +122,27 @@ os.register_at_fork(
 
 def lock_shared(fd: int) -> bool:
     """Pin: take a shared lock without waiting; False if somebody has it exclusively."""
-    return _flock(fd, fcntl.LOCK_SH)
+    return _flock(fd, fcntl.LOCK_SH) is not False
 
 
 def lock_exclusive(fd: int) -> bool:
     """Take the exclusive lock without waiting; False if anybody has it."""
-    return _flock(fd, fcntl.LOCK_EX)
+    return _flock(fd, fcntl.LOCK_EX) is not False
 
 
-def _flock(fd: int, operation: int) -> bool:
+def is_free(fd: int, *, shared: bool = False) -> bool | None:
+    """As `lock_exclusive` or `lock_shared`, but None where nobody can tell: without flock."""
+    return _flock(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+
+
+def _flock(fd: int, operation: int) -> bool | None:
     try:
         fcntl.flock(fd, operation | fcntl.LOCK_NB)
     except OSError as exn:
         if exn.errno in (errno.EWOULDBLOCK, errno.EACCES):
             return False
         if exn.errno in _UNSUPPORTED:
-            return True
+            return None
         raise
     return True
 

@@ -67,7 +67,7 @@ class Origins:
         if scheme == "pipe":
             from shardcache.pipes import PipeOrigin
 
-            return PipeOrigin()
+            return PipeOrigin(config.timeout)
         from shardcache.generic import FsspecOrigin
 
         # storage_options are S3's unless a table is named after the scheme.

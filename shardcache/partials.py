@@ -4,12 +4,6 @@ A partial is a directory with the files an entry has, and `progress` beside
 them. Which bytes are there is what `progress` says, never the file's size: a
 file with a written tail has its full size and holes.
 
-    progress:  "SHCPROG1", block size, total size, watermark, bytes written  (header, 64 bytes)
-               then per block of the data file: its xxh3-128 digest, its length (24 bytes)
-
-All integers are unsigned 64-bit little-endian; a length of 0 says "not there".
-The watermark is the length of the contiguous prefix that is on disk.
-
 Who may touch it: the process that holds the exclusive flock on the data file.
 Its threads may write and record different blocks at once. Anybody may read
 `progress`. When the writer dies the flock is free: `claim` takes the partial
@@ -23,11 +17,9 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from shardcache.digests import BLOCK, block_digest
@@ -40,14 +32,10 @@ from shardcache.layout import (
 )
 from shardcache.locks import disown, dup_owned, lock_exclusive, open_owned
 from shardcache.metadata import MAX_BYTES, DamagedError, Metadata
+from shardcache.progressfile import Progress, read_header, read_progress, read_records, write_record
 
 __all__ = ["LostError", "Partial", "Progress", "read_progress"]
 
-_MAGIC = b"SHCPROG1"
-_HEADER = struct.Struct("<8sQQQQ")
-_RECORD = struct.Struct("<16sQ")
-_RECORDS_AT = 64
-_UNKNOWN = (1 << 64) - 1
 #: What opening the files answers when they are gone, sealed already, or no files
 #: of ours: then there is nothing to resume.
 _NOT_RESUMABLE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ELOOP, errno.EISDIR})
@@ -61,40 +49,6 @@ _CREATE_ATTEMPTS = 100
 
 class LostError(Exception):
     """Somebody swept or took over this partial; only possible where locks do not work."""
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How far a fetch is, read from outside.
-
-    Attributes:
-        total: bytes the shard will have, or None while unknown.
-        watermark: bytes of the contiguous prefix on disk.
-        written: bytes on disk altogether.
-    """
-
-    total: int | None
-    watermark: int
-    written: int
-
-
-def read_progress(path: Path) -> Progress | None:
-    """The progress of the partial at ``path``; None when it is gone or unreadable."""
-    try:
-        with open(path / PROGRESS, "rb", buffering=0) as file:
-            header = _unpack(file.read(_HEADER.size))
-    except (OSError, DamagedError):
-        return None
-    return header
-
-
-def _unpack(data: bytes) -> Progress:
-    if len(data) != _HEADER.size:
-        raise DamagedError("its progress file is too short")
-    magic, block, total, watermark, written = _HEADER.unpack(data)
-    if magic != _MAGIC or block != BLOCK:
-        raise DamagedError("its progress file is of another kind")
-    return Progress(None if total == _UNKNOWN else total, watermark, written)
 
 
 class Partial:
@@ -192,17 +146,11 @@ class Partial:
 
     def _prove(self) -> None:
         """Believe just those recorded blocks whose bytes have the recorded digest."""
-        header = _unpack(os.pread(self._progress_fd, _HEADER.size, 0))
+        header = read_header(self._progress_fd)
         if header.total is None or header.total != self._total:
             raise DamagedError("its progress file describes another object")
-        total = header.total
-        blocks = min(-(-total // BLOCK), os.fstat(self._progress_fd).st_size // _RECORD.size)
-        records = os.pread(self._progress_fd, blocks * _RECORD.size, _RECORDS_AT)
-        records = records[: len(records) // _RECORD.size * _RECORD.size]
         buffer = memoryview(bytearray(BLOCK))
-        for index, (digest, length) in enumerate(_RECORD.iter_unpack(records)):
-            if length == 0 or length != min(BLOCK, total - index * BLOCK):
-                continue
+        for index, digest, length in read_records(self._progress_fd, header.total):
             got = os.preadv(self.fd, [buffer[:length]], index * BLOCK)
             if got == length and block_digest(buffer[:length]) == digest:
                 self._digests[index] = (digest, length)
@@ -233,11 +181,7 @@ class Partial:
         with self._guard:
             if self._progress_fd < 0:
                 return  # the fetch was called off; its last workers do not matter
-            os.pwrite(
-                self._progress_fd,
-                _RECORD.pack(digest, length),
-                _RECORDS_AT + index * _RECORD.size,
-            )
+            write_record(self._progress_fd, index, digest, length)
             if index not in self._digests:
                 self._written += length
             self._digests[index] = (digest, length)
@@ -263,9 +207,7 @@ class Partial:
             self._contiguous += 1
 
     def _write_header(self) -> None:
-        total = _UNKNOWN if self._total is None else self._total
-        header = _HEADER.pack(_MAGIC, BLOCK, total, self.watermark, self._written)
-        os.pwrite(self._progress_fd, header, 0)
+        Progress(self._total, self.watermark, self._written).write(self._progress_fd)
 
     @property
     def watermark(self) -> int:

@@ -9,10 +9,13 @@ over when it breaks.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import select
 import signal
 import subprocess
 
+from shardcache.errors import ConfigError
 from shardcache.origin import ObjectInfo, TransientError
 from shardcache.urls import ShardURL
 
@@ -23,16 +26,28 @@ _END_SECONDS = 10.0
 
 
 class PipeOrigin:
-    """Runs ``pipe:`` commands; see `origin.Origin`."""
+    """Runs ``pipe:`` commands; see `origin.Origin`.
+
+    Args:
+        timeout: seconds without a byte before a command counts as stuck.
+    """
 
     pins = True  # there is nothing to describe again
     states_checksums = False
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
 
     def open(
         self, url: ShardURL, start: int, stop: int | None, pin: ObjectInfo | None = None
     ) -> PipeBody:
         """See `origin.Origin.open`."""
-        return PipeBody(url.raw.partition(":")[2])
+        try:
+            return PipeBody(url.raw.partition(":")[2], self._timeout)
+        except OSError as exn:  # not the disk's fault: streaming could not start it either
+            if exn.errno == errno.E2BIG:
+                raise ConfigError(f"{url}: the command is too long", url=str(url)) from None
+            raise TransientError(f"the command cannot be started: {exn.strerror}") from None
 
     def stat(self, url: ShardURL) -> ObjectInfo:
         """See `origin.Origin.stat`: nothing is known of what a command will write."""
@@ -42,10 +57,11 @@ class PipeOrigin:
 class PipeBody:
     """One run of a command; see `origin.Body`."""
 
-    def __init__(self, command: str) -> None:
+    def __init__(self, command: str, timeout: float) -> None:
         self.info = ObjectInfo(size=None)
         self.start = 0
         self.stop: int | None = None
+        self._timeout = timeout
         self._process = subprocess.Popen(
             command,
             shell=True,
@@ -59,20 +75,27 @@ class PipeBody:
         output = self._process.stdout
         assert output is not None
         try:
+            poller = select.poll()
+            poller.register(output.fileno(), select.POLLIN)
+            if not poller.poll(self._timeout * 1000):
+                raise TransientError(f"nothing came for {self._timeout:g} s", timed_out=True)
             count = os.readv(output.fileno(), [buffer])
         except (OSError, ValueError) as exn:  # ValueError: closed by `abort`
             raise TransientError(f"reading the command's output failed: {exn}") from exn
         if count == 0:
             try:
                 status = self._process.wait(_END_SECONDS)
-            except subprocess.TimeoutExpired as exn:
-                raise TransientError("the command closed its output and goes on") from exn
+            except subprocess.TimeoutExpired:
+                # Not "from" it: its text is the command, and passwords in it.
+                raise TransientError("the command closed its output and goes on") from None
             if status != 0:
                 raise TransientError(f"the command ended with status {status}")
         return count
 
     def abort(self) -> None:
         """See `origin.Body.abort`."""
+        if self._process.returncode is not None:
+            return  # reaped: the number may be somebody else's by now
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 

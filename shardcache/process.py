@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shardcache.space import Space
     from shardcache.transfer import Fetcher
 
-__all__ = ["Process"]
+__all__ = ["Process", "Processes"]
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,6 @@ class Process:
     """
 
     def __init__(self, config: Config, ranks: Ranks, clock: Clock, started: float) -> None:
-        self.pid = os.getpid()
         self.namespaces = Namespaces(config, ranks)
         self._config = config
         self._ranks = ranks
@@ -53,11 +52,6 @@ class Process:
         self._coordinator: Coordinator | None = None
         self._touched: dict[str, float] = {}
         self._warned: set[str] = set()
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether the calling process made it."""
-        return self.pid == os.getpid()
 
     def coordinator(self) -> Coordinator:
         """The way to entries; on the first call the directories are made.
@@ -150,3 +144,35 @@ class Process:
         if self._session is not None:
             self._session.close()
             self._session = None
+
+
+class Processes:
+    """The `Process` of whoever asks: one for all threads, none that came over a fork.
+
+    Without a lock: a fork could leave it held.
+
+    Args:
+        config, ranks, clock, started: as for `Process`.
+    """
+
+    def __init__(self, config: Config, ranks: Ranks, clock: Clock, started: float) -> None:
+        self._parts = config, ranks, clock, started
+        self._made: dict[int, Process] = {}
+
+    def here(self) -> Process:
+        """The calling process's own, made if need be."""
+        pid = os.getpid()
+        process = self._made.get(pid)
+        if process is None:
+            process = self._made.setdefault(pid, Process(*self._parts))
+            for other in [p for p in self._made if p != pid]:
+                self._made.pop(other, None)  # the parent's; copies of its sockets go with it
+        return process
+
+    def made(self) -> Process | None:
+        """The calling process's own, if it was made."""
+        return self._made.get(os.getpid())
+
+    def take(self) -> Process | None:
+        """As `made`; the next one is made anew."""
+        return self._made.pop(os.getpid(), None)

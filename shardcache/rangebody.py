@@ -127,6 +127,7 @@ class RangeBody:
 
     def close(self) -> None:
         """See `origin.Body.close`."""
-        if self._left or (self._left is None and not self._ended):
+        chunks = self._response is None and not self._ended  # their end mark is unread
+        if self._left or chunks:
             self._raw.close()  # bytes are still coming: this connection cannot be reused
         self._raw.release_conn()

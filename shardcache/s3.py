@@ -16,6 +16,7 @@ import logging
 import threading
 from collections.abc import Mapping
 from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
 from shardcache.errors import AccessDeniedError, ConfigError, ShardNotFoundError
 from shardcache.origin import Checksum, ObjectInfo, TransientError, VersionChangedError
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 _EXPIRED = frozenset(
     {"ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired"}
 )
+_DENIED = _EXPIRED | {"InvalidToken"}
 _TRANSIENT_CODES = frozenset(
     {"InternalError", "RequestTimeout", "RequestTimeoutException", "ServiceUnavailable"}
     | {"SlowDown", "Throttling", "ThrottlingException", "TooManyRequests"}
@@ -38,10 +40,14 @@ _HINTS = {
     "the profile and endpoint_url",
     "SignatureDoesNotMatch": "the secret key does not belong to the access key; check "
     "AWS_SECRET_ACCESS_KEY",
+    "InvalidToken": "the session token is not valid here; check AWS_SESSION_TOKEN, or log in again",
+    "InvalidObjectState": "it is archived (Glacier or Intelligent-Tiering); restore it first",
     "RequestTimeTooSkewed": "this machine's clock is off; synchronise it",
     "AccessDenied": "these credentials may not read it (a missing object looks the same to "
     "credentials without s3:ListBucket); check the policy, or pass another profile",
 }
+#: What errors and portals send, with status 200 too. Stores name the version of what they hold.
+_PAGES = ("text/html", "text/xml", "application/xml")
 _CHECKSUM_FIELDS = {
     "ChecksumCRC32": "crc32",
     "ChecksumCRC32C": "crc32c",
@@ -89,7 +95,7 @@ class S3Origin:
         """See `origin.Origin.open`."""
         span = f"bytes={start}-" if stop is None else f"bytes={start}-{stop - 1}"
         arguments: dict[str, Any] = self._arguments(url, pin)
-        if pin is not None and pin.etag:
+        if pin is not None and pin.etag and not pin.etag.startswith("W/"):  # those never match
             arguments["IfMatch"] = pin.etag
         try:
             response = self._call("get_object", url, Range=span, **arguments)
@@ -103,7 +109,9 @@ class S3Origin:
         response = self._call(
             "head_object", url, ChecksumMode="ENABLED", **self._arguments(url, None)
         )
-        return _info(response, int(response["ContentLength"]))
+        if "ContentLength" not in response:  # then it cannot be compared with any version
+            raise ConfigError(f"{url}: the origin states no size without sending it", url=str(url))
+        return _info(response, response["ContentLength"])
 
     def _arguments(self, url: ShardURL, pin: ObjectInfo | None) -> dict[str, Any]:
         arguments: dict[str, Any] = dict(self._extra)
@@ -114,6 +122,7 @@ class S3Origin:
 
     def _call(self, operation: str, url: ShardURL, **arguments: Any) -> dict[str, Any]:
         from botocore.exceptions import BotoCoreError, ClientError
+        from botocore.parsers import ResponseParserError
 
         bucket, key = url.bucket_and_key()
         for renewed in (False, True):
@@ -128,6 +137,12 @@ class S3Origin:
                     self._forget(client)
                     continue
                 _translate(exn, url, self._place(client))
+            except (ResponseParserError, ValueError) as exn:
+                raise ConfigError(
+                    f"{url}: what {self._place(client)} answers is not S3: {redact(str(exn))}. "
+                    "Check endpoint_url.",
+                    url=str(url),
+                ) from None
             return response
         raise AssertionError("unreachable")  # pragma: no cover
 
@@ -154,7 +169,6 @@ class S3Origin:
         options = self._options
         client_kwargs = dict(options.get("client_kwargs") or {})
         settings: dict[str, Any] = {
-            "retries": {"total_max_attempts": 1, "mode": "standard"},
             "max_pool_connections": self._connections + 1,  # and one for the checksum
             "connect_timeout": min(self._timeout, 10.0),
             "read_timeout": self._timeout,
@@ -162,6 +176,8 @@ class S3Origin:
             # Whole-object checksums are compared by the engine, which sees all parts.
             "response_checksum_validation": "when_required",
             **(options.get("config_kwargs") or {}),
+            # Whatever config_kwargs say for s3fs: attempts must not multiply.
+            "retries": {"total_max_attempts": 1, "mode": "standard"},
         }
         if options.get("anon"):
             settings["signature_version"] = UNSIGNED
@@ -177,35 +193,53 @@ class S3Origin:
             if not client_kwargs.get("region_name") and not session.get_config_variable("region"):
                 # Any region will do: S3 answers with the right one and botocore follows.
                 client_kwargs["region_name"] = "us-east-1"
-            return session.create_client("s3", config=Config(**settings), **client_kwargs)
+            client = session.create_client("s3", config=Config(**settings), **client_kwargs)
         except (botocore.exceptions.BotoCoreError, ValueError, TypeError) as exn:
             raise ConfigError(
                 f"the S3 client cannot be set up: {redact(str(exn))}. "
                 "Check endpoint_url, the profile and storage_options.",
-            ) from exn
+            ) from None
+        if not (urlsplit(client.meta.endpoint_url).hostname or "").endswith(".amazonaws.com"):
+            client.meta.events.register_last("before-parameter-build.s3", _stay)
+        return client
 
 
-class _EmptyObjectError(Exception):
-    """416 for a range that starts at 0."""
+def _stay(context: dict[str, Any], **_: Any) -> None:
+    """Keep botocore from looking for a bucket's region where there are none.
+
+    A gateway that answers 301 (a web server in front that wants https) would be asked
+    for the bucket, answer 301, be asked again: some hundred requests per attempt.
+    """
+    context.setdefault("s3_redirect", {})["redirected"] = True
+
+
+class _EmptyObjectError(TransientError):
+    """416 for a range that starts at 0; in answer to anything else it is mere trouble."""
 
 
 def _body(response: dict[str, Any], url: ShardURL, start: int, stop: int | None) -> RangeBody:
     stream = response["Body"]
-    length = int(response["ContentLength"])
+    length = response.get("ContentLength")  # a gateway may send chunks instead
     status = response["ResponseMetadata"]["HTTPStatusCode"]
-    text = response.get("ContentRange")
-    if status != 206 or text is None:
+    if status not in (200, 206):
+        stream.close()
+        raise ConfigError(f"{url}: {status} is no answer to a read. Check endpoint_url.")
+    if status == 200:
+        info = _info(response, length)
+        if not info.identifiable and response.get("ContentType", "").startswith(_PAGES):
+            stream.close()
+            raise TransientError(f"a page of {response['ContentType']} came in place of the object")
         # The range was ignored: all bytes will come, from the first.
-        return RangeBody(_info(response, length), 0, length, stream._raw_stream)
+        return RangeBody(info, 0, length, stream._raw_stream)
     try:
-        total, end = content_range(text, length, start, stop)
+        total, end = content_range(response.get("ContentRange"), length, start, stop)
     except TransientError:
         stream.close()
         raise
     return RangeBody(_info(response, total), start, end, stream._raw_stream)
 
 
-def _info(response: dict[str, Any], size: int) -> ObjectInfo:
+def _info(response: dict[str, Any], size: int | None) -> ObjectInfo:
     modified = response.get("LastModified")
     checksum = None
     if response.get("ChecksumType") != "COMPOSITE":
@@ -229,8 +263,20 @@ def _code(exn: Exception) -> str:
     return str(response.get("Error", {}).get("Code", ""))
 
 
+def _login_errors() -> tuple[type[Exception], ...]:
+    """What botocore raises when somebody has to log in again; the last is not in old ones."""
+    from botocore import exceptions
+
+    names = ("SSOError", "TokenRetrievalError", "LoginError")
+    return tuple(getattr(exceptions, name) for name in names if hasattr(exceptions, name))
+
+
 def _translate(exn: Exception, url: ShardURL, place: str) -> NoReturn:
-    """Raise what the engine understands instead of what botocore says."""
+    """Raise what the engine understands instead of what botocore says.
+
+    Not "from" it: botocore's texts name whole URLs, user part included, and would be
+    printed with every traceback.
+    """
     from botocore import exceptions
 
     if isinstance(exn, exceptions.ClientError):
@@ -241,31 +287,37 @@ def _translate(exn: Exception, url: ShardURL, place: str) -> NoReturn:
             "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or pass "
             "storage_options={'anon': True} for a public bucket.",
             url=str(url),
-        ) from exn
+        ) from None
     if isinstance(exn, (exceptions.ParamValidationError, exceptions.InvalidRegionError)):
-        raise ConfigError(f"{url} is not a valid S3 object: {redact(str(exn))}") from exn
-    if isinstance(exn, (exceptions.CredentialRetrievalError, exceptions.SSOError)):
+        raise ConfigError(f"{url} is not a valid S3 object: {redact(str(exn))}") from None
+    if isinstance(exn, (exceptions.CredentialRetrievalError, *_login_errors())):
         raise AccessDeniedError(
             f"{url} cannot be read: credentials could not be had: {redact(str(exn))}. "
             "Log in again (aws sso login), or check the role and the profile.",
             url=str(url),
-        ) from exn
+        ) from None
+    if isinstance(exn, exceptions.SSLError) and "[Errno 2]" in str(exn):
+        raise ConfigError(
+            f"{url}: the certificates to trust are not where AWS_CA_BUNDLE or verify say. "
+            "Correct the path.",
+            url=str(url),
+        ) from None
     if isinstance(exn, exceptions.SSLError) and "CERTIFICATE_VERIFY_FAILED" in str(exn):
         raise ConfigError(
             f"{url}: the certificate of {place} is not trusted here. Set AWS_CA_BUNDLE, or pass "
             "storage_options={'client_kwargs': {'verify': '/path/to/ca.pem'}}.",
             url=str(url),
-        ) from exn
+        ) from None
     if isinstance(exn, (exceptions.ConnectionError, exceptions.HTTPClientError, OSError)):
         timed_out = isinstance(
             exn, (exceptions.ConnectTimeoutError, exceptions.ReadTimeoutError, TimeoutError)
         )
         reason = redact(str(exn)).partition("\n")[0]
-        raise TransientError(f"{place} does not answer: {reason}", timed_out=timed_out) from exn
+        raise TransientError(f"{place} does not answer: {reason}", timed_out=timed_out) from None
     if isinstance(exn, exceptions.BotoCoreError):
         raise ConfigError(
             f"{url} cannot be read from {place}: {redact(str(exn))}", url=str(url)
-        ) from exn
+        ) from None
     raise exn
 
 
@@ -276,29 +328,29 @@ def _translate_response(exn: Any, url: ShardURL, place: str) -> NoReturn:
     headers = meta.get("HTTPHeaders", {})
     said = redact(str(exn.response.get("Error", {}).get("Message", "")))
     if status == 412 or code == "PreconditionFailed":
-        raise VersionChangedError(str(url)) from exn
+        raise VersionChangedError(str(url)) from None
     if status == 416 or code == "InvalidRange":
         if headers.get("content-range", "bytes */0").endswith("/0"):
-            raise _EmptyObjectError from exn
-        raise VersionChangedError(f"{url} became shorter") from exn
+            raise _EmptyObjectError(f"{place} answered {status} {code}") from None
+        raise VersionChangedError(f"{url} became shorter") from None
     if code in _TRANSIENT_CODES or status in TRANSIENT_STATUS:
         raise TransientError(
             f"{place} answered {status} {code}", retry_after=retry_after(headers)
-        ) from exn
+        ) from None
     if status == 404:
         bucket, _ = url.bucket_and_key()
         what = f"the bucket {bucket} does not exist" if code == "NoSuchBucket" else "not found"
         raise ShardNotFoundError(
             f"{url}: {what} at {place} (404). Check the pattern and the endpoint.",
             url=str(url),
-        ) from exn
-    if status in (401, 403) or code in _EXPIRED:
+        ) from None
+    if status in (401, 403) or code in _DENIED:
         hint = _HINTS.get(code, "log in again" if code in _EXPIRED else _HINTS["AccessDenied"])
         raise AccessDeniedError(
             f"{url}: access denied by {place} ({status} {code}): {hint}.", url=str(url)
-        ) from exn
+        ) from None
     raise ConfigError(
         f"{url}: {place} refused the request ({status} {code}: {said}). "
         "Check the region, the endpoint and the bucket's name.",
         url=str(url),
-    ) from exn
+    ) from None

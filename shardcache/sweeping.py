@@ -1,7 +1,8 @@
 """What dead processes leave behind: finding it, and removing it safely.
 
 A directory in ``partial`` is live while somebody holds the flock on its data
-file; no clock and no process id is asked. Removal takes that flock itself,
+file; no clock and no process id is asked, unless the filesystem does not do
+flock at all. Removal takes that flock itself,
 renames the directory and only then deletes: of several sweepers, resumers and
 a writer that is just starting, exactly one wins, and a writer whose brand-new
 directory goes away makes another.
@@ -12,7 +13,8 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +31,8 @@ from shardcache.layout import (
     list_names,
     parse_partial_name,
 )
-from shardcache.locks import lock_exclusive, lock_shared
-from shardcache.partials import Progress, read_progress
+from shardcache.locks import is_free, lock_exclusive
+from shardcache.progressfile import Progress, read_progress
 
 __all__ = [
     "InFlight",
@@ -43,6 +45,11 @@ __all__ = [
 #: What opening a file answers when it is gone or none of ours: a planted symbolic
 #: link, a socket.
 _NOT_DATA = frozenset({errno.ENOENT, errno.ELOOP, errno.ENXIO})
+#: Seconds without a write after which a fetch is dead where flock is not supported
+#: (Lustre without ``-o flock``). A live one writes its progress with every block and
+#: gives a connection up after ``timeout``, half a minute; an hour also covers
+#: clocks of two nodes that differ. Wrongly taken for dead it starts over.
+_GRACE = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +95,7 @@ def in_flight(layout: Layout) -> Iterator[InFlight]:
         # A writer holds its lock exclusively, so a shared one tells whether it
         # lives, and two who look do not disturb each other. An entry on its
         # way out is held by its readers, who share.
-        with _held(path, lock_shared if parsed else lock_exclusive) as free:
+        with _held(path, shared=parsed is not None) as free:
             pass
         yield InFlight(
             path=path,
@@ -100,8 +107,8 @@ def in_flight(layout: Layout) -> Iterator[InFlight]:
 
 
 @contextmanager
-def _held(path: Path, lock: Callable[[int], bool] = lock_exclusive) -> Iterator[bool]:
-    """Hold the data file of a directory; False if somebody else does."""
+def _held(path: Path, *, shared: bool = False) -> Iterator[bool]:
+    """Hold the data file of a directory; False if somebody else does, or may do."""
     fds: list[int] = []
     free = True
     try:
@@ -120,11 +127,21 @@ def _held(path: Path, lock: Callable[[int], bool] = lock_exclusive) -> Iterator[
                 free = False
                 continue
             fds.append(fd)
-            free = free and lock(fd)
+            answer = is_free(fd, shared=shared)
+            free = free and (_is_idle(path) if answer is None else answer)
         yield free
     finally:
         for fd in fds:
             os.close(fd)
+
+
+def _is_idle(path: Path) -> bool:
+    """Whether nothing was written for so long that its process must be dead."""
+    times = []
+    for name in list_names(path):
+        with suppress(FileNotFoundError):
+            times.append(os.lstat(path / name).st_mtime)
+    return time.time() - max(times, default=0.0) > _GRACE
 
 
 def _occupied(path: Path) -> int:

@@ -211,13 +211,14 @@ class Run:
 
     def _work(self) -> None:
         try:
-            while (shard := self._next()) is not None:
+            while (taken := self._next()) is not None:
+                shard, alone = taken
                 status = FetchStatus()
                 self._events.put(Started(shard, status))
                 result = self._fetch(shard, status)
                 with self._guard:
                     self._busy -= 1
-                    if self._is_premature(result):
+                    if is_full(result.error) and not alone and self._cut_at is None:
                         self._todo.appendleft(shard)
                         self._alone = True
                         continue
@@ -226,13 +227,18 @@ class Run:
         finally:
             self._events.put(None)
 
-    def _next(self) -> ShardURL | None:
+    def _next(self) -> tuple[ShardURL, bool] | None:
+        """The next shard, and whether nothing else of ours is in flight beside it.
+
+        A shard that is just being published is counted as in flight and as there.
+        So the first that finds no room is tried again alone before it is believed.
+        """
         with self._guard:
             while self._todo and not (self._alone and self._busy):
                 shard = self._todo.popleft()
                 if shard.key in self._plan.cached or not (self._given_up & {_HERE, _bucket(shard)}):
                     self._busy += 1
-                    return shard
+                    return shard, self._alone
                 self.stopped = self.stopped or Stopped.REFUSED
             return None
 
@@ -250,12 +256,6 @@ class Run:
             outcome, error = (Outcome.LEFT_OUT if room else Outcome.FAILED), exn
         seconds = SYSTEM_CLOCK.monotonic() - begun
         return _result(shard, outcome, status, size, seconds, error)
-
-    def _is_premature(self, result: ShardResult) -> bool:
-        """Whether a shard found no room only because of what is still in flight, which
-        takes a little more than it will in the end. The last worker tries it again, alone.
-        """
-        return is_full(result.error) and self._busy > 0 and self._cut_at is None
 
     def _judge(self, shard: ShardURL, result: ShardResult) -> None:
         """Draw conclusions for the shards to come. Call with the guard held."""

@@ -56,7 +56,7 @@ def url_opener(
         try:
             stream, path = cache.open_shard(cache.parse(url))
         except Exception as exn:  # noqa: BLE001 - the handler decides, as in WebDataset
-            exn.args = (*exn.args, redact(url))
+            exn.args = (*exn.args, redact(str(url)))
             if handle(exn):
                 continue
             return

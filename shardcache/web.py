@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import urllib.request
 from typing import Any
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import unquote, urljoin, urlsplit, urlunsplit
 
 from shardcache.errors import AccessDeniedError, ConfigError, ShardNotFoundError
 from shardcache.origin import ObjectInfo, TransientError, VersionChangedError
@@ -73,48 +73,61 @@ class WebOrigin:
             response.release_conn()
 
     def _request(self, method: str, url: ShardURL, headers: dict[str, str]) -> Any:
-        import urllib3
-        from urllib3.exceptions import HTTPError, LocationValueError, MaxRetryError, SSLError
+        target, login = _split_credentials(url.raw)
+        # Not urllib3's own following: it logs where to, signature included.
+        for _ in range(_REDIRECTS + 1):
+            response = self._ask(method, url, target, {**login, **headers})
+            location = response.get_redirect_location()
+            if not location:
+                return response
+            response.drain_conn()
+            response.release_conn()
+            following, own = _split_credentials(urljoin(target, location))
+            if own or urlsplit(following)[:2] != urlsplit(target)[:2]:
+                login = own  # a login is for the server that asked for it
+            target = following
+        raise ConfigError(
+            f"{url}: the server redirects more than {_REDIRECTS} times. Check the URL.",
+            url=str(url),
+        )
+
+    def _ask(self, method: str, url: ShardURL, target: str, headers: dict[str, str]) -> Any:
+        from urllib3.exceptions import HTTPError, LocationValueError, ProxyError, SSLError
         from urllib3.exceptions import TimeoutError as PoolTimeoutError
 
-        target, authorization = _split_credentials(url.raw)
+        always = {"Accept-Encoding": "identity", "User-Agent": f"shardcache/{__version__}"}
+        # None of the errors is raised "from" urllib3's: those may name the whole URL,
+        # signature included, and would be printed with every traceback.
         try:
             return self._pool(target).request(
                 method,
                 target,
-                headers={
-                    "Accept-Encoding": "identity",
-                    "User-Agent": f"shardcache/{__version__}",
-                    **authorization,
-                    **headers,
-                },
+                headers={**always, **headers},
                 preload_content=False,
                 decode_content=False,
-                # Redirects only; `retry` repeats what failed.
-                retries=urllib3.Retry(
-                    total=None,
-                    connect=0,
-                    read=0,
-                    status=0,
-                    other=0,
-                    redirect=_REDIRECTS,
-                    respect_retry_after_header=False,
-                ),
+                redirect=False,
+                retries=False,  # `retry` repeats what failed
             )
         except (LocationValueError, UnicodeError) as exn:
-            raise ConfigError(f"{url} cannot be asked for: {exn}", url=str(url)) from exn
+            raise ConfigError(
+                f"{url} cannot be asked for: {redact(str(exn))}", url=str(url)
+            ) from None
         except (HTTPError, OSError) as exn:
-            cause = exn.reason if isinstance(exn, MaxRetryError) and exn.reason else exn
-            if isinstance(cause, SSLError) and "CERTIFICATE_VERIFY_FAILED" in str(cause):
+            if isinstance(exn, SSLError) and "CERTIFICATE_VERIFY_FAILED" in str(exn):
                 raise ConfigError(
                     f"{url}: the server's certificate is not trusted here. Set SSL_CERT_FILE.",
                     url=str(url),
-                ) from exn
-            timed_out = isinstance(cause, (PoolTimeoutError, TimeoutError))
-            host = urlsplit(target).netloc
+                ) from None
+            if isinstance(exn, ProxyError) and "failed: 407" in str(exn):
+                raise AccessDeniedError(
+                    f"{url}: the proxy wants a login (407). Put one into https_proxy.",
+                    url=str(url),
+                ) from None
+            timed_out = isinstance(exn, (PoolTimeoutError, TimeoutError))
             raise TransientError(
-                f"{host} does not answer: {redact(str(cause))}", timed_out=timed_out
-            ) from exn
+                f"{urlsplit(target).netloc} does not answer: {redact(str(exn))}",
+                timed_out=timed_out,
+            ) from None
 
     def _pool(self, target: str) -> Any:
         import urllib3
@@ -132,11 +145,7 @@ class WebOrigin:
                         connect=min(self._timeout, 10.0), read=self._timeout
                     ),
                 }
-                pool = (
-                    urllib3.ProxyManager(proxy, **options)
-                    if proxy
-                    else urllib3.PoolManager(**options)
-                )
+                pool = _proxied(proxy, options) if proxy else urllib3.PoolManager(**options)
                 self._pools[proxy or ""] = pool
             return pool
 
@@ -160,6 +169,15 @@ class WebOrigin:
         raise ConfigError(f"{what}. Check the URL.", url=str(url))
 
 
+def _proxied(proxy: str, options: dict[str, Any]) -> Any:
+    import urllib3
+
+    # As curl takes it, "host:port" is a proxy too.
+    server, login = _split_credentials(proxy if "://" in proxy else f"http://{proxy}")
+    headers = {f"Proxy-{name}": value for name, value in login.items()}
+    return urllib3.ProxyManager(server, proxy_headers=headers, **options)
+
+
 def _split_credentials(raw: str) -> tuple[str, dict[str, str]]:
     """The URL without its user part, and that part as a header."""
     from urllib3.util import make_headers
@@ -169,7 +187,8 @@ def _split_credentials(raw: str) -> tuple[str, dict[str, str]]:
     target = urlunsplit((parts.scheme, host, parts.path, parts.query, ""))
     if not at:
         return target, {}
-    return target, dict(make_headers(basic_auth=unquote(user)))
+    login = make_headers(basic_auth=unquote(user))
+    return target, {"Authorization": login["authorization"]}
 
 
 def _body(response: Any, start: int, stop: int | None) -> RangeBody:

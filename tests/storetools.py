@@ -10,6 +10,7 @@ import os
 import resource
 import shutil
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -216,6 +217,7 @@ def forked(function: Callable[..., None], *args: Any) -> Iterator[Child]:
     if pid == 0:
         ours.close()
         status = 1
+        _stop_measuring()
         try:
             function(Parent(theirs), *args)
             status = 0
@@ -233,6 +235,14 @@ def forked(function: Callable[..., None], *args: Any) -> Iterator[Child]:
     finally:
         child.kill()
         ours.close()
+
+
+def _stop_measuring() -> None:
+    """A child that may be killed must not leave half a coverage file."""
+    coverage = sys.modules.get("coverage")
+    current = coverage.Coverage.current() if coverage is not None else None
+    if current is not None:
+        current.stop()
 
 
 @contextlib.contextmanager

@@ -19,7 +19,10 @@ from shardcache import Cache, CacheFullError, ConfigError, ShardNotFoundError, d
 from shardcache.digests import BLOCK
 from shardcache.errors import LockTimeoutError
 from shardcache.layout import Layout
+from shardcache.locks import Holder, KeyLock
 from shardcache.origin import TransientError
+from shardcache.process import Process
+from shardcache.store import Store
 from tests.conftest import make_tar
 from tests.fakes import Fault, MemoryOrigin
 
@@ -480,3 +483,108 @@ def test_importing_is_light() -> None:
 
 def test_lock_timeout_error_is_a_timeout() -> None:
     assert issubclass(LockTimeoutError, TimeoutError)
+
+
+def test_threads_that_come_first_at_once_share_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together = threading.Barrier(4)
+    real = Process.__init__
+
+    def met(self: Process, *parts: object) -> None:
+        together.wait(10)
+        real(self, *parts)
+
+    monkeypatch.setattr(Process, "__init__", met)
+    cache = Cache(tmp_path / "cache")
+    found: list[Process] = []
+    threads = [threading.Thread(target=lambda: found.append(cache._here())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert len({id(process) for process in found}) == 1
+
+
+def test_a_forked_child_makes_its_own_and_drops_its_parents(make_cache: MakeCache) -> None:
+    cache = make_cache()
+    parents = cache._here()
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        own = cache._here()
+        kept = list(cache._processes._made.values())
+        os.write(writing, b"y" if own is not parents and kept == [own] else b"n")
+        os._exit(0)
+    os.waitpid(pid, 0)
+    os.close(writing)
+    assert os.read(reading, 1) == b"y"
+    os.close(reading)
+    assert cache._here() is parents
+
+
+@pytest.mark.parametrize("moment", ["touch", "is_file"])
+def test_an_interrupt_while_a_hit_is_handed_out_leaves_no_pin(
+    make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    cache = make_cache()
+    entry = cache.fetch(URL)
+
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    if moment == "touch":
+        monkeypatch.setattr(Process, "touch", interrupt)
+    else:
+        monkeypatch.setattr("shardcache.cache.is_file", interrupt)
+    with pytest.raises(KeyboardInterrupt), cache.pinned(URL):
+        pass
+    monkeypatch.undo()
+    assert not cache._here().namespaces.own.is_pinned(entry)
+
+
+def test_a_hit_needs_few_system_calls_to_be_read(make_cache: MakeCache) -> None:
+    """Ten kilobytes at a time, as tarfile reads, but not ten kilobytes per system call."""
+    cache = make_cache()
+    cache.fetch(URL)
+    with cache.open(URL) as stream:
+        stream.read(10_240)
+        assert os.lseek(stream.fileno(), 0, os.SEEK_CUR) >= 128 * 1024
+
+
+def test_what_a_sibling_has_is_read_there_when_our_own_place_is_full(
+    make_cache: MakeCache, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_cache().fetch(URL)
+    origin.requests.clear()
+
+    def full(*arguments: object) -> bool:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Store, "link", full)
+    cache = make_cache(isolation="job")
+    stream, path = cache.open_shard(cache.parse(URL))
+    with stream:
+        assert stream.read() == DATA
+    assert path is not None
+    assert origin.requests == []
+
+
+def test_an_interrupt_while_the_lock_is_signed_leaves_no_partial(
+    make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = make_cache()
+    before = len(os.listdir("/proc/self/fd"))
+    real = KeyLock.update
+
+    def interrupt(self: KeyLock, holder: Holder) -> None:
+        if holder.partial is not None:
+            raise KeyboardInterrupt
+        real(self, holder)
+
+    monkeypatch.setattr(KeyLock, "update", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        cache.open(URL)
+    assert os.listdir(Layout.of_root(cache.dir).partial) == []
+    assert len(os.listdir("/proc/self/fd")) == before

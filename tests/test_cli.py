@@ -1,4 +1,5 @@
 """The command line: what it prints, where, and how it ends."""
+# ruff: noqa: F401, F811  (fixtures are imported, and shadowed by arguments)
 
 from __future__ import annotations
 
@@ -6,11 +7,8 @@ import contextlib
 import errno
 import json
 import os
-import pty
 import re
-import select
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -20,92 +18,9 @@ import pytest
 
 from shardcache import cli
 from shardcache.cache import Cache
-from shardcache.cli import main
 from shardcache.errors import IntegrityError, LockTimeoutError
+from tests.clitools import data, run, spec, warm
 from tests.conftest import make_tar
-
-SHARDS = 4
-
-
-@pytest.fixture
-def run(capsys, monkeypatch, tmp_path):
-    """Runs the command line in this process; gives exit code, stdout and stderr."""
-    monkeypatch.setenv("SHARDCACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("SHARDCACHE_MIN_FREE", "0")
-
-    def run(*arguments):
-        capsys.readouterr()
-        code = main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
-
-
-@pytest.fixture
-def data(s3, bucket):
-    """Shards in a bucket."""
-    made = {f"train-{n:04d}.tar": make_tar(n, 20) for n in range(SHARDS)}
-    for name, content in made.items():
-        s3.put(bucket, name, content)
-    return made
-
-
-@pytest.fixture
-def spec(bucket, data, s3_environment):
-    return f"s3://{bucket}/train-{{0000..{SHARDS - 1:04d}}}.tar"
-
-
-@pytest.fixture
-def warm(run, spec, bucket):
-    """A cache that has all shards; gives their URLs."""
-    assert run("prewarm", spec)[0] == 0
-    return [f"s3://{bucket}/train-{n:04d}.tar" for n in range(SHARDS)]
-
-
-class Command:
-    """The real command in a process of its own."""
-
-    def __init__(self, *arguments, directory, environment=(), **options):
-        self.arguments = [sys.executable, "-m", "shardcache", *map(str, arguments)]
-        environ = {
-            **{k: v for k, v in os.environ.items() if k != "NO_COLOR"},
-            "SHARDCACHE_DIR": str(directory),
-            "SHARDCACHE_MIN_FREE": "0",
-            "TERM": "xterm",
-            **dict(environment),
-        }
-        options = {
-            "stdin": subprocess.DEVNULL,
-            "stdout": subprocess.PIPE,
-            "stderr": subprocess.PIPE,
-            **options,
-        }
-        self.process = subprocess.Popen(
-            self.arguments,
-            env=environ,
-            text=True,
-            # A test run started in the background hands down SIGINT ignored.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-            **options,
-        )
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        self.process.kill()
-        self.process.communicate()
-
-    def end(self):
-        out, err = self.process.communicate(timeout=60)
-        return self.process.returncode, out, err
-
-
-def run_process(*arguments, directory, environment=(), **options):
-    with Command(*arguments, directory=directory, environment=environment, **options) as command:
-        return command.end()
-
 
 # -- prewarm -------------------------------------------------------------------
 
@@ -480,6 +395,7 @@ def test_config_tells_value_and_source(run, tmp_path, monkeypatch):
     assert code == 0
     assert re.search(r"^max_size +5GB +environment SHARDCACHE_MAX_SIZE$", out, re.M)
     assert re.search(r"^attempts +5 +default$", out, re.M)
+    assert out.splitlines()[-1].endswith(" options, 3 set")
     file = tmp_path / "job.toml"
     file.write_text('attempts = 7\nstorage_options = {secret = "hush"}\n')
     found = json.loads(run("config", "--config", file, "--json")[1])
@@ -644,11 +560,19 @@ def test_the_librarys_log_is_shown_as_asked(run, spec, monkeypatch):
     assert run("path", "s3://b/x")[2].splitlines() == ["warning: said at 30", "error: said at 40"]
     assert "info: said at 20" in run("path", "s3://b/x", "-v")[2]
     assert "warning: retry at 30" in run("path", "s3://b/x", "-v")[2]
-    assert "debug: said at 10" in run("path", "-v", "s3://b/x", "-v")[2]
+    assert "debug: said at 10" in run("-v", "path", "s3://b/x", "-v")[2]
     assert logging.getLogger("shardcache").propagate
 
 
-def test_interrupt_outside_of_a_run_is_exit_130(run, monkeypatch):
+@pytest.fixture
+def interruptible():
+    """SIGINT as a terminal's programs have it: a test run in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_interrupt_outside_of_a_run_is_exit_130(run, monkeypatch, interruptible):
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(Cache, "path", lambda self, url: signal.raise_signal(signal.SIGINT))
     code, _, err = run("path", "s3://b/x.tar")
@@ -656,6 +580,17 @@ def test_interrupt_outside_of_a_run_is_exit_130(run, monkeypatch):
     monkeypatch.setattr(Cache, "path", lambda self, url: signal.raise_signal(signal.SIGTERM))
     assert run("path", "s3://b/x.tar")[0] == 143
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_an_ignored_interrupt_stays_ignored(run, monkeypatch, interruptible):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def interrupted(self, url):
+        signal.raise_signal(signal.SIGINT)
+        return Path("/x")
+
+    monkeypatch.setattr(Cache, "path", interrupted)
+    assert run("path", "s3://b/x.tar")[:2] == (0, "/x\n")
 
 
 def test_an_answer_of_no_changes_nothing(run, warm, monkeypatch):
@@ -669,245 +604,3 @@ def test_an_answer_of_no_changes_nothing(run, warm, monkeypatch):
     assert run("path", warm[0])[0] == 0
     assert run("rm", warm[0])[0] == 0
     assert run("path", warm[0])[0] == 1
-
-
-# -- as a process --------------------------------------------------------------
-
-
-def test_help_and_dir_import_nothing_heavy(tmp_path):
-    code = (
-        "import sys; from shardcache.cli import main\n"
-        "for args in (['--help'], ['--dir', '/x', 'dir'], ['--dir', '/x', 'config']): main(args)\n"
-        "heavy = {'botocore', 's3fs', 'webdataset', 'torch', 'rich', 'fsspec', 'tenacity'}\n"
-        "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
-    )
-    assert done.stderr.strip() == "[]"
-
-
-def test_without_a_terminal_there_is_no_escape_and_no_prompt(spec, bucket, tmp_path):
-    directory = tmp_path / "cache"
-    code, out, err = run_process("prewarm", spec, directory=directory)
-    assert code == 0
-    assert "\x1b" not in out + err
-    code, out, err = run_process("rm", f"s3://{bucket}/train-0000.tar", directory=directory)
-    assert code == 2
-    assert "-y" in err
-    code, out, err = run_process("ls", "--color", "always", directory=directory)
-    assert "\x1b[1mSHARD" in out
-
-
-def test_no_traceback_from_a_process(tmp_path):
-    for arguments, expected in (
-        (["--dir", "/dev/null/x", "prewarm", "s3://b/x.tar"], 2),
-        (["prewarm", "ftp://x/y.tar"], 2),
-        (["prewarm", "s3://b/{0..3.tar"], 2),
-        (["path", "s3://b/x.tar"], 1),
-        (["clean", "--min-free", "200%"], 2),
-    ):
-        code, _, err = run_process(*arguments, directory=tmp_path / "cache")
-        assert code == expected, arguments
-        assert "Traceback" not in err
-        assert err.startswith("error: ")
-        assert len(err.splitlines()) == 1
-
-
-def test_a_reader_that_hangs_up_hears_no_complaint(warm, tmp_path):
-    with Command("ls", directory=tmp_path / "cache") as command:
-        command.process.stdout.close()
-        assert command.process.wait(60) == 0
-        assert command.process.stderr.read() == ""
-
-
-def test_closed_streams_are_survived(warm, tmp_path):
-    shell = f"exec {sys.executable} -m shardcache --dir {tmp_path / 'cache'} ls >&- 2>&-"
-    assert subprocess.run(["sh", "-c", shell], stdin=subprocess.DEVNULL).returncode == 0
-
-
-@pytest.fixture
-def slow(s3, bucket, s3_environment, meter):
-    """A prewarm that gets somewhere and then hangs; its spec."""
-    for number in range(3):
-        s3.put(bucket, f"big-{number}.tar", make_tar(number, 3000, 700))
-    meter.pause(after=2_500_000)
-    return f"s3://{bucket}/big-{{0..2}}.tar"
-
-
-def wait_until(condition, command):
-    while not condition():
-        assert command.process.poll() is None, command.end()
-        time.sleep(0.02)
-
-
-def written(directory):
-    found = run_process("ls", "--partial", "--json", directory=directory)
-    return sum(partial["written"] for partial in json.loads(found[1])["partials"])
-
-
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["INT", "TERM"]
-)
-def test_first_signal_leaves_partials_that_are_resumed(slow, meter, tmp_path, number, code):
-    directory = tmp_path / "cache"
-    with Command("prewarm", slow, "-j", "2", directory=directory) as command:
-        wait_until(lambda: list(directory.glob("v1/partial/*/progress")), command)
-        wait_until(lambda: written(directory) >= 2 << 20, command)
-        command.process.send_signal(number)
-        ended, out, err = command.end()
-    assert ended == code
-    assert "3 not done because the run was interrupted" in out
-    assert "run the same command" in err
-    assert "Traceback" not in err
-    kept = json.loads(run_process("ls", "--partial", "--json", directory=directory)[1])
-    assert {partial["state"] for partial in kept["partials"]} == {"orphan"}
-    meter.resume()
-    meter.reset()
-    code, out, _ = run_process("prewarm", slow, "--json", directory=directory)
-    assert code == 0
-    found = json.loads(out)
-    total = sum(shard["size"] for shard in found["shards"])
-    assert found["summary"]["received"] <= total - kept["summary"]["written_bytes"]
-
-
-def test_second_signal_ends_at_once(slow, tmp_path):
-    directory = tmp_path / "cache"
-    script = (
-        "import sys, time\n"
-        "from shardcache.cache import Cache\n"
-        "Cache.cancel = lambda self: print('calling off', file=sys.stderr, flush=True)\n"
-        "from shardcache.cli import main\n"
-        "sys.exit(main())"
-    )
-    with Command("prewarm", slow, directory=directory) as command:
-        command.process.kill()
-    command.arguments[1:3] = ["-c", script]
-    with Command("prewarm", slow, directory=directory) as unused:
-        unused.process.kill()
-    process = subprocess.Popen(
-        command.arguments,
-        env={**os.environ, "SHARDCACHE_DIR": str(directory), "SHARDCACHE_MIN_FREE": "0"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
-    try:
-        while not list(directory.glob("v1/partial/*/progress")):
-            assert process.poll() is None
-            time.sleep(0.02)
-        process.send_signal(signal.SIGINT)
-        assert "calling off" in process.stderr.readline()
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130
-    finally:
-        process.kill()
-        process.communicate()
-
-
-class Screen:
-    """A command on a pseudo-terminal, and all it wrote there."""
-
-    def __init__(self, *arguments, directory, environment=()):
-        import fcntl
-        import struct
-        import termios
-
-        self.leader, follower = pty.openpty()
-        fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
-        self.command = Command(
-            *arguments,
-            directory=directory,
-            environment=environment,
-            stdin=follower,
-            stdout=follower,
-            stderr=follower,
-            start_new_session=True,
-        )
-        os.close(follower)
-        self.text = ""
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        self.command.__exit__()
-        os.close(self.leader)
-
-    def read(self, until=None):
-        """Read until ``until`` was seen, or to the end."""
-        while until is None or not re.search(until, self.text):
-            readable, _, _ = select.select([self.leader], [], [], 60)
-            assert readable, self.text
-            try:
-                chunk = os.read(self.leader, 65536)
-            except OSError:  # EIO: the other side is closed
-                chunk = b""
-            if not chunk:
-                assert until is None, self.text
-                break
-            self.text += chunk.decode()
-        return self.text
-
-    def type(self, text):
-        os.write(self.leader, text.encode())
-
-
-def test_terminal_shows_live_progress_and_colour(slow, meter, tmp_path):
-    with Screen("prewarm", slow, directory=tmp_path / "cache") as screen:
-        screen.read(until=r"big-0\.tar +\d+%")
-        assert "\x1b[?25l" in screen.text  # the cursor is hidden
-        assert re.search(r"0/3.*MB.*ETA", screen.text)
-        meter.resume()
-        screen.read(until="Warmed 3 of 3 shards")
-        assert "\x1b[?25h" in screen.read()
-        assert screen.command.process.wait(60) == 0
-
-
-@pytest.mark.parametrize(
-    ("environment", "options"),
-    [({"TERM": "dumb"}, []), ({}, ["--no-progress"]), ({}, ["-q"])],
-    ids=["dumb", "no-progress", "quiet"],
-)
-def test_terminal_without_progress(spec, tmp_path, environment, options):
-    screen = Screen(
-        "prewarm", spec, *options, directory=tmp_path / "cache", environment=environment
-    )
-    with screen:
-        text = screen.read()
-        assert screen.command.process.wait(60) == 0
-    assert "\x1b" not in text
-
-
-def test_no_color_leaves_the_progress_plain(slow, meter, tmp_path):
-    screen = Screen("prewarm", slow, directory=tmp_path / "cache", environment={"NO_COLOR": "1"})
-    with screen:
-        screen.read(until=r"big-0\.tar +\d+%")
-        meter.resume()
-        text = screen.read()
-    assert not re.search(r"\x1b\[[\d;]*(3[0-9]|9[0-7])[\d;]*m", text)
-
-
-def test_terminal_is_asked_before_removing(warm, tmp_path):
-    directory = tmp_path / "cache"
-    with Screen("rm", warm[0], directory=directory) as screen:
-        screen.read(until=r"Remove 1 shard, .*\[y/N\]")
-        screen.type("n\n")
-        screen.read()
-        assert screen.command.process.wait(60) == 1
-    with Screen("clean", "--all", directory=directory) as screen:
-        screen.read(until=r"Remove every shard in .*\[y/N\]")
-        screen.type("y\n")
-        assert "removed 4 shards" in screen.read()
-        assert screen.command.process.wait(60) == 0
-
-
-def test_interrupt_on_a_terminal_gives_the_cursor_back(slow, tmp_path):
-    with Screen("prewarm", slow, directory=tmp_path / "cache") as screen:
-        screen.read(until=r"big-0\.tar +\d+%")
-        os.killpg(screen.command.process.pid, signal.SIGINT)
-        text = screen.read()
-        assert screen.command.process.wait(60) == 130
-    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
-    assert "run the same command to go on" in text

@@ -446,3 +446,21 @@ def test_something_that_empties_the_cache_all_the_time_is_reported(
     monkeypatch.setattr(Store, "publish", publish)
     with pytest.raises(TransferError, match="vanished 5 times"):
         cache.fetch(URL)
+
+
+def test_a_resumed_fetch_is_admitted_anew(make_cache: MakeCache, origin: MemoryOrigin) -> None:
+    other = "s3://lab/other.tar"
+    origin.objects[other] = make_tar(2, members=3, size=BLOCK)
+    budget = len(DATA) + 5 * BLOCK
+    cache = make_cache(attempts=1, connections=1, max_size=budget)
+    origin.faults.append(Fault(after=BLOCK + 9, error=TransientError("reset")))
+    origin.faults.append(Fault(after=None))
+    with pytest.raises(TransferError):
+        cache.fetch(URL)
+    origin.objects[other] = make_tar(2, members=2, size=2 * BLOCK)
+    assert cache.fetch(other).size > 5 * BLOCK  # the dead fetch holds nothing back
+    stream, path = cache.open_shard(cache.parse(URL))
+    with stream:
+        assert stream.read() == DATA
+    assert path is None
+    assert sum(entry.size for entry in cache.entries()) <= budget

@@ -257,6 +257,26 @@ def test_the_directory_may_be_removed_at_any_time(tmp_path: Path) -> None:
         thread.join()
 
 
+def test_a_directory_made_and_removed_by_others_meanwhile_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # mkdir says that it is there, and when pathlib looks it is not.
+    path = tmp_path / "aa" / "key.lock"
+    real = os.mkdir
+    answers = iter(range(3))
+
+    def mkdir(target: object, *args: object, **kw: object) -> None:
+        if str(target) == str(path.parent) and next(answers, None) is not None:
+            raise FileExistsError(errno.EEXIST, "there", str(target))
+        real(target, *args, **kw)
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    lock = KeyLock(path)
+    with no_descriptor_left():
+        assert lock.try_acquire(ME)
+        lock.release()
+
+
 def test_a_directory_that_cannot_be_kept_is_an_error_in_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

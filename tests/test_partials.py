@@ -24,6 +24,7 @@ from shardcache.layout import META, PROGRESS, Layout, parse_partial_name
 from shardcache.locks import disown
 from shardcache.metadata import Metadata
 from shardcache.partials import LostError, Partial, Progress, read_progress
+from shardcache.progressfile import write_record
 from tests.storetools import (
     Parent,
     begin,
@@ -137,6 +138,23 @@ def test_an_unknown_size_is_stated_when_it_is_known(layout: Layout) -> None:
     assert read_progress(partial.path) == Progress(SIZE, SIZE, SIZE)
     assert list(partial.missing()) == []
     partial.discard()
+
+
+def test_a_fetch_that_starts_over_forgets_every_block(layout: Layout) -> None:
+    partial = begin(layout, metadata_for(data=DATA, size=None))
+    fill(partial, DATA, iter([0, 1, 3]))
+    partial.restart()
+    assert read_progress(partial.path) == Progress(None, 0, 0)
+    assert partial.digests == [] and partial.data.stat().st_size == 0
+    other = payload(BLOCK, seed=2)
+    fill(partial, other)
+    partial.set_total(BLOCK)
+    assert read_progress(partial.path) == Progress(BLOCK, BLOCK, BLOCK)
+    assert partial.data.read_bytes() == other
+    partial.close()
+    partial.restart()
+    assert partial.path.exists()
+    shutil.rmtree(partial.path)
 
 
 def test_blocks_are_read_back_whole_or_not_at_all(layout: Layout) -> None:
@@ -388,6 +406,17 @@ def test_only_blocks_whose_bytes_are_proven_are_believed(
         partial.discard()
 
 
+def test_a_record_of_part_of_a_block_is_not_believed(layout: Layout) -> None:
+    path = left_behind(layout, [0])
+    with open(path / NAME, "r+b") as data, open(path / PROGRESS, "r+b") as progress:
+        data.seek(BLOCK)
+        data.write(DATA[BLOCK : BLOCK + 100])
+        write_record(progress.fileno(), 1, block_digest(DATA[BLOCK : BLOCK + 100]), 100)
+    partial = Partial.claim(layout, path, NAME)
+    assert partial is not None and partial.written == partial.watermark == BLOCK
+    partial.discard()
+
+
 def test_a_truncated_progress_file_of_absurd_size_is_not_read_whole(layout: Layout) -> None:
     path = left_behind(layout, [0, 1])
     os.truncate(path / PROGRESS, 1 << 40)
@@ -416,6 +445,23 @@ def test_useless_remains_are_removed(layout: Layout, damage) -> None:
     with no_descriptor_left():
         assert Partial.claim(layout, path, NAME) is None
     assert remains(layout) == []
+
+
+def test_a_data_file_that_was_replaced_before_its_lock_is_not_taken(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = left_behind(layout, [0])
+    real = module.lock_exclusive
+
+    def replace_first(fd: int) -> bool:
+        (path / NAME).unlink()
+        (path / NAME).write_bytes(b"another's")
+        return real(fd)
+
+    monkeypatch.setattr(module, "lock_exclusive", replace_first)
+    with no_descriptor_left():
+        assert Partial.claim(layout, path, NAME) is None
+    assert (path / NAME).read_bytes() == b"another's"
 
 
 def test_a_partial_of_unknown_size_is_not_resumed(layout: Layout) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
 
-from shardcache import Cache, ConfigError, TransferError
+from shardcache import Cache, ConfigError, TransferError, TransferTimeoutError
 from tests.conftest import make_tar
 
 SHARD = make_tar(8)
@@ -77,3 +78,22 @@ def test_pipes_are_refused_unless_allowed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="run a shell command"):
         cache.open(f"pipe:touch {tmp_path}/ran")
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_command_that_says_nothing_is_ended(tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "cache", min_free=0, allow_schemes=["pipe"], attempts=1, timeout=0.2)
+    with pytest.raises(TransferTimeoutError, match="nothing came for 0.2 s"):
+        cache.fetch(f"pipe:echo $$ > {tmp_path}/pid; exec sleep 60")
+    assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists()
+
+
+def test_a_command_that_cannot_be_started_is_no_fault_of_the_disk(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("subprocess.Popen", refuse)
+    with pytest.raises(TransferError, match="cannot be started"):
+        cache.open("pipe:cat a.tar")
+    assert "streamed" not in caplog.text

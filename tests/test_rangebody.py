@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from shardcache import Cache, TransferError
+from shardcache import AccessDeniedError, Cache, ConfigError, TransferError
 from shardcache.origin import ObjectInfo, Origin, TransientError, VersionChangedError
 from shardcache.rangebody import content_range, retry_after
-from shardcache.s3 import S3Origin
+from shardcache.s3 import S3Origin, _translate
 from shardcache.urls import ShardURL, parse_url
 from shardcache.web import WebOrigin
 
@@ -221,3 +221,159 @@ def test_retry_after_is_a_number_of_seconds_or_nothing() -> None:
     assert retry_after({"retry-after": "-1"}) == 0
     assert retry_after({"retry-after": "Wed, 21 Oct 2026 07:28:00 GMT"}) is None
     assert retry_after({}) is None
+
+
+def s3_origin(server: Scripted, **options: object) -> S3Origin:
+    config = {"s3": {"addressing_style": "path"}, **options}
+    keys = {"key": "AK", "secret": "SK", "endpoint_url": server.url, "config_kwargs": config}
+    return S3Origin(keys, connections=2, timeout=20)
+
+
+def error(status: str, code: str) -> bytes:
+    return answer(status, f"<Error><Code>{code}</Code><Message>said</Message></Error>".encode())
+
+
+SHARD = parse_url("s3://lab/a.bin")
+
+
+def test_chunks_without_a_length_are_read_to_their_end(connect, serve) -> None:
+    origin, url = connect(
+        serve(
+            b'HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nETag: "a"\r\n\r\n'
+            b"5\r\nhello\r\n0\r\n\r\n"
+        )
+    )
+    body = origin.open(url, 0, 100)
+    buffer = memoryview(bytearray(100))
+    received = b""
+    while count := body.readinto(buffer):
+        received += bytes(buffer[:count])
+    body.close()
+    assert (received, body.info.size, body.stop) == (b"hello", None, None)
+
+
+def test_a_connection_with_an_unread_end_mark_is_not_used_again(serve) -> None:
+    """A range in chunks: all bytes are there before the mark that ends them."""
+    requests: list[str] = []
+
+    class Keeping(_Connection):
+        def handle(self) -> None:
+            while True:
+                head = b""
+                while not head.endswith(b"\r\n\r\n"):
+                    line = self.rfile.readline()
+                    if not line:
+                        return
+                    head += line
+                requests.append(head.decode())
+                self.wfile.write(
+                    b"HTTP/1.1 206 Partial Content\r\nTransfer-Encoding: chunked\r\n"
+                    b'ETag: "a"\r\nContent-Range: bytes 0-4/5\r\n\r\n5\r\nhello\r\n0\r\n\r\n'
+                )
+
+    server = serve(b"")
+    server.RequestHandlerClass = Keeping
+    origin = WebOrigin(connections=1, timeout=20)
+    url = parse_url(f"{server.url}/a.bin")
+    for _ in range(3):
+        body = origin.open(url, 0, 5)
+        assert body.readinto(memoryview(bytearray(5))) == 5
+        body.close()
+    assert len(requests) == 3
+
+
+def test_an_answer_without_a_body_is_no_shard(connect, serve) -> None:
+    origin, url = connect(serve(answer("204 No Content")))
+    with pytest.raises(ConfigError, match="204"):
+        origin.open(url, 0, 100)
+
+
+def test_a_weak_validator_is_compared_but_not_insisted_on(connect, serve) -> None:
+    server = serve(
+        lambda head: (
+            answer("412 Precondition Failed")
+            if "If-Match" in head
+            else answer("206 Partial Content", b"hello", ETag='W/"a"', Content_Range="bytes 0-4/5")
+        )
+    )
+    origin, url = connect(server)
+    body = origin.open(url, 0, 5)
+    again = origin.open(url, 0, 5, body.info)
+    assert again.info.version == body.info.version
+    body.close()
+    again.close()
+
+
+def test_dates_that_are_none_are_reported_as_what_they_are(serve) -> None:
+    server = serve(answer("200 OK", b"hello", Last_Modified="yesterday"))
+    with pytest.raises(ConfigError, match="is not S3"):
+        s3_origin(server).open(SHARD, 0, 5)
+
+
+def test_a_gateway_that_redirects_costs_one_request(serve) -> None:
+    """botocore would look for the bucket's region, be redirected, and look again."""
+    server = serve(answer("301 Moved Permanently", Location="https://elsewhere.invalid/"))
+    with pytest.raises(ConfigError, match="301"):
+        s3_origin(server).open(SHARD, 0, 5)
+    assert len(server.heads) == 1
+
+
+@pytest.mark.parametrize("retries", [{"max_attempts": 4}, {"total_max_attempts": 4}])
+def test_retries_configured_for_s3fs_do_not_multiply_ours(serve, retries: dict) -> None:
+    server = serve(answer("503 Slow Down"))
+    with pytest.raises(TransientError):
+        s3_origin(server, retries=retries).open(SHARD, 0, 5)
+    assert len(server.heads) == 1
+
+
+@pytest.mark.parametrize(
+    ("answered", "says"),
+    [
+        (error("400 Bad Request", "InvalidToken"), "AWS_SESSION_TOKEN"),
+        (error("403 Forbidden", "InvalidObjectState"), "archived"),
+        (answer("403 Forbidden", b"<html>the proxy says no<br></html>"), "may not read"),
+    ],
+)
+def test_a_refusal_names_its_cause(serve, answered: bytes, says: str) -> None:
+    server = serve(answered)
+    with pytest.raises(AccessDeniedError, match=says):
+        s3_origin(server).open(SHARD, 0, 5)
+    assert len(server.heads) == 1
+
+
+def test_a_login_that_expired_is_told_from_a_wrong_option() -> None:
+    from botocore.exceptions import TokenRetrievalError
+
+    expired = TokenRetrievalError(provider="sso", error_msg="Token has expired")
+    with pytest.raises(AccessDeniedError, match="aws sso login"):
+        _translate(expired, SHARD, "https://s3.invalid")
+
+
+def test_a_server_that_redirects_in_a_circle_costs_six_requests(serve) -> None:
+    server = serve(answer("302 Found", Location="/again"))
+    with pytest.raises(ConfigError, match="redirects more than 5 times"):
+        WebOrigin(connections=2, timeout=20).open(parse_url(f"{server.url}/a.tar"), 0, 5)
+    assert len(server.heads) == 6
+
+
+@pytest.mark.parametrize("scheme", ["http://", ""])
+def test_a_proxy_is_given_the_login_of_its_url(
+    serve, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    server = serve(answer("206 Partial Content", b"hello", Content_Range="bytes 0-4/5"))
+    place = server.url.removeprefix("http://")
+    monkeypatch.setenv("http_proxy", f"{scheme}me:pass@{place}")
+    monkeypatch.delenv("no_proxy", raising=False)
+    WebOrigin(connections=2, timeout=20).open(parse_url("http://shards.invalid/a"), 0, 5).close()
+    (head,) = server.heads
+    assert head.startswith("GET http://shards.invalid/a ")
+    assert "Proxy-Authorization: Basic bWU6cGFzcw==" in head
+
+
+def test_a_proxy_that_wants_a_login_is_asked_once(serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = serve(answer("407 Proxy Authentication Required"))
+    monkeypatch.setenv("https_proxy", server.url)
+    monkeypatch.delenv("no_proxy", raising=False)
+    with pytest.raises(AccessDeniedError, match="407"):
+        WebOrigin(connections=2, timeout=20).open(parse_url("https://shards.invalid/a"), 0, 5)
+    assert len(server.heads) == 1

@@ -179,6 +179,24 @@ def test_an_object_of_unknown_size_reserves_what_it_occupies(make) -> None:
     partial.discard()
 
 
+def test_a_resumed_partial_is_admitted_by_asking_for_nothing_more(make) -> None:
+    # Claimed, it reserves all that it will be; room is needed for the rest of it.
+    bench = make(max_size=10 * MIB)
+    entry = publish(bench.store, data=bytes(6 * MIB), used=1.0)
+    partial = begin(bench.layout, metadata_for("s3://lab/big.tar", b"", size=8 * MIB))
+    partial.close()
+    claimed = Partial.claim(bench.layout, partial.path, "big.tar")
+    assert bench.used() == 14 * MIB
+    session = Session(bench.layout, 0.5)
+    with pytest.raises(CacheFullError):
+        bench.space.admit("s3://lab/big.tar", 0, lambda: claimed)
+    assert claimed.path.exists() and entry.path.exists()
+    session.close()
+    assert bench.space.admit("s3://lab/big.tar", 0, lambda: claimed) is claimed
+    assert bench.used() == 8 * MIB and not entry.path.exists()
+    claimed.discard()
+
+
 def test_what_dead_processes_left_goes_before_any_entry(make) -> None:
     bench = make(max_size=3 * MIB)
     entry = publish(bench.store, data=bytes(1000), used=1.0)

@@ -514,6 +514,31 @@ def test_an_entry_tells_why_it_has_no_data(store: Store) -> None:
         entry.metadata()
 
 
+def test_an_entry_replaced_while_it_is_looked_at_is_not_taken_for_damaged(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Evicted while its names are read and published anew before the next look.
+    entry = publish(store)
+    real = os.listdir
+    replaced = []
+
+    def listdir(fd: int) -> list[str]:
+        if not replaced and os.readlink(f"/proc/self/fd/{fd}") == str(entry.path):
+            replaced.append(True)
+            shutil.rmtree(entry.path)
+            found = real(fd)
+            publish(store)
+            return found
+        return real(fd)
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    assert not entry_module.lacks(entry.path, NAME.__eq__)
+    assert replaced and entry_module.lacks(entry.path, "b.tar".__eq__)
+    replaced.clear()
+    monkeypatch.setattr(os, "lstat", refusing(errno.ENOENT, real=os.lstat))
+    assert not entry_module.lacks(entry.path, "b.tar".__eq__)
+
+
 def test_a_use_is_noted_where_that_is_possible(
     store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import signal
 import socket
@@ -112,7 +113,7 @@ def test_a_partial_without_progress_yet_is_seen_as_it_is(layout: Layout) -> None
 
 def test_two_who_look_at_once_both_see_the_dead_as_dead(layout: Layout) -> None:
     path = left_behind(layout)
-    with sweeping._held(path, sweeping.lock_shared):
+    with sweeping._held(path, shared=True):
         [found] = in_flight(layout)
     assert not found.live
 
@@ -120,7 +121,7 @@ def test_two_who_look_at_once_both_see_the_dead_as_dead(layout: Layout) -> None:
 def test_an_entry_on_its_way_out_lives_while_it_is_read(layout: Layout) -> None:
     path = half_evicted(layout)
     fd = os.open(path / "a.tar", os.O_RDONLY)
-    assert sweeping.lock_shared(fd)
+    fcntl.flock(fd, fcntl.LOCK_SH)
     [found] = in_flight(layout)
     assert found.live
     assert not remove_leftover(layout, path)
@@ -225,8 +226,8 @@ def test_a_partial_that_is_claimed_before_the_rename_stays(
     moved = layout.new_partial(KEY, "0" * 24)
     real = sweeping._held
 
-    def held(*args):
-        context = real(*args)
+    def held(*args, **kw):
+        context = real(*args, **kw)
 
         class Claimed:
             def __enter__(self):
@@ -443,6 +444,31 @@ def test_of_a_sweeper_and_a_claimer_one_wins(layout: Layout) -> None:
                 child.tell(path)
             assert sum(child.hear() for child in (*sweepers, *claimers)) <= 1
             assert not path.exists() or sweep(layout) == 1
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_without_flock_only_what_is_long_idle_counts_as_dead(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    live, idle, doomed = left_behind(layout), left_behind(layout), half_evicted(layout)
+    past = time.time() - 2 * sweeping._GRACE
+    for path in (idle, doomed):
+        for file in path.iterdir():
+            os.utime(file, (past, past))
+    os.utime(live / "a.tar", (past, past))  # but its progress is fresh
+    monkeypatch.setattr(fcntl, "flock", refusing(number, real=fcntl.flock))
+    assert {f.path: f.live for f in in_flight(layout)} == {
+        live: True,
+        idle: False,
+        doomed: False,
+    }
+    assert not remove_leftover(layout, live)
+    assert sweep(layout) == 2
+    assert [p.name for p in layout.partial.iterdir()] == [live.name]
+
+
+def test_idleness_of_what_is_gone_is_no_error(layout: Layout) -> None:
+    assert sweeping._is_idle(layout.partial / "absent")
 
 
 # -- lock files ----------------------------------------------------------------

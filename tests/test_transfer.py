@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import os
 import threading
@@ -346,8 +347,6 @@ def test_a_target_that_refuses_ends_the_fetch_after_one_request(bench: Bench) ->
 def test_a_full_disk_surfaces_as_it_is_and_leaves_nothing(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import errno
-
     def full(self, offset, data, fd=None):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -459,3 +458,135 @@ def test_a_worker_that_fails_in_a_thread_of_its_own_fails_the_fetch(bench: Bench
     with pytest.raises(ShardNotFoundError):
         bench.fetch()
     assert len(bench.left()) == 1  # kept: what came is good
+
+
+def test_what_comes_after_an_abort_is_not_believed(bench: Bench) -> None:
+    """A connection that is aborted behind TLS goes on with ciphertext."""
+    bench.origin.objects[str(URL)] = payload(4 * BLOCK)
+    receiving = threading.Event()
+    real = bench.origin.open
+
+    def open_(url, start, stop, pin=None):
+        body = real(url, start, stop, pin)
+
+        def fail(buffer):
+            receiving.wait(10)
+            raise ShardNotFoundError("it vanished", url=str(URL))
+
+        def ciphertext(buffer):
+            receiving.set()
+            body.aborted.wait(10)
+            buffer[:] = b"\xaa" * len(buffer)
+            return len(buffer)
+
+        body.readinto = ciphertext if start else fail
+        return body
+
+    bench.origin.open = open_
+    with pytest.raises(ShardNotFoundError):
+        bench.fetch()
+    bench.origin.open = real
+    (name,) = bench.left()
+    resumed = Partial.claim(bench.layout, bench.layout.partial / name, URL.basename)
+    assert resumed is not None
+    fetched = bench.fetch(resume=resumed)
+    assert contents(fetched) == payload(4 * BLOCK)
+    fetched.partial.discard()
+
+
+def test_a_process_that_may_start_no_threads_fetches_alone(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    fetched = bench.fetch()
+    assert contents(fetched) == payload()
+    fetched.partial.discard()
+
+
+def test_a_fetch_that_fails_before_its_first_byte_gives_the_connection_back(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bodies = []
+    real = bench.origin.open
+
+    def open_(*arguments):
+        bodies.append(real(*arguments))
+        return bodies[-1]
+
+    def no_descriptor(self: Partial) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    bench.origin.open = open_
+    bench.origin.states_checksums = False
+    bench.origin.objects[str(URL)] = payload(BLOCK)
+    monkeypatch.setattr(Partial, "handle", no_descriptor)
+    with pytest.raises(OSError, match="Too many open files"):
+        bench.fetch()
+    assert [body.closed for body in bodies] == [True]
+
+
+def test_a_second_interrupt_while_workers_end_leaves_nothing_locked(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    bench.origin.states_checksums = False
+    bench.origin.objects[str(URL)] = payload(4 * BLOCK)
+    bench.origin.faults.append(Fault(after=BLOCK, error=KeyboardInterrupt()))
+    real = threading.Thread.join
+
+    def interrupted(self: threading.Thread, timeout: float | None = None) -> None:
+        real(self, timeout)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        bench.fetch()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_workers_that_hear_nothing_share_one_farewell(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    gate = threading.Event()
+    real = bench.origin.open
+    join = threading.Thread.join
+
+    def silent(url, start, stop, pin=None):
+        if start:
+            gate.wait(30)
+        return real(url, start, stop, pin)
+
+    def noted(self: threading.Thread, timeout: float | None = None) -> None:
+        waits.append(timeout)
+        join(self, min(timeout, 0.01))
+
+    bench.origin.open = silent
+    bench.origin.states_checksums = False
+    bench.origin.faults.append(Fault(after=10, error=KeyboardInterrupt()))
+    now = iter(range(0, 1000, 4))
+    monkeypatch.setattr("shardcache.job.time.monotonic", lambda: float(next(now)))
+    monkeypatch.setattr(threading.Thread, "join", noted)
+    with pytest.raises(KeyboardInterrupt):
+        bench.fetch()
+    monkeypatch.undo()
+    gate.set()
+    assert waits == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("error", [ShardNotFoundError("no HEAD here"), None])
+def test_an_origin_that_cannot_describe_is_read_all_the_same(
+    bench: Bench, error: Exception | None
+) -> None:
+    def stat(url):
+        if error is not None:
+            raise error
+        return ObjectInfo(size=SIZE)  # a gateway that tells no version here
+
+    bench.origin.stat = stat
+    fetched = bench.fetch()
+    assert contents(fetched) == payload()
+    fetched.partial.discard()

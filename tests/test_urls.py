@@ -20,9 +20,9 @@ from shardcache.urls import ShardURL, default_s3_endpoint, parse_url, redact
 CANARY = "cAnArY0123456789"
 
 #: Everything that is special somewhere, and letters that spell no credential.
-names = st.text(
-    "aAb01 .-_/%?#&=+:;,~@[]()'\u00e9e\u0301\u4e2d", min_size=1, max_size=12
-).filter(lambda name: "::" not in name)  # that would be a chain
+names = st.text("aAb01 .-_/%?#&=+:;,~@[]()'\u00e9e\u0301\u4e2d", min_size=1, max_size=12).filter(
+    lambda name: "::" not in name
+)  # that would be a chain
 hosts = st.from_regex(r"[a-z][a-z0-9-]{1,8}(\.[a-z]{2,3})?", fullmatch=True)
 
 

@@ -259,3 +259,41 @@ def test_dataloader_workers_share_one_fetch_per_shard(
 def test_url_opener_needs_a_cache() -> None:
     with pytest.raises(TypeError):
         next(url_opener([{"url": "s3://lab/a.tar"}]))
+
+
+def test_url_opener_asks_the_handler_about_what_is_no_url_too(make_cache: MakeCache) -> None:
+    seen: list[Exception] = []
+    url = Path("train-0000.tar")
+    assert list(make_cache().url_opener([url], lambda exn: seen.append(exn) or True)) == []
+    assert isinstance(seen[0], ConfigError)
+
+
+def test_a_pipeline_composed_further_reads_through_the_cache(
+    make_cache: MakeCache, origin: MemoryOrigin
+) -> None:
+    cache = make_cache()
+    dataset = wds.WebDataset(SPEC, shardshuffle=False).to_tuple("__key__").batched(2)
+    found = sorted(key for (batch,) in cache.attach(dataset) for key in batch)
+    assert found == expected_keys()
+    attached = cache.attach(wds.WebDataset(SPEC, shardshuffle=False))
+    first = next(iter(attached))["__key__"]
+    again = pickle.loads(pickle.dumps(attached))  # pickles after it was iterated
+    assert next(iter(again))["__key__"] == first
+    assert len(list(attached.compose(wds.filters.slice(0, 3)).with_epoch(3))) == 3
+    mixed = wds.RandomMix([attached, cache.attach(wds.WebDataset(SPEC, shardshuffle=False))])
+    assert len(list(mixed)) == 2 * SHARDS * MEMBERS
+    loader = wds.WebLoader(attached, batch_size=None, num_workers=0)
+    assert keys(loader) == expected_keys()
+    with pytest.raises(ConfigError, match="WebDataset itself"):
+        cache.attach(loader)
+    assert len(origin.requests) == SHARDS
+
+
+def test_an_opener_that_is_closed_early_leaves_nothing_pinned(make_cache: MakeCache) -> None:
+    cache = make_cache()
+    opener = cache.url_opener(wds.SimpleShardList(SPEC))
+    stream = next(opener)["stream"]
+    opener.close()
+    assert stream.read() == make_tar(0, MEMBERS)  # the consumer's own is not closed
+    stream.close()
+    assert not any(cache._here().namespaces.own.is_pinned(e) for e in cache.entries())

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from shardcache import config as configuration
 from shardcache.clock import SYSTEM_CLOCK, Clock
 from shardcache.config import Config
+from shardcache.endpoints import configured_endpoint
 from shardcache.errors import (
     CacheFullError,
     ConfigError,
@@ -34,7 +35,7 @@ from shardcache.metadata import DamagedError
 from shardcache.process import Process, Processes
 from shardcache.ranks import detect
 from shardcache.store import Entry, Opened, Store
-from shardcache.urls import ShardURL, default_s3_endpoint, parse_url
+from shardcache.urls import ShardURL, parse_url
 
 if TYPE_CHECKING:
     from shardcache.cleaning import CleanReport
@@ -89,19 +90,10 @@ class Cache:
         self.sources = dict(sources)
         self._clock = clock
         self._started = clock.time() if started is None else started
-        self._endpoint = config.endpoint_url or self._configured_endpoint()
+        self._endpoint = config.endpoint_url or configured_endpoint(config.storage_options)
         self._processes = Processes(config, detect(), clock, self._started)
         # Parsing costs more than opening; epochs ask for the same URLs again.
         self._parsed: dict[str, ShardURL] = {}
-
-    def _configured_endpoint(self) -> str | None:
-        options = self.config.storage_options
-        client = options.get("client_kwargs")
-        for table in (options, client if isinstance(client, Mapping) else {}):
-            if table.get("endpoint_url"):
-                return str(table["endpoint_url"])
-        profile = options.get("profile")
-        return default_s3_endpoint(profile=str(profile) if profile else None)
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -245,6 +237,12 @@ class Cache:
 
     def fetch_shard(self, shard: ShardURL, status: FetchStatus | None = None) -> tuple[Entry, str]:
         """As `fetch`, for a parsed URL; also how it was had (`coordination.Outcome`)."""
+        if shard.is_local and not self.config.cache_local:
+            raise ConfigError(
+                f"{shard.local_path} is opened where it is and not cached; set cache_local if it "
+                "lies on a slow mount.",
+                url=str(shard),
+            )
         obtained = self._obtain(shard, status)
         os.close(obtained.opened.fd)
         return Store.entry_at(obtained.opened), obtained.outcome

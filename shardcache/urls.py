@@ -10,17 +10,14 @@ Invariants:
 * Nothing but ``ShardURL.raw`` holds a credential, and ``raw`` is for the origin
   only: never for logs, errors, file names or sidecars.
 
-All functions are pure apart from `default_s3_endpoint`, which reads the
-environment and the AWS configuration file.
+All functions are pure.
 """
 
 from __future__ import annotations
 
-import configparser
 import hashlib
-import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -30,7 +27,6 @@ from shardcache.errors import ConfigError
 __all__ = [
     "DEFAULT_SCHEMES",
     "ShardURL",
-    "default_s3_endpoint",
     "parse_url",
     "redact",
 ]
@@ -72,6 +68,7 @@ _ARN = re.compile(
 )
 _CHAIN = re.compile(r"(^[A-Za-z0-9+.-]+::|::[A-Za-z0-9+.-]+:/)")
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
+_TARGET = re.compile(r"[a-z][a-z0-9+.-]*://[^\s\"'|;<>()]+")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 #: 255 bytes is the limit of every common filesystem; leave room for suffixes.
@@ -177,7 +174,7 @@ def _named(url: str, scheme: str, rest_at: int, endpoint: str | None) -> ShardUR
     elif scheme == "s3":
         canonical, version_id, name = _s3(url, rest)
     elif scheme == "pipe":
-        canonical = "pipe:" + redact(rest.strip())
+        canonical = _pipe(rest.strip())
     else:
         canonical, name = _generic(url, scheme, rest)
     identity = canonical
@@ -215,6 +212,21 @@ def _split_bucket(rest: str) -> tuple[str, str]:
         return arn.group(), rest[arn.end() + 1 :]
     bucket, _, name = rest.partition("/")
     return bucket, name
+
+
+def _pipe(command: str) -> str:
+    """A command as people may see it: its program, the URL it reads, a digest of the rest.
+
+    Options, headers and variables are left out: what is a credential among them
+    (``-u me:secret``, ``X-Api-Key: ...``) cannot be told by looking.
+    """
+    words = (word.rpartition("/")[2] for word in command.split() if "=" not in word)
+    program = _UNSAFE.sub("_", next(words, "sh"))
+    target = _TARGET.search(command)
+    digest = hashlib.blake2b(command.encode("utf-8", "surrogateescape"), digest_size=4)
+    return " ".join(
+        [f"pipe:{program}", *([redact(target.group())] if target else []), f"#{digest.hexdigest()}"]
+    )
 
 
 def _s3(url: str, rest: str) -> tuple[str, str | None, str]:
@@ -346,51 +358,3 @@ def _own_endpoint(endpoint: str | None) -> str:
         return ""
     # http and https on one host serve one object store.
     return host + parts.path.rstrip("/")
-
-
-def default_s3_endpoint(
-    environ: Mapping[str, str] | None = None, profile: str | None = None
-) -> str | None:
-    """The S3 endpoint that botocore will use when none is passed, or None for AWS.
-
-    Follows the order of the AWS SDKs reference guide, "Service-specific
-    endpoints": AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, the profile's
-    ``services`` section, the profile's ``endpoint_url``. Read here without
-    botocore because a hit must not pay for importing it.
-    """
-    env = os.environ if environ is None else environ
-    if env.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() == "true":
-        return None
-    for variable in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
-        if env.get(variable):
-            return env[variable]
-    # os.path: where there is no home (any uid in a container), pathlib raises.
-    path = os.path.expanduser(env.get("AWS_CONFIG_FILE") or "~/.aws/config")  # noqa: PTH111
-    try:
-        text = Path(path).read_text("utf-8")
-    except (OSError, UnicodeDecodeError):
-        return None  # botocore will say what is wrong with it, if it needs it
-    if "endpoint_url" not in text:
-        return None
-    return _profile_endpoint(text, profile or env.get("AWS_PROFILE") or "default")
-
-
-def _profile_endpoint(text: str, profile: str) -> str | None:
-    parser = configparser.RawConfigParser(strict=False)
-    try:
-        parser.read_string(text)
-    except configparser.Error:
-        return None
-    section = f"profile {profile}"
-    if profile == "default" and parser.has_section("default"):
-        section = "default"
-    if not parser.has_section(section):
-        return None
-    services = parser.get(section, "services", fallback=None)
-    if services and parser.has_section(f"services {services}"):
-        nested = parser.get(f"services {services}", "s3", fallback="")
-        for line in nested.splitlines():
-            name, _, value = line.partition("=")
-            if name.strip() == "endpoint_url" and value.strip():
-                return value.strip()
-    return parser.get(section, "endpoint_url", fallback=None) or None

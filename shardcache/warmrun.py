@@ -55,8 +55,10 @@ _REFUSALS = 3
 #: Seconds between two looks at stop requests and the deadline.
 _TICK = 0.1
 #: Seconds that running fetches have to end once they are called off. They take
-#: milliseconds, unless they are still connecting or wait for another process.
+#: milliseconds, unless they are still connecting or wait for another process:
+#: then there is nothing of theirs to be kept, and less patience will do.
 _FAREWELL = 10.0
+_FAREWELL_UNBEGUN = 2.0
 #: What `Cache.fetch_shard` says, in our words.
 _OUTCOMES = {
     "hit": Outcome.CACHED,
@@ -148,7 +150,7 @@ class Run:
         if running is not None:
             _, status, begun = running
             error = FetchCancelledError(
-                f"{shard}: the fetch did not end within {_FAREWELL:g} s of being called off; "
+                f"{shard}: the fetch did not end when it was called off; "
                 "what was fetched is kept. Run it again.",
                 url=str(shard),
             )
@@ -179,8 +181,12 @@ class Run:
             if self._cut_at is not None:
                 # Again and again: a fetch may begin between two of these calls.
                 self._cache.cancel()
-                if SYSTEM_CLOCK.monotonic() - self._cut_at > _FAREWELL:
+                if SYSTEM_CLOCK.monotonic() - self._cut_at > self._farewell():
                     return
+
+    def _farewell(self) -> float:
+        begun = any(status.size is not None for _, status, _ in self._running.values())
+        return _FAREWELL if begun else min(_FAREWELL, _FAREWELL_UNBEGUN)
 
     def _take_note(self, event: Event) -> None:
         if isinstance(event, Started):

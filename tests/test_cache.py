@@ -147,6 +147,8 @@ def test_local_files_are_opened_as_they_are(make_cache: MakeCache, tmp_path: Pat
         assert read(cache, url) == DATA
         with cache.pinned(url) as path:
             assert path == file
+    with pytest.raises(ConfigError, match="cache_local"):
+        cache.fetch(str(file))
     assert list(cache.entries()) == []
     with pytest.raises(ShardNotFoundError, match="does not exist"):
         cache.open(str(tmp_path / "none.tar"))

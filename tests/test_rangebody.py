@@ -52,7 +52,7 @@ def serve() -> Iterator[Callable[[bytes | Callable[[str], bytes]], Scripted]]:
 
     def start(answer: bytes | Callable[[str], bytes]) -> Scripted:
         server = Scripted(answer if callable(answer) else lambda head: answer)
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
         thread.start()
         servers.append((server, thread))
         return server

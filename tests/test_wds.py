@@ -280,7 +280,8 @@ def test_a_pipeline_composed_further_reads_through_the_cache(
     again = pickle.loads(pickle.dumps(attached))  # pickles after it was iterated
     assert next(iter(again))["__key__"] == first
     assert len(list(attached.compose(wds.filters.slice(0, 3)).with_epoch(3))) == 3
-    mixed = wds.RandomMix([attached, cache.attach(wds.WebDataset(SPEC, shardshuffle=False))])
+    other = cache.attach(wds.WebDataset(SPEC, shardshuffle=False))
+    mixed = wds.RandomMix([attached, other], longest=True)
     assert len(list(mixed)) == 2 * SHARDS * MEMBERS
     loader = wds.WebLoader(attached, batch_size=None, num_workers=0)
     assert keys(loader) == expected_keys()

@@ -20,7 +20,7 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,11 +122,13 @@ def run(
             # The demo must show the same on a disk that is nearly full.
             "SHARDCACHE_MIN_FREE": "0",
         }
-        job = _Job(home / "cache", environment, meter, shard_bytes)
+        children = _Children()
+        stack.callback(children.end)
+        job = _Job(home / "cache", environment, meter, shard_bytes, children)
         steps = [job.prewarm(say)]
-        with job.workers() as workers:
-            for epoch in range(1, EPOCHS + 1):
-                steps.append(job.epoch(epoch, workers, say))
+        workers = job.workers()
+        for epoch in range(1, EPOCHS + 1):
+            steps.append(job.epoch(epoch, workers, say))
         counts = [t.object_fetches for t in meter.summary().values()]
         return DemoReport(
             tuple(steps),
@@ -166,12 +168,63 @@ def _keys() -> set[str]:
     return {f"{n:04d}-{sample:05d}" for n in range(SHARDS) for sample in range(SAMPLES)}
 
 
+class _Children:
+    """The demo's child processes, none of which outlives `end`.
+
+    They are started by a thread of their own: an interrupt reaches the main
+    thread only, so it cannot fall between the start of a process and our
+    knowing of it.
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1)
+        # Now: an executor does not know of a thread whose start was interrupted.
+        self._pool.submit(int).result()
+        self._started: list[subprocess.Popen[str]] = []
+
+    def start(self, command: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
+        """Start a process; standard input and both outputs are pipes."""
+        return self._pool.submit(self._launch, command, environment).result()
+
+    def _launch(self, command: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            # An interrupt from the terminal is ours to pass on.
+            start_new_session=True,
+        )
+        self._started.append(process)  # here, where no interrupt can come before it
+        return process
+
+    def end(self) -> None:
+        """Kill and reap every one of them."""
+        self._pool.shutdown()
+        for process in self._started:
+            process.kill()
+        for process in self._started:
+            process.wait()
+            for pipe in (process.stdin, process.stdout, process.stderr):
+                if pipe is not None:
+                    with contextlib.suppress(OSError):  # unsent input has no reader any more
+                        pipe.close()
+
+
 class _Job:
     """The job's processes, and what they cost."""
 
     def __init__(
-        self, cache: Path, environment: dict[str, str], meter: Meter, shard_bytes: int
+        self,
+        cache: Path,
+        environment: dict[str, str],
+        meter: Meter,
+        shard_bytes: int,
+        children: _Children,
     ) -> None:
+        self._children = children
         self._cache = cache
         self._environment = environment
         self._meter = meter
@@ -196,16 +249,11 @@ class _Job:
         say(f"shardcache prewarm '{spec}'")
         begun = time.monotonic()
         command = [sys.executable, "-m", "shardcache", "--dir", str(self._cache), "-q"]
-        done = subprocess.run(
-            [*command, "prewarm", spec],
-            env=self._environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-        )
-        if done.returncode != 0:
+        process = self._children.start([*command, "prewarm", spec], self._environment)
+        _, errors = process.communicate()
+        if process.returncode != 0:
             raise ShardCacheError(
-                f"prewarm ended with exit code {done.returncode}: {done.stderr.strip()}"
+                f"prewarm ended with exit code {process.returncode}: {errors.strip()}"
             )
         seconds = time.monotonic() - begun
         fetches, most, received = self._cost()
@@ -215,41 +263,25 @@ class _Job:
             f"prewarm {half} shards", fetches, most, received, expected, None, whole, seconds
         )
 
-    @contextlib.contextmanager
-    def workers(self) -> Iterator[list[subprocess.Popen[str]]]:
-        """Start all workers of all ranks; end them whatever happens."""
+    def workers(self) -> list[subprocess.Popen[str]]:
+        """Start all workers of all ranks."""
         spec = f"s3://{BUCKET}/train-{{0000..{SHARDS - 1:04d}}}.tar"
-        started: list[subprocess.Popen[str]] = []
-        try:
-            for rank in range(RANKS):
-                for worker in range(WORKERS):
-                    place = {
-                        "RANK": str(rank),
-                        "WORLD_SIZE": str(RANKS),
-                        "LOCAL_RANK": str(rank),
-                        "WORKER": str(worker),
-                        "NUM_WORKERS": str(WORKERS),
-                    }
-                    started.append(
-                        subprocess.Popen(
-                            [sys.executable, "-m", "shardcache.demoworker", spec, str(self._cache)],
-                            env={**self._environment, **place},
-                            stdin=subprocess.PIPE,
-                            stdout=subprocess.PIPE,
-                            text=True,
-                            # An interrupt from the terminal is ours to pass on.
-                            start_new_session=True,
-                        )
-                    )
-            for process in started:
-                if _answer(process) != "ready":
-                    raise ShardCacheError("a worker did not get ready")
-            yield started
-        finally:
-            for process in started:
-                process.kill()
-            for process in started:
-                process.communicate()
+        command = [sys.executable, "-m", "shardcache.demoworker", spec, str(self._cache)]
+        started = []
+        for rank in range(RANKS):
+            for worker in range(WORKERS):
+                place = {
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(RANKS),
+                    "LOCAL_RANK": str(rank),
+                    "WORKER": str(worker),
+                    "NUM_WORKERS": str(WORKERS),
+                }
+                started.append(self._children.start(command, {**self._environment, **place}))
+        for process in started:
+            if _answer(process) != "ready":
+                raise ShardCacheError("a worker did not get ready")
+        return started
 
     def epoch(
         self, number: int, workers: list[subprocess.Popen[str]], say: Callable[[str], None]
@@ -277,5 +309,9 @@ def _answer(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     line = process.stdout.readline()
     if not line:
-        raise ShardCacheError(f"a worker of the demo ended with exit code {process.wait()}")
+        assert process.stderr is not None
+        errors = process.stderr.read().strip()
+        raise ShardCacheError(
+            f"a worker of the demo ended with exit code {process.wait()}: {errors}"
+        )
     return line.strip()

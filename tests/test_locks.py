@@ -245,16 +245,19 @@ def test_the_directory_may_be_removed_at_any_time(tmp_path: Path) -> None:
                     directory.rmdir()
 
     thread = threading.Thread(target=sabotage)
+    taken = 0
     thread.start()
     try:
         for _ in range(300):
             lock = KeyLock(path)
             if lock.try_acquire(ME):
+                taken += 1
                 lock.release()
                 path.unlink()
     finally:
         stop.set()
         thread.join()
+    assert taken == 300  # nobody else wants it
 
 
 def test_a_directory_made_and_removed_by_others_meanwhile_is_made_again(

@@ -210,6 +210,8 @@ def test_a_partial_counts_as_live_until_its_last_worker_let_go(layout: Layout) -
 
 def test_the_missing_directory_is_made(tmp_path: Path) -> None:
     partial = begin(Layout(tmp_path / "v1"), metadata_for(data=DATA))
+    assert partial.data.is_file()
+    assert partial.path.parent == tmp_path / "v1" / "partial"
     partial.discard()
 
 

@@ -5,12 +5,22 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test lint bench docs clean
+# The tests of what locks protect, once more with locks that fail: `tests/brokenflock.py`.
+# First those that a change must pass, then the others.
+LOCK_TESTS := test_cache test_coordination test_partials test_sweeping test_space test_cleaning \
+	test_sessions test_bypass
+MORE_LOCK_TESTS := test_locks test_store test_wds test_prewarm test_processes test_namespaces \
+	test_eviction
+LOCK_FAULTS := refused lying deleted
+
+.PHONY: help demo test test-locks test-locks-all lint audit bench docs clean
 
 help:
 	@echo "make demo    the main job on an embedded S3 server, with a table of what happened"
 	@echo "make test    the whole test suite"
-	@echo "make lint    ruff, mypy, layers"
+	@echo "make test-locks-all    the engine's tests with locks that fail, every case"
+	@echo "make lint    ruff (with its security rules), mypy, layers, dependencies"
+	@echo "make audit   known vulnerabilities of the dependencies (needs the network)"
 	@echo "make bench   what a hit costs, and how fast a shard is fetched, against peers"
 	@echo "make docs    write the generated parts of README.md anew"
 	@echo "make clean   remove .venv and caches of tools"
@@ -36,13 +46,33 @@ demo: $(VENV)/.demo
 
 test: $(VENV)/.test
 	$(BIN)/python -m coverage erase
-	$(BIN)/python -m pytest --cov --cov-report=term-missing:skip-covered
+	$(BIN)/python -m pytest --cov --cov-report=term-missing:skip-covered --reliability .reliability.json
+	$(BIN)/python docs/reliability.py .reliability.json --check
+
+test-locks: $(VENV)/.test
+	for fault in $(LOCK_FAULTS); do \
+		$(BIN)/python -m pytest -q --flock $$fault $(LOCK_TESTS:%=tests/%.py) || exit 1; \
+	done
+
+test-locks-all: $(VENV)/.test
+	for fault in $(LOCK_FAULTS); do \
+		$(BIN)/python -m pytest -q --flock $$fault \
+			$(LOCK_TESTS:%=tests/%.py) $(MORE_LOCK_TESTS:%=tests/%.py) || exit 1; \
+	done
+	$(BIN)/python -m pytest -q --full tests/test_brokenlocks.py tests/test_netfs.py \
+		tests/test_lostlocks.py tests/test_fuseshim.py
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m pip check
+
+# Asks a database of known vulnerabilities on the network.
+audit: $(VENV)/.test
+	$(BIN)/python -m pip install --quiet pip-audit
+	$(BIN)/pip-audit --skip-editable
 
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.hits
@@ -50,6 +80,7 @@ bench: $(VENV)/.bench
 
 docs: $(VENV)/.test
 	$(BIN)/python docs/generate.py
+	@test ! -f .reliability.json || $(BIN)/python docs/reliability.py .reliability.json
 
 clean:
 	rm -rf $(VENV) .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .hypothesis

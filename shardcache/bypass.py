@@ -1,8 +1,9 @@
 """Reading a shard without storing it: what remains when the cache cannot help.
 
-`OriginStream` reads one version of an object from start to end, with the same
-pinning and the same retries as a fetch. Errors heal inside: the reader sees one
-only when the origin is really gone.
+`OriginStream` reads one version of an object to its end, with the same pinning and
+the same retries as a fetch. Errors heal inside: the reader sees one only when the
+origin is really gone. It may begin in the middle, where a cached file failed, and
+then insists on the version of that file.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from shardcache.blocks import Pace, skip
 from shardcache.clock import Clock
 from shardcache.errors import TransferError
-from shardcache.origin import Body, Origin, TransientError, VersionChangedError
+from shardcache.origin import Body, ObjectInfo, Origin, TransientError, VersionChangedError
 from shardcache.retry import RetryPolicy
 from shardcache.urls import ShardURL
 
@@ -40,13 +41,26 @@ class OriginStream(io.RawIOBase):
         policy: retries; the deadline counts from here.
         clock: time.
         timeout: seconds without enough bytes before a request is repeated.
+        start: offset of the first byte.
+        pin: the version to insist on.
+        version: its name (`ObjectInfo.version`), where no more is known of it.
 
     Raises:
-        As `origin.Origin.open`, and TransferError after all retries.
+        As `origin.Origin.open`, and TransferError after all retries, or if the
+        object is no longer the version asked for.
     """
 
     def __init__(
-        self, origin: Origin, url: ShardURL, policy: RetryPolicy, clock: Clock, timeout: float
+        self,
+        origin: Origin,
+        url: ShardURL,
+        policy: RetryPolicy,
+        clock: Clock,
+        timeout: float,
+        *,
+        start: int = 0,
+        pin: ObjectInfo | None = None,
+        version: str | None = None,
     ) -> None:
         super().__init__()
         self._origin = origin
@@ -54,11 +68,24 @@ class OriginStream(io.RawIOBase):
         self._clock = clock
         self._timeout = timeout
         self._attempts = policy.started(str(url))
-        self._position = 0
+        self._position = start
         self._body: Body | None = None  # first: a stream that fails here is closed too
-        self._body = self._call(lambda: origin.open(url, 0, None))
-        self._info = self._body.info
+        try:
+            if pin is None:
+                self._body = self._call(lambda: self._begin(version))
+                self._info = self._body.info
+            else:
+                self._info = pin
+                self._insist(pin, pin.version)
+                self._body = self._call(self._reopen)
+        except VersionChangedError as exn:
+            raise self._replaced(version or (pin.version if pin else "")) from exn
         self._pace = Pace(clock, timeout, self._attempts)
+
+    @property
+    def info(self) -> ObjectInfo:
+        """The version that is read."""
+        return self._info
 
     @property
     def name(self) -> str:
@@ -90,13 +117,33 @@ class OriginStream(io.RawIOBase):
             ):
                 self._call(self._compare)  # before the last bytes are believed
         except VersionChangedError as exn:
-            raise TransferError(
-                f"{self._url} was replaced while it was streamed; the bytes read so far are of "
-                "the old version. Read the shard again.",
-                url=str(self._url),
-            ) from exn
+            raise self._replaced(self._info.version) from exn
         self._position += count
         return count
+
+    def _insist(self, info: ObjectInfo, version: str) -> None:
+        # Two answers that cannot be told apart may be of two versions.
+        if info.version != version or not info.identifiable:
+            raise VersionChangedError(str(self._url))
+
+    def _replaced(self, version: str) -> TransferError:
+        return TransferError(
+            f"{self._url} was replaced while it was streamed; the bytes read so far are of "
+            f"the old version ({version}). Read the shard again.",
+            url=str(self._url),
+            version=version,
+        )
+
+    def _begin(self, version: str | None) -> Body:
+        body = self._origin.open(self._url, self._position, None)
+        try:
+            if version is not None:
+                self._insist(body.info, version)
+            skip(body, self._position)
+        except BaseException:
+            body.close()
+            raise
+        return body
 
     def _attempt(self, view: memoryview) -> int:
         try:

@@ -11,7 +11,6 @@ A fault of the cache never fails a read that the origin can serve, unless
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,23 +22,20 @@ from shardcache.clock import SYSTEM_CLOCK, Clock
 from shardcache.config import Config
 from shardcache.endpoints import configured_endpoint
 from shardcache.errors import (
-    CacheFullError,
     ConfigError,
-    LockTimeoutError,
-    ShardCacheError,
     ShardNotFoundError,
 )
-from shardcache.layout import is_cache
-from shardcache.locks import is_file
+from shardcache.layout import Layout
 from shardcache.metadata import DamagedError
 from shardcache.process import Process, Processes
 from shardcache.ranks import detect
+from shardcache.reading import Opener
+from shardcache.root import check_links, is_cache
 from shardcache.store import Entry, Opened, Store
 from shardcache.urls import ShardURL, parse_url
 
 if TYPE_CHECKING:
     from shardcache.cleaning import CleanReport
-    from shardcache.coordination import Obtained
     from shardcache.prewarm import PrewarmReport
     from shardcache.transfer import FetchStatus
 
@@ -49,8 +45,6 @@ logger = logging.getLogger(__name__)
 
 #: URLs remembered, about 500 bytes each.
 _REMEMBERED = 100_000
-#: WebDataset reads 10 KiB at a time; with the default buffer each is a system call.
-_BUFFER = 1 << 18
 
 
 class Cache:
@@ -92,6 +86,7 @@ class Cache:
         self._started = clock.time() if started is None else started
         self._endpoint = config.endpoint_url or configured_endpoint(config.storage_options)
         self._processes = Processes(config, detect(), clock, self._started)
+        self._opener = Opener(config, self._processes.here, clock)
         # Parsing costs more than opening; epochs ask for the same URLs again.
         self._parsed: dict[str, ShardURL] = {}
 
@@ -156,42 +151,7 @@ class Cache:
                 raise ShardNotFoundError(
                     f"{path} does not exist. Check the pattern.", url=str(shard)
                 ) from exn
-        try:
-            opened = self._obtain(shard).opened
-        except (CacheFullError, LockTimeoutError) as exn:
-            if self.config.strict:
-                raise
-            return self._bypass(shard, type(exn).__name__, exn.message), None
-        except ShardCacheError:
-            raise
-        except OSError as exn:
-            if self.config.strict:
-                raise
-            reason = f"{self.dir}: {exn.strerror or exn}"
-            return self._bypass(shard, reason, reason), None
-        return open(opened.path, "rb", _BUFFER, opener=lambda *_: opened.fd), opened.path
-
-    def _obtain(self, shard: ShardURL, status: FetchStatus | None = None) -> Obtained:
-        process = self._here()
-        obtained = process.coordinator().obtain(shard, status)
-        try:
-            process.touch(obtained.opened)
-            logger.debug("%s: %s", shard, obtained.outcome)
-        except BaseException:  # an interrupt: a pin that nobody holds would stay
-            os.close(obtained.opened.fd)
-            raise
-        return obtained
-
-    def _bypass(self, shard: ShardURL, kind: str, reason: str) -> io.BufferedReader:
-        from shardcache.bypass import open_stream
-
-        process = self._here()
-        process.coordinator()
-        process.warn(kind, "%s is streamed, not cached: %s", shard, reason)
-        fetcher = process.fetcher
-        return open_stream(
-            process.origins.of(shard), shard, fetcher.policy, self._clock, fetcher.timeout
-        )
+        return self._opener.open(shard)
 
     @contextlib.contextmanager
     def pinned(self, url: str) -> Iterator[Path]:
@@ -204,24 +164,11 @@ class Cache:
         if shard.is_local and not self.config.cache_local:
             yield shard.local_path
             return
-        opened = self._pin(shard)
+        opened = self._opener.pin(shard)
         try:
             yield Path(opened.path)
         finally:
-            os.close(opened.fd)
-
-    def _pin(self, shard: ShardURL) -> Opened:
-        """An entry that is under its path and cannot leave it."""
-        while True:
-            opened = self._obtain(shard).opened
-            there = False
-            try:
-                there = is_file(opened.path, opened.fd)
-                if there:
-                    return opened
-            finally:
-                if not there:  # renamed away by an evictor that died; look again
-                    os.close(opened.fd)
+            opened.close()
 
     def fetch(self, url: str, status: FetchStatus | None = None) -> Entry:
         """Make sure that the shard is in the cache; returns its entry.
@@ -243,8 +190,8 @@ class Cache:
                 "lies on a slow mount.",
                 url=str(shard),
             )
-        obtained = self._obtain(shard, status)
-        os.close(obtained.opened.fd)
+        obtained = self._opener.obtain(shard, status)
+        obtained.opened.close()
         return Store.entry_at(obtained.opened), obtained.outcome
 
     def path(self, url: str) -> Path | None:
@@ -255,7 +202,7 @@ class Cache:
         opened = self._look(shard)
         if opened is None:
             return None
-        os.close(opened.fd)
+        opened.close()
         return Path(opened.path)
 
     def entry(self, url: str) -> Entry | None:
@@ -263,7 +210,7 @@ class Cache:
         opened = self._look(self.parse(url))
         if opened is None:
             return None
-        os.close(opened.fd)
+        opened.close()
         return Store.entry_at(opened)
 
     def _look(self, shard: ShardURL) -> Opened | None:
@@ -371,6 +318,7 @@ class Cache:
         return sum(removal.size for removal in removed), in_use
 
     def _require_cache(self) -> None:
+        check_links(Layout.of_root(self.dir))
         if not is_cache(self.dir):
             raise ConfigError(
                 f"{self.dir} is not a shardcache directory (it has no manifest.json), so nothing "

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shardcache.eviction import Limits, Reason, Removal, apply, sweep
+from shardcache.eviction import ENTRY_INODES, Limits, Reason, Removal, apply, sweep
 from shardcache.space import Space
 from shardcache.store import Store
 
@@ -27,6 +27,7 @@ class CleanReport:
         kept: number of entries that stay.
         kept_bytes: bytes of those.
         missing: bytes that could not be found because the rest is in use.
+        missing_inodes: likewise inodes.
         dry_run: whether nothing was touched.
     """
 
@@ -35,6 +36,7 @@ class CleanReport:
     kept_bytes: int
     missing: int
     dry_run: bool
+    missing_inodes: int = 0
 
     @property
     def freed(self) -> int:
@@ -66,16 +68,24 @@ def clean(
     # Leftovers count as in flight, and their bytes come free, in a dry run too.
     swept = {reason: sum(r.size for r in removed if r.reason is reason) for reason in Reason}
     reserved = space.reserved() - (swept[Reason.ORPHAN] if dry_run else 0)
-    limits = replace(limits, free_needed=max(0, limits.free_needed - sum(swept.values())))
+    limits = replace(
+        limits,
+        free_needed=max(0, limits.free_needed - sum(swept.values())),
+        inodes_needed=max(0, limits.inodes_needed - ENTRY_INODES * len(removed)),
+    )
     chosen = space.plan(limits, reserved=max(0, reserved), protect=not limits.everything)
     kept, kept_bytes = chosen.kept, chosen.kept_bytes
     for victim in chosen.victims:
-        if dry_run or any(apply(Store.owning(victim.entry), [victim])):
+        if dry_run or any(apply(stores[0].owning(victim.entry), [victim])):
             removed.append(Removal(str(victim.entry.path), victim.entry.size, victim.reason))
         elif victim.entry.path.exists():  # came into use since the plan
             kept += 1
             kept_bytes += victim.entry.size
-    return CleanReport(tuple(removed), kept, kept_bytes, chosen.missing, dry_run)
+    if not dry_run:
+        space.date(chosen.undated)
+    return CleanReport(
+        tuple(removed), kept, kept_bytes, chosen.missing, dry_run, chosen.missing_inodes
+    )
 
 
 def remove(

@@ -117,10 +117,11 @@ def _show(invocation: Invocation, cache: Cache, report: CleanReport, given: dict
             "missing_bytes": report.missing,
         }
         console.table("clean", "removal", _REMOVED, rows, summary=summary)
-    if report.missing:
+    if report.missing or report.missing_inodes:
+        inodes = counted(report.missing_inodes, "inode")
         console.warning(
-            f"{format_bytes(report.missing)} more would have to go, but the rest is in use or was "
-            "used since the running jobs began"
+            f"{format_bytes(report.missing) if report.missing else inodes} more would have to go, "
+            "but the rest is in use or was used since the running jobs began"
         )
 
 
@@ -148,6 +149,7 @@ def _reasons(cache: Cache, report: CleanReport, given: dict[str, Any]) -> str:
     texts = {
         Reason.MAX_SIZE: f"over {option('max_size')}",
         Reason.MIN_FREE: f"for {option('min_free')}",
+        Reason.INODES: "for free inodes",
         Reason.MAX_AGE: f"older than {exact_duration(max_age or 0.0)}",
     }
     found = [f"{n:,} {text}" for reason, text in texts.items() if (n := report.count(reason))]

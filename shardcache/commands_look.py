@@ -14,8 +14,9 @@ from shardcache.console import Column, counted, short_date
 from shardcache.errors import ConfigError
 from shardcache.filters import matches_glob, parse_filter, parse_sort
 from shardcache.invocation import Invocation, command
-from shardcache.layout import Layout, is_cache
+from shardcache.layout import Layout
 from shardcache.metadata import DamagedError, Metadata
+from shardcache.root import check_links, is_cache
 from shardcache.units import format_age, format_bytes
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ def _is_listable(invocation: Invocation, cache: Cache) -> bool:
         ConfigError: the directory is something else.
         OSError: it cannot be looked at.
     """
+    check_links(Layout.of_root(cache.dir))
     if is_cache(cache.dir):
         return True
     if cache.dir.is_dir() and any(cache.dir.iterdir()):
@@ -156,7 +158,8 @@ def _rows(cache: Cache, now: float) -> Iterator[dict[str, Any]]:
 
 
 def _state(store: Store, entry: Entry, metadata: Metadata) -> str:
-    if metadata.key != entry.key or entry.data.stat().st_size != entry.size:
+    said = (metadata.key, metadata.info.version, metadata.size)
+    if said != (entry.key, entry.version, entry.size) or entry.data.lstat().st_size != entry.size:
         return "damaged"
     return "pinned" if store.is_pinned(entry) else "ok"
 
@@ -186,13 +189,16 @@ class _Totals:
     def of(cls, cache: Cache, rows: list[dict[str, Any]], now: float) -> _Totals:
         import os
 
+        from shardcache.eviction import is_protected
+        from shardcache.namespaces import Namespaces
+        from shardcache.ranks import detect
         from shardcache.sessions import oldest_live_session
 
-        since = oldest_live_session(Layout.of_root(cache.dir))
+        since = oldest_live_session(Namespaces(cache.config, detect()).node)
         idle = [
             row["size"]
             for row in rows
-            if row["state"] != "pinned" and (since is None or now - row["used_age"] < since)
+            if row["state"] != "pinned" and not is_protected(row["used"].timestamp(), since, now)
         ]
         limit = None
         if cache.config.max_size is not None:

@@ -10,9 +10,8 @@ Invariants:
 
 * A `Config` that exists is valid: every way in goes through the same parsers.
 * Nothing is ignored silently: an unknown key, variable or argument is an error.
-* No repr, row or error shows a value of ``storage_options`` or the user part of
-  ``endpoint_url``. A pickle leaves secrets out, except on the way into a process that
-  multiprocessing is spawning.
+* No repr, row or error shows a value of ``storage_options``. A pickle leaves secrets out,
+  except on the way into a process that multiprocessing is spawning.
 
 `Config` is immutable and safe to share between threads and processes; `load` reads
 the environment and files and writes nothing.
@@ -34,9 +33,11 @@ from shardcache.optionkinds import (
     CALL,
     ENDPOINT,
     FSYNC,
+    GROUP,
     ISOLATION,
     LIMIT,
     LIST,
+    LOCKS,
     MIB,
     NONE,
     PART_SIZE,
@@ -101,6 +102,9 @@ class Config:
     fsync: Literal["verify-after-boot", "fsync", "none"] = _opt(
         FSYNC, "verify-after-boot", "What guards entries against a crash of the machine."
     )
+    locks: Literal["auto", "flock", "node", "lease"] = _opt(
+        LOCKS, "auto", "Where locks are: in the cache (flock), on the node, or leased by nodes."
+    )
     touch_interval: float = _opt(TIME, 600.0, "Last use is recorded at most this often.")
     allow_schemes: tuple[str, ...] = _opt(LIST, (), "Extra URL schemes; pipe runs a shell.")
     cache_local: bool = _opt(BOOL, False, "Cache plain paths and file:// too (slow mounts).")
@@ -108,6 +112,9 @@ class Config:
         TABLE, StorageOptions(), "Options for fsspec or S3; in code or TOML only."
     )
     endpoint_url: str | None = _opt(ENDPOINT, None, "S3 endpoint if it is not that of AWS.")
+    shared_group: int | None = _opt(
+        GROUP, None, "Group whose members share the cache; the default is one user's own."
+    )
 
     def __post_init__(self) -> None:
         """Bring every value to its type."""

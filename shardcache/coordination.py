@@ -17,15 +17,18 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from pathlib import Path
 
+from shardcache.breaker import FULL
 from shardcache.clock import Clock
 from shardcache.config import Config
-from shardcache.errors import IntegrityError, ShardCacheError, TransferError
-from shardcache.layout import Layout, parse_partial_name
+from shardcache.entry import versions
+from shardcache.errors import IntegrityError, ShardCacheError
+from shardcache.layout import Layout, is_directory, list_names, parse_partial_name
+from shardcache.leases import KeyLease
 from shardcache.locks import Holder, KeyLock
 from shardcache.metadata import DamagedError, Metadata, boot_id
 from shardcache.origin import ObjectInfo
@@ -50,7 +53,8 @@ _PRIVATE_FETCHES = 2
 #: An entry may vanish between publish and open, a partial may be taken away by
 #: locks that lie; not this often in a row.
 _TRIES = 5
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+_AnyLock = KeyLock | KeyLease
 
 
 class Outcome(StrEnum):
@@ -64,7 +68,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Obtained:
-    """An open entry; the caller must close ``opened.fd``."""
+    """An open entry; the caller must close ``opened``."""
 
     opened: Opened
     outcome: Outcome
@@ -82,6 +86,8 @@ class Coordinator:
         config: time-outs and checks.
         ranks: who we are, for the lock records.
         clock: time.
+        on_fault: is told of entries that the disk could not read.
+        warn: says something of a kind once (`process.Process.warn`).
     """
 
     def __init__(
@@ -95,8 +101,12 @@ class Coordinator:
         config: Config,
         ranks: Ranks,
         clock: Clock,
+        on_fault: Callable[[OSError], None],
+        warn: Callable[..., None],
     ) -> None:
         self.store = store
+        self._on_fault = on_fault
+        self._warn = warn
         self._siblings = siblings
         self._fetcher = fetcher
         self._origins = origins
@@ -115,14 +125,33 @@ class Coordinator:
             LockTimeoutError: somebody else has been fetching it for too long.
             OSError: the local disk failed.
         """
+        return self.find(url) or self.get(url, status)
+
+    def find(self, url: ShardURL) -> Obtained | None:
+        """A hit, or None."""
         opened = self.look(url)
-        if opened is not None:
-            return Obtained(opened, Outcome.HIT)
+        return None if opened is None else Obtained(opened, Outcome.HIT)
+
+    def get(self, url: ShardURL, status: FetchStatus | None = None) -> Obtained:
+        """As `obtain`, where a look found nothing."""
         status = status or FetchStatus()
+        try:
+            return self._get(url, status)
+        except ShardCacheError:
+            raise
+        except OSError as exn:
+            if exn.errno not in FULL:
+                raise
+            # At whichever step: the partial is gone by now, and so is the lock.
+            logger.info("%s: the disk is full (%s); making room", url, exn)
+            self._space.make_room(str(url), status.size or 0)
+            return self._get(url, status)
+
+    def _get(self, url: ShardURL, status: FetchStatus) -> Obtained:
         waiter = self._waiter(url)
         holder = self._holder()
+        lock = self._lock(url, self.store.layout)
         while True:
-            lock = KeyLock(self.store.layout.key_lock(url.key))
             if lock.try_acquire(holder):
                 try:
                     return self._fill(url, lock, holder, status)
@@ -144,13 +173,41 @@ class Coordinator:
             return self.store.open(url.key, url.basename)
         except DamagedError as exn:
             logger.info("%s: not used: %s", url, exn)
+            if isinstance(exn.__cause__, OSError):
+                self._on_fault(exn.__cause__)
             return None
 
+    @contextlib.contextmanager
+    def sole(self, store: Store, url: ShardURL) -> Iterator[bool]:
+        """Hold the lock of a shard in one of the root's namespaces; False if it is taken.
+
+        Raises:
+            OSError: the disk fails.
+        """
+        lock = self._lock(url, store.layout)
+        held = lock.try_acquire(self._holder())
+        try:
+            yield held
+        finally:
+            if held:
+                lock.release()
+
+    def _lock(self, url: ShardURL, layout: Layout) -> _AnyLock:
+        if self._config.locks == "lease":
+            record = layout.lease_record(url.key)
+            lease = layout.lease(url.key)
+            return KeyLease(lease, record, modes=layout.modes, via=layout.partial)
+        return KeyLock(layout.key_lock(url.key), layout.modes)
+
     def _waiter(self, url: ShardURL) -> Waiter:
+        layout = self.store.layout
+        leased = self._config.locks == "lease"
         return Waiter(
-            self.store.layout,
+            layout,
             url,
             self._clock,
+            watch=self._fetcher.cancellation.watch(str(url), self._clock),
+            record=layout.lease_record(url.key) if leased else layout.key_lock(url.key),
             timeout=self._config.lock_timeout,
             stale_after=self._config.stale_after,
         )
@@ -163,7 +220,8 @@ class Coordinator:
     @contextlib.contextmanager
     def _private_slot(self, holder: Holder) -> Iterator[bool]:
         for number in range(_PRIVATE_FETCHES):
-            lock = KeyLock(self.store.layout.named_lock(f"private-{number}"))
+            layout = self.store.layout
+            lock = KeyLock(layout.named_lock(f"private-{number}"), layout.modes)
             if lock.try_acquire(holder):
                 try:
                     yield True
@@ -173,7 +231,7 @@ class Coordinator:
         yield False
 
     def _fill(
-        self, url: ShardURL, lock: KeyLock | None, holder: Holder, status: FetchStatus
+        self, url: ShardURL, lock: _AnyLock | None, holder: Holder, status: FetchStatus
     ) -> Obtained:
         """Make the entry and open it; ``lock`` is the key's, or None for a private fetch."""
         for _ in range(_TRIES):
@@ -184,25 +242,29 @@ class Coordinator:
             if linked is not None:
                 return Obtained(linked, Outcome.LINKED)
             try:
-                self._fetch(url, lock, holder, status)
+                entry = self._fetch(url, lock, holder, status)
             except LostError as exn:
-                logger.warning("%s: %s; starting over", url, exn)
+                self._warn("lost", "%s: %s; starting over", url, exn)
                 continue
             opened = self.look(url)
             if opened is not None:
                 return Obtained(opened, Outcome.FETCHED)
-        raise TransferError(
-            f"{url} was fetched and vanished {_TRIES} times. Something else empties "
-            f"{self.store.layout.base}; stop it, or use another directory.",
-            url=str(url),
+            if is_directory(entry):  # another fetch would end there, too
+                raise OSError(errno.EIO, "what was just stored cannot be read", str(entry))
+        # The origin is well: a fault of the cache, so that the shard can still be streamed.
+        raise OSError(
+            errno.EBUSY,
+            f"what was fetched vanished, {_TRIES} times in a row. Locks do not work there, or "
+            "something else empties it; stop that, or use another directory",
+            str(self.store.layout.base),
         )
 
-    def _look_again(self, url: ShardURL, lock: KeyLock | None) -> Opened | None:
+    def _look_again(self, url: ShardURL, lock: _AnyLock | None) -> Opened | None:
         try:
             return self.store.open(url.key, url.basename)
         except DamagedError as exn:
-            if lock is not None:
-                self.store.quarantine(url.key, f"{url}: {exn}")
+            if lock is not None and self.store.quarantine(url.key, f"{url}: {exn}"):
+                self._warn("damaged", "%s was damaged and is fetched again: %s", url, exn)
             return None
 
     def _link(self, url: ShardURL) -> Opened | None:
@@ -219,38 +281,25 @@ class Coordinator:
                 linked = self.store.link(other, metadata, url.basename)
                 opened = self.look(url) if linked else None
             except (DamagedError, FileNotFoundError):
-                os.close(other.fd)
+                other.close()
                 continue
             except OSError as exn:  # full or read-only: theirs is as good to read
                 logger.info("%s: not linked, but read where it is: %s", url, exn)
                 return other
             except BaseException:
-                os.close(other.fd)
+                other.close()
                 raise
             if opened is None:
                 return other
-            os.close(other.fd)
+            other.close()
             return opened
         return None
 
     def _fetch(
-        self, url: ShardURL, lock: KeyLock | None, holder: Holder, status: FetchStatus
-    ) -> None:
-        try:
-            self._fetch_once(url, lock, holder, status)
-        except ShardCacheError:
-            raise
-        except OSError as exn:
-            if exn.errno not in _FULL:
-                raise
-            logger.warning("%s: the disk is full (%s); making room", url, exn.strerror)
-            self._space.make_room(str(url), status.size or 0)
-            self._fetch_once(url, lock, holder, status)
-
-    def _fetch_once(
-        self, url: ShardURL, lock: KeyLock | None, holder: Holder, status: FetchStatus
-    ) -> None:
+        self, url: ShardURL, lock: _AnyLock | None, holder: Holder, status: FetchStatus
+    ) -> Path:
         origin = self._origins.of(url)
+        known = frozenset(path for path, _ in versions(self.store.layout, url.key))
         resume = self._resume(url)
         if resume is not None and lock is not None:
             lock.update(replace(holder, partial=resume.path.name, size=resume.metadata.info.size))
@@ -265,20 +314,18 @@ class Coordinator:
         try:
             self._validate(url, partial)
             metadata = self._metadata(url, fetched)
-            self.store.publish(partial, metadata, sync=self._config.fsync == "fsync")
+            sync = self._config.fsync == "fsync"
+            entry = self.store.publish(partial, metadata, sync=sync, known=known)
         except BaseException:
             partial.discard()
             raise
         partial.close()
+        return entry
 
     def _resume(self, url: ShardURL) -> Partial | None:
         """Take over what a dead process left of this shard."""
         layout: Layout = self.store.layout
-        try:
-            names = os.listdir(layout.partial)  # noqa: PTH208 - names only
-        except FileNotFoundError:
-            return None
-        for name in names:
+        for name in list_names(layout.partial):
             parsed = parse_partial_name(name)
             if parsed is not None and parsed[0] == url.key:
                 partial = Partial.claim(layout, layout.partial / name, url.basename)
@@ -297,7 +344,7 @@ class Coordinator:
             raise
 
     def _target(
-        self, url: ShardURL, info: ObjectInfo, lock: KeyLock | None, holder: Holder
+        self, url: ShardURL, info: ObjectInfo, lock: _AnyLock | None, holder: Holder
     ) -> Partial:
         metadata = Metadata(
             url=str(url),

@@ -152,7 +152,7 @@ def _write_shards(server: S3Server, say: Callable[[str], None]) -> int:
 
 
 def _write_shard(server: S3Server, number: int) -> int:
-    noise = random.Random(number).randbytes(SAMPLE_BYTES + SAMPLES)
+    noise = random.Random(number).randbytes(SAMPLE_BYTES + SAMPLES)  # noqa: S311 - the same again
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as archive:
         for sample in range(SAMPLES):

@@ -12,7 +12,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardcache.layout import META, Layout, is_key, list_names, parse_entry_name
+from shardcache.layout import (
+    META,
+    Layout,
+    is_directory,
+    is_key,
+    list_names,
+    parse_entry_name,
+    read_file,
+)
 from shardcache.metadata import MAX_BYTES, DamagedError, Metadata
 
 __all__ = ["Entry", "lacks", "read_sidecar", "scan", "versions"]
@@ -100,9 +108,14 @@ def read_sidecar(directory: str | Path) -> bytes:
 
     Raises:
         OSError: it is gone or cannot be read.
+        DamagedError: something else is in its place.
     """
-    with open(f"{directory}/{META}", "rb", buffering=0) as file:
-        return file.read(MAX_BYTES)
+    try:
+        return read_file(f"{directory}/{META}", MAX_BYTES)
+    except OSError as exn:
+        if exn.errno == errno.ELOOP:
+            raise DamagedError("its sidecar is not a plain file") from exn
+        raise
 
 
 def scan(layout: Layout) -> Iterator[Entry]:
@@ -115,6 +128,8 @@ def scan(layout: Layout) -> Iterator[Entry]:
         OSError: a directory cannot be read.
     """
     for prefix in list_names(layout.objects):
+        if not is_key(prefix * 16):  # perhaps one that is not open to us yet (`modes`)
+            continue
         directory = f"{layout.objects}/{prefix}"
         for key in list_names(directory):
             if not (is_key(key) and key.startswith(prefix)):
@@ -130,7 +145,8 @@ def versions(layout: Layout, key: str) -> list[tuple[Path, int]]:
         OSError: the directory cannot be read.
     """
     found = []
-    for child, _version, size in _children(layout.key_dir(key)):
+    key_dir = layout.key_dir(key)
+    for child, _version, size in _children(key_dir) if is_directory(key_dir.parent) else ():
         with contextlib.suppress(FileNotFoundError):  # evicted meanwhile
             found.append((child.stat(follow_symlinks=False).st_mtime_ns, child.path, size))
     return [(Path(path), size) for _, path, size in sorted(found, reverse=True)]
@@ -138,6 +154,8 @@ def versions(layout: Layout, key: str) -> list[tuple[Path, int]]:
 
 def _children(key_dir: Path | str) -> list[tuple[os.DirEntry[str], str, int]]:
     """(directory, version, size) of the entries of a key; symbolic links are none."""
+    if not is_directory(key_dir):
+        return []
     try:
         with os.scandir(key_dir) as children:
             named = [(child, parse_entry_name(child.name)) for child in children]
@@ -152,6 +170,6 @@ def _children(key_dir: Path | str) -> list[tuple[os.DirEntry[str], str, int]]:
 
 def _used(directory: Path | str) -> float:
     try:
-        return os.stat(f"{directory}/{META}").st_mtime  # noqa: PTH116 - a string on a hot scan
+        return os.lstat(f"{directory}/{META}").st_mtime
     except OSError:
         return 0.0  # no sidecar: the first to go

@@ -8,6 +8,11 @@ Entries that are pinned or being read are never victims, nor are entries used
 since ``protect_since``, the time the oldest live session began: an epoch is one
 scan over the dataset, and evicting what this epoch has read to make room for
 what it reads next gives a cache that never hits.
+
+Last uses and starts of sessions are dates, and clocks can be wrong and be set.
+What can be read, and whether it is right, never depends on them; what goes first
+does. A date in the future says nothing: such an entry goes first and is not
+kept for a session, unless the session began in that future too.
 """
 
 from __future__ import annotations
@@ -22,14 +27,31 @@ from shardcache.store import Entry, Store
 from shardcache.sweeping import (
     InFlight,
     in_flight,
+    remove_dead_leases,
     remove_free_locks,
     remove_leftover,
     remove_quarantined,
+    remove_temporaries,
+    remove_unnamed,
 )
 
-__all__ = ["EvictionPlan", "Limits", "Reason", "Removal", "Victim", "apply", "plan", "sweep"]
+__all__ = ["ENTRY_INODES", "EvictionPlan", "Limits", "Reason", "Removal", "Victim"]
+__all__ += ["apply", "is_protected", "plan", "sweep"]
 
 logger = logging.getLogger(__name__)
+
+#: Seconds by which clocks may differ, and be set, without a date counting as wrong. S3
+#: itself refuses clocks that are off by more than 15 minutes (RequestTimeTooSkewed).
+SKEW = 3600.0
+#: 2025-01-01. Nothing of ours is older than the library: a session that says so began
+#: before the machine knew the time.
+_LIBRARY = 1_735_689_600.0
+#: Seconds that count as "since the session began" where its date is wrong.
+_SESSION = 86_400.0
+
+
+#: A directory, the data, the sidecar. The key's directory goes too if it was its last one.
+ENTRY_INODES = 3
 
 
 class Reason(StrEnum):
@@ -37,6 +59,7 @@ class Reason(StrEnum):
 
     MAX_SIZE = "max_size"
     MIN_FREE = "min_free"
+    INODES = "inodes"
     MAX_AGE = "max_age"
     ALL = "all"
     ASKED = "asked"
@@ -51,12 +74,14 @@ class Limits:
     Attributes:
         max_size: bytes of entries and fetches in flight together.
         free_needed: bytes to remove so that the filesystem keeps its free space.
+        inodes_needed: inodes to free; an entry has `ENTRY_INODES`.
         max_age: seconds since the last use.
         everything: remove all that may be removed.
     """
 
     max_size: int | None = None
     free_needed: int = 0
+    inodes_needed: int = 0
     max_age: float | None = None
     everything: bool = False
 
@@ -78,12 +103,22 @@ class EvictionPlan:
         kept: number of entries that stay.
         kept_bytes: bytes of those.
         missing: bytes that cannot be found; 0 when every limit is met.
+        missing_inodes: likewise inodes.
+        undated: those that stay and were last used in the future; dated now, their age
+            begins to count.
     """
 
     victims: tuple[Victim, ...]
     kept: int
     kept_bytes: int
     missing: int
+    undated: tuple[Entry, ...] = ()
+    missing_inodes: int = 0
+
+    @property
+    def suffices(self) -> bool:
+        """Whether every limit is met when the victims are gone."""
+        return not self.missing and not self.missing_inodes
 
     @property
     def freed(self) -> int:
@@ -109,7 +144,7 @@ def plan(
     protect_since: float | None = None,
     in_use: Callable[[Entry], bool] = lambda entry: False,
 ) -> EvictionPlan:
-    """Choose victims: too old first, then least recently used until all limits are met.
+    """Choose victims: undated and too old first, then least recently used, until limits are met.
 
     Args:
         entries: everything published.
@@ -120,36 +155,76 @@ def plan(
         in_use: asked only of entries that would otherwise go.
     """
     # The path last: two namespaces may have one version each, of the same age.
-    by_use = sorted(entries, key=lambda entry: (entry.used, entry.key, entry.version, entry.path))
+    by_use = sorted(
+        entries,
+        key=lambda e: (not _is_ahead(e.used, now), e.used, e.key, e.version, e.path),
+    )
     total = sum(entry.size for entry in by_use)
     over = max(0, total + reserved - limits.max_size) if limits.max_size is not None else 0
     short = limits.free_needed
+    inodes = limits.inodes_needed
     victims: list[Victim] = []
+    undated: list[Entry] = []
     for entry in by_use:
-        reason = _reason(entry, limits, now, over, short)
+        if _is_ahead(entry.used, now) and now >= _LIBRARY:
+            undated.append(entry)
+        reason = _reason(entry, limits, now, over, short, inodes)
         if reason is None:
             continue
-        if protect_since is not None and entry.used >= protect_since:
+        if is_protected(entry.used, protect_since, now):
             continue
         if in_use(entry):
             continue
         victims.append(Victim(entry, reason))
         over -= entry.size
         short -= entry.size
-    freed = sum(victim.entry.size for victim in victims)
+        inodes -= ENTRY_INODES
+    gone = {victim.entry for victim in victims}
+    freed = sum(entry.size for entry in gone)
     return EvictionPlan(
-        tuple(victims), len(by_use) - len(victims), total - freed, max(0, over, short)
+        tuple(victims),
+        len(by_use) - len(victims),
+        total - freed,
+        max(0, over, short),
+        tuple(entry for entry in undated if entry not in gone),
+        max(0, inodes),
     )
 
 
-def _reason(entry: Entry, limits: Limits, now: float, over: int, short: int) -> Reason | None:
+def _is_ahead(date: float, now: float) -> bool:
+    """Whether a date cannot be: it lies in the future."""
+    return date > now + SKEW
+
+
+def is_protected(used: float, since: float | None, now: float) -> bool:
+    """Whether a use falls into the time of the sessions, as far as dates can tell.
+
+    Args:
+        used: the use.
+        since: when the oldest live session began; None if there is none.
+        now: the present.
+    """
+    if since is None:
+        return False
+    if _is_ahead(used, now):
+        return _is_ahead(since, now) and used >= since  # the clock was set back meanwhile
+    if _is_ahead(since, now) or since < _LIBRARY <= now:
+        since = now - _SESSION
+    return used >= since
+
+
+def _reason(
+    entry: Entry, limits: Limits, now: float, over: int, short: int, inodes: int
+) -> Reason | None:
     if limits.everything:
         return Reason.ALL
     if limits.max_age is not None and now - entry.used > limits.max_age:
         return Reason.MAX_AGE
     if over > 0:
         return Reason.MAX_SIZE
-    return Reason.MIN_FREE if short > 0 else None
+    if short > 0:
+        return Reason.MIN_FREE
+    return Reason.INODES if inodes > 0 else None
 
 
 def apply(store: Store, chosen: Sequence[Victim]) -> Iterator[Victim]:
@@ -195,4 +270,6 @@ def sweep(
         yield Removal(path.name, size, Reason.QUARANTINED)
     if not dry_run:
         remove_dead_sessions(layout)
-        logger.debug("removed %d free lock files", remove_free_locks(layout))
+        removed = remove_temporaries(layout) + remove_unnamed(layout)
+        removed += remove_free_locks(layout) + remove_dead_leases(layout)
+        logger.debug("removed %d files and directories without bytes", removed)

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardcache.errors import AccessDeniedError, ConfigError, ShardNotFoundError
-from shardcache.origin import ObjectInfo, TransientError
+from shardcache.origin import ObjectInfo, TransientError, VersionChangedError, unchained
 from shardcache.urls import ShardURL, redact
 
 __all__ = ["FsspecOrigin"]
@@ -56,6 +56,7 @@ class FsspecOrigin:
         self._filesystem: Any = None
         self._guard = threading.Lock()
 
+    @unchained
     def open(
         self, url: ShardURL, start: int, stop: int | None, pin: ObjectInfo | None = None
     ) -> FsspecBody:
@@ -81,6 +82,7 @@ class FsspecOrigin:
             stop = info.size if stop is None else min(stop, info.size)
         return FsspecBody(self, url, info, start, stop, file)
 
+    @unchained
     def stat(self, url: ShardURL) -> ObjectInfo:
         """See `origin.Origin.stat`."""
         with self._translated(url):
@@ -138,6 +140,8 @@ class FsspecOrigin:
             status = getattr(exn, "status", None) or getattr(exn, "code", None)
             if status in (401, 403):
                 raise _denied(url) from None
+            if status in (412, 416):
+                raise VersionChangedError(str(url)) from None
             if isinstance(status, int) and 400 <= status < 500 and status not in (408, 425, 429):
                 raise ConfigError(
                     f"{url}: the origin refused the request: {redact(str(exn))}", url=str(url)
@@ -167,6 +171,7 @@ class FsspecBody:
         self._file = file
         self._left = None if stop is None else stop - start
 
+    @unchained
     def readinto(self, buffer: memoryview) -> int:
         """See `origin.Body.readinto`."""
         if self._left is not None:
@@ -177,6 +182,8 @@ class FsspecBody:
             data = self._file.read(len(buffer))
         count = len(data)
         if count == 0 and self._left:
+            if self._origin.stat(self._url).version != self.info.version:
+                raise VersionChangedError(f"{self._url} became shorter")
             raise TransientError(f"the origin stopped {self._left} bytes before the end")
         buffer[:count] = data
         if self._left is not None:

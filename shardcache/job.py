@@ -19,6 +19,7 @@ from typing import Protocol
 from shardcache import digests
 from shardcache.blocks import Blocks, FetchStatus, Pace, skip
 from shardcache.clock import Clock
+from shardcache.descriptors import disown
 from shardcache.digests import BLOCK
 from shardcache.errors import (
     AccessDeniedError,
@@ -29,7 +30,6 @@ from shardcache.errors import (
     ShardNotFoundError,
     TransferError,
 )
-from shardcache.locks import disown
 from shardcache.origin import (
     Body,
     Checksum,
@@ -52,7 +52,6 @@ _PROGRESS = 64 * 1024
 _FAREWELL = 5.0
 #: Seconds between two looks at whether a worker that waits for a permit is still needed.
 _PERMIT_POLL = 0.25
-
 
 Part = tuple[int, int]
 
@@ -251,6 +250,8 @@ class Job:
         blocks = Blocks(self, start, stop, fd, body)
         while not blocks.complete:
             self.attempts.call(lambda: self._attempt(blocks), sleep=self._sleep)
+        if (unread := blocks.take_body()) is not None:  # of an empty object
+            unread.close()
 
     def _attempt(self, blocks: Blocks) -> None:
         before = blocks.position
@@ -396,3 +397,4 @@ class Job:
                 self.partial.discard()
             else:
                 self.partial.close()
+            self.error = None  # it knows this frame: a cycle would keep what should go

@@ -1,9 +1,10 @@
-"""The names on disk, and the making of a root.
+"""The names on disk.
 
     <root>/  manifest.json  CACHEDIR.TAG  README.txt (in v1 where the root holds other things)
       v1/  objects/<aa>/<key>/<version>-<size>/   an entry: <basename>, meta.json
            partial/<key>.<version>.<random>/      a fetch in flight, the same files growing
            partial/evict.<key>.<random>/          an entry on its way out
+           partial/.<name>.<random>               a file on its way to its name
            locks/<aa>/<key>.lock  quarantine/  sessions/  ranks/<name>/ (a tree like this one)
 
 This module alone knows these names; `store` and `partials` ask it. A name that
@@ -19,59 +20,35 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
+import io
 import os
 import re
-import secrets
 import stat
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardcache.errors import ConfigError
+from shardcache.descriptors import list_directory, open_file
+from shardcache.modes import PRIVATE, Modes, random_token, settle
 
-__all__ = ["Layout", "make_root", "parse_entry_name", "parse_partial_name", "replace_file"]
+__all__ = ["Layout", "parse_entry_name", "parse_partial_name", "read_file", "replace_file"]
 
-DIRECTORY_MODE = 0o700
 META = "meta.json"
 PROGRESS = "progress"
 MANIFEST = "manifest.json"
-_TAG_NAME = "CACHEDIR.TAG"
-_README_NAME = "README.txt"
-#: What may be in a directory that is the cache's alone; lost+found is mkfs's.
-_ROOT_NAMES = frozenset({"v1", MANIFEST, _TAG_NAME, "lost+found"})
 
 _KEY = re.compile(r"[0-9a-f]{32}\Z")
-_ENTRY = re.compile(r"([0-9a-f]{24})-([0-9a-f]{1,16})\Z")
+_ENTRY = re.compile(r"([0-9a-f]{24})-(0|[1-9a-f][0-9a-f]{0,15})\Z")
 _PARTIAL = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{24})\.([0-9a-f]{32})\Z")
 _EVICTED = re.compile(r"evict\.([0-9a-f]{32})\.([0-9a-f]{32})\Z")
 _LOCK = re.compile(r"([0-9a-f]{32})\.lock\Z")
-_TEMPORARY = re.compile(r"\.[A-Za-z.]+\.[0-9a-f]{32}\Z")
+_LEASE = re.compile(r"[0-9a-f]{32}\.(lease|holder)\Z")
+_TEMPORARY = re.compile(r"\.[A-Za-z0-9.]+\.[0-9a-f]{32}\Z")
+#: A sweeper may remove a file before it has its name, not this often in a row.
+_REPLACE_ATTEMPTS = 100
 # What `ranks.safe_name` makes.
 _RANK = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}\Z")
 _QUARANTINED = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{24})-([0-9a-f]{1,16})\.([0-9a-f]{32})\Z")
-
-# https://bford.info/cachedir/: the first 43 bytes are the signature that backup
-# programs look for.
-_CACHEDIR_TAG = """Signature: 8a477f597d28d172789f06886806bc55
-# This directory is a shardcache root: copies of training shards that can be
-# fetched again. Backups may leave it out.
-"""
-_README = """Copies of training shards, kept by shardcache.
-
-v1/objects   one directory per shard: the shard and meta.json, complete and read-only
-v1/partial   fetches in flight; what a killed process leaves is resumed or swept
-v1/locks     empty lock files; harmless to keep, harmless to delete when nothing runs
-
-Look with     shardcache --dir THIS ls
-Make room     shardcache --dir THIS clean --max-size 500GB
-Remove all    shardcache --dir THIS clean --all -y
-Deleting any entry by hand is safe too: the next reader fetches it again.
-"""
-
-
-def random_token() -> str:
-    """128 random bits as hex: no two nodes, pids or restarts ever share a name."""
-    return secrets.token_hex(16)
 
 
 def parse_entry_name(name: str) -> tuple[str, int] | None:
@@ -96,6 +73,11 @@ def is_quarantined_name(name: str) -> bool:
     return _QUARANTINED.match(name) is not None
 
 
+def is_temporary_name(name: str) -> bool:
+    """Whether ``name`` is that of a file that `replace_file` is writing."""
+    return _TEMPORARY.match(name) is not None
+
+
 def is_key(name: str) -> bool:
     """Whether ``name`` is a key."""
     return _KEY.match(name) is not None
@@ -106,9 +88,41 @@ def is_lock_name(name: str) -> bool:
     return _LOCK.match(name) is not None
 
 
+def is_lease_name(name: str) -> bool:
+    """Whether ``name`` is that of a key's lease or of the record beside it."""
+    return _LEASE.match(name) is not None
+
+
+def is_unnamed(name: str) -> bool:
+    """Whether ``name`` is that of a directory on its way to its own, see `modes`."""
+    return name.startswith(".new.") and is_temporary_name(name)
+
+
 def is_rank_name(name: str) -> bool:
     """Whether ``name`` is that of a rank's or a job's namespace."""
     return _RANK.match(name) is not None
+
+
+#: Seconds without a use after which, where flock does not tell, an entry may be evicted and
+#: a fetch counts as dead. A live fetch writes its progress with every block and gives a
+#: connection up after ``timeout``, half a minute; an hour also covers clocks of two nodes
+#: that differ. Wrongly taken for dead, a fetch starts over and a reader asks the origin.
+IDLE_GRACE = 3600.0
+
+
+def is_idle(path: Path, grace: float = IDLE_GRACE) -> bool:
+    """Whether nothing in a directory was written or touched for ``grace`` seconds.
+
+    Raises:
+        OSError: it cannot be looked at.
+    """
+    times = []
+    for name in list_names(path):
+        with contextlib.suppress(FileNotFoundError):
+            found = os.lstat(path / name)
+            # Anybody whose clock is ahead can state a use in the future, but no change then.
+            times.append(min(found.st_mtime, found.st_ctime))
+    return time.time() - max(times, default=0.0) > grace
 
 
 def list_names(directory: Path | str) -> list[str]:
@@ -117,27 +131,35 @@ def list_names(directory: Path | str) -> list[str]:
     Raises:
         OSError: it cannot be listed.
     """
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        fd = os.open(directory, flags)
+        return list_directory(directory)
     except OSError as exn:
         if exn.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
             return []
         raise
-    try:
-        return os.listdir(fd)  # noqa: PTH208 - names only
-    finally:
-        os.close(fd)
 
 
-def make_directory(path: Path) -> None:
-    """Make a directory that others make and remove at the same time; it may be gone again.
+def read_file(path: Path | str, limit: int) -> bytes:
+    """The first ``limit`` bytes of a plain file; never through a link, never waiting.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it is gone or cannot be read; ELOOP where something else is in its place:
+            a link, a pipe, a socket, a device, a directory.
     """
-    with contextlib.suppress(FileNotFoundError, FileExistsError):
-        path.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+    try:
+        file = open_file(path, io.FileIO)
+    except OSError as exn:
+        if exn.errno not in (errno.ENXIO, errno.EISDIR):
+            raise
+        raise _not_plain(path) from exn
+    with file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise _not_plain(path)
+        return os.read(file.fileno(), limit)
+
+
+def _not_plain(path: Path | str) -> OSError:
+    return OSError(errno.ELOOP, f"{path} is not a plain file; remove it")
 
 
 def is_directory(path: Path | str) -> bool:
@@ -148,16 +170,36 @@ def is_directory(path: Path | str) -> bool:
         return False
 
 
+def is_link(path: Path) -> bool:
+    """Whether ``path`` is a symbolic link; False where that cannot be seen."""
+    try:
+        return stat.S_ISLNK(os.lstat(path).st_mode)
+    except OSError:
+        return False
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The paths of one namespace: the node's (``<root>/v1``) or a rank's below it."""
+    """The paths of one namespace: the node's (``<root>/v1``) or a rank's below it.
+
+    Attributes:
+        base: where it is.
+        local: directory on this node for lock files and sessions; None where they are in
+            the namespace itself (see `locking`).
+        grace: seconds without a use after which an entry or a partial counts as free;
+            None where flock tells.
+        modes: the permissions of what is made in it.
+    """
 
     base: Path
+    local: Path | None = None
+    grace: float | None = None
+    modes: Modes = PRIVATE
 
     @classmethod
-    def of_root(cls, root: Path) -> Layout:
+    def of_root(cls, root: Path, modes: Modes = PRIVATE) -> Layout:
         """The node's namespace."""
-        return cls(root / "v1")
+        return cls(root / "v1", modes=modes)
 
     @property
     def objects(self) -> Path:
@@ -177,12 +219,12 @@ class Layout:
     @property
     def locks(self) -> Path:
         """Where lock files live."""
-        return self.base / "locks"
+        return (self.local or self.base) / "locks"
 
     @property
     def sessions(self) -> Path:
         """Where live processes are registered."""
-        return self.base / "sessions"
+        return (self.local or self.base) / "sessions"
 
     @property
     def ranks(self) -> Path:
@@ -191,7 +233,8 @@ class Layout:
 
     def rank(self, name: str) -> Layout:
         """The namespace of one rank or job."""
-        return Layout(self.ranks / name)
+        local = None if self.local is None else self.local / "ranks" / name
+        return replace(self, base=self.ranks / name, local=local)
 
     def key_dir(self, key: str) -> Path:
         """The directory of all versions of one key."""
@@ -217,6 +260,14 @@ class Layout:
         """The lock file of one key."""
         return self.locks / key[:2] / f"{key}.lock"
 
+    def lease(self, key: str) -> Path:
+        """The marker by which the nodes that share the directory agree who fetches a key."""
+        return self.base / "locks" / key[:2] / f"{key}.lease"
+
+    def lease_record(self, key: str) -> Path:
+        """Who has the lease of a key, for people."""
+        return self.base / "locks" / key[:2] / f"{key}.holder"
+
     def named_lock(self, name: str) -> Path:
         """A lock file of the namespace itself: ``budget``, ``private-0``, ..."""
         return self.locks / f"{name}.lock"
@@ -235,124 +286,113 @@ class Layout:
             OSError: the disk is full, read-only, or not ours to write.
             NotADirectoryError: one of them is a symbolic link.
         """
-        linked = self.linked()
-        if linked is not None:
-            raise NotADirectoryError(errno.ENOTDIR, "is a symbolic link", str(linked))
-        # Each by name: mkdir gives parents that it makes the mode of the umask.
+        refuse_links(*self.directories)
         for path in self.directories:
-            path.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+            self.modes.make_directory(path)
+
+    def mend(self, directory: Path) -> None:
+        """Make one of `directories` again that somebody removed.
+
+        Raises:
+            FileNotFoundError: the namespace itself is gone, perhaps with the disk that it was
+                on; then it is for `root.make_root` to judge what is in its place.
+            OSError: as `make`.
+        """
+        refuse_links(*self.directories)
+        self.modes.make_directory(directory, levels=0)
 
     def linked(self) -> Path | None:
         """A directory of the namespace that is a symbolic link, if there is one."""
-        return next((path for path in self.directories if path.is_symlink()), None)
+        return next((path for path in self.directories if is_link(path)), None)
+
+    def objection(self) -> str | None:
+        """Why the namespace must not be used: somebody else could change what is in it.
+
+        Raises:
+            OSError: it cannot be looked at.
+        """
+        for path in self.directories:
+            with contextlib.suppress(FileNotFoundError):
+                reason = self.modes.objection(path, path.lstat())
+                if reason is not None:
+                    return reason
+        return None
 
 
-def make_root(root: Path, library: str) -> Layout:
-    """Make ``root`` a cache, or check that it is one that may be used.
-
-    Raises:
-        ConfigError: ``root`` is not a directory, belongs to somebody else,
-            anybody may write to it, or it leads elsewhere.
-        OSError: it cannot be made or written (EACCES, EROFS, ENOSPC, ...).
-    """
-    try:
-        root.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as exn:
-        raise ConfigError(
-            f"{exn.filename} is not a directory; point dir at a directory for the cache", dir=root
-        ) from exn
-    check_root(root)
-    layout = Layout.of_root(root)
-    linked = layout.linked()
-    if linked is not None:
-        raise ConfigError(
-            f"{linked} is a symbolic link, and the cache removes nothing behind links; "
-            "point dir at the place itself",
-            dir=root,
-        )
-    layout.make()
-    if not (root / MANIFEST).exists():
-        # Backups skip what the tag is in: it must not be in a directory that holds
-        # other things as well, and their README is not ours to replace.
-        alone = all(_is_ours(root, name) for name in list_names(root.resolve()))
-        manifest = {"schema": 1, "layouts": ["v1"], "id": random_token(), "library": library}
-        home = root if alone else layout.base
-        replace_file(home / _TAG_NAME, _CACHEDIR_TAG.encode(), 0o600)
-        replace_file(home / _README_NAME, _README.encode(), 0o600)
-        # Last: its presence says that the rest is there.
-        replace_file(root / MANIFEST, (json.dumps(manifest) + "\n").encode(), 0o600)
-    return layout
-
-
-def _is_ours(root: Path, name: str) -> bool:
-    """Whether something directly in a root without manifest is what `make_root` makes."""
-    if name == _README_NAME:
-        try:
-            return (root / name).read_text("utf-8") == _README
-        except (OSError, UnicodeDecodeError):
-            return False
-    return name in _ROOT_NAMES or _TEMPORARY.match(name) is not None
-
-
-def check_root(root: Path) -> None:
-    """Refuse a root that somebody else could tamper with.
+def refuse_links(*directories: Path) -> None:
+    """Refuse directories that are links to elsewhere; nothing is written through those.
 
     Raises:
-        ConfigError: with the command that mends it.
-        OSError: ``root`` cannot be looked at.
+        NotADirectoryError: one is.
     """
-    link = root.lstat()
-    if stat.S_ISLNK(link.st_mode) and link.st_uid not in (0, os.geteuid()):
-        raise ConfigError(
-            f"{root} is a symbolic link that user {link.st_uid} made; use a directory of your own",
-            dir=root,
-        )
-    found = root.stat()
-    if not stat.S_ISDIR(found.st_mode):
-        raise ConfigError(f"{root} is not a directory; point dir at a directory", dir=root)
-    if found.st_mode & stat.S_IWOTH:
-        raise ConfigError(
-            f"{root} can be written by every user, who could plant shards in it; "
-            f"use a directory of your own below it, such as {root / 'shards'}",
-            dir=root,
-        )
-    if found.st_uid != os.geteuid():
-        raise ConfigError(
-            f"{root} belongs to user {found.st_uid} and this process is user {os.geteuid()}; "
-            "use a directory of your own",
-            dir=root,
-        )
+    for path in directories:
+        if is_link(path):
+            raise NotADirectoryError(
+                errno.ENOTDIR, f"{path} is a symbolic link, which the cache does not follow"
+            )
 
 
-def is_cache(root: Path) -> bool:
-    """Whether ``root`` bears our manifest and leads nowhere else.
-
-    Nothing may be removed where it does not.
-    """
-    try:
-        manifest = (root / MANIFEST).lstat()
-    except OSError:
-        return False
-    return stat.S_ISREG(manifest.st_mode) and Layout.of_root(root).linked() is None
-
-
-def replace_file(path: Path, data: bytes, mode: int, *, sync: bool = False) -> None:
+def replace_file(
+    path: Path, data: bytes, mode: int, *, via: Path | None = None, sync: bool = False
+) -> None:
     """Make ``path`` hold ``data``, all at once; with ``sync``, on the disk before its name.
+
+    Args:
+        path: the file.
+        data: all of it.
+        mode: its mode, whatever the umask.
+        via: where it is written before it has its name; the default is beside it. A process
+            may be killed in between, and sweepers look in `Layout.partial` alone.
+        sync: see above.
 
     Raises:
         OSError: the disk is full, read-only or failing; no temporary file is left.
     """
-    temporary = path.with_name(f".{path.name}.{random_token()}")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-    fd = os.open(temporary, flags, mode)
+    for _ in range(_REPLACE_ATTEMPTS):
+        if _replace(path, data, mode, path.parent if via is None else via, sync):
+            return
+    raise FileNotFoundError(errno.ENOENT, "it is swept as fast as it is written", str(path))
+
+
+def _replace(path: Path, data: bytes, mode: int, via: Path, sync: bool) -> bool:
+    """As `replace_file`; False if a sweeper took the file for that of a dead process."""
+    temporary = temporary_name(via, path)
+    write_new(temporary, data, mode, sync=sync)
     try:
-        with open(fd, "wb") as file:
+        temporary.replace(path)
+    except BaseException as exn:
+        swept = isinstance(exn, FileNotFoundError) and not os.path.lexists(temporary)
+        if swept and is_directory(via) and is_directory(path.parent):
+            return False
+        with contextlib.suppress(OSError):  # its directory went away; the first error counts
+            temporary.unlink()
+        raise
+    return True
+
+
+def temporary_name(via: Path, path: Path) -> Path:
+    """A name in ``via`` for what is to become ``path``, which sweepers know."""
+    return via / f".{path.name}.{random_token()}"
+
+
+def write_new(path: Path, data: bytes, mode: int, *, sync: bool = False) -> None:
+    """Make a file; with ``sync``, on the disk.
+
+    Raises:
+        OSError: it is there already, or the disk is full, read-only or failing; then no
+            file is left.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    # `map`: an interrupt cannot lose the descriptor, see `descriptors`.
+    raw = next(map(io.FileIO, map(os.open, (path,), (flags,), (mode,)), ("w",)))
+    try:
+        with io.BufferedWriter(raw) as file:
+            settle(file.fileno(), mode)
             file.write(data)
             if sync:
                 file.flush()
                 os.fsync(file.fileno())
-        temporary.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):  # its directory went away; the first error counts
-            temporary.unlink()
+            path.unlink()
         raise

@@ -26,6 +26,7 @@ from shardcache.errors import (
     TransferError,
 )
 from shardcache.generic import FsspecOrigin
+from shardcache.origin import unchained
 from shardcache.retry import RetryPolicy
 from shardcache.s3 import S3Origin
 from shardcache.urls import ShardURL, parse_url, redact
@@ -313,6 +314,7 @@ class _S3Lister(S3Origin):
 class _FsspecLister(FsspecOrigin):
     """Lists where `FsspecOrigin` reads."""
 
+    @unchained
     def below(self, directory: ShardURL, *, deep: bool) -> list[str]:
         """Names of files relative to ``directory``; ``deep`` descends.
 

@@ -18,20 +18,23 @@ Order: key, then budget, then single entries without waiting.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import json
+import logging
 import math
 import os
 import socket
-import threading
+import stat
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardcache.layout import make_directory
+from shardcache.breaker import DISK_FAULTS, FULL
+from shardcache.descriptors import is_alone
+from shardcache.layout import read_file
+from shardcache.modes import PRIVATE, Modes
 
 if TYPE_CHECKING:
     from filelock import FileLock
@@ -39,17 +42,17 @@ if TYPE_CHECKING:
 __all__ = [
     "Holder",
     "KeyLock",
-    "disown",
-    "dup_owned",
     "is_file",
     "is_free",
     "lock_exclusive",
     "lock_shared",
-    "open_owned",
+    "parse_holder",
     "pin",
     "read_holder",
     "seize",
 ]
+
+logger = logging.getLogger(__name__)
 
 #: What a filesystem answers that does not do flock at all. Such a lock is
 #: treated as granted: duplicates cost bandwidth, refusing would cost the run.
@@ -62,62 +65,12 @@ _PATIENCE = (0.001, 0.01, 0.02)
 #: not this often in a row.
 _MAKE_ATTEMPTS = 100
 _MAX_RECORD = 4096
-
-# Descriptors whose flock says "this process is writing". A forked child shares
-# the open file and with it the lock, so it would keep a dead writer's partial
-# looking alive; the child closes them before any of its code runs. A fork waits
-# for the guard, so that no descriptor is open but not yet registered. It is
-# reentrant because a signal handler may fork.
-_owned: set[int] = set()
-_owned_guard = threading.RLock()
-
-
-def open_owned(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a file, never through a symbolic link, that a forked child must not keep.
-
-    Raises:
-        OSError: as `os.open`.
-    """
-    with _owned_guard:
-        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        _owned.add(fd)
-    return fd
-
-
-def dup_owned(fd: int) -> int:
-    """Another descriptor of an open file, which a forked child must not keep either.
-
-    Raises:
-        OSError: ``fd`` is closed, or there are too many.
-    """
-    with _owned_guard:
-        new = os.dup(fd)
-        _owned.add(new)
-    return new
-
-
-def disown(fd: int) -> None:
-    """Close a descriptor that `open_owned` or `dup_owned` made; in a forked child, nothing."""
-    with _owned_guard:
-        if fd in _owned:
-            _owned.discard(fd)
-            os.close(fd)
-
-
-def _drop_in_child() -> None:
-    global _owned_guard
-    _owned_guard = threading.RLock()  # the old one belongs to a thread that is not here
-    for fd in _owned:
-        with contextlib.suppress(OSError):  # a failing disk; the others must still be closed
-            os.close(fd)
-    _owned.clear()
-
-
-os.register_at_fork(
-    before=lambda: _owned_guard.acquire(),
-    after_in_parent=lambda: _owned_guard.release(),
-    after_in_child=_drop_in_child,
-)
+#: Whether this process has warned of one; see `_say_closed`.
+_closed = False
+#: A host name has up to 64 characters, a job's name as many as its user likes; a record
+#: must stay below `_MAX_RECORD`.
+_MAX_TEXT = 256
+_MAX_COUNT = 1 << 63
 
 
 def lock_shared(fd: int) -> bool:
@@ -158,17 +111,21 @@ def pin(fd: int, path: str) -> bool:
     return lock_shared(fd)
 
 
-def seize(fd: int, path: Path) -> bool:
+def seize(fd: int, path: Path) -> bool | None:
     """Take the exclusive lock; False if somebody reads the file or has just written it.
+
+    Returns:
+        None where nobody can tell: without flock.
 
     Raises:
         FileNotFoundError: somebody has evicted it.
     """
     for seconds in (*_PATIENCE, 0.0):
-        if lock_exclusive(fd):
-            return True
+        free = is_free(fd)
+        if free is not False:
+            return free
         if lock_shared(fd):  # so do readers
-            return lock_exclusive(fd)
+            return is_free(fd)
         # Somebody else asks the same, evicts it, or is its writer.
         if not is_file(path, fd):
             raise FileNotFoundError(errno.ENOENT, "it was evicted", str(path))
@@ -180,7 +137,7 @@ def is_file(path: str | Path, fd: int) -> bool:
     """Whether an open file is the one under ``path``."""
     try:
         return os.path.samestat(os.lstat(path), os.fstat(fd))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
 
 
@@ -211,7 +168,7 @@ class Holder:
     @classmethod
     def this_process(cls, *, rank: int | None, job: str | None, now: float) -> Holder:
         """A record of the calling process."""
-        return cls(os.getpid(), socket.gethostname(), rank, job, now)
+        return cls(os.getpid(), socket.gethostname(), rank, job and _plain(job), now)
 
     def __str__(self) -> str:
         text = f"process {self.pid} on {self.host}"
@@ -221,17 +178,43 @@ class Holder:
 def read_holder(path: Path) -> Holder | None:
     """The record in a lock file, or None if there is none that makes sense."""
     try:
-        with open(path, "rb", buffering=0) as file:
-            record = json.loads(file.read(_MAX_RECORD))
-        holder = Holder(**record)
-        sane = math.isfinite(holder.started)
-    except (OSError, ValueError, TypeError, OverflowError, RecursionError):
+        return parse_holder(read_file(path, _MAX_RECORD))
+    except OSError:
         return None
-    sane = sane and isinstance(holder.pid, int) and isinstance(holder.host, str)
-    sane = sane and isinstance(holder.rank, (int, type(None)))
-    sane = sane and isinstance(holder.job, (str, type(None)))
-    sane = sane and isinstance(holder.size, (int, type(None)))
-    return holder if sane and isinstance(holder.partial, (str, type(None))) else None
+
+
+def parse_holder(data: bytes) -> Holder | None:
+    """What `KeyLock.update` writes; None for anything else."""
+    try:
+        holder = Holder(**json.loads(data))
+        counts = [n for n in (holder.rank, holder.size) if n is not None]
+        if not all(type(n) is int and 0 <= n < _MAX_COUNT for n in (holder.pid, *counts)):
+            raise ValueError("a number that cannot be")
+        if not (isinstance(holder.partial, str | None) and math.isfinite(holder.started)):
+            raise TypeError("a field of another type")
+        return replace(
+            holder,
+            host=_plain(holder.host),
+            job=None if holder.job is None else _plain(holder.job),
+            started=float(min(max(0.0, holder.started), _MAX_COUNT)),
+        )
+    except (ValueError, TypeError, OverflowError, RecursionError):
+        return None
+
+
+def _plain(text: str) -> str:
+    """Text that may be shown: what is in the file could be written by others."""
+    if not isinstance(text, str):
+        raise TypeError("no text")
+    return "".join(c if c.isprintable() else "?" for c in text[:_MAX_TEXT])
+
+
+def _say_closed(path: Path) -> None:
+    """Warn of a lock file that is closed to this user: one is a warning, the rest is no news."""
+    global _closed
+    level = logging.INFO if _closed else logging.WARNING
+    _closed = True
+    logger.log(level, "%s is closed to this user; going on without", path)
 
 
 class KeyLock:
@@ -242,32 +225,44 @@ class KeyLock:
     apart.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, modes: Modes = PRIVATE) -> None:
         self.path = path
+        self._modes = modes
         self._lock: FileLock | None = None
-        self._fd = -1
+        self._fds: list[int] = []
         self._pid = os.getpid()
 
     def try_acquire(self, holder: Holder) -> bool:
         """Take the lock if it is free, and say in it who we are.
 
-        A filesystem without flock grants it to everybody (see the module).
+        A filesystem without flock grants it to everybody (see the module), and so does
+        anything that is in the place of the lock file.
 
         Raises:
             OSError: the lock file cannot be made (read-only, full, denied).
         """
         from filelock import FileLock, Timeout
 
+        if _is_planted(self.path):
+            logger.warning("%s is no lock file; going on without. Remove it.", self.path)
+            return True
+        # On demand, because most keys never need one: <locks>, or <locks>/<aa>. Here, because
+        # filelock would make everything that is missing, and as the umask says.
+        parent = self.path.parent
+        levels = int(parent.name != "locks")
+        patience = iter(_PATIENCE if self._modes.group is not None else ())
         lock = FileLock(
             self.path,
             thread_local=False,
-            mode=0o600,
+            mode=self._modes.file,
             fallback_to_soft=False,
             preserve_lock_file=True,
-            on_acquired=self._remember,
+            # Not a method of ours: the lock is freed with its object, which a cycle would keep.
+            on_acquired=self._fds.append,
         )
         for attempt in range(_MAKE_ATTEMPTS):
             try:
+                self._modes.make_directory(parent, levels)
                 lock.acquire(blocking=False)
             except Timeout:
                 return False
@@ -276,7 +271,17 @@ class KeyLock:
                 # for its mkdir and gone for its look at it.
                 if attempt == _MAKE_ATTEMPTS - 1:
                     raise
-                make_directory(self.path.parent)  # on demand: most keys never need one
+            except PermissionError:
+                # Another member's gets its mode right after its name. If its maker was
+                # killed in between, the next sweep of that user removes it.
+                seconds = next(patience, None)
+                if seconds is not None:
+                    time.sleep(seconds)
+                    continue
+                if not os.path.lexists(self.path):
+                    raise
+                _say_closed(self.path)
+                return True
             except OSError as exn:
                 if exn.errno in _UNSUPPORTED:
                     return True
@@ -284,29 +289,46 @@ class KeyLock:
             else:
                 break
         self._lock = lock
-        self.update(holder)
+        try:
+            self.update(holder)
+        except BaseException:
+            self.release()
+            raise
         return True
-
-    def _remember(self, fd: int) -> None:
-        self._fd = fd
 
     def update(self, holder: Holder) -> None:
         """Replace the record in a lock that is held."""
-        if self._fd < 0 or self._pid != os.getpid():
+        if not self._fds or self._pid != os.getpid():
             return  # in a forked child the number may be any file's
+        fd = self._fds[-1]
+        if not is_alone(fd):
+            return  # somebody's file, linked here
         data = json.dumps(asdict(holder)).encode()
         # Shorter records first lose their tail: a reader in between sees no
         # JSON and asks again, which is all it could do anyway.
         try:
-            os.ftruncate(self._fd, 0)
-            os.pwrite(self._fd, data, 0)
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, data, 0)
         except OSError as exn:
-            if exn.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS):
+            if exn.errno not in FULL | DISK_FAULTS | {errno.EFBIG}:
                 raise
-            # A full disk must not fail a fetch for want of a line meant for people.
+            # A full or failing disk must not fail a fetch for want of a line meant for people.
+            logger.debug("%s: no record of its holder: %s", self.path, exn)
 
     def release(self) -> None:
         """Let the next one go on; harmless when the lock is not held, or is the parent's."""
-        lock, self._lock, self._fd = self._lock, None, -1
+        lock, self._lock = self._lock, None
+        self._fds.clear()
         if lock is not None and self._pid == os.getpid():
             lock.release()
+
+
+def _is_planted(path: Path) -> bool:
+    """Whether something else is where a lock file should be: a link, a pipe, a device."""
+    for place, is_ours in ((path.parent, stat.S_ISDIR), (path, stat.S_ISREG)):
+        try:
+            if not is_ours(os.lstat(place).st_mode):
+                return True
+        except FileNotFoundError:
+            return False
+    return False

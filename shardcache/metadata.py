@@ -19,6 +19,8 @@ __all__ = ["MAX_BYTES", "SCHEMA", "DamagedError", "Metadata", "boot_id", "rfc333
 SCHEMA = 1
 #: A sidecar is about 700 bytes; URLs are at most some kilobytes.
 MAX_BYTES = 64 * 1024
+#: The year 10000, which `encode` could not write.
+_LAST_SECOND = 253_402_300_800
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -83,8 +85,8 @@ class Metadata:
             if type(schema) is not int or schema != SCHEMA:
                 raise DamagedError(f"its sidecar has schema {str(schema)[:20]}, not {SCHEMA}")
             fetched = datetime.fromisoformat(_text(record, "fetched_at"))
-            if fetched.tzinfo is None:
-                raise ValueError("fetched_at has no time zone")
+            if fetched.tzinfo is None or not 0 <= fetched.timestamp() < _LAST_SECOND:
+                raise ValueError("fetched_at has no time zone, or is no time of ours")
             checked = record["checked"]
             size = record["size"]
             if not (checked is None or isinstance(checked, str)):

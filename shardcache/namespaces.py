@@ -12,7 +12,10 @@ from collections.abc import Sequence
 
 from shardcache.config import Config
 from shardcache.layout import Layout, is_directory, is_rank_name, list_names
+from shardcache.locking import decide
+from shardcache.modes import Modes
 from shardcache.ranks import Ranks, safe_name
+from shardcache.root import check_group, check_links
 from shardcache.store import Store
 
 __all__ = ["Namespaces", "own_layout"]
@@ -22,9 +25,8 @@ __all__ = ["Namespaces", "own_layout"]
 _NO_JOB = "local"
 
 
-def own_layout(config: Config, ranks: Ranks) -> Layout:
-    """The namespace this process stores into."""
-    node = Layout.of_root(config.dir)
+def own_layout(node: Layout, config: Config, ranks: Ranks) -> Layout:
+    """The namespace this process stores into, in the root whose node namespace is ``node``."""
     if config.isolation == "node":
         return node
     job = ranks.job or _NO_JOB
@@ -38,12 +40,22 @@ class Namespaces:
     Args:
         config: isolation and fsync policy.
         ranks: who we are.
+
+    Raises:
+        ConfigError: others share the root than the configuration says, or our namespace
+            leads elsewhere.
     """
 
     def __init__(self, config: Config, ranks: Ranks) -> None:
-        self.node = Layout.of_root(config.dir)
+        modes = Modes.of(config.shared_group)
+        check_group(config.dir, modes)
+        self.locking = decide(config.dir, config.locks, config.touch_interval, modes)
+        self.node = self.locking.layout(config.dir)
         self._verify = config.fsync == "verify-after-boot"
-        self.own = Store(own_layout(config, ranks), verify_after_boot=self._verify)
+        layout = own_layout(self.node, config, ranks)
+        if layout != self.node:
+            check_links(layout)
+        self.own = Store(layout, verify_after_boot=self._verify)
         self._others: dict[str, Store] = {}
 
     def siblings(self) -> Sequence[Store]:

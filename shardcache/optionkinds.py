@@ -16,11 +16,15 @@ from typing import Any, NamedTuple
 
 from shardcache import units
 from shardcache.errors import ConfigError
+from shardcache.modes import group_name
 from shardcache.units import Limit
 
-#: Names of storage options that hold credentials in s3fs, gcsfs, adlfs and botocore.
+#: Names of storage options that hold credentials in s3fs, gcsfs, adlfs, botocore and
+#: aiohttp, and of HTTP headers that do.
 _SECRET = re.compile(
-    r"(^key$|secret|token|password|passphrase|credential|account_key|sas|_key$)", re.I
+    r"(key$|key_?id$|secret|token|passw|passphrase|credential|sas|connection_string|cookie|"
+    r"signature|(^|[_-])auth($|[_-]|oriz))",
+    re.I,
 )
 
 MIB = 1 << 20
@@ -31,8 +35,15 @@ _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})", re.ASCII)
 # Greedy up to the last @: a password may hold / and @ of its own.
 _USERINFO = re.compile(r"^([a-z][a-z0-9+.-]*://)?.*@", re.IGNORECASE | re.DOTALL)
 _ENDPOINT = re.compile(
-    r"https?://([^?#\s]*@)?(\[[0-9a-f:.]+\]|[^/?#@:\s\[\]]+)(:[0-9]{1,5})?(/[^?#@\s]*)?",
+    r"https?://(\[[0-9a-f:.]+\]|[^/?#@:\s\[\]]+)(:[0-9]{1,5})?(/[^?#@\s]*)?",
     re.IGNORECASE,
+)
+
+
+_NO_GROUP = (1 << 32) - 1
+_CREDENTIALS_BELONG = (
+    "http:// or https://, a host, a port if need be; credentials belong into the environment "
+    "(AWS_ACCESS_KEY_ID), a profile or storage_options"
 )
 
 
@@ -82,20 +93,39 @@ class StorageOptions(Mapping[str, object]):
         return f"StorageOptions({_names_only(self)})"
 
 
-def _without_secrets(items: Mapping[str, object]) -> dict[str, object]:
+def _without_secrets(items: Mapping[Any, object]) -> dict[Any, object]:
+    kept: dict[Any, object] = {}
+    for name, value in items.items():
+        if isinstance(name, str) and _SECRET.search(name):
+            _say_left_out(name)
+        else:
+            kept[name] = _public(name, value)
+    return kept
+
+
+def _public(name: object, value: object) -> object:
+    """A value without the credentials inside it: those of tables, lists and URLs."""
+    if isinstance(value, Mapping):
+        return _without_secrets(value)
+    if type(value) is list or type(value) is tuple:
+        items = [_public(name, item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    if isinstance(value, str) and "://" in value:  # of a proxy, an endpoint
+        public = re.sub(r"[?#].*", "", _USERINFO.sub(r"\1", value), flags=re.DOTALL)
+        if public != value:
+            _say_left_out(f"{name}, in part,")
+        return public
+    return value
+
+
+def _say_left_out(name: str) -> None:
     import logging  # `import shardcache.config` stays light
 
-    kept: dict[str, object] = {}
-    for name, value in items.items():
-        if _SECRET.search(name):
-            logging.getLogger(__name__).warning(
-                "storage option %s is left out of a pickle; who reads it needs credentials of "
-                "its own (environment, profile, role)",
-                name,
-            )
-        else:
-            kept[name] = _without_secrets(value) if isinstance(value, Mapping) else value
-    return kept
+    logging.getLogger(__name__).warning(
+        "storage option %s is left out of a pickle; who reads it needs credentials of its own "
+        "(environment, profile, role)",
+        name,
+    )
 
 
 def _names_only(items: Mapping[str, object]) -> str:
@@ -192,8 +222,27 @@ def _storage_options(value: object) -> StorageOptions:
     raise ConfigError(f"a {type(value).__name__} is no table of names. Accepted: {accepted}.")
 
 
+def _group(value: object) -> int:
+    accepted = "the name of a group that this machine knows, or its number"
+    if isinstance(value, str) and not value.strip().isdecimal():
+        import grp
+
+        try:
+            return grp.getgrnam(value.strip()).gr_gid
+        except (KeyError, ValueError) as exn:
+            raise refuse(value, "is no group", accepted) from exn
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise refuse(value, "is no group", accepted)
+    # The highest number says "leave it as it is", chown(2).
+    if not 0 <= int(value) < _NO_GROUP:
+        raise refuse(value, "is no group", accepted)
+    return int(value)
+
+
 def _endpoint(value: object) -> str:
     text = value.strip() if isinstance(value, str) else ""
+    if _USERINFO.match(text):
+        raise refuse(value, "has a part before an @, which S3 does not use", _CREDENTIALS_BELONG)
     if not _ENDPOINT.fullmatch(text):
         raise refuse(value, "is no endpoint", "http:// or https://, a host, a port if need be")
     return text
@@ -225,8 +274,10 @@ CALL = Kind("function", _function, lambda value: getattr(value, "__name__", "fun
 LIST = Kind("list", _schemes, ", ".join)
 TABLE = Kind("table", _storage_options, _names_only)
 ISOLATION = _choice("node", "rank", "job")
+LOCKS = _choice("auto", "flock", "node", "lease")
 FSYNC = _choice("verify-after-boot", "fsync", "none")
 ROOM = Kind("size or %", _room)
 LIMIT = Kind("size or %", _limit)
 PART_SIZE = Kind("size", _part_size, units.exact_bytes)
 ENDPOINT = Kind("URL", _endpoint, redact)
+GROUP = Kind("name or number", _group, group_name)

@@ -8,10 +8,12 @@ makes new ones after a fork).
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from shardcache.urls import ShardURL
 
@@ -22,7 +24,35 @@ __all__ = [
     "Origin",
     "TransientError",
     "VersionChangedError",
+    "unchained",
 ]
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def unchained(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Make what ``function`` raises forget what it was raised instead of.
+
+    The texts of lower libraries name whole URLs, signatures included. After ``from None``
+    a traceback leaves them out, but the error still holds on to them, and whoever
+    collects errors (Sentry, rich) may print them.
+    """
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **options: _P.kwargs) -> _R:
+        try:
+            return function(*args, **options)
+        except Exception as exn:
+            one: BaseException | None = exn
+            while one is not None:
+                if one.__suppress_context__:
+                    one.__context__ = None
+                one = one.__cause__ or one.__context__
+            raise
+
+    return call
 
 
 class TransientError(Exception):

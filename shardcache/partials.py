@@ -19,19 +19,25 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
+from shardcache.descriptors import disown, dup_owned, is_alone, open_owned, sync_directory
 from shardcache.digests import BLOCK, block_digest
 from shardcache.layout import (
+    IDLE_GRACE,
     META,
     PROGRESS,
     Layout,
+    is_directory,
+    is_idle,
     parse_partial_name,
+    read_file,
     replace_file,
 )
-from shardcache.locks import disown, dup_owned, lock_exclusive, open_owned
+from shardcache.locks import is_file, is_free
 from shardcache.metadata import MAX_BYTES, DamagedError, Metadata
+from shardcache.modes import PRIVATE, Modes
 from shardcache.progressfile import Progress, read_header, read_progress, read_records, write_record
 
 __all__ = ["LostError", "Partial", "Progress", "read_progress"]
@@ -39,6 +45,7 @@ __all__ = ["LostError", "Partial", "Progress", "read_progress"]
 #: What opening the files answers when they are gone, sealed already, or no files
 #: of ours: then there is nothing to resume.
 _NOT_RESUMABLE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ELOOP, errno.EISDIR})
+_MAKE = os.O_RDWR | os.O_CREAT | os.O_EXCL
 #: Seconds between looks at a lock that is taken: whoever only looks whether a
 #: writer is alive holds it for microseconds, a writer for as long as it lives.
 _PATIENCE = (0.001, 0.01)
@@ -54,8 +61,17 @@ class LostError(Exception):
 class Partial:
     """A partial that this process writes. Made by `create` or `claim`."""
 
-    def __init__(self, path: Path, name: str, metadata: Metadata, fd: int, progress_fd: int):
+    def __init__(
+        self,
+        path: Path,
+        name: str,
+        metadata: Metadata,
+        fd: int,
+        progress_fd: int,
+        modes: Modes = PRIVATE,
+    ):
         self.path = path
+        self._modes = modes
         self.data = path / name
         self.metadata = metadata
         self.fd = fd
@@ -78,16 +94,16 @@ class Partial:
         for _ in range(_CREATE_ATTEMPTS):
             path = layout.new_partial(metadata.key, metadata.info.version)
             try:
-                path.mkdir(mode=0o700)
+                layout.modes.new_directory(path)
             except FileNotFoundError:
-                layout.make()
+                layout.mend(layout.partial)
                 continue
             try:
-                fd = _open_locked(path / basename, os.O_CREAT | os.O_EXCL)
+                fd = _create_locked(path / basename, layout)
                 if fd is None:  # a sweeper is looking at it right now
                     shutil.rmtree(path, ignore_errors=True)
                     continue
-                return cls._begin(path, basename, metadata, fd)
+                return cls._begin(path, basename, metadata, fd, layout.modes)
             except FileNotFoundError:
                 continue  # swept between two of our calls
             except BaseException:
@@ -96,14 +112,16 @@ class Partial:
         raise LostError(f"{layout.partial} is being emptied faster than it can be filled")
 
     @classmethod
-    def _begin(cls, path: Path, basename: str, metadata: Metadata, fd: int) -> Partial:
+    def _begin(
+        cls, path: Path, basename: str, metadata: Metadata, fd: int, modes: Modes
+    ) -> Partial:
         try:
-            replace_file(path / META, metadata.encode(), 0o600)
-            progress_fd = open_owned(path / PROGRESS, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            replace_file(path / META, metadata.encode(), modes.file, via=path.parent)
+            progress_fd = open_owned(path / PROGRESS, _MAKE, modes)
         except BaseException:
             disown(fd)
             raise
-        partial = cls(path, basename, metadata, fd, progress_fd)
+        partial = cls(path, basename, metadata, fd, progress_fd, modes)
         try:
             partial._write_header()
         except BaseException:
@@ -115,25 +133,28 @@ class Partial:
     def claim(cls, layout: Layout, path: Path, basename: str) -> Partial | None:
         """Take over what a dead process left, or None if it is alive, gone or useless.
 
-        Useless remains are removed, or left to the sweeper.
+        Useless remains are removed, or left to the sweeper; so is what another user left,
+        who alone could make it read-only.
 
         Raises:
             OSError: the disk fails.
         """
         parsed = parse_partial_name(path.name)
-        if parsed is None:
+        if parsed is None or not is_directory(path):
             return None
         progress_fd = -1
         mine = layout.new_partial(*parsed)
         fd = None
         try:
-            fd = _open_locked(path / basename, 0, _PATIENCE)
+            fd = _open_locked(path / basename, layout.grace)
             if fd is None:
                 return None
             path.rename(mine)  # the claim: of two, one finds the old name gone
             metadata = _resumable(mine, parsed)
             progress_fd = open_owned(mine / PROGRESS, os.O_RDWR)
-            partial = cls(mine, basename, metadata, fd, progress_fd)
+            if not _is_ours_alone(progress_fd):
+                raise DamagedError("its progress file is also somewhere else")
+            partial = cls(mine, basename, metadata, fd, progress_fd, layout.modes)
             partial._prove()
         except BaseException as exn:
             _drop(fd, progress_fd)
@@ -273,9 +294,11 @@ class Partial:
             LostError: the partial is no longer under its name.
         """
         try:
-            replace_file(self.path / META, metadata.encode(), 0o600, sync=sync)
+            via = self.path.parent  # what is killed half-way must not be published by a resume
+            data = metadata.encode()
+            replace_file(self.path / META, data, self._modes.file, via=via, sync=sync)
             (self.path / PROGRESS).unlink()
-            os.fchmod(self.fd, 0o400)
+            os.fchmod(self.fd, self._modes.published)
             if sync:
                 os.fsync(self.fd)
                 sync_directory(self.path)
@@ -306,12 +329,14 @@ def _resumable(path: Path, expected: tuple[str, str]) -> Metadata:
         DamagedError: it cannot.
         OSError: the disk fails, or there is no sidecar.
     """
-    with open(path / META, "rb", buffering=0) as file:
-        metadata = Metadata.decode(file.read(MAX_BYTES))
+    metadata = Metadata.decode(read_file(path / META, MAX_BYTES))
     if expected != (metadata.key, metadata.info.version):
         raise DamagedError("its sidecar describes another object")
     if metadata.info.size is None:
         raise DamagedError("its size is unknown, so it cannot be resumed")
+    if not metadata.info.identifiable:
+        # Its writer, should it live on (locks that lie), may begin again from nothing.
+        raise DamagedError("its version cannot be told from others")
     return metadata
 
 
@@ -321,32 +346,46 @@ def _drop(*fds: int | None) -> None:
             disown(fd)
 
 
-def sync_directory(path: Path) -> None:
-    """fsync a directory, so that the names in it survive power loss."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _open_locked(path: Path, flags: int, patience: Sequence[float] = ()) -> int | None:
-    """Open a data file for writing with its exclusive lock, or None if it is somebody's."""
-    fd = open_owned(path, os.O_RDWR | flags)
+def _create_locked(path: Path, layout: Layout) -> int | None:
+    """Make a data file with its exclusive lock, or None if a sweeper has that."""
+    fd = open_owned(path, _MAKE, layout.modes)
     ours = False
     try:
-        locked = lock_exclusive(fd)
-        for seconds in patience:
-            if locked:
-                break
-            time.sleep(seconds)
-            locked = lock_exclusive(fd)
-        # Between open and flock a sweeper may have won: then the name is gone,
-        # or is another file.
-        ours = locked and os.path.samestat(os.fstat(fd), os.lstat(path))
+        locked = layout.grace is not None or is_free(fd) is not False
+        ours = locked and is_file(path, fd)
         return fd if ours else None
-    except FileNotFoundError:
-        return None
     finally:
         if not ours:
             disown(fd)
+
+
+def _open_locked(path: Path, grace: float | None) -> int | None:
+    """Open a data file for writing with its exclusive lock, or None if it is somebody's.
+
+    Args:
+        path: the file.
+        grace: as `Layout.grace`; then nothing is locked.
+    """
+    fd = open_owned(path, os.O_RDWR)
+    ours = False
+    try:
+        answer = is_free(fd) if grace is None else None
+        for seconds in _PATIENCE:
+            if answer is not False:
+                break
+            time.sleep(seconds)
+            answer = is_free(fd)
+        if answer is None:
+            answer = is_idle(path.parent, grace or IDLE_GRACE)
+        # Between open and flock a sweeper may have won: then the name is gone,
+        # or is another file.
+        ours = answer and is_file(path, fd) and _is_ours_alone(fd)
+        return fd if ours else None
+    finally:
+        if not ours:
+            disown(fd)
+
+
+def _is_ours_alone(fd: int) -> bool:
+    """Whether an open file may be written, and sealed, which its owner alone can do."""
+    return is_alone(fd) and os.fstat(fd).st_uid == os.geteuid()

@@ -16,7 +16,7 @@ import signal
 import subprocess
 
 from shardcache.errors import ConfigError
-from shardcache.origin import ObjectInfo, TransientError
+from shardcache.origin import ObjectInfo, TransientError, unchained
 from shardcache.urls import ShardURL
 
 __all__ = ["PipeOrigin"]
@@ -38,10 +38,17 @@ class PipeOrigin:
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
 
+    @unchained
     def open(
         self, url: ShardURL, start: int, stop: int | None, pin: ObjectInfo | None = None
     ) -> PipeBody:
         """See `origin.Origin.open`."""
+        if not url.raw:
+            raise ConfigError(
+                f"{url}: the command was left out when this was pickled, for it may hold "
+                "secrets. Pass the URL as text instead.",
+                url=str(url),
+            )
         try:
             return PipeBody(url.raw.partition(":")[2], self._timeout)
         except OSError as exn:  # not the disk's fault: streaming could not start it either
@@ -62,7 +69,7 @@ class PipeBody:
         self.start = 0
         self.stop: int | None = None
         self._timeout = timeout
-        self._process = subprocess.Popen(
+        self._process = subprocess.Popen(  # noqa: S602 - what `pipe:` is, where it is allowed
             command,
             shell=True,
             stdin=subprocess.DEVNULL,
@@ -70,6 +77,7 @@ class PipeBody:
             start_new_session=True,  # so that a whole pipeline can be ended
         )
 
+    @unchained
     def readinto(self, buffer: memoryview) -> int:
         """See `origin.Body.readinto`; a command that fails fails at its end."""
         output = self._process.stdout

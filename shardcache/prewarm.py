@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING
 
 from shardcache.clock import SYSTEM_CLOCK
 from shardcache.errors import CacheFullError, ConfigError, ShardCacheError
-from shardcache.layout import Layout, make_root
+from shardcache.layout import Layout
 from shardcache.listing import Listing, is_pattern
+from shardcache.modes import Modes
+from shardcache.root import make_root
 from shardcache.units import format_bytes
 from shardcache.urls import ShardURL, redact
 from shardcache.version import __version__
@@ -189,7 +191,7 @@ def prewarm(
 def _prepare(cache: Cache) -> None:
     """Make the directory, so that its faults are told once and not per shard."""
     try:
-        make_root(cache.dir, __version__)
+        make_root(cache.dir, __version__, Modes.of(cache.config.shared_group))
         if not os.access(Layout.of_root(cache.dir).partial, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, "it cannot be written")
     except ShardCacheError:

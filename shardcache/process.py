@@ -6,18 +6,23 @@ forked child, which makes its own.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
 from typing import TYPE_CHECKING
 
+from shardcache.breaker import Breaker, fault_kind, is_disk_fault
 from shardcache.clock import Clock
 from shardcache.config import Config
-from shardcache.layout import make_root
+from shardcache.errors import ConfigError
+from shardcache.modes import Modes
 from shardcache.namespaces import Namespaces
 from shardcache.ranks import Ranks
+from shardcache.root import Identity, check_layout, identity, make_root
 from shardcache.sessions import Session
 from shardcache.store import Opened
+from shardcache.units import format_duration
 from shardcache.version import __version__
 
 if TYPE_CHECKING:
@@ -52,6 +57,9 @@ class Process:
         self._coordinator: Coordinator | None = None
         self._touched: dict[str, float] = {}
         self._warned: set[str] = set()
+        self._root: Identity | None = None
+        self.reading = Breaker(clock)
+        self.writing = Breaker(clock)
 
     def coordinator(self) -> Coordinator:
         """The way to entries; on the first call the directories are made.
@@ -66,30 +74,92 @@ class Process:
                 made = self._coordinator
                 if made is None:
                     self._make_directories()
-                    made = self._coordinator = self._assemble()
+                    self._assemble()
+                    made = self._coordinator = self._make_coordinator()
         return made
+
+    def check_root(self) -> None:
+        """Begin anew where the root is no longer the directory that we began with.
+
+        A disk may be unmounted, mounted again or emptied while a job runs. Asked on
+        misses only: what is gone is a miss.
+
+        Raises:
+            ConfigError: what is there now must not be used; with ``strict``.
+            OSError: likewise, or nothing can be made there.
+        """
+        if not self.root_changed():
+            return
+        with self._guard:
+            if self.root_changed():  # no other thread was quicker
+                self._begin_anew()
+
+    def root_changed(self) -> bool:
+        """Whether the root is not what it was, or was never made."""
+        found = identity(self._config.dir, self.namespaces.own.layout)
+        return found is None or found != self._root
+
+    def _begin_anew(self) -> None:
+        known, self._root = self._root, None
+        if known is not None:
+            self.warn(
+                "root",
+                "%s is gone, or another directory than before (unmounted, mounted again, "
+                "emptied?); what was in it is fetched again",
+                self._config.dir,
+            )
+        self.close()
+        try:
+            self._make()
+        except ConfigError as exn:
+            if self._config.strict:
+                raise
+            # Somebody else's: not even what is in it may be read.
+            self.reading.failed(at_once=True)
+            self.writing.failed(at_once=True)
+            raise OSError(errno.EPERM, exn.message, str(self._config.dir)) from exn
+        self._touched.clear()
+        self._coordinator = self._make_coordinator()
 
     def _make_directories(self) -> None:
         try:
-            node = make_root(self._config.dir, __version__)
-            if self.namespaces.own.layout != node:
-                self.namespaces.own.layout.make()
+            self._make()
         except OSError as exn:
             if self._config.strict:
                 raise
-            reason = exn.strerror or str(exn)
             self.warn(
-                reason,
+                fault_kind(exn),
                 "%s cannot be written (%s); shards not in it are streamed",
                 self._config.dir,
-                reason,
+                exn.strerror or exn,
             )
-            return
-        self._session = Session(node, self._started)
+            self.disk_failed(self.writing, exn)
 
-    def _assemble(self) -> Coordinator:
+    def _make(self) -> None:
+        modes = Modes.of(self._config.shared_group)
+        node = make_root(self._config.dir, __version__, modes)
+        # Anew: whether flock works could not be asked before the root was there.
+        self.namespaces = Namespaces(self._config, self._ranks)
+        own = self.namespaces.own.layout
+        if own != node:
+            check_layout(own)
+            own.make()
+        self._root = identity(self._config.dir, own)
+        locking = self.namespaces.locking
+        if locking.reason:
+            self.warn(
+                "locking",
+                "%s: %s. Locks are kept on this node (%s), and entries are evicted only after "
+                "%s without use. A local disk is faster.",
+                self._config.dir,
+                locking.reason,
+                locking.local or "nowhere: no directory for them",
+                format_duration(locking.grace or 0),
+            )
+        self._session = Session(self.namespaces.node, self._started)
+
+    def _assemble(self) -> None:
         # Not at the top: these bring filelock, and `import shardcache` stays light.
-        from shardcache.coordination import Coordinator
         from shardcache.origins import Origins
         from shardcache.retry import RetryPolicy
         from shardcache.transfer import Fetcher
@@ -103,6 +173,11 @@ class Process:
             part_size=config.part_size,
             timeout=config.timeout,
         )
+
+    def _make_coordinator(self) -> Coordinator:
+        from shardcache.coordination import Coordinator
+
+        config = self._config
         return Coordinator(
             self.namespaces.own,
             siblings=self.namespaces.siblings,
@@ -112,6 +187,8 @@ class Process:
             config=config,
             ranks=self._ranks,
             clock=self._clock,
+            on_fault=lambda exn: self.disk_failed(self.reading, exn),
+            warn=self.warn,
         )
 
     def space(self, config: Config) -> Space:
@@ -125,6 +202,33 @@ class Process:
         level = logging.INFO if kind in self._warned else logging.WARNING
         self._warned.add(kind)
         logger.log(level, text, *args)
+
+    def disk_failed(self, breaker: Breaker, exn: OSError) -> None:
+        """Count a fault; after too many the disk is left alone for a while.
+
+        Args:
+            breaker: `reading` or `writing`.
+            exn: what it said; what is no fault of the disk does not count.
+        """
+        if not is_disk_fault(exn):
+            breaker.undecided()
+            return
+        read_only = exn.errno == errno.EROFS
+        if not breaker.failed(at_once=read_only):  # asking thrice would not help
+            return
+        text = "%s: %s. It is not %s for %s, then tried again; shards are streamed meanwhile."
+        verb = "written" if breaker is self.writing else "read"
+        said = (text, self._config.dir, exn.strerror or exn, verb, format_duration(breaker.left))
+        if read_only:
+            self.warn(fault_kind(exn), *said)
+        else:
+            logger.warning(*said)
+
+    def disk_works(self, breaker: Breaker) -> None:
+        """The disk did as it should: all is well again."""
+        if breaker.succeeded():
+            verb = "written" if breaker is self.writing else "read"
+            logger.info("%s can be %s again", self._config.dir, verb)
 
     def touch(self, opened: Opened) -> None:
         """Note a use of an entry, on its first use here and then at most every interval."""

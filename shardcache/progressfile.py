@@ -11,6 +11,7 @@ write of less than a page.
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 from collections.abc import Iterator
@@ -18,16 +19,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardcache.digests import BLOCK
-from shardcache.layout import PROGRESS
+from shardcache.layout import PROGRESS, read_file
 from shardcache.metadata import DamagedError
 
-__all__ = ["Progress", "read_header", "read_progress", "read_records", "write_record"]
+__all__ = [
+    "Progress",
+    "parse_header",
+    "read_header",
+    "read_progress",
+    "read_records",
+    "write_record",
+]
 
 _MAGIC = b"SHCPROG1"
 _HEADER = struct.Struct("<8sQQQQ")
 _RECORD = struct.Struct("<16sQ")
 _RECORDS_AT = 64
 _UNKNOWN = (1 << 64) - 1
+#: Records read at once: 96 KiB, for a shard of 4 GiB.
+_CHUNK = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +67,7 @@ class Progress:
 def read_progress(path: Path) -> Progress | None:
     """The progress of the partial at ``path``; None when it is gone or unreadable."""
     try:
-        with open(path / PROGRESS, "rb", buffering=0) as file:
-            return read_header(file.fileno())
+        return parse_header(read_file(path / PROGRESS, _HEADER.size))
     except (OSError, DamagedError):
         return None
 
@@ -70,7 +79,15 @@ def read_header(fd: int) -> Progress:
         DamagedError: it is none.
         OSError: the disk fails.
     """
-    data = os.pread(fd, _HEADER.size, 0)
+    return parse_header(os.pread(fd, _HEADER.size, 0))
+
+
+def parse_header(data: bytes) -> Progress:
+    """What the first bytes of a progress file say.
+
+    Raises:
+        DamagedError: they are none.
+    """
     if len(data) != _HEADER.size:
         raise DamagedError("its progress file is too short")
     magic, block, total, watermark, written = _HEADER.unpack(data)
@@ -85,7 +102,7 @@ def write_record(fd: int, index: int, digest: bytes, length: int) -> None:
     Raises:
         OSError: the disk fails.
     """
-    os.pwrite(fd, _RECORD.pack(digest, length), _RECORDS_AT + index * _RECORD.size)
+    os.pwrite(fd, _RECORD.pack(digest, length), _record_at(index))
 
 
 def read_records(fd: int, total: int) -> Iterator[tuple[int, bytes, int]]:
@@ -96,10 +113,35 @@ def read_records(fd: int, total: int) -> Iterator[tuple[int, bytes, int]]:
     Raises:
         OSError: the disk fails.
     """
-    # A damaged file may claim any size; the shard has so many blocks.
-    count = min(-(-total // BLOCK), os.fstat(fd).st_size // _RECORD.size)
-    data = os.pread(fd, count * _RECORD.size, _RECORDS_AT)
-    whole = len(data) // _RECORD.size * _RECORD.size
-    for index, (digest, length) in enumerate(_RECORD.iter_unpack(data[:whole])):
-        if length == min(BLOCK, total - index * BLOCK):
-            yield index, digest, length
+    count = -(-total // BLOCK)
+    index = 0
+    while index < count:
+        at = _next_data(fd, _record_at(index))
+        if at is None:
+            return
+        # A file may be damaged and claim any size: what was never written is skipped.
+        index = max(index, (at - _RECORDS_AT) // _RECORD.size)
+        data = os.pread(fd, min(_CHUNK, count - index) * _RECORD.size, _record_at(index))
+        whole = len(data) // _RECORD.size
+        if whole == 0:
+            return
+        for digest, length in _RECORD.iter_unpack(data[: whole * _RECORD.size]):
+            if length == min(BLOCK, total - index * BLOCK):
+                yield index, digest, length
+            index += 1
+
+
+def _record_at(index: int) -> int:
+    return _RECORDS_AT + index * _RECORD.size
+
+
+def _next_data(fd: int, offset: int) -> int | None:
+    """The first offset from ``offset`` on that was written; None if there is none."""
+    try:
+        return os.lseek(fd, offset, os.SEEK_DATA)
+    except OSError as exn:
+        if exn.errno == errno.ENXIO:
+            return None
+        if exn.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+        return offset  # a filesystem that does not tell

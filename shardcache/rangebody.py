@@ -7,6 +7,7 @@ other may call.
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Mapping
 from http.client import HTTPException, HTTPResponse
@@ -14,13 +15,15 @@ from typing import Any
 
 from shardcache.origin import ObjectInfo, TransientError
 
-__all__ = ["TRANSIENT_STATUS", "RangeBody", "content_range", "retry_after"]
+__all__ = ["TRANSIENT_STATUS", "RangeBody", "content_length", "content_range", "retry_after"]
 
 logger = logging.getLogger(__name__)
 
 #: Answers that another attempt may not get: time-outs, throttling, trouble inside.
 TRANSIENT_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
-_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)\Z")
+# As many digits as 64 bits need: Python refuses to read numbers of thousands.
+_CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19})\Z")
+_LENGTH = re.compile(r"[0-9]{1,19}\Z")
 
 
 def content_range(
@@ -44,19 +47,26 @@ def content_range(
     if match:
         first, last, total = (int(group) for group in match.groups())
         wanted = total if stop is None else min(total, stop)
-        if first == start and last + 1 == wanted and length in (None, wanted - start):
+        if first == start <= last and last + 1 == wanted and length in (None, wanted - start):
             return total, wanted
     raise TransientError(
         f"asked for bytes {start} to {stop}, the origin sent {text!r} with {length} bytes"
     )
 
 
+def content_length(headers: Mapping[str, str]) -> int | None:
+    """What Content-Length says, if that is a length."""
+    text = headers.get("content-length") or ""
+    return int(text) if _LENGTH.match(text) else None
+
+
 def retry_after(headers: Mapping[str, str]) -> float | None:
     """Seconds to stay away, where the answer says so in seconds."""
     try:
-        return max(0.0, float(headers.get("retry-after", "")))
+        seconds = float(headers.get("retry-after", ""))
     except ValueError:
         return None  # absent, or a date: full jitter will do
+    return max(0.0, seconds) if math.isfinite(seconds) else None
 
 
 class RangeBody:

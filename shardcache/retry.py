@@ -80,15 +80,21 @@ class Attempts:
         """
         from tenacity import Retrying, retry_if_exception_type
 
+        # Tenacity's objects refer to each other and go with the next collection of garbage.
+        # They must not keep the fetch, whose partial is locked for as long as it lives.
+        ours = [(function, sleep)]
         retrying = Retrying(
             retry=retry_if_exception_type(TransientError),
             stop=self._exhausted,
             wait=_pause,
-            sleep=sleep,
+            sleep=lambda seconds: ours[0][1](seconds),
             before_sleep=self._note,
             retry_error_callback=self._give_up,
         )
-        return retrying(function)
+        try:
+            return retrying(lambda: ours[0][0]())
+        finally:
+            ours.clear()
 
     def _exhausted(self, state: RetryCallState) -> bool:
         return state.attempt_number >= self.policy.attempts or self._expired(state)

@@ -15,11 +15,18 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping
+from http.client import HTTPException
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 from shardcache.errors import AccessDeniedError, ConfigError, ShardNotFoundError
-from shardcache.origin import Checksum, ObjectInfo, TransientError, VersionChangedError
+from shardcache.origin import (
+    Checksum,
+    ObjectInfo,
+    TransientError,
+    VersionChangedError,
+    unchained,
+)
 from shardcache.rangebody import TRANSIENT_STATUS, RangeBody, content_range, retry_after
 from shardcache.urls import ShardURL, redact
 
@@ -109,9 +116,10 @@ class S3Origin:
         response = self._call(
             "head_object", url, ChecksumMode="ENABLED", **self._arguments(url, None)
         )
-        if "ContentLength" not in response:  # then it cannot be compared with any version
+        size = _length(response)
+        if size is None:  # then it cannot be compared with any version
             raise ConfigError(f"{url}: the origin states no size without sending it", url=str(url))
-        return _info(response, response["ContentLength"])
+        return _info(response, size)
 
     def _arguments(self, url: ShardURL, pin: ObjectInfo | None) -> dict[str, Any]:
         arguments: dict[str, Any] = dict(self._extra)
@@ -120,9 +128,11 @@ class S3Origin:
             arguments["VersionId"] = version
         return arguments
 
+    @unchained
     def _call(self, operation: str, url: ShardURL, **arguments: Any) -> dict[str, Any]:
         from botocore.exceptions import BotoCoreError, ClientError
         from botocore.parsers import ResponseParserError
+        from urllib3.exceptions import HTTPError
 
         bucket, key = url.bucket_and_key()
         for renewed in (False, True):
@@ -137,7 +147,11 @@ class S3Origin:
                     self._forget(client)
                     continue
                 _translate(exn, url, self._place(client))
-            except (ResponseParserError, ValueError) as exn:
+            except (HTTPError, HTTPException) as exn:  # botocore reads errors unguarded
+                raise TransientError(
+                    f"{self._place(client)} broke off its answer: {redact(str(exn))}"
+                ) from None
+            except (ResponseParserError, ValueError, RuntimeError, OverflowError) as exn:
                 raise ConfigError(
                     f"{url}: what {self._place(client)} answers is not S3: {redact(str(exn))}. "
                     "Check endpoint_url.",
@@ -219,7 +233,7 @@ class _EmptyObjectError(TransientError):
 
 def _body(response: dict[str, Any], url: ShardURL, start: int, stop: int | None) -> RangeBody:
     stream = response["Body"]
-    length = response.get("ContentLength")  # a gateway may send chunks instead
+    length = _length(response)  # a gateway may send chunks instead
     status = response["ResponseMetadata"]["HTTPStatusCode"]
     if status not in (200, 206):
         stream.close()
@@ -237,6 +251,11 @@ def _body(response: dict[str, Any], url: ShardURL, start: int, stop: int | None)
         stream.close()
         raise
     return RangeBody(_info(response, total), start, end, stream._raw_stream)
+
+
+def _length(response: dict[str, Any]) -> int | None:
+    length: int | None = response.get("ContentLength")
+    return None if length is None or length < 0 else length
 
 
 def _info(response: dict[str, Any], size: int | None) -> ObjectInfo:

@@ -44,7 +44,7 @@ KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 LOG_NAME = "server.log"
 ROOT_PREFIX = "shardcache-s3-"
 # Hard-coded in weed, whatever TMPDIR says.
-_SOCKETS = "/tmp/seaweedfs-{}.sock"
+_SOCKETS = "/tmp/seaweedfs-{}.sock"  # noqa: S108 - not ours to choose
 _LOGGED_SOCKET = re.compile(rb"Unix socket (/tmp/seaweedfs-\S+\.sock)")
 _POLL_SECONDS = 0.1
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h

@@ -12,14 +12,19 @@ all of it or nothing.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import io
 import logging
 import os
 import re
+import time
 from pathlib import Path
 
-from shardcache.layout import DIRECTORY_MODE, Layout, list_names, random_token
-from shardcache.locks import disown, lock_exclusive, open_owned
+from shardcache.descriptors import disown, open_file, open_owned
+from shardcache.layout import IDLE_GRACE, Layout, list_names
+from shardcache.locks import is_free, lock_exclusive
+from shardcache.modes import Modes, random_token
 
 __all__ = ["Session", "oldest_live_session", "remove_dead_sessions"]
 
@@ -39,22 +44,23 @@ class Session:
         started: when the job began to use the cache, seconds since the epoch.
     """
 
+    _fd = -1  # until it is registered; `__init__` may be interrupted
+
     def __init__(self, layout: Layout, started: float) -> None:
         self.path = layout.sessions / f"{random_token()}.session"
-        self._fd = -1
         self._pid = os.getpid()
         try:
-            self._register(started)
+            self._register(started, layout.modes)
         except OSError as exn:
             # A cache that cannot be written evicts nothing, so nobody needs to know of us.
             logger.debug("no session could be registered: %s", exn)
 
-    def _register(self, started: float) -> None:
+    def _register(self, started: float, modes: Modes) -> None:
         directory = self.path.parent
-        directory.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
+        modes.make_directory(directory, levels=0)
         for _ in range(_ATTEMPTS):
             temporary = directory / f".starting-{random_token()}"
-            fd = open_owned(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            fd = open_owned(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, modes)
             try:
                 if lock_exclusive(fd):
                     os.utime(fd, (started, started))
@@ -80,7 +86,12 @@ class Session:
             self.path.unlink(missing_ok=True)
         except OSError as exn:  # read-only by now; unlocked, it counts as dead anyway
             logger.debug("cannot remove %s: %s", self.path, exn)
-        disown(fd)
+        with contextlib.suppress(OSError):  # closed all the same, and nothing was written
+            disown(fd)
+
+    def __del__(self) -> None:
+        # Few programs close what they use to their end; its file need not wait for a sweeper.
+        self.close()
 
 
 def oldest_live_session(layout: Layout) -> float | None:
@@ -108,20 +119,23 @@ def remove_dead_sessions(layout: Layout) -> None:
 def _started(path: Path) -> float | None:
     """When a session began, or None if it is dead; then it is removed."""
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        file = open_file(path, io.FileIO, os.O_RDWR)
     except OSError as exn:
         if exn.errno in (errno.EROFS, errno.EACCES):  # cannot tell, so it may be alive
             return _modified(path)
         if exn.errno in (errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENXIO):
             return None  # ended meanwhile, or nothing of ours
         raise
-    try:
-        if not lock_exclusive(fd):
-            return os.fstat(fd).st_mtime
-        path.unlink(missing_ok=True)
+    with file:
+        free = is_free(file.fileno())
+        found = os.fstat(file.fileno())
+        if free is False:
+            return found.st_mtime
+        # Without flock nobody can tell. It does not count, or dead ones would count for
+        # ever, but it stays for a while: its owner may need it when flock is back.
+        if free or time.time() - found.st_ctime > IDLE_GRACE:
+            path.unlink(missing_ok=True)
         return None
-    finally:
-        os.close(fd)
 
 
 def _modified(path: Path) -> float | None:

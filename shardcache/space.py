@@ -10,20 +10,21 @@ process may overshoot by the shards that others admit at the same moment.
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+from shardcache.breaker import FULL
 from shardcache.clock import Clock
 from shardcache.config import Config
 from shardcache.errors import CacheFullError
 from shardcache.eviction import EvictionPlan, Limits, apply, plan, sweep
 from shardcache.layout import Layout
-from shardcache.locks import Holder, KeyLock
+from shardcache.locks import Holder, KeyLock, read_holder
 from shardcache.partials import Partial
 from shardcache.sessions import oldest_live_session
 from shardcache.store import Entry, Store
 from shardcache.sweeping import in_flight
-from shardcache.units import format_bytes
+from shardcache.units import format_bytes, format_duration
+from shardcache.volume import Pending, Volume
 
 __all__ = ["Space"]
 
@@ -34,8 +35,14 @@ logger = logging.getLogger(__name__)
 #: and going on without it risks only an overshoot.
 _LOCK_SECONDS = 60.0
 _LOCK_POLL = 0.01
+_ANNOUNCE_EVERY = 10.0
 #: Times that victims may come into use, or vanish, between plan and eviction.
 _PLANS = 5
+#: What a fetch makes at most: a partial of five names, a lock with its directory, the
+#: directories of the key, the budget lock.
+_FETCH_INODES = 10
+#: Bytes of those beside the data, in whole blocks.
+_OVERHEAD = 64 * 1024
 
 
 class Space:
@@ -55,6 +62,7 @@ class Space:
         self._stores = stores
         self._config = config
         self._clock = clock
+        self._pending = Pending(node.named_lock("pending"), node.modes, clock)
 
     def admit(self, url: str, size: int | None, make: Callable[[], Partial]) -> Partial:
         """Find room for ``size`` bytes and make the partial that reserves it.
@@ -64,8 +72,7 @@ class Space:
             OSError: the disk fails.
         """
         need = size or 0
-        total, _ = self._filesystem()
-        limit = self._max_size(total)
+        limit = self._max_size(Volume.of(self._node.base).size)
         if limit is not None and need > limit:
             raise CacheFullError(
                 f"{url} has {format_bytes(need)}, more than the whole cache may hold "
@@ -81,38 +88,51 @@ class Space:
 
     def _find_room(self, url: str, need: int) -> None:
         for attempt in range(_PLANS):
-            limits, reserved = self._shortage(need)
-            if limits.max_size is None and not limits.free_needed:
+            limits, reserved = self._shortage(url, need)
+            if limits.max_size is None and not limits.free_needed and not limits.inodes_needed:
                 return
             chosen = self.plan(limits, reserved=reserved)
-            if not chosen.victims and not chosen.missing:
+            if not chosen.victims and chosen.suffices:
                 return
             if attempt == 0 and self._sweep():
                 continue  # what dead processes left goes first
-            if chosen.missing:
-                raise _full(url, chosen.missing)
+            if not chosen.suffices:
+                raise _full(url, chosen)
             if self._apply(chosen) == len(chosen.victims):
                 return
             logger.info("%s: entries came into use while room was made", url)
-        raise _full(url, need)
+        raise _full(url, chosen)
 
-    def _shortage(self, need: int) -> tuple[Limits, int]:
+    def _shortage(self, url: str, need: int) -> tuple[Limits, int]:
         """(limits to keep, bytes in flight) with ``need`` bytes more."""
-        total, free = self._filesystem()
+        volume = Volume.of(self._node.base)
         # Before the entries are listed: what is published in between counts twice,
         # not never.
         found = [f for store in self._stores() for f in in_flight(store.layout)]
         reserved = sum(f.reserved for f in found)
         unwritten = reserved - sum(f.occupied for f in found)
-        floor = self._config.min_free.of(total)
+        floor = self._config.min_free.of(volume.size)
+        short = max(0, floor + need + unwritten - volume.free)
+        # Without the floor: whether it can be written at all.
+        tight = need + unwritten + _OVERHEAD > volume.free
+        if (short or tight) and (pending := self._pending.left(volume.free)):
+            if tight:
+                raise _owed(url, pending)
+            short = max(0, short - pending)
         limits = Limits(
-            max_size=self._max_size(total),
-            free_needed=max(0, floor + need + unwritten - free),
+            max_size=self._max_size(volume.size),
+            free_needed=short,
+            inodes_needed=volume.lacks_inodes(self._inode_floor(volume) + _FETCH_INODES),
         )
         return limits, reserved + need
 
+    def _inode_floor(self, volume: Volume) -> int:
+        """Inodes that stay free: the share that stays free of the bytes."""
+        min_free = self._config.min_free
+        return 0 if min_free.percent is None else min_free.of(volume.inodes)
+
     def make_room(self, url: str, size: int) -> None:
-        """Free ``size`` bytes, and an inode, after the disk said that it is full.
+        """Free ``size`` bytes, or inodes, after the disk said that it is full.
 
         Raises:
             CacheFullError: nothing may go.
@@ -121,10 +141,19 @@ class Space:
         lock = self._lock()
         try:
             needed = max(1, size) - self._sweep()
+            volume = Volume.of(self._node.base)
+            inodes = volume.lacks_inodes(_FETCH_INODES)
+            if inodes:
+                needed = size - volume.free  # then it is not the bytes that are short
             if needed > 0:
-                chosen = self.plan(Limits(free_needed=needed))
-                if chosen.missing:
-                    raise _full(url, chosen.missing)
+                pending = self._pending.left(volume.free)
+                if pending >= needed:
+                    raise _owed(url, pending)
+                needed -= pending
+            if needed > 0 or inodes:
+                chosen = self.plan(Limits(free_needed=max(0, needed), inodes_needed=inodes))
+                if not chosen.suffices:
+                    raise _full(url, chosen)
                 self._apply(chosen)
         finally:
             lock.release()
@@ -138,10 +167,14 @@ class Space:
                 freed += removal.size
         return freed
 
-    @staticmethod
-    def _apply(chosen: EvictionPlan) -> int:
+    def _apply(self, chosen: EvictionPlan) -> int:
         """Evict what was chosen; returns how many really went."""
-        return sum(len(list(apply(Store.owning(v.entry), [v]))) for v in chosen.victims)
+        store = self._stores()[0]
+        before = Volume.of(self._node.base).free
+        gone = [v for victim in chosen.victims for v in apply(store.owning(victim.entry), [victim])]
+        freed = sum(victim.entry.size for victim in gone)
+        self._pending.note(freed, before, Volume.of(self._node.base).free)
+        return len(gone)
 
     def _max_size(self, total: int) -> int | None:
         return None if self._config.max_size is None else self._config.max_size.of(total)
@@ -156,10 +189,11 @@ class Space:
         Raises:
             OSError: the filesystem does not answer.
         """
-        total, free = self._filesystem()
+        volume = Volume.of(self._node.base)
         return Limits(
-            max_size=self._max_size(total),
-            free_needed=max(0, self._config.min_free.of(total) - free),
+            max_size=self._max_size(volume.size),
+            free_needed=max(0, self._config.min_free.of(volume.size) - volume.free),
+            inodes_needed=volume.lacks_inodes(self._inode_floor(volume)),
             max_age=self._config.max_age,
         )
 
@@ -178,27 +212,61 @@ class Space:
             in_use=lambda entry: owners[entry].is_pinned(entry),
         )
 
-    def _filesystem(self) -> tuple[int, int]:
-        """(size, free bytes for this user) of the filesystem under the root."""
-        found = os.statvfs(self._node.base)
-        return found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail
+    def date(self, entries: Iterable[Entry]) -> None:
+        """Say of entries that were last used in the future that it was now."""
+        for entry in entries:
+            self._stores()[0].touch(str(entry.path), self._clock.time())
 
     def _lock(self) -> KeyLock:
-        lock = KeyLock(self._node.named_lock("budget"))
+        lock = KeyLock(self._node.named_lock("budget"), self._node.modes)
         holder = Holder.this_process(rank=None, job=None, now=self._clock.time())
-        end = self._clock.monotonic() + _LOCK_SECONDS
-        while not lock.try_acquire(holder):
-            if self._clock.monotonic() >= end:
-                logger.warning("the budget lock is stuck; going on without it")
+        begun = announced = self._clock.monotonic()
+        while not self._take(lock, holder):
+            now = self._clock.monotonic()
+            stuck = now - begun >= _LOCK_SECONDS
+            if stuck or now - announced >= _ANNOUNCE_EVERY:
+                announced = now
+                logger.warning(
+                    "waiting for %s: %s holds the budget lock%s",
+                    format_duration(now - begun),
+                    read_holder(lock.path) or "somebody",
+                    "; going on without it" if stuck else "",
+                )
+            if stuck:
                 break
             self._clock.sleep(_LOCK_POLL)
         return lock
 
+    @staticmethod
+    def _take(lock: KeyLock, holder: Holder) -> bool:
+        try:
+            return lock.try_acquire(holder)
+        except OSError as exn:
+            if exn.errno not in FULL:
+                raise
+            # There is no room for its file; without it there will not be any.
+            logger.info("going on without the budget lock: %s", exn)
+            return True
 
-def _full(url: str, missing: int) -> CacheFullError:
+
+def _full(url: str, chosen: EvictionPlan) -> CacheFullError:
+    missing = []
+    if chosen.missing:
+        missing.append(format_bytes(chosen.missing))
+    if chosen.missing_inodes:
+        missing.append(f"{chosen.missing_inodes} inodes (names of files, see df -i)")
     return CacheFullError(
-        f"no room for {url}: {format_bytes(missing)} more would have to go, and "
+        f"no room for {url}: {' and '.join(missing) or 'some'} more would have to go, and "
         "the rest is in use or was used since the running jobs began. Raise max_size, "
         "free the disk, or let the shard be streamed.",
+        url=url,
+    )
+
+
+def _owed(url: str, pending: int) -> CacheFullError:
+    return CacheFullError(
+        f"no room for {url}: {format_bytes(pending)} were evicted and are not free yet. Something "
+        "has those files open by their paths (see lsof +L1); close it, or let the shard be "
+        "streamed.",
         url=url,
     )

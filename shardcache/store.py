@@ -21,17 +21,25 @@ import errno
 import logging
 import os
 import shutil
-import stat
-from collections.abc import Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 
+from shardcache.descriptors import sync_directory
 from shardcache.digests import file_digest
 from shardcache.entry import Entry, lacks, read_sidecar, scan, versions
-from shardcache.layout import META, Layout, is_directory, make_directory, replace_file
-from shardcache.locks import is_file, pin, seize
+from shardcache.layout import (
+    META,
+    Layout,
+    is_directory,
+    refuse_links,
+    replace_file,
+)
+from shardcache.locks import is_file
 from shardcache.metadata import DamagedError, Metadata, boot_id
-from shardcache.partials import LostError, Partial, sync_directory
+from shardcache.opening import Opened, hold, open_data, readable
+from shardcache.partials import LostError, Partial
 
 __all__ = ["Entry", "Opened", "Store"]
 
@@ -39,20 +47,16 @@ logger = logging.getLogger(__name__)
 
 #: The directories of a key come and go with its entries; not this often in a row.
 _ATTEMPTS = 100
+#: Of those, so many follow each other at once; the others after `_UNSEEN` seconds each. An
+#: NFS client may not see for 3 to 60 s what another one made (acdirmin, acdirmax, nfs(5));
+#: after 4.5 s streaming the shard is the better use of time.
+_AT_ONCE = 10
+_UNSEEN = 0.05
 #: What a filesystem says where it cannot link, or the other entry is gone.
 _CANNOT_LINK = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOENT})
 _TAKEN = frozenset({errno.EEXIST, errno.ENOTEMPTY})
 #: Entries remembered per process, about 300 bytes each.
 _REMEMBERED = 100_000
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """A hit: an open, pinned data file, which the caller must close."""
-
-    fd: int
-    path: str
-    directory: str
 
 
 class Store:
@@ -95,7 +99,7 @@ class Store:
             try:
                 self._trust(directory, opened.fd, key, size)
             except BaseException:
-                os.close(opened.fd)
+                opened.close()
                 raise
             if len(self._known) >= _REMEMBERED:
                 self._known.clear()
@@ -103,33 +107,27 @@ class Store:
             return opened
         return None
 
-    @staticmethod
-    def _open(directory: str, path: str, size: int) -> Opened | None:
+    def open_again(self, path: str) -> Opened | None:
+        """Open an entry's data file once more; None if it is no longer what it was.
+
+        Raises:
+            OSError: the disk fails.
+        """
+        directory = os.path.dirname(path)  # noqa: PTH120 - paths are strings when reading
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError as exn:
-            if exn.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
-                return None
-            if exn.errno in (errno.ELOOP, errno.ENXIO):
-                raise DamagedError("its data file is a symbolic link or a socket") from exn
-            raise
-        good = False
-        try:
-            if not pin(fd, path):
-                return None
-            found = os.fstat(fd)
-            if found.st_nlink == 0:  # evicted between open and flock
-                return None
-            if found.st_size != size or not stat.S_ISREG(found.st_mode):
-                raise DamagedError(f"its data file has {found.st_size} bytes, not {size}")
-            good = True
-            return Opened(fd, path, directory)
-        finally:
-            if not good:
-                os.close(fd)
+            return self._open(directory, path, Entry.at(Path(directory)).size)
+        except DamagedError:
+            return None
+
+    def _open(self, directory: str, path: str, size: int) -> Opened | None:
+        return open_data(directory, path, size, self.layout.grace)
 
     def _trust(self, directory: Path, fd: int, key: str, size: int) -> None:
         """Check an entry that this process sees for the first time."""
+        with readable():
+            self._check(directory, fd, key, size)
+
+    def _check(self, directory: Path, fd: int, key: str, size: int) -> None:
         try:
             metadata = Metadata.decode(self.sidecar(directory))
         except FileNotFoundError as exn:
@@ -143,18 +141,36 @@ class Store:
             if file_digest(fd) != metadata.digest:
                 raise DamagedError("its bytes changed since they were fetched")
             try:
-                replace_file(directory / META, metadata.trusted_since(self._boot).encode(), 0o600)
+                trusted = metadata.trusted_since(self._boot).encode()
+                modes, via = self.layout.modes, self.layout.partial
+                replace_file(directory / META, trusted, modes.file, via=via)
             except OSError as exn:  # read-only or full: verify again next time
                 logger.debug("cannot note that %s was verified: %s", directory.name, exn)
 
     #: The sidecar of an entry's directory, undecoded; see `entry.read_sidecar`.
     sidecar = staticmethod(read_sidecar)
 
-    def publish(self, partial: Partial, metadata: Metadata, *, sync: bool = False) -> Path:
+    def publish(
+        self,
+        partial: Partial,
+        metadata: Metadata,
+        *,
+        sync: bool = False,
+        known: Collection[Path] | None = None,
+    ) -> Path:
         """Make a finished partial visible; returns the entry's directory.
 
         If the same version is there already and sound, ours is dropped: it is
         identical. The partial stays locked by its writer until the caller closes it.
+
+        Args:
+            partial: complete and checked.
+            metadata: its final sidecar.
+            sync: put it on the disk first.
+            known: entries of this shard that may be superseded: those that were there
+                before the fetch. If a sound one of another version has come since, ours is
+                late and is dropped, and theirs returned. Nobody can tell which of two
+                versions is newer, and whoever has read theirs must not read ours next.
 
         Raises:
             OSError: the disk fails.
@@ -162,32 +178,57 @@ class Store:
         """
         partial.seal(metadata, sync=sync)
         entry = self.layout.entry(metadata.key, metadata.info.version, metadata.size)
-        for _ in range(_ATTEMPTS):
+        # After sealing: a process that is stopped between this look and the rename
+        # publishes a directory that is older than theirs, and `open` takes the newest.
+        theirs = None if known is None else self._other_than(entry, known)
+        if theirs is not None:
+            logger.info("%s came meanwhile; dropping %s", theirs.name, entry.name)
+            shutil.rmtree(partial.path, ignore_errors=True)
+            return theirs
+        refuse_links(*entry.parents[:2], entry)
+        taken = False
+        for attempt in range(_ATTEMPTS):
             try:
                 partial.path.rename(entry)
                 break
-            except FileNotFoundError as exn:
-                if partial.path.exists():
-                    make_directory(entry.parent)
-                elif is_file(entry / partial.data.name, partial.fd):
-                    break  # done, and only the answer was lost (NFS)
-                else:
-                    raise LostError(f"{partial.path.name} was taken over") from exn
             except OSError as exn:
-                if exn.errno not in _TAKEN:
+                if is_file(entry / partial.data.name, partial.fd):
+                    break  # done, and only the answer was lost (NFS)
+                if isinstance(exn, FileNotFoundError):
+                    if not partial.path.exists():
+                        raise LostError(f"{partial.path.name} was taken over") from exn
+                    self.layout.modes.make_directory(entry.parent)
+                    continue
+                taken = exn.errno in _TAKEN
+                if not taken:
                     raise
                 aside = self._set_aside(entry, partial.data.name, "found while publishing")
                 if aside or not is_directory(entry):
+                    time.sleep(_UNSEEN if attempt >= _AT_ONCE else 0)
                     continue
                 shutil.rmtree(partial.path, ignore_errors=True)
                 break
         else:
+            if taken:  # by another node, and this one's kernel remembers that it was not there
+                raise OSError(errno.EBUSY, "an entry is there and cannot be seen", str(entry))
             raise LostError(f"{entry.parent} is removed faster than it can be filled")
         if sync:
             sync_directory(entry.parent)
             sync_directory(entry.parent.parent)
         self._known.pop(metadata.key, None)
         return entry
+
+    def _other_than(self, entry: Path, known: Collection[Path]) -> Path | None:
+        """A sound entry of the same shard that is neither ``entry`` nor known."""
+        for directory, size in versions(self.layout, entry.parent.name):
+            if directory == entry or directory in known:
+                continue
+            with contextlib.suppress(DamagedError, FileNotFoundError):
+                opened = self._open(str(directory), str(Entry.at(directory).data), size)
+                if opened is not None:
+                    opened.close()
+                    return directory
+        return None
 
     def quarantine(self, key: str, reason: str) -> int:
         """Set aside the damaged entries of ``key``; call with the key's lock held.
@@ -212,32 +253,53 @@ class Store:
             opened = self._open(str(directory), str(data), entry.size)
             if opened is None:
                 return False  # being evicted
+            if opened.stuck:
+                opened.close()
+                return False  # likewise: who evicts it must not find another in its place
             try:
                 self._trust(directory, opened.fd, entry.key, entry.size)
             finally:
-                os.close(opened.fd)
+                opened.close()
             if basename in (None, data.name):
                 return False
         except FileNotFoundError:
             return False
         except DamagedError as exn:
             reason = f"{reason}: {exn}"
+        return self.condemn(directory, reason)
+
+    def condemn(self, directory: Path, reason: str) -> bool:
+        """Set an entry aside; call with the key's lock held.
+
+        Returns:
+            Whether this call did it.
+
+        Raises:
+            OSError: the disk fails.
+        """
+        self._known.pop(directory.parent.name, None)
         for _ in range(_ATTEMPTS):
             try:
                 directory.rename(self.layout.new_quarantined(directory))
             except FileNotFoundError:
                 if not is_directory(directory):
                     return False
-                self.layout.make()  # it was the quarantine that is missing
+                self.layout.mend(self.layout.quarantine)
                 continue
-            logger.warning("set aside a damaged entry: %s (%s)", directory.name, reason)
+            logger.info("set aside a damaged entry: %s (%s)", directory.name, reason)
             return True
         return False
 
     def touch(self, directory: str, now: float) -> None:
         """Note a use. A cache that cannot be written keeps its old times."""
+        path = f"{directory}/{META}"
         try:
-            os.utime(f"{directory}/{META}", (now, now))
+            if os.lstat(path).st_nlink > 1:
+                return  # somebody's file, linked here: not to be written
+            try:
+                os.utime(path, (now, now), follow_symlinks=False)
+            except PermissionError:  # another member's: only its owner may set any time
+                os.utime(path, follow_symlinks=False)
         except OSError as exn:
             logger.debug("cannot note a use of %s: %s", directory, exn)
 
@@ -254,11 +316,10 @@ class Store:
         """The entry that an open data file belongs to, in whichever namespace."""
         return Entry.at(Path(opened.directory))
 
-    @classmethod
-    def owning(cls, entry: Entry) -> Store:
-        """The store of the namespace that an entry is in."""
+    def owning(self, entry: Entry) -> Store:
+        """The store of the namespace of this root that an entry is in."""
         base = entry.path.parents[3]  # objects/<aa>/<key>/<entry>
-        return cls(Layout(base), verify_after_boot=False)
+        return Store(replace(self.layout, base=base), verify_after_boot=False)
 
     def is_pinned(self, entry: Entry) -> bool:
         """Whether somebody reads or has pinned the entry right now.
@@ -267,36 +328,10 @@ class Store:
             OSError: that cannot be told, for want of descriptors for instance.
         """
         try:
-            fd = self._locked(entry)
+            with hold(entry, self.layout.grace) as free:
+                return not free
         except FileNotFoundError:
             return False
-        if fd is not None and fd >= 0:
-            os.close(fd)
-        return fd is None
-
-    @staticmethod
-    def _locked(entry: Entry) -> int | None:
-        """The data file, exclusively locked; None if it is pinned, -1 if there is none.
-
-        Raises:
-            OSError: it is gone, or cannot be opened.
-        """
-        try:
-            data = entry.data
-            fd = os.open(data, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except DamagedError:
-            return -1
-        except OSError as exn:
-            if exn.errno in (errno.ELOOP, errno.ENXIO):  # planted; nobody reads it
-                return -1
-            raise
-        free = False
-        try:
-            free = seize(fd, data)
-        finally:
-            if not free:
-                os.close(fd)
-        return fd if free else None
 
     def evict(self, entry: Entry) -> bool:
         """Remove an entry unless somebody reads or has pinned it.
@@ -308,21 +343,15 @@ class Store:
             OSError: the filesystem is read-only or failing.
         """
         try:
-            fd = self._locked(entry)
+            with hold(entry, self.layout.grace) as free:
+                doomed = self._hide(entry) if free else None
+                if doomed is None:
+                    return False
+                # The lock is held until the names are gone: a reader that gets its
+                # pin afterwards sees a link count of zero and looks again.
+                shutil.rmtree(doomed, ignore_errors=True)
         except FileNotFoundError:
             return False
-        if fd is None:
-            return False
-        try:
-            doomed = self._hide(entry)
-            if doomed is None:
-                return False
-            # The lock is held until the names are gone: a reader that gets its
-            # pin afterwards sees a link count of zero and looks again.
-            shutil.rmtree(doomed, ignore_errors=True)
-        finally:
-            if fd >= 0:
-                os.close(fd)
         with contextlib.suppress(OSError):  # another version is there, or it is gone too
             entry.path.parent.rmdir()
         return True
@@ -335,7 +364,7 @@ class Store:
             except FileNotFoundError:
                 if not is_directory(entry.path):
                     return None
-                self.layout.make()  # it was `partial` that is missing
+                self.layout.mend(self.layout.partial)
                 continue
             return doomed
         return None
@@ -352,11 +381,13 @@ class Store:
         """
         staging = self.layout.new_partial(metadata.key, metadata.info.version)
         try:
-            staging.mkdir(mode=0o700)
+            self.layout.modes.new_directory(staging)
             os.link(other.path, staging / basename)
-            replace_file(staging / META, metadata.encode(), 0o600)
+            modes, via = self.layout.modes, self.layout.partial
+            replace_file(staging / META, metadata.encode(), modes.file, via=via)
             entry = self.layout.entry(metadata.key, metadata.info.version, metadata.size)
-            make_directory(entry.parent)
+            refuse_links(*entry.parents[:2], entry)
+            self.layout.modes.make_directory(entry.parent)
             staging.rename(entry)
         except OSError as exn:
             shutil.rmtree(staging, ignore_errors=True)

@@ -11,45 +11,54 @@ directory goes away makes another.
 from __future__ import annotations
 
 import errno
+import io
+import logging
 import os
 import shutil
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardcache.descriptors import open_file
 from shardcache.layout import (
+    IDLE_GRACE,
     META,
     PROGRESS,
     Layout,
     is_directory,
     is_evicted_name,
+    is_idle,
     is_key,
+    is_lease_name,
     is_lock_name,
     is_quarantined_name,
+    is_temporary_name,
+    is_unnamed,
     list_names,
     parse_partial_name,
 )
-from shardcache.locks import is_free, lock_exclusive
+from shardcache.locks import is_file, is_free, lock_exclusive
 from shardcache.progressfile import Progress, read_progress
 
 __all__ = [
     "InFlight",
     "in_flight",
+    "remove_dead_leases",
     "remove_free_locks",
     "remove_leftover",
     "remove_quarantined",
+    "remove_temporaries",
+    "remove_unnamed",
 ]
+
+logger = logging.getLogger(__name__)
 
 #: What opening a file answers when it is gone or none of ours: a planted symbolic
 #: link, a socket.
-_NOT_DATA = frozenset({errno.ENOENT, errno.ELOOP, errno.ENXIO})
-#: Seconds without a write after which a fetch is dead where flock is not supported
-#: (Lustre without ``-o flock``). A live one writes its progress with every block and
-#: gives a connection up after ``timeout``, half a minute; an hour also covers
-#: clocks of two nodes that differ. Wrongly taken for dead it starts over.
-_GRACE = 3600.0
+_NOT_DATA = frozenset({errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENXIO})
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,53 +104,53 @@ def in_flight(layout: Layout) -> Iterator[InFlight]:
         # A writer holds its lock exclusively, so a shared one tells whether it
         # lives, and two who look do not disturb each other. An entry on its
         # way out is held by its readers, who share.
-        with _held(path, shared=parsed is not None) as free:
-            pass
+        try:
+            with _held(path, layout.grace, shared=parsed is not None) as free:
+                pass
+            occupied = _occupied(path)
+        except PermissionError:  # no directory of a cache that this user may use is closed
+            logger.debug("%s is closed to this user", path)
+            continue
         yield InFlight(
             path=path,
             key=parsed[0] if parsed else "",
             live=not free,
-            occupied=_occupied(path),
+            occupied=occupied,
             progress=read_progress(path) if parsed else None,
         )
 
 
 @contextmanager
-def _held(path: Path, *, shared: bool = False) -> Iterator[bool]:
-    """Hold the data file of a directory; False if somebody else does, or may do."""
-    fds: list[int] = []
+def _held(path: Path, grace: float | None, *, shared: bool = False) -> Iterator[bool]:
+    """Hold the data file of a directory; False if somebody else does, or may do.
+
+    With ``grace`` nothing is locked: free is what was idle for so long.
+    """
+    if grace is not None:
+        yield is_idle(path, grace)
+        return
+    files: list[io.FileIO] = []
     free = True
     try:
         for name in list_names(path):
             if name in (META, PROGRESS) or name.startswith("."):
                 continue
             try:
-                fd = os.open(
-                    path / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-                )
+                files.append(open_file(path / name, io.FileIO))
             except OSError as exn:
                 if exn.errno in _NOT_DATA:
                     continue
                 if exn.errno != errno.EACCES:
                     raise  # EMFILE for one: not knowing is no reason to remove
-                free = False
+                # Another member was killed before it could open its file to the group.
+                free = free and is_idle(path)
                 continue
-            fds.append(fd)
-            answer = is_free(fd, shared=shared)
-            free = free and (_is_idle(path) if answer is None else answer)
+            answer = is_free(files[-1].fileno(), shared=shared)
+            free = free and (is_idle(path) if answer is None else answer)
         yield free
     finally:
-        for fd in fds:
-            os.close(fd)
-
-
-def _is_idle(path: Path) -> bool:
-    """Whether nothing was written for so long that its process must be dead."""
-    times = []
-    for name in list_names(path):
-        with suppress(FileNotFoundError):
-            times.append(os.lstat(path / name).st_mtime)
-    return time.time() - max(times, default=0.0) > _GRACE
+        for file in files:
+            file.close()
 
 
 def _occupied(path: Path) -> int:
@@ -172,7 +181,7 @@ def remove_leftover(layout: Layout, path: Path) -> bool:
         # just now, which a rename and removal of the whole would take from it.
         path.rmdir()
         return True
-    with _held(path) as free:
+    with _held(path, layout.grace) as free:
         if not free or not list_names(path):
             return False
         doomed = path
@@ -226,20 +235,78 @@ def remove_free_locks(layout: Layout) -> int:
     return removed
 
 
+def remove_dead_leases(layout: Layout) -> int:
+    """Remove leases that nobody renews, and the records beside them; returns how many.
+
+    A live holder touches its marker every half a minute. One that is wrongly taken for
+    dead costs a second fetch.
+
+    Raises:
+        OSError: the filesystem is read-only or failing.
+    """
+    removed = 0
+    grace = layout.grace or IDLE_GRACE
+    for prefix in list_names(layout.base / "locks"):
+        directory = layout.base / "locks" / prefix
+        for name in list_names(directory) if is_key(prefix * 16) else ():
+            if is_lease_name(name) and name.startswith(prefix):
+                with suppress(FileNotFoundError):
+                    if time.time() - os.lstat(directory / name).st_mtime > grace:
+                        (directory / name).unlink()
+                        removed += 1
+    return removed
+
+
+def remove_unnamed(layout: Layout) -> int:
+    """Remove directories whose makers died before naming them; returns how many.
+
+    They are empty. One whose maker lives is made again by it.
+
+    Raises:
+        OSError: the filesystem is failing.
+    """
+    if layout.modes.group is None:
+        return 0  # only a group's are named when they are ready (`modes`)
+    prefixes = [layout.objects / n for n in list_names(layout.objects) if is_key(n * 16)]
+    removed = 0
+    for directory in (layout.base.parent, layout.ranks, *layout.directories, *prefixes):
+        for name in list_names(directory):
+            if is_unnamed(name):
+                with suppress(OSError):  # it has its name by now
+                    (directory / name).rmdir()
+                    removed += 1
+    return removed
+
+
+def remove_temporaries(layout: Layout) -> int:
+    """Remove files whose writers died before naming them; returns how many.
+
+    A writer that lives makes another (`layout.replace_file`).
+
+    Raises:
+        OSError: the filesystem is read-only or failing.
+    """
+    removed = 0
+    for name in list_names(layout.partial):
+        path = layout.partial / name
+        if is_temporary_name(name):
+            with suppress(FileNotFoundError):  # it has its name by now
+                if stat.S_ISREG(path.lstat().st_mode):
+                    path.unlink()
+                    removed += 1
+    return removed
+
+
 def _remove_free_lock(path: Path) -> bool:
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        file = open_file(path, io.FileIO, os.O_RDWR)
     except OSError as exn:
         if exn.errno in _NOT_DATA or exn.errno == errno.EACCES:
             return False
         raise
-    try:
+    with file, suppress(FileNotFoundError):
         # The name may be that of a newer file by now, which somebody holds.
-        if not lock_exclusive(fd) or not os.path.samestat(os.fstat(fd), os.lstat(path)):
-            return False
-        path.unlink()
-        return True
-    except FileNotFoundError:
-        return False
-    finally:
-        os.close(fd)
+        if lock_exclusive(file.fileno()) and is_file(path, file.fileno()):
+            path.unlink()
+            return True
+    return False

@@ -20,10 +20,12 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable
 
+from shardcache.cancellation import Cancellation, Watch
 from shardcache.clock import Clock
-from shardcache.errors import IntegrityError, TransferError
+from shardcache.errors import FetchCancelledError, IntegrityError, TransferError
 from shardcache.job import Fetched, FetchStatus, Job, MismatchError
 from shardcache.origin import Body, ObjectInfo, Origin, VersionChangedError
 from shardcache.partials import Partial
@@ -59,8 +61,9 @@ class Fetcher:
         self.part_size = part_size
         self.timeout = timeout
         self.permits = threading.BoundedSemaphore(connections)
-        self._jobs: set[Job] = set()
+        self._jobs: weakref.WeakSet[Job] = weakref.WeakSet()  # an interrupt may leave one
         self._guard = threading.Lock()
+        self.cancellation = Cancellation()
 
     def fetch(
         self,
@@ -92,11 +95,12 @@ class Fetcher:
             Whatever ``target`` raises.
         """
         attempts = self.policy.started(str(url))
+        watch = self.cancellation.watch(str(url), self.clock)
         status = status or FetchStatus()
         damaged = False
         for _ in range(_VERSION_RESTARTS):
             try:
-                return self._fetch_version(origin, url, target, resume, attempts, status)
+                return self._fetch_version(origin, url, target, resume, attempts, status, watch)
             except VersionChangedError:
                 logger.warning("%s changed while it was fetched; starting over", url)
             except MismatchError as exn:
@@ -124,17 +128,20 @@ class Fetcher:
         resume: Partial | None,
         attempts: Attempts,
         status: FetchStatus,
+        watch: Watch,
     ) -> Fetched:
         if resume is not None:
-            return self._run(Job(self, origin, url, resume, attempts, status), None)
+            return self._run(Job(self, origin, url, resume, attempts, status), None, watch)
         with self.permits:
-            body = attempts.call(lambda: self._first(origin, url), sleep=self.clock.sleep)
+            watch.check()
+            body = attempts.call(lambda: self._first(origin, url), sleep=watch.sleep)
             try:
+                watch.check()
                 partial = target(body.info)
             except BaseException:
                 body.close()
                 raise
-            return self._run(Job(self, origin, url, partial, attempts, status), body)
+            return self._run(Job(self, origin, url, partial, attempts, status), body, watch)
 
     def _first(self, origin: Origin, url: ShardURL) -> Body:
         body = origin.open(url, 0, self.part_size)
@@ -144,17 +151,22 @@ class Fetcher:
         body.close()
         return origin.open(url, 0, None)
 
-    def _run(self, job: Job, first: Body | None) -> Fetched:
-        with self._guard:
-            self._jobs.add(job)
+    def _run(self, job: Job, first: Body | None, watch: Watch) -> Fetched:
         try:
+            with self._guard:
+                self._jobs.add(job)
+            try:
+                watch.check()  # called off before it was among the jobs
+            except FetchCancelledError:
+                job.cancel()
             return job.run(first)
         finally:
             with self._guard:
                 self._jobs.discard(job)
 
     def cancel(self) -> None:
-        """Call off every fetch in flight: they raise `FetchCancelledError`."""
+        """Call off every fetch in flight, and every wait for one: `FetchCancelledError`."""
+        self.cancellation.call_off()
         with self._guard:
             jobs = list(self._jobs)
         for job in jobs:

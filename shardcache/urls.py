@@ -20,6 +20,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from shardcache.errors import ConfigError
@@ -92,7 +93,8 @@ class ShardURL:
     """One shard's names.
 
     Attributes:
-        raw: the URL as it was given, signatures included; only origins read it.
+        raw: the URL as it was given, signatures included; only origins read it. Empty
+            for a command that came out of a pickle.
         scheme: lower-case scheme; ``file`` for plain paths.
         canonical: the identity in words, free of credentials; also what people see.
         key: 32 hexadecimal digits, blake2b-128 of the canonical URL and endpoint.
@@ -106,6 +108,20 @@ class ShardURL:
     key: str
     basename: str
     version_id: str | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In clear for a process that multiprocessing is spawning, else without credentials.
+
+        As `optionkinds.StorageOptions` does it. A command is left out whole: what is
+        secret in it cannot be told, and half of it must not be run.
+        """
+        from multiprocessing.context import get_spawning_popen
+
+        raw = self.raw
+        if get_spawning_popen() is None:
+            raw = "" if self.scheme == "pipe" else self.canonical
+        names = (self.scheme, self.canonical, self.key, self.basename, self.version_id)
+        return ShardURL, (raw, *names)
 
     @property
     def is_local(self) -> bool:
@@ -233,14 +249,13 @@ def _s3(url: str, rest: str) -> tuple[str, str | None, str]:
     bucket, name = _split_bucket(rest)
     bucket = bucket.rpartition("@")[2]
     version_id = None
-    base, mark, query = name.rpartition("?")
-    if mark:
-        public = _without_auth(query)
-        parameter, _, value = public.partition("=")
+    name, query = _split_query(name)
+    if query is not None:
+        parameter, _, value = query.partition("=")
         if parameter == "versionId" and value and "&" not in value:
-            name, version_id = base, value
-        elif public != query:  # else the question mark belongs to the object's own key
-            name = f"{base}?{public}" if public else base
+            version_id = value
+        else:  # the question mark belongs to the object's own key
+            name = f"{name}?{query}"
     if not bucket or not name:
         raise ConfigError(f"{redact(url)} names no object; expected s3://bucket/key")
     if ":" in bucket and not _ARN.fullmatch(bucket):
@@ -258,7 +273,12 @@ def _generic(url: str, scheme: str, rest: str) -> tuple[str, str]:
     web = scheme in _DEFAULT_PORTS
     if web:
         rest = rest.partition("#")[0]  # never sent; elsewhere a part of the object's name
-    place, mark, query = rest.partition("?") if web else _rpartition_query(rest)
+        place, mark, query = rest.partition("?")
+        public = _without_auth(query)
+        kept = mark + public if public or public == query else ""
+    else:
+        place, last = _split_query(rest)
+        kept = "" if last is None else f"?{last}"
     netloc, slash, path = place.partition("/")
     user, at, host = netloc.rpartition("@")
     if web:
@@ -272,18 +292,21 @@ def _generic(url: str, scheme: str, rest: str) -> tuple[str, str]:
         host = netloc
     if not (host or path):
         raise ConfigError(f"{redact(url)} names no object")
-    public = _without_auth(query)
-    if public or public == query:
-        place = f"{host}{slash}{path}{mark}{public}"
-    else:
-        place = f"{host}{slash}{path}"
-    return f"{scheme}://{place}", path or host
+    return f"{scheme}://{host}{slash}{path}{kept}", path or host
 
 
-def _rpartition_query(rest: str) -> tuple[str, str, str]:
-    """As `str.partition`, at the last question mark: earlier ones belong to the name."""
-    place, mark, query = rest.rpartition("?")
-    return (place, mark, query) if mark else (rest, "", "")
+def _split_query(name: str) -> tuple[str, str | None]:
+    """A name and the query behind its last question mark, without credentials, if any.
+
+    Earlier question marks belong to the name, unless nothing but credentials follows.
+    """
+    while "?" in name:
+        base, _, query = name.rpartition("?")
+        public = _without_auth(query)
+        if public or public == query:
+            return base, public
+        name = base
+    return name, None
 
 
 def _web_host(url: str, scheme: str, host: str) -> str:

@@ -12,6 +12,7 @@ import logging
 import random
 from pathlib import Path
 
+from shardcache.cancellation import Watch
 from shardcache.clock import Clock
 from shardcache.errors import LockTimeoutError
 from shardcache.layout import Layout, parse_partial_name
@@ -38,22 +39,33 @@ class Waiter:
         layout: the namespace.
         url: the shard.
         clock: time.
+        watch: raises when the wait is called off.
+        record: the file in which the holder says who it is.
         timeout: seconds after which `pause` gives up.
         stale_after: seconds without growth after which the holder is stale.
     """
 
     def __init__(
-        self, layout: Layout, url: ShardURL, clock: Clock, *, timeout: float, stale_after: float
+        self,
+        layout: Layout,
+        url: ShardURL,
+        clock: Clock,
+        *,
+        watch: Watch,
+        record: Path,
+        timeout: float,
+        stale_after: float,
     ) -> None:
         self._layout = layout
         self._url = url
         self._clock = clock
+        self._watch = watch
         self._timeout = timeout
         self._stale_after = stale_after
-        self._lock_path: Path = layout.key_lock(url.key)
+        self._record = record
         self._poll = _FIRST_POLL
         self._begun = self._changed = self._announced = clock.monotonic()
-        self._seen: tuple[Holder | None, Progress | None] = (None, None)
+        self._seen: tuple[Holder | None, Progress | None] | None = None
 
     @property
     def stale(self) -> bool:
@@ -70,14 +82,15 @@ class Waiter:
 
         Raises:
             LockTimeoutError: the wait is over its bound.
+            FetchCancelledError: it was called off.
         """
-        self._clock.sleep(self._poll * random.uniform(0.5, 1.0))
+        self._watch.sleep(self._poll * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
         self._poll = min(self._poll * 1.5, _LAST_POLL)
         now = self._clock.monotonic()
         seen = self._look()
-        if seen != self._seen:
-            self._seen = seen
+        if self._seen not in (None, seen):
             self._changed = now
+        self._seen = seen
         if now - self._begun >= self._timeout:
             raise LockTimeoutError(
                 f"{self._url} was not there after {format_duration(now - self._begun)}: "
@@ -93,7 +106,7 @@ class Waiter:
             )
 
     def _look(self) -> tuple[Holder | None, Progress | None]:
-        holder = read_holder(self._lock_path)
+        holder = read_holder(self._record)
         name = holder.partial if holder else None
         # The name comes out of a file anybody may have damaged: a name, no path.
         if name is None or parse_partial_name(name) is None:
@@ -102,13 +115,13 @@ class Waiter:
 
     def describe(self) -> str:
         """Who holds the shard, since when, and how far they are."""
-        holder, progress = self._seen
+        holder, progress = self._seen or (None, None)
         if holder is None:
             return "its lock is held by a process that did not say who it is"
         age = format_duration(max(0.0, self._clock.time() - holder.started))
         text = f"{holder} has been fetching it for {age}"
         if progress is not None and progress.total:
-            share = progress.written / progress.total
+            share = min(1.0, progress.written / progress.total)
             text += f", {share:.0%} of {format_bytes(progress.total)} done"
         still = self._clock.monotonic() - self._changed
         if still >= _ANNOUNCE_EVERY:

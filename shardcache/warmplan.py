@@ -127,7 +127,7 @@ def make_plan(
 
 def _is_whole(entry: Entry) -> bool:
     try:
-        return entry.data.stat().st_size == entry.size
+        return entry.data.lstat().st_size == entry.size
     except (OSError, DamagedError):
         return False
 

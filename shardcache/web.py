@@ -12,20 +12,37 @@ the environment (``https_proxy``, ``no_proxy``), certificates from the system or
 
 from __future__ import annotations
 
+import logging
 import threading
 import urllib.request
 from typing import Any
 from urllib.parse import unquote, urljoin, urlsplit, urlunsplit
 
 from shardcache.errors import AccessDeniedError, ConfigError, ShardNotFoundError
-from shardcache.origin import ObjectInfo, TransientError, VersionChangedError
-from shardcache.rangebody import TRANSIENT_STATUS, RangeBody, content_range, retry_after
+from shardcache.origin import ObjectInfo, TransientError, VersionChangedError, unchained
+from shardcache.rangebody import (
+    TRANSIENT_STATUS,
+    RangeBody,
+    content_length,
+    content_range,
+    retry_after,
+)
 from shardcache.urls import ShardURL, redact
 from shardcache.version import __version__
 
 __all__ = ["WebOrigin"]
 
 _REDIRECTS = 5
+
+
+def _hide_signatures(record: logging.LogRecord) -> bool:
+    """urllib3 shows whole URLs: of heads it cannot read, and of every request at DEBUG."""
+    record.msg, record.args = redact(record.getMessage()), ()
+    return True
+
+
+for _name in ("urllib3.connection", "urllib3.connectionpool"):
+    logging.getLogger(_name).addFilter(_hide_signatures)
 
 
 class WebOrigin:
@@ -68,7 +85,7 @@ class WebOrigin:
         response = self._request("HEAD", url, {})
         try:
             self._check(response, url)
-            return _info(response, _length(response))
+            return _info(response, content_length(response.headers))
         finally:
             response.release_conn()
 
@@ -91,6 +108,7 @@ class WebOrigin:
             url=str(url),
         )
 
+    @unchained
     def _ask(self, method: str, url: ShardURL, target: str, headers: dict[str, str]) -> Any:
         from urllib3.exceptions import HTTPError, LocationValueError, ProxyError, SSLError
         from urllib3.exceptions import TimeoutError as PoolTimeoutError
@@ -192,20 +210,12 @@ def _split_credentials(raw: str) -> tuple[str, dict[str, str]]:
 
 
 def _body(response: Any, start: int, stop: int | None) -> RangeBody:
-    length = _length(response)
+    length = content_length(response.headers)
     if response.status == 206:
         total, end = content_range(response.headers.get("content-range"), length, start, stop)
         return RangeBody(_info(response, total), start, end, response)
     # The range was ignored: all bytes will come, from the first.
     return RangeBody(_info(response, length), 0, length, response)
-
-
-def _length(response: Any) -> int | None:
-    text = response.headers.get("content-length")
-    try:
-        return None if text is None else int(text)
-    except ValueError:
-        return None
 
 
 def _info(response: Any, size: int | None) -> ObjectInfo:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import tarfile
 import threading
 from collections.abc import Callable, Iterator
@@ -15,6 +16,8 @@ from shardcache.cache import Cache
 from shardcache.demoserver import S3Server
 from shardcache.meter import Meter
 from tests.fakes import MemoryOrigin
+
+pytest_plugins = ["tests.reliability", "tests.brokenflock", "tests.users"]
 
 
 def make_tar(seed: int, members: int = 4, size: int = 1000) -> bytes:
@@ -36,6 +39,15 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """One SeaweedFS for the whole run."""
     with S3Server(directory=tmp_path_factory.mktemp("s3")) as server:
         yield server
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _node_directories() -> Iterator[None]:
+    """Lock files of caches on network filesystems are outside the test's own directory."""
+    before = set(Path("/dev/shm").glob("shardcache-*"))
+    yield
+    for path in set(Path("/dev/shm").glob("shardcache-*")) - before:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 @pytest.fixture

@@ -65,6 +65,7 @@ class MemoryOrigin:
         sizes: whether sizes are stated.
         etags: whether versions can be told apart.
         checksums: canonical URL to what `stat` states.
+        bodies: every answer that was given.
     """
 
     objects: dict[str, bytes] = field(default_factory=dict)
@@ -79,6 +80,7 @@ class MemoryOrigin:
     checksums: dict[str, Checksum] = field(default_factory=dict)
     chunk: int = 64 * 1024
     delivered: int = 0
+    bodies: list[MemoryBody] = field(default_factory=list)
     guard: threading.Lock = field(default_factory=threading.Lock)
 
     def info(self, url: ShardURL) -> ObjectInfo:
@@ -106,7 +108,9 @@ class MemoryOrigin:
         if not self.sizes:
             stop = None
         stop = len(data) if stop is None else min(stop, len(data))
-        return MemoryBody(self, info, start, stop, data[start:stop], fault)
+        body = MemoryBody(self, info, start, stop, memoryview(data)[start:stop], fault)
+        self.bodies.append(body)
+        return body
 
     def stat(self, url):
         with self.guard:
@@ -124,6 +128,7 @@ class MemoryBody:
         self._at = 0
         self._fault = fault
         self.aborted = threading.Event()
+        self.closed = False
 
     def readinto(self, buffer) -> int:
         limit = self._at + min(len(buffer), self._origin.chunk)

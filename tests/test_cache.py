@@ -22,6 +22,7 @@ from shardcache.layout import Layout
 from shardcache.locks import Holder, KeyLock
 from shardcache.origin import TransientError
 from shardcache.process import Process
+from shardcache.reading import Opener
 from shardcache.store import Store
 from tests.conftest import make_tar
 from tests.fakes import Fault, MemoryOrigin
@@ -77,6 +78,7 @@ def test_a_published_shard_is_read_only_and_private(make_cache: MakeCache) -> No
     assert stat.S_IMODE(make_cache().dir.stat().st_mode) == 0o700
 
 
+@pytest.mark.locks_work("flock")
 def test_a_pinned_shard_survives_every_form_of_clean(make_cache: MakeCache) -> None:
     cache = make_cache()
     read(cache, OTHER)
@@ -89,6 +91,7 @@ def test_a_pinned_shard_survives_every_form_of_clean(make_cache: MakeCache) -> N
     assert list(cache.entries()) == []
 
 
+@pytest.mark.locks_work("flock")
 def test_an_open_stream_survives_every_form_of_clean(make_cache: MakeCache) -> None:
     cache = make_cache()
     with cache.open(URL) as stream:
@@ -97,6 +100,7 @@ def test_an_open_stream_survives_every_form_of_clean(make_cache: MakeCache) -> N
         assert first + stream.read() == DATA
 
 
+@pytest.mark.locks_work("answers")
 def test_a_dry_run_touches_nothing_and_tells_what_the_run_does(make_cache: MakeCache) -> None:
     cache = make_cache()
     read(cache)
@@ -196,6 +200,7 @@ def remount(path: Path, option: str) -> None:
     subprocess.run(["mount", "-o", f"remount,{option}", str(path)], check=True)
 
 
+@pytest.mark.failure("read-only")
 def test_an_unwritable_directory_streams_with_one_warning(
     make_cache: MakeCache, readonly: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -215,6 +220,7 @@ def test_an_unwritable_directory_raises_when_strict(make_cache: MakeCache, reado
     assert caught.value.errno == errno.EROFS
 
 
+@pytest.mark.failure("read-only")
 def test_a_read_only_cache_serves_hits_and_streams_misses(
     make_cache: MakeCache, origin: MemoryOrigin, readonly: Path
 ) -> None:
@@ -232,6 +238,7 @@ def test_a_read_only_cache_serves_hits_and_streams_misses(
     assert path is None
 
 
+@pytest.mark.failure("disk-errors")
 def test_a_shard_on_a_full_filesystem_is_streamed(
     make_cache: MakeCache, origin: MemoryOrigin, readonly: Path
 ) -> None:
@@ -244,6 +251,7 @@ def test_a_shard_on_a_full_filesystem_is_streamed(
     assert os.listdir(Layout.of_root(cache.dir).partial) == []
 
 
+@pytest.mark.failure("larger-than-budget")
 def test_a_shard_larger_than_the_budget_is_streamed_at_once(
     make_cache: MakeCache, origin: MemoryOrigin
 ) -> None:
@@ -256,6 +264,7 @@ def test_a_shard_larger_than_the_budget_is_streamed_at_once(
         cache.fetch(URL)
 
 
+@pytest.mark.locks_work("flock")
 def test_a_running_job_keeps_what_it_has_when_the_cache_is_full(
     make_cache: MakeCache, origin: MemoryOrigin
 ) -> None:
@@ -268,6 +277,7 @@ def test_a_running_job_keeps_what_it_has_when_the_cache_is_full(
     assert URL in cache
 
 
+@pytest.mark.locks_work("answers")
 def test_entries_of_finished_jobs_make_room(make_cache: MakeCache, origin: MemoryOrigin) -> None:
     first = make_cache(max_size=len(DATA) + 1000)
     entry = first.fetch(URL)
@@ -305,8 +315,7 @@ def test_a_stream_of_unknown_size_that_is_replaced_ends_in_an_error_too(
 ) -> None:
     cache = make_cache(max_size=1000)
     origin.sizes = False
-    gone = OSError(errno.ENOSPC, "No space left on device")
-    stream = cache._bypass(cache.parse(URL), "test", str(gone))
+    stream = cache._opener._past(cache.parse(URL), None)
     with stream:
         origin.faults.clear()
         stream.read(10)
@@ -322,7 +331,7 @@ def test_a_pin_holds_a_path_and_not_just_a_file(
     """An evictor that died between rename and unlink leaves an open file without its name."""
     cache = make_cache()
     cache.fetch(URL)
-    real = Cache._obtain
+    real = Opener.obtain
     renamed: list[Path] = []
 
     def obtain(self, shard, status=None):
@@ -333,7 +342,7 @@ def test_a_pin_holds_a_path_and_not_just_a_file(
             directory.rename(renamed[0])
         return obtained
 
-    monkeypatch.setattr(Cache, "_obtain", obtain)
+    monkeypatch.setattr(Opener, "obtain", obtain)
     with cache.pinned(URL) as path:
         assert path.read_bytes() == DATA
 
@@ -387,7 +396,7 @@ def test_a_fork_while_another_thread_fetches_leaves_the_child_free(
     pid = os.fork()
     if pid == 0:
         try:
-            from shardcache.locks import _owned
+            from shardcache.descriptors import _owned
 
             os.write(told, b"ok" if not _owned else repr(_owned).encode())
         finally:
@@ -526,7 +535,9 @@ def test_a_forked_child_makes_its_own_and_drops_its_parents(make_cache: MakeCach
     assert cache._here() is parents
 
 
+@pytest.mark.failure("interrupts")
 @pytest.mark.parametrize("moment", ["touch", "is_file"])
+@pytest.mark.locks_work("answers")
 def test_an_interrupt_while_a_hit_is_handed_out_leaves_no_pin(
     make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
@@ -539,7 +550,7 @@ def test_an_interrupt_while_a_hit_is_handed_out_leaves_no_pin(
     if moment == "touch":
         monkeypatch.setattr(Process, "touch", interrupt)
     else:
-        monkeypatch.setattr("shardcache.cache.is_file", interrupt)
+        monkeypatch.setattr("shardcache.reading.is_file", interrupt)
     with pytest.raises(KeyboardInterrupt), cache.pinned(URL):
         pass
     monkeypatch.undo()
@@ -573,6 +584,7 @@ def test_what_a_sibling_has_is_read_there_when_our_own_place_is_full(
     assert origin.requests == []
 
 
+@pytest.mark.failure("interrupts")
 def test_an_interrupt_while_the_lock_is_signed_leaves_no_partial(
     make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ from shardcache.cleaning import CleanReport, clean, remove
 from shardcache.clock import SYSTEM_CLOCK
 from shardcache.config import Config
 from shardcache.eviction import Limits, Reason
-from shardcache.layout import make_root
+from shardcache.root import make_root
 from shardcache.sessions import Session
 from shardcache.space import Space
 from shardcache.store import Store
@@ -33,6 +33,7 @@ from tests.storetools import (
 )
 
 MIB = 1 << 20
+YEAR_2026 = 1_767_225_600.0
 
 
 class Bench:
@@ -64,10 +65,10 @@ def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path)
 
 
-def shelve(bench: Bench) -> None:
+def shelve(bench: Bench, since: float = 0.0) -> None:
     for n in range(4):
-        publish(bench.store, f"s3://lab/{n}.tar", bytes(1000), used=n + 1.0)
-    publish(bench.rank, "s3://lab/r.tar", bytes(500), used=2.5)
+        publish(bench.store, f"s3://lab/{n}.tar", bytes(1000), used=since + n + 1.0)
+    publish(bench.rank, "s3://lab/r.tar", bytes(500), used=since + 2.5)
     bench.leave()
     damaged = publish(bench.store, "s3://lab/bad.tar", bytes(100))
     os.truncate(damaged.data, 1)
@@ -87,6 +88,7 @@ CASES: dict[str, Callable[[], Limits]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.locks_work("files")
 def test_a_dry_run_touches_nothing_and_says_what_the_run_will_do(bench: Bench, case: str) -> None:
     shelve(bench)
     limits = CASES[case]()
@@ -101,6 +103,7 @@ def test_a_dry_run_touches_nothing_and_says_what_the_run_will_do(bench: Bench, c
     assert real.freed == sum(removal.size for removal in real.removed)
 
 
+@pytest.mark.locks_work("answers")
 def test_the_limits_are_met_by_the_oldest_in_all_namespaces(bench: Bench) -> None:
     shelve(bench)
     report = bench.clean(Limits(max_size=2500))
@@ -113,6 +116,7 @@ def test_the_limits_are_met_by_the_oldest_in_all_namespaces(bench: Bench) -> Non
     assert len(list(bench.rank.entries())) == 1
 
 
+@pytest.mark.locks_work("answers")
 def test_orphans_do_not_push_entries_out(bench: Bench) -> None:
     shelve(bench)
     report = bench.clean(Limits(max_size=4500))
@@ -120,6 +124,7 @@ def test_orphans_do_not_push_entries_out(bench: Bench) -> None:
     assert report.count(Reason.ORPHAN) == 1 and report.count(Reason.QUARANTINED) == 1
 
 
+@pytest.mark.locks_work("answers")
 def test_bytes_that_a_sweep_frees_are_not_evicted_again(bench: Bench) -> None:
     shelve(bench)
     report = bench.clean(Limits(free_needed=MIB // 2))
@@ -133,6 +138,7 @@ def test_orphans_stay_when_asked(bench: Bench) -> None:
     assert len(list(bench.layout.partial.iterdir())) == 1
 
 
+@pytest.mark.locks_work("flock")
 def test_all_means_all_that_nobody_uses(bench: Bench) -> None:
     shelve(bench)
     session = Session(bench.layout, 0.0)
@@ -144,20 +150,22 @@ def test_all_means_all_that_nobody_uses(bench: Bench) -> None:
     assert (report.kept, report.kept_bytes) == (1, 1000)
     assert [e.key for e in bench.store.entries()] == [shard.key]
     assert live.path.exists()
-    os.close(opened.fd)
+    opened.close()
     live.discard()
     session.close()
 
 
+@pytest.mark.locks_work("flock")
 def test_what_the_running_job_used_stays(bench: Bench) -> None:
-    shelve(bench)
-    session = Session(bench.layout, 3.0)
+    shelve(bench, since=YEAR_2026)
+    session = Session(bench.layout, YEAR_2026 + 3.0)
     report = bench.clean(Limits(max_size=0))
     assert report.missing == 2000 == report.kept_bytes
     assert report.kept == 2
     session.close()
 
 
+@pytest.mark.locks_work("flock")
 def test_what_comes_into_use_after_the_plan_is_kept_and_counted(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,9 +185,10 @@ def test_what_comes_into_use_after_the_plan_is_kept_and_counted(
     report = bench.clean(Limits(everything=True))
     assert (report.kept, report.kept_bytes) == (1, 1000)
     assert report.count(Reason.ALL) == 3
-    os.close(opened[0].fd)
+    opened[0].close()
 
 
+@pytest.mark.locks_work("answers")
 def test_four_cleaners_at_once_do_what_one_does(bench: Bench) -> None:
     for n in range(60):
         publish(bench.store, f"s3://lab/{n}.tar", bytes(1000), used=n + 1.0)
@@ -198,6 +207,7 @@ def test_four_cleaners_at_once_do_what_one_does(bench: Bench) -> None:
     assert list(bench.layout.partial.iterdir()) == []
 
 
+@pytest.mark.locks_work("answers", "files")
 def test_files_of_other_people_survive_everything(bench: Bench, tmp_path: Path) -> None:
     shelve(bench)
     outside = tmp_path / "outside"
@@ -231,6 +241,7 @@ def test_files_of_other_people_survive_everything(bench: Bench, tmp_path: Path) 
 # -- one shard -----------------------------------------------------------------
 
 
+@pytest.mark.locks_work("answers", "files")
 def test_every_version_of_a_shard_is_removed_everywhere(bench: Bench) -> None:
     url, other = "s3://lab/a.tar", "s3://lab/b.tar"
     for store in bench.stores:
@@ -249,6 +260,7 @@ def test_every_version_of_a_shard_is_removed_everywhere(bench: Bench) -> None:
     assert remove(bench.stores, parse_url(url).key) == ([], 0)
 
 
+@pytest.mark.locks_work("flock")
 def test_a_version_in_use_stays_and_is_counted(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,7 +270,7 @@ def test_a_version_in_use_stays_and_is_counted(
     opened = bench.store.open(key, "a.tar")
     for dry_run in (True, False):
         assert remove(bench.stores, key, dry_run=dry_run) == ([], 1)
-    os.close(opened.fd)
+    opened.close()
     real = Store.evict
     monkeypatch.setattr(Store, "evict", lambda self, e: (real(self, e), False)[1])
     assert remove(bench.stores, key) == ([], 0)  # another cleaner was quicker

@@ -29,6 +29,7 @@ from shardcache.config import (
     options,
 )
 from shardcache.errors import ConfigError
+from shardcache.optionkinds import _without_secrets
 from shardcache.units import Limit
 
 DIR = Path("/local/nvme/shards")
@@ -76,6 +77,7 @@ def test_defaults_are_the_documented_ones() -> None:
         cache_local=False,
         storage_options=StorageOptions(),
         endpoint_url=None,
+        shared_group=None,
     )
     assert set(only().sources) == set(NAMES) == {f.name for f in fields(Config)}
     assert {only().sources[name] for name in NAMES if name != "dir"} == {"default"}
@@ -97,10 +99,12 @@ CASES: dict[str, tuple[str, object, str]] = {
     "stale_after": ("90s", 90.0, "0s"),
     "strict": ("yes", True, "maybe"),
     "fsync": ("none", "none", "sometimes"),
+    "locks": ("Node", "node", "nfs"),
     "touch_interval": ("1h", 3600.0, "x"),
     "allow_schemes": ("pipe, FTP", ("ftp", "pipe"), "pi/pe"),
     "cache_local": ("on", True, "2"),
     "endpoint_url": ("http://minio:9000", "http://minio:9000", "minio:9000"),
+    "shared_group": ("root", 0, "no such group"),
 }
 
 
@@ -450,6 +454,38 @@ def test_a_pickle_holds_no_secret_but_everything_else() -> None:
         pickle.dumps(config.replace(validate=lambda path: None))
 
 
+@pytest.mark.failure("presigned")
+@pytest.mark.parametrize(
+    "options_",
+    [
+        {"client_kwargs": {"headers": {"Authorization": SECRET, "X-Api-Key": SECRET}}},
+        {"client_kwargs": {"auth": (SECRET, SECRET)}, "headers": {"cookie": SECRET}},
+        {"config_kwargs": {"proxies": {"https": f"http://u:{SECRET}@proxy:3128"}}},
+        {"client_kwargs": {"endpoint_url": f"https://u:{SECRET}@minio:9000"}},
+        {"connection_string": f"AccountName=a;AccountKey={SECRET}"},
+        {"s3_additional_kwargs": {"SSECustomerKey": SECRET}, "account_key": SECRET},
+        {"hosts": [{"password": SECRET}, f"https://h/x?sig={SECRET}"]},
+        {"aws_access_key_id": SECRET, "sas_token": SECRET, "aws_session_token": SECRET},
+    ],
+)
+def test_no_place_for_a_secret_is_pickled(options_: dict) -> None:
+    config = only(storage_options={"profile": "p", **options_}).config
+    pickled = pickle.dumps(config)
+    assert b"hUnTeR2" not in pickled
+    assert pickle.loads(pickled).storage_options["profile"] == "p"
+
+
+def test_what_is_no_secret_is_pickled_as_it_is() -> None:
+    plain = {
+        "client_kwargs": {"endpoint_url": "https://minio:9000/a", "verify": "/ca.pem"},
+        "config_kwargs": {"s3": {"addressing_style": "path"}, "tries": [1, (2, None)]},
+        "authority_host": "login.example",
+        "anon": True,
+        7: "seven",
+    }
+    assert _without_secrets(plain) == plain
+
+
 def _exit_with_its_secret(config: Config, found: SimpleQueue) -> None:
     found.put(config.storage_options["secret"])
 
@@ -495,7 +531,7 @@ def test_no_text_made_from_a_config_shows_a_secret() -> None:
     validator = functools.partial(a_validator, SECRET)  # type: ignore[arg-type]
     loaded = only(
         storage_options={"key": SECRET, "client_kwargs": {"token": SECRET}},
-        endpoint_url=f"https://me:{SECRET}@minio:9000/path",
+        endpoint_url="https://minio:9000/path",
         validate=validator,
     )
     texts = [repr(loaded), str(loaded.config), repr(loaded.config), repr(describe(loaded))]
@@ -504,14 +540,13 @@ def test_no_text_made_from_a_config_shows_a_secret() -> None:
     for text in texts:
         assert SECRET not in text
         assert "hUnTeR2" not in text
-    assert loaded.config.endpoint_url == f"https://me:{SECRET}@minio:9000/path"
     assert "key=***" in repr(loaded.config)
-    assert "https://***@minio:9000/path" in repr(loaded.config)
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
+        ("endpoint_url", f"https://me:{SECRET}@minio:9000/path"),
         ("endpoint_url", f"me:{SECRET}@minio:9000"),
         ("endpoint_url", f"ftp://me:{SECRET}@minio"),
         ("endpoint_url", f"http://minio/?token={SECRET.replace('@', '')}"),
@@ -531,11 +566,12 @@ def test_no_error_shows_a_secret(name: str, value: object) -> None:
 
 @given(st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=12))
 def test_a_password_never_reaches_the_text_of_an_endpoint(password: str) -> None:
-    try:
-        text = repr(only(endpoint_url=f"http://u:{password}@minio:9000").config)
-    except ConfigError as exn:
-        text = str(exn)
-    assert password not in text
+    def refusal(password: str) -> str:
+        with pytest.raises(ConfigError, match="belong into the environment") as caught:
+            only(endpoint_url=f"http://u:{password}@minio:9000")
+        return "".join(traceback.format_exception_only(caught.value))
+
+    assert refusal(password) == refusal("another")
 
 
 @pytest.mark.parametrize(
@@ -608,7 +644,8 @@ def test_importing_config_brings_in_nothing_heavy() -> None:
     loaded = set(done.stdout.split())
     ours = {name for name in loaded if name.startswith("shardcache.")}
     assert ours == {
-        f"shardcache.{name}" for name in ("config", "errors", "optionkinds", "ranks", "units")
+        f"shardcache.{name}"
+        for name in ("config", "errors", "modes", "optionkinds", "ranks", "units")
     }
     assert {name.partition(".")[0] for name in loaded - ours} <= sys.stdlib_module_names
     assert not loaded & {"tomllib", "difflib", "logging", "subprocess", "asyncio", "json", "ssl"}

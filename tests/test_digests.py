@@ -103,6 +103,7 @@ def test_the_tree_digest_does_not_depend_on_the_order_of_writing(
 ) -> None:
     data = payload(size, seed)
     layout = Layout(tmp_path_factory.mktemp("order") / "v1")
+    layout.make()
     partial = begin(layout, metadata_for(data=data))
     order = list(range(-(-size // BLOCK)))
     random.Random(seed).shuffle(order)

@@ -146,6 +146,7 @@ def test_signatures_reach_the_server_but_not_the_key(cache: Cache, web: Server) 
     assert "canary" not in (entry.path / "meta.json").read_text()
 
 
+@pytest.mark.failure("refusals")
 @pytest.mark.parametrize(
     ("status", "error"), [(404, ShardNotFoundError), (403, AccessDeniedError), (400, ConfigError)]
 )
@@ -157,12 +158,14 @@ def test_http_refusals_are_final_and_named(
         cache.open(f"{web.url}/a.tar")
 
 
+@pytest.mark.failure("one-retry-layer")
 def test_http_server_errors_are_retried_and_bounded(cache: Cache, web: Server) -> None:
     web.status["/a.tar"] = 503
     with pytest.raises(TransferError, match="2 attempts failed"):
         cache.open(f"{web.url}/a.tar")
 
 
+@pytest.mark.failure("changed-object")
 def test_an_http_shard_that_changes_in_mid_fetch_is_fetched_anew(
     tmp_path: Path, web: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,3 +271,27 @@ def test_storage_options_may_be_given_per_scheme(tmp_path: Path) -> None:
     cache._here().coordinator()
     origin = cache._here().origins.of(cache.parse("memory://lab/a.tar"))
     assert origin._options == {"asynchronous": True}
+
+
+@pytest.mark.failure("changed-object")
+def test_an_object_that_became_shorter_since_its_fetch_was_interrupted_is_begun_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.tar").write_bytes(SHARD)
+    cache = Cache(tmp_path / "cache", min_free=0, attempts=1, cache_local=True)
+
+    def interrupt(*args: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shardcache.store.Store.publish", interrupt)
+    monkeypatch.setattr("shardcache.partials.Partial.discard", lambda self: self.close())
+    with pytest.raises(KeyboardInterrupt):
+        cache.fetch(str(tmp_path / "a.tar"))
+    monkeypatch.undo()
+    (left,) = (tmp_path / "cache" / "v1" / "partial").iterdir()
+    with open(left / "progress", "r+b") as file:
+        file.truncate(64 + 24)  # one block of it is there
+    shorter = make_tar(5)
+    (tmp_path / "a.tar").write_bytes(shorter)
+    with cache.open(str(tmp_path / "a.tar")) as stream:
+        assert stream.read() == shorter

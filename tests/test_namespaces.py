@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardcache.config import Config
-from shardcache.layout import Layout, is_rank_name, make_root
+from shardcache.layout import Layout, is_rank_name
 from shardcache.namespaces import Namespaces, own_layout
 from shardcache.ranks import Ranks, safe_name
+from shardcache.root import make_root
 from tests.storetools import make_store, publish
 
 
@@ -21,7 +22,9 @@ def config(path: Path, isolation: str = "node", **options: object) -> Config:
 
 def test_by_default_a_node_shares_one_namespace(tmp_path: Path) -> None:
     for ranks in (Ranks(), Ranks(rank=3, job="job", source="torch")):
-        assert own_layout(config(tmp_path), ranks) == Layout.of_root(tmp_path)
+        assert own_layout(Layout.of_root(tmp_path), config(tmp_path), ranks) == Layout.of_root(
+            tmp_path
+        )
 
 
 @pytest.mark.parametrize(
@@ -34,7 +37,10 @@ def test_by_default_a_node_shares_one_namespace(tmp_path: Path) -> None:
     ],
 )
 def test_apart_each_has_its_own(tmp_path: Path, isolation: str, ranks: Ranks, name: str) -> None:
-    assert own_layout(config(tmp_path, isolation), ranks).base == tmp_path / "v1" / "ranks" / name
+    assert (
+        own_layout(Layout.of_root(tmp_path), config(tmp_path, isolation), ranks).base
+        == tmp_path / "v1" / "ranks" / name
+    )
 
 
 @given(st.text(min_size=1), st.integers(0, 10**6))

@@ -19,12 +19,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardcache import partials as module
+from shardcache.descriptors import disown
 from shardcache.digests import BLOCK, block_digest
 from shardcache.layout import META, PROGRESS, Layout, parse_partial_name
-from shardcache.locks import disown
 from shardcache.metadata import Metadata
 from shardcache.partials import LostError, Partial, Progress, read_progress
-from shardcache.progressfile import write_record
+from shardcache.progressfile import read_records, write_record
 from tests.storetools import (
     Parent,
     begin,
@@ -88,6 +88,7 @@ def test_progress_says_exactly_what_is_there(
     tmp_path_factory: pytest.TempPathFactory, order: list[int], count: int
 ) -> None:
     layout = Layout(tmp_path_factory.mktemp("progress") / "v1")
+    layout.make()
     partial = begin(layout, metadata_for(data=DATA))
     there = set(order[:count])
     fill(partial, DATA, iter(order[:count]))
@@ -146,6 +147,8 @@ def test_a_fetch_that_starts_over_forgets_every_block(layout: Layout) -> None:
     partial.restart()
     assert read_progress(partial.path) == Progress(None, 0, 0)
     assert partial.digests == [] and partial.data.stat().st_size == 0
+    with open(partial.path / PROGRESS, "rb") as file:
+        assert list(read_records(file.fileno(), len(DATA))) == []
     other = payload(BLOCK, seed=2)
     fill(partial, other)
     partial.set_total(BLOCK)
@@ -153,6 +156,7 @@ def test_a_fetch_that_starts_over_forgets_every_block(layout: Layout) -> None:
     assert partial.data.read_bytes() == other
     partial.close()
     partial.restart()
+    partial.discard()  # it may be somebody else's by now
     assert partial.path.exists()
     shutil.rmtree(partial.path)
 
@@ -183,6 +187,24 @@ def test_a_short_write_is_carried_on_and_an_empty_one_ends(
     partial.discard()
 
 
+@pytest.mark.failure("disk-errors")
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_a_write_that_fails_is_an_error_and_nothing_is_recorded(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    partial = begin(layout, metadata_for(data=DATA))
+    real = os.pwrite
+    monkeypatch.setattr(
+        os, "pwrite", refusing(number, when=lambda fd, *_: fd == partial.fd, real=real)
+    )
+    with pytest.raises(OSError) as caught:
+        fill(partial, DATA)
+    assert caught.value.errno == number
+    monkeypatch.setattr(os, "pwrite", real)
+    assert (partial.watermark, partial.written) == (0, 0)
+    partial.discard()
+
+
 def test_workers_that_come_late_write_nowhere(layout: Layout) -> None:
     partial = begin(layout, metadata_for(data=DATA, size=None))
     fd = partial.handle()
@@ -196,6 +218,7 @@ def test_workers_that_come_late_write_nowhere(layout: Layout) -> None:
     disown(fd)
 
 
+@pytest.mark.locks_work("flock")
 def test_a_partial_counts_as_live_until_its_last_worker_let_go(layout: Layout) -> None:
     partial = begin(layout, metadata_for(data=DATA))
     fd = partial.handle()
@@ -209,10 +232,18 @@ def test_a_partial_counts_as_live_until_its_last_worker_let_go(layout: Layout) -
 
 
 def test_the_missing_directory_is_made(tmp_path: Path) -> None:
+    (tmp_path / "v1").mkdir()
     partial = begin(Layout(tmp_path / "v1"), metadata_for(data=DATA))
     assert partial.data.is_file()
     assert partial.path.parent == tmp_path / "v1" / "partial"
     partial.discard()
+
+
+@pytest.mark.failure("vanished-disk")
+def test_a_missing_namespace_is_not_made_on_the_way(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        begin(Layout(tmp_path / "v1"), metadata_for(data=DATA))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_name_taken_by_a_file_is_an_os_error_and_nothing_stays(layout: Layout) -> None:
@@ -237,6 +268,18 @@ def test_a_disk_that_fails_leaves_nothing(
     assert caught.value.errno == number
     monkeypatch.undo()
     assert remains(layout) == []
+
+
+@pytest.mark.failure("interrupts")
+@pytest.mark.failure("disk-errors")
+def test_the_first_failure_counts_where_nothing_can_be_removed_either(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "pwrite", refusing(errno.ENOSPC, real=os.pwrite))
+    monkeypatch.setattr(os, "rmdir", refusing(errno.EIO, real=os.rmdir))
+    with no_descriptor_left(), pytest.raises(OSError) as caught:
+        begin(layout, metadata_for(data=DATA))
+    assert caught.value.errno == errno.ENOSPC
 
 
 def test_an_interrupt_leaves_nothing(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,13 +310,13 @@ def test_a_new_partial_that_is_swept_is_made_again(
         monkeypatch.setattr(
             module,
             "open_owned",
-            lambda path, flags: (sweep(path.parent), real_open(path, flags))[1],
+            lambda path, *args: (sweep(path.parent), real_open(path, *args))[1],
         )
     elif step == "lock":
-        real_lock = module.lock_exclusive
+        real_lock = module.is_free
         monkeypatch.setattr(
             module,
-            "lock_exclusive",
+            "is_free",
             lambda fd: (sweep(Path(os.readlink(f"/proc/self/fd/{fd}")).parent), real_lock(fd))[1],
         )
     else:
@@ -281,7 +324,7 @@ def test_a_new_partial_that_is_swept_is_made_again(
         monkeypatch.setattr(
             module,
             "replace_file",
-            lambda path, *args: (sweep(path.parent), real_replace(path, *args))[1],
+            lambda path, *args, **kw: (sweep(path.parent), real_replace(path, *args, **kw))[1],
         )
     with no_descriptor_left():
         partial = begin(layout, metadata_for(data=DATA))
@@ -296,7 +339,7 @@ def test_a_sweeper_that_holds_the_new_file_is_waited_out(
     layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = iter([False, False, True])
-    monkeypatch.setattr(module, "lock_exclusive", lambda fd: next(answers))
+    monkeypatch.setattr(module, "is_free", lambda fd: next(answers))
     with no_descriptor_left():
         partial = begin(layout, metadata_for(data=DATA))
         assert remains(layout) == [partial.path.name]
@@ -304,7 +347,7 @@ def test_a_sweeper_that_holds_the_new_file_is_waited_out(
 
 
 def test_a_sweeper_gone_mad_is_reported(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "lock_exclusive", lambda fd: False)
+    monkeypatch.setattr(module, "is_free", lambda fd: False)
     with no_descriptor_left(), pytest.raises(LostError, match="emptied"):
         begin(layout, metadata_for(data=DATA))
     assert remains(layout) == []
@@ -357,10 +400,12 @@ def test_a_partial_that_was_taken_away_cannot_be_sealed(layout: Layout) -> None:
 
 @settings(deadline=None, max_examples=25)
 @given(blocks=st.lists(st.integers(0, 3), unique=True), seed=st.integers(0, 99))
+@pytest.mark.locks_work("answers")
 def test_what_a_dead_process_fetched_is_taken_over_whole(
     tmp_path_factory: pytest.TempPathFactory, blocks: list[int], seed: int
 ) -> None:
     layout = Layout(tmp_path_factory.mktemp("claim") / "v1")
+    layout.make()
     path = left_behind(layout, blocks)
     with no_descriptor_left():
         partial = Partial.claim(layout, path, NAME)
@@ -378,10 +423,12 @@ def test_what_a_dead_process_fetched_is_taken_over_whole(
 
 @settings(deadline=None, max_examples=40)
 @given(data=st.data())
+@pytest.mark.locks_work("answers")
 def test_only_blocks_whose_bytes_are_proven_are_believed(
     tmp_path_factory: pytest.TempPathFactory, data
 ) -> None:
     layout = Layout(tmp_path_factory.mktemp("proof") / "v1")
+    layout.make()
     path = left_behind(layout, [0, 1, 3])
     target = path / data.draw(st.sampled_from([NAME, PROGRESS]))
     raw = bytearray(target.read_bytes())
@@ -408,6 +455,7 @@ def test_only_blocks_whose_bytes_are_proven_are_believed(
         partial.discard()
 
 
+@pytest.mark.locks_work("answers")
 def test_a_record_of_part_of_a_block_is_not_believed(layout: Layout) -> None:
     path = left_behind(layout, [0])
     with open(path / NAME, "r+b") as data, open(path / PROGRESS, "r+b") as progress:
@@ -419,6 +467,7 @@ def test_a_record_of_part_of_a_block_is_not_believed(layout: Layout) -> None:
     partial.discard()
 
 
+@pytest.mark.locks_work("answers")
 def test_a_truncated_progress_file_of_absurd_size_is_not_read_whole(layout: Layout) -> None:
     path = left_behind(layout, [0, 1])
     os.truncate(path / PROGRESS, 1 << 40)
@@ -441,6 +490,7 @@ def test_a_truncated_progress_file_of_absurd_size_is_not_read_whole(layout: Layo
         lambda path: ((path / PROGRESS).unlink(), (path / PROGRESS).mkdir()),
     ],
 )
+@pytest.mark.locks_work("answers")
 def test_useless_remains_are_removed(layout: Layout, damage) -> None:
     path = left_behind(layout, [0])
     damage(path)
@@ -453,19 +503,20 @@ def test_a_data_file_that_was_replaced_before_its_lock_is_not_taken(
     layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = left_behind(layout, [0])
-    real = module.lock_exclusive
+    real = module.is_free
 
     def replace_first(fd: int) -> bool:
         (path / NAME).unlink()
         (path / NAME).write_bytes(b"another's")
         return real(fd)
 
-    monkeypatch.setattr(module, "lock_exclusive", replace_first)
+    monkeypatch.setattr(module, "is_free", replace_first)
     with no_descriptor_left():
         assert Partial.claim(layout, path, NAME) is None
     assert (path / NAME).read_bytes() == b"another's"
 
 
+@pytest.mark.locks_work("answers")
 def test_a_partial_of_unknown_size_is_not_resumed(layout: Layout) -> None:
     partial = begin(layout, metadata_for(data=DATA, size=None))
     fill(partial, DATA, iter([0]))
@@ -503,6 +554,7 @@ def test_what_is_not_there_is_not_claimed(layout: Layout) -> None:
     assert Partial.claim(layout, layout.new_partial("0" * 32, "0" * 24), NAME) is None
 
 
+@pytest.mark.locks_work("answers")
 def test_a_disk_that_fails_while_claiming_is_an_error_and_keeps_the_bytes(
     layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -518,6 +570,36 @@ def test_a_disk_that_fails_while_claiming_is_an_error_and_keeps_the_bytes(
     partial.discard()
 
 
+@pytest.mark.failure("kill-at-any-syscall")
+@pytest.mark.parametrize("step", ["begin", "seal"])
+@pytest.mark.locks_work("answers")
+def test_what_a_killed_writer_had_half_written_is_not_published(layout: Layout, step: str) -> None:
+    """A resumed partial becomes an entry as it is: nothing else may be in it."""
+
+    def write(parent: Parent) -> None:
+        die = lambda *a: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+        with pytest.MonkeyPatch.context() as patch:
+            if step == "begin":
+                patch.setattr(Path, "replace", die)
+            partial = begin(layout, metadata_for(data=DATA))
+            fill(partial, DATA)
+            patch.setattr(Path, "replace", die)
+            partial.seal(metadata_for(data=DATA), sync=False)
+
+    with forked(write) as child:
+        assert child.wait() == -signal.SIGKILL
+    [directory] = [path for path in layout.partial.iterdir() if path.is_dir()]
+    left = set(os.listdir(directory))
+    assert left <= {NAME, META, PROGRESS} and NAME in left
+    partial = Partial.claim(layout, directory, NAME)
+    assert (partial is None) == (step == "begin")
+    if partial is not None:
+        partial.seal(metadata_for(data=DATA), sync=False)
+        assert sorted(os.listdir(partial.path)) == [NAME, META]
+        partial.discard()
+
+
+@pytest.mark.failure("descriptors")
 def test_want_of_descriptors_is_an_error_and_removes_nothing(
     layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -526,6 +608,35 @@ def test_want_of_descriptors_is_an_error_and_removes_nothing(
     with pytest.raises(OSError):
         Partial.claim(layout, path, NAME)
     assert sorted(os.listdir(path)) == [NAME, META, PROGRESS]
+
+
+@pytest.mark.parametrize("claiming", [True, False])
+def test_a_lock_that_fails_leaves_no_descriptor(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch, claiming: bool
+) -> None:
+    path = left_behind(layout, [0])
+    monkeypatch.setattr(module, "is_free", refusing(errno.EIO, real=None))
+    with no_descriptor_left(), pytest.raises(OSError) as caught:
+        if claiming:
+            Partial.claim(layout, path, NAME)
+        else:
+            begin(layout, metadata_for(data=DATA))
+    assert caught.value.errno == errno.EIO  # its frames are still there, and hold nothing
+
+
+@pytest.mark.locks_work("flock")
+def test_what_is_free_is_claimed_without_a_pause_and_what_is_not_after_short_ones(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = left_behind(layout, [0])
+    naps: list[float] = []
+    monkeypatch.setattr(module.time, "sleep", naps.append)
+    partial = Partial.claim(layout, path, NAME)
+    assert partial is not None
+    assert naps == []
+    assert Partial.claim(layout, partial.path, NAME) is None
+    assert 0 < sum(naps) < 0.1
+    partial.discard()
 
 
 @needs_root
@@ -551,6 +662,7 @@ def test_a_sealed_leftover_does_not_stop_the_next_fetch() -> None:
 # -- other processes -----------------------------------------------------------
 
 
+@pytest.mark.locks_work("flock")
 def test_a_live_writers_partial_cannot_be_claimed_and_a_killed_ones_can_at_once(
     layout: Layout,
 ) -> None:
@@ -571,6 +683,8 @@ def test_a_live_writers_partial_cannot_be_claimed_and_a_killed_ones_can_at_once(
     partial.discard()
 
 
+@pytest.mark.locks_work("flock")
+@pytest.mark.failure("fork-with-lock")
 def test_a_writers_child_does_not_keep_its_partial_alive(layout: Layout) -> None:
     def write(parent: Parent) -> None:
         partial = begin(layout, metadata_for(data=DATA))
@@ -619,6 +733,7 @@ def test_a_child_that_unwinds_takes_nothing_from_its_parent(layout: Layout) -> N
     partial.discard()
 
 
+@pytest.mark.locks_work("answers")
 def test_of_many_claimers_one_wins(layout: Layout) -> None:
     def claim(parent: Parent, number: int) -> None:
         kept = []  # as a fetch would, until its end
@@ -637,6 +752,7 @@ def test_of_many_claimers_one_wins(layout: Layout) -> None:
             assert not path.exists()
 
 
+@pytest.mark.locks_work("answers")
 def test_a_killed_writer_never_leaves_more_than_it_wrote(layout: Layout) -> None:
     # Killed at whatever instant: what is believed afterwards is what is there.
     data = payload(8 * BLOCK)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import pickle
 from pathlib import Path
 
 import pytest
 
 from shardcache import Cache, ConfigError, TransferError, TransferTimeoutError
+from shardcache.pipes import PipeOrigin
+from shardcache.urls import parse_url
 from tests.conftest import make_tar
 
 SHARD = make_tar(8)
@@ -97,3 +100,9 @@ def test_a_command_that_cannot_be_started_is_no_fault_of_the_disk(
     with pytest.raises(TransferError, match="cannot be started"):
         cache.open("pipe:cat a.tar")
     assert "streamed" not in caplog.text
+
+
+def test_a_command_that_was_pickled_is_not_run() -> None:
+    shard = parse_url("pipe:cat /etc/passwd", allow_schemes=["pipe"])
+    with pytest.raises(ConfigError, match="left out"):
+        PipeOrigin(1.0).open(pickle.loads(pickle.dumps(shard)), 0, None)

@@ -102,6 +102,7 @@ def progress(directory: Path) -> int:
     return max((p.written for p in found if p), default=0)
 
 
+@pytest.mark.locks_work
 def test_eight_processes_and_four_cold_shards_cost_four_object_fetches(
     s3: S3Server, bucket: str, meter: Meter, tmp_path: Path, readers: Readers
 ) -> None:
@@ -126,6 +127,7 @@ def test_eight_processes_and_four_cold_shards_cost_four_object_fetches(
     assert sum(t.body_bytes for t in traffic.values()) == sum(map(len, shards.values()))
 
 
+@pytest.mark.locks_work
 def test_killing_the_fetching_process_half_way_costs_the_others_little(
     s3: S3Server, bucket: str, meter: Meter, tmp_path: Path, readers: Readers
 ) -> None:
@@ -150,6 +152,7 @@ def test_killing_the_fetching_process_half_way_costs_the_others_little(
     assert os.listdir(Layout.of_root(tmp_path / "cache").partial) == []
 
 
+@pytest.mark.failure("stopped-holder")
 def test_a_stopped_holder_is_passed_by_and_does_no_harm_when_it_wakes(
     s3: S3Server, bucket: str, meter: Meter, tmp_path: Path, readers: Readers
 ) -> None:
@@ -191,6 +194,7 @@ def test_ranks_apart_share_bytes_by_hard_link_and_do_not_wait(
     assert len({e.data.stat().st_ino for e in entries}) == 1
 
 
+@pytest.mark.locks_work
 def test_ranks_of_one_job_share_a_namespace_of_their_own(
     s3: S3Server, bucket: str, meter: Meter, tmp_path: Path, readers: Readers
 ) -> None:

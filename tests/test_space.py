@@ -15,9 +15,10 @@ from shardcache.config import Config
 from shardcache.digests import BLOCK
 from shardcache.errors import CacheFullError
 from shardcache.eviction import Limits
-from shardcache.layout import Layout, make_root
+from shardcache.layout import Layout
 from shardcache.locks import Holder, KeyLock
 from shardcache.partials import Partial
+from shardcache.root import make_root
 from shardcache.sessions import Session
 from shardcache.space import Space
 from shardcache.store import Store
@@ -90,6 +91,7 @@ def left_behind(bench: Bench, url: str = "s3://lab/orphan.tar", size: int = MIB)
 # -- admission -----------------------------------------------------------------
 
 
+@pytest.mark.failure("larger-than-budget")
 def test_a_shard_larger_than_the_cache_is_refused_before_anything_is_touched(make) -> None:
     bench = make(max_size=1000)
     entry = publish(bench.store, used=1.0)
@@ -99,6 +101,7 @@ def test_a_shard_larger_than_the_cache_is_refused_before_anything_is_touched(mak
     assert entry.path.exists() and list(in_flight(bench.layout)) == []
 
 
+@pytest.mark.locks_work("flock")
 def test_a_reservation_counts_until_its_owner_lets_go(make) -> None:
     bench = make(max_size=10 * MIB)
     with no_descriptor_left():
@@ -110,6 +113,7 @@ def test_a_reservation_counts_until_its_owner_lets_go(make) -> None:
         second.discard()
 
 
+@pytest.mark.locks_work("answers")
 def test_the_least_recently_used_make_room_for_the_newcomer(make) -> None:
     bench = make(max_size=100)
     entries = [publish(bench.store, f"s3://lab/{n}.tar", bytes(30), used=n + 1.0) for n in range(3)]
@@ -118,6 +122,7 @@ def test_the_least_recently_used_make_room_for_the_newcomer(make) -> None:
     partial.discard()
 
 
+@pytest.mark.locks_work("flock")
 def test_what_the_running_job_used_is_not_evicted_for_its_own_newcomer(make) -> None:
     bench = make(max_size=100)
     entry = publish(bench.store, data=bytes(80), used=10_001.0)
@@ -130,6 +135,7 @@ def test_what_the_running_job_used_is_not_evicted_for_its_own_newcomer(make) -> 
     assert not entry.path.exists()
 
 
+@pytest.mark.locks_work("flock")
 def test_when_there_is_no_room_nothing_is_evicted_in_vain(make) -> None:
     bench = make(max_size=100)
     idle = publish(bench.store, "s3://lab/idle.tar", bytes(10), used=1.0)
@@ -139,7 +145,7 @@ def test_when_there_is_no_room_nothing_is_evicted_in_vain(make) -> None:
     with pytest.raises(CacheFullError):
         bench.admit("s3://lab/new.tar", 40)
     assert idle.path.exists() and busy.path.exists()
-    os.close(opened.fd)
+    opened.close()
 
 
 def test_without_limits_nothing_is_listed_and_nothing_goes(make, monkeypatch) -> None:
@@ -150,6 +156,7 @@ def test_without_limits_nothing_is_listed_and_nothing_goes(make, monkeypatch) ->
     assert entry.path.exists()
 
 
+@pytest.mark.locks_work("flock")
 def test_the_free_space_floor_counts_what_is_not_written_yet(make) -> None:
     bench = make(min_free="1GB")
     bench.free = 10 * GB
@@ -162,6 +169,7 @@ def test_the_free_space_floor_counts_what_is_not_written_yet(make) -> None:
         partial.discard()
 
 
+@pytest.mark.locks_work("answers")
 def test_the_floor_is_kept_by_eviction(make) -> None:
     bench = make(min_free="10%")
     bench.free = 100 * GB + 50
@@ -179,6 +187,7 @@ def test_an_object_of_unknown_size_reserves_what_it_occupies(make) -> None:
     partial.discard()
 
 
+@pytest.mark.locks_work("flock")
 def test_a_resumed_partial_is_admitted_by_asking_for_nothing_more(make) -> None:
     # Claimed, it reserves all that it will be; room is needed for the rest of it.
     bench = make(max_size=10 * MIB)
@@ -197,6 +206,7 @@ def test_a_resumed_partial_is_admitted_by_asking_for_nothing_more(make) -> None:
     claimed.discard()
 
 
+@pytest.mark.locks_work("answers")
 def test_what_dead_processes_left_goes_before_any_entry(make) -> None:
     bench = make(max_size=3 * MIB)
     entry = publish(bench.store, data=bytes(1000), used=1.0)
@@ -213,6 +223,7 @@ def test_what_dead_processes_left_stays_while_there_is_room(make) -> None:
     assert orphan.exists()
 
 
+@pytest.mark.locks_work("flock")
 def test_entries_that_come_into_use_are_replaced_in_the_plan(make, monkeypatch) -> None:
     bench = make(max_size=100)
     entries = [publish(bench.store, f"s3://lab/{n}.tar", bytes(30), used=n + 1.0) for n in range(3)]
@@ -230,7 +241,7 @@ def test_entries_that_come_into_use_are_replaced_in_the_plan(make, monkeypatch) 
     assert [entry.path.exists() for entry in entries] == [True, False, True]
     assert bench.used() == 100
     partial.discard()
-    os.close(opened[0].fd)
+    opened[0].close()
 
 
 def test_entries_that_always_come_into_use_end_in_an_error(make, monkeypatch) -> None:
@@ -241,6 +252,7 @@ def test_entries_that_always_come_into_use_end_in_an_error(make, monkeypatch) ->
         bench.admit("s3://lab/new.tar", 40)
 
 
+@pytest.mark.locks_work("answers")
 def test_a_namespace_that_appears_meanwhile_is_counted_and_evicted_from(
     make, monkeypatch, tmp_path: Path
 ) -> None:
@@ -271,13 +283,14 @@ def test_an_error_of_the_maker_frees_the_budget_lock(make) -> None:
     lock.release()
 
 
+@pytest.mark.locks_work
 def test_a_stuck_budget_lock_is_passed_by_after_its_bound(make, caplog) -> None:
     bench = make(max_size=100)
     lock = KeyLock(bench.layout.named_lock("budget"))
     assert lock.try_acquire(Holder.this_process(rank=None, job=None, now=1.0))
     with caplog.at_level("WARNING"):
         bench.admit("s3://lab/a.tar", 10).discard()
-    assert "stuck" in caplog.text
+    assert "going on without it" in caplog.text
     assert bench.clock.elapsed >= 60.0
     lock.release()
 
@@ -285,6 +298,8 @@ def test_a_stuck_budget_lock_is_passed_by_after_its_bound(make, caplog) -> None:
 # -- a full disk ---------------------------------------------------------------
 
 
+@pytest.mark.failure("disk-errors")
+@pytest.mark.locks_work("answers")
 def test_a_full_disk_frees_what_is_needed(make) -> None:
     bench = make()
     entries = [publish(bench.store, f"s3://lab/{n}.tar", bytes(30), used=n + 1.0) for n in range(4)]
@@ -292,6 +307,7 @@ def test_a_full_disk_frees_what_is_needed(make) -> None:
     assert [entry.path.exists() for entry in entries] == [False, False, True, True]
 
 
+@pytest.mark.locks_work("answers")
 def test_a_disk_without_inodes_loses_one_entry_at_least(make) -> None:
     bench = make()
     entries = [publish(bench.store, f"s3://lab/{n}.tar", bytes(30), used=n + 1.0) for n in range(2)]
@@ -299,6 +315,7 @@ def test_a_disk_without_inodes_loses_one_entry_at_least(make) -> None:
     assert [entry.path.exists() for entry in entries] == [False, True]
 
 
+@pytest.mark.locks_work("answers")
 def test_what_a_sweep_frees_need_not_be_evicted(make) -> None:
     bench = make()
     entry = publish(bench.store, used=1.0)
@@ -307,6 +324,7 @@ def test_what_a_sweep_frees_need_not_be_evicted(make) -> None:
     assert entry.path.exists() and not orphan.exists()
 
 
+@pytest.mark.locks_work("flock")
 def test_a_full_disk_with_nothing_to_evict_is_an_error(make) -> None:
     bench = make()
     session = Session(bench.layout, 1.0)
@@ -325,6 +343,7 @@ def test_the_configured_limits_as_they_stand(make) -> None:
 # -- many processes ------------------------------------------------------------
 
 
+@pytest.mark.locks_work
 def test_many_processes_admitting_at_once_keep_one_budget(tmp_path: Path) -> None:
     root = tmp_path / "cache"
     layout = make_root(root, "test")
@@ -382,6 +401,7 @@ def module_clock():
     return SYSTEM_CLOCK
 
 
+@pytest.mark.locks_work
 def test_reservations_of_many_processes_never_exceed_the_budget(tmp_path: Path) -> None:
     # Nobody publishes: what was admitted is held, and adds up.
     root = tmp_path / "cache"
@@ -412,6 +432,7 @@ def test_reservations_of_many_processes_never_exceed_the_budget(tmp_path: Path) 
         assert reserved == 99 * MIB
 
 
+@pytest.mark.locks_work("flock")
 def test_the_reservation_of_a_killed_process_is_free_at_once(make) -> None:
     bench = make(max_size=10 * MIB)
 
@@ -428,6 +449,7 @@ def test_the_reservation_of_a_killed_process_is_free_at_once(make) -> None:
         bench.admit("s3://lab/b.tar", 8 * MIB).discard()
 
 
+@pytest.mark.locks_work("answers")
 def test_a_namespace_of_a_rank_counts_towards_the_budget(make) -> None:
     bench = make(max_size=100)
     rank = Store(Layout(bench.layout.base).rank("job-0"))

@@ -8,9 +8,12 @@ import logging
 import os
 import shutil
 import stat
+import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -25,12 +28,15 @@ from shardcache.entry import Entry
 from shardcache.layout import META, Layout, is_quarantined_name
 from shardcache.locks import lock_shared
 from shardcache.metadata import DamagedError, Metadata
-from shardcache.partials import LostError
+from shardcache.modes import Modes
+from shardcache.partials import LostError, Partial
 from shardcache.store import Opened, Store
-from shardcache.sweeping import in_flight, remove_leftover
+from shardcache.sweeping import in_flight, remove_leftover, remove_temporaries
 from shardcache.urls import parse_url
+from tests.brokenflock import locks_work
 from tests.storetools import (
     Parent,
+    age,
     begin,
     crowd,
     fill,
@@ -98,8 +104,8 @@ def test_an_open_entry_knows_where_it_is(store: Store) -> None:
     opened = pin(store)
     assert opened.path == str(entry.data) and opened.directory == str(entry.path)
     assert Store.entry_at(opened) == entry
-    assert Store.owning(entry).layout == store.layout
-    os.close(opened.fd)
+    assert store.owning(entry).layout == store.layout
+    opened.close()
 
 
 def test_the_newest_version_is_opened(store: Store) -> None:
@@ -151,6 +157,7 @@ def test_a_partial_that_was_taken_away_cannot_be_published(store: Store) -> None
     assert read(store) is None
 
 
+@pytest.mark.failure("stale-handles")
 def test_a_lost_answer_to_the_rename_is_no_failure(store: Store) -> None:
     # NFS: the server did it, the reply was lost, the client asks again.
     partial = begin(store.layout, metadata_for(data=b"shard"))
@@ -173,7 +180,7 @@ def test_a_lost_answer_to_the_rename_is_no_failure(store: Store) -> None:
 def test_directories_that_vanish_all_the_time_end_in_an_error(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "make_directory", lambda path: None)
+    monkeypatch.setattr(Modes, "make_directory", lambda self, path: None)
     partial = begin(store.layout, metadata_for())
     with pytest.raises(LostError, match="faster"):
         store.publish(partial, metadata_for())
@@ -200,6 +207,7 @@ def test_a_disk_that_fails_publishes_nothing(
     assert read(store) is None and list(store.layout.partial.iterdir()) == []
 
 
+@pytest.mark.failure("power-loss")
 def test_with_sync_the_names_are_on_the_disk_too(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,11 +255,11 @@ DAMAGE = {
     "another shard": lambda path: (path / META).write_bytes(
         metadata_for(data=b"shard", etag="other").encode()
     ),
-    "symbolic link": lambda path: (
+    "a link": lambda path: (
         (path / NAME).rename(path.parent / "moved"),
         (path / NAME).symlink_to(path.parent / "moved"),
     ),
-    "bytes, not": lambda path: ((path / NAME).unlink(), (path / NAME).mkdir()),
+    "a directory": lambda path: ((path / NAME).unlink(), (path / NAME).mkdir()),
     "bytes, not 5": lambda path: ((path / NAME).unlink(), os.mkfifo(path / NAME)),
 }
 
@@ -289,7 +297,7 @@ def test_only_damaged_versions_are_set_aside(
     os.utime(good.path, (1, 1))
     bad = publish(store, data=b"newest")
     os.truncate(bad.data, 1)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         assert store.quarantine(KEY, "found so") == 1
     assert good.path.exists() and not bad.path.exists()
     assert "found so" in caplog.text and "1 bytes, not 6" in caplog.text
@@ -324,11 +332,12 @@ def test_a_quarantine_that_cannot_be_kept_ends(
     entry = publish(store)
     os.truncate(entry.data, 1)
     store.layout.quarantine.rmdir()
-    monkeypatch.setattr(Layout, "make", lambda self: None)
+    monkeypatch.setattr(Layout, "mend", lambda self, directory: None)
     assert store.quarantine(KEY, "test") == 0
     assert entry.path.exists()
 
 
+@pytest.mark.locks_work("flock")
 def test_an_entry_that_is_being_evicted_is_not_set_aside(store: Store) -> None:
     entry = publish(store)
     (entry.path / META).unlink()
@@ -338,7 +347,23 @@ def test_an_entry_that_is_being_evicted_is_not_set_aside(store: Store) -> None:
     os.close(fd)
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.EMFILE])
+@pytest.mark.failure("bad-reads")
+@pytest.mark.parametrize("name", [NAME, META])
+def test_a_file_that_cannot_be_read_is_damage(
+    store: Store, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    entry = publish(store)
+    concerns = lambda path, *a, **k: str(path) == str(entry.path / name)  # noqa: E731
+    monkeypatch.setattr(os, "open", refusing(errno.EIO, when=concerns, real=os.open))
+    with no_descriptor_left():
+        with pytest.raises(DamagedError, match="EIO"):
+            read(store)
+        assert store.quarantine(KEY, "test") == 1
+    assert not entry.path.exists()
+
+
+@pytest.mark.failure("descriptors")
+@pytest.mark.parametrize("number", [errno.ENODEV, errno.EACCES, errno.EMFILE])
 def test_a_disk_that_cannot_be_read_is_an_error_and_no_damage(
     store: Store, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
@@ -353,6 +378,7 @@ def test_a_disk_that_cannot_be_read_is_an_error_and_no_damage(
     assert entry.path.exists()
 
 
+@pytest.mark.failure("stale-handles")
 def test_a_stale_handle_is_looked_up_afresh(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     publish(store)
     assert read(store) == b"shard"
@@ -384,6 +410,8 @@ def test_a_lock_that_fails_leaks_no_descriptor(
     assert entry.path.exists()
 
 
+@pytest.mark.failure("descriptors")
+@pytest.mark.locks_work("files")
 def test_want_of_descriptors_damages_and_evicts_nothing(store: Store) -> None:
     entry = publish(store)
     before = tree(store.layout.base)
@@ -408,6 +436,7 @@ def reboot(entry: Entry) -> None:
     (entry.path / META).write_bytes(entry.metadata().trusted_since("another boot").encode())
 
 
+@pytest.mark.failure("power-loss")
 def test_an_entry_of_another_boot_is_hashed_once(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -421,6 +450,7 @@ def test_an_entry_of_another_boot_is_hashed_once(
     assert len(hashed) == 1
 
 
+@pytest.mark.failure("bad-reads", "power-loss")
 def test_bytes_lost_in_a_power_failure_are_seen(store: Store) -> None:
     data = payload(BLOCK + 5)
     entry = publish(store, data=data)
@@ -549,9 +579,254 @@ def test_a_use_is_noted_where_that_is_possible(
     store.touch(str(entry.path), 1.0)
 
 
+def test_an_entry_is_opened_again_while_it_is_what_it_was(store: Store) -> None:
+    entry = publish(store)
+    path = str(entry.data)
+    with no_descriptor_left():
+        opened = store.open_again(path)
+        assert opened is not None
+        assert os.pread(opened.fd, 9, 0) == b"shard"
+        opened.close()
+        os.truncate(path, 2)
+        assert store.open_again(path) is None
+        shutil.rmtree(entry.path)
+        assert store.open_again(path) is None
+
+
+@pytest.mark.failure("evict-races")
+def test_an_entry_evicted_while_its_sidecar_is_looked_for_is_read_all_the_same(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = publish(store)
+
+    def evicted(directory: Path) -> bytes:
+        shutil.rmtree(directory)
+        raise FileNotFoundError
+
+    monkeypatch.setattr(Store, "sidecar", staticmethod(evicted))
+    opened = pin(store)
+    assert os.pread(opened.fd, 9, 0) == b"shard"
+    opened.close()
+    assert not entry.path.exists()
+
+
+@pytest.mark.failure("planted-or-foreign")
+@pytest.mark.parametrize("level", ["entry", "key", "prefix"])
+def test_nothing_is_published_behind_a_planted_link(
+    store: Store, tmp_path: Path, level: str
+) -> None:
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    metadata = metadata_for(URL, b"shard")
+    entry = store.layout.entry(metadata.key, metadata.info.version, metadata.size)
+    link = {"entry": entry, "key": entry.parent, "prefix": entry.parent.parent}[level]
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(victim)
+    with pytest.raises(OSError):
+        publish(store)
+    sibling = make_store(tmp_path / "sibling")
+    publish(sibling)
+    opened = pin(sibling)
+    with pytest.raises(OSError):
+        store.link(opened, metadata, NAME)
+    opened.close()
+    assert list(victim.iterdir()) == []
+    assert link.is_symlink()
+
+
+@pytest.mark.failure("stopped-holder")
+@pytest.mark.parametrize("theirs", ["sound", "known", "damaged", "the same"])
+def test_who_publishes_late_supersedes_only_what_was_there_before(
+    store: Store, theirs: str
+) -> None:
+    metadata = metadata_for(URL, b"ours", etag="ours")
+    partial = begin(store.layout, metadata)
+    fill(partial, b"ours")
+    if theirs == "the same":
+        entry = publish(store, data=b"ours", etag="ours")
+    else:
+        entry = publish(store, data=b"theirs", etag="theirs")
+    if theirs == "damaged":
+        os.truncate(entry.data, 1)
+    known = [entry.path] if theirs == "known" else []
+    before = len(os.listdir("/proc/self/fd"))
+    place = store.publish(partial, metadata, known=known)
+    assert len(os.listdir("/proc/self/fd")) == before
+    partial.close()
+    dropped = theirs == "sound"
+    assert (place == entry.path) == (theirs in ("sound", "the same"))
+    assert os.listdir(store.layout.partial) == []
+    assert read(again(store)) == (b"theirs" if dropped else b"ours")
+
+
+def test_an_entry_in_the_way_that_is_evicted_meanwhile_is_no_longer_in_the_way(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = publish(store)
+    real = Store._set_aside
+
+    def evicted(self: Store, *args: Any) -> bool:
+        monkeypatch.setattr(Store, "_set_aside", real)
+        shutil.rmtree(old.path)
+        return False
+
+    monkeypatch.setattr(Store, "_set_aside", evicted)
+    publish(store)
+    assert read(store) == b"shard"
+
+
+def test_what_is_gone_is_not_set_aside(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = publish(store).path
+    shutil.rmtree(gone)
+    monkeypatch.setattr(module, "versions", lambda *_: [(gone, 5)])
+    assert store.quarantine(KEY, "test") == 0
+
+
+@pytest.mark.failure("planted-or-foreign")
+@pytest.mark.parametrize("kind", ["link", "hard link"])
+def test_noting_a_use_touches_nobody_elses_file(store: Store, tmp_path: Path, kind: str) -> None:
+    victim = tmp_path / "victim"
+    victim.touch()
+    os.utime(victim, (1, 1))
+    entry = publish(store)
+    (entry.path / META).unlink()
+    if kind == "link":
+        (entry.path / META).symlink_to(victim)
+    else:
+        os.link(victim, entry.path / META)
+    store.touch(str(entry.path), 9.0)
+    assert victim.stat().st_mtime == 1
+
+
+def test_an_entry_that_cannot_be_removed_is_out_of_sight_all_the_same(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = publish(store)
+    monkeypatch.setattr(os, "rmdir", refusing(errno.EIO, real=os.rmdir))
+    assert store.evict(entry)
+    assert read(again(store)) is None
+
+
+def test_an_entry_that_others_evicted_is_looked_for_once(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = publish(store)
+    tried: list[Path] = []
+
+    def rename(self: Path, target: Path) -> Path:
+        tried.append(target)
+        shutil.rmtree(entry.path)
+        raise FileNotFoundError
+
+    monkeypatch.setattr(Path, "rename", rename)
+    assert not store.evict(entry)
+    assert len(tried) == 1
+
+
+@pytest.mark.failure("stale-handles")
+def test_an_entry_that_another_node_made_and_this_one_cannot_see_is_waited_for(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    naps: list[float] = []
+    monkeypatch.setattr("shardcache.store.time.sleep", naps.append)
+    taken = refusing(errno.ENOTEMPTY, real=Path.rename)
+    monkeypatch.setattr(Path, "rename", taken)
+    with pytest.raises(OSError, match="cannot be seen") as caught:
+        publish(store)
+    assert caught.value.errno == errno.EBUSY
+    assert len(naps) == 100
+    assert naps[:10] == [0] * 10  # as quick as a race is over
+    assert sum(naps) == pytest.approx(4.5)  # as long as it is worth
+
+
+# -- killed on the way ---------------------------------------------------------
+
+
+def killed_at_line(
+    number: int, function: Callable[..., object], prepare: Callable[[], Any] = lambda: None
+) -> bool:
+    """Run ``function(prepare())`` in a process that dies before its ``number``-th line of ours.
+
+    Returns:
+        False if it has fewer lines.
+    """
+    ours = (os.path.dirname(module.__file__), shutil.__file__)
+
+    def work(parent: Parent) -> None:
+        left = number
+
+        def trace(frame: Any, event: str, argument: Any) -> Any:
+            nonlocal left
+            if not frame.f_code.co_filename.startswith(ours):
+                return None
+            left -= event == "line"
+            if left == 0:
+                os._exit(9)
+            return trace
+
+        prepared = prepare()
+        sys.settrace(trace)
+        function(prepared)
+
+    with forked(work) as child:
+        status = child.wait()
+        assert status in (0, 9)
+        return status == 9
+
+
+def filled(store: Store) -> Partial:
+    partial = begin(store.layout, metadata_for(URL, b"shard"))
+    fill(partial, b"shard")
+    return partial
+
+
+def recover(store: Store) -> None:
+    """What the next process does, and the next sweep leaves."""
+    publish(store, data=b"shard")
+    assert read(again(store)) == b"shard"
+    age(store.layout.base)
+    for found in list(in_flight(store.layout)):
+        assert not found.live
+        assert remove_leftover(store.layout, found.path)
+    remove_temporaries(store.layout)
+    assert os.listdir(store.layout.partial) == []
+
+
+@pytest.mark.failure("kill-at-any-syscall")
+def test_a_writer_killed_at_any_line_leaves_a_whole_entry_or_none(store: Store) -> None:
+    seen = set()
+    number = 1
+    metadata = metadata_for(URL, b"shard")
+    while killed_at_line(number, lambda p: store.publish(p, metadata), lambda: filled(store)):
+        found = read(again(store))
+        seen.add(found)
+        if found is not None:
+            [entry] = store.entries()
+            assert entry.metadata() == metadata
+        recover(store)
+        assert all(store.evict(entry) for entry in list(store.entries()))
+        number += 1
+    assert seen == {None, b"shard"}
+
+
+@pytest.mark.failure("kill-at-any-syscall")
+def test_an_evictor_killed_at_any_line_leaves_a_whole_entry_or_none(store: Store) -> None:
+    seen = set()
+    number = 1
+    entry = publish(store, data=b"shard")
+    age(entry.path)
+    while killed_at_line(number, lambda _: store.evict(entry)):
+        seen.add(read(again(store)))
+        assert [found.metadata().size for found in store.entries()] in ([], [5])
+        recover(store)
+        number += 1
+    assert seen == {None, b"shard"}
+
+
 # -- pins and eviction ---------------------------------------------------------
 
 
+@pytest.mark.locks_work("answers")
 def test_an_idle_entry_is_evicted_without_a_trace(store: Store) -> None:
     entry = publish(store)
     with no_descriptor_left():
@@ -564,15 +839,17 @@ def test_an_idle_entry_is_evicted_without_a_trace(store: Store) -> None:
     assert read(store) is None
 
 
+@pytest.mark.locks_work("flock")
 def test_an_entry_that_is_read_is_not_evicted(store: Store) -> None:
     entry = publish(store)
     one, other = pin(store), pin(again(store))
     for opened in (one, other):
         assert store.is_pinned(entry) and not store.evict(entry)
-        os.close(opened.fd)
+        opened.close()
     assert store.evict(entry)
 
 
+@pytest.mark.locks_work("flock")
 def test_a_pinned_entry_is_not_evicted_by_another_process(store: Store) -> None:
     entry = publish(store)
 
@@ -585,17 +862,19 @@ def test_a_pinned_entry_is_not_evicted_by_another_process(store: Store) -> None:
         opened = pin(store)
         assert child.ask() == (True, False)
         assert os.pread(opened.fd, 100, 0) == b"shard" and entry.data.exists()
-        os.close(opened.fd)
+        opened.close()
         assert child.ask() == (False, True)
 
 
+@pytest.mark.locks_work("flock")
 def test_a_killed_readers_pin_is_free(store: Store) -> None:
     entry = publish(store)
 
     def hold(parent: Parent) -> None:
-        pin(again(store))
+        opened = pin(again(store))
         parent.say()
         parent.hear()
+        opened.close()
 
     with forked(hold) as child:
         child.hear()
@@ -604,6 +883,7 @@ def test_a_killed_readers_pin_is_free(store: Store) -> None:
         assert store.evict(entry)
 
 
+@pytest.mark.locks_work("flock")
 def test_an_entry_is_safe_from_its_publication_to_the_writers_end(store: Store) -> None:
     metadata = metadata_for(data=b"shard")
     partial = begin(store.layout, metadata)
@@ -614,6 +894,7 @@ def test_an_entry_is_safe_from_its_publication_to_the_writers_end(store: Store) 
     assert store.evict(entry)
 
 
+@pytest.mark.locks_work("answers")
 def test_of_two_versions_only_one_goes_and_both_evictors_say_so(store: Store) -> None:
     old, new = publish(store, data=b"old"), publish(store, data=b"newer")
     real = Path.rmdir
@@ -629,6 +910,7 @@ def test_of_two_versions_only_one_goes_and_both_evictors_say_so(store: Store) ->
     assert not new.path.parent.exists()
 
 
+@pytest.mark.locks_work("answers")
 def test_a_missing_partial_directory_does_not_stop_eviction(store: Store) -> None:
     entry = publish(store)
     store.layout.partial.rmdir()
@@ -636,12 +918,13 @@ def test_a_missing_partial_directory_does_not_stop_eviction(store: Store) -> Non
     with pytest.MonkeyPatch.context() as patch:
         entry = publish(store)
         store.layout.partial.rmdir()
-        patch.setattr(Layout, "make", lambda self: None)
+        patch.setattr(Layout, "mend", lambda self, directory: None)
         assert not store.evict(entry)
     assert entry.path.exists()
 
 
-@pytest.mark.parametrize("says", [s for s in DAMAGE if s != "bytes, not"])
+@pytest.mark.parametrize("says", DAMAGE)
+@pytest.mark.locks_work("answers")
 def test_damaged_entries_can_be_evicted(store: Store, says: str, tmp_path: Path) -> None:
     entry = publish(store)
     DAMAGE[says](entry.path)
@@ -649,7 +932,7 @@ def test_damaged_entries_can_be_evicted(store: Store, says: str, tmp_path: Path)
         assert not store.is_pinned(entry)
         assert store.evict(entry)
     assert not entry.path.exists() and list(store.layout.partial.iterdir()) == []
-    if says == "symbolic link":
+    if says == "a link":
         assert (entry.path.parent / "moved").read_bytes() == b"shard"
 
 
@@ -657,14 +940,13 @@ def test_an_entry_evicted_between_look_and_rename_was_not_ours(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entry = publish(store)
-    real = locks.lock_exclusive
-    monkeypatch.setattr(
-        locks, "lock_exclusive", lambda fd: (shutil.rmtree(entry.path), real(fd))[1]
-    )
+    real = locks.is_free
+    monkeypatch.setattr(locks, "is_free", lambda fd: (shutil.rmtree(entry.path), real(fd))[1])
     with no_descriptor_left():
         assert not store.evict(entry)
 
 
+@pytest.mark.locks_work("answers")
 def test_a_read_only_disk_evicts_nothing_and_says_so(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -675,6 +957,7 @@ def test_a_read_only_disk_evicts_nothing_and_says_so(
     assert caught.value.errno == errno.EROFS
 
 
+@pytest.mark.locks_work("answers")
 def test_an_entry_opened_just_before_it_is_evicted_is_a_miss(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -691,6 +974,7 @@ def test_an_entry_opened_just_before_it_is_evicted_is_a_miss(
         assert read(store) is None
 
 
+@pytest.mark.locks_work("flock")
 def test_an_evictor_that_holds_the_file_is_a_miss_and_no_wait(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -708,6 +992,7 @@ def test_an_evictor_that_holds_the_file_is_a_miss_and_no_wait(
     os.close(fd)
 
 
+@pytest.mark.locks_work("answers")
 def test_somebody_who_only_looks_does_not_make_a_hit_a_miss(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -716,9 +1001,24 @@ def test_somebody_who_only_looks_does_not_make_a_hit_a_miss(
     fcntl.flock(fd, fcntl.LOCK_EX)  # as `is_pinned` does, for a moment
     monkeypatch.setattr(time, "sleep", lambda seconds: fcntl.flock(fd, fcntl.LOCK_UN))
     assert read(store) == b"shard"
-    monkeypatch.undo()
+    opened = pin(store)
+    assert not opened.stuck
+    opened.close()
+    os.close(fd)
+
+
+@pytest.mark.locks_work("flock")
+def test_an_evictor_that_does_not_go_on_is_no_miss(store: Store) -> None:
+    """Nor is a writer that was stopped between publishing and letting go."""
+    entry = publish(store)
+    fd = os.open(entry.data, os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_EX)
-    assert read(store) is None  # held for longer: a miss, after a bounded wait
+    opened = pin(store)  # after a bounded wait
+    assert opened.stuck
+    entry.path.rename(store.layout.new_evicted(KEY))  # it goes on
+    with opened.file as file:
+        assert file.read() == b"shard"
+    assert read(store) is None
     os.close(fd)
 
 
@@ -738,11 +1038,12 @@ def test_many_readers_and_evictors_and_publishers_never_see_a_wrong_byte(store: 
                     continue
                 hits += 1
                 # In use is safe: under its path for as long as it is open.
-                if os.path.samestat(os.fstat(opened.fd), os.stat(opened.path)):
+                held = locks_work("flock")
+                if held and os.path.samestat(os.fstat(opened.fd), os.stat(opened.path)):
                     time.sleep(0.0005)
                     assert os.path.samestat(os.fstat(opened.fd), os.stat(opened.path))
                 assert os.pread(opened.fd, 4000, 0) == contents[n]
-                os.close(opened.fd)
+                opened.close()
         parent.say(hits)
 
     def run_evictor(parent: Parent, number: int) -> None:
@@ -773,7 +1074,8 @@ def test_many_readers_and_evictors_and_publishers_never_see_a_wrong_byte(store: 
         for child in children:
             child.tell()
         counts = [child.hear() for child in children]
-    assert all(counts)
+    assert all(counts) or not locks_work("answers")  # then nothing so fresh is evicted
+    age(store.layout.partial)
     for found in in_flight(store.layout):
         assert remove_leftover(store.layout, found.path)
     assert list(store.layout.quarantine.iterdir()) == []
@@ -817,13 +1119,14 @@ def sibling(tmp_path: Path) -> Store:
     return make_store(tmp_path / "cache" / "v1" / "ranks" / "job-1")
 
 
+@pytest.mark.locks_work("answers")
 def test_a_link_is_an_entry_of_its_own_with_the_same_bytes(store: Store, sibling: Store) -> None:
     entry = publish(store)
     opened = pin(store)
     with no_descriptor_left():
         assert sibling.link(opened, entry.metadata(), NAME)
         assert sibling.link(opened, entry.metadata(), NAME)  # already there
-    os.close(opened.fd)
+    opened.close()
     assert read(sibling) == b"shard"
     [linked] = sibling.entries()
     assert linked.data.samefile(entry.data)
@@ -841,7 +1144,7 @@ def test_a_filesystem_that_cannot_link_says_so(
     opened = pin(store)
     monkeypatch.setattr(os, "link", refusing(number, real=os.link))
     assert not sibling.link(opened, entry.metadata(), NAME)
-    os.close(opened.fd)
+    opened.close()
     assert list(sibling.layout.partial.iterdir()) == []
 
 
@@ -853,9 +1156,10 @@ def test_an_entry_that_is_gone_cannot_be_linked(store: Store, sibling: Store) ->
     assert not sibling.link(opened, metadata, NAME)
     shutil.rmtree(sibling.layout.partial)
     assert not sibling.link(opened, metadata, NAME)
-    os.close(opened.fd)
+    opened.close()
 
 
+@pytest.mark.failure("disk-errors")
 def test_a_disk_that_fails_while_linking_is_an_error(
     store: Store, sibling: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -864,10 +1168,11 @@ def test_a_disk_that_fails_while_linking_is_an_error(
     monkeypatch.setattr(os, "link", refusing(errno.ENOSPC, real=os.link))
     with pytest.raises(OSError):
         sibling.link(opened, entry.metadata(), NAME)
-    os.close(opened.fd)
+    opened.close()
     assert list(sibling.layout.partial.iterdir()) == []
 
 
+@pytest.mark.locks_work("flock")
 def test_a_link_in_the_making_is_not_swept_while_its_source_is_read(
     store: Store, sibling: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -875,14 +1180,14 @@ def test_a_link_in_the_making_is_not_swept_while_its_source_is_read(
     opened = pin(store)
     real = module.replace_file
 
-    def sweep_first(*args: object) -> None:
+    def sweep_first(*args: object, **kw: object) -> None:
         for found in in_flight(sibling.layout):
             assert not remove_leftover(sibling.layout, found.path)
-        real(*args)
+        real(*args, **kw)
 
     monkeypatch.setattr(module, "replace_file", sweep_first)
     assert sibling.link(opened, entry.metadata(), NAME)
-    os.close(opened.fd)
+    opened.close()
     assert read(sibling) == b"shard"
 
 
@@ -963,20 +1268,20 @@ class StoreMachine(RuleBasedStateMachine):
         if isinstance(expected, bytes):
             opened = pin(self.stores[store], url)
             number = self.known[store, url]
-            self.pins.append((store, url, number, expected, opened.fd))
+            self.pins.append((store, url, number, expected, opened.file))
 
     @precondition(lambda self: self.pins)
     @rule(data=st.data())
     def unpin(self, data) -> None:
-        _, _, _, _, fd = self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1)))
-        os.close(fd)
+        _, _, _, _, file = self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1)))
+        file.close()
 
     def inode_pinned(self, store: int, url: str, number: int) -> bool:
         entry = self.entry(store, url, number)
         if self.model[store, url][number][1] == "data":
             return False
         inode = entry.data.stat().st_ino
-        return any(os.fstat(fd).st_ino == inode for *_, fd in self.pins)
+        return any(os.fstat(file.fileno()).st_ino == inode for *_, file in self.pins)
 
     @rule(store=stores_, url=urls_, number=numbers_)
     def evict(self, store: int, url: str, number: int) -> None:
@@ -1034,7 +1339,7 @@ class StoreMachine(RuleBasedStateMachine):
             name = parse_url(url).basename
             assert self.stores[other].link(opened, metadata, name)
         finally:
-            os.close(opened.fd)
+            opened.close()
         rows = self.model.setdefault((other, url), {})
         if number not in rows:  # what is there stays, damaged or not
             rows[number] = [expected, None, 0]
@@ -1082,15 +1387,16 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_pinned_reads_the_same(self) -> None:
-        for _, _, _, expected, fd in self.pins:
-            assert os.pread(fd, 1000, 0) == expected
+        for _, _, _, expected, file in self.pins:
+            assert os.pread(file.fileno(), 1000, 0) == expected
 
     def teardown(self) -> None:
-        for *_, fd in self.pins:
-            os.close(fd)
-        shutil.rmtree(self.root)
+        for *_, file in self.pins:
+            file.close()
+        shutil.rmtree(self.root, ignore_errors=True)
 
 
+@pytest.mark.locks_work("flock")
 def test_the_store_behaves_like_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from hypothesis.stateful import run_state_machine_as_test
 
@@ -1116,4 +1422,4 @@ def test_the_pin_is_a_shared_lock(store: Store) -> None:
     fd = os.open(opened.path, os.O_RDONLY)
     assert lock_shared(fd)
     os.close(fd)
-    os.close(opened.fd)
+    opened.close()

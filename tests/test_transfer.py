@@ -8,13 +8,16 @@ import hashlib
 import os
 import threading
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from shardcache.digests import BLOCK, file_digest
 from shardcache.errors import (
+    AccessDeniedError,
     CacheFullError,
+    ConfigError,
     FetchCancelledError,
     IntegrityError,
     ShardNotFoundError,
@@ -30,6 +33,7 @@ from shardcache.retry import RetryPolicy
 from shardcache.transfer import Fetcher
 from shardcache.urls import parse_url
 from tests.fakes import FakeClock, Fault, MemoryOrigin
+from tests.storetools import PATIENCE
 
 URL = parse_url("s3://lab/train-0000.bin")
 SIZE = 5 * BLOCK + 777
@@ -77,9 +81,18 @@ class Bench:
 
 
 @pytest.fixture
-def bench(tmp_path: Path, origin: MemoryOrigin) -> Bench:
+def bench(tmp_path: Path, origin: MemoryOrigin) -> Iterator[Bench]:
     origin.objects[str(URL)] = payload()
-    return Bench(tmp_path, origin)
+    bench = Bench(tmp_path, origin)
+    yield bench
+    # However its fetches ended, a fetcher holds on to nothing of them.
+    for thread in threading.enumerate():
+        if thread.name.startswith("shardcache-"):
+            thread.join(PATIENCE)
+    assert all(body.closed for body in origin.bodies)
+    assert not bench.fetcher._jobs
+    permits = bench.fetcher.permits
+    assert all(permits.acquire(blocking=False) for _ in range(bench.fetcher.connections))
 
 
 def contents(fetched: Fetched) -> bytes:
@@ -113,6 +126,7 @@ def test_sizes_around_a_block(bench: Bench, size: int) -> None:
     fetched.partial.discard()
 
 
+@pytest.mark.failure("broken-connections")
 def test_a_broken_connection_goes_on_at_the_byte_it_reached(bench: Bench) -> None:
     bench.origin.objects[str(URL)] = payload(2 * BLOCK)
     bench.origin.faults.append(Fault(after=BLOCK + 100_000, error=TransientError("reset")))
@@ -136,6 +150,7 @@ def test_progress_resets_the_attempts(bench: Bench) -> None:
     fetched.partial.discard()
 
 
+@pytest.mark.failure("one-retry-layer")
 def test_an_origin_that_never_answers_is_asked_attempts_times(bench: Bench) -> None:
     bench.origin.faults.extend(Fault(after=None) for _ in range(10))
     with pytest.raises(TransferError, match=r"3 attempts failed") as caught:
@@ -167,12 +182,30 @@ def test_attempts_without_progress_in_the_middle_end_and_leave_a_resumable_parti
     fetched.partial.discard()
 
 
+@pytest.mark.failure("throttling")
 def test_retry_after_is_honoured_and_jittered(bench: Bench) -> None:
     bench.origin.faults.append(Fault(after=None, error=TransientError("busy", retry_after=7.0)))
     fetched = bench.fetch()
-    assert len(bench.clock.naps) == 1
-    assert 7.0 <= bench.clock.naps[0] <= 7.25
+    assert 7.0 <= bench.clock.elapsed <= 7.25
     fetched.partial.discard()
+
+
+@pytest.mark.failure("throttling")
+@pytest.mark.parametrize(("asked", "least", "most"), [(None, 0.0, 0.25), (7.0, 7.0, 7.25)])
+def test_those_who_are_refused_together_come_back_apart(
+    bench: Bench, asked: float | None, least: float, most: float
+) -> None:
+    pauses = []
+    for _ in range(10):
+        begun = bench.clock.elapsed
+        bench.origin.faults.append(
+            Fault(after=None, error=TransientError("busy", retry_after=asked))
+        )
+        bench.fetch().partial.discard()
+        pauses.append(bench.clock.elapsed - begun)
+    assert len(set(pauses)) == 10
+    assert all(least <= pause <= most for pause in pauses)
+    assert max(pauses) - min(pauses) > 0.02
 
 
 def test_a_missing_object_costs_one_request(bench: Bench) -> None:
@@ -203,6 +236,23 @@ def test_an_object_replaced_in_mid_fetch_is_fetched_anew_and_never_spliced(bench
     fetched.partial.discard()
 
 
+@pytest.mark.failure("changed-object")
+def test_an_origin_that_ignores_the_pin_is_not_spliced(bench: Bench) -> None:
+    real = bench.origin.open
+
+    def forgetful(url, start, stop, pin=None):
+        if pin is not None:
+            bench.origin.objects[str(URL)] = payload(seed=2)
+        return real(url, start, stop)
+
+    bench.origin.open = forgetful
+    fetched = bench.fetch()
+    assert contents(fetched) == payload(seed=2)
+    assert fetched.info.etag == f'"{hashlib.md5(payload(seed=2)).hexdigest()}"'
+    fetched.partial.discard()
+
+
+@pytest.mark.failure("changed-object")
 def test_an_object_that_never_stands_still_is_reported(bench: Bench) -> None:
     seeds = iter(range(10, 1000))
     real = bench.origin.open
@@ -251,11 +301,17 @@ def test_an_origin_without_ranges_still_heals(bench: Bench) -> None:
     fetched.partial.discard()
 
 
-def test_an_origin_that_states_no_size_is_read_to_its_end(bench: Bench) -> None:
+@pytest.mark.parametrize("size", [0, 1, BLOCK, 2 * BLOCK, SIZE])
+def test_an_origin_that_states_no_size_is_read_to_its_end(bench: Bench, size: int) -> None:
     bench.origin.sizes = False
+    bench.origin.objects[str(URL)] = payload(size)
     fetched = bench.fetch()
-    assert contents(fetched) == payload()
-    assert fetched.size == SIZE
+    assert contents(fetched) == payload(size)
+    assert fetched.size == size
+    assert fetched.digest == file_digest(fetched.partial.fd)
+    progress = read_progress(fetched.partial.path)
+    assert progress is not None
+    assert progress.total == size  # now that it is known
     fetched.partial.discard()
 
 
@@ -341,7 +397,6 @@ def test_a_target_that_refuses_ends_the_fetch_after_one_request(bench: Bench) ->
     with pytest.raises(CacheFullError):
         bench.fetch(target=refuse)
     assert len(bench.origin.requests) == 1
-    assert bench.fetcher.permits.acquire(blocking=False)  # given back
 
 
 def test_a_full_disk_surfaces_as_it_is_and_leaves_nothing(
@@ -372,6 +427,7 @@ def test_cancelling_ends_a_silent_fetch_and_keeps_what_came(bench: Bench) -> Non
     assert progress.written == BLOCK
 
 
+@pytest.mark.failure("broken-connections")
 def test_the_deadline_bounds_the_whole_fetch(tmp_path: Path, origin: MemoryOrigin) -> None:
     origin.objects[str(URL)] = payload()
     bench = Bench(tmp_path, origin, attempts=100, deadline=10)
@@ -381,6 +437,7 @@ def test_the_deadline_bounds_the_whole_fetch(tmp_path: Path, origin: MemoryOrigi
     assert bench.clock.elapsed <= 10
 
 
+@pytest.mark.failure("broken-connections")
 def test_a_trickle_counts_as_a_failed_attempt(bench: Bench) -> None:
     bench.origin.objects[str(URL)] = payload(BLOCK)
     bench.origin.chunk = 100
@@ -391,6 +448,7 @@ def test_a_trickle_counts_as_a_failed_attempt(bench: Bench) -> None:
     assert len(bench.origin.requests) == 3
 
 
+@pytest.mark.failure("throttling")
 def test_many_threads_share_the_connections(bench: Bench) -> None:
     active = 0
     most = 0
@@ -528,6 +586,7 @@ def test_a_fetch_that_fails_before_its_first_byte_gives_the_connection_back(
     assert [body.closed for body in bodies] == [True]
 
 
+@pytest.mark.failure("interrupts")
 def test_a_second_interrupt_while_workers_end_leaves_nothing_locked(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -577,7 +636,16 @@ def test_workers_that_hear_nothing_share_one_farewell(
     assert waits == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("error", [ShardNotFoundError("no HEAD here"), None])
+@pytest.mark.parametrize(
+    "error",
+    [
+        ShardNotFoundError("no HEAD here"),
+        AccessDeniedError("HEAD is forbidden"),
+        ConfigError("what is HEAD?"),
+        TransferError("HEAD is never answered"),
+        None,
+    ],
+)
 def test_an_origin_that_cannot_describe_is_read_all_the_same(
     bench: Bench, error: Exception | None
 ) -> None:
@@ -589,4 +657,23 @@ def test_an_origin_that_cannot_describe_is_read_all_the_same(
     bench.origin.stat = stat
     fetched = bench.fetch()
     assert contents(fetched) == payload()
+    fetched.partial.discard()
+
+
+@pytest.mark.failure("changed-object")
+def test_a_description_of_another_version_starts_the_fetch_over(bench: Bench) -> None:
+    told = threading.Event()
+    real = bench.origin.stat
+
+    def stat(url):
+        if not bench.origin.stats:
+            bench.origin.objects[str(URL)] = payload(seed=2)
+        told.set()
+        return real(url)
+
+    bench.origin.stat = stat
+    bench.origin.faults.append(Fault(after=10, wait=told))
+    fetched = bench.fetch()
+    assert contents(fetched) == payload(seed=2)
+    assert len([start for _, start, _ in bench.origin.requests if start == 0]) == 2
     fetched.partial.discard()

@@ -192,6 +192,7 @@ def test_register_lets_unchanged_pipelines_read_s3(make_cache: MakeCache) -> Non
         cache.gopen("s3://lab/x.tar", "wb")
 
 
+@pytest.mark.locks_work("flock")
 def test_only_the_shard_being_read_is_pinned(make_cache: MakeCache) -> None:
     cache = make_cache()
     dataset = cache.attach(wds.WebDataset(SPEC, shardshuffle=False))
@@ -204,6 +205,7 @@ def test_only_the_shard_being_read_is_pinned(make_cache: MakeCache) -> None:
     assert "s3://lab/train-0002.tar" in names
 
 
+@pytest.mark.locks_work("answers")
 def test_a_shard_that_was_dropped_is_not_pinned_while_the_next_is_fetched(
     make_cache: MakeCache, origin: MemoryOrigin
 ) -> None:
@@ -290,6 +292,7 @@ def test_a_pipeline_composed_further_reads_through_the_cache(
     assert len(origin.requests) == SHARDS
 
 
+@pytest.mark.locks_work("answers")
 def test_an_opener_that_is_closed_early_leaves_nothing_pinned(make_cache: MakeCache) -> None:
     cache = make_cache()
     opener = cache.url_opener(wds.SimpleShardList(SPEC))

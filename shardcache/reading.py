@@ -1,0 +1,237 @@
+"""Opening a shard: from the cache where that can be, past it where not.
+
+    look for the entry --- the disk was not readable lately -----> past the cache
+      | miss
+    is the root what it was? --- no: begin anew there
+      |
+    wait, link or fetch --- the disk was not writable lately ----> past the cache
+      | it fails ------------------------------------------------> past the cache
+    an `entrystream.EntryStream`
+
+With ``strict``, and where a path is asked for, there is no way past: faults are raised.
+Safe between threads and across forks.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import logging
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, BinaryIO
+
+from shardcache.breaker import Breaker, fault_kind
+from shardcache.clock import Clock
+from shardcache.config import Config
+from shardcache.errors import (
+    CacheFullError,
+    LockTimeoutError,
+    ShardCacheError,
+    ShardNotFoundError,
+    TransferError,
+)
+from shardcache.healing import Healer
+from shardcache.locks import is_file
+from shardcache.process import Process
+from shardcache.store import Opened
+from shardcache.urls import ShardURL
+
+if TYPE_CHECKING:
+    from shardcache.coordination import Obtained
+    from shardcache.transfer import FetchStatus
+
+__all__ = ["Opener"]
+
+logger = logging.getLogger(__name__)
+
+#: WebDataset reads 10 KiB at a time; with the default buffer each is a system call.
+_BUFFER = 1 << 18
+#: Seconds between looks at an entry that somebody stopped while evicting.
+_STUCK_POLL = 0.25
+#: A socket, and what is open for a moment beside it: a name server, a file of certificates,
+#: the machine's own configuration.
+_CONNECTION_FILES = 4
+_TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
+
+
+class _PausedError(OSError):
+    """The disk failed lately and is left alone."""
+
+
+class Opener:
+    """Opens the shards of one cache.
+
+    Args:
+        config: options.
+        here: the parts of the process that asks.
+        clock: time.
+    """
+
+    def __init__(self, config: Config, here: Callable[[], Process], clock: Clock) -> None:
+        self._config = config
+        self._here = here
+        self._clock = clock
+        self._healer = Healer(config, here, clock)
+
+    def open(self, shard: ShardURL) -> tuple[BinaryIO, str | None]:
+        """A stream of the shard, and its local path or None when it comes from the origin.
+
+        Raises:
+            As `Cache.open`.
+        """
+        process = self._here()
+        try:
+            opened = self._obtain(process, shard, None, gated=not self._config.strict).opened
+        except (CacheFullError, LockTimeoutError) as exn:
+            if self._config.strict:
+                raise
+            process.warn(type(exn).__name__, "%s is streamed, not cached: %s", shard, exn.message)
+            return self._past(shard, None), None
+        except ShardCacheError:
+            raise
+        except OSError as exn:
+            if self._config.strict:
+                raise
+            self._say(process, shard, exn)
+            return self._past(shard, exn), None
+        file = opened.file
+        file.guard(self._healer, shard, opened.path, opened.size, process.reading)
+        return io.BufferedReader(file, _BUFFER), opened.path
+
+    def obtain(self, shard: ShardURL, status: FetchStatus | None = None) -> Obtained:
+        """The shard's entry, open and pinned, fetched if need be.
+
+        Raises:
+            As `Cache.open` with ``strict``.
+        """
+        return self._obtain(self._here(), shard, status, gated=False)
+
+    def pin(self, shard: ShardURL) -> Opened:
+        """An entry that is under its path and cannot leave it; raises as `obtain`."""
+        end = self._clock.monotonic() + self._config.lock_timeout
+        while True:
+            opened = self.obtain(shard).opened
+            there = False
+            try:
+                there = not opened.stuck and is_file(opened.path, opened.fd)
+                if there:
+                    return opened
+            finally:
+                if not there:  # renamed away by an evictor that died; look again
+                    opened.close()
+            if opened.stuck:
+                if self._clock.monotonic() >= end:
+                    raise LockTimeoutError(
+                        f"{shard} is being evicted by a process that does not go on. Look for "
+                        "one that is stopped, or read the shard with open().",
+                        url=str(shard),
+                    )
+                self._clock.sleep(_STUCK_POLL)
+
+    def _obtain(
+        self, process: Process, shard: ShardURL, status: FetchStatus | None, *, gated: bool
+    ) -> Obtained:
+        obtained = self._find(process, shard, gated) or self._get(process, shard, status, gated)
+        try:
+            process.touch(obtained.opened)
+            logger.debug("%s: %s", shard, obtained.outcome)
+        except BaseException:  # an interrupt: a pin that nobody holds would stay
+            obtained.opened.close()
+            raise
+        return obtained
+
+    def _find(self, process: Process, shard: ShardURL, gated: bool) -> Obtained | None:
+        coordinator = process.coordinator()
+        try:
+            if not process.reading.closed:
+                _gate(process.reading, gated)
+                process.check_root()  # nothing is read that may be somebody else's by now
+                coordinator = process.coordinator()
+            return coordinator.find(shard)
+        except OSError as exn:
+            if not isinstance(exn, _PausedError):
+                process.disk_failed(process.reading, exn)
+            raise
+
+    def _get(
+        self, process: Process, shard: ShardURL, status: FetchStatus | None, gated: bool
+    ) -> Obtained:
+        process.reading.undecided()  # there was nothing to read
+        _gate(process.writing, gated)
+        for last in (False, True):
+            try:
+                process.check_root()
+                obtained = process.coordinator().get(shard, status)
+            except ShardCacheError:
+                process.writing.undecided()
+                raise
+            except OSError as exn:
+                if not last and _changed(process):
+                    continue  # the disk went away in the midst of it
+                process.disk_failed(process.writing, exn)
+                raise
+            else:
+                break
+        if obtained.outcome == "fetched":
+            process.disk_works(process.writing)
+        else:
+            process.writing.undecided()
+        return obtained
+
+    def _say(self, process: Process, shard: ShardURL, exn: OSError) -> None:
+        reason = str(exn.strerror or exn)
+        if str(self._config.dir) not in reason:
+            reason = f"{self._config.dir}: {reason}"
+        if isinstance(exn, _PausedError):
+            logger.info("%s is streamed, not cached: %s", shard, reason)
+        else:
+            process.warn(fault_kind(exn), "%s is streamed, not cached: %s", shard, reason)
+
+    def _past(self, shard: ShardURL, cause: OSError | None) -> io.BufferedReader:
+        try:
+            return io.BufferedReader(self._healer.stream(shard), _BUFFER)
+        except ShardNotFoundError:
+            raise
+        except (ShardCacheError, OSError) as exn:
+            if cause is not None and cause.errno in _TOO_MANY_FILES and not _can_open():
+                raise _exhausted(shard, cause) from exn
+            raise
+
+
+def _gate(breaker: Breaker, gated: bool) -> None:
+    """Go on, unless the disk is to be left alone and there is a way past it."""
+    if gated and not breaker.allows():
+        raise _PausedError(errno.EIO, f"the disk failed; tried again in {breaker.left:.0f} s")
+
+
+def _changed(process: Process) -> bool:
+    try:
+        return process.root_changed()
+    except OSError:
+        return False
+
+
+def _can_open() -> bool:
+    """Whether there are as many descriptors left as a connection may take."""
+    fds = []
+    try:
+        for _ in range(_CONNECTION_FILES):
+            fds.append(os.open("/", os.O_RDONLY | os.O_CLOEXEC))
+    except OSError as exn:
+        return exn.errno not in _TOO_MANY_FILES
+    finally:
+        for fd in fds:
+            os.close(fd)
+    return True
+
+
+def _exhausted(shard: ShardURL, cause: OSError) -> TransferError:
+    """Neither the cache nor the origin can be opened, for a reason that is our own."""
+    whose = "this process has" if cause.errno == errno.EMFILE else "the machine has"
+    return TransferError(
+        f"{shard} cannot be opened: {whose} too many open files. Close streams that were read "
+        "to their end, or raise the limit (ulimit -n).",
+        url=str(shard),
+        errno=cause.errno,
+    )

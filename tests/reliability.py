@@ -1,0 +1,64 @@
+"""Records which rows of docs/failures.toml a run proved; a pytest plugin.
+
+    pytest --reliability report.json
+
+A test names its rows with ``@pytest.mark.failure("row-id", ...)``. An unknown
+id is an error of the collection, so a table can never miss a renamed row.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROWS = Path(__file__).resolve().parent.parent / "docs" / "failures.toml"
+
+#: row -> test without its parameters -> outcome -> how many
+_found: dict[str, dict[str, dict[str, int]]] = defaultdict(lambda: defaultdict(dict))
+
+
+def row_ids() -> list[str]:
+    return [row["id"] for row in tomllib.loads(ROWS.read_text("utf-8"))["row"]]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--reliability", metavar="FILE", help="write which failures were proven")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "failure(*ids): proves these rows of docs/failures.toml")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    known = set(row_ids())
+    for item in items:
+        for name in _rows_of(item):
+            if name not in known:
+                raise pytest.UsageError(f"{item.nodeid}: no row {name!r} in {ROWS}")
+
+
+def _rows_of(item: pytest.Item) -> set[str]:
+    return {name for mark in item.iter_markers("failure") for name in mark.args}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    report = yield
+    # A test that fails in its set-up or its clean-up has failed.
+    if report.when == "call" or report.outcome != "passed":
+        test = item.nodeid.split("[")[0]
+        for row in _rows_of(item):
+            outcomes = _found[row][test]
+            outcomes[report.outcome] = outcomes.get(report.outcome, 0) + 1
+    return report
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    path = session.config.getoption("--reliability")
+    if path:
+        Path(path).write_text(json.dumps(_found, indent=1, sort_keys=True), "utf-8")

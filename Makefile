@@ -2,6 +2,8 @@
 # (3.11 or newer) and make. Everything else goes into .venv.
 
 PYTHON ?= python3
+# Processes that test at the same time, each with files of tests of its own.
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 
@@ -12,6 +14,7 @@ LOCK_TESTS := test_cache test_coordination test_partials test_sweeping test_spac
 MORE_LOCK_TESTS := test_locks test_store test_wds test_prewarm test_processes test_namespaces \
 	test_eviction
 LOCK_FAULTS := refused lying deleted
+PARALLEL := --numprocesses $(WORKERS) --dist loadfile
 
 .PHONY: help demo test test-locks test-locks-all lint audit bench docs clean
 
@@ -46,20 +49,20 @@ demo: $(VENV)/.demo
 
 test: $(VENV)/.test
 	$(BIN)/python -m coverage erase
-	$(BIN)/python -m pytest --cov --cov-report=term-missing:skip-covered --reliability .reliability.json
+	$(BIN)/python -m pytest $(PARALLEL) --cov --cov-report=term-missing:skip-covered --reliability .reliability.json
 	$(BIN)/python docs/reliability.py .reliability.json --check
 
 test-locks: $(VENV)/.test
 	for fault in $(LOCK_FAULTS); do \
-		$(BIN)/python -m pytest -q --flock $$fault $(LOCK_TESTS:%=tests/%.py) || exit 1; \
+		$(BIN)/python -m pytest -q $(PARALLEL) --flock $$fault $(LOCK_TESTS:%=tests/%.py) || exit 1; \
 	done
 
 test-locks-all: $(VENV)/.test
 	for fault in $(LOCK_FAULTS); do \
-		$(BIN)/python -m pytest -q --flock $$fault \
+		$(BIN)/python -m pytest -q $(PARALLEL) --flock $$fault \
 			$(LOCK_TESTS:%=tests/%.py) $(MORE_LOCK_TESTS:%=tests/%.py) || exit 1; \
 	done
-	$(BIN)/python -m pytest -q --full tests/test_brokenlocks.py tests/test_netfs.py \
+	$(BIN)/python -m pytest -q $(PARALLEL) --full tests/test_brokenlocks.py tests/test_netfs.py \
 		tests/test_lostlocks.py tests/test_fuseshim.py
 
 lint: $(VENV)/.test

@@ -211,9 +211,12 @@ def rm_command(invocation: Invocation, urls: tuple[str, ...], yes: bool, dry_run
 
 def _sizes(cache: Cache, keys: Iterable[str]) -> dict[str, int]:
     """Bytes of those shards that are there, all versions together."""
+    from shardcache.layout import Layout
     from shardcache.namespaces import Namespaces
     from shardcache.ranks import detect
+    from shardcache.root import check_links
 
+    check_links(Layout.of_root(cache.dir))
     stores = Namespaces(cache.config, detect()).all()
     found = {key: [e.size for store in stores for e in store.entries_of(key)] for key in keys}
     return {key: sum(sizes) for key, sizes in found.items() if sizes}

@@ -156,7 +156,10 @@ class Coordinator:
                 try:
                     return self._fill(url, lock, holder, status)
                 finally:
-                    lock.release()
+                    try:
+                        lock.release()
+                    finally:  # Ctrl-C may have struck the first, and nobody else has the lock
+                        lock.release()
             if waiter.stale:
                 with self._private_slot(holder) as free:
                     if free:

@@ -118,10 +118,10 @@ class KeyLease:
             logger.debug("%s: cannot say who fetches: %s", self._record, exn)
 
     def release(self) -> None:
-        """Let the next one go on; harmless when the lease is not held."""
-        lease, self._lease = self._lease, None
-        held, self._held = self._held, False
-        if lease is None or not held:
+        """Let the next one go on; harmless when the lease is not held, and twice."""
+        lease = self._lease
+        if lease is None or not self._held:
+            self._lease = None
             return
         try:
             os.unlink(self._record)  # noqa: PTH108 - no Path needed
@@ -131,6 +131,8 @@ class KeyLease:
             lease.release()
         except OSError as exn:  # expires by itself
             logger.info("%s: the lease could not be given back: %s", self.path, exn)
+        self._held = False
+        self._lease = None
 
 
 def _report(compromise: LeaseCompromise) -> None:

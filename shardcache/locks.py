@@ -316,11 +316,15 @@ class KeyLock:
             logger.debug("%s: no record of its holder: %s", self.path, exn)
 
     def release(self) -> None:
-        """Let the next one go on; harmless when the lock is not held, or is the parent's."""
-        lock, self._lock = self._lock, None
+        """Let the next one go on; harmless when the lock is not held, or is the parent's.
+
+        An interrupt in here leaves what a second call needs to finish it, so a
+        caller that calls twice (`try: release() finally: release()`) frees it surely.
+        """
         self._fds.clear()
-        if lock is not None and self._pid == os.getpid():
-            lock.release()
+        if self._lock is not None and self._pid == os.getpid():
+            self._lock.release(force=True)
+        self._lock = None
 
 
 def _is_planted(path: Path) -> bool:

@@ -84,7 +84,10 @@ class Space:
             self._find_room(url, need)
             return make()
         finally:
-            lock.release()
+            try:
+                lock.release()
+            finally:  # as in `coordination`: an interrupt may have struck the first
+                lock.release()
 
     def _find_room(self, url: str, need: int) -> None:
         for attempt in range(_PLANS):
@@ -156,7 +159,10 @@ class Space:
                     raise _full(url, chosen)
                 self._apply(chosen)
         finally:
-            lock.release()
+            try:
+                lock.release()
+            finally:  # as in `coordination`: an interrupt may have struck the first
+                lock.release()
 
     def _sweep(self) -> int:
         """Remove what dead processes left; returns bytes freed."""

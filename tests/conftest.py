@@ -41,13 +41,18 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
         yield server
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _node_directories() -> Iterator[None]:
+def _node_directories() -> set[Path]:
     """Lock files of caches on network filesystems are outside the test's own directory."""
-    before = set(Path("/dev/shm").glob("shardcache-*"))
-    yield
-    for path in set(Path("/dev/shm").glob("shardcache-*")) - before:
-        shutil.rmtree(path, ignore_errors=True)
+    return set(Path("/dev/shm").glob("shardcache-*"))
+
+
+_BEFORE = _node_directories()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if not hasattr(session.config, "workerinput"):  # the last of the processes that test
+        for path in _node_directories() - _BEFORE:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 @pytest.fixture

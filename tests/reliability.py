@@ -18,6 +18,8 @@ import pytest
 
 ROWS = Path(__file__).resolve().parent.parent / "docs" / "failures.toml"
 
+_PROPERTY = "failure rows"
+
 #: row -> test without its parameters -> outcome -> how many
 _found: dict[str, dict[str, dict[str, int]]] = defaultdict(lambda: defaultdict(dict))
 
@@ -51,14 +53,20 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     report = yield
     # A test that fails in its set-up or its clean-up has failed.
     if report.when == "call" or report.outcome != "passed":
-        test = item.nodeid.split("[")[0]
-        for row in _rows_of(item):
-            outcomes = _found[row][test]
-            outcomes[report.outcome] = outcomes.get(report.outcome, 0) + 1
+        # Along with the report, since the test may run in another process than this plugin's.
+        report.user_properties.append((_PROPERTY, sorted(_rows_of(item))))
     return report
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    for name, rows in report.user_properties:
+        if name == _PROPERTY:
+            for row in rows:
+                outcomes = _found[row][report.nodeid.split("[")[0]]
+                outcomes[report.outcome] = outcomes.get(report.outcome, 0) + 1
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     path = session.config.getoption("--reliability")
-    if path:
+    if path and not hasattr(session.config, "workerinput"):
         Path(path).write_text(json.dumps(_found, indent=1, sort_keys=True), "utf-8")

@@ -125,14 +125,21 @@ def children(worker: Worker) -> list[int]:
     while todo:
         pid = todo.pop()
         for task in Path(f"/proc/{pid}/task").glob("*/children"):
-            below = [int(word) for word in task.read_text().split()]
+            try:
+                below = [int(word) for word in task.read_text().split()]
+            except (FileNotFoundError, ProcessLookupError):
+                continue  # it has just ended
             found += below
             todo += below
     return found
 
 
 def state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    """As /proc/<pid>/stat has it, or X for one that has just ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "X"
 
 
 @pytest.mark.failure("clocks-and-pids")

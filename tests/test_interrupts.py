@@ -36,7 +36,7 @@ def test_an_interrupt_at_any_moment_is_passed_on_and_leaves_nothing_locked(
     tmp_path: Path, act: str, stride: int
 ) -> None:
     tally = sweep(tmp_path, act, stride)
-    assert tally["tried"] >= 50 and tally["tried"] >= tally["moments"] // stride
+    assert tally["tried"] >= 40 and tally["tried"] >= tally["moments"] // stride
     assert tally["lost by Python"] <= tally["tried"] // 20
     assert tally["left by filelock"] <= tally["tried"] // 50
 

@@ -698,6 +698,7 @@ def test_noting_a_use_touches_nobody_elses_file(store: Store, tmp_path: Path, ki
     assert victim.stat().st_mtime == 1
 
 
+@pytest.mark.locks_work("answers")
 def test_an_entry_that_cannot_be_removed_is_out_of_sight_all_the_same(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -707,6 +708,7 @@ def test_an_entry_that_cannot_be_removed_is_out_of_sight_all_the_same(
     assert read(again(store)) is None
 
 
+@pytest.mark.locks_work("answers")
 def test_an_entry_that_others_evicted_is_looked_for_once(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

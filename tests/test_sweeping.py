@@ -400,6 +400,7 @@ def test_a_partial_that_somebody_else_took_was_not_removed_by_us(
 # -- what network filesystems and groups leave ---------------------------------
 
 
+@pytest.mark.locks_work("files")
 def test_leases_that_nobody_renews_go_with_their_records(layout: Layout) -> None:
     directory = layout.base / "locks" / KEY[:2]
     directory.mkdir(parents=True)
@@ -421,6 +422,7 @@ def test_leases_that_nobody_renews_go_with_their_records(layout: Layout) -> None
     assert remove_dead_leases(replace(layout, grace=50.0)) == 1
 
 
+@pytest.mark.locks_work("files")
 def test_directories_that_never_got_their_name_go_where_a_group_makes_them(layout: Layout) -> None:
     prefix = layout.objects / "ab"
     layout.ranks.mkdir(exist_ok=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from shardcache.clock import Clock
@@ -22,7 +23,7 @@ __all__ = ["Blocks", "FetchStatus", "Pace", "Sink", "skip"]
 _MIN_RATE = 8 * 1024
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class FetchStatus:
     """How far a fetch is, for whoever watches; updated by the engine.
 
@@ -31,12 +32,31 @@ class FetchStatus:
         written: bytes of it on disk, resumed ones included.
         received: bytes that came over the network for it.
         retries: requests repeated.
+        partial: where the shard grows: this process's partial, or that of the process which
+            is waited for.
+        called_off: set by whoever wants this one fetch to end: it, or the wait for another
+            process's, raises `FetchCancelledError`.
+        listener: called, by any thread, when there is more to read; must be quick.
     """
 
     size: int | None = None
     written: int = 0
     received: int = 0
     retries: int = 0
+    partial: Path | None = None
+    called_off: bool = False
+    listener: Callable[[], None] | None = None
+
+    def grows_in(self, partial: Path) -> None:
+        """From now on this is where the shard grows."""
+        if partial != self.partial:
+            self.partial = partial
+            self.tell()
+
+    def tell(self) -> None:
+        """Say that there is more."""
+        if self.listener is not None:
+            self.listener()
 
 
 class Sink(Protocol):

@@ -36,6 +36,7 @@ from shardcache.urls import ShardURL, parse_url
 
 if TYPE_CHECKING:
     from shardcache.cleaning import CleanReport
+    from shardcache.fetching import Fetching
     from shardcache.prewarm import PrewarmReport
     from shardcache.transfer import FetchStatus
 
@@ -129,10 +130,12 @@ class Cache:
     # -- reading ---------------------------------------------------------------
 
     def open(self, url: str) -> BinaryIO:
-        """Open a shard for reading: from the cache, fetched first if need be.
+        """Open a shard for reading: from the cache, fetched meanwhile if need be.
 
-        The stream's ``name`` is the local path, or the URL where the shard is
-        streamed past the cache. While it is open the entry cannot be evicted.
+        The first bytes can be read while the others are on their way (``fill="follow"``);
+        the fetch goes on to its end even if the stream is closed before. The stream's
+        ``name`` is the local path, or the URL where the shard was not in the cache.
+        While it is open the entry cannot be evicted.
 
         Raises:
             ShardNotFoundError, AccessDeniedError, ConfigError, TransferError,
@@ -141,8 +144,16 @@ class Cache:
         """
         return self.open_shard(self.parse(url))[0]
 
-    def open_shard(self, shard: ShardURL) -> tuple[BinaryIO, str | None]:
-        """As `open`, for a parsed URL; also the local path, or None when streamed."""
+    def open_shard(
+        self, shard: ShardURL, *, finish: bool = True, ahead: Fetching | None = None
+    ) -> tuple[BinaryIO, str | None]:
+        """As `open`, for a parsed URL; also the local path, or None while it has none.
+
+        Args:
+            shard: which.
+            finish: whether a fetch goes on to its end when the stream is closed before.
+            ahead: what `begin_ahead` returned for it.
+        """
         if shard.is_local and not self.config.cache_local:
             path = str(shard.local_path)
             try:
@@ -151,7 +162,13 @@ class Cache:
                 raise ShardNotFoundError(
                     f"{path} does not exist. Check the pattern.", url=str(shard)
                 ) from exn
-        return self._opener.open(shard)
+        return self._opener.open(shard, finish=finish, ahead=ahead)
+
+    def begin_ahead(self, shard: ShardURL) -> Opened | Fetching | None:
+        """Pin a shard that will be opened soon, or begin to fetch it; see `lookahead`."""
+        if shard.is_local and not self.config.cache_local:
+            return None
+        return self._opener.ahead(shard)
 
     @contextlib.contextmanager
     def pinned(self, url: str) -> Iterator[Path]:

@@ -6,6 +6,8 @@ Safe between threads; an interrupt handler may call off.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from shardcache.clock import Clock
 from shardcache.errors import FetchCancelledError
 
@@ -25,14 +27,17 @@ class Cancellation:
         """Let every `Watch` that was made before raise."""
         self._count += 1
 
-    def watch(self, what: str, clock: Clock) -> Watch:
+    def watch(
+        self, what: str, clock: Clock, called_off: Callable[[], bool] = lambda: False
+    ) -> Watch:
         """For one wait that begins now.
 
         Args:
             what: the shard, for the error.
             clock: sleeps.
+            called_off: says whether this one was, alone.
         """
-        return Watch(self, self._count, what, clock)
+        return Watch(self, self._count, what, clock, called_off)
 
     @property
     def count(self) -> int:
@@ -43,8 +48,16 @@ class Cancellation:
 class Watch:
     """One wait; made by `Cancellation.watch`."""
 
-    def __init__(self, source: Cancellation, count: int, what: str, clock: Clock) -> None:
+    def __init__(
+        self,
+        source: Cancellation,
+        count: int,
+        what: str,
+        clock: Clock,
+        called_off: Callable[[], bool],
+    ) -> None:
         self._source = source
+        self._called_off = called_off
         self._count = count
         self._what = what
         self._clock = clock
@@ -55,7 +68,7 @@ class Watch:
         Raises:
             FetchCancelledError: it was called off.
         """
-        if self._source.count != self._count:
+        if self._source.count != self._count or self._called_off():
             raise FetchCancelledError(
                 f"{self._what}: the fetch was called off; what was fetched is kept. Run it again.",
                 url=self._what,

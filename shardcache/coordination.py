@@ -18,6 +18,7 @@ import contextlib
 import errno
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -50,6 +51,9 @@ logger = logging.getLogger(__name__)
 #: Private fetches past a stale holder, per node: enough to go on with, too few
 #: to turn one stuck process into a download storm.
 _PRIVATE_FETCHES = 2
+#: Fetches ahead, per node: as many as keep a fast link busy with eight connections each,
+#: few beside what the workers of a node wait for.
+_AHEAD_FETCHES = 16
 #: An entry may vanish between publish and open, a partial may be taken away by
 #: locks that lie; not this often in a row.
 _TRIES = 5
@@ -125,18 +129,32 @@ class Coordinator:
             LockTimeoutError: somebody else has been fetching it for too long.
             OSError: the local disk failed.
         """
-        return self.find(url) or self.get(url, status)
+        obtained = self.find(url) or self.get(url, status)
+        assert obtained is not None  # it waits for others
+        return obtained
 
     def find(self, url: ShardURL) -> Obtained | None:
         """A hit, or None."""
         opened = self.look(url)
         return None if opened is None else Obtained(opened, Outcome.HIT)
 
-    def get(self, url: ShardURL, status: FetchStatus | None = None) -> Obtained:
-        """As `obtain`, where a look found nothing."""
+    def get(
+        self,
+        url: ShardURL,
+        status: FetchStatus | None = None,
+        patient: Callable[[], bool] = lambda: True,
+    ) -> Obtained | None:
+        """As `obtain`, where a look found nothing.
+
+        Args:
+            url: the shard.
+            status: is kept up to date.
+            patient: whether to wait where somebody else fetches the shard; asked before
+                each wait. If not, the answer is None.
+        """
         status = status or FetchStatus()
         try:
-            return self._get(url, status)
+            return self._get(url, status, patient)
         except ShardCacheError:
             raise
         except OSError as exn:
@@ -145,10 +163,12 @@ class Coordinator:
             # At whichever step: the partial is gone by now, and so is the lock.
             logger.info("%s: the disk is full (%s); making room", url, exn)
             self._space.make_room(str(url), status.size or 0)
-            return self._get(url, status)
+            return self._get(url, status, patient)
 
-    def _get(self, url: ShardURL, status: FetchStatus) -> Obtained:
-        waiter = self._waiter(url)
+    def _get(
+        self, url: ShardURL, status: FetchStatus, patient: Callable[[], bool]
+    ) -> Obtained | None:
+        waiter = self._waiter(url, status)
         holder = self._holder()
         lock = self._lock(url, self.store.layout)
         while True:
@@ -160,8 +180,10 @@ class Coordinator:
                         lock.release()
                     finally:  # Ctrl-C may have struck the first, and nobody else has the lock
                         lock.release()
+            if not patient():
+                return None
             if waiter.stale:
-                with self._private_slot(holder) as free:
+                with self._slot("private", _PRIVATE_FETCHES, holder) as free:
                     if free:
                         logger.warning("%s: %s; fetching it here too", url, waiter.describe())
                         return self._fill(url, None, holder, status)
@@ -202,17 +224,20 @@ class Coordinator:
             return KeyLease(lease, record, modes=layout.modes, via=layout.partial)
         return KeyLock(layout.key_lock(url.key), layout.modes)
 
-    def _waiter(self, url: ShardURL) -> Waiter:
+    def _waiter(self, url: ShardURL, status: FetchStatus) -> Waiter:
         layout = self.store.layout
         leased = self._config.locks == "lease"
         return Waiter(
             layout,
             url,
             self._clock,
-            watch=self._fetcher.cancellation.watch(str(url), self._clock),
+            watch=self._fetcher.cancellation.watch(
+                str(url), self._clock, lambda: status.called_off
+            ),
             record=layout.lease_record(url.key) if leased else layout.key_lock(url.key),
             timeout=self._config.lock_timeout,
             stale_after=self._config.stale_after,
+            found=status.grows_in,
         )
 
     def _holder(self) -> Holder:
@@ -220,11 +245,15 @@ class Coordinator:
         rank = None if ranks.source == "none" else ranks.rank
         return Holder.this_process(rank=rank, job=ranks.job, now=self._clock.time())
 
+    def ahead_slot(self) -> AbstractContextManager[bool]:
+        """One of the node's few places for what nobody waits for; False if all are taken."""
+        return self._slot("ahead", _AHEAD_FETCHES, self._holder())
+
     @contextlib.contextmanager
-    def _private_slot(self, holder: Holder) -> Iterator[bool]:
-        for number in range(_PRIVATE_FETCHES):
+    def _slot(self, name: str, count: int, holder: Holder) -> Iterator[bool]:
+        for number in range(count):
             layout = self.store.layout
-            lock = KeyLock(layout.named_lock(f"private-{number}"), layout.modes)
+            lock = KeyLock(layout.named_lock(f"{name}-{number}"), layout.modes)
             if lock.try_acquire(holder):
                 try:
                     yield True

@@ -126,6 +126,7 @@ class Job:
         self.crcs: dict[int, int] = {}
         status.size = self.pin.size
         status.written = partial.written
+        status.grows_in(partial.path)
 
     def run(self, first: Body | None) -> Fetched:
         """Fetch what is missing, check it, and return it; see `Fetcher.fetch`.
@@ -238,6 +239,8 @@ class Job:
             self._receive_part(start, stop, fd, None)
 
     def _check_stopped(self) -> None:
+        if self.status.called_off and not self.stop.is_set():
+            self.cancel()
         if self.stop.is_set():
             raise CancelledError
 
@@ -281,6 +284,7 @@ class Job:
         if body.info.version != self.pin.version:
             body.close()
             raise VersionChangedError(str(self.url))
+        self.partial.confirm()
         return body
 
     def _drain(self, body: Body, blocks: Blocks) -> None:
@@ -365,6 +369,7 @@ class Job:
         self.partial.write(offset, block, fd)
         self.partial.record(index, digest, len(block))
         self.status.written = self.partial.written
+        self.status.tell()
 
     def end(self, total: int) -> None:
         """See `blocks.Sink.end`."""

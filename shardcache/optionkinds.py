@@ -256,9 +256,9 @@ class Kind(NamedTuple):
     show: Callable[[Any], str] = str
 
 
-def count(most: int) -> Kind:
-    """Whole numbers from 1 to ``most``."""
-    return Kind(f"1 to {most}", lambda value: units.parse_count(value, 1, most))
+def count(most: int, least: int = 1) -> Kind:
+    """Whole numbers from ``least`` to ``most``."""
+    return Kind(f"{least} to {most}", lambda value: units.parse_count(value, least, most))
 
 
 def _choice(*names: str) -> Kind:
@@ -275,6 +275,7 @@ LIST = Kind("list", _schemes, ", ".join)
 TABLE = Kind("table", _storage_options, _names_only)
 ISOLATION = _choice("node", "rank", "job")
 LOCKS = _choice("auto", "flock", "node", "lease")
+FILL = _choice("follow", "complete")
 FSYNC = _choice("verify-after-boot", "fsync", "none")
 ROOM = Kind("size or %", _room)
 LIMIT = Kind("size or %", _limit)

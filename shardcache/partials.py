@@ -81,6 +81,7 @@ class Partial:
         self._contiguous = 0  # blocks
         self._guard = threading.Lock()
         self._total = metadata.info.size
+        self._confirmed = True
         self._pid = os.getpid()
 
     @classmethod
@@ -170,6 +171,7 @@ class Partial:
         header = read_header(self._progress_fd)
         if header.total is None or header.total != self._total:
             raise DamagedError("its progress file describes another object")
+        self._confirmed = False
         buffer = memoryview(bytearray(BLOCK))
         for index, digest, length in read_records(self._progress_fd, header.total):
             got = os.preadv(self.fd, [buffer[:length]], index * BLOCK)
@@ -228,7 +230,21 @@ class Partial:
             self._contiguous += 1
 
     def _write_header(self) -> None:
-        Progress(self._total, self.watermark, self._written).write(self._progress_fd)
+        # Who follows is given nothing of a version that may have been replaced since.
+        shown = self.watermark if self._confirmed else 0
+        Progress(self._total, shown, self._written).write(self._progress_fd)
+
+    def confirm(self) -> None:
+        """Say that the origin still has this version: what was resumed may be read.
+
+        Raises:
+            OSError: the disk fails.
+        """
+        if not self._confirmed:
+            with self._guard:
+                self._confirmed = True
+                if self._progress_fd >= 0:
+                    self._write_header()
 
     @property
     def watermark(self) -> int:

@@ -27,6 +27,7 @@ from shardcache.version import __version__
 
 if TYPE_CHECKING:
     from shardcache.coordination import Coordinator
+    from shardcache.fetching import Fetchings
     from shardcache.origins import Origins
     from shardcache.space import Space
     from shardcache.transfer import Fetcher
@@ -160,11 +161,13 @@ class Process:
 
     def _assemble(self) -> None:
         # Not at the top: these bring filelock, and `import shardcache` stays light.
+        from shardcache.fetching import Fetchings
         from shardcache.origins import Origins
         from shardcache.retry import RetryPolicy
         from shardcache.transfer import Fetcher
 
         config = self._config
+        self.fetchings: Fetchings = Fetchings()
         self.origins: Origins = Origins(config)
         self.fetcher: Fetcher = Fetcher(
             RetryPolicy(config.attempts, config.deadline, self._clock),

@@ -6,7 +6,8 @@
       |
     wait, link or fetch --- the disk was not writable lately ----> past the cache
       | it fails ------------------------------------------------> past the cache
-    an `entrystream.EntryStream`
+    an `entrystream.EntryStream`; or, with ``fill="follow"``, which does all but the first
+    step in the background, a `following.FollowStream`
 
 With ``strict``, and where a path is asked for, there is no way past: faults are raised.
 Safe between threads and across forks.
@@ -19,13 +20,14 @@ import io
 import logging
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, TypeGuard
 
 from shardcache.breaker import Breaker, fault_kind
 from shardcache.clock import Clock
 from shardcache.config import Config
 from shardcache.errors import (
     CacheFullError,
+    FetchCancelledError,
     LockTimeoutError,
     ShardCacheError,
     ShardNotFoundError,
@@ -34,11 +36,14 @@ from shardcache.errors import (
 from shardcache.healing import Healer
 from shardcache.locks import is_file
 from shardcache.process import Process
-from shardcache.store import Opened
+from shardcache.store import Opened, Store
 from shardcache.urls import ShardURL
 
 if TYPE_CHECKING:
+    from shardcache.bypass import OriginStream
     from shardcache.coordination import Obtained
+    from shardcache.fetching import Fetching, Run
+    from shardcache.origin import ObjectInfo
     from shardcache.transfer import FetchStatus
 
 __all__ = ["Opener"]
@@ -73,31 +78,146 @@ class Opener:
         self._here = here
         self._clock = clock
         self._healer = Healer(config, here, clock)
+        self._gated = not config.strict  # whether a disk that failed is left alone
 
-    def open(self, shard: ShardURL) -> tuple[BinaryIO, str | None]:
-        """A stream of the shard, and its local path or None when it comes from the origin.
+    def open(
+        self, shard: ShardURL, *, finish: bool = True, ahead: Fetching | None = None
+    ) -> tuple[BinaryIO, str | None]:
+        """A stream of the shard, and its local path or None while it has none.
+
+        Args:
+            shard: which.
+            finish: whether a fetch goes on to its end when the stream is closed before.
+            ahead: what was begun before anybody asked for the shard.
 
         Raises:
             As `Cache.open`.
         """
         process = self._here()
+        fetching = None
         try:
-            opened = self._obtain(process, shard, None, gated=not self._config.strict).opened
-        except (CacheFullError, LockTimeoutError) as exn:
-            if self._config.strict:
-                raise
-            process.warn(type(exn).__name__, "%s is streamed, not cached: %s", shard, exn.message)
-            return self._past(shard, None), None
-        except ShardCacheError:
+            opened = self.hit(shard)
+            if opened is None:
+                fetching = self._begin(process, shard, finish, ahead)
+                if fetching is None:
+                    opened = self._obtain(process, shard, None, gated=self._gated).opened
+                    self._guard(process, shard, opened)
+        except (ShardCacheError, OSError) as exn:
+            return io.BufferedReader(self.past(shard, exn, 0, None), _BUFFER), None
+        if opened is None:
+            assert fetching is not None
+            return self._follow(shard, fetching)
+        return io.BufferedReader(opened.file, _BUFFER), opened.path
+
+    def _begin(
+        self, process: Process, shard: ShardURL, finish: bool, ahead: Fetching | None
+    ) -> Fetching | None:
+        """The fetch to follow or to wait for; None where the calling thread is to do it."""
+        if ahead is not None and _is_final(ahead.error):
+            raise ahead.error  # asking again would cost another request
+        if self._config.fill == "complete" and ahead is None:
+            return None
+        try:
+            return process.fetchings.join(shard, self._run(shard), finish=finish)
+        except RuntimeError as exn:  # a limit of processes
+            logger.info("%s: fetched without a thread of its own: %s", shard, exn)
+            return None
+
+    def _follow(self, shard: ShardURL, fetching: Fetching) -> tuple[BinaryIO, str | None]:
+        from shardcache.following import FollowStream  # here: it brings the engine along
+
+        stream = FollowStream(shard, self, fetching)
+        begun = False
+        try:
+            stream.start(whole=self._config.fill == "complete")
+            begun = True
+        finally:
+            if not begun:
+                stream.abandon()
+        return io.BufferedReader(stream, _BUFFER), stream.path
+
+    def _run(self, shard: ShardURL, *, ahead: bool = False) -> Run:
+        """What a background fetch does."""
+
+        def run(status: FetchStatus, patient: Callable[[], bool]) -> Obtained | None:
+            process = self._here()
+            found = self._find(process, shard, self._gated)
+            if found is not None or not ahead:
+                return found or self._get(process, shard, status, self._gated, patient)
+            with process.coordinator().ahead_slot() as free:
+                if not free and not patient():
+                    return None
+                return self._get(process, shard, status, self._gated, patient)
+
+        return run
+
+    def ahead(self, shard: ShardURL) -> Opened | Fetching | None:
+        """Begin to fetch a shard that will be asked for, unless it is there: then pin it.
+
+        Raises:
+            ConfigError: the directory must not be used.
+        """
+        try:
+            opened = self.hit(shard)
+            if opened is not None:
+                return opened
+            run = self._run(shard, ahead=True)
+            return self._here().fetchings.join(shard, run, ahead=True)
+        except (OSError, RuntimeError) as exn:  # whoever asks for it is told
+            logger.debug("%s: not fetched ahead: %s", shard, exn)
+            return None
+
+    # -- for `following.FollowStream` --------------------------------------------
+
+    def join(self, shard: ShardURL) -> Fetching:
+        """See `following.Host.join`."""
+        return self._here().fetchings.join(shard, self._run(shard))
+
+    def hit(self, shard: ShardURL) -> Opened | None:
+        """See `following.Host.hit`."""
+        process = self._here()
+        found = self._find(process, shard, self._gated)
+        if found is None:
+            return None
+        self._note(process, shard, found)
+        self._guard(process, shard, found.opened)
+        return found.opened
+
+    def reopen(self, shard: ShardURL, opened: Opened) -> Opened | None:
+        """See `following.Host.reopen`."""
+        process = self._here()
+        store = process.namespaces.own.owning(Store.entry_at(opened))
+        again = store.open_again(opened.path)
+        if again is not None:
+            self._guard(process, shard, again)
+        return again
+
+    def past(
+        self, shard: ShardURL, fault: Exception, start: int, pin: ObjectInfo | None
+    ) -> OriginStream:
+        """See `following.Host.past`."""
+        cause = None
+        process = self._here()
+        if self._config.strict:
+            raise fault
+        if isinstance(fault, (CacheFullError, LockTimeoutError)):
+            kind = type(fault).__name__
+            process.warn(kind, "%s is streamed, not cached: %s", shard, fault.message)
+        elif isinstance(fault, OSError) and not isinstance(fault, ShardCacheError):
+            self._say(process, shard, fault)
+            cause = fault
+        else:
+            raise fault
+        try:
+            return self._healer.stream(shard, start=start, pin=pin)
+        except ShardNotFoundError:
             raise
-        except OSError as exn:
-            if self._config.strict:
-                raise
-            self._say(process, shard, exn)
-            return self._past(shard, exn), None
-        file = opened.file
-        file.guard(self._healer, shard, opened.path, opened.size, process.reading)
-        return io.BufferedReader(file, _BUFFER), opened.path
+        except (ShardCacheError, OSError) as exn:
+            if cause is not None and cause.errno in _TOO_MANY_FILES and not _can_open():
+                raise _exhausted(shard, cause) from exn
+            raise
+
+    # -- for those who need a path -----------------------------------------------
 
     def obtain(self, shard: ShardURL, status: FetchStatus | None = None) -> Obtained:
         """The shard's entry, open and pinned, fetched if need be.
@@ -133,13 +253,20 @@ class Opener:
         self, process: Process, shard: ShardURL, status: FetchStatus | None, *, gated: bool
     ) -> Obtained:
         obtained = self._find(process, shard, gated) or self._get(process, shard, status, gated)
+        assert obtained is not None  # it waits for others
+        self._note(process, shard, obtained)
+        return obtained
+
+    def _note(self, process: Process, shard: ShardURL, obtained: Obtained) -> None:
         try:
             process.touch(obtained.opened)
             logger.debug("%s: %s", shard, obtained.outcome)
         except BaseException:  # an interrupt: a pin that nobody holds would stay
             obtained.opened.close()
             raise
-        return obtained
+
+    def _guard(self, process: Process, shard: ShardURL, opened: Opened) -> None:
+        opened.file.guard(self._healer, shard, opened.path, opened.size, process.reading)
 
     def _find(self, process: Process, shard: ShardURL, gated: bool) -> Obtained | None:
         coordinator = process.coordinator()
@@ -155,14 +282,19 @@ class Opener:
             raise
 
     def _get(
-        self, process: Process, shard: ShardURL, status: FetchStatus | None, gated: bool
-    ) -> Obtained:
+        self,
+        process: Process,
+        shard: ShardURL,
+        status: FetchStatus | None,
+        gated: bool,
+        patient: Callable[[], bool] = lambda: True,
+    ) -> Obtained | None:
         process.reading.undecided()  # there was nothing to read
         _gate(process.writing, gated)
         for last in (False, True):
             try:
                 process.check_root()
-                obtained = process.coordinator().get(shard, status)
+                obtained = process.coordinator().get(shard, status, patient)
             except ShardCacheError:
                 process.writing.undecided()
                 raise
@@ -173,7 +305,7 @@ class Opener:
                 raise
             else:
                 break
-        if obtained.outcome == "fetched":
+        if obtained is not None and obtained.outcome == "fetched":
             process.disk_works(process.writing)
         else:
             process.writing.undecided()
@@ -188,15 +320,11 @@ class Opener:
         else:
             process.warn(fault_kind(exn), "%s is streamed, not cached: %s", shard, reason)
 
-    def _past(self, shard: ShardURL, cause: OSError | None) -> io.BufferedReader:
-        try:
-            return io.BufferedReader(self._healer.stream(shard), _BUFFER)
-        except ShardNotFoundError:
-            raise
-        except (ShardCacheError, OSError) as exn:
-            if cause is not None and cause.errno in _TOO_MANY_FILES and not _can_open():
-                raise _exhausted(shard, cause) from exn
-            raise
+
+def _is_final(error: BaseException | None) -> TypeGuard[ShardCacheError]:
+    """Whether the origin, and not the cache, said no."""
+    passing = (CacheFullError, LockTimeoutError, FetchCancelledError)
+    return isinstance(error, ShardCacheError) and not isinstance(error, passing)
 
 
 def _gate(breaker: Breaker, gated: bool) -> None:

@@ -95,8 +95,8 @@ class Fetcher:
             Whatever ``target`` raises.
         """
         attempts = self.policy.started(str(url))
-        watch = self.cancellation.watch(str(url), self.clock)
-        status = status or FetchStatus()
+        status = told = status or FetchStatus()
+        watch = self.cancellation.watch(str(url), self.clock, lambda: told.called_off)
         damaged = False
         for _ in range(_VERSION_RESTARTS):
             try:

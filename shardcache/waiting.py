@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 from shardcache.cancellation import Watch
@@ -43,6 +44,7 @@ class Waiter:
         record: the file in which the holder says who it is.
         timeout: seconds after which `pause` gives up.
         stale_after: seconds without growth after which the holder is stale.
+        found: is told where the holder's partial is.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Waiter:
         record: Path,
         timeout: float,
         stale_after: float,
+        found: Callable[[Path], None] = lambda _: None,
     ) -> None:
         self._layout = layout
         self._url = url
@@ -63,6 +66,7 @@ class Waiter:
         self._timeout = timeout
         self._stale_after = stale_after
         self._record = record
+        self._found = found
         self._poll = _FIRST_POLL
         self._begun = self._changed = self._announced = clock.monotonic()
         self._seen: tuple[Holder | None, Progress | None] | None = None
@@ -84,11 +88,13 @@ class Waiter:
             LockTimeoutError: the wait is over its bound.
             FetchCancelledError: it was called off.
         """
+        if self._seen is None:
+            self._seen = self._look()
         self._watch.sleep(self._poll * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
         self._poll = min(self._poll * 1.5, _LAST_POLL)
         now = self._clock.monotonic()
         seen = self._look()
-        if self._seen not in (None, seen):
+        if seen != self._seen:
             self._changed = now
         self._seen = seen
         if now - self._begun >= self._timeout:
@@ -111,7 +117,9 @@ class Waiter:
         # The name comes out of a file anybody may have damaged: a name, no path.
         if name is None or parse_partial_name(name) is None:
             return holder, None
-        return holder, read_progress(self._layout.partial / name)
+        partial = self._layout.partial / name
+        self._found(partial)
+        return holder, read_progress(partial)
 
     def describe(self) -> str:
         """Who holds the shard, since when, and how far they are."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from shardcache.errors import ConfigError
+from shardcache.lookahead import Lookahead
 from shardcache.urls import redact
 
 if TYPE_CHECKING:
@@ -50,23 +51,30 @@ def url_opener(
         Whatever ``handler`` raises; by default see `Cache.open`.
     """
     handle = _reraise if handler is None else handler
-    for item in data:
+    ahead = Lookahead(cache, data, _url_of, cache.config.prefetch)
+    for coming in ahead:
+        item = coming.item
         sample: dict[str, Any] = item if isinstance(item, dict) else {"url": item}
-        url = sample["url"]
         try:
-            stream, path = cache.open_shard(cache.parse(url))
+            stream, path = coming.open()
         except Exception as exn:  # noqa: BLE001 - the handler decides, as in WebDataset
-            exn.args = (*exn.args, redact(str(url)))
+            exn.args = (*exn.args, redact(str(sample["url"])))
             if handle(exn):
                 continue
             return
+        # After it was opened: what is read now gets the connections first.
+        ahead.top_up()
         sample["stream"] = stream
         if path is not None:
             sample["local_path"] = path
         yield sample
         # The consumer owns the stream now; holding on to it here would keep the
         # last shard pinned while the next one is fetched.
-        del stream, sample, item
+        del stream, sample, item, coming
+
+
+def _url_of(item: Any) -> Any:
+    return item["url"] if isinstance(item, dict) else item
 
 
 class CachedOpen:

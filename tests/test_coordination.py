@@ -316,10 +316,9 @@ def test_a_resumed_fetch_needs_its_own_bytes_and_no_more(
 ) -> None:
     interrupted(make_cache(attempts=1, connections=1), origin)
     cache = make_cache(max_size=len(DATA) - less)
-    stream, path = cache.open_shard(cache.parse(URL))
-    with stream:
+    with cache.open(URL) as stream:
         assert stream.read() == DATA
-    assert (path is not None) == stored
+        assert (stream.name != URL) == stored
     assert len(list(cache.entries())) == stored
 
 

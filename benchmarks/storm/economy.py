@@ -147,10 +147,14 @@ def _count_calls(history: History, rules: Rules, found: Account) -> None:
         if call.op not in _FETCHING:
             continue
         found.calls[name] += 1
+        # One more where the same was learned ahead.
+        ahead = call.told.get("ahead")
         if call.told.get("place") == "stream":
-            found.excuse("streamed", name, 2)
+            found.excuse("streamed", name, 2 if ahead is None else 3)
         elif call.outcome in ("error", "interrupted", "unfinished"):
             found.excuse("not completed", name)
+            for other in ahead or ():
+                found.excuse("not completed", other)
 
 
 def _count_logs(history: History, rules: Rules, found: Account) -> None:

@@ -17,6 +17,7 @@ from benchmarks.storm.worker import Worker
 from shardcache import Cache
 from shardcache.cleaning import CleanReport
 from shardcache.eviction import Reason
+from shardcache.following import FollowStream
 
 __all__ = ["OPERATIONS"]
 
@@ -25,20 +26,28 @@ _HOLD = 0.8
 
 
 def _place(stream: BinaryIO) -> str:
-    """``cache`` or ``stream``: a stream past the cache is named by the URL."""
+    """Where a stream that was read comes from: one past the cache is named by the URL."""
     return "stream" if str(stream.name).startswith("s3://") else "cache"
+
+
+def _place_at_first(stream: BinaryIO) -> str:
+    """``follow`` is a shard that is still on its way."""
+    following = isinstance(getattr(stream, "raw", None), FollowStream)
+    return "follow" if following and _place(stream) == "stream" else _place(stream)
 
 
 def read(worker: Worker, name: str | None = None, cache: Cache | None = None) -> None:
     """Open a shard and read all of it."""
     name = name or worker.choose()
     with worker.call("read", name) as told, _open(worker, name, told, cache) as stream:
-        worker.examine(name, stream.read(), told)
+        data = stream.read()
+        told["place"] = _place(stream)
+        worker.examine(name, data, told)
 
 
 def _open(worker: Worker, name: str, told: dict[str, Any], cache: Cache | None = None) -> BinaryIO:
     stream = (cache or worker.cache).open(worker.settings.url(name))
-    told["place"] = _place(stream)
+    told["place"] = _place_at_first(stream)
     return stream
 
 
@@ -49,6 +58,7 @@ def hold(worker: Worker) -> None:
         head = stream.read(worker.rng.randrange(200_000))
         time.sleep(worker.rng.random() * _HOLD)
         data = head + stream.read()
+        told["place"] = _place(stream)
         if told["place"] == "cache":
             told["links"] = os.fstat(stream.fileno()).st_nlink
         worker.examine(name, data, told)
@@ -105,12 +115,16 @@ def opener(worker: Worker) -> None:
     names = [worker.choose() for _ in range(worker.rng.randint(2, 5))]
     urls = iter([{"url": worker.settings.url(name)} for name in names])
     samples = worker.cache.url_opener(urls)
-    for name in names:
+    for position, name in enumerate(names, start=1):
         with worker.call("opener", name) as told:
+            # Begun before anybody waits for them, and called off when an error ends this.
+            told["ahead"] = names[position : position + worker.cache.config.prefetch]
             sample = next(samples)
             with sample["stream"] as stream:
+                told["place"] = _place_at_first(stream)
+                data = stream.read()
                 told["place"] = _place(stream)
-                worker.examine(name, stream.read(), told)
+                worker.examine(name, data, told)
         if told["outcome"] == "error":
             return  # a generator that raised has ended
 

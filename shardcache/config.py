@@ -93,7 +93,7 @@ class Config:
         FILL, "follow", "Read a shard while it is fetched, or when all of it is there."
     )
     prefetch: int = _opt(count(64, 0), 2, "Shards fetched ahead of the one that is read.")
-    connections: int = _opt(count(256), 8, "Connections to the origin per process.")
+    connections: int = _opt(count(256), 32, "Most connections to the origin per process.")
     part_size: int = _opt(PART_SIZE, 16 * MIB, "Bytes asked for per request.")
     attempts: int = _opt(count(100), 5, "Tries before a transient error counts as final.")
     deadline: float | None = _opt(SOME_TIME, None, "Most time for the whole fetch of a shard.")

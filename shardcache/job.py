@@ -12,13 +12,14 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from shardcache import digests
 from shardcache.blocks import Blocks, FetchStatus, Pace, skip
 from shardcache.clock import Clock
+from shardcache.comparison import Comparison, MismatchError
 from shardcache.descriptors import disown
 from shardcache.digests import BLOCK
 from shardcache.errors import (
@@ -30,9 +31,9 @@ from shardcache.errors import (
     ShardNotFoundError,
     TransferError,
 )
+from shardcache.lanes import Lanes
 from shardcache.origin import (
     Body,
-    Checksum,
     ObjectInfo,
     Origin,
     TransientError,
@@ -42,7 +43,7 @@ from shardcache.partials import Partial
 from shardcache.retry import Attempts
 from shardcache.urls import ShardURL
 
-__all__ = ["Engine", "FetchStatus", "Fetched", "Job", "MismatchError"]
+__all__ = ["Engine", "FetchStatus", "Fetched", "Job"]
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +63,7 @@ class Engine(Protocol):
     clock: Clock
     timeout: float
     part_size: int
-    connections: int
-    permits: threading.BoundedSemaphore
+    lanes: Lanes
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +85,6 @@ class Fetched:
     checked: str | None
 
 
-class MismatchError(Exception):
-    """The bytes do not have the checksum that the origin states."""
-
-    def __init__(self, checksum: Checksum, found: str) -> None:
-        super().__init__(checksum.algorithm)
-        self.checksum = checksum
-        self.found = found
-
-
 class CancelledError(Exception):
     """Another worker of the same fetch failed."""
 
@@ -109,8 +100,10 @@ class Job:
         partial: Partial,
         attempts: Attempts,
         status: FetchStatus,
+        begun: float = 0.0,
     ) -> None:
         self.engine = engine
+        self.begun = begun  # when the first answer came; monotonic seconds
         self.origin = origin
         self.url = url
         self.partial = partial
@@ -122,8 +115,9 @@ class Job:
         self.guard = threading.Lock()
         self.error: BaseException | None = None
         self.bodies: set[Body] = set()
-        self.stated: ObjectInfo | None = None
-        self.crcs: dict[int, int] = {}
+        self.comparison = Comparison(partial)
+        self.threads: list[threading.Thread] = []
+        self.alone = True  # until the first block told how many helpers it takes
         status.size = self.pin.size
         status.written = partial.written
         status.grows_in(partial.path)
@@ -133,12 +127,12 @@ class Job:
 
         Called with one permit held when ``first`` is given, else with none.
         """
-        threads: list[threading.Thread] = []
+        threads = self.threads
         try:
             self._plan(first)
-            helpers = min(self.engine.connections - 1, len(self.parts) - (first is None))
-            tasks = [self._learn_checksum] if self.origin.states_checksums else []
-            self._spawn([*tasks, *[self._work] * helpers], threads)
+            self._spawn([self._learn_checksum] if self.origin.states_checksums else [])
+            if first is None:
+                self._bring_helpers()
             self._lead(first)
             for thread in threads:
                 thread.join()
@@ -161,7 +155,12 @@ class Job:
             for begin in range(start, stop, self.engine.part_size):
                 self.parts.append((begin, min(begin + self.engine.part_size, stop)))
 
-    def _spawn(self, tasks: list[Callable[[], None]], threads: list[threading.Thread]) -> None:
+    def _bring_helpers(self) -> None:
+        """Let as many threads take parts as there are lanes; this thread is one of them."""
+        self.alone = False
+        self._spawn([self._work] * min(self.engine.lanes.limit - 1, len(self.parts)))
+
+    def _spawn(self, tasks: list[Callable[[], None]]) -> None:
         name = f"shardcache-{self.url.key[:8]}"
         for function in tasks:
             # Daemons: a process that exits must not wait for a silent origin.
@@ -171,9 +170,10 @@ class Job:
             try:
                 thread.start()
             except RuntimeError as exn:  # a limit of processes; this thread does it all alone
-                logger.info("%s: fetching with %d threads: %s", self.url, len(threads) + 1, exn)
+                count = len(self.threads) + 1
+                logger.info("%s: fetching with %d threads: %s", self.url, count, exn)
                 return
-            threads.append(thread)
+            self.threads.append(thread)
 
     def _guarded(self, function: Callable[[], None]) -> None:
         try:
@@ -209,7 +209,7 @@ class Job:
                 self._receive_part(0, first.stop, fd, first)
                 self._take_parts(fd)
             else:
-                with self.engine.permits:
+                with self.engine.lanes:
                     self._take_parts(fd)
         except CancelledError:
             logger.debug("%s: called off", self.url)
@@ -221,11 +221,11 @@ class Job:
         try:
             while self.parts:
                 self._check_stopped()
-                if self.engine.permits.acquire(timeout=_PERMIT_POLL):
+                if self.engine.lanes.acquire(timeout=_PERMIT_POLL):
                     try:
                         self._take_parts(fd)
                     finally:
-                        self.engine.permits.release()
+                        self.engine.lanes.release()
         finally:
             disown(fd)
 
@@ -319,7 +319,7 @@ class Job:
             if self.pin.etag and not stated.etag:
                 return  # a gateway that names versions only where it sends bytes
             raise VersionChangedError(str(self.url))
-        self.stated = stated
+        self.comparison.stated = stated.checksum
 
     def _finish(self) -> Fetched:
         if not self.origin.pins:
@@ -334,29 +334,12 @@ class Job:
                 "Please report this.",
                 url=str(self.url),
             )
-        checked = self._compare()
+        checked = self.comparison.compare(self.pin.checksum)
         return Fetched(partial, self.pin, size, digests.tree_digest(partial.digests), checked)
-
-    def _compare(self) -> str | None:
-        checksum = (self.stated or self.pin).checksum
-        if checksum is None or not digests.can_check(checksum):
-            return None
-        function = digests.crc_function(checksum.algorithm)
-        if function is None:
-            found = digests.file_checksum(self.partial.fd, checksum.algorithm)
-        else:
-            crc = function
-            found = digests.join_crcs(checksum.algorithm, self._block_crcs(crc))
-        if found != checksum.value:
-            raise MismatchError(checksum, found)
-        return checksum.algorithm
 
     def crc(self) -> Callable[[memoryview], int] | None:
         """See `blocks.Sink.crc`."""
-        checksum = self.stated.checksum if self.stated is not None else None
-        if checksum is None or not digests.can_check(checksum):
-            return None
-        return digests.crc_function(checksum.algorithm)
+        return self.comparison.crc()
 
     def put(self, offset: int, block: memoryview, digest: bytes, crc: int | None, fd: int) -> None:
         """See `blocks.Sink.put`."""
@@ -364,29 +347,18 @@ class Job:
         # TLS it is ciphertext. Whoever resumes would believe it.
         self._check_stopped()
         index = offset // BLOCK
-        if crc is not None:
-            self.crcs[index] = crc
+        self.comparison.note(index, crc)
         self.partial.write(offset, block, fd)
         self.partial.record(index, digest, len(block))
         self.status.written = self.partial.written
         self.status.tell()
+        if self.alone and self.parts:
+            self.engine.lanes.saw(len(block), self.engine.clock.monotonic() - self.begun)
+            self._bring_helpers()
 
     def end(self, total: int) -> None:
         """See `blocks.Sink.end`."""
         self.partial.set_total(total)
-
-    def _block_crcs(self, crc: Callable[[memoryview], int]) -> Iterator[tuple[int, int]]:
-        """(crc, length) of every block; those that came before we knew are read back."""
-        left = self.partial.watermark
-        buffer: memoryview | None = None
-        for index in range(-(-left // BLOCK)):
-            length = min(BLOCK, left - index * BLOCK)
-            known = self.crcs.get(index)
-            if known is None:
-                buffer = buffer or memoryview(bytearray(BLOCK))
-                self.partial.read_block(index, buffer[:length])
-                known = crc(buffer[:length])
-            yield known, length
 
     def _abandon(self, threads: list[threading.Thread], exn: BaseException) -> None:
         """Call off everybody and let go of the partial."""

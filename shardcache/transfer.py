@@ -25,8 +25,10 @@ from collections.abc import Callable
 
 from shardcache.cancellation import Cancellation, Watch
 from shardcache.clock import Clock
+from shardcache.comparison import MismatchError
 from shardcache.errors import FetchCancelledError, IntegrityError, TransferError
-from shardcache.job import Fetched, FetchStatus, Job, MismatchError
+from shardcache.job import Fetched, FetchStatus, Job
+from shardcache.lanes import Lanes
 from shardcache.origin import Body, ObjectInfo, Origin, VersionChangedError
 from shardcache.partials import Partial
 from shardcache.retry import Attempts, RetryPolicy
@@ -47,7 +49,7 @@ class Fetcher:
     Args:
         policy: retries and deadline.
         clock: time.
-        connections: cap on simultaneous requests of this process.
+        connections: cap on simultaneous requests of this process; see `lanes`.
         part_size: bytes per request.
         timeout: seconds without enough bytes before a request is repeated.
     """
@@ -57,10 +59,9 @@ class Fetcher:
     ) -> None:
         self.policy = policy
         self.clock = clock
-        self.connections = connections
         self.part_size = part_size
         self.timeout = timeout
-        self.permits = threading.BoundedSemaphore(connections)
+        self.lanes = Lanes(connections)
         self._jobs: weakref.WeakSet[Job] = weakref.WeakSet()  # an interrupt may leave one
         self._guard = threading.Lock()
         self.cancellation = Cancellation()
@@ -132,16 +133,18 @@ class Fetcher:
     ) -> Fetched:
         if resume is not None:
             return self._run(Job(self, origin, url, resume, attempts, status), None, watch)
-        with self.permits:
+        with self.lanes:
             watch.check()
             body = attempts.call(lambda: self._first(origin, url), sleep=watch.sleep)
+            begun = self.clock.monotonic()
             try:
                 watch.check()
                 partial = target(body.info)
             except BaseException:
                 body.close()
                 raise
-            return self._run(Job(self, origin, url, partial, attempts, status), body, watch)
+            job = Job(self, origin, url, partial, attempts, status, begun)
+            return self._run(job, body, watch)
 
     def _first(self, origin: Origin, url: ShardURL) -> Body:
         body = origin.open(url, 0, self.part_size)

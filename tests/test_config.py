@@ -64,7 +64,7 @@ def test_defaults_are_the_documented_ones() -> None:
         isolation="node",
         fill="follow",
         prefetch=2,
-        connections=8,
+        connections=32,
         part_size=16 * MIB,
         attempts=5,
         deadline=None,
@@ -189,7 +189,7 @@ def test_precedence_is_argument_environment_file_webdataset_default(home: Path) 
 
 def test_none_as_an_argument_means_not_given() -> None:
     loaded = only({"SHARDCACHE_ATTEMPTS": "7"}, attempts=None, connections=None)
-    assert (loaded.config.attempts, loaded.config.connections) == (7, 8)
+    assert (loaded.config.attempts, loaded.config.connections) == (7, 32)
     assert loaded.sources["attempts"] == "environment SHARDCACHE_ATTEMPTS"
 
 

@@ -195,7 +195,7 @@ def described(bench: Bench, value: str) -> None:
         read = body.readinto
 
         def readinto(buffer):
-            wait_until(lambda: all(job.stated for job in bench.fetcher._jobs))
+            wait_until(lambda: all(job.comparison.stated for job in bench.fetcher._jobs))
             return read(buffer)
 
         body.readinto = readinto

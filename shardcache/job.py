@@ -132,7 +132,7 @@ class Job:
             self._plan(first)
             self._spawn([self._learn_checksum] if self.origin.states_checksums else [])
             if first is None:
-                self._bring_helpers()
+                self._bring_helpers(mine=1)
             self._lead(first)
             for thread in threads:
                 thread.join()
@@ -155,10 +155,10 @@ class Job:
             for begin in range(start, stop, self.engine.part_size):
                 self.parts.append((begin, min(begin + self.engine.part_size, stop)))
 
-    def _bring_helpers(self) -> None:
-        """Let as many threads take parts as there are lanes; this thread is one of them."""
+    def _bring_helpers(self, mine: int = 0) -> None:
+        """Let as many threads as there are lanes take parts; this one takes ``mine`` at once."""
         self.alone = False
-        self._spawn([self._work] * min(self.engine.lanes.limit - 1, len(self.parts)))
+        self._spawn([self._work] * min(self.engine.lanes.limit - 1, len(self.parts) - mine))
 
     def _spawn(self, tasks: list[Callable[[], None]]) -> None:
         name = f"shardcache-{self.url.key[:8]}"

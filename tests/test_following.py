@@ -60,6 +60,12 @@ def held(origin: MemoryOrigin) -> Iterator[Hold]:
     hold.release()
 
 
+@pytest.fixture
+def make_cache(make_cache: MakeCache) -> MakeCache:
+    """Caches whose shards are followed."""
+    return lambda **options: make_cache(**{"fill": "follow", **options})
+
+
 def one(make_cache: MakeCache, **options: object) -> Cache:
     """A cache with one connection, as one process has it."""
     return make_cache(connections=1, attempts=1, **options)

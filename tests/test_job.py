@@ -14,6 +14,7 @@ import pytest
 from shardcache.digests import BLOCK, file_digest
 from shardcache.errors import FetchCancelledError, IntegrityError
 from shardcache.job import FetchStatus
+from shardcache.lanes import Lanes
 from shardcache.origin import Checksum, TransientError
 from shardcache.partials import Partial
 from shardcache.transfer import Fetcher
@@ -90,12 +91,11 @@ def test_a_resumed_fetch_takes_a_part_itself(bench: Bench, monkeypatch) -> None:
     monkeypatch.setattr(
         threading.Thread, "start", lambda self: (started.append(self), real(self))[1]
     )
-    bench.fetcher.connections = 4
+    bench.fetcher.lanes = Lanes(4)
     fetched = bench.fetch(resume=resumed)
     assert contents(fetched) == payload(6 * BLOCK)
     assert len(bench.origin.requests) == 3  # of which two in threads
     assert len(started) == 2
-    bench.fetcher.connections = 1
     fetched.partial.discard()
 
 
@@ -320,7 +320,7 @@ def test_an_aborted_answer_is_no_reason_to_ask_again(bench: Bench) -> None:
 
 def test_workers_that_wait_for_a_connection_hear_the_call_off(bench: Bench) -> None:
     bench.origin.states_checksums = False
-    others = [bench.fetcher.permits.acquire() for _ in range(3)]  # other shards' connections
+    others = [bench.fetcher.lanes.acquire() for _ in range(3)]  # other shards' connections
     never = threading.Event()
     bench.origin.faults.append(Fault(after=10, wait=never))
     timer = threading.Timer(0.1, bench.fetcher.cancel)
@@ -333,7 +333,7 @@ def test_workers_that_wait_for_a_connection_hear_the_call_off(bench: Bench) -> N
         assert not [name for name in names if name.startswith("shardcache-")]
     finally:
         for _ in others:
-            bench.fetcher.permits.release()
+            bench.fetcher.lanes.release()
 
 
 def test_a_fetch_leaves_no_descriptor_whichever_way_it_ends(bench: Bench) -> None:

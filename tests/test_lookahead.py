@@ -31,6 +31,12 @@ def _objects(origin: MemoryOrigin) -> None:
     origin.objects.update(zip(URLS, DATA, strict=True))
 
 
+@pytest.fixture
+def make_cache(make_cache: MakeCache) -> MakeCache:
+    """Caches whose shards are followed."""
+    return lambda **options: make_cache(**{"fill": "follow", **options})
+
+
 def running() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name.startswith("shardcache-")]
 

@@ -91,8 +91,8 @@ def bench(tmp_path: Path, origin: MemoryOrigin) -> Iterator[Bench]:
             thread.join(PATIENCE)
     assert all(body.closed for body in origin.bodies)
     assert not bench.fetcher._jobs
-    permits = bench.fetcher.permits
-    assert all(permits.acquire(blocking=False) for _ in range(bench.fetcher.connections))
+    lanes = bench.fetcher.lanes
+    assert all(lanes.acquire(timeout=0) for _ in range(lanes.limit))
 
 
 def contents(fetched: Fetched) -> bytes:
@@ -625,7 +625,7 @@ def test_workers_that_hear_nothing_share_one_farewell(
 
     bench.origin.open = silent
     bench.origin.states_checksums = False
-    bench.origin.faults.append(Fault(after=10, error=KeyboardInterrupt()))
+    bench.origin.faults.append(Fault(after=BLOCK + 10, error=KeyboardInterrupt()))
     now = iter(range(0, 1000, 4))
     monkeypatch.setattr("shardcache.job.time.monotonic", lambda: float(next(now)))
     monkeypatch.setattr(threading.Thread, "join", noted)

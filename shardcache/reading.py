@@ -100,8 +100,9 @@ class Opener:
             if opened is None:
                 fetching = self._begin(process, shard, finish, ahead)
                 if fetching is None:
-                    opened = self._obtain(process, shard, None, gated=self._gated).opened
-                    self._guard(process, shard, opened)
+                    obtained = self._get(process, shard, None, self._gated)
+                    assert obtained is not None  # it waits for others
+                    opened = self._used(process, shard, obtained)
         except (ShardCacheError, OSError) as exn:
             return io.BufferedReader(self.past(shard, exn, 0, None), _BUFFER), None
         if opened is None:
@@ -179,9 +180,7 @@ class Opener:
         found = self._find(process, shard, self._gated)
         if found is None:
             return None
-        self._note(process, shard, found)
-        self._guard(process, shard, found.opened)
-        return found.opened
+        return self._used(process, shard, found)
 
     def reopen(self, shard: ShardURL, opened: Opened) -> Opened | None:
         """See `following.Host.reopen`."""
@@ -264,6 +263,11 @@ class Opener:
         except BaseException:  # an interrupt: a pin that nobody holds would stay
             obtained.opened.close()
             raise
+
+    def _used(self, process: Process, shard: ShardURL, obtained: Obtained) -> Opened:
+        self._note(process, shard, obtained)
+        self._guard(process, shard, obtained.opened)
+        return obtained.opened
 
     def _guard(self, process: Process, shard: ShardURL, opened: Opened) -> None:
         opened.file.guard(self._healer, shard, opened.path, opened.size, process.reading)

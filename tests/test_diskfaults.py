@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import logging
 import os
 import resource
@@ -527,7 +528,7 @@ def test_too_few_descriptors_cost_nothing_that_is_there(
     cache = make_cache()
     entry = cache.fetch(urls[0])
     before = entry.path.stat().st_ino
-    with cache._opener._past(cache.parse(urls[0]), None) as stream:
+    with io.BufferedReader(cache._opener._healer.stream(cache.parse(urls[0]))) as stream:
         stream.read()  # so that no module has to be imported when there is no way to
     with few_descriptors(left):
         for url in urls:

@@ -450,6 +450,9 @@ def test_only_blocks_whose_bytes_are_proven_are_believed(
             start, stop = index * BLOCK, min((index + 1) * BLOCK, SIZE)
             if not any(a <= start < b for a, b in absent):
                 assert found[start:stop] == DATA[start:stop]
+        # Nothing of it is shown before the origin was asked whether it has this version.
+        assert read_progress(partial.path) == Progress(SIZE, 0, partial.written)
+        partial.confirm()
         assert read_progress(partial.path) == Progress(SIZE, partial.watermark, partial.written)
     finally:
         partial.discard()

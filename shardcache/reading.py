@@ -142,9 +142,8 @@ class Opener:
 
         def run(status: FetchStatus, patient: Callable[[], bool]) -> Obtained | None:
             process = self._here()
-            found = self._find(process, shard, self._gated)
-            if found is not None or not ahead:
-                return found or self._get(process, shard, status, self._gated, patient)
+            if not ahead:
+                return self._get(process, shard, status, self._gated, patient)
             with process.coordinator().ahead_slot() as free:
                 if not free and not patient():
                     return None

@@ -164,8 +164,8 @@ def test_jobs_raise_the_connections(run, spec, monkeypatch):
         return from_config(cls, config, **options)
 
     monkeypatch.setattr(Cache, "from_config", classmethod(spy))
-    assert run("prewarm", spec, "-j", "20")[0] == 0
-    assert (made[0].connections, made[0].strict) == (20, True)
+    assert run("prewarm", spec, "-j", "40")[0] == 0
+    assert (made[0].connections, made[0].strict) == (40, True)
 
 
 def test_bad_credentials_are_told_once(run, spec, monkeypatch):

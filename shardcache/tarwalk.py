@@ -64,7 +64,6 @@ _record = re.compile(rb"([1-9][0-9]{0,5}) ([^=\n\0]+)=").match
 
 _REGULAR = (b"0", b"\0", b"7")
 _WITHOUT_DATA = (b"5", b"2", b"1", b"3", b"4", b"6")
-_KNOWN = _REGULAR + _WITHOUT_DATA
 _EXTENDED = (b"x", b"L")
 
 #: Name, size and type in a plain header.
@@ -126,13 +125,14 @@ class TarWalk:
         while True:
             if fields is not None and fields[2] in _EXTENDED:
                 header, fields = self._extended(header, fields)
-            if fields is not None and fields[2] in _KNOWN:
+            if fields is not None and fields[2] in _REGULAR:
+                name, size, _ = fields
+                self._size = size
+                self._left = left = size + (-size & 511)
+                offset += len(header) + left
+                yield name
+            elif fields is not None and fields[2] in _WITHOUT_DATA:
                 offset += len(header)
-                if fields[2] in _REGULAR:
-                    self._size = size = fields[1]
-                    self._left = size + (-size & 511)
-                    offset += self._left
-                    yield fields[0]
             elif header == _ZEROS:
                 return
             else:

@@ -109,6 +109,21 @@ _PAX = (
 )  # fmt: skip
 
 
+def small(
+    form: int, names: tuple[str, ...] = ("a.txt", "n" * 80 + "/" + "m" * 40 + ".cls")
+) -> bytes:
+    """An archive of a short name and a long one, of ``form``."""
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w", format=form) as tar:
+        for number, name in enumerate(names):
+            info = tarfile.TarInfo(name)
+            info.size = 300 * number + 40
+            info.mtime = 1_700_000_000 + (0.5 if form == tarfile.PAX_FORMAT else 0)
+            tar.addfile(info, io.BytesIO(random.Random(number).randbytes(info.size)))
+        end = made.tell()
+    return made.getvalue()[: end + 2 * BLOCK]
+
+
 def archive(rng: random.Random) -> bytes:
     """An archive of members of all kinds, by tarfile, in one format or each in its own."""
     made = io.BytesIO()

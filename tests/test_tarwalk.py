@@ -34,24 +34,11 @@ from tests.tartools import (
     damaged,
     mended,
     same,
+    small,
 )
 
 GNU_TAR = shutil.which("tar")
 SEEDS = st.integers(0, 2**32)
-
-
-def small(
-    form: int, names: tuple[str, ...] = ("a.txt", "n" * 80 + "/" + "m" * 40 + ".cls")
-) -> bytes:
-    made = io.BytesIO()
-    with tarfile.open(fileobj=made, mode="w", format=form) as tar:
-        for number, name in enumerate(names):
-            info = tarfile.TarInfo(name)
-            info.size = 300 * number + 40
-            info.mtime = 1_700_000_000 + (0.5 if form == tarfile.PAX_FORMAT else 0)
-            tar.addfile(info, io.BytesIO(os.urandom(info.size)))
-        end = made.tell()
-    return made.getvalue()[: end + 2 * BLOCK]
 
 
 def forbid_tarfile(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,6 +167,88 @@ def test_global_headers_rule_all_that_follows() -> None:
         assert ("all/one.txt" in found) == ("path" in headers)
 
 
+def number(value: int) -> bytes:
+    """A size in base 256, which may be negative."""
+    return bytes([0x80 if value >= 0 else 0xFF]) + (value % 256**11).to_bytes(11, "big")
+
+
+def sized(kind: bytes, size: int, name: str = "odd.txt") -> bytes:
+    info = tarfile.TarInfo(name)
+    info.type = kind
+    header = info.tobuf(tarfile.USTAR_FORMAT)
+    return mended(header[:124] + number(size) + header[136:])
+
+
+@pytest.mark.parametrize("kind", [b"0", b"x", b"L", b"g", b"5", b"V"])
+@pytest.mark.parametrize("first", [0, 1, 7])
+def test_sizes_below_nothing_do_what_they_do_to_tarfile(kind: bytes, first: int) -> None:
+    plain = small(tarfile.USTAR_FORMAT)[: -2 * BLOCK]
+    for size in (-1, -512, -700, -1024, -5000, -9728, -10240, -30000, -(10**12)):
+        same(plain * first + sized(kind, size) + plain * 9 + bytes(2 * BLOCK))
+
+
+def extended(records: bytes, padding: bytes = b"") -> bytes:
+    """An extended header of these records, with something behind them in its last block."""
+    info = tarfile.TarInfo("x")
+    info.type, info.size = tarfile.XHDTYPE, len(records)
+    return info.tobuf(tarfile.USTAR_FORMAT) + (records + padding).ljust(BLOCK, b"\0")
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        extended(b"11 path=ab\n", b"12 path=cde\n"),
+        extended(b"11 path=ab\n", b"junk"),
+        extended(b"11 path=abX"),
+        extended(b"11 path=ab\n30 mtime=1\n"),
+        extended(b"0 path=ab\n"),
+        extended(b"5 path=ab\n"),
+        extended(b"011 path=ab\n"),
+        extended(b"11 path=ab\nrest"),
+        extended(b"11 path=\xff\xfe\n"),
+        extended(b"21 hdrcharset=BINARY\n11 path=\xff\xfe\n"),
+        extended(b"24 comment=hdrcharset=x\n"),
+        extended(b"10 size=7\n11 size=x1\n"),
+        extended(b"22 GNU.sparse.major=1\n"),
+        extended(b"11 path=ab\n") + extended(b"11 path=cd\n"),
+        extended(b"11 path=ab\n") + sized(b"L", 3) + b"long".ljust(BLOCK, b"\0"),
+        sized(b"L", 600) + b"n" * 700 + bytes(324),
+        sized(b"S", 0),
+        sized(b"0", 3),
+    ],
+)
+@pytest.mark.parametrize("first", [0, 1])
+def test_odd_headers_are_left_to_tarfile(
+    header: bytes, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = small(tarfile.USTAR_FORMAT)
+    data = plain[: -2 * BLOCK] * first + header + plain
+    same(data)
+    if header[124:125] != b"\x80" or header[156:157] != b"L":
+        forbid_tarfile(monkeypatch)
+        found = by_walk(io.BytesIO(data))
+        assert ("tarfile was asked",) in (event[2] for event in found if isinstance(event, tuple))
+
+
+@pytest.mark.parametrize("records", [b"8 path=\n", b"9 size=7\n11 path=a/\n", b"9 path=/\n"])
+def test_extended_headers_may_say_strange_things(records: bytes) -> None:
+    same(extended(records) + small(tarfile.USTAR_FORMAT))
+
+
+def test_a_checksum_is_compared_in_full() -> None:
+    info = tarfile.TarInfo("x")
+    header = bytearray(info.tobuf(tarfile.USTAR_FORMAT))
+    for start, stop in ((0, 100), (157, 257), (265, 329), (345, 500)):
+        header[start:stop] = b"\xff" * (stop - start)
+    plain = small(tarfile.USTAR_FORMAT)
+    sound = mended(bytes(header))
+    assert len(same(sound + plain)) == 6
+    total = int(sound[148:154], 8)
+    # Adler's sums are modulo 65521.
+    wrong = sound[:148] + b"%06o\0 " % (total - 65521) + sound[156:]
+    assert same(plain[: -2 * BLOCK] + wrong + plain) == same(plain)
+
+
 # -- a reader of streams -------------------------------------------------------------
 
 

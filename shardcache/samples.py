@@ -132,7 +132,7 @@ def _expanded(
                     content = walk.read()
                 except Exception as exn:  # noqa: BLE001 - the handler decides
                     if hasattr(exn, "args") and len(exn.args) > 0:
-                        exn.args = (f"{exn.args[0]} @ {stream}", *exn.args[1:])
+                        exn.args = (f"{exn.args[0]!s} @ {stream!s}", *exn.args[1:])
                     if handler(exn):
                         continue
                     break

@@ -11,6 +11,7 @@ import tarfile
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -120,13 +121,25 @@ class Run:
         return seen
 
 
+class Colour(IntEnum):
+    """A reason whose text is not what an f-string makes of it."""
+
+    RED = 1
+
+    def __str__(self) -> str:
+        return "red"
+
+    def __format__(self, spec: str) -> str:
+        return "format"
+
+
 def _select(name: str) -> bool:
     return not name.endswith(".cls")
 
 
 def _select_badly(name: str) -> bool:
     if name == "b.cls":
-        raise KeyError(name, 7)
+        raise KeyError(Colour.RED, 7)
     return True
 
 

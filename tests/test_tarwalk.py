@@ -160,6 +160,14 @@ def test_a_name_that_looks_compressed_is_what_tarfile_takes_it_for(name: str) ->
     same(small(tarfile.USTAR_FORMAT, (name, "b.txt")))
 
 
+def test_in_an_encoding_that_may_fail_tarfile_reads_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tarwalk, "_ENCODING_IS_SAFE", False)
+    data = small(tarfile.PAX_FORMAT)
+    same(data)
+    walk = TarWalk(io.BytesIO(data))
+    assert all(type(walk._odd) is tarfile.TarInfo for _ in walk)
+
+
 def test_global_headers_rule_all_that_follows() -> None:
     for headers in ({"comment": "x"}, {"path": "all/one.txt"}, {"size": "3"}):
         first = tarfile.TarInfo.create_pax_global_header(headers)

@@ -80,6 +80,7 @@ audit: $(VENV)/.test
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.hits
 	$(BIN)/python -m benchmarks.fetch
+	$(BIN)/python -m benchmarks.warm
 
 docs: $(VENV)/.test
 	$(BIN)/python docs/generate.py

@@ -246,11 +246,11 @@ class Cache:
 
     # -- ways in ---------------------------------------------------------------
 
-    def attach(self, dataset: Any) -> Any:
+    def attach(self, dataset: Any, *, fast_tar: bool = True) -> Any:
         """Make a WebDataset pipeline read its shards through this cache; see `wds.attach`."""
         from shardcache import wds
 
-        return wds.attach(dataset, self)
+        return wds.attach(dataset, self, fast_tar=fast_tar)
 
     def url_opener(self, data: Iterable[Any], handler: Any = None, **kw: Any) -> Iterator[Any]:
         """A stage in place of ``webdataset.tariterators.url_opener``; see `wds.url_opener`."""

@@ -42,6 +42,9 @@ $(VENV)/.test: pyproject.toml
 $(VENV)/.bench: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --editable '.[bench]'
+	# The boto3 of the botocore that s3fs pins: the two are numbered alike.
+	$(BIN)/python -m pip install --quiet \
+		"boto3==$$($(BIN)/python -c 'import botocore; print(botocore.__version__)')"
 	@touch $@
 
 demo: $(VENV)/.demo

@@ -31,7 +31,7 @@ from benchmarks.links import ROOT, Target
 from shardcache import Cache
 from shardcache.errors import ShardCacheError
 
-__all__ = ["PEERS", "WARM", "Peer", "Run", "run", "versions"]
+__all__ = ["PEERS", "WARM", "Peer", "Run", "clean_environment", "run", "versions"]
 
 #: The small object that libraries fetch before the clock runs.
 WARM = Workload("warm", 1, 64 << 10)
@@ -141,7 +141,15 @@ def _s5cmd(workers: int | None = None, copy: Sequence[str] = ()) -> Callable[[_J
         )
         chosen = ["--numworkers", str(workers)] if workers else []
         endpoint = ["--endpoint-url", job.target.endpoint]
-        return [_packaged("s5cmd", "s5cmd"), "--log", "error", *endpoint, *chosen, "run", str(batch)]
+        return [
+            _packaged("s5cmd", "s5cmd"),
+            "--log",
+            "error",
+            *endpoint,
+            *chosen,
+            "run",
+            str(batch),
+        ]
 
     return command
 
@@ -279,11 +287,10 @@ def run(
     with _directories(destination) as scratch:
         job = _Job(target, workload.keys, destination, scratch)
         result = scratch / "library.json"
-        if peer.command is None:
-            command = _library(peer, job, result)
-        else:
-            command = peer.command(job)
-        cost = _measure(command, _environment(peer, target), scratch, timeout)
+        command = _library(peer, job, result) if peer.command is None else peer.command(job)
+        more = peer.environment(target) if peer.environment else {}
+        environment = {**clean_environment(target), **more}
+        cost = _measure(command, environment, scratch, timeout)
         if isinstance(cost, str):
             return Run(failure=cost)
         found = json.loads(result.read_text("utf-8")) if peer.command is None else {}
@@ -333,15 +340,15 @@ def _library(peer: Peer, job: _Job, result: Path) -> list[str]:
     return [sys.executable, "-m", "benchmarks.libraries", peer.name, str(plan), str(result)]
 
 
-def _environment(peer: Peer, target: Target) -> dict[str, str]:
+def clean_environment(target: Target) -> dict[str, str]:
+    """This process's environment, but with nothing that leads clients elsewhere."""
     kept = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(_FOREIGN) and not name.lower().endswith("_proxy")
     }
     nowhere = {"AWS_CONFIG_FILE": os.devnull, "AWS_SHARED_CREDENTIALS_FILE": os.devnull}
-    more = peer.environment(target) if peer.environment else {}
-    return {**kept, **nowhere, **target.environment, **more, "PYTHONDONTWRITEBYTECODE": "1"}
+    return {**kept, **nowhere, **target.environment, "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def _measure(

@@ -24,7 +24,7 @@ help:
 	@echo "make test-locks-all    the engine's tests with locks that fail, every case"
 	@echo "make lint    ruff (with its security rules), mypy, layers, dependencies"
 	@echo "make audit   known vulnerabilities of the dependencies (needs the network)"
-	@echo "make bench   what a hit costs, and how fast a shard is fetched, against peers"
+	@echo "make bench   every benchmark, against peers; writes docs/benchmarks.md (hours)"
 	@echo "make docs    write the generated parts of README.md anew"
 	@echo "make clean   remove .venv and caches of tools"
 
@@ -81,8 +81,7 @@ audit: $(VENV)/.test
 	$(BIN)/pip-audit --skip-editable
 
 bench: $(VENV)/.bench
-	$(BIN)/python -m benchmarks.hits
-	$(BIN)/python -m benchmarks.fetch
+	$(BIN)/python -m benchmarks.report
 
 docs: $(VENV)/.test
 	$(BIN)/python docs/generate.py

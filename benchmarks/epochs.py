@@ -289,6 +289,9 @@ def main() -> None:
             "quick": arguments.quick,
             "groups": [],
         }
+        facts["machine"]["filesystems"] = {
+            "caches": facts["machine"]["filesystems"][str(disk)],
+        }
         keys = write_shards(memory, "epoch", sizes.shards, sizes.samples)
         many = write_shards(memory, "many", sizes.prewarmed, sizes.samples_each)
         for name in names:

@@ -37,6 +37,8 @@ def _dataset(urls: list[str], **options: Any) -> Any:
 
 
 def _shardcache(plan: Plan) -> Any:
+    import botocore.session  # noqa: F401 - what a first miss would import, as s3fs has done
+
     from shardcache import Cache
 
     cache = Cache(plan["cache"], min_free=0, **plan["options"])
@@ -85,7 +87,7 @@ def _s3fs_get(plan: Plan) -> Any:
     return _dataset(_s3(plan))
 
 
-#: Ways to read an epoch, in the order of tables; the first three columns of none is cached.
+#: Ways to read an epoch, in the order of tables; the first is what the others are compared with.
 WAYS: dict[str, tuple[str, Callable[[Plan], Any]]] = {
     "pipe-curl": ("direct streaming, pipe:curl", _pipe_curl),
     "s3fs-open": ("direct streaming, s3fs open", _s3fs_open),
@@ -129,6 +131,8 @@ def read(plan: Plan) -> Iterator[Found]:
 def _opener(plan: Plan) -> Callable[[], BinaryIO]:
     """How one shard is opened."""
     if plan["way"] == "shardcache":
+        import botocore.session  # noqa: F401 - as above
+
         from shardcache import Cache
 
         cache = Cache(plan["cache"], min_free=0, **plan["options"])
@@ -146,6 +150,8 @@ def _opener(plan: Plan) -> Callable[[], BinaryIO]:
 
 def prewarm(plan: Plan) -> Iterator[Found]:
     """Many shards before a job, then once more when they are all there."""
+    import botocore.session  # noqa: F401 - as above
+
     from shardcache import Cache
 
     cache = Cache(plan["cache"], min_free=0, **plan["options"])

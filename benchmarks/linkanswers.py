@@ -113,7 +113,8 @@ def listing(
     after = asked("continuation-token") or asked("start-after") or asked("marker")
     limit = min(_PAGE, int(asked("max-keys") or _PAGE))
     shown = quote if asked("encoding-type") == "url" else escape
-    rows, last, truncated = [], "", False
+    rows: list[str] = []
+    last, truncated = "", False
     groups: set[str] = set()
     for key in _keys(home):
         if not key.startswith(prefix) or key <= after:

@@ -2,7 +2,7 @@
 
 | target | what it is |
 |---|---|
-| nginx, nginx-tls | static files: no signatures, no listing; with TLS under an authority of its own |
+| nginx, nginx-tls | static files: no signatures, no listing; its own authority for TLS |
 | seaweedfs | a real S3 server, which shares the machine's cores with the client |
 | fast | the S3-like server as fast as it goes |
 | s3-like | the same with 30 ms to the first byte and 80 MB/s per connection |

@@ -122,7 +122,8 @@ class Link:
             if file is not None:
                 os.close(file)
             self._note(method, target, answer)
-        return headers.get("connection", "").lower() != "close"
+        # A body of another method was not read, and must not be taken for the next request.
+        return method in ("GET", "HEAD") and headers.get("connection", "").lower() != "close"
 
     def _find(
         self, method: str, target: str, headers: Mapping[str, str]

@@ -100,38 +100,13 @@ def certificate(home: Path) -> tuple[Path, Path, Path]:
     names = home / "names.ext"
     names.write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n", "utf-8")
     fresh = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+    issue = ["x509", "-req", "-in", str(request), "-CA", str(authority)]
+    issue += ["-CAkey", str(authority_key), "-CAcreateserial", "-days", "2"]
+    itself = ["req", "-x509", *fresh, "-days", "2", "-subj", "/CN=benchmark authority"]
     for command in (
-        [
-            "req",
-            "-x509",
-            *fresh,
-            "-days",
-            "2",
-            "-subj",
-            "/CN=benchmark authority",
-            "-keyout",
-            str(authority_key),
-            "-out",
-            str(authority),
-        ],
+        [*itself, "-keyout", str(authority_key), "-out", str(authority)],
         ["req", *fresh, "-subj", "/CN=127.0.0.1", "-keyout", str(key), "-out", str(request)],
-        [
-            "x509",
-            "-req",
-            "-in",
-            str(request),
-            "-CA",
-            str(authority),
-            "-CAkey",
-            str(authority_key),
-            "-CAcreateserial",
-            "-days",
-            "2",
-            "-extfile",
-            str(names),
-            "-out",
-            str(server),
-        ],
+        [*issue, "-extfile", str(names), "-out", str(server)],
     ):
         subprocess.run(["openssl", *command], check=True, capture_output=True)
     return authority, server, key

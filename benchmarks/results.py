@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from shardcache.mounts import mount_of
-from shardcache.version import __version__
 
 __all__ = ["Row", "cpu_model", "load", "machine", "median", "save", "say", "table"]
 
@@ -54,7 +53,6 @@ def machine(*directories: Path) -> Row:
         "memory_gib": round(pages / 2**30, 1),
         "kernel": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
-        "shardcache": __version__,
         "filesystems": places,
         "date": datetime.now(UTC).date().isoformat(),
         "load": os.getloadavg()[0],

@@ -32,19 +32,33 @@ __all__ = ["Choice", "choose", "main", "measure", "report"]
 
 #: Where to: the RAM disk shows the client alone, the disk shows what a user gets.
 DESTINATIONS = ("ram", "disk")
-#: The disk is compared on these only: behind a slow link it is not what limits.
+#: The disk is compared on these, unless ``--only`` names it: behind a slow link it is not what
+#: limits.
 _ON_DISK = ("fast", "nginx")
 _BLOCK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What to run."""
+    """What to run.
+
+    Attributes:
+        workloads: of what.
+        targets: from where.
+        destinations: where to.
+        peers: who.
+        on_disk: targets that the disk is measured on.
+    """
 
     workloads: Sequence[Workload]
     targets: Sequence[str]
     destinations: Sequence[str]
     peers: Sequence[Peer]
+    on_disk: Sequence[str]
+
+    def places(self, name: str) -> list[str]:
+        """The destinations that are measured on a target."""
+        return [d for d in self.destinations if d != "disk" or name in self.on_disk]
 
 
 def choose(only: Sequence[str] = (), *, quick: bool = False) -> Choice:
@@ -59,7 +73,8 @@ def choose(only: Sequence[str] = (), *, quick: bool = False) -> Choice:
         raise SystemExit(f"--only: unknown {', '.join(unknown)}. Known: {kinds}")
     picked = [[name for name in kind if name in only] or list(kind) for kind in kinds]
     workloads = [WORKLOADS[name][quick] for name in picked[0]]
-    return Choice(workloads, picked[1], picked[2], [PEERS[name] for name in picked[3]])
+    on_disk = picked[1] if "disk" in only else _ON_DISK
+    return Choice(workloads, picked[1], picked[2], [PEERS[name] for name in picked[3]], on_disk)
 
 
 def _touch_pages(directory: Path, count: int) -> None:
@@ -222,13 +237,10 @@ def _one_target(
     facts: Row,
 ) -> None:
     title = TARGETS[name][0]
-    wanted = [d for d in choice.destinations if d == "ram" or name in _ON_DISK]
-    if not wanted and len(choice.targets) == 1:
-        wanted = list(choice.destinations)  # asked for by name
     try:
         with target(name, objects, places["ram"]) as running:
             for workload in choice.workloads:
-                for destination in wanted:
+                for destination in choice.places(name):
                     say(f"{workload.title}, {title}, to {destination}")
                     rows = measure(
                         running,

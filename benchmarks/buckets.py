@@ -13,9 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["BUCKET", "WORKLOADS", "Workload", "archive", "write_bucket"]
+__all__ = ["BUCKET", "PREFIX", "WORKLOADS", "Workload", "archive", "write_bucket"]
 
 BUCKET = "bench"
+#: Of directories on a RAM disk. Not the library's own: a test run removes what is called so.
+PREFIX = "bench-"
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 #: Bytes that are made once per object and then repeated with its number in them; making a
 #: GiB of hash output would take longer than fetching it ten times.

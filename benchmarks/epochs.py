@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import network
-from benchmarks.buckets import BUCKET
+from benchmarks.buckets import BUCKET, PREFIX
 from benchmarks.epochwork import WAYS
 from benchmarks.links import ROOT, S3_DELAY, S3_RATE, TARGETS, Target, link
 from benchmarks.peers import clean_environment, versions
@@ -277,7 +277,7 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
 
         def own(parent: Path | None) -> Path:
-            made = tempfile.TemporaryDirectory(prefix="shardcache-bench-", dir=parent)
+            made = tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent)
             return Path(stack.enter_context(made))
 
         memory, disk = own(arguments.ram), own(arguments.disk)

@@ -40,6 +40,10 @@ WARM = Workload("warm", 1, 64 << 10)
 _COSTS = Path(__file__).with_name("costs.py")
 #: Slower than any client that works, on the slowest target.
 _TIMEOUT = 300.0
+#: A line that is no longer says nothing: what pretty-printed errors end with.
+_BRACES = 3
+#: Characters of a reason that a table has room for.
+_REASON = 200
 #: Variables of the machine that would lead clients elsewhere.
 _FOREIGN = ("AWS_", "SHARDCACHE_", "RCLONE_", "WDS_", "S5CMD_", "MSC_", "FSSPEC_")
 
@@ -260,8 +264,9 @@ def _measure(
     if cost["timed_out"]:
         return f"failed: not done after {timeout:.0f} s"
     if cost["exit_code"]:
-        said = log.read_text("utf-8", "replace").strip().splitlines()[-1:]
-        return f"failed: {' '.join(said)[:300] or cost['exit_code']}"
+        lines = log.read_text("utf-8", "replace").splitlines()
+        said = [line.strip() for line in lines if len(line.strip()) > _BRACES]
+        return f"failed: {said[-1][:_REASON] if said else cost['exit_code']}"
     return cost
 
 

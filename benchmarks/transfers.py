@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import network
-from benchmarks.buckets import WORKLOADS, Workload, write_bucket
+from benchmarks.buckets import PREFIX, WORKLOADS, Workload, write_bucket
 from benchmarks.links import TARGETS, Target, UnavailableError, target
 from benchmarks.peers import PEERS, WARM, Peer, run, versions
 from benchmarks.results import Row, machine, median, save, say, table
@@ -186,7 +186,7 @@ def _places(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> dict[
     """A directory of our own on each destination; the first also holds the objects."""
 
     def own(parent: Path | None) -> Path:
-        made = tempfile.TemporaryDirectory(prefix="shardcache-bench-", dir=parent)
+        made = tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent)
         return Path(stack.enter_context(made))
 
     return {"ram": own(arguments.ram), "disk": own(arguments.disk)}

@@ -4,6 +4,8 @@
 PYTHON ?= python3
 # Processes that test at the same time, each with files of tests of its own.
 WORKERS ?= 2
+# Options of `make bench`, such as BENCH=--quick.
+BENCH ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
@@ -39,10 +41,11 @@ $(VENV)/.test: pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
 	@touch $@
 
+# boto3 apart, in the version of the botocore that s3fs pins: the two are numbered alike, and
+# pip asked for both at once finds no way out.
 $(VENV)/.bench: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --editable '.[bench]'
-	# The boto3 of the botocore that s3fs pins: the two are numbered alike.
 	$(BIN)/python -m pip install --quiet \
 		"boto3==$$($(BIN)/python -c 'import botocore; print(botocore.__version__)')"
 	@touch $@
@@ -81,7 +84,7 @@ audit: $(VENV)/.test
 	$(BIN)/pip-audit --skip-editable
 
 bench: $(VENV)/.bench
-	$(BIN)/python -m benchmarks.report
+	$(BIN)/python -m benchmarks.report $(BENCH)
 
 docs: $(VENV)/.test
 	$(BIN)/python docs/generate.py

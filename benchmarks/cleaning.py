@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.links import ROOT
-from benchmarks.results import Row, machine, median, save, say, table
+from benchmarks.results import Row, end_in_order, machine, median, save, say, table
 from shardcache import Cache
 from shardcache.digests import block_digest, tree_digest
 from shardcache.metadata import Metadata, boot_id
@@ -168,6 +168,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     parser.add_argument("--task", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    end_in_order()
     if arguments.task:
         name, home, count = arguments.task
         print(json.dumps(TASKS[name][1](Path(home), int(count))))

@@ -41,6 +41,11 @@ def main() -> None:
             late.set()
             os.killpg(process.pid, signal.SIGKILL)
 
+        def give_up(number: int, frame: object) -> None:
+            end()  # its session is not ours: nobody else would end it
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, give_up)
         timer = threading.Timer(float(seconds), end)
         timer.start()
         try:

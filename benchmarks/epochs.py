@@ -29,7 +29,7 @@ from benchmarks.buckets import BUCKET, PREFIX
 from benchmarks.epochwork import WAYS
 from benchmarks.links import ROOT, S3_DELAY, S3_RATE, TARGETS, Target, link
 from benchmarks.peers import clean_environment, versions
-from benchmarks.results import Row, machine, median, save, say, table
+from benchmarks.results import Row, end_in_order, machine, median, save, say, table
 
 __all__ = ["Sizes", "main", "report"]
 
@@ -268,6 +268,7 @@ def main() -> None:
     parser.add_argument("--disk", type=Path, help="for the caches (default: temporary directory)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     arguments = parser.parse_args()
+    end_in_order()
     names = [name for name in arguments.only.split(",") if name] or list(_LINKS)
     if set(names) - set(_LINKS):
         raise SystemExit(f"--only: known are {', '.join(_LINKS)}")

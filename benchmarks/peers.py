@@ -259,7 +259,13 @@ def _measure(
     """What the command cost, or why that is not known."""
     result, log = scratch / "costs.json", scratch / "log.txt"
     around = [sys.executable, "-I", "-S", str(_COSTS), str(result), f"{timeout}", str(log), "--"]
-    subprocess.run([*around, *command], env=environment, cwd=ROOT, check=True)
+    process = subprocess.Popen([*around, *command], env=environment, cwd=ROOT)
+    try:
+        process.wait()
+    except BaseException:
+        process.terminate()  # not killed: it ends the peer first
+        process.wait()
+        raise
     cost: dict[str, Any] = json.loads(result.read_text("utf-8"))
     if cost["timed_out"]:
         return f"failed: not done after {timeout:.0f} s"

@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks import cleaning, epochs, hits, transfers
 from benchmarks.links import ROOT
 from benchmarks.plots import write_charts
-from benchmarks.results import Row, load, say, table
+from benchmarks.results import Row, end_in_order, load, say, table
 
 __all__ = ["PAGES", "main", "render"]
 
@@ -115,6 +115,17 @@ def render(results: dict[str, Row], folder: Path) -> Path:
     return page
 
 
+def _run(command: list[str]) -> int:
+    """Run one benchmark; if this process is to end, it ends in order, too."""
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+    try:
+        return process.wait()
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
+
+
 def main() -> int:
     """Run it."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -125,6 +136,7 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=ROOT / ".benchmarks", help="figures")
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="page and charts")
     arguments = parser.parse_args()
+    end_in_order()
     chosen = [name for name in arguments.only.split(",") if name] or list(_ORDER)
     if set(chosen) - set(_ORDER):
         raise SystemExit(f"--only: known are {', '.join(_ORDER)}")
@@ -135,7 +147,7 @@ def main() -> int:
         command = [sys.executable, "-m", PAGES[name][0], "--json", str(figures.absolute())]
         command += ["--quick"] if arguments.quick else []
         command += ["--repeats", str(arguments.repeats)] if arguments.repeats else []
-        if subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=False).returncode:
+        if _run(command):
             failed.append(name)
             figures.unlink(missing_ok=True)
     files = {name: arguments.results / f"{name}.json" for name in PAGES}

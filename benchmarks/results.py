@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
@@ -19,7 +20,7 @@ from typing import Any
 
 from shardcache.mounts import mount_of
 
-__all__ = ["Row", "cpu_model", "load", "machine", "median", "save", "say", "table"]
+__all__ = ["Row", "cpu_model", "end_in_order", "load", "machine", "median", "save", "say", "table"]
 
 Row = dict[str, Any]
 
@@ -87,6 +88,11 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
         return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
     return "\n".join([line(heads), f"|{'---|' * len(heads)}", *map(line, rows)])
+
+
+def end_in_order() -> None:
+    """Let a request to end (SIGTERM) remove files and end servers, as an interrupt does."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 def say(text: str) -> None:

@@ -26,7 +26,7 @@ from benchmarks import network
 from benchmarks.buckets import PREFIX, WORKLOADS, Workload, write_bucket
 from benchmarks.links import TARGETS, Target, UnavailableError, target
 from benchmarks.peers import PEERS, WARM, Peer, run, versions
-from benchmarks.results import Row, machine, median, save, say, table
+from benchmarks.results import Row, end_in_order, machine, median, save, say, table
 
 __all__ = ["Choice", "choose", "main", "measure", "report"]
 
@@ -204,6 +204,7 @@ def main() -> None:
     parser.add_argument("--disk", type=Path, help="a disk (default: the temporary directory)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     arguments = parser.parse_args()
+    end_in_order()
     choice = choose([name for name in arguments.only.split(",") if name], quick=arguments.quick)
     repeats = arguments.repeats or (1 if arguments.quick else 3)
     network_state = network.enter()

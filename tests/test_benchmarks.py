@@ -26,6 +26,7 @@ from benchmarks.peers import PEERS, WARM, Peer, run
 from benchmarks.plots import Bar, Panel, chart
 from shardcache.entry import scan
 from shardcache.layout import Layout
+from tests.storetools import wait_until
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = Workload("small", 5, 100 << 10)
@@ -147,6 +148,28 @@ def test_the_memory_of_who_measures_is_not_the_peers(fast: Target, tmp_path: Pat
     assert run(peer, fast, SMALL, tmp_path / "f").failure == "failed: 1"
     done = run(PEERS["raw-4"], fast, SMALL, tmp_path / "f")
     assert done.peak_rss_bytes < 150 << 20
+
+
+def test_a_run_that_is_ended_leaves_no_process_and_no_file(tmp_path: Path) -> None:
+    places = ["--ram", str(tmp_path / "ram"), "--disk", str(tmp_path / "disk")]
+    for place in ("ram", "disk"):
+        (tmp_path / place).mkdir()
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.transfers",
+        "--only=small,s3-like,shardcache-fetch",
+    ]
+    process = subprocess.Popen([*command, *places], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    with process.stderr:
+        assert "S3-like link" in process.stderr.readline()
+        # 2,000 objects, one by one, of 30 ms each: it is in the middle of them.
+        wait_until(lambda: list(tmp_path.glob("ram/*/fetched/v1/objects/*/*/*")))
+        process.terminate()
+        process.stderr.read()  # ends when every process that has it has ended
+    assert process.wait() == 143
+    assert [*tmp_path.glob("*/*")] == []
 
 
 def test_rounds_begin_with_another_peer_each(

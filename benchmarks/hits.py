@@ -1,7 +1,8 @@
 """What a hit costs: ``python -m benchmarks.hits``.
 
-Opens, reads 512 bytes of, and closes shards that are all cached, against a plain
-``open`` of the same files and against WebDataset's own FileCache.
+Opens, reads 512 bytes of, and closes shards that are all cached: shardcache, a plain ``open``
+of as many files, and WebDataset's own FileCache. And what its hook adds for each shard: the
+same shards opened as a dataset's stage opens them.
 """
 
 from __future__ import annotations
@@ -11,36 +12,65 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import fsspec
 
-from benchmarks.table import measure, show
+from benchmarks.results import Row, machine, median, save, table
+from benchmarks.table import measure
 from shardcache import Cache
 
+__all__ = ["main", "report"]
 
-def timed(opener: Callable[[str], object], urls: list[str]) -> float:
+_REFERENCE = "plain open"
+
+
+def timed(opener: Callable[[str], BinaryIO], urls: list[str]) -> float:
     """Microseconds per open, read and close."""
     begun = time.perf_counter()
     for url in urls:
-        with opener(url) as stream:  # type: ignore[attr-defined]
+        with opener(url) as stream:
             stream.read(512)
     return (time.perf_counter() - begun) / len(urls) * 1e6
+
+
+def staged(stage: Callable[[list[dict[str, str]]], Any], urls: list[str]) -> float:
+    """As `timed`, through a stage of a pipeline."""
+    begun = time.perf_counter()
+    for sample in stage([{"url": url} for url in urls]):
+        with sample["stream"] as stream:
+            stream.read(512)
+    return (time.perf_counter() - begun) / len(urls) * 1e6
+
+
+def report(facts: Row) -> str:
+    """The table of a result, in Markdown."""
+    figures: dict[str, list[float]] = facts["microseconds"]
+    rows = []
+    for name, values in figures.items():
+        ratios = [a / b for a, b in zip(values, figures[_REFERENCE], strict=True)]
+        spread = f"{min(values):.1f} - {max(values):.1f}"
+        rows.append([name, f"{median(values):.1f}", spread, f"{median(ratios):.2f}"])
+    return table(["", "median us", "min - max", f"x {_REFERENCE}"], rows)
 
 
 def main() -> None:
     """Run it."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shards", type=int, default=1000)
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--shards", type=int, help="default 1000, with --quick 20")
+    parser.add_argument("--repeats", type=int, help="rounds (default 9, with --quick 1)")
+    parser.add_argument("--quick", action="store_true", help="few shards, to see that it runs")
     parser.add_argument("--dir", type=Path, help="where; the default is the temporary directory")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     arguments = parser.parse_args()
+    shards = arguments.shards or (20 if arguments.quick else 1000)
 
     from webdataset.cache import FileCache
 
     with tempfile.TemporaryDirectory(dir=arguments.dir) as home:
         memory = fsspec.filesystem("memory")
         cache = Cache(Path(home, "cache"), min_free=0)
-        urls = [f"memory://bench/{n:06d}.tar" for n in range(arguments.shards)]
+        urls = [f"memory://bench/{n:06d}.tar" for n in range(shards)]
         block = bytes(10240)
         for url in urls:
             memory.pipe(url, block)
@@ -55,16 +85,24 @@ def main() -> None:
         theirs = FileCache(str(files), validator=None)
         figures = measure(
             {
-                "plain open": lambda: timed(lambda url: open(plain[url], "rb"), urls),
+                _REFERENCE: lambda: timed(lambda url: open(plain[url], "rb"), urls),
                 "shardcache": lambda: timed(cache.open, urls),
+                "shardcache, as a stage of WebDataset": lambda: staged(cache.url_opener, urls),
                 "WebDataset FileCache": lambda: timed(
                     lambda url: open(theirs.get_file(f"http://host/{url[15:]}"), "rb"), urls
                 ),
             },
-            arguments.repeats,
+            arguments.repeats or (1 if arguments.quick else 9),
         )
         cache.close()
-        show("A hit: open, read 512 bytes, close", "us", figures, "plain open")
+        facts: Row = {
+            "machine": machine(Path(home)),
+            "quick": arguments.quick,
+            "shards": shards,
+            "microseconds": figures,
+        }
+    save(arguments.json, facts)
+    print(report(facts))
 
 
 if __name__ == "__main__":

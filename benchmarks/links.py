@@ -1,0 +1,233 @@
+"""What clients fetch from: S3-shaped targets that outrun them, and links as slow as S3's.
+
+| target | what it is |
+|---|---|
+| nginx, nginx-tls | static files: no signatures, no listing; its own authority for TLS |
+| seaweedfs | a real S3 server, which shares the machine's cores with the client |
+| fast | the S3-like server as fast as it goes |
+| s3-like | the same with 30 ms to the first byte and 80 MB/s per connection |
+| rtt | the same behind a line of 20 ms round trip time |
+
+Each runs in processes of its own on 127.0.0.1 while its ``with`` block does, and serves the
+objects below a directory of buckets. One that cannot be run raises `UnavailableError` with
+the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import quote
+
+from benchmarks import nginx as nginx_server
+from benchmarks.buckets import BUCKET
+from shardcache.demoserver import S3Server
+from shardcache.errors import ConfigError
+
+__all__ = ["TARGETS", "Target", "UnavailableError", "delayed", "link", "program", "target"]
+
+ROOT = Path(__file__).resolve().parent.parent
+#: Seconds to the first byte and bytes per second of one connection, as S3 in one region has
+#: them: 20 to 50 ms, 50 to 100 MB/s.
+S3_DELAY = 0.030
+S3_RATE = 80e6
+#: One way of a line to another region of the same continent.
+ONE_WAY = 0.010
+#: Without an environment of its own a target takes any signature.
+_ANYBODY = {
+    "AWS_ACCESS_KEY_ID": "BENCHMARK",
+    "AWS_SECRET_ACCESS_KEY": "benchmark",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_REGION": "us-east-1",
+    "AWS_EC2_METADATA_DISABLED": "true",
+}
+#: Long enough for any run.
+_PRESIGNED_SECONDS = 7 * 24 * 3600
+
+
+class UnavailableError(Exception):
+    """A target or a peer cannot be run here; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A running target.
+
+    Attributes:
+        name: which.
+        endpoint: URL for S3 clients; path-style addresses.
+        environment: variables that lead clients there, credentials included.
+        authority: file of the authority to trust, or None without TLS.
+        presigned: key to URL for clients that cannot sign; empty where nobody checks.
+        log: file with a line per answer, where the target keeps one.
+    """
+
+    name: str
+    endpoint: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+    authority: Path | None = None
+    presigned: Mapping[str, str] = field(default_factory=dict)
+    log: Path | None = None
+
+    def http_url(self, key: str) -> str:
+        """A URL that any HTTP client can read the object by."""
+        return self.presigned.get(key) or f"{self.endpoint}/{BUCKET}/{quote(key)}"
+
+    def object_fetches(self) -> dict[str, int]:
+        """How often each object's first byte was sent, by the log."""
+        assert self.log is not None
+        counts: dict[str, int] = {}
+        for line in self.log.read_text("utf-8").splitlines():
+            method, status, start, stop, path = line.split(" ", 4)
+            key = path.partition("/")[2]
+            if method == "GET" and status in ("200", "206") and start == "0" != stop and key:
+                counts[key] = counts.get(key, 0) + 1
+        return counts
+
+
+@contextlib.contextmanager
+def program(module: str, *arguments: str) -> Iterator[int]:
+    """Run a server of this package; gives its port. It ends with its standard input."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        port = process.stdout.readline()
+        if not port:
+            raise RuntimeError(f"{module} did not come up: exit code {process.wait()}")
+        yield int(port)
+    finally:
+        process.stdin.close()
+        process.stdout.close()
+        process.wait()
+
+
+def _variables(endpoint: str, authority: Path | None = None) -> dict[str, str]:
+    values = {**_ANYBODY, "AWS_ENDPOINT_URL_S3": endpoint, "AWS_ENDPOINT_URL": endpoint}
+    if authority is not None:
+        values |= {
+            "AWS_CA_BUNDLE": str(authority),
+            "SSL_CERT_FILE": str(authority),
+            "CURL_CA_BUNDLE": str(authority),
+            "REQUESTS_CA_BUNDLE": str(authority),
+            "RCLONE_CA_CERT": str(authority),
+        }
+    return values
+
+
+@contextlib.contextmanager
+def link(
+    root: Path,
+    home: Path,
+    *,
+    name: str = "fast",
+    delay: float = 0.0,
+    rate: float = 0.0,
+    processes: int = 1,
+    log: bool = False,
+) -> Iterator[Target]:
+    """The S3-like server; see `benchmarks.linkserver`."""
+    written = home / f"{name}.log"
+    arguments = [*("--root", str(root)), *("--delay", f"{delay}"), *("--rate", f"{rate}")]
+    arguments += ["--processes", str(processes)]
+    if log:
+        written.touch()
+        arguments += ["--log", str(written)]
+    with program("benchmarks.linkserver", *arguments) as port:
+        endpoint = f"http://127.0.0.1:{port}"
+        yield Target(name, endpoint, _variables(endpoint), log=written if log else None)
+
+
+@contextlib.contextmanager
+def delayed(
+    root: Path, home: Path, *, name: str = "rtt", one_way: float = ONE_WAY, log: bool = False
+) -> Iterator[Target]:
+    """The S3-like server at its fastest behind a long line; see `benchmarks.delayline`."""
+    with link(root, home, name=name, processes=2, log=log) as near:
+        port = near.endpoint.rpartition(":")[2]
+        with program("benchmarks.delayline", "--to", port, "--delay", f"{one_way}") as far:
+            endpoint = f"http://127.0.0.1:{far}"
+            yield Target(name, endpoint, _variables(endpoint), log=near.log)
+
+
+@contextlib.contextmanager
+def _nginx(root: Path, home: Path, *, tls: bool = False) -> Iterator[Target]:
+    reason = nginx_server.unavailable()
+    if reason is not None:
+        raise UnavailableError(reason)
+    with nginx_server.nginx(root, home) as running:
+        if tls:
+            variables = _variables(running.tls, running.authority)
+            yield Target("nginx-tls", running.tls, variables, running.authority)
+        else:
+            yield Target("nginx", running.plain, _variables(running.plain))
+
+
+@contextlib.contextmanager
+def _seaweedfs(root: Path, home: Path) -> Iterator[Target]:
+    with contextlib.ExitStack() as stack:
+        try:
+            server = stack.enter_context(S3Server(directory=home))
+        except ConfigError as exn:
+            raise UnavailableError(str(exn)) from None
+        server.create_bucket(BUCKET)
+        client = server.client()
+        stack.callback(client.close)
+        presigned = {}
+        base = root / BUCKET
+        for path in sorted(p for p in base.rglob("*") if p.is_file()):
+            key = str(path.relative_to(base))
+            with path.open("rb") as file:
+                client.put_object(Bucket=BUCKET, Key=key, Body=file)
+            presigned[key] = client.generate_presigned_url(
+                "get_object", Params={"Bucket": BUCKET, "Key": key}, ExpiresIn=_PRESIGNED_SECONDS
+            )
+        variables = {**_variables(server.endpoint_url), **server.environment()}
+        yield Target("seaweedfs", server.endpoint_url, variables, presigned=presigned)
+
+
+Opener = Callable[[Path, Path], "contextlib.AbstractContextManager[Target]"]
+
+#: name -> (title in tables, how it is run).
+TARGETS: dict[str, tuple[str, Opener]] = {
+    "nginx": ("nginx, static files", _nginx),
+    "nginx-tls": ("nginx with TLS", lambda root, home: _nginx(root, home, tls=True)),
+    "seaweedfs": ("SeaweedFS on the same cores", _seaweedfs),
+    "fast": (
+        "S3-like server, no limits",
+        lambda root, home: link(root, home, name="fast", processes=2),
+    ),
+    "s3-like": (
+        f"S3-like link: {S3_DELAY * 1000:.0f} ms to the first byte, "
+        f"{S3_RATE / 1e6:.0f} MB/s per connection",
+        lambda root, home: link(root, home, name="s3-like", delay=S3_DELAY, rate=S3_RATE),
+    ),
+    "rtt": (f"{2000 * ONE_WAY:.0f} ms round trip time", delayed),
+}
+
+
+@contextlib.contextmanager
+def target(name: str, root: Path, parent: Path | None = None) -> Iterator[Target]:
+    """Run a target over the buckets in ``root``.
+
+    Args:
+        name: of `TARGETS`.
+        root: directory of buckets.
+        parent: where its own directory is made.
+
+    Raises:
+        UnavailableError: it cannot be run here.
+    """
+    with contextlib.ExitStack() as stack:
+        temporary = tempfile.TemporaryDirectory(prefix="shardcache-link-", dir=parent)
+        home = Path(stack.enter_context(temporary))
+        yield stack.enter_context(TARGETS[name][1](root, home))

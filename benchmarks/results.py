@@ -1,0 +1,101 @@
+"""Results of a benchmark: a file of rows, the machine they were taken on, tables of them.
+
+A row is a dictionary; what identifies it depends on the benchmark. Files are written whole
+(`save`), so an interrupted run leaves the rows it had.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import signal
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from shardcache.mounts import mount_of
+
+__all__ = ["Row", "cpu_model", "end_in_order", "load", "machine", "median", "save", "say", "table"]
+
+Row = dict[str, Any]
+
+
+def cpu_model() -> str:
+    """The processor's name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        return platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def machine(*directories: Path) -> Row:
+    """What a figure means nothing without.
+
+    Args:
+        directories: where bytes are written; their filesystems are named.
+    """
+    pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    places = {}
+    for directory in directories:
+        usage = shutil.disk_usage(directory)
+        mount = mount_of(directory)
+        kind = mount.type if mount else "unknown"
+        places[str(directory)] = f"{kind}, {usage.free / 1e9:.0f} GB free"
+    return {
+        "cores": os.cpu_count(),
+        "processor": cpu_model(),
+        "memory_gib": round(pages / 2**30, 1),
+        "kernel": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "filesystems": places,
+        "date": datetime.now(UTC).date().isoformat(),
+        "load": os.getloadavg()[0],
+    }
+
+
+def save(path: Path | None, facts: Row) -> None:
+    """Write a result; without a path, nothing."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_suffix(".partial")
+    beside.write_text(json.dumps(facts, indent=1) + "\n", "utf-8")
+    beside.replace(path)
+
+
+def load(path: Path) -> Row:
+    """What `save` wrote."""
+    found: Row = json.loads(path.read_text("utf-8"))
+    return found
+
+
+def median(values: Iterable[float]) -> float:
+    """The middle one."""
+    return statistics.median(values)
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+
+    def line(cells: Sequence[str]) -> str:
+        return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+    return "\n".join([line(heads), f"|{'---|' * len(heads)}", *map(line, rows)])
+
+
+def end_in_order() -> None:
+    """Let a request to end (SIGTERM) remove files and end servers, as an interrupt does."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+
+def say(text: str) -> None:
+    """Progress, apart from the results."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()

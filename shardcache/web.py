@@ -99,7 +99,14 @@ class WebOrigin:
                 return response
             response.drain_conn()
             response.release_conn()
-            following, own = _split_credentials(urljoin(target, location))
+            try:
+                following, own = _split_credentials(urljoin(target, location))
+            except ValueError as exn:
+                raise ConfigError(
+                    f"{url}: the server redirects to what is no URL ({redact(str(exn))}). "
+                    "Check the URL.",
+                    url=str(url),
+                ) from None
             if own or urlsplit(following)[:2] != urlsplit(target)[:2]:
                 login = own  # a login is for the server that asked for it
             target = following

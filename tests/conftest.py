@@ -41,18 +41,27 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
         yield server
 
 
-def _node_directories() -> set[Path]:
-    """Lock files of caches on network filesystems are outside the test's own directory."""
-    return set(Path("/dev/shm").glob("shardcache-*"))
+def _outside() -> set[Path]:
+    """What tests make outside their own directories.
+
+    Lock files of caches on network filesystems; what libfaketime shares between processes,
+    which those that are killed leave.
+    """
+    shared = Path("/dev/shm")
+    node = "shardcache-[0-9g]*-" + "[0-9a-f]" * 16
+    return {p for form in (node, "faketime_shm_*", "sem.faketime_sem_*") for p in shared.glob(form)}
 
 
-_BEFORE = _node_directories()
+_BEFORE = _outside()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if not hasattr(session.config, "workerinput"):  # the last of the processes that test
-        for path in _node_directories() - _BEFORE:
-            shutil.rmtree(path, ignore_errors=True)
+        for path in _outside() - _BEFORE:
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
 
 
 @pytest.fixture

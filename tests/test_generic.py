@@ -201,6 +201,12 @@ def test_a_user_in_the_url_is_sent_as_a_header_and_shown_nowhere(
     assert "canary" not in caplog.text
 
 
+def test_a_redirect_to_what_is_no_url_is_an_error(cache: Cache, web: Server) -> None:
+    web.redirects["/bad.tar"] = "http://[::1"
+    with pytest.raises(ConfigError, match="redirects to what is no URL"):
+        cache.fetch(f"{web.url}/bad.tar")
+
+
 def test_redirects_are_followed(cache: Cache, web: Server) -> None:
     web.files["/a.tar"] = SHARD
     web.redirects["/moved.tar"] = "/a.tar"

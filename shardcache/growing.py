@@ -17,7 +17,27 @@ from shardcache.layout import META, PROGRESS, parse_partial_name, read_file
 from shardcache.metadata import MAX_BYTES, DamagedError, Metadata
 from shardcache.progressfile import read_header
 
-__all__ = ["Growing", "is_same", "same_bytes"]
+__all__ = ["Growing", "is_same", "read_sidecar", "same_bytes"]
+
+
+def read_sidecar(path: Path, expected: tuple[str, str]) -> Metadata:
+    """The sidecar of a partial whose bytes are worth something to others than its writer.
+
+    Args:
+        path: the partial.
+        expected: key and version, as its name has them.
+
+    Raises:
+        DamagedError: it is none.
+        OSError: the disk fails, or there is no sidecar.
+    """
+    metadata = Metadata.decode(read_file(path / META, MAX_BYTES))
+    if expected != (metadata.key, metadata.info.version):
+        raise DamagedError("its sidecar describes another object")
+    if not metadata.info.identifiable:
+        # Its writer may begin again from nothing.
+        raise DamagedError("its version cannot be told from others")
+    return metadata
 
 
 class Growing:
@@ -40,12 +60,7 @@ class Growing:
         if parsed is None:
             raise DamagedError("it is no partial")
         self.path = path
-        metadata = Metadata.decode(read_file(path / META, MAX_BYTES))
-        self.info = metadata.info
-        if (metadata.key, self.info.version) != parsed:
-            raise DamagedError("its sidecar describes another object")
-        if not self.info.identifiable:
-            raise DamagedError("its version cannot be told from others")  # it may begin again
+        self.info = read_sidecar(path, parsed).info
         self.data = open_file(path / basename, io.FileIO)
         self._progress = open_file(path / PROGRESS, io.FileIO)
 

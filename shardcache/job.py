@@ -284,8 +284,20 @@ class Job:
         if body.info.version != self.pin.version:
             body.close()
             raise VersionChangedError(str(self.url))
-        self.partial.confirm()
+        if not self.partial.confirmed:
+            try:
+                if not self.origin.pins:  # then its answer says nothing of the version
+                    self._look_at_version()
+                self.partial.confirm()
+            except BaseException:
+                body.close()
+                raise
         return body
+
+    def _look_at_version(self) -> None:
+        now = self.origin.stat(self.url)
+        if now.version != self.pin.version:
+            raise VersionChangedError(str(self.url))
 
     def _drain(self, body: Body, blocks: Blocks) -> None:
         """Receive from one response until its part is complete or it breaks."""
@@ -323,9 +335,7 @@ class Job:
 
     def _finish(self) -> Fetched:
         if not self.origin.pins:
-            now = self.attempts.call(lambda: self.origin.stat(self.url), sleep=self._sleep)
-            if now.version != self.pin.version:
-                raise VersionChangedError(str(self.url))
+            self.attempts.call(self._look_at_version, sleep=self._sleep)
         partial = self.partial
         size = partial.watermark
         if partial.written != size or (self.pin.size is not None and size != self.pin.size):

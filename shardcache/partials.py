@@ -24,6 +24,7 @@ from pathlib import Path
 
 from shardcache.descriptors import disown, dup_owned, is_alone, open_owned, sync_directory
 from shardcache.digests import BLOCK, block_digest
+from shardcache.growing import read_sidecar
 from shardcache.layout import (
     IDLE_GRACE,
     META,
@@ -32,11 +33,10 @@ from shardcache.layout import (
     is_directory,
     is_idle,
     parse_partial_name,
-    read_file,
     replace_file,
 )
 from shardcache.locks import is_file, is_free
-from shardcache.metadata import MAX_BYTES, DamagedError, Metadata
+from shardcache.metadata import DamagedError, Metadata
 from shardcache.modes import PRIVATE, Modes
 from shardcache.progressfile import Progress, read_header, read_progress, read_records, write_record
 
@@ -81,7 +81,7 @@ class Partial:
         self._contiguous = 0  # blocks
         self._guard = threading.Lock()
         self._total = metadata.info.size
-        self._confirmed = True
+        self.confirmed = True
         self._pid = os.getpid()
 
     @classmethod
@@ -151,7 +151,9 @@ class Partial:
             if fd is None:
                 return None
             path.rename(mine)  # the claim: of two, one finds the old name gone
-            metadata = _resumable(mine, parsed)
+            metadata = read_sidecar(mine, parsed)
+            if metadata.info.size is None:
+                raise DamagedError("its size is unknown, so it cannot be resumed")
             progress_fd = open_owned(mine / PROGRESS, os.O_RDWR)
             if not _is_ours_alone(progress_fd):
                 raise DamagedError("its progress file is also somewhere else")
@@ -171,7 +173,7 @@ class Partial:
         header = read_header(self._progress_fd)
         if header.total is None or header.total != self._total:
             raise DamagedError("its progress file describes another object")
-        self._confirmed = False
+        self.confirmed = False
         buffer = memoryview(bytearray(BLOCK))
         for index, digest, length in read_records(self._progress_fd, header.total):
             got = os.preadv(self.fd, [buffer[:length]], index * BLOCK)
@@ -231,7 +233,7 @@ class Partial:
 
     def _write_header(self) -> None:
         # Who follows is given nothing of a version that may have been replaced since.
-        shown = self.watermark if self._confirmed else 0
+        shown = self.watermark if self.confirmed else 0
         Progress(self._total, shown, self._written).write(self._progress_fd)
 
     def confirm(self) -> None:
@@ -240,9 +242,9 @@ class Partial:
         Raises:
             OSError: the disk fails.
         """
-        if not self._confirmed:
+        if not self.confirmed:
             with self._guard:
-                self._confirmed = True
+                self.confirmed = True
                 if self._progress_fd >= 0:
                     self._write_header()
 
@@ -336,24 +338,6 @@ class Partial:
         if self.fd >= 0 and self._pid == os.getpid():
             shutil.rmtree(self.path, ignore_errors=True)
             self.close()
-
-
-def _resumable(path: Path, expected: tuple[str, str]) -> Metadata:
-    """The sidecar of a partial that can be resumed.
-
-    Raises:
-        DamagedError: it cannot.
-        OSError: the disk fails, or there is no sidecar.
-    """
-    metadata = Metadata.decode(read_file(path / META, MAX_BYTES))
-    if expected != (metadata.key, metadata.info.version):
-        raise DamagedError("its sidecar describes another object")
-    if metadata.info.size is None:
-        raise DamagedError("its size is unknown, so it cannot be resumed")
-    if not metadata.info.identifiable:
-        # Its writer, should it live on (locks that lie), may begin again from nothing.
-        raise DamagedError("its version cannot be told from others")
-    return metadata
 
 
 def _drop(*fds: int | None) -> None:

@@ -22,7 +22,7 @@ from shardcache.errors import (
     TransferError,
 )
 from shardcache.layout import Layout
-from shardcache.origin import Checksum, TransientError
+from shardcache.origin import Body, Checksum, ObjectInfo, TransientError
 from shardcache.partials import Partial
 from tests.conftest import make_tar
 from tests.fakes import Fault, MemoryOrigin
@@ -77,6 +77,11 @@ def fetches(origin: MemoryOrigin) -> int:
 
 def crc(data: bytes) -> Checksum:
     return Checksum("crc32", base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode())
+
+
+def _taken_for(body: Body, pin: ObjectInfo | None = None) -> Body:
+    body.info = pin or body.info
+    return body
 
 
 def test_the_first_bytes_are_read_before_the_last_have_come(
@@ -226,9 +231,15 @@ def test_a_shard_that_is_replaced_meanwhile_is_an_error_and_no_splice(
         assert old[10:].startswith(bytes(got))
 
 
+@pytest.mark.parametrize("pins", [True, False])
 def test_nothing_is_read_of_a_resumed_version_before_it_is_known_to_be_the_current_one(
-    make_cache: MakeCache, origin: MemoryOrigin
+    make_cache: MakeCache, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch, pins: bool
 ) -> None:
+    if not pins:
+        origin.pins = False
+        real = origin.open
+        # It takes the version that it is asked for to be what it has.
+        monkeypatch.setattr(origin, "open", lambda *a: _taken_for(real(*a[:3]), *a[3:]))
     origin.faults.append(Fault(after=2 * BLOCK + 9, error=TransientError("reset")))
     origin.faults.append(Fault(after=None))
     with pytest.raises(TransferError):

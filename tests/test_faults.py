@@ -180,9 +180,10 @@ class Lab:
 
 
 @pytest.fixture(scope="module")
-def bucket(s3: S3Server) -> str:
-    """One for all: the first object of a bucket takes long."""
-    name = f"faults-{os.getpid()}"
+def bucket(s3: S3Server, request: pytest.FixtureRequest) -> str:
+    """One for all of a module: the first object of a bucket takes long."""
+    module = request.module.__name__.rpartition(".")[2].replace("_", "-")
+    name = f"{module}-{os.getpid()}"
     s3.create_bucket(name)
     return name
 

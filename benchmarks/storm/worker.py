@@ -82,9 +82,9 @@ class Worker:
         # With one connection the parts of a shard come one after the other, and an object
         # that is replaced meanwhile can be noticed only by asking for one version.
         options = self.settings.options() | {"connections": (1, 2, 4)[self.slot % 3]}
-        # Those who follow and those who wait read the same partials and entries.
-        options["fill"] = ("follow", "complete")[self.slot % 2]
-        options["prefetch"] = (0, 2)[self.slot // 2 % 2]
+        if self.settings.follow and self.slot % 2 == 0:
+            # Those who follow and those who wait read the same partials and entries.
+            options |= {"fill": "follow", "prefetch": self.slot // 2 % 2 * 2}
         if self.isolated:
             os.environ["SHARDCACHE_RANK"] = str(self.slot)
             options["isolation"] = "rank"

@@ -46,18 +46,21 @@ _LEFT = (
 )
 #: Seconds; a wait in a scenario that takes longer has gone wrong.
 _PATIENCE = 30.0
+#: Seconds within which the other connections of a fetch have begun, or will not.
+_SOON = 2.0
 
 
 # -- origins that make a moment happen -----------------------------------------------
 
 
 class SlowOrigin(FsspecOrigin):
-    """Holds its first answer back until all other parts have been delivered."""
+    """Lets its first connection end when all others have: each delivers one part."""
 
     def __init__(self, others: int) -> None:
         super().__init__("file", {})
         self._left = others
         self._guard = threading.Lock()
+        self._begun = threading.Event()
         self._done = threading.Event()
 
     def open(
@@ -67,7 +70,10 @@ class SlowOrigin(FsspecOrigin):
         body = super().open(url, start, stop, pin)
         if stop is None:
             return body  # streamed past the cache, alone
-        return _Following(body, self._finished) if start else _Held(body, self._done)
+        if start == 0:
+            return _Held(body, self._begun, self._done)
+        self._begun.set()
+        return _Following(body, self._finished)
 
     def _finished(self) -> None:
         with self._guard:
@@ -85,16 +91,19 @@ class _Wrapped:
 
 
 class _Held(_Wrapped):
-    def __init__(self, body: Body, until: threading.Event) -> None:
+    def __init__(self, body: Body, begun: threading.Event, done: threading.Event) -> None:
         super().__init__(body)
-        self._until = until
+        self._begun = begun
+        self._done = done
 
-    def readinto(self, buffer: memoryview) -> int:
-        self._until.wait(_PATIENCE)
-        return self._body.readinto(buffer)
+    def close(self) -> None:
+        self._body.close()
+        if self._begun.wait(_SOON):  # not where the first block already failed
+            self._done.wait(_PATIENCE)
 
     def abort(self) -> None:
-        self._until.set()
+        self._begun.set()
+        self._done.set()
         self._body.abort()
 
 

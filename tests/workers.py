@@ -91,10 +91,12 @@ for line in sys.stdin:
     try:
         if command == "read":
             with cache.open(arguments[0]) as stream:
-                path = stream.name
-                answer = [hashlib.sha256(stream.read()).hexdigest(), os.path.exists(path)]
+                digest = hashlib.sha256(stream.read()).hexdigest()
+                answer = [digest, os.path.exists(stream.name)]
         elif command == "hold":
             held = cache.open(arguments[0])
+            held.read()  # until all of it is there
+            held.seek(0)
             answer = held.name
         elif command == "fetch":
             answer = str(cache.fetch(arguments[0]).path)

@@ -34,6 +34,7 @@ RESULTS = ROOT / "docs" / "mutation.json"
 SELECTIONS = {
     "blocks": ("blocks", "transfer", "bypass"),
     "coordination": ("coordination", "cache"),
+    "intake": ("coordination", "transfer"),
     "descriptors": ("locks", "layout", "partials"),
     "job": ("job", "transfer", "coordination"),
     "locks": ("locks", "store", "sweeping"),

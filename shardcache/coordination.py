@@ -19,29 +19,25 @@ import errno
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 
 from shardcache.breaker import FULL
 from shardcache.clock import Clock
 from shardcache.config import Config
-from shardcache.entry import versions
-from shardcache.errors import IntegrityError, ShardCacheError
-from shardcache.layout import Layout, is_directory, list_names, parse_partial_name
+from shardcache.errors import ShardCacheError
+from shardcache.intake import Intake, Right
+from shardcache.layout import Layout, is_directory
 from shardcache.leases import KeyLease
 from shardcache.locks import Holder, KeyLock
-from shardcache.metadata import DamagedError, Metadata, boot_id
-from shardcache.origin import ObjectInfo
+from shardcache.metadata import DamagedError, Metadata
 from shardcache.origins import Origins
-from shardcache.partials import LostError, Partial
+from shardcache.partials import LostError
 from shardcache.ranks import Ranks
 from shardcache.space import Space
 from shardcache.store import Opened, Store
-from shardcache.transfer import Fetched, Fetcher, FetchStatus
+from shardcache.transfer import Fetcher, FetchStatus
 from shardcache.urls import ShardURL
-from shardcache.validation import check_archive
-from shardcache.version import __version__
 from shardcache.waiting import Waiter
 
 __all__ = ["Coordinator", "Obtained", "Outcome"]
@@ -113,7 +109,9 @@ class Coordinator:
         self._warn = warn
         self._siblings = siblings
         self._fetcher = fetcher
-        self._origins = origins
+        self._intake = Intake(
+            store, fetcher=fetcher, origins=origins, space=space, config=config, clock=clock
+        )
         self._space = space
         self._config = config
         self._ranks = ranks
@@ -274,7 +272,7 @@ class Coordinator:
             if linked is not None:
                 return Obtained(linked, Outcome.LINKED)
             try:
-                entry = self._fetch(url, lock, holder, status)
+                entry = self._intake.fetch(url, Right(lock, holder), status)
             except LostError as exn:
                 self._warn("lost", "%s: %s; starting over", url, exn)
                 continue
@@ -326,104 +324,3 @@ class Coordinator:
             other.close()
             return opened
         return None
-
-    def _fetch(
-        self, url: ShardURL, lock: _AnyLock | None, holder: Holder, status: FetchStatus
-    ) -> Path:
-        origin = self._origins.of(url)
-        known = frozenset(path for path, _ in versions(self.store.layout, url.key))
-        resume = self._resume(url)
-        if resume is not None and lock is not None:
-            lock.update(replace(holder, partial=resume.path.name, size=resume.metadata.info.size))
-        fetched = self._fetcher.fetch(
-            origin,
-            url,
-            target=lambda info: self._target(url, info, lock, holder),
-            resume=resume,
-            status=status,
-        )
-        partial = fetched.partial
-        try:
-            self._validate(url, partial)
-            metadata = self._metadata(url, fetched)
-            sync = self._config.fsync == "fsync"
-            entry = self.store.publish(partial, metadata, sync=sync, known=known)
-        except BaseException:
-            partial.discard()
-            raise
-        partial.close()
-        return entry
-
-    def _resume(self, url: ShardURL) -> Partial | None:
-        """Take over what a dead process left of this shard."""
-        layout: Layout = self.store.layout
-        for name in list_names(layout.partial):
-            parsed = parse_partial_name(name)
-            if parsed is not None and parsed[0] == url.key:
-                partial = Partial.claim(layout, layout.partial / name, url.basename)
-                if partial is not None:
-                    logger.info("%s: resuming at %d bytes", url, partial.written)
-                    return self._readmit(url, partial)
-        return None
-
-    def _readmit(self, url: ShardURL, partial: Partial) -> Partial:
-        """A dead process's reservation lapsed: the budget may have been given to others."""
-        try:
-            # Claimed, it is live again and counts with its final size: nothing to add.
-            return self._space.admit(str(url), 0, lambda: partial)
-        except BaseException:
-            partial.close()
-            raise
-
-    def _target(
-        self, url: ShardURL, info: ObjectInfo, lock: _AnyLock | None, holder: Holder
-    ) -> Partial:
-        metadata = Metadata(
-            url=str(url),
-            key=url.key,
-            info=info,
-            size=info.size or 0,
-            digest="",
-            checked=None,
-            fetched_at=self._clock.time(),
-            boot=boot_id(),
-            library=__version__,
-        )
-        partial = self._space.admit(
-            str(url),
-            info.size,
-            lambda: Partial.create(self.store.layout, metadata, url.basename),
-        )
-        try:
-            if lock is not None:
-                lock.update(replace(holder, partial=partial.path.name, size=info.size))
-        except BaseException:
-            partial.discard()  # or its lock would reserve room until this process ends
-            raise
-        return partial
-
-    def _metadata(self, url: ShardURL, fetched: Fetched) -> Metadata:
-        return Metadata(
-            url=str(url),
-            key=url.key,
-            info=fetched.info,
-            size=fetched.size,
-            digest=fetched.digest,
-            checked=fetched.checked,
-            fetched_at=self._clock.time(),
-            boot=boot_id(),
-            library=__version__,
-        )
-
-    def _validate(self, url: ShardURL, partial: Partial) -> None:
-        check_archive(partial.fd, url.basename, str(url))
-        if self._config.validate is None:
-            return
-        try:
-            self._config.validate(partial.data)
-        except Exception as exn:  # a user's check may raise anything: that is its answer
-            raise IntegrityError(
-                f"{url} was refused by the validate hook: {type(exn).__name__}: {exn}. "
-                "Look at the object, or at the hook.",
-                url=str(url),
-            ) from exn

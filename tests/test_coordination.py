@@ -405,7 +405,7 @@ def test_an_entry_of_another_boot_is_verified_once(
         file.write(bytes(64))
     assert read(make_cache()) != DATA  # same boot: trusted
     monkeypatch.setattr("shardcache.store.boot_id", lambda: "another-boot")
-    monkeypatch.setattr("shardcache.coordination.boot_id", lambda: "another-boot")
+    monkeypatch.setattr("shardcache.intake.boot_id", lambda: "another-boot")
     assert read(make_cache()) == DATA
     assert fetches(origin) == 2
     hashed: list[int] = []

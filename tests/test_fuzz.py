@@ -279,7 +279,7 @@ class DamagedCache(RuleBasedStateMachine):
         DamagedCache.boots += 1
         boot = f"boot-{DamagedCache.boots}"
         self.patch = pytest.MonkeyPatch()
-        for module in ("store", "coordination"):
+        for module in ("store", "intake"):
             self.patch.setattr(f"shardcache.{module}.boot_id", lambda: boot)
         self.origin = MemoryOrigin(objects=dict(SHARDS))
         self.cache = Cache(self.root, min_free=0, attempts=1)

@@ -470,7 +470,7 @@ def test_an_entry_that_another_node_published_unseen_costs_one_fetch_and_one_str
 
 
 def boot_anew(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    for module in ("store", "coordination", "locking", "metadata"):
+    for module in ("store", "intake", "locking", "metadata"):
         monkeypatch.setattr(f"shardcache.{module}.boot_id", lambda: name)
 
 

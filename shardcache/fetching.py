@@ -75,7 +75,6 @@ class Fetching:
             self.obtained = self._run(self.status, lambda: self._table.is_patient(self))
         except BaseException as exn:  # noqa: BLE001 - raised by whoever waits for it
             self.error = exn
-            logger.debug("%s: fetched in the background: %s", self.shard, exn)
         self._table.ended(self)
 
     def drop(self) -> None:
@@ -172,9 +171,12 @@ class Fetchings:
         """Called by the thread of a fetch when it is over."""
         with self._guard:
             self._remove(fetching)
+            unheard = fetching.error if fetching.wanted == 0 else None
             if fetching.wanted == 0:
                 fetching.drop()
             fetching.done = True
+        if unheard is not None:  # nobody is left to raise it
+            logger.info("%s: not fetched in the background: %s", fetching.shard, unheard)
         # Not under the lock: who waits may be leaving another fetch, by garbage collection.
         fetching.tell()
 
@@ -190,6 +192,19 @@ class Fetchings:
             elif not (fetching.finish or fetching.almost):
                 fetching.status.called_off = True
                 self._remove(fetching)  # who comes now begins anew, and resumes
+
+    def close(self) -> None:
+        """Call off what nobody wants any more, also where it was to be finished."""
+        with self._guard:
+            for fetching in list(self._running.values()):
+                if fetching.wanted == 0:
+                    fetching.status.called_off = True
+                    self._remove(fetching)
+
+    def unfinished(self) -> list[ShardURL]:
+        """What is on its way, or is waited for."""
+        with self._guard:
+            return [fetching.shard for fetching in self._running.values()]
 
     def _remove(self, fetching: Fetching) -> None:
         if self._running.get(fetching.shard.key) is fetching:

@@ -109,7 +109,7 @@ class Process:
                 "emptied?); what was in it is fetched again",
                 self._config.dir,
             )
-        self.close()
+        self._end_session()
         try:
             self._make()
         except ConfigError as exn:
@@ -247,7 +247,12 @@ class Process:
             self.fetcher.cancel()
 
     def close(self) -> None:
-        """End the session."""
+        """End the session, and the fetches in the background that nobody reads."""
+        if self._coordinator is not None:
+            self.fetchings.close()
+        self._end_session()
+
+    def _end_session(self) -> None:
         if self._session is not None:
             self._session.close()
             self._session = None

@@ -119,7 +119,7 @@ class Opener:
         if self._config.fill == "complete" and ahead is None:
             return None
         try:
-            return process.fetchings.join(shard, self._run(shard), finish=finish)
+            return process.fetchings.join(shard, self._run(process, shard), finish=finish)
         except RuntimeError as exn:  # a limit of processes
             logger.info("%s: fetched without a thread of its own: %s", shard, exn)
             return None
@@ -137,11 +137,10 @@ class Opener:
                 stream.abandon()
         return io.BufferedReader(stream, _BUFFER), stream.path
 
-    def _run(self, shard: ShardURL, *, ahead: bool = False) -> Run:
+    def _run(self, process: Process, shard: ShardURL, *, ahead: bool = False) -> Run:
         """What a background fetch does."""
 
         def run(status: FetchStatus, patient: Callable[[], bool]) -> Obtained | None:
-            process = self._here()
             if not ahead:
                 return self._get(process, shard, status, self._gated, patient)
             with process.coordinator().ahead_slot() as free:
@@ -161,8 +160,9 @@ class Opener:
             opened = self.hit(shard)
             if opened is not None:
                 return opened
-            run = self._run(shard, ahead=True)
-            return self._here().fetchings.join(shard, run, ahead=True)
+            process = self._here()
+            run = self._run(process, shard, ahead=True)
+            return process.fetchings.join(shard, run, ahead=True)
         except (OSError, RuntimeError) as exn:  # whoever asks for it is told
             logger.debug("%s: not fetched ahead: %s", shard, exn)
             return None
@@ -171,7 +171,8 @@ class Opener:
 
     def join(self, shard: ShardURL) -> Fetching:
         """See `following.Host.join`."""
-        return self._here().fetchings.join(shard, self._run(shard))
+        process = self._here()
+        return process.fetchings.join(shard, self._run(process, shard))
 
     def hit(self, shard: ShardURL) -> Opened | None:
         """See `following.Host.hit`."""

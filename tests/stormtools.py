@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from benchmarks.storm.history import History
 from benchmarks.storm.judge import Verdict, judge
 from benchmarks.storm.rules import Rules
@@ -36,11 +38,19 @@ class Tale:
         self.boss_saw("put", at, phase="begin", digest=f"{name}{version}", **facts)
         return self.boss_saw("put", at + 0.1, phase="end", **facts)
 
-    def begin(self, op: str, name: str | None, at: float, who: str = WHO, calls: int = 1) -> int:
+    def begin(
+        self,
+        op: str,
+        name: str | None,
+        at: float,
+        who: str = WHO,
+        calls: int = 1,
+        ahead: Sequence[str] = (),
+    ) -> int:
         self._n += 1
         self.workers.append(
             {"event": "begin", "at": at, "who": who, "n": self._n, "op": op, "name": name}
-            | {"calls": calls}
+            | {"calls": calls, "ahead": list(ahead)}
         )
         return self._n
 

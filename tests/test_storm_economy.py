@@ -37,6 +37,11 @@ EXPLANATIONS = {
     "repeated": lambda t: t.log(
         "retry", "%s: %s; attempt %d of %d failed, next in %.1f s", "s3://storm/a", "", "1"
     ),
+    "for nobody": lambda t: t.log(
+        "fetching", "%s: not fetched in the background: %s", "s3://storm/a", ""
+    ),
+    "in the background, killed": lambda t: t.call("leave", background=["a"]),
+    "ahead, killed": lambda t: t.begin("opener", "b", 1.0, ahead=["a"]) and t,
     "unlocked": lambda t: t.unlock("key-a.lock", "budget.lock"),
     "half removed": lambda t: t.log("space", "removed %s, %d bytes", HALF, "10"),
     "half removed, swept": lambda t: t.call("clean", None, swept=[HALF, "other"]),

@@ -15,6 +15,8 @@ or is one of the *excuses*, each of which leaves a line in the history:
 * a call that streamed: the request that learned that there is no room, and the stream's;
 * a repeated attempt, an object that changed meanwhile, a full disk and a second try, a
   fetch past a stopped holder: all logged by the library, one line for each;
+* a fetch in the background that failed or was called off when nobody wanted it any more,
+  which the library logs, or whose process ended, which the worker tells of;
 * a lock file that was deleted while it was held: its holder is no longer noticed by one
   other process.
 
@@ -53,6 +55,7 @@ AGAIN = {
     "%s: the disk is full": "disk full",
     "%s changed while it was fetched; starting over": "changed meanwhile",
     "%s: %s; attempt %d of %d failed": "attempts repeated",
+    "%s: not fetched in the background: %s": "background, for nobody",
 }
 #: ... and about a live partial that somebody took away.
 LOST = "%s: %s; starting over"
@@ -147,14 +150,16 @@ def _count_calls(history: History, rules: Rules, found: Account) -> None:
         if call.op not in _FETCHING:
             continue
         found.calls[name] += 1
-        # One more where the same was learned ahead.
-        ahead = call.told.get("ahead")
         if call.told.get("place") == "stream":
-            found.excuse("streamed", name, 2 if ahead is None else 3)
+            # One more where the same was learned ahead, by an opener.
+            found.excuse("streamed", name, 3 if call.op == "opener" else 2)
         elif call.outcome in ("error", "interrupted", "unfinished"):
             found.excuse("not completed", name)
-            for other in ahead or ():
+            for other in call.ahead:
                 found.excuse("not completed", other)
+    for names in history.background.values():
+        for name in names:
+            found.excuse("in the background of a process that ended", name)
 
 
 def _count_logs(history: History, rules: Rules, found: Account) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,7 @@ class Call:
         began: seconds.
         ended: seconds; None if its process ended first.
         calls: how many calls of the cache in a row it stands for.
+        ahead: shards that were fetched ahead meanwhile.
         told: what the worker told of its end.
     """
 
@@ -70,6 +71,7 @@ class Call:
     began: float
     ended: float | None = None
     calls: int = 1
+    ahead: Sequence[str] = ()
     told: Event = field(default_factory=dict)
 
     @property
@@ -91,6 +93,7 @@ class History:
         boss: the boss's events, in order.
         calls: of all workers.
         logs: what the library logged in the workers.
+        background: who -> shards whose fetch in the background had not ended when last told of.
         crashes: events of workers that an exception ended.
         torn: lines that could not be read.
     """
@@ -98,18 +101,22 @@ class History:
     boss: list[Event]
     calls: list[Call]
     logs: list[Event]
+    background: dict[str, list[str]]
     crashes: list[Event]
     torn: int
 
     @classmethod
     def of(cls, boss: Iterable[Event], workers: Iterable[Event]) -> History:
         """Put the events of the workers together into calls."""
-        history = cls(list(boss), [], [], [], 0)
+        history = cls(list(boss), [], [], {}, [], 0)
         begun: dict[tuple[str, int], Call] = {}
         for event in workers:
             kind, who = event["event"], event["who"]
+            if "background" in event:
+                history.background[who] = event["background"]
             if kind == "begin":
                 call = Call(who, event["op"], event["name"], event["at"], calls=event["calls"])
+                call.ahead = event.get("ahead", ())
                 begun[who, event["n"]] = call
                 history.calls.append(call)
             elif kind == "end":

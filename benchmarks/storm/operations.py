@@ -116,9 +116,9 @@ def opener(worker: Worker) -> None:
     urls = iter([{"url": worker.settings.url(name)} for name in names])
     samples = worker.cache.url_opener(urls)
     for position, name in enumerate(names, start=1):
-        with worker.call("opener", name) as told:
-            # Begun before anybody waits for them, and called off when an error ends this.
-            told["ahead"] = names[position : position + worker.cache.config.prefetch]
+        # Begun before anybody waits for them, and called off when an error ends this.
+        ahead = names[position : position + worker.cache.config.prefetch]
+        with worker.call("opener", name, ahead=ahead) as told:
             sample = next(samples)
             with sample["stream"] as stream:
                 told["place"] = _place_at_first(stream)

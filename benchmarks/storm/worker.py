@@ -12,7 +12,7 @@ import resource
 import signal
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -100,19 +100,22 @@ class Worker:
         return names[(window + index) % len(names)]
 
     @contextmanager
-    def call(self, op: str, name: str | None, calls: int = 1) -> Iterator[dict[str, Any]]:
+    def call(
+        self, op: str, name: str | None, calls: int = 1, ahead: Sequence[str] = ()
+    ) -> Iterator[dict[str, Any]]:
         """One call in the history: begun, ended, and how.
 
         Args:
             op: which.
             name: the shard, if it is about one.
             calls: how many calls of the cache in a row it makes.
+            ahead: shards that are fetched ahead meanwhile.
 
         Yields:
             What is told of its end.
         """
         number = next(self._numbers)
-        self.log.write("begin", n=number, op=op, name=name, calls=calls)
+        self.log.write("begin", n=number, op=op, name=name, calls=calls, ahead=ahead)
         told: dict[str, Any] = {"outcome": "ok"}
         began = time.monotonic()
         try:
@@ -130,7 +133,16 @@ class Worker:
                 "trace": traceback.format_exc(limit=-4)[-900:],
             }
         finally:
+            told["background"] = self.background()
             self.log.write("end", n=number, op=op, name=name, calls=calls, began=began, **told)
+
+    def background(self) -> list[str]:
+        """Shards that are still being fetched although the calls for them ended."""
+        process = self.cache._here()
+        if process._coordinator is None:
+            return []
+        urls = {self.settings.url(name): name for name in self.settings.names}
+        return [urls[str(shard)] for shard in process.fetchings.unfinished()]
 
     def examine(self, name: str, data: bytes, told: dict[str, Any]) -> None:
         """Check the bytes of a whole shard."""
@@ -187,9 +199,10 @@ def run(settings: Settings, slot: int, life: int) -> int:
         status = 70
     if worker.terminated:
         status = status or TERMINATED
+    background = worker.background()
     try:
         worker.cache.close()
     except Terminated:  # it came this late
         status = TERMINATED
-    worker.log.write("exit", status=status)
+    worker.log.write("exit", status=status, background=background)
     return status

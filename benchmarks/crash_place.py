@@ -71,6 +71,8 @@ class Place:
     def cache(self, *, clock: Clock = SYSTEM_CLOCK, **options: Any) -> Cache:
         """A cache on this directory, whatever the environment says."""
         chosen = {"min_free": 0, "cache_local": True, "connections": 1, "part_size": 2 * MIB}
+        # In the calling thread alone, unless a scenario is about more.
+        chosen["fill"] = "complete"
         # One attempt: a fault of the disk is no reason to ask the origin again.
         config = Config(self.root, **{**chosen, "attempts": 1, **self.options, **options})
         return Cache.from_config(config, clock=clock)

@@ -105,6 +105,9 @@ SCENARIOS = {
             {"shared_group": os.getegid()}, {"SHARDCACHE_SHARED_GROUP": str(os.getegid())},
         ),
         Scenario("fetch", "two parts of two blocks, one thread", _reading(BIG), made, (BIG,)),
+        Scenario(
+            "follow", "read while it is fetched", _reading(BIG, fill="follow"), made, (BIG,)
+        ),
         Scenario("threads", "four parts, four threads", _read_with_threads, made, (BIG,)),
         Scenario(
             "publish", "synced to the disk", _reading("a.tar"), made, ("a.tar",),

@@ -36,7 +36,7 @@ from shardcache.urls import ShardURL, parse_url
 
 if TYPE_CHECKING:
     from shardcache.cleaning import CleanReport
-    from shardcache.fetching import Fetching
+    from shardcache.fetching import Share
     from shardcache.prewarm import PrewarmReport
     from shardcache.transfer import FetchStatus
 
@@ -145,7 +145,7 @@ class Cache:
         return self.open_shard(self.parse(url))[0]
 
     def open_shard(
-        self, shard: ShardURL, *, finish: bool = True, ahead: Fetching | None = None
+        self, shard: ShardURL, *, finish: bool = True, ahead: Share | None = None
     ) -> tuple[BinaryIO, str | None]:
         """As `open`, for a parsed URL; also the local path, or None while it has none.
 
@@ -164,7 +164,7 @@ class Cache:
                 ) from exn
         return self._opener.open(shard, finish=finish, ahead=ahead)
 
-    def begin_ahead(self, shard: ShardURL) -> Opened | Fetching | None:
+    def begin_ahead(self, shard: ShardURL) -> Opened | Share | None:
         """Pin a shard that will be opened soon, or begin to fetch it; see `lookahead`."""
         if shard.is_local and not self.config.cache_local:
             return None

@@ -90,9 +90,9 @@ class Config:
     max_age: float | None = _opt(SOME_TIME, None, "Entries unused for so long may be evicted.")
     isolation: Literal["node", "rank", "job"] = _opt(ISOLATION, "node", "Who shares one copy.")
     fill: Literal["follow", "complete"] = _opt(
-        FILL, "complete", "Read a shard while it is fetched, or when all of it is there."
+        FILL, "follow", "Read a shard while it is fetched, or when all of it is there."
     )
-    prefetch: int = _opt(count(64, 0), 0, "Shards fetched ahead of the one that is read.")
+    prefetch: int = _opt(count(64, 0), 2, "Shards fetched ahead of the one that is read.")
     connections: int = _opt(count(256), 32, "Most connections to the origin per process.")
     part_size: int = _opt(PART_SIZE, 16 * MIB, "Bytes asked for per request.")
     attempts: int = _opt(count(100), 5, "Tries before a transient error counts as final.")

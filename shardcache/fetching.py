@@ -1,6 +1,6 @@
 """Fetches that go on in the background of a process, and who still wants them.
 
-    join ---------------------> a thread fetches, or waits for whoever does
+    join: a `Share` of it ----> a thread fetches, or waits for whoever does
       | many may join one          | tells of its partial, which they read
     leave, leave, ... the last ----> called off, unless it is to be finished, or almost is
 
@@ -8,13 +8,15 @@ A fetch nobody waits for (`ahead`) does not wait either: where another process h
 shard in hand, its thread ends. Who joins while it looks makes it patient, in time or
 not at all: then it has ended, and another is begun.
 
-The last to leave is often the garbage collector, in any thread and at any moment, so
-leaving takes one reentrant lock that nothing else is waited for under.
+A share that is dropped is left, as a file that is dropped is closed: an interrupt may strike
+before anybody has it. So the last to leave is often the garbage collector, in any thread and
+at any moment, and leaving takes one reentrant lock that nothing else is waited for under.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 
@@ -22,7 +24,7 @@ from shardcache.blocks import FetchStatus
 from shardcache.coordination import Obtained
 from shardcache.urls import ShardURL
 
-__all__ = ["Fetching", "Fetchings"]
+__all__ = ["Fetching", "Fetchings", "Share"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +34,37 @@ _ALMOST = 16 << 20
 #: Does the work, given the status to keep and whether to wait for others: `Obtained`, or
 #: None where it was not to wait.
 Run = Callable[[FetchStatus, Callable[[], bool]], Obtained | None]
+
+
+class Share:
+    """A wish to have a shard; of `Fetchings.join`. For one thread.
+
+    Attributes:
+        fetching: what fetches it; None when it was left.
+    """
+
+    def __init__(self, table: Fetchings) -> None:
+        self.fetching: Fetching | None = None
+        self._table = table
+        self._pid = os.getpid()
+
+    @property
+    def alive(self) -> bool:
+        """Whether its fetch may go on: it does not in a child of the process."""
+        return self.fetching is not None and self._pid == os.getpid()
+
+    def leave(self, *, abandon: bool = False) -> None:
+        """Want it no longer.
+
+        Args:
+            abandon: it need not be finished.
+        """
+        if self.alive:
+            self._table.leave(self, abandon)
+
+    def __del__(self) -> None:
+        """Leave."""
+        self.leave()
 
 
 class Fetching:
@@ -111,14 +144,6 @@ class Fetching:
         size = self.status.size
         return size is not None and size - self.status.written <= _ALMOST
 
-    def leave(self, *, abandon: bool = False) -> None:
-        """Want it no longer; once per join.
-
-        Args:
-            abandon: it need not be finished.
-        """
-        self._table.leave(self, abandon)
-
 
 class Fetchings:
     """The background fetches of one process, at most one per shard."""
@@ -129,7 +154,7 @@ class Fetchings:
 
     def join(
         self, shard: ShardURL, run: Run, *, ahead: bool = False, finish: bool = False
-    ) -> Fetching:
+    ) -> Share:
         """Want a shard, and begin to fetch it if nobody here does.
 
         Args:
@@ -142,11 +167,13 @@ class Fetchings:
             RuntimeError: the process must not have more threads.
         """
         begun = None
+        share = Share(self)
         with self._guard:
             fetching = self._running.get(shard.key)
             if fetching is None:
                 fetching = begun = self._running[shard.key] = Fetching(shard, run, self)
             fetching.wanted += 1
+            share.fetching = fetching
             fetching.patient |= not ahead
             fetching.finish |= finish
         if begun is not None:
@@ -156,9 +183,9 @@ class Fetchings:
             except BaseException as exn:
                 begun.error = exn
                 self.ended(begun)
-                begun.leave(abandon=True)
+                share.leave(abandon=True)
                 raise
-        return fetching
+        return share
 
     def is_patient(self, fetching: Fetching) -> bool:
         """Whether somebody waits for it; if not it is not to be joined any more."""
@@ -180,9 +207,12 @@ class Fetchings:
         # Not under the lock: who waits may be leaving another fetch, by garbage collection.
         fetching.tell()
 
-    def leave(self, fetching: Fetching, abandon: bool) -> None:
-        """See `Fetching.leave`."""
+    def leave(self, share: Share, abandon: bool) -> None:
+        """See `Share.leave`."""
         with self._guard:
+            fetching, share.fetching = share.fetching, None
+            if fetching is None:
+                return
             fetching.wanted -= 1
             fetching.finish &= not abandon
             if fetching.wanted > 0:

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 from shardcache.entry import Entry
 from shardcache.errors import IntegrityError, ShardCacheError, TransferError
-from shardcache.fetching import Fetching
+from shardcache.fetching import Fetching, Share
 from shardcache.growing import Growing, is_same, same_bytes
 from shardcache.metadata import DamagedError
 from shardcache.origin import ObjectInfo
@@ -58,7 +58,7 @@ _LOSSES = 5
 class Host(Protocol):
     """Who opened the stream (`reading.Opener`)."""
 
-    def join(self, shard: ShardURL) -> Fetching:
+    def join(self, shard: ShardURL) -> Share:
         """Want the shard fetched.
 
         Raises:
@@ -100,16 +100,15 @@ class FollowStream(io.RawIOBase):
     Args:
         shard: which.
         host: who opens what is needed.
-        fetching: the fetch, joined; it is left when the stream is closed.
+        share: of its fetch; it is left when the stream is closed.
     """
 
-    def __init__(self, shard: ShardURL, host: Host, fetching: Fetching) -> None:
+    def __init__(self, shard: ShardURL, host: Host, share: Share) -> None:
         super().__init__()
         self.name = str(shard)
         self._shard = shard
         self._host = host
-        self._fetching: Fetching | None = fetching
-        self._pid = os.getpid()
+        self._share: Share | None = share
         self._position = 0
         self._given = 0  # the end of what was read
         self._limit = 0
@@ -137,9 +136,7 @@ class FollowStream(io.RawIOBase):
 
     def abandon(self) -> None:
         """Close it, and call the fetch off if nobody else wants it."""
-        fetching, self._fetching = self._fetching, None
-        if fetching is not None:
-            fetching.leave(abandon=True)
+        self._leave(abandon=True)
         self.close()
 
     @property
@@ -251,15 +248,13 @@ class FollowStream(io.RawIOBase):
         except (ShardCacheError, OSError) as exn:
             self._turn_away(exn)
             return
-        own = self._source is not None and fetching.status.written > 0
-        fetching.wait(seen, _OWN_POLL if own and not self._sealed() else _POLL)
+        fetching.wait(seen, _OWN_POLL if self._own(fetching) else _POLL)
 
     def _joined(self) -> Fetching:
-        if self._fetching is None or self._pid != os.getpid():
-            # After a fork: the thread that fetches is in the parent.
-            self._pid = os.getpid()
-            self._fetching = self._host.join(self._shard)
-        return self._fetching
+        if self._share is None or not self._share.alive:  # after a fork: that is in the parent
+            self._share = self._host.join(self._shard)
+        assert self._share.fetching is not None
+        return self._share.fetching
 
     def _look(self, fetching: Fetching) -> bool:
         """Whether there is more than there was."""
@@ -269,7 +264,7 @@ class FollowStream(io.RawIOBase):
             opened = None
             if fetching.obtained is not None:
                 opened = self._host.reopen(self._shard, fetching.obtained.opened)
-        elif self._sealed():
+        elif self._sealed() and not self._own(fetching):
             opened = self._host.hit(self._shard)
         else:
             opened = None
@@ -286,6 +281,10 @@ class FollowStream(io.RawIOBase):
         if path is not None and path not in (self._useless, self._source and self._source.path):
             self._switch(path)
         return self._grown()
+
+    def _own(self, fetching: Fetching) -> bool:
+        """Whether this process fetches it, and so says whatever happens."""
+        return self._source is not None and fetching.status.written > 0
 
     def _sealed(self) -> bool:
         return self._source is not None and self._source.sealed
@@ -395,7 +394,7 @@ class FollowStream(io.RawIOBase):
         if before is not None:
             before.close()
 
-    def _leave(self) -> None:
-        fetching, self._fetching = self._fetching, None
-        if fetching is not None and self._pid == os.getpid():
-            fetching.leave()
+    def _leave(self, *, abandon: bool = False) -> None:
+        share, self._share = self._share, None
+        if share is not None:
+            share.leave(abandon=abandon)

@@ -18,7 +18,7 @@ from shardcache.opening import Opened
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache
-    from shardcache.fetching import Fetching
+    from shardcache.fetching import Share
 
 __all__ = ["Coming", "Lookahead"]
 
@@ -34,7 +34,7 @@ class Coming:
         self.item = item
         self._cache = cache
         self._url = url
-        self._held: Opened | Fetching | None = None
+        self._held: Opened | Share | None = None
 
     def begin(self) -> None:
         """Begin to fetch it; what goes wrong is told to who opens it."""
@@ -52,8 +52,8 @@ class Coming:
         held = self._held
         try:
             shard = self._cache.parse(self._url(self.item))
-            fetching = None if isinstance(held, Opened) else held
-            return self._cache.open_shard(shard, finish=False, ahead=fetching)
+            share = None if isinstance(held, Opened) else held
+            return self._cache.open_shard(shard, finish=False, ahead=share)
         finally:
             self.drop()
 

@@ -42,7 +42,7 @@ from shardcache.urls import ShardURL
 if TYPE_CHECKING:
     from shardcache.bypass import OriginStream
     from shardcache.coordination import Obtained
-    from shardcache.fetching import Fetching, Run
+    from shardcache.fetching import Run, Share
     from shardcache.origin import ObjectInfo
     from shardcache.transfer import FetchStatus
 
@@ -81,7 +81,7 @@ class Opener:
         self._gated = not config.strict  # whether a disk that failed is left alone
 
     def open(
-        self, shard: ShardURL, *, finish: bool = True, ahead: Fetching | None = None
+        self, shard: ShardURL, *, finish: bool = True, ahead: Share | None = None
     ) -> tuple[BinaryIO, str | None]:
         """A stream of the shard, and its local path or None while it has none.
 
@@ -94,28 +94,28 @@ class Opener:
             As `Cache.open`.
         """
         process = self._here()
-        fetching = None
+        share = None
         try:
             opened = self.hit(shard)
             if opened is None:
-                fetching = self._begin(process, shard, finish, ahead)
-                if fetching is None:
+                share = self._begin(process, shard, finish, ahead)
+                if share is None:
                     obtained = self._get(process, shard, None, self._gated)
                     assert obtained is not None  # it waits for others
                     opened = self._used(process, shard, obtained)
         except (ShardCacheError, OSError) as exn:
             return io.BufferedReader(self.past(shard, exn, 0, None), _BUFFER), None
         if opened is None:
-            assert fetching is not None
-            return self._follow(shard, fetching)
+            assert share is not None
+            return self._follow(shard, share)
         return io.BufferedReader(opened.file, _BUFFER), opened.path
 
     def _begin(
-        self, process: Process, shard: ShardURL, finish: bool, ahead: Fetching | None
-    ) -> Fetching | None:
+        self, process: Process, shard: ShardURL, finish: bool, ahead: Share | None
+    ) -> Share | None:
         """The fetch to follow or to wait for; None where the calling thread is to do it."""
-        if ahead is not None and _is_final(ahead.error):
-            raise ahead.error  # asking again would cost another request
+        if ahead is not None and ahead.fetching is not None and _is_final(ahead.fetching.error):
+            raise ahead.fetching.error  # asking again would cost another request
         if self._config.fill == "complete" and ahead is None:
             return None
         try:
@@ -124,10 +124,10 @@ class Opener:
             logger.info("%s: fetched without a thread of its own: %s", shard, exn)
             return None
 
-    def _follow(self, shard: ShardURL, fetching: Fetching) -> tuple[BinaryIO, str | None]:
+    def _follow(self, shard: ShardURL, share: Share) -> tuple[BinaryIO, str | None]:
         from shardcache.following import FollowStream  # here: it brings the engine along
 
-        stream = FollowStream(shard, self, fetching)
+        stream = FollowStream(shard, self, share)
         begun = False
         try:
             stream.start(whole=self._config.fill == "complete")
@@ -150,7 +150,7 @@ class Opener:
 
         return run
 
-    def ahead(self, shard: ShardURL) -> Opened | Fetching | None:
+    def ahead(self, shard: ShardURL) -> Opened | Share | None:
         """Begin to fetch a shard that will be asked for, unless it is there: then pin it.
 
         Raises:
@@ -169,9 +169,10 @@ class Opener:
 
     # -- for `following.FollowStream` --------------------------------------------
 
-    def join(self, shard: ShardURL) -> Fetching:
+    def join(self, shard: ShardURL) -> Share:
         """See `following.Host.join`."""
         process = self._here()
+        process.coordinator()  # of a child that has just been forked
         return process.fetchings.join(shard, self._run(process, shard))
 
     def hit(self, shard: ShardURL) -> Opened | None:

@@ -16,6 +16,7 @@ import functools
 import os
 import sys
 import threading
+import time
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -31,7 +32,7 @@ from tests.storetools import PATIENCE
 __all__ = ["ACTS", "Interrupt", "sweep"]
 
 #: What `sweep` can interrupt.
-ACTS = ("hit", "pin", "fetch", "evict", "clean", "prewarm")
+ACTS = ("hit", "pin", "fetch", "follow", "evict", "clean", "prewarm")
 
 #: Code that is interrupted; below it (json, pathlib) are no resources of ours.
 WATCHED = tuple(f"{Path(module.__file__).parent}/" for module in (shardcache, filelock))
@@ -149,6 +150,7 @@ class Scene:
             max_size=budget,
             connections=2,
             attempts=1,
+            fill="follow" if act == "follow" else "complete",
             endpoint_url="http://127.0.0.1:9",  # nobody: who asks for sizes is told so at once
             locks="flock",  # without a process that tries it first
         )
@@ -179,7 +181,7 @@ class Scene:
     def hit(self) -> None:
         self.read(URL)
 
-    fetch = evict = hit
+    fetch = follow = evict = hit
 
     def pin(self) -> None:
         with self.cache.pinned(URL) as path:
@@ -205,6 +207,14 @@ class Scene:
             finally:
                 os.close(fd)
         return found
+
+    def settle(self) -> None:
+        """Until threads that were called off have let go."""
+        end = time.monotonic() + PATIENCE
+        while time.monotonic() < end and any(
+            thread.name.endswith("-fetch") for thread in threading.enumerate()
+        ):
+            time.sleep(0.002)
 
 
 def sweep(directory: Path, act: str, stride: int) -> dict[str, int]:
@@ -239,6 +249,7 @@ def judge(scene: Scene, at: int, tally: dict[str, int]) -> None:
         tally["lost by Python"] += 1
     else:
         assert passed_on, f"swallowed: {told}"
+    scene.settle()
     locked = scene.locked()
     if locked and interrupt.in_filelock:
         # Between its flock and its note of it: freed with this process.

@@ -384,6 +384,7 @@ def test_a_stream_that_came_over_a_fork_heals_in_the_child(
     file = tmp_path / "origin.tar"
     file.write_bytes(DATA)
     cache = make_cache(dir=shim.root / tmp_path.name, cache_local=True, locks="flock")
+    cache.fetch(str(file))
     with cache.open(str(file)) as stream:
         stream.read(1000)
         fail(shim, cache, "read", "v1/objects/*", error=errno.EIO, times=-1)

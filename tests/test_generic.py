@@ -170,7 +170,7 @@ def test_an_http_shard_that_changes_in_mid_fetch_is_fetched_anew(
     tmp_path: Path, web: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This server ignores If-Match; the answers themselves tell."""
-    cache = Cache(tmp_path / "cache", min_free=0, part_size=BLOCK, connections=1)
+    cache = Cache(tmp_path / "cache", min_free=0, part_size=BLOCK, connections=1, fill="complete")
     web.files["/a.tar"] = SHARD
     other = make_tar(5, members=3, size=BLOCK)
     assert len(other) == len(SHARD)

@@ -149,7 +149,9 @@ def test_host_names_are_for_people(url: str, tmp_path: Path, meter: Meter, host:
     options = {"dir": tmp_path / "cache"}
     with (
         Worker(prefix=named("node-a"), stop_at=stop, **options) as first,
-        Worker(prefix=named(host), strict=True, lock_timeout=1, **options) as second,
+        Worker(
+            prefix=named(host), strict=True, lock_timeout=1, fill="complete", **options
+        ) as second,
     ):
         assert first.ask("who")[1] == "node-a"
         assert second.ask("who") == [second.process.pid, host]

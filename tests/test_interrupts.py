@@ -30,7 +30,15 @@ pytestmark = pytest.mark.failure("interrupts")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
     ("act", "stride"),
-    [("hit", 1), ("pin", 1), ("fetch", 41), ("evict", 47), ("clean", 13), ("prewarm", 37)],
+    [
+        ("hit", 1),
+        ("pin", 1),
+        ("fetch", 41),
+        ("follow", 29),
+        ("evict", 47),
+        ("clean", 13),
+        ("prewarm", 37),
+    ],
 )
 def test_an_interrupt_at_any_moment_is_passed_on_and_leaves_nothing_locked(
     tmp_path: Path, act: str, stride: int

@@ -202,7 +202,7 @@ def test_a_reader_that_may_not_wait_so_long_streams(root: Path) -> None:
 
 
 def pins_and_forks_in_c(parent: Parent, root: Path) -> None:
-    with using(root) as cache, cache.open(URL):
+    with using(root) as cache, cache.pinned(URL):
         pid = _LIBC.fork()
         if pid == 0:
             _LIBC.pause()

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -211,6 +213,7 @@ def test_whatever_the_filesystem_cannot_do_any_more_every_read_is_right(
 @pytest.mark.failure("vanished-disk")
 def test_a_mount_that_dies_under_a_reader_is_read_from_the_origin(tmp_path: Path) -> None:
     with mounted(tmp_path) as shim, using(shim.root / "cache") as cache:
+        cache.fetch(URL)
         with cache.open(URL) as stream:
             first = stream.read(BLOCK)
             shim.crash()
@@ -218,6 +221,21 @@ def test_a_mount_that_dies_under_a_reader_is_read_from_the_origin(tmp_path: Path
         assert read(cache) == DATA
     with mounted(tmp_path) as shim, using(shim.root / "cache", MemoryOrigin()) as cache:
         assert read(cache) == DATA
+
+
+@pytest.mark.failure("stale-handles")
+def test_a_mount_that_dies_under_a_fetch_that_is_followed_costs_no_byte(tmp_path: Path) -> None:
+    more = threading.Event()
+    origin = MemoryOrigin(objects={URL: DATA}, faults=deque([Fault(after=BLOCK + 5, wait=more)]))
+    with (
+        mounted(tmp_path) as shim,
+        using(shim.root / "cache", origin) as cache,
+        cache.open(URL) as stream,
+    ):
+        first = stream.read(10)
+        shim.crash()
+        more.set()
+        assert first + stream.read() == DATA
 
 
 # -- lost replies --------------------------------------------------------------------

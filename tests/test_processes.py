@@ -36,8 +36,9 @@ with shardcache.Cache(min_free=0, **options) as cache:
     sys.stdin.readline()
     for url in sys.argv[2:]:
         with cache.open(url) as stream:
+            digest = hashlib.sha256(stream.read()).hexdigest()
             local = not stream.name.startswith("s3://")
-            print(json.dumps([url, hashlib.sha256(stream.read()).hexdigest(), local]), flush=True)
+            print(json.dumps([url, digest, local]), flush=True)
 """
 
 

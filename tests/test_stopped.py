@@ -111,7 +111,10 @@ def test_a_fetch_stopped_at_any_step_is_passed_by_and_finds_the_same_version_the
     "step", ["before its bytes are checked", "before it looks for others", "before it publishes"]
 )
 def test_who_wakes_with_an_older_version_does_not_bring_it_back(lab: Lab, step: str) -> None:
-    with lab.worker(STEPS[step]) as holder, lab.worker(stale_after=0.5, constants=QUICK) as other:
+    with (
+        lab.worker(STEPS[step], fill="complete") as holder,  # else some of the old one is read
+        lab.worker(stale_after=0.5, constants=QUICK) as other,
+    ):
         holder.tell("read", lab.url)
         holder.stopped()
         lab.put(NEW)

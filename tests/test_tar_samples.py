@@ -27,7 +27,7 @@ from shardcache.samples import FastTar, _base_plus_ext, _is_meta, quicken, resto
 from shardcache.wds import tar_files, tar_samples
 from tests.conftest import make_tar
 from tests.fakes import MemoryOrigin
-from tests.tartools import BLOCK, FORMATS, OnlyRead, archive, damaged
+from tests.tartools import BLOCK, FORMATS, EndlessError, OnlyRead, archive, damaged
 
 MakeCache = Callable[..., Cache]
 SEEDS = st.integers(0, 2**32)
@@ -159,15 +159,27 @@ def _keys(name: str) -> tuple[Any, Any]:
     return tariterators.base_plus_ext(name)
 
 
+def judge(ours: list[Any], theirs: list[Any]) -> None:
+    """The same; as far as tarfile came, where a damaged size has it read on for minutes."""
+    endless = [n for n, event in enumerate(theirs) if EndlessError in event]
+    if not endless:
+        assert ours == theirs
+        return
+    last = endless[0]
+    assert ours[:last] == theirs[:last]
+    assert {tarfile.ReadError, EndlessError}.intersection(ours[last])
+
+
 # -- the same as WebDataset ----------------------------------------------------------
 
 
 @given(seed=SEEDS)
+@example(seed=84466)  # a size that tarfile believes
 @settings(max_examples=250, deadline=None)
 def test_files_are_those_of_webdatasets_expander(seed: int) -> None:
     run = Run(seed)
     theirs = run.seen(lambda data, h, _: tariterators.tar_file_expander(data, h, **run.options))
-    assert run.seen(lambda data, h, _: tar_files(data, h, **run.options)) == theirs
+    judge(run.seen(lambda data, h, _: tar_files(data, h, **run.options)), theirs)
 
 
 @given(seed=SEEDS)
@@ -182,7 +194,7 @@ def test_samples_are_those_of_webdatasets_expander_and_grouper(seed: int) -> Non
     def ours(data: Any, files: Any, groups: Any) -> Iterable[Any]:
         return tar_samples(data, files, **run.options, **run.grouping, group_handler=groups)
 
-    assert run.seen(ours) == run.seen(theirs)
+    judge(run.seen(ours), run.seen(theirs))
 
 
 def test_such_runs_meet_what_they_are_to_meet() -> None:
@@ -263,6 +275,7 @@ def fast(dataset: Any) -> list[FastTar]:
 
 def test_attach_makes_one_fast_stage_of_the_two_and_can_undo_it(make_cache: MakeCache) -> None:
     cache = make_cache()
+    cache.prewarm(SPEC)  # or samples have no path of their shard the first time
     stock = cache.attach(wds.WebDataset(SPEC, shardshuffle=False), fast_tar=False)
     ours = cache.attach(wds.WebDataset(SPEC, shardshuffle=False))
     before = [getattr(stage, "f", None) for stage in stock.pipeline]
@@ -347,6 +360,7 @@ def _answer(exn: Exception) -> bool:
 
 def test_a_hand_made_pipeline_takes_the_stage_as_it_is(make_cache: MakeCache) -> None:
     cache = make_cache()
+    cache.prewarm(SPEC)
     grouped = wds.DataPipeline(wds.SimpleShardList(SPEC), cache.url_opener, tar_samples)
     expanded = wds.DataPipeline(
         wds.SimpleShardList(SPEC), cache.url_opener, tar_files, tariterators.group_by_keys

@@ -6,6 +6,7 @@ A sidecar is data from a disk that may be damaged: `decode` accepts exactly what
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -125,8 +126,12 @@ def rfc3339(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
 
 
+@functools.cache
 def boot_id() -> str:
-    """The kernel's id of this boot; empty where there is none (then boots are not told apart)."""
+    """The kernel's id of this boot; empty where there is none (then boots are not told apart).
+
+    No process outlives a boot.
+    """
     try:
         return _BOOT_ID.read_text("ascii").strip()
     except (OSError, UnicodeDecodeError):

@@ -135,7 +135,10 @@ class Fetcher:
             return self._run(Job(self, origin, url, resume, attempts, status), None, watch)
         with self.lanes:
             watch.check()
-            body = attempts.call(lambda: self._first(origin, url), sleep=watch.sleep)
+            whole = status.expected is not None and status.expected <= self.part_size
+            body, described = attempts.call(
+                lambda: self._first(origin, url, whole), sleep=watch.sleep
+            )
             begun = self.clock.monotonic()
             try:
                 watch.check()
@@ -143,16 +146,29 @@ class Fetcher:
             except BaseException:
                 body.close()
                 raise
-            job = Job(self, origin, url, partial, attempts, status, begun)
+            job = Job(self, origin, url, partial, attempts, status, begun, described=described)
             return self._run(job, body, watch)
 
-    def _first(self, origin: Origin, url: ShardURL) -> Body:
-        body = origin.open(url, 0, self.part_size)
+    def _first(self, origin: Origin, url: ShardURL, whole: bool) -> tuple[Body, bool]:
+        """The first answer, and whether it describes the object in full.
+
+        Args:
+            origin: answers.
+            url: the shard.
+            whole: ask for all of it at once: it should be small.
+        """
+        body = origin.open(url, 0, None if whole else self.part_size)
+        if whole:
+            size = body.info.size
+            if size is None or size <= self.part_size or not body.info.identifiable:
+                return body, True
+            body.close()  # it has grown since it was listed
+            body = origin.open(url, 0, self.part_size)
         if body.info.identifiable or body.stop in (None, body.info.size):
-            return body
+            return body, False
         # Parts of it could be of different versions: it must come in one answer.
         body.close()
-        return origin.open(url, 0, None)
+        return origin.open(url, 0, None), True
 
     def _run(self, job: Job, first: Body | None, watch: Watch) -> Fetched:
         try:

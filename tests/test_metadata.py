@@ -169,9 +169,12 @@ def test_a_kernel_without_boot_ids_has_an_empty_one(
 ) -> None:
     assert len(boot_id()) == 36
     monkeypatch.setattr(module, "_BOOT_ID", tmp_path / "absent")
+    boot_id.cache_clear()
     assert boot_id() == ""
     (tmp_path / "absent").write_bytes(b"\xff\xfe")
+    boot_id.cache_clear()
     assert boot_id() == ""
+    boot_id.cache_clear()
 
 
 def test_versions_tell_objects_apart() -> None:

@@ -11,8 +11,7 @@
 * The last block is withheld until the entry is there: until its digest, and what the
   origin states of it, were compared. What is read to its end is what would have been
   read from the entry; a shard that turns out bad ends in an error.
-* Bytes of two versions never meet in one stream. Another file of the same version is
-  read on only if what was given of the old one is the same in it.
+* Bytes of two versions never meet in one stream: see `trail`.
 * Nobody is relied on to say that it died: the fetch in the background, of this process,
   has the lock as soon as it is free.
 
@@ -23,34 +22,27 @@ from __future__ import annotations
 
 import errno
 import io
-import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 from shardcache.entry import Entry
-from shardcache.errors import IntegrityError, ShardCacheError, TransferError
+from shardcache.errors import ShardCacheError
 from shardcache.fetching import Fetching, Share
-from shardcache.growing import Growing, is_same, same_bytes
-from shardcache.metadata import DamagedError
 from shardcache.origin import ObjectInfo
 from shardcache.store import Opened
+from shardcache.trail import Trail
 from shardcache.urls import ShardURL
-from shardcache.validation import check_archive
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 __all__ = ["FollowStream", "Host"]
 
-logger = logging.getLogger(__name__)
-
 #: Seconds between two looks at another process's partial: about the time of a block from S3.
 _POLL = 0.005
 #: Likewise where the fetch is our own, which says when there is more.
 _OWN_POLL = 0.25
-
-
 #: An entry may vanish before it is opened, or be left to another process; not so often.
 _LOSSES = 5
 
@@ -110,12 +102,7 @@ class FollowStream(io.RawIOBase):
         self._host = host
         self._share: Share | None = share
         self._position = 0
-        self._given = 0  # the end of what was read
-        self._limit = 0
-        self._info: ObjectInfo | None = None  # the version that was read
-        self._source: Growing | None = None
-        self._before: io.FileIO | None = None  # read until now; the new source is unproven
-        self._useless: Path | None = None
+        self._trail = Trail(shard)
         self._final: BinaryIO | io.RawIOBase | None = None
         self._path: str | None = None
         self._losses = 0
@@ -168,8 +155,8 @@ class FollowStream(io.RawIOBase):
         if not view:
             return 0
         while self._final is None:
-            if self._position < self._limit:
-                count = self._read(view[: self._limit - self._position])
+            if self._position < self._trail.limit:
+                count = self._read(view[: self._trail.limit - self._position])
                 if count:
                     return self._gave(count)
             else:
@@ -178,19 +165,15 @@ class FollowStream(io.RawIOBase):
         return self._gave(count)
 
     def _read(self, view: memoryview) -> int:
-        assert self._source is not None
         try:
-            count = os.preadv(self._source.data.fileno(), [view], self._position)
-            if count == 0:
-                raise OSError(errno.EIO, f"the partial ends at byte {self._position}")
+            return self._trail.read(view, self._position)
         except OSError as exn:
             self._turn_away(exn)
             return 0
-        return count
 
     def _gave(self, count: int) -> int:
         self._position += count
-        self._given = max(self._given, self._position)
+        self._trail.given = max(self._trail.given, self._position)
         return count
 
     def tell(self) -> int:
@@ -200,7 +183,7 @@ class FollowStream(io.RawIOBase):
     def seek(self, position: int, whence: int = os.SEEK_SET, /) -> int:
         """See `io.IOBase.seek`; from the end it waits until all is there."""
         while whence == os.SEEK_END and self._final is None:
-            size = None if self._source is None else self._source.info.size
+            size = self._trail.size
             if size is not None:
                 position, whence = position + size, os.SEEK_SET
             else:
@@ -228,7 +211,7 @@ class FollowStream(io.RawIOBase):
     def close(self) -> None:
         """Want no more of the shard, and let go of its files."""
         if not self.closed:
-            self._forget()
+            self._trail.close()
             if self._final is not None:
                 self._final.close()
             self._leave()
@@ -264,7 +247,7 @@ class FollowStream(io.RawIOBase):
             opened = None
             if fetching.obtained is not None:
                 opened = self._host.reopen(self._shard, fetching.obtained.opened)
-        elif self._sealed() and not self._own(fetching):
+        elif self._trail.sealed and not self._own(fetching):
             opened = self._host.hit(self._shard)
         else:
             opened = None
@@ -278,121 +261,38 @@ class FollowStream(io.RawIOBase):
                 raise OSError(errno.EBUSY, "what was fetched vanishes again and again")
             return False
         path = fetching.status.partial
-        if path is not None and path not in (self._useless, self._source and self._source.path):
-            self._switch(path)
-        return self._grown()
+        if path is not None:
+            self._trail.follow(path)
+        return self._trail.grown(self._position)
 
     def _own(self, fetching: Fetching) -> bool:
         """Whether this process fetches it, and so says whatever happens."""
-        return self._source is not None and fetching.status.written > 0
-
-    def _sealed(self) -> bool:
-        return self._source is not None and self._source.sealed
-
-    def _grown(self) -> bool:
-        if self._source is None:
-            return False
-        try:
-            limit = self._source.limit()
-        except DamagedError:  # being begun
-            return False
-        if self._before is not None:
-            if limit < self._given:
-                return False
-            self._prove(self._source.data)
-        if self._limit == 0 and limit > 0:
-            check_archive(self._source.data.fileno(), self._shard.basename, str(self._shard))
-        grown = limit > max(self._limit, self._position)
-        self._limit = limit
-        if grown and self._info is None:
-            self._info = self._source.info
-        return grown
-
-    def _switch(self, path: Path) -> None:
-        try:
-            source = Growing(path, self._shard.basename)
-        except (DamagedError, FileNotFoundError) as exn:
-            logger.debug("%s: %s cannot be followed: %s", self._shard, path.name, exn)
-            if isinstance(exn, DamagedError):
-                self._useless = path
-            return
-        if self._given and self._info is not None and source.info.version != self._info.version:
-            source.close()
-            raise self._replaced()
-        old, self._source = self._source, source
-        self._limit = 0
-        if old is None:
-            return
-        old.close(data=False)
-        given_from = self._before or old.data
-        if self._before is not None:
-            old.data.close()  # it was never proven
-        if self._given and not is_same(given_from, source.data):
-            self._before = given_from
-        else:  # taken over under another name
-            given_from.close()
-            self._before = None
+        return self._trail.begun and fetching.status.written > 0
 
     def _settle(self, opened: Opened) -> None:
         """Read on from the entry."""
         file = opened.file
         try:
-            if self._given:
-                assert self._info is not None and self._source is not None
-                if Entry.at(Path(opened.directory)).version != self._info.version:
-                    raise self._replaced()
-                before = self._before or self._source.data
-                if not is_same(before, file):
-                    self._before = before
-                    self._prove(file)
+            self._trail.prove_entry(file, Entry.at(Path(opened.directory)).version)
             file.seek(self._position)
         except BaseException:
             opened.close()
             raise
         self._final = file
         self._path = self.name = opened.path
-        self._forget()
+        self._trail.close()
         self._leave()
-
-    def _prove(self, file: io.FileIO) -> None:
-        """Compare what was given with what another file of the version has in its place."""
-        assert self._before is not None
-        if not same_bytes(self._before, file, self._given):
-            raise IntegrityError(
-                f"{self._shard}: bytes that were read of it turned out damaged on their way; "
-                "it was fetched again. Read it again.",
-                url=str(self._shard),
-            )
-        self._before.close()
-        self._before = None
-
-    def _replaced(self) -> TransferError:
-        return TransferError(
-            f"{self._shard} was replaced while it was read; the bytes read so far are of the "
-            "old version. Read the shard again.",
-            url=str(self._shard),
-        )
 
     def _turn_away(self, exn: ShardCacheError | OSError) -> None:
         """Past the cache where that is what failed; else it is the end."""
-        pin = self._info if self._given else None
+        pin = self._trail.info if self._trail.given else None
         try:
             self._final = self._host.past(self._shard, exn, self._position, pin)
         except Exception as raised:
             self._error = raised
             raise
-        self._forget()
+        self._trail.close()
         self._leave()
-
-    def _forget(self) -> None:
-        """Close what was followed."""
-        source, self._source = self._source, None
-        before, self._before = self._before, None
-        self._limit = 0
-        if source is not None:
-            source.close()
-        if before is not None:
-            before.close()
 
     def _leave(self, *, abandon: bool = False) -> None:
         share, self._share = self._share, None

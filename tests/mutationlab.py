@@ -40,8 +40,9 @@ _PRELOADED = (
     "pytest_timeout", "rich.console", "tenacity", "unittest.mock", "urllib3", "xxhash",
 )  # fmt: skip
 _PR_SET_CHILD_SUBREAPER = 36
-#: A mutant may loop: what it allocates is bounded.
-_MEMORY_BYTES = 16 << 30
+#: A mutant may loop: what it allocates, and how large a file it writes, is bounded.
+_MEMORY_BYTES = 4 << 30
+_FILE_BYTES = 256 << 20
 #: Seconds that starting the server may take on a busy machine.
 _START = 120.0
 
@@ -229,6 +230,7 @@ def _child(request: dict[str, Any]) -> None:
     for number, fd in enumerate((os.open(os.devnull, os.O_RDONLY), log, log)):
         os.dup2(fd, number)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (_FILE_BYTES, _FILE_BYTES))
     sys.dont_write_bytecode = not request["bytecode"]
     os.environ["PYTHONDONTWRITEBYTECODE"] = "" if request["bytecode"] else "1"
     watch = _Watch(Path.cwd())

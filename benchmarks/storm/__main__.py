@@ -24,7 +24,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="repeat a storm's plan of faults")
     parser.add_argument("--workers", type=int, default=8, help="processes (default 8)")
     parser.add_argument("--flock", choices=("real", "lying"), default="real")
-    parser.add_argument("--follow", action="store_true", help="half of the workers follow fetches")
     parser.add_argument("--no-sabotage", action="store_true", help="leave lock files alone")
     parser.add_argument("--dir", type=Path, help="where to work (default: the temporary directory)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write figures and violations")
@@ -37,7 +36,6 @@ def main() -> int:
         seed=seed,
         workers=arguments.workers,
         lying=arguments.flock == "lying",
-        follow=arguments.follow,
         sabotage=not arguments.no_sabotage,
         parent=arguments.dir,
         keep=arguments.keep,

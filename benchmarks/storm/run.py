@@ -55,7 +55,6 @@ def storm(
     seed: int,
     workers: int = 8,
     lying: bool = False,
-    follow: bool = False,
     sabotage: bool = True,
     parent: Path | None = None,
     keep: bool = False,
@@ -68,7 +67,6 @@ def storm(
         seed: of the faults, the sizes and the calls.
         workers: processes.
         lying: whether flock succeeds for everybody.
-        follow: see `Settings`.
         sabotage: whether lock files are deleted.
         parent: where the working directory is made.
         keep: whether it stays.
@@ -82,7 +80,6 @@ def storm(
             seed=seed,
             workers=workers,
             lying=lying,
-            follow=follow,
             least_calls=least_calls,
         )
         with arena(settings, keep) as found:

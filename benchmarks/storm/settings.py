@@ -36,9 +36,6 @@ class Settings:
         timeout: seconds, the cache's option.
         least_calls: the storm goes on until so many calls were made, up to four times as
             long: a machine that does much else needs longer for the same.
-        follow: whether every second worker reads shards while they are fetched, and half of
-            those look ahead. What they leave running when they are ended can make a fetch for
-            nothing that no call explains; in a long storm that drowns in what is not counted.
         pause: mean seconds between two calls of a worker: leaves the processor to the faults.
     """
 
@@ -48,7 +45,6 @@ class Settings:
     seed: int
     workers: int = 8
     lying: bool = False
-    follow: bool = False
     shards: int = 64
     stale_after: float = 1.5
     lock_timeout: float = 20.0

@@ -82,9 +82,11 @@ class Worker:
         # With one connection the parts of a shard come one after the other, and an object
         # that is replaced meanwhile can be noticed only by asking for one version.
         options = self.settings.options() | {"connections": (1, 2, 4)[self.slot % 3]}
-        if self.settings.follow and self.slot % 2 == 0:
-            # Those who follow and those who wait read the same partials and entries.
+        # Those who follow and those who wait read the same partials and entries.
+        if self.slot % 2 == 0:
             options |= {"fill": "follow", "prefetch": self.slot // 2 % 2 * 2}
+        else:
+            options |= {"fill": "complete", "prefetch": 0}
         if self.isolated:
             os.environ["SHARDCACHE_RANK"] = str(self.slot)
             options["isolation"] = "rank"
@@ -204,5 +206,7 @@ def run(settings: Settings, slot: int, life: int) -> int:
         worker.cache.close()
     except Terminated:  # it came this late
         status = TERMINATED
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # it has ended, whatever comes now
     worker.log.write("exit", status=status, background=background)
     return status

@@ -28,7 +28,6 @@ class FetchStatus:
     """How far a fetch is, for whoever watches; updated by the engine.
 
     Attributes:
-        expected: bytes that a listing says it has; only how to ask for it depends on that.
         size: bytes of the shard, once known.
         written: bytes of it on disk, resumed ones included.
         received: bytes that came over the network for it.
@@ -40,7 +39,6 @@ class FetchStatus:
         listener: called, by any thread, when there is more to read; must be quick.
     """
 
-    expected: int | None = None
     size: int | None = None
     written: int = 0
     received: int = 0

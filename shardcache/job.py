@@ -101,12 +101,9 @@ class Job:
         attempts: Attempts,
         status: FetchStatus,
         begun: float = 0.0,
-        *,
-        described: bool = False,
     ) -> None:
         self.engine = engine
         self.begun = begun  # when the first answer came; monotonic seconds
-        self.described = described  # whether that answer says all that is known of the object
         self.origin = origin
         self.url = url
         self.partial = partial
@@ -119,8 +116,6 @@ class Job:
         self.error: BaseException | None = None
         self.bodies: set[Body] = set()
         self.comparison = Comparison(partial)
-        if described:
-            self.comparison.stated = self.pin.checksum
         self.threads: list[threading.Thread] = []
         self.alone = True  # until the first block told how many helpers it takes
         status.size = self.pin.size
@@ -135,8 +130,7 @@ class Job:
         threads = self.threads
         try:
             self._plan(first)
-            if self.origin.states_checksums and not self.described:
-                self._spawn([self._learn_checksum])
+            self._spawn([self._learn_checksum] if self.origin.states_checksums else [])
             if first is None:
                 self._bring_helpers(mine=1)
             self._lead(first)

@@ -202,8 +202,6 @@ class Origin(Protocol):
     ) -> Body:
         """Ask for bytes ``start`` to ``stop`` (exclusive; None = to the end).
 
-        The answer to a request for all bytes, 0 to None, describes the object as `stat` does.
-
         Args:
             url: the shard.
             start: first byte wanted.

@@ -135,10 +135,7 @@ class Fetcher:
             return self._run(Job(self, origin, url, resume, attempts, status), None, watch)
         with self.lanes:
             watch.check()
-            whole = status.expected is not None and status.expected <= self.part_size
-            body, described = attempts.call(
-                lambda: self._first(origin, url, whole), sleep=watch.sleep
-            )
+            body = attempts.call(lambda: self._first(origin, url), sleep=watch.sleep)
             begun = self.clock.monotonic()
             try:
                 watch.check()
@@ -146,29 +143,16 @@ class Fetcher:
             except BaseException:
                 body.close()
                 raise
-            job = Job(self, origin, url, partial, attempts, status, begun, described=described)
+            job = Job(self, origin, url, partial, attempts, status, begun)
             return self._run(job, body, watch)
 
-    def _first(self, origin: Origin, url: ShardURL, whole: bool) -> tuple[Body, bool]:
-        """The first answer, and whether it describes the object in full.
-
-        Args:
-            origin: answers.
-            url: the shard.
-            whole: ask for all of it at once: it should be small.
-        """
-        body = origin.open(url, 0, None if whole else self.part_size)
-        if whole:
-            size = body.info.size
-            if size is None or size <= self.part_size or not body.info.identifiable:
-                return body, True
-            body.close()  # it has grown since it was listed
-            body = origin.open(url, 0, self.part_size)
+    def _first(self, origin: Origin, url: ShardURL) -> Body:
+        body = origin.open(url, 0, self.part_size)
         if body.info.identifiable or body.stop in (None, body.info.size):
-            return body, False
+            return body
         # Parts of it could be of different versions: it must come in one answer.
         body.close()
-        return origin.open(url, 0, None), True
+        return origin.open(url, 0, None)
 
     def _run(self, job: Job, first: Body | None, watch: Watch) -> Fetched:
         try:

@@ -219,7 +219,7 @@ class Run:
         try:
             while (taken := self._next()) is not None:
                 shard, alone = taken
-                status = FetchStatus(expected=self._plan.sizes.get(shard.key))
+                status = FetchStatus()
                 self._events.put(Started(shard, status))
                 result = self._fetch(shard, status)
                 with self._guard:

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.failure("interrupts")
         ("hit", 1),
         ("pin", 1),
         ("fetch", 41),
-        ("follow", 29),
+        ("follow", 7),
         ("evict", 47),
         ("clean", 13),
         ("prewarm", 37),

@@ -180,6 +180,35 @@ def test_one_holds_a_key_and_the_next_after_release(tmp_path: Path) -> None:
     assert path.exists()
 
 
+@pytest.mark.locks_work("flock")
+def test_a_thread_frees_what_another_one_took(tmp_path: Path) -> None:
+    """A fetch in the background may be begun and ended by different threads."""
+    path = tmp_path / "key.lock"
+    lock = KeyLock(path)
+    taker = threading.Thread(target=lock.try_acquire, args=(ME,))
+    taker.start()
+    taker.join()
+    assert not free(path)
+    lock.release()
+    assert free(path)
+
+
+def test_a_lock_that_was_released_writes_into_no_file_with_its_old_number(tmp_path: Path) -> None:
+    lock = KeyLock(tmp_path / "key.lock")
+    assert lock.try_acquire(ME)
+    number = lock._fds[-1] if lock._fds else -1
+    lock.release()
+    others = tmp_path / "others"
+    others.write_bytes(b"theirs")
+    fd = os.open(others, os.O_RDWR)
+    try:
+        assert number in (-1, fd)
+        lock.update(ME)
+        assert others.read_bytes() == b"theirs"
+    finally:
+        os.close(fd)
+
+
 def test_threads_of_one_process_exclude_each_other(tmp_path: Path) -> None:
     path = tmp_path / "key.lock"
     inside, most, rounds = 0, 0, 0

@@ -70,22 +70,6 @@ def test_every_stated_checksum_is_compared(
     assert entry.metadata().checked == algorithm.lower()
 
 
-def test_an_answer_with_all_bytes_states_what_a_description_does(s3: S3Server, bucket: str) -> None:
-    s3.client().put_object(Bucket=bucket, Key="a.tar", Body=make_tar(1), ChecksumAlgorithm="CRC32")
-    s3.put(bucket, "b.tar", make_tar(2))
-    s3.put(bucket, "empty.tar", b"")
-    origin = S3Origin({}, connections=2, timeout=30)
-    for name in ("a.tar", "b.tar", "empty.tar"):
-        url = parse_url(f"s3://{bucket}/{name}")
-        described = origin.stat(url)
-        body = origin.open(url, 0, None)
-        body.close()
-        assert body.info == described
-        assert body.stop == described.size
-        assert described.checksum is not None
-        assert described.checksum.algorithm == "crc32"
-
-
 def test_an_object_uploaded_in_parts_is_read(cache: Cache, s3: S3Server, bucket: str) -> None:
     client = s3.client()
     upload = client.create_multipart_upload(Bucket=bucket, Key="m.tar")

@@ -235,10 +235,13 @@ def test_the_memory_of_a_store_is_bounded(store: Store, monkeypatch: pytest.Monk
 def test_a_known_entry_is_opened_without_a_listing(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publish(store)
-    assert read(store) == b"shard"
+    urls = ["s3://lab/a.tar", "s3://lab/b.tar"]
+    for url in urls:
+        publish(store, url, url.encode())
+        assert read(store, url) == url.encode()
     monkeypatch.setattr(module, "versions", None)
-    assert read(store) == b"shard"
+    for url in urls:
+        assert read(store, url) == url.encode()
 
 
 # -- damage --------------------------------------------------------------------

@@ -74,7 +74,7 @@ def test_a_storm_in_which_flock_lies_breaks_no_bytes(tmp_path: Path) -> None:
 def test_the_command_writes_json_and_keeps_its_directory_on_request(tmp_path: Path) -> None:
     facts = tmp_path / "facts.json"
     places = [f"--dir={tmp_path}", f"--json={facts}"]
-    options = ["--seconds", "2", "--workers", "2", "--seed", "5", "--no-sabotage", "--keep"]
+    options = ["--seconds", "6", "--workers", "2", "--seed", "5", "--no-sabotage", "--keep"]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.storm", *options, *places],
         capture_output=True,

@@ -10,12 +10,17 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from shardcache.cache import Cache
 from shardcache.demoserver import S3Server
 from shardcache.meter import Meter
 from tests.fakes import MemoryOrigin
+
+if hypothesis.settings.default.deadline is not None:  # a slow machine is no failure
+    hypothesis.settings.register_profile("patient", deadline=None)
+    hypothesis.settings.load_profile("patient")
 
 pytest_plugins = ["tests.reliability", "tests.brokenflock", "tests.users"]
 

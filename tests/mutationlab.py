@@ -274,7 +274,7 @@ def _find_only() -> None:
     from hypothesis import Phase, settings
 
     phases = (Phase.explicit, Phase.generate)
-    settings.register_profile("find", database=None, phases=phases, derandomize=True)
+    settings.register_profile("find", database=None, phases=phases, derandomize=True, deadline=None)
     settings.load_profile("find")
 
 

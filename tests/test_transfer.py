@@ -25,6 +25,7 @@ from shardcache.errors import (
     TransferTimeoutError,
 )
 from shardcache.job import Fetched, FetchStatus
+from shardcache.lanes import Lanes
 from shardcache.layout import Layout
 from shardcache.metadata import Metadata
 from shardcache.origin import Checksum, ObjectInfo, TransientError
@@ -526,14 +527,20 @@ def test_what_comes_after_an_abort_is_not_believed(bench: Bench) -> None:
 
     def open_(url, start, stop, pin=None):
         body = real(url, start, stop, pin)
+        receive, came = body.readinto, 0
 
         def fail(buffer):
-            receiving.wait(10)
+            nonlocal came
+            if came < BLOCK:  # which brings the other connections
+                count = receive(buffer[: BLOCK - came])
+                came += count
+                return count
+            assert receiving.wait(PATIENCE)
             raise ShardNotFoundError("it vanished", url=str(URL))
 
         def ciphertext(buffer):
             receiving.set()
-            body.aborted.wait(10)
+            assert body.aborted.wait(PATIENCE)
             buffer[:] = b"\xaa" * len(buffer)
             return len(buffer)
 
@@ -543,12 +550,62 @@ def test_what_comes_after_an_abort_is_not_believed(bench: Bench) -> None:
     bench.origin.open = open_
     with pytest.raises(ShardNotFoundError):
         bench.fetch()
+    assert receiving.is_set()
     bench.origin.open = real
     (name,) = bench.left()
     resumed = Partial.claim(bench.layout, bench.layout.partial / name, URL.basename)
     assert resumed is not None
     fetched = bench.fetch(resume=resumed)
     assert contents(fetched) == payload(4 * BLOCK)
+    fetched.partial.discard()
+
+
+def test_what_is_resumed_comes_over_several_connections(bench: Bench) -> None:
+    left = bench.target(bench.origin.info(URL))
+    left.close()
+    resumed = Partial.claim(bench.layout, left.path, URL.basename)
+    assert resumed is not None
+    others = threading.Event()
+    bench.origin.faults.append(Fault(after=0, wait=others))
+    real = bench.origin.open
+
+    def open_(url, start, stop, pin=None):
+        if len(bench.origin.requests) == 2:
+            others.set()  # the first waits for the third: it is not the only one
+        return real(url, start, stop, pin)
+
+    bench.origin.open = open_
+    fetched = bench.fetch(resume=resumed)
+    assert contents(fetched) == payload()
+    assert len(bench.origin.requests) == 3
+    fetched.partial.discard()
+
+
+@pytest.mark.parametrize(("seconds", "lanes"), [(0.0, 4), (0.02, 48), (0.005, 12)])
+def test_the_first_block_tells_how_many_connections_there_are(
+    bench: Bench, seconds: float, lanes: int
+) -> None:
+    """2.5 GB/s, by connections of a MiB in ``seconds``."""
+    bench.fetcher.lanes = Lanes(64)
+    bench.clock.elapsed = 100.0
+    real = bench.origin.open
+
+    def open_(url, start, stop, pin=None):
+        body = real(url, start, stop, pin)
+        receive = body.readinto
+
+        def slowly(buffer):
+            count = receive(buffer)
+            if start == 0:
+                bench.clock.elapsed += seconds * count / BLOCK
+            return count
+
+        body.readinto = slowly
+        return body
+
+    bench.origin.open = open_
+    fetched = bench.fetch()
+    assert bench.fetcher.lanes.limit == lanes
     fetched.partial.discard()
 
 

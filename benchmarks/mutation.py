@@ -36,7 +36,7 @@ SELECTIONS = {
     "coordination": ("coordination", "cache"),
     "intake": ("coordination", "transfer"),
     "descriptors": ("locks", "layout", "partials"),
-    "job": ("job", "transfer", "coordination"),
+    "job": ("job", "transfer", "following", "coordination"),
     "locks": ("locks", "store", "sweeping"),
     "opening": ("opening", "store"),
     "partials": ("partials", "sweeping", "coordination"),

@@ -62,7 +62,11 @@ class Growing:
         self.path = path
         self.info = read_sidecar(path, parsed).info
         self.data = open_file(path / basename, io.FileIO)
-        self._progress = open_file(path / PROGRESS, io.FileIO)
+        try:
+            self._progress = open_file(path / PROGRESS, io.FileIO)
+        except BaseException:  # it is being published: its progress file went first
+            self.data.close()
+            raise
 
     def limit(self) -> int:
         """Bytes that may be read: what is behind the watermark, without the last block.

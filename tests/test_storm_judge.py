@@ -161,6 +161,8 @@ def test_an_error_that_the_origin_gives_no_reason_for_is_a_violation() -> None:
 def test_a_stream_may_end_because_its_object_was_replaced_and_only_then() -> None:
     text = "s3://storm/a was replaced while it was streamed"
     assert broken(Tale().put(at=1.2).error("TransferError", text=text)) == []
+    assert broken(Tale().put(at=-8.0).error("TransferError", text=text)) == []
+    assert broken(Tale().put(at=-9.5).error("TransferError", text=text)) == ["errors"]
     assert broken(Tale().put(at=9.0).error("TransferError", text=text)) == ["errors"]
 
 

@@ -186,11 +186,12 @@ def _too_often_changed(call: Call, facts: Facts, rules: Rules) -> bool:
     """The object was replaced while it was streamed, or again and again while fetched."""
     if call.told["error"] != "TransferError" or call.ended is None:
         return False
-    puts = facts.puts(call.name, call.began - 1.0, call.ended)
     text = call.told["text"]
-    return ("was replaced while" in text and puts > 0) or (
-        f"changed {_VERSION_RESTARTS} times" in text and puts >= _VERSION_RESTARTS
-    )
+    if "was replaced while" in text:
+        # What is followed may have been begun, and replaced, before this call.
+        return facts.puts(call.name, call.began - rules.lock_timeout, call.ended) > 0
+    puts = facts.puts(call.name, call.began - 1.0, call.ended)
+    return f"changed {_VERSION_RESTARTS} times" in text and puts >= _VERSION_RESTARTS
 
 
 def _no_room(call: Call, facts: Facts, rules: Rules) -> bool:

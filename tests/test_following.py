@@ -26,7 +26,7 @@ from shardcache.origin import Body, Checksum, ObjectInfo, TransientError
 from shardcache.partials import Partial
 from tests.conftest import make_tar
 from tests.fakes import Fault, MemoryOrigin
-from tests.storetools import PATIENCE, wait_until
+from tests.storetools import PATIENCE, forked, wait_until
 
 URL = "s3://lab/train-0000.tar"
 DATA = make_tar(1, members=3, size=BLOCK)
@@ -203,6 +203,46 @@ def test_the_last_block_is_withheld_until_all_is_checked(
     assert len(got) <= (len(DATA) - 1) // BLOCK * BLOCK
     with cache.open(URL) as stream, pytest.raises(IntegrityError):
         stream.read()
+
+
+def test_closing_the_cache_calls_off_what_nobody_reads_and_says_so(
+    make_cache: MakeCache, origin: MemoryOrigin, held: Hold, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="shardcache")
+    cache = one(make_cache, part_size=BLOCK)
+    with cache.open(URL) as stream:
+        assert stream.read(10) == DATA[:10]
+    process = cache._here()
+    assert [str(shard) for shard in process.fetchings.unfinished()] == [URL]  # it goes on
+    cache.close()
+    assert process.fetchings.unfinished() == []
+    held.release()
+    wait_until(lambda: "not fetched in the background" in caplog.text)
+    assert URL not in cache
+
+
+def test_closing_the_cache_leaves_a_stream_what_it_reads(
+    make_cache: MakeCache, origin: MemoryOrigin, held: Hold
+) -> None:
+    cache = one(make_cache)
+    with cache.open(URL) as stream:
+        assert stream.read(10) == DATA[:10]
+        cache.close()
+        held.release()
+        assert stream.read() == DATA[10:]
+    assert fetches(origin) == 1
+
+
+def test_a_child_reads_on_what_its_parent_fetches(
+    make_cache: MakeCache, origin: MemoryOrigin, held: Hold
+) -> None:
+    with one(make_cache).open(URL) as stream:
+        assert stream.read(10) == DATA[:10]
+        with forked(lambda parent: parent.say(stream.read())) as child:
+            held.release()
+            assert child.hear() == DATA[10:]
+        assert stream.read() == DATA[10:]
+    assert fetches(origin) == 1
 
 
 def test_an_error_stays_an_error(make_cache: MakeCache, origin: MemoryOrigin) -> None:

@@ -29,7 +29,7 @@ from benchmarks.buckets import BUCKET, PREFIX
 from benchmarks.epochwork import WAYS
 from benchmarks.links import ROOT, S3_DELAY, S3_RATE, TARGETS, Target, link
 from benchmarks.peers import clean_environment, versions
-from benchmarks.results import Row, end_in_order, machine, median, save, say, table
+from benchmarks.results import Row, end_in_order, machine, median, save, say, table, touch_pages
 
 __all__ = ["Sizes", "main", "report"]
 
@@ -38,6 +38,7 @@ SAMPLE_BYTES = 100_000
 _LINKS = {"fast": (0.0, 0.0), "s3-like": (S3_DELAY, S3_RATE)}
 #: Who is asked to share a shard; streaming has nothing to share.
 _SHARING = ("shardcache", "wds-filecache", "pipe-curl")
+_PARTS = ("epochs", "sharing", "prewarm")
 _PATIENCE = 900.0
 
 
@@ -151,8 +152,24 @@ def _line(process: subprocess.Popen[str], wanted: str = "") -> str:
     return line
 
 
-def _epochs(bench: _Bench, keys: Sequence[str], sizes: Sizes, repeats: int) -> list[Row]:
-    rows: list[Row] = [{"way": way, "title": title, "runs": []} for way, (title, _) in WAYS.items()]
+def choose(only: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """The links, the ways and the parts that ``--only`` asks for, each all if none is named.
+
+    Raises:
+        SystemExit: a name that is none of ours.
+    """
+    kinds = (tuple(_LINKS), tuple(WAYS), _PARTS)
+    unknown = sorted(set(only) - {name for kind in kinds for name in kind})
+    if unknown:
+        raise SystemExit(f"--only: unknown {', '.join(unknown)}. Known: {kinds}")
+    links, ways, parts = ([name for name in kind if name in only] or list(kind) for kind in kinds)
+    return links, ways, parts
+
+
+def _epochs(
+    bench: _Bench, keys: Sequence[str], sizes: Sizes, repeats: int, ways: Sequence[str]
+) -> list[Row]:
+    rows: list[Row] = [{"way": way, "title": WAYS[way][0], "runs": []} for way in ways]
     for number in range(repeats):
         turn = number % len(rows)
         for row in [*rows[turn:], *rows[:turn]]:
@@ -170,10 +187,12 @@ def _epochs(bench: _Bench, keys: Sequence[str], sizes: Sizes, repeats: int) -> l
     return rows
 
 
-def _sharing(bench: _Bench, keys: Sequence[str], sizes: Sizes, repeats: int) -> list[Row]:
+def _sharing(
+    bench: _Bench, keys: Sequence[str], sizes: Sizes, repeats: int, ways: Sequence[str]
+) -> list[Row]:
     rows: list[Row] = []
     for processes in (1, sizes.processes):
-        for way in _SHARING:
+        for way in (way for way in _SHARING if way in ways):
             runs = []
             for _ in range(repeats):
                 found, fetches = bench.work("read", way, keys[:1], processes=processes)
@@ -211,7 +230,7 @@ def _link_report(group: Row) -> str:
             values.append(float(run))
         return median(values)
 
-    streaming = middle(group["epochs"][0], "cold", "seconds")
+    streaming = middle(group["epochs"][0], "cold", "seconds") if group["epochs"] else 1.0
     epochs = [
         [
             row["title"],
@@ -263,15 +282,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, help="rounds (default 3, with --quick 1)")
     parser.add_argument("--quick", action="store_true", help="small shards, to see that it runs")
-    parser.add_argument("--only", default="", help=f"links: {', '.join(_LINKS)}")
+    parser.add_argument("--only", default="", help="names, with commas between them")
     parser.add_argument("--ram", type=Path, default=Path("/dev/shm"), help="a RAM disk")
     parser.add_argument("--disk", type=Path, help="for the caches (default: temporary directory)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     arguments = parser.parse_args()
     end_in_order()
-    names = [name for name in arguments.only.split(",") if name] or list(_LINKS)
-    if set(names) - set(_LINKS):
-        raise SystemExit(f"--only: known are {', '.join(_LINKS)}")
+    names, ways, parts = choose([name for name in arguments.only.split(",") if name])
     sizes = QUICK if arguments.quick else Sizes()
     repeats = arguments.repeats or (1 if arguments.quick else 3)
     network_state = network.enter()
@@ -295,6 +312,7 @@ def main() -> None:
         }
         keys = write_shards(memory, "epoch", sizes.shards, sizes.samples)
         many = write_shards(memory, "many", sizes.prewarmed, sizes.samples_each)
+        touch_pages(disk, 2 * sizes.shards * sizes.samples * SAMPLE_BYTES)
         for name in names:
             title = TARGETS[name][0]
             say(title)
@@ -306,10 +324,16 @@ def main() -> None:
                     "title": title,
                     "shards": len(keys),
                     "shard_bytes": (memory / BUCKET / keys[0]).stat().st_size,
-                    "epochs": _epochs(bench, keys, sizes, repeats),
-                    "sharing": _sharing(bench, keys, sizes, repeats),
-                    "prewarm": _prewarm(bench, many, repeats),
+                    "epochs": [],
+                    "sharing": [],
+                    "prewarm": [],
                 }
+                if "epochs" in parts:
+                    group["epochs"] = _epochs(bench, keys, sizes, repeats, ways)
+                if "sharing" in parts:
+                    group["sharing"] = _sharing(bench, keys, sizes, repeats, ways)
+                if "prewarm" in parts:
+                    group["prewarm"] = _prewarm(bench, many, repeats)
             facts["groups"].append(group)
             save(arguments.json, facts)
     print(report(facts))

@@ -1,7 +1,7 @@
 """What a hit costs: ``python -m benchmarks.hits``.
 
 Opens, reads 512 bytes of, and closes shards that are all cached: shardcache, a plain ``open``
-of as many files, and WebDataset's own FileCache. And what its hook adds for each shard: the
+of the same files, and WebDataset's own FileCache. And what its hook adds for each shard: the
 same shards opened as a dataset's stage opens them.
 """
 
@@ -81,7 +81,7 @@ def main() -> None:
         for number, url in enumerate(urls):
             path = files / f"{number:06d}.tar"
             path.write_bytes(block)
-            plain[url] = str(path)
+            plain[url] = str(cache.path(url))
         theirs = FileCache(str(files), validator=None)
         figures = measure(
             {

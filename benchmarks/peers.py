@@ -250,7 +250,7 @@ def clean_environment(target: Target) -> dict[str, str]:
         if not name.startswith(_FOREIGN) and not name.lower().endswith("_proxy")
     }
     nowhere = {"AWS_CONFIG_FILE": os.devnull, "AWS_SHARED_CREDENTIALS_FILE": os.devnull}
-    return {**kept, **nowhere, **target.environment, "PYTHONDONTWRITEBYTECODE": "1"}
+    return {**kept, **nowhere, **target.environment}
 
 
 def _measure(

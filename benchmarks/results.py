@@ -20,9 +20,13 @@ from typing import Any
 
 from shardcache.mounts import mount_of
 
-__all__ = ["Row", "cpu_model", "end_in_order", "load", "machine", "median", "save", "say", "table"]
+__all__ = [
+    *("Row", "cpu_model", "end_in_order", "load", "machine", "median", "save", "say", "table"),
+    "touch_pages",
+]
 
 Row = dict[str, Any]
+_BLOCK = 1 << 20
 
 
 def cpu_model() -> str:
@@ -99,3 +103,15 @@ def say(text: str) -> None:
     """Progress, apart from the results."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
+
+
+def touch_pages(directory: Path, count: int) -> None:
+    """Write and remove ``count`` bytes, so that the memory behind them is there.
+
+    The first touch of memory by a virtual machine costs several times what copying does.
+    """
+    path = directory / "touched"
+    with path.open("wb") as file:
+        for _ in range(-(-count // _BLOCK)):
+            file.write(bytes(_BLOCK))
+    path.unlink()

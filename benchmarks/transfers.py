@@ -26,7 +26,7 @@ from benchmarks import network
 from benchmarks.buckets import PREFIX, WORKLOADS, Workload, write_bucket
 from benchmarks.links import TARGETS, Target, UnavailableError, target
 from benchmarks.peers import PEERS, WARM, Peer, run, versions
-from benchmarks.results import Row, end_in_order, machine, median, save, say, table
+from benchmarks.results import Row, end_in_order, machine, median, save, say, table, touch_pages
 
 __all__ = ["Choice", "choose", "main", "measure", "report"]
 
@@ -35,7 +35,6 @@ DESTINATIONS = ("ram", "disk")
 #: The disk is compared on these, unless ``--only`` names it: behind a slow link it is not what
 #: limits.
 _ON_DISK = ("fast", "nginx")
-_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +76,6 @@ def choose(only: Sequence[str] = (), *, quick: bool = False) -> Choice:
     return Choice(workloads, picked[1], picked[2], [PEERS[name] for name in picked[3]], on_disk)
 
 
-def _touch_pages(directory: Path, count: int) -> None:
-    """Write and remove ``count`` bytes, so that the memory behind them is there."""
-    path = directory / "touched"
-    with path.open("wb") as file:
-        for _ in range(-(-count // _BLOCK)):
-            file.write(bytes(_BLOCK))
-    path.unlink()
-
-
 def _settle(directory: Path) -> None:
     """Let one peer's unwritten pages not be the next one's to write."""
     if directory.stat().st_dev != Path("/dev/shm").stat().st_dev:
@@ -115,7 +105,7 @@ def measure(
         peer.name: {"peer": peer.name, "title": peer.title, "bound": peer.bound, "runs": []}
         for peer in peers
     }
-    _touch_pages(directory, workload.total)
+    touch_pages(directory, workload.total)
     for number in range(repeats):
         turn = number % len(peers)
         for peer in [*peers[turn:], *peers[:turn]]:

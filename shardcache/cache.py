@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from shardcache import config as configuration
+from shardcache import preparing
 from shardcache.clock import SYSTEM_CLOCK, Clock
 from shardcache.config import Config
 from shardcache.endpoints import configured_endpoint
@@ -129,6 +130,30 @@ class Cache:
 
     # -- reading ---------------------------------------------------------------
 
+    def prepare(self, url: str | None = None) -> None:
+        """Begin to make ready, in the background, what the first miss of this process needs.
+
+        The directories, the engine's modules, and the client of the origin, which together
+        take some tenths of a second. Nothing is fetched. What fails is reported by the read
+        that needs it.
+
+        Args:
+            url: a shard, for its origin's client.
+        """
+        preparing.begin(lambda: self._prepare(url))
+
+    def _prepare(self, url: str | None) -> None:
+        import filelock  # noqa: F401 - what is imported on first use, for `import shardcache`
+        import tenacity  # noqa: F401
+        import xxhash  # noqa: F401
+
+        import shardcache.following  # noqa: F401
+
+        process = self._here()
+        process.coordinator()
+        if url is not None:
+            process.origins.prepare(self.parse(url))
+
     def open(self, url: str) -> BinaryIO:
         """Open a shard for reading: from the cache, fetched meanwhile if need be.
 
@@ -142,7 +167,10 @@ class Cache:
             IntegrityError: the origin cannot serve it.
             CacheFullError, LockTimeoutError, OSError: with ``strict`` only.
         """
-        return self.open_shard(self.parse(url))[0]
+        shard = self._parsed.get(url) or self.parse(url)
+        if shard.scheme == "file":
+            return self.open_shard(shard)[0]
+        return self._opener.open(shard)[0]
 
     def open_shard(
         self, shard: ShardURL, *, finish: bool = True, ahead: Share | None = None

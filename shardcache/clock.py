@@ -31,9 +31,8 @@ class Clock(Protocol):
 class SystemClock:
     """The machine's own clocks."""
 
-    def monotonic(self) -> float:
-        """See `Clock.monotonic`."""
-        return time.monotonic()
+    # The function itself: a hit asks for the time, and is counted in microseconds.
+    monotonic = staticmethod(time.monotonic)
 
     def time(self) -> float:
         """See `Clock.time`."""

@@ -127,14 +127,12 @@ class Coordinator:
             LockTimeoutError: somebody else has been fetching it for too long.
             OSError: the local disk failed.
         """
-        obtained = self.find(url) or self.get(url, status)
+        opened = self.look(url)
+        if opened is not None:
+            return Obtained(opened, Outcome.HIT)
+        obtained = self.get(url, status)
         assert obtained is not None  # it waits for others
         return obtained
-
-    def find(self, url: ShardURL) -> Obtained | None:
-        """A hit, or None."""
-        opened = self.look(url)
-        return None if opened is None else Obtained(opened, Outcome.HIT)
 
     def get(
         self,

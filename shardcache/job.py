@@ -8,6 +8,7 @@ nothing else.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -49,10 +50,10 @@ logger = logging.getLogger(__name__)
 
 #: Bytes that make an attempt count as progress.
 _PROGRESS = 64 * 1024
+#: Bytes of one answer that make its speed worth knowing.
+_TELLING = 4 * BLOCK
 #: Seconds that an interrupted caller waits for all its workers to notice.
 _FAREWELL = 5.0
-#: Seconds between two looks at whether a worker that waits for a permit is still needed.
-_PERMIT_POLL = 0.25
 
 Part = tuple[int, int]
 
@@ -62,7 +63,6 @@ class Engine(Protocol):
 
     clock: Clock
     timeout: float
-    part_size: int
     lanes: Lanes
 
 
@@ -100,10 +100,10 @@ class Job:
         partial: Partial,
         attempts: Attempts,
         status: FetchStatus,
-        begun: float = 0.0,
+        *,
+        described: bool = False,
     ) -> None:
         self.engine = engine
-        self.begun = begun  # when the first answer came; monotonic seconds
         self.origin = origin
         self.url = url
         self.partial = partial
@@ -116,25 +116,31 @@ class Job:
         self.error: BaseException | None = None
         self.bodies: set[Body] = set()
         self.comparison = Comparison(partial)
+        self.comparison.stated = self.pin.checksum if described else None
+        self.described = described or not origin.states_checksums
         self.threads: list[threading.Thread] = []
-        self.alone = True  # until the first block told how many helpers it takes
+        self.helpers = True  # as long as threads can be started
         status.size = self.pin.size
         status.written = partial.written
         status.grows_in(partial.path)
 
-    def run(self, first: Body | None) -> Fetched:
+    def run(self, first: Body | None, let_go: Callable[[], None] = lambda: None) -> Fetched:
         """Fetch what is missing, check it, and return it; see `Fetcher.fetch`.
 
-        Called with one permit held when ``first`` is given, else with none.
+        Called with a lane held.
+
+        Args:
+            first: an answer that already delivers the object's first bytes.
+            let_go: gives the lane back; called when the calling thread needs it no more.
         """
         threads = self.threads
         try:
             self._plan(first)
-            self._spawn([self._learn_checksum] if self.origin.states_checksums else [])
-            if first is None:
-                self._bring_helpers(mine=1)
+            if not self.described:
+                self._spawn(self._learn_checksum)
             self._lead(first)
-            for thread in threads:
+            let_go()
+            for thread in threads:  # a helper may bring another one
                 thread.join()
             if self.error is not None:
                 raise self.error
@@ -149,31 +155,34 @@ class Job:
         size = self.pin.size
         if size is None:
             return  # one stream of unknown length: the first body is all
-        done = size if first is None else (size if first.stop is None else first.stop)
-        ranges = self.partial.missing() if first is None else iter([(done, size)])
-        for start, stop in ranges:
-            for begin in range(start, stop, self.engine.part_size):
-                self.parts.append((begin, min(begin + self.engine.part_size, stop)))
+        if first is None:
+            self.parts.extend(self.partial.missing())
+        elif first.stop is not None and first.stop < size:
+            self.parts.append((first.stop, size))
 
-    def _bring_helpers(self, mine: int = 0) -> None:
-        """Let as many threads as there are lanes take parts; this one takes ``mine`` at once."""
-        self.alone = False
-        self._spawn([self._work] * min(self.engine.lanes.limit - 1, len(self.parts) - mine))
+    def _bring_helpers(self) -> None:
+        """Let more threads take parts, while there are some and there are lanes to spare."""
+        while self.parts and self.helpers and self.engine.lanes.spare():
+            part = self._next_part()
+            if part is not None and self._spawn(functools.partial(self._work, part)):
+                continue
+            self.engine.lanes.release()
+            if part is not None:
+                self.parts.appendleft(part)
+                self.helpers = False
 
-    def _spawn(self, tasks: list[Callable[[], None]]) -> None:
+    def _spawn(self, function: Callable[[], None]) -> bool:
         name = f"shardcache-{self.url.key[:8]}"
-        for function in tasks:
-            # Daemons: a process that exits must not wait for a silent origin.
-            thread = threading.Thread(
-                target=self._guarded, args=(function,), name=name, daemon=True
-            )
-            try:
-                thread.start()
-            except RuntimeError as exn:  # a limit of processes; this thread does it all alone
-                count = len(self.threads) + 1
-                logger.info("%s: fetching with %d threads: %s", self.url, count, exn)
-                return
-            self.threads.append(thread)
+        # Daemons: a process that exits must not wait for a silent origin.
+        thread = threading.Thread(target=self._guarded, args=(function,), name=name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as exn:  # a limit of processes; those there are do it all
+            count = len(self.threads) + 1
+            logger.info("%s: fetching with %d threads: %s", self.url, count, exn)
+            return False
+        self.threads.append(thread)
+        return True
 
     def _guarded(self, function: Callable[[], None]) -> None:
         try:
@@ -207,36 +216,46 @@ class Job:
         try:
             if first is not None:
                 self._receive_part(0, first.stop, fd, first)
-                self._take_parts(fd)
-            else:
-                with self.engine.lanes:
-                    self._take_parts(fd)
+            elif (part := self._next_part()) is not None:
+                self._bring_helpers()  # how long the shard is was known before
+                self._receive_part(*part, fd, None)
+            self._take_parts(fd)
         except CancelledError:
             logger.debug("%s: called off", self.url)
         finally:
             disown(fd)
 
-    def _work(self) -> None:
-        fd = self.partial.handle()
+    def _work(self, part: Part) -> None:
+        """A helper's share: it came with a lane, and goes when others need that more."""
         try:
-            while self.parts:
-                self._check_stopped()
-                if self.engine.lanes.acquire(timeout=_PERMIT_POLL):
-                    try:
-                        self._take_parts(fd)
-                    finally:
-                        self.engine.lanes.release()
-        finally:
-            disown(fd)
-
-    def _take_parts(self, fd: int) -> None:
-        while True:
-            self._check_stopped()
+            fd = self.partial.handle()
             try:
-                start, stop = self.parts.popleft()
-            except IndexError:
+                self._receive_part(*part, fd, None)
+                self._take_parts(fd, until=lambda: self.engine.lanes.crowded)
+            finally:
+                disown(fd)
+        finally:
+            self.engine.lanes.release()
+
+    def _take_parts(self, fd: int, until: Callable[[], bool] = lambda: False) -> None:
+        while not until():
+            self._check_stopped()
+            part = self._next_part()
+            if part is None:
                 return
-            self._receive_part(start, stop, fd, None)
+            self._receive_part(*part, fd, None)
+
+    def _next_part(self) -> Part | None:
+        """The next part that nobody has asked for, first in first out."""
+        with self.guard:
+            if not self.parts:
+                return None
+            start, stop = self.parts.popleft()
+            left = stop - start + sum(end - begin for begin, end in self.parts)
+            end = start + self.engine.lanes.part(left)
+            if end < stop:
+                self.parts.appendleft((end, stop))
+            return start, min(end, stop)
 
     def _check_stopped(self) -> None:
         if self.status.called_off and not self.stop.is_set():
@@ -280,7 +299,9 @@ class Job:
     def _reopen(self, blocks: Blocks) -> Body:
         # An object of unknown size is sent from its start, whatever is asked.
         pin = self.pin if self.pin.size is not None else None
+        asked = self.engine.clock.monotonic()
         body = self.origin.open(self.url, blocks.position, blocks.stop, pin)
+        self.engine.lanes.answered(self.engine.clock.monotonic() - asked)
         if body.info.version != self.pin.version:
             body.close()
             raise VersionChangedError(str(self.url))
@@ -305,15 +326,20 @@ class Job:
             self.bodies.add(body)
         try:
             skip(body, blocks.position)
-            pace = Pace(self.engine.clock, self.engine.timeout, self.attempts)
+            clock, lanes = self.engine.clock, self.engine.lanes
+            pace = Pace(clock, self.engine.timeout, self.attempts)
+            begun, before = clock.monotonic(), blocks.position
             while not blocks.complete:
                 self._check_stopped()
                 count = blocks.receive(body)
                 if count == 0 and not blocks.complete:
                     raise TransientError("the origin ended early")
                 self.status.received += count
+                lanes.received(count)
                 if not blocks.complete:
                     pace.check(count)
+            if (total := blocks.position - before) >= _TELLING:
+                lanes.part_done(total, clock.monotonic() - begun)
         finally:
             with self.guard:
                 self.bodies.discard(body)
@@ -362,9 +388,15 @@ class Job:
         self.partial.record(index, digest, len(block))
         self.status.written = self.partial.written
         self.status.tell()
-        if self.alone and self.parts:
-            self.engine.lanes.saw(len(block), self.engine.clock.monotonic() - self.begun)
-            self._bring_helpers()
+        self._bring_helpers()
+
+    def early(self, begun: memoryview, fd: int) -> None:
+        """See `blocks.Sink.early`."""
+        if self.pin.identifiable:  # else it may begin again as another version
+            self._check_stopped()
+            self.partial.write(0, begun, fd)
+            self.partial.show(len(begun))
+            self.status.tell()
 
     def end(self, total: int) -> None:
         """See `blocks.Sink.end`."""

@@ -102,6 +102,8 @@ def _flock(fd: int, operation: int) -> bool | None:
 
 def pin(fd: int, path: str) -> bool:
     """Take the shared lock; False if somebody evicts the file."""
+    if _flock(fd, fcntl.LOCK_SH) is not False:
+        return True  # a million times, and at once
     for seconds in _PATIENCE:
         if lock_shared(fd):
             return True

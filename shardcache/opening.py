@@ -31,10 +31,11 @@ _NOT_DATA = frozenset({errno.ELOOP, errno.EISDIR, errno.ENXIO})
 UNREADABLE = frozenset(
     {errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EREMOTEIO, errno.EILSEQ, errno.ENODATA}
 )
+_fileno = io.FileIO.fileno  # what `EntryStream` adds is for later
 _GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # not frozen: that would double what making one costs
 class Opened:
     """A hit: an open, pinned data file, which the caller must close.
 
@@ -88,7 +89,7 @@ def open_data(directory: str, path: str, size: int, grace: float | None) -> Open
         raise
     good = False
     try:
-        fd = file.fileno()
+        fd = _fileno(file)
         # A miss would be fetched in vain as long as the name is taken.
         stuck = grace is None and not pin(fd, path)
         if stuck and not is_file(path, fd):

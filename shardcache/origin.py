@@ -13,7 +13,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 from shardcache.urls import ShardURL
 
@@ -24,6 +24,7 @@ __all__ = [
     "Origin",
     "TransientError",
     "VersionChangedError",
+    "WholeOrigin",
     "unchained",
 ]
 
@@ -220,5 +221,25 @@ class Origin(Protocol):
 
         Raises:
             As `open`.
+        """
+        ...
+
+
+@runtime_checkable
+class WholeOrigin(Protocol):
+    """An origin that can send an object and describe it in one answer."""
+
+    def whole(self, url: ShardURL, size: int) -> Body | None:
+        """All of an object, its checksum in ``Body.info`` if one is known.
+
+        Args:
+            url: the shard.
+            size: bytes that it should have.
+
+        Returns:
+            None if it has another size.
+
+        Raises:
+            As `Origin.open`.
         """
         ...

@@ -43,6 +43,16 @@ class Origins:
                 origin = self._made[url.scheme] = self._make(url.scheme)
             return origin
 
+    def prepare(self, url: ShardURL) -> None:
+        """Make the client that reading ``url`` takes, where it takes long.
+
+        Raises:
+            As `of`.
+        """
+        prepare = getattr(self.of(url), "prepare", None)
+        if prepare is not None:
+            prepare()
+
     def add(self, scheme: str, origin: Origin) -> None:
         """Read ``scheme`` from ``origin`` in this process."""
         with self._guard:

@@ -213,6 +213,18 @@ class Partial:
             self._advance()
             self._write_header()
 
+    def show(self, count: int) -> None:
+        """Say that the first ``count`` bytes of the first block are on disk.
+
+        They may be read; they count as written once their block is recorded.
+
+        Raises:
+            OSError: as `write`.
+        """
+        with self._guard:
+            if self._progress_fd >= 0 and self._contiguous == 0:
+                self._write_header(early=count)
+
     def restart(self) -> None:
         """Forget everything that was written.
 
@@ -231,9 +243,9 @@ class Partial:
         while self._contiguous in self._digests:
             self._contiguous += 1
 
-    def _write_header(self) -> None:
+    def _write_header(self, early: int = 0) -> None:
         # Who follows is given nothing of a version that may have been replaced since.
-        shown = self.watermark if self.confirmed else 0
+        shown = max(self.watermark, early) if self.confirmed else 0
         Progress(self._total, shown, self._written).write(self._progress_fd)
 
     def confirm(self) -> None:

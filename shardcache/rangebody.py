@@ -137,7 +137,11 @@ class RangeBody:
 
     def close(self) -> None:
         """See `origin.Body.close`."""
-        chunks = self._response is None and not self._ended  # their end mark is unread
+        response = self._response
+        if response is not None and response.length == 0 and not response.isclosed():
+            # An empty body, of which nothing was read: only then does it count as read.
+            response._close_conn()  # type: ignore[attr-defined]
+        chunks = response is None and not self._ended  # their end mark is unread
         if self._left or chunks:
             self._raw.close()  # bytes are still coming: this connection cannot be reused
         self._raw.release_conn()

@@ -96,7 +96,7 @@ class Opener:
         process = self._here()
         share = None
         try:
-            opened = self.hit(shard)
+            opened = self._hit(process, shard)
             if opened is None:
                 share = self._begin(process, shard, finish, ahead)
                 if share is None:
@@ -177,11 +177,20 @@ class Opener:
 
     def hit(self, shard: ShardURL) -> Opened | None:
         """See `following.Host.hit`."""
-        process = self._here()
-        found = self._find(process, shard, self._gated)
-        if found is None:
-            return None
-        return self._used(process, shard, found)
+        return self._hit(self._here(), shard)
+
+    def _hit(self, process: Process, shard: ShardURL) -> Opened | None:
+        """A hit: the path that is taken a million times, and is not to call many others."""
+        opened = self._find(process, shard, self._gated)
+        if opened is not None:
+            try:
+                process.touch(opened)
+                logger.debug("%s: hit", shard)
+            except BaseException:  # an interrupt: a pin that nobody holds would stay
+                opened.close()
+                raise
+            opened.file.guard(self._healer, shard, opened.path, opened.size, process.reading)
+        return opened
 
     def reopen(self, shard: ShardURL, opened: Opened) -> Opened | None:
         """See `following.Host.reopen`."""
@@ -252,7 +261,13 @@ class Opener:
     def _obtain(
         self, process: Process, shard: ShardURL, status: FetchStatus | None, *, gated: bool
     ) -> Obtained:
-        obtained = self._find(process, shard, gated) or self._get(process, shard, status, gated)
+        from shardcache.coordination import Obtained, Outcome
+
+        opened = self._find(process, shard, gated)
+        if opened is not None:
+            obtained: Obtained | None = Obtained(opened, Outcome.HIT)
+        else:
+            obtained = self._get(process, shard, status, gated)
         assert obtained is not None  # it waits for others
         self._note(process, shard, obtained)
         return obtained
@@ -273,14 +288,14 @@ class Opener:
     def _guard(self, process: Process, shard: ShardURL, opened: Opened) -> None:
         opened.file.guard(self._healer, shard, opened.path, opened.size, process.reading)
 
-    def _find(self, process: Process, shard: ShardURL, gated: bool) -> Obtained | None:
+    def _find(self, process: Process, shard: ShardURL, gated: bool) -> Opened | None:
         coordinator = process.coordinator()
         try:
             if not process.reading.closed:
                 _gate(process.reading, gated)
                 process.check_root()  # nothing is read that may be somebody else's by now
                 coordinator = process.coordinator()
-            return coordinator.find(shard)
+            return coordinator.look(shard)
         except OSError as exn:
             if not isinstance(exn, _PausedError):
                 process.disk_failed(process.reading, exn)

@@ -17,7 +17,6 @@ import threading
 from collections.abc import Mapping
 from http.client import HTTPException
 from typing import Any, NoReturn
-from urllib.parse import urlsplit
 
 from shardcache.errors import AccessDeniedError, ConfigError, ShardNotFoundError
 from shardcache.origin import (
@@ -28,8 +27,9 @@ from shardcache.origin import (
     unchained,
 )
 from shardcache.rangebody import TRANSIENT_STATUS, RangeBody, content_range, retry_after
+from shardcache.s3client import make_client
+from shardcache.s3shortcut import Shortcut
 from shardcache.urls import ShardURL, redact
-from shardcache.version import __version__
 
 __all__ = ["S3Origin"]
 
@@ -92,10 +92,19 @@ class S3Origin:
         self._connections = connections
         self._timeout = timeout
         self._client: Any = None
+        self._shortcut: Shortcut
         self._guard = threading.Lock()
         self._extra: dict[str, str] = {}
         if self._options.get("requester_pays"):
             self._extra["RequestPayer"] = "requester"
+
+    def prepare(self) -> None:
+        """Make the client.
+
+        Raises:
+            ConfigError: it cannot be set up.
+        """
+        self._ready_client()
 
     def open(
         self, url: ShardURL, start: int, stop: int | None, pin: ObjectInfo | None = None
@@ -112,6 +121,17 @@ class S3Origin:
             # No range of an empty object is satisfiable; ask for all of it.
             response = self._call("get_object", url, **arguments)
         return _body(response, url, start, stop)
+
+    def whole(self, url: ShardURL, size: int) -> RangeBody | None:
+        """See `origin.WholeOrigin.whole`. A range is answered without a checksum."""
+        response = self._call(
+            "get_object", url, ChecksumMode="ENABLED", **self._arguments(url, None)
+        )
+        body = _body(response, url, 0, None)
+        if body.stop == body.info.size == size:
+            return body
+        body.close()  # replaced since, or compressed on its way, which no range is
+        return None
 
     def stat(self, url: ShardURL) -> ObjectInfo:
         """See `origin.Origin.stat`."""
@@ -138,11 +158,14 @@ class S3Origin:
 
         bucket, key = url.bucket_and_key()
         for renewed in (False, True):
-            client = self._ready_client()
+            client, shortcut = self._ready_client()
             try:
-                response: dict[str, Any] = getattr(client, operation)(
-                    Bucket=bucket, Key=key, **arguments
-                )
+                response: dict[str, Any] | None = None
+                if operation == "get_object":
+                    response = shortcut.get(bucket, key, arguments)
+                if response is None:
+                    response = getattr(client, operation)(Bucket=bucket, Key=key, **arguments)
+                    shortcut.learn(bucket, key)
             except (BotoCoreError, ClientError, OSError) as exn:
                 if not renewed and _code(exn) in _EXPIRED:
                     logger.info("credentials expired; asking the chain for new ones")
@@ -170,66 +193,20 @@ class S3Origin:
             if self._client is client:
                 self._client = None
 
-    def _ready_client(self) -> Any:
+    def _ready_client(self) -> tuple[Any, Shortcut]:
         with self._guard:
             if self._client is None:
                 self._client = self._make_client()
-            return self._client
+                self._shortcut = Shortcut(self._client)
+            return self._client, self._shortcut
 
     def _make_client(self) -> Any:
-        import botocore
-        import botocore.exceptions
-        import botocore.session
-        from botocore import UNSIGNED
-        from botocore.config import Config
-
-        options = self._options
-        client_kwargs = dict(options.get("client_kwargs") or {})
-        settings: dict[str, Any] = {
-            "max_pool_connections": self._connections + 1,  # and one for the checksum
-            "connect_timeout": min(self._timeout, 10.0),
-            "read_timeout": self._timeout,
-            "tcp_keepalive": True,
-            # Whole-object checksums are compared by the engine, which sees all parts.
-            "response_checksum_validation": "when_required",
-            # Botocore's own is put together anew for each request, at a twentieth of its cost.
-            "user_agent": f"shardcache/{__version__} botocore/{botocore.__version__}",
-            **(options.get("config_kwargs") or {}),
-            # Whatever config_kwargs say for s3fs: attempts must not multiply.
-            "retries": {"total_max_attempts": 1, "mode": "standard"},
-        }
-        if options.get("anon"):
-            settings["signature_version"] = UNSIGNED
-        endpoint = (
-            self._endpoint or options.get("endpoint_url") or client_kwargs.get("endpoint_url")
+        return make_client(
+            self._options,
+            endpoint_url=self._endpoint,
+            connections=self._connections,
+            timeout=self._timeout,
         )
-        client_kwargs["endpoint_url"] = endpoint
-        client_kwargs.setdefault("use_ssl", options.get("use_ssl", True))
-        try:
-            session = botocore.session.Session(profile=options.get("profile"))
-            if options.get("key"):
-                session.set_credentials(options["key"], options.get("secret"), options.get("token"))
-            if not client_kwargs.get("region_name") and not session.get_config_variable("region"):
-                # Any region will do: S3 answers with the right one and botocore follows.
-                client_kwargs["region_name"] = "us-east-1"
-            client = session.create_client("s3", config=Config(**settings), **client_kwargs)
-        except (botocore.exceptions.BotoCoreError, ValueError, TypeError) as exn:
-            raise ConfigError(
-                f"the S3 client cannot be set up: {redact(str(exn))}. "
-                "Check endpoint_url, the profile and storage_options.",
-            ) from None
-        if not (urlsplit(client.meta.endpoint_url).hostname or "").endswith(".amazonaws.com"):
-            client.meta.events.register_last("before-parameter-build.s3", _stay)
-        return client
-
-
-def _stay(context: dict[str, Any], **_: Any) -> None:
-    """Keep botocore from looking for a bucket's region where there are none.
-
-    A gateway that answers 301 (a web server in front that wants https) would be asked
-    for the bucket, answer 301, be asked again: some hundred requests per attempt.
-    """
-    context.setdefault("s3_redirect", {})["redirected"] = True
 
 
 class _EmptyObjectError(TransientError):

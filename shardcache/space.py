@@ -10,6 +10,7 @@ process may overshoot by the shards that others admit at the same moment.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Sequence
 
 from shardcache.breaker import FULL
@@ -63,6 +64,9 @@ class Space:
         self._config = config
         self._clock = clock
         self._pending = Pending(node.named_lock("pending"), node.modes, clock)
+        # Of this process only one thread at a time asks for the lock of all: they would
+        # find each other's, and look for it again and again.
+        self._turn = threading.Lock()
 
     def admit(self, url: str, size: int | None, make: Callable[[], Partial]) -> Partial:
         """Find room for ``size`` bytes and make the partial that reserves it.
@@ -79,15 +83,16 @@ class Space:
                 f"({format_bytes(limit)}). Raise max_size.",
                 url=url,
             )
-        lock = self._lock()
-        try:
-            self._find_room(url, need)
-            return make()
-        finally:
+        with self._turn:
+            lock = self._lock()
             try:
-                lock.release()
-            finally:  # as in `coordination`: an interrupt may have struck the first
-                lock.release()
+                self._find_room(url, need)
+                return make()
+            finally:
+                try:
+                    lock.release()
+                finally:  # as in `coordination`: an interrupt may have struck the first
+                    lock.release()
 
     def _find_room(self, url: str, need: int) -> None:
         for attempt in range(_PLANS):

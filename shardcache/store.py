@@ -71,6 +71,7 @@ class Store:
 
     def __init__(self, layout: Layout, *, verify_after_boot: bool = True) -> None:
         self.layout = layout
+        self._grace = layout.grace
         self._boot = boot_id() if verify_after_boot else ""
         # key -> (directory, data file, size). A dict's own operations are
         # atomic; a stale row costs one failed open.
@@ -85,10 +86,14 @@ class Store:
         """
         known = self._known.get(key)
         if known is not None:
-            opened = self._open(*known)
+            directory, path, size = known
+            opened = open_data(directory, path, size, self._grace)
             if opened is not None:
                 return opened
             self._known.pop(key, None)
+        return self._look_for(key, basename)
+
+    def _look_for(self, key: str, basename: str) -> Opened | None:
         for directory, size in versions(self.layout, key):
             path = f"{directory}/{basename}"
             opened = self._open(str(directory), path, size)
@@ -120,7 +125,7 @@ class Store:
             return None
 
     def _open(self, directory: str, path: str, size: int) -> Opened | None:
-        return open_data(directory, path, size, self.layout.grace)
+        return open_data(directory, path, size, self._grace)
 
     def _trust(self, directory: Path, fd: int, key: str, size: int) -> None:
         """Check an entry that this process sees for the first time."""

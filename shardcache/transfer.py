@@ -18,6 +18,7 @@ all of them, shards first come first served. Make one per process.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import weakref
@@ -29,7 +30,7 @@ from shardcache.comparison import MismatchError
 from shardcache.errors import FetchCancelledError, IntegrityError, TransferError
 from shardcache.job import Fetched, FetchStatus, Job
 from shardcache.lanes import Lanes
-from shardcache.origin import Body, ObjectInfo, Origin, VersionChangedError
+from shardcache.origin import Body, ObjectInfo, Origin, VersionChangedError, WholeOrigin
 from shardcache.partials import Partial
 from shardcache.retry import Attempts, RetryPolicy
 from shardcache.urls import ShardURL
@@ -50,18 +51,23 @@ class Fetcher:
         policy: retries and deadline.
         clock: time.
         connections: cap on simultaneous requests of this process; see `lanes`.
-        part_size: bytes per request.
+        part_size: bytes per request; None for what suits the link.
         timeout: seconds without enough bytes before a request is repeated.
     """
 
     def __init__(
-        self, policy: RetryPolicy, clock: Clock, *, connections: int, part_size: int, timeout: float
+        self,
+        policy: RetryPolicy,
+        clock: Clock,
+        *,
+        connections: int,
+        part_size: int | None,
+        timeout: float,
     ) -> None:
         self.policy = policy
         self.clock = clock
-        self.part_size = part_size
         self.timeout = timeout
-        self.lanes = Lanes(connections)
+        self.lanes = Lanes(connections, part_size, clock.monotonic)
         self._jobs: weakref.WeakSet[Job] = weakref.WeakSet()  # an interrupt may leave one
         self._guard = threading.Lock()
         self.cancellation = Cancellation()
@@ -131,30 +137,44 @@ class Fetcher:
         status: FetchStatus,
         watch: Watch,
     ) -> Fetched:
-        if resume is not None:
-            return self._run(Job(self, origin, url, resume, attempts, status), None, watch)
-        with self.lanes:
+        with contextlib.ExitStack() as lane:
+            lane.enter_context(self.lanes)
             watch.check()
-            body = attempts.call(lambda: self._first(origin, url), sleep=watch.sleep)
-            begun = self.clock.monotonic()
+            if resume is not None:
+                job = Job(self, origin, url, resume, attempts, status)
+                return self._run(job, None, watch, lane.close)
+            body, described = attempts.call(
+                lambda: self._first(origin, url, status.listed), sleep=watch.sleep
+            )
             try:
                 watch.check()
                 partial = target(body.info)
             except BaseException:
                 body.close()
                 raise
-            job = Job(self, origin, url, partial, attempts, status, begun)
-            return self._run(job, body, watch)
+            job = Job(self, origin, url, partial, attempts, status, described=described)
+            return self._run(job, body, watch, lane.close)
 
-    def _first(self, origin: Origin, url: ShardURL) -> Body:
-        body = origin.open(url, 0, self.part_size)
+    def _first(self, origin: Origin, url: ShardURL, listed: int | None) -> tuple[Body, bool]:
+        """The first answer, and whether it said all there is to know of the object."""
+        part = self.lanes.part()
+        asked = self.clock.monotonic()
+        if listed is not None and listed <= part and isinstance(origin, WholeOrigin):
+            whole = origin.whole(url, listed)
+            if whole is not None:
+                self.lanes.answered(self.clock.monotonic() - asked)
+                return whole, True
+        body = origin.open(url, 0, part)
+        self.lanes.answered(self.clock.monotonic() - asked)
         if body.info.identifiable or body.stop in (None, body.info.size):
-            return body
+            return body, False
         # Parts of it could be of different versions: it must come in one answer.
         body.close()
-        return origin.open(url, 0, None)
+        return origin.open(url, 0, None), False
 
-    def _run(self, job: Job, first: Body | None, watch: Watch) -> Fetched:
+    def _run(
+        self, job: Job, first: Body | None, watch: Watch, let_go: Callable[[], None]
+    ) -> Fetched:
         try:
             with self._guard:
                 self._jobs.add(job)
@@ -162,7 +182,7 @@ class Fetcher:
                 watch.check()  # called off before it was among the jobs
             except FetchCancelledError:
                 job.cancel()
-            return job.run(first)
+            return job.run(first, let_go)
         finally:
             with self._guard:
                 self._jobs.discard(job)

@@ -219,7 +219,7 @@ class Run:
         try:
             while (taken := self._next()) is not None:
                 shard, alone = taken
-                status = FetchStatus()
+                status = FetchStatus(listed=self._plan.size_of(shard))
                 self._events.put(Started(shard, status))
                 result = self._fetch(shard, status)
                 with self._guard:

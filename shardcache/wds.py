@@ -107,6 +107,8 @@ def attach(dataset: Any, cache: Cache, *, fast_tar: bool = True) -> Any:
     WebDataset's own stages behind it, ``tar_file_expander`` and ``group_by_keys``, are
     replaced by one that yields the same samples in less time. Other stages stay.
 
+    What the first miss needs begins to be made ready in the background (`Cache.prepare`).
+
     Args:
         dataset: a ``WebDataset`` or any ``DataPipeline``.
         cache: reads the shards.
@@ -128,12 +130,19 @@ def attach(dataset: Any, cache: Cache, *, fast_tar: bool = True) -> Any:
         if replacement is not None:
             pipeline[index] = replacement
             (quicken if fast_tar else restore)(pipeline)
+            cache.prepare(_first_url(pipeline))
             return dataset
     names = ", ".join(getattr(stage, "__name__", type(stage).__name__) for stage in pipeline)
     raise ConfigError(
         f"no stage of this pipeline opens URLs ({names}). Call attach() on the WebDataset itself, "
         "or put cache.url_opener where the pipeline opens its shards."
     )
+
+
+def _first_url(pipeline: list[Any]) -> str | None:
+    """The first shard of a pipeline that begins with a list of them."""
+    urls = getattr(pipeline[0], "urls", None)
+    return urls[0] if isinstance(urls, list) and urls and isinstance(urls[0], str) else None
 
 
 def _replacement(stage: Any, cache: Cache, fast_tar: bool) -> Any:

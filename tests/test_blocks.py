@@ -14,6 +14,7 @@ from shardcache.retry import Attempts, RetryPolicy
 from tests.fakes import FakeClock
 from tests.storetools import payload
 
+KIB = 1024
 #: As the module has it: slower than this counts as stalled.
 MIN_RATE = 8 * 1024
 
@@ -43,6 +44,7 @@ class Shelf:
         self.blocks: list[tuple[int, bytes]] = []
         self.checks: list[int | None] = []
         self.ended: list[int] = []
+        self.begun: list[bytes] = []
         self._crc = crc
 
     def crc(self) -> Callable[[memoryview], int] | None:
@@ -53,6 +55,10 @@ class Shelf:
         assert fd == 7
         self.blocks.append((offset, bytes(block)))
         self.checks.append(crc)
+
+    def early(self, begun: memoryview, fd: int) -> None:
+        assert fd == 7
+        self.begun.append(bytes(begun))
 
     def end(self, total: int) -> None:
         self.ended.append(total)
@@ -96,6 +102,33 @@ def test_an_object_of_unknown_size_ends_where_it_ends(size: int) -> None:
     assert all(block for _, block in shelf.blocks)  # an empty one would change the digest
     assert shelf.checks == [None] * len(shelf.blocks)
     assert shelf.ended == [size]
+
+
+@pytest.mark.parametrize(
+    ("piece", "early"),
+    [(BLOCK, []), (100 * KIB, [200, 600]), (128 * KIB, [128, 384, 896]), (BLOCK - 1, [1023])],
+)
+def test_the_first_block_can_be_read_before_it_is_whole(piece: int, early: list[int]) -> None:
+    shelf, data = Shelf(), payload(2 * BLOCK)
+    drain(Blocks(shelf, 0, len(data), 7, None), Drip(data, size=piece))
+    assert [len(begun) // KIB for begun in shelf.begun] == early
+    assert all(data.startswith(begun) for begun in shelf.begun)
+    assert b"".join(block for _, block in shelf.blocks) == data
+
+
+def test_of_other_blocks_nothing_is_told_before_they_are_whole() -> None:
+    shelf, data = Shelf(), payload(2 * BLOCK)
+    drain(Blocks(shelf, BLOCK, 3 * BLOCK, 7, None), Drip(data, start=BLOCK, size=128 * KIB))
+    assert shelf.begun == []
+
+
+def test_after_a_new_beginning_the_first_bytes_are_told_again() -> None:
+    shelf, data = Shelf(), payload(BLOCK)
+    blocks = Blocks(shelf, 0, BLOCK, 7, None)
+    for _ in range(2):
+        blocks.receive(Drip(data, size=128 * KIB))
+        blocks.rewind()
+    assert len(shelf.begun) == 2
 
 
 def test_a_part_without_bytes_needs_no_answer() -> None:

@@ -65,7 +65,7 @@ def test_defaults_are_the_documented_ones() -> None:
         fill="follow",
         prefetch=2,
         connections=32,
-        part_size=16 * MIB,
+        part_size=None,
         attempts=5,
         deadline=None,
         timeout=30.0,
@@ -608,7 +608,7 @@ def test_every_option_has_a_type_a_default_and_one_line_of_help() -> None:
     rows = {option.name: option for option in options()}
     assert rows["dir"].default == "required"
     assert rows["min_free"].default == "5%"
-    assert rows["part_size"].default == "16MiB"
+    assert rows["part_size"].default == "none"
     assert rows["lock_timeout"].default == "30m"
     assert rows["strict"].default == "false"
     assert rows["max_size"].default == rows["allow_schemes"].default == "none"

@@ -124,6 +124,30 @@ def test_all_of_one_process_follow_one_fetch(
     assert fetches(origin) == 1
 
 
+def test_the_first_sample_waits_for_no_whole_block(
+    make_cache: MakeCache, origin: MemoryOrigin
+) -> None:
+    hold = Hold(origin, 200_000)
+    with one(make_cache).open(URL) as first, one(make_cache).open(URL) as second:
+        assert first.read(100_000) == second.read(100_000) == DATA[:100_000]
+        hold.release()
+        assert first.read() == second.read() == DATA[100_000:]
+    assert fetches(origin) == 1
+
+
+def test_who_has_read_of_an_unfinished_block_goes_on_when_its_fetch_is_given_up(
+    make_cache: MakeCache, origin: MemoryOrigin
+) -> None:
+    hold = Hold(origin, 200_000)
+    fetching, following = one(make_cache), one(make_cache)
+    with fetching.open(URL) as first, following.open(URL) as second:
+        assert first.read(100_000) == second.read(100_000) == DATA[:100_000]
+        fetching.cancel()
+        hold.release()
+        assert second.read() == DATA[100_000:]
+    assert fetches(origin) == 2  # of that block nothing was kept
+
+
 def test_another_process_follows_the_same_partial(
     make_cache: MakeCache, origin: MemoryOrigin, held: Hold
 ) -> None:

@@ -91,7 +91,7 @@ def test_a_resumed_fetch_takes_a_part_itself(bench: Bench, monkeypatch) -> None:
     monkeypatch.setattr(
         threading.Thread, "start", lambda self: (started.append(self), real(self))[1]
     )
-    bench.fetcher.lanes = Lanes(4)
+    bench.fetcher.lanes = Lanes(4, 2 * BLOCK)
     fetched = bench.fetch(resume=resumed)
     assert contents(fetched) == payload(6 * BLOCK)
     assert len(bench.origin.requests) == 3  # of which two in threads

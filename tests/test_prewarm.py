@@ -101,7 +101,7 @@ def test_what_is_in_flight_already_is_not_counted_twice(make_cache, origin, list
     """An interrupted prewarm that filled most of the budget can be taken up again."""
     (url,) = fill(origin, names(1), members=3000)
     size = len(origin.objects[url])
-    cache = make_cache(max_size=size + 100_000)
+    cache = make_cache(max_size=size + 100_000, part_size="64MiB")
     origin.faults.append(Fault(after=size - 200_000, wait=threading.Event()))
     stop = threading.Event()
     cut = prewarm(cache, [url], stop=stop, on_event=stop_when_written(stop, size // 2))

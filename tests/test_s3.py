@@ -46,8 +46,9 @@ def read(cache: Cache, url: str) -> bytes:
 
 
 def test_a_shard_of_several_parts_arrives_once_and_checked(
-    cache: Cache, s3: S3Server, bucket: str, meter: Meter
+    tmp_path: Path, s3: S3Server, bucket: str, meter: Meter
 ) -> None:
+    cache = Cache(tmp_path / "cache", min_free=0, part_size="16MiB")
     s3.put(bucket, "big.tar", LARGE)
     meter.reset()
     assert read(cache, f"s3://{bucket}/big.tar") == LARGE
@@ -56,6 +57,21 @@ def test_a_shard_of_several_parts_arrives_once_and_checked(
     assert traffic.gets == 3
     (entry,) = cache.entries()
     assert entry.metadata().checked == "crc32"
+
+
+def test_small_shards_that_were_listed_cost_one_request_each(
+    cache: Cache, s3: S3Server, bucket: str, meter: Meter
+) -> None:
+    names = [f"small/{number}.tar" for number in range(5)]
+    for number, name in enumerate(names):
+        s3.put(bucket, name, make_tar(number))
+    meter.reset()
+    report = cache.prewarm([f"s3://{bucket}/{name}" for name in names])
+    assert report.fetched == 5
+    for name in names:
+        traffic = meter.summary()[f"{bucket}/{name}"]
+        assert (traffic.gets, traffic.heads) == (1, 0)
+    assert {entry.metadata().checked for entry in cache.entries()} == {"crc32"}
 
 
 @pytest.mark.parametrize("algorithm", ["CRC32C", "CRC64NVME", "SHA256", "SHA1"])
@@ -155,6 +171,17 @@ def test_connections_are_reused(
     calls = [r for r in meter.requests() if r.method == "GET" and r.path.startswith(bucket)]
     assert len(calls) == 6
     assert len(opened) == 1
+
+
+def test_an_empty_answer_leaves_a_connection_that_can_be_used(
+    s3: S3Server, bucket: str, meter: Meter
+) -> None:
+    s3.put(bucket, "empty.tar", b"")
+    origin = S3Origin({}, connections=2, timeout=30)
+    for _ in range(3):
+        body = origin.open(parse_url(f"s3://{bucket}/empty.tar"), 0, 100)
+        assert body.stop == 0
+        body.close()
 
 
 def test_an_aborted_body_stops_a_blocked_read(s3: S3Server, bucket: str, meter: Meter) -> None:
@@ -287,7 +314,7 @@ def test_requester_pays_is_sent(s3: S3Server, bucket: str, tmp_path: Path) -> No
     s3.put(bucket, "a.tar", make_tar(1))
     sent: list[dict] = []
     origin = S3Origin({"requester_pays": True}, connections=2, timeout=30)
-    client = origin._ready_client()
+    client, _ = origin._ready_client()
     client.meta.events.register(
         "before-send.s3", lambda request, **kw: sent.append(dict(request.headers)) or None
     )
@@ -352,7 +379,7 @@ def test_buckets_are_addressed_as_asked(style: str, expected: str) -> None:
         sent.append(request.url)
         raise Refused
 
-    origin._ready_client().meta.events.register("before-send.s3", refuse)
+    origin._ready_client()[0].meta.events.register("before-send.s3", refuse)
     with pytest.raises(Refused):
         origin.open(parse_url("s3://lab/a.tar"), 0, 10)
     assert sent == [expected]

@@ -967,14 +967,14 @@ def test_an_entry_opened_just_before_it_is_evicted_is_a_miss(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entry = publish(store)
-    real = locks.lock_shared
+    real = locks._flock
 
-    def late(fd: int) -> bool:
-        monkeypatch.setattr(locks, "lock_shared", real)
+    def late(fd: int, kind: int) -> bool | None:
+        monkeypatch.setattr(locks, "_flock", real)
         assert store.evict(entry)
-        return real(fd)
+        return real(fd, kind)
 
-    monkeypatch.setattr(locks, "lock_shared", late)
+    monkeypatch.setattr(locks, "_flock", late)
     with no_descriptor_left():
         assert read(store) is None
 

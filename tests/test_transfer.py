@@ -581,27 +581,16 @@ def test_what_is_resumed_comes_over_several_connections(bench: Bench) -> None:
     fetched.partial.discard()
 
 
-@pytest.mark.parametrize(("seconds", "lanes"), [(0.0, 4), (0.02, 48), (0.005, 12)])
-def test_the_first_block_tells_how_many_connections_there_are(
+@pytest.mark.parametrize(("seconds", "lanes"), [(0.0, 4), (0.0069, 7), (5.0, 16)])
+def test_the_first_answer_tells_how_many_connections_there_are(
     bench: Bench, seconds: float, lanes: int
 ) -> None:
-    """2.5 GB/s, by connections of a MiB in ``seconds``."""
-    bench.fetcher.lanes = Lanes(64)
-    bench.clock.elapsed = 100.0
+    bench.fetcher.lanes = Lanes(64, 2 * BLOCK)
     real = bench.origin.open
 
     def open_(url, start, stop, pin=None):
-        body = real(url, start, stop, pin)
-        receive = body.readinto
-
-        def slowly(buffer):
-            count = receive(buffer)
-            if start == 0:
-                bench.clock.elapsed += seconds * count / BLOCK
-            return count
-
-        body.readinto = slowly
-        return body
+        bench.clock.elapsed += seconds
+        return real(url, start, stop, pin)
 
     bench.origin.open = open_
     fetched = bench.fetch()
@@ -733,4 +722,60 @@ def test_a_description_of_another_version_starts_the_fetch_over(bench: Bench) ->
     fetched = bench.fetch()
     assert contents(fetched) == payload(seed=2)
     assert len([start for _, start, _ in bench.origin.requests if start == 0]) == 2
+    fetched.partial.discard()
+
+
+# -- what a listing knew ---------------------------------------------------------
+
+
+class Describing(MemoryOrigin):
+    """Answers for a whole object with its checksum, as S3 does; None for another size."""
+
+    def whole(self, url, size):
+        body = self.open(url, 0, None)
+        return body if body.info.size == size else body.close()
+
+
+@pytest.fixture
+def describing(tmp_path: Path) -> Iterator[Bench]:
+    origin = Describing()
+    origin.objects[str(URL)] = payload(BLOCK + 9)
+    value = base64.b64encode(zlib.crc32(payload(BLOCK + 9)).to_bytes(4, "big")).decode()
+    origin.checksums[str(URL)] = Checksum("crc32", value)
+    yield Bench(tmp_path, origin)
+    assert all(body.closed for body in origin.bodies)
+
+
+def test_a_small_shard_whose_size_is_known_takes_one_request(describing: Bench) -> None:
+    fetched = describing.fetch(status=FetchStatus(listed=BLOCK + 9))
+    assert contents(fetched) == payload(BLOCK + 9)
+    assert fetched.checked == "crc32"
+    assert describing.origin.requests == [(str(URL), 0, None)]
+    assert describing.origin.stats == []
+    fetched.partial.discard()
+
+
+def test_the_checksum_that_came_along_is_compared(describing: Bench) -> None:
+    describing.origin.checksums[str(URL)] = Checksum("crc32", "AAAAAA==")
+    with pytest.raises(IntegrityError, match="crc32 AAAAAA=="):
+        describing.fetch(status=FetchStatus(listed=BLOCK + 9))
+    assert describing.left() == []
+
+
+def test_a_listing_that_is_outdated_costs_a_request(describing: Bench) -> None:
+    fetched = describing.fetch(status=FetchStatus(listed=BLOCK))
+    assert contents(fetched) == payload(BLOCK + 9)
+    assert fetched.checked == "crc32"
+    assert describing.origin.requests == [(str(URL), 0, None), (str(URL), 0, 2 * BLOCK)]
+    assert describing.origin.stats == [str(URL)]
+    fetched.partial.discard()
+
+
+@pytest.mark.parametrize("listed", [None, 2 * BLOCK + 1])
+def test_what_is_large_or_not_listed_comes_in_parts(describing: Bench, listed: int | None) -> None:
+    describing.origin.objects[str(URL)] = payload(2 * BLOCK + 1)
+    describing.origin.checksums.clear()
+    fetched = describing.fetch(status=FetchStatus(listed=listed))
+    assert contents(fetched) == payload(2 * BLOCK + 1)
+    assert describing.origin.requests[0] == (str(URL), 0, 2 * BLOCK)
     fetched.partial.discard()

@@ -1,0 +1,144 @@
+"""What is made ready in the background, and forks meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shardcache import preparing
+from shardcache.cache import Cache
+from shardcache.errors import ConfigError
+from shardcache.s3client import make_client
+from tests.fakes import MemoryOrigin
+from tests.storetools import PATIENCE, forked, wait_until
+
+
+@pytest.fixture(autouse=True)
+def _ended() -> Iterator[None]:
+    yield
+    wait_until(lambda: not preparing._running)
+
+
+def test_it_runs_beside_the_caller() -> None:
+    go, done = threading.Event(), threading.Event()
+    preparing.begin(lambda: go.wait(PATIENCE) and done.set())
+    assert not done.is_set()
+    go.set()
+    assert done.wait(PATIENCE)
+
+
+def test_what_fails_is_left_to_who_needs_it(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise ConfigError("no such profile")
+
+    with caplog.at_level(logging.DEBUG, "shardcache.preparing"):
+        preparing.begin(fail)
+        wait_until(lambda: caplog.messages == ["not prepared: no such profile"])
+    assert [record.levelname for record in caplog.records] == ["DEBUG"]
+
+
+def test_where_no_thread_can_be_started_nothing_is_prepared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    preparing.begin(lambda: pytest.fail("run"))
+    assert not preparing._running
+
+
+def test_a_fork_waits_until_it_has_ended() -> None:
+    """A child would wait for ever for an import that a thread of its parent had begun."""
+    going, ended = threading.Event(), []
+
+    def prepare() -> None:
+        going.set()
+        threading.Event().wait(0.3)
+        ended.append(True)
+
+    preparing.begin(prepare)
+    assert going.wait(PATIENCE)
+    assert ended == []
+
+    def look(parent) -> None:
+        parent.say((list(ended), len(preparing._running)))
+
+    with forked(look) as child:
+        assert child.hear() == ([True], 0)
+
+
+def test_a_preparation_may_fork_itself() -> None:
+    codes: list[int] = []
+
+    def prepare() -> None:
+        pid = os.fork()
+        if pid == 0:
+            os._exit(3)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+    preparing.begin(prepare)
+    wait_until(lambda: codes == [3])
+
+
+# -- of a cache ------------------------------------------------------------------
+
+
+def test_a_cache_prepares_its_directory_and_its_client(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    cache = Cache(tmp_path / "cache", min_free=0, endpoint_url="http://127.0.0.1:9")
+    cache.prepare("s3://lab/a.tar")
+    wait_until(lambda: not preparing._running)
+    assert (tmp_path / "cache" / "v1").is_dir()
+    process = cache._processes.made()
+    assert process is not None
+    origin = process.origins.of(cache.parse("s3://lab/a.tar"))
+    client, _ = origin._ready_client()
+    assert client is origin._client
+    assert list(cache.entries()) == []
+    cache.close()
+
+
+@pytest.mark.parametrize("url", [None, "s3://lab/a.tar", "no URL", "pipe:x"])
+def test_whatever_cannot_be_prepared_is_no_error(make_cache, origin: MemoryOrigin, url) -> None:
+    cache = make_cache()
+    cache.prepare(url)
+    wait_until(lambda: not preparing._running)
+    assert origin.requests == []
+
+
+def test_attaching_prepares_for_the_first_shard(make_cache, monkeypatch) -> None:
+    wds = pytest.importorskip("webdataset")
+    asked: list[str | None] = []
+    monkeypatch.setattr(Cache, "prepare", lambda self, url=None: asked.append(url))
+    cache = make_cache()
+    cache.attach(wds.WebDataset(["s3://lab/a.tar", "s3://lab/b.tar"], shardshuffle=False))
+    cache.attach(wds.WebDataset("s3://lab/{c..d}.tar", shardshuffle=False))
+    cache.attach(wds.WebDataset(["s3://lab/e.tar"], resampled=True))
+    cache.attach(wds.DataPipeline(lambda: iter(()), wds.tariterators.url_opener))
+    assert asked == ["s3://lab/a.tar", "s3://lab/c.tar", "s3://lab/e.tar", None]
+
+
+def test_the_description_of_s3_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    import botocore.loaders
+
+    read: list[str] = []
+    real = botocore.loaders.JSONFileLoader.load_file
+
+    def load(self, path):
+        read.append(Path(path).name)
+        return real(self, path)
+
+    options = {"anon": True, "client_kwargs": {"region_name": "us-east-1"}}
+    make_client(options, endpoint_url="http://127.0.0.1:9", connections=1, timeout=1)
+    monkeypatch.setattr(botocore.loaders.JSONFileLoader, "load_file", load)
+    make_client(options, endpoint_url="http://127.0.0.1:9", connections=1, timeout=1)
+    assert [name for name in read if name.startswith("service")] == []

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["path_command", "prewarm_command"]
 
-_DEFAULT_JOBS = 8
+_DEFAULT_JOBS = 32
 _COLUMNS = [
     Column(name) for name in ("url", "outcome", "size", "seconds", "received", "retries", "error")
 ]
@@ -62,7 +62,7 @@ _COLUMNS = [
     "--jobs",
     type=click.IntRange(1, 256),
     metavar="N",
-    help=f"Shards at a time.  [default: {_DEFAULT_JOBS}]",
+    help=f"Most shards at a time.  [default: {_DEFAULT_JOBS}]",
 )
 @click.option(
     "-f",

@@ -122,7 +122,7 @@ def prewarm(
     cache: Cache,
     urls: str | Iterable[str],
     *,
-    jobs: int = 8,
+    jobs: int = 32,
     check: bool = False,
     dry_run: bool = False,
     deadline: float | None = None,
@@ -136,7 +136,8 @@ def prewarm(
     Args:
         cache: where to; while this runs, `Cache.cancel` ends it.
         urls: shards; a string is expanded like a WebDataset specification.
-        jobs: shards at a time. They share the ``connections`` of the configuration.
+        jobs: most shards at a time; no more are used than bring the bytes faster. They share
+            the ``connections`` of the configuration.
         check: only tell which are cached.
         dry_run: only tell what would be done.
         deadline: seconds after which no shard is started and running ones are cut short.

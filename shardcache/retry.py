@@ -78,7 +78,16 @@ class Attempts:
             TransferError, TransferTimeoutError: the last attempt failed too.
             Whatever else ``function`` or ``sleep`` raises, at once.
         """
+        try:
+            return function()
+        except TransientError as exn:
+            failed = [exn]
         from tenacity import Retrying, retry_if_exception_type
+
+        def attempt() -> T:
+            if failed:  # the first, which needed none of what follows
+                raise failed.pop()
+            return ours[0][0]()
 
         # Tenacity's objects refer to each other and go with the next collection of garbage.
         # They must not keep the fetch, whose partial is locked for as long as it lives.
@@ -92,7 +101,7 @@ class Attempts:
             retry_error_callback=self._give_up,
         )
         try:
-            return retrying(lambda: ours[0][0]())
+            return retrying(attempt)
         finally:
             ours.clear()
 

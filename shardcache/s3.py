@@ -91,8 +91,7 @@ class S3Origin:
         self._endpoint = endpoint_url
         self._connections = connections
         self._timeout = timeout
-        self._client: Any = None
-        self._shortcut: Shortcut
+        self._client: tuple[Any, Shortcut] | None = None
         self._guard = threading.Lock()
         self._extra: dict[str, str] = {}
         if self._options.get("requester_pays"):
@@ -190,15 +189,15 @@ class S3Origin:
 
     def _forget(self, client: Any) -> None:
         with self._guard:
-            if self._client is client:
+            if self._client is not None and self._client[0] is client:
                 self._client = None
 
     def _ready_client(self) -> tuple[Any, Shortcut]:
         with self._guard:
             if self._client is None:
-                self._client = self._make_client()
-                self._shortcut = Shortcut(self._client)
-            return self._client, self._shortcut
+                client = self._make_client()
+                self._client = client, Shortcut(client)
+            return self._client
 
     def _make_client(self) -> Any:
         return make_client(

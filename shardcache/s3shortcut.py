@@ -37,7 +37,8 @@ _OWN = frozenset(
 _SIGNED = re.compile(r"AWS4-HMAC-SHA256 Credential=.*/([^/,]+)/s3/aws4_request,")
 _REFUSED = 300
 #: Answers that botocore may know what to do about: look for the bucket in another region.
-_ELSEWHERE = frozenset({301, 302, 303, 307, 308, 400})
+_ELSEWHERE = frozenset({301, 302, 303, 307, 308})
+_OTHER_REGION = "AuthorizationHeaderMalformed"
 #: Of an error's text, which is XML of some hundred bytes.
 _MOST = 64 * 1024
 _CODE = re.compile(rb"<Code>([A-Za-z0-9.]{1,100})</Code>")
@@ -130,13 +131,14 @@ class Shortcut:
         if template is None or arguments.keys() - _HEADERS.keys() - _CONSTANT:
             return None
         answer = self._session.send(self._request(template, key, arguments))
-        if answer.status_code < _REFUSED and answer.status_code not in _ELSEWHERE:
+        if answer.status_code < _REFUSED:
             return _response(answer)
-        if answer.status_code in _ELSEWHERE:
-            self._templates.pop(bucket, None)
-            answer.raw.close()
-            return None
-        raise _error(answer)
+        error = _error(answer)
+        code = error.response["Error"]["Code"]
+        if answer.status_code not in _ELSEWHERE and code != _OTHER_REGION:
+            raise error
+        self._templates.pop(bucket, None)
+        return None
 
     def _request(self, template: _Template, key: str, arguments: Mapping[str, str]) -> Any:
         from botocore.auth import S3SigV4Auth
@@ -176,7 +178,7 @@ def _response(answer: Any) -> dict[str, Any]:
     return found
 
 
-def _error(answer: Any) -> Exception:
+def _error(answer: Any) -> Any:
     """What botocore would have raised."""
     from botocore.exceptions import ClientError
 
@@ -189,5 +191,4 @@ def _error(answer: Any) -> Exception:
     }
     headers = {name.lower(): value for name, value in answer.raw.headers.items()}
     meta = {"HTTPStatusCode": answer.status_code, "HTTPHeaders": headers}
-    error: Exception = ClientError({"Error": said, "ResponseMetadata": meta}, "GetObject")
-    return error
+    return ClientError({"Error": said, "ResponseMetadata": meta}, "GetObject")

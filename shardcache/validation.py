@@ -54,5 +54,6 @@ def _is_tar_header(head: bytes) -> bool:
         return False
     # Old writers summed signed bytes; tarfile accepts both.
     fields = head[:148] + b" " * 8 + head[156:]
-    signed = sum(byte - 256 if byte > 127 else byte for byte in fields)
-    return stated in (sum(fields), signed)
+    if stated == sum(fields):
+        return True
+    return stated == sum(byte - 256 if byte > 127 else byte for byte in fields)

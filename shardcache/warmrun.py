@@ -5,6 +5,8 @@
 * One shard's failure does not stop the others, unless every shard would meet
   it: after some refusals (credentials, endpoint, configuration, local disk)
   without a single success, the rest of that bucket is not tried.
+* As many shards at a time as bring the bytes fastest: many from far away, few from
+  nearby, where more threads only get into each other's way (`climb`).
 * A run that is cut short waits until its fetches have let go of their partials,
   so that the next one can resume them; but not for ever.
 
@@ -19,6 +21,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from shardcache.climb import Climb
 from shardcache.clock import SYSTEM_CLOCK
 from shardcache.errors import (
     AccessDeniedError,
@@ -54,6 +57,14 @@ __all__ = ["Run"]
 _REFUSALS = 3
 #: Seconds between two looks at stop requests and the deadline.
 _TICK = 0.1
+#: After so many events at once, no look for so many seconds.
+_MANY = 3
+_PACE = 0.02
+#: Shards at a time, to begin with and at least.
+_BEGIN = 4
+_LEAST = 2
+#: Seconds that a number of shards at a time is tried for, after as many to settle.
+_TRIAL = 0.1
 #: Seconds that running fetches have to end once they are called off. They take
 #: milliseconds, unless they are still connecting or wait for another process:
 #: then there is nothing of theirs to be kept, and less patience will do.
@@ -98,10 +109,17 @@ class Run:
         self._stop = stop
         self._todo = deque(shard for shard in plan.shards if shard.key not in plan.left_out)
         self._working = self._jobs = min(jobs, len(self._todo))
+        self._climb = Climb(self._jobs)
+        self._climb.start(_LEAST)
+        self._climb.limit = min(self._jobs, _BEGIN)
+        self._received = 0  # of shards that are done
+        self._trial: tuple[float, int] | None = None
+        self._look_at = 0.0
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._running: dict[str, tuple[ShardURL, FetchStatus, float]] = {}
         self._results: dict[str, ShardResult] = {}
         self._guard = threading.Lock()  # of all below
+        self._changed = threading.Condition(self._guard)
         self._busy = 0
         self._alone = False
         self._refused: Counter[tuple[str, int]] = Counter()
@@ -165,16 +183,11 @@ class Run:
     def _attend(self) -> None:
         announced = self.stopped
         while self._working:
-            try:
-                event = self._events.get(timeout=_TICK)
-            except queue.Empty:
-                pass
-            else:
-                if event is None:
-                    self._working -= 1
-                else:
-                    self._take_note(event)
+            if self._take_notes() >= _MANY:
+                # Small shards: to be woken by each would cost as much as fetching some.
+                self._stop.wait(_PACE)
             self._watch()
+            self._measure()
             if self.stopped is not announced and self.stopped is not None:
                 announced = self.stopped
                 self._emit(Stopping(announced))
@@ -183,6 +196,23 @@ class Run:
                 self._cache.cancel()
                 if SYSTEM_CLOCK.monotonic() - self._cut_at > self._farewell():
                     return
+
+    def _take_notes(self) -> int:
+        """Report what has happened, waiting for a moment if nothing has; how much it was."""
+        count = 0
+        timeout = _TICK
+        while self._working:
+            try:
+                event = self._events.get(timeout=timeout) if timeout else self._events.get_nowait()
+            except queue.Empty:
+                break
+            timeout = 0.0
+            count += 1
+            if event is None:
+                self._working -= 1
+            else:
+                self._take_note(event)
+        return count
 
     def _farewell(self) -> float:
         begun = any(status.size is not None for _, status, _ in self._running.values())
@@ -195,7 +225,28 @@ class Run:
         elif isinstance(event, Finished):
             self._running.pop(event.shard.key, None)
             self._results[event.shard.key] = event.result
+            self._received += event.result.received
         self._emit(event)
+
+    def _measure(self) -> None:
+        """Find out how many shards at a time are best."""
+        now = SYSTEM_CLOCK.monotonic()
+        if now < self._look_at:
+            return
+        received = self._received + sum(s.received for _, s, _ in self._running.values())
+        if self._trial is None or self._busy < self._climb.limit:
+            self._trial = (now, received)
+            self._look_at = now + _TRIAL
+            return
+        begun, before = self._trial
+        limit = self._climb.limit
+        rate = (received - before) / (now - begun)
+        self._climb.told(rate, now, wanted=bool(self._todo))
+        self._trial = None
+        self._look_at = max(now + _TRIAL, self._climb.rest_until)
+        if self._climb.limit > limit:
+            with self._guard:
+                self._changed.notify_all()
 
     def _watch(self) -> None:
         with self._guard:
@@ -210,6 +261,7 @@ class Run:
         """Start nothing more; ``cut`` ends what is running. Call with the guard held."""
         self.stopped = self.stopped or reason
         self._todo.clear()
+        self._changed.notify_all()
         if cut and self._cut_at is None:
             self._cut_at = SYSTEM_CLOCK.monotonic()
 
@@ -227,6 +279,7 @@ class Run:
                     if is_full(result.error) and not alone and self._cut_at is None:
                         self._todo.appendleft(shard)
                         self._alone = True
+                        self._changed.notify_all()
                         continue
                     self._judge(shard, result)
                 self._events.put(Finished(shard, result))
@@ -241,11 +294,15 @@ class Run:
         """
         with self._guard:
             while self._todo and not (self._alone and self._busy):
+                if self._busy >= self._climb.limit:
+                    self._changed.wait()
+                    continue
                 shard = self._todo.popleft()
                 if shard.key in self._plan.cached or not (self._given_up & {_HERE, _bucket(shard)}):
                     self._busy += 1
                     return shard, self._alone
                 self.stopped = self.stopped or Stopped.REFUSED
+            self._changed.notify_all()  # whoever waits has nothing to wait for
             return None
 
     def _fetch(self, shard: ShardURL, status: FetchStatus) -> ShardResult:
@@ -286,7 +343,7 @@ class Run:
     def _refuse(self, shard: ShardURL, error: Exception) -> None:
         scope, patience = _bucket(shard), _REFUSALS
         if isinstance(error, TransferError):
-            patience = max(_REFUSALS, self._jobs)  # all of the first wave, at least
+            patience = max(_REFUSALS, self._climb.limit)  # all of the first wave, at least
         elif isinstance(error, ShardNotFoundError):
             return
         elif isinstance(error, OSError) and not isinstance(error, ShardCacheError):

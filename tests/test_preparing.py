@@ -100,8 +100,7 @@ def test_a_cache_prepares_its_directory_and_its_client(
     process = cache._processes.made()
     assert process is not None
     origin = process.origins.of(cache.parse("s3://lab/a.tar"))
-    client, _ = origin._ready_client()
-    assert client is origin._client
+    assert origin._client is not None
     assert list(cache.entries()) == []
     cache.close()
 

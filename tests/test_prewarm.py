@@ -13,6 +13,7 @@ import pytest
 
 from shardcache import prewarm as module
 from shardcache.cache import Cache
+from shardcache.climb import Climb
 from shardcache.errors import (
     AccessDeniedError,
     CacheFullError,
@@ -218,6 +219,42 @@ def test_everything_is_fetched_once_and_told_in_order(make_cache, origin, listed
     again = prewarm(cache, urls)
     assert again.cached == 6
     assert again.received == 0
+
+
+class Far:
+    """Opens of an origin: each takes a while, as many at a time as ``most``."""
+
+    def __init__(self, origin, seconds: float, most: int) -> None:
+        self._places = threading.Semaphore(most)
+        self._seconds = seconds
+        self._real, origin.open = origin.open, self
+
+    def __call__(self, *args):
+        with self._places:
+            time.sleep(self._seconds)
+        return self._real(*args)
+
+
+@pytest.mark.parametrize(("most", "expected"), [(32, range(8, 33)), (2, range(2, 5))])
+def test_as_many_shards_at_a_time_as_the_link_repays(
+    make_cache, origin, listed, monkeypatch, most, expected
+):
+    climbs = []
+    real = Climb.told
+
+    def told(self, rate, now, *, wanted):
+        real(self, rate, now, wanted=wanted)
+        climbs.append(self)
+
+    monkeypatch.setattr("shardcache.climb.Climb.told", told)
+    urls = fill(origin, names(400), members=1)
+    Far(origin, 0.04, most)
+    kept = []
+    report = prewarm(
+        make_cache(), urls, on_event=lambda e: kept.append(climbs[-1]._base) if climbs else None
+    )
+    assert report.fetched == 400
+    assert max(base[0] for base in kept if base is not None) in expected
 
 
 def test_reports_are_frozen(make_cache, origin, listed):

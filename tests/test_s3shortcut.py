@@ -239,10 +239,16 @@ def test_what_is_asked_for_in_other_ways_is_left_to_botocore() -> None:
     assert shortcut._session.sent == []
 
 
-@pytest.mark.parametrize("status", [301, 302, 307, 308, 400])
-def test_a_bucket_that_moved_is_left_to_botocore(status: int) -> None:
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [
+        *((status, b"") for status in (301, 302, 307, 308)),
+        (400, b"<Error><Code>AuthorizationHeaderMalformed</Code></Error>"),
+    ],
+)
+def test_a_bucket_that_moved_is_left_to_botocore(status: int, body: bytes) -> None:
     shortcut = learnt("http://h/b/k", {"Authorization": SIGNED})
-    shortcut._session.status = status
+    shortcut._session.status, shortcut._session.body = status, body
     assert shortcut.get("b", "k", {}) is None
     assert shortcut.get("b", "k", {}) is None
     assert len(shortcut._session.sent) == 1  # until the next request was looked at

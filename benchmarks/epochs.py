@@ -31,11 +31,11 @@ from benchmarks.links import ROOT, S3_DELAY, S3_RATE, TARGETS, Target, link
 from benchmarks.peers import clean_environment, versions
 from benchmarks.results import Row, end_in_order, machine, median, save, say, table, touch_pages
 
-__all__ = ["Sizes", "main", "report"]
+__all__ = ["LINKS", "Sizes", "main", "report"]
 
 #: Of a sample: the size of a JPEG of ImageNet.
 SAMPLE_BYTES = 100_000
-_LINKS = {"fast": (0.0, 0.0), "s3-like": (S3_DELAY, S3_RATE)}
+LINKS = {"fast": (0.0, 0.0), "s3-like": (S3_DELAY, S3_RATE)}
 #: Who is asked to share a shard; streaming has nothing to share.
 _SHARING = ("shardcache", "wds-filecache", "pipe-curl")
 _PARTS = ("epochs", "sharing", "prewarm")
@@ -158,7 +158,7 @@ def choose(only: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
     Raises:
         SystemExit: a name that is none of ours.
     """
-    kinds = (tuple(_LINKS), tuple(WAYS), _PARTS)
+    kinds = (tuple(LINKS), tuple(WAYS), _PARTS)
     unknown = sorted(set(only) - {name for kind in kinds for name in kind})
     if unknown:
         raise SystemExit(f"--only: unknown {', '.join(unknown)}. Known: {kinds}")
@@ -316,7 +316,7 @@ def main() -> None:
         for name in names:
             title = TARGETS[name][0]
             say(title)
-            delay, rate = _LINKS[name]
+            delay, rate = LINKS[name]
             with link(memory, memory, name=name, delay=delay, rate=rate, log=True) as target:
                 bench = _Bench(target, disk, {})
                 group: Row = {

@@ -94,7 +94,7 @@ class Config:
     prefetch: int = _opt(count(64, 0), 2, "Shards fetched ahead of the one that is read.")
     connections: int = _opt(count(256), 32, "Most connections to the origin per process.")
     part_size: int | None = _opt(
-        PART_SIZE, None, "Bytes per request; the default is 16 MiB, and more on a fast link."
+        PART_SIZE, None, "Bytes per request; the default suits the link, 8 to 64 MiB."
     )
     attempts: int = _opt(count(100), 5, "Tries before a transient error counts as final.")
     deadline: float | None = _opt(SOME_TIME, None, "Most time for the whole fetch of a shard.")

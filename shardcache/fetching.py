@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable
 
 from shardcache.blocks import FetchStatus
+from shardcache.clock import Clock
 from shardcache.coordination import Obtained
 from shardcache.urls import ShardURL
 
@@ -145,6 +146,13 @@ class Fetching:
         return size is not None and size - self.status.written <= _ALMOST
 
 
+#: Seconds that what is fetched ahead stays behind at most, bytes that end it, and seconds
+#: between two looks.
+_HEAD_START = 0.05
+_BEGUN = 256 * 1024
+_HEAD_POLL = 0.002
+
+
 class Fetchings:
     """The background fetches of one process, at most one per shard."""
 
@@ -186,6 +194,23 @@ class Fetchings:
                 share.leave(abandon=True)
                 raise
         return share
+
+    def give_way(self, status: FetchStatus, clock: Clock) -> None:
+        """Wait for a moment, until what somebody waits for has brought its first bytes.
+
+        What nobody waits for yet would take processor time from the first sample.
+
+        Args:
+            status: of the fetch that nobody waits for; if somebody does, it goes on.
+            clock: time.
+        """
+        end = clock.monotonic() + _HEAD_START
+        while clock.monotonic() < end:
+            with self._guard:
+                waited_for = [f.status for f in self._running.values() if f.patient]
+            if status in waited_for or all(s.received >= _BEGUN for s in waited_for):
+                return
+            clock.sleep(_HEAD_POLL)
 
     def is_patient(self, fetching: Fetching) -> bool:
         """Whether somebody waits for it; if not it is not to be joined any more."""

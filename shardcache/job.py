@@ -32,7 +32,7 @@ from shardcache.errors import (
     ShardNotFoundError,
     TransferError,
 )
-from shardcache.lanes import Lanes
+from shardcache.lanes import Lane, Lanes
 from shardcache.origin import (
     Body,
     ObjectInfo,
@@ -124,14 +124,12 @@ class Job:
         status.written = partial.written
         status.grows_in(partial.path)
 
-    def run(self, first: Body | None, let_go: Callable[[], None] = lambda: None) -> Fetched:
+    def run(self, first: Body | None, lane: Lane) -> Fetched:
         """Fetch what is missing, check it, and return it; see `Fetcher.fetch`.
-
-        Called with a lane held.
 
         Args:
             first: an answer that already delivers the object's first bytes.
-            let_go: gives the lane back; called when the calling thread needs it no more.
+            lane: is given back when the calling thread needs it no more.
         """
         threads = self.threads
         try:
@@ -139,7 +137,7 @@ class Job:
             if not self.described:
                 self._spawn(self._learn_checksum)
             self._lead(first)
-            let_go()
+            lane.give_back()
             for thread in threads:  # a helper may bring another one
                 thread.join()
             if self.error is not None:
@@ -162,14 +160,13 @@ class Job:
 
     def _bring_helpers(self) -> None:
         """Let more threads take parts, while there are some and there are lanes to spare."""
-        while self.parts and self.helpers and self.engine.lanes.spare():
+        while self.parts and self.helpers and (lane := self.engine.lanes.spare()) is not None:
             part = self._next_part()
-            if part is not None and self._spawn(functools.partial(self._work, part)):
-                continue
-            self.engine.lanes.release()
-            if part is not None:
+            if part is not None and not self._spawn(functools.partial(self._work, part, lane)):
                 self.parts.appendleft(part)
                 self.helpers = False
+            if part is None or not self.helpers:
+                lane.give_back()
 
     def _spawn(self, function: Callable[[], None]) -> bool:
         name = f"shardcache-{self.url.key[:8]}"
@@ -225,7 +222,7 @@ class Job:
         finally:
             disown(fd)
 
-    def _work(self, part: Part) -> None:
+    def _work(self, part: Part, lane: Lane) -> None:
         """A helper's share: it came with a lane, and goes when others need that more."""
         try:
             fd = self.partial.handle()
@@ -235,7 +232,7 @@ class Job:
             finally:
                 disown(fd)
         finally:
-            self.engine.lanes.release()
+            lane.give_back()
 
     def _take_parts(self, fd: int, until: Callable[[], bool] = lambda: False) -> None:
         while not until():

@@ -7,7 +7,8 @@ is slow on a full link, too, and its first megabytes are a burst. So the number 
 the distance, a connection for each millisecond that the first byte takes, and what all of them
 bring together decides about more (`climb`).
 
-A lane is what lets one request go. Safe between threads.
+A lane is what lets one request go. Safe between threads; what an interrupt makes somebody
+lose is given back.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Callable
 
 from shardcache.climb import Climb
 
-__all__ = ["MIB", "Lanes"]
+__all__ = ["MIB", "Lane", "Lanes"]
 
 MIB = 1 << 20
 #: Before any answer.
@@ -47,6 +48,40 @@ _FADES = 0.95
 #: Seconds to the first byte of an origin that is near.
 _NEAR = 0.008
 _NEVER = math.inf
+
+
+class Lane:
+    """The right to one connection: to wait for by ``with``, or from `Lanes.spare`.
+
+    It is given back when its object goes, at the latest.
+
+    Args:
+        lanes: whose.
+
+    Attributes:
+        held: whether it is taken.
+    """
+
+    __slots__ = ("_lanes", "held")
+
+    def __init__(self, lanes: Lanes) -> None:
+        self._lanes = lanes
+        self.held = False
+
+    def give_back(self) -> None:
+        """Let somebody else have it; harmless when that was done."""
+        self._lanes.release(self)
+
+    def __enter__(self) -> Lane:
+        self._lanes.wait(self)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.give_back()
+
+    def __del__(self) -> None:
+        if self.held:
+            self.give_back()
 
 
 class Lanes:
@@ -87,8 +122,8 @@ class Lanes:
 
     # -- taking and giving back --------------------------------------------------
 
-    def acquire(self, timeout: float | None = None) -> bool:
-        """Take a lane for a shard; False if none was free for ``timeout`` seconds."""
+    def wait(self, lane: Lane, timeout: float | None = None) -> bool:
+        """Take ``lane`` for a shard; False if none was free for ``timeout`` seconds."""
         with self._changed:
             if self._taken >= self.limit:
                 self._wanted = True
@@ -98,28 +133,33 @@ class Lanes:
             finally:
                 self._waiting -= 1
             if free:
-                self._take()
+                self._take(lane)
             return free
 
-    def spare(self) -> bool:
-        """Take one more lane for a shard that has one, if there is one and nobody waits."""
+    def spare(self) -> Lane | None:
+        """One more lane for a shard that has one, if there is one and nobody waits."""
         if self._taken >= self.limit and self._wanted:
-            return False  # asked for each block; nothing would change
+            return None  # asked for each block; nothing would change
+        lane = Lane(self)
         with self._changed:
             if self._taken >= self.limit or self._waiting:
                 self._wanted = True
-                return False
-            self._take()
-            return True
+                return None
+            self._take(lane)
+        return lane
 
     @property
     def crowded(self) -> bool:
         """Whether a shard that has several lanes is to give one back."""
         return self._waiting > 0 or self._taken > self.limit
 
-    def release(self) -> None:
-        """Give it back."""
+    def release(self, lane: Lane) -> None:
+        """Take a lane back."""
         with self._changed:
+            if not lane.held:
+                return
+            # One step: an interrupt strikes where something is called, and nothing is.
+            lane.held = False
             self._taken -= 1
             if self._taken == self.limit:
                 self._settle()
@@ -127,13 +167,8 @@ class Lanes:
                 self._window, self._look_at = None, _NEVER
             self._changed.notify()
 
-    def __enter__(self) -> None:
-        self.acquire()
-
-    def __exit__(self, *exc: object) -> None:
-        self.release()
-
-    def _take(self) -> None:
+    def _take(self, lane: Lane) -> None:
+        lane.held = True  # one step with the next line; see `release`
         self._taken += 1
         if self._taken == self.limit and self._window is None:
             self._settle()

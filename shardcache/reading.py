@@ -143,6 +143,7 @@ class Opener:
         def run(status: FetchStatus, patient: Callable[[], bool]) -> Obtained | None:
             if not ahead:
                 return self._get(process, shard, status, self._gated, patient)
+            process.fetchings.give_way(status, self._clock)
             with process.coordinator().ahead_slot() as free:
                 if not free and not patient():
                     return None

@@ -18,7 +18,6 @@ all of them, shards first come first served. Make one per process.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import weakref
@@ -29,7 +28,7 @@ from shardcache.clock import Clock
 from shardcache.comparison import MismatchError
 from shardcache.errors import FetchCancelledError, IntegrityError, TransferError
 from shardcache.job import Fetched, FetchStatus, Job
-from shardcache.lanes import Lanes
+from shardcache.lanes import Lane, Lanes
 from shardcache.origin import Body, ObjectInfo, Origin, VersionChangedError, WholeOrigin
 from shardcache.partials import Partial
 from shardcache.retry import Attempts, RetryPolicy
@@ -137,12 +136,11 @@ class Fetcher:
         status: FetchStatus,
         watch: Watch,
     ) -> Fetched:
-        with contextlib.ExitStack() as lane:
-            lane.enter_context(self.lanes)
+        with Lane(self.lanes) as lane:
             watch.check()
             if resume is not None:
                 job = Job(self, origin, url, resume, attempts, status)
-                return self._run(job, None, watch, lane.close)
+                return self._run(job, None, watch, lane)
             body, described = attempts.call(
                 lambda: self._first(origin, url, status.listed), sleep=watch.sleep
             )
@@ -153,7 +151,7 @@ class Fetcher:
                 body.close()
                 raise
             job = Job(self, origin, url, partial, attempts, status, described=described)
-            return self._run(job, body, watch, lane.close)
+            return self._run(job, body, watch, lane)
 
     def _first(self, origin: Origin, url: ShardURL, listed: int | None) -> tuple[Body, bool]:
         """The first answer, and whether it said all there is to know of the object."""
@@ -172,9 +170,7 @@ class Fetcher:
         body.close()
         return origin.open(url, 0, None), False
 
-    def _run(
-        self, job: Job, first: Body | None, watch: Watch, let_go: Callable[[], None]
-    ) -> Fetched:
+    def _run(self, job: Job, first: Body | None, watch: Watch, lane: Lane) -> Fetched:
         try:
             with self._guard:
                 self._jobs.add(job)
@@ -182,7 +178,7 @@ class Fetcher:
                 watch.check()  # called off before it was among the jobs
             except FetchCancelledError:
                 job.cancel()
-            return job.run(first, let_go)
+            return job.run(first, lane)
         finally:
             with self._guard:
                 self._jobs.discard(job)

@@ -24,6 +24,7 @@ from benchmarks.libraries import ADAPTERS
 from benchmarks.links import TARGETS, Target, link
 from benchmarks.peers import PEERS, WARM, Peer, run
 from benchmarks.plots import Bar, Panel, chart
+from benchmarks.results import save
 from shardcache.entry import scan
 from shardcache.layout import Layout
 from tests.storetools import wait_until
@@ -362,6 +363,56 @@ def test_bars_are_as_long_as_their_figures_and_text_is_escaped() -> None:
     assert drawing.get("aria-label") == '"quoted" & <odd>'
 
 
+def step(groups: list[str], date: str = "2026-11-22") -> dict:
+    return {"machine": {"date": date, "load": 0.0}, "groups": [{"target": g} for g in groups]}
+
+
+def test_a_page_is_put_together_from_its_steps(tmp_path: Path) -> None:
+    save(tmp_path / "transfers-rtt.json", step(["rtt"], "2026-11-23"))
+    save(tmp_path / "transfers-nginx.json", step(["nginx"]))
+    save(tmp_path / "hits.json", step([]))
+    (tmp_path / "epochs-fast.part").write_text("{}")
+    found = report._results(tmp_path)
+    assert sorted(found) == ["hits", "transfers"]
+    assert [group["target"] for group in found["transfers"]["groups"]] == ["nginx", "rtt"]
+    assert found["transfers"]["machine"]["date"] == "2026-11-22, 2026-11-23"
+
+
+@pytest.mark.parametrize(
+    ("options", "ran"),
+    [
+        (["--only", "epochs"], ["epochs-fast", "epochs-s3-like"]),
+        (["--only", "epochs,transfers-rtt", "--missing"], ["epochs-s3-like"]),
+        (["--only", "hits"], ["hits"]),
+        (["--render"], []),
+    ],
+)
+def test_a_run_takes_the_steps_that_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], ran: list[str]
+) -> None:
+    for name in ("epochs-fast", "transfers-rtt"):
+        save(tmp_path / f"{name}.json", step(["old"]))
+    commands: list[list[str]] = []
+
+    def run(command: list[str]) -> int:
+        commands.append(command)
+        part = Path(command[command.index("--json") + 1])
+        save(part, step(["new"]))
+        return int(part.stem == "epochs-s3-like")
+
+    monkeypatch.setattr(report, "_run", run)
+    monkeypatch.setattr(report, "render", lambda results, folder: folder)
+    monkeypatch.setattr(sys, "argv", ["report", "--results", str(tmp_path), *options])
+    assert report.main() == ("epochs-s3-like" in ran)
+    assert [Path(c[c.index("--json") + 1]).stem for c in commands] == ran
+    for command, name in zip(commands, ran, strict=True):
+        part = name.partition("-")[2]
+        assert (command[command.index("--only") + 1] == part) if part else "--only" not in command
+    assert not list(tmp_path.glob("*.part"))
+    assert (tmp_path / "epochs-s3-like.json").exists() is False
+    assert (tmp_path / "hits.json").exists() == ("hits" in ran)
+
+
 def test_make_bench_writes_the_page() -> None:
     done = subprocess.run(
         ["make", "--dry-run", "--no-print-directory", "bench"],
@@ -371,3 +422,15 @@ def test_make_bench_writes_the_page() -> None:
         check=True,
     )
     assert done.stdout.strip().splitlines()[-1].endswith("bin/python -m benchmarks.report")
+
+
+def test_epochs_are_chosen_by_link_way_and_part() -> None:
+    links, ways, parts = epochs.choose(["fast", "shardcache", "epochs"])
+    assert (links, ways, parts) == (["fast"], ["shardcache"], ["epochs"])
+    assert epochs.choose([]) == (
+        ["fast", "s3-like"],
+        list(WAYS),
+        ["epochs", "sharing", "prewarm"],
+    )
+    with pytest.raises(SystemExit, match="unknown nowhere"):
+        epochs.choose(["fast", "nowhere"])

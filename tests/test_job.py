@@ -320,7 +320,7 @@ def test_an_aborted_answer_is_no_reason_to_ask_again(bench: Bench) -> None:
 
 def test_workers_that_wait_for_a_connection_hear_the_call_off(bench: Bench) -> None:
     bench.origin.states_checksums = False
-    others = [bench.fetcher.lanes.acquire() for _ in range(3)]  # other shards' connections
+    others = [bench.fetcher.lanes.spare() for _ in range(3)]  # other shards' connections
     never = threading.Event()
     bench.origin.faults.append(Fault(after=10, wait=never))
     timer = threading.Timer(0.1, bench.fetcher.cancel)
@@ -332,8 +332,8 @@ def test_workers_that_wait_for_a_connection_hear_the_call_off(bench: Bench) -> N
         names = [thread.name for thread in threading.enumerate()]
         assert not [name for name in names if name.startswith("shardcache-")]
     finally:
-        for _ in others:
-            bench.fetcher.lanes.release()
+        for lane in others:
+            lane.give_back()
 
 
 def test_a_fetch_leaves_no_descriptor_whichever_way_it_ends(bench: Bench) -> None:

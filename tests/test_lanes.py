@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 
 import pytest
 
-from shardcache.lanes import MIB, Lanes
+from shardcache.lanes import MIB, Lane, Lanes
 from tests.storetools import PATIENCE, wait_until
 
 
@@ -16,14 +17,19 @@ class Link:
 
     def __init__(self, most: int = 32, part_size: int | None = None) -> None:
         self.now = 100.0
+        self.held: list[Lane] = []
         self.lanes = Lanes(most, part_size, lambda: self.now)
 
     def fill(self) -> int:
         """Take every spare lane there is; how many."""
-        count = 0
-        while self.lanes.spare():
-            count += 1
-        return count
+        count = len(self.held)
+        while (lane := self.lanes.spare()) is not None:
+            self.held.append(lane)
+        return len(self.held) - count
+
+    def give_back(self, count: int) -> None:
+        for _ in range(count):
+            self.held.pop().give_back()
 
     def bring(self, rate: float, seconds: float, *, wanting: bool = True) -> int:
         """Let bytes come, in steps of a millisecond; ``wanting``, each takes what is spare.
@@ -31,12 +37,18 @@ class Link:
         Returns:
             How many lanes were taken.
         """
-        taken = 0
+        count = len(self.held)
         for _ in range(round(seconds * 1000)):
             self.now += 0.001
             self.lanes.received(round(rate / 1000))
-            taken += wanting and self.lanes.spare()
-        return taken
+            if wanting and (lane := self.lanes.spare()) is not None:
+                self.held.append(lane)
+        return len(self.held) - count
+
+
+def take(lanes: Lanes, timeout: float | None = 0) -> Lane | None:
+    lane = Lane(lanes)
+    return lane if lanes.wait(lane, timeout) else None
 
 
 # -- how many ------------------------------------------------------------------
@@ -92,8 +104,7 @@ def test_a_link_that_is_full_does_not() -> None:
     assert link.bring(1e9, 0.2) == 4
     assert link.lanes.limit == 4
     assert link.lanes.crowded
-    for _ in range(4):
-        link.lanes.release()
+    link.give_back(4)
     assert not link.lanes.crowded
     assert link.bring(1e9, 0.5) == 0  # it rests
     assert link.lanes.limit == 4
@@ -104,8 +115,7 @@ def test_after_a_rest_it_is_tried_again() -> None:
     link.lanes.answered(0.002)
     link.fill()
     link.bring(1e9, 0.2)
-    for _ in range(4):
-        link.lanes.release()
+    link.give_back(4)
     assert link.bring(1e9, 0.9) == 0
     assert link.bring(1e9, 0.2) == 4
 
@@ -119,11 +129,10 @@ def test_fewer_are_tried_once_some_were_given_back() -> None:
     link.bring(32 * 80e6, 0.2)  # kept, and a rest of a second
     link.bring(1e9, 1.2)
     assert link.lanes.limit == 16
-    for _ in range(15):
-        link.lanes.release()
+    link.give_back(15)
     link.bring(1e9, 0.3)
     assert link.lanes.crowded  # one is still to be given back: nothing was measured
-    link.lanes.release()
+    link.give_back(1)
     link.bring(1e9, 0.2, wanting=False)
     assert (link.lanes.limit, link.lanes.crowded) == (16, False)
 
@@ -143,8 +152,8 @@ def test_connections_that_nobody_takes_are_not_kept() -> None:
 def test_where_nobody_asks_for_more_nothing_is_tried() -> None:
     link = Link()
     link.lanes.answered(0.002)
-    for _ in range(4):
-        assert link.lanes.spare()
+    lanes = [link.lanes.spare() for _ in range(4)]
+    assert None not in lanes
     link.bring(1e9, 1.0, wanting=False)
     assert link.lanes.limit == 4
 
@@ -153,7 +162,7 @@ def test_what_comes_while_lanes_are_free_tells_nothing() -> None:
     link = Link()
     link.lanes.answered(0.002)
     link.fill()
-    link.lanes.release()
+    link.give_back(1)
     link.bring(1e9, 1.0, wanting=False)
     assert link.lanes.limit == 4
     assert link.bring(1e9, 0.08) > 1
@@ -165,47 +174,66 @@ def test_what_comes_while_lanes_are_free_tells_nothing() -> None:
 
 def test_who_comes_too_many_waits() -> None:
     lanes = Lanes(2)
-    with lanes, lanes:
-        assert not lanes.acquire(timeout=0)
-        got = threading.Event()
-        thread = threading.Thread(target=lambda: (lanes.acquire(), got.set()))
+    with Lane(lanes), Lane(lanes):
+        assert take(lanes) is None
+        got: list[Lane | None] = []
+        thread = threading.Thread(target=lambda: got.append(take(lanes, None)))
         thread.start()
-        assert not got.wait(0.05)
+        time.sleep(0.05)
+        assert got == []
         assert lanes.crowded
-    assert got.wait(PATIENCE)
-    thread.join()
+    thread.join(PATIENCE)
+    assert got != [None]
     assert not lanes.crowded
-    assert lanes.acquire(timeout=0)
-    assert not lanes.acquire(timeout=0)
+    another = take(lanes)
+    assert another is not None
+    assert take(lanes) is None
+
+
+def test_what_is_given_back_twice_is_one_lane() -> None:
+    lanes = Lanes(1)
+    with Lane(lanes) as lane:
+        lane.give_back()
+        another = take(lanes)
+        assert another is not None
+    assert take(lanes) is None
+
+
+def test_a_lane_that_is_lost_is_given_back() -> None:
+    lanes = Lanes(1)
+    assert take(lanes) is not None
+    assert lanes.spare() is not None
+    assert take(lanes) is not None
 
 
 def test_new_lanes_are_taken_at_once() -> None:
     lanes = Lanes(32)
-    for _ in range(8):
-        assert lanes.acquire(timeout=0)
-    got: list[bool] = []
-    threads = [threading.Thread(target=lambda: got.append(lanes.acquire(30))) for _ in range(3)]
+    held = [take(lanes) for _ in range(8)]
+    assert None not in held
+    threads = [threading.Thread(target=lambda: held.append(take(lanes, 30))) for _ in range(3)]
     for thread in threads:
         thread.start()
     lanes.answered(0.03)
-    wait_until(lambda: got == [True] * 3)
+    wait_until(lambda: len(held) == 11)
+    assert None not in held
     for thread in threads:
         thread.join()
 
 
 def test_a_shard_that_waits_comes_before_the_helpers_of_others() -> None:
     lanes = Lanes(2)
-    lanes.acquire()
-    lanes.acquire()
-    thread = threading.Thread(target=lanes.acquire)
+    first, second = take(lanes), take(lanes)
+    assert first is not None and second is not None
+    got: list[Lane | None] = []
+    thread = threading.Thread(target=lambda: got.append(take(lanes, 30)))
     thread.start()
     wait_until(lambda: lanes.crowded)
-    lanes.release()
+    first.give_back()
     thread.join(PATIENCE)
-    assert not thread.is_alive()
-    assert not lanes.spare()
-    lanes.release()
-    assert lanes.spare()
+    assert got[0] is not None
+    assert lanes.spare() is None
+    second.give_back()
+    assert lanes.spare() is not None
 
 
 # -- how much ------------------------------------------------------------------
@@ -269,13 +297,12 @@ def test_while_other_shards_wait_nothing_is_shared_out() -> None:
     lanes = Lanes(1)
     lanes.answered(0.03)
     lanes.part_done(MIB, MIB / 1e9)
-    lanes.acquire()
-    assert lanes.part(20 * MIB) == 20 * MIB
-    thread = threading.Thread(target=lanes.acquire)
-    thread.start()
-    wait_until(lambda: lanes.crowded)
-    assert lanes.part(20 * MIB) == 64 * MIB
-    lanes.release()
+    with Lane(lanes):
+        assert lanes.part(20 * MIB) == 20 * MIB
+        thread = threading.Thread(target=take, args=(lanes, 30))
+        thread.start()
+        wait_until(lambda: lanes.crowded)
+        assert lanes.part(20 * MIB) == 64 * MIB
     thread.join(PATIENCE)
 
 

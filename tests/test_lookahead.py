@@ -5,20 +5,24 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import webdataset as wds
 
+from shardcache.blocks import FetchStatus
 from shardcache.cache import Cache
 from shardcache.digests import BLOCK
 from shardcache.errors import ShardNotFoundError
+from shardcache.fetching import Fetchings, Share
 from shardcache.locks import Holder, KeyLock
 from shardcache.origin import TransientError
+from shardcache.urls import parse_url
 from tests.conftest import make_tar
-from tests.fakes import Fault, MemoryOrigin
-from tests.storetools import wait_until
+from tests.fakes import FakeClock, Fault, MemoryOrigin
+from tests.storetools import PATIENCE, wait_until
 
 SHARDS = 6
 URLS = [f"s3://lab/train-{number:04d}.tar" for number in range(SHARDS)]
@@ -249,3 +253,74 @@ def test_a_transient_failure_ahead_ends_like_one_of_open(
     wait_until(lambda: not running())
     with pytest.raises(OSError, match="reset"):
         next(samples)
+
+
+# -- who goes first --------------------------------------------------------------
+
+
+@pytest.fixture
+def waited_for() -> Iterator[tuple[Fetchings, Share]]:
+    """A fetch that somebody waits for, and that brings nothing."""
+    table, never = Fetchings(), threading.Event()
+    share = table.join(parse_url(URLS[0]), lambda status, patient: never.wait(PATIENCE) and None)
+    yield table, share
+    never.set()
+    wait_until(lambda: not table.unfinished())
+
+
+def test_what_nobody_waits_for_stays_behind_the_first_bytes_but_not_for_long(waited_for) -> None:
+    table, _ = waited_for
+    clock = FakeClock()
+    table.give_way(FetchStatus(), clock)
+    assert 0.05 <= clock.elapsed < 0.06
+
+
+def test_once_there_are_bytes_it_goes_on(waited_for) -> None:
+    table, share = waited_for
+    clock = FakeClock()
+    share.fetching.status.received = 256 * 1024 - 1
+    clock.on_sleep.append(lambda: setattr(share.fetching.status, "received", 256 * 1024))
+    table.give_way(FetchStatus(), clock)
+    assert len(clock.naps) == 1
+
+
+def test_what_is_waited_for_gives_way_to_nobody(waited_for) -> None:
+    table, share = waited_for
+    clock = FakeClock()
+    table.give_way(share.fetching.status, clock)
+    assert clock.naps == []
+
+
+def test_what_is_fetched_ahead_gives_no_way_to_its_like(waited_for) -> None:
+    table, share = waited_for
+    share.fetching.patient = False
+    clock = FakeClock()
+    table.give_way(FetchStatus(), clock)
+    assert clock.naps == []
+
+
+def test_a_shard_ahead_is_asked_for_once_the_first_has_begun(
+    make_cache: MakeCache, origin: MemoryOrigin
+) -> None:
+    origin.objects[URLS[0]] = make_tar(1, members=2, size=BLOCK)
+    order: list[str] = []
+    real = origin.open
+
+    def open_(url, start, stop, pin=None):
+        body = real(url, start, stop, pin)
+        receive = body.readinto
+
+        def slowly(buffer):
+            time.sleep(0.004)
+            order.append(str(url))
+            return receive(buffer)
+
+        body.readinto = slowly
+        return body
+
+    origin.open = open_
+    assert [s["stream"].read() for s in make_cache(prefetch=1).url_opener(URLS[:2])] == [
+        origin.objects[URLS[0]],
+        DATA[1],
+    ]
+    assert order[:4] == [URLS[0]] * 4  # 256 KiB in pieces of 64

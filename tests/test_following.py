@@ -162,12 +162,13 @@ def test_who_follows_goes_on_when_the_fetching_process_gives_up(
     make_cache: MakeCache, origin: MemoryOrigin, held: Hold
 ) -> None:
     fetching, following = one(make_cache), one(make_cache)
+    some = BLOCK + 10
     with fetching.open(URL) as first, following.open(URL) as second:
-        assert first.read(10) == second.read(10) == DATA[:10]
+        assert first.read(some) == second.read(some) == DATA[:some]
         fetching.cancel()
         with pytest.raises(FetchCancelledError):
             first.read()
-        assert second.read() == DATA[10:]
+        assert second.read() == DATA[some:]
     assert fetches(origin) == 1  # it went on where the other one ended
     assert origin.requests[-1][1] >= BLOCK
 
@@ -470,7 +471,7 @@ def test_what_is_opened_without_finish_is_called_off_with_its_last_stream(
     cache = one(make_cache)
     shard = cache.parse(URL)
     first, second = (cache.open_shard(shard, finish=False)[0] for _ in range(2))
-    assert first.read(10) == second.read(10)
+    assert first.read(BLOCK + 10) == second.read(BLOCK + 10)
     first.close()
     assert second.read(10)
     second.close()

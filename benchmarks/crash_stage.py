@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import multiprocessing
@@ -97,11 +98,11 @@ class Stage:
         self, scenario: Scenario, strike: Strike | None, *, sweep_first: bool
     ) -> tuple[Run, list[str]]:
         """One attempt on a fresh copy: what happened, and what was wrong."""
-        with tempfile.TemporaryDirectory(dir=self._home, prefix="run-") as directory:
+        with (
+            tempfile.TemporaryDirectory(dir=self._home, prefix="run-") as directory,
+            _lock_files_in(directory),
+        ):
             place = self.place(scenario, Path(directory, "cache"))
-            # Where flock seems broken, locks are on the node, by the manifest's id, which
-            # all copies of a directory share.
-            locking._NODE_DIRECTORIES = (directory,)
             prepared = self._home / "prepared" / scenario.name
             if prepared.exists():
                 shutil.copytree(prepared, place.root, symlinks=True)
@@ -134,6 +135,20 @@ class Stage:
             if not point.onward or struck is None:
                 return
             strike = strike.next
+
+
+@contextlib.contextmanager
+def _lock_files_in(directory: str) -> Iterator[None]:
+    """Have the node's lock files, for a cache whose flock seems broken, in ``directory``.
+
+    They go by the manifest's id, which all copies of a cache share.
+    """
+    usual = locking._NODE_DIRECTORIES
+    locking._NODE_DIRECTORIES = (directory,)
+    try:
+        yield
+    finally:
+        locking._NODE_DIRECTORIES = usual
 
 
 def _in_a_child(function: Callable[[], None]) -> None:

@@ -29,7 +29,7 @@ from benchmarks.buckets import BUCKET, PREFIX
 from benchmarks.epochwork import WAYS
 from benchmarks.links import ROOT, S3_DELAY, S3_RATE, TARGETS, Target, link
 from benchmarks.peers import clean_environment, versions
-from benchmarks.results import Row, end_in_order, machine, median, save, say, table, touch_pages
+from benchmarks.results import Row, end_in_order, machine, median, save, say, table, touched_pages
 
 __all__ = ["LINKS", "Sizes", "main", "report"]
 
@@ -81,8 +81,11 @@ def write_shards(home: Path, name: str, count: int, samples: int) -> list[str]:
 class _Bench:
     """One link, a directory for caches, and processes that work on them."""
 
-    def __init__(self, target: Target, disk: Path, options: dict[str, Any]) -> None:
+    def __init__(
+        self, target: Target, disk: Path, options: dict[str, Any], needed: int = 0
+    ) -> None:
         self._target = target
+        self._needed = needed  # bytes that a run writes
         self._disk = disk
         self._options = options
 
@@ -109,9 +112,10 @@ class _Bench:
         plan.write_text(json.dumps(told), "utf-8")
         before = self._fetches()
         with contextlib.ExitStack() as stack:
-            crew = [stack.enter_context(self._process(task, plan)) for _ in range(processes)]
-            for process in crew:
-                _line(process, "ready")
+            with touched_pages(self._disk, self._needed):
+                crew = [stack.enter_context(self._process(task, plan)) for _ in range(processes)]
+                for process in crew:
+                    _line(process, "ready")
             for process in crew:
                 assert process.stdin is not None
                 process.stdin.write("go\n")
@@ -312,13 +316,14 @@ def main() -> None:
         }
         keys = write_shards(memory, "epoch", sizes.shards, sizes.samples)
         many = write_shards(memory, "many", sizes.prewarmed, sizes.samples_each)
-        touch_pages(disk, 2 * sizes.shards * sizes.samples * SAMPLE_BYTES)
         for name in names:
             title = TARGETS[name][0]
             say(title)
             delay, rate = LINKS[name]
-            with link(memory, memory, name=name, delay=delay, rate=rate, log=True) as target:
-                bench = _Bench(target, disk, {})
+            with link(
+                memory, memory, name=name, delay=delay, rate=rate, processes=2, log=True
+            ) as target:
+                bench = _Bench(target, disk, {}, sizes.shards * sizes.samples * SAMPLE_BYTES)
                 group: Row = {
                     "link": name,
                     "title": title,

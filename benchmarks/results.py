@@ -6,6 +6,7 @@ A row is a dictionary; what identifies it depends on the benchmark. Files are wr
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -13,7 +14,7 @@ import shutil
 import signal
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from shardcache.mounts import mount_of
 
 __all__ = [
     *("Row", "cpu_model", "end_in_order", "load", "machine", "median", "save", "say", "table"),
-    "touch_pages",
+    "touched_pages",
 ]
 
 Row = dict[str, Any]
@@ -105,13 +106,21 @@ def say(text: str) -> None:
     sys.stderr.flush()
 
 
-def touch_pages(directory: Path, count: int) -> None:
-    """Write and remove ``count`` bytes, so that the memory behind them is there.
+@contextlib.contextmanager
+def touched_pages(directory: Path, count: int) -> Iterator[None]:
+    """Write ``count`` bytes and remove them when the body ends: the memory behind them is there.
 
-    The first touch of memory by a virtual machine costs several times what copying does.
+    The first touch of memory by a virtual machine costs several times what copying does, and
+    its host takes back what was free for two seconds (free page reporting): what is to be
+    measured must follow at once.
     """
     path = directory / "touched"
     with path.open("wb") as file:
         for _ in range(-(-count // _BLOCK)):
             file.write(bytes(_BLOCK))
-    path.unlink()
+    if path.stat().st_dev != Path("/dev/shm").stat().st_dev:
+        os.sync()  # nor are unwritten pages to be written by what is measured
+    try:
+        yield
+    finally:
+        path.unlink()

@@ -5,7 +5,7 @@
 A round runs every peer once, each in a fresh process; the next round begins with another one,
 so a drift of the machine and a place in the order hit all alike. The bytes of a peer's first
 run are compared with the objects. The targets' files lie in memory, and so does the RAM disk
-that is written to: its pages are touched before the first run, since the first touch of
+that is written to: its pages are touched before each run, since the first touch of
 memory costs more than all copying after it.
 
 ``--only`` takes names of workloads, targets, destinations and peers, each restricting its
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from benchmarks import network
 from benchmarks.buckets import PREFIX, WORKLOADS, Workload, write_bucket
 from benchmarks.links import TARGETS, Target, UnavailableError, target
 from benchmarks.peers import PEERS, WARM, Peer, run, versions
-from benchmarks.results import Row, end_in_order, machine, median, save, say, table, touch_pages
+from benchmarks.results import Row, end_in_order, machine, median, save, say, table, touched_pages
 
 __all__ = ["Choice", "choose", "main", "measure", "report"]
 
@@ -76,12 +75,6 @@ def choose(only: Sequence[str] = (), *, quick: bool = False) -> Choice:
     return Choice(workloads, picked[1], picked[2], [PEERS[name] for name in picked[3]], on_disk)
 
 
-def _settle(directory: Path) -> None:
-    """Let one peer's unwritten pages not be the next one's to write."""
-    if directory.stat().st_dev != Path("/dev/shm").stat().st_dev:
-        os.sync()
-
-
 def measure(
     source: Target,
     workload: Workload,
@@ -105,14 +98,14 @@ def measure(
         peer.name: {"peer": peer.name, "title": peer.title, "bound": peer.bound, "runs": []}
         for peer in peers
     }
-    touch_pages(directory, workload.total)
     for number in range(repeats):
         turn = number % len(peers)
         for peer in [*peers[turn:], *peers[:turn]]:
             row = rows[peer.name]
             if row.get("failure"):
                 continue  # once is enough to know
-            _settle(directory)
+            with touched_pages(directory, workload.total):
+                pass
             done = run(
                 peer,
                 source,

@@ -29,6 +29,7 @@ from benchmarks.crash_scenarios import SCENARIOS, Scenario
 from benchmarks.crash_stage import Result, Stage, _behaviour
 from benchmarks.crash_states import having, made
 from benchmarks.crash_strace import Run, Strike, Tracer, unavailable
+from shardcache import locking
 from shardcache.layout import Layout, random_token
 from shardcache.locks import Holder, KeyLock
 from tests.storetools import begin, metadata_for
@@ -226,6 +227,7 @@ def test_an_engine_that_writes_under_the_final_name_is_found_out(
     wrong = {text for result in results for text in result.wrong}
     assert any("other bytes than the origin" in text for text in wrong)
     assert any("next process" in text for text in wrong)
+    assert locking._NODE_DIRECTORIES[0] == "/dev/shm"  # an attempt leaves nothing behind
 
 
 def _torn(place: Place) -> None:

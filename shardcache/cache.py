@@ -13,7 +13,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -91,6 +92,7 @@ class Cache:
         self._opener = Opener(config, self._processes.here, clock)
         # Parsing costs more than opening; epochs ask for the same URLs again.
         self._parsed: dict[str, ShardURL] = {}
+        self._called_off: list[Callable[[], None]] = []
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -141,6 +143,21 @@ class Cache:
             url: a shard, for its origin's client.
         """
         preparing.begin(lambda: self._prepare(url))
+
+    def prepare_here(self, url: str | None = None) -> None:
+        """As `prepare`, in the calling thread.
+
+        Raises:
+            As `open` with ``strict``.
+        """
+        self._prepare(url)
+
+    def with_connections(self, count: int) -> Cache:
+        """This cache with another cap of connections, for a process beside this one."""
+        other = Cache.__new__(Cache)
+        config = replace(self.config, connections=count)
+        other._setup(config, self.sources, self._clock, self._started)
+        return other
 
     def _prepare(self, url: str | None) -> None:
         import filelock  # noqa: F401 - what is imported on first use, for `import shardcache`
@@ -375,8 +392,19 @@ class Cache:
         """Call off every fetch of this process. They raise `FetchCancelledError` in the
         threads that wait for them, and what was fetched is resumed by the next one.
         """
+        for function in list(self._called_off):
+            function()
         if (process := self._processes.made()) is not None:
             process.cancel()
+
+    @contextlib.contextmanager
+    def calling_off(self, function: Callable[[], None]) -> Iterator[None]:
+        """While this lasts, `cancel` calls ``function`` as well."""
+        self._called_off.append(function)
+        try:
+            yield
+        finally:
+            self._called_off.remove(function)
 
     def close(self) -> None:
         """End this process's session; the cache can be used again afterwards."""

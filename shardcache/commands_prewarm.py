@@ -58,6 +58,12 @@ _COLUMNS = [
 )
 @click.option("--check", is_flag=True, help="Only tell whether all is cached (exit 4 if not).")
 @click.option(
+    "--processes",
+    type=click.IntRange(1, 64),
+    metavar="N",
+    help="Fetch in N processes.  [default: where there is much to do, one per processor up to 8]",
+)
+@click.option(
     "-j",
     "--jobs",
     type=click.IntRange(1, 256),
@@ -78,6 +84,7 @@ def prewarm_command(
     specs: tuple[str, ...],
     lists: tuple[str, ...],
     jobs: int | None,
+    processes: int | None,
     check: bool,
     deadline: float | None,
     max_failures: int | None,
@@ -112,6 +119,7 @@ def prewarm_command(
             cache,
             expand(wanted, cache),
             jobs=jobs or _DEFAULT_JOBS,
+            processes=processes,
             check=check,
             dry_run=dry_run,
             deadline=deadline,

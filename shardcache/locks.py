@@ -27,7 +27,7 @@ import os
 import socket
 import stat
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -172,6 +172,11 @@ class Holder:
         """A record of the calling process."""
         return cls(os.getpid(), socket.gethostname(), rank, job and _plain(job), now)
 
+    def encode(self) -> bytes:
+        """As `parse_holder` reads it."""
+        # Not by `asdict`, which copies deeply: this is written twice per shard.
+        return json.dumps({name: getattr(self, name) for name in self.__slots__}).encode()
+
     def __str__(self) -> str:
         text = f"process {self.pid} on {self.host}"
         return text if self.rank is None else f"{text} (rank {self.rank})"
@@ -245,7 +250,8 @@ class KeyLock:
         """
         from filelock import FileLock, Timeout
 
-        if _is_planted(self.path):
+        planted, made = _look_at(self.path)
+        if planted:
             logger.warning("%s is no lock file; going on without. Remove it.", self.path)
             return True
         # On demand, because most keys never need one: <locks>, or <locks>/<aa>. Here, because
@@ -264,13 +270,15 @@ class KeyLock:
         )
         for attempt in range(_MAKE_ATTEMPTS):
             try:
-                self._modes.make_directory(parent, levels)
+                if not made:
+                    self._modes.make_directory(parent, levels)
                 lock.acquire(blocking=False)
             except Timeout:
                 return False
             except (FileNotFoundError, FileExistsError):
                 # FileExistsError is what pathlib says of a directory that is there
                 # for its mkdir and gone for its look at it.
+                made = False
                 if attempt == _MAKE_ATTEMPTS - 1:
                     raise
             except PermissionError:
@@ -305,7 +313,7 @@ class KeyLock:
         fd = self._fds[-1]
         if not is_alone(fd):
             return  # somebody's file, linked here
-        data = json.dumps(asdict(holder)).encode()
+        data = holder.encode()
         # Shorter records first lose their tail: a reader in between sees no
         # JSON and asks again, which is all it could do anyway.
         try:
@@ -329,12 +337,15 @@ class KeyLock:
         self._lock = None
 
 
-def _is_planted(path: Path) -> bool:
-    """Whether something else is where a lock file should be: a link, a pipe, a device."""
-    for place, is_ours in ((path.parent, stat.S_ISDIR), (path, stat.S_ISREG)):
-        try:
-            if not is_ours(os.lstat(place).st_mode):
-                return True
-        except FileNotFoundError:
-            return False
-    return False
+def _look_at(path: Path) -> tuple[bool, bool]:
+    """Whether something else than a lock file is there (a link, a pipe, a device), and
+    whether the directory for it is there.
+    """
+    made = False
+    try:
+        if not stat.S_ISDIR(os.lstat(path.parent).st_mode):
+            return True, False
+        made = True
+        return not stat.S_ISREG(os.lstat(path).st_mode), made
+    except FileNotFoundError:
+        return False, made

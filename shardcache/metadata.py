@@ -71,7 +71,10 @@ class Metadata:
             "boot": self.boot,
             "library": self.library,
         }
-        return (json.dumps(record, ensure_ascii=True, indent=1) + "\n").encode()
+        # A line for each field. `indent` would leave the work to json's encoder in Python,
+        # and every shard has this written twice.
+        lines = (f" {json.dumps(name)}: {json.dumps(value)}" for name, value in record.items())
+        return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Metadata:

@@ -132,7 +132,10 @@ class ObjectInfo:
 
     def as_record(self) -> dict[str, Any]:
         """The fields as JSON-ready values."""
-        return asdict(self)
+        record = {name: getattr(self, name) for name in self.__slots__}
+        if self.checksum is not None:
+            record["checksum"] = asdict(self.checksum)
+        return record
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> ObjectInfo:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from shardcache.clock import SYSTEM_CLOCK
+from shardcache.crew import Crew, suitable
 from shardcache.errors import CacheFullError, ConfigError, ShardCacheError
 from shardcache.layout import Layout
 from shardcache.listing import Listing, is_pattern
@@ -123,6 +124,7 @@ def prewarm(
     urls: str | Iterable[str],
     *,
     jobs: int = 32,
+    processes: int | None = None,
     check: bool = False,
     dry_run: bool = False,
     deadline: float | None = None,
@@ -138,6 +140,9 @@ def prewarm(
         urls: shards; a string is expanded like a WebDataset specification.
         jobs: most shards at a time; no more are used than bring the bytes faster. They share
             the ``connections`` of the configuration.
+        processes: fetch in so many forked processes, which share the ``jobs``; 1 forks none.
+            None: up to one per processor, and 8, where there is enough to do, and if this
+            process has a single thread and less than a GiB of memory.
         check: only tell which are cached.
         dry_run: only tell what would be done.
         deadline: seconds after which no shard is started and running ones are cut short.
@@ -154,6 +159,8 @@ def prewarm(
     """
     if jobs < 1:
         raise ConfigError(f"jobs is {jobs}. Give at least 1.", option="jobs")
+    if processes is not None and processes < 1:
+        raise ConfigError(f"processes is {processes}. Give at least 1.", option="processes")
     begun = SYSTEM_CLOCK.monotonic()
     emit = on_event or (lambda event: None)
     names = expand([urls], cache) if isinstance(urls, str) else urls
@@ -162,11 +169,12 @@ def prewarm(
     if not looking:
         _prepare(cache)
     plan = make_plan(cache, shards, best_effort=best_effort, patience=0.0 if check else deadline)
-    emit(Planned(plan))
     if looking:
+        emit(Planned(plan))
         results = tuple(_looked_at(plan, shard) for shard in shards)
         return PrewarmReport(plan, results, SYSTEM_CLOCK.monotonic() - begun)
     if plan.missing and not best_effort:
+        emit(Planned(plan))
         raise CacheFullError(
             f"{format_bytes(plan.fetch_bytes)} to fetch, {format_bytes(plan.missing)} more than "
             f"there is room for in {cache.dir}. Raise max_size, free the disk, ask for fewer "
@@ -174,18 +182,26 @@ def prewarm(
             needed=plan.fetch_bytes,
             missing=plan.missing,
         )
-    end = None if deadline is None else begun + deadline
-    run = Run(
-        cache,
-        plan,
-        jobs=jobs,
-        max_failures=max_failures,
-        best_effort=best_effort,
-        emit=emit,
-        end=end,
-        stop=stop or threading.Event(),
-    )
-    run.run()
+    count = len(plan.shards) - len(plan.cached) - len(plan.left_out)
+    processes = processes or suitable(count, plan.fetch_bytes)
+    with (
+        Crew(cache, processes, jobs) as crew,
+        cache.calling_off(crew.cancel),
+    ):
+        # Once there are all processes: who is told may start a thread.
+        emit(Planned(plan))
+        run = Run(
+            cache,
+            plan,
+            jobs=jobs,
+            max_failures=max_failures,
+            best_effort=best_effort,
+            emit=emit,
+            end=None if deadline is None else begun + deadline,
+            stop=stop or threading.Event(),
+            crew=crew,
+        )
+        run.run()
     return PrewarmReport(plan, run.results(), SYSTEM_CLOCK.monotonic() - begun, run.stopped)
 
 

@@ -44,6 +44,9 @@ _PLANS = 5
 _FETCH_INODES = 10
 #: Bytes of those beside the data, in whole blocks.
 _OVERHEAD = 64 * 1024
+#: There is ample room where so many shards of a size would find some, beside an eighth of the
+#: volume: no node fetches more at once.
+_AMPLE = 1024
 
 
 class Space:
@@ -76,13 +79,16 @@ class Space:
             OSError: the disk fails.
         """
         need = size or 0
-        limit = self._max_size(Volume.of(self._node.base).size)
+        volume = Volume.of(self._node.base)
+        limit = self._max_size(volume.size)
         if limit is not None and need > limit:
             raise CacheFullError(
                 f"{url} has {format_bytes(need)}, more than the whole cache may hold "
                 f"({format_bytes(limit)}). Raise max_size.",
                 url=url,
             )
+        if size is not None and limit is None and self._is_ample(volume, need):
+            return make()
         with self._turn:
             lock = self._lock()
             try:
@@ -93,6 +99,15 @@ class Space:
                     lock.release()
                 finally:  # as in `coordination`: an interrupt may have struck the first
                     lock.release()
+
+    def _is_ample(self, volume: Volume, need: int) -> bool:
+        """Whether there is room whatever others reserve: nobody needs to be asked then.
+
+        A look at all fetches in flight costs more than a small shard.
+        """
+        wanted = self._config.min_free.of(volume.size) + _AMPLE * need + volume.size // 8
+        names = self._inode_floor(volume) + _AMPLE * _FETCH_INODES
+        return volume.free >= wanted and not volume.lacks_inodes(names)
 
     def _find_room(self, url: str, need: int) -> None:
         for attempt in range(_PLANS):

@@ -106,9 +106,7 @@ class Store:
             except BaseException:
                 opened.close()
                 raise
-            if len(self._known) >= _REMEMBERED:
-                self._known.clear()
-            self._known[key] = (str(directory), opened.path, size)
+            self._remember(key, str(directory), opened.path, size)
             return opened
         return None
 
@@ -191,10 +189,11 @@ class Store:
             shutil.rmtree(partial.path, ignore_errors=True)
             return theirs
         refuse_links(*entry.parents[:2], entry)
-        taken = False
+        taken = ours = False
         for attempt in range(_ATTEMPTS):
             try:
                 partial.path.rename(entry)
+                ours = True
                 break
             except OSError as exn:
                 if is_file(entry / partial.data.name, partial.fd):
@@ -220,8 +219,16 @@ class Store:
         if sync:
             sync_directory(entry.parent)
             sync_directory(entry.parent.parent)
-        self._known.pop(metadata.key, None)
+        if ours:  # what is in it was checked before it got there
+            self._remember(metadata.key, str(entry), f"{entry}/{partial.data.name}", metadata.size)
+        else:
+            self._known.pop(metadata.key, None)
         return entry
+
+    def _remember(self, key: str, directory: str, path: str, size: int) -> None:
+        if len(self._known) >= _REMEMBERED:
+            self._known.clear()
+        self._known[key] = (directory, path, size)
 
     def _other_than(self, entry: Path, known: Collection[Path]) -> Path | None:
         """A sound entry of the same shard that is neither ``entry`` nor known."""

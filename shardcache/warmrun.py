@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from shardcache.climb import Climb
 from shardcache.clock import SYSTEM_CLOCK
+from shardcache.crew import Crew
 from shardcache.errors import (
     AccessDeniedError,
     ConfigError,
@@ -60,7 +61,7 @@ _TICK = 0.1
 #: After so many events at once, no look for so many seconds.
 _MANY = 3
 _PACE = 0.02
-#: Shards at a time, to begin with and at least.
+#: Shards at a time per process, to begin with and at least.
 _BEGIN = 4
 _LEAST = 2
 #: Seconds that a number of shards at a time is tried for, after as many to settle.
@@ -99,8 +100,10 @@ class Run:
         emit: Callable[[Event], None],
         end: float | None,
         stop: threading.Event,
+        crew: Crew,
     ) -> None:
         self._cache = cache
+        self._crew = crew
         self._plan = plan
         self._max_failures = max_failures
         self._best_effort = best_effort
@@ -110,8 +113,8 @@ class Run:
         self._todo = deque(shard for shard in plan.shards if shard.key not in plan.left_out)
         self._working = self._jobs = min(jobs, len(self._todo))
         self._climb = Climb(self._jobs)
-        self._climb.start(_LEAST)
-        self._climb.limit = min(self._jobs, _BEGIN)
+        self._climb.start(min(self._jobs, _LEAST * crew.size))
+        self._climb.limit = min(self._jobs, _BEGIN * crew.size)
         self._received = 0  # of shards that are done
         self._trial: tuple[float, int] | None = None
         self._look_at = 0.0
@@ -310,8 +313,8 @@ class Run:
         size = self._plan.size_of(shard)
         error: Exception | None = None
         try:
-            entry, how = self._cache.fetch_shard(shard, status)
-            outcome, size = _OUTCOMES[how], entry.size
+            size, how = self._crew.fetch_shard(shard, status)
+            outcome = _OUTCOMES[how]
         except FetchCancelledError as exn:
             outcome, error = Outcome.CANCELLED, exn
         except Exception as exn:  # noqa: BLE001 - an error of one shard belongs into its result

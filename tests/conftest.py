@@ -112,8 +112,11 @@ def origin() -> MemoryOrigin:
 
 
 @pytest.fixture
-def make_cache(tmp_path: Path, origin: MemoryOrigin) -> Iterator[Callable[..., Cache]]:
-    """Makes caches that read ``s3://`` from the in-memory origin."""
+def make_cache(
+    tmp_path: Path, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Cache]]:
+    """Makes caches that read ``s3://`` from the in-memory origin, which is in this process only."""
+    monkeypatch.setattr("shardcache.prewarm.suitable", lambda shards, size: 1)
     made: list[Cache] = []
 
     def make(**options: object) -> Cache:

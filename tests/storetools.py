@@ -89,6 +89,7 @@ def publish(
     partial = begin(store.layout, metadata)
     fill(partial, data)
     path = store.publish(partial, metadata)
+    store._known.pop(metadata.key, None)  # so that it is looked at as what others have published
     partial.close()
     if used is not None:
         store.touch(str(path), used)

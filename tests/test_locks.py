@@ -485,7 +485,7 @@ def test_lock_files_that_are_closed_to_us_are_one_warning(
     for path in paths:
         path.touch()
     denied = refusing(errno.EACCES, real=None)
-    monkeypatch.setattr(locks.Modes, "make_directory", denied)
+    monkeypatch.setattr(FileLock, "acquire", denied)
     monkeypatch.setattr(locks, "_closed", False)
     caplog.set_level("INFO")
     for path in paths * 2:

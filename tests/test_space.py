@@ -156,6 +156,38 @@ def test_without_limits_nothing_is_listed_and_nothing_goes(make, monkeypatch) ->
     assert entry.path.exists()
 
 
+@pytest.mark.parametrize(
+    ("size", "free", "options", "asks"),
+    [
+        (100_000, 1000 * GB, {}, False),
+        (GB // 2, 1000 * GB, {}, False),
+        (GB, 1000 * GB, {}, True),  # a thousand of those are too many
+        (100_000, 126 * GB, {}, False),
+        (100_000, 125 * GB, {}, True),  # an eighth of the volume
+        (100_000, 126 * GB, {"min_free": "2GB"}, True),
+        (100_000, 1000 * GB, {"max_size": "900GB"}, True),
+        (None, 1000 * GB, {}, True),
+    ],
+)
+def test_where_there_is_ample_room_nobody_is_asked(make, size, free, options, asks) -> None:
+    """Neither the lock of all nor the fetches in flight: that costs more than a small shard."""
+    bench = make(**options)
+    bench.free = free
+    looks = []
+    bench.space._stores = lambda: looks.append(1) or bench.stores
+    bench.admit("s3://lab/new.tar", size).discard()
+    assert bench.layout.named_lock("budget").exists() is bool(looks) is asks
+
+
+def test_where_inodes_are_few_there_is_no_ample_room(make, monkeypatch) -> None:
+    bench = make()
+    for free, asks in ((10_240, False), (10_239, True)):
+        found = SimpleNamespace(f_frsize=1, f_blocks=GB, f_bavail=GB, f_files=20_000, f_favail=free)
+        monkeypatch.setattr(os, "statvfs", lambda path, found=found: found)
+        bench.admit("s3://lab/new.tar", 1000).discard()
+        assert bench.layout.named_lock("budget").exists() is asks
+
+
 @pytest.mark.locks_work("flock")
 def test_the_free_space_floor_counts_what_is_not_written_yet(make) -> None:
     bench = make(min_free="1GB")

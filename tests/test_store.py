@@ -244,6 +244,22 @@ def test_a_known_entry_is_opened_without_a_listing(
         assert read(store, url) == url.encode()
 
 
+def test_what_was_published_here_needs_no_look_at_its_sidecar(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metadata = metadata_for("s3://lab/a.tar", b"shard")
+    for number in range(2):  # the second one finds that of the first in its place
+        partial = begin(store.layout, metadata)
+        fill(partial, b"shard")
+        store.publish(partial, metadata)
+        partial.close()
+        assert (metadata.key in store._known) == (number == 0)
+        with monkeypatch.context() as patch:
+            if number == 0:
+                patch.setattr(module, "versions", None)
+            assert read(store) == b"shard"
+
+
 # -- damage --------------------------------------------------------------------
 
 DAMAGE = {

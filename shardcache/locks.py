@@ -65,6 +65,7 @@ _PATIENCE = (0.001, 0.01, 0.02)
 #: not this often in a row.
 _MAKE_ATTEMPTS = 100
 _MAX_RECORD = 4096
+_SHARED = fcntl.LOCK_SH | fcntl.LOCK_NB
 #: Whether this process has warned of one; see `_say_closed`.
 _closed = False
 #: A host name has up to 64 characters, a job's name as many as its user likes; a record
@@ -102,9 +103,15 @@ def _flock(fd: int, operation: int) -> bool | None:
 
 def pin(fd: int, path: str) -> bool:
     """Take the shared lock; False if somebody evicts the file."""
-    if _flock(fd, fcntl.LOCK_SH) is not False:
-        return True  # a million times, and at once
-    for seconds in _PATIENCE:
+    try:
+        fcntl.flock(fd, _SHARED)  # a million times, and at once
+    except OSError:
+        return _pin_slowly(fd, path)
+    return True
+
+
+def _pin_slowly(fd: int, path: str) -> bool:
+    for seconds in (0.0, *_PATIENCE):
         if lock_shared(fd):
             return True
         if not is_file(path, fd):

@@ -55,7 +55,8 @@ class Process:
         self._started = started
         self._guard = threading.Lock()
         self._session: Session | None = None
-        self._coordinator: Coordinator | None = None
+        #: The coordinator, once there is one.
+        self.ready: Coordinator | None = None
         self._touched: dict[str, float] = {}
         self._warned: set[str] = set()
         self._root: Identity | None = None
@@ -69,14 +70,14 @@ class Process:
             ConfigError: the directory must not be used.
             OSError: it cannot be made or written; with ``strict`` only.
         """
-        made = self._coordinator
+        made = self.ready
         if made is None:
             with self._guard:
-                made = self._coordinator
+                made = self.ready
                 if made is None:
                     self._make_directories()
                     self._assemble()
-                    made = self._coordinator = self._make_coordinator()
+                    made = self.ready = self._make_coordinator()
         return made
 
     def check_root(self) -> None:
@@ -120,7 +121,7 @@ class Process:
             self.writing.failed(at_once=True)
             raise OSError(errno.EPERM, exn.message, str(self._config.dir)) from exn
         self._touched.clear()
-        self._coordinator = self._make_coordinator()
+        self.ready = self._make_coordinator()
 
     def _make_directories(self) -> None:
         try:
@@ -243,12 +244,12 @@ class Process:
 
     def cancel(self) -> None:
         """Call off all fetches of this process; they raise, and can be resumed."""
-        if self._coordinator is not None:
+        if self.ready is not None:
             self.fetcher.cancel()
 
     def close(self) -> None:
         """End the session, and the fetches in the background that nobody reads."""
-        if self._coordinator is not None:
+        if self.ready is not None:
             self.fetchings.close()
         self._end_session()
 

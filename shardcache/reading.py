@@ -35,6 +35,7 @@ from shardcache.errors import (
 )
 from shardcache.healing import Healer
 from shardcache.locks import is_file
+from shardcache.metadata import DamagedError
 from shardcache.process import Process
 from shardcache.store import Opened, Store
 from shardcache.urls import ShardURL
@@ -182,11 +183,17 @@ class Opener:
 
     def _hit(self, process: Process, shard: ShardURL) -> Opened | None:
         """A hit: the path that is taken a million times, and is not to call many others."""
-        opened = self._find(process, shard, self._gated)
+        coordinator = process.ready
+        if coordinator is None or not process.reading.closed:
+            opened = self._find(process, shard, self._gated)
+        else:
+            try:
+                opened = coordinator.store.open(shard.key, shard.basename)
+            except (DamagedError, OSError):
+                opened = self._find(process, shard, self._gated)  # sees it too, and deals with it
         if opened is not None:
             try:
                 process.touch(opened)
-                logger.debug("%s: hit", shard)
             except BaseException:  # an interrupt: a pin that nobody holds would stay
                 opened.close()
                 raise

@@ -55,6 +55,9 @@ _UNSEEN = 0.05
 #: What a filesystem says where it cannot link, or the other entry is gone.
 _CANNOT_LINK = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOENT})
 _TAKEN = frozenset({errno.EEXIST, errno.ENOTEMPTY})
+#: Links of a directory that holds one other. Where they are not counted (btrfs, overlayfs) an
+#: entry is looked at once more.
+_ALONE = 3
 #: Entries remembered per process, about 300 bytes each.
 _REMEMBERED = 100_000
 
@@ -219,7 +222,9 @@ class Store:
         if sync:
             sync_directory(entry.parent)
             sync_directory(entry.parent.parent)
-        if ours:  # what is in it was checked before it got there
+        if ours and _is_alone(entry):
+            # What is in it was checked before it got there. Beside another version it is to be
+            # looked for, since nobody can tell which of them is newer but by looking.
             self._remember(metadata.key, str(entry), f"{entry}/{partial.data.name}", metadata.size)
         else:
             self._known.pop(metadata.key, None)
@@ -409,3 +414,11 @@ class Store:
                 return False
             raise
         return True
+
+
+def _is_alone(entry: Path) -> bool:
+    """Whether nothing else is where an entry is; False where that cannot be told."""
+    try:
+        return os.lstat(entry.parent).st_nlink == _ALONE
+    except OSError:
+        return False

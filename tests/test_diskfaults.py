@@ -161,7 +161,7 @@ def on_shim(shim: Shim, make_cache: MakeCache, origin: MemoryOrigin, tmp_path: P
 def test_a_disk_that_refuses_a_step_costs_no_read(
     on_shim: MakeCache, shim: Shim, origin: MemoryOrigin, caplog, step: str, number: int
 ) -> None:
-    cache = on_shim()
+    cache = on_shim(max_size="100TB")  # without a budget nobody asks for its lock
     operation, pattern = STEPS[step]
     rule = shim.fail(operation, f"{cache.dir.name}/{pattern}", error=number, times=-1)
     with no_descriptor_left():

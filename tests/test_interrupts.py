@@ -33,7 +33,7 @@ pytestmark = pytest.mark.failure("interrupts")
     [
         ("hit", 1),
         ("pin", 1),
-        ("fetch", 41),
+        ("fetch", 31),
         ("follow", 7),
         ("evict", 47),
         ("clean", 13),

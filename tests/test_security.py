@@ -357,6 +357,8 @@ class Scene:
         Pending(path, self.layout.modes, SYSTEM_CLOCK).note(100, 50, 50)
 
     def cache(self, **options: Any) -> Cache:
+        # With a budget, or nobody would ask for its lock.
+        options.setdefault("max_size", "100TB")
         return Cache(self.root, min_free=0, cache_local=True, **options)
 
     def place(self, name: str) -> Path:

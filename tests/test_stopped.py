@@ -52,6 +52,7 @@ class Lab:
         return f"s3://{self.bucket}/{name}"
 
     def worker(self, stop_at: str = "", **options: object) -> Worker:
+        options.setdefault("max_size", BUDGET)
         return Worker(dir=self.path, stop_at=stop_at, **options)  # type: ignore[arg-type]
 
     def entries(self) -> list[tuple[str, int]]:
@@ -75,6 +76,8 @@ def lab(s3: S3Server, bucket: str, tmp_path: Path) -> Lab:
     return Lab(s3, bucket, tmp_path / "cache")
 
 
+#: More than there is: without one nobody asks for the budget lock while there is ample room.
+BUDGET = "100TB"
 #: Where a fetch is stopped.
 STEPS = {
     "with its lock": "after shardcache.locks:KeyLock.try_acquire",
@@ -232,7 +235,7 @@ def waiter(lab: Lab, **options: object) -> tuple[Cache, FakeClock]:
     holder = read_holder(record)
     assert holder is not None
     clock = FakeClock(holder.started)
-    config = Cache(lab.path, min_free=0, **options).config
+    config = Cache(lab.path, min_free=0, max_size=BUDGET, **options).config
     return Cache.from_config(config, clock=clock), clock
 
 

@@ -983,14 +983,14 @@ def test_an_entry_opened_just_before_it_is_evicted_is_a_miss(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entry = publish(store)
-    real = locks._flock
+    real = fcntl.flock
 
-    def late(fd: int, kind: int) -> bool | None:
-        monkeypatch.setattr(locks, "_flock", real)
+    def late(fd: int, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", real)
         assert store.evict(entry)
-        return real(fd, kind)
+        real(fd, operation)
 
-    monkeypatch.setattr(locks, "_flock", late)
+    monkeypatch.setattr(fcntl, "flock", late)
     with no_descriptor_left():
         assert read(store) is None
 

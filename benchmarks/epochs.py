@@ -90,12 +90,12 @@ class _Bench:
         self._options = options
 
     def work(
-        self, task: str, way: str, keys: Sequence[str], *, processes: int = 1
-    ) -> tuple[list[Row], int]:
+        self, task: str, way: str, keys: Sequence[str], *, processes: int = 1, steps: int = 1
+    ) -> tuple[list[list[Row]], int]:
         """Run a task in so many processes on one fresh cache.
 
         Returns:
-            What each of them found, and how many object fetches it cost.
+            What each of them found, by step, and how many object fetches the first one cost.
         """
         cache = self._disk / "cache"
         shutil.rmtree(cache, ignore_errors=True)
@@ -116,13 +116,11 @@ class _Bench:
                 crew = [stack.enter_context(self._process(task, plan)) for _ in range(processes)]
                 for process in crew:
                     _line(process, "ready")
-            for process in crew:
-                assert process.stdin is not None
-                process.stdin.write("go\n")
-                process.stdin.flush()
-            found = [json.loads(_line(process)) for process in crew]
+            found = [_step(crew)]
+            fetches = self._fetches() - before
+            found += [_step(crew) for _ in range(steps - 1)]
         shutil.rmtree(cache)
-        return found, self._fetches() - before
+        return found, fetches
 
     def _fetches(self) -> int:
         return sum(self._target.object_fetches().values())
@@ -139,6 +137,8 @@ class _Bench:
         )
         try:
             yield process
+            assert process.stdin is not None
+            process.stdin.close()  # there is no further step
             process.wait(_PATIENCE)
         finally:
             process.kill()
@@ -146,6 +146,15 @@ class _Bench:
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
                     pipe.close()
+
+
+def _step(crew: Sequence[subprocess.Popen[str]]) -> list[Row]:
+    """Let all of them go, and wait for what each of them found."""
+    for process in crew:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    return [json.loads(_line(process)) for process in crew]
 
 
 def _line(process: subprocess.Popen[str], wanted: str = "") -> str:
@@ -177,7 +186,7 @@ def _epochs(
     for number in range(repeats):
         turn = number % len(rows)
         for row in [*rows[turn:], *rows[:turn]]:
-            (found,), fetches = bench.work("epochs", row["way"], keys)
+            ((found,),), fetches = bench.work("epochs", row["way"], keys)
             for name in ("cold", "warm"):
                 samples = found[name]["samples"]
                 if samples != sizes.shards * sizes.samples:
@@ -199,10 +208,12 @@ def _sharing(
         for way in (way for way in _SHARING if way in ways):
             runs = []
             for _ in range(repeats):
-                found, fetches = bench.work("read", way, keys[:1], processes=processes)
-                begun = min(each["begun"] for each in found)
-                last = max(each["ended"] for each in found)
-                runs.append({"seconds": last - begun, "object_fetches": fetches})
+                found, fetches = bench.work("read", way, keys[:1], processes=processes, steps=2)
+                cold, again = (
+                    max(each["ended"] for each in step) - min(each["begun"] for each in step)
+                    for step in found
+                )
+                runs.append({"seconds": cold, "again": again, "object_fetches": fetches})
             title = WAYS[way][0]
             rows.append({"way": way, "title": title, "processes": processes, "runs": runs})
             say(f"  {title}, {processes} processes: {runs[-1]}")
@@ -212,7 +223,7 @@ def _sharing(
 def _prewarm(bench: _Bench, keys: Sequence[str], repeats: int) -> list[Row]:
     runs = []
     for _ in range(repeats):
-        (found,), fetches = bench.work("prewarm", "shardcache", keys)
+        ((found,),), fetches = bench.work("prewarm", "shardcache", keys)
         if (found["cold"]["fetched"], found["warm"]["cached"]) != (len(keys), len(keys)):
             raise RuntimeError(f"prewarm: {found}")
         runs.append({**found, "object_fetches": fetches})
@@ -253,6 +264,7 @@ def _link_report(group: Row) -> str:
             row["title"],
             str(row["processes"]),
             f"{middle(row, 'seconds'):.2f}",
+            f"{middle(row, 'again'):.2f}",
             f"{middle(row, 'object_fetches'):.0f}",
         ]
         for row in group["sharing"]
@@ -274,7 +286,10 @@ def _link_report(group: Row) -> str:
             f"{group['title']}",
             table(heads, epochs),
             f"#### One cold shard, {group['title']}",
-            table(["", "processes", "until the last has read it s", "object fetches"], sharing),
+            table(
+                ["", "processes", "until the last has read it s", "once more s", "object fetches"],
+                sharing,
+            ),
             f"#### Prewarming, {group['title']}",
             table(["", "cold s", "again s", "object fetches"], prewarmed),
         ]

@@ -31,9 +31,10 @@ def _place(stream: BinaryIO) -> str:
 
 
 def _place_at_first(stream: BinaryIO) -> str:
-    """``follow`` is a shard that is still on its way."""
-    following = isinstance(getattr(stream, "raw", None), FollowStream)
-    return "follow" if following and _place(stream) == "stream" else _place(stream)
+    """``follow`` is a shard that is still on its way, as far as is known by now."""
+    raw = getattr(stream, "raw", None)
+    following = isinstance(raw, FollowStream) and raw._final is None  # which past the cache is not
+    return "follow" if following else _place(stream)
 
 
 def read(worker: Worker, name: str | None = None, cache: Cache | None = None) -> None:
@@ -69,6 +70,7 @@ def leave(worker: Worker) -> None:
     name = worker.choose()
     with worker.call("leave", name) as told, _open(worker, name, told) as stream:
         stream.read(worker.rng.randrange(100_000))
+        told["place"] = _place_at_first(stream)  # meanwhile there may have been no room
 
 
 def pinned(worker: Worker) -> None:

@@ -141,7 +141,7 @@ class Worker:
     def background(self) -> list[str]:
         """Shards that are still being fetched although the calls for them ended."""
         process = self.cache._here()
-        if process._coordinator is None:
+        if process.ready is None:
             return []
         urls = {self.settings.url(name): name for name in self.settings.names}
         return [urls[str(shard)] for shard in process.fetchings.unfinished()]

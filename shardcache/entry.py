@@ -8,9 +8,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from shardcache.layout import (
     META,
@@ -25,20 +26,24 @@ from shardcache.metadata import MAX_BYTES, DamagedError, Metadata
 
 __all__ = ["Entry", "lacks", "read_sidecar", "scan", "versions"]
 
+#: Seconds after which a scan that mostly waits for the disk goes on with so many threads: a
+#: hundred thousand entries that nothing was asked of for long take a minute, one by one.
+_SLOW = 0.25
+_LOOKS = 8
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A published shard.
+
+class Entry(NamedTuple):
+    """A published shard. A tuple, and its path a text: a scan makes them by the hundred thousand.
 
     Attributes:
-        path: its directory.
+        directory: where it is.
         key: key of its URL.
         version: version of the object.
         size: bytes of the data.
         used: wall-clock seconds of the last use, to `touch_interval`.
     """
 
-    path: Path
+    directory: str
     key: str
     version: str
     size: int
@@ -49,7 +54,12 @@ class Entry:
         """The entry in a directory that bears an entry's name."""
         parsed = parse_entry_name(path.name)
         assert parsed is not None
-        return cls(path, path.parent.name, parsed[0], parsed[1], _used(path))
+        return cls(str(path), path.parent.name, parsed[0], parsed[1], _used(path))
+
+    @property
+    def path(self) -> Path:
+        """Its directory."""
+        return Path(self.directory)
 
     def metadata(self) -> Metadata:
         """Read the sidecar.
@@ -127,15 +137,41 @@ def scan(layout: Layout) -> Iterator[Entry]:
     Raises:
         OSError: a directory cannot be read.
     """
-    for prefix in list_names(layout.objects):
-        if not is_key(prefix * 16):  # perhaps one that is not open to us yet (`modes`)
-            continue
-        directory = f"{layout.objects}/{prefix}"
-        for key in list_names(directory):
-            if not (is_key(key) and key.startswith(prefix)):
-                continue
-            for child, version, size in _children(f"{directory}/{key}"):
-                yield Entry(Path(child.path), key, version, size, _used(child.path))
+    prefixes = iter([name for name in list_names(layout.objects) if is_key(name * 16)])
+    begun, worked = time.monotonic(), time.thread_time()
+    for prefix in prefixes:
+        yield from _below(layout.objects, prefix)
+        seconds = time.monotonic() - begun
+        if seconds > _SLOW and time.thread_time() - worked < seconds / 4:
+            break
+    else:
+        return
+    # It is the disk that is waited for: it can look for several at once.
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(_LOOKS, "shardcache-scan") as pool:
+        looks = [pool.submit(_all_below, layout.objects, prefix) for prefix in prefixes]
+        try:
+            for look in looks:
+                yield from look.result()
+        finally:  # also where the consumer has seen enough
+            pool.shutdown(cancel_futures=True)
+
+
+def _all_below(objects: Path, prefix: str) -> list[Entry]:
+    return list(_below(objects, prefix))
+
+
+def _below(objects: Path, prefix: str) -> Iterator[Entry]:
+    """The entries whose keys begin with ``prefix``."""
+    directory = f"{objects}/{prefix}"
+    if not is_directory(directory):  # perhaps one that is not open to us yet (`modes`)
+        return
+    for place in _scanned(directory):
+        key = place.name
+        if is_key(key) and key.startswith(prefix) and place.is_dir(follow_symlinks=False):
+            for child, version, size in _listed(place.path):
+                yield Entry(child.path, key, version, size, _used(child.path))
 
 
 def versions(layout: Layout, key: str) -> list[tuple[Path, int]]:
@@ -154,18 +190,24 @@ def versions(layout: Layout, key: str) -> list[tuple[Path, int]]:
 
 def _children(key_dir: Path | str) -> list[tuple[os.DirEntry[str], str, int]]:
     """(directory, version, size) of the entries of a key; symbolic links are none."""
-    if not is_directory(key_dir):
-        return []
-    try:
-        with os.scandir(key_dir) as children:
-            named = [(child, parse_entry_name(child.name)) for child in children]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+    return _listed(key_dir) if is_directory(key_dir) else []
+
+
+def _listed(key_dir: Path | str) -> list[tuple[os.DirEntry[str], str, int]]:
+    """As `_children` of what is known to be a directory."""
     return [
         (child, *parsed)
-        for child, parsed in named
-        if parsed is not None and child.is_dir(follow_symlinks=False)
+        for child in _scanned(key_dir)
+        if (parsed := parse_entry_name(child.name)) is not None
+        and child.is_dir(follow_symlinks=False)
     ]
+
+
+def _scanned(directory: Path | str) -> list[os.DirEntry[str]]:
+    try:
+        return list(os.scandir(directory))
+    except (FileNotFoundError, NotADirectoryError):  # it was there just now
+        return []
 
 
 def _used(directory: Path | str) -> float:

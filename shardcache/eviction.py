@@ -154,15 +154,18 @@ def plan(
         protect_since: entries used at or after this time stay.
         in_use: asked only of entries that would otherwise go.
     """
-    # The path last: two namespaces may have one version each, of the same age.
-    by_use = sorted(
-        entries,
-        key=lambda e: (not _is_ahead(e.used, now), e.used, e.key, e.version, e.path),
-    )
-    total = sum(entry.size for entry in by_use)
+    found = list(entries)
+    total = sum(entry.size for entry in found)
     over = max(0, total + reserved - limits.max_size) if limits.max_size is not None else 0
     short = limits.free_needed
     inodes = limits.inodes_needed
+    horizon = now + SKEW
+    asked = limits.everything or limits.max_age is not None
+    if not asked and max(over, short, inodes) <= 0:  # nobody goes, whoever would be the first
+        ahead = tuple(e for e in found if e.used > horizon and now >= _LIBRARY)
+        return EvictionPlan((), len(found), total, 0, ahead)
+    # The path last: two namespaces may have one version each, of the same age.
+    by_use = sorted(found, key=lambda e: (e.used <= horizon, e.used, e.key, e.version, e[0]))
     victims: list[Victim] = []
     undated: list[Entry] = []
     for entry in by_use:

@@ -194,6 +194,7 @@ class Opener:
         if opened is not None:
             try:
                 process.touch(opened)
+                logger.debug("%s: hit", shard)
             except BaseException:  # an interrupt: a pin that nobody holds would stay
                 opened.close()
                 raise

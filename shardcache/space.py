@@ -225,17 +225,14 @@ class Space:
 
     def plan(self, limits: Limits, *, reserved: int = 0, protect: bool = True) -> EvictionPlan:
         """What would have to go; see `eviction.plan`."""
-        owners: dict[Entry, Store] = {}
-        for store in self._stores():
-            for entry in store.entries():
-                owners[entry] = store
+        stores = self._stores()
         return plan(
-            owners,
+            (entry for store in stores for entry in store.entries()),
             limits,
             self._clock.time(),
             reserved=reserved,
             protect_since=oldest_live_session(self._node) if protect else None,
-            in_use=lambda entry: owners[entry].is_pinned(entry),
+            in_use=lambda entry: stores[0].owning(entry).is_pinned(entry),
         )
 
     def date(self, entries: Iterable[Entry]) -> None:

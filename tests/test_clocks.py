@@ -278,7 +278,7 @@ DAY = 86_400.0
 
 
 def shelf(**used: float) -> list[Entry]:
-    return [Entry(Path(f"/{name}"), name, "0" * 24, 10, when) for name, when in used.items()]
+    return [Entry(f"/{name}", name, "0" * 24, 10, when) for name, when in used.items()]
 
 
 def victims(

@@ -34,7 +34,7 @@ def shelves(draw: st.DrawFn) -> list[Entry]:
         )
     )
     return [
-        Entry(Path(f"/{base}/{key:032x}/{'0' * 24}-{size:x}"), f"{key:032x}", "0" * 24, size, used)
+        Entry(f"/{base}/{key:032x}/{'0' * 24}-{size:x}", f"{key:032x}", "0" * 24, size, used)
         for base, key, size, used in rows
     ]
 

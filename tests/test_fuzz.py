@@ -129,7 +129,7 @@ def test_a_file_of_any_size_costs_a_bounded_amount_of_memory(tmp_path: Path) -> 
     tracemalloc.start()
     try:
         with pytest.raises(DamagedError):
-            Entry(tmp_path, "", "", 0, 0.0).metadata()
+            Entry(str(tmp_path), "", "", 0, 0.0).metadata()
         assert read_progress(tmp_path) is not None
         assert read_holder(tmp_path / "key.lock") is None
         check_group(tmp_path, PRIVATE)

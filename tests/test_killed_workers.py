@@ -21,7 +21,7 @@ from shardcache.partials import read_progress
 from tests.conftest import make_tar
 from tests.storetools import PATIENCE, wait_until
 
-SHARDS, MEMBERS = 4, 4
+SHARDS, MEMBERS = 4, 16
 STALE_AFTER = 600
 
 #: One rank: an epoch through a DataLoader, begun anew when a worker has died, as a launcher
@@ -82,7 +82,8 @@ def test_the_peers_of_a_killed_worker_go_on_at_once(
             assert rank.stdout is not None and rank.stdin is not None
             assert rank.stdout.readline() == "ready\n"
         meter.reset()
-        meter.pause(after=len(shards[0]) // 2)
+        # All of them may be on their way at once: then one has a block, and none is complete.
+        meter.pause(after=SHARDS * (BLOCK + 64_000))
         for rank in ranks:
             rank.stdin.write("\n")  # type: ignore[union-attr]
             rank.stdin.flush()  # type: ignore[union-attr]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -141,3 +143,29 @@ def test_the_description_of_s3_is_read_once(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(botocore.loaders.JSONFileLoader, "load_file", load)
     make_client(options, endpoint_url="http://127.0.0.1:9", connections=1, timeout=1)
     assert [name for name in read if name.startswith("service")] == []
+
+
+FORK = """
+import os, sys, time
+from shardcache import preparing
+done = []
+def prepare():
+    time.sleep(0.2)
+    import filelock
+    from shardcache.descriptors import open_owned
+    from shardcache.modes import PRIVATE
+    with filelock.FileLock(sys.argv[1]):
+        os.close(open_owned(sys.argv[1] + "2", os.O_RDWR | os.O_CREAT | os.O_EXCL, PRIVATE))
+    done.append(True)
+preparing.begin(prepare)
+pid = os.fork()
+if not pid:
+    os._exit(0 if done else 1)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def test_a_fork_waits_for_a_preparation_that_takes_locks(tmp_path: Path) -> None:
+    """Others take locks of theirs for a fork, which would not be had then: it waits first."""
+    command = [sys.executable, "-c", FORK, str(tmp_path / "lock")]
+    assert subprocess.run(command, timeout=120, check=False).returncode == 0

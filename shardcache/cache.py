@@ -142,7 +142,7 @@ class Cache:
         Args:
             url: a shard, for its origin's client.
         """
-        preparing.begin(lambda: self._prepare(url))
+        preparing.begin(lambda: self.prepare_here(url))
 
     def prepare_here(self, url: str | None = None) -> None:
         """As `prepare`, in the calling thread.
@@ -150,16 +150,6 @@ class Cache:
         Raises:
             As `open` with ``strict``.
         """
-        self._prepare(url)
-
-    def with_connections(self, count: int) -> Cache:
-        """This cache with another cap of connections, for a process beside this one."""
-        other = Cache.__new__(Cache)
-        config = replace(self.config, connections=count)
-        other._setup(config, self.sources, self._clock, self._started)
-        return other
-
-    def _prepare(self, url: str | None) -> None:
         import filelock  # noqa: F401 - what is imported on first use, for `import shardcache`
         import tenacity  # noqa: F401
         import xxhash  # noqa: F401
@@ -170,6 +160,13 @@ class Cache:
         process.coordinator()
         if url is not None:
             process.origins.prepare(self.parse(url))
+
+    def with_connections(self, count: int) -> Cache:
+        """This cache with another cap of connections, for a process beside this one."""
+        other = Cache.__new__(Cache)
+        config = replace(self.config, connections=count)
+        other._setup(config, self.sources, self._clock, self._started)
+        return other
 
     def open(self, url: str) -> BinaryIO:
         """Open a shard for reading: from the cache, fetched meanwhile if need be.

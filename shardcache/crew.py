@@ -17,22 +17,19 @@ A `Crew` may be used by any number of threads, within its ``with`` block.
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
-import logging.handlers
 import os
-import pickle
 import resource
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from multiprocessing.connection import Connection, Pipe
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING
 
 from shardcache.blocks import FetchStatus
+from shardcache.crewmember import CANCEL, END, FAREWELL, HANDLED, live
 from shardcache.urls import ShardURL
 
 if TYPE_CHECKING:
@@ -42,30 +39,15 @@ __all__ = ["Crew", "suitable"]
 
 logger = logging.getLogger(__name__)
 
-#: More than this many were not seen to be of use: the disk or the network is the limit then.
+#: Unasked, no node forks more than this. Only up to two were measured.
 _MOST = 8
-#: Shards or bytes that a process is worth. It takes 50 to 100 ms until it fetches, in which one
-#: process brings some 30 small shards, or 100 MB where the network is as fast as that.
+#: Shards or bytes that a process is worth: with fewer, forks and an S3 client for each cost more
+#: than they bring (16 x 64 MiB from a fast server took longer in two processes than in one).
 _SHARDS_EACH = 32
 _BYTES_EACH = 2 << 30
 #: Bytes of memory beyond which a process is not forked unasked: the kernel copies 2 MB of page
 #: tables per GB, while everything in the process waits.
 _LARGE = 1 << 30
-#: Seconds between two looks for what a parent says, and at least between two reports of how
-#: far a fetch is, by which the parent finds out how many are best at a time.
-_TICK = 0.1
-_REPORT = 0.01
-#: Seconds that a process has to let go of its partials when its lines are closed.
-_FAREWELL = 5.0
-#: Signals that the parent answers for all: Ctrl-C goes to every process of a terminal, and
-#: what ends a job to every process of it. If the parent dies of one, they see that.
-_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-#: What a parent says. To close a connection would not do: a thread that reads from it holds
-#: it open.
-_CANCEL, _END = "cancel", "end"
-#: size, written, received, retries
-_State = tuple[int | None, int, int, int]
 
 
 def suitable(shards: int, size: int) -> int:
@@ -118,17 +100,19 @@ class Crew:
         connections = max(1, cache.config.connections // count)
         cache.prepare_here()  # or each would import and read it all anew
         # A signal between the fork and the child's first statement would find our handlers.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
+        mine = cache.with_connections(connections)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
         try:
             for number in range(count):
                 member = _Member(number, lines, self._members)
                 self._members.append(member)
                 pid = os.fork()
                 if pid == 0:
-                    _be(member, cache.with_connections(connections), before)
+                    live(mine, member.far_control, member.far_lines, member.foreign())
                 member.begun(pid)
-        except OSError as exn:  # a limit of processes or of memory: those there are do it all
-            self._members.pop().drop()
+        except OSError as exn:  # a limit of processes, memory or files: those there are do it all
+            if self._members and not self._members[-1].runs:
+                self._members.pop().drop()
             logger.info("fetching with %d processes: %s", self.size, exn)
         except BaseException:
             self.close()
@@ -183,7 +167,7 @@ class Crew:
             if member not in self._members:
                 return
             self._members.remove(member)
-        how = member.end(_FAREWELL)
+        how = member.end(FAREWELL)
         logger.warning(
             "a process that fetched shards was lost (%s); they are fetched by %d more",
             how,
@@ -213,7 +197,7 @@ class Crew:
             members = list(self._members)
         for member in members:
             with contextlib.suppress(OSError):  # it is gone
-                member.control.send(_CANCEL)
+                member.control.send(CANCEL)
 
     def close(self) -> None:
         """End the processes, and wait for them."""
@@ -221,7 +205,7 @@ class Crew:
             members, self._members = self._members, []
         for member in members:
             member.drop()
-        end = time.monotonic() + _FAREWELL
+        end = time.monotonic() + FAREWELL
         for member in members:
             member.end(max(0.0, end - time.monotonic()))
 
@@ -245,23 +229,28 @@ class _Member:
         self.far_lines = [far for _, far in pairs]
         self._pid: int | None = None
 
+    @property
+    def runs(self) -> bool:
+        """Whether it was forked, and has not been waited for."""
+        return self._pid is not None
+
+    def foreign(self) -> list[Connection]:
+        """In the process itself: ends that are not its own."""
+        return [near for one in (*self.others, self) for near in (one.control, *one.lines)]
+
     def begun(self, pid: int) -> None:
         """In the parent: it runs."""
         self._pid = pid
         for far in (self.far_control, *self.far_lines):
             far.close()
 
-    def close_near(self) -> None:
-        """Close the parent's ends, in whichever process."""
-        for near in (self.control, *self.lines):
-            near.close()
-
     def drop(self) -> None:
         """Let it end, and close the parent's ends."""
         if self._pid is not None and not self.control.closed:
             with contextlib.suppress(OSError):  # it has ended
-                self.control.send(_END)
-        self.close_near()
+                self.control.send(END)
+        for near in (self.control, *self.lines):
+            near.close()
         if self._pid is None:
             for far in (self.far_control, *self.far_lines):
                 far.close()
@@ -301,130 +290,3 @@ def _ask(line: Connection, shard: ShardURL, status: FetchStatus) -> Exception | 
                 return found
     except (EOFError, OSError) as exn:
         raise _LostError from exn
-
-
-# -- in the forked process ---------------------------------------------------------
-
-
-def _be(member: _Member, cache: Cache, mask: set[Any]) -> NoReturn:
-    """Live as a member of the crew."""
-    try:
-        for handled in _HANDLED:
-            signal.signal(handled, signal.SIG_IGN)
-        signal.set_wakeup_fd(-1)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        for each in (*member.others, member):
-            each.close_near()
-        _serve(member, cache)
-    except BaseException:  # noqa: BLE001 - nothing of the parent's may be unwound here
-        os.write(2, f"shardcache: {sys.exc_info()[1]!r}\n".encode())
-        os._exit(1)
-    os._exit(0)
-
-
-def _serve(member: _Member, cache: Cache) -> None:
-    control = member.far_control
-    _log_to(control)
-    fetches = [_Fetches(cache, line) for line in member.far_lines]
-    threads = [threading.Thread(target=each.run, daemon=True) for each in fetches]
-    for thread in threads:
-        thread.start()
-    while True:
-        if control.poll(_TICK):
-            try:
-                word = control.recv()
-            except (EOFError, OSError):  # the parent is gone
-                break
-            if word == _END:
-                break
-            cache.cancel()
-        for each in fetches:
-            each.report()  # the last one may have come too soon after another
-    end = time.monotonic() + _FAREWELL
-    while any(thread.is_alive() for thread in threads) and time.monotonic() < end:
-        cache.cancel()  # again and again: a fetch may begin between two of these calls
-        time.sleep(_TICK / 10)
-    cache.close()
-
-
-class _Fetches:
-    """What comes over one line, one after another."""
-
-    def __init__(self, cache: Cache, line: Connection) -> None:
-        self._cache = cache
-        self._line = line
-        self._guard = threading.Lock()
-        self._status: FetchStatus | None = None
-        self._told: _State | None = None
-        self._told_at = 0.0
-
-    def run(self) -> None:
-        """Fetch until the line is closed."""
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                shard, listed = self._line.recv()
-                self._status = FetchStatus(listed=listed, listener=self._moved)
-                answer = self._fetch(shard, self._status)
-                with self._guard:
-                    state, self._status = _state(self._status), None
-                    self._line.send((state, answer))
-
-    def _fetch(self, shard: ShardURL, status: FetchStatus) -> Exception | tuple[int, str]:
-        try:
-            entry, how = self._cache.fetch_shard(shard, status)
-        except Exception as exn:  # noqa: BLE001 - whoever asked gets it
-            return _portable(exn)
-        return entry.size, str(how)
-
-    def _moved(self) -> None:
-        """Tell how far the current one is, unless that was told just now."""
-        if time.monotonic() - self._told_at >= _REPORT:
-            self.report()
-
-    def report(self) -> None:
-        """Tell how far the current one is, if the parent does not know."""
-        with self._guard, contextlib.suppress(OSError):  # the parent is gone
-            if self._status is not None and (state := _state(self._status)) != self._told:
-                self._told, self._told_at = state, time.monotonic()
-                self._line.send((state, None))
-
-
-def _state(status: FetchStatus) -> _State:
-    return status.size, status.written, status.received, status.retries
-
-
-def _portable(exn: Exception) -> Exception:
-    """The error, or its text, if it does not survive the way."""
-    try:
-        if type(pickle.loads(pickle.dumps(exn))) is type(exn):  # noqa: S301 - our own
-            return exn
-    except Exception:  # noqa: BLE001 - whatever its class does
-        logger.debug("cannot be sent: %r", exn)
-    return OSError(errno.EIO, f"{type(exn).__name__}: {exn}")
-
-
-class _Forward(logging.handlers.QueueHandler):
-    """Sends records to the parent."""
-
-    def __init__(self, control: Connection) -> None:
-        super().__init__(None)  # type: ignore[arg-type]
-        self._control = control
-
-    def enqueue(self, record: logging.LogRecord) -> None:
-        """See `logging.handlers.QueueHandler`; called by one thread at a time."""
-        with contextlib.suppress(OSError):  # it is gone, and soon so are we
-            self._control.send(record)
-
-
-def _log_to(control: Connection) -> None:
-    """Let all loggers log to the parent, who may be drawing on the terminal."""
-    forward = _Forward(control)
-    for each in _loggers():
-        if each.handlers:
-            each.handlers = [] if each.propagate else [forward]
-    logging.root.handlers = [forward]
-
-
-def _loggers() -> Iterator[logging.Logger]:
-    known: dict[str, Any] = logging.root.manager.loggerDict
-    return (each for each in list(known.values()) if isinstance(each, logging.Logger))

@@ -165,7 +165,7 @@ def plan(
         ahead = tuple(e for e in found if e.used > horizon and now >= _LIBRARY)
         return EvictionPlan((), len(found), total, 0, ahead)
     # The path last: two namespaces may have one version each, of the same age.
-    by_use = sorted(found, key=lambda e: (e.used <= horizon, e.used, e.key, e.version, e[0]))
+    by_use = sorted(found, key=lambda e: (e.used <= horizon, e.used, e.key, e.version, e.directory))
     victims: list[Victim] = []
     undated: list[Entry] = []
     for entry in by_use:

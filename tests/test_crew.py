@@ -295,6 +295,24 @@ def test_without_a_fork_to_be_had_it_goes_on(
         assert prewarm(cache, shards, processes=4).fetched == 12
 
 
+def test_without_files_for_all_of_them_there_are_fewer(
+    tmp_path: Path, shards: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, made = module.Pipe, []
+
+    def pipe() -> Any:
+        if len(made) == 5:  # the first one has its control and two lines, the second none
+            raise OSError(24, "Too many open files")
+        made.append(real())
+        return made[-1]
+
+    monkeypatch.setattr(module, "Pipe", pipe)
+    with opened(tmp_path) as cache, Crew(cache, 2, 4) as crew:
+        assert len(crew._members) == 1
+        size, how = crew.fetch_shard(cache.parse(shards[0]), FetchStatus())
+        assert how == "fetched" and size == len(make_tar(0, members=4))
+
+
 def test_processes_are_there_before_anybody_is_told(tmp_path: Path, shards: list[str]) -> None:
     """Who is told may start a thread, beside which forking is not safe."""
     before = children()

@@ -156,6 +156,7 @@ def test_without_limits_nothing_is_listed_and_nothing_goes(make, monkeypatch) ->
     assert entry.path.exists()
 
 
+@pytest.mark.locks_work("files")
 @pytest.mark.parametrize(
     ("size", "free", "options", "asks"),
     [
@@ -179,6 +180,7 @@ def test_where_there_is_ample_room_nobody_is_asked(make, size, free, options, as
     assert bench.layout.named_lock("budget").exists() is bool(looks) is asks
 
 
+@pytest.mark.locks_work("files")
 def test_where_inodes_are_few_there_is_no_ample_room(make, monkeypatch) -> None:
     bench = make()
     for free, asks in ((10_240, False), (10_239, True)):

@@ -98,6 +98,7 @@ def test_several_processes_fetch_each_shard_once(tmp_path: Path, shards: list[st
     assert again.cached == 12
 
 
+@pytest.mark.locks_work("answers")
 def test_their_connections_are_shares_of_the_configured_ones(
     tmp_path: Path, shards: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,6 +190,7 @@ def test_when_all_are_killed_this_process_fetches(tmp_path: Path, shards: list[s
     }
 
 
+@pytest.mark.locks_work("answers")
 def test_cancelling_the_cache_ends_their_fetches(
     s3: S3Server,
     bucket: str,
@@ -355,6 +357,7 @@ cache.prewarm([f"file://{p}" for p in sorted(Path(sys.argv[1], "data").iterdir()
 """
 
 
+@pytest.mark.locks_work("answers")
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["INT", "TERM"]
 )

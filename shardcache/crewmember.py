@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from shardcache import threads
 from shardcache.blocks import FetchStatus
 from shardcache.urls import ShardURL
 
@@ -74,9 +75,10 @@ def live(
 def _serve(cache: Cache, control: Connection, lines: Sequence[Connection]) -> None:
     _log_to(control)
     fetches = [_Fetches(cache, line) for line in lines]
-    threads = [threading.Thread(target=each.run, daemon=True) for each in fetches]
-    for thread in threads:
-        thread.start()
+    workers = [
+        threads.start(each.run, f"shardcache-prewarm-{number}")
+        for number, each in enumerate(fetches)
+    ]
     while True:
         if control.poll(_TICK):
             try:
@@ -89,7 +91,7 @@ def _serve(cache: Cache, control: Connection, lines: Sequence[Connection]) -> No
         for each in fetches:
             each.report()  # the last one may have come too soon after another
     end = time.monotonic() + FAREWELL
-    while any(thread.is_alive() for thread in threads) and time.monotonic() < end:
+    while any(worker.is_alive() for worker in workers) and time.monotonic() < end:
         cache.cancel()  # again and again: a fetch may begin between two of these calls
         time.sleep(_TICK / 10)
     cache.close()

@@ -20,6 +20,7 @@ import os
 import threading
 from collections.abc import Callable
 
+from shardcache import threads
 from shardcache.blocks import FetchStatus
 from shardcache.clock import Clock
 from shardcache.coordination import Obtained
@@ -101,8 +102,7 @@ class Fetching:
             RuntimeError: the process must not have more threads.
         """
         name = f"shardcache-{self.shard.key[:8]}-fetch"
-        # A daemon: a process that exits must not wait for the rest of a shard.
-        threading.Thread(target=self._work, name=name, daemon=True).start()
+        threads.start(self._work, name)
 
     def _work(self) -> None:
         try:

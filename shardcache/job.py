@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from shardcache import digests
+from shardcache import threads
 from shardcache.blocks import Blocks, FetchStatus, Pace, skip
 from shardcache.clock import Clock
 from shardcache.comparison import Comparison, MismatchError
@@ -170,10 +171,8 @@ class Job:
 
     def _spawn(self, function: Callable[[], None]) -> bool:
         name = f"shardcache-{self.url.key[:8]}"
-        # Daemons: a process that exits must not wait for a silent origin.
-        thread = threading.Thread(target=self._guarded, args=(function,), name=name, daemon=True)
         try:
-            thread.start()
+            thread = threads.start(functools.partial(self._guarded, function), name)
         except RuntimeError as exn:  # a limit of processes; those there are do it all
             count = len(self.threads) + 1
             logger.info("%s: fetching with %d threads: %s", self.url, count, exn)

@@ -7,23 +7,14 @@ half-done import would wait for it for ever.
 
 from __future__ import annotations
 
-import functools
-import importlib
 import logging
-import os
-import threading
 from collections.abc import Callable
+
+from shardcache import threads
 
 __all__ = ["begin"]
 
 logger = logging.getLogger(__name__)
-
-#: Seconds that a fork waits: what the slowest disk takes. Then the child takes its chance.
-_BEFORE_FORK = 30.0
-
-#: Modules that take locks of their own before a fork.
-_HOOKS = ("concurrent.futures.thread", "filelock", "shardcache.descriptors")
-_running: set[threading.Thread] = set()
 
 
 def begin(function: Callable[[], object]) -> None:
@@ -36,33 +27,8 @@ def begin(function: Callable[[], object]) -> None:
             function()
         except Exception as exn:  # noqa: BLE001 - see above
             logger.debug("not prepared: %s", exn)
-        finally:
-            _running.discard(thread)
 
-    _wait_before_forks()
-    thread = threading.Thread(target=run, name="shardcache-prepare", daemon=True)
-    _running.add(thread)
     try:
-        thread.start()
+        threads.start(run, "shardcache-prepare", whole=True)
     except RuntimeError as exn:  # a limit of processes
-        _running.discard(thread)
         logger.debug("not prepared: %s", exn)
-
-
-@functools.cache
-def _wait_before_forks() -> None:
-    """Let forks wait, before anything else is done for them.
-
-    What is registered last is called first. Others hold their locks over a fork, filelock for
-    one: if it came first, a preparation that wants such a lock and the fork would wait for each
-    other.
-    """
-    for name in _HOOKS:
-        importlib.import_module(name)
-    os.register_at_fork(before=_finish, after_in_child=_running.clear)
-
-
-def _finish() -> None:
-    for thread in list(_running):
-        if thread is not threading.current_thread():
-            thread.join(_BEFORE_FORK)

@@ -29,6 +29,7 @@ from shardcache.origin import (
 from shardcache.rangebody import TRANSIENT_STATUS, RangeBody, content_range, retry_after
 from shardcache.s3client import make_client
 from shardcache.s3shortcut import Shortcut
+from shardcache.threads import undivided
 from shardcache.urls import ShardURL, redact
 
 __all__ = ["S3Origin"]
@@ -195,7 +196,8 @@ class S3Origin:
     def _ready_client(self) -> tuple[Any, Shortcut]:
         with self._guard:
             if self._client is None:
-                client = self._make_client()
+                with undivided():  # a fork: it imports, and makes a context of OpenSSL
+                    client = self._make_client()
                 self._client = client, Shortcut(client)
             return self._client
 

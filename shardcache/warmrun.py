@@ -21,6 +21,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from shardcache import threads
 from shardcache.climb import Climb
 from shardcache.clock import SYSTEM_CLOCK
 from shardcache.crew import Crew
@@ -142,10 +143,7 @@ class Run:
         self._touch_cached()
         try:
             for number in range(self._jobs):
-                # Daemons: a process that exits must not wait for a silent origin.
-                threading.Thread(
-                    target=self._work, name=f"shardcache-prewarm-{number}", daemon=True
-                ).start()
+                threads.start(self._work, f"shardcache-prewarm-{number}")
             self._attend()
         except BaseException:
             self._emit = lambda event: None

@@ -1,0 +1,139 @@
+"""Threads in the background, and forks of a process that has such threads.
+
+A fork copies the locks that other threads hold at that moment, and nobody in the child will
+release them: of an import that is half done, and of OpenSSL, which locks what all its users
+share while a context is made and *while a thread that used it ends*. That is after `join` has
+returned: a DataLoader worker that is forked then waits for ever for its first context. So a
+fork waits
+
+* for threads that were started to be waited for (`start` with ``whole``),
+* for pieces of work that are not to be cut in two (`undivided`),
+* for threads of ours that have ended until the kernel, too, says so.
+
+For whatever else a thread may be at, such as a TLS handshake, it does not wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+__all__ = ["start", "undivided"]
+
+#: Seconds that a fork waits: what the slowest disk takes. Then the child takes its chance.
+_BEFORE_FORK = 30.0
+#: Seconds between looks, and that the end of a thread may take: it takes microseconds, more
+#: where processors are busy.
+_LOOK = 0.0005
+_ENDING = 5.0
+
+#: Modules that take locks of their own before a fork.
+_HOOKS = ("concurrent.futures.thread", "filelock", "shardcache.descriptors")
+
+_ours: dict[threading.Thread, bool] = {}  # with whether a fork waits until it has ended
+_undivided: dict[int, int] = {}  # threads, and how often each of them is inside
+#: Held over a fork, so that nothing undivided begins just before it.
+_gate = threading.RLock()
+
+
+def start(function: Callable[[], object], name: str, *, whole: bool = False) -> threading.Thread:
+    """Call ``function`` in a new thread.
+
+    The end of the process does not wait for it: an origin may be silent, and of a shard in
+    flight nothing is lost.
+
+    Args:
+        function: what it does.
+        name: of the thread.
+        whole: whether a fork waits until it has ended.
+
+    Raises:
+        RuntimeError: a limit of processes.
+    """
+    _wait_before_forks()
+    for other in list(_ours):
+        if _is_gone(other):
+            _ours.pop(other, None)
+    thread = threading.Thread(target=function, name=name, daemon=True)
+    _ours[thread] = whole
+    try:
+        thread.start()
+    except BaseException:
+        _ours.pop(thread, None)
+        raise
+    return thread
+
+
+@contextlib.contextmanager
+def undivided() -> Iterator[None]:
+    """Let forks wait for what the calling thread does, other than its own."""
+    _wait_before_forks()
+    me = threading.get_ident()
+    with _gate:
+        _undivided[me] = _undivided.get(me, 0) + 1
+    try:
+        yield
+    finally:
+        # A child has only its own: there may be none.
+        if (depth := _undivided.pop(me, 1)) > 1:
+            _undivided[me] = depth - 1
+
+
+def _is_gone(thread: threading.Thread) -> bool:
+    """Whether it has ended, in the eyes of the kernel, too."""
+    if thread.is_alive() or thread.native_id is None:  # or not started yet
+        return False
+    return not os.path.exists(f"/proc/self/task/{thread.native_id}")  # noqa: PTH110 - in a hook
+
+
+@functools.cache
+def _wait_before_forks() -> None:
+    """Let forks wait, before anything else is done for them.
+
+    What is registered last is called first. Others hold their locks over a fork, filelock for
+    one: if it came first, a thread that wants such a lock and the fork would wait for each
+    other.
+    """
+    for name in _HOOKS:
+        importlib.import_module(name)
+    os.register_at_fork(before=_wait, after_in_parent=_go_on, after_in_child=_begin_anew)
+
+
+def _wait() -> None:
+    me = threading.current_thread()
+    for thread, whole in list(_ours.items()):
+        if whole and thread is not me:
+            thread.join(_BEFORE_FORK)
+    begun = time.monotonic()
+    while True:
+        _gate.acquire()
+        waited = time.monotonic() - begun
+        busy = waited < _BEFORE_FORK and any(each != me.ident for each in list(_undivided))
+        ending = waited < _ENDING and any(_is_ending(each) for each in list(_ours))
+        if not (busy or ending):
+            return
+        _gate.release()
+        time.sleep(_LOOK)
+
+
+def _is_ending(thread: threading.Thread) -> bool:
+    started = thread.native_id is not None
+    return started and not thread.is_alive() and not _is_gone(thread)
+
+
+def _go_on() -> None:
+    # An interrupt in `_wait` is shown and forgotten, and the fork goes on without the gate.
+    with contextlib.suppress(RuntimeError):
+        _gate.release()
+
+
+def _begin_anew() -> None:
+    global _gate
+    _gate = threading.RLock()
+    _ours.clear()
+    _undivided.clear()

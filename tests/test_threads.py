@@ -72,7 +72,9 @@ def test_a_fork_waits_for_what_is_not_to_be_divided() -> None:
     begun, over = threading.Event(), []
 
     def work() -> None:
-        with threads.undivided(), threads.undivided():
+        with threads.undivided():
+            with threads.undivided():
+                pass
             begun.set()
             time.sleep(LONG)
             over.append(True)
@@ -85,12 +87,16 @@ def test_a_fork_waits_for_what_is_not_to_be_divided() -> None:
     assert threads._undivided == {}
 
 
-def test_who_is_in_it_may_fork() -> None:
+def test_who_is_in_it_may_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(threads, "_BEFORE_FORK", 0.2)
+    monkeypatch.setattr(threads.time, "sleep", slept.append)
     with threads.undivided(), threads.undivided():
         with forked(lambda parent: parent.say(dict(threads._undivided))) as child:
             assert child.hear() == {}
         assert threads._undivided == {threading.get_ident(): 2}
     assert threads._undivided == {}
+    assert slept == []  # it has not waited for itself
 
 
 def test_a_child_that_leaves_it_has_no_trouble() -> None:

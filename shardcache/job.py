@@ -17,8 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from shardcache import digests
-from shardcache import threads
+from shardcache import digests, threads
 from shardcache.blocks import Blocks, FetchStatus, Pace, skip
 from shardcache.clock import Clock
 from shardcache.comparison import Comparison, MismatchError

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -135,6 +136,7 @@ def _one_size(count: int, repeats: int, parent: Path | None) -> list[Row]:
             _make_files(home / "files", count)
             say(f"{count:,} entries made in {time.perf_counter() - begun:.0f} s")
             for row in rows:
+                os.sync()  # entries are old when they are cleaned: nothing of them is unwritten
                 run = _run(row["task"], home, count)
                 wanted = int(count * TASKS[row["task"]][2])
                 if abs(run["removed"] - wanted) > 1:

@@ -34,13 +34,14 @@ PATIENCE = 60.0
 #: Seconds; any wait is one too many, but one that ends says more.
 _LOCK_TIMEOUT = 5.0
 _ROOT = {"manifest.json", "CACHEDIR.TAG", "README.txt", "v1"}
-_BASE = {"objects", "partial", "quarantine", "locks", "sessions", "ranks"}
+_BASE = {"objects", "partial", "quarantine", "locks", "sessions", "stats", "ranks"}
 _NOTES = {"flock.json"}
 _HEX2 = re.compile(r"[0-9a-f]{2}\Z")
 _KEY = re.compile(r"[0-9a-f]{32}\Z")
 _ENTRY = re.compile(r"[0-9a-f]{24}-([0-9a-f]{1,16})\Z")
 _LOCK = re.compile(r"[0-9a-f]{32}\.lock\Z")
-_NAMED_LOCK = re.compile(r"(budget|pending|private-\d)\.lock\Z")
+_COUNTS = re.compile(r"([0-9a-f]{32}\.(counts|hours)|begin|fetches\.(log|old))\Z")
+_NAMED_LOCK = re.compile(r"(budget|clean|ledger|pending|private-\d)\.lock\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +165,8 @@ def _belongs(parts: tuple[str, ...], is_directory: bool) -> bool:
         if len(rest) == 1:
             return bool((_HEX2 if is_directory else _NAMED_LOCK).match(rest[0]))
         return len(rest) == 2 and not is_directory and bool(_LOCK.match(rest[1]))
+    if top == "stats":
+        return len(rest) == 1 and not is_directory and bool(_COUNTS.match(rest[0]))
     if top != "objects" or len(rest) > 4:
         return False
     if len(rest) == 4:

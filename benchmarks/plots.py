@@ -1,12 +1,13 @@
-"""Bar charts as SVG, written by hand: no library, and colours that follow the reader's theme.
+"""Bars and lines as SVG, written by hand: no library, and colours that follow the reader's theme.
 
-A chart is a stack of panels; a panel is a title, a unit and horizontal bars. What is drawn is
-in the file itself as text, so a chart can be read, compared and searched like a table.
+A chart of bars is a stack of panels; a panel is a title, a unit and horizontal bars. A chart of
+lines is panels side by side, each from 0 to 1 both ways. What is drawn is in the file itself as
+text, so a chart can be read, compared and searched like a table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from xml.sax.saxutils import escape, quoteattr
@@ -14,7 +15,7 @@ from xml.sax.saxutils import escape, quoteattr
 from benchmarks.results import Row, median
 
 __all__ = ["Bar", "Panel", "chart", "cleaning_chart", "epoch_chart", "hit_chart", "write_charts"]
-__all__ += ["transfer_charts"]
+__all__ += ["Line", "line_charts", "transfer_charts"]
 
 _WIDTH = 860
 _LABELS = 330
@@ -23,6 +24,10 @@ _BAR = 16
 _STEP = 22
 _PANEL = 46
 _MARGIN = 16
+#: Of a panel of lines: its square, and what stands around it.
+_SQUARE = 220
+_LEGEND = 20
+_COLOURS = ("#1a7f37", "#cf222e", "#9a6700", "#8c959f", "#0969da", "#8250df")
 
 _STYLE = """
   text { font: 13px system-ui, sans-serif; fill: #1f2328; }
@@ -76,6 +81,80 @@ class Panel:
     digits: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of a panel, from the left to the right.
+
+    Attributes:
+        label: whose.
+        points: (x, y), each from 0 to 1.
+        marks: other points of the same thing, drawn as dots.
+    """
+
+    label: str
+    points: Sequence[tuple[float, float]]
+    marks: Sequence[tuple[float, float]] = ()
+
+
+def line_charts(title: str, below: str, panels: Mapping[str, Sequence[Line]]) -> str:
+    """Panels of lines side by side, with one legend, as an SVG document.
+
+    Args:
+        title: of all.
+        below: what goes from the left to the right.
+        panels: lines by the panel's title; the lines of each in the same order.
+    """
+    parts = [f'<text class="title" x="{_MARGIN}" y="{_MARGIN + 12}">{escape(title)}</text>']
+    top = _MARGIN + 54
+    for number, (name, lines) in enumerate(panels.items()):
+        parts += _square(name, below, lines, _MARGIN + 34 + number * (_SQUARE + 60), top)
+    y = top + _SQUARE + 62
+    for number, line in enumerate(next(iter(panels.values()))):
+        x = _MARGIN + 34 + number * 150
+        colour = _COLOURS[number % len(_COLOURS)]
+        parts.append(f'<path d="M{x} {y - 4} h24" stroke="{colour}" stroke-width="2"/>')
+        parts.append(f'<text x="{x + 30}" y="{y}">{escape(line.label)}</text>')
+    height = y + _LEGEND
+    wide = max(_WIDTH, _MARGIN * 2 + 34 + len(panels) * (_SQUARE + 60))
+    return _document(title, wide, height, parts)
+
+
+def _square(name: str, below: str, lines: Sequence[Line], left: int, top: int) -> list[str]:
+    parts = [f'<text class="panel" x="{left}" y="{top - 12}">{escape(name)}</text>']
+    for tenth in range(0, 11, 5):
+        x, y = left + _SQUARE * tenth / 10, top + _SQUARE * (1 - tenth / 10)
+        parts.append(
+            f'<path class="bound" d="M{left} {y:.0f} h{_SQUARE} M{x:.0f} {top} v{_SQUARE}"/>'
+        )
+        parts.append(f'<text x="{left - 30}" y="{y + 4:.0f}">{tenth / 10:.1f}</text>')
+        parts.append(f'<text x="{x - 12:.0f}" y="{top + _SQUARE + 18}">{tenth * 10} %</text>')
+    parts.append(f'<text x="{left}" y="{top + _SQUARE + 36}">{escape(below)}</text>')
+    for number, line in enumerate(lines):
+        colour = _COLOURS[number % len(_COLOURS)]
+        places = [(left + _SQUARE * x, top + _SQUARE * (1 - y)) for x, y in sorted(line.points)]
+        path = " L".join(f"{x:.1f} {y:.1f}" for x, y in places)
+        label = escape(line.label)
+        parts.append(
+            f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="2">'
+            f"<title>{label}</title></path>"
+        )
+        for x, y in line.marks:
+            parts.append(
+                f'<circle cx="{left + _SQUARE * x:.1f}" cy="{top + _SQUARE * (1 - y):.1f}" r="4" '
+                f'fill="{colour}"><title>{label}, the program</title></circle>'
+            )
+    return parts
+
+
+def _document(title: str, wide: int, height: int, parts: Sequence[str]) -> str:
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {height}" '
+        f'width="{wide}" height="{height}" role="img" aria-label={quoteattr(title)}>'
+    )
+    back = f'<rect class="back" width="{wide}" height="{height}"/>'
+    return "\n".join([head, f"<style>{_STYLE}</style>", back, *parts, "</svg>", ""])
+
+
 def chart(title: str, panels: Iterable[Panel]) -> str:
     """The panels under each other, as an SVG document."""
     parts = [f'<text class="title" x="{_MARGIN}" y="{_MARGIN + 12}">{escape(title)}</text>']
@@ -83,13 +162,7 @@ def chart(title: str, panels: Iterable[Panel]) -> str:
     for panel in panels:
         parts += _panel(panel, top)
         top += _PANEL + _STEP * len(panel.bars)
-    height = top + _MARGIN
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
-        f'width="{_WIDTH}" height="{height}" role="img" aria-label={quoteattr(title)}>'
-    )
-    back = f'<rect class="back" width="{_WIDTH}" height="{height}"/>'
-    return "\n".join([head, f"<style>{_STYLE}</style>", back, *parts, "</svg>", ""])
+    return _document(title, _WIDTH, top + _MARGIN, parts)
 
 
 def _panel(panel: Panel, top: int) -> list[str]:

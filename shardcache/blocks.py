@@ -41,6 +41,7 @@ class FetchStatus:
             process's, raises `FetchCancelledError`.
         listener: called, by any thread, when there is more to read; must be quick.
         listed: bytes of the shard by a listing, which may be outdated.
+        near: whether it comes from an upstream, not from its origin.
     """
 
     size: int | None = None
@@ -51,6 +52,7 @@ class FetchStatus:
     called_off: bool = False
     listener: Callable[[], None] | None = None
     listed: int | None = None
+    near: bool = False
 
     def grows_in(self, partial: Path) -> None:
         """From now on this is where the shard grows."""

@@ -4,6 +4,8 @@
 the same retries as a fetch. Errors heal inside: the reader sees one only when the
 origin is really gone. It may begin in the middle, where a cached file failed, and
 then insists on the version of that file.
+
+`NearStream` reads a copy in an upstream instead, and checks it as a fetch does.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from shardcache.blocks import Pace, skip
 from shardcache.clock import Clock
-from shardcache.errors import TransferError
+from shardcache.digests import BLOCK, block_digest, tree_digest
+from shardcache.errors import IntegrityError, TransferError
 from shardcache.origin import Body, ObjectInfo, Origin, TransientError, VersionChangedError
 from shardcache.retry import RetryPolicy
 from shardcache.urls import ShardURL
@@ -23,9 +26,11 @@ if TYPE_CHECKING:
 
     from _typeshed import WriteableBuffer
 
+    from shardcache.upstreams import UpstreamOrigin
+
 T = TypeVar("T")
 
-__all__ = ["OriginStream", "open_stream"]
+__all__ = ["NearStream", "OriginStream", "open_stream"]
 
 #: WebDataset reads 10 KiB at a time; a buffer of this size keeps that from
 #: becoming one system call each.
@@ -45,6 +50,9 @@ class OriginStream(io.RawIOBase):
         pin: the version to insist on.
         version: its name (`ObjectInfo.version`), where no more is known of it.
 
+    Attributes:
+        gave: called when it is closed, with how many bytes were read.
+
     Raises:
         As `origin.Origin.open`, and TransferError after all retries, or if the
         object is no longer the version asked for.
@@ -63,9 +71,11 @@ class OriginStream(io.RawIOBase):
         version: str | None = None,
     ) -> None:
         super().__init__()
+        self.gave: Callable[[int], None] | None = None
         self._origin = origin
         self._url = url
         self._clock = clock
+        self._start = start
         self._timeout = timeout
         self._attempts = policy.started(str(url))
         self._position = start
@@ -186,7 +196,93 @@ class OriginStream(io.RawIOBase):
         """Give the connection back."""
         if not self.closed:
             self._drop()
+            gave, self.gave = self.gave, None
+            if gave is not None:
+                gave(self._position - self._start)
         super().close()
+
+
+class NearStream(OriginStream):
+    """A shard as an upstream has it, block by block; the last one when all of it was checked.
+
+    Where the upstream fails on the way, and its copy is known to be of the origin's version,
+    the rest comes from there.
+
+    Args:
+        near: the shard in an upstream.
+        beyond: its origin.
+        url: which shard.
+        policy: retries, for either.
+        clock: time.
+        timeout: seconds without enough bytes before a request is repeated.
+
+    Raises:
+        As `OriginStream`.
+    """
+
+    def __init__(
+        self,
+        near: UpstreamOrigin,
+        beyond: Origin,
+        url: ShardURL,
+        policy: RetryPolicy,
+        clock: Clock,
+        timeout: float,
+    ) -> None:
+        self._near = near
+        self._beyond = beyond
+        self._policy = policy
+        self._digests: list[bytes] = []
+        self._block = memoryview(b"")
+        self._checked = False
+        super().__init__(near, url, policy, clock, timeout)
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        """See `io.RawIOBase.readinto`.
+
+        Raises:
+            IntegrityError: the copy is damaged; another read asks the origin.
+            TransferError: as `OriginStream`.
+        """
+        view = memoryview(buffer).cast("B")
+        if view and not self._block:
+            self._block = self._next_block()
+        count = min(len(view), len(self._block))
+        view[:count], self._block = self._block[:count], self._block[count:]
+        return count
+
+    def _next_block(self) -> memoryview:
+        block = memoryview(bytearray(BLOCK))
+        filled = 0
+        while filled < BLOCK and (count := self._read(block[filled:])):
+            filled += count
+        if filled:
+            self._digests.append(block_digest(block[:filled]))
+        if self._position == self._info.size and not self._checked:
+            self._check()  # again, if it was refused: what is damaged has no end
+            self._checked = True
+        return block[:filled]
+
+    def _read(self, view: memoryview) -> int:
+        try:
+            return super().readinto(view)
+        except TransferError:
+            if self._origin is not self._near or self._near.digest is None:
+                raise
+        self._drop()
+        self._origin = self._beyond
+        self._attempts = self._policy.started(str(self._url))
+        return super().readinto(view)
+
+    def _check(self) -> None:
+        if self._near.digest in (None, tree_digest(self._digests)):
+            return
+        self._near.distrust()
+        raise IntegrityError(
+            f"{self._url}: its copy in {self._near.name} is damaged, which was seen when all of it "
+            "had been read. Read it again: it will come from elsewhere.",
+            url=str(self._url),
+        )
 
 
 def open_stream(

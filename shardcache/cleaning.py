@@ -15,7 +15,7 @@ from shardcache.eviction import ENTRY_INODES, Limits, Reason, Removal, apply, sw
 from shardcache.space import Space
 from shardcache.store import Store
 
-__all__ = ["CleanReport", "clean", "remove"]
+__all__ = ["CleanReport", "clean", "joined", "remove"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,24 +77,47 @@ def clean(
     kept, kept_bytes = chosen.kept, chosen.kept_bytes
     for victim in chosen.victims:
         if dry_run or any(apply(stores[0].owning(victim.entry), [victim])):
+            if not dry_run:
+                space.evicted(victim)
             removed.append(Removal(str(victim.entry.path), victim.entry.size, victim.reason))
         elif victim.entry.path.exists():  # came into use since the plan
             kept += 1
             kept_bytes += victim.entry.size
     if not dry_run:
+        space.something_went()
         space.date(chosen.undated)
+        space.forget_expired_pins()
+        space.compact_counts()
     return CleanReport(
         tuple(removed), kept, kept_bytes, chosen.missing, dry_run, chosen.missing_inodes
     )
 
 
+def joined(reports: Sequence[CleanReport]) -> CleanReport:
+    """Those of several tiers as one."""
+    return CleanReport(
+        tuple(removal for report in reports for removal in report.removed),
+        sum(report.kept for report in reports),
+        sum(report.kept_bytes for report in reports),
+        sum(report.missing for report in reports),
+        all(report.dry_run for report in reports),
+        sum(report.missing_inodes for report in reports),
+    )
+
+
 def remove(
-    stores: Sequence[Store], key: str, *, dry_run: bool = False
+    stores: Sequence[Store], key: str, *, pinned: bool = False, dry_run: bool = False
 ) -> tuple[list[Removal], int]:
     """Remove every version of one shard that nobody uses.
 
+    Args:
+        stores: all namespaces.
+        key: of the shard.
+        pinned: whether somebody pinned it; then it stays.
+        dry_run: touch nothing.
+
     Returns:
-        What was removed, and how many entries stay because they are in use.
+        What was removed, and how many entries stay because they are pinned or in use.
 
     Raises:
         OSError: the filesystem is read-only or failing.
@@ -103,7 +126,10 @@ def remove(
     in_use = 0
     for store in stores:
         for entry in store.entries_of(key):
-            free = not store.is_pinned(entry) if dry_run else store.evict(entry)
+            if pinned:
+                free = False
+            else:
+                free = not store.is_pinned(entry) if dry_run else store.evict(entry)
             if free:
                 removed.append(Removal(str(entry.path), entry.size, Reason.ASKED))
             elif entry.path.exists():

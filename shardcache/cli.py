@@ -44,9 +44,18 @@ _COMMANDS = {
     "ls": "commands_look",
     "path": "commands_prewarm",
     "rm": "commands_clean",
+    "pin": "commands_pin",
+    "unpin": "commands_pin",
     "clean": "commands_clean",
+    "verify": "commands_verify",
+    "stats": "commands_stats",
+    "top": "commands_top",
+    "report": "commands_report",
+    "recipe": "commands_recipe",
     "config": "commands_config",
     "dir": "commands_config",
+    "doctor": "commands_doctor",
+    "completion": "commands_completion",
     "demo": "commands_demo",
 }
 _BY_ERROR: tuple[tuple[type[Exception], int], ...] = (

@@ -6,7 +6,6 @@ dry run shows what would happen.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +38,9 @@ _REMOVED = [Column("name"), Column("size"), Column("reason")]
 @click.option("-n", "--dry-run", is_flag=True, help="Say what would go, remove nothing.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask before --all.")
 @click.option("--all", "everything", is_flag=True, help="Remove all that nobody is reading.")
+@click.option(
+    "--wait/--no-wait", default=True, help="Wait for another clean, or exit with 6 (default: wait)."
+)
 @click.option("--orphans", is_flag=True, help="Only what dead processes left.")
 @click.option(
     "--max-age",
@@ -67,6 +69,7 @@ def clean_command(
     everything: bool,
     yes: bool,
     dry_run: bool,
+    wait: bool,
 ) -> int:
     """Bring the cache within its limits, and sweep what dead processes left.
 
@@ -90,6 +93,7 @@ def clean_command(
             limits=bool(given) or not orphans,
             everything=everything,
             dry_run=dry_run,
+            wait=wait,
         )
         _show(invocation, cache, report, given)
     return 0
@@ -160,12 +164,11 @@ def _reasons(cache: Cache, report: CleanReport, given: dict[str, Any]) -> str:
     return ", ".join(found)
 
 
-def _limit(cache: Cache, given: dict[str, Any]) -> int:
-    limit = given.get("max_size", cache.config.max_size)
-    if limit is None:
-        return 0
-    found = os.statvfs(cache.dir)
-    return int(limit.of(found.f_frsize * found.f_blocks))
+def _limit(cache: Cache, given: dict[str, Any]) -> int | None:
+    from shardcache.volume import Volume
+
+    changes = {name: str(value) for name, value in given.items() if name == "max_size"}
+    return Volume.of(cache.dir).budget(cache.config.replace(**changes))
 
 
 @command(
@@ -183,8 +186,8 @@ def _limit(cache: Cache, given: dict[str, Any]) -> int:
 def rm_command(invocation: Invocation, urls: tuple[str, ...], yes: bool, dry_run: bool) -> int:
     """Remove shards, all cached versions of them.
 
-    Braces are expanded. Exit code 6 if a shard stays because it is being read,
-    1 if one was not cached.
+    Braces are expanded. Exit code 6 if a shard stays because it is pinned or being
+    read, 1 if one was not cached.
     """
     from shardcache.prewarm import expand
 
@@ -245,7 +248,10 @@ def _show_removed(
         columns = [Column("url"), Column("size"), Column("state")]
         console.table("rm", "shard", columns, rows, summary=summary)
     for row in in_use:
-        console.error(f"{row['url']} stays: it is being read. Try again when its job has ended.")
+        console.error(
+            f"{row['url']} stays: it is pinned or being read. See `shardcache unpin`, or try again "
+            "when its job has ended."
+        )
     for row in absent:
         console.error(f"{row['url']} is not cached in {cache.dir}")
     return _BUSY if in_use else 1 if absent else 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,13 @@ if TYPE_CHECKING:
 __all__ = ["ls_command"]
 
 _LAST_SECOND = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
-_STATE_STYLES = {"pinned": "cyan", "damaged": "red", "live": "green", "orphan": "yellow"}
+_STATE_STYLES = {
+    "pinned": "cyan",
+    "in_use": "cyan",
+    "damaged": "red",
+    "live": "green",
+    "orphan": "yellow",
+}
 
 
 @command(
@@ -70,7 +76,8 @@ def ls_command(
     """List the shards in the cache.
 
     GLOB is matched against whole URLs, or against the last part of them if it has
-    no slash. States: ok, pinned (being read), damaged (will be fetched again).
+    no slash. States: ok, in_use (being read), pinned (see `pin`), damaged (will be
+    fetched again).
     With --partial: live (being fetched) and orphan (left by a dead process, will
     be resumed or swept).
     """
@@ -128,15 +135,17 @@ def _nothing(invocation: Invocation, partial: bool) -> int:
 
 def _rows(cache: Cache, now: float) -> Iterator[dict[str, Any]]:
     from shardcache.namespaces import Namespaces
+    from shardcache.pins import pinned_keys
     from shardcache.ranks import detect
 
-    store = Namespaces(cache.config, detect()).own
+    store = (namespaces := Namespaces(cache.config, detect())).own
+    pinned = pinned_keys(namespaces.node, now)
     for entry in cache.entries():
         metadata: Metadata | None = None
         state = "damaged"
         try:
             metadata = entry.metadata()
-            state = _state(store, entry, metadata)
+            state = _state(store, entry, metadata, pinned)
         except (DamagedError, OSError):
             if not entry.path.exists():
                 continue  # evicted while we look
@@ -157,11 +166,13 @@ def _rows(cache: Cache, now: float) -> Iterator[dict[str, Any]]:
         }
 
 
-def _state(store: Store, entry: Entry, metadata: Metadata) -> str:
+def _state(store: Store, entry: Entry, metadata: Metadata, pinned: Container[str]) -> str:
     said = (metadata.key, metadata.info.version, metadata.size)
     if said != (entry.key, entry.version, entry.size) or entry.data.lstat().st_size != entry.size:
         return "damaged"
-    return "pinned" if store.is_pinned(entry) else "ok"
+    if entry.key in pinned:
+        return "pinned"
+    return "in_use" if store.is_pinned(entry) else "ok"
 
 
 def _data_path(entry: Entry) -> str | None:
@@ -187,23 +198,19 @@ class _Totals:
 
     @classmethod
     def of(cls, cache: Cache, rows: list[dict[str, Any]], now: float) -> _Totals:
-        import os
-
-        from shardcache.eviction import is_protected
         from shardcache.namespaces import Namespaces
+        from shardcache.policy import Policy
         from shardcache.ranks import detect
-        from shardcache.sessions import oldest_live_session
+        from shardcache.volume import Volume
 
-        since = oldest_live_session(Namespaces(cache.config, detect()).node)
+        policy = Policy.now(cache.config, Namespaces(cache.config, detect()).node, now)
         idle = [
             row["size"]
             for row in rows
-            if row["state"] != "pinned" and not is_protected(row["used"].timestamp(), since, now)
+            if row["state"] not in ("pinned", "in_use")
+            and not policy.protects(row["key"], row["used"].timestamp(), now)
         ]
-        limit = None
-        if cache.config.max_size is not None:
-            found = os.statvfs(cache.dir)
-            limit = cache.config.max_size.of(found.f_frsize * found.f_blocks)
+        limit = Volume.of(cache.dir).budget(cache.config)
         return cls(len(rows), sum(row["size"] for row in rows), limit, sum(idle))
 
     def text(self) -> str:
@@ -253,11 +260,9 @@ def _public(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _partial_rows(cache: Cache, now: float) -> Iterator[dict[str, Any]]:
-    from shardcache.namespaces import Namespaces
-    from shardcache.ranks import detect
     from shardcache.sweeping import in_flight
 
-    for store in Namespaces(cache.config, detect()).all():
+    for store in cache.stores():
         for found in in_flight(store.layout):
             if found.key:  # the others are entries on their way out
                 yield _partial_row(store, found, now)

@@ -42,12 +42,18 @@ from shardcache.optionkinds import (
     NONE,
     PART_SIZE,
     PATH,
+    POLICY,
     ROOM,
+    SIZE,
     SOME_TIME,
     TABLE,
+    TIERS,
     TIME,
+    UPSTREAMS,
     Kind,
     StorageOptions,
+    TierOption,
+    Upstream,
     count,
 )
 from shardcache.units import Limit
@@ -86,7 +92,19 @@ class Config:
         ROOM, None, "Most the cache may hold: bytes or % of the filesystem."
     )
     min_free: Limit = _opt(LIMIT, Limit(percent=5.0), "Space on the filesystem that stays free.")
+    ephemeral_limit: int | None = _opt(
+        SIZE, None, "Kubernetes' ephemeral-storage limit of the pod; nine tenths of it may be held."
+    )
     max_age: float | None = _opt(SOME_TIME, None, "Entries unused for so long may be evicted.")
+    tiers: tuple[TierOption, ...] = _opt(
+        TIERS, (), "Faster places in front of dir, filled first, such as /dev/shm/shards=50GB."
+    )
+    policy: Literal["working-set", "lru", "fifo"] = _opt(
+        POLICY, "working-set", "What goes first; working-set keeps what running jobs use."
+    )
+    protect_for: float = _opt(
+        SOME_TIME, 86400.0, "Unused for so long, an entry of a running job may go, too."
+    )
     isolation: Literal["node", "rank", "job"] = _opt(ISOLATION, "node", "Who shares one copy.")
     fill: Literal["follow", "complete"] = _opt(
         FILL, "follow", "Read a shard while it is fetched, or when all of it is there."
@@ -112,7 +130,11 @@ class Config:
         LOCKS, "auto", "Where locks are: in the cache (flock), on the node, or leased by nodes."
     )
     touch_interval: float = _opt(TIME, 600.0, "Last use is recorded at most this often.")
+    stats: bool = _opt(BOOL, True, "Count hits, bytes and waits for `shardcache stats`.")
     allow_schemes: tuple[str, ...] = _opt(LIST, (), "Extra URL schemes; pipe runs a shell.")
+    upstreams: tuple[Upstream, ...] = _opt(
+        UPSTREAMS, (), "Nearer copies, asked before the origin: a NAS, a store of the cluster."
+    )
     cache_local: bool = _opt(BOOL, False, "Cache plain paths and file:// too (slow mounts).")
     storage_options: StorageOptions = _opt(
         TABLE, StorageOptions(), "Options for fsspec or S3; in code or TOML only."
@@ -127,12 +149,28 @@ class Config:
         for option in fields(self):
             value = _parse(option, getattr(self, option.name), "argument")
             object.__setattr__(self, option.name, value)
+        _check_apart([*(tier.dir for tier in self.tiers), self.dir])
 
     def replace(self, **changes: object) -> Config:
         """A copy with ``changes``, validated like the original; None clears an option."""
         for name in changes:
             _check_known(name, "argument", _FIELDS)
         return replace(self, **changes)  # type: ignore[arg-type]  # __post_init__ parses them
+
+    def by_tier(self) -> tuple[Config, ...]:
+        """The same for each tier alone, the fastest first; the last one is ``dir``."""
+        alone = replace(self, tiers=()) if self.tiers else self
+        faster = [
+            replace(
+                alone,
+                dir=tier.dir,
+                max_size=tier.max_size,
+                min_free=tier.min_free,
+                ephemeral_limit=None,
+            )
+            for tier in self.tiers
+        ]
+        return (*faster, alone)
 
     def __repr__(self) -> str:
         """What differs from the defaults, secrets hidden."""
@@ -142,6 +180,17 @@ class Config:
 
 
 _FIELDS: dict[str, Field[Any]] = {option.name: option for option in fields(Config)}
+
+
+def _check_apart(directories: Sequence[Path]) -> None:
+    """Refuse tiers that are one directory, or inside each other."""
+    for number, one in enumerate(directories):
+        for other in directories[number + 1 :]:
+            if one == other or one in other.parents or other in one.parents:
+                raise ConfigError(
+                    f"the tiers {one} and {other} are not apart. Give each a directory of its own.",
+                    option="tiers",
+                )
 
 
 class Option(NamedTuple):

@@ -84,6 +84,7 @@ class Console:
         self.verbosity = verbosity
         self.progress = progress and not quiet
         self._color = color
+        self._drawn = False
 
     # -- manners ---------------------------------------------------------------
 
@@ -121,6 +122,8 @@ class Console:
 
     def data(self, text: str) -> None:
         """A line that was asked for."""
+        if _is_terminal(sys.stdout):
+            self.redraw("")
         _write(sys.stdout, f"{text}\n")
 
     def said(self, text: str) -> None:
@@ -219,6 +222,14 @@ class Console:
             _write(sys.stderr, "".join(traceback.format_exception(exn)))
         self._say("error: ", "red", text)
 
+    def redraw(self, text: str) -> None:
+        """Progress in one line in place of the one before; empty removes it. See `live`."""
+        if not text and not self._drawn:
+            return
+        self._drawn = bool(text)
+        _write(sys.stderr, f"\r{_cut(printable(text), _screen_width(sys.stderr) - 1)}\x1b[K")
+        _flush(sys.stderr)
+
     def detail(self, label: str, style: str, text: str) -> None:
         """One of several lines that explain a failure."""
         self._say(f"  {label}  ", style, text)
@@ -229,6 +240,7 @@ class Console:
         self._say(f"{level}: ", style, text)
 
     def _say(self, label: str, style: str | None, text: str) -> None:
+        self.redraw("")
         shown = "\n".join(printable(line) for line in text.splitlines())
         _write(sys.stderr, f"{self.styled(label, style, sys.stderr)}{shown}\n")
         _flush(sys.stderr)
@@ -301,12 +313,16 @@ def _fit(widths: Sequence[int]) -> int:
     """The width of the first column on this terminal; elsewhere nothing is cut."""
     if not _is_terminal(sys.stdout):
         return widths[0]
-    try:
-        screen = os.get_terminal_size(sys.stdout.fileno()).columns
-    except (OSError, ValueError):
-        return widths[0]
     others = sum(widths[1:]) + len(_GAP) * (len(widths) - 1)
-    return min(widths[0], max(_LEAST_WIDTH, (screen or 80) - others))
+    return min(widths[0], max(_LEAST_WIDTH, _screen_width(sys.stdout) - others))
+
+
+def _screen_width(stream: TextIO) -> int:
+    """Columns of a terminal; where it does not tell, what most have had since the VT100."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    except (OSError, ValueError):
+        return 80
 
 
 def _cut(text: str, width: int) -> str:

@@ -26,7 +26,7 @@ from shardcache.breaker import FULL
 from shardcache.clock import Clock
 from shardcache.config import Config
 from shardcache.errors import ShardCacheError
-from shardcache.intake import Intake, Right
+from shardcache.intake import Intake, Place, Right
 from shardcache.layout import Layout, is_directory
 from shardcache.leases import KeyLease
 from shardcache.locks import Holder, KeyLock
@@ -34,8 +34,8 @@ from shardcache.metadata import DamagedError, Metadata
 from shardcache.origins import Origins
 from shardcache.partials import LostError
 from shardcache.ranks import Ranks
-from shardcache.space import Space
 from shardcache.store import Opened, Store
+from shardcache.stores import Stores
 from shardcache.transfer import Fetcher, FetchStatus
 from shardcache.urls import ShardURL
 from shardcache.waiting import Waiter
@@ -78,11 +78,10 @@ class Coordinator:
     """See the module.
 
     Args:
-        store: this process's namespace.
-        siblings: lists the other namespaces of the root.
+        places: this process's namespaces, one per tier; locks are in the last.
+        siblings: lists the other namespaces.
         fetcher: the engine.
         origins: where shards come from.
-        space: the budget.
         config: time-outs and checks.
         ranks: who we are, for the lock records.
         clock: time.
@@ -92,27 +91,26 @@ class Coordinator:
 
     def __init__(
         self,
-        store: Store,
+        places: Sequence[Place],
         *,
         siblings: Callable[[], Sequence[Store]],
         fetcher: Fetcher,
         origins: Origins,
-        space: Space,
         config: Config,
         ranks: Ranks,
         clock: Clock,
         on_fault: Callable[[OSError], None],
         warn: Callable[..., None],
     ) -> None:
-        self.store = store
+        stores = [place.store for place in places]
+        self.store = stores[0] if len(stores) == 1 else Stores(stores)
+        self._places = list(places)
         self._on_fault = on_fault
         self._warn = warn
         self._siblings = siblings
         self._fetcher = fetcher
-        self._intake = Intake(
-            store, fetcher=fetcher, origins=origins, space=space, config=config, clock=clock
-        )
-        self._space = space
+        self._intake = Intake(places, fetcher=fetcher, origins=origins, config=config, clock=clock)
+        self._space = places[-1].space
         self._config = config
         self._ranks = ranks
         self._clock = clock
@@ -166,7 +164,7 @@ class Coordinator:
     ) -> Obtained | None:
         waiter = self._waiter(url, status)
         holder = self._holder()
-        lock = self._lock(url, self.store.layout)
+        lock = self._lock(url.key, self.store.layout)
         while True:
             if lock.try_acquire(holder):
                 try:
@@ -199,13 +197,13 @@ class Coordinator:
             return None
 
     @contextlib.contextmanager
-    def sole(self, store: Store, url: ShardURL) -> Iterator[bool]:
+    def sole(self, store: Store, key: str) -> Iterator[bool]:
         """Hold the lock of a shard in one of the root's namespaces; False if it is taken.
 
         Raises:
             OSError: the disk fails.
         """
-        lock = self._lock(url, store.layout)
+        lock = self._lock(key, store.layout)
         held = lock.try_acquire(self._holder())
         try:
             yield held
@@ -213,18 +211,18 @@ class Coordinator:
             if held:
                 lock.release()
 
-    def _lock(self, url: ShardURL, layout: Layout) -> _AnyLock:
+    def _lock(self, key: str, layout: Layout) -> _AnyLock:
         if self._config.locks == "lease":
-            record = layout.lease_record(url.key)
-            lease = layout.lease(url.key)
+            record = layout.lease_record(key)
+            lease = layout.lease(key)
             return KeyLease(lease, record, modes=layout.modes, via=layout.partial)
-        return KeyLock(layout.key_lock(url.key), layout.modes)
+        return KeyLock(layout.key_lock(key), layout.modes)
 
     def _waiter(self, url: ShardURL, status: FetchStatus) -> Waiter:
         layout = self.store.layout
         leased = self._config.locks == "lease"
         return Waiter(
-            layout,
+            [place.store.layout.partial for place in self._places],
             url,
             self._clock,
             watch=self._fetcher.cancellation.watch(

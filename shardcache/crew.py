@@ -19,17 +19,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import resource
 import signal
-import sys
 import threading
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from shardcache.blocks import FetchStatus
-from shardcache.crewmember import CANCEL, END, FAREWELL, HANDLED, live
+from shardcache.crewmember import CANCEL, END, FAREWELL, live
+from shardcache.forks import HANDLED, is_harmless, processors
 from shardcache.urls import ShardURL
 
 if TYPE_CHECKING:
@@ -45,22 +45,12 @@ _MOST = 8
 #: than they bring (16 x 64 MiB from a fast server took longer in two processes than in one).
 _SHARDS_EACH = 32
 _BYTES_EACH = 2 << 30
-#: Bytes of memory beyond which a process is not forked unasked: the kernel copies 2 MB of page
-#: tables per GB, while everything in the process waits.
-_LARGE = 1 << 30
 
 
 def suitable(shards: int, size: int) -> int:
-    """How many processes suit so many shards of so many bytes; 1 where forking could do harm.
-
-    A fork copies nothing of other threads but the locks that they hold at that moment.
-    """
+    """How many processes suit so many shards of so many bytes; 1 where forking could do harm."""
     worth = max(shards // _SHARDS_EACH, size // _BYTES_EACH)
-    if sys.platform != "linux" or threading.active_count() > 1:
-        return 1
-    if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 > _LARGE:
-        return 1
-    return max(1, min(len(os.sched_getaffinity(0)), _MOST, worth))
+    return max(1, min(processors(), _MOST, worth)) if is_harmless() else 1
 
 
 class _LostError(Exception):
@@ -120,8 +110,7 @@ class Crew:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for member in self._members:  # after the last fork
-            name = f"shardcache-crew-{member.number}"
-            threading.Thread(target=self._listen, args=(member,), name=name, daemon=True).start()
+            member.listen(self._log)
 
     def __exit__(
         self, kind: type[BaseException] | None, exn: BaseException | None, tb: TracebackType | None
@@ -174,30 +163,23 @@ class Crew:
             self.size,
         )
 
-    def _listen(self, member: _Member) -> None:
+    def _log(self, record: logging.LogRecord) -> None:
         """Log what a process has to say; none says what another one said already."""
-        while True:
-            try:
-                record = member.control.recv()
-            except (EOFError, OSError):
-                return
-            text = record.getMessage()
-            if record.levelno >= logging.WARNING:
-                with self._guard:
-                    if text in self._said:
-                        continue
-                    self._said.add(text)
-            own = logging.getLogger(record.name)
-            if own.isEnabledFor(record.levelno):
-                own.handle(record)
+        text = record.getMessage()
+        if record.levelno >= logging.WARNING:
+            with self._guard:
+                if text in self._said:
+                    return
+                self._said.add(text)
+        own = logging.getLogger(record.name)
+        if own.isEnabledFor(record.levelno):
+            own.handle(record)
 
     def cancel(self) -> None:
         """Call off every fetch of these processes; see `Cache.cancel`."""
-        with self._guard:
-            members = list(self._members)
-        for member in members:
-            with contextlib.suppress(OSError):  # it is gone
-                member.control.send(CANCEL)
+        with self._guard:  # they are not closed meanwhile
+            for member in self._members:
+                member.say(CANCEL)
 
     def close(self) -> None:
         """End the processes, and wait for them."""
@@ -228,6 +210,7 @@ class _Member:
         self.lines = list(self.idle)
         self.far_lines = [far for _, far in pairs]
         self._pid: int | None = None
+        self._listener: threading.Thread | None = None
 
     @property
     def runs(self) -> bool:
@@ -244,20 +227,45 @@ class _Member:
         for far in (self.far_control, *self.far_lines):
             far.close()
 
+    def listen(self, log: Callable[[logging.LogRecord], None]) -> None:
+        """Have a thread call ``log`` with all that it logs, until it has ended."""
+
+        def run() -> None:
+            with contextlib.suppress(EOFError, OSError):
+                while True:
+                    log(self.control.recv())
+
+        name = f"shardcache-crew-{self.number}"
+        self._listener = threading.Thread(target=run, name=name, daemon=True)
+        self._listener.start()
+
+    def say(self, word: str) -> None:
+        """See `crewmember.live`."""
+        with contextlib.suppress(OSError):  # it has ended
+            self.control.send(word)
+
     def drop(self) -> None:
-        """Let it end, and close the parent's ends."""
-        if self._pid is not None and not self.control.closed:
-            with contextlib.suppress(OSError):  # it has ended
-                self.control.send(END)
-        for near in (self.control, *self.lines):
+        """Let it end."""
+        if self._pid is not None:
+            self.say(END)
+        for near in self.lines:
             near.close()
         if self._pid is None:
-            for far in (self.far_control, *self.far_lines):
-                far.close()
+            for end in (self.control, self.far_control, *self.far_lines):
+                end.close()
 
     def end(self, seconds: float) -> str:
-        """Wait until it has ended, but not for ever; how it did."""
+        """Wait until it has ended, but not for ever, and all it said was logged; how it ended."""
         self.drop()
+        how = self._wait(seconds)
+        if self._listener is not None:
+            self._listener.join(FAREWELL)
+        if self._listener is None or not self._listener.is_alive():
+            # Under a thread that reads from it, its number could become another file's.
+            self.control.close()
+        return how
+
+    def _wait(self, seconds: float) -> str:
         if self._pid is None:
             return "never begun"
         end = time.monotonic() + seconds

@@ -22,12 +22,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardcache import threads
 from shardcache.blocks import FetchStatus
+from shardcache.forks import HANDLED
 from shardcache.urls import ShardURL
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache
 
-__all__ = ["CANCEL", "END", "FAREWELL", "HANDLED", "live"]
+__all__ = ["CANCEL", "END", "FAREWELL", "live"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +38,6 @@ _TICK = 0.1
 _REPORT = 0.01
 #: Seconds that a process has to let go of its partials when its lines are closed.
 FAREWELL = 5.0
-#: Signals that the parent answers for all: Ctrl-C goes to every process of a terminal, and
-#: what ends a job to every process of it. If the parent dies of one, they see that.
-HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 #: What a parent says. To close a connection would not do: a thread that reads from it holds
 #: it open.
 CANCEL, END = "cancel", "end"

@@ -113,7 +113,10 @@ os.register_at_fork(
 
 
 def open_file(
-    path: str | os.PathLike[str], kind: Callable[[int], File], access: int = os.O_RDONLY
+    path: str | os.PathLike[str],
+    kind: Callable[[int], File],
+    access: int = os.O_RDONLY,
+    mode: int = 0o600,
 ) -> File:
     """Open a file, never through a symbolic link, waiting for nobody.
 
@@ -126,13 +129,14 @@ def open_file(
         path: the file.
         kind: a class of files without an ``__init__`` of its own, which could be interrupted.
         access: whether to read or to write; what the object thinks does not matter to flock.
+        mode: of a file that is made.
 
     Raises:
         OSError: as `os.open`; IsADirectoryError for a directory.
     """
     found: dict[str, int] = {}
     flags = access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    fds = map(found.setdefault, ("fd",), map(os.open, (path,), (flags,)))
+    fds = map(found.setdefault, ("fd",), map(os.open, (path,), (flags,), (mode,)))
     try:
         return next(map(kind, fds))
     except IsADirectoryError:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,12 +23,7 @@ from shardcache.layout import (
 )
 from shardcache.metadata import MAX_BYTES, DamagedError, Metadata
 
-__all__ = ["Entry", "lacks", "read_sidecar", "scan", "versions"]
-
-#: Seconds after which a scan that mostly waits for the disk goes on with so many threads: a
-#: hundred thousand entries that nothing was asked of for long take a minute, one by one.
-_SLOW = 0.25
-_LOOKS = 8
+__all__ = ["Entry", "below", "lacks", "read_sidecar", "versions"]
 
 
 class Entry(NamedTuple):
@@ -128,8 +122,8 @@ def read_sidecar(directory: str | Path) -> bytes:
         raise
 
 
-def scan(layout: Layout) -> Iterator[Entry]:
-    """Every entry of a namespace, in no order.
+def below(objects: Path, prefix: str) -> list[Entry]:
+    """The entries whose keys begin with ``prefix``, the name of their directory; in no order.
 
     Entries that go away meanwhile are left out, and so is what does not have
     the name and the place that we give entries.
@@ -137,41 +131,17 @@ def scan(layout: Layout) -> Iterator[Entry]:
     Raises:
         OSError: a directory cannot be read.
     """
-    prefixes = iter([name for name in list_names(layout.objects) if is_key(name * 16)])
-    begun, worked = time.monotonic(), time.thread_time()
-    for prefix in prefixes:
-        yield from _below(layout.objects, prefix)
-        seconds = time.monotonic() - begun
-        if seconds > _SLOW and time.thread_time() - worked < seconds / 4:
-            break
-    else:
-        return
-    # It is the disk that is waited for: it can look for several at once.
-    from concurrent.futures import ThreadPoolExecutor
-
-    with ThreadPoolExecutor(_LOOKS, "shardcache-scan") as pool:
-        looks = [pool.submit(_all_below, layout.objects, prefix) for prefix in prefixes]
-        try:
-            for look in looks:
-                yield from look.result()
-        finally:  # also where the consumer has seen enough
-            pool.shutdown(cancel_futures=True)
-
-
-def _all_below(objects: Path, prefix: str) -> list[Entry]:
-    return list(_below(objects, prefix))
-
-
-def _below(objects: Path, prefix: str) -> Iterator[Entry]:
-    """The entries whose keys begin with ``prefix``."""
     directory = f"{objects}/{prefix}"
     if not is_directory(directory):  # perhaps one that is not open to us yet (`modes`)
-        return
+        return []
+    found = []
     for place in _scanned(directory):
         key = place.name
         if is_key(key) and key.startswith(prefix) and place.is_dir(follow_symlinks=False):
             for child, version, size in _listed(place.path):
-                yield Entry(child.path, key, version, size, _used(child.path))
+                path = child.path
+                found.append(Entry(path, key, version, size, _used(path)))
+    return found
 
 
 def versions(layout: Layout, key: str) -> list[tuple[Path, int]]:

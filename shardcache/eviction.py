@@ -4,15 +4,8 @@
 run shows exactly what a run would do. `apply` carries a plan out and reports
 what really went: an entry that somebody began to read in between stays.
 
-Entries that are pinned or being read are never victims, nor are entries used
-since ``protect_since``, the time the oldest live session began: an epoch is one
-scan over the dataset, and evicting what this epoch has read to make room for
-what it reads next gives a cache that never hits.
-
-Last uses and starts of sessions are dates, and clocks can be wrong and be set.
-What can be read, and whether it is right, never depends on them; what goes first
-does. A date in the future says nothing: such an entry goes first and is not
-kept for a session, unless the session began in that future too.
+What is being read is never a victim, and what else stays and what goes first is said by a
+`policy.Policy`.
 """
 
 from __future__ import annotations
@@ -22,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from shardcache.policy import Policy, is_dated, tells_time
 from shardcache.sessions import remove_dead_sessions
 from shardcache.store import Entry, Store
 from shardcache.sweeping import (
@@ -34,21 +28,12 @@ from shardcache.sweeping import (
     remove_temporaries,
     remove_unnamed,
 )
+from shardcache.uses import remove_stale_maps
 
 __all__ = ["ENTRY_INODES", "EvictionPlan", "Limits", "Reason", "Removal", "Victim"]
-__all__ += ["apply", "is_protected", "plan", "sweep"]
+__all__ += ["apply", "plan", "sweep"]
 
 logger = logging.getLogger(__name__)
-
-#: Seconds by which clocks may differ, and be set, without a date counting as wrong. S3
-#: itself refuses clocks that are off by more than 15 minutes (RequestTimeTooSkewed).
-SKEW = 3600.0
-#: 2025-01-01. Nothing of ours is older than the library: a session that says so began
-#: before the machine knew the time.
-_LIBRARY = 1_735_689_600.0
-#: Seconds that count as "since the session began" where its date is wrong.
-_SESSION = 86_400.0
-
 
 #: A directory, the data, the sidecar. The key's directory goes too if it was its last one.
 ENTRY_INODES = 3
@@ -141,17 +126,17 @@ def plan(
     now: float,
     *,
     reserved: int = 0,
-    protect_since: float | None = None,
+    policy: Policy = Policy(),  # noqa: B008 - immutable
     in_use: Callable[[Entry], bool] = lambda entry: False,
 ) -> EvictionPlan:
-    """Choose victims: undated and too old first, then least recently used, until limits are met.
+    """Choose victims: undated and too old first, then in the policy's order, until limits are met.
 
     Args:
         entries: everything published.
         limits: what must hold afterwards.
         now: seconds since the epoch.
         reserved: bytes of fetches in flight, and of the one that needs room.
-        protect_since: entries used at or after this time stay.
+        policy: what goes first, and what stays.
         in_use: asked only of entries that would otherwise go.
     """
     found = list(entries)
@@ -159,24 +144,24 @@ def plan(
     over = max(0, total + reserved - limits.max_size) if limits.max_size is not None else 0
     short = limits.free_needed
     inodes = limits.inodes_needed
-    horizon = now + SKEW
     asked = limits.everything or limits.max_age is not None
     if not asked and max(over, short, inodes) <= 0:  # nobody goes, whoever would be the first
-        ahead = tuple(e for e in found if e.used > horizon and now >= _LIBRARY)
-        return EvictionPlan((), len(found), total, 0, ahead)
+        ahead = [e for e in found if not is_dated(e.used, now)] if tells_time(now) else []
+        return EvictionPlan((), len(found), total, 0, tuple(ahead))
     # The path last: two namespaces may have one version each, of the same age.
-    by_use = sorted(found, key=lambda e: (e.used <= horizon, e.used, e.key, e.version, e.directory))
+    in_order = sorted(
+        found,
+        key=lambda e: (is_dated(e.used, now), policy.order(e), e.key, e.version, e.directory),
+    )
     victims: list[Victim] = []
     undated: list[Entry] = []
-    for entry in by_use:
-        if _is_ahead(entry.used, now) and now >= _LIBRARY:
+    for entry in in_order:
+        if not is_dated(entry.used, now) and tells_time(now):
             undated.append(entry)
         reason = _reason(entry, limits, now, over, short, inodes)
         if reason is None:
             continue
-        if is_protected(entry.used, protect_since, now):
-            continue
-        if in_use(entry):
+        if policy.keeps(entry, now) or in_use(entry):
             continue
         victims.append(Victim(entry, reason))
         over -= entry.size
@@ -186,34 +171,12 @@ def plan(
     freed = sum(entry.size for entry in gone)
     return EvictionPlan(
         tuple(victims),
-        len(by_use) - len(victims),
+        len(in_order) - len(victims),
         total - freed,
         max(0, over, short),
         tuple(entry for entry in undated if entry not in gone),
         max(0, inodes),
     )
-
-
-def _is_ahead(date: float, now: float) -> bool:
-    """Whether a date cannot be: it lies in the future."""
-    return date > now + SKEW
-
-
-def is_protected(used: float, since: float | None, now: float) -> bool:
-    """Whether a use falls into the time of the sessions, as far as dates can tell.
-
-    Args:
-        used: the use.
-        since: when the oldest live session began; None if there is none.
-        now: the present.
-    """
-    if since is None:
-        return False
-    if _is_ahead(used, now):
-        return _is_ahead(since, now) and used >= since  # the clock was set back meanwhile
-    if _is_ahead(since, now) or since < _LIBRARY <= now:
-        since = now - _SESSION
-    return used >= since
 
 
 def _reason(
@@ -272,7 +235,7 @@ def sweep(
     for path, size in remove_quarantined(layout, dry_run=dry_run):
         yield Removal(path.name, size, Reason.QUARANTINED)
     if not dry_run:
-        remove_dead_sessions(layout)
+        remove_stale_maps(layout, remove_dead_sessions(layout))
         removed = remove_temporaries(layout) + remove_unnamed(layout)
         removed += remove_free_locks(layout) + remove_dead_leases(layout)
         logger.debug("removed %d files and directories without bytes", removed)

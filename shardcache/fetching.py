@@ -43,10 +43,12 @@ class Share:
 
     Attributes:
         fetching: what fetches it; None when it was left.
+        began: whether its wish began the fetch.
     """
 
     def __init__(self, table: Fetchings) -> None:
         self.fetching: Fetching | None = None
+        self.began = False
         self._table = table
         self._pid = os.getpid()
 
@@ -180,6 +182,7 @@ class Fetchings:
             fetching = self._running.get(shard.key)
             if fetching is None:
                 fetching = begun = self._running[shard.key] = Fetching(shard, run, self)
+                share.began = True
             fetching.wanted += 1
             share.fetching = fetching
             fetching.patient |= not ahead

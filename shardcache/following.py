@@ -23,6 +23,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Protocol
 
@@ -77,11 +78,22 @@ class Host(Protocol):
     def past(
         self, shard: ShardURL, fault: Exception, start: int, pin: ObjectInfo | None
     ) -> io.RawIOBase:
-        """The rest of the shard from its origin.
+        """The rest of the shard from its origin; the reader needs no more of the cache.
 
         Raises:
             Exception: ``fault``, where faults are to be seen.
             ShardCacheError: the origin cannot serve it.
+        """
+        ...
+
+    def followed(self, shard: ShardURL, outcome: str, size: int, waited: float) -> None:
+        """Note what an open came to.
+
+        Args:
+            shard: which.
+            outcome: of `coordination.Outcome`.
+            size: bytes of the shard.
+            waited: seconds that its reader waited.
         """
         ...
 
@@ -93,14 +105,21 @@ class FollowStream(io.RawIOBase):
         shard: which.
         host: who opens what is needed.
         share: of its fetch; it is left when the stream is closed.
+        began: whether the fetch was begun for this reader.
+        waited: seconds that it has waited so far.
     """
 
-    def __init__(self, shard: ShardURL, host: Host, share: Share) -> None:
+    def __init__(
+        self, shard: ShardURL, host: Host, share: Share, *, began: bool, waited: float = 0.0
+    ) -> None:
         super().__init__()
         self.name = str(shard)
         self._shard = shard
         self._host = host
         self._share: Share | None = share
+        #: What the open came to, as far as it is known; None once it was told.
+        self._outcome: str | None = "fetched" if began else "coalesced"
+        self._waited = waited
         self._position = 0
         self._trail = Trail(shard)
         self._final: BinaryIO | io.RawIOBase | None = None
@@ -116,7 +135,9 @@ class FollowStream(io.RawIOBase):
         """
         while self._final is None:
             fetching = self._joined()
+            begun = time.monotonic()
             fetching.wait_begun(whole=whole)
+            self._waited += time.monotonic() - begun
             if not fetching.done:
                 return
             self._advance()
@@ -211,6 +232,10 @@ class FollowStream(io.RawIOBase):
     def close(self) -> None:
         """Want no more of the shard, and let go of its files."""
         if not self.closed:
+            fetching = self._share.fetching if self._share is not None else None
+            if fetching is not None and self._trail.begun and not self._own(fetching):
+                self._by_others()
+            self._told()
             self._trail.close()
             if self._final is not None:
                 self._final.close()
@@ -231,7 +256,9 @@ class FollowStream(io.RawIOBase):
         except (ShardCacheError, OSError) as exn:
             self._turn_away(exn)
             return
+        begun = time.monotonic()
         fetching.wait(seen, _OWN_POLL if self._own(fetching) else _POLL)
+        self._waited += time.monotonic() - begun
 
     def _joined(self) -> Fetching:
         if self._share is None or not self._share.alive:  # after a fork: that is in the parent
@@ -241,20 +268,24 @@ class FollowStream(io.RawIOBase):
 
     def _look(self, fetching: Fetching) -> bool:
         """Whether there is more than there was."""
-        if fetching.done:
+        done = fetching.done  # asked once: if it fails in between, that is to be seen next time
+        if done:
             if fetching.error is not None:
                 raise fetching.error
             opened = None
             if fetching.obtained is not None:
+                if self._outcome == "fetched":  # for us; but perhaps another process did it
+                    self._outcome = str(fetching.obtained.outcome)
                 opened = self._host.reopen(self._shard, fetching.obtained.opened)
         elif self._trail.sealed and not self._own(fetching):
+            self._by_others()
             opened = self._host.hit(self._shard)
         else:
             opened = None
         if opened is not None:
             self._settle(opened)
             return True
-        if fetching.done:  # it was begun by somebody who did not wait
+        if done:  # it was begun by somebody who did not wait
             self._leave()
             self._losses += 1
             if self._losses > _LOSSES:
@@ -275,6 +306,7 @@ class FollowStream(io.RawIOBase):
         try:
             self._trail.prove_entry(file, Entry.at(Path(opened.directory)).version)
             file.seek(self._position)
+            self._told(opened.size)
         except BaseException:
             opened.close()
             raise
@@ -286,6 +318,7 @@ class FollowStream(io.RawIOBase):
     def _turn_away(self, exn: ShardCacheError | OSError) -> None:
         """Past the cache where that is what failed; else it is the end."""
         pin = self._trail.info if self._trail.given else None
+        self._outcome = None  # who gives the rest notes it
         try:
             self._final = self._host.past(self._shard, exn, self._position, pin)
         except Exception as raised:
@@ -293,6 +326,18 @@ class FollowStream(io.RawIOBase):
             raise
         self._trail.close()
         self._leave()
+
+    def _by_others(self) -> None:
+        """Note that another process fetches the shard."""
+        if self._outcome == "fetched":
+            self._outcome = "coalesced"
+
+    def _told(self, size: int | None = None) -> None:
+        """Tell what the open came to, once."""
+        outcome, self._outcome = self._outcome, None
+        if outcome is not None:
+            size = self._trail.size if size is None else size
+            self._host.followed(self._shard, outcome, size or 0, self._waited)
 
     def _leave(self, *, abandon: bool = False) -> None:
         share, self._share = self._share, None

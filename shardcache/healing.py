@@ -16,6 +16,7 @@ from shardcache.breaker import fault_kind
 from shardcache.clock import Clock
 from shardcache.config import Config
 from shardcache.entry import Entry
+from shardcache.errors import ShardCacheError
 from shardcache.locks import is_file
 from shardcache.metadata import DamagedError
 from shardcache.origin import ObjectInfo
@@ -85,22 +86,27 @@ class Healer:
         pin: ObjectInfo | None = None,
         version: str | None = None,
     ) -> OriginStream:
-        """A shard from its origin; raises as `bypass.OriginStream`."""
-        from shardcache.bypass import OriginStream  # here: it brings the engine along
+        """A shard from its origin; raises as `bypass.OriginStream`.
+
+        From its first byte, and where any version will do, from a nearer copy if there is one.
+        """
+        from shardcache.bypass import NearStream, OriginStream  # here: they bring the engine along
 
         process = self._here()
         process.coordinator()
         fetcher = process.fetcher
-        return OriginStream(
-            process.origins.of(shard),
-            shard,
-            fetcher.policy,
-            self._clock,
-            fetcher.timeout,
-            start=start,
-            pin=pin,
-            version=version,
-        )
+        how = shard, fetcher.policy, self._clock, fetcher.timeout
+        if start == 0 and pin is None and version is None:
+            for near in process.origins.nearer(shard):
+                try:
+                    stream = NearStream(near, process.origins.of(shard), *how)
+                    stream.gave = lambda count: _count(process, "bytes_upstream", count)
+                    return stream
+                except (ShardCacheError, OSError) as exn:
+                    logger.info("%s: not from %s: %s", shard, near.name, exn)
+        rest = OriginStream(process.origins.of(shard), *how, start=start, pin=pin, version=version)
+        rest.gave = lambda count: _count(process, "bytes_origin", count)
+        return rest
 
     def reassured(self) -> None:
         """See `entrystream.Keeper.reassured`."""
@@ -108,18 +114,22 @@ class Healer:
         process.disk_works(process.reading)
 
     def _store(self, path: Path) -> Store:
-        return self._here().namespaces.own.owning(Entry.at(path.parent))
+        return self._here().store_of(Entry.at(path.parent))
 
     def _set_aside(self, shard: ShardURL, entry: Entry, path: str, fd: int, reason: str) -> None:
         store = self._store(Path(path))
         try:
-            with self._here().coordinator().sole(store, shard) as alone:
+            with self._here().coordinator().sole(store, shard.key) as alone:
                 # Whoever publishes has this lock, so what has the name now, keeps it. Is it
                 # another file by now, then it did not fail.
                 if alone and is_file(path, fd):
                     store.condemn(entry.path, reason)
         except OSError as exn:
             logger.info("%s: %s cannot be set aside: %s", shard, path, exn)
+
+
+def _count(process: Process, source: str, count: int) -> None:
+    process.counters.add({"bytes_bypassed": count, source: count})
 
 
 def _version_of(entry: Entry) -> ObjectInfo | None:

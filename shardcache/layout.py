@@ -6,6 +6,7 @@
            partial/evict.<key>.<random>/          an entry on its way out
            partial/.<name>.<random>               a file on its way to its name
            locks/<aa>/<key>.lock  quarantine/  sessions/  ranks/<name>/ (a tree like this one)
+           sessions/<random>.session  sessions/<job>.uses  pins/<key>.pin
 
 This module alone knows these names; `store` and `partials` ask it. A name that
 does not match the grammar here was not made by the library and is never
@@ -42,6 +43,8 @@ _ENTRY = re.compile(r"([0-9a-f]{24})-(0|[1-9a-f][0-9a-f]{0,15})\Z")
 _PARTIAL = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{24})\.([0-9a-f]{32})\Z")
 _EVICTED = re.compile(r"evict\.([0-9a-f]{32})\.([0-9a-f]{32})\Z")
 _LOCK = re.compile(r"([0-9a-f]{32})\.lock\Z")
+_USES = re.compile(r"[0-9a-f]{32}\.uses\Z")
+_PIN = re.compile(r"[0-9a-f]{32}\.pin\Z")
 _LEASE = re.compile(r"[0-9a-f]{32}\.(lease|holder)\Z")
 _TEMPORARY = re.compile(r"\.[A-Za-z0-9.]+\.[0-9a-f]{32}\Z")
 #: A sweeper may remove a file before it has its name, not this often in a row.
@@ -91,6 +94,16 @@ def is_lock_name(name: str) -> bool:
 def is_lease_name(name: str) -> bool:
     """Whether ``name`` is that of a key's lease or of the record beside it."""
     return _LEASE.match(name) is not None
+
+
+def is_pin_name(name: str) -> bool:
+    """Whether ``name`` is that of a shard's pin."""
+    return _PIN.match(name) is not None
+
+
+def is_uses_name(name: str) -> bool:
+    """Whether ``name`` is that of a job's map of uses."""
+    return _USES.match(name) is not None
 
 
 def is_unnamed(name: str) -> bool:
@@ -229,6 +242,20 @@ class Layout:
         return (self.local or self.base) / "sessions"
 
     @property
+    def stats(self) -> Path:
+        """Where processes keep what they count; made with the first one."""
+        return (self.local or self.base) / "stats"
+
+    @property
+    def pins(self) -> Path:
+        """Where it is noted what users want to keep; made with the first one."""
+        return self.base / "pins"
+
+    def pin(self, key: str) -> Path:
+        """The note that one key is to be kept."""
+        return self.pins / f"{key}.pin"
+
+    @property
     def ranks(self) -> Path:
         """Where the namespaces of ranks and jobs live."""
         return self.base / "ranks"
@@ -237,6 +264,10 @@ class Layout:
         """The namespace of one rank or job."""
         local = None if self.local is None else self.local / "ranks" / name
         return replace(self, base=self.ranks / name, local=local)
+
+    def uses(self, job: str) -> Path:
+        """The map of what a job has used; ``job`` is 32 hexadecimal digits."""
+        return self.sessions / f"{job}.uses"
 
     def key_dir(self, key: str) -> Path:
         """The directory of all versions of one key."""

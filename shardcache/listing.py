@@ -31,7 +31,7 @@ from shardcache.retry import RetryPolicy
 from shardcache.s3 import S3Origin
 from shardcache.urls import ShardURL, parse_url, redact
 
-__all__ = ["Listing", "is_pattern"]
+__all__ = ["Listing", "is_pattern", "refuse_local"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -66,6 +66,20 @@ def is_pattern(url: str) -> bool:
     if scheme in _HTTP:  # a query, and a directory that is a document, look the same
         return "*" in url.partition("?")[0]
     return url.endswith("/") or _WILDCARD.search(url) is not None
+
+
+def refuse_local(shard: ShardURL, config: Config) -> None:
+    """Refuse to fetch what is read where it lies.
+
+    Raises:
+        ConfigError: it is a local path, and those are not cached.
+    """
+    if shard.is_local and not config.cache_local:
+        raise ConfigError(
+            f"{shard.local_path} is a local path, and those are read where they are. "
+            "Set cache_local = true (SHARDCACHE_CACHE_LOCAL=1) to cache slow mounts.",
+            url=str(shard),
+        )
 
 
 class Listing:
@@ -124,6 +138,7 @@ class Listing:
         root, wanted, deep = _split(pattern)
         directory = root[: root.rfind("/") + 1] or "./"
         url = parse_url(directory, endpoint=None, allow_schemes=self._config.allow_schemes)
+        refuse_local(url, self._config)  # before a whole disk is listed for nothing
         options = self._config.storage_options.get(url.scheme)
         lister = _FsspecLister(url.scheme, options if isinstance(options, Mapping) else {})
         names = self._retried(

@@ -30,7 +30,7 @@ from shardcache.metadata import boot_id
 from shardcache.modes import PRIVATE, Modes
 from shardcache.mounts import Mount, mount_of
 
-__all__ = ["Answer", "Locking", "decide", "probe"]
+__all__ = ["Answer", "Locking", "decide", "distrust", "probe"]
 
 logger = logging.getLogger(__name__)
 
@@ -126,14 +126,17 @@ def decide(root: Path, mode: str, touch_interval: float, modes: Modes = PRIVATE)
 
 def _reason(root: Path, mount: Mount | None, modes: Modes) -> str:
     """Why flock in ``root`` cannot be believed; empty if it can."""
+    reason = distrust(mount, Answer.UNKNOWN)
+    if reason or not os.path.lexists(root / MANIFEST):
+        return reason  # nothing to ask; asked again when it is made
+    return distrust(mount, _remembered(root, mount, modes))
+
+
+def distrust(mount: Mount | None, answer: Answer) -> str:
+    """Why flock cannot be believed on a mount where it answers so; empty if it can."""
     if mount is not None and not mount.is_local:
         return f"it is on {mount.type}, which other nodes may write"
-    if not os.path.lexists(root / MANIFEST):
-        return ""  # nothing to ask; asked again when it is made
-    answer = _remembered(root, mount, modes)
-    if answer in (Answer.WORKS, Answer.UNKNOWN):
-        return ""
-    return f"flock {answer} there"
+    return "" if answer in (Answer.WORKS, Answer.UNKNOWN) else f"flock {answer} there"
 
 
 def _remembered(root: Path, mount: Mount | None, modes: Modes) -> Answer:

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["LOCAL_TYPES", "Mount", "mount_of", "parse_mountinfo"]
+__all__ = ["LOCAL_TYPES", "MEMORY_TYPES", "Mount", "mount_of", "parse_mountinfo", "read_mounts"]
 
 _MOUNTINFO = Path("/proc/self/mountinfo")
 _OCTAL = re.compile(r"\\([0-7]{3})")
@@ -27,6 +27,8 @@ LOCAL_TYPES = frozenset(
         "zfs",
     }
 )  # fmt: skip
+#: Types whose files are memory.
+MEMORY_TYPES = frozenset({"ramfs", "tmpfs"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +40,14 @@ class Mount:
         type: such as ``ext4``, ``nfs4``, ``fuse.juicefs``.
         source: device or server.
         options: of the mount and of the filesystem.
+        root: which directory of the filesystem is mounted there.
     """
 
     point: str
     type: str
     source: str
     options: frozenset[str]
+    root: str = "/"
 
     @property
     def is_local(self) -> bool:
@@ -60,8 +64,24 @@ def parse_mountinfo(text: str) -> list[Mount]:
         if not separator or len(left) < 6 or len(right) < 3:
             continue
         options = frozenset(left[5].split(",")) | frozenset(right[2].split(","))
-        mounts.append(Mount(_unescape(left[4]), right[0], _unescape(right[1]), options))
+        point, root, source = map(_unescape, (left[4], left[3], right[1]))
+        mounts.append(Mount(point, right[0], source, options, root))
     return mounts
+
+
+def read_mounts(mountinfo: str | None = None) -> list[Mount]:
+    """Every mount that this process sees; none where the kernel does not tell (no Linux, no /proc).
+
+    Args:
+        mountinfo: text to look in instead of the kernel's.
+    """
+    if mountinfo is None:
+        try:
+            # surrogateescape: a mount point may have any bytes in its name.
+            mountinfo = _MOUNTINFO.read_text("utf-8", "surrogateescape")
+        except OSError:
+            return []
+    return parse_mountinfo(mountinfo)
 
 
 def _unescape(text: str) -> str:
@@ -79,15 +99,10 @@ def mount_of(path: Path | str, mountinfo: str | None = None) -> Mount | None:
     Returns:
         None where the kernel does not tell (no Linux, no /proc).
     """
-    if mountinfo is None:
-        try:
-            # surrogateescape: a mount point may have any bytes in its name.
-            mountinfo = _MOUNTINFO.read_text("utf-8", "surrogateescape")
-        except OSError:
-            return None
+    mounts = read_mounts(mountinfo)
     real = os.path.realpath(path)
     best: Mount | None = None
-    for mount in parse_mountinfo(mountinfo):
+    for mount in mounts:
         inside = mount.point == "/" or real == mount.point or real.startswith(f"{mount.point}/")
         # Of two on one point the later one hides the other.
         if inside and (best is None or len(mount.point) >= len(best.point)):

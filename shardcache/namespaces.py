@@ -18,7 +18,7 @@ from shardcache.ranks import Ranks, safe_name
 from shardcache.root import check_group, check_links
 from shardcache.store import Store
 
-__all__ = ["Namespaces", "own_layout"]
+__all__ = ["Namespaces", "own_layout", "rank_layouts"]
 
 #: The job of processes that no launcher named: they share one namespace per
 #: rank, as they would without isolation.
@@ -61,7 +61,7 @@ class Namespaces:
     def siblings(self) -> Sequence[Store]:
         """Every namespace but our own, as they are now."""
         found = []
-        for layout in (self.node, *self._rank_layouts()):
+        for layout in (self.node, *rank_layouts(self.node)):
             if layout.base != self.own.layout.base:
                 name = str(layout.base)
                 store = self._others.get(name)
@@ -74,7 +74,13 @@ class Namespaces:
         """Every namespace, our own first."""
         return [self.own, *self.siblings()]
 
-    def _rank_layouts(self) -> list[Layout]:
-        # A name of another kind was not made by us, nor was what leads elsewhere.
-        layouts = [self.node.rank(n) for n in list_names(self.node.ranks) if is_rank_name(n)]
-        return [layout for layout in layouts if is_directory(layout.base) and not layout.linked()]
+
+def rank_layouts(node: Layout) -> list[Layout]:
+    """The namespaces of ranks and jobs that are in a root, as they are now.
+
+    Raises:
+        OSError: they cannot be listed.
+    """
+    # A name of another kind was not made by us, nor was what leads elsewhere.
+    layouts = [node.rank(name) for name in list_names(node.ranks) if is_rank_name(name)]
+    return [layout for layout in layouts if is_directory(layout.base) and not layout.linked()]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,6 +92,44 @@ class StorageOptions(Mapping[str, object]):
     def __repr__(self) -> str:
         """Names, with every value hidden."""
         return f"StorageOptions({_names_only(self)})"
+
+
+@dataclass(frozen=True, slots=True)
+class TierOption:
+    """A directory in front of ``dir``, with limits of its own; see `tier`.
+
+    Attributes:
+        dir: where.
+        max_size: most it may hold.
+        min_free: space that stays free on its filesystem.
+    """
+
+    dir: Path
+    max_size: Limit | None = None
+    min_free: Limit = Limit(percent=5.0)  # noqa: RUF009 - immutable
+
+    def __str__(self) -> str:
+        return str(self.dir) if self.max_size is None else f"{self.dir}={self.max_size}"
+
+
+@dataclass(frozen=True, slots=True)
+class Upstream:
+    """Where copies of shards are, or are to be kept; see `upstreams`.
+
+    Attributes:
+        url: a directory, or ``scheme://...`` of a store.
+        write_back: whether what was fetched is copied there.
+        endpoint_url: of an S3 store that is not AWS.
+        storage_options: its own, for S3 or fsspec.
+    """
+
+    url: str
+    write_back: bool = False
+    endpoint_url: str | None = None
+    storage_options: StorageOptions = field(default_factory=StorageOptions)
+
+    def __str__(self) -> str:
+        return redact(self.url) + (" (write_back)" if self.write_back else "")
 
 
 def _without_secrets(items: Mapping[Any, object]) -> dict[Any, object]:
@@ -188,6 +227,13 @@ def _part_size(value: Any) -> int:
     return size
 
 
+def _size(value: Any) -> int:
+    size = units.parse_bytes(value)
+    if size == 0:
+        raise refuse(value, "leaves no room", "a size of more than 0")
+    return size
+
+
 def _some_time(value: Any) -> float:
     seconds = units.parse_duration(value)
     if seconds <= 0:
@@ -212,6 +258,76 @@ def _schemes(value: object) -> tuple[str, ...]:
         if not _SCHEME.fullmatch(scheme):
             raise refuse(item, "is no scheme", accepted)
     return tuple(sorted(set(schemes.values())))
+
+
+def _tiers(value: object) -> tuple[TierOption, ...]:
+    accepted = (
+        "directories, each with =SIZE if it is to hold no more (/dev/shm/shards=50GB), as a list "
+        "or separated by commas; as tables with dir, max_size and min_free in code and TOML"
+    )
+    if isinstance(value, str):
+        value = [] if value.strip().lower() == NONE else value.split(",")
+    if not isinstance(value, list | tuple):
+        raise refuse(value, "is no list of tiers", accepted)
+    return tuple(_tier(item, accepted) for item in value)
+
+
+def _tier(item: object, accepted: str) -> TierOption:
+    if isinstance(item, TierOption):
+        return item
+    table: Mapping[str, object]
+    if isinstance(item, Mapping):
+        table = item
+    else:
+        text = str(item) if isinstance(item, str | Path) else ""
+        path, _, size = text.strip().partition("=")
+        table = {"dir": path, **({"max_size": size} if size else {})}
+    if set(table) - {"dir", "max_size", "min_free"} or not table.get("dir"):
+        raise refuse(item, "is no tier", accepted)
+    max_size, min_free = table.get("max_size"), table.get("min_free")
+    return TierOption(
+        _directory(table["dir"]),
+        None if max_size is None else _room(max_size),
+        *(() if min_free is None else (_limit(min_free),)),
+    )
+
+
+def _upstreams(value: object) -> tuple[Upstream, ...]:
+    accepted = (
+        "directories or URLs, as a list or separated by commas; as tables with url, write_back, "
+        "endpoint_url and storage_options in code and TOML"
+    )
+    if isinstance(value, str):
+        value = [] if value.strip().lower() == NONE else value.split(",")
+    if not isinstance(value, list | tuple):
+        raise refuse(value, "is no list of upstreams", accepted)
+    return tuple(_upstream(item, accepted) for item in value)
+
+
+def _upstream(item: object, accepted: str) -> Upstream:
+    if isinstance(item, Upstream):
+        return item
+    table = item if isinstance(item, Mapping) else {"url": item}
+    unknown = set(table) - {"url", "write_back", "endpoint_url", "storage_options"}
+    url = table.get("url")
+    if unknown or not isinstance(url, str | Path) or not str(url).strip():
+        raise refuse(item, "is no upstream", accepted)
+    text = str(url).strip()
+    if "://" not in text:
+        text = os.fspath(_directory(text))
+    elif not _SCHEME.fullmatch(text.partition("://")[0].lower()) or "?" in text:
+        raise refuse(text, "is no upstream", accepted)
+    elif _USERINFO.match(text) and not text.startswith(("abfs", "az", "oci")):
+        raise refuse(text, "has a part before an @", "credentials belong into storage_options")
+    endpoint, write_back = table.get("endpoint_url"), table.get("write_back", False)
+    if not isinstance(write_back, bool | str):
+        raise refuse(write_back, "is neither true nor false", accepted)
+    return Upstream(
+        text,
+        units.parse_bool(write_back),
+        None if endpoint is None else _endpoint(endpoint),
+        _storage_options(table.get("storage_options", {})),
+    )
 
 
 def _storage_options(value: object) -> StorageOptions:
@@ -276,9 +392,13 @@ TABLE = Kind("table", _storage_options, _names_only)
 ISOLATION = _choice("node", "rank", "job")
 LOCKS = _choice("auto", "flock", "node", "lease")
 FILL = _choice("follow", "complete")
+TIERS = Kind("list", _tiers, lambda value: ", ".join(map(str, value)))
+UPSTREAMS = Kind("list", _upstreams, lambda value: ", ".join(map(str, value)))
+POLICY = _choice("working-set", "lru", "fifo")
 FSYNC = _choice("verify-after-boot", "fsync", "none")
 ROOM = Kind("size or %", _room)
 LIMIT = Kind("size or %", _limit)
+SIZE = Kind("size", _size, units.exact_bytes)
 PART_SIZE = Kind("size", _part_size, units.exact_bytes)
 ENDPOINT = Kind("URL", _endpoint, redact)
 GROUP = Kind("name or number", _group, group_name)

@@ -232,15 +232,16 @@ class Origin(Protocol):
 class WholeOrigin(Protocol):
     """An origin that can send an object and describe it in one answer."""
 
-    def whole(self, url: ShardURL, size: int) -> Body | None:
-        """All of an object, its checksum in ``Body.info`` if one is known.
+    def whole(self, url: ShardURL, most: int, listed: int | None) -> Body | None:
+        """An object from its start, its checksum in ``Body.info`` if one is known.
 
         Args:
             url: the shard.
-            size: bytes that it should have.
+            most: bytes to deliver; of a longer one the rest is dropped with the connection.
+            listed: bytes that a listing says it has; None without one.
 
         Returns:
-            None if it has another size.
+            None if it comes in a form in which its size is another one.
 
         Raises:
             As `Origin.open`.

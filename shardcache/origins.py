@@ -9,20 +9,34 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from shardcache.clock import SYSTEM_CLOCK, Clock
 from shardcache.config import Config
+from shardcache.metadata import Metadata
 from shardcache.origin import Origin
 from shardcache.urls import ShardURL
+
+if TYPE_CHECKING:
+    from shardcache.upstreams import UpstreamOrigin, Upstreams
 
 __all__ = ["Origins"]
 
 
 class Origins:
-    """The origins of one configuration, one per scheme; safe between threads."""
+    """The origins of one configuration, one per scheme; safe between threads.
 
-    def __init__(self, config: Config) -> None:
+    Args:
+        config: endpoint, storage options, time-outs, upstreams.
+        clock: time.
+    """
+
+    def __init__(self, config: Config, clock: Clock = SYSTEM_CLOCK) -> None:
         self._config = config
+        self._clock = clock
+        self._upstreams: Upstreams | None = None
         self._pid = os.getpid()
         self._guard = threading.Lock()
         self._made: dict[str, Origin] = {}
@@ -36,12 +50,39 @@ class Origins:
         if self._pid != os.getpid():  # one thread only: we are just forked
             self._guard = threading.Lock()
             self._made = {}
+            self._upstreams = None
             self._pid = os.getpid()
         with self._guard:
             origin = self._made.get(url.scheme)
             if origin is None:
                 origin = self._made[url.scheme] = self._make(url.scheme)
             return origin
+
+    def nearer(self, url: ShardURL) -> Iterator[UpstreamOrigin]:
+        """Where the shard is to be had before its origin is asked, in order; see `upstreams`."""
+        upstreams = self._ready_upstreams()
+        return iter(()) if upstreams is None else upstreams.sources(url)
+
+    def write_back(self, url: ShardURL, data: Path, metadata: Metadata) -> None:
+        """Copy what was fetched to the upstreams that are to have it; nothing is raised."""
+        upstreams = self._ready_upstreams()
+        if upstreams is not None:
+            upstreams.write_back(url, data, metadata)
+
+    @property
+    def copies(self) -> bool:
+        """Whether an upstream is to have what was fetched."""
+        return any(upstream.write_back for upstream in self._config.upstreams)
+
+    def _ready_upstreams(self) -> Upstreams | None:
+        if not self._config.upstreams:
+            return None
+        with self._guard:
+            if self._upstreams is None:
+                from shardcache.upstreams import Upstreams
+
+                self._upstreams = Upstreams(self._config, self._clock)
+            return self._upstreams
 
     def prepare(self, url: ShardURL) -> None:
         """Make the client that reading ``url`` takes, where it takes long.

@@ -183,6 +183,8 @@ def prewarm(
             missing=plan.missing,
         )
     count = len(plan.shards) - len(plan.cached) - len(plan.left_out)
+    if any(upstream.write_back for upstream in cache.config.upstreams):
+        processes = 1  # the copies are made by the process that fetched, which must outlast them
     processes = processes or suitable(count, plan.fetch_bytes)
     with (
         Crew(cache, processes, jobs) as crew,

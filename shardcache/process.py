@@ -10,31 +10,43 @@ import errno
 import logging
 import os
 import threading
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shardcache.breaker import Breaker, fault_kind, is_disk_fault
 from shardcache.clock import Clock
 from shardcache.config import Config
+from shardcache.counters import Counters
 from shardcache.errors import ConfigError
-from shardcache.modes import Modes
+from shardcache.fetchlog import Fetch, note_fetch
 from shardcache.namespaces import Namespaces
 from shardcache.ranks import Ranks
-from shardcache.root import Identity, check_layout, identity, make_root
-from shardcache.sessions import Session
-from shardcache.store import Opened
-from shardcache.units import format_duration
-from shardcache.version import __version__
+from shardcache.store import Entry, Opened, Store
+from shardcache.tier import Tier
+from shardcache.units import format_bytes, format_duration
+from shardcache.urls import ShardURL
 
 if TYPE_CHECKING:
+    from shardcache.blocks import FetchStatus
     from shardcache.coordination import Coordinator
+    from shardcache.copying import Copier
+    from shardcache.eviction import Victim
     from shardcache.fetching import Fetchings
+    from shardcache.housekeeping import Housekeeper
     from shardcache.origins import Origins
-    from shardcache.space import Space
     from shardcache.transfer import Fetcher
 
 __all__ = ["Process", "Processes"]
 
 logger = logging.getLogger(__name__)
+
+#: `coordination.Outcome` -> its counter, and what was waited for.
+_OUTCOMES = {
+    "hit": ("hits", "disk"),
+    "linked": ("linked", "disk"),
+    "coalesced": ("coalesced", "lock"),
+    "fetched": ("misses", "network"),
+}
 
 
 class Process:
@@ -48,20 +60,65 @@ class Process:
     """
 
     def __init__(self, config: Config, ranks: Ranks, clock: Clock, started: float) -> None:
-        self.namespaces = Namespaces(config, ranks)
+        self._warned: set[str] = set()
+        #: Fastest first; the last one is ``dir``, where locks are.
+        self.tiers = tuple(
+            Tier(each, ranks, clock, started, self.warn) for each in config.by_tier()
+        )
+        for tier in self.tiers:
+            tier.evicted = self.count_evicted
         self._config = config
         self._ranks = ranks
         self._clock = clock
-        self._started = started
         self._guard = threading.Lock()
-        self._session: Session | None = None
         #: The coordinator, once there is one.
         self.ready: Coordinator | None = None
+        self._housekeepers: list[Housekeeper] = []
+        known = ranks.source != "none"
+        owner = {"rank": ranks.rank if known else None, "job": ranks.job}
+        where = (lambda: self.home.namespaces.node) if config.stats else None
+        self.counters = Counters(where, clock, owner, lambda: self._is_well)
+        self._look_at = 0.0  # of the monotonic clock: when they want to be asked again
         self._touched: dict[str, float] = {}
-        self._warned: set[str] = set()
-        self._root: Identity | None = None
+        self._unused: set[str] = set()  # of those, what this job only saw to
         self.reading = Breaker(clock)
         self.writing = Breaker(clock)
+
+    @property
+    def home(self) -> Tier:
+        """The tier that is always there."""
+        return self.tiers[-1]
+
+    @property
+    def _faster(self) -> Sequence[Tier]:
+        return self.tiers[:-1]
+
+    @property
+    def usable(self) -> list[Tier]:
+        """The tiers that could be made, and the last one."""
+        return [tier for tier in self.tiers if tier.made or tier is self.home]
+
+    @property
+    def namespaces(self) -> Namespaces:
+        """Those of the last tier."""
+        return self.home.namespaces
+
+    @property
+    def present(self) -> list[Tier]:
+        """The tiers that are caches by now, and the last one."""
+        return [tier for tier in self.tiers if tier.present or tier is self.home]
+
+    def stores(self) -> list[Store]:
+        """Every namespace of every tier."""
+        return [store for tier in self.present for store in tier.stores()]
+
+    def tier_of(self, directory: str) -> Tier:
+        """The tier that an entry is in."""
+        return next((tier for tier in self.tiers if tier.owns(directory)), self.home)
+
+    def store_of(self, entry: Entry) -> Store:
+        """The store of the namespace that an entry is in."""
+        return self.tier_of(entry.directory).store.owning(entry)
 
     def coordinator(self) -> Coordinator:
         """The way to entries; on the first call the directories are made.
@@ -81,7 +138,7 @@ class Process:
         return made
 
     def check_root(self) -> None:
-        """Begin anew where the root is no longer the directory that we began with.
+        """Begin anew where a tier is no longer the directory that we began with.
 
         A disk may be unmounted, mounted again or emptied while a job runs. Asked on
         misses only: what is gone is a miss.
@@ -97,35 +154,42 @@ class Process:
                 self._begin_anew()
 
     def root_changed(self) -> bool:
-        """Whether the root is not what it was, or was never made."""
-        found = identity(self._config.dir, self.namespaces.own.layout)
-        return found is None or found != self._root
+        """Whether a directory is not what it was, or the last tier's was never made."""
+        return self.home.changed() or any(tier.made and tier.changed() for tier in self._faster)
 
     def _begin_anew(self) -> None:
-        known, self._root = self._root, None
-        if known is not None:
-            self.warn(
-                "root",
-                "%s is gone, or another directory than before (unmounted, mounted again, "
-                "emptied?); what was in it is fetched again",
-                self._config.dir,
-            )
-        self._end_session()
-        try:
-            self._make()
-        except ConfigError as exn:
-            if self._config.strict:
-                raise
-            # Somebody else's: not even what is in it may be read.
-            self.reading.failed(at_once=True)
-            self.writing.failed(at_once=True)
-            raise OSError(errno.EPERM, exn.message, str(self._config.dir)) from exn
+        for tier in self.tiers:
+            if not tier.changed():
+                continue
+            if tier.known:
+                self.warn(
+                    f"root of {tier.config.dir}",
+                    "%s is gone, or another directory than before (unmounted, mounted again, "
+                    "emptied?); what was in it is fetched again",
+                    tier.config.dir,
+                )
+            if tier is not self.home:
+                if tier.made:
+                    self._make_faster(tier)
+                continue
+            try:
+                tier.make()
+            except ConfigError as exn:
+                if self._config.strict:
+                    raise
+                # Somebody else's: not even what is in it may be read.
+                self.reading.failed(at_once=True)
+                self.writing.failed(at_once=True)
+                raise OSError(errno.EPERM, exn.message, str(tier.config.dir)) from exn
         self._touched.clear()
+        self.counters.close()  # its file is gone, or somebody else's
         self.ready = self._make_coordinator()
 
     def _make_directories(self) -> None:
+        for tier in self._faster:
+            self._make_faster(tier)
         try:
-            self._make()
+            self.home.make()
         except OSError as exn:
             if self._config.strict:
                 raise
@@ -137,31 +201,26 @@ class Process:
             )
             self.disk_failed(self.writing, exn)
 
-    def _make(self) -> None:
-        modes = Modes.of(self._config.shared_group)
-        node = make_root(self._config.dir, __version__, modes)
-        # Anew: whether flock works could not be asked before the root was there.
-        self.namespaces = Namespaces(self._config, self._ranks)
-        own = self.namespaces.own.layout
-        if own != node:
-            check_layout(own)
-            own.make()
-        self._root = identity(self._config.dir, own)
-        locking = self.namespaces.locking
-        if locking.reason:
+    def _make_faster(self, tier: Tier) -> None:
+        """Make a tier that can be done without."""
+        known = tier.known
+        try:
+            tier.make()
+        except (OSError, ConfigError) as exn:
+            # What was wrong from the beginning is a mistake that somebody has to correct.
+            if self._config.strict or (isinstance(exn, ConfigError) and not known):
+                raise
+            reason = exn.message if isinstance(exn, ConfigError) else exn.strerror or exn
             self.warn(
-                "locking",
-                "%s: %s. Locks are kept on this node (%s), and entries are evicted only after "
-                "%s without use. A local disk is faster.",
-                self._config.dir,
-                locking.reason,
-                locking.local or "nowhere: no directory for them",
-                format_duration(locking.grace or 0),
+                f"tier {tier.config.dir}",
+                "the tier %s cannot be used (%s); shards go to the next one",
+                tier.config.dir,
+                reason,
             )
-        self._session = Session(self.namespaces.node, self._started)
 
     def _assemble(self) -> None:
         # Not at the top: these bring filelock, and `import shardcache` stays light.
+        from shardcache.copying import Copier
         from shardcache.fetching import Fetchings
         from shardcache.origins import Origins
         from shardcache.retry import RetryPolicy
@@ -169,7 +228,8 @@ class Process:
 
         config = self._config
         self.fetchings: Fetchings = Fetchings()
-        self.origins: Origins = Origins(config)
+        self.origins: Origins = Origins(config, self._clock)
+        self.copier: Copier = Copier(self.store_of, self.origins)
         self.fetcher: Fetcher = Fetcher(
             RetryPolicy(config.attempts, config.deadline, self._clock),
             self._clock,
@@ -180,14 +240,19 @@ class Process:
 
     def _make_coordinator(self) -> Coordinator:
         from shardcache.coordination import Coordinator
+        from shardcache.housekeeping import Housekeeper
+        from shardcache.intake import Place
 
         config = self._config
+        for housekeeper in self._housekeepers:
+            housekeeper.close()
+        self._housekeepers = [Housekeeper(tier, self._clock) for tier in self.usable]
+        self._look_at = 0.0
         return Coordinator(
-            self.namespaces.own,
-            siblings=self.namespaces.siblings,
+            [Place(tier.store, tier.space()) for tier in self.usable],
+            siblings=lambda: [s for tier in self.usable for s in tier.namespaces.siblings()],
             fetcher=self.fetcher,
             origins=self.origins,
-            space=self.space(config),
             config=config,
             ranks=self._ranks,
             clock=self._clock,
@@ -195,17 +260,86 @@ class Process:
             warn=self.warn,
         )
 
-    def space(self, config: Config) -> Space:
-        """The budget of the root under the limits of ``config``."""
-        from shardcache.space import Space
+    @property
+    def _is_well(self) -> bool:
+        """Whether the disk is not left alone since it failed."""
+        return self.reading.closed and self.writing.closed
 
-        return Space(self.namespaces.node, self.namespaces.all, config, self._clock)
+    def keep_house(self) -> None:
+        """Have the cache cleaned in the background if that is due; see `housekeeping`."""
+        if not self._is_well:
+            return
+        for housekeeper in self._housekeepers:
+            housekeeper.look()
+        self._look_at = min((one.due for one in self._housekeepers), default=0.0)
 
     def warn(self, kind: str, text: str, *args: object) -> None:
         """Log a warning the first time in this process, for this kind; INFO afterwards."""
         level = logging.INFO if kind in self._warned else logging.WARNING
         self._warned.add(kind)
         logger.log(level, text, *args)
+
+    def count_hit(self, opened: Opened, begun: float) -> None:
+        """Count a hit whose opening began then, of the monotonic clock."""
+        now = self._clock.monotonic()
+        tier = None
+        if len(self.tiers) > 1:
+            tier = self.tiers.index(self.tier_of(opened.directory))
+        self.counters.hit(opened.size, now - begun, now, tier)
+
+    def count_open(self, outcome: str, size: int, seconds: float) -> None:
+        """Count what an open came to that was no hit; see `stats`.
+
+        Args:
+            outcome: of `coordination.Outcome`.
+            size: bytes of the shard.
+            seconds: how long its reader waited.
+        """
+        name, wait = _OUTCOMES[outcome]
+        self.counters.add({name: 1, "bytes_opened": size}, wait, seconds)
+
+    def count_fetch(
+        self, shard: ShardURL, status: FetchStatus, seconds: float, *, done: bool
+    ) -> None:
+        """Count a fetch of this process.
+
+        Args:
+            shard: which.
+            status: what is known of it.
+            seconds: how long it took.
+            done: whether all of it is there now.
+        """
+        self.counters.add(
+            {
+                "fetches" if done else "fetches_failed": 1,
+                "fetches_upstream": int(done and status.near),
+                "bytes_upstream" if status.near else "bytes_origin": status.received,
+                "retries": status.retries,
+            }
+        )
+        if done:
+            size, source = status.size or 0, "an upstream" if status.near else "its origin"
+            logger.info(
+                "%s: fetched %s from %s in %s",
+                shard,
+                format_bytes(size),
+                source,
+                format_duration(seconds),
+                extra={
+                    "shard": str(shard),
+                    "bytes": size,
+                    "seconds": seconds,
+                    "retries": status.retries,
+                },
+            )
+        if done and self._config.stats and self._is_well:
+            rank = None if self._ranks.source == "none" else self._ranks.rank
+            fetch = Fetch(self._clock.time(), status.size or 0, seconds, rank, str(shard))
+            note_fetch(self.home.namespaces.node, fetch)
+
+    def count_evicted(self, victim: Victim) -> None:
+        """Count an entry that was evicted."""
+        self.counters.add({f"evicted_{victim.reason.value}": 1, "bytes_evicted": victim.entry.size})
 
     def disk_failed(self, breaker: Breaker, exn: OSError) -> None:
         """Count a fault; after too many the disk is left alone for a while.
@@ -234,29 +368,46 @@ class Process:
             verb = "written" if breaker is self.writing else "read"
             logger.info("%s can be %s again", self._config.dir, verb)
 
-    def touch(self, opened: Opened) -> None:
-        """Note a use of an entry, on its first use here and then at most every interval."""
-        now = self._clock.monotonic()
-        last = self._touched.get(opened.directory)
+    def touch(self, opened: Opened, *, use: bool = True) -> None:
+        """Note a use of an entry, on its first use here and then at most every interval.
+
+        Args:
+            opened: the entry.
+            use: whether this job uses it, and has not only seen to it that it is there.
+        """
+        now, directory = self._clock.monotonic(), opened.directory
+        last = self._touched.get(directory)
+        if now >= self._look_at:
+            self.keep_house()
         if last is None or now - last >= self._config.touch_interval:
-            self._touched[opened.directory] = now
-            self.namespaces.own.touch(opened.directory, self._clock.time())
+            self._touched[directory] = now
+            tier = self.tier_of(directory)
+            tier.store.touch(directory, self._clock.time())
+            if use and self.writing.closed:
+                tier.note_use(directory.split("/")[-2])
+            else:
+                self._unused.add(directory)
+        elif use and directory in self._unused:
+            self._unused.discard(directory)
+            self.tier_of(directory).note_use(directory.split("/")[-2])
 
     def cancel(self) -> None:
         """Call off all fetches of this process; they raise, and can be resumed."""
         if self.ready is not None:
             self.fetcher.cancel()
+            self.copier.drop()
 
     def close(self) -> None:
         """End the session, and the fetches in the background that nobody reads."""
+        for housekeeper in self._housekeepers:
+            housekeeper.close()
         if self.ready is not None:
             self.fetchings.close()
-        self._end_session()
-
-    def _end_session(self) -> None:
-        if self._session is not None:
-            self._session.close()
-            self._session = None
+            if not self.copier.drain(self._config.lock_timeout):
+                self.copier.drop()
+        for tier in self.tiers:
+            tier.end_session()
+        self.counters.close()
 
 
 class Processes:

@@ -31,7 +31,8 @@ from typing import Literal
 
 from shardcache.errors import ConfigError
 
-__all__ = ["JOB_VARIABLE", "RANK_VARIABLE", "Ranks", "Source", "detect", "safe_name"]
+__all__ = ["JOB_VARIABLE", "RANK_VARIABLE", "Ranks", "Source", "detect", "local_world_size"]
+__all__ += ["safe_name"]
 
 Source = Literal["torch", "slurm", "openmpi", "pmi", "explicit", "none"]
 
@@ -44,6 +45,15 @@ _NO_RUN_ID = "none"
 #: SLURM_MAX_NORMAL_STEP_ID in slurm.h. Above it are the pseudo-steps (batch script,
 #: interactive shell), where one process runs whatever SLURM_NTASKS says.
 _MAX_NORMAL_STEP = 0xFFFFFFF0
+
+#: How many processes of the job are on this node: torchrun, Slurm (with --ntasks-per-node),
+#: Open MPI, Hydra and Intel MPI.
+_LOCAL_SIZES = (
+    "LOCAL_WORLD_SIZE",
+    "SLURM_NTASKS_PER_NODE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+)
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 _MAX_NAME = 64
@@ -90,6 +100,16 @@ def detect(environ: Mapping[str, str] | None = None) -> Ranks:
         ranks = _fill(ranks, other)
     ranks = _override(ranks, _number(env, RANK_VARIABLE))
     return replace(ranks, job=_text(env, JOB_VARIABLE) or ranks.job or _text(env, "SLURM_JOB_ID"))
+
+
+def local_world_size(environ: Mapping[str, str] | None = None) -> int | None:
+    """How many processes of this job are on this node; None where no launcher tells.
+
+    Raises:
+        ConfigError: a variable that is not a whole number.
+    """
+    env = os.environ if environ is None else environ
+    return next((size for name in _LOCAL_SIZES if (size := _number(env, name))), None)
 
 
 def _torch(env: Mapping[str, str]) -> Ranks | None:

@@ -15,23 +15,28 @@ Safe between threads and across forks.
 
 from __future__ import annotations
 
-import errno
 import io
 import logging
-import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, BinaryIO, TypeGuard
+from typing import TYPE_CHECKING, BinaryIO
 
-from shardcache.breaker import Breaker, fault_kind
+from shardcache.breaker import fault_kind
 from shardcache.clock import Clock
 from shardcache.config import Config
 from shardcache.errors import (
     CacheFullError,
-    FetchCancelledError,
     LockTimeoutError,
     ShardCacheError,
     ShardNotFoundError,
-    TransferError,
+)
+from shardcache.faults import (
+    TOO_MANY_FILES,
+    PausedError,
+    can_open,
+    exhausted,
+    gate,
+    is_final,
+    kind_of,
 )
 from shardcache.healing import Healer
 from shardcache.locks import is_file
@@ -55,14 +60,6 @@ logger = logging.getLogger(__name__)
 _BUFFER = 1 << 18
 #: Seconds between looks at an entry that somebody stopped while evicting.
 _STUCK_POLL = 0.25
-#: A socket, and what is open for a moment beside it: a name server, a file of certificates,
-#: the machine's own configuration.
-_CONNECTION_FILES = 4
-_TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
-
-
-class _PausedError(OSError):
-    """The disk failed lately and is left alone."""
 
 
 class Opener:
@@ -96,6 +93,8 @@ class Opener:
         """
         process = self._here()
         share = None
+        begun = self._clock.monotonic()
+        began = ahead is not None and ahead.began
         try:
             opened = self._hit(process, shard)
             if opened is None:
@@ -103,19 +102,35 @@ class Opener:
                 if share is None:
                     obtained = self._get(process, shard, None, self._gated)
                     assert obtained is not None  # it waits for others
-                    opened = self._used(process, shard, obtained)
+                    opened = self._used(process, shard, obtained, begun)
+            else:
+                self._count_found(process, opened, begun, began=began)
         except (ShardCacheError, OSError) as exn:
             return io.BufferedReader(self.past(shard, exn, 0, None), _BUFFER), None
         if opened is None:
             assert share is not None
-            return self._follow(shard, share)
+            waited = self._clock.monotonic() - begun
+            return self._follow(shard, share, began=began or share.began, waited=waited)
         return io.BufferedReader(opened.file, _BUFFER), opened.path
+
+    def _count_found(self, process: Process, opened: Opened, begun: float, *, began: bool) -> None:
+        try:
+            if began:  # it would not be there if it had not been fetched for this reader
+                self._count(process, "fetched", opened.size, begun)
+            else:
+                process.count_hit(opened, begun)
+        except BaseException:  # an interrupt: a pin that nobody holds would stay
+            opened.close()
+            raise
+
+    def _count(self, process: Process, outcome: str, size: int, begun: float) -> None:
+        process.count_open(outcome, size, self._clock.monotonic() - begun)
 
     def _begin(
         self, process: Process, shard: ShardURL, finish: bool, ahead: Share | None
     ) -> Share | None:
         """The fetch to follow or to wait for; None where the calling thread is to do it."""
-        if ahead is not None and ahead.fetching is not None and _is_final(ahead.fetching.error):
+        if ahead is not None and ahead.fetching is not None and is_final(ahead.fetching.error):
             raise ahead.fetching.error  # asking again would cost another request
         if self._config.fill == "complete" and ahead is None:
             return None
@@ -125,10 +140,12 @@ class Opener:
             logger.info("%s: fetched without a thread of its own: %s", shard, exn)
             return None
 
-    def _follow(self, shard: ShardURL, share: Share) -> tuple[BinaryIO, str | None]:
+    def _follow(
+        self, shard: ShardURL, share: Share, *, began: bool, waited: float
+    ) -> tuple[BinaryIO, str | None]:
         from shardcache.following import FollowStream  # here: it brings the engine along
 
-        stream = FollowStream(shard, self, share)
+        stream = FollowStream(shard, self, share, began=began, waited=waited)
         begun = False
         try:
             stream.start(whole=self._config.fill == "complete")
@@ -204,18 +221,39 @@ class Opener:
     def reopen(self, shard: ShardURL, opened: Opened) -> Opened | None:
         """See `following.Host.reopen`."""
         process = self._here()
-        store = process.namespaces.own.owning(Store.entry_at(opened))
+        store = process.store_of(Store.entry_at(opened))
         again = store.open_again(opened.path)
         if again is not None:
             self._guard(process, shard, again)
         return again
 
+    def followed(self, shard: ShardURL, outcome: str, size: int, waited: float) -> None:
+        """See `following.Host.followed`."""
+        self._here().count_open(outcome, size, waited)
+
     def past(
         self, shard: ShardURL, fault: Exception, start: int, pin: ObjectInfo | None
     ) -> OriginStream:
         """See `following.Host.past`."""
-        cause = None
         process = self._here()
+        counts = {kind: 1} if (kind := kind_of(fault)) else {}
+        try:
+            stream = self._past(process, shard, fault, start, pin)
+        except Exception:
+            process.counters.add({"failed": 1, **counts})
+            raise
+        process.counters.add({"bypassed": 1, **counts})
+        return stream
+
+    def _past(
+        self,
+        process: Process,
+        shard: ShardURL,
+        fault: Exception,
+        start: int,
+        pin: ObjectInfo | None,
+    ) -> OriginStream:
+        cause = None
         if self._config.strict:
             raise fault
         if isinstance(fault, (CacheFullError, LockTimeoutError)):
@@ -231,19 +269,26 @@ class Opener:
         except ShardNotFoundError:
             raise
         except (ShardCacheError, OSError) as exn:
-            if cause is not None and cause.errno in _TOO_MANY_FILES and not _can_open():
-                raise _exhausted(shard, cause) from exn
+            if cause is not None and cause.errno in TOO_MANY_FILES and not can_open():
+                raise exhausted(shard, cause) from exn
             raise
 
     # -- for those who need a path -----------------------------------------------
 
-    def obtain(self, shard: ShardURL, status: FetchStatus | None = None) -> Obtained:
+    def obtain(
+        self, shard: ShardURL, status: FetchStatus | None = None, *, use: bool = True
+    ) -> Obtained:
         """The shard's entry, open and pinned, fetched if need be.
+
+        Args:
+            shard: which.
+            status: is kept up to date.
+            use: whether this job uses it, and has not only seen to it that it is there.
 
         Raises:
             As `Cache.open` with ``strict``.
         """
-        return self._obtain(self._here(), shard, status, gated=False)
+        return self._obtain(self._here(), shard, status, gated=False, use=use)
 
     def pin(self, shard: ShardURL) -> Opened:
         """An entry that is under its path and cannot leave it; raises as `obtain`."""
@@ -268,29 +313,46 @@ class Opener:
                 self._clock.sleep(_STUCK_POLL)
 
     def _obtain(
-        self, process: Process, shard: ShardURL, status: FetchStatus | None, *, gated: bool
+        self,
+        process: Process,
+        shard: ShardURL,
+        status: FetchStatus | None,
+        *,
+        gated: bool,
+        use: bool,
     ) -> Obtained:
         from shardcache.coordination import Obtained, Outcome
 
+        begun = self._clock.monotonic()
         opened = self._find(process, shard, gated)
         if opened is not None:
             obtained: Obtained | None = Obtained(opened, Outcome.HIT)
         else:
             obtained = self._get(process, shard, status, gated)
         assert obtained is not None  # it waits for others
-        self._note(process, shard, obtained)
+        self._note(process, shard, obtained, begun, use=use)
         return obtained
 
-    def _note(self, process: Process, shard: ShardURL, obtained: Obtained) -> None:
+    def _note(
+        self,
+        process: Process,
+        shard: ShardURL,
+        obtained: Obtained,
+        begun: float,
+        *,
+        use: bool = True,
+    ) -> None:
         try:
-            process.touch(obtained.opened)
+            process.touch(obtained.opened, use=use)
+            if use:
+                self._count(process, obtained.outcome, obtained.opened.size, begun)
             logger.debug("%s: %s", shard, obtained.outcome)
         except BaseException:  # an interrupt: a pin that nobody holds would stay
             obtained.opened.close()
             raise
 
-    def _used(self, process: Process, shard: ShardURL, obtained: Obtained) -> Opened:
-        self._note(process, shard, obtained)
+    def _used(self, process: Process, shard: ShardURL, obtained: Obtained, begun: float) -> Opened:
+        self._note(process, shard, obtained, begun)
         self._guard(process, shard, obtained.opened)
         return obtained.opened
 
@@ -301,12 +363,12 @@ class Opener:
         coordinator = process.coordinator()
         try:
             if not process.reading.closed:
-                _gate(process.reading, gated)
+                gate(process.reading, gated)
                 process.check_root()  # nothing is read that may be somebody else's by now
                 coordinator = process.coordinator()
             return coordinator.look(shard)
         except OSError as exn:
-            if not isinstance(exn, _PausedError):
+            if not isinstance(exn, PausedError):
                 process.disk_failed(process.reading, exn)
             raise
 
@@ -318,8 +380,36 @@ class Opener:
         gated: bool,
         patient: Callable[[], bool] = lambda: True,
     ) -> Obtained | None:
+        from shardcache.blocks import FetchStatus
+
+        status = status or FetchStatus()
+        obtained = None
+        begun = self._clock.monotonic()
+        try:
+            obtained = self._acquire(process, shard, status, gated, patient)
+        finally:
+            fetched = obtained is not None and obtained.outcome == "fetched"
+            if fetched or status.received:
+                seconds = self._clock.monotonic() - begun
+                try:
+                    process.count_fetch(shard, status, seconds, done=fetched)
+                except BaseException:  # an interrupt: a pin that nobody holds would stay
+                    if obtained is not None:
+                        obtained.opened.close()
+                    raise
+        return obtained
+
+    def _acquire(
+        self,
+        process: Process,
+        shard: ShardURL,
+        status: FetchStatus,
+        gated: bool,
+        patient: Callable[[], bool],
+    ) -> Obtained | None:
         process.reading.undecided()  # there was nothing to read
-        _gate(process.writing, gated)
+        process.keep_house()
+        gate(process.writing, gated)
         for last in (False, True):
             try:
                 process.check_root()
@@ -336,6 +426,7 @@ class Opener:
                 break
         if obtained is not None and obtained.outcome == "fetched":
             process.disk_works(process.writing)
+            process.copier.add(shard, obtained.opened.path)
         else:
             process.writing.undecided()
         return obtained
@@ -344,22 +435,10 @@ class Opener:
         reason = str(exn.strerror or exn)
         if str(self._config.dir) not in reason:
             reason = f"{self._config.dir}: {reason}"
-        if isinstance(exn, _PausedError):
+        if isinstance(exn, PausedError):
             logger.info("%s is streamed, not cached: %s", shard, reason)
         else:
             process.warn(fault_kind(exn), "%s is streamed, not cached: %s", shard, reason)
-
-
-def _is_final(error: BaseException | None) -> TypeGuard[ShardCacheError]:
-    """Whether the origin, and not the cache, said no."""
-    passing = (CacheFullError, LockTimeoutError, FetchCancelledError)
-    return isinstance(error, ShardCacheError) and not isinstance(error, passing)
-
-
-def _gate(breaker: Breaker, gated: bool) -> None:
-    """Go on, unless the disk is to be left alone and there is a way past it."""
-    if gated and not breaker.allows():
-        raise _PausedError(errno.EIO, f"the disk failed; tried again in {breaker.left:.0f} s")
 
 
 def _changed(process: Process) -> bool:
@@ -367,28 +446,3 @@ def _changed(process: Process) -> bool:
         return process.root_changed()
     except OSError:
         return False
-
-
-def _can_open() -> bool:
-    """Whether there are as many descriptors left as a connection may take."""
-    fds = []
-    try:
-        for _ in range(_CONNECTION_FILES):
-            fds.append(os.open("/", os.O_RDONLY | os.O_CLOEXEC))
-    except OSError as exn:
-        return exn.errno not in _TOO_MANY_FILES
-    finally:
-        for fd in fds:
-            os.close(fd)
-    return True
-
-
-def _exhausted(shard: ShardURL, cause: OSError) -> TransferError:
-    """Neither the cache nor the origin can be opened, for a reason that is our own."""
-    whose = "this process has" if cause.errno == errno.EMFILE else "the machine has"
-    return TransferError(
-        f"{shard} cannot be opened: {whose} too many open files. Close streams that were read "
-        "to their end, or raise the limit (ulimit -n).",
-        url=str(shard),
-        errno=cause.errno,
-    )

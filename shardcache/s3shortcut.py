@@ -45,6 +45,7 @@ _CODE = re.compile(rb"<Code>([A-Za-z0-9.]{1,100})</Code>")
 _MESSAGE = re.compile(rb"<Message>([^<]{1,1000})</Message>")
 _FIELDS = {
     "ETag": "etag",
+    "ContentEncoding": "content-encoding",
     "ContentRange": "content-range",
     "ContentType": "content-type",
     "VersionId": "x-amz-version-id",

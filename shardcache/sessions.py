@@ -20,13 +20,15 @@ import os
 import re
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from shardcache.descriptors import disown, open_file, open_owned
 from shardcache.layout import IDLE_GRACE, Layout, list_names
 from shardcache.locks import is_free, lock_exclusive
 from shardcache.modes import Modes, random_token
 
-__all__ = ["Session", "oldest_live_session", "remove_dead_sessions"]
+__all__ = ["LiveSession", "Session", "live_sessions", "oldest_live_session"]
+__all__ += ["dead_sessions", "remove_dead_sessions"]
 
 logger = logging.getLogger(__name__)
 _NAME = re.compile(r"[0-9a-f]{32}\.session\Z")
@@ -34,6 +36,22 @@ _NAME = re.compile(r"[0-9a-f]{32}\.session\Z")
 _STARTING = re.compile(r"\.starting-[0-9a-f]{32}\Z")
 #: A sweeper may remove the file between our open and our flock, not for ever.
 _ATTEMPTS = 100
+#: What opening a session says that ended meanwhile, or is nothing of ours.
+_NONE_OF_OURS = (errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENXIO)
+_JOB = re.compile(rb"[0-9a-f]{32}\Z")
+_MAX_RECORD = 64
+
+
+class LiveSession(NamedTuple):
+    """A session of a process that lives.
+
+    Attributes:
+        started: when its job began to use the cache, seconds since the epoch.
+        job: the name of the job's map of uses (`uses`); None if it keeps none.
+    """
+
+    started: float
+    job: str | None
 
 
 class Session:
@@ -42,20 +60,21 @@ class Session:
     Args:
         layout: the node's namespace.
         started: when the job began to use the cache, seconds since the epoch.
+        job: as `LiveSession.job`.
     """
 
     _fd = -1  # until it is registered; `__init__` may be interrupted
 
-    def __init__(self, layout: Layout, started: float) -> None:
+    def __init__(self, layout: Layout, started: float, job: str | None = None) -> None:
         self.path = layout.sessions / f"{random_token()}.session"
         self._pid = os.getpid()
         try:
-            self._register(started, layout.modes)
+            self._register(started, layout.modes, b"" if job is None else job.encode())
         except OSError as exn:
             # A cache that cannot be written evicts nothing, so nobody needs to know of us.
             logger.debug("no session could be registered: %s", exn)
 
-    def _register(self, started: float, modes: Modes) -> None:
+    def _register(self, started: float, modes: Modes, job: bytes) -> None:
         directory = self.path.parent
         modes.make_directory(directory, levels=0)
         for _ in range(_ATTEMPTS):
@@ -63,6 +82,8 @@ class Session:
             fd = open_owned(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, modes)
             try:
                 if lock_exclusive(fd):
+                    with contextlib.suppress(OSError):  # full; then all that it may use stays
+                        os.write(fd, job)
                     os.utime(fd, (started, started))
                     temporary.rename(self.path)
                     self._fd = fd
@@ -100,37 +121,71 @@ def oldest_live_session(layout: Layout) -> float | None:
     Raises:
         OSError: the filesystem is failing.
     """
+    return min((session.started for session in live_sessions(layout)), default=None)
+
+
+def live_sessions(layout: Layout) -> list[LiveSession]:
+    """Every session of a process that lives; dead ones are removed.
+
+    Raises:
+        OSError: the filesystem is failing.
+    """
     names = (name for name in list_names(layout.sessions) if _NAME.match(name))
-    started = (_started(layout.sessions / name) for name in names)
-    return min((time for time in started if time is not None), default=None)
+    found = (_look(layout.sessions / name) for name in names)
+    return [session for session in found if session is not None]
 
 
-def remove_dead_sessions(layout: Layout) -> None:
-    """Remove what processes that are gone left in ``sessions``.
+def dead_sessions(layout: Layout) -> int:
+    """How many sessions processes that are gone have left; only looks.
+
+    Raises:
+        OSError: the filesystem is failing.
+    """
+    dead = 0
+    for name in list_names(layout.sessions):
+        if not _NAME.match(name):
+            continue
+        try:
+            file = open_file(layout.sessions / name, io.FileIO)
+        except OSError as exn:
+            if exn.errno in (*_NONE_OF_OURS, errno.EACCES):
+                continue
+            raise
+        with file:
+            # Shared: two who look do not take each other for the session's process.
+            dead += is_free(file.fileno(), shared=True) is True
+    return dead
+
+
+def remove_dead_sessions(layout: Layout) -> list[LiveSession]:
+    """Remove what processes that are gone left in ``sessions``; returns the sessions that live.
 
     Raises:
         OSError: the filesystem is failing.
     """
     for name in list_names(layout.sessions):
-        if _NAME.match(name) or _STARTING.match(name):
-            _started(layout.sessions / name)
+        if _STARTING.match(name):
+            _look(layout.sessions / name)
+    return live_sessions(layout)
 
 
-def _started(path: Path) -> float | None:
-    """When a session began, or None if it is dead; then it is removed."""
+def _look(path: Path) -> LiveSession | None:
+    """A session, or None if it is dead; then it is removed."""
     try:
         file = open_file(path, io.FileIO, os.O_RDWR)
     except OSError as exn:
         if exn.errno in (errno.EROFS, errno.EACCES):  # cannot tell, so it may be alive
-            return _modified(path)
-        if exn.errno in (errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            modified = _modified(path)
+            return None if modified is None else LiveSession(modified, None)
+        if exn.errno in _NONE_OF_OURS:
             return None  # ended meanwhile, or nothing of ours
         raise
     with file:
         free = is_free(file.fileno())
         found = os.fstat(file.fileno())
         if free is False:
-            return found.st_mtime
+            job = os.pread(file.fileno(), _MAX_RECORD, 0)
+            return LiveSession(found.st_mtime, job.decode() if _JOB.match(job) else None)
         # Without flock nobody can tell. It does not count, or dead ones would count for
         # ever, but it stays for a while: its owner may need it when flock is back.
         if free or time.time() - found.st_ctime > IDLE_GRACE:

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from shardcache.descriptors import sync_directory
 from shardcache.digests import file_digest
-from shardcache.entry import Entry, lacks, read_sidecar, scan, versions
+from shardcache.entry import Entry, lacks, read_sidecar, versions
 from shardcache.layout import (
     META,
     Layout,
@@ -40,6 +40,7 @@ from shardcache.locks import is_file
 from shardcache.metadata import DamagedError, Metadata, boot_id
 from shardcache.opening import Opened, hold, open_data, readable
 from shardcache.partials import LostError, Partial
+from shardcache.scanning import scan
 
 __all__ = ["Entry", "Opened", "Store"]
 
@@ -95,6 +96,16 @@ class Store:
                 return opened
             self._known.pop(key, None)
         return self._look_for(key, basename)
+
+    def knows(self, key: str) -> bool:
+        """Whether an entry of ``key`` was there when this process last looked."""
+        return key in self._known
+
+    def shares_root(self, opened: Opened) -> bool:
+        """Whether an entry is of another namespace of this root, or of this one."""
+        base = self.layout.base
+        node = base.parent.parent if base.parent.name == "ranks" else base
+        return opened.directory.startswith(f"{node}/")
 
     def _look_for(self, key: str, basename: str) -> Opened | None:
         for directory, size in versions(self.layout, key):
@@ -321,7 +332,7 @@ class Store:
             logger.debug("cannot note a use of %s: %s", directory, exn)
 
     def entries(self) -> Iterator[Entry]:
-        """Every entry, in no order; see `entry.scan`."""
+        """Every entry, in no order; see `scanning.scan`."""
         return scan(self.layout)
 
     def entries_of(self, key: str) -> Iterator[Entry]:

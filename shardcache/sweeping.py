@@ -80,6 +80,12 @@ class InFlight:
     progress: Progress | None
 
     @property
+    def is_measured(self) -> bool:
+        """Whether it is known how many bytes it will have, if it is to have more."""
+        writes = self.live and self.key
+        return not writes or (self.progress is not None and self.progress.total is not None)
+
+    @property
     def reserved(self) -> int:
         """Bytes it will occupy in the end, as far as known."""
         if self.live and not self.key:

@@ -15,6 +15,7 @@ For whatever else a thread may be at, such as a TLS handshake, it does not wait.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import functools
 import importlib
@@ -101,6 +102,9 @@ def _wait_before_forks() -> None:
     """
     for name in _HOOKS:
         importlib.import_module(name)
+    # Names of hosts are spelt with it. A child that is forked while it is being imported has a
+    # Python that takes it for unknown from then on.
+    codecs.lookup("idna")
     os.register_at_fork(before=_wait, after_in_parent=_go_on, after_in_child=_begin_anew)
 
 

@@ -5,7 +5,8 @@
 
 * The first range request tells size and version, so no request precedes it; the
   same response delivers the first part. All further requests insist on that
-  version.
+  version. Where one part is all, by a listing or by what its neighbours have, it
+  is no range, which S3 answers with the checksum, too: one request for a shard.
 * A worker that loses its connection goes on at the byte it had reached. What
   counts as progress resets the retries, so they bound consecutive failures.
 * Memory is one block per connection, whatever the size of the shard.
@@ -32,6 +33,7 @@ from shardcache.lanes import Lane, Lanes
 from shardcache.origin import Body, ObjectInfo, Origin, VersionChangedError, WholeOrigin
 from shardcache.partials import Partial
 from shardcache.retry import Attempts, RetryPolicy
+from shardcache.sizes import Sizes
 from shardcache.urls import ShardURL
 
 __all__ = ["FetchStatus", "Fetched", "Fetcher"]
@@ -67,6 +69,7 @@ class Fetcher:
         self.clock = clock
         self.timeout = timeout
         self.lanes = Lanes(connections, part_size, clock.monotonic)
+        self._sizes = Sizes()
         self._jobs: weakref.WeakSet[Job] = weakref.WeakSet()  # an interrupt may leave one
         self._guard = threading.Lock()
         self.cancellation = Cancellation()
@@ -144,6 +147,7 @@ class Fetcher:
             body, described = attempts.call(
                 lambda: self._first(origin, url, status.listed), sleep=watch.sleep
             )
+            self._sizes.learn(url, body.info.size)
             try:
                 watch.check()
                 partial = target(body.info)
@@ -157,18 +161,29 @@ class Fetcher:
         """The first answer, and whether it said all there is to know of the object."""
         part = self.lanes.part()
         asked = self.clock.monotonic()
-        if listed is not None and listed <= part and isinstance(origin, WholeOrigin):
-            whole = origin.whole(url, listed)
-            if whole is not None:
-                self.lanes.answered(self.clock.monotonic() - asked)
-                return whole, True
-        body = origin.open(url, 0, part)
+        body = self._whole(origin, url, part, listed)
+        described = body is not None
+        body = body or origin.open(url, 0, part)
         self.lanes.answered(self.clock.monotonic() - asked)
         if body.info.identifiable or body.stop in (None, body.info.size):
-            return body, False
+            return body, described
         # Parts of it could be of different versions: it must come in one answer.
         body.close()
         return origin.open(url, 0, None), False
+
+    def likely_size(self, url: ShardURL, listed: int | None) -> int | None:
+        """How many bytes a shard probably has: what a listing says, else as its neighbours."""
+        return listed if listed is not None else self._sizes.guess(url)
+
+    def _whole(self, origin: Origin, url: ShardURL, part: int, listed: int | None) -> Body | None:
+        """The first part as the beginning of the whole, where that is probably all."""
+        likely = self.likely_size(url, listed)
+        if likely is None or likely > part or not isinstance(origin, WholeOrigin):
+            return None
+        body = origin.whole(url, part, listed)
+        if listed is None and (body is None or body.stop != body.info.size):
+            self._sizes.missed(url)
+        return body
 
     def _run(self, job: Job, first: Body | None, watch: Watch, lane: Lane) -> Fetched:
         try:

@@ -9,19 +9,19 @@ want of them, until nothing is left.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardcache.cgroups import memory_headroom
 from shardcache.clock import Clock
-from shardcache.descriptors import is_alone
-from shardcache.layout import read_file
-from shardcache.metadata import boot_id
-from shardcache.modes import Modes, settle
+from shardcache.config import Config
+from shardcache.modes import Modes
+from shardcache.mounts import MEMORY_TYPES, mount_of
+from shardcache.notes import Note
 
-__all__ = ["Pending", "Volume"]
+__all__ = ["Pending", "Volume", "is_memory"]
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,10 @@ logger = logging.getLogger(__name__)
 #: the 30 s after which btrfs commits (btrfs(5), commit); and it bounds what a file that is
 #: never closed can cost to one shard per minute.
 _PATIENCE = 60.0
-_MAX_RECORD = 4096
+#: What a pod may write locally includes its logs and all else that its containers write.
+_EPHEMERAL_SHARE = 0.9
+#: (path, device) -> whether it is a RAM disk. Other mounts under one path are other devices.
+_memory: dict[tuple[str, int], bool] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +40,9 @@ class Volume:
     """A filesystem, as it is now.
 
     Attributes:
-        size: bytes.
-        free: bytes that this user may still write.
+        size: bytes; of a RAM disk no more than the cgroup of this process may have.
+        free: bytes that this user may still write; of a RAM disk no more than what that
+            cgroup leaves.
         inodes: how many there are; 0 where the filesystem makes them as it needs them.
         free_inodes: how many this user may still make.
     """
@@ -56,16 +60,40 @@ class Volume:
             OSError: it does not answer.
         """
         found = os.statvfs(path)
-        return cls(
-            found.f_frsize * found.f_blocks,
-            found.f_frsize * found.f_bavail,
-            found.f_files,
-            found.f_favail,
-        )
+        size, free = found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail
+        if is_memory(path) and (memory := memory_headroom()) is not None:
+            if size == 0:  # ramfs, which states nothing
+                size, free = memory.limit, memory.free
+            size, free = min(size, memory.limit), min(free, memory.free)
+        return cls(size, free, found.f_files, found.f_favail)
+
+    def budget(self, config: Config) -> int | None:
+        """Most bytes that a cache on it may hold; None where only free space limits it."""
+        limits = []
+        if config.max_size is not None:
+            limits.append(config.max_size.of(self.size))
+        if config.ephemeral_limit is not None:
+            limits.append(int(config.ephemeral_limit * _EPHEMERAL_SHARE))
+        return min(limits, default=None)
 
     def lacks_inodes(self, wanted: int) -> int:
         """How many of ``wanted`` inodes there are too few."""
         return max(0, wanted - self.free_inodes) if self.inodes else 0
+
+
+def is_memory(path: Path) -> bool:
+    """Whether what is written there is memory.
+
+    Raises:
+        OSError: it cannot be looked at.
+    """
+    # Asked with every admission, and seldom new.
+    key = str(path), path.stat().st_dev
+    found = _memory.get(key)
+    if found is None:
+        mount = mount_of(path)
+        found = _memory[key] = mount is not None and mount.type in MEMORY_TYPES
+    return found
 
 
 class Pending:
@@ -81,10 +109,8 @@ class Pending:
     """
 
     def __init__(self, path: Path, modes: Modes, clock: Clock) -> None:
-        self._path = path
-        self._modes = modes
+        self._note = Note(path, modes)
         self._clock = clock
-        self._boot = boot_id()
         self._noted: tuple[int, int, float] | None = None
 
     def left(self, free: int) -> int:
@@ -117,13 +143,10 @@ class Pending:
 
     def _read(self) -> tuple[int, int, float] | None:
         try:
-            boot, pending, free, at = json.loads(read_file(self._path, _MAX_RECORD))
-            if boot == self._boot:
-                self._noted = int(pending), int(free), float(at)
-        except FileNotFoundError:
-            logger.debug("%s: nothing noted", self._path)
-        except (OSError, ValueError, TypeError, OverflowError, RecursionError) as exn:
-            logger.debug("%s: %s", self._path, exn)
+            pending, free, at = self._note.read()
+            self._noted = int(pending), int(free), float(at)
+        except (ValueError, TypeError, OverflowError) as exn:
+            logger.debug("nothing noted: %s", exn)
         noted = self._noted
         if noted is None or not 0 <= self._clock.monotonic() - noted[2] < _PATIENCE:
             return None
@@ -131,17 +154,4 @@ class Pending:
 
     def _write(self, pending: int, free: int, at: float) -> None:
         self._noted = pending, free, at
-        record = json.dumps([self._boot, *self._noted]).encode()
-        flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
-        try:
-            # In its place: on a full disk there is no room for a second one.
-            fd = os.open(self._path, flags, self._modes.file)
-            try:
-                if is_alone(fd):
-                    settle(fd, self._modes.file)
-                    os.ftruncate(fd, 0)
-                    os.write(fd, record)
-            finally:
-                os.close(fd)
-        except OSError as exn:
-            logger.debug("%s: %s", self._path, exn)
+        self._note.write(*self._noted)

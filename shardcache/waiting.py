@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from shardcache.cancellation import Watch
 from shardcache.clock import Clock
 from shardcache.errors import LockTimeoutError
-from shardcache.layout import Layout, parse_partial_name
+from shardcache.layout import is_directory, parse_partial_name
 from shardcache.locks import Holder, read_holder
 from shardcache.partials import Progress, read_progress
 from shardcache.units import format_bytes, format_duration
@@ -37,7 +37,7 @@ class Waiter:
     """One caller's wait for one key.
 
     Args:
-        layout: the namespace.
+        partials: where fetches grow.
         url: the shard.
         clock: time.
         watch: raises when the wait is called off.
@@ -49,7 +49,7 @@ class Waiter:
 
     def __init__(
         self,
-        layout: Layout,
+        partials: Sequence[Path],
         url: ShardURL,
         clock: Clock,
         *,
@@ -59,7 +59,7 @@ class Waiter:
         stale_after: float,
         found: Callable[[Path], None] = lambda _: None,
     ) -> None:
-        self._layout = layout
+        self._partials = partials
         self._url = url
         self._clock = clock
         self._watch = watch
@@ -117,7 +117,8 @@ class Waiter:
         # The name comes out of a file anybody may have damaged: a name, no path.
         if name is None or parse_partial_name(name) is None:
             return holder, None
-        partial = self._layout.partial / name
+        places = [directory / name for directory in self._partials]
+        partial = next((path for path in places[:-1] if is_directory(path)), places[-1])
         self._found(partial)
         return holder, read_progress(partial)
 

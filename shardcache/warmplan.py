@@ -7,7 +7,6 @@ themselves, so a plan may be wrong by what others do meanwhile and nothing else.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,16 +14,16 @@ from typing import TYPE_CHECKING
 
 from shardcache.clock import SYSTEM_CLOCK
 from shardcache.config import Config
-from shardcache.errors import ConfigError
 from shardcache.eviction import Limits, plan
-from shardcache.listing import Listing
+from shardcache.listing import Listing, refuse_local
 from shardcache.metadata import DamagedError
 from shardcache.namespaces import Namespaces
+from shardcache.policy import Policy
 from shardcache.ranks import detect
-from shardcache.sessions import oldest_live_session
 from shardcache.store import Entry
 from shardcache.sweeping import in_flight
 from shardcache.urls import ShardURL
+from shardcache.volume import Volume
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache
@@ -89,12 +88,7 @@ def wanted_shards(cache: Cache, urls: Iterable[str]) -> tuple[ShardURL, ...]:
     found: dict[str, ShardURL] = {}
     for url in urls:
         shard = cache.parse(url)
-        if shard.is_local and not cache.config.cache_local:
-            raise ConfigError(
-                f"{shard.local_path} is a local path, and those are read where they are. "
-                "Set cache_local = true (SHARDCACHE_CACHE_LOCAL=1) to cache slow mounts.",
-                url=str(shard),
-            )
+        refuse_local(shard, cache.config)
         found.setdefault(shard.key, shard)
     return tuple(found.values())
 
@@ -120,7 +114,7 @@ def make_plan(
     sizes: Mapping[str, int] = {}
     if missing and patience != 0:
         sizes = Listing(cache.config).sizes(missing, seconds=patience)
-    room = _Room.of(cache.config, entries, wanted, sum(sizes.values()))
+    room = _Room.in_tiers(cache.config, entries, wanted, sum(sizes.values()))
     left_out = _left_out(missing, sizes, room) if best_effort else frozenset()
     return PrewarmPlan(shards, cached, sizes, room.free, room.evict, room.missing, left_out)
 
@@ -142,6 +136,17 @@ class _Room:
     missing: int
 
     @classmethod
+    def in_tiers(cls, config: Config, entries: list[Entry], wanted: set[str], need: int) -> _Room:
+        """In all tiers together: what one has no room for is for the next."""
+        free = evict = 0
+        left = need
+        for tier in config.by_tier():
+            here = [entry for entry in entries if tier.dir in entry.path.parents]
+            room = cls.of(tier, here, wanted, left)
+            free, evict, left = free + room.free, evict + room.evict, room.missing
+        return cls(need, free, evict, left)
+
+    @classmethod
     def of(cls, config: Config, entries: list[Entry], wanted: set[str], need: int) -> _Room:
         namespaces = Namespaces(config, detect())
         others = resumable = 0
@@ -151,16 +156,16 @@ class _Room:
                     resumable += found.occupied  # part of `need`, and on disk already
                 else:
                     others += found.reserved
-        found_disk = os.statvfs(_existing(config.dir))
-        total = found_disk.f_frsize * found_disk.f_blocks
-        spare = found_disk.f_frsize * found_disk.f_bavail - config.min_free.of(total) + resumable
-        limit = None if config.max_size is None else config.max_size.of(total)
+        volume = Volume.of(_existing(config.dir))
+        spare = volume.free - config.min_free.of(volume.size) + resumable
+        limit = volume.budget(config)
+        now = SYSTEM_CLOCK.time()
         chosen = plan(
             entries,
             Limits(max_size=limit, free_needed=max(0, need - spare)),
-            SYSTEM_CLOCK.time(),
+            now,
             reserved=others + need,
-            protect_since=oldest_live_session(namespaces.node),
+            policy=Policy.now(config, namespaces.node, now),
             in_use=lambda entry: entry.key in wanted or namespaces.own.is_pinned(entry),
         )
         free = spare

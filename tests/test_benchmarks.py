@@ -25,8 +25,8 @@ from benchmarks.links import TARGETS, Target, link
 from benchmarks.peers import PEERS, WARM, Peer, run
 from benchmarks.plots import Bar, Panel, chart
 from benchmarks.results import save
-from shardcache.entry import scan
 from shardcache.layout import Layout
+from shardcache.scanning import scan
 from tests.storetools import wait_until
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -195,13 +195,18 @@ def test_only_restricts_each_kind_by_itself() -> None:
     assert choice.targets == ["s3-like"]
     assert [peer.name for peer in choice.peers] == ["shardcache", "raw-4"]
     assert choice.places("s3-like") == ["ram"]
-    assert choice.places("fast") == ["ram", "disk"]
+    assert choice.places("nginx") == ["ram", "disk"]
     assert transfers.choose(["disk"]).places("s3-like") == ["disk"]
     everything = transfers.choose()
     assert [workload.title for workload in everything.workloads] == [
         *("1 x 1 GiB", "16 x 64 MiB", "256 x 4 MiB", "2,000 x 100 KiB")
     ]
     assert (everything.targets, len(everything.peers)) == (list(TARGETS), len(PEERS))
+    near, far = (everything.workloads_from(name) for name in ("nginx", "rtt"))
+    assert near == everything.workloads
+    assert [workload.title for workload in far] == [
+        *("1 x 1 GiB", "16 x 64 MiB", "256 x 4 MiB", "400 x 100 KiB")
+    ]
     with pytest.raises(SystemExit, match="shardcash"):
         transfers.choose(["shardcash"])
 

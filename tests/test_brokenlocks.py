@@ -77,7 +77,8 @@ def test_four_processes_on_a_cold_shard_all_get_it(
         found: list[Read] = [child.hear() for child in children]
     assert all(read.right for read in found)
     fetches = sum(read.fetches for read in found)
-    assert fetches == 1 if locks.work else 1 <= fetches <= 4
+    # Where a lock is given to all, one may take the partial of another, who begins anew.
+    assert fetches == 1 if locks.work else 1 <= fetches <= 8
     with using(root, MemoryOrigin(), **locks.options) as cache:
         (entry,) = cache.entries()
         assert entry.data.read_bytes() == DATA

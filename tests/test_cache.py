@@ -366,14 +366,18 @@ def test_a_forked_child_reads_through_the_parents_cache(
 ) -> None:
     cache = make_cache()
     read(cache)
-    parent_session = os.listdir(Layout.of_root(cache.dir).sessions)
+
+    def sessions() -> set[str]:
+        return {path.name for path in Layout.of_root(cache.dir).sessions.glob("*.session")}
+
+    parent_session = sessions()
     ready, told = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
             good = read(cache) == DATA
-            sessions = len(os.listdir(Layout.of_root(cache.dir).sessions))
-            os.write(told, b"ok" if good and sessions == 2 else f"{good} {sessions}".encode())
+            count = len(sessions())
+            os.write(told, b"ok" if good and count == 2 else f"{good} {count}".encode())
         finally:
             os._exit(0)
     os.close(told)
@@ -381,7 +385,7 @@ def test_a_forked_child_reads_through_the_parents_cache(
     os.close(ready)
     os.waitpid(pid, 0)
     assert read(cache) == DATA
-    assert set(parent_session) <= set(os.listdir(Layout.of_root(cache.dir).sessions))
+    assert parent_session <= sessions()
 
 
 def test_a_fork_while_another_thread_fetches_leaves_the_child_free(
@@ -547,7 +551,7 @@ def test_an_interrupt_while_a_hit_is_handed_out_leaves_no_pin(
     cache = make_cache()
     entry = cache.fetch(URL)
 
-    def interrupt(*arguments: object) -> None:
+    def interrupt(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt
 
     if moment == "touch":

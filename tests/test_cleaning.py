@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +11,14 @@ from pathlib import Path
 import pytest
 
 from shardcache import cleaning as module
+from shardcache.cache import Cache
 from shardcache.cleaning import CleanReport, clean, remove
 from shardcache.clock import SYSTEM_CLOCK
 from shardcache.config import Config
+from shardcache.errors import LockTimeoutError
 from shardcache.eviction import Limits, Reason
+from shardcache.layout import Layout
+from shardcache.locks import Holder, KeyLock
 from shardcache.root import make_root
 from shardcache.sessions import Session
 from shardcache.space import Space
@@ -46,7 +51,10 @@ class Bench:
         self.rank.layout.make()
         self.stores = [self.store, self.rank]
         self.space = Space(
-            self.layout, lambda: self.stores, Config(self.root, min_free=0), SYSTEM_CLOCK
+            self.layout,
+            lambda: self.stores,
+            Config(self.root, min_free=0, protect_for="500w"),  # dates are of early 2026
+            SYSTEM_CLOCK,
         )
 
     def clean(self, limits: Limits | None = None, **options: bool) -> CleanReport:
@@ -274,3 +282,33 @@ def test_a_version_in_use_stays_and_is_counted(
     real = Store.evict
     monkeypatch.setattr(Store, "evict", lambda self, e: (real(self, e), False)[1])
     assert remove(bench.stores, key) == ([], 0)  # another cleaner was quicker
+
+
+# -- one at a time -------------------------------------------------------------
+
+
+@pytest.mark.locks_work("flock", "answers", "files")
+def test_cleaners_take_turns_or_say_who_is_at_it(tmp_path: Path) -> None:
+    with Cache(tmp_path / "cache", min_free=0, lock_timeout="0.3s") as cache:
+        cache.pin("s3://lab/a.tar")  # makes the directory
+        lock = KeyLock(Layout.of_root(cache.dir).named_lock("clean"))
+        assert lock.try_acquire(Holder.this_process(rank=3, job="17", now=1.0))
+        for wait in (False, True):
+            with pytest.raises(LockTimeoutError, match=f"process {os.getpid()}"):
+                cache.clean(wait=wait)
+        assert cache.clean(dry_run=True).removed == ()
+        threading.Timer(0.1, lock.release).start()
+        assert cache.clean().removed == ()
+        assert cache.clean(wait=False).removed == ()
+
+
+@pytest.mark.locks_work("files")  # where they are removed, their directory is made anew
+def test_root_cleans_a_users_cache_and_leaves_no_file_of_its_own(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("somebody else's cache needs root")
+    with Cache(tmp_path / "cache", min_free=0) as cache:
+        cache.pin("s3://lab/a.tar")
+        for path in (cache.dir, *cache.dir.rglob("*")):
+            os.chown(path, 12345, 12345)
+        assert cache.clean().removed == ()
+        assert {path.stat().st_uid for path in cache.dir.rglob("*")} == {12345}

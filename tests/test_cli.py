@@ -188,12 +188,12 @@ def test_ls_is_a_table_with_a_summary(run, warm, bucket, data):
     assert re.fullmatch(r"4 shards, [\d.]+ KB; [\d.]+ KB evictable", lines[5])
 
 
-def test_ls_shows_the_limit_and_what_is_pinned(run, warm, monkeypatch, tmp_path):
+def test_ls_shows_the_limit_and_what_is_in_use(run, warm, monkeypatch, tmp_path):
     monkeypatch.setenv("SHARDCACHE_MAX_SIZE", "1MB")
     with Cache(tmp_path / "cache") as cache, cache.open(warm[0]):
         _, out, _ = run("ls")
     lines = out.splitlines()
-    assert [line.split()[-1] for line in lines[1:5]] == ["pinned", "ok", "ok", "ok"]
+    assert [line.split()[-1] for line in lines[1:5]] == ["in_use", "ok", "ok", "ok"]
     assert re.fullmatch(r"4 shards, [\d.]+ KB of 1.0 MB \(\d+%\); [\d.]+ KB evictable", lines[5])
 
 
@@ -381,9 +381,52 @@ def test_rm_of_what_is_being_read_is_exit_6(run, warm, tmp_path):
     with Cache(tmp_path / "cache") as cache, cache.open(warm[0]):
         code, _, err = run("rm", "-y", warm[0])
         assert code == 6
-        assert "is being read" in err
+        assert "is pinned or being read" in err
         found = json.loads(run("rm", "-n", "--json", warm[0], warm[1])[1])
     assert [row["state"] for row in found["shards"]] == ["in_use", "removed"]
+
+
+def test_pinned_shards_stay_until_they_are_unpinned(run, warm, bucket):
+    code, out, err = run("pin", f"s3://{bucket}/train-{{0000..0001}}.tar", "--for", "3d")
+    assert (code, out, err) == (0, "pinned 2 shards for 3d\n", "")
+    states = [line.split()[-1] for line in run("ls")[1].splitlines()[1:5]]
+    assert states == ["pinned", "pinned", "ok", "ok"]
+    assert [row["state"] for row in json.loads(run("ls", "--json")[1])["shards"]] == states
+    code, _, err = run("rm", "-y", warm[0])
+    assert code == 6 and "shardcache unpin" in err
+    assert "kept 2 shards" in run("clean", "--all", "-y")[1]
+    code, out, err = run("unpin", *warm[:3])
+    assert (code, out) == (1, "unpinned 2 shards\n")
+    assert err.splitlines() == [f"error: {warm[2]} was not pinned in {_directory(run)}"]
+    assert run("rm", "-y", warm[0])[0] == 0
+
+
+def test_a_shard_can_be_pinned_before_it_is_cached(run, warm, bucket):
+    missing = f"s3://{bucket}/later.tar"
+    code, out, err = run("pin", missing, warm[0])
+    assert (code, out) == (0, "pinned 2 shards until they are unpinned\n")
+    assert "1 of them is not cached yet" in err
+    found = json.loads(run("pin", missing, warm[0], "--json", "--for", "90s")[1])
+    assert found["shards"] == [
+        {"url": missing, "state": "not_cached"},
+        {"url": warm[0], "state": "cached"},
+    ]
+    summary = found["summary"]
+    assert (summary["pinned"], summary["not_cached"], summary["seconds"]) == (2, 1, 90.0)
+    found = json.loads(run("unpin", missing, "--json")[1])
+    assert found["shards"] == [{"url": missing, "state": "unpinned"}]
+
+
+@pytest.mark.parametrize(
+    "arguments", [("pin",), ("unpin",), ("pin", "s3://b/a.tar", "--for", "long"), ("pin", "x://y")]
+)
+def test_what_cannot_be_pinned_is_a_usage_error(run, arguments):
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "") and err.startswith("error: ")
+
+
+def _directory(run) -> str:
+    return run("dir")[1].strip()
 
 
 # -- config, dir, demo ---------------------------------------------------------

@@ -5,7 +5,6 @@ Nothing but the order of evictions, and ages that people ask for, may depend on 
 
 from __future__ import annotations
 
-import hashlib
 import os
 import random
 import time
@@ -17,54 +16,22 @@ import pytest
 from shardcache.cache import Cache
 from shardcache.digests import BLOCK
 from shardcache.errors import TransferError
-from shardcache.eviction import SKEW, Limits, Reason, plan
+from shardcache.eviction import Limits, Reason, plan
 from shardcache.layout import Layout, is_idle
 from shardcache.locks import Holder, KeyLock
 from shardcache.origin import TransientError
+from shardcache.policy import SKEW, Policy
 from shardcache.sessions import Session
 from shardcache.store import Entry
 from tests.conftest import make_tar
 from tests.fakes import Fault, MemoryOrigin
-from tests.workers import LIBFAKETIME, YEAR, Clock, Worker
+from tests.shop import Shop
+from tests.workers import LIBFAKETIME, YEAR, Clock
 
 clocks = pytest.mark.failure("clocks-and-pids")
 needs_libfaketime = pytest.mark.skipif(LIBFAKETIME is None, reason="libfaketime is not installed")
 AHEAD, BEHIND = 10 * YEAR, -10 * YEAR
 jumps = pytest.mark.parametrize("offset", [AHEAD, BEHIND], ids=["2036", "2016"])
-
-
-class Shop:
-    """Shards of one size on a slow mount, and a cache."""
-
-    def __init__(self, path: Path, count: int = 8) -> None:
-        self.path = path / "cache"
-        self.origin = path / "origin"
-        self.origin.mkdir()
-        self.digests = {}
-        for number in range(count):
-            data = make_tar(number, members=4, size=4000)
-            self.size = len(data)
-            file = self.origin / f"{number}.tar"
-            file.write_bytes(data)
-            self.digests[str(file)] = hashlib.sha256(data).hexdigest()
-        self.urls = list(self.digests)
-
-    def worker(self, clock: Clock | None = None, **options: object) -> Worker:
-        return Worker(clock, dir=self.path, cache_local=True, **options)
-
-    def expect(self, worker: Worker, url: str, *, stored: bool = True) -> None:
-        assert worker.ask("read", url) == [self.digests[url], stored]
-
-    def entries(self) -> dict[str, Entry]:
-        """What is cached: path of the shard -> entry."""
-        with Cache(self.path, cache_local=True) as cache:
-            return {
-                entry.metadata().url.removeprefix("file://"): entry for entry in cache.entries()
-            }
-
-    def use(self, url: str, when: float) -> None:
-        """Give an entry a last use."""
-        os.utime(self.entries()[url].path / "meta.json", (when, when))
 
 
 @pytest.fixture
@@ -284,7 +251,7 @@ def shelf(**used: float) -> list[Entry]:
 def victims(
     entries: list[Entry], limits: Limits, since: float | None, now: float = NOW
 ) -> list[str]:
-    return [v.entry.key for v in plan(entries, limits, now, protect_since=since).victims]
+    return [v.entry.key for v in plan(entries, limits, now, policy=Policy(since=since)).victims]
 
 
 @clocks

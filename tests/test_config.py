@@ -29,7 +29,7 @@ from shardcache.config import (
     options,
 )
 from shardcache.errors import ConfigError
-from shardcache.optionkinds import _without_secrets
+from shardcache.optionkinds import TierOption, Upstream, _without_secrets
 from shardcache.units import Limit
 
 DIR = Path("/local/nvme/shards")
@@ -60,7 +60,11 @@ def test_defaults_are_the_documented_ones() -> None:
         DIR,
         max_size=None,
         min_free=Limit(percent=5),
+        ephemeral_limit=None,
         max_age=None,
+        tiers=(),
+        policy="working-set",
+        protect_for=86400.0,
         isolation="node",
         fill="follow",
         prefetch=2,
@@ -75,7 +79,9 @@ def test_defaults_are_the_documented_ones() -> None:
         validate=None,
         fsync="verify-after-boot",
         touch_interval=600.0,
+        stats=True,
         allow_schemes=(),
+        upstreams=(),
         cache_local=False,
         storage_options=StorageOptions(),
         endpoint_url=None,
@@ -90,7 +96,11 @@ CASES: dict[str, tuple[str, object, str]] = {
     "dir": ("/tmp/x", Path("/tmp/x"), "s3://bucket/x"),
     "max_size": ("80%", Limit(percent=80), "0"),
     "min_free": ("10GB", Limit(bytes=10**10), "none"),
+    "ephemeral_limit": ("50GB", 50 * 10**9, "0"),
     "max_age": ("14d", 1_209_600.0, "0"),
+    "tiers": ("/ram=5GB", (TierOption(Path("/ram"), Limit(bytes=5 * 10**9)),), "s3://b/x"),
+    "policy": ("LRU", "lru", "mru"),
+    "protect_for": ("2h", 7200.0, "0"),
     "isolation": ("Rank", "rank", "gpu"),
     "fill": ("Complete", "complete", "later"),
     "prefetch": ("0", 0, "-1"),
@@ -105,7 +115,9 @@ CASES: dict[str, tuple[str, object, str]] = {
     "fsync": ("none", "none", "sometimes"),
     "locks": ("Node", "node", "nfs"),
     "touch_interval": ("1h", 3600.0, "x"),
+    "stats": ("off", False, "some"),
     "allow_schemes": ("pipe, FTP", ("ftp", "pipe"), "pi/pe"),
+    "upstreams": ("/nas", (Upstream("/nas"),), "no scheme://x"),
     "cache_local": ("on", True, "2"),
     "endpoint_url": ("http://minio:9000", "http://minio:9000", "minio:9000"),
     "shared_group": ("root", 0, "no such group"),

@@ -169,9 +169,9 @@ def test_one_at_a_time_has_a_shard_alone(make_cache: MakeCache) -> None:
     cache = make_cache()
     coordinator = cache._here().coordinator()
     store, shard = coordinator.store, cache.parse(URL)
-    with coordinator.sole(store, shard) as held:
+    with coordinator.sole(store, shard.key) as held:
         assert held
-        with coordinator.sole(store, shard) as too:
+        with coordinator.sole(store, shard.key) as too:
             assert not too
         lock = KeyLock(store.layout.key_lock(shard.key))
         assert not lock.try_acquire(Holder(1, "x", None, None, 0.0))

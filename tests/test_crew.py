@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from shardcache import crew as module
+from shardcache import forks
 from shardcache.blocks import FetchStatus
 from shardcache.cache import Cache
 from shardcache.crew import Crew, suitable
@@ -27,7 +28,7 @@ from shardcache.meter import Meter
 from shardcache.prewarm import Outcome, Planned, Started, Stopped, prewarm
 from tests.clitools import Command, run_process, slow, written
 from tests.conftest import make_tar
-from tests.storetools import no_descriptor_left, wait_until
+from tests.storetools import children, no_descriptor_left, wait_until
 
 __all__ = ["slow"]  # a fixture
 
@@ -45,16 +46,6 @@ def shards(tmp_path: Path) -> list[str]:
 
 def opened(tmp_path: Path, **options: Any) -> Cache:
     return Cache(tmp_path / "cache", cache_local=True, min_free=0, **options)
-
-
-def children() -> set[int]:
-    """Processes that this one has and that have not ended."""
-    return _children(os.getpid())
-
-
-def _children(pid: int) -> set[int]:
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
 
 
 @pytest.fixture(autouse=True)
@@ -249,16 +240,22 @@ def test_what_they_log_is_logged_here_and_a_warning_once(
         logging.getLogger("users").warning("the same in %s", "every process")
         logging.getLogger("users").info("%s was seen", path.name)
 
+    class Slow(logging.Handler):
+        """Most of it is still to be read when the processes have nothing left to do."""
+
+        def emit(self, record: logging.LogRecord) -> None:
+            time.sleep(0.02)
+
     caplog.set_level(logging.INFO)
-    prewarm(opened(tmp_path, validate=say), shards, processes=2)
-    said = wait_until(
-        lambda: (
-            (found := [r for r in caplog.records if r.name == "users"])
-            and len(found) == 13
-            and found
-        )
-    )
+    users = logging.getLogger("users")
+    users.addHandler(unhurried := Slow())
+    try:
+        prewarm(opened(tmp_path, validate=say), shards, processes=2)
+    finally:
+        users.removeHandler(unhurried)
+    said = [record for record in caplog.records if record.name == "users"]
     texts = [record.getMessage() for record in said]
+    assert len(texts) == 13
     assert texts.count("the same in every process") == 1
     assert sorted(set(texts))[:12] == [f"{number:02d}.tar was seen" for number in range(12)]
     assert all(record.process != os.getpid() for record in said)
@@ -331,14 +328,14 @@ def test_processes_are_there_before_anybody_is_told(tmp_path: Path, shards: list
 def test_how_many_are_suitable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading, "active_count", lambda: 1)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
-    monkeypatch.setattr(module, "_LARGE", 1 << 50)
+    monkeypatch.setattr(forks, "_LARGE", 1 << 50)
     assert [suitable(n, 0) for n in (0, 31, 64, 100, 10_000)] == [1, 1, 2, 3, 8]
     assert [suitable(1, n << 30) for n in (1, 4, 7, 10_000)] == [1, 2, 3, 8]
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5})
     assert suitable(10_000, 0) == 2
-    monkeypatch.setattr(module, "_LARGE", 1 << 20)  # less than any Python has
+    monkeypatch.setattr(forks, "_LARGE", 1 << 20)  # less than any Python has
     assert suitable(10_000, 0) == 1
-    monkeypatch.setattr(module, "_LARGE", 1 << 50)
+    monkeypatch.setattr(forks, "_LARGE", 1 << 50)
     monkeypatch.setattr(threading, "active_count", lambda: 2)
     assert suitable(10_000, 0) == 1
 
@@ -369,7 +366,7 @@ def test_a_command_that_is_interrupted_leaves_no_process_and_can_go_on(
     asked = ["prewarm", slow, "-j", "2", "--processes", "2"]
     with Command(*asked, directory=directory, start_new_session=True) as command:
         wait_until(lambda: written(directory) >= 2 << 20)
-        members = _children(command.process.pid)
+        members = children(command.process.pid)
         assert len(members) == 2
         os.killpg(command.process.pid, number)
         ended, _, err = command.end()

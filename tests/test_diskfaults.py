@@ -15,6 +15,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,9 +28,9 @@ from shardcache.breaker import FULL
 from shardcache.config import Config
 from shardcache.eviction import ENTRY_INODES, Limits, Reason, plan
 from shardcache.layout import META, Layout
-from shardcache.mounts import parse_mountinfo
 from shardcache.volume import Volume
 from tests.conftest import make_tar
+from tests.disktools import disk, remount, unmount
 from tests.fakes import FakeClock, MemoryOrigin
 from tests.fuseshim import Shim, mounted, needs_fuse
 from tests.storetools import Parent, forked, needs_root, no_descriptor_left, wait_until
@@ -69,35 +70,6 @@ def long_ago(cache: Cache) -> None:
     """As if jobs that are over had used what is there."""
     for entry in cache.entries():
         os.utime(entry.path / META, (1_735_700_000 + entry.used % 1000,) * 2)
-
-
-@contextlib.contextmanager
-def disk(path: Path, options: str) -> Iterator[Path]:
-    """A filesystem in memory; gone at the end, whoever uses it."""
-    path.mkdir(exist_ok=True)
-    subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"mode=0700,{options}", "shardcache-test", str(path)],
-        check=True,
-    )
-    try:
-        yield path
-    finally:
-        unmount(path)
-
-
-def is_mounted(path: Path) -> bool:
-    """Unlike `os.path.ismount`, of bind mounts too."""
-    text = Path("/proc/self/mountinfo").read_text()
-    return any(mount.point == str(path) for mount in parse_mountinfo(text))
-
-
-def unmount(path: Path) -> None:
-    while is_mounted(path):
-        subprocess.run(["umount", "-l", str(path)], check=True)
-
-
-def remount(path: Path, options: str) -> None:
-    subprocess.run(["mount", "-o", f"remount,{options}", str(path)], check=True)
 
 
 # -- errors at every step ------------------------------------------------------------------
@@ -214,6 +186,14 @@ def test_a_disk_that_cannot_be_written_is_left_alone_for_a_while(
     clock = FakeClock()
     config = Config(shim.root / tmp_path.name, min_free=0, locks="flock")
     urls = shards(origin, 8)
+
+    def tries() -> int:
+        # A shard has been streamed before the fetch beside it has given up altogether; and
+        # after a minute somebody looks whether there is something to clean.
+        busy = ("-fetch", "-clean")
+        wait_until(lambda: not any(t.name.endswith(busy) for t in threading.enumerate()))
+        return shim.calls("create") + shim.calls("mkdir")
+
     with Cache.from_config(config, clock=clock) as cache:
         cache._here().coordinator()
         cache._here().origins.add("s3", origin)
@@ -223,16 +203,16 @@ def test_a_disk_that_cannot_be_written_is_left_alone_for_a_while(
         assert stored == [False] * 3
         assert len(warnings(caplog)) == 2  # of the fault, and of what follows from it
         assert "It is not written for 1m, then tried again" in warnings(caplog)[1]
-        asked = shim.calls("create") + shim.calls("mkdir")
+        asked = tries()
         assert not read(cache, urls[4], origin)
         assert read(cache, urls[0], origin)  # hits are hits
-        assert shim.calls("create") + shim.calls("mkdir") == asked
+        assert tries() == asked
         clock.sleep(60)
         assert not read(cache, urls[4], origin)  # one tries
-        tried = shim.calls("create") + shim.calls("mkdir")
+        tried = tries()
         assert tried > asked
         assert not read(cache, urls[5], origin)
-        assert shim.calls("create") + shim.calls("mkdir") == tried
+        assert tries() == tried
         shim.heal()
         assert not read(cache, urls[5], origin)
         clock.sleep(120)
@@ -326,7 +306,8 @@ def test_a_disk_without_inodes_makes_room_by_number(
         assert 10 < sum(stored) < 30
         assert len(warnings(caplog)) == 1 and "inodes" in warnings(caplog)[0]
         with pytest.raises(CacheFullError, match=r"\d+ inodes .*df -i"):
-            first.fetch(urls[-1])
+            for url in urls[-3:]:  # a sweep may find room for one
+                first.fetch(url)
         first.close()
         long_ago(first)
         caplog.clear()
@@ -536,6 +517,8 @@ def test_too_few_descriptors_cost_nothing_that_is_there(
     assert entry.path.stat().st_ino == before
     assert len(warnings(caplog)) <= 1
     assert cache._here().reading.closed and cache._here().writing.closed
+    # What was begun then may still end as it was to end then.
+    wait_until(lambda: not cache._here().fetchings.unfinished())
     assert all(read(cache, url, origin) for url in urls)
     wait_until(lambda: leftovers(cache) == [])  # removing takes descriptors, too
 
@@ -665,11 +648,11 @@ def test_a_ram_disk_that_goes_away_is_begun_anew(
             assert cache.dir.stat().st_mode & 0o777 == 0o700
             assert len(list(cache.entries())) == 6
             sessions = Layout.of_root(cache.dir).sessions
-            assert len(os.listdir(sessions)) == 1  # the job is known there too
+            assert len(list(sessions.glob("*.session"))) == 1  # the job is known there too
             # What was open goes on, wherever it is now.
             assert held.read() == origin.objects[urls[0]][100:]
             cache.close()
-            assert os.listdir(sessions) == []
+            assert list(sessions.glob("*.session")) == []
 
 
 @pytest.mark.failure("vanished-disk")
@@ -690,7 +673,7 @@ def test_a_disk_with_a_cache_of_its_own_takes_the_place_of_another(
         assert read(cache, urls[1], origin)
         assert read(cache, urls[0], origin)
         assert {url for url, _, _ in origin.requests} == {urls[1]}
-        assert len(os.listdir(Layout.of_root(ram).sessions)) == 1
+        assert len(list(Layout.of_root(ram).sessions.glob("*.session"))) == 1
         # Its use is noted, although a use of the other one was a moment ago.
         assert all(time.time() - entry.used < 600 for entry in cache.entries())
         cache.close()

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardcache.eviction import SKEW, Limits, Reason, Victim, apply, plan, sweep
+from shardcache.eviction import Limits, Reason, Victim, apply, plan, sweep
 from shardcache.layout import Layout
 from shardcache.locks import Holder, KeyLock
+from shardcache.policy import SKEW, Policy
 from shardcache.sessions import Session
 from shardcache.store import Entry, Store
 from tests.storetools import begin, make_store, metadata_for, publish
@@ -77,7 +78,7 @@ def test_a_plan_meets_the_limits_or_says_exactly_what_is_missing(
         return entry in busy
 
     found = plan(
-        entries, limits, NOW, reserved=reserved, protect_since=protect_since, in_use=in_use
+        entries, limits, NOW, reserved=reserved, policy=Policy(since=protect_since), in_use=in_use
     )
     gone = [victim.entry for victim in found.victims]
     kept = [entry for entry in entries if entry not in gone]
@@ -131,7 +132,8 @@ def test_a_plan_depends_on_nothing_but_its_arguments(
     entries, limits, reserved, protect_since, data
 ) -> None:
     def make(order: list[Entry]):
-        return plan(iter(order), limits, NOW, reserved=reserved, protect_since=protect_since)
+        policy = Policy(since=protect_since)
+        return plan(iter(order), limits, NOW, reserved=reserved, policy=policy)
 
     assert make(entries) == make(entries) == make(data.draw(st.permutations(entries)))
 

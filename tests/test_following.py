@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import io
 import os
 import threading
@@ -24,6 +25,7 @@ from shardcache.errors import (
 from shardcache.layout import Layout
 from shardcache.origin import Body, Checksum, ObjectInfo, TransientError
 from shardcache.partials import Partial
+from shardcache.trail import Trail
 from tests.conftest import make_tar
 from tests.fakes import Fault, MemoryOrigin
 from tests.storetools import PATIENCE, forked, wait_until
@@ -510,3 +512,25 @@ def test_an_interrupted_open_calls_its_fetch_off(
     hold.release()
     wait_until(lambda: not [t for t in threading.enumerate() if "shardcache" in t.name])
     assert URL not in cache
+
+
+def test_a_fetch_that_fails_just_when_it_is_looked_at_is_not_begun_again(
+    make_cache: MakeCache, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = one(make_cache)
+    looked = threading.Event()
+
+    def write(partial: Partial, offset: int, data: bytes, fd: int | None = None) -> None:
+        assert looked.wait(PATIENCE)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def sealed(trail: Trail) -> bool:
+        looked.set()
+        wait_until(lambda: not cache._here().fetchings.unfinished())
+        return False
+
+    monkeypatch.setattr(Partial, "write", write)
+    monkeypatch.setattr(Trail, "sealed", property(sealed))
+    with cache.open(URL) as stream:
+        assert stream.read() == DATA
+    assert fetches(origin) == 2  # what failed, and what was read past the cache

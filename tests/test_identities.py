@@ -86,7 +86,7 @@ def test_containers_with_equal_pids_share_one_fetch(url: str, tmp_path: Path, me
             worker.tell("read", url)
         assert [worker.hear()[0] for worker in workers] == [[DIGEST, True]] * 4
         assert fetches(meter) == 1
-        sessions = list((tmp_path / "cache/v1/sessions").iterdir())
+        sessions = list((tmp_path / "cache/v1/sessions").glob("*.session"))
         assert len(sessions) == 4  # and nobody took another's for its own
     finally:
         for worker in workers:

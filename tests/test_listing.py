@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardcache.cache import Cache
+from shardcache.config import Config
 from shardcache.errors import (
     AccessDeniedError,
     ConfigError,
@@ -17,6 +18,16 @@ from shardcache.prewarm import (
 )
 from shardcache.warmplan import wanted_shards
 from tests.conftest import make_tar
+
+# -- local paths ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", ["/", "file:///", "/proc/**.tar"])
+def test_a_disk_is_not_listed_for_what_would_be_refused(tmp_path, spec, monkeypatch):
+    monkeypatch.setattr("shardcache.listing._FsspecLister.below", lambda *a, **k: pytest.fail())
+    with pytest.raises(ConfigError, match="cache_local = true"):
+        Listing(Config(tmp_path)).matches(spec)
+
 
 # -- expand --------------------------------------------------------------------
 

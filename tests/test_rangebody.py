@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
+import random
+import socket
 import socketserver
 import threading
 from collections.abc import Callable, Iterator
@@ -11,10 +14,11 @@ import pytest
 
 from shardcache import AccessDeniedError, Cache, ConfigError, TransferError
 from shardcache.origin import ObjectInfo, Origin, TransientError, VersionChangedError
-from shardcache.rangebody import content_range, retry_after
+from shardcache.rangebody import _Reader, content_range, retry_after
 from shardcache.s3 import S3Origin, _translate
 from shardcache.urls import ShardURL, parse_url
 from shardcache.web import WebOrigin
+from tests.storetools import PATIENCE
 
 
 class Scripted(socketserver.ThreadingTCPServer):
@@ -388,3 +392,76 @@ def test_a_proxy_that_wants_a_login_is_asked_once(serve, monkeypatch: pytest.Mon
     with pytest.raises(AccessDeniedError, match="407"):
         WebOrigin(connections=2, timeout=20).open(parse_url("https://shards.invalid/a"), 0, 5)
     assert len(server.heads) == 1
+
+
+# -- pieces ----------------------------------------------------------------------
+
+
+class Records:
+    """A connection that brings a TLS record with each call, or an error at last."""
+
+    def __init__(self, sock: socket.socket, error: Exception | None = None) -> None:
+        self._sock, self._error = sock, error
+        self.calls = 0
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def forget(self) -> None:
+        self._error = None
+
+    def readinto1(self, buffer: memoryview) -> int:
+        self.calls += 1
+        count = self._sock.recv_into(buffer[:16384])
+        if count == 0 and self._error is not None:
+            raise self._error
+        return count
+
+
+@pytest.fixture
+def line() -> Iterator[tuple[socket.socket, socket.socket]]:
+    here, there = socket.socketpair()
+    here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+    with here, there:
+        yield here, there
+
+
+def test_records_that_are_there_are_taken_together(line) -> None:
+    data = random.Random(1).randbytes(100_000)
+    line[0].sendall(data)
+    buffer = memoryview(bytearray(1 << 20))
+    reader = _Reader(Records(line[1]))
+    assert reader.read(buffer) == len(data)
+    assert buffer[: len(data)] == data
+
+
+def test_nothing_is_waited_for_that_has_not_come(line) -> None:
+    line[1].settimeout(PATIENCE)
+    buffer = memoryview(bytearray(1 << 20))
+    records = Records(line[1])
+    for piece in (b"a" * 10, b"b" * 16384, b"c"):
+        line[0].sendall(piece)
+        assert _Reader(records).read(buffer) == len(piece)
+    assert records.calls == 3
+
+
+def test_of_what_is_there_no_more_is_taken_than_fits_or_than_is_good(line) -> None:
+    line[0].setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        line[0].send(bytes(600_000))
+    reader = _Reader(Records(line[1]))
+    assert reader.read(memoryview(bytearray(20_000))) == 20_000
+    there = line[1].recv(1 << 20, socket.MSG_PEEK)
+    assert reader.read(memoryview(bytearray(1 << 20))) == min(len(there), 1 << 18)
+
+
+def test_what_came_before_the_end_comes_first(line) -> None:
+    line[0].sendall(bytes(40_000))
+    line[0].close()
+    buffer = memoryview(bytearray(1 << 20))
+    records = Records(line[1], OSError("reset"))
+    reader = _Reader(records)
+    assert reader.read(buffer) == 40_000
+    records.forget()  # as a socket does
+    with pytest.raises(OSError, match="reset"):
+        reader.read(buffer)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from shardcache import ranks
 from shardcache.config import OTHER_VARIABLES
 from shardcache.errors import ConfigError
-from shardcache.ranks import Ranks, detect, safe_name
+from shardcache.ranks import Ranks, detect, local_world_size, safe_name
 
 Env = Mapping[str, str]
 
@@ -320,3 +320,15 @@ def test_any_ids_get_distinct_safe_names(jobs: list[str]) -> None:
     for name in names:
         assert re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name)
         assert name not in (".", "..")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"],
+)
+def test_every_launcher_counts_the_processes_of_a_node(name: str) -> None:
+    assert local_world_size({}) is None
+    assert local_world_size({name: " 8 "}) == 8
+    assert local_world_size({name: "0"}) is None
+    with pytest.raises(ConfigError, match=name):
+        local_world_size({name: "eight"})

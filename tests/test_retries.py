@@ -119,7 +119,7 @@ def test_a_throttled_crowd_does_not_come_back_as_a_crowd(
     waits = []
     for number in range(crowd):
         first, second = lab.proxy.of(lab.path_of(f"{number}.tar"))
-        assert (first.status, second.status) == (503, 206)
+        assert (first.status, second.status) in [(503, 206), (503, 200)]  # one part is all
         waits.append(second.arrived - first.arrived)
     waits.sort()
     assert waits[0] >= 1.0

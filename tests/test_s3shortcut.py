@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 from types import SimpleNamespace
 
@@ -69,7 +70,7 @@ def test_only_the_first_request_is_worked_out(
 
 def test_what_is_told_of_an_object_is_the_same(watched: Watched, s3: S3Server, bucket: str) -> None:
     short = watched.open("first.tar")
-    whole = watched.origin.whole(watched.url("first.tar"), len(make_tar(0)))
+    whole = watched.origin.whole(watched.url("first.tar"), len(make_tar(0)), None)
     assert watched.long_way == ["GetObject"]
     long = Watched(bucket)
     direct = long.open("first.tar")
@@ -80,16 +81,37 @@ def test_what_is_told_of_an_object_is_the_same(watched: Watched, s3: S3Server, b
     assert contents(whole) == contents(short) == contents(direct) == make_tar(0)
 
 
-def test_an_object_of_another_size_is_not_taken_whole(watched: Watched, meter: Meter) -> None:
-    assert watched.origin.whole(watched.url("first.tar"), 5) is None
-    assert contents(watched.open("first.tar")) == make_tar(0)
+@pytest.mark.parametrize("listed", [None, 5])
+def test_of_an_object_that_is_too_long_comes_a_part(
+    watched: Watched, meter: Meter, listed: int | None
+) -> None:
+    data = make_tar(0)
+    body = watched.origin.whole(watched.url("first.tar"), 1000, listed)
+    assert (body.start, body.stop, body.info.size) == (0, 1000, len(data))
+    assert contents(body) == data[:1000]
+    # What was still to come is not read by whoever has the connection next.
+    assert contents(watched.open("first.tar")) == data
+    assert contents(watched.origin.whole(watched.url("first.tar"), len(data), listed)) == data
+
+
+def test_what_may_be_compressed_on_its_way_is_taken_whole_by_its_listed_size(
+    watched: Watched, s3: S3Server, bucket: str
+) -> None:
+    data = gzip.compress(make_tar(0))
+    client = s3.client()
+    client.put_object(Bucket=bucket, Key="z.tar.gz", Body=data, ContentEncoding="gzip")
+    url = watched.url("z.tar.gz")
+    assert watched.origin.whole(url, 1 << 20, None) is None
+    assert watched.origin.whole(url, 1 << 20, len(make_tar(0))) is None
+    assert contents(watched.origin.whole(url, 1 << 20, len(data))) == data
+    assert contents(watched.open("z.tar.gz")) == data
 
 
 def test_an_empty_object_is_read(watched: Watched, s3: S3Server, bucket: str) -> None:
     s3.put(bucket, "empty.tar", b"")
     body = watched.open("empty.tar", 0, 100)
     assert (contents(body), body.info.size) == (b"", 0)
-    assert watched.origin.whole(watched.url("empty.tar"), 0).info.size == 0
+    assert watched.origin.whole(watched.url("empty.tar"), 0, 0).info.size == 0
 
 
 def test_versions_are_insisted_on(watched: Watched, s3: S3Server, bucket: str) -> None:

@@ -22,6 +22,7 @@ from shardcache import Cache, ConfigError, LockTimeoutError, ShardCacheError
 from shardcache.cli import main
 from shardcache.clock import SYSTEM_CLOCK
 from shardcache.layout import MANIFEST, META, PROGRESS, Layout
+from shardcache.ledger import Ledger, State
 from shardcache.locks import Holder, KeyLock
 from shardcache.modes import random_token
 from shardcache.root import check_root, make_root
@@ -344,7 +345,7 @@ class Scene:
             lock = KeyLock(layout.key_lock(shard.key))
             assert lock.try_acquire(Holder.this_process(rank=None, job=None, now=1.0))
             lock.release()
-        self.note_what_is_pending()
+        self.take_notes()
         self.session = layout.sessions / f"{random_token()}.session"
         self.session.touch()
         aside = layout.new_quarantined(self.entry.path)
@@ -352,9 +353,11 @@ class Scene:
         (aside / "a.tar").write_bytes(b"damaged")
         self.quarantined = aside
 
-    def note_what_is_pending(self) -> None:
+    def take_notes(self) -> None:
         path = self.layout.named_lock("pending")
         Pending(path, self.layout.modes, SYSTEM_CLOCK).note(100, 50, 50)
+        path = self.layout.named_lock("ledger")
+        Ledger(path, self.layout.modes, SYSTEM_CLOCK).looked(State(100, 5000))
 
     def cache(self, **options: Any) -> Cache:
         # With a budget, or nobody would ask for its lock.
@@ -386,6 +389,7 @@ class Scene:
             "other lock": layout.key_lock(self.other.key),
             "budget": layout.named_lock("budget"),
             "pending": layout.named_lock("pending"),
+            "ledger": layout.named_lock("ledger"),
             "session": self.session,
             "partial data": next(p for p in self.partial.iterdir() if p.suffix == ".tar"),
             "partial sidecar": self.partial / META,
@@ -406,7 +410,7 @@ class Scene:
 DIRECTORIES = ["v1", "objects", "partials", "quarantine", "locks", "sessions", "ranks", "rank",
                "prefix", "key", "entry", "partial", "aside", "lock prefix"]  # fmt: skip
 FILES = ["data", "sidecar", "manifest", "flock note", "lock", "other lock", "budget", "pending",
-         "session", "partial data", "partial sidecar", "progress"]  # fmt: skip
+         "ledger", "session", "partial data", "partial sidecar", "progress"]  # fmt: skip
 #: Without these there is no cache to speak of: refused until somebody has looked.
 ESSENTIAL = {"v1", "objects", "partials", "quarantine", "locks", "sessions", "manifest"}
 CASES = [(name, kind) for name in DIRECTORIES for kind in ("link", "empty", "pipe")]
@@ -456,7 +460,7 @@ def live_with_it(parent: Parent, scene: Scene) -> None:
         with contextlib.suppress(ShardCacheError, OSError), scene.cache(**options) as cache:
             list(cache.entries())
             if scene.layout.objection() is None:
-                scene.note_what_is_pending()
+                scene.take_notes()
             cache.clean(max_size="1B")
             cache.remove(scene.urls[0])
             cache.clean(everything=True)

@@ -18,7 +18,12 @@ from shardcache import sessions as module
 from shardcache.descriptors import disown
 from shardcache.layout import Layout
 from shardcache.root import make_root
-from shardcache.sessions import Session, oldest_live_session, remove_dead_sessions
+from shardcache.sessions import (
+    Session,
+    dead_sessions,
+    oldest_live_session,
+    remove_dead_sessions,
+)
 from tests.conftest import make_tar
 from tests.storetools import (
     PATIENCE,
@@ -308,9 +313,26 @@ import os, sys
 from shardcache import Cache
 cache = Cache(sys.argv[1] + "/cache", min_free=0, cache_local=True)
 cache.fetch(sys.argv[1] + "/a.tar")
-print(len(os.listdir(sys.argv[1] + "/cache/v1/sessions")))
+found = os.listdir(sys.argv[1] + "/cache/v1/sessions")
+print(sum(name.endswith(".session") for name in found))
 """
     command = [sys.executable, "-X", "dev", "-c", program, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert (done.stdout, done.stderr) == ("1\n", "")
     assert os.listdir(tmp_path / "cache/v1/sessions") == []
+
+
+@pytest.mark.locks_work("flock", "answers")
+def test_dead_sessions_are_counted_without_removing_them(layout: Layout) -> None:
+    def work(parent: Parent) -> None:
+        session = Session(layout, 1000.0)
+        parent.say(session.path.name)
+        parent.hear()
+
+    with forked(work) as child:
+        name = child.hear()
+        assert dead_sessions(layout) == 0
+        child.kill()
+        (layout.sessions / f"{'a' * 32}.session").symlink_to("/etc/passwd")
+        assert dead_sessions(layout) == 1
+        assert name in names(layout)

@@ -157,10 +157,12 @@ def test_what_one_reads_the_other_does_not_evict(area: Path) -> None:
     root = area / "cache"
 
     def read(parent: Parent) -> None:
-        with open_cache(root, shared_group=GROUP) as cache, cache.open(URL) as stream:
-            parent.say()
-            parent.hear()
-            parent.say(stream.read() == SHARDS[URL])
+        with open_cache(root, shared_group=GROUP) as cache:
+            cache.fetch(URL)
+            with cache.open(URL) as stream:
+                parent.say()
+                parent.hear()
+                parent.say(stream.read() == SHARDS[URL])
 
     def evict() -> tuple[int, int]:
         with open_cache(root, shared_group=GROUP) as cache:

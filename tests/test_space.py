@@ -232,10 +232,10 @@ def test_a_resumed_partial_is_admitted_by_asking_for_nothing_more(make) -> None:
     assert bench.used() == 14 * MIB
     session = Session(bench.layout, 0.5)
     with pytest.raises(CacheFullError):
-        bench.space.admit("s3://lab/big.tar", 0, lambda: claimed)
+        bench.space.admit("s3://lab/big.tar", 8 * MIB, lambda: claimed, reserved=True)
     assert claimed.path.exists() and entry.path.exists()
     session.close()
-    assert bench.space.admit("s3://lab/big.tar", 0, lambda: claimed) is claimed
+    assert bench.space.admit("s3://lab/big.tar", 8 * MIB, lambda: claimed, reserved=True) is claimed
     assert bench.used() == 8 * MIB and not entry.path.exists()
     claimed.discard()
 
@@ -291,15 +291,15 @@ def test_a_namespace_that_appears_meanwhile_is_counted_and_evicted_from(
     make, monkeypatch, tmp_path: Path
 ) -> None:
     bench = make(max_size=100)
-    real = bench.space.plan
+    real = bench.space._choose
     late = make_store(bench.layout.base / "ranks" / "late")
     entry = publish(late, data=bytes(90), used=1.0)
 
-    def plan(*args, **kw):
+    def choose(*args):
         bench.stores = [bench.store, late]
-        return real(*args, **kw)
+        return real(*args)
 
-    monkeypatch.setattr(bench.space, "plan", plan)
+    monkeypatch.setattr(bench.space, "_choose", choose)
     bench.admit("s3://lab/new.tar", 40).discard()
     assert not entry.path.exists()
 

@@ -90,7 +90,7 @@ STEPS = {
     "published": "after shardcache.store:Store.publish",
 }
 #: In children only: the real ones are a minute and two.
-QUICK = {"shardcache.space:_LOCK_SECONDS": 1.0}
+QUICK = {"shardcache.spacelocks:_BUDGET_SECONDS": 1.0}
 
 
 @pytest.mark.parametrize("step", [s for s in STEPS if s != "before it looks for others"])

@@ -9,7 +9,6 @@ import os
 import shutil
 import stat
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -259,30 +258,6 @@ def test_what_was_published_here_needs_no_look_at_its_sidecar(
             if number == 0:
                 patch.setattr(module, "versions", None)
             assert read(store) == b"shard"
-
-
-def test_a_disk_that_is_waited_for_is_asked_for_several_directories_at_once(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for number in range(300):
-        publish(store, f"s3://lab/{number}.tar", b"shard")
-    one_by_one = list(store.entries())
-    assert len(one_by_one) == 300
-    threads = set()
-    real = entry_module._below
-
-    def noted(objects: Path, prefix: str) -> Any:
-        threads.add(threading.current_thread().name.partition("_")[0])
-        return real(objects, prefix)
-
-    monkeypatch.setattr(entry_module, "_below", noted)
-    monkeypatch.setattr(entry_module, "_SLOW", 0.0)
-    monkeypatch.setattr(time, "thread_time", lambda: 0.0)
-    assert list(store.entries()) == one_by_one
-    assert threads == {"MainThread", "shardcache-scan"}
-    some = store.entries()
-    assert [next(some) for _ in range(20)] == one_by_one[:20]
-    some.close()  # and leaves no thread, see conftest
 
 
 # -- damage --------------------------------------------------------------------

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -185,3 +187,13 @@ def test_a_thread_that_cannot_be_started_is_not_waited_for(
     with pytest.raises(RuntimeError, match="can't start"):
         threads.start(lambda: None, "shardcache-test", whole=True)
     assert set(threads._ours) <= before
+
+
+def test_what_spells_the_names_of_hosts_is_there_before_a_thread_is() -> None:
+    """A fork while it is being imported makes a child that knows no host."""
+    program = (
+        "import sys\nfrom shardcache import threads\nassert 'encodings.idna' not in sys.modules\n"
+        "threads.start(lambda: print('encodings.idna' in sys.modules), 'x').join()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=PATIENCE)
+    assert done.stdout == b"True\n", done

@@ -32,7 +32,7 @@ from shardcache.origin import Checksum, ObjectInfo, TransientError
 from shardcache.partials import Partial, read_progress
 from shardcache.retry import RetryPolicy
 from shardcache.transfer import Fetcher
-from shardcache.urls import parse_url
+from shardcache.urls import ShardURL, parse_url
 from tests.fakes import FakeClock, Fault, MemoryOrigin
 from tests.storetools import PATIENCE
 
@@ -73,9 +73,9 @@ class Bench:
         self.partials.append(partial)
         return partial
 
-    def fetch(self, **options: object) -> Fetched:
+    def fetch(self, url: ShardURL = URL, **options: object) -> Fetched:
         options.setdefault("target", self.target)
-        return self.fetcher.fetch(self.origin, URL, **options)
+        return self.fetcher.fetch(self.origin, url, **options)
 
     def left(self) -> list[str]:
         return os.listdir(self.layout.partial)
@@ -730,11 +730,17 @@ def test_a_description_of_another_version_starts_the_fetch_over(bench: Bench) ->
 
 
 class Describing(MemoryOrigin):
-    """Answers for a whole object with its checksum, as S3 does; None for another size."""
+    """Answers for a whole object with its checksum, as S3 does."""
 
-    def whole(self, url, size):
+    encoded = False
+
+    def whole(self, url, most, listed):
         body = self.open(url, 0, None)
-        return body if body.info.size == size else body.close()
+        if self.encoded:
+            return body.close()
+        body.stop = min(body.stop, most)
+        body._data = body._data[:most]
+        return body
 
 
 @pytest.fixture
@@ -763,13 +769,81 @@ def test_the_checksum_that_came_along_is_compared(describing: Bench) -> None:
     assert describing.left() == []
 
 
-def test_a_listing_that_is_outdated_costs_a_request(describing: Bench) -> None:
+def test_what_is_longer_than_it_was_listed_takes_no_other_request(describing: Bench) -> None:
+    origin, data = describing.origin, payload(2 * BLOCK + 1)
+    value = base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode()
+    origin.objects[str(URL)], origin.checksums[str(URL)] = data, Checksum("crc32", value)
     fetched = describing.fetch(status=FetchStatus(listed=BLOCK))
+    assert contents(fetched) == data
+    assert fetched.checked == "crc32"
+    assert origin.requests == [(str(URL), 0, None), (str(URL), 2 * BLOCK, 2 * BLOCK + 1)]
+    assert origin.stats == []
+    fetched.partial.discard()
+
+
+@pytest.mark.parametrize("listed", [BLOCK, None])
+def test_what_comes_in_another_form_is_asked_for_again(
+    describing: Bench, listed: int | None
+) -> None:
+    describing.fetch().partial.discard()
+    describing.origin.requests.clear()
+    describing.origin.encoded = True
+    fetched = describing.fetch(status=FetchStatus(listed=listed))
+    assert contents(fetched) == payload(BLOCK + 9)
+    assert describing.origin.requests == [(str(URL), 0, None), (str(URL), 0, 2 * BLOCK)]
+    fetched.partial.discard()
+
+
+def test_what_has_no_version_comes_in_one_answer_though_it_was_listed(describing: Bench) -> None:
+    """Its parts could be of different versions."""
+    origin = describing.origin
+    origin.objects[str(URL)] = payload(2 * BLOCK + 1)
+    origin.checksums.clear()
+    origin.etags = False
+    fetched = describing.fetch(status=FetchStatus(listed=BLOCK))
+    assert contents(fetched) == payload(2 * BLOCK + 1)
+    assert [start for _, start, _ in origin.requests] == [0, 0]
+    fetched.partial.discard()
+
+
+def beside(name: str) -> ShardURL:
+    return parse_url(str(URL).rpartition("/")[0] + "/" + name)
+
+
+def test_a_shard_is_asked_for_as_its_neighbour_was(describing: Bench) -> None:
+    """Nobody has told its size, but the one before was small: one request, with checksum."""
+    describing.fetch().partial.discard()
+    assert describing.origin.stats == [str(URL)]
+    origin, neighbour = describing.origin, beside("neighbour.tar")
+    origin.objects[str(neighbour)] = payload(BLOCK + 9)
+    origin.checksums[str(neighbour)] = origin.checksums[str(URL)]
+    fetched = describing.fetch(neighbour)
     assert contents(fetched) == payload(BLOCK + 9)
     assert fetched.checked == "crc32"
-    assert describing.origin.requests == [(str(URL), 0, None), (str(URL), 0, 2 * BLOCK)]
-    assert describing.origin.stats == [str(URL)]
+    assert origin.requests == [(str(URL), 0, 2 * BLOCK), (str(neighbour), 0, None)]
+    assert origin.stats == [str(URL)]
     fetched.partial.discard()
+
+
+def test_after_a_large_shard_the_next_comes_in_parts(describing: Bench) -> None:
+    describing.origin.objects[str(URL)] = payload(3 * BLOCK)
+    describing.origin.checksums.clear()
+    for _ in range(2):
+        describing.fetch().partial.discard()
+    assert {stop for _, start, stop in describing.origin.requests if start == 0} == {2 * BLOCK}
+
+
+def test_guesses_that_were_wrong_twice_are_made_no_more(describing: Bench) -> None:
+    origin = describing.origin
+    origin.checksums.clear()
+    sizes = {"a": 9, "b": 3 * BLOCK, "c": 9, "d": 3 * BLOCK, "e": 9, "f": 9, "g": 9}
+    for name, size in sizes.items():
+        origin.objects[str(beside(name))] = payload(size)
+        fetched = describing.fetch(beside(name))
+        assert contents(fetched) == payload(size)
+        fetched.partial.discard()
+    asked = [url.rpartition("/")[2] for url, _, stop in origin.requests if stop is None]
+    assert asked == ["b", "d"]
 
 
 @pytest.mark.parametrize("listed", [None, 2 * BLOCK + 1])

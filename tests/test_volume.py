@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from shardcache import volume as module
+from shardcache.cgroups import Headroom
+from shardcache.config import Config
 from shardcache.modes import PRIVATE
+from shardcache.mounts import Mount
 from shardcache.volume import Pending, Volume
 from tests.fakes import FakeClock
 
@@ -131,3 +136,54 @@ def test_a_volume_is_what_the_kernel_says(tmp_path: Path) -> None:
     assert 0 <= found.free <= found.size
     with pytest.raises(FileNotFoundError):
         Volume.of(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("max_size", "ephemeral", "budget"),
+    [
+        (None, None, None),
+        ("100GB", None, 100 * 10**9),
+        ("10%", None, 100 * 10**9),
+        (None, "50GB", 45 * 10**9),
+        ("100GB", "50GB", 45 * 10**9),
+        ("40GB", "50GB", 40 * 10**9),
+    ],
+)
+def test_a_cache_keeps_to_the_tighter_of_its_limits(
+    tmp_path: Path, max_size: str | None, ephemeral: str | None, budget: int | None
+) -> None:
+    """What Kubernetes allows a pod is not all for the cache."""
+    config = Config(tmp_path, max_size=max_size, ephemeral_limit=ephemeral)
+    assert Volume(10**12, 10**11, 0, 0).budget(config) == budget
+
+
+@pytest.mark.parametrize(
+    ("kind", "memory", "size", "free"),
+    [
+        ("ext4", Headroom(100, 10), 8000, 6000),
+        ("tmpfs", None, 8000, 6000),
+        ("tmpfs", Headroom(10_000, 9000), 8000, 6000),
+        ("tmpfs", Headroom(5000, 1000), 5000, 1000),
+        ("tmpfs", Headroom(10_000, 1000), 8000, 1000),
+    ],
+)
+def test_a_ram_disk_has_no_more_than_its_cgroup_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind, memory, size, free
+) -> None:
+    monkeypatch.setattr(module, "_memory", {})
+    monkeypatch.setattr(module, "mount_of", lambda path: Mount("/", kind, "x", frozenset()))
+    monkeypatch.setattr(module, "memory_headroom", lambda: memory)
+    found = SimpleNamespace(f_frsize=10, f_blocks=800, f_bavail=600, f_files=0, f_favail=0)
+    monkeypatch.setattr(os, "statvfs", lambda path: found)
+    assert Volume.of(tmp_path) == Volume(size, free, 0, 0)
+
+
+def test_a_ramfs_states_nothing_and_has_what_its_cgroup_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_memory", {})
+    monkeypatch.setattr(module, "mount_of", lambda path: Mount("/", "ramfs", "x", frozenset()))
+    monkeypatch.setattr(module, "memory_headroom", lambda: Headroom(5000, 1000))
+    found = SimpleNamespace(f_frsize=10, f_blocks=0, f_bavail=0, f_files=0, f_favail=0)
+    monkeypatch.setattr(os, "statvfs", lambda path: found)
+    assert Volume.of(tmp_path) == Volume(5000, 1000, 0, 0)

@@ -1,0 +1,192 @@
+"""What a process counts while it works: hits, bytes, waits, evictions.
+
+    something happens --> the row of this minute, in memory --> its file (`statfile`)
+
+The row is written with whatever is no hit, with a hit that comes a second after it was written
+last, and when the process ends. One that is killed loses the hits of one second. A hit costs a
+microsecond. Nothing here fails: without a disk to write to, nothing is kept.
+
+Safe between the threads of one process; a child makes its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import logging
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+
+from shardcache.clock import Clock
+from shardcache.layout import Layout
+from shardcache.modes import random_token
+from shardcache.statfile import COUNTERS, ROWS, StatFile, blank, bucket_of, wait_index
+
+__all__ = ["SUFFIX", "Counters"]
+
+logger = logging.getLogger(__name__)
+
+SUFFIX = ".counts"
+#: Seconds between two writes of a row, and so what a killed process loses at most.
+INTERVAL = 1.0
+#: Minutes after which a file counts as its process's last (`history`): then another is begun.
+_STALE = ROWS
+
+_HITS, _OPENED = COUNTERS.index("hits"), COUNTERS.index("bytes_opened")
+_INDEX = {name: number for number, name in enumerate(COUNTERS)}
+_DISK = wait_index("disk")
+#: Tiers whose hits are counted by themselves.
+_TIERS = 3
+_DISK_US = _INDEX["wait_us_disk"]
+_FIRST_TIER = _INDEX["hits_tier_1"]
+
+
+class Counters:
+    """See the module.
+
+    Args:
+        where: the node's namespace of the root, asked when a file is made; None keeps nothing.
+        clock: time.
+        owner: what a header says of the process, beside its host and number.
+        allowed: whether the disk may be written: one that fails is left alone.
+    """
+
+    def __init__(
+        self,
+        where: Callable[[], Layout] | None,
+        clock: Clock,
+        owner: Mapping[str, object] | None = None,
+        allowed: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._where = where
+        self._clock = clock
+        self._owner = dict(owner or {})
+        self._allowed = allowed
+        self._guard = threading.Lock()
+        self._row = blank()
+        self._minute = 0
+        self._turn = 0.0  # of the monotonic clock: then the row is written, or another begun
+        self._fresh = False  # whether something is not written yet
+        self._file: StatFile | None = None
+        self._flushes = False  # at the end of the process
+
+    def hit(self, size: int, seconds: float, now: float, tier: int | None = None) -> None:
+        """Count a hit.
+
+        Args:
+            size: bytes of the shard.
+            seconds: how long it took to open.
+            now: `Clock.monotonic`.
+            tier: which of several it was in, from 0.
+        """
+        if self._where is None:
+            return
+        with self._guard:
+            if due := now >= self._turn:
+                self._begin(now)
+            row = self._row
+            row[_HITS] += 1
+            row[_OPENED] += size
+            row[_DISK + bucket_of(seconds)] += 1
+            row[_DISK_US] += int(seconds * 1e6)
+            if tier is not None and tier < _TIERS:
+                row[_FIRST_TIER + tier] += 1
+            if due:
+                self._write()
+            else:
+                self._fresh = True
+
+    def add(self, counts: Mapping[str, int], wait: str | None = None, seconds: float = 0.0) -> None:
+        """Count what happened, and how long somebody waited for it.
+
+        Args:
+            counts: by the names of `statfile.COUNTERS`.
+            wait: what was waited for, of `statfile.WAITS`.
+            seconds: how long.
+        """
+        if self._where is None:
+            return
+        now = self._clock.monotonic()
+        with self._guard:
+            if now >= self._turn:
+                self._begin(now)
+            for name, count in counts.items():
+                self._row[_INDEX[name]] += count
+            if wait is not None:
+                self._row[wait_index(wait) + bucket_of(seconds)] += 1
+                self._row[_INDEX[f"wait_us_{wait}"]] += int(seconds * 1e6)
+            self._write()  # of no weight beside what is counted here
+
+    def flush(self) -> None:
+        """Write what is not written yet."""
+        with self._guard:
+            if self._fresh:
+                self._write()
+
+    def close(self) -> None:
+        """Write it; what is counted later goes into another file."""
+        with self._guard:
+            if self._fresh:
+                self._write()
+            self._file = None
+            self._minute = 0
+            self._turn = 0.0
+
+    def _begin(self, now: float) -> None:
+        """Begin another row if it is another minute."""
+        self._turn = now + INTERVAL
+        minute = int(self._clock.time() // 60)
+        if minute == self._minute or not self._allowed():
+            return  # what happens while a disk is left alone is counted to the minute before
+        if self._fresh:
+            self._write()
+        self._row = blank()
+        file, last, self._minute = self._file, self._minute, minute
+        assert self._where is not None  # or nothing would be counted
+        try:
+            if file is not None and 0 <= minute - last < _STALE and file.begin_row():
+                return
+            self._file = self._make(self._where())
+        except OSError as exn:
+            logger.debug("nothing is counted: %s", exn)
+            self._file = None
+
+    def _make(self, layout: Layout) -> StatFile:
+        modes = layout.modes
+        if modes.group is None and os.lstat(layout.base).st_uid != os.geteuid():
+            raise PermissionError(errno.EPERM, "it is another user's", os.fspath(layout.base))
+        layout.mend(layout.stats)
+        owner = {"host": os.uname().nodename, "pid": os.getpid(), **self._owner}
+        file = StatFile(layout.stats / f"{random_token()}{SUFFIX}", modes, owner)
+        file.begin_row()
+        if not self._flushes:
+            self._flushes = True
+            _flush_at_exit(self)
+        return file
+
+    def _write(self) -> None:
+        self._fresh = not self._allowed()
+        if self._file is None or self._fresh:
+            return
+        try:
+            self._file.write(self._minute, self._row)
+        except OSError as exn:
+            logger.debug("what was counted is not kept: %s", exn)
+
+
+def _flush_at_exit(counters: Counters) -> None:
+    """Write what is left when the process ends, if it ends in an orderly way."""
+    held = weakref.ref(counters)
+
+    def flush() -> None:
+        found = held()
+        if found is not None:
+            found.flush()
+
+    atexit.register(flush)
+    # The children of multiprocessing end without what is registered there.
+    if (util := sys.modules.get("multiprocessing.util")) is not None:
+        util.Finalize(None, flush, exitpriority=0)

@@ -1,0 +1,133 @@
+"""What a user asked to keep: ``shardcache pin``.
+
+A pin is a small file in ``pins``, named by the shard's key, that says until when. It is of the
+shard and not of its entry: it may be there before the shard is, and stays when another version
+is fetched. A pinned shard is no victim of any policy, of ``clean --all`` nor of ``rm``; a
+damaged entry is set aside all the same, and fetched again.
+
+Safe with any number of processes; the last one that pins a shard says until when.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+from dataclasses import dataclass
+
+from shardcache.layout import (
+    Layout,
+    is_pin_name,
+    list_names,
+    read_file,
+    refuse_links,
+    replace_file,
+)
+from shardcache.urls import ShardURL
+
+__all__ = ["Pin", "pin", "pinned_keys", "pins", "remove_expired", "unpin"]
+
+logger = logging.getLogger(__name__)
+
+_SCHEMA = 1
+_MAX_RECORD = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """A user's wish.
+
+    Attributes:
+        key: of the shard.
+        url: the shard, without credentials.
+        until: seconds since the epoch; None without end.
+    """
+
+    key: str
+    url: str
+    until: float | None
+
+    def holds(self, now: float) -> bool:
+        """Whether it still counts."""
+        return self.until is None or now < self.until
+
+
+def pin(layout: Layout, shard: ShardURL, until: float | None) -> None:
+    """Keep a shard.
+
+    Args:
+        layout: the node's namespace.
+        shard: which.
+        until: seconds since the epoch; None without end.
+
+    Raises:
+        OSError: the disk is full, read-only or failing.
+    """
+    refuse_links(layout.pins)
+    layout.modes.make_directory(layout.pins, levels=0)
+    record = {"schema": _SCHEMA, "url": str(shard), "until": until}
+    data = json.dumps(record).encode()
+    replace_file(layout.pin(shard.key), data, layout.modes.file, via=layout.partial)
+
+
+def unpin(layout: Layout, key: str) -> bool:
+    """Keep a shard no longer; False if it was not pinned.
+
+    Raises:
+        OSError: the disk is read-only or failing.
+    """
+    try:
+        layout.pin(key).unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def pins(layout: Layout) -> list[Pin]:
+    """All pins, expired ones too.
+
+    Raises:
+        OSError: the filesystem is failing.
+    """
+    found = []
+    for name in list_names(layout.pins):
+        if is_pin_name(name):
+            with contextlib.suppress(FileNotFoundError):  # unpinned meanwhile
+                found.append(_read(layout, name.partition(".")[0]))
+    return found
+
+
+def pinned_keys(layout: Layout, now: float) -> frozenset[str]:
+    """The keys of all shards that are to be kept.
+
+    Raises:
+        OSError: the filesystem is failing.
+    """
+    return frozenset(pin.key for pin in pins(layout) if pin.holds(now))
+
+
+def remove_expired(layout: Layout, now: float) -> int:
+    """Remove pins that no longer count; returns how many.
+
+    Raises:
+        OSError: the filesystem is read-only or failing.
+    """
+    return sum(unpin(layout, pin.key) for pin in pins(layout) if not pin.holds(now))
+
+
+def _read(layout: Layout, key: str) -> Pin:
+    """A pin; one that makes no sense, or cannot be read by this user, holds without end."""
+    try:
+        record = json.loads(read_file(layout.pin(key), _MAX_RECORD))
+        until = record["until"]
+        if until is not None:
+            until = float(until)
+            if math.isnan(until):
+                raise ValueError("no date")
+        return Pin(key, str(record["url"]), until)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as exn:
+        logger.info("the pin of %s cannot be read (%s); the shard is kept", key, exn)
+        return Pin(key, "", None)

@@ -1,0 +1,182 @@
+"""What a cache has done for a node: opens, bytes, waits, evictions, as one sum.
+
+    opens = hits + coalesced + linked + misses + bypassed + failed
+
+A hit found the shard; a coalesced open waited for a fetch that somebody else had begun, in this
+process or another one; a linked one took a sibling namespace's copy; a miss was fetched by whoever
+asked; a bypass was streamed and not stored; a failed one raised.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardcache.history import Sample
+from shardcache.statfile import COUNTERS, WAITS, bucket_range
+from shardcache.units import format_bytes, format_duration
+
+__all__ = ["OUTCOMES", "Stats", "Waits", "by_hour", "by_rank", "summed"]
+
+#: What an open can come to, in the order in which it is shown.
+OUTCOMES = ("hits", "coalesced", "linked", "misses", "bypassed", "failed")
+_PERCENTILES = (0.5, 0.9, 0.99)
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """How long readers waited.
+
+    Attributes:
+        buckets: bucket (`statfile.bucket_range`) -> how many.
+    """
+
+    buckets: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        """How many waits there were."""
+        return sum(self.buckets.values())
+
+    def percentile(self, share: float) -> float | None:
+        """Seconds that this share of the waits took at most, to a quarter; None without any."""
+        left = share * self.count
+        for bucket, count in sorted(self.buckets.items()):
+            left -= count
+            if count and left <= 0:
+                return bucket_range(bucket)[1]
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """A sum; see the module.
+
+    Attributes:
+        since: when the first of it was counted, seconds since the epoch; None if nothing was.
+        until: when the last of it was.
+        counters: by the names of `statfile.COUNTERS`, all of them.
+        waits: by what was waited for (`statfile.WAITS`).
+    """
+
+    since: float | None
+    until: float | None
+    counters: Mapping[str, int]
+    waits: Mapping[str, Waits]
+
+    def __getattr__(self, name: str) -> int:
+        # `stats.hits` and so on: one name for each counter, as it is in the JSON.
+        if name in COUNTERS:
+            return self.counters[name]
+        raise AttributeError(name)
+
+    @property
+    def opens(self) -> int:
+        """Shards that were asked for."""
+        return sum(self.counters[name] for name in OUTCOMES)
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Hits per open; None without opens."""
+        return self.counters["hits"] / self.opens if self.opens else None
+
+    @property
+    def evicted(self) -> int:
+        """Entries that were evicted or removed, for whatever reason."""
+        return sum(n for name, n in self.counters.items() if name.startswith("evicted_"))
+
+    @property
+    def errors(self) -> int:
+        """Errors of the origin, the disk and the locks."""
+        return sum(n for name, n in self.counters.items() if name.startswith("errors_"))
+
+    @property
+    def bytes_saved(self) -> int:
+        """Bytes that would have come from the origin without the cache."""
+        asked = self.counters["bytes_opened"] + self.counters["bytes_bypassed"]
+        return max(0, asked - self.counters["bytes_origin"])
+
+    @property
+    def all_waits(self) -> Waits:
+        """Of every kind."""
+        total: Counter[int] = Counter()
+        for found in self.waits.values():
+            total.update(found.buckets)
+        return Waits(total)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: numbers of things, bytes and seconds."""
+        return {
+            "since": self.since,
+            "until": self.until,
+            "opens": self.opens,
+            "hit_rate": self.hit_rate,
+            **self.counters,
+            "bytes_saved": self.bytes_saved,
+            "evicted": self.evicted,
+            "errors": self.errors,
+            "waits": {
+                wait: {
+                    "count": found.count,
+                    **{f"p{share * 100:g}": found.percentile(share) for share in _PERCENTILES},
+                }
+                for wait, found in (*self.waits.items(), ("all", self.all_waits))
+            },
+        }
+
+    def _repr_html_(self) -> str:
+        """What notebooks show."""
+        rate = "-" if self.hit_rate is None else f"{self.hit_rate:.2%}"
+        rows = [("opens", f"{self.opens:,}"), ("hit rate", rate)]
+        rows += [(name, f"{self.counters[name]:,}") for name in OUTCOMES if self.counters[name]]
+        rows += [
+            ("read through the cache", format_bytes(self.counters["bytes_opened"])),
+            ("fetched", format_bytes(self.counters["bytes_origin"])),
+            ("saved", format_bytes(self.bytes_saved)),
+        ]
+        cells = "".join(f"<tr><th>{name}</th><td>{value}</td></tr>" for name, value in rows)
+        return f"<table>{cells}</table>"
+
+    def __str__(self) -> str:
+        rate = "no opens" if self.hit_rate is None else f"{self.hit_rate:.2%} hits"
+        saved = format_bytes(self.bytes_saved)
+        waited = self.all_waits.percentile(0.99)
+        wait = "" if waited is None else f", 99 % waited less than {format_duration(waited)}"
+        return f"{self.opens} opens, {rate}, {saved} saved{wait}"
+
+
+def summed(samples: Iterable[Sample]) -> Stats:
+    """All samples as one."""
+    counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
+    waits: dict[str, Counter[int]] = {wait: Counter() for wait in WAITS}
+    since = until = None
+    for sample in samples:
+        counters.update({name: n for name, n in sample.counters.items() if name in counters})
+        for wait, found in sample.waits.items():
+            if wait in waits:
+                waits[wait].update(found)
+        since = sample.start if since is None else min(since, sample.start)
+        end = sample.start + sample.seconds
+        until = end if until is None else max(until, end)
+    return Stats(since, until, counters, {wait: Waits(found) for wait, found in waits.items()})
+
+
+def by_rank(samples: Iterable[Sample]) -> dict[str, Stats]:
+    """A sum for each rank, by its number; ``-`` where there is none."""
+    found = _grouped(samples, lambda sample: -1 if sample.rank is None else sample.rank)
+    return {"-" if rank < 0 else str(rank): summed(found[rank]) for rank in sorted(found)}
+
+
+def by_hour(samples: Iterable[Sample]) -> dict[int, Stats]:
+    """A sum for each hour, by its start in seconds since the epoch."""
+    found = _grouped(samples, lambda sample: sample.start // 3600 * 3600)
+    return {hour: summed(found[hour]) for hour in sorted(found)}
+
+
+def _grouped(samples: Iterable[Sample], key: Callable[[Sample], int]) -> dict[int, list[Sample]]:
+    groups: dict[int, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(key(sample), []).append(sample)
+    return groups

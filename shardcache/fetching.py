@@ -78,6 +78,7 @@ class Fetching:
         shard: which.
         status: how far it is.
         done: whether it ended.
+        started: whether there is, or was, a thread that ends it.
         obtained: the entry, pinned until the last has left.
         error: what it ended with, if that was an error.
     """
@@ -90,6 +91,7 @@ class Fetching:
         self._run = run
         self._table = table
         self.obtained: Obtained | None = None
+        self.started = False
         self._changed = threading.Condition()
         self._changes = 0
         # Under the table's lock:
@@ -103,6 +105,7 @@ class Fetching:
         Raises:
             RuntimeError: the process must not have more threads.
         """
+        self.started = True
         name = f"shardcache-{self.shard.key[:8]}-fetch"
         threads.start(self._work, name)
 
@@ -232,8 +235,14 @@ class Fetchings:
             fetching.done = True
         if unheard is not None:  # nobody is left to raise it
             logger.info("%s: not fetched in the background: %s", fetching.shard, unheard)
+        self._tell_the_end(fetching)
+
+    def _tell_the_end(self, fetching: Fetching) -> None:
         # Not under the lock: who waits may be leaving another fetch, by garbage collection.
         fetching.tell()
+        # The two refer to one another. An interrupt that strikes while the last one leaves must
+        # not keep the entry pinned until the garbage collector comes.
+        fetching.status.listener = None
 
     def leave(self, share: Share, abandon: bool) -> None:
         """See `Share.leave`."""
@@ -243,13 +252,21 @@ class Fetchings:
                 return
             fetching.wanted -= 1
             fetching.finish &= not abandon
-            if fetching.wanted > 0:
-                return
-            if fetching.done:
-                fetching.drop()
-            elif not (fetching.finish or fetching.almost):
-                fetching.status.called_off = True
-                self._remove(fetching)  # who comes now begins anew, and resumes
+            # An interrupt between `join` and the start: others may wait for it already.
+            if never := share.began and not fetching.started:
+                fetching.done = True
+                self._remove(fetching)
+            elif fetching.wanted == 0:
+                self._unwanted(fetching)
+        if never:
+            self._tell_the_end(fetching)
+
+    def _unwanted(self, fetching: Fetching) -> None:
+        if fetching.done:
+            fetching.drop()
+        elif not (fetching.finish or fetching.almost):
+            fetching.status.called_off = True
+            self._remove(fetching)  # who comes now begins anew, and resumes
 
     def close(self) -> None:
         """Call off what nobody wants any more, also where it was to be finished."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dis
 import fcntl
 import functools
+import gc
 import os
 import sys
 import threading
@@ -82,6 +83,7 @@ class Interrupt:
         seen: moments so far.
         place: where it struck, or None.
         functions: whose code was running then, the innermost first, as file:function.
+        files: for each moment so far, whose it was.
     """
 
     def __init__(self, at: int, watched: tuple[str, ...] = WATCHED) -> None:
@@ -89,6 +91,7 @@ class Interrupt:
         self.seen = 0
         self.place: str | None = None
         self.functions: list[str] = []
+        self.files: list[str] = []
         self._watched = watched
 
     def __enter__(self) -> Interrupt:
@@ -108,6 +111,7 @@ class Interrupt:
     def _step(self, frame: FrameType, event: str, argument: Any) -> Any:
         if event == "opcode" and frame.f_lasti in moments(frame.f_code):
             self.seen += 1
+            self.files.append(Path(frame.f_code.co_filename).name)
             if self.seen == self.at:
                 self._note(frame)
                 raise KeyboardInterrupt
@@ -220,8 +224,16 @@ class Scene:
             time.sleep(0.002)
 
 
-def sweep(directory: Path, act: str, stride: int) -> dict[str, int]:
+def sweep(directory: Path, act: str, stride: int, within: str | None = None) -> dict[str, int]:
     """Interrupt ``act`` at every ``stride``-th moment; judge what it leaves.
+
+    What is left must be let go of at once, not when the garbage collector comes: so it is off.
+
+    Args:
+        directory: for the caches.
+        act: of `ACTS`.
+        stride: how many moments to go on.
+        within: only at moments of this file.
 
     Returns:
         How many moments were tried, and how often what the library cannot help was seen.
@@ -233,7 +245,12 @@ def sweep(directory: Path, act: str, stride: int) -> dict[str, int]:
     scene.cache.close()
     tally = {"moments": count.seen, "tried": 0, "lost by Python": 0, "left by filelock": 0}
     for at in range(1 + stride // 2, count.seen + 1, stride):
-        judge(Scene(directory / str(at), act), at, tally)
+        if within is None or count.files[at - 1] == within:
+            gc.disable()
+            try:
+                judge(Scene(directory / str(at), act), at, tally)
+            finally:
+                gc.enable()
     return tally
 
 

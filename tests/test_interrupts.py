@@ -49,6 +49,14 @@ def test_an_interrupt_at_any_moment_is_passed_on_and_leaves_nothing_locked(
     assert tally["left by filelock"] <= tally["tried"] // 50
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_while_a_fetch_is_begun_or_left_leaves_none_that_nobody_does(
+    tmp_path: Path,
+) -> None:
+    tally = sweep(tmp_path, "follow", 1, within="fetching.py")
+    assert tally["tried"] >= 40
+
+
 #: Reads shards that are evicted again and again, under a rain of Ctrl-C, with no handler but
 #: Python's own. Tells how often it was interrupted and how often it read.
 RAIN = """

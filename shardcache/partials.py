@@ -18,24 +18,21 @@ import errno
 import os
 import shutil
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from shardcache.descriptors import disown, dup_owned, is_alone, open_owned, sync_directory
+from shardcache.datalocks import create_locked, is_ours_alone, open_locked
+from shardcache.descriptors import disown, dup_owned, open_owned, sync_directory
 from shardcache.digests import BLOCK, block_digest
 from shardcache.growing import read_sidecar
 from shardcache.layout import (
-    IDLE_GRACE,
     META,
     PROGRESS,
     Layout,
     is_directory,
-    is_idle,
     parse_partial_name,
     replace_file,
 )
-from shardcache.locks import is_file, is_free
 from shardcache.metadata import DamagedError, Metadata
 from shardcache.modes import PRIVATE, Modes
 from shardcache.progressfile import Progress, read_header, read_progress, read_records, write_record
@@ -46,9 +43,6 @@ __all__ = ["LostError", "Partial", "Progress", "read_progress"]
 #: of ours: then there is nothing to resume.
 _NOT_RESUMABLE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ELOOP, errno.EISDIR})
 _MAKE = os.O_RDWR | os.O_CREAT | os.O_EXCL
-#: Seconds between looks at a lock that is taken: whoever only looks whether a
-#: writer is alive holds it for microseconds, a writer for as long as it lives.
-_PATIENCE = (0.001, 0.01)
 #: A sweeper may remove a directory between our mkdir and our flock; it cannot
 #: do so for ever.
 _CREATE_ATTEMPTS = 100
@@ -100,7 +94,7 @@ class Partial:
                 layout.mend(layout.partial)
                 continue
             try:
-                fd = _create_locked(path / basename, layout)
+                fd = create_locked(path / basename, layout)
                 if fd is None:  # a sweeper is looking at it right now
                     shutil.rmtree(path, ignore_errors=True)
                     continue
@@ -147,7 +141,7 @@ class Partial:
         mine = layout.new_partial(*parsed)
         fd = None
         try:
-            fd = _open_locked(path / basename, layout.grace)
+            fd = open_locked(path / basename, layout.grace)
             if fd is None:
                 return None
             path.rename(mine)  # the claim: of two, one finds the old name gone
@@ -155,7 +149,7 @@ class Partial:
             if metadata.info.size is None:
                 raise DamagedError("its size is unknown, so it cannot be resumed")
             progress_fd = open_owned(mine / PROGRESS, os.O_RDWR)
-            if not _is_ours_alone(progress_fd):
+            if not is_ours_alone(progress_fd):
                 raise DamagedError("its progress file is also somewhere else")
             partial = cls(mine, basename, metadata, fd, progress_fd, layout.modes)
             partial._prove()
@@ -356,48 +350,3 @@ def _drop(*fds: int | None) -> None:
     for fd in fds:
         if fd is not None and fd >= 0:
             disown(fd)
-
-
-def _create_locked(path: Path, layout: Layout) -> int | None:
-    """Make a data file with its exclusive lock, or None if a sweeper has that."""
-    fd = open_owned(path, _MAKE, layout.modes)
-    ours = False
-    try:
-        locked = layout.grace is not None or is_free(fd) is not False
-        ours = locked and is_file(path, fd)
-        return fd if ours else None
-    finally:
-        if not ours:
-            disown(fd)
-
-
-def _open_locked(path: Path, grace: float | None) -> int | None:
-    """Open a data file for writing with its exclusive lock, or None if it is somebody's.
-
-    Args:
-        path: the file.
-        grace: as `Layout.grace`; then nothing is locked.
-    """
-    fd = open_owned(path, os.O_RDWR)
-    ours = False
-    try:
-        answer = is_free(fd) if grace is None else None
-        for seconds in _PATIENCE:
-            if answer is not False:
-                break
-            time.sleep(seconds)
-            answer = is_free(fd)
-        if answer is None:
-            answer = is_idle(path.parent, grace or IDLE_GRACE)
-        # Between open and flock a sweeper may have won: then the name is gone,
-        # or is another file.
-        ours = answer and is_file(path, fd) and _is_ours_alone(fd)
-        return fd if ours else None
-    finally:
-        if not ours:
-            disown(fd)
-
-
-def _is_ours_alone(fd: int) -> bool:
-    """Whether an open file may be written, and sealed, which its owner alone can do."""
-    return is_alone(fd) and os.fstat(fd).st_uid == os.geteuid()

@@ -27,6 +27,7 @@ from shardcache.ledger import Ledger, Refusal, State
 from shardcache.partials import Partial
 from shardcache.pins import remove_expired
 from shardcache.policy import Policy
+from shardcache.shortage import fits, no_room, not_free_yet
 from shardcache.spacelocks import budget_lock, sole_cleaner
 from shardcache.store import Entry, Store
 from shardcache.sweeping import in_flight
@@ -143,7 +144,7 @@ class Space:
         refusal = state.refusal if state is not None else None
         if refusal is None or not refusal.covers(need, self._terms):
             return None
-        return _full(url, refusal.missing_for(need), refusal.missing_inodes)
+        return no_room(url, refusal.missing_for(need), refusal.missing_inodes)
 
     @property
     def _terms(self) -> str:
@@ -161,7 +162,7 @@ class Space:
             state = None if shared else self._ledger.read()
             if (refused := self._refused(url, need, state)) is not None:
                 raise refused
-            if size is not None and _fits(size, limits, state):
+            if size is not None and fits(size, limits, state):
                 self._ledger.admitted(size)
                 return
             chosen = self._choose(limits, reserved)
@@ -173,12 +174,12 @@ class Space:
                 missing = chosen.missing, chosen.missing_inodes
                 refusal = Refusal(need, *missing, self._terms)
                 self._note(State(entries, full + chosen.freed - need, refusal))
-                raise _full(url, *missing)
+                raise no_room(url, *missing)
             if self._apply(chosen) == len(chosen.victims):
                 self._note(State(entries, full))
                 return
             logger.info("%s: entries came into use while room was made", url)
-        raise _full(url, chosen.missing, chosen.missing_inodes)
+        raise no_room(url, chosen.missing, chosen.missing_inodes)
 
     def _note(self, state: State) -> None:
         if self._node.grace is None:
@@ -218,7 +219,7 @@ class Space:
         tight = need + unwritten + _OVERHEAD > volume.free
         if (short or tight) and (pending := self._pending.left(volume.free)):
             if tight:
-                raise _owed(url, pending)
+                raise not_free_yet(url, pending)
             short = max(0, short - pending)
         limits = Limits(
             max_size=volume.budget(self._config),
@@ -248,12 +249,12 @@ class Space:
             if needed > 0:
                 pending = self._pending.left(volume.free)
                 if pending >= needed:
-                    raise _owed(url, pending)
+                    raise not_free_yet(url, pending)
                 needed -= pending
             if needed > 0 or inodes:
                 chosen = self.plan(Limits(free_needed=max(0, needed), inodes_needed=inodes))
                 if not chosen.suffices:
-                    raise _full(url, chosen.missing, chosen.missing_inodes)
+                    raise no_room(url, chosen.missing, chosen.missing_inodes)
                 self._apply(chosen)
 
     @property
@@ -377,33 +378,3 @@ class Space:
         """Say of entries that were last used in the future that it was now."""
         for entry in entries:
             self._stores()[0].touch(str(entry.path), self._clock.time())
-
-
-def _fits(size: int, limits: Limits, state: State | None) -> bool:
-    """Whether there is room for so many bytes, as far as can be told without a look."""
-    if state is None or limits.max_size is None or limits.free_needed or limits.inodes_needed:
-        return False
-    return state.full + size <= limits.max_size
-
-
-def _full(url: str, missing: int, missing_inodes: int) -> CacheFullError:
-    wanted = []
-    if missing:
-        wanted.append(format_bytes(missing))
-    if missing_inodes:
-        wanted.append(f"{missing_inodes} inodes (names of files, see df -i)")
-    return CacheFullError(
-        f"no room for {url}: {' and '.join(wanted) or 'some'} more would have to go, and "
-        "the rest is in use or was used since the running jobs began. Raise max_size, "
-        "free the disk, or let the shard be streamed.",
-        url=url,
-    )
-
-
-def _owed(url: str, pending: int) -> CacheFullError:
-    return CacheFullError(
-        f"no room for {url}: {format_bytes(pending)} were evicted and are not free yet. Something "
-        "has those files open by their paths (see lsof +L1); close it, or let the shard be "
-        "streamed.",
-        url=url,
-    )

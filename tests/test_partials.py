@@ -13,11 +13,13 @@ import struct
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardcache import datalocks
 from shardcache import partials as module
 from shardcache.descriptors import disown
 from shardcache.digests import BLOCK, block_digest
@@ -306,16 +308,16 @@ def test_a_new_partial_that_is_swept_is_made_again(
             shutil.rmtree(path)
 
     if step == "mkdir":
-        real_open = module.open_owned
+        real_open = datalocks.open_owned
         monkeypatch.setattr(
-            module,
+            datalocks,
             "open_owned",
             lambda path, *args: (sweep(path.parent), real_open(path, *args))[1],
         )
     elif step == "lock":
-        real_lock = module.is_free
+        real_lock = datalocks.is_free
         monkeypatch.setattr(
-            module,
+            datalocks,
             "is_free",
             lambda fd: (sweep(Path(os.readlink(f"/proc/self/fd/{fd}")).parent), real_lock(fd))[1],
         )
@@ -339,7 +341,7 @@ def test_a_sweeper_that_holds_the_new_file_is_waited_out(
     layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = iter([False, False, True])
-    monkeypatch.setattr(module, "is_free", lambda fd: next(answers))
+    monkeypatch.setattr(datalocks, "is_free", lambda fd: next(answers))
     with no_descriptor_left():
         partial = begin(layout, metadata_for(data=DATA))
         assert remains(layout) == [partial.path.name]
@@ -347,7 +349,7 @@ def test_a_sweeper_that_holds_the_new_file_is_waited_out(
 
 
 def test_a_sweeper_gone_mad_is_reported(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "is_free", lambda fd: False)
+    monkeypatch.setattr(datalocks, "is_free", lambda fd: False)
     with no_descriptor_left(), pytest.raises(LostError, match="emptied"):
         begin(layout, metadata_for(data=DATA))
     assert remains(layout) == []
@@ -506,14 +508,14 @@ def test_a_data_file_that_was_replaced_before_its_lock_is_not_taken(
     layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = left_behind(layout, [0])
-    real = module.is_free
+    real = datalocks.is_free
 
     def replace_first(fd: int) -> bool:
         (path / NAME).unlink()
         (path / NAME).write_bytes(b"another's")
         return real(fd)
 
-    monkeypatch.setattr(module, "is_free", replace_first)
+    monkeypatch.setattr(datalocks, "is_free", replace_first)
     with no_descriptor_left():
         assert Partial.claim(layout, path, NAME) is None
     assert (path / NAME).read_bytes() == b"another's"
@@ -603,14 +605,17 @@ def test_what_a_killed_writer_had_half_written_is_not_published(layout: Layout, 
 
 
 @pytest.mark.failure("descriptors")
+@pytest.mark.locks_work("answers")
+@pytest.mark.parametrize("opens", [datalocks, module], ids=["data", "progress"])
 def test_want_of_descriptors_is_an_error_and_removes_nothing(
-    layout: Layout, monkeypatch: pytest.MonkeyPatch
+    layout: Layout, monkeypatch: pytest.MonkeyPatch, opens: ModuleType
 ) -> None:
     path = left_behind(layout, [0])
-    monkeypatch.setattr(module, "open_owned", refusing(errno.EMFILE, real=None))
+    monkeypatch.setattr(opens, "open_owned", refusing(errno.EMFILE, real=None))
     with pytest.raises(OSError):
         Partial.claim(layout, path, NAME)
-    assert sorted(os.listdir(path)) == [NAME, META, PROGRESS]
+    (left,) = remains(layout)  # perhaps with the name of who wanted to claim it
+    assert sorted(os.listdir(layout.partial / left)) == [NAME, META, PROGRESS]
 
 
 @pytest.mark.parametrize("claiming", [True, False])
@@ -618,7 +623,7 @@ def test_a_lock_that_fails_leaves_no_descriptor(
     layout: Layout, monkeypatch: pytest.MonkeyPatch, claiming: bool
 ) -> None:
     path = left_behind(layout, [0])
-    monkeypatch.setattr(module, "is_free", refusing(errno.EIO, real=None))
+    monkeypatch.setattr(datalocks, "is_free", refusing(errno.EIO, real=None))
     with no_descriptor_left(), pytest.raises(OSError) as caught:
         if claiming:
             Partial.claim(layout, path, NAME)
@@ -633,7 +638,7 @@ def test_what_is_free_is_claimed_without_a_pause_and_what_is_not_after_short_one
 ) -> None:
     path = left_behind(layout, [0])
     naps: list[float] = []
-    monkeypatch.setattr(module.time, "sleep", naps.append)
+    monkeypatch.setattr(datalocks.time, "sleep", naps.append)
     partial = Partial.claim(layout, path, NAME)
     assert partial is not None
     assert naps == []

@@ -315,6 +315,7 @@ class Process:
                 "fetches_upstream": int(done and status.near),
                 "bytes_upstream" if status.near else "bytes_origin": status.received,
                 "retries": status.retries,
+                "bytes_stored": (status.size or status.written) if done else 0,
             }
         )
         if done:

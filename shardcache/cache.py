@@ -536,6 +536,15 @@ class Cache:
         """The node's namespace of ``dir``, for what looks at its files."""
         return self._here().home.namespaces.node
 
+    def counted(self) -> list[int]:
+        """What this process alone has counted since it began, as a row (`statfile`)."""
+        return self._processes.counted()
+
+    def under_way(self) -> int:
+        """How many shards this process fetches or waits for at this moment, for its readers."""
+        process = self._processes.made()
+        return 0 if process is None or process.ready is None else process.unfinished
+
     def zero_stats(self) -> None:
         """Begin to count anew, for all processes.
 
@@ -583,8 +592,7 @@ class Cache:
 
     def close(self) -> None:
         """End this process's session; the cache can be used again afterwards."""
-        if (process := self._processes.take()) is not None:
-            process.close()
+        self._processes.close()
 
     def __enter__(self) -> Cache:
         return self

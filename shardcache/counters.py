@@ -75,6 +75,7 @@ class Counters:
         self._busy = False  # seen by who has the lock: it came in while its own thread counts
         self._notes: deque[_Note] = deque()  # what it had to count
         self._row = blank()
+        self._before = blank()  # of all rows before this one
         self._minute = 0
         self._turn = 0.0  # of the monotonic clock: then the row is written, or another begun
         self._fresh = False  # whether something is not written yet
@@ -140,6 +141,11 @@ class Counters:
         with self._guard:
             self._settle(self._end)
 
+    def snapshot(self) -> list[int]:
+        """Everything counted so far, kept or not, as the values of a row (`statfile`)."""
+        with self._guard:
+            return [one + other for one, other in zip(self._before, self._row, strict=True)]
+
     def _note_hit(self, size: int, seconds: float, tier: int | None) -> None:
         counts = {"hits": 1, "bytes_opened": size}
         if tier is not None and tier < _TIERS:
@@ -181,6 +187,7 @@ class Counters:
 
     def _end(self) -> None:
         self._flush()
+        self._next_row()
         self._file = None
         self._minute = 0
         self._turn = 0.0
@@ -193,7 +200,7 @@ class Counters:
             return  # what happens while a disk is left alone is counted to the minute before
         if self._fresh:
             self._write()
-        self._row = blank()
+        self._next_row()
         file, last, self._minute = self._file, self._minute, minute
         assert self._where is not None  # or nothing would be counted
         try:
@@ -203,6 +210,10 @@ class Counters:
         except OSError as exn:
             logger.debug("nothing is counted: %s", exn)
             self._file = None
+
+    def _next_row(self) -> None:
+        self._before = self.snapshot()
+        self._row = blank()
 
     def _make(self, layout: Layout) -> StatFile:
         modes = layout.modes

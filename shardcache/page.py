@@ -51,7 +51,8 @@ table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
 th,td{text-align:right;padding:4px 10px;border-bottom:1px solid var(--line);white-space:nowrap}
 th:first-child,td:first-child{text-align:left;white-space:normal;overflow-wrap:anywhere}
 th{color:var(--dim);font-weight:500;overflow-wrap:normal!important}
-@media(max-width:520px){.cards{grid-template-columns:1fr 1fr}svg text{font-size:19px}th,td{padding:4px 6px}}
+@media(max-width:520px){.cards{grid-template-columns:1fr 1fr}svg text{font-size:19px}
+th,td{padding:4px 6px}}
 """
 
 

@@ -41,7 +41,7 @@ from shardcache.urls import ShardURL, parse_url
 from shardcache.version import __version__
 
 if TYPE_CHECKING:
-    from shardcache.cleaning import CleanReport
+    from shardcache.cleaning import CleanReport, CleanStatus
     from shardcache.fetching import Share
     from shardcache.findings import Finding, VerifyStatus
     from shardcache.history import Sample
@@ -342,6 +342,7 @@ class Cache:
         everything: bool = False,
         dry_run: bool = False,
         wait: bool = True,
+        status: CleanStatus | None = None,
     ) -> CleanReport:
         """Remove entries until the limits hold, and what dead processes left.
 
@@ -352,6 +353,7 @@ class Cache:
             everything: remove all that nobody uses.
             dry_run: touch nothing, tell what would go.
             wait: whether to wait for somebody else who cleans it, ``lock_timeout`` at most.
+            status: is kept up to date while it runs.
 
         Raises:
             ConfigError: the directory is not a cache.
@@ -378,9 +380,10 @@ class Cache:
                 chosen = Limits(everything=True)
             alone = contextlib.nullcontext() if dry_run else space.sole_cleaner(wait=wait)
             with alone:
-                reports.append(
-                    cleaning.clean(space, tier.stores(), chosen, orphans=orphans, dry_run=dry_run)
+                report = cleaning.clean(
+                    space, tier.stores(), chosen, orphans=orphans, dry_run=dry_run, status=status
                 )
+                reports.append(report)
         return cleaning.joined(reports)
 
     def verify(

@@ -1,5 +1,5 @@
 """The line that says how far a long command is: on a terminal, in a log, from cron."""
-# ruff: noqa: F811  (fixtures are imported)
+# ruff: noqa: F401, F811  (fixtures are imported, and shadowed by arguments)
 
 from __future__ import annotations
 

@@ -42,6 +42,7 @@ _LEFT = (
     "partial/.*",
     "quarantine/*",
     "sessions/*.session",
+    "sessions/*.wait",
     "sessions/.starting-*",
 )
 #: Seconds; a wait in a scenario that takes longer has gone wrong.

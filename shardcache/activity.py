@@ -10,22 +10,26 @@ import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardcache.clock import Clock
+from shardcache.layout import parse_partial_name
 from shardcache.locks import Holder, read_holder
 from shardcache.metadata import DamagedError, Metadata
+from shardcache.progressfile import Progress, read_progress
 from shardcache.sessions import live_sessions
 from shardcache.stats import Stats, by_rank, summed
 from shardcache.store import Store
 from shardcache.sweeping import in_flight
 from shardcache.volume import Volume
+from shardcache.waits import Wait, live_waits
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache
 
-__all__ = ["Activity", "Flight", "TierUse", "Watcher", "tier_uses"]
+__all__ = ["Activity", "Flight", "TierUse", "Waiting", "Watcher", "tier_uses"]
 
 #: To count what is there takes 40 us per entry: it is done again after so many times as long.
 _SELDOM = 20
@@ -73,6 +77,37 @@ class Flight:
 
 
 @dataclass(frozen=True, slots=True)
+class Waiting:
+    """Somebody who waits for somebody else's fetch.
+
+    Attributes:
+        wait: who, for what, since when, and for whom it was when it began.
+        holder: for whom, by now; None where that is not known.
+        seconds: how long by now.
+        written: bytes that are there, where that is known.
+        size: bytes that the shard will have, likewise.
+    """
+
+    wait: Wait
+    holder: Holder | None
+    seconds: float
+    written: int | None
+    size: int | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: bytes and seconds."""
+        return {
+            "url": self.wait.url,
+            **_who(self.wait.waiter),
+            "since": datetime.fromtimestamp(self.wait.waiter.started, UTC),
+            "seconds": self.seconds,
+            "holder": None if self.holder is None else _who(self.holder),
+            "written": self.written,
+            "size": self.size,
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class Activity:
     """One look.
 
@@ -84,6 +119,7 @@ class Activity:
         ranks: the same by rank.
         flights: fetches in flight, the oldest first.
         tiers: how full they are.
+        waits: who waits for whom, the longest first.
     """
 
     at: float
@@ -93,6 +129,7 @@ class Activity:
     ranks: Mapping[str, Stats]
     flights: Sequence[Flight]
     tiers: Sequence[TierUse]
+    waits: Sequence[Waiting] = ()
 
     def rate(self, name: str) -> float:
         """How often a thing was counted per second (`statfile.COUNTERS`)."""
@@ -117,6 +154,7 @@ class Activity:
                 }
                 for flight in self.flights
             ],
+            "waits": [waiting.as_dict() for waiting in self.waits],
             "tiers": [
                 {"dir": t.directory, "used": t.used, "limit": t.limit, "entries": t.entries}
                 for t in self.tiers
@@ -171,6 +209,7 @@ class Watcher:
             ranks={rank: each for rank, each in changed.items() if each.opens},
             flights=self._flights(None if before is None else max(1e-3, now - since)),
             tiers=self._full(now),
+            waits=self._waits(),
         )
 
     def _flights(self, seconds: float | None) -> list[Flight]:
@@ -188,6 +227,26 @@ class Watcher:
                 flights.append(Flight(_url(store, found.path, found.key), done, size, rate, holder))
         self._written = written
         return sorted(flights, key=lambda flight: (-flight.written, flight.url))
+
+    def _waits(self) -> list[Waiting]:
+        now, places = self._clock.time(), self._cache.stores()
+        partials = [store.layout.partial for store in places]
+        found = []
+        for store in places:
+            for wait in live_waits(store.layout):
+                record = read_holder(store.layout.key_lock(wait.key))
+                holder = record or wait.holder
+                progress = _progress(holder, partials)
+                found.append(
+                    Waiting(
+                        wait,
+                        holder,
+                        max(0.0, now - wait.waiter.started),
+                        progress.written if progress else None,
+                        progress.total if progress else None,
+                    )
+                )
+        return sorted(found, key=lambda each: (-each.seconds, each.wait.url))
 
     def _full(self, now: float) -> list[TierUse]:
         if now >= self._count_at:
@@ -215,6 +274,23 @@ def tier_uses(cache: Cache) -> list[TierUse]:
         limit = Volume.of(Path(directory)).budget(config) if there else None
         found.append(TierUse(directory, sum(sizes[directory]), limit, len(sizes[directory])))
     return found
+
+
+def _progress(holder: Holder | None, partials: Sequence[Path]) -> Progress | None:
+    """How far a holder is, in whichever tier its partial grows."""
+    name = holder.partial if holder else None
+    if name is None or parse_partial_name(name) is None:
+        return None
+    return next((p for d in partials if (p := read_progress(d / name)) is not None), None)
+
+
+def _who(holder: Holder) -> dict[str, Any]:
+    return {
+        "pid": holder.pid,
+        "host": holder.host,
+        "rank": holder.rank,
+        "job": holder.job,
+    }
 
 
 def _url(store: Store, path: Path, key: str) -> str:

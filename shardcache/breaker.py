@@ -78,7 +78,9 @@ class Breaker:
         self._threshold = threshold
         self._first = first
         self._longest = longest
-        self._guard = threading.Lock()
+        # Reentrant: a stream that the garbage collector closes says that the disk works, at any
+        # moment, so also while its thread is in here.
+        self._guard = threading.RLock()
         self.faults = 0
         self._pause = 0.0  # 0 is closed
         self._until = 0.0

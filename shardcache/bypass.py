@@ -79,6 +79,7 @@ class OriginStream(io.RawIOBase):
         self._timeout = timeout
         self._attempts = policy.started(str(url))
         self._position = start
+        self._over = False  # of an object of unknown size: its end was met
         self._body: Body | None = None  # first: a stream that fails here is closed too
         try:
             if pin is None:
@@ -116,7 +117,7 @@ class OriginStream(io.RawIOBase):
             TransferError: the origin is gone, or the object changed under us.
         """
         view = memoryview(buffer).cast("B")
-        if not view or self._position == self._info.size:
+        if not view or self._ended():
             return 0
         self._pace.wake()
         try:
@@ -129,7 +130,19 @@ class OriginStream(io.RawIOBase):
         except VersionChangedError as exn:
             raise self._replaced(self._info.version) from exn
         self._position += count
+        self._over = count == 0 and self._info.size is None
+        self._ended()
         return count
+
+    def _ended(self) -> bool:
+        """Whether all was read; then the connection is given back.
+
+        By the reader, and not when the stream is closed: see `rangebody.RangeBody.close`.
+        """
+        ended = self._over or self._position == self._info.size
+        if ended:
+            self._drop()
+        return ended
 
     def _insist(self, info: ObjectInfo, version: str) -> None:
         # Two answers that cannot be told apart may be of two versions.

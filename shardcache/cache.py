@@ -41,7 +41,7 @@ from shardcache.urls import ShardURL, parse_url
 from shardcache.version import __version__
 
 if TYPE_CHECKING:
-    from shardcache.cleaning import CleanReport
+    from shardcache.cleaning import CleanReport, CleanStatus
     from shardcache.fetching import Share
     from shardcache.findings import Finding, VerifyStatus
     from shardcache.history import Sample
@@ -342,6 +342,7 @@ class Cache:
         everything: bool = False,
         dry_run: bool = False,
         wait: bool = True,
+        status: CleanStatus | None = None,
     ) -> CleanReport:
         """Remove entries until the limits hold, and what dead processes left.
 
@@ -352,6 +353,7 @@ class Cache:
             everything: remove all that nobody uses.
             dry_run: touch nothing, tell what would go.
             wait: whether to wait for somebody else who cleans it, ``lock_timeout`` at most.
+            status: is kept up to date while it runs.
 
         Raises:
             ConfigError: the directory is not a cache.
@@ -378,9 +380,10 @@ class Cache:
                 chosen = Limits(everything=True)
             alone = contextlib.nullcontext() if dry_run else space.sole_cleaner(wait=wait)
             with alone:
-                reports.append(
-                    cleaning.clean(space, tier.stores(), chosen, orphans=orphans, dry_run=dry_run)
+                report = cleaning.clean(
+                    space, tier.stores(), chosen, orphans=orphans, dry_run=dry_run, status=status
                 )
+                reports.append(report)
         return cleaning.joined(reports)
 
     def verify(
@@ -536,6 +539,15 @@ class Cache:
         """The node's namespace of ``dir``, for what looks at its files."""
         return self._here().home.namespaces.node
 
+    def counted(self) -> list[int]:
+        """What this process alone has counted since it began, as a row (`statfile`)."""
+        return self._processes.counted()
+
+    def under_way(self) -> int:
+        """How many shards this process fetches or waits for at this moment, for its readers."""
+        process = self._processes.made()
+        return 0 if process is None or process.ready is None else process.unfinished
+
     def zero_stats(self) -> None:
         """Begin to count anew, for all processes.
 
@@ -583,8 +595,7 @@ class Cache:
 
     def close(self) -> None:
         """End this process's session; the cache can be used again afterwards."""
-        if (process := self._processes.take()) is not None:
-            process.close()
+        self._processes.close()
 
     def __enter__(self) -> Cache:
         return self

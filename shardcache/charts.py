@@ -14,7 +14,8 @@ from datetime import datetime
 __all__ = ["Series", "bars", "gauge", "line"]
 
 _WIDTH, _HEIGHT = 720, 220
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 12, 28
+#: To the left there is room for "100.0 GB" in the large letters that a phone gets (`page`).
+_LEFT, _RIGHT, _TOP, _BOTTOM = 92, 12, 12, 28
 _GRID = 4
 
 
@@ -67,9 +68,24 @@ def bars(
 
 
 def line(
-    title: str, times: Sequence[float], values: Sequence[float | None], show: Callable[[float], str]
+    title: str,
+    times: Sequence[float],
+    values: Sequence[float | None],
+    show: Callable[[float], str],
+    *,
+    top: float = 1.0,
+    limit: float | None = None,
 ) -> str:
-    """A share between 0 and 1 over time; where there is none, the line has a gap."""
+    """A value over time, such as a share; where there is none, the line has a gap.
+
+    Args:
+        title: what a screen reader says.
+        times: beginnings, in seconds since the epoch.
+        values: one per time.
+        show: a value as people read it.
+        top: the largest value that is drawn.
+        limit: drawn as a dashed line.
+    """
     span = _step(times)
     points: list[list[str]] = [[]]
     dots = []
@@ -78,7 +94,7 @@ def line(
         if value is None:
             points.append([])
             continue
-        x, y = _x(start, times) + half, _y(value, 1.0)
+        x, y = _x(start, times) + half, _y(value, top)
         points[-1].append(f"{x:.1f},{y:.1f}")
         tip = html.escape(f"{_date(start, span)}: {show(value)}")
         dots.append(
@@ -90,7 +106,14 @@ def line(
         for one in points
         if len(one) > 1
     )
-    return _framed(title, times, 1.0, show, lines + "".join(dots), ())
+    if limit is not None:
+        y = _y(limit, top)
+        lines += (
+            f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" '
+            f'stroke="var(--s4)" stroke-dasharray="6 4"><title>'
+            f"{html.escape(f'at most {show(limit)}')}</title></line>"
+        )
+    return _framed(title, times, top, show, lines + "".join(dots), ())
 
 
 def gauge(title: str, share: float) -> str:

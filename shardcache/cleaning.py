@@ -8,14 +8,14 @@ asked for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from shardcache.eviction import ENTRY_INODES, Limits, Reason, Removal, apply, sweep
 from shardcache.space import Space
 from shardcache.store import Store
 
-__all__ = ["CleanReport", "clean", "joined", "remove"]
+__all__ = ["CleanReport", "CleanStatus", "clean", "joined", "remove"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,40 @@ class CleanReport:
         return sum(removal.reason is reason for removal in self.removed)
 
 
+@dataclass(slots=True)
+class CleanStatus:
+    """How far a clean is; it writes, others read.
+
+    Attributes:
+        victims: entries that are to go; None until that was found out.
+        victim_bytes: bytes of those.
+        done: how many of them went, or turned out to be in use.
+        done_bytes: bytes of those.
+        listener: told of each thing that was removed, as it goes.
+    """
+
+    victims: int | None = None
+    victim_bytes: int = 0
+    done: int = 0
+    done_bytes: int = 0
+    listener: Callable[[Removal], None] | None = None
+
+    def planned(self, count: int, size: int) -> None:
+        """So many more are to go: of another tier."""
+        self.victims = (self.victims or 0) + count
+        self.victim_bytes += size
+
+    def passed(self, size: int) -> None:
+        """One of them went, or stays."""
+        self.done += 1
+        self.done_bytes += size
+
+    def went(self, removal: Removal) -> None:
+        """Something was removed."""
+        if self.listener is not None:
+            self.listener(removal)
+
+
 def clean(
     space: Space,
     stores: Sequence[Store],
@@ -55,16 +89,28 @@ def clean(
     *,
     orphans: bool = True,
     dry_run: bool = False,
+    status: CleanStatus | None = None,
 ) -> CleanReport:
     """Bring the cache within ``limits`` and sweep what dead processes left.
+
+    Args:
+        space: of the tier.
+        stores: its namespaces.
+        limits: what must hold afterwards.
+        orphans: sweep what dead processes left.
+        dry_run: touch nothing, tell what would go.
+        status: is kept up to date.
 
     Raises:
         OSError: the filesystem is read-only or failing.
     """
+    status = status or CleanStatus()
     removed: list[Removal] = []
     if orphans or limits.everything:
         for store in stores:
-            removed += sweep(store, dry_run=dry_run)
+            for removal in sweep(store, dry_run=dry_run):
+                removed.append(removal)
+                status.went(removal)
     # Leftovers count as in flight, and their bytes come free, in a dry run too.
     swept = {reason: sum(r.size for r in removed if r.reason is reason) for reason in Reason}
     reserved = space.reserved() - (swept[Reason.ORPHAN] if dry_run else 0)
@@ -75,14 +121,17 @@ def clean(
     )
     chosen = space.plan(limits, reserved=max(0, reserved), protect=not limits.everything)
     kept, kept_bytes = chosen.kept, chosen.kept_bytes
+    status.planned(len(chosen.victims), chosen.freed)
     for victim in chosen.victims:
         if dry_run or any(apply(stores[0].owning(victim.entry), [victim])):
             if not dry_run:
                 space.evicted(victim)
             removed.append(Removal(str(victim.entry.path), victim.entry.size, victim.reason))
+            status.went(removed[-1])
         elif victim.entry.path.exists():  # came into use since the plan
             kept += 1
             kept_bytes += victim.entry.size
+        status.passed(victim.entry.size)
     if not dry_run:
         space.something_went()
         space.date(chosen.undated)

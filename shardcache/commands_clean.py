@@ -6,18 +6,20 @@ dry run shows what would happen.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardcache.console import Column, counted
+from shardcache.console import Column, Console, counted
 from shardcache.invocation import Invocation, command, duration, limit
+from shardcache.statusline import Rate, StatusLine, share_done
 from shardcache.units import Limit, exact_duration, format_bytes
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache
-    from shardcache.cleaning import CleanReport
+    from shardcache.cleaning import CleanReport, CleanStatus
+    from shardcache.eviction import Removal
 
 __all__ = ["clean_command", "rm_command"]
 
@@ -87,16 +89,44 @@ def clean_command(
         return 0
     if everything and not dry_run:
         invocation.confirm(f"Remove every shard in {cache.dir}?", yes)
+    status = _status(invocation.console)
     with cache:
-        report = cache.clean(
-            **options,
-            limits=bool(given) or not orphans,
-            everything=everything,
-            dry_run=dry_run,
-            wait=wait,
-        )
+        with StatusLine(invocation.console, _progress(status)):
+            report = cache.clean(
+                **options,
+                limits=bool(given) or not orphans,
+                everything=everything,
+                dry_run=dry_run,
+                wait=wait,
+                status=status,
+            )
         _show(invocation, cache, report, given)
     return 0
+
+
+def _status(console: Console) -> CleanStatus:
+    """As lines of JSON each thing is told as it goes."""
+    from shardcache.cleaning import CleanStatus
+
+    return CleanStatus(listener=lambda removal: console.line("removal", _row(removal)))
+
+
+def _row(removal: Removal) -> dict[str, Any]:
+    return {"name": removal.name, "size": removal.size, "reason": removal.reason.value}
+
+
+def _progress(status: CleanStatus) -> Callable[[float], str]:
+    """``12%, 820/6,800 shards, 41.0 GB of 340.0 GB, ETA 0:03:50``."""
+    known = Rate()
+
+    def text(now: float) -> str:
+        if status.victims is None:
+            return "looking for what is to go"
+        size = f"{format_bytes(status.done_bytes)} of {format_bytes(status.victim_bytes)}"
+        parts = [f"{status.done:,}/{status.victims:,} shards", size]
+        return share_done(status.done, status.victims, known.update(now, status.done), parts)
+
+    return text
 
 
 def _show(invocation: Invocation, cache: Cache, report: CleanReport, given: dict[str, Any]) -> None:
@@ -108,10 +138,8 @@ def _show(invocation: Invocation, cache: Cache, report: CleanReport, given: dict
         for line in _clean_text(cache, report, given):
             console.said(line)
     else:
-        rows = [
-            {"name": removal.name, "size": removal.size, "reason": removal.reason.value}
-            for removal in report.removed
-        ]
+        # As lines they were told when they went.
+        rows = [] if console.format == "jsonl" else list(map(_row, report.removed))
         summary = {
             "dry_run": report.dry_run,
             "removed": len(report.removed),

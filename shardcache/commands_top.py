@@ -9,10 +9,11 @@ from datetime import UTC, datetime
 
 import click
 
-from shardcache.activity import Activity, Flight, TierUse, Watcher
+from shardcache.activity import Activity, Flight, TierUse, Waiting, Watcher
 from shardcache.clock import SYSTEM_CLOCK
 from shardcache.console import counted, printable
 from shardcache.invocation import Invocation, command
+from shardcache.locks import Holder
 from shardcache.stats import Stats
 from shardcache.units import format_bytes, format_duration, format_rate
 
@@ -21,6 +22,7 @@ __all__ = ["top_command"]
 _GAUGE = 24
 _MOST_FLIGHTS = 12
 _MOST_RANKS = 16
+_MOST_WAITS = 8
 _NAME = 48
 
 
@@ -116,6 +118,11 @@ def frame(activity: Activity, directory: str) -> list[str]:
     lines += [_flight(flight) for flight in activity.flights[:_MOST_FLIGHTS]]
     if len(activity.flights) > _MOST_FLIGHTS:
         lines.append(f"... and {len(activity.flights) - _MOST_FLIGHTS} more")
+    if activity.waits:
+        lines += ["", f"{'WAITS':<{_NAME + 2}} {'WHO':<20}{'FOR WHOM':<20}{'SINCE':>8}  HOW FAR"]
+        lines += [_waiting(waiting) for waiting in activity.waits[:_MOST_WAITS]]
+    if len(activity.waits) > _MOST_WAITS:
+        lines.append(f"... and {len(activity.waits) - _MOST_WAITS} more wait")
     return lines
 
 
@@ -158,14 +165,30 @@ def _rank(activity: Activity, rank: str, found: Stats) -> str:
 def _flight(flight: Flight) -> str:
     share = f"{flight.written / flight.size:4.0%}" if flight.size else "   ?"
     rate = "" if flight.rate is None else format_rate(flight.rate)
-    name = printable(flight.url)
-    if len(name) > _NAME:
-        name = "..." + name[3 - _NAME :]
-    who = ""
-    if flight.holder is not None:
-        rank = "" if flight.holder.rank is None else f"rank {flight.holder.rank}, "
-        who = f"{rank}pid {flight.holder.pid}"
-    return f"  {name:<{_NAME}} {share}  {rate:>10}  {who}".rstrip()
+    who = "" if flight.holder is None else _who(flight.holder)
+    return f"  {_name(flight.url):<{_NAME}} {share}  {rate:>10}  {who}".rstrip()
+
+
+def _waiting(waiting: Waiting) -> str:
+    holder = waiting.holder
+    whom = "?" if holder is None else _who(holder)
+    if holder is not None and holder.host != waiting.wait.waiter.host:
+        whom += f" on {printable(holder.host)}"
+    far = f"{waiting.written / waiting.size:.0%}" if waiting.size and waiting.written else "0%"
+    if waiting.written is None:
+        far = "?"
+    who, since = _who(waiting.wait.waiter), _short(waiting.seconds)
+    return f"  {_name(waiting.wait.url):<{_NAME}} {who:<20}{whom:<20}{since:>8}  {far}"
+
+
+def _name(url: str) -> str:
+    name = printable(url)
+    return name if len(name) <= _NAME else "..." + name[3 - _NAME :]
+
+
+def _who(holder: Holder) -> str:
+    rank = "" if holder.rank is None else f"rank {holder.rank}, "
+    return f"{rank}pid {holder.pid}"
 
 
 def _counted(number: int, noun: str) -> str:

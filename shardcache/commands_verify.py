@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import sys
-import threading
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -18,10 +16,9 @@ from shardcache.errors import ConfigError
 from shardcache.filters import matches_glob
 from shardcache.findings import Finding, State, VerifyStatus
 from shardcache.invocation import Invocation, command
-from shardcache.progress import Rate
+from shardcache.statusline import Rate, StatusLine, share_done
 from shardcache.units import (
     format_bytes,
-    format_clock,
     format_duration,
     format_rate,
     parse_limit,
@@ -46,9 +43,6 @@ _TEXTS = {
     State.UNREACHABLE: "whose origin could not be asked",
     State.UNCHECKED: "that could not be checked",
 }
-#: Seconds between two lines where nothing can be redrawn, and between two drawings.
-_LINE_EVERY = 10.0
-_REDRAW_EVERY = 0.2
 
 
 def _share(context: click.Context, parameter: click.Parameter, value: str | None) -> float:
@@ -125,7 +119,8 @@ def verify_command(
                 status=(status := VerifyStatus()),
                 stop=signals.stop,
             )
-            with contextlib.closing(findings), _Progress(console, status, by_bytes=not quick):
+            line = StatusLine(console, _progress(status, by_bytes=not quick))
+            with contextlib.closing(findings), line:
                 for finding in findings:
                     found.take(finding)
     asked: dict[str, Any] = {"quick": quick, "remote": remote, "repair": repair, "dry_run": dry_run}
@@ -246,56 +241,25 @@ def _row(finding: Finding) -> dict[str, Any]:
     }
 
 
-class _Progress:
-    """Shows how far it is while its context lasts: drawn anew on a terminal, else in lines.
+def _progress(status: VerifyStatus, *, by_bytes: bool) -> Callable[[float], str]:
+    """``28%, 512/1,848 shards, 256.0 GB of 924.3 GB, 2.9 GB/s, ETA 0:03:50``.
 
     Args:
-        console: decides whether and how.
         status: of what runs.
         by_bytes: whether data is read, so that bytes tell how far it is.
     """
+    known = Rate()
 
-    def __init__(self, console: Console, status: VerifyStatus, *, by_bytes: bool) -> None:
-        self._console = console
-        self._status = status
-        self._by_bytes = by_bytes
-        self._rate = Rate()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._show, name="shardcache-progress", daemon=True)
-
-    def __enter__(self) -> Self:
-        if self._console.progress:
-            self._thread.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._ended.set()
-        if self._thread.ident is not None:
-            self._thread.join()
-        self._console.redraw("")
-
-    def _show(self) -> None:
-        live = self._console.live
-        every = _REDRAW_EVERY if live else _LINE_EVERY
-        while not self._ended.wait(every):
-            text = self._text(time.monotonic())
-            if live:
-                self._console.redraw(text)
-            else:
-                self._console.hint(text)
-
-    def _text(self, now: float) -> str:
-        """``28%, 512/1,848 shards, 256.0 GB of 924.3 GB, 2.9 GB/s, ETA 0:03:50``."""
-        status = self._status
+    def text(now: float) -> str:
         if not status.shards:
             return "looking for shards"
         done, total = status.done, status.shards
-        if self._by_bytes:
+        if by_bytes:
             done, total = status.passed, status.bytes
-        rate = self._rate.update(now, done)
-        parts = [f"{done / total:.0%}" if total else "0%"]
-        parts.append(f"{status.done:,}/{status.shards:,} shards")
-        if self._by_bytes:
+        rate = known.update(now, done)
+        parts = [f"{status.done:,}/{status.shards:,} shards"]
+        if by_bytes:
             parts += [f"{format_bytes(done)} of {format_bytes(total)}", format_rate(rate)]
-        left = (total - done) / rate if rate else math.inf
-        return ", ".join([*parts, f"ETA {format_clock(left)}"])
+        return share_done(done, total, rate, parts)
+
+    return text

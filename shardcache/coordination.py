@@ -39,6 +39,7 @@ from shardcache.stores import Stores
 from shardcache.transfer import Fetcher, FetchStatus
 from shardcache.urls import ShardURL
 from shardcache.waiting import Waiter
+from shardcache.waits import WaitNote
 
 __all__ = ["Coordinator", "Obtained", "Outcome"]
 
@@ -162,11 +163,26 @@ class Coordinator:
     def _get(
         self, url: ShardURL, status: FetchStatus, patient: Callable[[], bool]
     ) -> Obtained | None:
-        waiter = self._waiter(url, status)
         holder = self._holder()
+        note = WaitNote(self.store.layout)
+        try:
+            return self._wait_or_fill(url, status, patient, holder, note)
+        finally:
+            note.close()
+
+    def _wait_or_fill(
+        self,
+        url: ShardURL,
+        status: FetchStatus,
+        patient: Callable[[], bool],
+        holder: Holder,
+        note: WaitNote,
+    ) -> Obtained | None:
+        waiter = self._waiter(url, status, note, holder)
         lock = self._lock(url.key, self.store.layout)
         while True:
             if lock.try_acquire(holder):
+                note.close()
                 try:
                     return self._fill(url, lock, holder, status)
                 finally:
@@ -179,6 +195,7 @@ class Coordinator:
             if waiter.stale:
                 with self._slot("private", _PRIVATE_FETCHES, holder) as free:
                     if free:
+                        note.close()
                         logger.warning("%s: %s; fetching it here too", url, waiter.describe())
                         return self._fill(url, None, holder, status)
             waiter.pause()
@@ -218,7 +235,7 @@ class Coordinator:
             return KeyLease(lease, record, modes=layout.modes, via=layout.partial)
         return KeyLock(layout.key_lock(key), layout.modes)
 
-    def _waiter(self, url: ShardURL, status: FetchStatus) -> Waiter:
+    def _waiter(self, url: ShardURL, status: FetchStatus, note: WaitNote, holder: Holder) -> Waiter:
         layout = self.store.layout
         leased = self._config.locks == "lease"
         return Waiter(
@@ -232,6 +249,8 @@ class Coordinator:
             timeout=self._config.lock_timeout,
             stale_after=self._config.stale_after,
             found=status.grows_in,
+            note=note,
+            waiter=holder,
         )
 
     def _holder(self) -> Holder:

@@ -6,7 +6,10 @@ The row is written with whatever is no hit, with a hit that comes a second after
 last, and when the process ends. One that is killed loses the hits of one second. A hit costs a
 microsecond. Nothing here fails: without a disk to write to, nothing is kept.
 
-Safe between the threads of one process; a child makes its own.
+Safe between the threads of one process; a child makes its own. Also within one thread: a stream
+that the garbage collector closes tells what it came to, and the collector may run at any moment,
+so also in the midst of what is done here. Whoever comes in so finds the lock its own, leaves a
+note, and is counted by whoever was interrupted.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import os
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping
 
 from shardcache.clock import Clock
@@ -42,6 +46,8 @@ _DISK = wait_index("disk")
 _TIERS = 3
 _DISK_US = _INDEX["wait_us_disk"]
 _FIRST_TIER = _INDEX["hits_tier_1"]
+#: What is to be counted: as the arguments of `Counters.add`.
+_Note = tuple[Mapping[str, int], str | None, float]
 
 
 class Counters:
@@ -65,8 +71,11 @@ class Counters:
         self._clock = clock
         self._owner = dict(owner or {})
         self._allowed = allowed
-        self._guard = threading.Lock()
+        self._guard = threading.RLock()
+        self._busy = False  # seen by who has the lock: it came in while its own thread counts
+        self._notes: deque[_Note] = deque()  # what it had to count
         self._row = blank()
+        self._before = blank()  # of all rows before this one
         self._minute = 0
         self._turn = 0.0  # of the monotonic clock: then the row is written, or another begun
         self._fresh = False  # whether something is not written yet
@@ -85,19 +94,28 @@ class Counters:
         if self._where is None:
             return
         with self._guard:
-            if due := now >= self._turn:
-                self._begin(now)
-            row = self._row
-            row[_HITS] += 1
-            row[_OPENED] += size
-            row[_DISK + bucket_of(seconds)] += 1
-            row[_DISK_US] += int(seconds * 1e6)
-            if tier is not None and tier < _TIERS:
-                row[_FIRST_TIER + tier] += 1
-            if due:
-                self._write()
-            else:
-                self._fresh = True
+            if self._busy:
+                self._note_hit(size, seconds, tier)
+                return
+            self._busy = True
+            try:
+                if due := now >= self._turn:
+                    self._begin(now)
+                row = self._row
+                row[_HITS] += 1
+                row[_OPENED] += size
+                row[_DISK + bucket_of(seconds)] += 1
+                row[_DISK_US] += int(seconds * 1e6)
+                if tier is not None and tier < _TIERS:
+                    row[_FIRST_TIER + tier] += 1
+                if due:
+                    self._write()
+                else:
+                    self._fresh = True
+            finally:
+                self._busy = False
+            if self._notes:
+                self._settle()
 
     def add(self, counts: Mapping[str, int], wait: str | None = None, seconds: float = 0.0) -> None:
         """Count what happened, and how long somebody waited for it.
@@ -109,31 +127,70 @@ class Counters:
         """
         if self._where is None:
             return
-        now = self._clock.monotonic()
         with self._guard:
-            if now >= self._turn:
-                self._begin(now)
-            for name, count in counts.items():
-                self._row[_INDEX[name]] += count
-            if wait is not None:
-                self._row[wait_index(wait) + bucket_of(seconds)] += 1
-                self._row[_INDEX[f"wait_us_{wait}"]] += int(seconds * 1e6)
-            self._write()  # of no weight beside what is counted here
+            self._notes.append((counts, wait, seconds))
+            self._settle()
 
     def flush(self) -> None:
         """Write what is not written yet."""
         with self._guard:
-            if self._fresh:
-                self._write()
+            self._settle(self._flush)
 
     def close(self) -> None:
         """Write it; what is counted later goes into another file."""
         with self._guard:
-            if self._fresh:
-                self._write()
-            self._file = None
-            self._minute = 0
-            self._turn = 0.0
+            self._settle(self._end)
+
+    def snapshot(self) -> list[int]:
+        """Everything counted so far, kept or not, as the values of a row (`statfile`)."""
+        with self._guard:
+            return [one + other for one, other in zip(self._before, self._row, strict=True)]
+
+    def _note_hit(self, size: int, seconds: float, tier: int | None) -> None:
+        counts = {"hits": 1, "bytes_opened": size}
+        if tier is not None and tier < _TIERS:
+            counts[f"hits_tier_{tier + 1}"] = 1
+        self._notes.append((counts, "disk", seconds))
+
+    def _settle(self, last: Callable[[], None] | None = None) -> None:
+        """Count what was noted, and call ``last``; under the lock.
+
+        Nothing where the thread is at that already: it counts before it leaves.
+        """
+        if self._busy:
+            return
+        while self._notes or last is not None:
+            self._busy = True
+            try:
+                while self._notes:
+                    self._count(*self._notes.popleft())
+                if last is not None:
+                    last()
+                    last = None
+            finally:
+                self._busy = False
+
+    def _count(self, counts: Mapping[str, int], wait: str | None, seconds: float) -> None:
+        now = self._clock.monotonic()
+        if now >= self._turn:
+            self._begin(now)
+        for name, count in counts.items():
+            self._row[_INDEX[name]] += count
+        if wait is not None:
+            self._row[wait_index(wait) + bucket_of(seconds)] += 1
+            self._row[_INDEX[f"wait_us_{wait}"]] += int(seconds * 1e6)
+        self._write()  # of no weight beside what is counted here
+
+    def _flush(self) -> None:
+        if self._fresh:
+            self._write()
+
+    def _end(self) -> None:
+        self._flush()
+        self._next_row()
+        self._file = None
+        self._minute = 0
+        self._turn = 0.0
 
     def _begin(self, now: float) -> None:
         """Begin another row if it is another minute."""
@@ -143,7 +200,7 @@ class Counters:
             return  # what happens while a disk is left alone is counted to the minute before
         if self._fresh:
             self._write()
-        self._row = blank()
+        self._next_row()
         file, last, self._minute = self._file, self._minute, minute
         assert self._where is not None  # or nothing would be counted
         try:
@@ -153,6 +210,10 @@ class Counters:
         except OSError as exn:
             logger.debug("nothing is counted: %s", exn)
             self._file = None
+
+    def _next_row(self) -> None:
+        self._before = self.snapshot()
+        self._row = blank()
 
     def _make(self, layout: Layout) -> StatFile:
         modes = layout.modes
@@ -179,11 +240,11 @@ class Counters:
 
 def _flush_at_exit(counters: Counters) -> None:
     """Write what is left when the process ends, if it ends in an orderly way."""
-    held = weakref.ref(counters)
+    held, pid = weakref.ref(counters), os.getpid()
 
     def flush() -> None:
         found = held()
-        if found is not None:
+        if found is not None and os.getpid() == pid:  # what a child has of it is old by now
             found.flush()
 
     atexit.register(flush)

@@ -29,6 +29,7 @@ from shardcache.sweeping import (
     remove_unnamed,
 )
 from shardcache.uses import remove_stale_maps
+from shardcache.waits import remove_dead_waits
 
 __all__ = ["ENTRY_INODES", "EvictionPlan", "Limits", "Reason", "Removal", "Victim"]
 __all__ += ["apply", "plan", "sweep"]
@@ -238,4 +239,5 @@ def sweep(
         remove_stale_maps(layout, remove_dead_sessions(layout))
         removed = remove_temporaries(layout) + remove_unnamed(layout)
         removed += remove_free_locks(layout) + remove_dead_leases(layout)
+        removed += remove_dead_waits(layout)
         logger.debug("removed %d files and directories without bytes", removed)

@@ -48,6 +48,7 @@ def exposition(found: Stats, directory: str) -> str:
     counter("bypassed_bytes_total", "Bytes streamed, not stored.", [("", counts["bytes_bypassed"])])
     counter("fetches_total", "Shards fetched.", [("", counts["fetches"])])
     counter("fetches_failed_total", "Fetches that failed.", [("", counts["fetches_failed"])])
+    counter("stored_bytes_total", "Bytes of shards stored.", [("", counts["bytes_stored"])])
     counter("retries_total", "Requests that were repeated.", [("", counts["retries"])])
     counter("evicted_total", "Entries evicted or removed, by reason.", _labelled(found, "evicted_"))
     counter("evicted_bytes_total", "Bytes of those.", [("", counts["bytes_evicted"])])

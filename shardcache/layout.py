@@ -6,7 +6,8 @@
            partial/evict.<key>.<random>/          an entry on its way out
            partial/.<name>.<random>               a file on its way to its name
            locks/<aa>/<key>.lock  quarantine/  sessions/  ranks/<name>/ (a tree like this one)
-           sessions/<random>.session  sessions/<job>.uses  pins/<key>.pin
+           sessions/<random>.session  sessions/<random>.wait  sessions/<job>.uses
+           pins/<key>.pin
 
 This module alone knows these names; `store` and `partials` ask it. A name that
 does not match the grammar here was not made by the library and is never
@@ -44,6 +45,7 @@ _PARTIAL = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{24})\.([0-9a-f]{32})\Z")
 _EVICTED = re.compile(r"evict\.([0-9a-f]{32})\.([0-9a-f]{32})\Z")
 _LOCK = re.compile(r"([0-9a-f]{32})\.lock\Z")
 _USES = re.compile(r"[0-9a-f]{32}\.uses\Z")
+_WAIT = re.compile(r"[0-9a-f]{32}\.wait\Z")
 _PIN = re.compile(r"[0-9a-f]{32}\.pin\Z")
 _LEASE = re.compile(r"[0-9a-f]{32}\.(lease|holder)\Z")
 _TEMPORARY = re.compile(r"\.[A-Za-z0-9.]+\.[0-9a-f]{32}\Z")
@@ -104,6 +106,11 @@ def is_pin_name(name: str) -> bool:
 def is_uses_name(name: str) -> bool:
     """Whether ``name`` is that of a job's map of uses."""
     return _USES.match(name) is not None
+
+
+def is_wait_name(name: str) -> bool:
+    """Whether ``name`` is that of the note of somebody who waits."""
+    return _WAIT.match(name) is not None
 
 
 def is_unnamed(name: str) -> bool:
@@ -268,6 +275,10 @@ class Layout:
     def uses(self, job: str) -> Path:
         """The map of what a job has used; ``job`` is 32 hexadecimal digits."""
         return self.sessions / f"{job}.uses"
+
+    def new_wait(self) -> Path:
+        """A name for the note of somebody who waits."""
+        return self.sessions / f"{random_token()}.wait"
 
     def key_dir(self, key: str) -> Path:
         """The directory of all versions of one key."""

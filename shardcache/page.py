@@ -39,7 +39,7 @@ body{margin:0 auto;padding:16px;max-width:880px;background:var(--bg);color:var(-
 font:15px/1.5 system-ui,sans-serif}
 h1{font-size:1.4em;margin:.2em 0}h2{font-size:1.05em;margin:2em 0 .5em}
 p,.dim{color:var(--dim);margin:.2em 0}
-.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(130px,1fr));gap:10px;margin:1em 0}
+.cards{display:grid;grid-template-columns:repeat(4,1fr);gap:10px;margin:1em 0}
 .card{background:var(--card);border-radius:8px;padding:10px 12px}
 .card b{display:block;font-size:1.35em;font-variant-numeric:tabular-nums}
 svg{width:100%;height:auto;display:block}svg text{fill:var(--dim);font-size:11px}
@@ -51,7 +51,8 @@ table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
 th,td{text-align:right;padding:4px 10px;border-bottom:1px solid var(--line);white-space:nowrap}
 th:first-child,td:first-child{text-align:left;white-space:normal;overflow-wrap:anywhere}
 th{color:var(--dim);font-weight:500;overflow-wrap:normal!important}
-@media(max-width:520px){svg text{font-size:19px}th,td{padding:4px 6px}}
+@media(max-width:520px){.cards{grid-template-columns:1fr 1fr}svg text{font-size:19px}
+th,td{padding:4px 6px}}
 """
 
 
@@ -75,17 +76,31 @@ class Report:
     tiers: Sequence[TierUse]
     settings: Sequence[tuple[str, str, str]]
 
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes in the cache, in all tiers together."""
+        return sum(tier.used for tier in self.tiers)
+
+    @property
+    def room(self) -> int | None:
+        """Bytes that may be in it; None where only free space limits them."""
+        limits = [tier.limit for tier in self.tiers]
+        return sum(n for n in limits if n) if limits and all(limits) else None
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON: everything that the page shows."""
         times, groups = _over_time(self.samples)
+        sums = [summed(group) for group in groups]
+        occupied = _occupied(self.cached_bytes, sums)
         return {
             "node": self.node,
             "made": self.made,
             "total": summed(self.samples).as_dict(),
             "over_time": [
-                {"start": start, **summed(group).as_dict()}
-                for start, group in zip(times, groups, strict=True)
+                {"start": start, **found.as_dict(), "cached_bytes": cached}
+                for start, found, cached in zip(times, sums, occupied, strict=True)
             ],
+            "cached_bytes": self.cached_bytes,
             "by_rank": {rank: found.as_dict() for rank, found in by_rank(self.samples).items()},
             "refetched": [
                 {"url": url, "fetches": count, "bytes": size}
@@ -107,7 +122,7 @@ def page(report: Report) -> str:
         f"<h1>shardcache on {html.escape(report.node)}</h1>",
         f"<p>{html.escape(_span(total))}; made {html.escape(made)} by shardcache {__version__}</p>",
         _cards(total),
-        *_charts(report.samples),
+        *_charts(report),
         "<h2>Waiting for data</h2>",
         _waits(total),
         "<h2>How full it is</h2>",
@@ -152,8 +167,8 @@ def _cards(total: Stats) -> str:
     return f'<div class="cards">{"".join(cards)}</div>'
 
 
-def _charts(samples: Sequence[Sample]) -> list[str]:
-    times, groups = _over_time(samples)
+def _charts(report: Report) -> list[str]:
+    times, groups = _over_time(report.samples)
     if not times:
         return []
     sums = [summed(group) for group in groups]
@@ -175,7 +190,35 @@ def _charts(samples: Sequence[Sample]) -> list[str]:
         bars("opens", times, outcomes, lambda v: f"{v:,.0f}"),
         "<h2>Where bytes came from</h2>",
         bars("bytes by source", times, sources, format_bytes),
+        *_occupancy(report, times, sums),
         *_evictions(times, sums),
+    ]
+
+
+def _occupied(now: int, sums: Sequence[Stats]) -> list[int]:
+    """Bytes in the cache at the end of each interval, reckoned back from what is there now.
+
+    What went without being counted (damaged, removed by hand) is missing from what was before.
+    """
+    found = [max(0, now)] * len(sums)
+    for number in reversed(range(len(sums) - 1)):
+        counted = sums[number + 1].counters
+        before = found[number + 1] - counted["bytes_stored"] + counted["bytes_evicted"]
+        found[number] = max(0, before)
+    return found
+
+
+def _occupancy(report: Report, times: Sequence[float], sums: Sequence[Stats]) -> list[str]:
+    values = [float(n) for n in _occupied(report.cached_bytes, sums)]
+    most = max(values)
+    if not most:
+        return []
+    # A limit that is far away would make the line a flat one.
+    room = report.room if report.room and report.room <= 2 * most else None
+    top = max(most, room or 0) * 1.04
+    return [
+        "<h2>Bytes in the cache</h2>",
+        line("bytes in the cache", times, values, format_bytes, top=top, limit=room),
     ]
 
 

@@ -21,6 +21,7 @@ from shardcache.errors import ConfigError
 from shardcache.fetchlog import Fetch, note_fetch
 from shardcache.namespaces import Namespaces
 from shardcache.ranks import Ranks
+from shardcache.statfile import blank
 from shardcache.store import Entry, Opened, Store
 from shardcache.tier import Tier
 from shardcache.units import format_bytes, format_duration
@@ -107,6 +108,11 @@ class Process:
     def present(self) -> list[Tier]:
         """The tiers that are caches by now, and the last one."""
         return [tier for tier in self.tiers if tier.present or tier is self.home]
+
+    @property
+    def unfinished(self) -> int:
+        """How many shards are fetched or waited for in the background."""
+        return len(self.fetchings.unfinished())
 
     def stores(self) -> list[Store]:
         """Every namespace of every tier."""
@@ -315,6 +321,7 @@ class Process:
                 "fetches_upstream": int(done and status.near),
                 "bytes_upstream" if status.near else "bytes_origin": status.received,
                 "retries": status.retries,
+                "bytes_stored": (status.size or status.written) if done else 0,
             }
         )
         if done:
@@ -422,6 +429,8 @@ class Processes:
     def __init__(self, config: Config, ranks: Ranks, clock: Clock, started: float) -> None:
         self._parts = config, ranks, clock, started
         self._made: dict[int, Process] = {}
+        #: Whose it is, and what those had counted that were closed.
+        self._counted: tuple[int, list[int]] = os.getpid(), blank()
 
     def here(self) -> Process:
         """The calling process's own, made if need be."""
@@ -437,6 +446,23 @@ class Processes:
         """The calling process's own, if it was made."""
         return self._made.get(os.getpid())
 
-    def take(self) -> Process | None:
-        """As `made`; the next one is made anew."""
-        return self._made.pop(os.getpid(), None)
+    def close(self) -> None:
+        """Close the calling process's own; the next one is made anew."""
+        process = self._made.pop(os.getpid(), None)
+        if process is not None:
+            process.close()
+            self._counted = os.getpid(), _sum(self._closed(), process.counters.snapshot())
+
+    def counted(self) -> list[int]:
+        """What the calling process has counted, as the values of a row (`statfile`)."""
+        process = self.made()
+        closed = self._closed()
+        return closed if process is None else _sum(closed, process.counters.snapshot())
+
+    def _closed(self) -> list[int]:
+        pid, values = self._counted
+        return values if pid == os.getpid() else blank()
+
+
+def _sum(one: list[int], other: list[int]) -> list[int]:
+    return [a + b for a, b in zip(one, other, strict=True)]

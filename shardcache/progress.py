@@ -7,14 +7,13 @@ fetches and draws. Everything goes to stderr.
 from __future__ import annotations
 
 import sys
-import threading
 import time
-from collections import deque
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from shardcache.console import Console, printable
+from shardcache.statusline import Rate, StatusLine
 from shardcache.units import format_bytes, format_clock, format_rate
 from shardcache.warmreport import Event, Finished, Outcome, Planned, Started, Stopping
 
@@ -27,30 +26,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Progress", "Snapshot", "Tally", "progress_line"]
 
-#: Seconds between two lines where nothing can be redrawn.
-_LINE_EVERY = 10.0
 _REDRAWS_PER_SECOND = 5
-#: Rates are of the last seconds: shorter jumps about, longer hides a stall.
-_WINDOW = 8.0
 #: Running shards shown below the bar, two in a row.
 _SHOWN = 8
 _LONGEST_NAME = 28
-
-
-class Rate:
-    """Bytes per second over the last seconds."""
-
-    def __init__(self) -> None:
-        self._samples: deque[tuple[float, int]] = deque()
-
-    def update(self, now: float, total: int) -> float:
-        """Note that ``total`` bytes had come by ``now``; returns the rate."""
-        samples = self._samples
-        samples.append((now, total))
-        while len(samples) > 2 and now - samples[0][0] > _WINDOW:
-            samples.popleft()
-        elapsed = now - samples[0][0]
-        return max(0.0, (total - samples[0][1]) / elapsed) if elapsed > 0 else 0.0
 
 
 @dataclass(slots=True)
@@ -189,8 +168,7 @@ class Progress:
         self._console = console
         self._tally: Tally | None = None
         self._live: Any = None
-        self._thread: threading.Thread | None = None
-        self._ended = threading.Event()
+        self._lines: StatusLine | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -201,11 +179,10 @@ class Progress:
         exn: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._ended.set()
         if self._live is not None:
             self._live.stop()
-        if self._thread is not None:
-            self._thread.join()
+        if self._lines is not None:
+            self._lines.__exit__(kind, exn, trace)
 
     def __call__(self, event: Event) -> None:
         """Take an event; drawing begins with the plan."""
@@ -222,16 +199,11 @@ class Progress:
             self._live = _live_display(self._console, self._render)
             self._live.start()
         else:
-            self._thread = threading.Thread(
-                target=self._print_lines, name="shardcache-progress", daemon=True
-            )
-            self._thread.start()
-
-    def _print_lines(self) -> None:
-        assert self._tally is not None
-        self._tally.snapshot(time.monotonic())
-        while not self._ended.wait(_LINE_EVERY):
-            self._console.hint(progress_line(self._tally.snapshot(time.monotonic())))
+            tally = self._tally
+            assert tally is not None
+            tally.snapshot(time.monotonic())  # a rate is of what comes from now on
+            self._lines = StatusLine(self._console, lambda now: progress_line(tally.snapshot(now)))
+            self._lines.__enter__()
 
     def _render(self) -> RenderableType:
         from rich.console import Group

@@ -193,5 +193,9 @@ class RangeBody:
         chunks = response is None and not self._ended  # their end mark is unread
         cut = response is not None and response.length  # see `end_at`
         if self._left or chunks or cut:
-            self._raw.close()  # bytes are still coming: this connection cannot be reused
-        self._raw.release_conn()
+            # Bytes are still coming: this connection cannot be reused. Nor is it handed back: that
+            # takes a lock of the pool's which is not reentrant, and who closes an answer before
+            # its end may be the garbage collector, in the midst of that very lock.
+            self._raw.close()
+        else:
+            self._raw.release_conn()

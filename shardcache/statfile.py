@@ -34,7 +34,8 @@ __all__ += ["bucket_range", "read_segment"]
 
 logger = logging.getLogger(__name__)
 
-#: What is counted. New names go to the end; 39 fit.
+#: What is counted. New names go to the end; 39 fit. A file says itself which names it has, so those
+#: of older versions lack some, and those of newer ones have some that nobody here asks for.
 COUNTERS = (
     "hits",
     "coalesced",
@@ -68,6 +69,7 @@ COUNTERS = (
     "wait_us_disk",
     "wait_us_lock",
     "wait_us_network",
+    "bytes_stored",
 )
 #: What readers waited for: the disk (a hit), another process's fetch, their own one.
 WAITS = ("disk", "lock", "network")

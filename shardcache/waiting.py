@@ -1,9 +1,9 @@
 """Waiting for another process's fetch: announced, watched, bounded.
 
 A waiter never takes a lock away. It watches whether the holder's partial grows,
-says every ten seconds whom it waits for, and in the end either sees the entry,
-gets the lock, is told that the holder is stale, or gives up with an error that
-names holder, age and progress.
+notes for `top` whom it waits for, says so every ten seconds, and in the end either sees
+the entry, gets the lock, is told that the holder is stale, or gives up with an error
+that names holder, age and progress.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from shardcache.locks import Holder, read_holder
 from shardcache.partials import Progress, read_progress
 from shardcache.units import format_bytes, format_duration
 from shardcache.urls import ShardURL
+from shardcache.waits import Wait, WaitNote
 
 __all__ = ["Waiter"]
 
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 _FIRST_POLL = 0.02
 _LAST_POLL = 0.25
 _ANNOUNCE_EVERY = 10.0
+#: Seconds of waiting that are worth a note (`waits`): what people can see, and longer than most.
+_NOTE_AFTER = 0.5
 
 
 class Waiter:
@@ -45,6 +48,8 @@ class Waiter:
         timeout: seconds after which `pause` gives up.
         stale_after: seconds without growth after which the holder is stale.
         found: is told where the holder's partial is.
+        note: where a long wait is noted.
+        waiter: who waits since when, for the note.
     """
 
     def __init__(
@@ -58,6 +63,8 @@ class Waiter:
         timeout: float,
         stale_after: float,
         found: Callable[[Path], None] = lambda _: None,
+        note: WaitNote | None = None,
+        waiter: Holder | None = None,
     ) -> None:
         self._partials = partials
         self._url = url
@@ -70,6 +77,7 @@ class Waiter:
         self._poll = _FIRST_POLL
         self._begun = self._changed = self._announced = clock.monotonic()
         self._seen: tuple[Holder | None, Progress | None] | None = None
+        self._note, self._waiter = note, waiter
 
     @property
     def stale(self) -> bool:
@@ -110,6 +118,9 @@ class Waiter:
             logger.warning(
                 "%s: waiting for %s, %s", self._url, format_duration(self.waited), self.describe()
             )
+
+        if now - self._begun >= _NOTE_AFTER and self._note is not None and self._waiter is not None:
+            self._note.say(Wait(str(self._url), self._url.key, self._waiter, seen[0]))
 
     def _look(self) -> tuple[Holder | None, Progress | None]:
         holder = read_holder(self._record)

@@ -23,6 +23,7 @@ from shardcache.origin import Checksum, ObjectInfo, TransientError
 from shardcache.progressfile import Progress, parse_header, read_records, write_record
 from shardcache.rangebody import content_length, content_range, retry_after
 from shardcache.urls import parse_url, redact
+from shardcache.waits import Wait, parse_wait
 from tests.tartools import FORMATS, OnlyRead, by_tarfile, by_walk, mended, small
 
 KEY, VERSION, TOKEN = "0123456789abcdef" * 2, "fedcba987654" * 2, "f" * 32
@@ -59,6 +60,13 @@ def record(data: bytes) -> None:
         assert str(found).isprintable() and len(str(found)) < 400
         assert (found.job or "").isprintable()
         assert parse_holder(json.dumps(asdict(found)).encode()) == found
+
+
+def wait(data: bytes) -> None:
+    found = parse_wait(data)
+    if found is not None:
+        assert found.url.isprintable() and len(found.key) == 32
+        assert parse_wait(found.encode()) == found
 
 
 def progress(data: bytes) -> None:
@@ -179,6 +187,7 @@ TARGETS: dict[str, tuple[Callable[[bytes], None], list[bytes]]] = {
         record,
         [json.dumps(asdict(Holder(7, "node-1", 3, "job", 1.5, f"{KEY}.x", 9))).encode()],
     ),
+    "wait": (wait, [Wait("s3://b/a.tar", KEY, Holder(7, "n", 3, "j", 1.5), None).encode()]),
     "progress": (progress, [_progress_seed()]),
     "names": (
         names,

@@ -19,7 +19,8 @@ import pytest
 from shardcache.console import Column, Console, counted, printable, short_date
 from shardcache.errors import AccessDeniedError, ConfigError, ShardNotFoundError
 from shardcache.filters import matches_glob, parse_filter, parse_sort
-from shardcache.progress import Progress, Rate, Tally, progress_line
+from shardcache.progress import Progress, Tally, progress_line
+from shardcache.statusline import Rate
 from shardcache.transfer import FetchStatus
 from shardcache.units import format_bytes
 from shardcache.urls import parse_url
@@ -347,7 +348,7 @@ def test_a_run_of_hits_is_complete_from_the_start():
 
 
 def test_lines_come_now_and_then_where_nothing_is_redrawn(capsys, monkeypatch):
-    monkeypatch.setattr("shardcache.progress._LINE_EVERY", 0.02)
+    monkeypatch.setattr("shardcache.statusline.LINE_EVERY", 0.02)
     with Progress(Console()) as progress:
         progress(Planned(make_plan(2)))
         while not (said := capsys.readouterr().err):
@@ -356,11 +357,11 @@ def test_lines_come_now_and_then_where_nothing_is_redrawn(capsys, monkeypatch):
 
 
 def test_no_progress_is_no_progress(capsys, monkeypatch):
-    monkeypatch.setattr("shardcache.progress._LINE_EVERY", 0.001)
+    monkeypatch.setattr("shardcache.statusline.LINE_EVERY", 0.001)
     for console in (Console(quiet=True), Console(progress=False)):
         with Progress(console) as progress:
             progress(Planned(make_plan(2)))
-            assert progress._thread is None
+            assert progress._lines is None
     assert capsys.readouterr().err == ""
 
 

@@ -124,6 +124,24 @@ def test_a_file_has_an_hour_of_rows_and_none_once_it_was_removed(
     assert not file.begin_row()
 
 
+def test_a_file_of_another_version_is_read_by_the_names_it_states(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of an older version lacks a counter, one of a newer has more, in another order."""
+    layout.stats.mkdir()
+    for names in (COUNTERS[:-1], ("new", *COUNTERS[::-1], "newer")):
+        monkeypatch.setattr("shardcache.statfile.COUNTERS", names)
+        file = StatFile(layout.stats / f"{len(names):032x}{SUFFIX}", layout.modes, {})
+        file.begin_row()
+        row = blank()
+        for number, name in enumerate(names):
+            row[number] = {"hits": 3, "bytes_stored": 5}.get(name, 1)
+        file.write(int(NOON // 60), row)
+    monkeypatch.undo()
+    found = total(layout)
+    assert (found.hits, found.bytes_stored, found.misses) == (6, 5, 2)
+
+
 @pytest.mark.parametrize("cut", [0, 1, 4095, 4096, 5000, 6143])
 def test_a_file_that_was_cut_short_has_its_whole_rows(
     layout: Layout, tmp_path: Path, cut: int

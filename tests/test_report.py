@@ -151,6 +151,40 @@ def test_it_says_what_was_counted() -> None:
     assert (total["opens"], total["hits"], total["evicted"], total["errors"]) == (600, 540, 2, 1)
 
 
+def test_how_full_it_was_is_reckoned_back_from_what_is_there() -> None:
+    samples = [
+        sample(NOON, bytes_stored=700),
+        sample(NOON + 60, bytes_stored=200, bytes_evicted=100, hits=1),
+        sample(NOON + 180, bytes_evicted=300),
+    ]
+    found = report(samples, tiers=[TierUse("/ssd", 400, 900, 7), TierUse("/ram", 150, 600, 3)])
+    told = found.as_dict()
+    assert told["cached_bytes"] == 550
+    assert [row["cached_bytes"] for row in told["over_time"]] == [750, 850, 850, 550]
+    text = page(found)
+    drawn = text[text.index("Bytes in the cache</h2>") + len("Bytes in the cache</h2>") :]
+    heights = [float(one.get("cy", "")) for one in shapes(drawn, "circle")]
+    assert heights[1] == heights[2] < heights[0] < heights[3]
+    (limit,) = (one for one in shapes(drawn, "line") if one.get("stroke-dasharray"))
+    assert float(limit.get("y1", "")) < heights[1]  # 1.5 KB are more than there ever were
+
+
+def test_a_limit_that_is_far_away_is_not_drawn_and_an_empty_cache_has_no_line() -> None:
+    samples = [sample(NOON, bytes_stored=700)]
+    far = page(report(samples, tiers=[TierUse("/ssd", 700, 10_000, 7)]))
+    none = page(report(samples, tiers=[TierUse("/ssd", 700, None, 7)]))
+    assert "Bytes in the cache" in far and "Bytes in the cache" in none
+    assert "stroke-dasharray" not in far + none
+    empty = page(report(samples, tiers=[TierUse("/ssd", 0, 1000, 0)]))
+    assert "Bytes in the cache" not in empty
+
+
+def test_what_was_removed_by_hand_makes_nothing_less_than_nothing() -> None:
+    samples = [sample(NOON, bytes_stored=100), sample(NOON + 60, bytes_stored=900)]
+    rows = report(samples, tiers=[TierUse("/ssd", 50, None, 1)]).as_dict()["over_time"]
+    assert [row["cached_bytes"] for row in rows] == [0, 50]
+
+
 def test_an_hour_is_shown_by_minutes_and_a_month_by_days() -> None:
     hour = [sample(NOON + 60 * n, hits=1) for n in range(60)]
     month = [sample(NOON + 3600 * n, 3600, hits=1) for n in range(24 * 30)]
@@ -209,6 +243,9 @@ def test_machines_get_the_figures_and_no_file(used: Path, tmp_path: Path) -> Non
     found = json.loads(said)
     assert (code, found["total"]["hits"], found["total"]["misses"]) == (0, 1, 1)
     assert found["tiers"][0]["entries"] == 1 and not output.exists()
+    size = found["tiers"][0]["used"]
+    assert found["cached_bytes"] == found["over_time"][-1]["cached_bytes"] == size > 0
+    assert found["total"]["bytes_stored"] == size
 
 
 def test_where_it_cannot_be_written_it_says_so(used: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from shardcache import commands_verify, verify
+from shardcache import commands_verify, statusline, verify
 from shardcache.cache import Cache
 from tests.clitools import SHARDS, Command, Screen, data, run, run_process, spec, warm
 from tests.storetools import tree
@@ -273,7 +273,7 @@ def test_progress_is_a_line_now_and_then_elsewhere(run, warm, monkeypatch):
         time.sleep(0.2)
         return real(fd)
 
-    monkeypatch.setattr(commands_verify, "_LINE_EVERY", 0.02)
+    monkeypatch.setattr(statusline, "LINE_EVERY", 0.02)
     monkeypatch.setattr(verify, "read_blocks", slowly)
     code, out, err = run("verify")
     assert code == 0

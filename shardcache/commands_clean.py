@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["clean_command", "rm_command"]
 
 _BUSY = 6
-_REMOVED = [Column("name"), Column("size"), Column("reason")]
+_REMOVED = [Column("dir"), Column("size"), Column("reason")]
 
 
 @command(
@@ -84,6 +84,10 @@ def clean_command(
     cache = invocation.cache()
     if not cache.dir.exists():
         invocation.console.hint(f"{cache.dir} does not exist; there is nothing to clean.")
+        if not invocation.console.human:
+            from shardcache.cleaning import CleanReport
+
+            _show(invocation, cache, CleanReport((), 0, 0, 0, dry_run), given)
         return 0
     if everything and not dry_run:
         invocation.confirm(f"Remove every shard in {cache.dir}?", yes)
@@ -109,7 +113,7 @@ def _show(invocation: Invocation, cache: Cache, report: CleanReport, given: dict
             console.said(line)
     else:
         rows = [
-            {"name": removal.name, "size": removal.size, "reason": removal.reason.value}
+            {"dir": removal.name, "size": removal.size, "reason": removal.reason.value}
             for removal in report.removed
         ]
         summary = {
@@ -119,6 +123,7 @@ def _show(invocation: Invocation, cache: Cache, report: CleanReport, given: dict
             "kept": report.kept,
             "kept_bytes": report.kept_bytes,
             "missing_bytes": report.missing,
+            "missing_inodes": report.missing_inodes,
         }
         console.table("clean", "removal", _REMOVED, rows, summary=summary)
     if report.missing or report.missing_inodes:

@@ -31,7 +31,8 @@ __all__ = ["path_command", "prewarm_command"]
 
 _DEFAULT_JOBS = 32
 _COLUMNS = [
-    Column(name) for name in ("url", "outcome", "size", "seconds", "received", "retries", "error")
+    Column(name)
+    for name in ("url", "outcome", "size", "seconds", "received_bytes", "retries", "error")
 ]
 
 

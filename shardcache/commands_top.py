@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import datetime
 
 import click
 
@@ -45,8 +45,13 @@ _NAME = 48
 def top_command(invocation: Invocation, interval: float, count: int | None) -> int:
     """Show rates, fetches in flight and how full the cache is, until it is interrupted.
 
-    Without a terminal each look is printed below the last one.
+    Without a terminal each look is printed below the last one. As JSON it is one look; as
+    JSON lines there is a line for each.
     """
+    if invocation.console.format == "json":
+        if (count or 1) > 1:
+            raise click.UsageError("--json is one object: give --format jsonl with --count.")
+        count = 1
     cache = invocation.cache()
     console = invocation.console
     with cache:
@@ -54,11 +59,10 @@ def top_command(invocation: Invocation, interval: float, count: int | None) -> i
         looks = _looks(invocation, watcher, interval, count)
         if not console.human:
             for activity in looks:
-                record = {**activity.as_dict(), "at": datetime.fromtimestamp(activity.at, UTC)}
                 if console.format == "jsonl":
-                    console.line("activity", record)
+                    console.line("activity", activity.as_dict())
                 else:
-                    console.record("top", record, "")
+                    console.record("top", activity.as_dict(), "")
         elif console.live:
             _draw(invocation, looks, str(cache.dir))
         else:

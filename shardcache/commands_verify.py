@@ -37,7 +37,7 @@ _STYLES: dict[State, str] = {State.DAMAGED: "red"}
 _LABEL = max(len(state) for state in State)
 _COLUMNS = [
     Column(name)
-    for name in ("state", "url", "reason", "size", "set_aside", "key", "version", "path")
+    for name in ("state", "url", "reason", "size", "set_aside", "key", "version", "dir")
 ]
 _TEXTS = {
     State.DAMAGED: "damaged",
@@ -242,7 +242,7 @@ def _row(finding: Finding) -> dict[str, Any]:
         "set_aside": finding.set_aside,
         "key": entry.key,
         "version": entry.version,
-        "path": entry.directory,
+        "dir": entry.directory,
     }
 
 

@@ -158,7 +158,7 @@ def test_an_hour_is_shown_by_minutes_and_a_month_by_days() -> None:
         rows = report(samples).as_dict()["over_time"]
         assert least <= len(rows) <= most
         assert sum(row["hits"] for row in rows) == len(samples)
-        starts = [row["start"] for row in rows]
+        starts = [row["at"] for row in rows]
         assert len({b - a for a, b in itertools.pairwise(starts)}) == 1  # no gap
 
 
@@ -208,7 +208,7 @@ def test_machines_get_the_figures_and_no_file(used: Path, tmp_path: Path) -> Non
     code, said, _ = run_process("report", "--json", "-o", output, directory=used)
     found = json.loads(said)
     assert (code, found["total"]["hits"], found["total"]["misses"]) == (0, 1, 1)
-    assert found["tiers"][0]["entries"] == 1 and not output.exists()
+    assert found["tiers"][0]["shards"] == 1 and not output.exists()
 
 
 def test_where_it_cannot_be_written_it_says_so(used: Path, tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ URL_OR_NONE = ("url?", f"{URL[1]} Null where the sidecar cannot be read.")
 KEY = ("hex", "Key of the shard: what its URL is called in the cache.")
 VERSION = ("hex", "Version of the object that was fetched.")
 SIZE = ("bytes", "Bytes of the shard.")
-TIER = ("number?", "Number of the tier; 1 is filled first, the last one is `dir`.")
+TIER = ("number", "Number of the tier; 1 is filled first, the last one is `dir`.")
 RANK = ("number?", "Rank in its job; null outside of any job.")
 SECONDS = ("seconds", "How long it took.")
 SOURCE = ("text", "Who set it: argument, a variable, a file, or default.")
@@ -363,7 +363,7 @@ def top() -> list[Schema]:
     }
     activity: Fields = {
         "at": ("time", "When this was seen."),
-        "seconds": ("seconds?", "Over which rates are taken."),
+        "seconds": ("seconds", "Over which rates are taken."),
         "processes": ("count", "Processes that use the cache."),
         "total": (closed(stats_fields()), "What was counted meanwhile."),
         "fetches": (rows(fetch), "Fetches in flight."),

@@ -11,8 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from shardcache.arguments import (
+    dry_run_option,
+    duration,
+    expand_shards,
+    limit,
+    urls_argument,
+    yes_option,
+)
 from shardcache.console import Column, counted
-from shardcache.invocation import Invocation, command, duration, limit
+from shardcache.invocation import Invocation, command
 from shardcache.units import Limit, exact_duration, format_bytes
 
 if TYPE_CHECKING:
@@ -35,8 +43,8 @@ _REMOVED = [Column("dir"), Column("size"), Column("reason")]
         shardcache clean --all -y
     """,
 )
-@click.option("-n", "--dry-run", is_flag=True, help="Say what would go, remove nothing.")
-@click.option("-y", "--yes", is_flag=True, help="Do not ask before --all.")
+@dry_run_option("Say what would go, remove nothing.")
+@yes_option("Do not ask before --all.")
 @click.option("--all", "everything", is_flag=True, help="Remove all that nobody is reading.")
 @click.option(
     "--wait/--no-wait", default=True, help="Wait for another clean, or exit with 6 (default: wait)."
@@ -185,19 +193,17 @@ def _limit(cache: Cache, given: dict[str, Any]) -> int | None:
         shardcache rm -n s3://lab/train-0412.tar
     """,
 )
-@click.option("-n", "--dry-run", is_flag=True, help="Say what would go, remove nothing.")
-@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
-@click.argument("urls", nargs=-1, required=True, metavar="URL...")
+@dry_run_option("Say what would go, remove nothing.")
+@yes_option("Do not ask.")
+@urls_argument()
 def rm_command(invocation: Invocation, urls: tuple[str, ...], yes: bool, dry_run: bool) -> int:
     """Remove shards, all cached versions of them.
 
     Braces are expanded. Exit code 6 if a shard stays because it is pinned or being
     read, 1 if one was not cached.
     """
-    from shardcache.prewarm import expand
-
-    cache = invocation.cache()
-    shards = {shard.key: shard for shard in map(cache.parse, expand(urls))}
+    cache = invocation.cache(looking=True)
+    shards = expand_shards(cache, urls)
     with cache:
         sizes = _sizes(cache, shards)
         if sizes and not dry_run:

@@ -12,12 +12,10 @@ import click
 
 from shardcache.clock import utc
 from shardcache.console import Column, counted, short_date
-from shardcache.errors import ConfigError
 from shardcache.filters import matches_glob, parse_filter, parse_sort
 from shardcache.invocation import Invocation, command
-from shardcache.layout import Layout
 from shardcache.metadata import DamagedError, Metadata
-from shardcache.root import check_links, is_cache
+from shardcache.root import is_cache
 from shardcache.units import format_age, format_bytes
 
 if TYPE_CHECKING:
@@ -83,7 +81,7 @@ def ls_command(
     """
     tests = [parse_filter(text) for text in filters]
     ordered = parse_sort(sort)
-    cache = invocation.cache()
+    cache = invocation.cache(looking=True)
     if not _is_listable(invocation, cache):
         return _nothing(invocation, partial)
     now = time.time()
@@ -106,21 +104,9 @@ def ls_command(
 
 
 def _is_listable(invocation: Invocation, cache: Cache) -> bool:
-    """False where nothing was cached yet.
-
-    Raises:
-        ConfigError: the directory is something else.
-        OSError: it cannot be looked at.
-    """
-    check_links(Layout.of_root(cache.dir))
+    """False where nothing was cached yet."""
     if is_cache(cache.dir):
         return True
-    if cache.dir.is_dir() and any(cache.dir.iterdir()):
-        raise ConfigError(
-            f"{cache.dir} is not a shardcache directory (it has no manifest.json). "
-            "Check --dir or SHARDCACHE_DIR.",
-            dir=cache.dir,
-        )
     invocation.console.hint(f"Nothing was cached in {cache.dir} yet.")
     return False
 
@@ -176,10 +162,11 @@ def _state(store: Store, entry: Entry, metadata: Metadata, pinned: Container[str
     return "in_use" if store.is_pinned(entry) else "ok"
 
 
-def _tier(cache: Cache, path: str) -> int | None:
+def _tier(cache: Cache, path: str) -> int:
     """The number of the tier in which something is: 1 is the first that is filled."""
-    tiers = enumerate(cache.config.by_tier(), 1)
-    return next((number for number, c in tiers if path.startswith(f"{c.dir}{os.sep}")), None)
+    tiers = cache.config.by_tier()
+    inside = (n for n, tier in enumerate(tiers, 1) if path.startswith(f"{tier.dir}{os.sep}"))
+    return next(inside, len(tiers))
 
 
 def _data_path(entry: Entry) -> str | None:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from shardcache.arguments import dry_run_option, duration
 from shardcache.console import Column, Console
 from shardcache.errors import ConfigError, ShardNotFoundError
-from shardcache.invocation import Invocation, command, duration
+from shardcache.invocation import Invocation, command
 from shardcache.warmtext import (
     check_text,
     plan_record,
@@ -46,7 +47,7 @@ _COLUMNS = [
         shardcache prewarm --check 's3://lab/train-{0000..2047}.tar'
     """,
 )
-@click.option("-n", "--dry-run", is_flag=True, help="Say what would be fetched, fetch nothing.")
+@dry_run_option("Say what would be fetched, fetch nothing.")
 @click.option("--best-effort", is_flag=True, help="Leave out what does not fit; do not refuse.")
 @click.option(
     "--max-failures",
@@ -106,7 +107,7 @@ def prewarm_command(
     wanted = [*specs, *(spec for name in lists for spec in _read_list(name))]
     if not wanted and not lists:
         raise click.UsageError("Which shards? Give a SPEC, or a list with -f.")
-    cache = invocation.cache(connections=jobs or 0)
+    cache = invocation.cache(connections=jobs or 0, looking=check)
     console = invocation.console
 
     told: set[str] = set()
@@ -233,7 +234,7 @@ def path_command(invocation: Invocation, url: str, fetch: bool) -> int:
     Not cached: exit code 1. The path is not pinned: another process may evict the
     shard later.
     """
-    cache = invocation.cache()
+    cache = invocation.cache(looking=not fetch)
     with cache:
         found = cache.path(url)
         if found is None and fetch:

@@ -8,10 +8,11 @@ from typing import Any
 
 import click
 
+from shardcache.arguments import since_option
 from shardcache.clock import utc
 from shardcache.console import Column, counted, short_date
 from shardcache.exposition import exposition
-from shardcache.invocation import Invocation, command, duration
+from shardcache.invocation import Invocation, command
 from shardcache.stats import OUTCOMES, Stats, Waits, by_hour, by_rank, summed
 from shardcache.units import format_bytes, format_duration
 
@@ -33,12 +34,7 @@ _WAITS = {"disk": "for the disk", "lock": "for others", "network": "for the netw
         shardcache stats --zero
     """,
 )
-@click.option(
-    "--since",
-    callback=duration,
-    metavar="DURATION",
-    help="Only what was counted since then, such as 24h.  [default: 30 days]",
-)
+@since_option()
 @click.option("--by", type=click.Choice(["rank", "hour"]), help="One row for each.")
 @click.option("--prometheus", is_flag=True, help="Print for Prometheus' textfile collector.")
 @click.option("--zero", is_flag=True, help="Begin to count anew.")
@@ -60,7 +56,7 @@ def stats_command(
         raise click.UsageError(
             f"--prometheus is a format; give no --format {console.format} with it."
         )
-    cache = invocation.cache()
+    cache = invocation.cache(looking=True)
     with cache:
         if zero:
             cache.zero_stats()

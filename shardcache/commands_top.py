@@ -10,6 +10,7 @@ from datetime import datetime
 import click
 
 from shardcache.activity import Activity, Flight, TierUse, Watcher
+from shardcache.arguments import Seconds
 from shardcache.clock import SYSTEM_CLOCK
 from shardcache.console import counted, printable
 from shardcache.invocation import Invocation, command
@@ -36,7 +37,7 @@ _NAME = 48
 )
 @click.option(
     "--interval",
-    type=click.FloatRange(0.2, 3600),
+    type=Seconds(0.2, 3600),
     default=2.0,
     metavar="SECONDS",
     help="Between two looks.  [default: 2]",
@@ -52,7 +53,7 @@ def top_command(invocation: Invocation, interval: float, count: int | None) -> i
         if (count or 1) > 1:
             raise click.UsageError("--json is one object: give --format jsonl with --count.")
         count = 1
-    cache = invocation.cache()
+    cache = invocation.cache(looking=True)
     console = invocation.console
     with cache:
         watcher = Watcher(cache, SYSTEM_CLOCK)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import click
 
+from shardcache.arguments import dry_run_option, share
 from shardcache.console import Column, Console, counted, printable
-from shardcache.errors import ConfigError
 from shardcache.filters import matches_glob
 from shardcache.findings import Finding, State, VerifyStatus
 from shardcache.invocation import Invocation, command
@@ -24,7 +24,6 @@ from shardcache.units import (
     format_clock,
     format_duration,
     format_rate,
-    parse_limit,
 )
 
 if TYPE_CHECKING:
@@ -51,23 +50,6 @@ _LINE_EVERY = 10.0
 _REDRAW_EVERY = 0.2
 
 
-def _share(context: click.Context, parameter: click.Parameter, value: str | None) -> float:
-    """The callback of ``--sample``."""
-    if value is None:
-        return 1.0
-    try:
-        found = parse_limit(value)
-    except ConfigError:
-        found = None
-    if found is None or not found.percent:
-        raise click.BadParameter(
-            f"{value!r} is no share. Write a percentage above 0% and up to 100%, such as 5%.",
-            context,
-            parameter,
-        )
-    return found.percent / 100
-
-
 @command(
     "verify",
     short="Find damaged shards, and those that changed at the origin.",
@@ -82,10 +64,10 @@ def _share(context: click.Context, parameter: click.Parameter, value: str | None
 @click.option("--quick", is_flag=True, help="Compare sizes only, read no data.")
 @click.option("--remote", is_flag=True, help="Ask origins, too: does each still have that version?")
 @click.option("--repair", is_flag=True, help="Set damaged shards aside, to be fetched anew.")
-@click.option("-n", "--dry-run", is_flag=True, help="With --repair: say what would be set aside.")
+@dry_run_option("With --repair: say what would be set aside.")
 @click.option(
     "--sample",
-    callback=_share,
+    callback=share,
     metavar="PERCENT",
     help="Look at a random share of the shards only, such as 5%.",
 )

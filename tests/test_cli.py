@@ -530,7 +530,7 @@ def test_version_and_help(run):
         assert code == 0
         assert "Examples:\n    shardcache" in text
         assert "--dir DIR" in text
-    assert "Exit codes: 0 done" in out
+    assert "Exit codes:\n    0    done" in out
 
 
 def test_usage_errors_are_one_sentence_and_exit_2(run):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from shardcache.errors import ConfigError
+from shardcache.throttle import parse_rate
 from shardcache.units import Limit, parse_duration, parse_limit
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ __all__ = [
     "duration",
     "expand_shards",
     "limit",
+    "rate",
     "share",
     "since_option",
     "urls_argument",
@@ -64,6 +66,14 @@ def share(context: click.Context, parameter: click.Parameter, value: str | None)
             parameter,
         )
     return found.percent / 100
+
+
+def rate(context: click.Context, parameter: click.Parameter, value: Any) -> int | None:
+    """The callback of an option that takes bytes per second."""
+    try:
+        return None if value is None else parse_rate(value)
+    except ConfigError as exn:
+        raise click.BadParameter(exn.message, context, parameter) from exn
 
 
 class Seconds(click.FloatRange):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from shardcache.arguments import dry_run_option, duration
+from shardcache.arguments import dry_run_option, duration, rate
 from shardcache.console import Column, Console
 from shardcache.errors import ConfigError, ShardNotFoundError
 from shardcache.invocation import Invocation, command
@@ -44,10 +44,17 @@ _COLUMNS = [
         shardcache prewarm 's3://lab/train-{0000..2047}.tar' -j 16
         shardcache prewarm s3://lab/val/ 's3://lab/test-*.tar'
         shardcache prewarm -f shards.txt --deadline 5m --best-effort
+        shardcache prewarm s3://lab/val/ --limit-rate 50MB
         shardcache prewarm --check 's3://lab/train-{0000..2047}.tar'
     """,
 )
 @dry_run_option("Say what would be fetched, fetch nothing.")
+@click.option(
+    "--limit-rate",
+    callback=rate,
+    metavar="RATE",
+    help="Most bytes per second, such as 50MB, of all connections together.",
+)
 @click.option("--best-effort", is_flag=True, help="Leave out what does not fit; do not refuse.")
 @click.option(
     "--max-failures",
@@ -91,6 +98,7 @@ def prewarm_command(
     deadline: float | None,
     max_failures: int | None,
     best_effort: bool,
+    limit_rate: int | None,
     dry_run: bool,
 ) -> int:
     """Fetch shards into the cache, several at once, and show how it goes.
@@ -127,6 +135,7 @@ def prewarm_command(
             deadline=deadline,
             max_failures=max_failures,
             best_effort=best_effort,
+            limit_rate=limit_rate,
             on_event=on_event,
             stop=invocation.signals.stop,
         )

@@ -71,5 +71,6 @@ class PrewarmOptions(TypedDict, total=False):
     deadline: float | None
     max_failures: int | None
     best_effort: bool
+    limit_rate: Size | None
     on_event: Callable[[Event], None] | None
     stop: threading.Event | None

@@ -46,6 +46,7 @@ VALUES: dict[str, tuple[list[str], list[str]]] = {
     "SECONDS": (["0.2"], ["0", "4000", "1h"]),
     "SIZE": (["1", "800GB", "10GiB", "50%"], ["5 parsecs", "-1GB", "200%", "1e400GB"]),
     "DURATION": (["1", "90s", "1h30m", "14d"], ["1h-30m", "-1s", "soon", "1e400d"]),
+    "RATE": (["1GB", "50MB/s"], ["1", "63kB", "0", "50 MB per s", "/s"]),
     "PERCENT": (["5%", "100%"], ["0%", "101%", "5", "5GB"]),
     "EXPR": (["size>1GB", "used<2d", "state=ok"], ["size>", "size~1", "weight>1", "used<2x"]),
     "FIELD[:desc]": (["size", "url:desc"], ["weight", "size:down", ":"]),

@@ -25,10 +25,10 @@ help:
 	@echo "make test    the whole test suite"
 	@echo "make coverage  the same, and which lines it runs"
 	@echo "make test-locks-all    the engine's tests with locks that fail, every case"
-	@echo "make lint    ruff (with its security rules), mypy, layers, dependencies"
+	@echo "make lint    ruff (with its security rules), mypy, pyright, layers, dependencies"
 	@echo "make audit   known vulnerabilities of the dependencies (needs the network)"
 	@echo "make bench   every benchmark, against peers; writes docs/benchmarks.md (hours)"
-	@echo "make docs    write the generated parts of README.md anew"
+	@echo "make docs    write the generated parts of README.md and docs/schemas anew"
 	@echo "make clean   remove .venv and caches of tools"
 
 # One stamp per extra: the demo does not wait for torch.
@@ -80,6 +80,8 @@ lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy tests/typing
+	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 	$(BIN)/python -m pip check
 
@@ -94,6 +96,7 @@ bench: $(VENV)/.bench
 
 docs: $(VENV)/.test
 	$(BIN)/python docs/generate.py
+	$(BIN)/python docs/schemas.py
 	@test ! -f .reliability.json || $(BIN)/python docs/reliability.py .reliability.json
 
 clean:

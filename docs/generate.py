@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 
-from shardcache import config
+from shardcache import cli, config
 from shardcache.cli import command_line
 
 README = Path(__file__).resolve().parent.parent / "README.md"
@@ -43,6 +43,15 @@ def commands_reference() -> str:
     return "\n\n".join(parts)
 
 
+def exit_codes() -> str:
+    rows = ["| exit code | means | of |", "|---|---|---|"]
+    for code, meaning in cli.EXIT_CODES.items():
+        commands = [name for name, codes in cli.OTHER_CODES.items() if code in codes]
+        whose = "all commands" if code in cli.ANY else ", ".join(f"`{each}`" for each in commands)
+        rows.append(f"| {code} | {meaning} | {whose} |")
+    return "\n".join(rows)
+
+
 #: Options every command takes; told once, not fourteen times.
 GLOBAL: set[str] = set()
 
@@ -67,6 +76,7 @@ def generated(text: str) -> str:
     for name, body in (
         ("options", options_table()),
         ("commands", commands_reference() + "\n\n" + everywhere),
+        ("exit codes", exit_codes()),
     ):
         text = re.sub(
             rf"(<!-- {name}: [^>]*-->\n).*?(<!-- /{name} -->)",

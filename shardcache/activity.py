@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardcache.clock import Clock
+from shardcache.clock import Clock, utc
 from shardcache.layout import parse_partial_name
 from shardcache.locks import Holder, read_holder
 from shardcache.metadata import DamagedError, Metadata
 from shardcache.progressfile import Progress, read_progress
 from shardcache.sessions import live_sessions
-from shardcache.stats import Stats, by_rank, summed
+from shardcache.stats import Stats, by_rank, rank_records, summed
 from shardcache.store import Store
 from shardcache.sweeping import in_flight
 from shardcache.volume import Volume
@@ -29,7 +28,7 @@ from shardcache.waits import Wait, live_waits
 if TYPE_CHECKING:
     from shardcache.cache import Cache
 
-__all__ = ["Activity", "Flight", "TierUse", "Waiting", "Watcher", "tier_uses"]
+__all__ = ["Activity", "Flight", "TierUse", "Waiting", "Watcher", "tier_records", "tier_uses"]
 
 #: To count what is there takes 40 us per entry: it is done again after so many times as long.
 _SELDOM = 20
@@ -99,7 +98,7 @@ class Waiting:
         return {
             "url": self.wait.url,
             **_who(self.wait.waiter),
-            "since": datetime.fromtimestamp(self.wait.waiter.started, UTC),
+            "since": utc(self.wait.waiter.started),
             "seconds": self.seconds,
             "holder": None if self.holder is None else _who(self.holder),
             "written": self.written,
@@ -136,29 +135,26 @@ class Activity:
         return self.total.counters[name] / self.seconds if self.seconds else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: numbers of things, bytes and seconds."""
+        """For JSON: times, numbers of things, bytes and seconds."""
         return {
-            "at": self.at,
+            "at": utc(self.at),
             "seconds": self.seconds,
             "processes": self.processes,
             "total": self.total.as_dict(),
-            "ranks": {rank: found.as_dict() for rank, found in self.ranks.items()},
+            "ranks": rank_records(self.ranks),
             "fetches": [
                 {
                     "url": flight.url,
-                    "written": flight.written,
                     "size": flight.size,
-                    "rate": flight.rate,
+                    "written_bytes": flight.written,
+                    "bytes_per_second": flight.rate,
                     "pid": flight.holder.pid if flight.holder else None,
                     "rank": flight.holder.rank if flight.holder else None,
                 }
                 for flight in self.flights
             ],
             "waits": [waiting.as_dict() for waiting in self.waits],
-            "tiers": [
-                {"dir": t.directory, "used": t.used, "limit": t.limit, "entries": t.entries}
-                for t in self.tiers
-            ],
+            "tiers": tier_records(self.tiers),
         }
 
 
@@ -291,6 +287,20 @@ def _who(holder: Holder) -> dict[str, Any]:
         "rank": holder.rank,
         "job": holder.job,
     }
+
+
+def tier_records(tiers: Iterable[TierUse]) -> list[dict[str, Any]]:
+    """For JSON."""
+    return [
+        {
+            "tier": number,
+            "dir": tier.directory,
+            "shards": tier.entries,
+            "bytes": tier.used,
+            "max_size": tier.limit,
+        }
+        for number, tier in enumerate(tiers, 1)
+    ]
 
 
 def _url(store: Store, path: Path, key: str) -> str:

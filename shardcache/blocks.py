@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from shardcache.clock import Clock
 from shardcache.digests import BLOCK, block_digest
 from shardcache.errors import TransferTimeoutError
 from shardcache.origin import Body, TransientError
 from shardcache.retry import Attempts
+
+if TYPE_CHECKING:
+    from shardcache.throttle import Throttle
 
 __all__ = ["Blocks", "FetchStatus", "Pace", "Sink", "skip"]
 
@@ -42,6 +45,7 @@ class FetchStatus:
         listener: called, by any thread, when there is more to read; must be quick.
         listed: bytes of the shard by a listing, which may be outdated.
         near: whether it comes from an upstream, not from its origin.
+        throttle: how fast it may be, together with others.
     """
 
     size: int | None = None
@@ -53,6 +57,7 @@ class FetchStatus:
     listener: Callable[[], None] | None = None
     listed: int | None = None
     near: bool = False
+    throttle: Throttle | None = None
 
     def grows_in(self, partial: Path) -> None:
         """From now on this is where the shard grows."""

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, Unpack
 
 from shardcache import config as configuration
 from shardcache import preparing
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from shardcache.fetching import Share
     from shardcache.findings import Finding, VerifyStatus
     from shardcache.history import Sample
+    from shardcache.options import Handler, Options, PrewarmOptions
     from shardcache.prewarm import PrewarmReport
     from shardcache.stats import Stats
     from shardcache.transfer import FetchStatus
@@ -52,6 +53,8 @@ if TYPE_CHECKING:
 __all__ = ["Cache"]
 
 logger = logging.getLogger(__name__)
+
+_Pipeline = TypeVar("_Pipeline")
 
 #: URLs remembered, about 500 bytes each.
 _REMEMBERED = 100_000
@@ -70,7 +73,9 @@ class Cache:
             use, not here.
     """
 
-    def __init__(self, dir: str | os.PathLike[str] | None = None, **options: Any) -> None:
+    def __init__(
+        self, dir: str | os.PathLike[str] | None = None, **options: Unpack[Options]
+    ) -> None:
         loaded = configuration.load({"dir": dir, **options})
         self._setup(loaded.config, loaded.sources, SYSTEM_CLOCK, None)
 
@@ -296,13 +301,15 @@ class Cache:
 
     # -- ways in ---------------------------------------------------------------
 
-    def attach(self, dataset: Any, *, fast_tar: bool = True) -> Any:
+    def attach(self, dataset: _Pipeline, *, fast_tar: bool = True) -> _Pipeline:
         """Make a WebDataset pipeline read its shards through this cache; see `wds.attach`."""
         from shardcache import wds
 
         return wds.attach(dataset, self, fast_tar=fast_tar)
 
-    def url_opener(self, data: Iterable[Any], handler: Any = None, **kw: Any) -> Iterator[Any]:
+    def url_opener(
+        self, data: Iterable[Any], handler: Handler | None = None, **kw: Any
+    ) -> Iterator[dict[str, Any]]:
         """A stage in place of ``webdataset.tariterators.url_opener``; see `wds.url_opener`."""
         from shardcache import wds
 
@@ -314,7 +321,9 @@ class Cache:
             raise ConfigError(f"{url}: the cache reads shards; mode {mode!r} is not supported")
         return self.open(url)
 
-    def prewarm(self, urls: Iterable[str], **options: Any) -> PrewarmReport:
+    def prewarm(
+        self, urls: str | Iterable[str], **options: Unpack[PrewarmOptions]
+    ) -> PrewarmReport:
         """Fetch many shards at once; see `prewarm.prewarm` for the options."""
         from shardcache import prewarm
 

@@ -1,12 +1,4 @@
-"""The command line's entrance: commands, exit codes, one sentence per error.
-
-Exit codes, which scripts may rely on:
-
-    0 done                          5 not enough space
-    1 failed                        6 busy: another process holds it
-    2 usage or configuration      130 SIGINT
-    3 some shards failed          143 SIGTERM
-    4 damage found, or a failed check
+"""The command line's entrance: commands, exit codes (`EXIT_CODES`), one sentence per error.
 
 Commands live in ``commands_*`` and are imported when they are called; nothing
 imported here may be slow, since ``shardcache dir`` runs in every job's prologue.
@@ -34,9 +26,35 @@ from shardcache.errors import (
 from shardcache.invocation import Invocation, global_options
 from shardcache.signals import Signals
 
-__all__ = ["main"]
+__all__ = ["EXIT_CODES", "main"]
 
 DONE, FAILED, USAGE, SOME_FAILED, DAMAGED, FULL, BUSY = range(7)
+INTERRUPTED, TERMINATED = 130, 143
+
+#: Code -> what it means. Scripts rely on them; README.md has this table.
+EXIT_CODES = {
+    DONE: "done",
+    FAILED: "failed; what was asked for is not there, or the disk fails",
+    USAGE: "usage or configuration",
+    SOME_FAILED: "some shards failed after retries, or could not be checked",
+    DAMAGED: "damage found, or a failed check",
+    FULL: "not enough space",
+    BUSY: "busy: pinned or in use, or another process holds it",
+    INTERRUPTED: "SIGINT; what was fetched is resumed by the next run",
+    TERMINATED: "SIGTERM; likewise",
+}
+#: Command -> codes that it can end with beside those of `ANY`.
+ANY = (DONE, FAILED, USAGE, INTERRUPTED, TERMINATED)
+OTHER_CODES: dict[str, tuple[int, ...]] = {
+    "prewarm": (SOME_FAILED, DAMAGED, FULL),
+    "path": (DAMAGED, FULL, BUSY),
+    "rm": (BUSY,),
+    "clean": (BUSY,),
+    "verify": (SOME_FAILED, DAMAGED),
+    "report": (FULL,),
+    "doctor": (DAMAGED,),
+    "demo": (DAMAGED,),
+}
 
 #: Command -> module, in the order of the help text.
 _COMMANDS = {
@@ -98,8 +116,7 @@ class _Commands(click.Group):
 @click.group(
     cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="\b\nExit codes: 0 done, 1 failed, 2 usage or configuration, 3 some shards failed,\n"
-    "4 damage or a failed check, 5 not enough space, 6 busy, 130 SIGINT, 143 SIGTERM.",
+    epilog="\b\nExit codes:\n" + "\n".join(f"  {n:<3}  {what}" for n, what in EXIT_CODES.items()),
 )
 @global_options
 def command_line() -> None:

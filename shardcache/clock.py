@@ -7,9 +7,12 @@ and for "last used" ordering only. No decision about liveness rests on either.
 from __future__ import annotations
 
 import time
+from datetime import UTC, datetime
 from typing import Protocol
 
-__all__ = ["SYSTEM_CLOCK", "Clock", "SystemClock"]
+__all__ = ["SYSTEM_CLOCK", "Clock", "SystemClock", "utc"]
+
+_LAST_SECOND = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
 
 
 class Clock(Protocol):
@@ -44,3 +47,9 @@ class SystemClock:
 
 
 SYSTEM_CLOCK = SystemClock()
+
+
+def utc(seconds: float) -> datetime:
+    """Seconds since the epoch as a time; those that have no date get the nearest one."""
+    # A damaged filesystem may state any time; datetime ends with the year 9999.
+    return datetime.fromtimestamp(min(max(seconds, 0.0), _LAST_SECOND), UTC)

@@ -11,8 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from shardcache.arguments import (
+    dry_run_option,
+    duration,
+    expand_shards,
+    limit,
+    urls_argument,
+    yes_option,
+)
 from shardcache.console import Column, Console, counted
-from shardcache.invocation import Invocation, command, duration, limit
+from shardcache.invocation import Invocation, command
 from shardcache.statusline import Rate, StatusLine, share_done
 from shardcache.units import Limit, exact_duration, format_bytes
 
@@ -24,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["clean_command", "rm_command"]
 
 _BUSY = 6
-_REMOVED = [Column("name"), Column("size"), Column("reason")]
+_REMOVED = [Column("dir"), Column("size"), Column("reason")]
 
 
 @command(
@@ -37,8 +45,8 @@ _REMOVED = [Column("name"), Column("size"), Column("reason")]
         shardcache clean --all -y
     """,
 )
-@click.option("-n", "--dry-run", is_flag=True, help="Say what would go, remove nothing.")
-@click.option("-y", "--yes", is_flag=True, help="Do not ask before --all.")
+@dry_run_option("Say what would go, remove nothing.")
+@yes_option("Do not ask before --all.")
 @click.option("--all", "everything", is_flag=True, help="Remove all that nobody is reading.")
 @click.option(
     "--wait/--no-wait", default=True, help="Wait for another clean, or exit with 6 (default: wait)."
@@ -86,6 +94,10 @@ def clean_command(
     cache = invocation.cache()
     if not cache.dir.exists():
         invocation.console.hint(f"{cache.dir} does not exist; there is nothing to clean.")
+        if not invocation.console.human:
+            from shardcache.cleaning import CleanReport
+
+            _show(invocation, cache, CleanReport((), 0, 0, 0, dry_run), given)
         return 0
     if everything and not dry_run:
         invocation.confirm(f"Remove every shard in {cache.dir}?", yes)
@@ -112,7 +124,7 @@ def _status(console: Console) -> CleanStatus:
 
 
 def _row(removal: Removal) -> dict[str, Any]:
-    return {"name": removal.name, "size": removal.size, "reason": removal.reason.value}
+    return {"dir": removal.name, "size": removal.size, "reason": removal.reason.value}
 
 
 def _progress(status: CleanStatus) -> Callable[[float], str]:
@@ -147,6 +159,7 @@ def _show(invocation: Invocation, cache: Cache, report: CleanReport, given: dict
             "kept": report.kept,
             "kept_bytes": report.kept_bytes,
             "missing_bytes": report.missing,
+            "missing_inodes": report.missing_inodes,
         }
         console.table("clean", "removal", _REMOVED, rows, summary=summary)
     if report.missing or report.missing_inodes:
@@ -208,19 +221,17 @@ def _limit(cache: Cache, given: dict[str, Any]) -> int | None:
         shardcache rm -n s3://lab/train-0412.tar
     """,
 )
-@click.option("-n", "--dry-run", is_flag=True, help="Say what would go, remove nothing.")
-@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
-@click.argument("urls", nargs=-1, required=True, metavar="URL...")
+@dry_run_option("Say what would go, remove nothing.")
+@yes_option("Do not ask.")
+@urls_argument()
 def rm_command(invocation: Invocation, urls: tuple[str, ...], yes: bool, dry_run: bool) -> int:
     """Remove shards, all cached versions of them.
 
     Braces are expanded. Exit code 6 if a shard stays because it is pinned or being
     read, 1 if one was not cached.
     """
-    from shardcache.prewarm import expand
-
-    cache = invocation.cache()
-    shards = {shard.key: shard for shard in map(cache.parse, expand(urls))}
+    cache = invocation.cache(looking=True)
+    shards = expand_shards(cache, urls)
     with cache:
         sizes = _sizes(cache, shards)
         if sizes and not dry_run:

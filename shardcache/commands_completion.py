@@ -33,6 +33,6 @@ def completion_command(invocation: Invocation, shell: str) -> int:
     found = get_completion_class(shell)
     assert found is not None  # the choice is of those that click has
     root = click.get_current_context().find_root().command
-    script = found(root, {}, _NAME, _VARIABLE).source()
-    invocation.console.data(script.rstrip())
+    script = found(root, {}, _NAME, _VARIABLE).source().rstrip()
+    invocation.console.record("completion", {"shell": shell, "script": script}, script)
     return 0

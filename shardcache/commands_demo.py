@@ -79,7 +79,7 @@ def demo_command(invocation: Invocation, keep: bool) -> int:
             "shard_bytes": report.shard_bytes,
             "fewest_fetches": report.fetches_per_shard[0],
             "most_fetches": report.fetches_per_shard[1],
-            "directory": report.directory,
+            "dir": report.directory,
         },
         footer=_verdict(report),
     )

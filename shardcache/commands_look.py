@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from shardcache.clock import utc
 from shardcache.console import Column, counted, short_date
-from shardcache.errors import ConfigError
 from shardcache.filters import matches_glob, parse_filter, parse_sort
 from shardcache.invocation import Invocation, command
-from shardcache.layout import Layout
 from shardcache.metadata import DamagedError, Metadata
-from shardcache.root import check_links, is_cache
+from shardcache.root import is_cache
 from shardcache.units import format_age, format_bytes
 
 if TYPE_CHECKING:
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ls_command"]
 
-_LAST_SECOND = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
 _STATE_STYLES = {
     "pinned": "cyan",
     "in_use": "cyan",
@@ -83,7 +81,7 @@ def ls_command(
     """
     tests = [parse_filter(text) for text in filters]
     ordered = parse_sort(sort)
-    cache = invocation.cache()
+    cache = invocation.cache(looking=True)
     if not _is_listable(invocation, cache):
         return _nothing(invocation, partial)
     now = time.time()
@@ -106,21 +104,9 @@ def ls_command(
 
 
 def _is_listable(invocation: Invocation, cache: Cache) -> bool:
-    """False where nothing was cached yet.
-
-    Raises:
-        ConfigError: the directory is something else.
-        OSError: it cannot be looked at.
-    """
-    check_links(Layout.of_root(cache.dir))
+    """False where nothing was cached yet."""
     if is_cache(cache.dir):
         return True
-    if cache.dir.is_dir() and any(cache.dir.iterdir()):
-        raise ConfigError(
-            f"{cache.dir} is not a shardcache directory (it has no manifest.json). "
-            "Check --dir or SHARDCACHE_DIR.",
-            dir=cache.dir,
-        )
     invocation.console.hint(f"Nothing was cached in {cache.dir} yet.")
     return False
 
@@ -152,9 +138,10 @@ def _rows(cache: Cache, now: float) -> Iterator[dict[str, Any]]:
         yield {
             "url": metadata.url if metadata else None,
             "size": entry.size,
-            "used": _time(entry.used),
-            "fetched": _time(metadata.fetched_at) if metadata else None,
+            "used_at": utc(entry.used),
+            "fetched_at": utc(metadata.fetched_at) if metadata else None,
             "state": state,
+            "tier": _tier(cache, entry.directory),
             "key": entry.key,
             "version": entry.version,
             "path": _data_path(entry),
@@ -175,16 +162,18 @@ def _state(store: Store, entry: Entry, metadata: Metadata, pinned: Container[str
     return "in_use" if store.is_pinned(entry) else "ok"
 
 
+def _tier(cache: Cache, path: str) -> int:
+    """The number of the tier in which something is: 1 is the first that is filled."""
+    tiers = cache.config.by_tier()
+    inside = (n for n, tier in enumerate(tiers, 1) if path.startswith(f"{tier.dir}{os.sep}"))
+    return next(inside, len(tiers))
+
+
 def _data_path(entry: Entry) -> str | None:
     try:
         return str(entry.data)
     except (OSError, DamagedError):
         return None
-
-
-def _time(seconds: float) -> datetime:
-    # A damaged filesystem may state any time; datetime ends with the year 9999.
-    return datetime.fromtimestamp(min(max(seconds, 0.0), _LAST_SECOND), UTC)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +197,7 @@ class _Totals:
             row["size"]
             for row in rows
             if row["state"] not in ("pinned", "in_use")
-            and not policy.protects(row["key"], row["used"].timestamp(), now)
+            and not policy.protects(row["key"], row["used_at"].timestamp(), now)
         ]
         limit = Volume.of(cache.dir).budget(cache.config)
         return cls(len(rows), sum(row["size"] for row in rows), limit, sum(idle))
@@ -232,9 +221,10 @@ def _show(
     columns = [
         Column("url", "SHARD", lambda url: url or "?"),
         Column("size", "SIZE", format_bytes, right=True),
-        Column("used", "USED", lambda t: format_age(now - t.timestamp()), right=True),
-        Column("fetched", "FETCHED", lambda t: short_date(t.timestamp(), now) if t else "-"),
+        Column("used_at", "USED", lambda t: format_age(now - t.timestamp()), right=True),
+        Column("fetched_at", "FETCHED", lambda t: short_date(t.timestamp(), now) if t else "-"),
         Column("state", "STATE", style=_STATE_STYLES.get),
+        Column("tier"),
         Column("key"),
         Column("version", "VERSION" if long else ""),
         Column("path", "PATH" if long else "", lambda path: path or "-"),
@@ -265,10 +255,10 @@ def _partial_rows(cache: Cache, now: float) -> Iterator[dict[str, Any]]:
     for store in cache.stores():
         for found in in_flight(store.layout):
             if found.key:  # the others are entries on their way out
-                yield _partial_row(store, found, now)
+                yield _partial_row(cache, store, found, now)
 
 
-def _partial_row(store: Store, found: InFlight, now: float) -> dict[str, Any]:
+def _partial_row(cache: Cache, store: Store, found: InFlight, now: float) -> dict[str, Any]:
     from shardcache.locks import read_holder
 
     try:
@@ -280,13 +270,16 @@ def _partial_row(store: Store, found: InFlight, now: float) -> dict[str, Any]:
     return {
         "url": metadata.url if metadata else None,
         "size": progress.total if progress else None,
-        "written": progress.written if progress else 0,
+        "written_bytes": progress.written if progress else 0,
         "share": progress.written / progress.total if progress and progress.total else None,
         "state": "live" if found.live else "orphan",
-        "begun": _time(metadata.fetched_at) if metadata else None,
+        "begun_at": utc(metadata.fetched_at) if metadata else None,
         "holder": str(holder) if holder else None,
+        "pid": holder.pid if holder else None,
+        "rank": holder.rank if holder else None,
+        "tier": _tier(cache, str(found.path)),
         "key": found.key,
-        "path": str(found.path),
+        "dir": str(found.path),
         "used_age": None,
         "fetched_age": max(0.0, now - metadata.fetched_at) if metadata else None,
     }
@@ -303,16 +296,19 @@ def _show_partial(
     columns = [
         Column("url", "SHARD", lambda url: url or "?"),
         Column("size", "SIZE", lambda size: "-" if size is None else format_bytes(size), True),
-        Column("written", "WRITTEN", format_bytes, right=True),
+        Column("written_bytes", "WRITTEN", format_bytes, right=True),
         Column("share", "DONE", lambda share: "-" if share is None else f"{share:.0%}", True),
-        Column("begun", "BEGUN", lambda t: format_age(now - t.timestamp()) if t else "-", True),
+        Column("begun_at", "BEGUN", lambda t: format_age(now - t.timestamp()) if t else "-", True),
         Column("state", "STATE", style=_STATE_STYLES.get),
         Column("holder", "HOLDER" if long else "", lambda holder: holder or "-"),
+        Column("pid"),
+        Column("rank"),
+        Column("tier"),
         Column("key"),
-        Column("path", "PATH" if long else ""),
+        Column("dir", "DIRECTORY" if long else ""),
     ]
     live = sum(row["state"] == "live" for row in rows)
-    written = sum(row["written"] for row in rows)
+    written = sum(row["written_bytes"] for row in rows)
     summary = {
         "partials": len(rows),
         "live": live,

@@ -6,8 +6,9 @@ from typing import Any
 
 import click
 
+from shardcache.arguments import duration, expand_shards, urls_argument
 from shardcache.console import Column, counted
-from shardcache.invocation import Invocation, command, duration
+from shardcache.invocation import Invocation, command
 from shardcache.units import exact_duration
 
 __all__ = ["pin_command", "unpin_command"]
@@ -31,17 +32,15 @@ _COLUMNS = [Column("url"), Column("state")]
     metavar="DURATION",
     help="Keep them for so long, such as 3d; without it until `unpin`.",
 )
-@click.argument("urls", nargs=-1, required=True, metavar="URL...")
+@urls_argument()
 def pin_command(invocation: Invocation, urls: tuple[str, ...], seconds: float | None) -> int:
     """Keep shards: no limit, no `clean --all` and no `rm` removes them.
 
     Braces are expanded. What is not cached is not fetched, but kept once it is. To pin
     a shard again sets the time anew.
     """
-    from shardcache.prewarm import expand
-
     cache = invocation.cache()
-    shards = {shard.key: shard for shard in map(cache.parse, expand(urls))}
+    shards = expand_shards(cache, urls)
     rows: list[dict[str, Any]] = []
     with cache:
         for shard in shards.values():
@@ -71,16 +70,14 @@ def pin_command(invocation: Invocation, urls: tuple[str, ...], seconds: float | 
         shardcache unpin 's3://lab/val-{0000..0031}.tar'
     """,
 )
-@click.argument("urls", nargs=-1, required=True, metavar="URL...")
+@urls_argument()
 def unpin_command(invocation: Invocation, urls: tuple[str, ...]) -> int:
     """Keep shards no longer than the limits say.
 
     Braces are expanded. Exit code 1 if one was not pinned.
     """
-    from shardcache.prewarm import expand
-
     cache = invocation.cache()
-    shards = {shard.key: shard for shard in map(cache.parse, expand(urls))}
+    shards = expand_shards(cache, urls)
     with cache:
         rows: list[dict[str, Any]] = [
             {

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from shardcache.arguments import dry_run_option, duration, rate
 from shardcache.console import Column, Console
 from shardcache.errors import ConfigError, ShardNotFoundError
-from shardcache.invocation import Invocation, command, duration
+from shardcache.invocation import Invocation, command
 from shardcache.warmtext import (
     check_text,
     plan_record,
@@ -31,7 +32,8 @@ __all__ = ["path_command", "prewarm_command"]
 
 _DEFAULT_JOBS = 32
 _COLUMNS = [
-    Column(name) for name in ("url", "outcome", "size", "seconds", "received", "retries", "error")
+    Column(name)
+    for name in ("url", "outcome", "size", "seconds", "received_bytes", "retries", "error")
 ]
 
 
@@ -42,10 +44,17 @@ _COLUMNS = [
         shardcache prewarm 's3://lab/train-{0000..2047}.tar' -j 16
         shardcache prewarm s3://lab/val/ 's3://lab/test-*.tar'
         shardcache prewarm -f shards.txt --deadline 5m --best-effort
+        shardcache prewarm s3://lab/val/ --limit-rate 50MB
         shardcache prewarm --check 's3://lab/train-{0000..2047}.tar'
     """,
 )
-@click.option("-n", "--dry-run", is_flag=True, help="Say what would be fetched, fetch nothing.")
+@dry_run_option("Say what would be fetched, fetch nothing.")
+@click.option(
+    "--limit-rate",
+    callback=rate,
+    metavar="RATE",
+    help="Most bytes per second, such as 50MB, of all connections together.",
+)
 @click.option("--best-effort", is_flag=True, help="Leave out what does not fit; do not refuse.")
 @click.option(
     "--max-failures",
@@ -89,6 +98,7 @@ def prewarm_command(
     deadline: float | None,
     max_failures: int | None,
     best_effort: bool,
+    limit_rate: int | None,
     dry_run: bool,
 ) -> int:
     """Fetch shards into the cache, several at once, and show how it goes.
@@ -105,7 +115,7 @@ def prewarm_command(
     wanted = [*specs, *(spec for name in lists for spec in _read_list(name))]
     if not wanted and not lists:
         raise click.UsageError("Which shards? Give a SPEC, or a list with -f.")
-    cache = invocation.cache(connections=jobs or 0)
+    cache = invocation.cache(connections=jobs or 0, looking=check)
     console = invocation.console
 
     told: set[str] = set()
@@ -125,6 +135,7 @@ def prewarm_command(
             deadline=deadline,
             max_failures=max_failures,
             best_effort=best_effort,
+            limit_rate=limit_rate,
             on_event=on_event,
             stop=invocation.signals.stop,
         )
@@ -232,7 +243,7 @@ def path_command(invocation: Invocation, url: str, fetch: bool) -> int:
     Not cached: exit code 1. The path is not pinned: another process may evict the
     shard later.
     """
-    cache = invocation.cache()
+    cache = invocation.cache(looking=not fetch)
     with cache:
         found = cache.path(url)
         if found is None and fetch:

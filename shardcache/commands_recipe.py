@@ -81,14 +81,15 @@ def recipe_command(
     console = invocation.console
     if output is not None:
         _write(invocation, output, recipes)
+        if not console.human:
+            _tell(invocation, kind, recipes, output)
     elif console.human:
         for number, recipe in enumerate(recipes):
             if len(recipes) > 1:
                 console.data(f"{chr(10) if number else ''}# -- {recipe.name}")
             console.data(recipe.text.rstrip("\n"))
     else:
-        files = {recipe.name: recipe.text for recipe in recipes}
-        console.record("recipe", {"kind": kind, "files": files}, "")
+        _tell(invocation, kind, recipes)
     return 0
 
 
@@ -98,6 +99,20 @@ def _environment(loaded: Loaded) -> dict[str, str]:
         for setting in describe(loaded)
         if setting.source != "default" and setting.name not in _NO_VARIABLE
     }
+
+
+def _tell(
+    invocation: Invocation, kind: str, recipes: list[Recipe], directory: Path | None = None
+) -> None:
+    files = [
+        {
+            "name": recipe.name,
+            "path": None if directory is None else str(directory.absolute() / recipe.name),
+            "text": recipe.text,
+        }
+        for recipe in recipes
+    ]
+    invocation.console.record("recipe", {"kind": kind, "files": files}, "")
 
 
 def _write(invocation: Invocation, directory: Path, recipes: list[Recipe]) -> None:

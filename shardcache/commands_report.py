@@ -9,9 +9,10 @@ from pathlib import Path
 import click
 
 from shardcache.activity import tier_uses
+from shardcache.arguments import since_option
 from shardcache.config import describe
 from shardcache.fetchlog import fetches
-from shardcache.invocation import Invocation, command, duration
+from shardcache.invocation import Invocation, command
 from shardcache.page import Report, page
 from shardcache.units import format_bytes
 
@@ -27,12 +28,7 @@ __all__ = ["report_command"]
         shardcache report --json
     """,
 )
-@click.option(
-    "--since",
-    callback=duration,
-    metavar="DURATION",
-    help="Only what was counted since then, such as 24h.  [default: 30 days]",
-)
+@since_option()
 @click.option(
     "-o",
     "--output",
@@ -48,7 +44,7 @@ def report_command(invocation: Invocation, since: float | None, output: Path) ->
     the same figures are printed and no file is written.
     """
     loaded = invocation.loaded()
-    cache = invocation.cache()
+    cache = invocation.cache(looking=True)
     with cache:
         settings = [
             (setting.name, setting.value, setting.source)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from typing import Any
 
 import click
 
+from shardcache.arguments import since_option
+from shardcache.clock import utc
 from shardcache.console import Column, counted, short_date
 from shardcache.exposition import exposition
-from shardcache.invocation import Invocation, command, duration
+from shardcache.invocation import Invocation, command
 from shardcache.stats import OUTCOMES, Stats, Waits, by_hour, by_rank, summed
 from shardcache.units import format_bytes, format_duration
 
@@ -33,12 +34,7 @@ _WAITS = {"disk": "for the disk", "lock": "for others", "network": "for the netw
         shardcache stats --zero
     """,
 )
-@click.option(
-    "--since",
-    callback=duration,
-    metavar="DURATION",
-    help="Only what was counted since then, such as 24h.  [default: 30 days]",
-)
+@since_option()
 @click.option("--by", type=click.Choice(["rank", "hour"]), help="One row for each.")
 @click.option("--prometheus", is_flag=True, help="Print for Prometheus' textfile collector.")
 @click.option("--zero", is_flag=True, help="Begin to count anew.")
@@ -55,28 +51,24 @@ def stats_command(
         raise click.UsageError("--zero goes with nothing else.")
     if prometheus and (since is not None or by):
         raise click.UsageError("--prometheus prints everything; Prometheus selects.")
-    cache = invocation.cache()
     console = invocation.console
+    if prometheus and not console.human:
+        raise click.UsageError(
+            f"--prometheus is a format; give no --format {console.format} with it."
+        )
+    cache = invocation.cache(looking=True)
     with cache:
         if zero:
             cache.zero_stats()
-            console.said("counting anew")
+            console.did("stats", {"zeroed": True}, "counting anew")
         elif prometheus:
             console.data(exposition(summed(cache.samples(ever=True)), str(cache.dir)).rstrip())
         elif by is not None:
             _show_rows(invocation, cache.samples(since), by)
         else:
             found = cache.stats(since)
-            console.record("stats", _dated(found), _human(found))
+            console.record("stats", found.as_dict(), _human(found))
     return 0
-
-
-def _dated(found: Stats) -> dict[str, Any]:
-    record = found.as_dict()
-    for name in ("since", "until"):
-        if record[name] is not None:
-            record[name] = datetime.fromtimestamp(record[name], UTC)
-    return record
 
 
 def _human(found: Stats) -> str:
@@ -149,11 +141,14 @@ def _show_rows(invocation: Invocation, samples: Any, by: str) -> None:
     groups: Mapping[Any, Stats] = by_rank(samples) if by == "rank" else by_hour(samples)
     rows: list[dict[str, Any]] = [{by: name, **_row(found)} for name, found in groups.items()]
     total = summed(samples)
-    first = Column(by, by.upper(), str)
-    if by == "hour":
+    first = Column(by, by.upper(), lambda rank: "-" if rank is None else str(rank))
+    if by == "rank":
+        for row in rows:
+            row["rank"] = None if row["rank"] == "-" else int(row["rank"])
+    else:
         first = Column(by, "HOUR", lambda hour: short_date(hour.timestamp(), now))
         for row in rows:
-            row["hour"] = datetime.fromtimestamp(row["hour"], UTC)
+            row["hour"] = utc(row["hour"])
     columns = [
         first,
         Column("opens", "OPENS", "{:,}".format, right=True),
@@ -163,10 +158,12 @@ def _show_rows(invocation: Invocation, samples: Any, by: str) -> None:
         Column("bypassed", "BYPASSED", "{:,}".format, right=True),
         Column("bytes_origin", "FETCHED", format_bytes, right=True),
         Column("bytes_saved", "SAVED", format_bytes, right=True),
-        Column("wait_p99", "WAIT P99", lambda s: "-" if s is None else _short(s), right=True),
+        Column(
+            "wait_p99_seconds", "WAIT P99", lambda s: "-" if s is None else _short(s), right=True
+        ),
     ]
     footer = f"{counted(total.opens, 'open')}, {_rate(total.hit_rate)} hits"
-    invocation.console.table("stats", "row", columns, rows, summary=_dated(total), footer=footer)
+    invocation.console.table("stats", by, columns, rows, summary=total.as_dict(), footer=footer)
 
 
 def _rate(rate: float | None) -> str:
@@ -182,5 +179,5 @@ def _row(found: Stats) -> dict[str, Any]:
         "bytes_saved": found.bytes_saved,
         "evicted": found.evicted,
         "errors": found.errors,
-        "wait_p99": found.all_waits.percentile(0.99),
+        "wait_p99_seconds": found.all_waits.percentile(0.99),
     }

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import datetime
 
 import click
 
 from shardcache.activity import Activity, Flight, TierUse, Waiting, Watcher
+from shardcache.arguments import Seconds
 from shardcache.clock import SYSTEM_CLOCK
 from shardcache.console import counted, printable
 from shardcache.invocation import Invocation, command
@@ -38,7 +39,7 @@ _NAME = 48
 )
 @click.option(
     "--interval",
-    type=click.FloatRange(0.2, 3600),
+    type=Seconds(0.2, 3600),
     default=2.0,
     metavar="SECONDS",
     help="Between two looks.  [default: 2]",
@@ -47,20 +48,24 @@ _NAME = 48
 def top_command(invocation: Invocation, interval: float, count: int | None) -> int:
     """Show rates, fetches in flight and how full the cache is, until it is interrupted.
 
-    Without a terminal each look is printed below the last one.
+    Without a terminal each look is printed below the last one. As JSON it is one look; as
+    JSON lines there is a line for each.
     """
-    cache = invocation.cache()
+    if invocation.console.format == "json":
+        if (count or 1) > 1:
+            raise click.UsageError("--json is one object: give --format jsonl with --count.")
+        count = 1
+    cache = invocation.cache(looking=True)
     console = invocation.console
     with cache:
         watcher = Watcher(cache, SYSTEM_CLOCK)
         looks = _looks(invocation, watcher, interval, count)
         if not console.human:
             for activity in looks:
-                record = {**activity.as_dict(), "at": datetime.fromtimestamp(activity.at, UTC)}
                 if console.format == "jsonl":
-                    console.line("activity", record)
+                    console.line("activity", activity.as_dict())
                 else:
-                    console.record("top", record, "")
+                    console.record("top", activity.as_dict(), "")
         elif console.live:
             _draw(invocation, looks, str(cache.dir))
         else:

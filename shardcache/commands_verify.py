@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from shardcache.arguments import dry_run_option, share
 from shardcache.console import Column, Console, counted, printable
-from shardcache.errors import ConfigError
 from shardcache.filters import matches_glob
 from shardcache.findings import Finding, State, VerifyStatus
 from shardcache.invocation import Invocation, command
@@ -21,7 +21,6 @@ from shardcache.units import (
     format_bytes,
     format_duration,
     format_rate,
-    parse_limit,
 )
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ _STYLES: dict[State, str] = {State.DAMAGED: "red"}
 _LABEL = max(len(state) for state in State)
 _COLUMNS = [
     Column(name)
-    for name in ("state", "url", "reason", "size", "set_aside", "key", "version", "path")
+    for name in ("state", "url", "reason", "size", "set_aside", "key", "version", "dir")
 ]
 _TEXTS = {
     State.DAMAGED: "damaged",
@@ -43,23 +42,6 @@ _TEXTS = {
     State.UNREACHABLE: "whose origin could not be asked",
     State.UNCHECKED: "that could not be checked",
 }
-
-
-def _share(context: click.Context, parameter: click.Parameter, value: str | None) -> float:
-    """The callback of ``--sample``."""
-    if value is None:
-        return 1.0
-    try:
-        found = parse_limit(value)
-    except ConfigError:
-        found = None
-    if found is None or not found.percent:
-        raise click.BadParameter(
-            f"{value!r} is no share. Write a percentage above 0% and up to 100%, such as 5%.",
-            context,
-            parameter,
-        )
-    return found.percent / 100
 
 
 @command(
@@ -76,10 +58,10 @@ def _share(context: click.Context, parameter: click.Parameter, value: str | None
 @click.option("--quick", is_flag=True, help="Compare sizes only, read no data.")
 @click.option("--remote", is_flag=True, help="Ask origins, too: does each still have that version?")
 @click.option("--repair", is_flag=True, help="Set damaged shards aside, to be fetched anew.")
-@click.option("-n", "--dry-run", is_flag=True, help="With --repair: say what would be set aside.")
+@dry_run_option("With --repair: say what would be set aside.")
 @click.option(
     "--sample",
-    callback=_share,
+    callback=share,
     metavar="PERCENT",
     help="Look at a random share of the shards only, such as 5%.",
 )
@@ -237,7 +219,7 @@ def _row(finding: Finding) -> dict[str, Any]:
         "set_aside": finding.set_aside,
         "key": entry.key,
         "version": entry.version,
-        "path": entry.directory,
+        "dir": entry.directory,
     }
 
 

@@ -19,7 +19,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -85,6 +85,7 @@ class Console:
         self.progress = progress and not quiet
         self._color = color
         self._drawn = False
+        self._heading = ""
 
     # -- manners ---------------------------------------------------------------
 
@@ -132,6 +133,13 @@ class Console:
             self.data(text)
             _flush(sys.stdout)
 
+    def did(self, command: str, record: Mapping[str, Any], human: str) -> None:
+        """What was done by a command that prints nothing else: `said`, or `record` for machines."""
+        if self.human:
+            self.said(human)
+        else:
+            self.record(command, record, human)
+
     def line(self, kind: str, record: Mapping[str, Any]) -> None:
         """One object of JSON lines, as it happens; nothing in other formats."""
         if self.format == "jsonl":
@@ -143,8 +151,13 @@ class Console:
         if self.human:
             self.data(human)
         elif self.format == "tsv":
-            self.data("\t".join(record))
-            self.data("\t".join(_plain(value) for value in record.values()))
+            row = dict(_flat(record))
+            heading = "\t".join(row)
+            if heading != self._heading:  # one for all rows, where more of them follow
+                self._heading = heading
+                self.data(heading)
+            self.data("\t".join(map(_plain, row.values())))
+            _flush(sys.stdout)
         else:
             self.data(_json({"schema": SCHEMA, "command": command, **record}))
 
@@ -277,9 +290,20 @@ def _raw(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} has no JSON form")
 
 
+def _flat(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Fields of fields as fields: ``waits.disk.count``."""
+    for name, value in record.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
 def _plain(value: Any) -> str:
     if value is None:
         return ""
+    if isinstance(value, list):
+        return _json(value)
     if isinstance(value, bool):
         return str(value).lower()
     return printable(str(_raw(value)) if isinstance(value, datetime | Path) else str(value))

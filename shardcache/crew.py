@@ -34,6 +34,7 @@ from shardcache.urls import ShardURL
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache
+    from shardcache.throttle import Throttle
 
 __all__ = ["Crew", "suitable"]
 
@@ -64,12 +65,16 @@ class Crew:
         cache: where to; its ``connections`` are shared out.
         processes: how many; with 1 nothing is forked.
         lines: fetches at a time, of all together.
+        throttle: how fast all of them may be together.
     """
 
-    def __init__(self, cache: Cache, processes: int, lines: int) -> None:
+    def __init__(
+        self, cache: Cache, processes: int, lines: int, throttle: Throttle | None = None
+    ) -> None:
         self._cache = cache
         self._wanted = processes
         self._lines = lines
+        self._throttle = throttle
         self._members: list[_Member] = []
         self._guard = threading.Lock()
         self._said: set[str] = set()
@@ -98,7 +103,8 @@ class Crew:
                 self._members.append(member)
                 pid = os.fork()
                 if pid == 0:
-                    live(mine, member.far_control, member.far_lines, member.foreign())
+                    ends = member.far_control, member.far_lines, member.foreign()
+                    live(mine, *ends, throttle=self._throttle)
                 member.begun(pid)
         except OSError as exn:  # a limit of processes, memory or files: those there are do it all
             if self._members and not self._members[-1].runs:

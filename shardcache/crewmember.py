@@ -27,6 +27,7 @@ from shardcache.urls import ShardURL
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache
+    from shardcache.throttle import Throttle
 
 __all__ = ["CANCEL", "END", "FAREWELL", "live"]
 
@@ -46,7 +47,12 @@ _State = tuple[int | None, int, int, int]
 
 
 def live(
-    cache: Cache, control: Connection, lines: Sequence[Connection], foreign: Iterable[Connection]
+    cache: Cache,
+    control: Connection,
+    lines: Sequence[Connection],
+    foreign: Iterable[Connection],
+    *,
+    throttle: Throttle | None = None,
 ) -> NoReturn:
     """Be a member of a crew, in a process that was just forked with `HANDLED` blocked.
 
@@ -55,6 +61,7 @@ def live(
         control: what the parent says, and is told by the log.
         lines: what it asks for comes over these, one shard after another.
         foreign: ends of others, which would not be closed as long as they are open here.
+        throttle: how fast it may fetch, together with the others.
     """
     try:
         for handled in HANDLED:
@@ -63,16 +70,18 @@ def live(
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
         for each in foreign:
             each.close()
-        _serve(cache, control, lines)
+        _serve(cache, control, lines, throttle)
     except BaseException:  # noqa: BLE001 - nothing of the parent's may be unwound here
         os.write(2, f"shardcache: {sys.exc_info()[1]!r}\n".encode())
         os._exit(1)
     os._exit(0)
 
 
-def _serve(cache: Cache, control: Connection, lines: Sequence[Connection]) -> None:
+def _serve(
+    cache: Cache, control: Connection, lines: Sequence[Connection], throttle: Throttle | None
+) -> None:
     _log_to(control)
-    fetches = [_Fetches(cache, line) for line in lines]
+    fetches = [_Fetches(cache, line, throttle) for line in lines]
     workers = [
         threads.start(each.run, f"shardcache-prewarm-{number}")
         for number, each in enumerate(fetches)
@@ -98,8 +107,9 @@ def _serve(cache: Cache, control: Connection, lines: Sequence[Connection]) -> No
 class _Fetches:
     """What comes over one line, one after another."""
 
-    def __init__(self, cache: Cache, line: Connection) -> None:
+    def __init__(self, cache: Cache, line: Connection, throttle: Throttle | None) -> None:
         self._cache = cache
+        self._throttle = throttle
         self._line = line
         self._guard = threading.Lock()
         self._status: FetchStatus | None = None
@@ -111,7 +121,9 @@ class _Fetches:
         with contextlib.suppress(EOFError, OSError):
             while True:
                 shard, listed = self._line.recv()
-                self._status = FetchStatus(listed=listed, listener=self._moved)
+                self._status = FetchStatus(
+                    listed=listed, listener=self._moved, throttle=self._throttle
+                )
                 answer = self._fetch(shard, self._status)
                 with self._guard:
                     state, self._status = _state(self._status), None

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardcache.cache import Cache
+
+if TYPE_CHECKING:
+    from shardcache.options import Handler
 
 __all__ = ["default_cache", "url_opener"]
 
@@ -26,6 +29,8 @@ def default_cache() -> Cache:
     return _default
 
 
-def url_opener(data: Iterable[Any], handler: Any = None, **kw: Any) -> Iterator[Any]:
+def url_opener(
+    data: Iterable[Any], handler: Handler | None = None, **kw: Any
+) -> Iterator[dict[str, Any]]:
     """A drop-in for ``webdataset.tariterators.url_opener`` on the default cache."""
     return default_cache().url_opener(data, handler, **kw)

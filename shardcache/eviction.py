@@ -114,7 +114,7 @@ class EvictionPlan:
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """Something that was removed (or would be): what, how big, why."""
+    """Something that was removed (or would be): which directory, how big, why."""
 
     name: str
     size: int
@@ -232,9 +232,9 @@ def sweep(
         if found.live or not only(found):
             continue
         if dry_run or remove_leftover(layout, found.path):
-            yield Removal(found.path.name, found.occupied, Reason.ORPHAN)
+            yield Removal(str(found.path), found.occupied, Reason.ORPHAN)
     for path, size in remove_quarantined(layout, dry_run=dry_run):
-        yield Removal(path.name, size, Reason.QUARANTINED)
+        yield Removal(str(path), size, Reason.QUARANTINED)
     if not dry_run:
         remove_stale_maps(layout, remove_dead_sessions(layout))
         removed = remove_temporaries(layout) + remove_unnamed(layout)

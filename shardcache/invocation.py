@@ -21,13 +21,12 @@ from shardcache.config import Loaded
 from shardcache.console import FORMATS, Console
 from shardcache.errors import ConfigError
 from shardcache.signals import Signals
-from shardcache.units import Limit, parse_duration, parse_limit
 from shardcache.version import __version__
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache
 
-__all__ = ["Invocation", "command", "duration", "global_options", "limit", "pass_invocation"]
+__all__ = ["Invocation", "command", "global_options", "pass_invocation"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -106,18 +105,22 @@ class Invocation:
         stated = self._given.get("config")
         return None if stated is None else [Path(stated)]
 
-    def cache(self, *, connections: int = 0) -> Cache:
+    def cache(self, *, connections: int = 0, looking: bool = False) -> Cache:
         """The cache; its faults are errors here, not reasons to stream.
 
         Args:
             connections: at least so many.
+            looking: for a command that only looks at it. What is no cache is refused, so
+                that a mistyped directory does not pass for an empty cache.
 
         Raises:
-            ConfigError: see `config.load`.
+            ConfigError: see `config.load`; the directory is something else.
+            OSError: with ``looking``, it cannot be looked at.
         """
         from shardcache.cache import Cache
 
         loaded = self.loaded()
+        _check_place(loaded.config.dir, looking)
         config = loaded.config.replace(
             strict=True, connections=max(connections, loaded.config.connections)
         )
@@ -153,6 +156,25 @@ class Invocation:
         finally:
             library.removeHandler(handler)
             library.level, library.propagate = before
+
+
+def _check_place(directory: Path, looking: bool) -> None:
+    from shardcache.layout import Layout
+    from shardcache.root import check_links, is_cache
+
+    if directory.exists() and not directory.is_dir():
+        raise ConfigError(
+            f"{directory} is not a directory. Check --dir or SHARDCACHE_DIR.", dir=directory
+        )
+    if not looking:
+        return
+    check_links(Layout.of_root(directory))
+    if not is_cache(directory) and directory.is_dir() and any(directory.iterdir()):
+        raise ConfigError(
+            f"{directory} is not a shardcache directory (it has no manifest.json). "
+            "Check --dir or SHARDCACHE_DIR.",
+            dir=directory,
+        )
 
 
 class _ConsoleHandler(logging.Handler):
@@ -207,22 +229,6 @@ def global_options(function: _Function) -> _Function:
     ):  # fmt: skip
         function = option(function)
     return function
-
-
-def duration(context: click.Context, parameter: click.Parameter, value: Any) -> float | None:
-    """The callback of an option that takes seconds or ``1h30m``."""
-    try:
-        return None if value is None else parse_duration(value)
-    except ConfigError as exn:
-        raise click.BadParameter(exn.message, context, parameter) from exn
-
-
-def limit(context: click.Context, parameter: click.Parameter, value: Any) -> Limit | None:
-    """The callback of an option that takes a size or a percentage."""
-    try:
-        return parse_limit(value)
-    except ConfigError as exn:
-        raise click.BadParameter(exn.message, context, parameter) from exn
 
 
 def command(name: str, *, examples: str, short: str) -> Callable[[Callable[..., int]], Any]:

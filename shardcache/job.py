@@ -264,7 +264,7 @@ class Job(Work):
             self.bodies.add(body)
         try:
             skip(body, blocks.position)
-            clock, lanes = self.engine.clock, self.engine.lanes
+            clock, lanes, throttle = self.engine.clock, self.engine.lanes, self.status.throttle
             pace = Pace(clock, self.engine.timeout, self.attempts)
             begun, before = clock.monotonic(), blocks.position
             while not blocks.complete:
@@ -276,6 +276,9 @@ class Job(Work):
                 lanes.received(count)
                 if not blocks.complete:
                     pace.check(count)
+                if throttle is not None and (seconds := throttle.take(count)):
+                    self._sleep(seconds)
+                    pace.wake()  # that was not the origin's slowness
             if (total := blocks.position - before) >= _TELLING:
                 lanes.part_done(total, clock.monotonic() - begun)
         finally:

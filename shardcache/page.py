@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from shardcache.activity import TierUse
+from shardcache.activity import TierUse, tier_records
 from shardcache.charts import Series, bars, gauge, line
+from shardcache.clock import utc
 from shardcache.fetchlog import Fetch
 from shardcache.history import Sample
-from shardcache.stats import OUTCOMES, Stats, by_rank, summed
+from shardcache.stats import OUTCOMES, Stats, by_rank, rank_records, summed
 from shardcache.units import format_bytes, format_duration
 from shardcache.version import __version__
 
@@ -94,23 +95,23 @@ class Report:
         occupied = _occupied(self.cached_bytes, sums)
         return {
             "node": self.node,
-            "made": self.made,
+            "at": utc(self.made),
             "total": summed(self.samples).as_dict(),
             "over_time": [
-                {"start": start, **found.as_dict(), "cached_bytes": cached}
+                {"at": utc(start), **found.as_dict(), "cached_bytes": cached}
                 for start, found, cached in zip(times, sums, occupied, strict=True)
             ],
             "cached_bytes": self.cached_bytes,
-            "by_rank": {rank: found.as_dict() for rank, found in by_rank(self.samples).items()},
+            "ranks": rank_records(by_rank(self.samples)),
             "refetched": [
                 {"url": url, "fetches": count, "bytes": size}
                 for url, count, size in _refetched(self.fetches)
             ],
-            "tiers": [
-                {"dir": t.directory, "used": t.used, "limit": t.limit, "entries": t.entries}
-                for t in self.tiers
+            "tiers": tier_records(self.tiers),
+            "settings": [
+                {"option": name, "value": value, "source": source}
+                for name, value, source in self.settings
             ],
-            "settings": {name: value for name, value, _ in self.settings},
         }
 
 

@@ -9,6 +9,7 @@ the same call goes on where it ended.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -23,6 +24,7 @@ from shardcache.layout import Layout
 from shardcache.listing import Listing, is_pattern
 from shardcache.modes import Modes
 from shardcache.root import make_root
+from shardcache.throttle import Throttle, parse_rate
 from shardcache.units import format_bytes
 from shardcache.urls import ShardURL, redact
 from shardcache.version import __version__
@@ -130,6 +132,7 @@ def prewarm(
     deadline: float | None = None,
     max_failures: int | None = None,
     best_effort: bool = False,
+    limit_rate: int | str | None = None,
     on_event: Callable[[Event], None] | None = None,
     stop: threading.Event | None = None,
 ) -> PrewarmReport:
@@ -148,6 +151,8 @@ def prewarm(
         deadline: seconds after which no shard is started and running ones are cut short.
         max_failures: stop at the next failure after so many; None goes on.
         best_effort: leave out what does not fit instead of refusing everything.
+        limit_rate: most bytes per second of all connections together: a number, or text such
+            as ``"50MB"``.
         on_event: told what happens, in the calling thread; must not block.
         stop: set it, from any thread or signal handler, to end early.
 
@@ -161,6 +166,7 @@ def prewarm(
         raise ConfigError(f"jobs is {jobs}. Give at least 1.", option="jobs")
     if processes is not None and processes < 1:
         raise ConfigError(f"processes is {processes}. Give at least 1.", option="processes")
+    rate = None if limit_rate is None else parse_rate(limit_rate)
     begun = SYSTEM_CLOCK.monotonic()
     emit = on_event or (lambda event: None)
     names = expand([urls], cache) if isinstance(urls, str) else urls
@@ -187,7 +193,8 @@ def prewarm(
         processes = 1  # the copies are made by the process that fetched, which must outlast them
     processes = processes or suitable(count, plan.fetch_bytes)
     with (
-        Crew(cache, processes, jobs) as crew,
+        contextlib.nullcontext() if rate is None else Throttle(rate) as throttle,
+        Crew(cache, processes, jobs, throttle) as crew,
         cache.calling_off(crew.cancel),
     ):
         # Once there are all processes: who is told may start a thread.
@@ -202,6 +209,7 @@ def prewarm(
             end=None if deadline is None else begun + deadline,
             stop=stop or threading.Event(),
             crew=crew,
+            throttle=throttle,
         )
         run.run()
     return PrewarmReport(plan, run.results(), SYSTEM_CLOCK.monotonic() - begun, run.stopped)

@@ -12,16 +12,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, overload
 
+from shardcache.clock import utc
 from shardcache.history import Sample
 from shardcache.statfile import COUNTERS, WAITS, bucket_range
 from shardcache.units import format_bytes, format_duration
 
-__all__ = ["OUTCOMES", "Stats", "Waits", "by_hour", "by_rank", "summed"]
+__all__ = ["OUTCOMES", "Stats", "Waits", "by_hour", "by_rank", "rank_records", "summed"]
 
 #: What an open can come to, in the order in which it is shown.
 OUTCOMES = ("hits", "coalesced", "linked", "misses", "bypassed", "failed")
+#: Counters of microseconds begin so; JSON has seconds.
+_MICROSECONDS = "wait_us_"
 _PERCENTILES = (0.5, 0.9, 0.99)
 
 
@@ -50,9 +53,33 @@ class Waits:
         return None
 
 
+class _Counter:
+    """One of `statfile.COUNTERS`, under its own name.
+
+    Args:
+        about: what it counts; the JSON schemas say so, too.
+    """
+
+    def __init__(self, about: str) -> None:
+        self.__doc__ = about
+        self._name = ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, stats: None, owner: type) -> _Counter: ...
+    @overload
+    def __get__(self, stats: Stats, owner: type) -> int: ...
+    def __get__(self, stats: Stats | None, owner: type) -> _Counter | int:
+        return self if stats is None else stats.counters[self._name]
+
+
 @dataclass(frozen=True, slots=True)
 class Stats:
     """A sum; see the module.
+
+    Each counter is an attribute, too: `stats.hits`.
 
     Attributes:
         since: when the first of it was counted, seconds since the epoch; None if nothing was.
@@ -66,11 +93,38 @@ class Stats:
     counters: Mapping[str, int]
     waits: Mapping[str, Waits]
 
-    def __getattr__(self, name: str) -> int:
-        # `stats.hits` and so on: one name for each counter, as it is in the JSON.
-        if name in COUNTERS:
-            return self.counters[name]
-        raise AttributeError(name)
+    hits = _Counter("Opens that found the shard.")
+    coalesced = _Counter("Opens that waited for a fetch which somebody else had begun.")
+    linked = _Counter("Opens that took the copy of another rank or job.")
+    misses = _Counter("Opens that fetched the shard.")
+    bypassed = _Counter("Opens that were streamed and not stored.")
+    failed = _Counter("Opens that raised.")
+    bytes_opened = _Counter("Bytes of shards opened through the cache.")
+    bytes_bypassed = _Counter("Bytes of shards streamed and not stored.")
+    fetches = _Counter("Shards fetched from the origin.")
+    fetches_upstream = _Counter("Shards fetched from an upstream.")
+    fetches_failed = _Counter("Fetches that failed.")
+    bytes_origin = _Counter("Bytes that came from the origin.")
+    bytes_upstream = _Counter("Bytes that came from upstreams.")
+    retries = _Counter("Requests that were repeated.")
+    evicted_max_size = _Counter("Entries evicted for max_size.")
+    evicted_min_free = _Counter("Entries evicted for min_free.")
+    evicted_inodes = _Counter("Entries evicted for want of inodes.")
+    evicted_max_age = _Counter("Entries evicted for max_age.")
+    evicted_all = _Counter("Entries removed because all were to go.")
+    evicted_asked = _Counter("Entries removed by name.")
+    bytes_evicted = _Counter("Bytes of entries evicted or removed.")
+    errors_origin = _Counter("Errors of the origin.")
+    errors_integrity = _Counter("Shards that were damaged.")
+    errors_disk = _Counter("Errors of the local disk.")
+    bypassed_full = _Counter("Opens that were bypassed for want of room.")
+    errors_lock = _Counter("Errors of locks, and waits that were given up.")
+    hits_tier_1 = _Counter("Hits in the first tier.")
+    hits_tier_2 = _Counter("Hits in the second tier.")
+    hits_tier_3 = _Counter("Hits in the third tier.")
+    wait_us_disk = _Counter("Microseconds that readers waited for the disk.")
+    wait_us_lock = _Counter("Microseconds that they waited for somebody else's fetch.")
+    wait_us_network = _Counter("Microseconds that they waited for their own.")
 
     @property
     def opens(self) -> int:
@@ -107,24 +161,31 @@ class Stats:
         return Waits(total)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: numbers of things, bytes and seconds."""
+        """For JSON: times, numbers of things, bytes and seconds."""
+        counters = self.counters.items()
         return {
-            "since": self.since,
-            "until": self.until,
+            "since": None if self.since is None else utc(self.since),
+            "until": None if self.until is None else utc(self.until),
             "opens": self.opens,
             "hit_rate": self.hit_rate,
-            **self.counters,
+            **{name: n for name, n in counters if not name.startswith(_MICROSECONDS)},
             "bytes_saved": self.bytes_saved,
             "evicted": self.evicted,
             "errors": self.errors,
             "waits": {
                 wait: {
                     "count": found.count,
+                    "seconds": self._waited(wait),
                     **{f"p{share * 100:g}": found.percentile(share) for share in _PERCENTILES},
                 }
                 for wait, found in (*self.waits.items(), ("all", self.all_waits))
             },
         }
+
+    def _waited(self, wait: str) -> float:
+        """Seconds, all of them together."""
+        names = [_MICROSECONDS + name for name in WAITS if wait in (name, "all")]
+        return sum(self.counters[name] for name in names) / 1e6
 
     def _repr_html_(self) -> str:
         """What notebooks show."""
@@ -167,6 +228,14 @@ def by_rank(samples: Iterable[Sample]) -> dict[str, Stats]:
     """A sum for each rank, by its number; ``-`` where there is none."""
     found = _grouped(samples, lambda sample: -1 if sample.rank is None else sample.rank)
     return {"-" if rank < 0 else str(rank): summed(found[rank]) for rank in sorted(found)}
+
+
+def rank_records(ranks: Mapping[str, Stats]) -> list[dict[str, Any]]:
+    """For JSON: the sums of `by_rank`; a rank is a number, or None."""
+    return [
+        {"rank": None if rank == "-" else int(rank), **found.as_dict()}
+        for rank, found in ranks.items()
+    ]
 
 
 def by_hour(samples: Iterable[Sample]) -> dict[int, Stats]:

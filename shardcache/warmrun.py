@@ -51,6 +51,7 @@ from shardcache.warmreport import (
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache
+    from shardcache.throttle import Throttle
 
 __all__ = ["Run"]
 
@@ -102,9 +103,11 @@ class Run:
         end: float | None,
         stop: threading.Event,
         crew: Crew,
+        throttle: Throttle | None = None,
     ) -> None:
         self._cache = cache
         self._crew = crew
+        self._throttle = throttle
         self._plan = plan
         self._max_failures = max_failures
         self._best_effort = best_effort
@@ -272,7 +275,8 @@ class Run:
         try:
             while (taken := self._next()) is not None:
                 shard, alone = taken
-                status = FetchStatus(listed=self._plan.size_of(shard))
+                listed = self._plan.size_of(shard)
+                status = FetchStatus(listed=listed, throttle=self._throttle)
                 self._events.put(Started(shard, status))
                 result = self._fetch(shard, status)
                 with self._guard:

@@ -12,8 +12,8 @@ and drops them later.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardcache.errors import ConfigError
 from shardcache.lookahead import Lookahead
@@ -22,10 +22,11 @@ from shardcache.urls import redact
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache
+    from shardcache.options import Handler
 
 __all__ = ["CachedOpen", "attach", "register", "tar_files", "tar_samples", "url_opener"]
 
-Handler = Callable[[Exception], bool]
+_Pipeline = TypeVar("_Pipeline")
 
 
 def _reraise(exn: Exception) -> bool:
@@ -98,7 +99,7 @@ class CachedOpen:
         return f"<CachedOpen {self.cache!r}>"
 
 
-def attach(dataset: Any, cache: Cache, *, fast_tar: bool = True) -> Any:
+def attach(dataset: _Pipeline, cache: Cache, *, fast_tar: bool = True) -> _Pipeline:
     """Make a pipeline read its shards through ``cache``.
 
     The stage that opens URLs is swapped in place, with its handler kept; it may

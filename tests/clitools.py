@@ -111,7 +111,7 @@ def wait_until(condition, command):
 
 def written(directory):
     found = run_process("ls", "--partial", "--json", directory=directory)
-    return sum(partial["written"] for partial in json.loads(found[1])["partials"])
+    return sum(partial["written_bytes"] for partial in json.loads(found[1])["partials"])
 
 
 @pytest.fixture

@@ -135,7 +135,7 @@ def test_prewarm_json_accounts_for_every_shard(run, spec, bucket, data):
     assert [shard["outcome"] for shard in found["shards"]] == ["fetched"] * 4 + ["failed"]
     assert found["shards"][0]["size"] == len(data["train-0000.tar"])
     assert found["shards"][4]["error_type"] == "ShardNotFoundError"
-    assert found["summary"]["received"] == sum(map(len, data.values()))
+    assert found["summary"]["received_bytes"] == sum(map(len, data.values()))
     assert found["summary"]["plan"]["to_fetch"] == 5
 
 
@@ -223,7 +223,7 @@ def test_ls_json_has_raw_values(run, warm, data):
     shard = found["shards"][0]
     assert shard["url"] == warm[0]
     assert shard["size"] == len(data["train-0000.tar"])
-    assert re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00$", shard["fetched"])
+    assert re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00$", shard["fetched_at"])
     assert Path(shard["path"]).read_bytes() == data["train-0000.tar"]
     assert found["summary"]["shards"] == 4
 
@@ -530,7 +530,7 @@ def test_version_and_help(run):
         assert code == 0
         assert "Examples:\n    shardcache" in text
         assert "--dir DIR" in text
-    assert "Exit codes: 0 done" in out
+    assert "Exit codes:\n    0    done" in out
 
 
 def test_usage_errors_are_one_sentence_and_exit_2(run):

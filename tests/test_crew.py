@@ -378,7 +378,7 @@ def test_a_command_that_is_interrupted_leaves_no_process_and_can_go_on(
     ended, out, err = run_process(*asked, "--json", directory=directory)
     assert ended == 0, err
     found = json.loads(out)
-    assert sum(shard["received"] for shard in found["shards"]) < sum(
+    assert sum(shard["received_bytes"] for shard in found["shards"]) < sum(
         shard["size"] for shard in found["shards"]
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -11,6 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from tests.jsontools import Seen
 
 COMMAND = [sys.executable, "-m", "shardcache"]
 
@@ -54,7 +55,7 @@ def test_the_demo_keeps_the_promise_and_leaves_nothing(
         stdin=subprocess.DEVNULL,
     )
     assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
+    answer = Seen("demo").document(done.stdout)
     report = answer["summary"]
     assert report["ok"] is True
     assert (report["fewest_fetches"], report["most_fetches"]) == (1, 1)

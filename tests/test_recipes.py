@@ -251,7 +251,7 @@ def test_files_are_written_whole_and_never_over_others(tmp_path: Path) -> None:
 def test_a_recipe_is_an_object_to_machines(tmp_path: Path) -> None:
     code, out, _ = run_process("recipe", "k8s", "--json", directory=tmp_path / "cache")
     found = json.loads(out)
-    assert code == 0 and list(found["files"]) == ["shardcache-clean.yaml"]
+    assert code == 0 and [file["name"] for file in found["files"]] == ["shardcache-clean.yaml"]
 
 
 @pytest.mark.parametrize(

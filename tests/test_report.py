@@ -192,7 +192,7 @@ def test_an_hour_is_shown_by_minutes_and_a_month_by_days() -> None:
         rows = report(samples).as_dict()["over_time"]
         assert least <= len(rows) <= most
         assert sum(row["hits"] for row in rows) == len(samples)
-        starts = [row["start"] for row in rows]
+        starts = [row["at"] for row in rows]
         assert len({b - a for a, b in itertools.pairwise(starts)}) == 1  # no gap
 
 
@@ -242,8 +242,8 @@ def test_machines_get_the_figures_and_no_file(used: Path, tmp_path: Path) -> Non
     code, said, _ = run_process("report", "--json", "-o", output, directory=used)
     found = json.loads(said)
     assert (code, found["total"]["hits"], found["total"]["misses"]) == (0, 1, 1)
-    assert found["tiers"][0]["entries"] == 1 and not output.exists()
-    size = found["tiers"][0]["used"]
+    assert found["tiers"][0]["shards"] == 1 and not output.exists()
+    size = found["tiers"][0]["bytes"]
     assert found["cached_bytes"] == found["over_time"][-1]["cached_bytes"] == size > 0
     assert found["total"]["bytes_stored"] == size
 

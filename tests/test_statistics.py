@@ -393,7 +393,7 @@ def test_machines_are_told_everything(used: Path) -> None:
     assert (found["schema"], found["opens"], found["hits"], found["misses"]) == (1, 3, 1, 2)
     assert found["since"].endswith("+00:00") and found["waits"]["network"]["count"] == 2
     rows = json.loads(told(used, "stats", "--by", "rank", "--json"))
-    assert [row["rank"] for row in rows["rows"]] == ["-"] and rows["summary"]["opens"] == 3
+    assert [row["rank"] for row in rows["ranks"]] == [None] and rows["summary"]["opens"] == 3
     lines = told(used, "stats", "--by", "hour", "--format", "tsv").splitlines()
     assert lines[0].split("\t")[:3] == ["hour", "opens", "hits"]
 

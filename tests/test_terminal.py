@@ -103,7 +103,7 @@ def test_first_signal_leaves_partials_that_are_resumed(slow, meter, tmp_path, nu
     assert code == 0
     found = json.loads(out)
     total = sum(shard["size"] for shard in found["shards"])
-    assert found["summary"]["received"] <= total - kept["summary"]["written_bytes"]
+    assert found["summary"]["received_bytes"] <= total - kept["summary"]["written_bytes"]
 
 
 STUBBORN = """

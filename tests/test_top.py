@@ -139,7 +139,7 @@ def test_machines_get_a_line_for_each_look(used: Path) -> None:
     code, said, _ = run_process(*arguments, directory=used)
     looks = [json.loads(line) for line in said.splitlines()]
     assert code == 0 and [look["type"] for look in looks] == ["activity"] * 2
-    assert looks[0]["tiers"][0]["entries"] == 1 and looks[0]["at"].endswith("+00:00")
+    assert looks[0]["tiers"][0]["shards"] == 1 and looks[0]["at"].endswith("+00:00")
 
 
 def test_it_ends_when_it_is_interrupted(used: Path) -> None:

@@ -191,7 +191,7 @@ def test_json_has_what_is_wrong_and_the_sums(run, warm, entries, data):
             "set_aside": False,
             "key": entry.key,
             "version": entry.version,
-            "path": entry.directory,
+            "dir": entry.directory,
         }
     ]
     seconds = found["summary"].pop("seconds")

@@ -11,6 +11,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from benchmarks.storm.worker import Worker
@@ -189,7 +190,7 @@ def remove(worker: Worker) -> None:
 
 def _tell(report: CleanReport, told: dict[str, Any]) -> None:
     told["removed"] = len(report.removed)
-    told["swept"] = [r.name for r in report.removed if r.reason is Reason.ORPHAN]
+    told["swept"] = [Path(r.name).name for r in report.removed if r.reason is Reason.ORPHAN]
 
 
 def clean_size(worker: Worker) -> None:

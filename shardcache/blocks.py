@@ -42,6 +42,7 @@ class FetchStatus:
         listener: called, by any thread, when there is more to read; must be quick.
         listed: bytes of the shard by a listing, which may be outdated.
         near: whether it comes from an upstream, not from its origin.
+        outdated: versions that are wanted no longer, even if they are on disk.
     """
 
     size: int | None = None
@@ -53,6 +54,7 @@ class FetchStatus:
     listener: Callable[[], None] | None = None
     listed: int | None = None
     near: bool = False
+    outdated: frozenset[str] = frozenset()
 
     def grows_in(self, partial: Path) -> None:
         """From now on this is where the shard grows."""

@@ -110,8 +110,8 @@ class _Fetches:
         """Fetch until the line is closed."""
         with contextlib.suppress(EOFError, OSError):
             while True:
-                shard, listed = self._line.recv()
-                self._status = FetchStatus(listed=listed, listener=self._moved)
+                shard, listed, outdated = self._line.recv()
+                self._status = FetchStatus(listed=listed, outdated=outdated, listener=self._moved)
                 answer = self._fetch(shard, self._status)
                 with self._guard:
                     state, self._status = _state(self._status), None

@@ -44,6 +44,7 @@ _PARTIAL = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{24})\.([0-9a-f]{32})\Z")
 _EVICTED = re.compile(r"evict\.([0-9a-f]{32})\.([0-9a-f]{32})\Z")
 _LOCK = re.compile(r"([0-9a-f]{32})\.lock\Z")
 _USES = re.compile(r"[0-9a-f]{32}\.uses\Z")
+_CHOICES = re.compile(r"[0-9a-f]{32}\.versions\Z")
 _PIN = re.compile(r"[0-9a-f]{32}\.pin\Z")
 _LEASE = re.compile(r"[0-9a-f]{32}\.(lease|holder)\Z")
 _TEMPORARY = re.compile(r"\.[A-Za-z0-9.]+\.[0-9a-f]{32}\Z")
@@ -104,6 +105,11 @@ def is_pin_name(name: str) -> bool:
 def is_uses_name(name: str) -> bool:
     """Whether ``name`` is that of a job's map of uses."""
     return _USES.match(name) is not None
+
+
+def is_choices_name(name: str) -> bool:
+    """Whether ``name`` is that of a job's log of choices."""
+    return _CHOICES.match(name) is not None
 
 
 def is_unnamed(name: str) -> bool:
@@ -268,6 +274,15 @@ class Layout:
     def uses(self, job: str) -> Path:
         """The map of what a job has used; ``job`` is 32 hexadecimal digits."""
         return self.sessions / f"{job}.uses"
+
+    def choices(self, job: str) -> Path:
+        """Which versions a job reads; ``job`` is 32 hexadecimal digits."""
+        return self.sessions / f"{job}.versions"
+
+    @property
+    def confirmed(self) -> Path:
+        """When origins were asked for versions, and what they said."""
+        return self.sessions / "confirmed.map"
 
     def key_dir(self, key: str) -> Path:
         """The directory of all versions of one key."""

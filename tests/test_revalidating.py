@@ -328,6 +328,9 @@ def test_a_duration_asks_for_what_was_confirmed_longer_ago(
         assert (read(job()), len(origin.stats)) == (NEW, 4)
         clock.ahead = -1000 * 60.0  # set back: what is dated in the future says nothing
         assert (read(job()), len(origin.stats)) == (NEW, 5)
+        assert (read(job()), len(origin.stats)) == (NEW, 5)
+        clock.ahead = -3000 * 60.0
+        assert (read(job()), len(origin.stats)) == (NEW, 6)
     finally:
         for cache in made:
             cache.close()
@@ -386,6 +389,50 @@ def test_the_processes_of_a_job_ask_once_for_each_shard(
         for n in range(3)  # fetching takes one of its own
     }
     assert {found.object_fetches for found in seen.values()} == {int(replaced)}
+
+
+@pytest.mark.locks_work("flock")
+@pytest.mark.parametrize("replaced", [False, True])
+@pytest.mark.parametrize("one_job", [False, True])
+def test_who_wants_a_shard_that_is_just_asked_for_waits_for_the_answer(
+    make_cache: Make, origin: MemoryOrigin, replaced: bool, one_job: bool
+) -> None:
+    assert read(make_cache()) == OLD
+    if replaced:
+        origin.objects[URL] = NEW
+    first = make_cache(revalidate="always")
+    second = worker(make_cache, first, origin) if one_job else make_cache(revalidate="always")
+    asked, answer, polled, stat = (
+        threading.Event(),
+        threading.Event(),
+        threading.Event(),
+        origin.stat,
+    )
+
+    def slowly(url: Any) -> Any:
+        asked.set()
+        assert answer.wait(PATIENCE)
+        return stat(url)
+
+    origin.stat = slowly  # type: ignore[method-assign]
+    found: list[bytes] = []
+    readers = [threading.Thread(target=lambda c=c: found.append(read(c))) for c in (first, second)]
+    readers[0].start()
+    assert asked.wait(PATIENCE)
+    decided = second._opener._decided
+
+    def counted(*arguments: Any) -> bool:
+        polled.set()
+        return decided(*arguments)
+
+    second._opener._decided = counted
+    readers[1].start()
+    assert polled.wait(PATIENCE)
+    answer.set()
+    for reader in readers:
+        reader.join(PATIENCE)
+    assert found == [NEW if replaced else OLD] * 2
+    assert (origin.stats, len(origin.requests)) == ([URL], 1 + replaced)
 
 
 # -- training ----------------------------------------------------------------------------
@@ -503,10 +550,10 @@ def test_both_versions_count_and_the_older_goes_first_once_nobody_reads_it(
     others = [f"s3://lab/other-{n}.tar" for n in range(2)]
     origin.objects.update(dict.fromkeys(others, OLD))
     options = {"max_size": 3 * len(OLD), "revalidate": "always"}
+    later = make_cache(**options)  # by its date it may have used all that follows
     running = make_cache(**options)
     assert read(running) == OLD
     origin.objects[URL] = NEW
-    later = make_cache(**options)
     assert read(later, others[0]) == OLD
     assert read(later) == NEW
     assert versions_on_disk(later) == 3

@@ -46,6 +46,7 @@ class FetchStatus:
         listed: bytes of the shard by a listing, which may be outdated.
         near: whether it comes from an upstream, not from its origin.
         throttle: how fast it may be, together with others.
+        outdated: versions that are wanted no longer, even if they are on disk.
     """
 
     size: int | None = None
@@ -58,6 +59,7 @@ class FetchStatus:
     listed: int | None = None
     near: bool = False
     throttle: Throttle | None = None
+    outdated: frozenset[str] = frozenset()
 
     def grows_in(self, partial: Path) -> None:
         """From now on this is where the shard grows."""

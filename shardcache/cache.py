@@ -101,7 +101,7 @@ class Cache:
         self._started = clock.time() if started is None else started
         self._endpoint = config.endpoint_url or configured_endpoint(config.storage_options)
         self._processes = Processes(config, detect(), clock, self._started)
-        self._opener = Opener(config, self._processes.here, clock)
+        self._opener = _opener(config, self._processes.here, clock)
         # Parsing costs more than opening; epochs ask for the same URLs again.
         self._parsed: dict[str, ShardURL] = {}
         self._called_off: list[Callable[[], None]] = []
@@ -265,6 +265,18 @@ class Cache:
         obtained = self._opener.obtain(shard, status, use=False)
         obtained.opened.close()
         return Store.entry_at(obtained.opened), obtained.outcome
+
+    def outdated(self, shard: ShardURL) -> frozenset[str]:
+        """Versions of a shard that are cached, if its origin has another one; else nothing.
+
+        Raises:
+            ShardNotFoundError, AccessDeniedError, ConfigError, TransferError: the origin
+                cannot be asked.
+            OSError: the disk fails.
+        """
+        from shardcache.revalidating import outdated
+
+        return outdated(self._here(), shard)
 
     def path(self, url: str) -> Path | None:
         """Where the shard is, or None if it is not cached. Not pinned: it may go any time."""
@@ -611,6 +623,14 @@ class Cache:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _opener(config: Config, here: Callable[[], Process], clock: Clock) -> Opener:
+    if config.revalidate == "never":
+        return Opener(config, here, clock)
+    from shardcache.revalidating import RevalidatingOpener  # here: others do not need it
+
+    return RevalidatingOpener(config, here, clock)
 
 
 def _check_cached(shard: ShardURL, config: Config) -> None:

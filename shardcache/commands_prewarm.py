@@ -45,6 +45,7 @@ _COLUMNS = [
         shardcache prewarm s3://lab/val/ 's3://lab/test-*.tar'
         shardcache prewarm -f shards.txt --deadline 5m --best-effort
         shardcache prewarm s3://lab/val/ --limit-rate 50MB
+        shardcache prewarm --refresh 's3://lab/train-{0000..2047}.tar'
         shardcache prewarm --check 's3://lab/train-{0000..2047}.tar'
     """,
 )
@@ -66,6 +67,9 @@ _COLUMNS = [
     "--deadline", callback=duration, metavar="DURATION", help="Stop after this long, such as 5m."
 )
 @click.option("--check", is_flag=True, help="Only tell whether all is cached (exit 4 if not).")
+@click.option(
+    "--refresh", is_flag=True, help="Ask origins for what is cached; fetch what they replaced."
+)
 @click.option(
     "--processes",
     type=click.IntRange(1, 64),
@@ -95,6 +99,7 @@ def prewarm_command(
     jobs: int | None,
     processes: int | None,
     check: bool,
+    refresh: bool,
     deadline: float | None,
     max_failures: int | None,
     best_effort: bool,
@@ -136,6 +141,7 @@ def prewarm_command(
             max_failures=max_failures,
             best_effort=best_effort,
             limit_rate=limit_rate,
+            refresh=refresh,
             on_event=on_event,
             stop=invocation.signals.stop,
         )

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from shardcache.breaker import FULL
+from shardcache.choices import Choices
 from shardcache.clock import Clock
 from shardcache.config import Config
 from shardcache.errors import ShardCacheError
@@ -80,6 +81,7 @@ class Coordinator:
 
     Args:
         places: this process's namespaces, one per tier; locks are in the last.
+        choices: which of several versions is read.
         siblings: lists the other namespaces.
         fetcher: the engine.
         origins: where shards come from.
@@ -94,6 +96,7 @@ class Coordinator:
         self,
         places: Sequence[Place],
         *,
+        choices: Choices,
         siblings: Callable[[], Sequence[Store]],
         fetcher: Fetcher,
         origins: Origins,
@@ -104,7 +107,7 @@ class Coordinator:
         warn: Callable[..., None],
     ) -> None:
         stores = [place.store for place in places]
-        self.store = stores[0] if len(stores) == 1 else Stores(stores)
+        self.store = stores[0] if len(stores) == 1 else Stores(stores, choices)
         self._places = list(places)
         self._on_fault = on_fault
         self._warn = warn

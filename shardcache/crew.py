@@ -295,7 +295,7 @@ class _Member:
 def _ask(line: Connection, shard: ShardURL, status: FetchStatus) -> Exception | tuple[int, str]:
     """Have a shard fetched; the answer, or the error."""
     try:
-        line.send((shard, status.listed))
+        line.send((shard, status.listed, status.outdated))
         while True:
             state, answer = line.recv()
             status.size, status.written, status.received, status.retries = state

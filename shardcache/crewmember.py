@@ -120,9 +120,12 @@ class _Fetches:
         """Fetch until the line is closed."""
         with contextlib.suppress(EOFError, OSError):
             while True:
-                shard, listed = self._line.recv()
+                shard, listed, outdated = self._line.recv()
                 self._status = FetchStatus(
-                    listed=listed, listener=self._moved, throttle=self._throttle
+                    listed=listed,
+                    outdated=outdated,
+                    listener=self._moved,
+                    throttle=self._throttle,
                 )
                 answer = self._fetch(shard, self._status)
                 with self._guard:

@@ -55,6 +55,14 @@ class Entry(NamedTuple):
         """Its directory."""
         return Path(self.directory)
 
+    @property
+    def published(self) -> float:
+        """When it came into its place, in seconds since the epoch; 0 if it is gone."""
+        try:
+            return os.lstat(self.directory).st_mtime
+        except OSError:
+            return 0.0
+
     def metadata(self) -> Metadata:
         """Read the sidecar.
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from shardcache.choices import remove_ended_choices
 from shardcache.policy import Policy, is_dated, tells_time
 from shardcache.sessions import remove_dead_sessions
 from shardcache.store import Entry, Store
@@ -130,7 +131,7 @@ def plan(
     policy: Policy = Policy(),  # noqa: B008 - immutable
     in_use: Callable[[Entry], bool] = lambda entry: False,
 ) -> EvictionPlan:
-    """Choose victims: undated and too old first, then in the policy's order, until limits are met.
+    """Choose victims: superseded, undated and too old first, then the policy's, until limits hold.
 
     Args:
         entries: everything published.
@@ -150,9 +151,13 @@ def plan(
         ahead = [e for e in found if not is_dated(e.used, now)] if tells_time(now) else []
         return EvictionPlan((), len(found), total, 0, tuple(ahead))
     # The path last: two namespaces may have one version each, of the same age.
+    superseded = policy.superseded(found)
     in_order = sorted(
         found,
-        key=lambda e: (is_dated(e.used, now), policy.order(e), e.key, e.version, e.directory),
+        key=lambda e: (
+            *(e not in superseded, is_dated(e.used, now)),
+            *(policy.order(e), e.key, e.version, e.directory),
+        ),
     )
     victims: list[Victim] = []
     undated: list[Entry] = []
@@ -162,7 +167,8 @@ def plan(
         reason = _reason(entry, limits, now, over, short, inodes)
         if reason is None:
             continue
-        if policy.keeps(entry, now) or in_use(entry):
+        kept = entry not in superseded and policy.keeps(entry, now)
+        if kept or in_use(entry):
             continue
         victims.append(Victim(entry, reason))
         over -= entry.size
@@ -236,7 +242,9 @@ def sweep(
     for path, size in remove_quarantined(layout, dry_run=dry_run):
         yield Removal(str(path), size, Reason.QUARANTINED)
     if not dry_run:
-        remove_stale_maps(layout, remove_dead_sessions(layout))
+        sessions = remove_dead_sessions(layout)
+        remove_stale_maps(layout, sessions)
+        remove_ended_choices(layout, sessions)
         removed = remove_temporaries(layout) + remove_unnamed(layout)
         removed += remove_free_locks(layout) + remove_dead_leases(layout)
         removed += remove_dead_waits(layout)

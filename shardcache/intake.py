@@ -121,7 +121,9 @@ class Intake:
         known = frozenset(
             path for place in self._places for path, _ in versions(place.store.layout, url.key)
         )
-        for upstream in self._origins.nearer(url):
+        # What its origin has replaced, copies of it may still be.
+        outdated = self._places[-1].store.passes_over(url.key)
+        for upstream in () if outdated else self._origins.nearer(url):
             try:
                 status.near = True
                 fetched = self._fetch(upstream, url, right, status)

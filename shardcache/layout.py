@@ -46,6 +46,7 @@ _EVICTED = re.compile(r"evict\.([0-9a-f]{32})\.([0-9a-f]{32})\Z")
 _LOCK = re.compile(r"([0-9a-f]{32})\.lock\Z")
 _USES = re.compile(r"[0-9a-f]{32}\.uses\Z")
 _WAIT = re.compile(r"[0-9a-f]{32}\.wait\Z")
+_CHOICES = re.compile(r"[0-9a-f]{32}\.versions\Z")
 _PIN = re.compile(r"[0-9a-f]{32}\.pin\Z")
 _LEASE = re.compile(r"[0-9a-f]{32}\.(lease|holder)\Z")
 _TEMPORARY = re.compile(r"\.[A-Za-z0-9.]+\.[0-9a-f]{32}\Z")
@@ -111,6 +112,11 @@ def is_uses_name(name: str) -> bool:
 def is_wait_name(name: str) -> bool:
     """Whether ``name`` is that of the note of somebody who waits."""
     return _WAIT.match(name) is not None
+
+
+def is_choices_name(name: str) -> bool:
+    """Whether ``name`` is that of a job's log of choices."""
+    return _CHOICES.match(name) is not None
 
 
 def is_unnamed(name: str) -> bool:
@@ -279,6 +285,15 @@ class Layout:
     def new_wait(self) -> Path:
         """A name for the note of somebody who waits."""
         return self.sessions / f"{random_token()}.wait"
+
+    def choices(self, job: str) -> Path:
+        """Which versions a job reads; ``job`` is 32 hexadecimal digits."""
+        return self.sessions / f"{job}.versions"
+
+    @property
+    def confirmed(self) -> Path:
+        """When origins were asked for versions, and what they said."""
+        return self.sessions / "confirmed.map"
 
     def key_dir(self, key: str) -> Path:
         """The directory of all versions of one key."""

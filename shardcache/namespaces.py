@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shardcache.choices import Choices
 from shardcache.config import Config
 from shardcache.layout import Layout, is_directory, is_rank_name, list_names
 from shardcache.locking import decide
@@ -40,13 +41,14 @@ class Namespaces:
     Args:
         config: isolation and fsync policy.
         ranks: who we are.
+        choices: which of several versions is read; None for the newest.
 
     Raises:
         ConfigError: others share the root than the configuration says, or our namespace
             leads elsewhere.
     """
 
-    def __init__(self, config: Config, ranks: Ranks) -> None:
+    def __init__(self, config: Config, ranks: Ranks, choices: Choices | None = None) -> None:
         modes = Modes.of(config.shared_group)
         check_group(config.dir, modes)
         self.locking = decide(config.dir, config.locks, config.touch_interval, modes)
@@ -55,8 +57,12 @@ class Namespaces:
         layout = own_layout(self.node, config, ranks)
         if layout != self.node:
             check_links(layout)
-        self.own = Store(layout, verify_after_boot=self._verify)
+        self._choices = choices
+        self.own = self._store(layout)
         self._others: dict[str, Store] = {}
+
+    def _store(self, layout: Layout) -> Store:
+        return Store(layout, verify_after_boot=self._verify, choices=self._choices)
 
     def siblings(self) -> Sequence[Store]:
         """Every namespace but our own, as they are now."""
@@ -66,7 +72,7 @@ class Namespaces:
                 name = str(layout.base)
                 store = self._others.get(name)
                 if store is None:
-                    store = self._others[name] = Store(layout, verify_after_boot=self._verify)
+                    store = self._others[name] = self._store(layout)
                 found.append(store)
         return found
 

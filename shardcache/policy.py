@@ -12,6 +12,9 @@ nobody did for ``protect_for``. If nothing may go, the newcomer is streamed. The
 therefore keeps its working set, and the second one gets what is free and what ended jobs left;
 when the first one ends, the second one takes over what it had.
 
+Where an object was replaced and both versions are there, the older one goes before anything else
+as soon as no running job reads it (`choices`).
+
 What a user pinned (`pins`), and what is being read, goes by no policy.
 
 Last uses and starts of sessions are dates, and clocks can be wrong and be set. What can be read,
@@ -23,11 +26,11 @@ future too.
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from shardcache.choices import unneeded
 from shardcache.config import Config
 from shardcache.entry import Entry
 from shardcache.layout import Layout
@@ -61,6 +64,10 @@ def _nobody(key: str, used: float) -> bool:
     return False
 
 
+def _needed(entry: Entry) -> bool:
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class Policy:
     """See the module.
@@ -71,6 +78,7 @@ class Policy:
         recent: an entry that was last used before that may go; seconds since the epoch.
         released: whether a key, last used then, was used by a job that has ended.
         pinned: keys that a user pinned.
+        unneeded: whether an entry that has a newer version beside it is read by no running job.
     """
 
     kind: Literal["working-set", "lru", "fifo"] = "working-set"
@@ -78,6 +86,7 @@ class Policy:
     recent: float = -math.inf
     released: Callable[[str, float], bool] = _nobody
     pinned: frozenset[str] = frozenset()
+    unneeded: Callable[[Entry], bool] = _needed
 
     @classmethod
     def now(
@@ -112,16 +121,28 @@ class Policy:
             min(now, now if steady is None else steady) - config.protect_for,
             released(node, sessions) if sessions else _nobody,
             pinned,
+            unneeded(node, sessions),
         )
 
     def order(self, entry: Entry) -> float:
         """The date by which the oldest goes first, in seconds since the epoch."""
         if self.kind != "fifo":
             return entry.used
-        try:
-            return os.lstat(entry.directory).st_mtime  # of its last rename: that into its place
-        except OSError:
-            return 0.0
+        return entry.published
+
+    def superseded(self, entries: Sequence[Entry]) -> frozenset[Entry]:
+        """Those that have a newer version beside them, and that no running job reads."""
+        if len({entry.key for entry in entries}) == len(entries):
+            return frozenset()
+        versions: dict[str, list[Entry]] = {}
+        for entry in entries:
+            versions.setdefault(entry.key, []).append(entry)
+        found: set[Entry] = set()
+        for several in versions.values():
+            if len({entry.version for entry in several}) > 1:
+                newest = max(several, key=lambda one: one.published).version
+                found |= {one for one in several if one.version != newest and self.unneeded(one)}
+        return frozenset(one for one in found if one.key not in self.pinned)
 
     def keeps(self, entry: Entry, now: float) -> bool:
         """Whether an entry stays, whatever it costs."""

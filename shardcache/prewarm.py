@@ -40,6 +40,7 @@ from shardcache.warmreport import (
     Stopped,
     Stopping,
     is_full,
+    plan_failure,
 )
 from shardcache.warmrun import Run
 
@@ -133,6 +134,7 @@ def prewarm(
     max_failures: int | None = None,
     best_effort: bool = False,
     limit_rate: int | str | None = None,
+    refresh: bool = False,
     on_event: Callable[[Event], None] | None = None,
     stop: threading.Event | None = None,
 ) -> PrewarmReport:
@@ -153,6 +155,8 @@ def prewarm(
         best_effort: leave out what does not fit instead of refusing everything.
         limit_rate: most bytes per second of all connections together: a number, or text such
             as ``"50MB"``.
+        refresh: ask origins for the shards that are there, and fetch those that were replaced
+            anew. Running jobs go on with the version that they read.
         on_event: told what happens, in the calling thread; must not block.
         stop: set it, from any thread or signal handler, to end early.
 
@@ -174,7 +178,13 @@ def prewarm(
     looking = check or dry_run
     if not looking:
         _prepare(cache)
-    plan = make_plan(cache, shards, best_effort=best_effort, patience=0.0 if check else deadline)
+    plan = make_plan(
+        cache,
+        shards,
+        best_effort=best_effort,
+        patience=0.0 if check else deadline,
+        refresh=refresh,
+    )
     if looking:
         emit(Planned(plan))
         results = tuple(_looked_at(plan, shard) for shard in shards)
@@ -188,7 +198,7 @@ def prewarm(
             needed=plan.fetch_bytes,
             missing=plan.missing,
         )
-    count = len(plan.shards) - len(plan.cached) - len(plan.left_out)
+    count = len(plan.to_fetch) - len(plan.left_out)
     if any(upstream.write_back for upstream in cache.config.upstreams):
         processes = 1  # the copies are made by the process that fetched, which must outlast them
     processes = processes or suitable(count, plan.fetch_bytes)
@@ -235,6 +245,8 @@ def _prepare(cache: Cache) -> None:
 
 def _looked_at(plan: PrewarmPlan, shard: ShardURL) -> ShardResult:
     outcome = Outcome.MISSING
+    if shard.key in plan.unconfirmed:
+        return plan_failure(plan, shard)
     if shard.key in plan.cached:
         outcome = Outcome.CACHED
     elif shard.key in plan.left_out:

@@ -10,10 +10,11 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from shardcache.breaker import Breaker, fault_kind, is_disk_fault
+from shardcache.choices import Choices
 from shardcache.clock import Clock
 from shardcache.config import Config
 from shardcache.counters import Counters
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from shardcache.blocks import FetchStatus
     from shardcache.coordination import Coordinator
     from shardcache.copying import Copier
+    from shardcache.currency import Currency
     from shardcache.eviction import Victim
     from shardcache.fetching import Fetchings
     from shardcache.housekeeping import Housekeeper
@@ -63,8 +65,12 @@ class Process:
     def __init__(self, config: Config, ranks: Ranks, clock: Clock, started: float) -> None:
         self._warned: set[str] = set()
         #: Fastest first; the last one is ``dir``, where locks are.
-        self.tiers = tuple(
-            Tier(each, ranks, clock, started, self.warn) for each in config.by_tier()
+        self.choices = Choices(strict=config.revalidate != "never")
+        *faster, last = config.by_tier()
+        parts = ranks, clock, started, self.warn, self.choices
+        self.tiers = (
+            *(Tier(each, *parts, primary=False) for each in faster),
+            Tier(last, *parts, primary=True),
         )
         for tier in self.tiers:
             tier.evicted = self.count_evicted
@@ -227,6 +233,7 @@ class Process:
     def _assemble(self) -> None:
         # Not at the top: these bring filelock, and `import shardcache` stays light.
         from shardcache.copying import Copier
+        from shardcache.currency import Currency
         from shardcache.fetching import Fetchings
         from shardcache.origins import Origins
         from shardcache.retry import RetryPolicy
@@ -236,8 +243,12 @@ class Process:
         self.fetchings: Fetchings = Fetchings()
         self.origins: Origins = Origins(config, self._clock)
         self.copier: Copier = Copier(self.store_of, self.origins)
+        policy = RetryPolicy(config.attempts, config.deadline, self._clock)
+        self.currency: Currency = Currency(
+            lambda: self.home.namespaces.node, self.origins, policy, config.timeout, self._clock
+        )
         self.fetcher: Fetcher = Fetcher(
-            RetryPolicy(config.attempts, config.deadline, self._clock),
+            policy,
             self._clock,
             connections=config.connections,
             part_size=config.part_size,
@@ -256,6 +267,7 @@ class Process:
         self._look_at = 0.0
         return Coordinator(
             [Place(tier.store, tier.space()) for tier in self.usable],
+            choices=self.choices,
             siblings=lambda: [s for tier in self.usable for s in tier.namespaces.siblings()],
             fetcher=self.fetcher,
             origins=self.origins,
@@ -394,9 +406,29 @@ class Process:
                 tier.note_use(directory.split("/")[-2])
             else:
                 self._unused.add(directory)
+            if use:
+                self.reads(opened)
         elif use and directory in self._unused:
             self._unused.discard(directory)
             self.tier_of(directory).note_use(directory.split("/")[-2])
+            self.reads(opened)
+
+    def reads(self, opened: Opened) -> None:
+        """Note which version of a shard this job reads, and so goes on reading."""
+        *_, key, name = opened.directory.split("/")
+        if self.choices.note(key, name.partition("-")[0]) is not None:
+            self.warn(
+                "version",
+                "%s: the version that this job read was evicted, and its origin has it no longer; "
+                "from now on the job reads another one",
+                os.path.basename(opened.path),  # noqa: PTH119 - paths are strings when reading
+            )
+
+    def pass_over(self, key: str, versions: Collection[str]) -> None:
+        """Take no notice of entries of these versions until there is a fetch of the shard."""
+        self.choices.pass_over(key, versions)
+        for store in self.stores():
+            store.forget(key)
 
     def cancel(self) -> None:
         """Call off all fetches of this process; they raise, and can be resumed."""
@@ -414,6 +446,7 @@ class Process:
                 self.copier.drop()
         for tier in self.tiers:
             tier.end_session()
+        self.choices.close()
         self.counters.close()
 
 

@@ -160,12 +160,18 @@ class Opener:
 
         def run(status: FetchStatus, patient: Callable[[], bool]) -> Obtained | None:
             if not ahead:
-                return self._get(process, shard, status, self._gated, patient)
+                return read(status, patient)
             process.fetchings.give_way(status, self._clock)
             with process.coordinator().ahead_slot() as free:
                 if not free and not patient():
                     return None
-                return self._get(process, shard, status, self._gated, patient)
+                return read(status, patient)
+
+        def read(status: FetchStatus, patient: Callable[[], bool]) -> Obtained | None:
+            obtained = self._get(process, shard, status, self._gated, patient)
+            if obtained is not None:
+                process.reads(obtained.opened)
+            return obtained
 
         return run
 
@@ -324,11 +330,17 @@ class Opener:
         from shardcache.coordination import Obtained, Outcome
 
         begun = self._clock.monotonic()
-        opened = self._find(process, shard, gated)
-        if opened is not None:
-            obtained: Obtained | None = Obtained(opened, Outcome.HIT)
-        else:
-            obtained = self._get(process, shard, status, gated)
+        if status is not None and status.outdated:
+            process.pass_over(shard.key, status.outdated)
+        try:
+            opened = self._find(process, shard, gated)
+            if opened is not None:
+                obtained: Obtained | None = Obtained(opened, Outcome.HIT)
+            else:
+                obtained = self._get(process, shard, status, gated)
+        finally:
+            if status is not None and status.outdated:
+                process.choices.allow(shard.key)
         assert obtained is not None  # it waits for others
         self._note(process, shard, obtained, begun, use=use)
         return obtained

@@ -2,15 +2,18 @@
 
 Each is a text made of the command to run, the directory and the options that are set, as
 ``SHARDCACHE_*`` variables. What is special to a format in a path or a value is quoted as that
-format has it: crontab(5), systemd.service(5) "Command lines", bash(1), YAML as JSON.
+format has it: crontab(5), systemd.service(5) "Command lines", bash(1). Those for Kubernetes are
+made by `manifests`.
 """
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from shardcache import manifests
+from shardcache.manifests import Pod
 
 __all__ = ["RECIPES", "Recipe", "Setting"]
 
@@ -28,9 +31,8 @@ class Setting:
         directory: of the cache.
         user: whose it is.
         environment: options, by variable.
-        prewarm: shards that a job needs before it starts (Slurm).
-        image: of a container (Kubernetes).
-        nodes: how many there are to clean (Kubernetes).
+        prewarm: shards that a job needs before it starts (Slurm, Kubernetes).
+        pod: what else there is to a pod (Kubernetes).
     """
 
     command: Sequence[str]
@@ -38,8 +40,7 @@ class Setting:
     user: str
     environment: Mapping[str, str]
     prewarm: Sequence[str] = ()
-    image: str = "IMAGE"
-    nodes: int = 1
+    pod: Pod = field(default_factory=Pod)
 
     def run(self, *arguments: str) -> list[str]:
         """A command on the cache."""
@@ -159,56 +160,33 @@ exit 0
 
 
 def kubernetes(setting: Setting) -> list[Recipe]:
-    """A CronJob with a pod on each of the nodes."""
-    clean = ["python", "-m", "shardcache", "--dir", setting.directory, "clean", "--quiet"]
-    variables = "".join(
-        f"\n                - {{name: {name}, value: {json.dumps(value)}}}"
-        for name, value in setting.environment.items()
-    )
-    environment = f"\n              env:{variables}" if variables else ""
-    path = json.dumps(setting.directory)
-    text = f"""\
-# Cleans {setting.directory} on each of {setting.nodes} nodes every hour.
-apiVersion: batch/v1
-kind: CronJob
-metadata:
-  name: shardcache-clean
-spec:
-  schedule: "{_MINUTE} * * * *"
-  concurrencyPolicy: Forbid
-  jobTemplate:
-    spec:
-      completions: {setting.nodes}
-      parallelism: {setting.nodes}
-      backoffLimit: 0
-      template:
-        metadata:
-          labels:
-            app: shardcache-clean
-        spec:
-          restartPolicy: Never
-          affinity:
-            podAntiAffinity:
-              requiredDuringSchedulingIgnoredDuringExecution:
-                - labelSelector:
-                    matchLabels:
-                      app: shardcache-clean
-                  topologyKey: kubernetes.io/hostname
-          containers:
-            - name: clean
-              image: {json.dumps(setting.image)}
-              command: {json.dumps(clean)}{environment}
-              volumeMounts:
-                - name: cache
-                  mountPath: {path}
-          volumes:
-            - name: cache
-              hostPath:
-                path: {path}
-                type: Directory
-"""
-    return [Recipe("shardcache-clean.yaml", text)]
+    """A CronJob with a pod on each of the nodes, and with shards to prewarm a Job of that kind."""
+    about = setting.directory, setting.environment
+    found = [Recipe("shardcache-clean.yaml", manifests.clean_job(*about, setting.pod))]
+    if setting.prewarm:
+        text = manifests.prewarm_job(*about, setting.prewarm, setting.pod)
+        found.append(Recipe("shardcache-prewarm.yaml", text))
+    return found
+
+
+def kubernetes_daemons(setting: Setting) -> list[Recipe]:
+    """A DaemonSet that keeps the cache of each node clean, and warm."""
+    text = manifests.keeper(setting.directory, setting.environment, setting.prewarm, setting.pod)
+    return [Recipe("shardcache-keep.yaml", text)]
+
+
+def kubernetes_pod(setting: Setting) -> list[Recipe]:
+    """A pod that trains with a cache."""
+    about = setting.directory, setting.environment, setting.prewarm
+    return [Recipe("train.yaml", manifests.training_pod(*about, setting.pod))]
 
 
 #: What the command line calls them.
-RECIPES = {"cron": cron, "systemd": systemd, "slurm": slurm, "k8s": kubernetes}
+RECIPES = {
+    "cron": cron,
+    "systemd": systemd,
+    "slurm": slurm,
+    "k8s": kubernetes,
+    "k8s-daemonset": kubernetes_daemons,
+    "k8s-pod": kubernetes_pod,
+}

@@ -26,6 +26,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from shardcache.choices import Choices
 from shardcache.descriptors import sync_directory
 from shardcache.digests import file_digest
 from shardcache.entry import Entry, lacks, read_sidecar, versions
@@ -71,10 +72,14 @@ class Store:
         verify_after_boot: whether entries of another boot are hashed once
             before they are trusted (after power loss a rename may have
             survived whose data did not).
+        choices: which version is to be read where there are several; None for the newest.
     """
 
-    def __init__(self, layout: Layout, *, verify_after_boot: bool = True) -> None:
+    def __init__(
+        self, layout: Layout, *, verify_after_boot: bool = True, choices: Choices | None = None
+    ) -> None:
         self.layout = layout
+        self._choices = choices
         self._grace = layout.grace
         self._boot = boot_id() if verify_after_boot else ""
         # key -> (directory, data file, size). A dict's own operations are
@@ -82,7 +87,7 @@ class Store:
         self._known: dict[str, tuple[str, str, int]] = {}
 
     def open(self, key: str, basename: str) -> Opened | None:
-        """Open and pin the newest entry of ``key``; None is a miss.
+        """Open and pin the chosen or else the newest entry of ``key``; None is a miss.
 
         Raises:
             DamagedError: there is an entry, but it must not be used.
@@ -107,8 +112,23 @@ class Store:
         node = base.parent.parent if base.parent.name == "ranks" else base
         return opened.directory.startswith(f"{node}/")
 
-    def _look_for(self, key: str, basename: str) -> Opened | None:
-        for directory, size in versions(self.layout, key):
+    def open_version(self, key: str, basename: str, version: str) -> Opened | None:
+        """As `open`, of one version alone."""
+        return self._look_for(key, basename, version)
+
+    def forget(self, key: str) -> None:
+        """Look for the entries of ``key`` anew when one is asked for."""
+        self._known.pop(key, None)
+
+    def passes_over(self, key: str) -> bool:
+        """Whether some entries of ``key`` are outdated; see `Choices.pass_over`."""
+        return self._choices is not None and self._choices.passes_over(key)
+
+    def _look_for(self, key: str, basename: str, only: str | None = None) -> Opened | None:
+        found = versions(self.layout, key)
+        if self._choices is not None:
+            found = self._choices.among(key, found, only=only)
+        for directory, size in found:
             path = f"{directory}/{basename}"
             opened = self._open(str(directory), path, size)
             if opened is None:
@@ -194,6 +214,8 @@ class Store:
             LostError: the partial was swept or taken over.
         """
         partial.seal(metadata, sync=sync)
+        if self._choices is not None:
+            self._choices.allow(metadata.key)  # it may be there already, after all
         entry = self.layout.entry(metadata.key, metadata.info.version, metadata.size)
         # After sealing: a process that is stopped between this look and the rename
         # publishes a directory that is older than theirs, and `open` takes the newest.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
+from shardcache.choices import Choices
 from shardcache.layout import Layout
 from shardcache.metadata import DamagedError, Metadata
 from shardcache.store import Opened, Store
@@ -16,10 +18,12 @@ class Stores:
 
     Args:
         stores: fastest first; locks are in the last one.
+        choices: which of several versions is read.
     """
 
-    def __init__(self, stores: Sequence[Store]) -> None:
+    def __init__(self, stores: Sequence[Store], choices: Choices) -> None:
         self._stores = list(stores)
+        self._choices = choices
 
     @property
     def layout(self) -> Layout:
@@ -28,6 +32,9 @@ class Stores:
 
     def open(self, key: str, basename: str) -> Opened | None:
         """See `Store.open`; where one tier's entry is damaged, another's will do."""
+        chosen = self._chosen(key, basename)
+        if chosen is not None:
+            return chosen
         damaged: DamagedError | None = None
         # Where it was last: a look at a tier that has not got it costs as much as a hit.
         for store in sorted(self._stores, key=lambda one: not one.knows(key)):
@@ -41,6 +48,24 @@ class Stores:
         if damaged is not None:
             raise damaged
         return None
+
+    def _chosen(self, key: str, basename: str) -> Opened | None:
+        """The version that the job reads, while this process has not found it yet."""
+        if any(store.knows(key) for store in self._stores):
+            return None
+        version = self._choices.version(key)
+        if version is None:
+            return None
+        for store in self._stores:
+            with contextlib.suppress(DamagedError):  # seen again, and dealt with, by `open`
+                opened = store.open_version(key, basename, version)
+                if opened is not None:
+                    return opened
+        return None
+
+    def passes_over(self, key: str) -> bool:
+        """See `Store.passes_over`."""
+        return self._choices.passes_over(key)
 
     def quarantine(self, key: str, reason: str) -> int:
         """See `Store.quarantine`."""

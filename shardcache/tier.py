@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from shardcache.choices import Choices
 from shardcache.clock import Clock
 from shardcache.config import Config
 from shardcache.modes import Modes
@@ -38,6 +39,8 @@ class Tier:
         clock: time.
         started: when the job began to use the cache, for the session.
         warn: says something of a kind once (`process.Process.warn`).
+        choices: which of several versions of a shard the process reads.
+        primary: whether it is the last one, ``dir``.
 
     Attributes:
         config: as given.
@@ -53,9 +56,13 @@ class Tier:
         clock: Clock,
         started: float,
         warn: Callable[..., None],
+        choices: Choices,
+        *,
+        primary: bool,
     ) -> None:
         self.config = config
-        self.namespaces = Namespaces(config, ranks)
+        self._choices = choices
+        self.namespaces = Namespaces(config, ranks, choices)
         self.made = False
         self.evicted: Callable[[Victim], None] = lambda victim: None
         self._ranks = ranks
@@ -63,6 +70,7 @@ class Tier:
         self._started = started
         self._begun = clock.time(), clock.monotonic()
         self._warn = warn
+        self._primary = primary
         self._job = job_name(ranks.job, started)
         self._session: Session | None = None
         self._identity: Identity | None = None
@@ -94,7 +102,7 @@ class Tier:
         modes = Modes.of(self.config.shared_group)
         node = make_root(self.config.dir, __version__, modes)
         # Anew: whether flock works could not be asked before the root was there.
-        self.namespaces = Namespaces(self.config, self._ranks)
+        self.namespaces = Namespaces(self.config, self._ranks, self._choices)
         own = self.namespaces.own.layout
         if own != node:
             check_layout(own)
@@ -112,6 +120,7 @@ class Tier:
                 format_duration(locking.grace or 0),
             )
         self._session = Session(self.namespaces.node, self._started, self._job)
+        self._choices.keep(self.namespaces.node, self._job, primary=self._primary)
 
     def check(self) -> None:
         """Refuse to clean what somebody else could tamper with. Root may clean for others.

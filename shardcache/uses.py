@@ -28,7 +28,7 @@ from shardcache.layout import Layout, is_uses_name, list_names
 from shardcache.modes import settle
 from shardcache.sessions import LiveSession
 
-__all__ = ["SLOTS", "job_name", "note_use", "released", "remove_stale_maps"]
+__all__ = ["SLOTS", "job_name", "note_use", "released", "remove_stale_maps", "used_by"]
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +90,12 @@ def released(layout: Layout, sessions: Sequence[LiveSession]) -> Callable[[str, 
         return _has(before, slot) and not _has(ours, slot)
 
     return is_released
+
+
+def used_by(layout: Layout, job: str) -> Callable[[str], bool]:
+    """Tells of a key whether a job may have used its entry."""
+    used, _last = _read(layout.uses(job))
+    return lambda key: _has([used], _slot(key))
 
 
 def remove_stale_maps(layout: Layout, sessions: Sequence[LiveSession]) -> int:

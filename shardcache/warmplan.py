@@ -7,13 +7,15 @@ themselves, so a plan may be wrong by what others do meanwhile and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardcache.clock import SYSTEM_CLOCK
 from shardcache.config import Config
+from shardcache.errors import ShardCacheError
 from shardcache.eviction import Limits, plan
 from shardcache.listing import Listing, refuse_local
 from shardcache.metadata import DamagedError
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
 
 __all__ = ["PrewarmPlan", "make_plan", "wanted_shards"]
 
+#: Questions to origins at a time. Each is a round trip and nothing else.
+_QUESTIONS = 16
+
 
 @dataclass(frozen=True, slots=True)
 class PrewarmPlan:
@@ -43,6 +48,9 @@ class PrewarmPlan:
         evict: bytes that would be removed to make room.
         missing: bytes too many for the cache; 0 when all known sizes fit.
         left_out: keys of shards there is no room for; empty unless asked for.
+        outdated: versions on disk of those that their origin has replaced, by key; they count
+            as not there. Empty unless asked for.
+        unconfirmed: why it is not known whether an origin has replaced a shard, by key.
     """
 
     shards: tuple[ShardURL, ...]
@@ -52,6 +60,8 @@ class PrewarmPlan:
     evict: int
     missing: int
     left_out: frozenset[str] = frozenset()
+    outdated: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    unconfirmed: Mapping[str, Exception] = field(default_factory=dict)
 
     @property
     def to_fetch(self) -> tuple[ShardURL, ...]:
@@ -94,7 +104,12 @@ def wanted_shards(cache: Cache, urls: Iterable[str]) -> tuple[ShardURL, ...]:
 
 
 def make_plan(
-    cache: Cache, shards: tuple[ShardURL, ...], *, best_effort: bool, patience: float | None = None
+    cache: Cache,
+    shards: tuple[ShardURL, ...],
+    *,
+    best_effort: bool,
+    patience: float | None = None,
+    refresh: bool = False,
 ) -> PrewarmPlan:
     """Compare what is wanted with what is there.
 
@@ -103,6 +118,7 @@ def make_plan(
         shards: from `wanted_shards`.
         best_effort: name those that there is no room for in ``left_out``.
         patience: seconds that the origin has to tell sizes; 0 does not ask it.
+        refresh: ask origins which of the shards that are there they have replaced.
 
     Raises:
         OSError: the directory cannot be read.
@@ -110,13 +126,48 @@ def make_plan(
     wanted = {shard.key for shard in shards}
     entries = list(cache.entries())
     cached = {entry.key: entry for entry in entries if entry.key in wanted and _is_whole(entry)}
+    outdated: Mapping[str, frozenset[str]] = {}
+    unconfirmed: Mapping[str, Exception] = {}
+    if refresh:
+        outdated, unconfirmed = _replaced(cache, [s for s in shards if s.key in cached])
+        cached = {key: entry for key, entry in cached.items() if key not in outdated}
     missing = [shard for shard in shards if shard.key not in cached]
     sizes: Mapping[str, int] = {}
     if missing and patience != 0:
         sizes = Listing(cache.config).sizes(missing, seconds=patience)
     room = _Room.in_tiers(cache.config, entries, wanted, sum(sizes.values()))
     left_out = _left_out(missing, sizes, room) if best_effort else frozenset()
-    return PrewarmPlan(shards, cached, sizes, room.free, room.evict, room.missing, left_out)
+    return PrewarmPlan(
+        shards,
+        cached,
+        sizes,
+        room.free,
+        room.evict,
+        room.missing,
+        left_out,
+        outdated,
+        unconfirmed,
+    )
+
+
+def _replaced(
+    cache: Cache, shards: Sequence[ShardURL]
+) -> tuple[dict[str, frozenset[str]], dict[str, Exception]]:
+    """`PrewarmPlan.outdated` and `unconfirmed`, of shards that are there."""
+    outdated: dict[str, frozenset[str]] = {}
+    unconfirmed: dict[str, Exception] = {}
+
+    def ask(shard: ShardURL) -> None:
+        try:
+            versions = cache.outdated(shard)
+            if versions:
+                outdated[shard.key] = versions
+        except (ShardCacheError, OSError) as exn:
+            unconfirmed[shard.key] = exn
+
+    with ThreadPoolExecutor(_QUESTIONS, "shardcache-refresh") as pool:
+        list(pool.map(ask, shards))
+    return outdated, unconfirmed
 
 
 def _is_whole(entry: Entry) -> bool:

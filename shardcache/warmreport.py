@@ -25,6 +25,7 @@ __all__ = [
     "Stopped",
     "Stopping",
     "is_full",
+    "plan_failure",
 ]
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -109,6 +110,13 @@ class PrewarmReport:
         return self.count(Outcome.FETCHED)
 
     @property
+    def refreshed(self) -> int:
+        """Shards that came anew because their origin had replaced them."""
+        new = (Outcome.FETCHED, Outcome.COALESCED, Outcome.LINKED)
+        pairs = zip(self.plan.shards, self.results, strict=True)
+        return sum(s.key in self.plan.outdated and r.outcome in new for s, r in pairs)
+
+    @property
     def coalesced(self) -> int:
         """Shards that another process fetched while we waited."""
         return self.count(Outcome.COALESCED)
@@ -191,6 +199,12 @@ class Stopping:
 
 
 Event = Planned | Started | Finished | Stopping
+
+
+def plan_failure(plan: PrewarmPlan, shard: ShardURL) -> ShardResult:
+    """The end of a shard that is there, and that its origin could not be asked for."""
+    error = plan.unconfirmed[shard.key]
+    return ShardResult(str(shard), Outcome.FAILED, plan.size_of(shard), error=error)
 
 
 def is_full(exn: BaseException | None) -> bool:

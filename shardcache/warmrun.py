@@ -47,6 +47,7 @@ from shardcache.warmreport import (
     Stopped,
     Stopping,
     is_full,
+    plan_failure,
 )
 
 if TYPE_CHECKING:
@@ -114,7 +115,8 @@ class Run:
         self._emit: Callable[[Event], None] = emit
         self._end = end
         self._stop = stop
-        self._todo = deque(shard for shard in plan.shards if shard.key not in plan.left_out)
+        done = plan.left_out | plan.unconfirmed.keys()
+        self._todo = deque(shard for shard in plan.shards if shard.key not in done)
         self._working = self._jobs = min(jobs, len(self._todo))
         self._climb = Climb(self._jobs)
         self._climb.start(min(self._jobs, _LEAST * crew.size))
@@ -124,7 +126,11 @@ class Run:
         self._look_at = 0.0
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._running: dict[str, tuple[ShardURL, FetchStatus, float]] = {}
-        self._results: dict[str, ShardResult] = {}
+        self._results = {
+            shard.key: plan_failure(plan, shard)
+            for shard in plan.shards
+            if shard.key in plan.unconfirmed
+        }
         self._guard = threading.Lock()  # of all below
         self._changed = threading.Condition(self._guard)
         self._busy = 0
@@ -275,8 +281,11 @@ class Run:
         try:
             while (taken := self._next()) is not None:
                 shard, alone = taken
-                listed = self._plan.size_of(shard)
-                status = FetchStatus(listed=listed, throttle=self._throttle)
+                status = FetchStatus(
+                    listed=self._plan.size_of(shard),
+                    outdated=self._plan.outdated.get(shard.key, frozenset()),
+                    throttle=self._throttle,
+                )
                 self._events.put(Started(shard, status))
                 result = self._fetch(shard, status)
                 with self._guard:

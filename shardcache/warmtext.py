@@ -49,6 +49,8 @@ def plan_text(plan: PrewarmPlan) -> str:
     else:
         need = format_bytes(plan.fetch_bytes)
         need += f" and {unknown:,} of unknown size" if unknown else ""
+    if plan.outdated:
+        need += f", {len(plan.outdated):,} replaced at the origin"
     text += f", {fetch:,} to fetch ({need}); free {format_bytes(plan.free)}"
     if plan.left_out:
         return f"{text}  {len(plan.left_out):,} do not fit and are left out"
@@ -72,6 +74,7 @@ def plan_record(plan: PrewarmPlan) -> dict[str, Any]:
         "evict_bytes": plan.evict,
         "missing_bytes": plan.missing,
         "left_out": len(plan.left_out),
+        "outdated": len(plan.outdated),
     }
 
 
@@ -94,6 +97,7 @@ def summary_record(report: PrewarmReport) -> dict[str, Any]:
     """The totals as raw values: shards by outcome, bytes, seconds."""
     return {
         **{outcome.value: report.count(outcome) for outcome in Outcome},
+        "refreshed": report.refreshed,
         "retried": report.retried,
         "bytes": report.bytes,
         "received_bytes": report.received,
@@ -137,6 +141,7 @@ def summary_text(report: PrewarmReport) -> str:
     left_out = report.count(Outcome.LEFT_OUT)
     why = _WHY[report.stopped] if report.stopped is not None else ""
     notes = [
+        f"{report.refreshed:,} replaced at the origin" if report.refreshed else "",
         f"{report.failed:,} failed" if report.failed else "",
         f"{report.retried:,} retried" if report.retried else "",
         f"{report.coalesced:,} fetched by other processes" if report.coalesced else "",

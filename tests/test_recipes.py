@@ -14,6 +14,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from shardcache.manifests import Pod
 from shardcache.recipes import RECIPES, Recipe, Setting
 from tests.clitools import run_process
 
@@ -33,8 +34,7 @@ def odd(python: str = sys.executable) -> Setting:
         "root",
         {"SHARDCACHE_MAX_SIZE": "80%", "SHARDCACHE_ALLOW_SCHEMES": "pipe, x#y"},
         prewarm=("s3://lab/it's-{000..127}.tar",),
-        image="lab/train:17",
-        nodes=3,
+        pod=Pod("lab/train:17", 3),
     )
 
 
@@ -191,17 +191,17 @@ def test_without_a_cache_an_epilog_does_nothing(tmp_path: Path) -> None:
 
 
 def test_a_cron_job_that_kubernetes_takes(setting: Setting) -> None:
-    [recipe] = RECIPES["k8s"](setting)
+    recipe = RECIPES["k8s"](setting)[0]
     found = yaml.safe_load(recipe.text)
     kubernetes_validate.validate(found, "1.31", strict=True)
     pod = found["spec"]["jobTemplate"]["spec"]["template"]["spec"]
     [container] = pod["containers"]
     assert container["command"][3:5] == ["--dir", setting.directory]
-    assert container["image"] == setting.image
+    assert container["image"] == setting.pod.image
     assert {row["name"]: row["value"] for row in container["env"]} == setting.environment
     assert container["volumeMounts"][0]["mountPath"] == setting.directory
     job = found["spec"]["jobTemplate"]["spec"]
-    assert job["parallelism"] == job["completions"] == setting.nodes
+    assert job["parallelism"] == job["completions"] == setting.pod.nodes
 
 
 def test_without_options_there_is_no_environment() -> None:

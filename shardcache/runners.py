@@ -44,6 +44,9 @@ _BEATS = 5
 #: Seconds for which a process of this machine must have been gone. Its result may be there and
 #: not be seen yet, where this mount of a network filesystem is another one than its own.
 _GONE = 5.0
+#: Seconds that count between two looks, at most. After a pause of the whole machine (a virtual
+#: one that was moved) the runner has had no more time to beat than we had to look.
+_LONGEST_LOOK = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +171,8 @@ class Watch:
         self._clock = clock
         self._holder: Identity | None = None
         self._seen: tuple[bytes | None, bytes | None] | None = None
-        self._since = self._gone_since = clock.monotonic()
+        self._looked = clock.monotonic()
+        self._silent = self._gone = 0.0
 
     def next_is_free(self) -> bool:
         """Whether the holder of the claim `number` is dead; then `number` is the next one."""
@@ -183,17 +187,20 @@ class Watch:
         logger.warning("%s has ended in the midst of %s; taking over", self._who(), self._room)
         self.number += 1
         self._holder = self._seen = None
+        self._silent = self._gone = 0.0
         return True
 
     def _has_expired(self, name: str) -> bool:
         now = self._clock.monotonic()
+        passed, self._looked = min(now - self._looked, _LONGEST_LOOK), now
         seen = self._board.get(name), self._board.get(f"{name}.beat")
         if seen != self._seen:
-            self._seen, self._since = seen, now
+            self._seen, self._silent, passed = seen, 0.0, 0.0
             self._holder = Identity.parse(seen[0])
-        if self._holder is None or not self._holder.is_gone():
-            self._gone_since = now
-        return now - self._since >= self._lease or now - self._gone_since >= _GONE
+        is_gone = self._holder is not None and self._holder.is_gone()
+        self._silent += passed
+        self._gone = self._gone + passed if is_gone else 0.0
+        return self._silent >= self._lease or self._gone >= _GONE
 
     def _who(self) -> str:
         return str(self._holder) if self._holder else "a process that did not say who it is"

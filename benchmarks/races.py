@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.table import machine
@@ -38,14 +39,18 @@ def count(story: str, after: bool, runs: int, settings: dict[str, float]) -> Cou
     return complaints
 
 
-def main() -> None:
-    """Run it."""
+def main(arguments_given: Sequence[str] | None = None) -> None:
+    """Run it.
+
+    Args:
+        arguments_given: in place of those of the command line.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=100, help="times that each story is told")
     parser.add_argument("--slow", type=float, default=0.6, help="seconds that rank 0 is late")
-    parser.add_argument("--delay", type=float, default=0.5, help="seconds until nodes see")
+    parser.add_argument("--delay", type=float, default=0.3, help="seconds until nodes see")
     parser.add_argument("stories", nargs="*", metavar="STORY", help="words of its name")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(arguments_given)
     if reason := why_not():
         parser.exit(2, f"{reason}\n")
     if arguments.runs < 1:

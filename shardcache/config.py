@@ -64,7 +64,9 @@ __all__ += ["describe", "load", "options"]
 
 _PREFIX = "SHARDCACHE_"
 #: Variables with our prefix that are no options; the last two belong to `shardcache.ranks`.
-OTHER_VARIABLES = frozenset({"SHARDCACHE_CONFIG", "SHARDCACHE_RANK", "SHARDCACHE_JOB"})
+OTHER_VARIABLES = frozenset(
+    {"SHARDCACHE_CONFIG", "SHARDCACHE_RANK", "SHARDCACHE_JOB", "SHARDCACHE_SYNC_DIR"}
+)
 #: WebDataset's own variables, honoured where nothing of ours is set.
 _WDS_VARIABLES = {"dir": "WDS_CACHE", "max_size": "WDS_CACHE_SIZE"}
 #: Kubernetes puts the address of every Service into the environment of the pods beside

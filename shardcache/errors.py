@@ -16,15 +16,20 @@ from typing import Any
 
 __all__ = [
     "AccessDeniedError",
+    "BarrierTimeoutError",
+    "BoardError",
     "CacheFullError",
     "ConfigError",
     "FetchCancelledError",
+    "InTheWayError",
     "IntegrityError",
     "LockTimeoutError",
+    "OnceError",
     "ShardCacheError",
     "ShardNotFoundError",
     "TransferError",
     "TransferTimeoutError",
+    "WaitTimeoutError",
 ]
 
 
@@ -111,3 +116,29 @@ class LockTimeoutError(ShardCacheError, TimeoutError):
     """Another process held the shard for longer than this caller may wait."""
 
     errno = errno.ETIMEDOUT
+
+
+class WaitTimeoutError(ShardCacheError, TimeoutError):
+    """What `shardcache.sync` waited for did not come in time."""
+
+    errno = errno.ETIMEDOUT
+
+
+class BarrierTimeoutError(WaitTimeoutError):
+    """Not all ranks came to a barrier; ``missing`` names them."""
+
+
+class InTheWayError(ShardCacheError, FileExistsError):
+    """Something else is where a directory is to be."""
+
+    errno = errno.EEXIST
+
+
+class OnceError(ShardCacheError, RuntimeError):
+    """What another rank ran for all of them failed there; ``traceback`` is its text."""
+
+
+class BoardError(ShardCacheError, ConnectionError):
+    """Ranks cannot tell one another anything: the store of torch.distributed does not answer."""
+
+    errno = errno.ECONNRESET

@@ -30,7 +30,7 @@ from shardcache.metadata import boot_id
 from shardcache.modes import PRIVATE, Modes
 from shardcache.mounts import Mount, mount_of
 
-__all__ = ["Answer", "Locking", "decide", "distrust", "probe"]
+__all__ = ["Answer", "Locking", "decide", "distrust", "node_directory", "probe"]
 
 logger = logging.getLogger(__name__)
 
@@ -188,8 +188,18 @@ def _node_directory(root: Path, modes: Modes) -> Path | None:
     """A directory of ours on this node, the same for all who use ``root``; None without one."""
     if not os.path.lexists(root / MANIFEST):
         return None  # what it is called is not settled, and there is nothing to lock
+    return node_directory(_identity(root), modes)
+
+
+def node_directory(identity: str, modes: Modes = PRIVATE) -> Path | None:
+    """A directory of ours on this node, the same for all who say ``identity``; None without one.
+
+    Args:
+        identity: sixteen hexadecimal digits.
+        modes: whose it is.
+    """
     owner = os.geteuid() if modes.group is None else f"g{modes.group}"
-    name = f"shardcache-{owner}-{_identity(root)}"
+    name = f"shardcache-{owner}-{identity}"
     for parent in _NODE_DIRECTORIES:
         mount = mount_of(parent)
         if mount is not None and not mount.is_local:

@@ -207,6 +207,10 @@ class Child:
         assert kind == "said", value
         return value
 
+    def speaks(self, seconds: float) -> bool:
+        """Whether it says something within that time, or has said it."""
+        return self._channel.poll(seconds)
+
     def ask(self, message: Any = None) -> Any:
         self.tell(message)
         return self.hear()

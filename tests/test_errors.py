@@ -53,6 +53,11 @@ def test_an_error_survives_pickling_also_after_webdataset_added_the_url(cls: typ
         (FetchCancelledError, OSError, errno.ECANCELED),
         (CacheFullError, OSError, errno.ENOSPC),
         (LockTimeoutError, TimeoutError, errno.ETIMEDOUT),
+        (errors.WaitTimeoutError, TimeoutError, errno.ETIMEDOUT),
+        (errors.BarrierTimeoutError, errors.WaitTimeoutError, errno.ETIMEDOUT),
+        (errors.InTheWayError, FileExistsError, errno.EEXIST),
+        (errors.OnceError, RuntimeError, None),
+        (errors.BoardError, ConnectionError, errno.ECONNRESET),
     ],
 )
 def test_the_builtin_a_caller_would_catch_catches_it(cls, builtin, number) -> None:

@@ -1,0 +1,382 @@
+"""Work that exactly one rank does: `once`.
+
+The first rank that claims the work runs it and posts what came of it, a result or a failure;
+the others wait for that. What has been posted stays: a later call of the same job is told the
+same, and runs nothing. If the runner dies, by SIGKILL too, another rank takes over
+(`runners`); if it is interrupted (KeyboardInterrupt, SystemExit), likewise.
+
+Of two results, which only a runner that was taken for dead can bring about, the first counts,
+for both. Results and failures are JSON, never pickles.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, ParamSpec, TypeVar, overload
+
+from shardcache.errors import ConfigError, OnceError, WaitTimeoutError
+from shardcache.fileboard import LIMIT
+from shardcache.noticeboards import Board, Scope, board_for
+from shardcache.patience import DEFAULT_TIMEOUT, Patience
+from shardcache.ranks import safe_name
+from shardcache.runners import LEASE_SECONDS, Claim, Identity, Watch
+from shardcache.units import parse_duration
+from shardcache.urls import redact
+
+__all__ = ["Once", "once"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+#: Characters of a traceback that are told to the other ranks; its end says most.
+_TRACEBACK = 20_000
+
+_guard = threading.Lock()
+#: How often `again` was asked for here: ranks that run the same program count alike.
+_agains: dict[tuple[str, str], int] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of the work."""
+
+    key: str
+    record: dict[str, Any]
+
+    @classmethod
+    def parse(cls, key: str, data: bytes, where: str) -> Outcome:
+        """What was posted.
+
+        Raises:
+            OnceError: it is damaged.
+        """
+        try:
+            record = json.loads(data)
+            if record["outcome"] in ("done", "failed") and isinstance(record["by"], str):
+                return cls(key, record)
+        except (ValueError, TypeError, KeyError, RecursionError):
+            pass  # said below, of all that is no record
+        raise OnceError(
+            f"What came of once({key!r}) cannot be read in {where}. Remove that and run again.",
+            key=key,
+        )
+
+    def value(self) -> Any:
+        """The result.
+
+        Raises:
+            OnceError: it failed.
+        """
+        if self.record["outcome"] == "done":
+            return self.record.get("value")
+        kind, message, text = (str(self.record.get(x)) for x in ("type", "message", "traceback"))
+        raise OnceError(
+            f"once({self.key!r}) failed on {self.record['by']}: {kind}: {message}\n"
+            f"It is not run again in this job unless again=True is given. There:\n{text}",
+            key=self.key,
+            type=kind,
+            cause=message,
+            traceback=text,
+            by=self.record["by"],
+        )
+
+
+class Once:
+    """Work for one rank, not begun yet: a context manager and a decorator; made by `once`."""
+
+    def __init__(
+        self,
+        key: str,
+        *,
+        per: Scope,
+        again: bool,
+        generation: int | str | None,
+        timeout: float | str | None,
+        lease: float | str,
+        dir: str | os.PathLike[str] | None,
+        job: str | None,
+    ) -> None:
+        if not isinstance(key, str) or not key.strip():
+            raise ConfigError(f"once needs a name for the work, not {key!r:.80}. Give a text.")
+        if again and generation is not None:
+            raise ConfigError("again and generation exclude each other. Give one of them.")
+        self._key = key
+        self._again = again
+        self._generation = generation
+        self._timeout = None if timeout is None else parse_duration(timeout)
+        self._lease = parse_duration(lease)
+        if self._lease < 1:
+            raise ConfigError(f"lease={lease!r} is too short for a heartbeat. Give 1 s or more.")
+        self._where: tuple[Scope, str | os.PathLike[str] | None, str | None] = per, dir, job
+        self._turn: _Turn | None = None
+
+    def run(self, function: Callable[[], Any]) -> Any:
+        """Call ``function`` here, or be told what came of it elsewhere."""
+        turn = self._begin()
+        if turn.claim is None:
+            return turn.outcome().value()
+        try:
+            value = function()
+        except Exception as exn:
+            turn.fail(exn)
+            raise
+        except BaseException:
+            turn.let_go()
+            raise
+        return turn.succeed(value)
+
+    def _begin(self) -> _Turn:
+        board = board_for(*self._where)
+        name = safe_name(self._key)
+        if self._generation is not None:
+            generation = "g" + safe_name(str(self._generation))
+        else:
+            with _guard:
+                asked = str(board), name
+                _agains[asked] = _agains.get(asked, 0) + self._again
+                generation = str(_agains[asked])
+        turn = _Turn(self._key, board, f"once/{name}/{generation}", self._lease)
+        turn.take(Patience(self._timeout))
+        return turn
+
+    def __enter__(self) -> bool:
+        self._turn = turn = self._begin()
+        if turn.claim is None:
+            turn.outcome().value()
+            return False
+        return True
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exn: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        turn, self._turn = self._turn, None
+        if turn is None or turn.claim is None:
+            return
+        if exn is None:
+            turn.succeed(None)
+        elif isinstance(exn, Exception):
+            turn.fail(exn)
+        else:
+            turn.let_go()
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        """Decorate: of all ranks that call the function, one runs it."""
+
+        @functools.wraps(function)
+        def wrapper(*args: P.args, **kw: P.kwargs) -> R:
+            result: R = self.run(lambda: function(*args, **kw))
+            return result
+
+        return wrapper
+
+
+class _Turn:
+    """One rank's part in one piece of work."""
+
+    def __init__(self, key: str, board: Board, room: str, lease: float) -> None:
+        self.claim: Claim | None = None
+        self._key = key
+        self._board = board
+        self._room = room
+        self._lease = lease
+        self._posted: bytes | None = None
+
+    def take(self, patience: Patience) -> None:
+        """Wait for the claim or for the outcome.
+
+        Raises:
+            WaitTimeoutError: neither came.
+        """
+        watch = Watch(self._board, self._room, self._lease)
+        free = True
+        while not self._is_posted():
+            if free and self._claim(watch):
+                return
+            free = watch.next_is_free()
+            if free:
+                continue
+            if patience.over:
+                raise WaitTimeoutError(
+                    f"Waited {patience} for once({self._key!r}): {watch} (told in {self._board}). "
+                    "Look at that process (py-spy dump), or give it more time with timeout.",
+                    key=self._key,
+                    waited=patience.waited,
+                )
+            patience.pause(lambda: f"waiting for once({self._key!r}): {watch}")
+
+    def _is_posted(self) -> bool:
+        self._posted = self._board.get(f"{self._room}/outcome")
+        return self._posted is not None
+
+    def _claim(self, watch: Watch) -> bool:
+        claim = Claim.make(self._board, self._room, watch.number, self._lease)
+        if claim is None:
+            return False
+        try:
+            posted = self._is_posted()  # by the former holder, who had all the time to do so
+        except BaseException:
+            claim.release()
+            raise
+        if posted:
+            claim.release()
+        else:
+            self.claim = claim
+        return True
+
+    def outcome(self) -> Outcome:
+        """What was posted."""
+        assert self._posted is not None
+        return Outcome.parse(self._key, self._posted, f"{self._board}/{self._room}")
+
+    def succeed(self, value: Any) -> Any:
+        """Post the result; what all ranks get, this one included.
+
+        Raises:
+            OnceError: it cannot be told to the others.
+        """
+        record = {"outcome": "done", "by": str(Identity.this()), "value": value}
+        try:
+            data = json.dumps(record, allow_nan=True).encode()
+        except (TypeError, ValueError, RecursionError) as exn:
+            return self._refuse(f"its result is no JSON ({exn})")
+        if len(data) > LIMIT:
+            return self._refuse(f"its result is longer than {LIMIT} bytes")
+        return self._post(data).value()
+
+    def _refuse(self, why: str) -> Any:
+        error = OnceError(
+            f"once({self._key!r}) has run, and {why}. Return None, or what JSON can hold; write "
+            "the rest to a file.",
+            key=self._key,
+        )
+        self.fail(error)
+        raise error
+
+    def fail(self, exn: Exception) -> None:
+        """Post the failure."""
+        text = "".join(traceback.format_exception(exn))[-_TRACEBACK:]
+        record = {
+            "outcome": "failed",
+            "by": str(Identity.this()),
+            "type": type(exn).__qualname__,
+            "message": redact(str(exn))[:_TRACEBACK],
+            "traceback": redact(text),
+        }
+        self._post(json.dumps(record).encode())
+
+    def _post(self, data: bytes) -> Outcome:
+        name = f"{self._room}/outcome"
+        try:
+            if not self._board.first(name, data):
+                data = self._board.get(name) or data
+        finally:
+            self.let_go()
+        return Outcome.parse(self._key, data, f"{self._board}/{self._room}")
+
+    def let_go(self) -> None:
+        """Let another rank take over, if nothing has been posted."""
+        if self.claim is not None:
+            self.claim.release()
+
+
+@overload
+def once(
+    key: str,
+    /,
+    *,
+    per: Scope = ...,
+    again: bool = ...,
+    generation: int | str | None = ...,
+    timeout: float | str | None = ...,
+    lease: float | str = ...,
+    dir: str | os.PathLike[str] | None = ...,
+    job: str | None = ...,
+) -> Once: ...
+
+
+@overload
+def once(
+    key: str,
+    function: Callable[..., R],
+    /,
+    *args: Any,
+    per: Scope = ...,
+    again: bool = ...,
+    generation: int | str | None = ...,
+    timeout: float | str | None = ...,
+    lease: float | str = ...,
+    dir: str | os.PathLike[str] | None = ...,
+    job: str | None = ...,
+) -> R: ...
+
+
+def once(
+    key: str,
+    function: Callable[..., Any] | None = None,
+    /,
+    *args: Any,
+    per: Literal["node", "job"] = "job",
+    again: bool = False,
+    generation: int | str | None = None,
+    timeout: float | str | None = DEFAULT_TIMEOUT,
+    lease: float | str = LEASE_SECONDS,
+    dir: str | os.PathLike[str] | None = None,
+    job: str | None = None,
+) -> Any:
+    """Have exactly one rank do something; the others wait for its success and see its failure.
+
+        path = once("unpack", unpack, archive, per="node")
+
+        with once("unpack", per="node") as mine:
+            if mine:
+                unpack(archive)
+
+        @once("unpack", per="node")
+        def unpack(): ...
+
+    All ranks get the function's result, as JSON has it (a tuple becomes a list); with the
+    block they get none. If it raises, the runner sees the exception and the others an
+    `OnceError` that quotes it. It is run once per job: a later call is told what came of it.
+
+    Args:
+        key: the name of the work; the same on all ranks.
+        function: does it; without one, a context manager that is also a decorator is returned.
+        args: its arguments.
+        per: ``job``, or ``node`` for one rank on each node.
+        again: run it once more. All ranks ask alike: their n-th ``again`` is one run.
+        generation: run it once for each generation, such as an epoch.
+        timeout: most seconds to wait for another rank, or text such as ``10m``; None: for ever.
+        lease: seconds without a sign of life after which a runner counts as dead where only
+            signs of life tell: on network filesystems and in torch's store.
+        dir: a directory in which the ranks meet; the default is torch's store, then
+            ``SHARDCACHE_SYNC_DIR``, then a directory of the node.
+        job: a name in place of the launcher's id of the job; who states the same one sees the
+            same results, also those of an earlier run.
+
+    Raises:
+        OnceError: it failed on another rank, or its result is no JSON.
+        WaitTimeoutError: nothing came of it in time.
+        ConfigError: an argument that cannot work, or no place where the ranks could meet.
+        Whatever the function raises, on the rank that runs it.
+    """
+    found = Once(
+        key,
+        per=per,
+        again=again,
+        generation=generation,
+        timeout=timeout,
+        lease=lease,
+        dir=dir,
+        job=job,
+    )
+    return found if function is None else found.run(functools.partial(function, *args))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from shardcache.urls import ShardURL
     from shardcache.warmplan import PrewarmPlan
 
-__all__ = ["Progress", "Snapshot", "Tally", "progress_line"]
+__all__ = ["Progress", "Snapshot", "Tally", "live_display", "progress_line"]
 
 #: Seconds between two lines where nothing can be redrawn.
 _LINE_EVERY = 10.0
@@ -219,7 +219,7 @@ class Progress:
         if not self._console.progress:
             return
         if self._console.live:
-            self._live = _live_display(self._console, self._render)
+            self._live = live_display(self._console, self._render)
             self._live.start()
         else:
             self._thread = threading.Thread(
@@ -259,7 +259,8 @@ def progress_line(snapshot: Snapshot) -> str:
     return ", ".join(parts)
 
 
-def _live_display(console: Console, render: Any) -> Any:
+def live_display(console: Console, render: Any) -> Any:
+    """What ``render`` returns, redrawn on standard error until it is stopped."""
     from rich.console import Console as Terminal
     from rich.live import Live
 

@@ -33,8 +33,9 @@ from shardcache.fleetlines import Closed, Complained, Ended, Fault, Heard, Membe
 __all__ = ["Ending", "Engine", "Fleet", "Node", "Order", "run_fleet"]
 
 #: Seconds that the nodes have to let go of their fetches, which is what `warmrun` grants them and
-#: some for the network; then their engine is ended, and after the shorter time killed.
+#: some for the network; then the engine loses its input, is told to end, and is killed.
 _FAREWELL = 75.0
+_END_AFTER = 3.0
 _KILL_AFTER = 10.0
 _TICK = 0.1
 #: A node's last words, of which one tells why it failed.
@@ -110,6 +111,8 @@ class Node:
         """Why it is not done, as far as that is not a matter of single shards."""
         if self.ending in (Ending.DONE, Ending.SOME_FAILED, Ending.INCOMPLETE):
             return None
+        if self.ending is Ending.INTERRUPTED:
+            return "it was interrupted"
         if self.code is None:
             return self.reason or "it ended without a word"
         for word in reversed(self.words):
@@ -195,8 +198,14 @@ class Fleet:
         for node in self.nodes:
             if not node.ended:
                 node.ended = True
-                last = self.said[-1] if self.said else "its engine ended"
-                node.reason = node.reason or last
+                node.reason = node.reason or self._last_word(code)
+
+    def _last_word(self, code: int) -> str:
+        """Why the engine ended before its nodes."""
+        if self.stopping:
+            return "it did not end in time and was left to itself"
+        told = [text for text in self.said if "error: " in text]
+        return told[-1] if told else f"the engine ended with exit code {code}"
 
 
 class Engine(ABC):
@@ -344,11 +353,15 @@ class _Program:
     def _end(self) -> None:
         """Its input ends, it is told to go, and it is killed."""
         self._close_input()
-        self._process.terminate()
-        try:
-            self._process.wait(_KILL_AFTER)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
+        for act, seconds in (
+            (self._process.terminate, _END_AFTER),
+            (self._process.kill, _KILL_AFTER),
+        ):
+            try:
+                self._process.wait(seconds)
+                return
+            except subprocess.TimeoutExpired:
+                act()
 
     def _close_input(self) -> None:
         assert self._process.stdin is not None

@@ -127,16 +127,22 @@ def prewarm_nodes(
         dry_run: they contain ``--dry-run``.
 
     Raises:
-        ConfigError: the engine cannot work as it was asked.
+        ConfigError: a malformed specification, or the engine cannot work as it was asked.
         ShardCacheError: it could not start anything.
     """
+    from shardcache.prewarm import expand
+
     console = invocation.console
+    expanded = expand(specs)  # a mistake in one is refused here, not by every node
+    if any("${" in spec for spec in specs):
+        specs = expanded  # the nodes need not know the variables
     engine = _engine(invocation, fleet, specs, arguments)
     if dry_run and isinstance(engine, SlurmEngine):
         text = engine.text()
         console.record("prewarm", {"command_line": text, "nodes": engine.names}, text)
         return 0
-    with FleetView(console, engine.name) as view, invocation.signals.graceful():
+    doing = "Checking" if check else "Planning for" if dry_run else "Prewarming"
+    with FleetView(console, engine.name, doing) as view, invocation.signals.graceful():
         found = run_fleet(engine, view, invocation.signals.stop)
     if console.human:
         console.said(total_text(found, check=check))

@@ -95,8 +95,9 @@ class NodePrewarm:
         """Ask the prewarm to end in order; it keeps what it has."""
         if self._process is not None and not self._stopped:
             self._stopped = True
+            # Not SIGINT: Ray's workers ignore that one, and so does what they start.
             with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(signal.SIGINT)
+                self._process.send_signal(signal.SIGTERM)
 
     def _feed(self, specs: list[str]) -> None:
         assert self._process is not None

@@ -114,6 +114,8 @@ def total_text(fleet: Fleet, *, check: bool) -> str:
     ]
     if summary["failed"]:
         notes.append(f"{counted(summary['failed'], 'shard')} failed")
+    if summary["left_out"]:
+        notes.append(f"{counted(summary['left_out'], 'shard')} left out for want of room")
     return f"{text}; {', '.join(notes)}." if notes else f"{text}."
 
 
@@ -219,7 +221,7 @@ def tell_failures(console: Console, fleet: Fleet) -> None:
     everything = console.verbosity > 0
     whys: dict[tuple[str, str], list[str]] = {}
     for node in fleet.nodes:
-        if node.error is not None:
+        if node.error is not None and node.ending is not Ending.INTERRUPTED:
             whys.setdefault((_WORDS.get(node.ending, "failed"), node.error), []).append(node.name)
     for (word, why), names in whys.items():
         console.detail(word, "red", f"{_some(names, everything)}: {why}")

@@ -6,7 +6,9 @@ a thread of rich's reads the fleet and draws. Rows go to stderr, what is done to
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -38,10 +40,12 @@ class FleetView:
     Args:
         console: decides whether and how.
         engine: what the nodes are nodes of.
+        doing: a word for what is done there.
     """
 
-    def __init__(self, console: Console, engine: str) -> None:
+    def __init__(self, console: Console, engine: str, doing: str = "Prewarming") -> None:
         self._console = console
+        self._doing = doing
         self._engine = engine
         self._fleet: Fleet | None = None
         self._live: Any = None
@@ -73,9 +77,22 @@ class FleetView:
         for node in fleet.nodes:
             if node.ended and node.number not in self._told and self._is_final(node, event):
                 self._told.add(node.number)
-                self._console.said(f"{self._padded(node)}  {end_text(node)}")
-                self._console.line("end", {"node": node.name, **node_record(node)})
+                with self._above():
+                    self._console.said(f"{self._padded(node)}  {end_text(node)}")
+                    self._console.line("end", {"node": node.name, **node_record(node)})
         self._line()
+
+    @contextlib.contextmanager
+    def _above(self) -> Iterator[None]:
+        """Where something is printed: a display on the same screen makes room and comes back."""
+        if self._live is None:
+            yield
+            return
+        self._live.stop()
+        try:
+            yield
+        finally:
+            self._live.start()
 
     def _is_final(self, node: Node, event: Heard) -> bool:
         # Why a node failed may come on the other of two pipes, after its end.
@@ -87,7 +104,7 @@ class FleetView:
         more = len(fleet.nodes) - _ROWS
         where = f"{self._engine} {fleet.place}".rstrip()
         console.said(
-            f"Prewarming {counted(len(fleet.nodes), 'node')} of {where}: {names}"
+            f"{self._doing} {counted(len(fleet.nodes), 'node')} of {where}: {names}"
             + (f" and {more:,} more" if more > 0 else "")
         )
         console.line(
@@ -102,10 +119,12 @@ class FleetView:
     def _said(self, node: Node, event: Said) -> None:
         record = {name: event.record[name] for name in event.record if name != "schema"}
         kind = record.pop("type")
-        if kind == "plan":
+        if kind == "plan" and self._live is None:  # whose rows tell it, too
             self._console.said(f"{self._padded(node)}  {plan_line(record)}")
         if kind == "node":
-            record = {name: record[name] for name in ("name", "dir", "version") if name in record}
+            record = {
+                name: record[name] for name in ("name", "pid", "dir", "version") if name in record
+            }
             record["host"] = record.pop("name", None)
         if kind not in ("summary", "end"):  # they are part of the node's end
             self._console.line(kind, {"node": node.name, **record})
@@ -114,9 +133,11 @@ class FleetView:
         """A warning is told once, whichever nodes have it; a failure at the end."""
         if text.startswith(_WARNING) and text not in self._warned:
             self._warned.add(text)
-            self._console.warning(f"{node.name}: {text.removeprefix(_WARNING)}")
+            with self._above():
+                self._console.warning(f"{node.name}: {text.removeprefix(_WARNING)}")
         elif self._console.verbosity and not text.startswith(("error: ", "  failed", _WARNING)):
-            self._console.log("info", f"{node.name}: {text}")
+            with self._above():
+                self._console.log("info", f"{node.name}: {text}")
 
     def _line(self) -> None:
         now = time.monotonic()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +15,8 @@ import click
 from shardcache.arguments import dry_run_option, duration, rate
 from shardcache.console import Column, Console
 from shardcache.errors import ConfigError, ShardNotFoundError
+from shardcache.fleetcommand import FleetOptions, fleet_options, prewarm_nodes
+from shardcache.fleetmember import Member
 from shardcache.invocation import Invocation, command
 from shardcache.warmtext import (
     check_text,
@@ -47,6 +51,7 @@ _COLUMNS = [
         shardcache prewarm s3://lab/val/ --limit-rate 50MB
         shardcache prewarm --refresh 's3://lab/train-{0000..2047}.tar'
         shardcache prewarm --check 's3://lab/train-{0000..2047}.tar'
+        shardcache prewarm --nodes slurm 's3://lab/train-{0000..2047}.tar'
     """,
 )
 @dry_run_option("Say what would be fetched, fetch nothing.")
@@ -91,6 +96,7 @@ _COLUMNS = [
     metavar="LIST",
     help="Read SPECs from a file, one per line; - is stdin. May be repeated.",
 )
+@fleet_options
 @click.argument("specs", nargs=-1, metavar="SPEC...")
 def prewarm_command(
     invocation: Invocation,
@@ -105,6 +111,7 @@ def prewarm_command(
     best_effort: bool,
     limit_rate: int | None,
     dry_run: bool,
+    fleet: FleetOptions,
 ) -> int:
     """Fetch shards into the cache, several at once, and show how it goes.
 
@@ -114,43 +121,100 @@ def prewarm_command(
 
     Shards that do not exist do not stop the others. When the first shards of a
     bucket are all refused (credentials, endpoint), the rest of it is not tried.
-    """
-    from shardcache.prewarm import expand, prewarm
 
+    With --nodes every node prewarms its own cache, with its own configuration and
+    credentials. A node that fails or dies is named; the others go on.
+    """
+    fleet.check()
     wanted = [*specs, *(spec for name in lists for spec in _read_list(name))]
     if not wanted and not lists:
         raise click.UsageError("Which shards? Give a SPEC, or a list with -f.")
-    cache = invocation.cache(connections=jobs or 0, looking=check)
-    console = invocation.console
+    wish = _Wish(
+        jobs,
+        processes,
+        check,
+        deadline,
+        max_failures,
+        best_effort,
+        limit_rate,
+        refresh,
+        dry_run,
+    )
+    if fleet.nodes is not None:
+        return prewarm_nodes(
+            invocation, fleet, wanted, wish.arguments(), check=check, dry_run=dry_run
+        )
+    return _prewarm_here(invocation, fleet, wanted, wish)
 
+
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """The options of ``prewarm`` that say how."""
+
+    jobs: int | None
+    processes: int | None
+    check: bool
+    deadline: float | None
+    max_failures: int | None
+    best_effort: bool
+    limit_rate: int | None
+    refresh: bool
+    dry_run: bool
+
+    def arguments(self) -> list[str]:
+        """As they are said to another prewarm."""
+        found = []
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if value is not None and value is not False:
+                found.append(f"--{item.name.replace('_', '-')}")
+                found += [] if value is True else [str(value)]
+        return found
+
+
+def _prewarm_here(
+    invocation: Invocation, fleet: FleetOptions, wanted: Sequence[str], wish: _Wish
+) -> int:
+    from shardcache.prewarm import expand, prewarm
+
+    share = fleet.share()
+    cache = invocation.cache(connections=wish.jobs or 0, looking=wish.check)
+    console = invocation.console
+    looking = wish.check or wish.dry_run
+    member = Member(console, cache.dir, share, fleet.tied_fd) if fleet.member else None
     told: set[str] = set()
 
     def tell(event: Event) -> None:
-        if not check:
+        if not wish.check:
             _stream(console, event, told)
 
     def run(on_event: Callable[[Event], None]) -> PrewarmReport:
         return prewarm(
             cache,
-            expand(wanted, cache),
-            jobs=jobs or _DEFAULT_JOBS,
-            processes=processes,
-            check=check,
-            dry_run=dry_run,
-            deadline=deadline,
-            max_failures=max_failures,
-            best_effort=best_effort,
-            limit_rate=limit_rate,
-            refresh=refresh,
+            expand(wanted, cache, share=share),
+            jobs=wish.jobs or _DEFAULT_JOBS,
+            processes=wish.processes,
+            check=wish.check,
+            dry_run=wish.dry_run,
+            deadline=wish.deadline,
+            max_failures=wish.max_failures,
+            best_effort=wish.best_effort,
+            limit_rate=wish.limit_rate,
+            refresh=wish.refresh,
             on_event=on_event,
             stop=invocation.signals.stop,
         )
 
-    with cache:
-        report = _attended(invocation, run, tell, show=not (check or dry_run))
-    _report(console, report, told, check=check, dry_run=dry_run)
-    tell_failures(console, report, max_failures)
-    return _exit_code(report, check, max_failures, best_effort)
+    with cache, member or contextlib.nullcontext():
+        telling = member.telling(tell) if member is not None else tell
+        report = _attended(invocation, run, telling, show=not looking)
+    _report(console, report, told, check=wish.check, dry_run=wish.dry_run)
+    tell_failures(console, report, wish.max_failures)
+    code = _exit_code(report, wish.check, wish.max_failures, wish.best_effort)
+    if member is not None:
+        signalled = invocation.signals.exit_code
+        member.end(code if signalled is None else signalled)
+    return code
 
 
 def _read_list(name: str) -> Iterator[str]:
@@ -173,8 +237,6 @@ def _attended(
     show: bool,
 ) -> PrewarmReport:
     """Run with progress; from the plan on, a signal winds down instead of raising."""
-    import contextlib
-
     from shardcache.prewarm import Planned
     from shardcache.progress import Progress
 

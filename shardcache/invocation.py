@@ -76,6 +76,16 @@ class Invocation:
         stated = self._given.get("dir")
         return None if stated is None else Path(stated)
 
+    def handed_down(self) -> list[str]:
+        """Global options for a process that does a part of this run and is read by it."""
+        given = self._given
+        options = ["--format", "jsonl", "--color", "never", "--no-progress", "--quiet"]
+        options += ["--verbose"] * given.get("verbose", 0)
+        for name in ("dir", "config"):
+            if given.get(name) is not None:
+                options += [f"--{name}", os.fspath(given[name])]
+        return options
+
     def loaded(self) -> Loaded:
         """The configuration in force.
 

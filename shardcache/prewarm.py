@@ -23,6 +23,7 @@ from shardcache.errors import CacheFullError, ConfigError, ShardCacheError
 from shardcache.layout import Layout
 from shardcache.listing import Listing, is_pattern
 from shardcache.modes import Modes
+from shardcache.nodes import Share
 from shardcache.root import make_root
 from shardcache.throttle import Throttle, parse_rate
 from shardcache.units import format_bytes
@@ -67,7 +68,9 @@ _VARIABLE = re.compile(r"\$\{(\w+)\}")
 _NESTED = 10
 
 
-def expand(specs: Iterable[str], cache: Cache | None = None) -> list[str]:
+def expand(
+    specs: Iterable[str], cache: Cache | None = None, *, share: Share | None = None
+) -> list[str]:
     """The shards that ``specs`` stand for, each once, in order.
 
     As WebDataset does it: split at ``::``, ``${X}`` from the variable ``WDS_X``,
@@ -78,21 +81,23 @@ def expand(specs: Iterable[str], cache: Cache | None = None) -> list[str]:
         specs: shard specifications.
         cache: lists ``s3://bucket/prefix/`` (every tar file below) and names with
             ``*`` or ``?``; without one those stay as they are.
+        share: only those that this node of several reads. As for WebDataset, a shard that is
+            named twice counts twice in the split.
 
     Raises:
         ConfigError: a malformed specification, or a variable that is not set.
         ShardNotFoundError: nothing is there under a prefix or a pattern.
         AccessDeniedError, TransferError: it cannot be listed.
     """
-    found: dict[str, None] = {}
+    found: list[str] = []
     listing = Listing(cache.config) if cache is not None else None
     for spec in specs:
         for url in _expanded(spec):
             if listing is not None and is_pattern(url):
-                found.update(dict.fromkeys(listing.matches(url)))
+                found += listing.matches(url)
             else:
-                found[url] = None
-    return list(found)
+                found.append(url)
+    return list(dict.fromkeys(found if share is None else share.of(found)))
 
 
 def _expanded(spec: str) -> list[str]:

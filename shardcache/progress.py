@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from shardcache.urls import ShardURL
     from shardcache.warmplan import PrewarmPlan
 
-__all__ = ["Progress", "Snapshot", "Tally", "progress_line"]
+__all__ = ["Progress", "Snapshot", "Tally", "live_display", "progress_line"]
 
 _REDRAWS_PER_SECOND = 5
 #: Running shards shown below the bar, two in a row.
@@ -196,7 +196,7 @@ class Progress:
         if not self._console.progress:
             return
         if self._console.live:
-            self._live = _live_display(self._console, self._render)
+            self._live = live_display(self._console, self._render)
             self._live.start()
         else:
             tally = self._tally
@@ -231,7 +231,8 @@ def progress_line(snapshot: Snapshot) -> str:
     return ", ".join(parts)
 
 
-def _live_display(console: Console, render: Any) -> Any:
+def live_display(console: Console, render: Any) -> Any:
+    """What ``render`` returns, redrawn on standard error until it is stopped."""
     from rich.console import Console as Terminal
     from rich.live import Live
 

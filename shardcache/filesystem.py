@@ -72,11 +72,7 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
         if fs is not None:
             target_options = target_options or dict(fs.storage_options)
         self._target_options = target_options or {}
-        self._options = {
-            k: v
-            for k, v in options.items()
-            if k not in _FSSPEC_OPTIONS
-        }
+        self._options = {k: v for k, v in options.items() if k not in _FSSPEC_OPTIONS}
         self._cache: Cache | None = None
 
     @property

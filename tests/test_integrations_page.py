@@ -41,7 +41,7 @@ def test_a_block_prints_what_it_says_and_fetches_each_shard_once(
     out = io.StringIO()
     with warnings.catch_warnings(), contextlib.redirect_stdout(out):
         warnings.simplefilter("ignore")  # torch's, of what forks
-        exec(compile(block.here(tmp_path), str(block), "exec"), {"__name__": "__main__"})
+        exec(compile(block.here(tmp_path), str(block), "exec"), {"__name__": "__main__"})  # noqa: S102
     block.check(out.getvalue())
     assert data.once()
 

@@ -95,7 +95,7 @@ def programs(directory: Path, **scripts: str) -> str:
 
 
 def run(
-    command: list[str], patience: float = 150, **environment: str
+    command: list[str], patience: float = 150, cwd: Path = ROOT, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a program of the examples to its end; it must succeed.
 
@@ -107,7 +107,7 @@ def run(
         stderr=subprocess.PIPE,
         text=True,
         stdin=subprocess.DEVNULL,
-        cwd=ROOT,
+        cwd=cwd,
         # Two ranks with a thread for each processor fight for them.
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment},
         start_new_session=True,

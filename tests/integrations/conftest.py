@@ -47,7 +47,8 @@ class Bench:
         """
         program = self.directory / "program.py"
         program.write_text(code)
-        return run([sys.executable, str(program), *arguments], 170, **environment).stdout
+        command = [sys.executable, str(program), *arguments]
+        return run(command, 170, self.directory, **environment).stdout
 
     def fetched(self) -> set[str]:
         """What crossed the network: each of it once."""
@@ -81,6 +82,5 @@ def bench(
         "RAY_USAGE_STATS_ENABLED": "0",
     }.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.chdir(tmp_path)
     assert os.environ["AWS_ENDPOINT_URL_S3"] == meter.endpoint_url
     yield made

@@ -21,7 +21,7 @@ if __name__ == "__main__":
     names = shardcache.wids.LocalNames(cache, "links")
     shards = [{"url": f"s3://bucket/train-{n:04d}.tar", "nsamples": 6} for n in range(4)]
     dataset = wids.ShardListDataset(shards, localname=names, transformations=[key], lru_size=2)
-    sampler = wids.ShardListSampler(dataset, shufflefirst=True)
+    sampler = wids.ShardedSampler(dataset, shufflefirst=True)
     loader = torch.utils.data.DataLoader(
         dataset, batch_size=4, sampler=sampler, num_workers=2, multiprocessing_context=sys.argv[1],
         persistent_workers=True,
@@ -43,7 +43,7 @@ def test_workers_read_every_sample_and_share_one_fetch_per_shard(method: str, be
     for link in links:
         assert bench.cache in link.readlink().parents
     assert bench.stored() == {f"train-{n:04d}.tar": 1 for n in range(4)}
-    assert not [p for p in bench.cache.rglob("objects/**/*.lock")]  # none of wids' in the cache
+    assert not list(bench.cache.rglob("objects/**/*.lock"))  # none of wids' in the cache
 
 
 def test_a_shard_that_was_evicted_is_fetched_again(bench: Bench) -> None:

@@ -10,7 +10,7 @@ from tests.integrations.conftest import Bench
 from tests.trainingtools import shard
 
 PROGRAM = """
-import importlib, sys
+import importlib, sys, time
 import torch, webdataset as wds
 import shardcache
 from shardcache.lightning import ShardCacheCallback
@@ -38,6 +38,7 @@ class Model(package.LightningModule):
         if self.trainer.is_global_zero:
             print("seen", *sorted(key for keys in everybodys for key in keys), flush=True)
         self.seen = []
+        time.sleep(1.5)  # so that the next epoch's first hit is written down at once
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.01)

@@ -80,30 +80,30 @@ class ShardCacheHooks:
         """
         for path in self.makedirs:
             path.mkdir(parents=True, exist_ok=True)
-        if stage in (None, "fit") and _local_rank(trainer) == 0:
-            self._warm()
-
-    def on_train_epoch_start(self, trainer: Any = None, pl_module: Any = None) -> None:
-        """Note what was counted so far."""
-        self._before = self._counted()
+        if stage in (None, "fit"):
+            if _local_rank(trainer) == 0:
+                self._warm()
+            self._before = self._counted()
 
     def on_train_epoch_end(self, trainer: Any = None, pl_module: Any = None) -> None:
-        """Log what the epoch cost; see `metrics`."""
-        if self.log and pl_module is not None and (metrics := self.metrics()):
+        """Log what was done since the last one ended; see `metrics`."""
+        metrics = self.metrics()
+        if self.log and pl_module is not None and metrics:
             pl_module.log_dict(metrics, rank_zero_only=True)
 
     def metrics(self) -> dict[str, float]:
-        """What the node's processes did since the epoch began, nothing if it did not begin.
+        """What the node's processes did since this was last asked, or since `setup`.
 
-        Hits per open, bytes that were read through the cache, and bytes that came from the
-        origin. A process writes its counts down every second, so that the last ones of an
-        epoch may be told with the next.
+        From end to end of epochs, because Lightning has the loader begin before it says that
+        an epoch begins. Opens, hits per open, bytes that were read through the cache, and
+        bytes that came from the origin. A process writes down a hit once a second, so that the
+        last ones of an epoch may be told with the next.
         """
-        counted = self._counted()
-        if counted is None or self._before is None:
+        before, counted = self._before, self._counted()
+        self._before = counted
+        if counted is None or before is None:
             return {}
-        since = {name: max(0, n - self._before.get(name, 0)) for name, n in counted.items()}
-        stats = Stats(None, None, since, {})
+        stats = Stats(None, None, {n: max(0, v - before.get(n, 0)) for n, v in counted.items()}, {})
         found = {
             "shardcache/opens": stats.opens,
             "shardcache/hit_rate": stats.hit_rate,

@@ -119,26 +119,27 @@ def test_what_cannot_be_prewarmed_is_a_warning(
 
 def test_an_epoch_is_told_by_itself(make_cache: MakeCache) -> None:
     cache, module = make_cache(fill="complete"), Module()
-    hooks = ShardCacheHooks(cache, SHARDS)
+    hooks = ShardCacheHooks(cache, SHARDS, prewarm=1)
     hooks.on_train_epoch_end(None, module)
-    assert module.logged == []  # no epoch began
-    for expected in ((2, 0.0, 2), (4, 1.0, 0)):
-        hooks.on_train_epoch_start(None, module)
-        for url in urls(2) * (expected[0] // 2):
+    assert module.logged == []  # nothing was set up: since when?
+    hooks.setup()
+    for opens, hit_rate, fetched in ((2, 0.5, 1), (4, 1.0, 0)):
+        for url in urls(2) * (opens // 2):
             cache.open(url).close()
         hooks.on_train_epoch_end(None, module)
         metrics, options = module.logged[-1]
         assert metrics == {
-            "shardcache/opens": expected[0],
-            "shardcache/hit_rate": expected[1],
-            "shardcache/bytes_read": expected[0] * len(SHARD),
-            "shardcache/bytes_fetched": expected[2] * len(SHARD),
+            "shardcache/opens": opens,
+            "shardcache/hit_rate": hit_rate,
+            "shardcache/bytes_read": opens * len(SHARD),
+            "shardcache/bytes_fetched": fetched * len(SHARD),
         }
         assert options == {"rank_zero_only": True}
-    hooks.on_train_epoch_start(None, module)
     hooks.on_train_epoch_end(None, module)
     assert "shardcache/hit_rate" not in module.logged[-1][0]  # of nothing
-    ShardCacheHooks(cache, log=False).on_train_epoch_end(None, module)
+    silent = ShardCacheHooks(cache, log=False)
+    silent.setup()
+    silent.on_train_epoch_end(None, module)
     assert len(module.logged) == 3
 
 
@@ -150,7 +151,7 @@ def test_what_cannot_be_counted_stops_nothing(
 
     cache, module = make_cache(), Module()
     hooks = ShardCacheHooks(cache)
-    hooks.on_train_epoch_start(None, module)
+    hooks.setup()
     monkeypatch.setattr(Cache, "stats", broken)
     with caplog.at_level(logging.WARNING):
         hooks.on_train_epoch_end(None, module)
@@ -182,7 +183,6 @@ def test_hooks_leave_the_cache_open(make_cache: MakeCache, monkeypatch: pytest.M
     hooks = ShardCacheHooks(cache, SHARDS, prewarm=1)
     stream = cache.open(urls(4)[3])
     hooks.setup()
-    hooks.on_train_epoch_start()
     hooks.on_train_epoch_end(None, Module())
     assert stream.read() == make_tar(3)
     assert closed == []

@@ -18,13 +18,14 @@ MORE_LOCK_TESTS := test_locks test_store test_wds test_prewarm test_processes te
 LOCK_FAULTS := refused lying deleted
 PARALLEL := --numprocesses $(WORKERS) --dist loadfile
 
-.PHONY: help demo test coverage test-locks test-locks-all lint audit bench docs clean
+.PHONY: help demo test coverage test-locks test-locks-all test-integrations lint audit bench docs clean
 
 help:
 	@echo "make demo    the main job on an embedded S3 server, with a table of what happened"
 	@echo "make test    the whole test suite"
 	@echo "make coverage  the same, and which lines it runs"
 	@echo "make test-locks-all    the engine's tests with locks that fail, every case"
+	@echo "make test-integrations  pandas, Arrow, Ray, Hugging Face, Lightning, wids (installs them)"
 	@echo "make lint    ruff (with its security rules), mypy, pyright, layers, dependencies"
 	@echo "make audit   known vulnerabilities of the dependencies (needs the network)"
 	@echo "make bench   every benchmark, against peers; writes docs/benchmarks.md (hours)"
@@ -40,6 +41,12 @@ $(VENV)/.demo: pyproject.toml
 $(VENV)/.test: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	@touch $@
+
+# Apart from `.test`: what it installs weighs a gigabyte.
+$(VENV)/.test-integrations: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[test-integrations]'
 	@touch $@
 
 # boto3 apart, in the version of the botocore that s3fs pins: the two are numbered alike, and
@@ -75,6 +82,10 @@ test-locks-all: $(VENV)/.test
 	done
 	$(BIN)/python -m pytest -q $(PARALLEL) --full tests/test_brokenlocks.py tests/test_netfs.py \
 		tests/test_lostlocks.py tests/test_fuseshim.py
+
+# In one process: each test starts some of its own.
+test-integrations: $(VENV)/.test-integrations
+	$(BIN)/python -m pytest tests/integrations
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -46,6 +46,12 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
         yield server
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`tests/integrations` needs packages of its own: it runs when it is named, and then whole."""
+    named = any("integrations" in Path(argument).parts for argument in config.args)
+    return True if collection_path.name == "integrations" and not named else None
+
+
 def _outside() -> set[Path]:
     """What tests make outside their own directories.
 

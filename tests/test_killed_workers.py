@@ -36,7 +36,10 @@ directory, spec = sys.argv[1:3]
 
 def epoch(cache):
     dataset = cache.attach(wds.WebDataset(spec, shardshuffle=False))
-    loader = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=2)
+    loader = torch.utils.data.DataLoader(
+        dataset, batch_size=None, num_workers=2, persistent_workers=True,
+        multiprocessing_context=sys.argv[4],
+    )
     return sorted(sample["__key__"] for sample in loader)
 
 if __name__ == "__main__":
@@ -57,7 +60,10 @@ if __name__ == "__main__":
 
 
 @pytest.mark.failure("killed-worker")
+# Spawned workers, whose start takes ten times as long: tests/integrations/test_workers.py.
+@pytest.mark.parametrize("method", ["fork"])
 def test_the_peers_of_a_killed_worker_go_on_at_once(
+    method: str,
     s3: S3Server,
     bucket: str,
     meter: Meter,
@@ -71,7 +77,7 @@ def test_the_peers_of_a_killed_worker_go_on_at_once(
     command = [sys.executable, "-c", RANK, str(tmp_path / "cache")]
     ranks = [
         subprocess.Popen(
-            [*command, f"s3://{bucket}/{{0..{SHARDS - 1}}}.tar", str(STALE_AFTER)],
+            [*command, f"s3://{bucket}/{{0..{SHARDS - 1}}}.tar", str(STALE_AFTER), method],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

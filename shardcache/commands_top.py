@@ -10,7 +10,7 @@ from datetime import datetime
 import click
 
 from shardcache.activity import Activity, Flight, TierUse, Waiting, Watcher
-from shardcache.arguments import Seconds
+from shardcache.arguments import Number
 from shardcache.clock import SYSTEM_CLOCK
 from shardcache.console import counted, printable
 from shardcache.invocation import Invocation, command
@@ -39,7 +39,7 @@ _NAME = 48
 )
 @click.option(
     "--interval",
-    type=Seconds(0.2, 3600),
+    type=Number(0.2, 3600),
     default=2.0,
     metavar="SECONDS",
     help="Between two looks.  [default: 2]",

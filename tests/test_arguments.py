@@ -52,7 +52,15 @@ VALUES: dict[str, tuple[list[str], list[str]]] = {
     "FIELD[:desc]": (["size", "url:desc"], ["weight", "size:down", ":"]),
     "SPEC": (["s3://b/a.tar"], []),
     "NAME": (["lab/train:17"], []),
+    "NAMES": (["a,b"], []),
+    "ADDRESS": (["127.0.0.1:9"], []),
+    "CPUS": (["0.5", "2"], ["two", "2000"]),
+    "UID": (["1000"], ["root", "1.5"]),
+    "KEY=VALUE": (["lab/gpu=yes"], []),
+    "KEY[=VALUE][:EFFECT]": (["gpu", "gpu=yes:NoSchedule", "*"], []),
 }
+#: Of these, what is wrong depends on more than the word.
+FREE = ("SPEC", "NAME", "NAMES", "ADDRESS", "KEY=VALUE", "KEY[=VALUE][:EFFECT]")
 PATHS = ["missing/file", "a.tar", "folder", "folder/file", ".", "/dev/null", "/proc/self/mem"]
 URLS = [
     *("s3://", "s3:///x", "s3://b", "s3://b/", "s3://b/x.tar", "s3://b/{0..3}.tar", "s3://b/{0..", "://"),
@@ -115,7 +123,9 @@ def call(*words: str) -> tuple[int, str, str]:
 def options_of(command: str) -> list[click.Parameter]:
     found = command_line.get_command(click.Context(command_line), command)
     assert found is not None
-    return [p for p in found.params if p.name not in ("version", "help", "verbose")]
+    # What is hidden is said by one process to another.
+    hidden = {p.name for p in found.params if isinstance(p, click.Option) and p.hidden}
+    return [p for p in found.params if p.name not in {"version", "help", "verbose", *hidden}]
 
 
 def values_of(option: click.Parameter) -> tuple[list[str], list[str]]:
@@ -125,8 +135,7 @@ def values_of(option: click.Parameter) -> tuple[list[str], list[str]]:
     metavar = option.metavar or ""
     if metavar in VALUES:
         right, wrong = VALUES[metavar]
-        free = metavar in ("SPEC", "NAME")
-        return right, ([] if free else [*NOT_A_VALUE, *wrong])
+        return right, ([] if metavar in FREE else [*NOT_A_VALUE, *wrong])
     if metavar == "URL":
         return ["s3://b/x.tar"], URLS
     assert metavar in ("FILE", "DIR", "DIRECTORY", "LIST"), f"{option.name}: what is a {metavar}?"
@@ -141,6 +150,8 @@ def _option(draw: st.DrawFn, option: click.Option) -> list[str]:
     right, wrong = values_of(option)
     if option.name == "dir":
         right, wrong = ["elsewhere", "cache"], ["a.tar", "folder", "", "folder/file", LONG]
+    elif option.name == "nodes" and isinstance(option.type, click.Choice):
+        right.remove("ray")  # whose driver, a process, asks for a cluster: tests/test_fleet_ray.py
     elif option.name == "output":
         right, wrong = [], ["missing/file", "a.tar/x", "", "/dev/full", LONG]
         wrong += ["folder"] if option.metavar == "FILE" else ["a.tar"]

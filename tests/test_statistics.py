@@ -181,6 +181,7 @@ def test_what_an_open_came_to(make_cache: Make, origin: MemoryOrigin, fill: str)
     }
     assert counted.pop("bytes_opened") == 3 * size
     assert counted.pop("bytes_bypassed") == 2 * size
+    assert counted.pop("bytes_stored") == 2 * size
     assert counted.pop("bytes_origin") >= 4 * size
     assert counted == {"fetches": 2, "bypassed_full": 2, "errors_origin": 1}
     assert found.bytes_saved <= size

@@ -50,7 +50,7 @@ class Waits:
         return None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Stats:
     """A sum; see the module.
 
@@ -138,6 +138,9 @@ class Stats:
         ]
         cells = "".join(f"<tr><th>{name}</th><td>{value}</td></tr>" for name, value in rows)
         return f"<table>{cells}</table>"
+
+    def __repr__(self) -> str:
+        return f"<shardcache Stats: {self}>"
 
     def __str__(self) -> str:
         rate = "no opens" if self.hit_rate is None else f"{self.hit_rate:.2%} hits"

@@ -22,6 +22,7 @@ from shardcache.policy import Policy
 from shardcache.ranks import detect
 from shardcache.store import Entry
 from shardcache.sweeping import in_flight
+from shardcache.units import format_bytes
 from shardcache.urls import ShardURL
 from shardcache.volume import Volume
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["PrewarmPlan", "make_plan", "wanted_shards"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class PrewarmPlan:
     """What is there, what has to be fetched, and what room there is.
 
@@ -52,6 +53,12 @@ class PrewarmPlan:
     evict: int
     missing: int
     left_out: frozenset[str] = frozenset()
+
+    def __repr__(self) -> str:
+        return (
+            f"<PrewarmPlan: {len(self.shards):,} shards, {len(self.cached):,} cached, "
+            f"{format_bytes(self.fetch_bytes)} to fetch, {format_bytes(self.free)} free>"
+        )
 
     @property
     def to_fetch(self) -> tuple[ShardURL, ...]:

@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 from shardcache.eviction import ENTRY_INODES, Limits, Reason, Removal, apply, sweep
 from shardcache.space import Space
 from shardcache.store import Store
+from shardcache.units import format_bytes
 
 __all__ = ["CleanReport", "CleanStatus", "clean", "joined", "remove"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class CleanReport:
     """What was removed, or would be.
 
@@ -37,6 +38,13 @@ class CleanReport:
     missing: int
     dry_run: bool
     missing_inodes: int = 0
+
+    def __repr__(self) -> str:
+        verbs = ("would remove", "would keep") if self.dry_run else ("removed", "kept")
+        return (
+            f"<CleanReport: {verbs[0]} {len(self.removed):,} things, {format_bytes(self.freed)}; "
+            f"{verbs[1]} {self.kept:,} shards, {format_bytes(self.kept_bytes)}>"
+        )
 
     @property
     def freed(self) -> int:

@@ -71,6 +71,7 @@ class Counters:
         self._clock = clock
         self._owner = dict(owner or {})
         self._allowed = allowed
+        self._pid = os.getpid()
         self._guard = threading.RLock()
         self._busy = False  # seen by who has the lock: it came in while its own thread counts
         self._notes: deque[_Note] = deque()  # what it had to count
@@ -125,7 +126,7 @@ class Counters:
             wait: what was waited for, of `statfile.WAITS`.
             seconds: how long.
         """
-        if self._where is None:
+        if self._where is None or self._foreign:
             return
         with self._guard:
             self._notes.append((counts, wait, seconds))
@@ -133,13 +134,26 @@ class Counters:
 
     def flush(self) -> None:
         """Write what is not written yet."""
+        if self._foreign:
+            return
         with self._guard:
             self._settle(self._flush)
 
     def close(self) -> None:
         """Write it; what is counted later goes into another file."""
+        if self._foreign:
+            return
         with self._guard:
             self._settle(self._end)
+
+    @property
+    def _foreign(self) -> bool:
+        """Whether they came over a fork.
+
+        Then the file is the parent's, and so is what is closed here and was opened there. It is
+        asked before the lock is taken, which another thread of the parent may have had.
+        """
+        return self._pid != os.getpid()
 
     def snapshot(self) -> list[int]:
         """Everything counted so far, kept or not, as the values of a row (`statfile`)."""
@@ -240,11 +254,11 @@ class Counters:
 
 def _flush_at_exit(counters: Counters) -> None:
     """Write what is left when the process ends, if it ends in an orderly way."""
-    held, pid = weakref.ref(counters), os.getpid()
+    held = weakref.ref(counters)
 
     def flush() -> None:
         found = held()
-        if found is not None and os.getpid() == pid:  # what a child has of it is old by now
+        if found is not None:
             found.flush()
 
     atexit.register(flush)

@@ -213,6 +213,12 @@ def apply(store: Store, chosen: Sequence[Victim]) -> Iterator[Victim]:
                 victim.entry.key,
                 victim.entry.size,
                 victim.reason.value,
+                extra={
+                    "event": "evicted",
+                    "key": victim.entry.key,
+                    "bytes": victim.entry.size,
+                    "reason": victim.reason.value,
+                },
             )
             yield victim
 

@@ -116,6 +116,7 @@ class FollowStream(io.RawIOBase):
         self.name = str(shard)
         self._shard = shard
         self._host = host
+        self._pid = os.getpid()
         self._share: Share | None = share
         #: What the open came to, as far as it is known; None once it was told.
         self._outcome: str | None = "fetched" if began else "coalesced"
@@ -333,9 +334,9 @@ class FollowStream(io.RawIOBase):
             self._outcome = "coalesced"
 
     def _told(self, size: int | None = None) -> None:
-        """Tell what the open came to, once."""
+        """Tell what the open came to, once; in a child nothing, since its parent tells."""
         outcome, self._outcome = self._outcome, None
-        if outcome is not None:
+        if outcome is not None and self._pid == os.getpid():
             size = self._trail.size if size is None else size
             self._host.followed(self._shard, outcome, size or 0, self._waited)
 

@@ -11,7 +11,6 @@ ones do not survive a fork.
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -22,7 +21,6 @@ from shardcache.urls import ShardURL, redact
 
 __all__ = ["FsspecOrigin"]
 
-logger = logging.getLogger(__name__)
 
 #: Bytes asked for at once where every read is a request of its own (gs, az, hf).
 #: Four blocks: few enough to bound memory, many enough to amortise a round trip.

@@ -10,7 +10,7 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from shardcache.breaker import Breaker, fault_kind, is_disk_fault
@@ -291,11 +291,13 @@ class Process:
             housekeeper.look()
         self._look_at = min((one.due for one in self._housekeepers), default=0.0)
 
-    def warn(self, kind: str, text: str, *args: object) -> None:
+    def warn(
+        self, kind: str, text: str, *args: object, extra: Mapping[str, object] | None = None
+    ) -> None:
         """Log a warning the first time in this process, for this kind; INFO afterwards."""
         level = logging.INFO if kind in self._warned else logging.WARNING
         self._warned.add(kind)
-        logger.log(level, text, *args)
+        logger.log(level, text, *args, extra=extra)
 
     def count_hit(self, opened: Opened, begun: float) -> None:
         """Count a hit whose opening began then, of the monotonic clock."""
@@ -345,10 +347,12 @@ class Process:
                 source,
                 format_duration(seconds),
                 extra={
+                    "event": "fetched",
                     "shard": str(shard),
                     "bytes": size,
                     "seconds": seconds,
                     "retries": status.retries,
+                    "source": "upstream" if status.near else "origin",
                 },
             )
         if done and self._config.stats and self._is_well:

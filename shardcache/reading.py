@@ -217,7 +217,9 @@ class Opener:
         if opened is not None:
             try:
                 process.touch(opened)
-                logger.debug("%s: hit", shard)
+                if logger.isEnabledFor(logging.DEBUG):  # what it says is not made for nobody
+                    say = {"event": "hit", "shard": str(shard), "bytes": opened.size}
+                    logger.debug("%s: hit", shard, extra=say)
             except BaseException:  # an interrupt: a pin that nobody holds would stay
                 opened.close()
                 raise
@@ -264,7 +266,8 @@ class Opener:
             raise fault
         if isinstance(fault, (CacheFullError, LockTimeoutError)):
             kind = type(fault).__name__
-            process.warn(kind, "%s is streamed, not cached: %s", shard, fault.message)
+            text, say = "%s is streamed, not cached: %s", _streamed(shard, kind)
+            process.warn(kind, text, shard, fault.message, extra=say)
         elif isinstance(fault, OSError) and not isinstance(fault, ShardCacheError):
             self._say(process, shard, fault)
             cause = fault
@@ -358,7 +361,9 @@ class Opener:
             process.touch(obtained.opened, use=use)
             if use:
                 self._count(process, obtained.outcome, obtained.opened.size, begun)
-            logger.debug("%s: %s", shard, obtained.outcome)
+            if logger.isEnabledFor(logging.DEBUG):
+                say = {"event": str(obtained.outcome), "shard": str(shard)}
+                logger.debug("%s: %s", shard, obtained.outcome, extra=say)
         except BaseException:  # an interrupt: a pin that nobody holds would stay
             obtained.opened.close()
             raise
@@ -447,10 +452,16 @@ class Opener:
         reason = str(exn.strerror or exn)
         if str(self._config.dir) not in reason:
             reason = f"{self._config.dir}: {reason}"
+        text, say = "%s is streamed, not cached: %s", _streamed(shard, fault_kind(exn))
         if isinstance(exn, PausedError):
-            logger.info("%s is streamed, not cached: %s", shard, reason)
+            logger.info(text, shard, reason, extra=say)
         else:
-            process.warn(fault_kind(exn), "%s is streamed, not cached: %s", shard, reason)
+            process.warn(fault_kind(exn), text, shard, reason, extra=say)
+
+
+def _streamed(shard: ShardURL, reason: str) -> dict[str, object]:
+    """What a log record says beside its text; see docs/observing.md."""
+    return {"event": "streamed", "shard": str(shard), "reason": reason}
 
 
 def _changed(process: Process) -> bool:

@@ -123,6 +123,7 @@ class Attempts:
             state.attempt_number,
             self.policy.attempts,
             pause,
+            extra={"event": "retry", "shard": self.what, "attempt": state.attempt_number},
         )
 
     def _give_up(self, state: RetryCallState) -> NoReturn:

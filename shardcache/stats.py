@@ -75,7 +75,7 @@ class _Counter:
         return self if stats is None else stats.counters[self._name]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Stats:
     """A sum; see the module.
 
@@ -199,6 +199,9 @@ class Stats:
         ]
         cells = "".join(f"<tr><th>{name}</th><td>{value}</td></tr>" for name, value in rows)
         return f"<table>{cells}</table>"
+
+    def __repr__(self) -> str:
+        return f"<shardcache Stats: {self}>"
 
     def __str__(self) -> str:
         rate = "no opens" if self.hit_rate is None else f"{self.hit_rate:.2%} hits"

@@ -116,7 +116,11 @@ class Waiter:
         if now - self._announced >= _ANNOUNCE_EVERY:
             self._announced = now
             logger.warning(
-                "%s: waiting for %s, %s", self._url, format_duration(self.waited), self.describe()
+                "%s: waiting for %s, %s",
+                self._url,
+                format_duration(self.waited),
+                self.describe(),
+                extra=self._facts(),
             )
 
         if now - self._begun >= _NOTE_AFTER and self._note is not None and self._waiter is not None:
@@ -132,6 +136,20 @@ class Waiter:
         partial = next((path for path in places[:-1] if is_directory(path)), places[-1])
         self._found(partial)
         return holder, read_progress(partial)
+
+    def _facts(self) -> dict[str, object]:
+        """What a log record says beside its text; see docs/observing.md."""
+        holder, progress = self._seen or (None, None)
+        return {
+            "event": "waiting",
+            "shard": str(self._url),
+            "seconds": self.waited,
+            "holder_pid": holder.pid if holder else None,
+            "holder_host": holder.host if holder else None,
+            "holder_rank": holder.rank if holder else None,
+            "written": progress.written if progress else None,
+            "size": progress.total if progress else None,
+        }
 
     def describe(self) -> str:
         """Who holds the shard, since when, and how far they are."""

@@ -24,6 +24,7 @@ from shardcache.policy import Policy
 from shardcache.ranks import detect
 from shardcache.store import Entry
 from shardcache.sweeping import in_flight
+from shardcache.units import format_bytes
 from shardcache.urls import ShardURL
 from shardcache.volume import Volume
 
@@ -36,7 +37,7 @@ __all__ = ["PrewarmPlan", "make_plan", "wanted_shards"]
 _QUESTIONS = 16
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class PrewarmPlan:
     """What is there, what has to be fetched, and what room there is.
 
@@ -62,6 +63,12 @@ class PrewarmPlan:
     left_out: frozenset[str] = frozenset()
     outdated: Mapping[str, frozenset[str]] = field(default_factory=dict)
     unconfirmed: Mapping[str, Exception] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return (
+            f"<PrewarmPlan: {len(self.shards):,} shards, {len(self.cached):,} cached, "
+            f"{format_bytes(self.fetch_bytes)} to fetch, {format_bytes(self.free)} free>"
+        )
 
     @property
     def to_fetch(self) -> tuple[ShardURL, ...]:

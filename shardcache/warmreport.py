@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from shardcache.transfer import FetchStatus
+from shardcache.units import format_duration
 from shardcache.urls import ShardURL
 from shardcache.warmplan import PrewarmPlan
 
@@ -79,7 +80,7 @@ class ShardResult:
     error: Exception | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class PrewarmReport:
     """What was done.
 
@@ -94,6 +95,12 @@ class PrewarmReport:
     results: tuple[ShardResult, ...]
     seconds: float
     stopped: Stopped | None = None
+
+    def __repr__(self) -> str:
+        counts = [f"{n:,} {outcome.value}" for outcome in Outcome if (n := self.count(outcome))]
+        stopped = f", stopped: {self.stopped.value}" if self.stopped else ""
+        took = f"in {format_duration(self.seconds)}"
+        return f"<PrewarmReport: {', '.join(counts) or 'no shards'} {took}{stopped}>"
 
     def count(self, *outcomes: Outcome) -> int:
         """How many shards ended in one of ``outcomes``."""

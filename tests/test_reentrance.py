@@ -28,7 +28,7 @@ from shardcache.stats import Stats, summed
 from shardcache.urls import parse_url
 from tests.conftest import make_tar
 from tests.fakes import FakeClock, Fault, MemoryOrigin
-from tests.storetools import PATIENCE
+from tests.storetools import PATIENCE, Parent, forked
 from tests.test_generic import Server
 
 URL = "s3://lab/train-0000.tar"
@@ -220,3 +220,36 @@ def test_a_stream_past_the_cache_may_be_closed_while_its_pool_of_connections_is_
         finally:
             server.shutdown()
             thread.join()
+
+
+def test_what_a_parent_opened_is_not_counted_by_the_child_that_closes_it_too(
+    make_cache: Callable[..., Cache], origin: MemoryOrigin
+) -> None:
+    data = make_tar(1, members=3, size=BLOCK)
+    origin.objects.update({URL: data, "s3://lab/big.tar": data * 2})
+    cache = make_cache(fill="follow", connections=1, attempts=1, max_size=len(data) + 1)
+    streamed = cache.open("s3://lab/big.tar")
+    assert streamed.read(BLOCK)
+    more = threading.Event()
+    origin.faults.append(Fault(after=3 * BLOCK + 5, wait=more))
+    followed = cache.open(URL)
+    assert followed.read(BLOCK)
+    before = cache.stats()
+
+    def work(parent: Parent) -> None:
+        followed.close()
+        streamed.close()
+        parent.say(cache.stats() == before)
+
+    try:
+        with forked(work) as child:
+            assert child.hear()
+    finally:
+        more.set()
+    for stream in (followed, streamed):
+        stream.read()
+        stream.close()
+    cache.close()
+    found = cache.stats()
+    assert (found.opens, found.misses, found.bypassed) == (2, 1, 1)
+    assert found.bytes_bypassed == 2 * len(data)

@@ -181,6 +181,7 @@ def test_what_an_open_came_to(make_cache: Make, origin: MemoryOrigin, fill: str)
     }
     assert counted.pop("bytes_opened") == 3 * size
     assert counted.pop("bytes_bypassed") == 2 * size
+    assert counted.pop("bytes_stored") == 2 * size
     assert counted.pop("bytes_origin") >= 4 * size
     assert counted == {"fetches": 2, "bypassed_full": 2, "errors_origin": 1}
     assert found.bytes_saved <= size
@@ -303,6 +304,21 @@ def test_notebooks_show_what_was_done(make_cache: Make, origin: MemoryOrigin) ->
     shown = cache._repr_html_()
     assert "<th>hit rate</th><td>75.00%</td>" in shown and "&lt;shardcache.Cache" in shown
     assert "bypassed" not in shown and "<th>misses</th><td>1</td>" in shown
+
+
+def test_what_is_returned_says_in_a_line_what_it_is(make_cache: Make, origin: MemoryOrigin) -> None:
+    for name in ("a", "b"):
+        origin.objects[f"s3://lab/{name}.tar"] = make_tar(1)
+    cache = make_cache()
+    report = cache.prewarm(["s3://lab/a.tar", "s3://lab/b.tar"])
+    assert repr(report).startswith("<PrewarmReport: 2 fetched in ")
+    assert repr(report.plan).startswith("<PrewarmPlan: 2 shards, 0 cached, ")
+    cache.open("s3://lab/a.tar").read()
+    assert repr(cache.stats()) == f"<shardcache Stats: {cache.stats()}>"
+    assert "1 opens, 100.00% hits" in repr(cache.stats())
+    dry = "<CleanReport: would remove 2 things, 41.0 KB; would keep 0 shards, 0 B>"
+    assert repr(cache.clean(everything=True, dry_run=True)) == dry
+    assert repr(cache.clean(everything=True)).startswith("<CleanReport: removed 2 things")
 
 
 def test_a_miss_is_one_line_of_the_log_and_a_hit_none(

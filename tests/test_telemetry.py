@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from shardcache import telemetry
 from shardcache.cache import Cache
+from shardcache.counters import Counters
 from shardcache.errors import ConfigError
+from shardcache.history import compact
 from shardcache.statfile import COUNTERS
 from tests.conftest import make_tar
-from tests.fakes import MemoryOrigin
+from tests.fakes import FakeClock, MemoryOrigin
 from tests.storetools import Parent, forked
 
 sdk = pytest.importorskip("opentelemetry.sdk.metrics")
@@ -150,16 +155,33 @@ def test_of_a_node_other_processes_are_counted_too(
     assert found["shardcache.opens", "misses"] == found["shardcache.opens", "hits"] == len(URLS)
 
 
+def test_of_a_node_what_is_long_ago_counts_too(
+    cache: Cache, collector: Collector, tmp_path: Path
+) -> None:
+    """A sum that falls after thirty days would be taken for a new one."""
+    now, layout = time.time(), cache.node_layout
+    old = Counters(lambda: layout, FakeClock(now=now - 90 * 86_400))
+    old.add({"misses": 5})
+    old.close()
+    (path,) = layout.stats.glob("*.counts")
+    os.utime(path, (now - 86_400, now - 86_400))
+    assert compact(layout, now) == 1
+    telemetry.observe(cache, node=True, meter_provider=collector.provider)
+    assert collector.collect()["shardcache.opens", "misses"] == 5
+
+
 def test_a_child_does_not_count_for_its_parent(cache: Cache, collector: Collector) -> None:
     telemetry.observe(cache, meter_provider=collector.provider)
     read(cache)
+    cache.close()
 
     def work(parent: Parent) -> None:
         read(cache)
-        parent.say(telemetry._of_process(cache)[0]["hits"])
+        counters, _ = telemetry._of_process(cache)
+        parent.say((counters["hits"], counters["misses"]))
 
     with forked(work) as child:
-        assert child.hear() == len(URLS)  # its own
+        assert child.hear() == (len(URLS), 0)  # its own
     assert collector.collect()["shardcache.opens", "hits"] == 0
 
 
@@ -180,8 +202,8 @@ def test_fetches_in_hand_are_a_gauge(
     assert collector.collect()["shardcache.opens", "misses"] == 1
 
 
-def test_a_cache_that_is_gone_is_not_kept(tmp_path: object, collector: Collector) -> None:
-    cache = Cache(f"{tmp_path}/other", min_free=0)
+def test_a_cache_that_is_gone_is_not_kept(tmp_path: Path, collector: Collector) -> None:
+    cache = Cache(tmp_path / "other", min_free=0)
     telemetry.observe(cache, meter_provider=collector.provider)
     telemetry.observe(cache, node=True, meter_provider=collector.provider)
     held = weakref.ref(cache)

@@ -1,0 +1,138 @@
+"""The log: who says what, at which level, with which fields."""
+
+from __future__ import annotations
+
+import ast
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shardcache import telemetry
+from shardcache.cache import Cache
+from shardcache.layout import Layout
+from shardcache.locks import Holder, KeyLock
+from shardcache.origin import TransientError
+from tests.conftest import make_tar
+from tests.fakes import FakeClock, Fault, MemoryOrigin
+
+HERE = Path(__file__).resolve().parent.parent
+PAGE = (HERE / "docs" / "observing.md").read_text()
+URL = "s3://lab/a.tar"
+DATA = make_tar(1)
+MakeCache = Callable[..., Cache]
+#: What every record has.
+_PLAIN = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level("DEBUG", "shardcache")
+    return caplog
+
+
+def fields(record: logging.LogRecord) -> dict[str, object]:
+    return {name: value for name, value in vars(record).items() if name not in _PLAIN}
+
+
+def documented(event: str) -> tuple[set[str], list[str]]:
+    """Fields and levels of an event, as the page says."""
+    for row in PAGE.splitlines():
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        if len(cells) == 3 and f"`{event}`" in cells[0]:
+            plain = re.sub(r"\(.*?\)", "", cells[2])
+            return set(re.findall(r"`(\w+)`", plain)), re.findall(r"[A-Z]+", cells[1])
+    raise AssertionError(f"{event} is not documented")
+
+
+def only(log: pytest.LogCaptureFixture, event: str) -> logging.LogRecord:
+    (found,) = (one for one in log.records if getattr(one, "event", None) == event)
+    names, levels = documented(event)
+    assert set(fields(found)) == {"event", *names}
+    assert found.levelname in levels
+    return found
+
+
+def test_a_module_that_logs_has_one_logger_of_its_name() -> None:
+    for path in (HERE / "shardcache").glob("*.py"):
+        tree = ast.parse(path.read_text())
+        made = [
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "logger"
+        ]
+        used = [n for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id == "logger"]
+        assert len(made) == (1 if used else 0), path.name
+        assert len(used) != 1, f"{path.name} has a logger and says nothing"
+        assert all(ast.unparse(n.value) == "logging.getLogger(__name__)" for n in made), path.name
+
+
+def test_a_miss_and_a_hit_say_what_they_are(
+    make_cache: MakeCache, origin: MemoryOrigin, log: pytest.LogCaptureFixture
+) -> None:
+    origin.objects[URL] = DATA
+    cache = make_cache()
+    for _ in range(2):
+        cache.open(URL).read()
+    told = fields(only(log, "fetched"))
+    assert (told["shard"], told["bytes"], told["source"]) == (URL, len(DATA), "origin")
+    assert fields(only(log, "hit")) == {"event": "hit", "shard": URL, "bytes": len(DATA)}
+    assert [one.levelname for one in log.records if one.levelno >= logging.INFO] == ["INFO"]
+
+
+def test_a_hit_makes_nothing_of_what_nobody_reads(
+    make_cache: MakeCache,
+    origin: MemoryOrigin,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    origin.objects[URL] = DATA
+    cache = make_cache()
+    cache.open(URL).read()
+    caplog.set_level("INFO", "shardcache")
+    monkeypatch.setattr("shardcache.reading.logger.debug", None)
+    cache.open(URL).read()
+
+
+def test_who_waits_says_for_whom(
+    tmp_path: Path, origin: MemoryOrigin, log: pytest.LogCaptureFixture
+) -> None:
+    origin.objects[URL] = DATA
+    config = Cache(dir=tmp_path / "cache", min_free=0, fill="complete").config
+    clock = FakeClock()
+    with Cache.from_config(config, clock=clock) as cache:
+        cache._here().coordinator()
+        cache._here().origins.add("s3", origin)
+        lock = KeyLock(Layout.of_root(cache.dir).key_lock(cache.parse(URL).key))
+        assert lock.try_acquire(Holder(4711, "node-7", 3, "job", clock.now))
+        clock.on_sleep.append(lambda: lock.release() if clock.elapsed > 15 else None)
+        cache.open(URL).read()
+    told = fields(only(log, "waiting"))
+    assert (told["shard"], told["holder_pid"], told["holder_host"]) == (URL, 4711, "node-7")
+    assert (told["holder_rank"], told["written"], told["size"]) == (3, None, None)
+    assert 10 <= float(str(told["seconds"])) < 12
+
+
+def test_what_is_tried_again_evicted_or_streamed_says_so(
+    make_cache: MakeCache, origin: MemoryOrigin, log: pytest.LogCaptureFixture
+) -> None:
+    origin.objects.update({URL: DATA, "s3://lab/big.tar": make_tar(2, members=9)})
+    origin.faults.append(Fault(after=None, error=TransientError("busy")))
+    cache = make_cache(max_size=len(DATA))
+    cache.open(URL).read()
+    assert fields(only(log, "retry")) == {"event": "retry", "shard": URL, "attempt": 1}
+    cache.open("s3://lab/big.tar").read()
+    told = fields(only(log, "streamed"))
+    assert told == {"event": "streamed", "shard": "s3://lab/big.tar", "reason": "CacheFullError"}
+    cache.clean(everything=True)
+    told = fields(only(log, "evicted"))
+    assert told["key"] == cache.parse(URL).key
+    assert (told["bytes"], told["reason"]) == (len(DATA), "all")
+
+
+def test_every_metric_is_documented() -> None:
+    rows = re.findall(r"^\| (`shardcache.*?) \|", PAGE, flags=re.M)
+    named = {name for row in rows for name in re.findall(r"`(?:shardcache)?\.([\w.]+)`", row)}
+    assert named == {name for name, *_ in telemetry._METRICS} | {"fetches.active"}

@@ -371,3 +371,56 @@ def test_json_of_demo(said, monkeypatch, tmp_path):
         monkeypatch.setattr(demo, "run", lambda report=report, **options: report)
         said()
         said.lines()
+
+
+# -- for spreadsheets --------------------------------------------------------------------
+
+TSV = {
+    "prewarm": ["{spec}"],
+    "ls": [],
+    "ls --partial": [],
+    "path": ["{url}"],
+    "rm": ["-n", "{url}"],
+    "pin": ["{url}"],
+    "unpin": ["{url}"],
+    "clean": ["-n", "--all"],
+    "verify": ["--remote"],
+    "stats": [],
+    "stats --by rank": [],
+    "stats --by hour": [],
+    "top": ["--count", "2", "--interval", "0.2"],
+    "report": [],
+    "recipe": ["slurm"],
+    "config": [],
+    "dir": [],
+    "doctor": [],
+    "completion": ["zsh"],
+    "demo": [],
+}
+
+
+@pytest.fixture
+def stored(run, warm, s3, bucket, monkeypatch):
+    """A cache with something to say: pinned, damaged, changed at the origin."""
+    from shardcache import demo
+
+    run("pin", warm[0])
+    s3.put(bucket, "train-0002.tar", b"x")
+    step = demo.Step("x", 8, 1, 100, 100, None, True, 1.5)
+    report = demo.DemoReport((step,), 16, 100, (1, 1), None)
+    monkeypatch.setattr(demo, "run", lambda **options: report)
+    return warm
+
+
+def test_tsv_is_a_heading_and_rows_of_fields_that_json_has(run, stored, spec):
+    assert {command.split()[0] for command in TSV} == set(_COMMANDS)
+    for command, more in TSV.items():
+        words = [*command.split(), *(word.format(spec=spec, url=stored[0]) for word in more)]
+        code, out, err = run(*words, "--format", "tsv")
+        assert code in (0, 1, 4, 6), (command, err)
+        heading, *rows = [line.split("\t") for line in out.splitlines()]
+        assert all(len(row) == len(heading) for row in rows), out
+        assert len(rows) == 2 if command == "top" else rows or command == "ls --partial", out
+        schema = json.loads((HOME / f"{command.split()[0]}.json").read_text())
+        known = {name for name, _ in fields(schema)}
+        assert {part for name in heading for part in name.split(".")} <= known, command

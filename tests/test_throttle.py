@@ -124,7 +124,8 @@ def test_who_waits_for_the_rate_can_be_called_off(tmp_path: Path) -> None:
         if isinstance(event, Started):
             threading.Timer(0.3, stop.set).start()
 
-    with Cache(tmp_path / "cache", cache_local=True, min_free=0) as cache:
+    options = {"cache_local": True, "min_free": 0, "part_size": "1MiB", "fill": "complete"}
+    with Cache(tmp_path / "cache", **options) as cache:
         at = time.monotonic()
         report = cache.prewarm(
             [str(tmp_path / "a.tar")], limit_rate="64kB", on_event=begun, stop=stop, processes=1

@@ -420,6 +420,7 @@ def test_tsv_is_a_heading_and_rows_of_fields_that_json_has(run, stored, spec):
         assert code in (0, 1, 4, 6), (command, err)
         heading, *rows = [line.split("\t") for line in out.splitlines()]
         assert all(len(row) == len(heading) for row in rows), out
+        assert not any(cell.startswith("{") for row in rows for cell in row), out
         assert len(rows) == 2 if command == "top" else rows or command == "ls --partial", out
         schema = json.loads((HOME / f"{command.split()[0]}.json").read_text())
         known = {name for name, _ in fields(schema)}

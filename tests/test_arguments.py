@@ -289,6 +289,23 @@ def test_as_a_process_too(used: Used, line: str, said: str) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("command", ["path", "rm -y", "pin", "unpin", "prewarm -n"])
+def test_a_url_that_is_none_is_named(used: Used, command: str) -> None:
+    before = tree(used.home)
+    for url, said in {
+        "gopher://x/y.tar": "gopher",
+        "s3:///x": "s3:///x",
+        "s3://": "s3://",
+        "pipe:true": "pipe:",
+        "http://[::1": "http://[",
+        "": "empty",
+    }.items():
+        code, out, err = call(*command.split(), url)
+        assert (code, out) == (2, ""), (url, err)
+        assert err.startswith("error: ") and said in err, (url, err)
+    assert tree(used.home) == before
+
+
 # -- help ----------------------------------------------------------------------------------
 
 

@@ -22,11 +22,13 @@ from pathlib import Path
 import pytest
 from jsonschema import Draft202012Validator
 
+from shardcache.activity import Watcher
 from shardcache.cache import Cache
 from shardcache.cli import _COMMANDS
 from shardcache.partials import Partial
 from shardcache.volume import Volume
 from shardcache.waiting import Waiter
+from shardcache.warmrun import Run
 from tests.clitools import Command, data, run, slow, spec, wait_until, warm, written
 from tests.conftest import make_tar
 from tests.jsontools import HOME, Seen
@@ -55,18 +57,6 @@ def said(request, run):
 def sidecar(cache_dir, url):
     with Cache(cache_dir) as cache:
         return cache.entry(url).path / "meta.json"
-
-
-@contextlib.contextmanager
-def later(seconds, function):
-    """Have something happen meanwhile."""
-    timer = threading.Timer(seconds, function)
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        timer.join()
 
 
 # -- the schemas -------------------------------------------------------------------------
@@ -154,7 +144,16 @@ def test_json_of_prewarm(said, spec, bucket, s3, meter, tmp_path, monkeypatch, s
         fetch.join()
     meter.pause(after=2_500_000)
     big = f"s3://{bucket}/big-{{0..2}}.tar"
-    found = said(big, "--deadline", "2s", "-j", "1", code=3)["summary"]
+    watch = Run._watch
+
+    def end_once_there_is_something(self):
+        if any(status.written for _, status, _ in self._running.values()):
+            self._end = 0.0
+        watch(self)
+
+    with monkeypatch.context() as soon:
+        soon.setattr(Run, "_watch", end_once_there_is_something)
+        found = said(big, "--deadline", "1h", "-j", "1", code=3)["summary"]
     assert (found["stopped"], found["cancelled"], found["not_started"]) == ("deadline", 1, 2)
     assert written(tmp_path / "cache") > 0
     with Command("prewarm", big, "--json", directory=tmp_path / "other") as command:
@@ -224,6 +223,7 @@ def test_json_of_ls(said, run, warm, slow, meter, tmp_path, monkeypatch):
     assert said.lines("--sort", "size:desc", "--limit", "1")[-1]["shown"] == 1
     monkeypatch.delenv("SHARDCACHE_MAX_SIZE")
     with Command("prewarm", slow, directory=directory, environment={"SHARDCACHE_RANK": "3"}) as on:
+        wait_until(lambda: len(list(directory.glob("v1/partial/*/progress"))) == 3, on)
         wait_until(lambda: written(directory) > 2 << 20, on)
         found = said("--partial")
         assert {partial["rank"] for partial in found["partials"]} == {3}
@@ -302,13 +302,22 @@ def test_json_of_top(said, warm, slow, meter, tmp_path, monkeypatch):
         while not list(layout.partial.glob("*/progress")):
             time.sleep(0.01)
 
-        def meanwhile():
-            begin(urls[1])
-            with Cache(tmp_path / "cache", min_free=0) as other, other.open(warm[0]) as stream:
-                stream.read()
+        look, looks = Watcher.look, []
 
-        with later(0.2, meanwhile):
-            said.lines("--interval", "0.6", "--count", "3")
+        def then_something_happens(self):
+            found = look(self)
+            looks.append(found)
+            if len(looks) == 1:
+                begin(urls[1])
+                with Cache(tmp_path / "cache", min_free=0) as other, other.open(warm[0]) as stream:
+                    stream.read()
+                while len(list(layout.partial.glob("*/progress"))) < 2:
+                    time.sleep(0.01)
+            return found
+
+        with monkeypatch.context() as eventful:
+            eventful.setattr(Watcher, "look", then_something_happens)
+            said.lines("--interval", "0.2", "--count", "2")
         for path in layout.partial.glob("*/progress"):
             path.unlink()
         for path in layout.locks.glob("*/*.lock"):
@@ -371,3 +380,57 @@ def test_json_of_demo(said, monkeypatch, tmp_path):
         monkeypatch.setattr(demo, "run", lambda report=report, **options: report)
         said()
         said.lines()
+
+
+# -- for spreadsheets --------------------------------------------------------------------
+
+TSV = {
+    "prewarm": ["{spec}"],
+    "ls": [],
+    "ls --partial": [],
+    "path": ["{url}"],
+    "rm": ["-n", "{url}"],
+    "pin": ["{url}"],
+    "unpin": ["{url}"],
+    "clean": ["-n", "--all"],
+    "verify": ["--remote"],
+    "stats": [],
+    "stats --by rank": [],
+    "stats --by hour": [],
+    "top": ["--count", "2", "--interval", "0.2"],
+    "report": [],
+    "recipe": ["slurm"],
+    "config": [],
+    "dir": [],
+    "doctor": [],
+    "completion": ["zsh"],
+    "demo": [],
+}
+
+
+@pytest.fixture
+def stored(run, warm, s3, bucket, monkeypatch):
+    """A cache with something to say: pinned, damaged, changed at the origin."""
+    from shardcache import demo
+
+    run("pin", warm[0])
+    s3.put(bucket, "train-0002.tar", b"x")
+    step = demo.Step("x", 8, 1, 100, 100, None, True, 1.5)
+    report = demo.DemoReport((step,), 16, 100, (1, 1), None)
+    monkeypatch.setattr(demo, "run", lambda **options: report)
+    return warm
+
+
+def test_tsv_is_a_heading_and_rows_of_fields_that_json_has(run, stored, spec):
+    assert {command.split()[0] for command in TSV} == set(_COMMANDS)
+    for command, more in TSV.items():
+        words = [*command.split(), *(word.format(spec=spec, url=stored[0]) for word in more)]
+        code, out, err = run(*words, "--format", "tsv")
+        assert code in (0, 1, 4, 6), (command, err)
+        heading, *rows = [line.split("\t") for line in out.splitlines()]
+        assert all(len(row) == len(heading) for row in rows), out
+        assert not any(cell.startswith("{") for row in rows for cell in row), out
+        assert len(rows) == 2 if command == "top" else rows or command == "ls --partial", out
+        schema = json.loads((HOME / f"{command.split()[0]}.json").read_text())
+        known = {name for name, _ in fields(schema)}
+        assert {part for name in heading for part in name.split(".")} <= known, command

@@ -124,7 +124,8 @@ def test_who_waits_for_the_rate_can_be_called_off(tmp_path: Path) -> None:
         if isinstance(event, Started):
             threading.Timer(0.3, stop.set).start()
 
-    with Cache(tmp_path / "cache", cache_local=True, min_free=0) as cache:
+    options = {"cache_local": True, "min_free": 0, "part_size": "1MiB", "fill": "complete"}
+    with Cache(tmp_path / "cache", **options) as cache:
         at = time.monotonic()
         report = cache.prewarm(
             [str(tmp_path / "a.tar")], limit_rate="64kB", on_event=begun, stop=stop, processes=1
@@ -133,13 +134,28 @@ def test_who_waits_for_the_rate_can_be_called_off(tmp_path: Path) -> None:
     assert time.monotonic() - at < PATIENCE
 
 
-def test_without_a_limit_nothing_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a.tar").write_bytes(make_tar(1))
-    asked = []
-    monkeypatch.setattr(Throttle, "take", lambda self, count: asked.append(count) or 0.0)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_every_byte_of_every_process_counts_and_without_a_limit_nothing_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int
+) -> None:
+    """As told by all of them: how long it takes says little on a machine that is busy."""
+    shards = [tmp_path / f"{number}.tar" for number in range(8)]
+    for number, path in enumerate(shards):
+        path.write_bytes(make_tar(number))
+
+    def noted(self: Throttle, count: int) -> float:
+        with (tmp_path / "taken").open("a") as file:
+            file.write(f"{os.getpid()} {count}\n")
+        return 0.02
+
+    monkeypatch.setattr(Throttle, "take", noted)
     with Cache(tmp_path / "cache", cache_local=True, min_free=0) as cache:
-        assert cache.prewarm([str(tmp_path / "a.tar")]).fetched == 1
-        assert asked == []
-        cache.remove(str(tmp_path / "a.tar"))
-        cache.prewarm([str(tmp_path / "a.tar")], limit_rate="1MB")
-    assert sum(asked) == (tmp_path / "a.tar").stat().st_size
+        assert cache.prewarm(map(str, shards[:4]), processes=processes).fetched == 4
+        assert not (tmp_path / "taken").exists()
+        for path in shards[:4]:
+            cache.remove(str(path))
+        cache.prewarm(map(str, shards), processes=processes, limit_rate="1MB")
+    taken = [line.split() for line in (tmp_path / "taken").read_text().splitlines()]
+    assert sum(int(count) for _, count in taken) == sum(p.stat().st_size for p in shards)
+    assert len({pid for pid, _ in taken}) == processes
+    assert (str(os.getpid()) in {pid for pid, _ in taken}) is (processes == 1)

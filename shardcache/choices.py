@@ -21,6 +21,7 @@ a process keeps its own choices to itself.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import logging
 import os
@@ -269,20 +270,22 @@ def _version(directory: Path) -> str:
 def unneeded(layout: Layout, sessions: Sequence[LiveSession]) -> Callable[[Entry], bool]:
     """Tells of an entry beside which there is a newer version whether no live job reads it.
 
+    What the jobs chose is read when it is first asked for: few caches have two versions of a shard.
+
     Args:
         layout: the node's namespace.
         sessions: the live ones.
-
-    Raises:
-        OSError: the filesystem is failing.
     """
     jobs = {session.job for session in sessions}
     if None in jobs:  # one that keeps no log may read anything
         return lambda entry: False
-    chosen = [(_read(layout.choices(job)), used_by(layout, job)) for job in jobs if job]
+
+    @functools.cache
+    def chosen() -> list[tuple[dict[str, str], Callable[[str], bool]]]:
+        return [(_read(layout.choices(job)), used_by(layout, job)) for job in jobs if job]
 
     def is_unneeded(entry: Entry) -> bool:
-        for choices, used in chosen:
+        for choices, used in chosen():
             version = choices.get(entry.key)
             if version == entry.version or (version is None and used(entry.key)):
                 return False

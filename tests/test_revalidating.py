@@ -231,6 +231,24 @@ def test_an_object_that_is_replaced_while_it_is_followed_is_read_anew_by_the_nex
     assert read(cache) == new
 
 
+@pytest.mark.locks_work("flock")
+def test_with_never_a_job_that_starts_takes_the_newest_that_is_there(
+    make_cache: Make, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDCACHE_JOB", "4711")
+    ranks = [make_cache(), make_cache()]
+    assert read(ranks[0]) == OLD
+    origin.objects[URL] = NEW
+    with make_cache() as warmer:  # of the same job, which reads on what it read
+        assert warmer.prewarm([URL], refresh=True).refreshed == 1
+    assert read(ranks[1]) == OLD
+    for rank in ranks:
+        rank.close()
+    origin.objects[URL] = OLD  # taken back: nobody asks
+    assert read(make_cache()) == NEW
+    assert len(origin.requests) == 2
+
+
 # -- an origin that gives no answer ------------------------------------------------------
 
 
@@ -402,12 +420,9 @@ def test_who_wants_a_shard_that_is_just_asked_for_waits_for_the_answer(
         origin.objects[URL] = NEW
     first = make_cache(revalidate="always")
     second = worker(make_cache, first, origin) if one_job else make_cache(revalidate="always")
-    asked, answer, polled, stat = (
-        threading.Event(),
-        threading.Event(),
-        threading.Event(),
-        origin.stat,
-    )
+    asked, answer, polled, settled, fetch = (threading.Event() for _ in range(5))
+    stat = origin.stat
+    origin.faults.append(Fault(wait=fetch))  # the fetch that follows is not waited for
 
     def slowly(url: Any) -> Any:
         asked.set()
@@ -423,12 +438,17 @@ def test_who_wants_a_shard_that_is_just_asked_for_waits_for_the_answer(
 
     def counted(*arguments: Any) -> bool:
         polled.set()
-        return decided(*arguments)
+        found = decided(*arguments)
+        if found:
+            settled.set()
+        return found
 
     second._opener._decided = counted
     readers[1].start()
     assert polled.wait(PATIENCE)
     answer.set()
+    assert settled.wait(PATIENCE)
+    fetch.set()
     for reader in readers:
         reader.join(PATIENCE)
     assert found == [NEW if replaced else OLD] * 2
@@ -544,18 +564,21 @@ def test_a_refresh_disturbs_no_running_job(
 
 
 @pytest.mark.locks_work("flock")
+@pytest.mark.parametrize("revalidate", ["never", "always"])
 def test_both_versions_count_and_the_older_goes_first_once_nobody_reads_it(
-    make_cache: Make, origin: MemoryOrigin
+    make_cache: Make, origin: MemoryOrigin, revalidate: str
 ) -> None:
     others = [f"s3://lab/other-{n}.tar" for n in range(2)]
     origin.objects.update(dict.fromkeys(others, OLD))
-    options = {"max_size": 3 * len(OLD), "revalidate": "always"}
+    options = {"max_size": 3 * len(OLD), "revalidate": revalidate}
     later = make_cache(**options)  # by its date it may have used all that follows
     running = make_cache(**options)
     assert read(running) == OLD
     origin.objects[URL] = NEW
     assert read(later, others[0]) == OLD
-    assert read(later) == NEW
+    if revalidate == "never":
+        later.prewarm([URL], refresh=True)
+    assert [read(later), read(later), read(running)] == [NEW, NEW, OLD]
     assert versions_on_disk(later) == 3
     read(later, others[1])  # no room: the running job reads the older version
     assert (versions_on_disk(later), read(running)) == (3, OLD)

@@ -169,6 +169,7 @@ def test_a_job_that_is_started_again_begins_anew(
     assert (read(again), origin.stats) == (NEW, [URL])
 
 
+@pytest.mark.locks_work("flock")
 def test_an_evicted_version_that_the_origin_still_has_is_fetched_again(
     make_cache: Make, origin: MemoryOrigin, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -180,6 +181,7 @@ def test_an_evicted_version_that_the_origin_still_has_is_fetched_again(
     assert warnings(caplog) == []
 
 
+@pytest.mark.locks_work("flock")
 @pytest.mark.parametrize("revalidate", ["never", "always", "1h"])
 def test_an_evicted_version_that_the_origin_replaced_costs_one_warning(
     make_cache: Make, origin: MemoryOrigin, caplog: pytest.LogCaptureFixture, revalidate: str

@@ -39,7 +39,7 @@ from shardcache.modes import settle
 from shardcache.sessions import LiveSession
 from shardcache.uses import used_by
 
-__all__ = ["Choices", "remove_ended_choices", "unneeded"]
+__all__ = ["Choices", "follow", "remove_ended_choices", "unneeded"]
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class _Log:
             if os.fstat(self._fd).st_size < self._read:
                 self._read = 0
             while data := os.pread(self._fd, _CHUNK, self._read):
-                end = _fold(data, self.state)
+                end = follow(data, self.state)
                 if not end:
                     return
                 self._read += end
@@ -134,7 +134,7 @@ class _Log:
         return version
 
 
-def _fold(data: bytes, state: dict[str, str]) -> int:
+def follow(data: bytes, state: dict[str, str]) -> int:
     """Follow the lines of a log; how many bytes of it are done with."""
     end = 0
     for found in _LINE.finditer(data):
@@ -298,7 +298,7 @@ def _read(path: Path) -> dict[str, str]:
     state: dict[str, str] = {}
     try:
         with open_file(path, io.FileIO) as file:
-            _fold(file.readall(), state)
+            follow(file.readall(), state)
     except OSError as exn:
         logger.debug("%s cannot be read: %s", path.name, exn)
     return state

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import pickle
 import threading
 import time
@@ -370,7 +371,7 @@ def _open_all(parent: Parent, number: int, directory: Path, urls: list[str]) -> 
     parent.hear()
 
 
-@pytest.mark.locks_work("flock")
+@pytest.mark.locks_work()
 @pytest.mark.parametrize("replaced", [False, True])
 def test_the_processes_of_a_job_ask_once_for_each_shard(
     s3: S3Server,
@@ -411,7 +412,7 @@ def test_the_processes_of_a_job_ask_once_for_each_shard(
     assert {found.object_fetches for found in seen.values()} == {int(replaced)}
 
 
-@pytest.mark.locks_work("flock")
+@pytest.mark.locks_work()
 @pytest.mark.parametrize("replaced", [False, True])
 @pytest.mark.parametrize("one_job", [False, True])
 def test_who_wants_a_shard_that_is_just_asked_for_waits_for_the_answer(
@@ -434,8 +435,6 @@ def test_who_wants_a_shard_that_is_just_asked_for_waits_for_the_answer(
     origin.stat = slowly  # type: ignore[method-assign]
     found: list[bytes] = []
     readers = [threading.Thread(target=lambda c=c: found.append(read(c))) for c in (first, second)]
-    readers[0].start()
-    assert asked.wait(PATIENCE)
     decided = second._opener._decided
 
     def counted(*arguments: Any) -> bool:
@@ -445,14 +444,20 @@ def test_who_wants_a_shard_that_is_just_asked_for_waits_for_the_answer(
             settled.set()
         return found
 
-    second._opener._decided = counted
-    readers[1].start()
-    assert polled.wait(PATIENCE)
-    answer.set()
-    assert settled.wait(PATIENCE)
-    fetch.set()
-    for reader in readers:
-        reader.join(PATIENCE)
+    try:
+        readers[0].start()
+        assert asked.wait(PATIENCE)
+        second._opener._decided = counted
+        readers[1].start()
+        assert polled.wait(PATIENCE)
+        answer.set()
+        assert settled.wait(PATIENCE)
+    finally:
+        for event in (answer, fetch):
+            event.set()
+        for reader in readers:
+            if reader.ident is not None:
+                reader.join(PATIENCE)
     assert found == [NEW if replaced else OLD] * 2
     assert (origin.stats, len(origin.requests)) == ([URL], 1 + replaced)
 
@@ -590,6 +595,26 @@ def test_both_versions_count_and_the_older_goes_first_once_nobody_reads_it(
     kept = {(entry.metadata().url, entry.metadata().info.etag) for entry in later.entries()}
     assert {url for url, _ in kept} == {URL, *others} and len(kept) == 3
     assert read(later) == NEW and len(origin.requests) == 6  # one was streamed, in two
+
+
+@pytest.mark.locks_work("flock")
+def test_a_pinned_shard_keeps_its_versions_and_without_a_pin_the_older_one_goes(
+    make_cache: Make, origin: MemoryOrigin
+) -> None:
+    for options, data in (({}, OLD), ({"revalidate": "always"}, NEW)):
+        origin.objects[URL] = data
+        with make_cache(**options) as job:
+            assert read(job) == data
+    cache = make_cache()
+    for other in list(cache.entries()):
+        if other.metadata().info.etag == origin.info(cache.parse(URL)).etag:
+            os.utime(other.path / "meta.json", (1, 1))  # by its last use the newer would go
+    cache.pin(URL)
+    cache.clean(max_size=1)
+    assert versions_on_disk(cache) == 2
+    cache.unpin(URL)
+    cache.clean(max_size=len(NEW))
+    assert (versions_on_disk(cache), read(cache)) == (1, NEW)
 
 
 @pytest.mark.locks_work("flock")

@@ -601,10 +601,10 @@ def test_both_versions_count_and_the_older_goes_first_once_nobody_reads_it(
 def test_a_pinned_shard_keeps_its_versions_and_without_a_pin_the_older_one_goes(
     make_cache: Make, origin: MemoryOrigin
 ) -> None:
-    for options, data in (({}, OLD), ({"revalidate": "always"}, NEW)):
-        origin.objects[URL] = data
+    for options, content in (({}, OLD), ({"revalidate": "always"}, NEW)):
+        origin.objects[URL] = content
         with make_cache(**options) as job:
-            assert read(job) == data
+            assert read(job) == content
     cache = make_cache()
     for other in list(cache.entries()):
         if other.metadata().info.etag == origin.info(cache.parse(URL)).etag:

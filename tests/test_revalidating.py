@@ -289,6 +289,28 @@ def test_where_the_origin_is_down_what_is_cached_is_read_with_one_warning(
         read(strict, urls[1])
 
 
+def test_where_a_server_is_gone_a_job_reads_what_is_cached(
+    s3: S3Server,
+    bucket: str,
+    s3_environment: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    urls = [f"s3://{bucket}/{number}.tar" for number in range(3)]
+    with Meter(s3.endpoint_url) as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", server.endpoint_url)
+        with Cache(tmp_path / "cache", min_free=0) as earlier:
+            for number, url in enumerate(urls):
+                s3.put(bucket, f"{number}.tar", make_tar(number))
+                read(earlier, url)
+    with Cache(tmp_path / "cache", min_free=0, revalidate="10ms", attempts=1) as job:
+        for _ in range(2):
+            assert [read(job, url) for url in urls] == [make_tar(number) for number in range(3)]
+    [said] = warnings(caplog)
+    assert "0.tar cannot be confirmed by its origin" in said
+
+
 @pytest.mark.parametrize("kind", [ShardNotFoundError, AccessDeniedError])
 def test_what_the_origin_has_no_longer_is_read_with_a_warning_and_refused_with_strict(
     make_cache: Make, origin: MemoryOrigin, caplog: pytest.LogCaptureFixture, kind: Any

@@ -340,7 +340,7 @@ def test_an_origin_without_versions_is_believed_not_to_change(
 # -- a duration ------------------------------------------------------------------------
 
 
-@pytest.mark.locks_work("flock")
+@pytest.mark.locks_work("flock", "files")
 def test_a_duration_asks_for_what_was_confirmed_longer_ago(
     tmp_path: Path, origin: MemoryOrigin
 ) -> None:

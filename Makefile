@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 LOCK_TESTS := test_cache test_coordination test_partials test_sweeping test_space test_cleaning \
 	test_sessions test_bypass
 MORE_LOCK_TESTS := test_locks test_store test_wds test_prewarm test_processes test_namespaces \
-	test_eviction test_crew
+	test_eviction test_crew test_revalidating
 LOCK_FAULTS := refused lying deleted
 PARALLEL := --numprocesses $(WORKERS) --dist loadfile
 

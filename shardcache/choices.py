@@ -21,6 +21,7 @@ a process keeps its own choices to itself.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import logging
 import os
@@ -38,7 +39,7 @@ from shardcache.modes import settle
 from shardcache.sessions import LiveSession
 from shardcache.uses import used_by
 
-__all__ = ["Choices", "remove_ended_choices", "unneeded"]
+__all__ = ["Choices", "follow", "remove_ended_choices", "unneeded"]
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +114,7 @@ class _Log:
             if os.fstat(self._fd).st_size < self._read:
                 self._read = 0
             while data := os.pread(self._fd, _CHUNK, self._read):
-                end = _fold(data, self.state)
+                end = follow(data, self.state)
                 if not end:
                     return
                 self._read += end
@@ -133,7 +134,7 @@ class _Log:
         return version
 
 
-def _fold(data: bytes, state: dict[str, str]) -> int:
+def follow(data: bytes, state: dict[str, str]) -> int:
     """Follow the lines of a log; how many bytes of it are done with."""
     end = 0
     for found in _LINE.finditer(data):
@@ -269,20 +270,22 @@ def _version(directory: Path) -> str:
 def unneeded(layout: Layout, sessions: Sequence[LiveSession]) -> Callable[[Entry], bool]:
     """Tells of an entry beside which there is a newer version whether no live job reads it.
 
+    What the jobs chose is read when it is first asked for: few caches have two versions of a shard.
+
     Args:
         layout: the node's namespace.
         sessions: the live ones.
-
-    Raises:
-        OSError: the filesystem is failing.
     """
     jobs = {session.job for session in sessions}
     if None in jobs:  # one that keeps no log may read anything
         return lambda entry: False
-    chosen = [(_read(layout.choices(job)), used_by(layout, job)) for job in jobs if job]
+
+    @functools.cache
+    def chosen() -> list[tuple[dict[str, str], Callable[[str], bool]]]:
+        return [(_read(layout.choices(job)), used_by(layout, job)) for job in jobs if job]
 
     def is_unneeded(entry: Entry) -> bool:
-        for choices, used in chosen:
+        for choices, used in chosen():
             version = choices.get(entry.key)
             if version == entry.version or (version is None and used(entry.key)):
                 return False
@@ -295,7 +298,7 @@ def _read(path: Path) -> dict[str, str]:
     state: dict[str, str] = {}
     try:
         with open_file(path, io.FileIO) as file:
-            _fold(file.readall(), state)
+            follow(file.readall(), state)
     except OSError as exn:
         logger.debug("%s cannot be read: %s", path.name, exn)
     return state

@@ -293,7 +293,7 @@ class Layout:
     @property
     def confirmed(self) -> Path:
         """When origins were asked for versions, and what they said."""
-        return self.sessions / "confirmed.map"
+        return self.locks / "confirmed.map"
 
     def key_dir(self, key: str) -> Path:
         """The directory of all versions of one key."""

@@ -32,12 +32,13 @@ class Stores:
 
     def open(self, key: str, basename: str) -> Opened | None:
         """See `Store.open`; where one tier's entry is damaged, another's will do."""
-        chosen = self._chosen(key, basename)
-        if chosen is not None:
-            return chosen
         damaged: DamagedError | None = None
         # Where it was last: a look at a tier that has not got it costs as much as a hit.
-        for store in sorted(self._stores, key=lambda one: not one.knows(key)):
+        stores = sorted(self._stores, key=lambda one: not one.knows(key))
+        chosen = None if stores[0].knows(key) else self._chosen(key, basename)
+        if chosen is not None:
+            return chosen
+        for store in stores:
             try:
                 opened = store.open(key, basename)
             except DamagedError as exn:
@@ -50,9 +51,7 @@ class Stores:
         return None
 
     def _chosen(self, key: str, basename: str) -> Opened | None:
-        """The version that the job reads, while this process has not found it yet."""
-        if any(store.knows(key) for store in self._stores):
-            return None
+        """The version that the job reads, wherever it is."""
         version = self._choices.version(key)
         if version is None:
             return None

@@ -14,6 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from shardcache import layout, units
+from shardcache.choices import follow
 from shardcache.digests import BLOCK
 from shardcache.errors import ConfigError
 from shardcache.locks import Holder, parse_holder
@@ -103,6 +104,20 @@ def names(data: bytes) -> None:
     assert sum(map(bool, kinds)) <= 1
     if any(kinds):
         assert "/" not in name and "\0" not in name and name not in (".", "..")
+
+
+def choices(data: bytes) -> None:
+    """Whatever is in a log, lines count that are whole, and in whichever pieces it is read."""
+    state: dict[str, str] = {}
+    end = follow(data, state)
+    assert 0 <= end <= len(data)
+    for key, version in state.items():
+        assert layout.is_key(key) and layout.parse_entry_name(f"{version}-0") is not None
+        assert f"\n{key} {version} ".encode() in data
+    again: dict[str, str] = {}
+    first = follow(data[: len(data) // 2], again)
+    follow(data[first:], again)
+    assert again == state
 
 
 def url(data: bytes) -> None:
@@ -198,6 +213,13 @@ TARGETS: dict[str, tuple[Callable[[bytes], None], list[bytes]]] = {
             f"{KEY}.{VERSION}-1f.{TOKEN}".encode(),
             f"{KEY}.lock".encode(),
             f".meta.json.{TOKEN}".encode(),
+        ],
+    ),
+    "choices": (
+        choices,
+        [
+            f"\n{KEY} {VERSION} {'0' * 24}.\n{KEY} {'1' * 24} {VERSION}.".encode(),
+            f"\n{KEY} {VERSION} 00\n{TOKEN} {VERSION} {'0' * 24}.".encode(),
         ],
     ),
     "url": (

@@ -149,7 +149,9 @@ def test_a_job_has_one_pod_on_each_node_and_tries_again_what_can_be_had() -> Non
 # -- commands ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spec", ["s3://lab/a.tar", SPEC, "-x", "--dir", "a b", "$$(A)$", "🗄"])
+@pytest.mark.parametrize(
+    "spec", ["s3://lab/a.tar", SPEC, "-x", "--dir", "a b", "$$(A)$", "🗄", "\x7f\x85\u2028\ufeff\t"]
+)
 def test_the_commands_are_those_of_the_command_line(spec: str) -> None:
     [clean] = pod_of(loaded(clean_job(ODD, {}, Pod())))["containers"]
     directory, name, options = parsed(words(clean))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import pickle
 import threading
 import time
@@ -169,6 +170,7 @@ def test_a_job_that_is_started_again_begins_anew(
     assert (read(again), origin.stats) == (NEW, [URL])
 
 
+@pytest.mark.locks_work("flock")
 def test_an_evicted_version_that_the_origin_still_has_is_fetched_again(
     make_cache: Make, origin: MemoryOrigin, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -180,6 +182,7 @@ def test_an_evicted_version_that_the_origin_still_has_is_fetched_again(
     assert warnings(caplog) == []
 
 
+@pytest.mark.locks_work("flock")
 @pytest.mark.parametrize("revalidate", ["never", "always", "1h"])
 def test_an_evicted_version_that_the_origin_replaced_costs_one_warning(
     make_cache: Make, origin: MemoryOrigin, caplog: pytest.LogCaptureFixture, revalidate: str
@@ -231,6 +234,24 @@ def test_an_object_that_is_replaced_while_it_is_followed_is_read_anew_by_the_nex
     assert read(cache) == new
 
 
+@pytest.mark.locks_work("flock")
+def test_with_never_a_job_that_starts_takes_the_newest_that_is_there(
+    make_cache: Make, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDCACHE_JOB", "4711")
+    ranks = [make_cache(), make_cache()]
+    assert read(ranks[0]) == OLD
+    origin.objects[URL] = NEW
+    with make_cache() as warmer:  # of the same job, which reads on what it read
+        assert warmer.prewarm([URL], refresh=True).refreshed == 1
+    assert read(ranks[1]) == OLD
+    for rank in ranks:
+        rank.close()
+    origin.objects[URL] = OLD  # taken back: nobody asks
+    assert read(make_cache()) == NEW
+    assert len(origin.requests) == 2
+
+
 # -- an origin that gives no answer ------------------------------------------------------
 
 
@@ -268,6 +289,28 @@ def test_where_the_origin_is_down_what_is_cached_is_read_with_one_warning(
         read(strict, urls[1])
 
 
+def test_where_a_server_is_gone_a_job_reads_what_is_cached(
+    s3: S3Server,
+    bucket: str,
+    s3_environment: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    urls = [f"s3://{bucket}/{number}.tar" for number in range(3)]
+    with Meter(s3.endpoint_url) as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", server.endpoint_url)
+        with Cache(tmp_path / "cache", min_free=0) as earlier:
+            for number, url in enumerate(urls):
+                s3.put(bucket, f"{number}.tar", make_tar(number))
+                read(earlier, url)
+    with Cache(tmp_path / "cache", min_free=0, revalidate="10ms", attempts=1) as job:
+        for _ in range(2):
+            assert [read(job, url) for url in urls] == [make_tar(number) for number in range(3)]
+    [said] = warnings(caplog)
+    assert "0.tar cannot be confirmed by its origin" in said
+
+
 @pytest.mark.parametrize("kind", [ShardNotFoundError, AccessDeniedError])
 def test_what_the_origin_has_no_longer_is_read_with_a_warning_and_refused_with_strict(
     make_cache: Make, origin: MemoryOrigin, caplog: pytest.LogCaptureFixture, kind: Any
@@ -297,7 +340,7 @@ def test_an_origin_without_versions_is_believed_not_to_change(
 # -- a duration ------------------------------------------------------------------------
 
 
-@pytest.mark.locks_work("flock")
+@pytest.mark.locks_work("flock", "files")
 def test_a_duration_asks_for_what_was_confirmed_longer_ago(
     tmp_path: Path, origin: MemoryOrigin
 ) -> None:
@@ -350,7 +393,7 @@ def _open_all(parent: Parent, number: int, directory: Path, urls: list[str]) -> 
     parent.hear()
 
 
-@pytest.mark.locks_work("flock")
+@pytest.mark.locks_work()
 @pytest.mark.parametrize("replaced", [False, True])
 def test_the_processes_of_a_job_ask_once_for_each_shard(
     s3: S3Server,
@@ -391,7 +434,7 @@ def test_the_processes_of_a_job_ask_once_for_each_shard(
     assert {found.object_fetches for found in seen.values()} == {int(replaced)}
 
 
-@pytest.mark.locks_work("flock")
+@pytest.mark.locks_work()
 @pytest.mark.parametrize("replaced", [False, True])
 @pytest.mark.parametrize("one_job", [False, True])
 def test_who_wants_a_shard_that_is_just_asked_for_waits_for_the_answer(
@@ -402,12 +445,9 @@ def test_who_wants_a_shard_that_is_just_asked_for_waits_for_the_answer(
         origin.objects[URL] = NEW
     first = make_cache(revalidate="always")
     second = worker(make_cache, first, origin) if one_job else make_cache(revalidate="always")
-    asked, answer, polled, stat = (
-        threading.Event(),
-        threading.Event(),
-        threading.Event(),
-        origin.stat,
-    )
+    asked, answer, polled, settled, fetch = (threading.Event() for _ in range(5))
+    stat = origin.stat
+    origin.faults.append(Fault(wait=fetch))  # the fetch that follows is not waited for
 
     def slowly(url: Any) -> Any:
         asked.set()
@@ -417,20 +457,29 @@ def test_who_wants_a_shard_that_is_just_asked_for_waits_for_the_answer(
     origin.stat = slowly  # type: ignore[method-assign]
     found: list[bytes] = []
     readers = [threading.Thread(target=lambda c=c: found.append(read(c))) for c in (first, second)]
-    readers[0].start()
-    assert asked.wait(PATIENCE)
     decided = second._opener._decided
 
     def counted(*arguments: Any) -> bool:
         polled.set()
-        return decided(*arguments)
+        found = decided(*arguments)
+        if found:
+            settled.set()
+        return found
 
-    second._opener._decided = counted
-    readers[1].start()
-    assert polled.wait(PATIENCE)
-    answer.set()
-    for reader in readers:
-        reader.join(PATIENCE)
+    try:
+        readers[0].start()
+        assert asked.wait(PATIENCE)
+        second._opener._decided = counted
+        readers[1].start()
+        assert polled.wait(PATIENCE)
+        answer.set()
+        assert settled.wait(PATIENCE)
+    finally:
+        for event in (answer, fetch):
+            event.set()
+        for reader in readers:
+            if reader.ident is not None:
+                reader.join(PATIENCE)
     assert found == [NEW if replaced else OLD] * 2
     assert (origin.stats, len(origin.requests)) == ([URL], 1 + replaced)
 
@@ -544,18 +593,21 @@ def test_a_refresh_disturbs_no_running_job(
 
 
 @pytest.mark.locks_work("flock")
+@pytest.mark.parametrize("revalidate", ["never", "always"])
 def test_both_versions_count_and_the_older_goes_first_once_nobody_reads_it(
-    make_cache: Make, origin: MemoryOrigin
+    make_cache: Make, origin: MemoryOrigin, revalidate: str
 ) -> None:
     others = [f"s3://lab/other-{n}.tar" for n in range(2)]
     origin.objects.update(dict.fromkeys(others, OLD))
-    options = {"max_size": 3 * len(OLD), "revalidate": "always"}
+    options = {"max_size": 3 * len(OLD), "revalidate": revalidate}
     later = make_cache(**options)  # by its date it may have used all that follows
     running = make_cache(**options)
     assert read(running) == OLD
     origin.objects[URL] = NEW
     assert read(later, others[0]) == OLD
-    assert read(later) == NEW
+    if revalidate == "never":
+        later.prewarm([URL], refresh=True)
+    assert [read(later), read(later), read(running)] == [NEW, NEW, OLD]
     assert versions_on_disk(later) == 3
     read(later, others[1])  # no room: the running job reads the older version
     assert (versions_on_disk(later), read(running)) == (3, OLD)
@@ -565,6 +617,26 @@ def test_both_versions_count_and_the_older_goes_first_once_nobody_reads_it(
     kept = {(entry.metadata().url, entry.metadata().info.etag) for entry in later.entries()}
     assert {url for url, _ in kept} == {URL, *others} and len(kept) == 3
     assert read(later) == NEW and len(origin.requests) == 6  # one was streamed, in two
+
+
+@pytest.mark.locks_work("flock")
+def test_a_pinned_shard_keeps_its_versions_and_without_a_pin_the_older_one_goes(
+    make_cache: Make, origin: MemoryOrigin
+) -> None:
+    for options, content in (({}, OLD), ({"revalidate": "always"}, NEW)):
+        origin.objects[URL] = content
+        with make_cache(**options) as job:
+            assert read(job) == content
+    cache = make_cache()
+    for other in list(cache.entries()):
+        if other.metadata().info.etag == origin.info(cache.parse(URL)).etag:
+            os.utime(other.path / "meta.json", (1, 1))  # by its last use the newer would go
+    cache.pin(URL)
+    cache.clean(max_size=1)
+    assert versions_on_disk(cache) == 2
+    cache.unpin(URL)
+    cache.clean(max_size=len(NEW))
+    assert (versions_on_disk(cache), read(cache)) == (1, NEW)
 
 
 @pytest.mark.locks_work("flock")

@@ -105,6 +105,11 @@ class Identity:
             return False
         return self.started is not None and start_of(self.pid) != self.started
 
+    def is_this_process(self) -> bool:
+        """Whether it is the calling process."""
+        place = self.boot, self.pids, self.pid, self.started
+        return place == (*_place(), os.getpid(), start_of(os.getpid()))
+
     def __str__(self) -> str:
         who = f"process {self.pid} on {self.host}"
         return who if self.rank is None else f"rank {self.rank} ({who})"

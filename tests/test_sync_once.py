@@ -21,7 +21,7 @@ from shardcache.fileboard import FileBoard
 from shardcache.runners import Identity, Watch
 from tests.fakes import FakeClock
 from tests.fuseshim import REPOSITORY, mounted, needs_fuse
-from tests.storetools import PATIENCE, Parent, crowd, forked, wait_until
+from tests.storetools import PATIENCE, Parent, age, crowd, forked, wait_until
 
 
 @pytest.fixture
@@ -444,6 +444,31 @@ def test_once_per_node_needs_no_shared_directory(
     with crowd(3, rank) as children:
         results = [child.hear() for child in children]
     assert results == [results[0]] * 3 and ran.count() == 1
+
+
+def test_what_jobs_left_on_a_node_long_ago_is_removed_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ran: Any
+) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (place / "link").symlink_to(precious)
+    monkeypatch.setattr("shardcache.noticeboards.node_directory", lambda identity: place)
+
+    def work_of(job: str) -> None:
+        monkeypatch.setenv("SHARDCACHE_JOB", job)
+        sync.once("k", ran, per="node")
+
+    work_of("old")
+    work_of("used")
+    for path in (place / "old", place / "used", precious):
+        age(path, 40 * 86400.0)
+    os.utime(place / "link", (1, 1), follow_symlinks=False)
+    work_of("used")
+    work_of("new")
+    assert sorted(os.listdir(place)) == ["link", "new", "used"] and precious.is_dir()
+    assert ran.count() == 3
 
 
 def test_nodes_that_share_a_directory_work_once_each(

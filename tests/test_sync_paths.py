@@ -280,6 +280,13 @@ def test_a_rename_whose_answer_is_lost_counts_and_one_that_failed_does_not(
     assert path.read_bytes() == b"whole" and os.listdir(nodes[0].root) == ["a"]
 
 
+def test_a_name_may_be_as_long_as_the_filesystem_allows(tmp_path: Path) -> None:
+    for name in ("x" * 255, "\N{GRINNING FACE}" * 63):
+        with sync.atomic_write(tmp_path / name) as file:
+            file.write(b"whole")
+        assert (tmp_path / name).read_bytes() == b"whole"
+
+
 def test_a_killed_writer_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_bytes(b"old")

@@ -41,10 +41,10 @@ def test_a_directory_is_made_with_all_above_it_and_again_without_complaint(tmp_p
 def test_the_mode_is_that_of_the_last_directory_less_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
-        sync.makedirs(tmp_path / "a" / "b", 0o775)
+        sync.makedirs(tmp_path / "a" / "b", 0o705)
     finally:
         os.umask(before)
-    assert stat.S_IMODE((tmp_path / "a" / "b").stat().st_mode) == 0o750
+    assert stat.S_IMODE((tmp_path / "a" / "b").stat().st_mode) == 0o700
     assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o750
 
 
@@ -78,6 +78,7 @@ def test_no_permission_is_an_error_at_once(tmp_path: Path, nodes: tuple[Shim, Sh
         sync.makedirs(nodes[0].root / "x" / "y", timeout=None)
 
 
+@pytest.mark.failure("makedirs-race")
 @pytest.mark.parametrize("done", [True, False])
 @pytest.mark.parametrize("number", [errno.EEXIST, errno.ENOENT])
 def test_a_lie_about_a_mkdir_is_not_believed(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import stat
 import time
 from collections.abc import Iterator
@@ -180,10 +181,10 @@ def test_a_wait_that_is_over_tells_all_there_is_to_know(tmp_path: Path) -> None:
     with pytest.raises(TimeoutError) as caught:
         sync.wait_for(wanted, timeout=0.2, by="rank 0")
     text = str(caught.value)
-    assert text.startswith("Waited 2")
+    assert re.match(r"Waited \d", text)
     assert f"for {wanted[1]}, {wanted[2]} (which rank 0 should make) (2 of 3 are missing)" in text
     assert f"the nearest directory that exists is {tmp_path / 'run'}, with 2 names (weights" in text
-    assert "config.json 2h ago" in text
+    assert "config.json 2h" in text
     assert " mounted at " in text and "Look at what rank 0 does" in text
     assert caught.value.paths == [str(p) for p in wanted[1:]] and caught.value.by == "rank 0"
 

@@ -18,7 +18,10 @@ import pytest
 from shardcache import sync
 from shardcache.errors import ConfigError
 from shardcache.fileboard import FileBoard
+from shardcache.outcomes import done
+from shardcache.patience import Patience
 from shardcache.runners import Identity, Watch
+from shardcache.turns import _Turn
 from tests.fakes import FakeClock
 from tests.fuseshim import REPOSITORY, mounted, needs_fuse
 from tests.storetools import PATIENCE, Parent, age, crowd, forked, wait_until
@@ -327,6 +330,19 @@ def test_a_runner_that_was_taken_for_dead_gets_the_result_that_counts(tmp_path: 
         first.kill(18)
         first.tell()
         assert first.hear() == "second"
+
+
+def test_who_takes_over_looks_first_whether_the_dead_one_was_done(tmp_path: Path) -> None:
+    class Board(FileBoard):
+        """On which somebody posts the result just before they die."""
+
+        def hold(self, name: str, data: bytes) -> Any:
+            self.first(f"{name.rpartition('/')[0]}/outcome", done("former"))
+            return super().hold(name, data)
+
+    turn = _Turn("k", Board(tmp_path), "once/k/0", lease=60.0)
+    turn.take(Patience(PATIENCE))
+    assert turn.claim is None and turn.outcome().value() == "former"
 
 
 def test_a_dead_runner_that_nobody_has_waited_for_is_dead() -> None:

@@ -82,8 +82,8 @@ def _default_store() -> Any:
 
 
 def _is_loader_worker() -> bool:
-    data = sys.modules.get("torch.utils.data")
-    return data is not None and data.get_worker_info() is not None
+    info = getattr(sys.modules.get("torch.utils.data"), "get_worker_info", None)
+    return info is not None and info() is not None
 
 
 def rank() -> int:

@@ -77,7 +77,7 @@ class Once:
             turn.fail(exn)
             raise
         except BaseException:
-            turn.let_go()
+            turn.give_up()
             raise
         return turn.succeed(value)
 
@@ -116,7 +116,7 @@ class Once:
         elif isinstance(exn, Exception):
             turn.fail(exn)
         else:
-            turn.let_go()
+            turn.give_up()
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Decorate: of all ranks that call the function, one runs it."""
@@ -220,13 +220,14 @@ class _Turn:
             if not self._board.first(name, data):
                 data = self._board.get(name) or data
         finally:
-            self.let_go()
+            if self.claim is not None:
+                self.claim.release()
         return Outcome.parse(self._key, data, f"{self._board}/{self._room}")
 
-    def let_go(self) -> None:
-        """Let another rank take over, if nothing has been posted."""
+    def give_up(self) -> None:
+        """Let another rank take over: this one was interrupted."""
         if self.claim is not None:
-            self.claim.release()
+            self.claim.give_up()
 
 
 @overload

@@ -187,17 +187,18 @@ def test_the_block_says_who_works_and_the_decorator_needs_no_block(
 
 
 def test_a_block_that_fails_is_a_failure_and_one_that_is_interrupted_is_not(
-    tmp_path: Path, ran: Any
+    place: list[Path],
 ) -> None:
-    with pytest.raises(SystemExit), sync.once("k", dir=tmp_path) as mine:
+    where: dict[str, Any] = {"dir": place[0], "job": "j", "timeout": PATIENCE / 3}
+    with pytest.raises(SystemExit), sync.once("k", **where) as mine:
         assert mine
         raise SystemExit(1)
     with pytest.raises(KeyboardInterrupt):
-        sync.once("k", lambda: (_ for _ in ()).throw(KeyboardInterrupt), dir=tmp_path)
-    with pytest.raises(ValueError, match="bad"), sync.once("k", dir=tmp_path) as mine:
+        sync.once("k", lambda: (_ for _ in ()).throw(KeyboardInterrupt), **where)
+    with pytest.raises(ValueError, match="bad"), sync.once("k", **where) as mine:
         assert mine
         raise ValueError("bad")
-    with pytest.raises(sync.OnceError, match="ValueError: bad"), sync.once("k", dir=tmp_path):
+    with pytest.raises(sync.OnceError, match="ValueError: bad"), sync.once("k", **where):
         raise AssertionError("not reached")
 
 

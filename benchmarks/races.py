@@ -3,7 +3,8 @@
 Replays the stories of ``tests/racestories.py`` by real processes on several mounts of the
 FUSE shim, each so many times with what scripts do and with `shardcache.sync`, and prints a
 Markdown table of how often something went wrong. Needs ``/dev/fuse`` and the right to mount.
-A hundred runs take about ten minutes; ``--slow 15`` has rank 0 late by as much as in the story.
+A hundred runs take about thirteen minutes on two cores; ``--slow 15`` has rank 0 late by as
+much as in the story.
 Exits with 1 if anything went wrong after, or nothing before.
 """
 

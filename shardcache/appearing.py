@@ -37,7 +37,7 @@ _LOOKS = 0.25
 _UNSETTLED = frozenset({errno.EEXIST, errno.ENOENT, errno.ESTALE})
 
 
-def makedirs(path: PathLike, mode: int = 0o777, *, timeout: float | str = _SETTLING) -> Path:
+def makedirs(path: PathLike, mode: int = 0o777, *, timeout: float | str | None = _SETTLING) -> Path:
     """Make a directory and what it is in, whoever else does so; it is there when this returns.
 
     Args:

@@ -27,6 +27,10 @@ __all__ = ["atomic_write"]
 #: What filesystems answer that cannot fsync a directory; their names are as safe as they get.
 _NO_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EACCES})
 
+#: Characters of the target's name in that of the temporary file: with four bytes each and what
+#: is added they are fewer than the 255 bytes that a name may have.
+_MAX_NAME = 50
+
 
 @overload
 def atomic_write(
@@ -82,7 +86,7 @@ def atomic_write(
     target = Path(os.path.realpath(path))
     if target.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
-    temporary = temporary_name(target.parent, target)
+    temporary = temporary_name(target.parent, target.with_name(target.name[:_MAX_NAME]))
     text = None if mode == "wb" else encoding or "utf-8"
     # Open until it has its name, for `_rename` asks it.
     with open(temporary, "xb") as raw:

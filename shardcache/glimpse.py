@@ -6,9 +6,10 @@ another node has made it. `look` asks again:
 
 * the directory is opened, upon which an NFS client revalidates it, and with it what it
   remembers of absent names (close-to-open consistency);
-* the directory is linked to the name. No Linux filesystem links directories, so that always
-  fails and makes nothing; but the kernel first looks the name up as one that is about to be
-  made, for which a remembered absence does not count (FUSE: ``fuse_dentry_revalidate``).
+* ``/proc`` is linked to the name. No directory can be linked, nor anything of another mount, so
+  that always fails and makes nothing; but the kernel first looks the name up as one that is about
+  to be made, for which a remembered absence does not count (FUSE: ``fuse_dentry_revalidate``). Of
+  another mount, because it is refused without an entry in the audit log.
 
 Nothing here writes, and everything may run in any number of processes.
 """
@@ -16,6 +17,7 @@ Nothing here writes, and everything may run in any number of processes.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import stat
 import sys
@@ -27,9 +29,13 @@ from shardcache.units import format_bytes, format_duration
 
 __all__ = ["describe", "look"]
 
+logger = logging.getLogger(__name__)
+
 #: What says that a name is not there, or not any more: ESTALE is what NFS says of a
 #: directory that another node has removed.
 _ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
+#: It is there; it is not, and cannot be made by a link; there is no /proc, or no directory.
+_EXPECTED = _ABSENT | {errno.EEXIST, errno.EXDEV, errno.EPERM}
 #: Names of a directory that an error shows, and of how many it is told how old they are.
 _SHOWN = 4
 _DATED = 1000
@@ -43,7 +49,8 @@ def look(path: Path | str) -> os.stat_result | None:
     """
     path = os.fspath(path)
     found = _stat(path)
-    if found is None and _refresh(path):
+    if found is None:
+        _refresh(path)
         found = _stat(path)
     return found
 
@@ -57,22 +64,19 @@ def _stat(path: str) -> os.stat_result | None:
         raise
 
 
-def _refresh(path: str) -> bool:
-    """Have the kernel ask for ``path`` again; False if it is not there for sure."""
+def _refresh(path: str) -> None:
+    """Have the kernel ask for ``path`` again."""
     parent = os.path.dirname(path) or "."  # noqa: PTH120
     if parent == path or look(parent) is None:
-        return False
+        return
     try:
         os.close(os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-        if sys.platform != "linux":  # elsewhere directories may be linked
-            return True
-        # With the dot: a parent that is a symbolic link would itself be linked.
-        os.link(f"{parent}/.", path)
-    except FileExistsError:
-        return True
-    except OSError:  # EPERM, as a rule: the name is free
-        return False
-    raise AssertionError(f"{parent} was linked as {path}: remove it")
+        if sys.platform == "linux":  # elsewhere directories may be linked
+            # With the dot it is a directory, whatever else may have that name.
+            os.link("/proc/.", path)
+    except OSError as exn:  # EEXIST or EXDEV, as a rule
+        if exn.errno not in _EXPECTED:
+            logger.debug("%s: not asked for again: %s", path, exn)
 
 
 def describe(path: Path | str) -> str:

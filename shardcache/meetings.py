@@ -8,7 +8,6 @@ A call that fails counts for nothing: the next one of that rank is the same barr
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 
@@ -16,12 +15,10 @@ from shardcache import standing
 from shardcache.errors import BarrierTimeoutError, ConfigError
 from shardcache.noticeboards import Board, board_for
 from shardcache.patience import DEFAULT_TIMEOUT, Patience
-from shardcache.ranks import safe_name
+from shardcache.ranks import JOB_VARIABLE, safe_name
 from shardcache.runners import Identity
 
 __all__ = ["barrier"]
-
-logger = logging.getLogger(__name__)
 
 #: Ranks that an error names; of a node that is away, the first few say which it is.
 _NAMED = 16
@@ -50,11 +47,13 @@ def barrier(
         world_size: how many ranks there are, where the launcher does not say.
         rank: which of them this is, likewise.
         dir: a directory in which the ranks meet; see `once`.
-        job: a name in place of the launcher's id of the job; see `once`.
+        job: a name of this run, in place of the launcher's id of the job. No other run may have
+            had it in that directory: its ranks would count.
 
     Raises:
         BarrierTimeoutError: not all came; ``missing`` has their ranks.
-        ConfigError: an argument that cannot work, or no place where the ranks could meet.
+        ConfigError: an argument that cannot work, no place where the ranks could meet, or
+            another process came as this rank.
     """
     if not isinstance(name, str) or not name.strip():
         raise ConfigError(f"A barrier needs a name, not {name!r:.80}. Give a text.")
@@ -65,6 +64,12 @@ def barrier(
     patience = Patience(timeout)
     if size == 1:
         return
+    if job is None and size > standing.world_size() and standing.is_alone():
+        raise ConfigError(
+            f"Nobody launched this process as one of {size} ranks, so they have no name in common. "
+            f"State job=, a name of this run, or set {JOB_VARIABLE}.",
+            variable=JOB_VARIABLE,
+        )
     board = board_for("job", dir, job)
     place = str(board), name
     with _guard:
@@ -98,16 +103,20 @@ class _Meeting:
         return [self._of(rank) for rank in range(self._size)]
 
     def arrive(self) -> None:
-        """Say that this rank has come; twice is once."""
+        """Say that this rank has come; twice is once.
+
+        Raises:
+            ConfigError: another process came as this rank.
+        """
         if self._board.first(self._of(self._rank), Identity.this().encode()):
             return
         found = Identity.parse(self._board.get(self._of(self._rank)))
-        if found is not None and found.pid != os.getpid():
-            logger.warning(
-                "barrier(%r): rank %d has come already, as %s; do two processes have one rank?",
-                self._name,
-                self._rank,
-                found,
+        if found is not None and not found.is_this_process():
+            raise ConfigError(
+                f"Rank {self._rank} has come to barrier({self._name!r}) already, as {found} (told "
+                f"in {self._board}). If that is a process of this run, two of them have one rank; "
+                "if it is of an earlier one, state another job, or remove that directory.",
+                by=str(found),
             )
 
     def wait(self, patience: Patience) -> None:

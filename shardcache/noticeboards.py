@@ -9,7 +9,10 @@ What is posted under a name is whole: bytes, at most `LIMIT` of them.
 
 from __future__ import annotations
 
+import logging
 import os
+import shutil
+import time
 from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -25,11 +28,15 @@ from shardcache.units import parse_choice
 
 __all__ = ["DIRECTORY_VARIABLE", "Board", "Grip", "Scope", "board_for"]
 
+logger = logging.getLogger(__name__)
+
 Scope = Literal["node", "job"]
 
 DIRECTORY_VARIABLE = "SHARDCACHE_SYNC_DIR"
 #: Below a directory that users name, where there are files of theirs, too.
 _NAME = ".shardcache-sync"
+#: Seconds without a call after which a job is over. Longer than jobs may be queued or held.
+_FORGOTTEN = 30 * 86400.0
 _IDENTITY = blake2b(b"shardcache.sync", digest_size=8).hexdigest()
 
 
@@ -112,13 +119,33 @@ def board_for(per: Scope, directory: str | os.PathLike[str] | None, job: str | N
         return FileBoard(Path(stated).absolute() / _NAME / name)
     size = world_size()
     if per == "node" or size in (1, ranks.local_world_size()):
-        return FileBoard(_on_this_node() / name)
+        place = _on_this_node()
+        _sweep(place, keep=name.partition("/")[0])
+        return FileBoard(place / name)
     raise ConfigError(
         f"The {size} ranks of this job have no place to meet. Give dir=, or set "
         f"{DIRECTORY_VARIABLE}, to a directory that all nodes share, or call "
         "torch.distributed.init_process_group() first.",
         variable=DIRECTORY_VARIABLE,
     )
+
+
+def _sweep(place: Path, keep: str) -> None:
+    """Remove what jobs left on this node that have told one another nothing for a month.
+
+    ``place`` is this user's, and nothing in it is anything else. A job's directory is as old as
+    its last call, which dates it anew.
+    """
+    own = place / keep
+    try:
+        if own.is_dir():
+            os.utime(own)
+            return
+        for path in place.iterdir():
+            if time.time() - path.lstat().st_mtime > _FORGOTTEN and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+    except OSError as exn:  # another rank does the same
+        logger.debug("%s: not swept: %s", place, exn)
 
 
 def _on_this_node() -> Path:

@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 #: Beats within a lease: one may be lost, and one late.
 _BEATS = 5
+#: In place of a beat, of a runner that was interrupted.
+_OVER = b"over"
 #: Seconds for which a process of this machine must have been gone. Its result may be there and
 #: not be seen yet, where this mount of a network filesystem is another one than its own.
 _GONE = 5.0
@@ -105,6 +107,11 @@ class Identity:
             return False
         return self.started is not None and start_of(self.pid) != self.started
 
+    def is_this_process(self) -> bool:
+        """Whether it is the calling process."""
+        place = self.boot, self.pids, self.pid, self.started
+        return place == (*_place(), os.getpid(), start_of(os.getpid()))
+
     def __str__(self) -> str:
         who = f"process {self.pid} on {self.host}"
         return who if self.rank is None else f"rank {self.rank} ({who})"
@@ -159,6 +166,15 @@ class Claim:
             self._thread.join()
         self._grip.release()
 
+    def give_up(self) -> None:
+        """Let go, and say that nothing will come of it here: others need not wait for silence."""
+        self.release()
+        if not self._board.exact:
+            try:
+                self._board.put(f"{self._name}.beat", _OVER)
+            except (OSError, ShardCacheError) as exn:  # then they wait
+                logger.warning("%s: cannot say that this process gave up: %s", self._name, exn)
+
 
 class Watch:
     """One waiter's view of who runs; for one thread."""
@@ -198,6 +214,8 @@ class Watch:
             self._seen, self._silent, passed = seen, 0.0, 0.0
             self._holder = Identity.parse(seen[0])
         is_gone = self._holder is not None and self._holder.is_gone()
+        if seen[1] == _OVER:
+            return True
         self._silent += passed
         self._gone = self._gone + passed if is_gone else 0.0
         return self._silent >= self._lease or self._gone >= _GONE

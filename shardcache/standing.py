@@ -24,6 +24,7 @@ from shardcache.modes import random_token
 from shardcache.ranks import Ranks, safe_name
 
 __all__ = [
+    "is_alone",
     "job_name",
     "local_rank",
     "local_world_size",
@@ -40,7 +41,8 @@ _RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 _STEP = re.compile(r"[0-9]{1,9}\Z")  # the batch script's and the shell's have ten digits
 _AGREED = "shardcache/job"
 
-_inherited = False
+#: The store of the process that this one was forked from.
+_inherited: Any = None
 #: The name of a process that nobody launched; its forked children know it, too.
 _alone: str | None = None
 
@@ -55,7 +57,7 @@ def _distributed() -> Any:
 
 def _after_fork() -> None:
     global _inherited
-    _inherited = _inherited or _distributed() is not None
+    _inherited = _default_store() or _inherited
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -63,7 +65,12 @@ os.register_at_fork(after_in_child=_after_fork)
 
 def torch_store() -> Any:
     """The store over which the ranks of torch.distributed met; None if this process has none."""
-    if _inherited or _distributed() is None or _is_loader_worker():
+    store = None if _is_loader_worker() else _default_store()
+    return None if store is _inherited else store
+
+
+def _default_store() -> Any:
+    if _distributed() is None:
         return None
     # There is no public name for it; this one has been there since torch 1.8.
     from torch.distributed import distributed_c10d
@@ -75,8 +82,8 @@ def torch_store() -> Any:
 
 
 def _is_loader_worker() -> bool:
-    data = sys.modules.get("torch.utils.data")
-    return data is not None and data.get_worker_info() is not None
+    info = getattr(sys.modules.get("torch.utils.data"), "get_worker_info", None)
+    return info is not None and info() is not None
 
 
 def rank() -> int:
@@ -208,6 +215,12 @@ def unreachable(exn: Exception) -> BoardError:
         f"The store of torch.distributed does not answer ({str(exn).splitlines()[0]:.200}). "
         "Rank 0, which serves it, has probably ended: look at its output."
     )
+
+
+def is_alone() -> bool:
+    """Whether nobody launched this process, nor gave its job a name."""
+    found = ranks.detect()
+    return found.job is None and found.world_size == 1 and torch_store() is None
 
 
 def _unnamed(found: Ranks) -> str:

@@ -6,86 +6,35 @@ same, and runs nothing. If the runner dies, by SIGKILL too, another rank takes o
 (`runners`); if it is interrupted (KeyboardInterrupt, SystemExit), likewise.
 
 Of two results, which only a runner that was taken for dead can bring about, the first counts,
-for both. Results and failures are JSON, never pickles.
+for both (`outcomes`).
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import os
 import threading
-import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 from shardcache.errors import ConfigError, OnceError, WaitTimeoutError
 from shardcache.fileboard import LIMIT
 from shardcache.noticeboards import Board, Scope, board_for
+from shardcache.outcomes import Outcome, done, failed
 from shardcache.patience import DEFAULT_TIMEOUT, Patience
 from shardcache.ranks import safe_name
-from shardcache.runners import LEASE_SECONDS, Claim, Identity, Watch
+from shardcache.runners import LEASE_SECONDS, Claim, Watch
 from shardcache.units import parse_duration
-from shardcache.urls import redact
 
 __all__ = ["Once", "once"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-#: Characters of a traceback that are told to the other ranks; its end says most.
-_TRACEBACK = 20_000
-
 _guard = threading.Lock()
 #: How often `again` was asked for here: ranks that run the same program count alike.
 _agains: dict[tuple[str, str], int] = {}
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What came of the work."""
-
-    key: str
-    record: dict[str, Any]
-
-    @classmethod
-    def parse(cls, key: str, data: bytes, where: str) -> Outcome:
-        """What was posted.
-
-        Raises:
-            OnceError: it is damaged.
-        """
-        try:
-            record = json.loads(data)
-            if record["outcome"] in ("done", "failed") and isinstance(record["by"], str):
-                return cls(key, record)
-        except (ValueError, TypeError, KeyError, RecursionError):
-            pass  # said below, of all that is no record
-        raise OnceError(
-            f"What came of once({key!r}) cannot be read in {where}. Remove that and run again.",
-            key=key,
-        )
-
-    def value(self) -> Any:
-        """The result.
-
-        Raises:
-            OnceError: it failed.
-        """
-        if self.record["outcome"] == "done":
-            return self.record.get("value")
-        kind, message, text = (str(self.record.get(x)) for x in ("type", "message", "traceback"))
-        raise OnceError(
-            f"once({self.key!r}) failed on {self.record['by']}: {kind}: {message}\n"
-            f"It is not run again in this job unless again=True is given. There:\n{text}",
-            key=self.key,
-            type=kind,
-            cause=message,
-            traceback=text,
-            by=self.record["by"],
-        )
 
 
 class Once:
@@ -128,7 +77,7 @@ class Once:
             turn.fail(exn)
             raise
         except BaseException:
-            turn.let_go()
+            turn.give_up()
             raise
         return turn.succeed(value)
 
@@ -167,7 +116,7 @@ class Once:
         elif isinstance(exn, Exception):
             turn.fail(exn)
         else:
-            turn.let_go()
+            turn.give_up()
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Decorate: of all ranks that call the function, one runs it."""
@@ -244,9 +193,8 @@ class _Turn:
         Raises:
             OnceError: it cannot be told to the others.
         """
-        record = {"outcome": "done", "by": str(Identity.this()), "value": value}
         try:
-            data = json.dumps(record, allow_nan=True).encode()
+            data = done(value)
         except (TypeError, ValueError, RecursionError) as exn:
             return self._refuse(f"its result is no JSON ({exn})")
         if len(data) > LIMIT:
@@ -264,15 +212,7 @@ class _Turn:
 
     def fail(self, exn: Exception) -> None:
         """Post the failure."""
-        text = "".join(traceback.format_exception(exn))[-_TRACEBACK:]
-        record = {
-            "outcome": "failed",
-            "by": str(Identity.this()),
-            "type": type(exn).__qualname__,
-            "message": redact(str(exn))[:_TRACEBACK],
-            "traceback": redact(text),
-        }
-        self._post(json.dumps(record).encode())
+        self._post(failed(exn))
 
     def _post(self, data: bytes) -> Outcome:
         name = f"{self._room}/outcome"
@@ -280,13 +220,14 @@ class _Turn:
             if not self._board.first(name, data):
                 data = self._board.get(name) or data
         finally:
-            self.let_go()
+            if self.claim is not None:
+                self.claim.release()
         return Outcome.parse(self._key, data, f"{self._board}/{self._room}")
 
-    def let_go(self) -> None:
-        """Let another rank take over, if nothing has been posted."""
+    def give_up(self) -> None:
+        """Let another rank take over: this one was interrupted."""
         if self.claim is not None:
-            self.claim.release()
+            self.claim.give_up()
 
 
 @overload

@@ -18,10 +18,13 @@ import pytest
 from shardcache import sync
 from shardcache.errors import ConfigError
 from shardcache.fileboard import FileBoard
+from shardcache.outcomes import done
+from shardcache.patience import Patience
 from shardcache.runners import Identity, Watch
+from shardcache.turns import _Turn
 from tests.fakes import FakeClock
 from tests.fuseshim import REPOSITORY, mounted, needs_fuse
-from tests.storetools import PATIENCE, Parent, crowd, forked, wait_until
+from tests.storetools import PATIENCE, Parent, age, crowd, forked, wait_until
 
 
 @pytest.fixture
@@ -184,17 +187,18 @@ def test_the_block_says_who_works_and_the_decorator_needs_no_block(
 
 
 def test_a_block_that_fails_is_a_failure_and_one_that_is_interrupted_is_not(
-    tmp_path: Path, ran: Any
+    place: list[Path],
 ) -> None:
-    with pytest.raises(SystemExit), sync.once("k", dir=tmp_path) as mine:
+    where: dict[str, Any] = {"dir": place[0], "job": "j", "timeout": PATIENCE / 3}
+    with pytest.raises(SystemExit), sync.once("k", **where) as mine:
         assert mine
         raise SystemExit(1)
     with pytest.raises(KeyboardInterrupt):
-        sync.once("k", lambda: (_ for _ in ()).throw(KeyboardInterrupt), dir=tmp_path)
-    with pytest.raises(ValueError, match="bad"), sync.once("k", dir=tmp_path) as mine:
+        sync.once("k", lambda: (_ for _ in ()).throw(KeyboardInterrupt), **where)
+    with pytest.raises(ValueError, match="bad"), sync.once("k", **where) as mine:
         assert mine
         raise ValueError("bad")
-    with pytest.raises(sync.OnceError, match="ValueError: bad"), sync.once("k", dir=tmp_path):
+    with pytest.raises(sync.OnceError, match="ValueError: bad"), sync.once("k", **where):
         raise AssertionError("not reached")
 
 
@@ -329,6 +333,19 @@ def test_a_runner_that_was_taken_for_dead_gets_the_result_that_counts(tmp_path: 
         assert first.hear() == "second"
 
 
+def test_who_takes_over_looks_first_whether_the_dead_one_was_done(tmp_path: Path) -> None:
+    class Board(FileBoard):
+        """On which somebody posts the result just before they die."""
+
+        def hold(self, name: str, data: bytes) -> Any:
+            self.first(f"{name.rpartition('/')[0]}/outcome", done("former"))
+            return super().hold(name, data)
+
+    turn = _Turn("k", Board(tmp_path), "once/k/0", lease=60.0)
+    turn.take(Patience(PATIENCE))
+    assert turn.claim is None and turn.outcome().value() == "former"
+
+
 def test_a_dead_runner_that_nobody_has_waited_for_is_dead() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
@@ -444,6 +461,31 @@ def test_once_per_node_needs_no_shared_directory(
     with crowd(3, rank) as children:
         results = [child.hear() for child in children]
     assert results == [results[0]] * 3 and ran.count() == 1
+
+
+def test_what_jobs_left_on_a_node_long_ago_is_removed_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ran: Any
+) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (place / "link").symlink_to(precious)
+    monkeypatch.setattr("shardcache.noticeboards.node_directory", lambda identity: place)
+
+    def work_of(job: str) -> None:
+        monkeypatch.setenv("SHARDCACHE_JOB", job)
+        sync.once("k", ran, per="node")
+
+    work_of("old")
+    work_of("used")
+    for path in (place / "old", place / "used", precious):
+        age(path, 40 * 86400.0)
+    os.utime(place / "link", (1, 1), follow_symlinks=False)
+    work_of("used")
+    work_of("new")
+    assert sorted(os.listdir(place)) == ["link", "new", "used"] and precious.is_dir()
+    assert ran.count() == 3
 
 
 def test_nodes_that_share_a_directory_work_once_each(

@@ -2,7 +2,7 @@
 
 Before, what another node makes never comes into sight and rank 0 never gets there, so that no
 pace of the machine mends it. After, nodes see one another's names after a moment. Set
-``SHARDCACHE_SLOW=15`` to have rank 0 late by as much as it was.
+``RACES_SLOW=15`` to have rank 0 late by as much as it was.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from tests.fuseshim import needs_fuse
 from tests.racestories import STORIES, stage
 
 _NEVER = 3600.0
+_SLOW = float(os.environ.get("RACES_SLOW", "1"))
 
 
 @pytest.mark.parametrize("name", STORIES)
@@ -29,11 +30,9 @@ def test_before(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", STORIES)
-def test_after(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after(tmp_path: Path, name: str) -> None:
     needs_fuse()
-    slow = float(os.environ.get("SHARDCACHE_SLOW", "1"))
-    monkeypatch.delenv("SHARDCACHE_SLOW", raising=False)
-    with stage(tmp_path, 3, delay=0.4, slow=slow) as place:
+    with stage(tmp_path, 3, delay=0.4, slow=_SLOW) as place:
         assert STORIES[name](place, True) == []
 
 

@@ -65,8 +65,8 @@ class FleetView:
         if self._live is not None:
             self._live.stop()
 
-    def __call__(self, event: Heard, fleet: Fleet) -> None:
-        """Take an event that the fleet has taken."""
+    def __call__(self, event: Heard | None, fleet: Fleet) -> None:
+        """Take an event that the fleet has taken; None only lets time pass."""
         self._fleet = fleet
         if isinstance(event, Members):
             self._begin(fleet)
@@ -94,7 +94,7 @@ class FleetView:
         finally:
             self._live.start()
 
-    def _is_final(self, node: Node, event: Heard) -> bool:
+    def _is_final(self, node: Node, event: Heard | None) -> bool:
         # Why a node failed may come on the other of two pipes, after its end.
         return node.ending in (Ending.DONE, Ending.SOME_FAILED) or isinstance(event, Closed)
 
@@ -144,7 +144,9 @@ class FleetView:
         if self._live is None and self._console.progress and now >= self._line_at:
             self._line_at = now + _LINE_EVERY
             assert self._fleet is not None
-            if any(not node.ended for node in self._fleet.nodes):
+            if not self._fleet.nodes:
+                self._console.hint(f"Waiting for {self._engine} to name its nodes")
+            elif any(not node.ended for node in self._fleet.nodes):
                 self._console.hint(progress_line(self._fleet))
 
     def _padded(self, node: Node) -> str:

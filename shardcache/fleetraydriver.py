@@ -45,6 +45,8 @@ _ROUND = 0.2
 #: Digits of a node's id that tell two of one name apart.
 _ID_DIGITS = 8
 _KNOCK_SECONDS = 10.0
+#: What Ray says before it says why.
+_TERMINATED = "the actor's node was terminated unexpectedly: "
 #: A host's name in place of an address comes after all IP versions.
 _NO_IP = 9
 #: Threads of an actor: lines, stop and a lines whose answer was lost.
@@ -189,7 +191,7 @@ class _Fleet:
             return "shardcache is not installed for Ray's workers there"
         alive = {found["NodeID"] for found in self._ray.nodes() if found.get("Alive")}
         lines = [line.strip() for line in text.splitlines() if line.strip()]
-        detail = lines[-1].removeprefix("the actor's node was terminated unexpectedly: ") if lines else ""
+        detail = lines[-1].removeprefix(_TERMINATED) if lines else ""
         if node.id not in alive or "node has died" in text:
             return f"the node died ({detail})" if "health" in detail else "the node died"
         if isinstance(exn, self._ray.exceptions.RayTaskError):

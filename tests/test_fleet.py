@@ -165,6 +165,13 @@ def test_a_node_that_never_spoke_is_told_with_the_engines_last_word():
     assert fleet.nodes[1].error == "srun: error: Node failure on b"
 
 
+def test_the_documentation_names_everything_that_programs_get():
+    text = (Path(__file__).resolve().parent.parent / "docs" / "clusters.md").read_text("utf-8")
+    summary = summary_record(fleet_of(0))
+    names = {*summary, *summary["nodes"]["n0"], *(ending.value for ending in Ending)}
+    assert {name for name in names if f"`{name}`" not in text} == set()
+
+
 def test_one_reason_is_told_once_with_all_its_nodes(capsys):
     from shardcache.console import Console
 

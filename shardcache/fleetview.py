@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from shardcache.console import Console, counted, printable
 from shardcache.fleet import Ending, Fleet, Node
-from shardcache.fleetlines import Closed, Complained, Heard, Members, Said
+from shardcache.fleetlines import Closed, Complained, Ended, Heard, Members, Said
 from shardcache.fleettext import end_text, node_record, plan_line, progress_line, rate_of
 from shardcache.progress import live_display
 from shardcache.units import format_bytes, format_clock, format_rate
@@ -70,17 +70,26 @@ class FleetView:
         self._fleet = fleet
         if isinstance(event, Members):
             self._begin(fleet)
-        elif isinstance(event, Said):
-            self._said(fleet.nodes[event.member], event)
+        elif isinstance(event, Said | Ended):
+            node = fleet.nodes[event.member]
+            if isinstance(event, Said):
+                self._said(node, event)
+            # Why another one failed may still come, on the other of two pipes.
+            if node.ending in (Ending.DONE, Ending.SOME_FAILED):
+                self._ended(node)
         elif isinstance(event, Complained) and event.member is not None:
             self._complained(fleet.nodes[event.member], event.text)
-        for node in fleet.nodes:
-            if node.ended and node.number not in self._told and self._is_final(node, event):
-                self._told.add(node.number)
-                with self._above():
-                    self._console.said(f"{self._padded(node)}  {end_text(node)}")
-                    self._console.line("end", {"node": node.name, **node_record(node)})
+        if isinstance(event, Closed):
+            for node in fleet.nodes:
+                self._ended(node)
         self._line()
+
+    def _ended(self, node: Node) -> None:
+        if node.ended and node.number not in self._told:
+            self._told.add(node.number)
+            with self._above():
+                self._console.said(f"{self._padded(node)}  {end_text(node)}")
+                self._console.line("end", {"node": node.name, **node_record(node)})
 
     @contextlib.contextmanager
     def _above(self) -> Iterator[None]:
@@ -93,10 +102,6 @@ class FleetView:
             yield
         finally:
             self._live.start()
-
-    def _is_final(self, node: Node, event: Heard | None) -> bool:
-        # Why a node failed may come on the other of two pipes, after its end.
-        return node.ending in (Ending.DONE, Ending.SOME_FAILED) or isinstance(event, Closed)
 
     def _begin(self, fleet: Fleet) -> None:
         console = self._console

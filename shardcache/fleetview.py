@@ -101,7 +101,12 @@ class FleetView:
         try:
             yield
         finally:
-            self._live.start()
+            # A new one: the old one would first remove as many lines as it had drawn.
+            self._draw()
+
+    def _draw(self) -> None:
+        self._live = live_display(self._console, self._render)
+        self._live.start()
 
     def _begin(self, fleet: Fleet) -> None:
         console = self._console
@@ -118,8 +123,7 @@ class FleetView:
              "nodes": [node.name for node in fleet.nodes]},
         )  # fmt: skip
         if console.live:
-            self._live = live_display(console, self._render)
-            self._live.start()
+            self._draw()
 
     def _said(self, node: Node, event: Said) -> None:
         record = {name: event.record[name] for name in event.record if name != "schema"}

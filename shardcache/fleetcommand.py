@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 import click
 
 from shardcache.console import Column
-from shardcache.fleet import Engine, Order, run_fleet
+from shardcache.fleet import Order
 from shardcache.fleetray import RayEngine
+from shardcache.fleetrun import Engine, run_fleet
 from shardcache.fleetslurm import SlurmEngine
 from shardcache.fleettext import (
     exit_code,

@@ -14,8 +14,9 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 from shardcache.errors import ConfigError
-from shardcache.fleet import Engine, Order
+from shardcache.fleet import Order
 from shardcache.fleetlines import Complained, Heard, decode
+from shardcache.fleetrun import Engine
 
 __all__ = ["RayEngine"]
 

@@ -18,6 +18,7 @@ import ipaddress
 import json
 import logging
 import os
+import socket
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -43,6 +44,9 @@ _PATIENCE = 2.0
 _ROUND = 0.2
 #: Digits of a node's id that tell two of one name apart.
 _ID_DIGITS = 8
+_KNOCK_SECONDS = 10.0
+#: What Ray says before it says why.
+_TERMINATED = "the actor's node was terminated unexpectedly: "
 #: A host's name in place of an address comes after all IP versions.
 _NO_IP = 9
 #: Threads of an actor: lines, stop and a lines whose answer was lost.
@@ -187,7 +191,7 @@ class _Fleet:
             return "shardcache is not installed for Ray's workers there"
         alive = {found["NodeID"] for found in self._ray.nodes() if found.get("Alive")}
         lines = [line.strip() for line in text.splitlines() if line.strip()]
-        detail = lines[-1].removeprefix("the actor's node was terminated ") if lines else ""
+        detail = lines[-1].removeprefix(_TERMINATED) if lines else ""
         if node.id not in alive or "node has died" in text:
             return f"the node died ({detail})" if "health" in detail else "the node died"
         if isinstance(exn, self._ray.exceptions.RayTaskError):
@@ -200,6 +204,17 @@ def _listen(stop: threading.Event, gone: threading.Event) -> None:
         if line.strip() == "stop":
             stop.set()
     gone.set()
+
+
+def _knock(address: str) -> None:
+    """Ray itself tries for minutes where nobody listens.
+
+    Raises:
+        OSError: nobody does.
+    """
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit() and "/" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), _KNOCK_SECONDS).close()
 
 
 def main() -> int:
@@ -216,6 +231,7 @@ def main() -> int:
     fleet = _Fleet(ray, order, out)
     try:
         try:
+            _knock(order["address"])
             ray.init(
                 address=order["address"],
                 namespace="shardcache",
@@ -223,9 +239,9 @@ def main() -> int:
                 logging_level=logging.ERROR,
             )
         except (ConnectionError, RuntimeError, ValueError, OSError) as exn:
-            first = (str(exn).strip().splitlines() or [type(exn).__name__])[0]
+            first = (str(exn).strip().splitlines() or [type(exn).__name__])[0].rstrip(".")
             raise ConfigError(
-                f"no Ray cluster could be reached at {order['address']}: {first} Give its address "
+                f"no Ray cluster could be reached at {order['address']}: {first}. Give its address "
                 "with --ray-address or RAY_ADDRESS, on a machine that is one of its nodes."
             ) from exn
         fleet.start()

@@ -19,8 +19,9 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 from shardcache.errors import ConfigError
-from shardcache.fleet import Engine, Order
+from shardcache.fleet import Order
 from shardcache.fleetlines import Complained, Ended, Heard, Joiner, Members
+from shardcache.fleetrun import Engine
 from shardcache.urls import redact
 
 __all__ = ["SlurmEngine"]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from shardcache.console import Console, counted, printable
 from shardcache.fleet import Ending, Fleet, Node
-from shardcache.fleetlines import Closed, Complained, Heard, Members, Said
+from shardcache.fleetlines import Closed, Complained, Ended, Heard, Members, Said
 from shardcache.fleettext import end_text, node_record, plan_line, progress_line, rate_of
 from shardcache.progress import live_display
 from shardcache.units import format_bytes, format_clock, format_rate
@@ -65,22 +65,31 @@ class FleetView:
         if self._live is not None:
             self._live.stop()
 
-    def __call__(self, event: Heard, fleet: Fleet) -> None:
-        """Take an event that the fleet has taken."""
+    def __call__(self, event: Heard | None, fleet: Fleet) -> None:
+        """Take an event that the fleet has taken; None only lets time pass."""
         self._fleet = fleet
         if isinstance(event, Members):
             self._begin(fleet)
-        elif isinstance(event, Said):
-            self._said(fleet.nodes[event.member], event)
+        elif isinstance(event, Said | Ended):
+            node = fleet.nodes[event.member]
+            if isinstance(event, Said):
+                self._said(node, event)
+            # Why another one failed may still come, on the other of two pipes.
+            if node.ending in (Ending.DONE, Ending.SOME_FAILED):
+                self._ended(node)
         elif isinstance(event, Complained) and event.member is not None:
             self._complained(fleet.nodes[event.member], event.text)
-        for node in fleet.nodes:
-            if node.ended and node.number not in self._told and self._is_final(node, event):
-                self._told.add(node.number)
-                with self._above():
-                    self._console.said(f"{self._padded(node)}  {end_text(node)}")
-                    self._console.line("end", {"node": node.name, **node_record(node)})
+        if isinstance(event, Closed):
+            for node in fleet.nodes:
+                self._ended(node)
         self._line()
+
+    def _ended(self, node: Node) -> None:
+        if node.ended and node.number not in self._told:
+            self._told.add(node.number)
+            with self._above():
+                self._console.said(f"{self._padded(node)}  {end_text(node)}")
+                self._console.line("end", {"node": node.name, **node_record(node)})
 
     @contextlib.contextmanager
     def _above(self) -> Iterator[None]:
@@ -92,11 +101,12 @@ class FleetView:
         try:
             yield
         finally:
-            self._live.start()
+            # A new one: the old one would first remove as many lines as it had drawn.
+            self._draw()
 
-    def _is_final(self, node: Node, event: Heard) -> bool:
-        # Why a node failed may come on the other of two pipes, after its end.
-        return node.ending in (Ending.DONE, Ending.SOME_FAILED) or isinstance(event, Closed)
+    def _draw(self) -> None:
+        self._live = live_display(self._console, self._render)
+        self._live.start()
 
     def _begin(self, fleet: Fleet) -> None:
         console = self._console
@@ -113,8 +123,7 @@ class FleetView:
              "nodes": [node.name for node in fleet.nodes]},
         )  # fmt: skip
         if console.live:
-            self._live = live_display(console, self._render)
-            self._live.start()
+            self._draw()
 
     def _said(self, node: Node, event: Said) -> None:
         record = {name: event.record[name] for name in event.record if name != "schema"}
@@ -144,7 +153,9 @@ class FleetView:
         if self._live is None and self._console.progress and now >= self._line_at:
             self._line_at = now + _LINE_EVERY
             assert self._fleet is not None
-            if any(not node.ended for node in self._fleet.nodes):
+            if not self._fleet.nodes:
+                self._console.hint(f"Waiting for {self._engine} to name its nodes")
+            elif any(not node.ended for node in self._fleet.nodes):
                 self._console.hint(progress_line(self._fleet))
 
     def _padded(self, node: Node) -> str:

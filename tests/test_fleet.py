@@ -116,8 +116,9 @@ def test_half_a_record_does_not_swallow_the_next_one():
 def test_what_no_node_can_have_said_is_passed_over():
     fleet = fleet_of(0)
     fleet.take(Said(7, PLAN))
+    fleet.take(Said(-1, PLAN))
     fleet.take(Ended(-1, 3))
-    assert [node.ending for node in fleet.nodes] == [Ending.DONE]
+    assert [(node.ending, node.plan) for node in fleet.nodes] == [(Ending.DONE, None)]
 
 
 @pytest.mark.parametrize(
@@ -165,6 +166,13 @@ def test_a_node_that_never_spoke_is_told_with_the_engines_last_word():
     assert fleet.nodes[1].error == "srun: error: Node failure on b"
 
 
+def test_the_documentation_names_everything_that_programs_get():
+    text = (Path(__file__).resolve().parent.parent / "docs" / "clusters.md").read_text("utf-8")
+    summary = summary_record(fleet_of(0))
+    names = {*summary, *summary["nodes"]["n0"], *(ending.value for ending in Ending)}
+    assert {name for name in names if f"`{name}`" not in text} == set()
+
+
 def test_one_reason_is_told_once_with_all_its_nodes(capsys):
     from shardcache.console import Console
 
@@ -195,20 +203,20 @@ def ray_node(name, address, node_id, alive=True):
 
 
 NODES = [
-    ray_node("c", "10.0.0.10", "cccc"),
-    ray_node("a", "10.0.0.9", "aaaa"),
+    ray_node("a", "10.0.0.10", "aaaa"),
+    ray_node("c", "10.0.0.9", "cccc"),
     ray_node("dead", "10.0.0.1", "dddd", alive=False),
     ray_node("b", "10.0.0.9", "bbbb"),
 ]
 
 
 def test_nodes_are_numbered_by_address_then_name():
-    assert [name for name, _ in choose(NODES, [])] == ["a", "b", "c"]
+    assert [name for name, _ in choose(NODES, [])] == ["b", "c", "a"]
 
 
 def test_named_nodes_keep_the_order_they_were_named_in():
-    assert choose(NODES, ["c", "host-a"]) == [("c", "cccc" * 14), ("a", "aaaa" * 14)]
-    assert [name for name, _ in choose(NODES, ["10.0.0.10", "bbbbbbbb"])] == ["c", "b"]
+    assert choose(NODES, ["c", "host-b"]) == [("c", "cccc" * 14), ("b", "bbbb" * 14)]
+    assert [name for name, _ in choose(NODES, ["10.0.0.10", "bbbbbbbb"])] == ["a", "b"]
 
 
 def test_two_nodes_of_one_name_are_told_apart():
@@ -218,7 +226,7 @@ def test_two_nodes_of_one_name_are_told_apart():
 
 @pytest.mark.parametrize("name", ["dead", "10.0.0.9", "nobody"])
 def test_a_name_that_is_not_one_node_is_refused(name):
-    with pytest.raises(ConfigError, match="Those there are: a, b, c"):
+    with pytest.raises(ConfigError, match="Those there are: b, c, a"):
         choose(NODES, [name])
 
 

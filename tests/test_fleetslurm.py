@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -300,13 +301,39 @@ def test_tasks_do_not_outlive_the_command(allocation, slow):
         wait_until(lambda: not any(is_running(pid) for pid in batch.pids.values()))
 
 
+def displayed(text):
+    """What a terminal shows of it in the end: lines, after the cursor moves that rich makes."""
+    lines, row, column = [""], 0, 0
+    for part in re.findall(r"\x1b\[\??\d*(?:;\d+)*[A-Za-z]|[\r\n]|[^\x1b\r\n]+", text):
+        if part == "\r":
+            column = 0
+        elif part == "\n":
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif part == "\x1b[1A":
+            row = max(0, row - 1)
+        elif part == "\x1b[2K":
+            lines[row] = ""
+        elif not part.startswith("\x1b"):
+            lines[row] = (
+                f"{lines[row]:<{column}}"[:column] + part + lines[row][column + len(part) :]
+            )
+            column += len(part)
+    return [line.rstrip() for line in lines if line.strip()]
+
+
 def test_on_a_terminal_there_is_a_row_for_each_node(allocation, slow, meter):
     arguments = ("prewarm", slow, "--nodes", "slurm")
     with Screen(*arguments, directory=allocation / "unused") as screen:
         row = r"gpu0{}  [^\n]*0/3   *[\d.]+ MB of [\d.]+ MB  "
         screen.read("".join(row.format(number) + r"[^\n]*\n[^\n]*" for number in (1, 2)))
         meter.resume()
-        text = screen.read()
-    for name in NODES:
-        assert f"{name}  Warmed 3 of 3 shards" in text
-    assert "Warmed 2 of 2 nodes: 6 shards" in text.splitlines()[-1]
+        shown = displayed(screen.read())
+    # The rows are gone, and what was said while they were there has stayed.
+    assert shown[0].startswith("Prewarming 2 nodes of Slurm job 4711")
+    ends = sorted(line.partition(" in ")[0] for line in shown[1:-1])
+    assert [end.partition(" (")[0] for end in ends] == [
+        "gpu01  Warmed 3 of 3 shards",
+        "gpu02  Warmed 3 of 3 shards",
+    ]
+    assert shown[-1].startswith("Warmed 2 of 2 nodes: 6 shards")

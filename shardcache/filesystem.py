@@ -158,10 +158,6 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
         """As the target filesystem."""
         return self.fs.glob(self._path(path), *args, **options)
 
-    def walk(self, path: str, *args: Any, **options: Any) -> Any:
-        """As the target filesystem."""
-        return self.fs.walk(self._path(path), *args, **options)
-
     def created(self, path: str) -> Any:
         """As the target filesystem."""
         return self.fs.created(self._path(path))

@@ -151,16 +151,8 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
         return self.fs.ls(self._path(path), detail=detail, **options)
 
     def find(self, path: str, *args: Any, **options: Any) -> Any:
-        """As the target filesystem, which may need one listing where a walk needs many."""
+        """As the target filesystem, for which it may be one listing where a walk needs many."""
         return self.fs.find(self._path(path), *args, **options)
-
-    def glob(self, path: str, *args: Any, **options: Any) -> Any:
-        """As the target filesystem."""
-        return self.fs.glob(self._path(path), *args, **options)
-
-    def walk(self, path: str, *args: Any, **options: Any) -> Any:
-        """As the target filesystem."""
-        return self.fs.walk(self._path(path), *args, **options)
 
     def created(self, path: str) -> Any:
         """As the target filesystem."""

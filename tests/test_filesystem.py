@@ -127,19 +127,24 @@ def test_buckets_are_directories(url: str, default: Path) -> None:
     assert not fs.exists(f"{bucket}/none.tar")
 
 
-def test_listing_costs_what_the_origin_takes_for_it(url: str, default: Path, meter: Meter) -> None:
+def test_listing_costs_what_the_origin_takes_for_it(
+    url: str, s3: S3Server, default: Path, meter: Meter
+) -> None:
     fs, path = fsspec.url_to_fs(url)
     bucket = path.partition("/")[0]
+    for number in range(3):
+        s3.put(bucket, f"part-{number}/c.tar", SHARD)
+    all_of_them = ["a.tar", "b.tar", *(f"part-{number}/c.tar" for number in range(3))]
+    costs = []
     for listed in (
-        lambda: fs.glob(f"{bucket}/*.tar"),
         lambda: fs.find(f"shardcache::s3://{bucket}"),
-        lambda: [f"{root}/{name}" for root, _, names in fs.walk(bucket) for name in names],
-        lambda: fs.ls(f"s3://{bucket}/", detail=False),
+        lambda: fs.glob(f"{bucket}/**/*.tar"),
     ):
         fs.invalidate_cache()
         meter.reset()
-        assert listed() == [f"{bucket}/a.tar", f"{bucket}/b.tar"]
-        assert len(requests(meter)) == 1
+        assert listed() == [f"{bucket}/{name}" for name in all_of_them]
+        costs.append(len(requests(meter)))
+    assert costs == [1, 1]  # a walk asks for each directory
 
 
 def test_a_wrong_cache_is_told_of_and_not_taken_for_an_unknown_shard(

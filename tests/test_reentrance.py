@@ -78,7 +78,10 @@ def total(layout: Layout) -> Stats:
     return summed(samples(layout))
 
 
-@pytest.mark.parametrize("inside", ["a bucket is looked up", "a row is begun", "a row is written"])
+@pytest.mark.parametrize(
+    "inside",
+    ["a bucket is looked up", "a row is begun", "a row is replaced", "a row is written"],
+)
 @pytest.mark.parametrize("what", ["hit", "add", "flush"])
 def test_what_is_counted_in_the_midst_of_counting_is_counted_once(
     layout: Layout, monkeypatch: pytest.MonkeyPatch, inside: str, what: str
@@ -90,6 +93,9 @@ def test_what_is_counted_in_the_midst_of_counting_is_counted_once(
     if inside == "a row is begun" and what != "flush":
         clock.sleep(60)
         monkeypatch.setattr(clock, "time", collecting(clock.time))
+    elif inside == "a row is replaced" and what != "flush":
+        clock.sleep(60)
+        monkeypatch.setattr(module, "blank", collecting(module.blank))
     elif inside == "a bucket is looked up" and what != "flush":
         monkeypatch.setattr(module, "bucket_of", collecting(module.bucket_of))
     else:
@@ -104,6 +110,7 @@ def test_what_is_counted_in_the_midst_of_counting_is_counted_once(
     }[what]
     ends(count)
     found = total(layout)
+    assert found.misses == 1  # at once, as ever
     if what != "hit":  # a hit is written with the next one
         assert found.hits == 3
     counters.close()

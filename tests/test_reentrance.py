@@ -24,6 +24,7 @@ from shardcache.digests import BLOCK
 from shardcache.history import samples
 from shardcache.layout import Layout
 from shardcache.root import make_root
+from shardcache.statfile import COUNTERS
 from shardcache.stats import Stats, summed
 from shardcache.urls import parse_url
 from tests.conftest import make_tar
@@ -118,6 +119,8 @@ def test_what_is_counted_in_the_midst_of_counting_is_counted_once(
     assert (found.hits, found.coalesced, found.misses) == (3 + (what == "hit"), what == "add", 1)
     assert found.bytes_opened == 10 + 10 + 7 + 3 + (100 if what != "flush" else 0)
     assert found.hits_tier_2 == 1
+    told = dict(zip(COUNTERS, counters.snapshot(), strict=False))
+    assert {name: told[name] for name in COUNTERS} == dict(found.counters)
     assert [found.waits[wait].count for wait in ("disk", "lock", "network")] == [
         found.hits,
         found.coalesced,

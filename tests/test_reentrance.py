@@ -24,6 +24,7 @@ from shardcache.digests import BLOCK
 from shardcache.history import samples
 from shardcache.layout import Layout
 from shardcache.root import make_root
+from shardcache.statfile import COUNTERS
 from shardcache.stats import Stats, summed
 from shardcache.urls import parse_url
 from tests.conftest import make_tar
@@ -78,7 +79,10 @@ def total(layout: Layout) -> Stats:
     return summed(samples(layout))
 
 
-@pytest.mark.parametrize("inside", ["a bucket is looked up", "a row is begun", "a row is written"])
+@pytest.mark.parametrize(
+    "inside",
+    ["a bucket is looked up", "a row is begun", "a row is replaced", "a row is written"],
+)
 @pytest.mark.parametrize("what", ["hit", "add", "flush"])
 def test_what_is_counted_in_the_midst_of_counting_is_counted_once(
     layout: Layout, monkeypatch: pytest.MonkeyPatch, inside: str, what: str
@@ -90,6 +94,9 @@ def test_what_is_counted_in_the_midst_of_counting_is_counted_once(
     if inside == "a row is begun" and what != "flush":
         clock.sleep(60)
         monkeypatch.setattr(clock, "time", collecting(clock.time))
+    elif inside == "a row is replaced" and what != "flush":
+        clock.sleep(60)
+        monkeypatch.setattr(module, "blank", collecting(module.blank))
     elif inside == "a bucket is looked up" and what != "flush":
         monkeypatch.setattr(module, "bucket_of", collecting(module.bucket_of))
     else:
@@ -104,6 +111,7 @@ def test_what_is_counted_in_the_midst_of_counting_is_counted_once(
     }[what]
     ends(count)
     found = total(layout)
+    assert found.misses == 1  # at once, as ever
     if what != "hit":  # a hit is written with the next one
         assert found.hits == 3
     counters.close()
@@ -111,6 +119,8 @@ def test_what_is_counted_in_the_midst_of_counting_is_counted_once(
     assert (found.hits, found.coalesced, found.misses) == (3 + (what == "hit"), what == "add", 1)
     assert found.bytes_opened == 10 + 10 + 7 + 3 + (100 if what != "flush" else 0)
     assert found.hits_tier_2 == 1
+    told = dict(zip(COUNTERS, counters.snapshot(), strict=False))
+    assert {name: told[name] for name in COUNTERS} == dict(found.counters)
     assert [found.waits[wait].count for wait in ("disk", "lock", "network")] == [
         found.hits,
         found.coalesced,

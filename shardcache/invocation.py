@@ -174,7 +174,8 @@ def _check_place(directory: Path, looking: bool) -> None:
 
     if directory.exists() and not directory.is_dir():
         raise ConfigError(
-            f"{directory} is not a directory. Check --dir or SHARDCACHE_DIR.", dir=directory
+            f"{directory} is not a directory; point dir at a directory for the cache",
+            dir=directory,
         )
     if not looking:
         return

@@ -186,7 +186,7 @@ def test_a_sweep_removes_what_the_dead_left_and_says_so(store: Store) -> None:
     dry = list(sweep(store, dry_run=True))
     assert lock.path.exists() and dead.exists()
     assert list(sweep(store)) == dry
-    assert (dry[0].reason, dry[0].name) == (Reason.ORPHAN, partial.path.name)
+    assert (dry[0].reason, dry[0].name) == (Reason.ORPHAN, str(partial.path))
     assert [r.reason for r in dry] == [Reason.ORPHAN, Reason.QUARANTINED]
     assert dry[0].size >= 5000
     assert not lock.path.exists() and not dead.exists()

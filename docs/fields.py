@@ -331,12 +331,28 @@ def top() -> list[Schema]:
         "pid": ("number?", "Process that fetches it."),
         "rank": RANK,
     }
+    who: Fields = {
+        "pid": ("number", "The process."),
+        "host": ("text", "Name of its machine."),
+        "rank": RANK,
+        "job": ("text?", "The job that it belongs to; null outside of any."),
+    }
+    wait: Fields = {
+        "url": URL,
+        **who,
+        "since": ("time", "When the wait began."),
+        "seconds": ("seconds", "How long it has lasted."),
+        "holder": (nullable(closed(who)), "Who fetches the shard; null where that is not known."),
+        "written_bytes": ("bytes?", "Bytes on disk so far; null where that is not known."),
+        "size": ("bytes?", f"{SIZE[1]} Null where that is not known."),
+    }
     activity: Fields = {
         "at": ("time", "When this was seen."),
         "seconds": ("seconds", "Over which rates are taken."),
         "processes": ("count", "Processes that use the cache."),
         "total": (closed(stats_fields()), "What was counted meanwhile."),
         "fetches": (rows(fetch), "Fetches in flight."),
+        "waits": (rows(wait), "Who waits for another process's fetch."),
         **_use(),
     }
     return [document("top", activity), line("activity", activity, "One look.")]
@@ -353,7 +369,11 @@ def report() -> list[Schema]:
         "value": ("text", "Its value; secrets are not shown."),
         "source": SOURCE,
     }
-    interval = {"at": ("time", "Beginning of the interval."), **stats_fields()}
+    interval = {
+        "at": ("time", "Beginning of the interval."),
+        **stats_fields(),
+        "cached_bytes": ("bytes", "Bytes in the cache at its end."),
+    }
     return [
         document(
             "report",
@@ -362,6 +382,7 @@ def report() -> list[Schema]:
                 "at": ("time", "When it was made."),
                 "total": (closed(stats_fields()), "All that was counted."),
                 "over_time": (rows(interval), "The same by intervals of equal length."),
+                "cached_bytes": ("bytes", "Bytes in the cache, in all tiers."),
                 "refetched": (rows(refetched), "Shards fetched more than once, worst first."),
                 "settings": (rows(settings), "Options that are set."),
                 **_use(),

@@ -101,7 +101,7 @@ class Waiting:
             "since": utc(self.wait.waiter.started),
             "seconds": self.seconds,
             "holder": None if self.holder is None else _who(self.holder),
-            "written": self.written,
+            "written_bytes": self.written,
             "size": self.size,
         }
 

@@ -47,6 +47,7 @@ class Options(TypedDict, total=False):
     timeout: Duration | None
     lock_timeout: Duration | None
     stale_after: Duration | None
+    revalidate: Literal["never", "always"] | Duration | None
     strict: bool | None
     validate: Callable[[Path], None] | None
     fsync: Literal["verify-after-boot", "fsync", "none"] | None
@@ -72,5 +73,6 @@ class PrewarmOptions(TypedDict, total=False):
     max_failures: int | None
     best_effort: bool
     limit_rate: Size | None
+    refresh: bool
     on_event: Callable[[Event], None] | None
     stop: threading.Event | None

@@ -125,6 +125,7 @@ class Stats:
     wait_us_disk = _Counter("Microseconds that readers waited for the disk.")
     wait_us_lock = _Counter("Microseconds that they waited for somebody else's fetch.")
     wait_us_network = _Counter("Microseconds that they waited for their own.")
+    bytes_stored = _Counter("Bytes of entries that were stored.")
 
     @property
     def opens(self) -> int:

@@ -58,7 +58,7 @@ class Seen:
         """Remember the values of fields, but of those that can have any value."""
         if "$ref" in schema:
             schema = self.schema["$defs"][schema["$ref"].rpartition("/")[2]]
-        for each, inner in schema.get("properties", {}).items():
+        for each, inner in schema.get("properties", {}).items() if value is not None else ():
             self._note(each, inner, value[each])
         for each in value if isinstance(value, list) else ():
             self._note(name, schema["items"], each)

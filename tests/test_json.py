@@ -25,9 +25,11 @@ from jsonschema import Draft202012Validator
 from shardcache.activity import Watcher
 from shardcache.cache import Cache
 from shardcache.cli import _COMMANDS
+from shardcache.locks import Holder
 from shardcache.partials import Partial
 from shardcache.volume import Volume
 from shardcache.waiting import Waiter
+from shardcache.waits import Wait, WaitNote
 from shardcache.warmrun import Run
 from tests.clitools import Command, data, run, slow, spec, wait_until, warm, written
 from tests.conftest import make_tar
@@ -302,6 +304,19 @@ def test_json_of_top(said, warm, slow, meter, tmp_path, monkeypatch):
         while not list(layout.partial.glob("*/progress")):
             time.sleep(0.01)
 
+        # Two wait for somebody elsewhere, of whom not all is known.
+        now, key = time.time(), cache.parse(urls[0]).key
+        me, there = Holder(7, "node-2", None, None, now), Holder(9, "node-7", 5, "17", now)
+        for wait in (
+            Wait(urls[0], key, me, None),
+            Wait(urls[0], "a" * 32, there, me),
+            Wait(urls[0], "b" * 32, me, there),
+            Wait(urls[0], "c" * 32, me, None),
+        ):
+            note = WaitNote(layout)
+            stack.callback(note.close)
+            note.say(wait)
+
         look, looks = Watcher.look, []
 
         def then_something_happens(self):
@@ -345,6 +360,8 @@ def test_json_of_report(said, run, warm, tmp_path, monkeypatch):
 def test_json_of_recipe(said, tmp_path):
     for kind in ("cron", "systemd", "slurm", "k8s"):
         said(kind)
+    for kind in ("k8s-daemonset", "k8s-pod"):
+        said(kind, "--image", "lab/train:17")
     assert Path(said("cron", "-o", tmp_path)["files"][0]["path"]).is_file()
 
 

@@ -133,7 +133,7 @@ SCENARIOS = {
         ),
         Scenario("clean", "to a limit", _clean, having(*_THREE, age=_OLD), _THREE, maintains=True),
         Scenario(
-            "sweep", "what five killed processes left", _sweep, orphans,
+            "sweep", "what six killed processes left", _sweep, orphans,
             (BIG, "a.tar", "b.tar", "c.tar", "d.tar"), maintains=True,
         ),
         Scenario(

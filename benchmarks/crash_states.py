@@ -19,9 +19,11 @@ from benchmarks.crash_place import BIG, MIB, Place
 from shardcache.cache import Cache
 from shardcache.generic import FsspecOrigin
 from shardcache.layout import META
+from shardcache.locks import Holder
 from shardcache.metadata import Metadata
 from shardcache.origin import Body, ObjectInfo
 from shardcache.urls import ShardURL
+from shardcache.waits import Wait, WaitNote
 
 __all__ = [
     "SlowOrigin",
@@ -244,7 +246,7 @@ def half_fetched(place: Place) -> None:
 
 
 def orphans(place: Place) -> None:
-    """One of each thing that a process can leave: five were killed."""
+    """One of each thing that a process can leave: six were killed."""
     having("a.tar", "b.tar", "c.tar")(place)
     with _writable(_data(place, "b.tar")) as path:
         os.truncate(path, 1000)
@@ -267,13 +269,20 @@ def orphans(place: Place) -> None:
         with _deadly(Path, "rename"), place.cache() as cache:
             cache._here().coordinator()
 
+    def wait() -> None:
+        with place.cache() as cache:
+            layout, shard = cache.node_layout, cache.parse(place.url("a.tar"))
+        holder = Holder.this_process(rank=None, job=None, now=time.time())
+        WaitNote(layout).say(Wait(str(shard), shard.key, holder, None))
+        os.kill(os.getpid(), signal.SIGKILL)
+
     def write() -> None:
         cache = place.cache()
         cache._here().coordinator()
         with _deadly(Path, "replace"):
             place.read(cache, "d.tar")
 
-    for function in (fetch, evict, set_aside, register, write):
+    for function in (fetch, evict, set_aside, register, wait, write):
         _killed(function)
     for pattern in _LEFT:
         if not list(place.root.glob(f"v1/{pattern}")):

@@ -13,7 +13,6 @@ Secrets, whose keys become variables.
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,7 @@ from typing import Any, Literal
 from shardcache.errors import ConfigError
 from shardcache.units import format_bytes
 from shardcache.urls import redact
+from shardcache.yamltext import yaml_text
 
 __all__ = ["Pod", "clean_job", "keeper", "prewarm_job", "room_for", "training_pod"]
 
@@ -45,7 +45,6 @@ _TOLERATION = re.compile(
     rf"(?P<key>{_KEY})(=(?P<value>{_LABEL}?))?"
     r"(:(?P<effect>NoSchedule|PreferNoSchedule|NoExecute))?"
 )
-_CONTROL = re.compile(r"[\0-\x1f\x7f-\x9f\u2028\u2029\ufeff]")
 
 _Tree = dict[str, Any]
 
@@ -87,7 +86,7 @@ class Pod:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be."""
-        if not self.image or any(c.isspace() for c in self.image) or _CONTROL.search(self.image):
+        if not self.image or not all(c.isprintable() and c != " " for c in self.image):
             raise _refused("image", self.image, "a name without spaces")
         names = {"secret": self.secrets, "service-account": (self.account,)}
         for option, several in {**names, "namespace": (self.namespace,)}.items():
@@ -373,37 +372,4 @@ def _manifest(text: str, version: str, kind: str, name: str, spec: _Tree, pod: P
         metadata["namespace"] = pod.namespace
     tree = {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": spec}
     comment = "".join(c if c.isprintable() else "?" for c in text)
-    return f"# {comment}\n" + "".join(f"{line}\n" for line in _lines(tree))
-
-
-def _lines(tree: Any) -> list[str]:
-    """A tree as lines of YAML."""
-    lines: list[str] = []
-    items = tree.items() if isinstance(tree, dict) else [(None, value) for value in tree]
-    for key, value in items:
-        head = "-" if key is None else f"{_scalar(key)}:"
-        # A list of words is a command: on one line, as people write it.
-        if isinstance(value, dict | list) and not _is_words(value):
-            below = _lines(value)
-            if key is None:
-                lines += [f"- {below[0]}", *(f"  {line}" for line in below[1:])]
-            else:
-                lines += [head, *(f"  {line}" for line in below)]
-        else:
-            lines.append(f"{head} {_scalar(value)}")
-    return lines
-
-
-def _is_words(value: Any) -> bool:
-    return isinstance(value, list) and not any(isinstance(one, dict | list) for one in value)
-
-
-_PLAIN = re.compile(r"[A-Za-z_][-A-Za-z0-9_./]*")
-_WORDS = frozenset({"true", "false", "null", "yes", "no", "on", "off", "y", "n"})
-
-
-def _scalar(value: Any) -> str:
-    if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _WORDS:
-        return value
-    text = json.dumps(value, ensure_ascii=False)
-    return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return f"# {comment}\n" + yaml_text(tree)

@@ -74,6 +74,8 @@ class RevalidatingOpener(Opener):
 
     def _decide(self, process: Process, shard: ShardURL) -> None:
         """Choose one of the entries, or see to it that none is used."""
+        if not process.reading.closed:
+            return  # the disk is left alone, or tried by who opens the shard
         since = self._wanted.setdefault(shard.key, self._clock.time())
         try:
             process.coordinator()

@@ -128,7 +128,7 @@ def test_one_command_prewarms_the_caches_of_all_nodes(site, s3, bucket):
     for number in range(4):
         s3.put(bucket, f"{number}.tar", make_tar(number, 20))
     start = len(site.meter.requests())
-    with Prewarm(site, f"s3://{bucket}/{{0..3}}.tar", form="human") as command:
+    with Prewarm(site, f"s3://{bucket}/{{0..3}}.tar", "--no-progress", form="human") as command:
         code, out, err = command.end()
     assert (code, err) == (0, "")
     first, *_, last = out.splitlines()

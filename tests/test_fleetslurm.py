@@ -156,7 +156,7 @@ def test_what_srun_says_of_tasks_is_understood(engine, line, expected):
 def test_one_command_prewarms_all_nodes_and_a_second_finds_all_cached(
     run, allocation, spec, bucket, meter
 ):
-    code, out, err = run("prewarm", spec, "--nodes", "slurm", "--json")
+    code, out, err = run("prewarm", spec, "--nodes", "slurm", "--json", "--no-progress")
     found = json.loads(out)
     assert (code, err) == (0, "")
     assert list(found["summary"]["nodes"]) == NODES

@@ -25,6 +25,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from shardcache import sync
 from shardcache.errors import ConfigError, ShardCacheError
 from shardcache.ranks import detect
 from shardcache.stats import Stats
@@ -76,10 +77,10 @@ class ShardCacheHooks:
         """Make the directories; in the first rank of a node have the first shards.
 
         Raises:
-            OSError: a directory cannot be made.
+            OSError: a directory cannot be made; see `sync.makedirs`.
         """
         for path in self.makedirs:
-            path.mkdir(parents=True, exist_ok=True)
+            sync.makedirs(path)
         if stage in (None, "fit"):
             if _local_rank(trainer) == 0:
                 self._warm()

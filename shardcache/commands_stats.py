@@ -30,32 +30,27 @@ _WAITS = {"disk": "for the disk", "lock": "for others", "network": "for the netw
         shardcache stats
         shardcache stats --since 24h --by hour
         shardcache stats --by rank --format tsv
-        shardcache stats --prometheus > /var/lib/node_exporter/shardcache.prom
+        shardcache stats --format prometheus > /var/lib/node_exporter/shardcache.prom
         shardcache stats --zero
     """,
+    formats=("prometheus",),
 )
 @since_option()
 @click.option("--by", type=click.Choice(["rank", "hour"]), help="One row for each.")
-@click.option("--prometheus", is_flag=True, help="Print for Prometheus' textfile collector.")
 @click.option("--zero", is_flag=True, help="Begin to count anew.")
-def stats_command(
-    invocation: Invocation, since: float | None, by: str | None, prometheus: bool, zero: bool
-) -> int:
+def stats_command(invocation: Invocation, since: float | None, by: str | None, zero: bool) -> int:
     """Show what the cache has done on this node, all processes together.
 
     A hit was there; a coalesced open waited for a fetch that somebody else had begun; a miss
     was fetched; a bypass was streamed and not stored. Minutes are kept for two hours, hours for
-    30 days.
+    30 days. The format prometheus is for the textfile collector of its node exporter.
     """
+    console = invocation.console
+    prometheus = console.format == "prometheus"
     if zero and (since is not None or by or prometheus):
         raise click.UsageError("--zero goes with nothing else.")
     if prometheus and (since is not None or by):
-        raise click.UsageError("--prometheus prints everything; Prometheus selects.")
-    console = invocation.console
-    if prometheus and not console.human:
-        raise click.UsageError(
-            f"--prometheus is a format; give no --format {console.format} with it."
-        )
+        raise click.UsageError("--format prometheus prints everything; Prometheus selects.")
     cache = invocation.cache(looking=True)
     with cache:
         if zero:

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -218,8 +218,13 @@ def _show_version(context: click.Context, parameter: click.Parameter, value: boo
         context.exit()
 
 
-def global_options(function: _Function) -> _Function:
-    """Give a command the options that every command has."""
+def global_options(function: _Function, formats: Sequence[str] = ()) -> _Function:
+    """Give a command the options that every command has.
+
+    Args:
+        function: the command.
+        formats: which it prints beside those that all do.
+    """
     common: dict[str, Any] = {"expose_value": False, "callback": _taken}
     for option in (
         click.option("--version", is_flag=True, is_eager=True, expose_value=False,
@@ -228,8 +233,8 @@ def global_options(function: _Function) -> _Function:
         click.option("--color", type=click.Choice(["auto", "always", "never"]),
                      help="Colours; auto: on a terminal, unless NO_COLOR is set.", **common),
         click.option("--json", is_flag=True, help="Short for --format json.", **common),
-        click.option("--format", type=click.Choice(FORMATS), help="How results are printed.",
-                     **common),
+        click.option("--format", type=click.Choice([*FORMATS, *formats]),
+                     help="How results are printed.", **common),
         click.option("-v", "--verbose", count=True, help="Log what is done; -vv for debugging.",
                      **common),
         click.option("-q", "--quiet", is_flag=True,
@@ -242,13 +247,16 @@ def global_options(function: _Function) -> _Function:
     return function
 
 
-def command(name: str, *, examples: str, short: str) -> Callable[[Callable[..., int]], Any]:
+def command(
+    name: str, *, examples: str, short: str, formats: Sequence[str] = ()
+) -> Callable[[Callable[..., int]], Any]:
     """Make a function a command with the global options and an Examples section.
 
     Args:
         name: of the command.
         examples: command lines, one per line.
         short: the line in the list of commands.
+        formats: which it prints beside those that all commands do.
     """
     lines = "\n".join(f"  {line.strip()}" for line in examples.strip().splitlines())
 
@@ -262,7 +270,7 @@ def command(name: str, *, examples: str, short: str) -> Callable[[Callable[..., 
 
         made = click.command(name, epilog=epilog, short_help=short)(pass_invocation(run))
         own = list(made.params)
-        global_options(made)
+        global_options(made, formats)
         # What belongs to the command comes first in its help.
         made.params = own + [param for param in reversed(made.params) if param not in own]
         return made

@@ -421,7 +421,7 @@ def test_counting_can_begin_anew(used: Path) -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [("--zero", "--by", "rank"), ("--prometheus", "--since", "1h"), ("--since", "soon")],
+    [("--zero", "--by", "rank"), ("--format", "prometheus", "--since", "1h"), ("--since", "soon")],
 )
 def test_what_does_not_go_together_is_refused(used: Path, wrong: tuple[str, ...]) -> None:
     code, _, errors = run_process("stats", *wrong, directory=used)
@@ -436,7 +436,8 @@ def test_where_there_is_no_cache_nothing_was_counted(tmp_path: Path) -> None:
 
 def test_prometheus_reads_it(used: Path) -> None:
     families = {
-        f.name: f for f in text_string_to_metric_families(told(used, "stats", "--prometheus"))
+        f.name: f
+        for f in text_string_to_metric_families(told(used, "stats", "--format", "prometheus"))
     }
     opens = {s.labels["outcome"]: s.value for s in families["shardcache_opens"].samples}
     assert (opens["hits"], opens["misses"], opens["failed"]) == (1, 2, 0)

@@ -556,7 +556,7 @@ def demo() -> list[Schema]:
 COMMANDS = {
     found.__name__.replace("_", "-"): found
     for found in (
-        *(prewarm, prewarm_nodes, ls, path, rm, pin, unpin, clean, verify, stats, top, report, recipe, config),
-        *(dir, doctor, completion, demo),
+        *(prewarm, prewarm_nodes, ls, path, rm, pin, unpin, clean, verify, stats, top, report),
+        *(recipe, config, dir, doctor, completion, demo),
     )
 }

@@ -127,7 +127,7 @@ def test_a_record_has_the_fields_that_are_known(record):
 
 
 def test_lines_have_the_words_of_a_prewarm():
-    assert OUTCOMES == tuple(Outcome)
+    assert tuple(Outcome) == OUTCOMES
 
 
 @pytest.mark.parametrize("cut", [1, 7, 40])

@@ -13,6 +13,7 @@ import pytest
 
 from shardcache.meter import Meter
 from tests.conftest import make_tar
+from tests.jsontools import Seen
 from tests.raycluster import RayCluster
 from tests.storetools import PATIENCE, wait_until
 from tests.test_fleet import ended, is_running
@@ -93,6 +94,7 @@ class Prewarm:
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )  # fmt: skip
         self.lines = []
+        self.seen = Seen("prewarm-nodes")
 
     def __enter__(self):
         return self
@@ -107,7 +109,7 @@ class Prewarm:
         while had != set(NODES):
             line = self.process.stdout.readline()
             assert line, self.process.communicate()
-            self.lines.append(json.loads(line))
+            self.lines += self.seen.lines(line)
             if condition(self.lines[-1]):
                 had.add(self.lines[-1]["node"])
 
@@ -121,7 +123,7 @@ class Prewarm:
     def summary(self):
         code, out, err = self.end()
         assert out, err
-        return code, json.loads(out.splitlines()[-1]), err
+        return code, self.seen.lines(out)[-1], err
 
 
 def test_one_command_prewarms_the_caches_of_all_nodes(site, s3, bucket):

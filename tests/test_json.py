@@ -29,6 +29,7 @@ from shardcache.cache import Cache
 from shardcache.cli import _COMMANDS
 from shardcache.fleetray import RayEngine
 from shardcache.partials import Partial
+from shardcache.recipes import RECIPES
 from shardcache.volume import Volume
 from shardcache.waiting import Waiter
 from shardcache.waits import live_waits
@@ -98,6 +99,7 @@ def test_a_schema_is_closed_and_says_what_its_fields_are(path):
     schema = json.loads(path.read_text())
     Draft202012Validator.check_schema(schema)
     names = {"bytes": r"(^|_)bytes(_|$)|^(max_)?size$", "seconds": r"(^|_)seconds$|^p\d+$"}
+    names["bytes per second"] = r"^bytes_per_second$"
     names["UTC"] = r"^at$|_at$|^since$|^until$|^hour$"
     for name, field in fields(schema):
         if field.get("type") == "object" and "properties" not in field:
@@ -178,9 +180,7 @@ def test_json_of_prewarm(said, spec, bucket, s3, meter, tmp_path, monkeypatch, s
     assert (code, said.seen.document(out)["summary"]["stopped"]) == (130, "requested")
 
 
-def test_json_of_prewarm_nodes(
-    said, run, spec, bucket, s3, meter, slow, allocation, monkeypatch
-):
+def test_json_of_prewarm_nodes(said, run, spec, bucket, s3, meter, slow, allocation, monkeypatch):
     meter.resume()
     first, second, third = (f"s3://{bucket}/train-{n:04d}.tar" for n in range(3))
     absent = f"s3://{bucket}/absent.tar"
@@ -259,7 +259,7 @@ def one_killed_and_one_interrupted(seen, spec, meter, directory):
     with Command(
         *("prewarm", spec, "--nodes", "slurm", "-j", "1", "--format", "jsonl"),
         directory=directory / "unused",
-        environment={"SHARDCACHE_TIMEOUT": "3"},  # for sizes
+        environment={"SHARDCACHE_TIMEOUT": "3", "SHARDCACHE_ATTEMPTS": "100"},
     ) as command:
         while len(hanging) < 2:
             line = command.process.stdout.readline()
@@ -457,7 +457,7 @@ def test_json_of_report(said, run, warm, tmp_path, monkeypatch):
 
 
 def test_json_of_recipe(said, tmp_path):
-    for kind in ("cron", "systemd", "slurm", "k8s"):
+    for kind in RECIPES:
         said(kind)
     assert Path(said("cron", "-o", tmp_path)["files"][0]["path"]).is_file()
 

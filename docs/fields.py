@@ -6,10 +6,24 @@ may be null; a tuple of words; or a schema. `schemas` makes JSON Schemas of them
 
 from __future__ import annotations
 
-from forms import Fields, Schema, closed, document, line, nullable, rows, summed_up, table, words
+from forms import (
+    Fields,
+    Schema,
+    by_name,
+    closed,
+    document,
+    line,
+    nullable,
+    rows,
+    summed_up,
+    table,
+    texts,
+    words,
+)
 
 from shardcache.eviction import Reason
 from shardcache.findings import State
+from shardcache.fleet import Ending
 from shardcache.recipes import RECIPES
 from shardcache.statfile import COUNTERS, WAITS
 from shardcache.stats import Stats
@@ -72,34 +86,46 @@ _WAITED = {
 # -- commands --------------------------------------------------------------------------
 
 
-def prewarm() -> list[Schema]:
-    shard: Fields = {
-        "url": URL,
-        "outcome": (tuple(Outcome), "What became of it."),
-        "size": ("bytes?", f"{SIZE[1]} Null where that is not known."),
-        "seconds": SECONDS,
-        "received_bytes": ("bytes", "Bytes that came over the network for it."),
-        "retries": ("count", "Requests that were repeated."),
-        "error": ("text?", "Why it is not there."),
-        "error_type": ("text?", "Class of that error."),
-    }
-    plan: Fields = {
-        "shards": ("count", "Shards that were asked for."),
-        "cached": ("count", "Shards that are there already."),
-        "cached_bytes": ("bytes", "Bytes of those."),
-        "to_fetch": ("count", "Shards to fetch."),
-        "to_fetch_bytes": ("bytes", "Bytes of those whose size is known."),
-        "unknown_sizes": ("count", "Shards to fetch whose size is not known."),
-        "free_bytes": ("bytes", "Bytes that the cache may still take."),
-        "evict_bytes": ("bytes", "Bytes of entries that are to make room."),
-        "missing_bytes": ("bytes", "Bytes for which there is no room; 0 if all fits."),
-        "left_out": ("count", "Shards left out for want of room."),
-    }
-    summary: Fields = {
+PREWARM_SHARD: Fields = {
+    "url": URL,
+    "outcome": (tuple(Outcome), "What became of it."),
+    "size": ("bytes?", f"{SIZE[1]} Null where that is not known."),
+    "seconds": SECONDS,
+    "received_bytes": ("bytes", "Bytes that came over the network for it."),
+    "retries": ("count", "Requests that were repeated."),
+    "error": ("text?", "Why it is not there."),
+    "error_type": ("text?", "Class of that error."),
+}
+PREWARM_PLAN: Fields = {
+    "shards": ("count", "Shards that were asked for."),
+    "cached": ("count", "Shards that are there already."),
+    "cached_bytes": ("bytes", "Bytes of those."),
+    "to_fetch": ("count", "Shards to fetch."),
+    "to_fetch_bytes": ("bytes", "Bytes of those whose size is known."),
+    "unknown_sizes": ("count", "Shards to fetch whose size is not known."),
+    "free_bytes": ("bytes", "Bytes that the cache may still take."),
+    "evict_bytes": ("bytes", "Bytes of entries that are to make room."),
+    "missing_bytes": ("bytes", "Bytes for which there is no room; 0 if all fits."),
+    "left_out": ("count", "Shards left out for want of room."),
+    "outdated": ("count", "Shards to fetch that the origin has replaced; with --refresh."),
+}
+
+
+def prewarm_totals() -> Fields:
+    """What shards add up to, of one node or of all."""
+    return {
         **{each.value: ("count", f"Shards of which {_OUTCOMES[each]}.") for each in Outcome},
+        "refreshed": ("count", "Shards that came anew as the origin had replaced them."),
         "retried": ("count", "Shards for which requests were repeated."),
         "bytes": ("bytes", "Bytes of shards that came into the cache."),
         "received_bytes": ("bytes", "Bytes that came over the network."),
+    }
+
+
+def prewarm() -> list[Schema]:
+    shard, plan = PREWARM_SHARD, PREWARM_PLAN
+    summary: Fields = {
+        **prewarm_totals(),
         "seconds": SECONDS,
         "stopped": (nullable(words(Stopped)), "Why it ended early; null if it did not."),
         "interrupted": ("bool", "Whether somebody asked for that."),
@@ -123,6 +149,84 @@ _OUTCOMES = {
     Outcome.NOT_STARTED: "nothing was tried",
     Outcome.LEFT_OUT: "there was no room",
     Outcome.MISSING: "it is not there, after --check or --dry-run",
+}
+
+
+def prewarm_nodes() -> list[Schema]:
+    """Of ``prewarm --nodes``."""
+    node: Fields = {"node": ("text", "Name of the node.")}
+    shard = {**node, **PREWARM_SHARD}
+    begin: Fields = {
+        **node,
+        "host": ("text", "Name of its machine."),
+        "pid": ("number", "Process that prewarms it."),
+        "dir": ("path", "Directory of its cache."),
+        "library_version": ("text", "Version of shardcache there."),
+    }
+    progress: Fields = {
+        **node,
+        "done": ("count", "Shards that are done with, of those to fetch."),
+        "total": ("count", "Shards to fetch for which there is room."),
+        "done_bytes": ("bytes", "Bytes that are done with, of all to fetch."),
+        "total_bytes": ("bytes?", "Bytes of all those shards; null while no size is known."),
+        "estimated": ("bool", "Whether that supposes that unknown sizes are like known ones."),
+        "bytes_per_second": ("rate", "From the network, in the last seconds."),
+        "checked": ("count", "Shards there already that were looked at."),
+        "cached": ("count", "Shards that are there already."),
+        "failed": ("count", "Shards that could not be had."),
+    }
+    end: Fields = {
+        "number": ("number", "Number of the node, from 0 on."),
+        "outcome": (tuple(Ending), "What became of it."),
+        "exit_code": ("number?", "Of its process; null where nobody knows."),
+        "error": ("text?", "Why it is not done; null where single shards tell that."),
+        "host": ("text?", "Name of its machine; null if it never began."),
+        "dir": ("path?", "Directory of its cache; null if it never began."),
+        "library_version": ("text?", "Version of shardcache there; null if it never began."),
+        "shards": ("count?", "Shards that it needs; null if it never said."),
+        "in_cache": ("count", "Those of them that its cache has, as far as it said."),
+        **prewarm_totals(),
+        "seconds": ("seconds?", "How long it took; null if it never said."),
+    }
+    ended: Fields = {each.value: ("count", f"Nodes {_ENDINGS[each]}.") for each in Ending}
+    summary: Fields = {
+        **prewarm_totals(),
+        "seconds": SECONDS,
+        "outcomes": (closed(ended), "How many nodes ended how."),
+        "nodes": (by_name(end), "What became of each, by its name."),
+    }
+    members = (texts(), "Names of the nodes, in the order of their numbers.")
+    asked: Fields = {
+        "command_line": ("text", "What would be run, for a shell."),
+        "nodes": members,
+    }
+    first: Fields = {
+        "engine": (("ray", "slurm"), "What runs them."),
+        "place": ("text", "Which cluster, or which job."),
+        "nodes": members,
+    }
+    return [
+        document("prewarm", {"shards": (rows(shard), "One for each."), **summed_up(summary)}),
+        document("prewarm", asked, about="With --nodes slurm and --dry-run."),
+        line("nodes", first, "The first line."),
+        line("node", begin, "A node begins."),
+        line("plan", {**node, **PREWARM_PLAN}, "What a node is to do."),
+        line("progress", progress, "How far a node is, every second."),
+        line("shard", shard, "A shard that is done, as it happens."),
+        line("end", {**node, **end}, "A node has ended."),
+        line("summary", summary, "The last line."),
+    ]
+
+
+_ENDINGS = {
+    Ending.DONE: "that have everything, or with --best-effort all that fits",
+    Ending.SOME_FAILED: "of which shards failed",
+    Ending.INCOMPLETE: "that have not everything, with --check",
+    Ending.FULL: "that have no room",
+    Ending.FAILED: "of which the command failed",
+    Ending.INTERRUPTED: "that were interrupted",
+    Ending.LOST: "that began, and of which no end was heard",
+    Ending.NOT_STARTED: "that never began",
 }
 
 
@@ -471,9 +575,9 @@ def demo() -> list[Schema]:
 
 
 COMMANDS = {
-    found.__name__: found
+    found.__name__.replace("_", "-"): found
     for found in (
-        *(prewarm, ls, path, rm, pin, unpin, clean, verify, stats, top, report, recipe, config),
-        *(dir, doctor, completion, demo),
+        *(prewarm, prewarm_nodes, ls, path, rm, pin, unpin, clean, verify, stats, top, report),
+        *(recipe, config, dir, doctor, completion, demo),
     )
 }

@@ -64,6 +64,15 @@ def rows(fields: Fields) -> Schema:
     return {"type": "array", "items": closed(fields)}
 
 
+def by_name(fields: Fields) -> Schema:
+    """An object whose values, under whatever names, all have these fields and no others."""
+    return {"type": "object", "additionalProperties": closed(fields)}
+
+
+def texts() -> Schema:
+    return {"type": "array", "items": KINDS["text"]}
+
+
 def summed_up(fields: Fields) -> Fields:
     return {"summary": (closed(fields), "What it comes to.")}
 

@@ -42,7 +42,7 @@ def schemas() -> dict[str, str]:
         schema = {
             "$schema": "https://json-schema.org/draft/2020-12/schema",
             "$id": f"{command}.json",
-            "title": f"shardcache {command}",
+            "title": f"shardcache {command.replace('-', ' --')}",
             "description": "What it prints: with --json the object, with --format jsonl the lines.",
             "oneOf": kinds(),
         }

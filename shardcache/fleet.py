@@ -108,7 +108,7 @@ class Node:
         """Shards that are in its cache, as far as it has said."""
         if self.summary is not None:
             new = ("fetched", "coalesced", "linked")
-            return sum(int(self.summary.get(name, 0)) for name in ("cached", *new))
+            return sum(int(self.summary[name]) for name in ("cached", *new))
         cached = 0 if self.plan is None else int(self.plan["cached"])
         here = self.progress
         return cached + (0 if here is None else int(here["done"]) - int(here["failed"]))

@@ -30,7 +30,7 @@ __all__ = ["FleetOptions", "fleet_options", "prewarm_nodes"]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _COLUMNS = [
     Column(name)
-    for name in ("node", "url", "outcome", "size", "seconds", "received", "retries", "error")
+    for name in ("node", "url", "outcome", "size", "seconds", "received_bytes", "retries", "error")
 ]
 
 

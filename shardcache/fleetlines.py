@@ -11,7 +11,8 @@ On its standard error it complains in sentences. An engine carries both to us in
 makes `Heard` events of them; nothing else knows how.
 
 What comes from a node is believed for its own row only: a line that is none of ours, or not of
-the form it should have, is a complaint of that node and nothing worse.
+the form it should have, is a complaint of that node and nothing worse. Fields that we do not know,
+as of a later version, are dropped: what is printed has the fields of docs/schemas and no others.
 
 Values and pure functions, apart from `Joiner`, which belongs to one thread.
 """
@@ -19,11 +20,14 @@ Values and pure functions, apart from `Joiner`, which belongs to one thread.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 __all__ = [
+    "AMOUNTS",
+    "OUTCOMES",
     "Closed",
     "Complained",
     "Ended",
@@ -38,14 +42,40 @@ __all__ = [
 ]
 
 _SCHEMA = 1
-#: Types of the records, and the numbers that each must have.
-_NUMBERS: Mapping[str, tuple[str, ...]] = {
-    "node": (),
-    "plan": ("shards", "cached", "cached_bytes", "to_fetch", "to_fetch_bytes", "free_bytes"),
-    "progress": ("done", "total", "bytes_done", "rate", "checked", "cached", "failed"),
-    "shard": (),
-    "summary": ("cached", "fetched", "failed", "bytes", "received", "seconds"),
-    "end": ("exit_code",),
+#: What becomes of shards, and all that a summary counts. The words of `warmreport.Outcome`: who
+#: reads lines need not load what fetches.
+OUTCOMES = (
+    *("cached", "fetched", "coalesced", "linked", "failed", "cancelled", "not_started"),
+    *("left_out", "missing"),
+)
+AMOUNTS = (*OUTCOMES, "refreshed", "retried", "bytes", "received_bytes")
+_PLANNED = (
+    *("shards", "cached", "cached_bytes", "to_fetch", "to_fetch_bytes", "unknown_sizes"),
+    *("free_bytes", "evict_bytes", "missing_bytes", "left_out", "outdated"),
+)
+_DONE = ("done", "total", "done_bytes", "checked", "cached", "failed")
+#: Types of the records, and what of each must be there, and be what.
+_FORMS: Mapping[str, Mapping[str, Any]] = {
+    "node": {"host": str, "pid": int, "dir": str, "library_version": str},
+    "plan": dict.fromkeys(_PLANNED, int),
+    "progress": {
+        **dict.fromkeys(_DONE, int),
+        "total_bytes": int | None,
+        "estimated": bool,
+        "bytes_per_second": int | float,
+    },
+    "shard": {
+        "url": str,
+        "outcome": OUTCOMES,
+        "size": int | None,
+        "seconds": int | float,
+        "received_bytes": int,
+        "retries": int,
+        "error": str | None,
+        "error_type": str | None,
+    },
+    "summary": {**dict.fromkeys(AMOUNTS, int), "seconds": int | float},
+    "end": {"exit_code": int},
 }
 #: Slurm cuts lines at 1 KiB; a record that is longer than this is none of ours.
 _LONGEST = 1 << 20
@@ -113,14 +143,22 @@ def record_of(text: str) -> Mapping[str, Any] | None:
         return None
     if not isinstance(found, dict) or found.get("schema") != _SCHEMA:
         return None
-    numbers = _NUMBERS.get(str(found.get("type")))
-    if numbers is None or not all(_is_number(found.get(name)) for name in numbers):
+    form = _FORMS.get(str(found.get("type")))
+    if form is None or not all(
+        name in found and _fits(found[name], kind) for name, kind in form.items()
+    ):
         return None
-    return found
+    return {name: found[name] for name in ("schema", "type", *form)}
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _fits(value: object, kind: Any) -> bool:
+    if isinstance(kind, tuple):
+        return value in kind
+    if isinstance(value, bool):
+        return kind is bool
+    if isinstance(value, int | float) and not 0 <= value < math.inf:  # NaN is neither
+        return False
+    return isinstance(value, kind)
 
 
 class Joiner:

@@ -62,15 +62,15 @@ class Member:
 
     def __enter__(self) -> Self:
         share = self._share
-        name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
         self._line(
             "node",
-            name=name,
+            host=host,
             pid=os.getpid(),
             dir=self._directory,
-            version=__version__,
-            node=None if share is None else share.node,
-            nodes=None if share is None else share.count,
+            library_version=__version__,
+            node_rank=None if share is None else share.node,
+            node_count=None if share is None else share.count,
             ranks_per_node=None if share is None else share.ranks,
         )
         return self
@@ -131,10 +131,10 @@ def progress_record(snapshot: Snapshot) -> dict[str, Any]:
     return {
         "done": snapshot.done,
         "total": snapshot.total,
-        "bytes_done": snapshot.bytes_done,
-        "bytes_total": snapshot.bytes_total,
+        "done_bytes": snapshot.bytes_done,
+        "total_bytes": snapshot.bytes_total,
         "estimated": snapshot.estimated,
-        "rate": round(snapshot.rate, 1),
+        "bytes_per_second": round(snapshot.rate, 1),
         "checked": snapshot.checked,
         "cached": snapshot.cached,
         "failed": snapshot.failed,

@@ -1,7 +1,6 @@
 """What is said of a fleet: to people in sentences, to machines in records.
 
-Pure, apart from `tell_failures`, which prints. What comes from a node is read with defaults: one of
-another version may leave something out.
+Pure, apart from `tell_failures`, which prints. Fields are those of docs/schemas/prewarm-nodes.json.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from typing import Any
 
 from shardcache.console import Console, counted
 from shardcache.fleet import Ending, Fleet, Node
+from shardcache.fleetlines import AMOUNTS
 from shardcache.units import format_bytes, format_duration, format_rate
 
 __all__ = [
@@ -28,8 +28,6 @@ __all__ = [
 #: Nodes or shards named that are like another one; ``-v`` and the other formats tell all.
 _NAMED = 5
 _NEW = ("fetched", "coalesced", "linked")
-_COUNTS = ("cached", *_NEW, "failed", "cancelled", "not_started", "left_out", "missing")
-_AMOUNTS = (*_COUNTS, "retried", "bytes", "received")
 #: One word for an ending, where something is wrong.
 _WORDS = {
     Ending.FULL: "full",
@@ -51,9 +49,9 @@ def plan_line(plan: Mapping[str, Any]) -> str:
         return f"{text}, nothing to fetch"
     need = format_bytes(plan["to_fetch_bytes"]) if plan["to_fetch_bytes"] else "sizes unknown"
     text += f", {fetch:,} to fetch ({need}); free {format_bytes(plan['free_bytes'])}"
-    if left_out := int(plan.get("left_out") or 0):
+    if left_out := int(plan["left_out"]):
         text += f"; {left_out:,} do not fit and are left out"
-    if evict := int(plan.get("evict_bytes") or 0):
+    if evict := int(plan["evict_bytes"]):
         text += f"; {format_bytes(evict)} of older shards make room"
     return text
 
@@ -90,7 +88,7 @@ def total_text(fleet: Fleet, *, check: bool) -> str:
     """``Warmed 3 of 3 nodes: 36 shards (149.4 MB) in 4.1s, 36.4 MB/s.``"""
     summary = summary_record(fleet)
     count = len(fleet.nodes)
-    good = summary["endings"].get(Ending.DONE.value, 0)
+    good = summary["outcomes"][Ending.DONE.value]
     if check:
         wanted = sum(len(node.shards) for node in fleet.nodes)
         text = f"All cached on {good:,} of {counted(count, 'node')}: {summary['cached']:,} of "
@@ -105,12 +103,12 @@ def total_text(fleet: Fleet, *, check: bool) -> str:
         else:
             text += f"all {counted(summary['cached'], 'shard')} cached" if good else "nothing new"
         text += f" in {format_duration(fleet.seconds)}"
-        if summary["received"] and fleet.seconds > 0:
-            text += f", {format_rate(summary['received'] / fleet.seconds)}"
+        if summary["received_bytes"] and fleet.seconds > 0:
+            text += f", {format_rate(summary['received_bytes'] / fleet.seconds)}"
     notes = [
         f"{number:,} {_WORDS[Ending(name)]}"
-        for name, number in summary["endings"].items()
-        if Ending(name) in _WORDS
+        for name, number in summary["outcomes"].items()
+        if number and Ending(name) in _WORDS
     ]
     if summary["failed"]:
         notes.append(f"{counted(summary['failed'], 'shard')} failed")
@@ -139,7 +137,7 @@ def progress_line(fleet: Fleet) -> str:
 def rate_of(fleet: Fleet) -> float:
     """Bytes per second from the network, of all nodes that are at work."""
     return sum(
-        float(node.progress["rate"])
+        float(node.progress["bytes_per_second"])
         for node in fleet.nodes
         if node.progress is not None and not node.ended
     )
@@ -148,15 +146,14 @@ def rate_of(fleet: Fleet) -> float:
 def _totals(node: Node) -> dict[str, int]:
     """Its summary, or what its shards add up to where it had no time for one."""
     if node.summary is not None:
-        return {name: int(node.summary.get(name) or 0) for name in _AMOUNTS}
-    totals = dict.fromkeys(_AMOUNTS, 0)
+        return {name: int(node.summary[name]) for name in AMOUNTS}
+    totals = dict.fromkeys(AMOUNTS, 0)
     for shard in node.shards:
-        outcome = str(shard.get("outcome"))
-        if outcome in _COUNTS:
-            totals[outcome] += 1
-        totals["received"] += int(shard.get("received") or 0)
-        totals["retried"] += bool(shard.get("retries"))
-        totals["bytes"] += int(shard.get("size") or 0) if outcome in _NEW else 0
+        outcome = str(shard["outcome"])
+        totals[outcome] += 1
+        totals["received_bytes"] += int(shard["received_bytes"])
+        totals["retried"] += bool(shard["retries"])
+        totals["bytes"] += int(shard["size"] or 0) if outcome in _NEW else 0
     return totals
 
 
@@ -168,11 +165,11 @@ def node_record(node: Node) -> dict[str, Any]:
         "outcome": node.ending.value,
         "exit_code": node.code,
         "error": node.error,
-        "host": about.get("name"),
+        "host": about.get("host"),
         "dir": about.get("dir"),
-        "version": about.get("version"),
+        "library_version": about.get("library_version"),
         "shards": node.wanted,
-        "done": node.done,
+        "in_cache": node.done,
         **_totals(node),
         "seconds": None if node.summary is None else node.summary["seconds"],
     }
@@ -189,16 +186,16 @@ def shard_records(fleet: Fleet) -> list[dict[str, Any]]:
 
 def summary_record(fleet: Fleet) -> dict[str, Any]:
     """All nodes by name, and what they add up to."""
-    totals = dict.fromkeys(_AMOUNTS, 0)
-    endings: dict[str, int] = {}
+    totals = dict.fromkeys(AMOUNTS, 0)
+    outcomes = {ending.value: 0 for ending in Ending}
     for node in fleet.nodes:
         for name, number in _totals(node).items():
             totals[name] += number
-        endings[node.ending.value] = endings.get(node.ending.value, 0) + 1
+        outcomes[node.ending.value] += 1
     return {
         **totals,
         "seconds": round(fleet.seconds, 6),
-        "endings": endings,
+        "outcomes": outcomes,
         "nodes": {node.name: node_record(node) for node in fleet.nodes},
     }
 
@@ -228,8 +225,8 @@ def tell_failures(console: Console, fleet: Fleet) -> None:
     alike: dict[str, list[tuple[str, str, str]]] = {}
     for node in fleet.nodes:
         for shard in node.shards:
-            if shard.get("outcome") == "failed":
-                url, reason = str(shard.get("url")), str(shard.get("error"))
+            if shard["outcome"] == "failed":
+                url, reason = str(shard["url"]), str(shard["error"])
                 key = reason.replace(url.partition("://")[2], "")
                 alike.setdefault(key, []).append((node.name, url, reason))
     for group in alike.values():

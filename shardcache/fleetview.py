@@ -130,11 +130,6 @@ class FleetView:
         kind = record.pop("type")
         if kind == "plan" and self._live is None:  # whose rows tell it, too
             self._console.said(f"{self._padded(node)}  {plan_line(record)}")
-        if kind == "node":
-            record = {
-                name: record[name] for name in ("name", "pid", "dir", "version") if name in record
-            }
-            record["host"] = record.pop("name", None)
         if kind not in ("summary", "end"):  # they are part of the node's end
             self._console.line(kind, {"node": node.name, **record})
 
@@ -211,8 +206,8 @@ def _share(node: Node) -> float:
     here = node.progress
     if node.ended or here is None:
         return 1.0 if node.ended and not _is_bad(node) else 0.0
-    if here.get("bytes_total"):
-        return min(1.0, float(here["bytes_done"]) / float(here["bytes_total"]))
+    if here["total_bytes"]:
+        return min(1.0, float(here["done_bytes"]) / float(here["total_bytes"]))
     return float(here["done"]) / float(here["total"]) if here["total"] else 1.0
 
 
@@ -220,12 +215,12 @@ def _cells(node: Node) -> tuple[str, str, str, str]:
     """Shards, bytes, rate, and what there is to say."""
     shards = "" if node.wanted is None else f"{node.done:,}/{node.wanted:,}"
     here = node.progress
-    amount = "" if here is None else format_bytes(int(here["bytes_done"]))
-    if here is not None and here.get("bytes_total"):
-        amount += f" of {format_bytes(int(here['bytes_total']))}"
+    amount = "" if here is None else format_bytes(int(here["done_bytes"]))
+    if here is not None and here["total_bytes"]:
+        amount += f" of {format_bytes(int(here['total_bytes']))}"
     if node.ended:
         return shards, amount, "", node.ending.value.replace("_", " ")
-    rate = "" if here is None else format_rate(float(here["rate"]))
+    rate = "" if here is None else format_rate(float(here["bytes_per_second"]))
     return shards, amount, rate, _remark(node)
 
 
@@ -246,8 +241,8 @@ def _eta(fleet: Fleet) -> float:
         if node.ended:
             continue
         here = node.progress
-        if here is None or not here.get("bytes_total") or not here["rate"]:
+        if here is None or not here["total_bytes"] or not here["bytes_per_second"]:
             return float("inf")
-        left = float(here["bytes_total"]) - float(here["bytes_done"])
-        longest = max(longest, left / float(here["rate"]))
+        left = float(here["total_bytes"]) - float(here["done_bytes"])
+        longest = max(longest, left / float(here["bytes_per_second"]))
     return longest

@@ -18,12 +18,12 @@ class Seen:
     The object and the lines share fields: a field is known by its name and its schema.
 
     Args:
-        command: whose schema.
+        name: of the schema: a command, or a command and an option.
     """
 
-    def __init__(self, command: str) -> None:
-        self.command = command
-        self.schema = json.loads((HOME / f"{command}.json").read_text("utf-8"))
+    def __init__(self, name: str) -> None:
+        self.command = name.partition("-")[0]
+        self.schema = json.loads((HOME / f"{name}.json").read_text("utf-8"))
         self._seen: set[tuple[str, str, str]] = set()
 
     def document(self, text: str) -> Any:
@@ -62,6 +62,8 @@ class Seen:
             self._note(each, inner, value[each])
         for each in value if isinstance(value, list) else ():
             self._note(name, schema["items"], each)
+        for each in value.values() if _is_by_name(schema) else ():
+            self._note(name, schema["additionalProperties"], each)
         self._seen.add((name, json.dumps(schema), _sort(schema, value)))
 
     def unseen(self) -> set[str]:
@@ -76,6 +78,8 @@ class Seen:
             yield from self._wanted(each, inner)
         if "items" in schema:
             yield from self._wanted(name, schema["items"])
+        if _is_by_name(schema):
+            yield from self._wanted(name, schema["additionalProperties"])
         values = schema.get("enum", [])
         if not values:
             values = [None, 0] if "null" in schema.get("type", ()) else [0]
@@ -87,6 +91,11 @@ def _is_of(kind: Any, found: Any) -> bool:
     """Whether the head of an object says that it is of this kind."""
     heads = {n: s["const"] for n, s in kind["properties"].items() if "const" in s}
     return all(found.get(name) == value for name, value in heads.items())
+
+
+def _is_by_name(schema: Any) -> bool:
+    """Whether it is of objects whose names may be any, and whose values are all alike."""
+    return isinstance(schema.get("additionalProperties"), dict)
 
 
 def _sort(schema: Any, value: Any) -> str:

@@ -15,6 +15,7 @@ import pytest
 from shardcache.errors import ConfigError
 from shardcache.fleet import Ending, Fleet
 from shardcache.fleetlines import (
+    OUTCOMES,
     Closed,
     Complained,
     Ended,
@@ -28,16 +29,25 @@ from shardcache.fleetlines import (
 )
 from shardcache.fleetraydriver import choose
 from shardcache.fleettext import end_text, exit_code, summary_record, tell_failures
+from shardcache.warmreport import Outcome
 from tests.clitools import data, run, slow, spec
 from tests.storetools import wait_until
 
 PLAN = {
     "schema": 1, "type": "plan", "shards": 3, "cached": 1, "cached_bytes": 10, "to_fetch": 2,
-    "to_fetch_bytes": 20, "free_bytes": 100,
+    "to_fetch_bytes": 20, "unknown_sizes": 0, "free_bytes": 100, "evict_bytes": 0,
+    "missing_bytes": 0, "left_out": 0, "outdated": 0,
 }  # fmt: skip
 PROGRESS = {
-    "schema": 1, "type": "progress", "done": 1, "total": 2, "bytes_done": 10, "bytes_total": 20,
-    "rate": 5.0, "checked": 1, "cached": 1, "failed": 0,
+    "schema": 1, "type": "progress", "done": 1, "total": 2, "done_bytes": 10, "total_bytes": 20,
+    "estimated": False, "bytes_per_second": 5.0, "checked": 1, "cached": 1, "failed": 0,
+}  # fmt: skip
+NODE = {
+    "schema": 1, "type": "node", "host": "host", "pid": 7, "dir": "/cache", "library_version": "1",
+}  # fmt: skip
+SHARD = {
+    "schema": 1, "type": "shard", "url": "s3://lab/x.tar", "outcome": "failed", "size": None,
+    "seconds": 0.5, "received_bytes": 0, "retries": 0, "error": "x", "error_type": "Error",
 }  # fmt: skip
 
 
@@ -46,13 +56,18 @@ def fleet_of(*codes):
     fleet = Fleet()
     fleet.take(Members(tuple(f"n{number}" for number in range(len(codes)))))
     for number, code in enumerate(codes):
-        fleet.take(Said(number, {"schema": 1, "type": "node", "name": "host"}))
+        fleet.take(Said(number, NODE))
         if code is not None:
             fleet.take(Said(number, {"schema": 1, "type": "end", "exit_code": code}))
         else:
             fleet.take(Ended(number, None, "it died"))
     fleet.take(Closed(max(code or 0 for code in codes)))
     return fleet
+
+
+def ended(summary):
+    """How many nodes ended how, without the ways that none did."""
+    return {outcome: count for outcome, count in summary["outcomes"].items() if count}
 
 
 @pytest.mark.parametrize(
@@ -88,17 +103,36 @@ def test_what_is_no_event_is_none(text):
         '{"schema": 1, "type": "odd"}',
         json.dumps({**PLAN, "cached": "1"}),
         json.dumps({**PLAN, "cached": True}),
+        json.dumps({**PLAN, "cached": -1}),
+        json.dumps({**PLAN, "cached": 1.5}),
         json.dumps({name: PLAN[name] for name in PLAN if name != "free_bytes"}),
+        json.dumps({**NODE, "dir": None}),
+        json.dumps({**SHARD, "outcome": "odd"}),
+        json.dumps({**SHARD, "outcome": ["failed"]}),
+        json.dumps({**SHARD, "error": 3}),
+        json.dumps({name: SHARD[name] for name in SHARD if name != "size"}),
+        json.dumps({**PROGRESS, "bytes_per_second": float("nan")}),
+        json.dumps({**PROGRESS, "bytes_per_second": float("inf")}),
+        json.dumps({**PROGRESS, "estimated": 0}),
     ],
 )
 def test_a_record_of_another_form_is_none(text):
-    assert record_of(json.dumps(PLAN)) == PLAN
     assert record_of(text) is None
+
+
+@pytest.mark.parametrize("record", [NODE, PLAN, PROGRESS, SHARD], ids=lambda each: each["type"])
+def test_a_record_has_the_fields_that_are_known(record):
+    """A later version may say more, but not through us: what we print is in the schemas."""
+    assert record_of(json.dumps({**record, "of_later": 1})) == record
+
+
+def test_lines_have_the_words_of_a_prewarm():
+    assert tuple(Outcome) == OUTCOMES
 
 
 @pytest.mark.parametrize("cut", [1, 7, 40])
 def test_a_record_cut_in_pieces_is_joined(cut):
-    text = json.dumps({**PLAN, "error": "x" * 30})
+    text = json.dumps({**SHARD, "error": "x" * 30})
     joiner = Joiner(4)
     pieces = [text[at : at + cut] for at in range(0, len(text), cut)]
     assert [joiner.take(piece) for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
@@ -145,20 +179,20 @@ def test_the_exit_code_says_what_nodes_have_in_common(codes, expected):
 def test_a_lost_node_says_how_far_it_was():
     fleet = Fleet()
     fleet.take(Members(("a",)))
-    fleet.take(Said(0, {"schema": 1, "type": "node", "name": "host"}))
+    fleet.take(Said(0, NODE))
     fleet.take(Said(0, PLAN))
     fleet.take(Said(0, PROGRESS))
     fleet.take(Ended(0, None, "the node died"))
     fleet.take(Closed(0))
     assert end_text(fleet.nodes[0]) == "lost after 2 of 3 shards"
     found = summary_record(fleet)["nodes"]["a"]
-    assert (found["outcome"], found["error"], found["done"]) == ("lost", "the node died", 2)
+    assert (found["outcome"], found["error"], found["in_cache"]) == ("lost", "the node died", 2)
 
 
 def test_a_node_that_never_spoke_is_told_with_the_engines_last_word():
     fleet = Fleet()
     fleet.take(Members(("a", "b")))
-    fleet.take(Said(0, {"schema": 1, "type": "node", "name": "host"}))
+    fleet.take(Said(0, NODE))
     fleet.take(Said(0, {"schema": 1, "type": "end", "exit_code": 0}))
     fleet.take(Complained(None, "srun: error: Node failure on b"))
     fleet.take(Closed(1))
@@ -180,8 +214,7 @@ def test_one_reason_is_told_once_with_all_its_nodes(capsys):
     for number in (0, 1):
         for name in ("x", "y"):
             url = f"s3://lab/{name}.tar"
-            shard = {"schema": 1, "type": "shard", "url": url, "outcome": "failed"}
-            fleet.take(Said(number, {**shard, "error": f"{url}: not found"}))
+            fleet.take(Said(number, {**SHARD, "url": url, "error": f"{url}: not found"}))
     tell_failures(Console(), fleet)
     assert capsys.readouterr().err.splitlines() == [
         "  failed  n0, n1: s3://lab/x.tar: not found",
@@ -283,7 +316,7 @@ def test_a_member_writes_whole_lines_of_one_protocol(run, spec):
     assert (kinds.count("shard"), kinds.count("progress")) == (4, 1)
     last = next(record for record in records if record["type"] == "progress")
     assert (last["done"], last["total"], last["failed"]) == (4, 4, 0)
-    assert last["bytes_done"] == last["bytes_total"] > 0
+    assert last["done_bytes"] == last["total_bytes"] > 0
 
 
 OWNER = """
@@ -310,7 +343,7 @@ def test_a_member_does_not_outlive_its_owner(slow, tmp_path):
             record = record_of(line)
             if record["type"] == "node":
                 pid = record["pid"]
-            if record["type"] == "progress" and record["bytes_done"]:
+            if record["type"] == "progress" and record["done_bytes"]:
                 break
     finally:
         owner.kill()

@@ -13,9 +13,10 @@ import pytest
 
 from shardcache.meter import Meter
 from tests.conftest import make_tar
+from tests.jsontools import Seen
 from tests.raycluster import RayCluster
 from tests.storetools import PATIENCE, wait_until
-from tests.test_fleet import is_running
+from tests.test_fleet import ended, is_running
 
 pytestmark = [
     pytest.mark.skipif(
@@ -93,6 +94,7 @@ class Prewarm:
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )  # fmt: skip
         self.lines = []
+        self.seen = Seen("prewarm-nodes")
 
     def __enter__(self):
         return self
@@ -107,7 +109,7 @@ class Prewarm:
         while had != set(NODES):
             line = self.process.stdout.readline()
             assert line, self.process.communicate()
-            self.lines.append(json.loads(line))
+            self.lines += self.seen.lines(line)
             if condition(self.lines[-1]):
                 had.add(self.lines[-1]["node"])
 
@@ -121,7 +123,7 @@ class Prewarm:
     def summary(self):
         code, out, err = self.end()
         assert out, err
-        return code, json.loads(out.splitlines()[-1]), err
+        return code, self.seen.lines(out)[-1], err
 
 
 def test_one_command_prewarms_the_caches_of_all_nodes(site, s3, bucket):
@@ -171,7 +173,7 @@ def slow(site, s3, bucket):
 
 
 def half_done(line):
-    return line["type"] == "progress" and line["done"] == 2 and line["bytes_done"] > HANGS_AFTER
+    return line["type"] == "progress" and line["done"] == 2 and line["done_bytes"] > HANGS_AFTER
 
 
 def test_an_interrupt_ends_the_work_on_all_nodes(site, slow):
@@ -180,7 +182,7 @@ def test_an_interrupt_ends_the_work_on_all_nodes(site, slow):
         pids = command.pids()
         command.process.send_signal(signal.SIGINT)
         code, summary, _ = command.summary()
-        assert (code, summary["endings"]) == (130, {"interrupted": 3})
+        assert (code, ended(summary)) == (130, {"interrupted": 3})
         assert all(node["fetched"] == 2 for node in summary["nodes"].values())
         assert not any(is_running(pid) for pid in pids.values())
 
@@ -206,7 +208,7 @@ def test_a_node_that_dies_is_named_and_what_it_missed_is_done_by_the_next_run(si
         "node-b": "done",
         "node-c": "lost",
     }
-    assert summary["nodes"]["node-c"]["done"] == 2
+    assert summary["nodes"]["node-c"]["in_cache"] == 2
     assert "lost  node-c: the node died" in err
     assert site.cached("node-a", bucket) == site.cached("node-b", bucket) == names
     assert site.cached("node-c", bucket) == ["small-0.tar", "small-1.tar"]
@@ -215,7 +217,7 @@ def test_a_node_that_dies_is_named_and_what_it_missed_is_done_by_the_next_run(si
     again = len(site.meter.requests())
     with Prewarm(site, slow) as command:
         code, summary, _ = command.summary()
-    assert (code, summary["endings"]) == (0, {"done": 3})
+    assert (code, ended(summary)) == (0, {"done": 3})
     assert (summary["cached"], summary["fetched"]) == (10, 2)
     assert site.cached("node-c", bucket) == names
     # Only the two that were cut short, and of those only what was not on disk.

@@ -19,7 +19,7 @@ from shardcache.fleetlines import Complained, Ended, Said
 from shardcache.fleetslurm import SlurmEngine
 from tests.clitools import Screen, data, run, slow, spec
 from tests.storetools import PATIENCE, wait_until
-from tests.test_fleet import is_running
+from tests.test_fleet import ended, is_running
 
 STANDINS = Path(__file__).resolve().parent / "standins"
 NODES = ["gpu01", "gpu02"]
@@ -179,7 +179,7 @@ def test_each_node_gets_the_shards_of_its_ranks(run, allocation, spec):
     lines = [json.loads(line) for line in out.splitlines()]
     assert code == 0
     assert lines[0]["nodes"] == ["gpu01", "gpu02"]
-    assert (lines[-1]["type"], lines[-1]["endings"]) == ("summary", {"done": 2})
+    assert (lines[-1]["type"], ended(lines[-1])) == ("summary", {"done": 2})
     assert {line["type"] for line in lines} == {
         "nodes", "node", "plan", "shard", "progress", "end", "summary",
     }  # fmt: skip
@@ -254,7 +254,7 @@ class Batch:
             self.lines.append(json.loads(line))
             if self.lines[-1]["type"] == "node":
                 self.pids[self.lines[-1]["node"]] = self.lines[-1]["pid"]
-            if self.lines[-1]["type"] == "progress" and self.lines[-1]["bytes_done"]:
+            if self.lines[-1]["type"] == "progress" and self.lines[-1]["done_bytes"]:
                 at_work.add(self.lines[-1]["node"])
         return self
 
@@ -275,7 +275,7 @@ def test_an_interrupt_ends_all_tasks_in_order(allocation, slow):
     with Batch(slow) as batch:
         batch.process.send_signal(signal.SIGINT)
         code, summary, err = batch.end()
-        assert (code, summary["endings"]) == (130, {"interrupted": 2})
+        assert (code, ended(summary)) == (130, {"interrupted": 2})
         assert "run the same command again" in err
         assert not any(is_running(pid) for pid in batch.pids.values())
 
@@ -286,7 +286,7 @@ def test_a_task_that_is_killed_is_named_and_a_second_run_resumes(allocation, slo
         meter.resume()
         code, summary, err = batch.end()
     assert code == 3
-    assert summary["endings"] == {"done": 1, "lost": 1}
+    assert ended(summary) == {"done": 1, "lost": 1}
     assert "lost  gpu02: Slurm says: Killed" in err
     assert len(cached(allocation, "gpu01")) == 3
     code, out, _ = run("prewarm", slow, "--nodes", "slurm", "--json")

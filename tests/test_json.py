@@ -17,7 +17,9 @@ import subprocess
 import sys
 import threading
 import time
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from jsonschema import Draft202012Validator
@@ -25,15 +27,20 @@ from jsonschema import Draft202012Validator
 from shardcache.activity import Watcher
 from shardcache.cache import Cache
 from shardcache.cli import _COMMANDS
+from shardcache.fleetray import RayEngine
 from shardcache.locks import Holder
 from shardcache.partials import Partial
+from shardcache.recipes import RECIPES
 from shardcache.volume import Volume
 from shardcache.waiting import Waiter
-from shardcache.waits import Wait, WaitNote
+from shardcache.waits import Wait, WaitNote, live_waits
 from shardcache.warmrun import Run
 from tests.clitools import Command, data, run, slow, spec, wait_until, warm, written
 from tests.conftest import make_tar
 from tests.jsontools import HOME, Seen
+from tests.storetools import wait_until as patiently
+from tests.test_fleet import is_running
+from tests.test_fleetslurm import STANDINS, allocation
 
 ROOT = HOME.parent.parent
 
@@ -41,11 +48,11 @@ ROOT = HOME.parent.parent
 @pytest.fixture
 def said(request, run):
     """Runs the command that the test is about, as JSON, as JSON lines or both."""
-    name = request.function.__name__.removeprefix("test_json_of_")
+    name = request.function.__name__.removeprefix("test_json_of_").replace("_", "-")
     seen = Seen(name)
 
     def said(*arguments, code=0, form="json"):
-        ended, out, err = run(name, *arguments, "--format", form)
+        ended, out, err = run(seen.command, *arguments, "--format", form)
         assert ended == code, err
         assert os.environ.get("AWS_SECRET_ACCESS_KEY", "no secret") not in out
         return seen.document(out) if form == "json" else seen.lines(out)
@@ -73,7 +80,8 @@ def test_schemas_are_what_docs_schemas_py_says():
 def test_every_command_has_a_schema_and_a_test():
     schemas = {path.stem for path in HOME.glob("*.json")}
     tests = {name.removeprefix("test_json_of_") for name in globals() if "_json_of_" in name}
-    assert schemas == set(_COMMANDS) == tests
+    tests = {name.replace("_", "-") for name in tests}
+    assert schemas == {*_COMMANDS, "prewarm-nodes"} == tests
 
 
 def fields(schema, name=""):
@@ -82,8 +90,9 @@ def fields(schema, name=""):
         yield from fields(inner, each)
     for inner in (*schema.get("oneOf", ()), *schema.get("$defs", {}).values()):
         yield from fields(inner)
-    if "items" in schema:
-        yield from fields(schema["items"])
+    for inner in (schema.get("items"), schema.get("additionalProperties")):
+        if inner:
+            yield from fields(inner)
 
 
 @pytest.mark.parametrize("path", sorted(HOME.glob("*.json")), ids=lambda path: path.stem)
@@ -91,9 +100,13 @@ def test_a_schema_is_closed_and_says_what_its_fields_are(path):
     schema = json.loads(path.read_text())
     Draft202012Validator.check_schema(schema)
     names = {"bytes": r"(^|_)bytes(_|$)|^(max_)?size$", "seconds": r"(^|_)seconds$|^p\d+$"}
+    names["bytes per second"] = r"^bytes_per_second$"
     names["UTC"] = r"^at$|_at$|^since$|^until$|^hour$"
     for name, field in fields(schema):
-        if field.get("type") == "object":
+        if field.get("type") == "object" and "properties" not in field:
+            # By names that may be any; what they are of is closed.
+            assert field["additionalProperties"]["type"] == "object", name
+        elif field.get("type") == "object":
             assert field["additionalProperties"] is False, name
             assert field["required"] == list(field["properties"]), name
         if name:
@@ -144,6 +157,9 @@ def test_json_of_prewarm(said, spec, bucket, s3, meter, tmp_path, monkeypatch, s
             waiting.setattr(Waiter, "pause", lambda self: (meter.resume(), pause(self)))
             assert said(second)["summary"]["coalesced"] == 1
         fetch.join()
+    s3.put(bucket, "train-0000.tar", make_tar(9))
+    found = said("--refresh", first, second)["summary"]
+    assert (found["plan"]["outdated"], found["refreshed"], found["cached"]) == (1, 1, 1)
     meter.pause(after=2_500_000)
     big = f"s3://{bucket}/big-{{0..2}}.tar"
     watch = Run._watch
@@ -163,6 +179,103 @@ def test_json_of_prewarm(said, spec, bucket, s3, meter, tmp_path, monkeypatch, s
         command.process.send_signal(signal.SIGINT)
         code, out, _ = command.end()
     assert (code, said.seen.document(out)["summary"]["stopped"]) == (130, "requested")
+
+
+def test_json_of_prewarm_nodes(said, run, spec, bucket, s3, meter, slow, allocation, monkeypatch):
+    meter.resume()
+    first, second, third = (f"s3://{bucket}/train-{n:04d}.tar" for n in range(3))
+    absent = f"s3://{bucket}/absent.tar"
+    slurm = ("--nodes", "slurm")
+    assert "srun" in said(first, *slurm, "-n")["command_line"]
+    assert said.lines(spec, *slurm, "--check", code=4)[-1]["outcomes"]["incomplete"] == 2
+    # Of three nodes one lacks a shard, one has a file for a directory, one has no memory.
+    (allocation / "gpu02").write_text("")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu[01-03]")
+    monkeypatch.setenv("STANDIN_KILLED", "gpu03")
+    nodes = said.lines(first, second, absent, *slurm, code=3)[-1]["nodes"]
+    outcomes = {name: node["outcome"] for name, node in nodes.items()}
+    assert outcomes == {"gpu01": "some_failed", "gpu02": "failed", "gpu03": "not_started"}
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu01")
+    s3.put(bucket, "train-0000.tar", make_tar(9))
+    found = said(first, second, *slurm, "--refresh")["summary"]
+    assert (found["cached"], found["fetched"], found["refreshed"]) == (1, 1, 1)
+    with monkeypatch.context() as ray:
+        rank_of_a_job_on_ray(ray, allocation / "gpu01")
+        assert said.lines(first, "--nodes", "ray")[-1]["linked"] == 1
+    with monkeypatch.context() as full:
+        full.setenv("SHARDCACHE_MAX_SIZE", "1kB")
+        assert said(third, *slurm, "--best-effort")["summary"]["left_out"] == 1
+        assert said(third, *slurm, code=5)["summary"]["outcomes"]["full"] == 1
+    with let_go_once_waited_for(allocation / "gpu01", third, meter):
+        assert said(third, *slurm)["summary"]["coalesced"] == 1
+    code, out, _ = run("prewarm", third, *slurm, "--format", "tsv")
+    heading, row = (line.split("\t") for line in out.splitlines())
+    assert (code, row[:3]) == (0, ["gpu01", third, "cached"])
+    assert set(heading) <= {name for name, _ in fields(said.seen.schema)}
+    (allocation / "gpu02").unlink()
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu[01-02]")
+    one_killed_and_one_interrupted(said.seen, slow, meter, allocation)
+
+
+def rank_of_a_job_on_ray(patch, directory):
+    """The engine with a stand-in of its driver, which needs no Ray; tests/test_fleetray.py does."""
+    ray = ModuleType("ray")
+    ray.__spec__ = ModuleSpec("ray", None)
+    patch.setitem(sys.modules, "ray", ray)
+    driver = [sys.executable, str(STANDINS / "raydriver")]
+    patch.setattr(RayEngine, "command", lambda self: driver)
+    patch.setenv("SHARDCACHE_DIR", str(directory))
+    patch.setenv("SHARDCACHE_ISOLATION", "rank")
+    patch.setenv("SHARDCACHE_RANK", "1")
+
+
+@contextlib.contextmanager
+def let_go_once_waited_for(directory, url, meter):
+    """A fetch of this process that gets nothing until somebody waits for it."""
+    with contextlib.ExitStack() as stack:
+        cache = stack.enter_context(Cache(directory, min_free=0))
+        layout = cache.node_layout
+
+        def until_somebody_waits():
+            try:
+                patiently(lambda: any(live_waits(layout)))
+            finally:
+                meter.resume()
+
+        meter.pause(after=20_000)
+        stack.callback(meter.resume)
+        for task in (lambda: cache.fetch(url), until_somebody_waits):
+            thread = threading.Thread(target=task)
+            thread.start()
+            stack.callback(thread.join)
+        lock = layout.key_lock(cache.parse(url).key)
+        patiently(lambda: lock.exists() and lock.read_bytes())
+        yield
+
+
+def one_killed_and_one_interrupted(seen, spec, meter, directory):
+    """Nothing comes, not even sizes: by SIGKILL a node is lost, by SIGINT the rest ends."""
+    meter.pause()
+    lines, hanging = [], set()
+    with Command(
+        *("prewarm", spec, "--nodes", "slurm", "-j", "1", "--format", "jsonl"),
+        directory=directory / "unused",
+        environment={"SHARDCACHE_TIMEOUT": "3", "SHARDCACHE_ATTEMPTS": "100"},
+    ) as command:
+        while len(hanging) < 2:
+            line = command.process.stdout.readline()
+            assert line, command.end()
+            lines += seen.lines(line)
+            if lines[-1]["type"] == "progress" and lines[-1]["total_bytes"] is None:
+                hanging.add(lines[-1]["node"])
+        pids = {line["node"]: line["pid"] for line in lines if line["type"] == "node"}
+        os.kill(pids["gpu02"], signal.SIGKILL)
+        patiently(lambda: not is_running(pids["gpu02"]))
+        command.process.send_signal(signal.SIGINT)
+        code, out, _ = command.end()
+    summary = seen.lines(out)[-1]
+    assert (code, summary["outcomes"]["lost"], summary["outcomes"]["interrupted"]) == (130, 1, 1)
+    assert (summary["cancelled"], summary["not_started"]) == (1, 2)
 
 
 def test_json_of_clean(said, run, warm, tmp_path, monkeypatch):
@@ -304,7 +417,7 @@ def test_json_of_top(said, warm, slow, meter, tmp_path, monkeypatch):
         while not list(layout.partial.glob("*/progress")):
             time.sleep(0.01)
 
-        # Two wait for somebody elsewhere, of whom not all is known.
+        # Some wait, and not all is known of each.
         now, key = time.time(), cache.parse(urls[0]).key
         me, there = Holder(7, "node-2", None, None, now), Holder(9, "node-7", 5, "17", now)
         for wait in (
@@ -358,10 +471,8 @@ def test_json_of_report(said, run, warm, tmp_path, monkeypatch):
 
 
 def test_json_of_recipe(said, tmp_path):
-    for kind in ("cron", "systemd", "slurm", "k8s"):
+    for kind in RECIPES:
         said(kind)
-    for kind in ("k8s-daemonset", "k8s-pod"):
-        said(kind, "--image", "lab/train:17")
     assert Path(said("cron", "-o", tmp_path)["files"][0]["path"]).is_file()
 
 

@@ -17,6 +17,7 @@ from shardcache.origin import Body, TransientError
 from shardcache.retry import Attempts
 
 if TYPE_CHECKING:
+    from shardcache.opening import Opened
     from shardcache.throttle import Throttle
 
 __all__ = ["Blocks", "FetchStatus", "Pace", "Sink", "skip"]
@@ -47,6 +48,7 @@ class FetchStatus:
         near: whether it comes from an upstream, not from its origin.
         throttle: how fast it may be, together with others.
         outdated: versions that are wanted no longer, even if they are on disk.
+        settled: told of the entry that was fetched, while nobody else may look for it.
     """
 
     size: int | None = None
@@ -60,6 +62,7 @@ class FetchStatus:
     near: bool = False
     throttle: Throttle | None = None
     outdated: frozenset[str] = frozenset()
+    settled: Callable[[Opened], None] | None = None
 
     def grows_in(self, partial: Path) -> None:
         """From now on this is where the shard grows."""

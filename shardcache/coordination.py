@@ -296,6 +296,8 @@ class Coordinator:
                 continue
             opened = self.look(url)
             if opened is not None:
+                if status.settled is not None:
+                    _tell(status.settled, opened)
                 return Obtained(opened, Outcome.FETCHED)
             if is_directory(entry):  # another fetch would end there, too
                 raise OSError(errno.EIO, "what was just stored cannot be read", str(entry))
@@ -342,3 +344,11 @@ class Coordinator:
             other.close()
             return opened
         return None
+
+
+def _tell(settled: Callable[[Opened], None], opened: Opened) -> None:
+    try:
+        settled(opened)
+    except BaseException:  # an interrupt: a pin that nobody holds would stay
+        opened.close()
+        raise

@@ -201,10 +201,10 @@ class Scene:
         self.cache.prewarm(list(OBJECTS), jobs=2)
 
     def locked(self) -> list[str]:
-        """Files of the cache that somebody holds; this process's session excepted."""
+        """Files of the cache that somebody holds, but for what a process holds while it lives."""
         found = []
         for path in self.path.rglob("*"):
-            if path.suffix == ".session" or not path.is_file():
+            if path.suffix in (".session", ".versions") or not path.is_file():
                 continue
             fd = os.open(path, os.O_RDONLY)
             try:

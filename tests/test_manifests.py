@@ -303,7 +303,7 @@ def test_the_command_prints_what_kubernetes_takes(run: Any, tmp_path: Path) -> N
             *("recipe", kind, "--prewarm", "s3://lab/{0..3}.tar", "--prewarm", "s3://lab/b/"),
             *("--secret", "s3", "--user", 0, "--json"),
         )
-        files = json.loads(out)["files"]
+        files = {file["name"]: file["text"] for file in json.loads(out)["files"]}
         assert (code, set(files)) == (0, names[kind])
         for text in files.values():
             spec = pod_of(loaded(text))

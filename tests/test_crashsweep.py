@@ -225,8 +225,8 @@ def test_an_engine_that_writes_under_the_final_name_is_found_out(
     points = [p for p in find(scenario, there.prepare(scenario)) if "write" in p.strike.name]
     results = [result for point in points for result in there.attempt(point)]
     wrong = {text for result in results for text in result.wrong}
-    assert any("other bytes than the origin" in text for text in wrong)
-    assert any("next process" in text for text in wrong)
+    assert any("other bytes than the origin" in text for text in wrong), wrong
+    assert any("next process" in text for text in wrong), wrong
     assert locking._NODE_DIRECTORIES[0] == "/dev/shm"  # an attempt leaves nothing behind
 
 

@@ -31,7 +31,8 @@ from shardcache.errors import (
 from shardcache.layout import Layout
 from shardcache.metadata import DamagedError
 from shardcache.modes import Modes
-from shardcache.process import Process, Processes
+from shardcache.process import Process
+from shardcache.processes import Processes
 from shardcache.ranks import detect
 from shardcache.reading import Opener
 from shardcache.root import check_links, is_cache, make_root

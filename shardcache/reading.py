@@ -124,7 +124,7 @@ class Opener:
             raise
 
     def _count(self, process: Process, outcome: str, size: int, begun: float) -> None:
-        process.count_open(outcome, size, self._clock.monotonic() - begun)
+        process.tally.opened(outcome, size, self._clock.monotonic() - begun)
 
     def _begin(
         self, process: Process, shard: ShardURL, finish: bool, ahead: Share | None
@@ -237,7 +237,7 @@ class Opener:
 
     def followed(self, shard: ShardURL, outcome: str, size: int, waited: float) -> None:
         """See `following.Host.followed`."""
-        self._here().count_open(outcome, size, waited)
+        self._here().tally.opened(outcome, size, waited)
 
     def past(
         self, shard: ShardURL, fault: Exception, start: int, pin: ObjectInfo | None
@@ -409,7 +409,7 @@ class Opener:
             if fetched or status.received:
                 seconds = self._clock.monotonic() - begun
                 try:
-                    process.count_fetch(shard, status, seconds, done=fetched)
+                    process.tally.fetched(shard, status, seconds, done=fetched)
                 except BaseException:  # an interrupt: a pin that nobody holds would stay
                     if obtained is not None:
                         obtained.opened.close()

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from shardcache.clock import Clock, utc
 from shardcache.entry import read_sidecar
-from shardcache.layout import parse_partial_name
 from shardcache.locks import Holder, read_holder
 from shardcache.metadata import DamagedError, Metadata
+from shardcache.names import parse_partial_name
 from shardcache.progressfile import Progress, read_progress
 from shardcache.sessions import live_sessions
 from shardcache.stats import Stats, by_rank, rank_records, summed

@@ -9,9 +9,8 @@
     an `entrystream.EntryStream`; or, with ``fill="follow"``, which does all but the first
     step in the background, a `following.FollowStream`
 
-With ``strict``, and where a path is asked for (`obtaining`), there is no way past: faults are
-raised.
-Safe between threads and across forks.
+With ``strict`` there is no way past: faults are raised, as they are where a path is asked for
+(`obtaining`). Safe between threads and across forks.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardcache.config import Config
-from shardcache.layout import Layout, is_rank_name
+from shardcache.layout import Layout
+from shardcache.names import is_rank_name
 from shardcache.namespaces import Namespaces, own_layout
 from shardcache.ranks import Ranks, safe_name
 from shardcache.root import make_root

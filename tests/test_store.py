@@ -25,10 +25,11 @@ from shardcache import locks, quarantine
 from shardcache import store as module
 from shardcache.digests import BLOCK
 from shardcache.entry import Entry
-from shardcache.layout import META, Layout, is_quarantined_name
+from shardcache.layout import META, Layout
 from shardcache.locks import lock_shared
 from shardcache.metadata import DamagedError, Metadata
 from shardcache.modes import Modes
+from shardcache.names import is_quarantined_name
 from shardcache.partials import LostError, Partial
 from shardcache.store import Opened, Store
 from shardcache.sweeping import in_flight, remove_leftover, remove_temporaries

@@ -1,7 +1,7 @@
 """Whether a cache directory is as it must be after something struck one of its processes.
 
 Nothing of the library's own view is trusted: the directory is walked, every entry
-compared with the origin, every name with the grammar of `shardcache.layout`. Then fresh
+compared with the origin, every name with the grammar of `shardcache.names`. Then fresh
 processes use it, and are looked at in turn.
 """
 

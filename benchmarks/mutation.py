@@ -40,6 +40,7 @@ SELECTIONS = {
     "locks": ("locks", "store", "sweeping"),
     "opening": ("opening", "store"),
     "partials": ("partials", "sweeping", "coordination"),
+    "quarantine": ("store", "coordination"),
     "store": ("store", "coordination"),
     "sweeping": ("sweeping", "eviction"),
     "transfer": ("transfer", "job", "cancellation", "coordination"),

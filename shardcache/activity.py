@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardcache.clock import Clock, utc
-from shardcache.layout import parse_partial_name
+from shardcache.entry import read_sidecar
 from shardcache.locks import Holder, read_holder
 from shardcache.metadata import DamagedError, Metadata
+from shardcache.names import parse_partial_name
 from shardcache.progressfile import Progress, read_progress
 from shardcache.sessions import live_sessions
 from shardcache.stats import Stats, by_rank, rank_records, summed
-from shardcache.store import Store
 from shardcache.sweeping import in_flight
 from shardcache.volume import Volume
 from shardcache.waits import Wait, live_waits
@@ -220,7 +220,7 @@ class Watcher:
                 rate = None if last is None or not seconds else max(0, done - last) / seconds
                 holder = read_holder(store.layout.key_lock(found.key))
                 size = found.progress.total if found.progress else None
-                flights.append(Flight(_url(store, found.path, found.key), done, size, rate, holder))
+                flights.append(Flight(_url(found.path, found.key), done, size, rate, holder))
         self._written = written
         return sorted(flights, key=lambda flight: (-flight.written, flight.url))
 
@@ -303,9 +303,9 @@ def tier_records(tiers: Iterable[TierUse]) -> list[dict[str, Any]]:
     ]
 
 
-def _url(store: Store, path: Path, key: str) -> str:
+def _url(path: Path, key: str) -> str:
     try:
-        return Metadata.decode(store.sidecar(os.fspath(path))).url
+        return Metadata.decode(read_sidecar(path)).url
     except (DamagedError, OSError):
         return key
 

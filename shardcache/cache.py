@@ -2,7 +2,8 @@
 
 It may be shared by threads, pickled, forked and spawned: what belongs to a
 process (descriptors, clients, locks, the session) is made on first use in that
-process and never carried into another.
+process and never carried into another. Here is how shards are read; how a cache is cleaned,
+verified and asked what it holds and has done is in `upkeep`, from which `Cache` has it.
 
 A fault of the cache never fails a read that the origin can serve, unless
 ``strict``: one warning, then shards are streamed.
@@ -13,8 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, Unpack
@@ -28,26 +28,19 @@ from shardcache.errors import (
     ConfigError,
     ShardNotFoundError,
 )
-from shardcache.layout import Layout
 from shardcache.metadata import DamagedError
-from shardcache.modes import Modes
-from shardcache.process import Process, Processes
+from shardcache.process import Process
+from shardcache.processes import Processes
 from shardcache.ranks import detect
 from shardcache.reading import Opener
-from shardcache.root import check_links, is_cache, make_root
 from shardcache.store import Entry, Opened, Store
-from shardcache.units import parse_duration
+from shardcache.upkeep import Upkeep, check_cached
 from shardcache.urls import ShardURL, parse_url
-from shardcache.version import __version__
 
 if TYPE_CHECKING:
-    from shardcache.cleaning import CleanReport, CleanStatus
     from shardcache.fetching import Share
-    from shardcache.findings import Finding, VerifyStatus
-    from shardcache.history import Sample
     from shardcache.options import Handler, Options, PrewarmOptions
     from shardcache.prewarm import PrewarmReport
-    from shardcache.stats import Stats
     from shardcache.transfer import FetchStatus
 
 __all__ = ["Cache"]
@@ -60,7 +53,7 @@ _Pipeline = TypeVar("_Pipeline")
 _REMEMBERED = 100_000
 
 
-class Cache:
+class Cache(Upkeep):
     """A directory on a local disk that holds shards.
 
     Args:
@@ -144,9 +137,6 @@ class Cache:
                 self._parsed.clear()
             self._parsed[url] = shard
         return shard
-
-    def _here(self) -> Process:
-        return self._processes.here()
 
     # -- reading ---------------------------------------------------------------
 
@@ -261,7 +251,7 @@ class Cache:
 
     def fetch_shard(self, shard: ShardURL, status: FetchStatus | None = None) -> tuple[Entry, str]:
         """As `fetch`, for a parsed URL; also how it was had (`coordination.Outcome`)."""
-        _check_cached(shard, self.config)
+        check_cached(shard, self.config)
         obtained = self._opener.obtain(shard, status, use=False)
         obtained.opened.close()
         return Store.entry_at(obtained.opened), obtained.outcome
@@ -341,260 +331,7 @@ class Cache:
 
         return prewarm.prewarm(self, urls, **options)
 
-    # -- looking after it ------------------------------------------------------
-
-    def entries(self) -> Iterator[Entry]:
-        """Every entry, of all tiers and namespaces, in no order."""
-        for store in self.stores():
-            yield from store.entries()
-
-    def stores(self) -> Sequence[Store]:
-        """Every namespace of every tier, for what looks at its files."""
-        return self._here().stores()
-
-    def clean(
-        self,
-        *,
-        max_size: int | str | None = None,
-        min_free: int | str | None = None,
-        max_age: float | str | None = None,
-        orphans: bool = True,
-        limits: bool = True,
-        everything: bool = False,
-        dry_run: bool = False,
-        wait: bool = True,
-        status: CleanStatus | None = None,
-    ) -> CleanReport:
-        """Remove entries until the limits hold, and what dead processes left.
-
-        Args:
-            max_size, min_free, max_age: instead of the configured limits.
-            orphans: sweep what dead processes left.
-            limits: apply limits; False sweeps only.
-            everything: remove all that nobody uses.
-            dry_run: touch nothing, tell what would go.
-            wait: whether to wait for somebody else who cleans it, ``lock_timeout`` at most.
-            status: is kept up to date while it runs.
-
-        Raises:
-            ConfigError: the directory is not a cache.
-            LockTimeoutError: somebody else cleans it.
-            OSError: the filesystem is read-only or failing.
-        """
-        from shardcache import cleaning
-        from shardcache.eviction import Limits
-
-        self._require_cache()
-        # The sizes that are given are those of `dir`; other tiers have their own.
-        sizes = {"max_size": max_size, "min_free": min_free}
-        process = self._here()
-        reports = []
-        if not dry_run:
-            for tier in process.present:
-                tier.check()
-        for tier in process.present:
-            given = {"max_age": max_age, **(sizes if tier is process.home else {})}
-            changes = {name: value for name, value in given.items() if value is not None}
-            space = tier.space(tier.config.replace(**changes) if changes else None)
-            chosen = space.limits() if limits else Limits()
-            if everything:
-                chosen = Limits(everything=True)
-            alone = contextlib.nullcontext() if dry_run else space.sole_cleaner(wait=wait)
-            with alone:
-                report = cleaning.clean(
-                    space, tier.stores(), chosen, orphans=orphans, dry_run=dry_run, status=status
-                )
-                reports.append(report)
-        return cleaning.joined(reports)
-
-    def verify(
-        self,
-        wanted: Callable[[str], bool] | None = None,
-        *,
-        quick: bool = False,
-        remote: bool = False,
-        repair: bool = False,
-        sample: float = 1.0,
-        status: VerifyStatus | None = None,
-        stop: threading.Event | None = None,
-    ) -> Generator[Finding, None, None]:
-        """Compare entries with what was fetched; yields what was found of each, in no order.
-
-        Safe beside jobs: entries are pinned while they are read, no last use changes, and
-        what is evicted meanwhile is left out.
-
-        Args:
-            wanted: says of a URL whether its shard is to be looked at, or of the data file's
-                name where the sidecar does not tell the URL; None takes all.
-            quick: compare sizes, read no data.
-            remote: ask the origin of each shard which version it has.
-            repair: set damaged entries aside, so that the next reader fetches them anew.
-            sample: share of the shards to look at, above 0 and up to 1; at least one is.
-            status: is kept up to date.
-            stop: ends it early once set.
-
-        Raises:
-            ConfigError: the directory is not a cache, or no such ``sample``.
-            OSError: it cannot be read, or with ``repair`` and ``strict`` not be written.
-        """
-        from shardcache.findings import Checks
-        from shardcache.origins import Origins
-        from shardcache.retry import RetryPolicy
-        from shardcache.verify import verify
-
-        self._require_cache()
-        checks = Checks(quick=quick, remote=remote, repair=repair, sample=sample)
-        config, process = self.config, self._here()
-        origins = process.origins if process.ready else Origins(config, self._clock)
-        policy = RetryPolicy(config.attempts, config.deadline, self._clock)
-        return verify(
-            process,
-            origins,
-            policy,
-            self.parse,
-            checks=checks,
-            wanted=wanted,
-            status=status,
-            stop=stop,
-        )
-
-    def pin(self, url: str, seconds: float | None = None) -> None:
-        """Keep a shard, now or once it is fetched: nothing evicts it, nor ``clean --all``.
-
-        Args:
-            url: the shard.
-            seconds: for how long; None until `unpin`.
-
-        Raises:
-            ConfigError: the directory must not be used, or not a URL that is cached.
-            OSError: the disk is full, read-only or failing.
-        """
-        from shardcache import pins
-
-        shard = self.parse(url)
-        _check_cached(shard, self.config)
-        until = None if seconds is None else self._clock.time() + seconds
-        for config in self.config.by_tier():
-            node = make_root(config.dir, __version__, Modes.of(config.shared_group))
-            pins.pin(node, shard, until)
-
-    def unpin(self, url: str) -> bool:
-        """Keep a shard no longer; False if it was not pinned.
-
-        Raises:
-            As `pin`.
-        """
-        from shardcache import pins
-
-        self._require_cache()
-        key = self.parse(url).key
-        found = False
-        for tier in self._here().present:
-            found |= pins.unpin(tier.namespaces.node, key)
-            tier.space().something_went()
-        return found
-
-    def remove(self, url: str, *, dry_run: bool = False) -> tuple[int, int]:
-        """Remove one shard, all versions that nobody uses.
-
-        Returns:
-            Bytes freed, and how many entries stay because they are pinned or in use.
-
-        Raises:
-            ConfigError: the directory is not a cache, or not a URL.
-            OSError: the filesystem is read-only or failing.
-        """
-        from shardcache import cleaning
-        from shardcache.pins import pinned_keys
-
-        self._require_cache()
-        key, now = self.parse(url).key, self._clock.time()
-        freed = stay = 0
-        for tier in self._here().present:
-            pinned = key in pinned_keys(tier.namespaces.node, now)
-            removed, in_use = cleaning.remove(tier.stores(), key, pinned=pinned, dry_run=dry_run)
-            if removed and not dry_run:
-                tier.space().something_went()
-                count = {"evicted_asked": len(removed)}
-                count["bytes_evicted"] = sum(removal.size for removal in removed)
-                self._here().counters.add(count)
-            freed += sum(removal.size for removal in removed)
-            stay += in_use
-        return freed, stay
-
-    def stats(self, since: float | str | None = None) -> Stats:
-        """What the cache has done on this node: opens, bytes, waits, evictions, by all processes.
-
-        Args:
-            since: how far back, in seconds or as text such as "24h"; None for the 30 days that
-                are kept.
-
-        Raises:
-            ConfigError: ``since`` is no duration.
-            OSError: the directory cannot be read.
-        """
-        from shardcache.stats import summed
-
-        return summed(self.samples(since))
-
-    def samples(self, since: float | str | None = None, *, ever: bool = False) -> list[Sample]:
-        """What was counted, minute by minute, or hour by hour where that is longer ago.
-
-        Args:
-            since: as for `stats`.
-            ever: also what is older than 30 days, as one sample from the epoch.
-
-        Raises:
-            As `stats`.
-        """
-        from shardcache.history import samples
-
-        self._here().counters.flush()
-        begin = 0.0
-        if since is not None:
-            begin = self._clock.time() - parse_duration(since)
-        return samples(self._here().home.namespaces.node, begin, ever=ever)
-
-    @property
-    def node_layout(self) -> Layout:
-        """The node's namespace of ``dir``, for what looks at its files."""
-        return self._here().home.namespaces.node
-
-    def counted(self) -> list[int]:
-        """What this process alone has counted since it began, as a row (`statfile`)."""
-        return self._processes.counted()
-
-    def under_way(self) -> int:
-        """How many shards this process fetches or waits for at this moment, for its readers."""
-        process = self._processes.made()
-        return 0 if process is None or process.ready is None else process.unfinished
-
-    def zero_stats(self) -> None:
-        """Begin to count anew, for all processes.
-
-        Raises:
-            ConfigError: the directory is not a cache.
-            LockTimeoutError: somebody cleans it.
-            OSError: the filesystem is read-only or failing.
-        """
-        from shardcache.history import forget
-
-        self._require_cache()
-        process = self._here()
-        process.counters.flush()
-        node = process.home.namespaces.node
-        with process.home.space().sole_cleaner(wait=True):
-            node.modes.make_directory(node.stats, levels=0)
-            forget(node, self._clock.time())
-
-    def _require_cache(self) -> None:
-        check_links(Layout.of_root(self.dir))
-        if not is_cache(self.dir):
-            raise ConfigError(
-                f"{self.dir} is not a shardcache directory (it has no manifest.json), so nothing "
-                "in it is touched. Check dir.",
-                dir=self.dir,
-            )
+    # -- ending ----------------------------------------------------------------
 
     def cancel(self) -> None:
         """Call off every fetch of this process. They raise `FetchCancelledError` in the
@@ -631,13 +368,3 @@ def _opener(config: Config, here: Callable[[], Process], clock: Clock) -> Opener
     from shardcache.revalidating import RevalidatingOpener  # here: others do not need it
 
     return RevalidatingOpener(config, here, clock)
-
-
-def _check_cached(shard: ShardURL, config: Config) -> None:
-    """Refuse what is read where it lies."""
-    if shard.is_local and not config.cache_local:
-        raise ConfigError(
-            f"{shard.local_path} is opened where it is and not cached; set cache_local if it "
-            "lies on a slow mount.",
-            url=str(shard),
-        )

@@ -33,9 +33,10 @@ from pathlib import Path
 
 from shardcache.descriptors import disown, is_alone, open_file, open_owned
 from shardcache.entry import Entry
-from shardcache.layout import Layout, is_choices_name, list_names
+from shardcache.layout import Layout, list_names
 from shardcache.locks import is_file, is_free, lock_exclusive, lock_shared
 from shardcache.modes import settle
+from shardcache.names import is_choices_name
 from shardcache.sessions import LiveSession
 from shardcache.uses import used_by
 

@@ -259,10 +259,11 @@ def _partial_rows(cache: Cache, now: float) -> Iterator[dict[str, Any]]:
 
 
 def _partial_row(cache: Cache, store: Store, found: InFlight, now: float) -> dict[str, Any]:
+    from shardcache.entry import read_sidecar
     from shardcache.locks import read_holder
 
     try:
-        metadata: Metadata | None = Metadata.decode(store.sidecar(found.path))
+        metadata: Metadata | None = Metadata.decode(read_sidecar(found.path))
     except (OSError, DamagedError):
         metadata = None
     holder = read_holder(store.layout.key_lock(found.key)) if found.live else None

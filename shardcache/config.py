@@ -52,11 +52,9 @@ from shardcache.optionkinds import (
     TIME,
     UPSTREAMS,
     Kind,
-    StorageOptions,
-    TierOption,
-    Upstream,
     count,
 )
+from shardcache.optionvalues import StorageOptions, TierOption, Upstream
 from shardcache.units import Limit
 
 __all__ = ["OTHER_VARIABLES", "Config", "Loaded", "Option", "Setting", "StorageOptions"]

@@ -26,6 +26,7 @@ from shardcache.breaker import FULL
 from shardcache.choices import Choices
 from shardcache.clock import Clock
 from shardcache.config import Config
+from shardcache.entry import read_sidecar
 from shardcache.errors import ShardCacheError
 from shardcache.intake import Intake, Place, Right
 from shardcache.layout import Layout, is_directory
@@ -327,7 +328,7 @@ class Coordinator:
             if other is None:
                 continue
             try:
-                metadata = Metadata.decode(Store.sidecar(other.directory))
+                metadata = Metadata.decode(read_sidecar(other.directory))
                 linked = self.store.link(other, metadata, url.basename)
                 opened = self.look(url) if linked else None
             except (DamagedError, FileNotFoundError):

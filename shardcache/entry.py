@@ -12,16 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from shardcache.layout import (
-    META,
-    Layout,
-    is_directory,
-    is_key,
-    list_names,
-    parse_entry_name,
-    read_file,
-)
+from shardcache.layout import META, Layout, is_directory, list_names, read_file
 from shardcache.metadata import MAX_BYTES, DamagedError, Metadata
+from shardcache.names import is_key, parse_entry_name
 
 __all__ = ["Entry", "below", "lacks", "read_sidecar", "versions"]
 

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from shardcache.descriptors import open_file
 from shardcache.digests import BLOCK
-from shardcache.layout import META, PROGRESS, parse_partial_name, read_file
+from shardcache.layout import META, PROGRESS, read_file
 from shardcache.metadata import MAX_BYTES, DamagedError, Metadata
+from shardcache.names import parse_partial_name
 from shardcache.progressfile import read_header
 
 __all__ = ["Growing", "is_same", "read_sidecar", "same_bytes"]

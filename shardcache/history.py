@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from shardcache.counters import SUFFIX
-from shardcache.layout import Layout, is_temporary_name, list_names, read_file, replace_file
+from shardcache.layout import Layout, list_names, read_file, replace_file
 from shardcache.modes import random_token
+from shardcache.names import is_temporary_name
 from shardcache.statfile import ROWS, Segment, read_segment
 
 __all__ = ["Sample", "compact", "forget", "samples"]

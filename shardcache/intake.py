@@ -28,10 +28,11 @@ from shardcache.errors import (
     LockTimeoutError,
     ShardCacheError,
 )
-from shardcache.layout import list_names, parse_partial_name
+from shardcache.layout import list_names
 from shardcache.leases import KeyLease
 from shardcache.locks import Holder, KeyLock
 from shardcache.metadata import Metadata, boot_id
+from shardcache.names import parse_partial_name
 from shardcache.origin import ObjectInfo, Origin
 from shardcache.origins import Origins
 from shardcache.partials import Partial

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 
 from shardcache.choices import Choices
 from shardcache.config import Config
-from shardcache.layout import Layout, is_directory, is_rank_name, list_names
+from shardcache.layout import Layout, is_directory, list_names
 from shardcache.locking import decide
 from shardcache.modes import Modes
+from shardcache.names import is_rank_name
 from shardcache.ranks import Ranks, safe_name
 from shardcache.root import check_group, check_links
 from shardcache.store import Store

@@ -10,31 +10,27 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardcache import units
 from shardcache.errors import ConfigError
 from shardcache.modes import group_name
-from shardcache.units import Limit
-
-#: Names of storage options that hold credentials in s3fs, gcsfs, adlfs, botocore and
-#: aiohttp, and of HTTP headers that do.
-_SECRET = re.compile(
-    r"(key$|key_?id$|secret|token|passw|passphrase|credential|sas|connection_string|cookie|"
-    r"signature|(^|[_-])auth($|[_-]|oriz))",
-    re.I,
+from shardcache.optionvalues import (
+    USERINFO,
+    StorageOptions,
+    TierOption,
+    Upstream,
+    names_only,
+    redact,
 )
+from shardcache.units import Limit
 
 MIB = 1 << 20
 NONE = "none"
-_HIDDEN = "***"
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})", re.ASCII)
-# Greedy up to the last @: a password may hold / and @ of its own.
-_USERINFO = re.compile(r"^([a-z][a-z0-9+.-]*://)?.*@", re.IGNORECASE | re.DOTALL)
 _ENDPOINT = re.compile(
     r"https?://(\[[0-9a-f:.]+\]|[^/?#@:\s\[\]]+)(:[0-9]{1,5})?(/[^?#@\s]*)?",
     re.IGNORECASE,
@@ -46,135 +42,6 @@ _CREDENTIALS_BELONG = (
     "http:// or https://, a host, a port if need be; credentials belong into the environment "
     "(AWS_ACCESS_KEY_ID), a profile or storage_options"
 )
-
-
-class StorageOptions(Mapping[str, object]):
-    """Options for fsspec or S3 (key, secret, token, ...) that never print their values.
-
-    An immutable copy of the mapping it is made from; equal to any mapping with the
-    same items. ``dict(options)`` gives what fsspec takes, in clear.
-    """
-
-    __slots__ = ("_items",)
-
-    def __init__(self, items: Mapping[str, object] | None = None) -> None:
-        self._items = dict(items or {})
-
-    def __getitem__(self, key: str) -> object:
-        """The value itself, in clear."""
-        return self._items[key]
-
-    def __iter__(self) -> Iterator[str]:
-        """The names."""
-        return iter(self._items)
-
-    def __len__(self) -> int:
-        """How many there are."""
-        return len(self._items)
-
-    def __hash__(self) -> int:
-        """By names only: values need not be hashable."""
-        return hash(frozenset(self._items))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """In clear for a process that multiprocessing is spawning, else without secrets.
-
-        A spawned worker has to read the same bucket and its pickle goes through a
-        pipe to a child; any other pickle may end up in a file or on a wire. This is
-        how `multiprocessing.process.AuthenticationString` tells the two apart.
-        """
-        from multiprocessing.context import get_spawning_popen
-
-        if get_spawning_popen() is not None:
-            return StorageOptions, (self._items,)
-        return StorageOptions, (_without_secrets(self._items),)
-
-    def __repr__(self) -> str:
-        """Names, with every value hidden."""
-        return f"StorageOptions({_names_only(self)})"
-
-
-@dataclass(frozen=True, slots=True)
-class TierOption:
-    """A directory in front of ``dir``, with limits of its own; see `tier`.
-
-    Attributes:
-        dir: where.
-        max_size: most it may hold.
-        min_free: space that stays free on its filesystem.
-    """
-
-    dir: Path
-    max_size: Limit | None = None
-    min_free: Limit = Limit(percent=5.0)  # noqa: RUF009 - immutable
-
-    def __str__(self) -> str:
-        return str(self.dir) if self.max_size is None else f"{self.dir}={self.max_size}"
-
-
-@dataclass(frozen=True, slots=True)
-class Upstream:
-    """Where copies of shards are, or are to be kept; see `upstreams`.
-
-    Attributes:
-        url: a directory, or ``scheme://...`` of a store.
-        write_back: whether what was fetched is copied there.
-        endpoint_url: of an S3 store that is not AWS.
-        storage_options: its own, for S3 or fsspec.
-    """
-
-    url: str
-    write_back: bool = False
-    endpoint_url: str | None = None
-    storage_options: StorageOptions = field(default_factory=StorageOptions)
-
-    def __str__(self) -> str:
-        return redact(self.url) + (" (write_back)" if self.write_back else "")
-
-
-def _without_secrets(items: Mapping[Any, object]) -> dict[Any, object]:
-    kept: dict[Any, object] = {}
-    for name, value in items.items():
-        if isinstance(name, str) and _SECRET.search(name):
-            _say_left_out(name)
-        else:
-            kept[name] = _public(name, value)
-    return kept
-
-
-def _public(name: object, value: object) -> object:
-    """A value without the credentials inside it: those of tables, lists and URLs."""
-    if isinstance(value, Mapping):
-        return _without_secrets(value)
-    if type(value) is list or type(value) is tuple:
-        items = [_public(name, item) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    if isinstance(value, str) and "://" in value:  # of a proxy, an endpoint
-        public = re.sub(r"[?#].*", "", _USERINFO.sub(r"\1", value), flags=re.DOTALL)
-        if public != value:
-            _say_left_out(f"{name}, in part,")
-        return public
-    return value
-
-
-def _say_left_out(name: str) -> None:
-    import logging  # `import shardcache.config` stays light
-
-    logging.getLogger(__name__).warning(
-        "storage option %s is left out of a pickle; who reads it needs credentials of its own "
-        "(environment, profile, role)",
-        name,
-    )
-
-
-def _names_only(items: Mapping[str, object]) -> str:
-    return ", ".join(f"{key}={_HIDDEN}" for key in items)
-
-
-def redact(text: str) -> str:
-    """``text`` without what stands before an ``@``, and a URL without its query."""
-    shown = _USERINFO.sub(rf"\1{_HIDDEN}@", text)
-    return re.sub(r"[?#].*", f"?{_HIDDEN}", shown, flags=re.DOTALL) if "://" in shown else shown
 
 
 def refuse(value: object, reason: str, accepted: str) -> ConfigError:
@@ -328,7 +195,7 @@ def _upstream(item: object, accepted: str) -> Upstream:
         text = os.fspath(_directory(text))
     elif not _SCHEME.fullmatch(text.partition("://")[0].lower()) or "?" in text:
         raise refuse(text, "is no upstream", accepted)
-    elif _USERINFO.match(text) and not text.startswith(("abfs", "az", "oci")):
+    elif USERINFO.match(text) and not text.startswith(("abfs", "az", "oci")):
         raise refuse(text, "has a part before an @", "credentials belong into storage_options")
     endpoint, write_back = table.get("endpoint_url"), table.get("write_back", False)
     if not isinstance(write_back, bool | str):
@@ -368,7 +235,7 @@ def _group(value: object) -> int:
 
 def _endpoint(value: object) -> str:
     text = value.strip() if isinstance(value, str) else ""
-    if _USERINFO.match(text):
+    if USERINFO.match(text):
         raise refuse(value, "has a part before an @, which S3 does not use", _CREDENTIALS_BELONG)
     if not _ENDPOINT.fullmatch(text):
         raise refuse(value, "is no endpoint", "http:// or https://, a host, a port if need be")
@@ -399,7 +266,7 @@ SOME_TIME = Kind("duration", _some_time, units.exact_duration)
 # Not the repr: a functools.partial would print its arguments.
 CALL = Kind("function", _function, lambda value: getattr(value, "__name__", "function"))
 LIST = Kind("list", _schemes, ", ".join)
-TABLE = Kind("table", _storage_options, _names_only)
+TABLE = Kind("table", _storage_options, names_only)
 ISOLATION = _choice("node", "rank", "job")
 LOCKS = _choice("auto", "flock", "node", "lease")
 FILL = _choice("follow", "complete")

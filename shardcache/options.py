@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 if TYPE_CHECKING:
-    from shardcache.optionkinds import TierOption, Upstream
+    from shardcache.optionvalues import TierOption, Upstream
     from shardcache.warmreport import Event
 
 __all__ = ["Handler", "Options", "PrewarmOptions"]

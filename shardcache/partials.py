@@ -25,16 +25,10 @@ from shardcache.datalocks import create_locked, is_ours_alone, open_locked
 from shardcache.descriptors import disown, dup_owned, open_owned, sync_directory
 from shardcache.digests import BLOCK, block_digest
 from shardcache.growing import read_sidecar
-from shardcache.layout import (
-    META,
-    PROGRESS,
-    Layout,
-    is_directory,
-    parse_partial_name,
-    replace_file,
-)
+from shardcache.layout import META, PROGRESS, Layout, is_directory, replace_file
 from shardcache.metadata import DamagedError, Metadata
 from shardcache.modes import PRIVATE, Modes
+from shardcache.names import parse_partial_name
 from shardcache.progressfile import Progress, read_header, read_progress, read_records, write_record
 
 __all__ = ["LostError", "Partial", "Progress", "read_progress"]

@@ -26,10 +26,11 @@ from typing import Any
 
 from shardcache.config import Config
 from shardcache.errors import ConfigError
-from shardcache.layout import IDLE_GRACE, Layout, is_temporary_name, list_names, temporary_name
+from shardcache.layout import IDLE_GRACE, Layout, list_names, temporary_name
 from shardcache.locking import Answer, distrust
 from shardcache.modes import Modes
 from shardcache.mounts import Mount, mount_of, read_mounts
+from shardcache.names import is_temporary_name
 from shardcache.namespaces import rank_layouts
 from shardcache.root import check_group, check_layout, check_root, is_cache
 from shardcache.scanning import scan

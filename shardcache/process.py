@@ -1,7 +1,7 @@
 """What one process has of a cache: namespaces, session, clients, connections.
 
 Made on first use in the process that uses it, and thrown away unseen by a
-forked child, which makes its own.
+forked child, which makes its own; see `processes`.
 """
 
 from __future__ import annotations
@@ -17,39 +17,26 @@ from shardcache.breaker import Breaker, fault_kind, is_disk_fault
 from shardcache.choices import Choices
 from shardcache.clock import Clock
 from shardcache.config import Config
-from shardcache.counters import Counters
 from shardcache.errors import ConfigError
-from shardcache.fetchlog import Fetch, note_fetch
 from shardcache.namespaces import Namespaces
 from shardcache.ranks import Ranks
-from shardcache.statfile import blank
 from shardcache.store import Entry, Opened, Store
+from shardcache.tally import Tally
 from shardcache.tier import Tier
-from shardcache.units import format_bytes, format_duration
-from shardcache.urls import ShardURL
+from shardcache.units import format_duration
 
 if TYPE_CHECKING:
-    from shardcache.blocks import FetchStatus
     from shardcache.coordination import Coordinator
     from shardcache.copying import Copier
     from shardcache.currency import Currency
-    from shardcache.eviction import Victim
     from shardcache.fetching import Fetchings
     from shardcache.housekeeping import Housekeeper
     from shardcache.origins import Origins
     from shardcache.transfer import Fetcher
 
-__all__ = ["Process", "Processes"]
+__all__ = ["Process"]
 
 logger = logging.getLogger(__name__)
-
-#: `coordination.Outcome` -> its counter, and what was waited for.
-_OUTCOMES = {
-    "hit": ("hits", "disk"),
-    "linked": ("linked", "disk"),
-    "coalesced": ("coalesced", "lock"),
-    "fetched": ("misses", "network"),
-}
 
 
 class Process:
@@ -72,8 +59,6 @@ class Process:
             *(Tier(each, *parts, primary=False) for each in faster),
             Tier(last, *parts, primary=True),
         )
-        for tier in self.tiers:
-            tier.evicted = self.count_evicted
         self._config = config
         self._ranks = ranks
         self._clock = clock
@@ -81,10 +66,11 @@ class Process:
         #: The coordinator, once there is one.
         self.ready: Coordinator | None = None
         self._housekeepers: list[Housekeeper] = []
-        known = ranks.source != "none"
-        owner = {"rank": ranks.rank if known else None, "job": ranks.job}
         where = (lambda: self.home.namespaces.node) if config.stats else None
-        self.counters = Counters(where, clock, owner, lambda: self._is_well)
+        self.tally = Tally(where, clock, ranks, lambda: self._is_well)
+        self.counters = self.tally.counters
+        for tier in self.tiers:
+            tier.evicted = self.tally.evicted
         self._look_at = 0.0  # of the monotonic clock: when they want to be asked again
         self._touched: dict[str, float] = {}
         self._unused: set[str] = set()  # of those, what this job only saw to
@@ -307,63 +293,6 @@ class Process:
             tier = self.tiers.index(self.tier_of(opened.directory))
         self.counters.hit(opened.size, now - begun, now, tier)
 
-    def count_open(self, outcome: str, size: int, seconds: float) -> None:
-        """Count what an open came to that was no hit; see `stats`.
-
-        Args:
-            outcome: of `coordination.Outcome`.
-            size: bytes of the shard.
-            seconds: how long its reader waited.
-        """
-        name, wait = _OUTCOMES[outcome]
-        self.counters.add({name: 1, "bytes_opened": size}, wait, seconds)
-
-    def count_fetch(
-        self, shard: ShardURL, status: FetchStatus, seconds: float, *, done: bool
-    ) -> None:
-        """Count a fetch of this process.
-
-        Args:
-            shard: which.
-            status: what is known of it.
-            seconds: how long it took.
-            done: whether all of it is there now.
-        """
-        self.counters.add(
-            {
-                "fetches" if done else "fetches_failed": 1,
-                "fetches_upstream": int(done and status.near),
-                "bytes_upstream" if status.near else "bytes_origin": status.received,
-                "retries": status.retries,
-                "bytes_stored": (status.size or status.written) if done else 0,
-            }
-        )
-        if done:
-            size, source = status.size or 0, "an upstream" if status.near else "its origin"
-            logger.info(
-                "%s: fetched %s from %s in %s",
-                shard,
-                format_bytes(size),
-                source,
-                format_duration(seconds),
-                extra={
-                    "event": "fetched",
-                    "shard": str(shard),
-                    "bytes": size,
-                    "seconds": seconds,
-                    "retries": status.retries,
-                    "source": "upstream" if status.near else "origin",
-                },
-            )
-        if done and self._config.stats and self._is_well:
-            rank = None if self._ranks.source == "none" else self._ranks.rank
-            fetch = Fetch(self._clock.time(), status.size or 0, seconds, rank, str(shard))
-            note_fetch(self.home.namespaces.node, fetch)
-
-    def count_evicted(self, victim: Victim) -> None:
-        """Count an entry that was evicted."""
-        self.counters.add({f"evicted_{victim.reason.value}": 1, "bytes_evicted": victim.entry.size})
-
     def disk_failed(self, breaker: Breaker, exn: OSError) -> None:
         """Count a fault; after too many the disk is left alone for a while.
 
@@ -452,54 +381,3 @@ class Process:
             tier.end_session()
         self.choices.close()
         self.counters.close()
-
-
-class Processes:
-    """The `Process` of whoever asks: one for all threads, none that came over a fork.
-
-    Without a lock: a fork could leave it held.
-
-    Args:
-        config, ranks, clock, started: as for `Process`.
-    """
-
-    def __init__(self, config: Config, ranks: Ranks, clock: Clock, started: float) -> None:
-        self._parts = config, ranks, clock, started
-        self._made: dict[int, Process] = {}
-        #: Whose it is, and what those had counted that were closed.
-        self._counted: tuple[int, list[int]] = os.getpid(), blank()
-
-    def here(self) -> Process:
-        """The calling process's own, made if need be."""
-        pid = os.getpid()
-        process = self._made.get(pid)
-        if process is None:
-            process = self._made.setdefault(pid, Process(*self._parts))
-            for other in [p for p in self._made if p != pid]:
-                self._made.pop(other, None)  # the parent's; copies of its sockets go with it
-        return process
-
-    def made(self) -> Process | None:
-        """The calling process's own, if it was made."""
-        return self._made.get(os.getpid())
-
-    def close(self) -> None:
-        """Close the calling process's own; the next one is made anew."""
-        process = self._made.pop(os.getpid(), None)
-        if process is not None:
-            process.close()
-            self._counted = os.getpid(), _sum(self._closed(), process.counters.snapshot())
-
-    def counted(self) -> list[int]:
-        """What the calling process has counted, as the values of a row (`statfile`)."""
-        process = self.made()
-        closed = self._closed()
-        return closed if process is None else _sum(closed, process.counters.snapshot())
-
-    def _closed(self) -> list[int]:
-        pid, values = self._counted
-        return values if pid == os.getpid() else blank()
-
-
-def _sum(one: list[int], other: list[int]) -> list[int]:
-    return [a + b for a, b in zip(one, other, strict=True)]

@@ -9,8 +9,8 @@
     an `entrystream.EntryStream`; or, with ``fill="follow"``, which does all but the first
     step in the background, a `following.FollowStream`
 
-With ``strict``, and where a path is asked for, there is no way past: faults are raised.
-Safe between threads and across forks.
+With ``strict`` there is no way past: faults are raised, as they are where a path is asked for
+(`obtaining`). Safe between threads and across forks.
 """
 
 from __future__ import annotations
@@ -34,13 +34,12 @@ from shardcache.faults import (
     PausedError,
     can_open,
     exhausted,
-    gate,
     is_final,
     kind_of,
 )
 from shardcache.healing import Healer
-from shardcache.locks import is_file
 from shardcache.metadata import DamagedError
+from shardcache.obtaining import Obtainer
 from shardcache.process import Process
 from shardcache.store import Opened, Store
 from shardcache.urls import ShardURL
@@ -58,11 +57,9 @@ logger = logging.getLogger(__name__)
 
 #: WebDataset reads 10 KiB at a time; with the default buffer each is a system call.
 _BUFFER = 1 << 18
-#: Seconds between looks at an entry that somebody stopped while evicting.
-_STUCK_POLL = 0.25
 
 
-class Opener:
+class Opener(Obtainer):
     """Opens the shards of one cache.
 
     Args:
@@ -72,9 +69,7 @@ class Opener:
     """
 
     def __init__(self, config: Config, here: Callable[[], Process], clock: Clock) -> None:
-        self._config = config
-        self._here = here
-        self._clock = clock
+        super().__init__(config, here, clock)
         self._healer = Healer(config, here, clock)
         self._gated = not config.strict  # whether a disk that failed is left alone
 
@@ -122,9 +117,6 @@ class Opener:
         except BaseException:  # an interrupt: a pin that nobody holds would stay
             opened.close()
             raise
-
-    def _count(self, process: Process, outcome: str, size: int, begun: float) -> None:
-        process.count_open(outcome, size, self._clock.monotonic() - begun)
 
     def _begin(
         self, process: Process, shard: ShardURL, finish: bool, ahead: Share | None
@@ -239,7 +231,7 @@ class Opener:
 
     def followed(self, shard: ShardURL, outcome: str, size: int, waited: float) -> None:
         """See `following.Host.followed`."""
-        self._here().count_open(outcome, size, waited)
+        self._here().tally.opened(outcome, size, waited)
 
     def past(
         self, shard: ShardURL, fault: Exception, start: int, pin: ObjectInfo | None
@@ -284,92 +276,6 @@ class Opener:
                 raise exhausted(shard, cause) from exn
             raise
 
-    # -- for those who need a path -----------------------------------------------
-
-    def obtain(
-        self, shard: ShardURL, status: FetchStatus | None = None, *, use: bool = True
-    ) -> Obtained:
-        """The shard's entry, open and pinned, fetched if need be.
-
-        Args:
-            shard: which.
-            status: is kept up to date.
-            use: whether this job uses it, and has not only seen to it that it is there.
-
-        Raises:
-            As `Cache.open` with ``strict``.
-        """
-        return self._obtain(self._here(), shard, status, gated=False, use=use)
-
-    def pin(self, shard: ShardURL) -> Opened:
-        """An entry that is under its path and cannot leave it; raises as `obtain`."""
-        end = self._clock.monotonic() + self._config.lock_timeout
-        while True:
-            opened = self.obtain(shard).opened
-            there = False
-            try:
-                there = not opened.stuck and is_file(opened.path, opened.fd)
-                if there:
-                    return opened
-            finally:
-                if not there:  # renamed away by an evictor that died; look again
-                    opened.close()
-            if opened.stuck:
-                if self._clock.monotonic() >= end:
-                    raise LockTimeoutError(
-                        f"{shard} is being evicted by a process that does not go on. Look for "
-                        "one that is stopped, or read the shard with open().",
-                        url=str(shard),
-                    )
-                self._clock.sleep(_STUCK_POLL)
-
-    def _obtain(
-        self,
-        process: Process,
-        shard: ShardURL,
-        status: FetchStatus | None,
-        *,
-        gated: bool,
-        use: bool,
-    ) -> Obtained:
-        from shardcache.coordination import Obtained, Outcome
-
-        begun = self._clock.monotonic()
-        if status is not None and status.outdated:
-            process.pass_over(shard.key, status.outdated)
-        try:
-            opened = self._find(process, shard, gated)
-            if opened is not None:
-                obtained: Obtained | None = Obtained(opened, Outcome.HIT)
-            else:
-                obtained = self._get(process, shard, status, gated)
-        finally:
-            if status is not None and status.outdated:
-                process.choices.allow(shard.key)
-        assert obtained is not None  # it waits for others
-        self._note(process, shard, obtained, begun, use=use)
-        return obtained
-
-    def _note(
-        self,
-        process: Process,
-        shard: ShardURL,
-        obtained: Obtained,
-        begun: float,
-        *,
-        use: bool = True,
-    ) -> None:
-        try:
-            process.touch(obtained.opened, use=use)
-            if use:
-                self._count(process, obtained.outcome, obtained.opened.size, begun)
-            if logger.isEnabledFor(logging.DEBUG):
-                say = {"event": str(obtained.outcome), "shard": str(shard)}
-                logger.debug("%s: %s", shard, obtained.outcome, extra=say)
-        except BaseException:  # an interrupt: a pin that nobody holds would stay
-            obtained.opened.close()
-            raise
-
     def _used(self, process: Process, shard: ShardURL, obtained: Obtained, begun: float) -> Opened:
         self._note(process, shard, obtained, begun)
         self._guard(process, shard, obtained.opened)
@@ -377,78 +283,6 @@ class Opener:
 
     def _guard(self, process: Process, shard: ShardURL, opened: Opened) -> None:
         opened.file.guard(self._healer, shard, opened.path, opened.size, process.reading)
-
-    def _find(self, process: Process, shard: ShardURL, gated: bool) -> Opened | None:
-        coordinator = process.coordinator()
-        try:
-            if not process.reading.closed:
-                gate(process.reading, gated)
-                process.check_root()  # nothing is read that may be somebody else's by now
-                coordinator = process.coordinator()
-            return coordinator.look(shard)
-        except OSError as exn:
-            if not isinstance(exn, PausedError):
-                process.disk_failed(process.reading, exn)
-            raise
-
-    def _get(
-        self,
-        process: Process,
-        shard: ShardURL,
-        status: FetchStatus | None,
-        gated: bool,
-        patient: Callable[[], bool] = lambda: True,
-    ) -> Obtained | None:
-        from shardcache.blocks import FetchStatus
-
-        status = status or FetchStatus()
-        obtained = None
-        begun = self._clock.monotonic()
-        try:
-            obtained = self._acquire(process, shard, status, gated, patient)
-        finally:
-            fetched = obtained is not None and obtained.outcome == "fetched"
-            if fetched or status.received:
-                seconds = self._clock.monotonic() - begun
-                try:
-                    process.count_fetch(shard, status, seconds, done=fetched)
-                except BaseException:  # an interrupt: a pin that nobody holds would stay
-                    if obtained is not None:
-                        obtained.opened.close()
-                    raise
-        return obtained
-
-    def _acquire(
-        self,
-        process: Process,
-        shard: ShardURL,
-        status: FetchStatus,
-        gated: bool,
-        patient: Callable[[], bool],
-    ) -> Obtained | None:
-        process.reading.undecided()  # there was nothing to read
-        process.keep_house()
-        gate(process.writing, gated)
-        for last in (False, True):
-            try:
-                process.check_root()
-                obtained = process.coordinator().get(shard, status, patient)
-            except ShardCacheError:
-                process.writing.undecided()
-                raise
-            except OSError as exn:
-                if not last and _changed(process):
-                    continue  # the disk went away in the midst of it
-                process.disk_failed(process.writing, exn)
-                raise
-            else:
-                break
-        if obtained is not None and obtained.outcome == "fetched":
-            process.disk_works(process.writing)
-            process.copier.add(shard, obtained.opened.path)
-        else:
-            process.writing.undecided()
-        return obtained
 
     def _say(self, process: Process, shard: ShardURL, exn: OSError) -> None:
         reason = str(exn.strerror or exn)
@@ -464,10 +298,3 @@ class Opener:
 def _streamed(shard: ShardURL, reason: str) -> dict[str, object]:
     """What a log record says beside its text; see docs/observing.md."""
     return {"event": "streamed", "shard": str(shard), "reason": reason}
-
-
-def _changed(process: Process) -> bool:
-    try:
-        return process.root_changed()
-    except OSError:
-        return False

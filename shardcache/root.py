@@ -18,7 +18,6 @@ from shardcache.errors import ConfigError
 from shardcache.layout import (
     MANIFEST,
     Layout,
-    is_temporary_name,
     list_names,
     read_file,
     replace_file,
@@ -26,6 +25,7 @@ from shardcache.layout import (
     write_new,
 )
 from shardcache.modes import PRIVATE, Modes, group_name, random_token
+from shardcache.names import is_temporary_name
 
 __all__ = ["check_group", "check_layout", "check_links", "check_root"]
 __all__ += ["identity", "is_cache", "make_root"]

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from shardcache import forks
 from shardcache.entry import Entry, below
-from shardcache.layout import Layout, is_key, list_names
+from shardcache.layout import Layout, list_names
+from shardcache.names import is_key
 
 __all__ = ["scan"]
 

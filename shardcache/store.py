@@ -28,19 +28,13 @@ from pathlib import Path
 
 from shardcache.choices import Choices
 from shardcache.descriptors import sync_directory
-from shardcache.digests import file_digest
-from shardcache.entry import Entry, lacks, read_sidecar, versions
-from shardcache.layout import (
-    META,
-    Layout,
-    is_directory,
-    refuse_links,
-    replace_file,
-)
+from shardcache.entry import Entry, lacks, versions
+from shardcache.layout import META, Layout, is_directory, refuse_links, replace_file
 from shardcache.locks import is_file
 from shardcache.metadata import DamagedError, Metadata, boot_id
-from shardcache.opening import Opened, hold, open_data, readable
+from shardcache.opening import Opened, hold, open_data
 from shardcache.partials import LostError, Partial
+from shardcache.quarantine import Quarantine
 from shardcache.scanning import scan
 
 __all__ = ["Entry", "Opened", "Store"]
@@ -81,7 +75,7 @@ class Store:
         self.layout = layout
         self._choices = choices
         self._grace = layout.grace
-        self._boot = boot_id() if verify_after_boot else ""
+        self._quarantine = Quarantine(layout, boot_id() if verify_after_boot else "")
         # key -> (directory, data file, size). A dict's own operations are
         # atomic; a stale row costs one failed open.
         self._known: dict[str, tuple[str, str, int]] = {}
@@ -136,7 +130,7 @@ class Store:
                     raise DamagedError("its data file is missing")
                 continue
             try:
-                self._trust(directory, opened.fd, key, size)
+                self._quarantine.trust(directory, opened.fd, key, size)
             except BaseException:
                 opened.close()
                 raise
@@ -158,34 +152,6 @@ class Store:
 
     def _open(self, directory: str, path: str, size: int) -> Opened | None:
         return open_data(directory, path, size, self._grace)
-
-    def _trust(self, directory: Path, fd: int, key: str, size: int) -> None:
-        """Check an entry that this process sees for the first time."""
-        with readable():
-            self._check(directory, fd, key, size)
-
-    def _check(self, directory: Path, fd: int, key: str, size: int) -> None:
-        try:
-            metadata = Metadata.decode(self.sidecar(directory))
-        except FileNotFoundError as exn:
-            if lacks(directory, META.__eq__):
-                raise DamagedError("it has no sidecar") from exn
-            return  # evicted while we look; the open file is good
-        named = Entry.at(directory)
-        if (metadata.key, metadata.info.version, metadata.size) != (key, named.version, size):
-            raise DamagedError("its sidecar describes another shard")
-        if self._boot and metadata.boot != self._boot:
-            if file_digest(fd) != metadata.digest:
-                raise DamagedError("its bytes changed since they were fetched")
-            try:
-                trusted = metadata.trusted_since(self._boot).encode()
-                modes, via = self.layout.modes, self.layout.partial
-                replace_file(directory / META, trusted, modes.file, via=via)
-            except OSError as exn:  # read-only or full: verify again next time
-                logger.debug("cannot note that %s was verified: %s", directory.name, exn)
-
-    #: The sidecar of an entry's directory, undecoded; see `entry.read_sidecar`.
-    sidecar = staticmethod(read_sidecar)
 
     def publish(
         self,
@@ -296,27 +262,10 @@ class Store:
         )
 
     def _set_aside(self, directory: Path, basename: str | None, reason: str) -> bool:
-        """Quarantine an entry if it is damaged, or has another data file than ``basename``."""
-        entry = Entry.at(directory)
-        try:
-            data = entry.data
-            opened = self._open(str(directory), str(data), entry.size)
-            if opened is None:
-                return False  # being evicted
-            if opened.stuck:
-                opened.close()
-                return False  # likewise: who evicts it must not find another in its place
-            try:
-                self._trust(directory, opened.fd, entry.key, entry.size)
-            finally:
-                opened.close()
-            if basename in (None, data.name):
-                return False
-        except FileNotFoundError:
-            return False
-        except DamagedError as exn:
-            reason = f"{reason}: {exn}"
-        return self.condemn(directory, reason)
+        aside = self._quarantine.judge(directory, basename, reason)
+        if aside:
+            self._known.pop(directory.parent.name, None)
+        return aside
 
     def condemn(self, directory: Path, reason: str) -> bool:
         """Set an entry aside; call with the key's lock held.
@@ -328,17 +277,7 @@ class Store:
             OSError: the disk fails.
         """
         self._known.pop(directory.parent.name, None)
-        for _ in range(_ATTEMPTS):
-            try:
-                directory.rename(self.layout.new_quarantined(directory))
-            except FileNotFoundError:
-                if not is_directory(directory):
-                    return False
-                self.layout.mend(self.layout.quarantine)
-                continue
-            logger.info("set aside a damaged entry: %s (%s)", directory.name, reason)
-            return True
-        return False
+        return self._quarantine.take(directory, reason)
 
     def touch(self, directory: str, now: float) -> None:
         """Note a use. A cache that cannot be written keeps its old times."""

@@ -23,24 +23,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardcache.descriptors import open_file
-from shardcache.layout import (
-    IDLE_GRACE,
-    META,
-    PROGRESS,
-    Layout,
-    is_directory,
+from shardcache.layout import IDLE_GRACE, META, PROGRESS, Layout, is_directory, is_idle, list_names
+from shardcache.locks import is_file, is_free, lock_exclusive
+from shardcache.names import (
     is_evicted_name,
-    is_idle,
     is_key,
     is_lease_name,
     is_lock_name,
     is_quarantined_name,
     is_temporary_name,
     is_unnamed,
-    list_names,
     parse_partial_name,
 )
-from shardcache.locks import is_file, is_free, lock_exclusive
 from shardcache.progressfile import Progress, read_progress
 
 __all__ = [

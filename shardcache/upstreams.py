@@ -33,7 +33,7 @@ from shardcache.errors import AccessDeniedError, ConfigError, ShardNotFoundError
 from shardcache.generic import FsspecOrigin
 from shardcache.metadata import MAX_BYTES, DamagedError, Metadata
 from shardcache.modes import random_token
-from shardcache.optionkinds import Upstream
+from shardcache.optionvalues import Upstream
 from shardcache.origin import Body, ObjectInfo, Origin, TransientError, VersionChangedError
 from shardcache.s3 import S3Origin
 from shardcache.urls import ShardURL, parse_url, redact

@@ -112,7 +112,7 @@ class ShardURL:
     def __reduce__(self) -> tuple[Any, ...]:
         """In clear for a process that multiprocessing is spawning, else without credentials.
 
-        As `optionkinds.StorageOptions` does it. A command is left out whole: what is
+        As `optionvalues.StorageOptions` does it. A command is left out whole: what is
         secret in it cannot be told, and half of it must not be run.
         """
         from multiprocessing.context import get_spawning_popen

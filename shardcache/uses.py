@@ -24,8 +24,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from shardcache.descriptors import disown, is_alone, open_file, open_owned
-from shardcache.layout import Layout, is_uses_name, list_names
+from shardcache.layout import Layout, list_names
 from shardcache.modes import settle
+from shardcache.names import is_uses_name
 from shardcache.sessions import LiveSession
 
 __all__ = ["SLOTS", "job_name", "note_use", "released", "remove_stale_maps", "used_by"]

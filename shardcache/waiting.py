@@ -16,8 +16,9 @@ from pathlib import Path
 from shardcache.cancellation import Watch
 from shardcache.clock import Clock
 from shardcache.errors import LockTimeoutError
-from shardcache.layout import is_directory, parse_partial_name
+from shardcache.layout import is_directory
 from shardcache.locks import Holder, read_holder
+from shardcache.names import parse_partial_name
 from shardcache.partials import Progress, read_progress
 from shardcache.units import format_bytes, format_duration
 from shardcache.urls import ShardURL

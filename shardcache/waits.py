@@ -22,8 +22,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from shardcache.descriptors import disown, is_alone, open_file, open_owned
-from shardcache.layout import Layout, is_key, is_wait_name, list_names
+from shardcache.layout import Layout, list_names
 from shardcache.locks import Holder, is_free, lock_exclusive, parse_holder
+from shardcache.names import is_key, is_wait_name
 
 __all__ = ["Wait", "WaitNote", "live_waits", "parse_wait", "remove_dead_waits"]
 

@@ -14,6 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from shardcache import layout, units
+from shardcache import names as grammar
 from shardcache.choices import follow
 from shardcache.digests import BLOCK
 from shardcache.errors import ConfigError
@@ -92,15 +93,15 @@ def progress(data: bytes) -> None:
 def names(data: bytes) -> None:
     name = data.decode("utf-8", "surrogateescape")
     place = layout.Layout(Path("/v1"))
-    entry, partial = layout.parse_entry_name(name), layout.parse_partial_name(name)
+    entry, partial = grammar.parse_entry_name(name), grammar.parse_partial_name(name)
     if entry is not None:
         assert place.entry(KEY, *entry).name == name
     if partial is not None:
         key, version = partial
-        assert layout.is_key(key) and name.startswith(f"{key}.{version}.")
+        assert grammar.is_key(key) and name.startswith(f"{key}.{version}.")
         assert place.new_partial(key, version).name[:58] == name[:58]
-    kinds = [entry, partial, layout.is_evicted_name(name), layout.is_quarantined_name(name)]
-    kinds += [layout.is_key(name), layout.is_lock_name(name), layout.is_temporary_name(name)]
+    kinds = [entry, partial, grammar.is_evicted_name(name), grammar.is_quarantined_name(name)]
+    kinds += [grammar.is_key(name), grammar.is_lock_name(name), grammar.is_temporary_name(name)]
     assert sum(map(bool, kinds)) <= 1
     if any(kinds):
         assert "/" not in name and "\0" not in name and name not in (".", "..")
@@ -112,7 +113,7 @@ def choices(data: bytes) -> None:
     end = follow(data, state)
     assert 0 <= end <= len(data)
     for key, version in state.items():
-        assert layout.is_key(key) and layout.parse_entry_name(f"{version}-0") is not None
+        assert grammar.is_key(key) and grammar.parse_entry_name(f"{version}-0") is not None
         assert f"\n{key} {version} ".encode() in data
     again: dict[str, str] = {}
     first = follow(data[: len(data) // 2], again)
@@ -127,7 +128,7 @@ def url(data: bytes) -> None:
             found = parse_url(text, **options)
         except ConfigError:
             continue
-        assert layout.is_key(found.key)
+        assert grammar.is_key(found.key)
         name = found.basename
         assert 0 < len(name) <= 126 and "/" not in name and not name.startswith(".")
         assert name.isascii() and name.isprintable() and name not in ("meta.json", "progress")

@@ -29,7 +29,7 @@ from shardcache.config import (
     options,
 )
 from shardcache.errors import ConfigError
-from shardcache.optionkinds import TierOption, Upstream, _without_secrets
+from shardcache.optionvalues import TierOption, Upstream, _without_secrets
 from shardcache.units import Limit
 
 DIR = Path("/local/nvme/shards")
@@ -663,7 +663,7 @@ def test_importing_config_brings_in_nothing_heavy() -> None:
     ours = {name for name in loaded if name.startswith("shardcache.")}
     assert ours == {
         f"shardcache.{name}"
-        for name in ("config", "errors", "modes", "optionkinds", "ranks", "units")
+        for name in ("config", "errors", "modes", "optionkinds", "optionvalues", "ranks", "units")
     }
     assert {name.partition(".")[0] for name in loaded - ours} <= sys.stdlib_module_names
     assert not loaded & {"tomllib", "difflib", "logging", "subprocess", "asyncio", "json", "ssl"}

@@ -409,7 +409,7 @@ def test_an_entry_of_another_boot_is_verified_once(
     assert read(make_cache()) == DATA
     assert fetches(origin) == 2
     hashed: list[int] = []
-    monkeypatch.setattr("shardcache.store.file_digest", hashed.append)
+    monkeypatch.setattr("shardcache.quarantine.file_digest", hashed.append)
     assert read(make_cache()) == DATA
     assert hashed == []
 

@@ -36,7 +36,8 @@ from shardcache import (
 from shardcache.demoserver import S3Server
 from shardcache.digests import file_digest
 from shardcache.job import FetchStatus
-from shardcache.layout import Layout, parse_partial_name
+from shardcache.layout import Layout
+from shardcache.names import parse_partial_name
 from shardcache.origin import ObjectInfo
 from shardcache.partials import Partial
 from tests.faultproxy import Answer, Fault, FaultProxy, Rule

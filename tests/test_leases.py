@@ -14,10 +14,11 @@ import pytest
 
 from shardcache.cache import Cache
 from shardcache.demoserver import S3Server
-from shardcache.layout import IDLE_GRACE, Layout, is_lease_name
+from shardcache.layout import IDLE_GRACE, Layout
 from shardcache.leases import KeyLease
 from shardcache.locks import Holder, read_holder
 from shardcache.meter import Meter
+from shardcache.names import is_lease_name
 from shardcache.root import make_root
 from shardcache.sweeping import remove_dead_leases
 from tests.conftest import make_tar

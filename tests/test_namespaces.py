@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardcache.config import Config
-from shardcache.layout import Layout, is_rank_name
+from shardcache.layout import Layout
+from shardcache.names import is_rank_name
 from shardcache.namespaces import Namespaces, own_layout
 from shardcache.ranks import Ranks, safe_name
 from shardcache.root import make_root
@@ -106,4 +107,4 @@ def test_the_fsync_policy_reaches_every_store(tmp_path: Path, fsync: str, verify
     make_root(tmp_path, "test")
     Layout.of_root(tmp_path).rank("j").make()
     for store in Namespaces(config(tmp_path, fsync=fsync), Ranks()).all():
-        assert bool(store._boot) == verify
+        assert bool(store._quarantine._boot) == verify

@@ -23,8 +23,9 @@ from shardcache import datalocks
 from shardcache import partials as module
 from shardcache.descriptors import disown
 from shardcache.digests import BLOCK, block_digest
-from shardcache.layout import META, PROGRESS, Layout, parse_partial_name
+from shardcache.layout import META, PROGRESS, Layout
 from shardcache.metadata import Metadata
+from shardcache.names import parse_partial_name
 from shardcache.partials import LostError, Partial, Progress, read_progress
 from shardcache.progressfile import read_records, write_record
 from tests.storetools import (

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from shardcache.cache import Cache
-from shardcache.layout import Layout, parse_entry_name, parse_partial_name
+from shardcache.layout import Layout
+from shardcache.names import parse_entry_name, parse_partial_name
 from tests.conftest import make_tar
 from tests.disktools import disk, needs_mounts
 from tests.storetools import Parent, crowd, forked

@@ -21,14 +21,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from shardcache import entry as entry_module
-from shardcache import locks
+from shardcache import locks, quarantine
 from shardcache import store as module
 from shardcache.digests import BLOCK
 from shardcache.entry import Entry
-from shardcache.layout import META, Layout, is_quarantined_name
+from shardcache.layout import META, Layout
 from shardcache.locks import lock_shared
 from shardcache.metadata import DamagedError, Metadata
 from shardcache.modes import Modes
+from shardcache.names import is_quarantined_name
 from shardcache.partials import LostError, Partial
 from shardcache.store import Opened, Store
 from shardcache.sweeping import in_flight, remove_leftover, remove_temporaries
@@ -462,8 +463,8 @@ def test_an_entry_of_another_boot_is_hashed_once(
     data = payload(BLOCK + 5)
     reboot(publish(store, data=data))
     hashed = []
-    real = module.file_digest
-    monkeypatch.setattr(module, "file_digest", lambda fd: (hashed.append(fd), real(fd))[1])
+    real = quarantine.file_digest
+    monkeypatch.setattr(quarantine, "file_digest", lambda fd: (hashed.append(fd), real(fd))[1])
     for _ in range(3):
         assert read(again(store)) == data
     assert len(hashed) == 1
@@ -496,7 +497,7 @@ def test_a_read_only_cache_is_verified_every_time(
 ) -> None:
     entry = publish(store)
     reboot(entry)
-    monkeypatch.setattr(module, "replace_file", refusing(errno.EROFS, real=None))
+    monkeypatch.setattr(quarantine, "replace_file", refusing(errno.EROFS, real=None))
     assert read(store) == b"shard"
     assert entry.metadata().boot == "another boot"
 
@@ -622,7 +623,7 @@ def test_an_entry_evicted_while_its_sidecar_is_looked_for_is_read_all_the_same(
         shutil.rmtree(directory)
         raise FileNotFoundError
 
-    monkeypatch.setattr(Store, "sidecar", staticmethod(evicted))
+    monkeypatch.setattr(quarantine, "read_sidecar", evicted)
     opened = pin(store)
     assert os.pread(opened.fd, 9, 0) == b"shard"
     opened.close()
@@ -1422,13 +1423,13 @@ def test_the_store_behaves_like_its_model(tmp_path: Path, monkeypatch: pytest.Mo
     from hypothesis.stateful import run_state_machine_as_test
 
     monkeypatch.setenv("STORE_MACHINE", str(tmp_path))
-    logging.getLogger("shardcache.store").setLevel(logging.ERROR)
+    logging.getLogger("shardcache.quarantine").setLevel(logging.ERROR)
     try:
         run_state_machine_as_test(
             StoreMachine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None)
         )
     finally:
-        logging.getLogger("shardcache.store").setLevel(logging.NOTSET)
+        logging.getLogger("shardcache.quarantine").setLevel(logging.NOTSET)
 
 
 def test_a_sidecar_keeps_a_path_that_is_no_text(store: Store) -> None:

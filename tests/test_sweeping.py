@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from shardcache import sweeping
-from shardcache.layout import IDLE_GRACE, META, PROGRESS, Layout, is_evicted_name, is_idle
+from shardcache.layout import IDLE_GRACE, META, PROGRESS, Layout, is_idle
 from shardcache.locks import Holder, KeyLock
 from shardcache.modes import Modes, random_token
+from shardcache.names import is_evicted_name
 from shardcache.partials import LostError, Partial, Progress
 from shardcache.root import make_root
 from shardcache.sweeping import (

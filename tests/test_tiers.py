@@ -19,7 +19,7 @@ from shardcache.cache import Cache
 from shardcache.config import Config
 from shardcache.errors import CacheFullError, ConfigError
 from shardcache.layout import Layout
-from shardcache.optionkinds import TierOption
+from shardcache.optionvalues import TierOption
 from tests.conftest import make_tar
 from tests.disktools import disk, limited_group, needs_mounts
 from tests.fakes import MemoryBody, MemoryOrigin

@@ -14,7 +14,7 @@ import pytest
 from shardcache import options, prewarm
 from shardcache.cache import Cache
 from shardcache.config import Config
-from shardcache.optionkinds import TierOption, Upstream
+from shardcache.optionvalues import TierOption, Upstream
 from shardcache.statfile import COUNTERS
 from shardcache.stats import Stats, summed
 from shardcache.warmreport import Event

@@ -26,7 +26,7 @@ from shardcache.demoserver import S3Server
 from shardcache.errors import ConfigError, IntegrityError, TransferError
 from shardcache.metadata import Metadata
 from shardcache.meter import Meter
-from shardcache.optionkinds import StorageOptions, Upstream
+from shardcache.optionvalues import StorageOptions, Upstream
 from shardcache.origin import VersionChangedError
 from shardcache.partials import Partial
 from tests.conftest import make_tar

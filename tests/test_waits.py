@@ -15,8 +15,9 @@ from shardcache.activity import Watcher
 from shardcache.cache import Cache
 from shardcache.clock import SYSTEM_CLOCK
 from shardcache.commands_top import frame
-from shardcache.layout import Layout, is_wait_name, list_names
+from shardcache.layout import Layout, list_names
 from shardcache.locks import Holder, KeyLock
+from shardcache.names import is_wait_name
 from shardcache.root import make_root
 from shardcache.urls import parse_url
 from shardcache.waits import Wait, WaitNote, live_waits, parse_wait, remove_dead_waits

@@ -170,7 +170,7 @@ class Invocation:
 
 def _check_place(directory: Path, looking: bool) -> None:
     from shardcache.layout import Layout
-    from shardcache.root import check_links, is_cache
+    from shardcache.root import check_links, is_foreign
 
     if directory.exists() and not directory.is_dir():
         raise ConfigError(
@@ -180,7 +180,7 @@ def _check_place(directory: Path, looking: bool) -> None:
     if not looking:
         return
     check_links(Layout.of_root(directory))
-    if not is_cache(directory) and directory.is_dir() and any(directory.iterdir()):
+    if is_foreign(directory):
         raise ConfigError(
             f"{directory} is not a shardcache directory (it has no manifest.json). "
             "Check --dir or SHARDCACHE_DIR.",

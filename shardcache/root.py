@@ -28,7 +28,7 @@ from shardcache.modes import PRIVATE, Modes, group_name, random_token
 from shardcache.names import is_temporary_name
 
 __all__ = ["check_group", "check_layout", "check_links", "check_root"]
-__all__ += ["identity", "is_cache", "make_root"]
+__all__ += ["identity", "is_cache", "is_foreign", "make_root"]
 
 #: Device and inode.
 Identity = tuple[int, int]
@@ -143,6 +143,17 @@ def _is_ours(root: Path, name: str) -> bool:
         except OSError:
             return False
     return name in _ROOT_NAMES or is_temporary_name(name)
+
+
+def is_foreign(root: Path) -> bool:
+    """Whether a directory holds something, and is neither a cache nor just being made one.
+
+    Raises:
+        OSError: it cannot be listed.
+    """
+    # The manifest is made last: what was listed before there was one may be ours.
+    names = list_names(root.resolve())
+    return not is_cache(root) and not all(_is_ours(root, name) for name in names)
 
 
 def check_root(root: Path, modes: Modes = PRIVATE) -> None:

@@ -19,6 +19,7 @@ import pytest
 from shardcache import cli
 from shardcache.cache import Cache
 from shardcache.errors import IntegrityError, LockTimeoutError
+from shardcache.layout import Layout
 from tests.clitools import data, run, spec, warm
 from tests.conftest import make_tar
 
@@ -255,6 +256,15 @@ def test_ls_of_nothing(run, tmp_path):
     code, _, err = run("ls")
     assert code == 2
     assert "is not a shardcache directory" in err
+
+
+def test_a_cache_that_is_just_being_made_is_empty(run, tmp_path):
+    made = Layout.of_root(tmp_path / "cache")
+    made.make()  # the manifest comes last
+    code, out, err = run("ls", "--partial", "--json", "--dir", tmp_path / "cache")
+    assert (code, json.loads(out)["partials"]) == (0, []), err
+    (tmp_path / "cache" / "precious").touch()
+    assert run("ls", "--dir", tmp_path / "cache")[0] == 2
 
 
 def test_path_prints_a_path_and_nothing_else(run, warm, data):

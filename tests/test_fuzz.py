@@ -260,6 +260,10 @@ class DamagedCache(RuleBasedStateMachine):
 
     boots = 0
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+
     @initialize()
     def make(self) -> None:
         self.home = Path(tempfile.mkdtemp(prefix="shardcache-fuzz-"))
@@ -270,6 +274,7 @@ class DamagedCache(RuleBasedStateMachine):
         with contextlib.suppress(AttributeError):
             self.cache.close()
             shutil.rmtree(self.home)
+        self.patch.undo()  # or all later tests of this process would run after another boot
 
     @rule()
     def reboot(self) -> None:
@@ -278,7 +283,6 @@ class DamagedCache(RuleBasedStateMachine):
             self.cache.close()
         DamagedCache.boots += 1
         boot = f"boot-{DamagedCache.boots}"
-        self.patch = pytest.MonkeyPatch()
         for module in ("store", "intake"):
             self.patch.setattr(f"shardcache.{module}.boot_id", lambda: boot)
         self.origin = MemoryOrigin(objects=dict(SHARDS))

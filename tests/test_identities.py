@@ -227,7 +227,9 @@ OUTAGE = """
 import hashlib, json, os, subprocess, sys, tempfile
 from pathlib import Path
 from shardcache.demoserver import S3Server
+from shardcache.digests import BLOCK
 from shardcache.meter import Meter
+from shardcache.progressfile import read_progress
 from tests.conftest import make_tar
 from tests.storetools import wait_until
 from tests.workers import Worker
@@ -249,7 +251,9 @@ with S3Server(directory=directory / "s3") as server, Meter(server.endpoint_url) 
         meter.pause(after=len(data) // 2)
         worker.tell("read", "s3://lab/a.tar")
         partials = directory / "cache/v1/partial"
-        wait_until(lambda: any(p.stat().st_size for p in partials.glob("*/*.tar")))
+        wait_until(lambda: any(
+            found.written >= BLOCK for found in map(read_progress, partials.glob("*")) if found
+        ))  # a block can be resumed
         link("down")
         meter.resume()
         lost = worker.hear()[0]

@@ -85,7 +85,7 @@ test-locks-all: $(VENV)/.test
 
 # In one process: each test starts some of its own.
 test-integrations: $(VENV)/.test-integrations
-	$(BIN)/python -m pytest tests/integrations
+	$(BIN)/python -m pytest tests/packages
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -23,12 +23,12 @@ from typing import Any
 from benchmarks.links import ROOT
 from benchmarks.results import Row, end_in_order, machine, median, save, say, table
 from shardcache import Cache
-from shardcache.digests import block_digest, tree_digest
-from shardcache.metadata import Metadata, boot_id
-from shardcache.origin import ObjectInfo
-from shardcache.partials import Partial
-from shardcache.root import make_root
-from shardcache.store import Store
+from shardcache.origins.base import ObjectInfo
+from shardcache.store.digest import block_digest, tree_digest
+from shardcache.store.metadata import Metadata, boot_id
+from shardcache.store.partial import Partial
+from shardcache.store.root import make_root
+from shardcache.store.store import Store
 from shardcache.urls import parse_url
 from shardcache.version import __version__
 

@@ -22,10 +22,10 @@ from typing import Any
 
 from benchmarks.crash_place import SHARDS, Place
 from benchmarks.crash_scenarios import Scenario
-from shardcache import cli
-from shardcache.digests import file_digest
+from shardcache.cli import main as cli
 from shardcache.errors import ConfigError
-from shardcache.metadata import DamagedError, Metadata
+from shardcache.store.digest import file_digest
+from shardcache.store.metadata import DamagedError, Metadata
 
 __all__ = ["Judge", "inspect", "strays"]
 

@@ -21,8 +21,8 @@ from benchmarks.crash_place import SHARDS, Place
 from benchmarks.crash_plan import Point
 from benchmarks.crash_scenarios import SCENARIOS, Scenario
 from benchmarks.crash_strace import Run, Strike, Tracer
-from shardcache import locking
 from shardcache.errors import ShardCacheError
+from shardcache.locks import mode as locking
 
 __all__ = ["Result", "Stage"]
 

@@ -17,13 +17,13 @@ from typing import Any
 
 from benchmarks.crash_place import BIG, MIB, Place
 from shardcache.cache import Cache
-from shardcache.generic import FsspecOrigin
 from shardcache.layout import META
-from shardcache.locks import Holder
-from shardcache.metadata import Metadata
-from shardcache.origin import Body, ObjectInfo
+from shardcache.locks.flock import Holder
+from shardcache.locks.waits import Wait, WaitNote
+from shardcache.origins.base import Body, ObjectInfo
+from shardcache.origins.filesystem import FsspecOrigin
+from shardcache.store.metadata import Metadata
 from shardcache.urls import ShardURL
-from shardcache.waits import Wait, WaitNote
 
 __all__ = [
     "SlowOrigin",

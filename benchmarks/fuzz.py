@@ -2,7 +2,7 @@
 
     python -m benchmarks.fuzz --seconds 600 [--corpus DIRECTORY] [TARGET...]
 
-The targets are those of `tests.fuzzing`, one after the other, each in a process of its
+The targets are those of `tests.stress.fuzzing`, one after the other, each in a process of its
 own. Ends with 0 if nothing was found, else with 1 and the input that fails, which is
 kept in DIRECTORY. Prints how many inputs were tried. The corpus, if it is kept, makes
 the next run begin where this one ended.
@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--corpus", type=Path, help="where inputs are kept, found ones too")
     parser.add_argument("targets", nargs="*", help="default: all")
     given = parser.parse_args(arguments)
-    from tests.fuzzing import TARGETS
+    from tests.stress.fuzzing import TARGETS
 
     chosen = given.targets or list(TARGETS)
     if unknown := set(chosen) - set(TARGETS):
@@ -81,13 +81,13 @@ def child(name: str, directory: str, options: list[str]) -> None:
     # fuzzer which inputs lead somewhere new.
     for module in [module for module in sys.modules if module.partition(".")[0] == "json"]:
         del sys.modules[module]
-    with atheris.instrument_imports(include=["json", "shardcache", "tests.fuzzing"]):
+    with atheris.instrument_imports(include=["json", "shardcache", "tests.stress.fuzzing"]):
         import json
 
         json.scanner.make_scanner = json.scanner.py_make_scanner
         json.decoder.scanstring = json.decoder.py_scanstring
         json._default_decoder = json.decoder.JSONDecoder()
-        from tests.fuzzing import TARGETS
+        from tests.stress.fuzzing import TARGETS
     atheris.Setup([sys.argv[0], *options, directory], TARGETS[name][0])
     atheris.Fuzz()
 

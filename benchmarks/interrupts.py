@@ -15,7 +15,7 @@ import tempfile
 import warnings
 from pathlib import Path
 
-from tests.interrupting import ACTS, sweep
+from tests.streams.interrupting import ACTS, sweep
 
 
 def main() -> None:

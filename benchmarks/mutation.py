@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.mutationoperators import Mutant, mutants
-from tests.mutationlab import Lab
+from tests.stress.mutationlab import Lab
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "mutation.json"

@@ -31,9 +31,9 @@ from benchmarks.plots import Line, line_charts
 from benchmarks.results import Row, end_in_order, load, machine, save, say, table
 from benchmarks.traces import TRACES, Trace
 from shardcache import Cache
-from shardcache.eviction import Limits, plan
-from shardcache.policy import Policy
-from shardcache.store import Entry
+from shardcache.space.eviction import Limits, plan
+from shardcache.space.policy import Policy
+from shardcache.store.store import Entry
 
 __all__ = ["MODELS", "main", "play", "play_for_real"]
 

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.table import machine
-from tests.fuseshim import why_not
-from tests.racestories import STORIES, stage
+from tests.support.fuseshim import why_not
+from tests.support.racestories import STORIES, stage
 
 #: Nodes in each story; ranks are dealt out to them.
 _NODES = 4

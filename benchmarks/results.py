@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from shardcache.mounts import mount_of
+from shardcache.locks.mounts import mount_of
 
 __all__ = [
     *("Row", "cpu_model", "end_in_order", "load", "machine", "median", "save", "say", "table"),

@@ -21,13 +21,13 @@ from forms import (
     words,
 )
 
-from shardcache.eviction import Reason
-from shardcache.findings import State
-from shardcache.fleet import Ending
-from shardcache.recipes import RECIPES
-from shardcache.statfile import COUNTERS, WAITS
-from shardcache.stats import Stats
-from shardcache.warmreport import Outcome, Stopped
+from shardcache.cli.recipes import RECIPES
+from shardcache.prewarm.fleet import Ending
+from shardcache.prewarm.report import Outcome, Stopped
+from shardcache.space.eviction import Reason
+from shardcache.stats.statfile import COUNTERS, WAITS
+from shardcache.stats.summary import Stats
+from shardcache.store.findings import State
 
 # -- fields that mean the same wherever they are ---------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardcache.console import SCHEMA
+from shardcache.cli.output import SCHEMA
 
 Schema = dict[str, Any]
 Fields = dict[str, tuple[Any, str]]

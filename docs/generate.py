@@ -12,8 +12,9 @@ from pathlib import Path
 
 import click
 
-from shardcache import cli, config
-from shardcache.cli import command_line
+from shardcache import config
+from shardcache.cli import main as cli
+from shardcache.cli.main import command_line
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 

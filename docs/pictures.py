@@ -24,12 +24,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from shardcache.activity import Watcher
 from shardcache.cache import Cache
+from shardcache.cli.top import frame
 from shardcache.clock import SystemClock
-from shardcache.commands_top import frame
 from shardcache.config import Config
 from shardcache.ranks import RANK_VARIABLE
+from shardcache.stats.activity import Watcher
 
 HERE = Path(__file__).resolve().parent
 SHARDS, ROOM, RANKS, EPOCHS = 60, 45, 4, 5

@@ -6,6 +6,9 @@ cache = shardcache.Cache("/local/nvme/shards", max_size="800GB")
 ds = cache.attach(wds.WebDataset("s3://bucket/train-{0000..2047}.tar", shardshuffle=100))
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from shardcache.cache import Cache
 from shardcache.defaults import default_cache, url_opener
 from shardcache.errors import (
@@ -21,6 +24,10 @@ from shardcache.errors import (
 )
 from shardcache.version import __version__
 
+if TYPE_CHECKING:
+    from shardcache import sync, wds
+    from shardcache.integrations import lightning, telemetry, wids
+
 __all__ = [
     "AccessDeniedError",
     "Cache",
@@ -34,5 +41,32 @@ __all__ = [
     "TransferTimeoutError",
     "__version__",
     "default_cache",
+    "lightning",
+    "sync",
+    "telemetry",
     "url_opener",
+    "wds",
+    "wids",
 ]
+
+# Loaded when first used: `import shardcache` stays light, and Lightning, OpenTelemetry and wids
+# are needed only by those who use them.
+_ON_FIRST_USE = {
+    "lightning": "shardcache.integrations.lightning",
+    "sync": "shardcache.sync",
+    "telemetry": "shardcache.integrations.telemetry",
+    "wds": "shardcache.wds",
+    "wids": "shardcache.integrations.wids",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ON_FIRST_USE:
+        module = importlib.import_module(_ON_FIRST_USE[name])
+        globals()[name] = module
+        return module
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

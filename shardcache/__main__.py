@@ -2,7 +2,7 @@
 
 import sys
 
-from shardcache.cli import main
+from shardcache.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -23,25 +23,25 @@ from shardcache import config as configuration
 from shardcache import preparing
 from shardcache.clock import SYSTEM_CLOCK, Clock
 from shardcache.config import Config
-from shardcache.endpoints import configured_endpoint
 from shardcache.errors import (
     ConfigError,
     ShardNotFoundError,
 )
-from shardcache.metadata import DamagedError
-from shardcache.process import Process
+from shardcache.origins.endpoints import configured_endpoint
 from shardcache.processes import Processes
 from shardcache.ranks import detect
-from shardcache.reading import Opener
-from shardcache.store import Entry, Opened, Store
+from shardcache.runtime import Process
+from shardcache.store.metadata import DamagedError
+from shardcache.store.store import Entry, Opened, Store
+from shardcache.streams.opener import Opener
 from shardcache.upkeep import Upkeep, check_cached
 from shardcache.urls import ShardURL, parse_url
 
 if TYPE_CHECKING:
-    from shardcache.fetching import Share
+    from shardcache.fetch.background import Share
+    from shardcache.fetch.transfer import FetchStatus
     from shardcache.options import Handler, Options, PrewarmOptions
-    from shardcache.prewarm import PrewarmReport
-    from shardcache.transfer import FetchStatus
+    from shardcache.prewarm.fill import PrewarmReport
 
 __all__ = ["Cache"]
 
@@ -162,7 +162,7 @@ class Cache(Upkeep):
         import tenacity  # noqa: F401
         import xxhash  # noqa: F401
 
-        import shardcache.following  # noqa: F401
+        import shardcache.streams.following  # noqa: F401
 
         process = self._here()
         process.coordinator()
@@ -264,7 +264,7 @@ class Cache(Upkeep):
                 cannot be asked.
             OSError: the disk fails.
         """
-        from shardcache.revalidating import outdated
+        from shardcache.streams.revalidating import outdated
 
         return outdated(self._here(), shard)
 
@@ -327,9 +327,9 @@ class Cache(Upkeep):
         self, urls: str | Iterable[str], **options: Unpack[PrewarmOptions]
     ) -> PrewarmReport:
         """Fetch many shards at once; see `prewarm.prewarm` for the options."""
-        from shardcache import prewarm
+        from shardcache.prewarm import fill
 
-        return prewarm.prewarm(self, urls, **options)
+        return fill.prewarm(self, urls, **options)
 
     # -- ending ----------------------------------------------------------------
 
@@ -365,6 +365,6 @@ class Cache(Upkeep):
 def _opener(config: Config, here: Callable[[], Process], clock: Clock) -> Opener:
     if config.revalidate == "never":
         return Opener(config, here, clock)
-    from shardcache.revalidating import RevalidatingOpener  # here: others do not need it
+    from shardcache.streams.revalidating import RevalidatingOpener  # here: others do not need it
 
     return RevalidatingOpener(config, here, clock)

@@ -28,7 +28,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardcache.descriptors import list_directory, open_file
+from shardcache.files import list_directory, open_file
 from shardcache.modes import PRIVATE, Modes, random_token, settle
 
 __all__ = ["Layout", "read_file", "replace_file"]

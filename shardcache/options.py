@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 if TYPE_CHECKING:
     from shardcache.optionvalues import TierOption, Upstream
-    from shardcache.warmreport import Event
+    from shardcache.prewarm.report import Event
 
 __all__ = ["Handler", "Options", "PrewarmOptions"]
 

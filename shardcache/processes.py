@@ -10,9 +10,9 @@ import os
 
 from shardcache.clock import Clock
 from shardcache.config import Config
-from shardcache.process import Process
 from shardcache.ranks import Ranks
-from shardcache.statfile import blank
+from shardcache.runtime import Process
+from shardcache.stats.statfile import blank
 
 __all__ = ["Processes"]
 

@@ -34,7 +34,7 @@ _LOOK = 0.0005
 _ENDING = 5.0
 
 #: Modules that take locks of their own before a fork.
-_HOOKS = ("concurrent.futures.thread", "filelock", "shardcache.descriptors")
+_HOOKS = ("concurrent.futures.thread", "filelock", "shardcache.files")
 
 _ours: dict[threading.Thread, bool] = {}  # with whether a fork waits until it has ended
 _undivided: dict[int, int] = {}  # threads, and how often each of them is inside

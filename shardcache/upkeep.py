@@ -17,19 +17,19 @@ from shardcache.config import Config
 from shardcache.errors import ConfigError
 from shardcache.layout import Layout
 from shardcache.modes import Modes
-from shardcache.process import Process
 from shardcache.processes import Processes
-from shardcache.root import check_links, is_cache, make_root
-from shardcache.store import Entry, Store
+from shardcache.runtime import Process
+from shardcache.store.root import check_links, is_cache, make_root
+from shardcache.store.store import Entry, Store
 from shardcache.units import parse_duration
 from shardcache.urls import ShardURL
 from shardcache.version import __version__
 
 if TYPE_CHECKING:
-    from shardcache.cleaning import CleanReport, CleanStatus
-    from shardcache.findings import Finding, VerifyStatus
-    from shardcache.history import Sample
-    from shardcache.stats import Stats
+    from shardcache.space.clean import CleanReport, CleanStatus
+    from shardcache.stats.history import Sample
+    from shardcache.stats.summary import Stats
+    from shardcache.store.findings import Finding, VerifyStatus
 
 __all__ = ["Upkeep", "check_cached"]
 
@@ -88,8 +88,8 @@ class Upkeep:
             LockTimeoutError: somebody else cleans it.
             OSError: the filesystem is read-only or failing.
         """
-        from shardcache import cleaning
-        from shardcache.eviction import Limits
+        from shardcache.space import clean as cleaning
+        from shardcache.space.eviction import Limits
 
         self._require_cache()
         # The sizes that are given are those of `dir`; other tiers have their own.
@@ -144,10 +144,10 @@ class Upkeep:
             ConfigError: the directory is not a cache, or no such ``sample``.
             OSError: it cannot be read, or with ``repair`` and ``strict`` not be written.
         """
-        from shardcache.findings import Checks
-        from shardcache.origins import Origins
-        from shardcache.retry import RetryPolicy
-        from shardcache.verify import verify
+        from shardcache.origins.resolve import Origins
+        from shardcache.origins.retry import RetryPolicy
+        from shardcache.store.findings import Checks
+        from shardcache.store.verify import verify
 
         self._require_cache()
         checks = Checks(quick=quick, remote=remote, repair=repair, sample=sample)
@@ -176,7 +176,7 @@ class Upkeep:
             ConfigError: the directory must not be used, or not a URL that is cached.
             OSError: the disk is full, read-only or failing.
         """
-        from shardcache import pins
+        from shardcache.space import pins
 
         shard = self.parse(url)
         check_cached(shard, self.config)
@@ -191,7 +191,7 @@ class Upkeep:
         Raises:
             As `pin`.
         """
-        from shardcache import pins
+        from shardcache.space import pins
 
         self._require_cache()
         key = self.parse(url).key
@@ -211,8 +211,8 @@ class Upkeep:
             ConfigError: the directory is not a cache, or not a URL.
             OSError: the filesystem is read-only or failing.
         """
-        from shardcache import cleaning
-        from shardcache.pins import pinned_keys
+        from shardcache.space import clean as cleaning
+        from shardcache.space.pins import pinned_keys
 
         self._require_cache()
         key, now = self.parse(url).key, self._clock.time()
@@ -240,7 +240,7 @@ class Upkeep:
             ConfigError: ``since`` is no duration.
             OSError: the directory cannot be read.
         """
-        from shardcache.stats import summed
+        from shardcache.stats.summary import summed
 
         return summed(self.samples(since))
 
@@ -254,7 +254,7 @@ class Upkeep:
         Raises:
             As `stats`.
         """
-        from shardcache.history import samples
+        from shardcache.stats.history import samples
 
         self._here().counters.flush()
         begin = 0.0
@@ -284,7 +284,7 @@ class Upkeep:
             LockTimeoutError: somebody cleans it.
             OSError: the filesystem is read-only or failing.
         """
-        from shardcache.history import forget
+        from shardcache.stats.history import forget
 
         self._require_cache()
         process = self._here()

@@ -14,15 +14,15 @@ import hypothesis
 import pytest
 
 from shardcache.cache import Cache
-from shardcache.demoserver import S3Server
-from shardcache.meter import Meter
-from tests.fakes import MemoryOrigin
+from shardcache.cli.demoserver import S3Server
+from shardcache.cli.meter import Meter
+from tests.support.fakes import MemoryOrigin
 
 if hypothesis.settings.default.deadline is not None:  # a slow machine is no failure
     hypothesis.settings.register_profile("patient", deadline=None)
     hypothesis.settings.load_profile("patient")
 
-pytest_plugins = ["tests.reliability", "tests.brokenflock", "tests.users"]
+pytest_plugins = ["tests.support.reliability", "tests.support.brokenflock", "tests.support.users"]
 
 
 def make_tar(seed: int, members: int = 4, size: int = 1000) -> bytes:
@@ -47,9 +47,9 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """`tests/integrations` needs packages of its own: it runs when it is named, and then whole."""
-    named = any("integrations" in Path(argument).parts for argument in config.args)
-    return True if collection_path.name == "integrations" and not named else None
+    """`tests/packages` needs packages of its own: it runs when it is named, and then whole."""
+    named = any("packages" in Path(argument).parts for argument in config.args)
+    return True if collection_path.name == "packages" and not named else None
 
 
 def _outside() -> set[Path]:
@@ -122,7 +122,7 @@ def make_cache(
     tmp_path: Path, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Cache]]:
     """Makes caches that read ``s3://`` from the in-memory origin, which is in this process only."""
-    monkeypatch.setattr("shardcache.prewarm.suitable", lambda shards, size: 1)
+    monkeypatch.setattr("shardcache.prewarm.fill.suitable", lambda shards, size: 1)
     made: list[Cache] = []
 
     def make(**options: object) -> Cache:

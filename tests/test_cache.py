@@ -17,16 +17,16 @@ from pathlib import Path
 import pytest
 
 from shardcache import Cache, CacheFullError, ConfigError, ShardNotFoundError, default_cache
-from shardcache.digests import BLOCK
 from shardcache.errors import LockTimeoutError
 from shardcache.layout import Layout
-from shardcache.locks import Holder, KeyLock
-from shardcache.origin import TransientError
-from shardcache.process import Process
-from shardcache.reading import Opener
-from shardcache.store import Store
+from shardcache.locks.flock import Holder, KeyLock
+from shardcache.origins.base import TransientError
+from shardcache.runtime import Process
+from shardcache.store.digest import BLOCK
+from shardcache.store.store import Store
+from shardcache.streams.opener import Opener
 from tests.conftest import make_tar
-from tests.fakes import Fault, MemoryOrigin
+from tests.support.fakes import Fault, MemoryOrigin
 
 URL = "s3://lab/train-0000.tar"
 OTHER = "s3://lab/train-0001.tar"
@@ -403,7 +403,7 @@ def test_a_fork_while_another_thread_fetches_leaves_the_child_free(
     pid = os.fork()
     if pid == 0:
         try:
-            from shardcache.descriptors import _owned
+            from shardcache.files import _owned
 
             os.write(told, b"ok" if not _owned else repr(_owned).encode())
         finally:
@@ -557,7 +557,7 @@ def test_an_interrupt_while_a_hit_is_handed_out_leaves_no_pin(
     if moment == "touch":
         monkeypatch.setattr(Process, "touch", interrupt)
     else:
-        monkeypatch.setattr("shardcache.obtaining.is_file", interrupt)
+        monkeypatch.setattr("shardcache.fetch.obtaining.is_file", interrupt)
     with pytest.raises(KeyboardInterrupt), cache.pinned(URL):
         pass
     monkeypatch.undo()

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from shardcache import Cache
-from shardcache.demoserver import S3Server
-from shardcache.meter import Meter
-from tests.trainingtools import EXAMPLES, ROOT, DataSet, programs, run
+from shardcache.cli.demoserver import S3Server
+from shardcache.cli.meter import Meter
+from tests.support.trainingtools import EXAMPLES, ROOT, DataSet, programs, run
 
 SHARDS, MEMBERS = 8, 6
 SCRIPTS = ["torchrun.sh", "train.sbatch"]

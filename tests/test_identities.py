@@ -18,12 +18,12 @@ from pathlib import Path
 
 import pytest
 
-from shardcache.demoserver import S3Server
+from shardcache.cli.demoserver import S3Server
+from shardcache.cli.meter import Meter
 from shardcache.layout import Layout
-from shardcache.meter import Meter
 from tests.conftest import make_tar
-from tests.storetools import wait_until
-from tests.workers import Worker
+from tests.support.storetools import wait_until
+from tests.support.workers import Worker
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = make_tar(1, 600, 2000)
@@ -99,7 +99,7 @@ def test_a_holder_of_another_namespace_is_waited_for_and_passed_by_like_any_othe
     url: str, tmp_path: Path, meter: Meter, visible: bool
 ) -> None:
     """To its neighbour, process 2 is itself; to the node, something of the kernel's."""
-    stop = "before shardcache.job:Job._finish"
+    stop = "before shardcache.fetch.job:Job._finish"
     pid = 2 if visible else next(n for n in range(30_000, 2, -1) if not Path(f"/proc/{n}").exists())
     with (
         Worker(prefix=numbered(pid), dir=tmp_path / "cache", stop_at=stop) as holder,
@@ -145,7 +145,7 @@ def state(pid: int) -> str:
 @pytest.mark.failure("clocks-and-pids")
 @pytest.mark.parametrize("host", ["node-a", "node-b"], ids=["one name", "two names"])
 def test_host_names_are_for_people(url: str, tmp_path: Path, meter: Meter, host: str) -> None:
-    stop = "before shardcache.job:Job._finish"
+    stop = "before shardcache.fetch.job:Job._finish"
     options = {"dir": tmp_path / "cache"}
     with (
         Worker(prefix=named("node-a"), stop_at=stop, **options) as first,
@@ -171,14 +171,14 @@ def test_host_names_are_for_people(url: str, tmp_path: Path, meter: Meter, host:
 REUSE = """
 import json, os, subprocess, sys
 from pathlib import Path
-from tests.workers import Worker
+from tests.support.workers import Worker
 
 def next_pid(pid):
     Path("/proc/sys/kernel/ns_last_pid").write_text(str(pid - 1))
 
 directory, url = sys.argv[1:]
 options = {"dir": directory, "stale_after": 3600, "lock_timeout": 20, "strict": True}
-with Worker(stop_at="before shardcache.job:Job._finish", **options) as holder:
+with Worker(stop_at="before shardcache.fetch.job:Job._finish", **options) as holder:
     pid = holder.process.pid
     holder.tell("read", url)
     holder.stopped()
@@ -226,13 +226,13 @@ def test_the_pid_of_a_dead_holder_may_belong_to_anybody(
 OUTAGE = """
 import hashlib, json, os, subprocess, sys, tempfile
 from pathlib import Path
-from shardcache.demoserver import S3Server
-from shardcache.digests import BLOCK
-from shardcache.meter import Meter
-from shardcache.progressfile import read_progress
+from shardcache.cli.demoserver import S3Server
+from shardcache.store.digest import BLOCK
+from shardcache.cli.meter import Meter
+from shardcache.store.progressfile import read_progress
 from tests.conftest import make_tar
-from tests.storetools import wait_until
-from tests.workers import Worker
+from tests.support.storetools import wait_until
+from tests.support.workers import Worker
 
 def link(state):
     subprocess.run(["ip", "link", "set", "lo", state], check=True)

@@ -13,10 +13,10 @@ import pytest
 from shardcache import telemetry
 from shardcache.cache import Cache
 from shardcache.layout import Layout
-from shardcache.locks import Holder, KeyLock
-from shardcache.origin import TransientError
+from shardcache.locks.flock import Holder, KeyLock
+from shardcache.origins.base import TransientError
 from tests.conftest import make_tar
-from tests.fakes import FakeClock, Fault, MemoryOrigin
+from tests.support.fakes import FakeClock, Fault, MemoryOrigin
 
 HERE = Path(__file__).resolve().parent.parent
 PAGE = (HERE / "docs" / "observing.md").read_text()
@@ -56,7 +56,7 @@ def only(log: pytest.LogCaptureFixture, event: str) -> logging.LogRecord:
 
 
 def test_a_module_that_logs_has_one_logger_of_its_name() -> None:
-    for path in (HERE / "shardcache").glob("*.py"):
+    for path in (HERE / "shardcache").rglob("*.py"):
         tree = ast.parse(path.read_text())
         made = [
             node
@@ -92,7 +92,7 @@ def test_a_hit_makes_nothing_of_what_nobody_reads(
     cache = make_cache()
     cache.open(URL).read()
     caplog.set_level("INFO", "shardcache")
-    monkeypatch.setattr("shardcache.reading.logger.debug", None)
+    monkeypatch.setattr("shardcache.streams.opener.logger.debug", None)
     cache.open(URL).read()
 
 

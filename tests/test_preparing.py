@@ -15,9 +15,9 @@ import pytest
 from shardcache import preparing
 from shardcache.cache import Cache
 from shardcache.errors import ConfigError
-from shardcache.s3client import make_client
-from tests.fakes import MemoryOrigin
-from tests.storetools import PATIENCE, forked, wait_until
+from shardcache.origins.s3client import make_client
+from tests.support.fakes import MemoryOrigin
+from tests.support.storetools import PATIENCE, forked, wait_until
 
 
 def is_preparing() -> bool:
@@ -156,7 +156,7 @@ done = []
 def prepare():
     time.sleep(0.2)
     import filelock
-    from shardcache.descriptors import open_owned
+    from shardcache.files import open_owned
     from shardcache.modes import PRIVATE
     with filelock.FileLock(sys.argv[1]):
         os.close(open_owned(sys.argv[1] + "2", os.O_RDWR | os.O_CREAT | os.O_EXCL, PRIVATE))

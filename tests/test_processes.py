@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from shardcache import Cache
-from shardcache.demoserver import S3Server
-from shardcache.digests import BLOCK
+from shardcache.cli.demoserver import S3Server
+from shardcache.cli.meter import Meter
 from shardcache.layout import Layout
-from shardcache.meter import Meter
-from shardcache.partials import read_progress
+from shardcache.store.digest import BLOCK
+from shardcache.store.partial import read_progress
 from tests.conftest import make_tar
 
 pytestmark = pytest.mark.usefixtures("s3_environment")

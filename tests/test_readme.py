@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import shardcache
-from shardcache.demoserver import S3Server
+from shardcache.cli.demoserver import S3Server
 from tests.conftest import make_tar
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -102,8 +102,8 @@ def test_a_wheel_holds_the_types_the_command_and_the_way_in_for_fsspec(tmp_path:
         (entry_points,) = (name for name in names if name.endswith("entry_points.txt"))
         declared = archive.read(entry_points).decode()
     assert "shardcache/py.typed" in names
-    assert "shardcache = shardcache.cli:main" in declared
-    assert "shardcache = shardcache.filesystem.ShardCacheFileSystem" in declared
+    assert "shardcache = shardcache.cli.main:main" in declared
+    assert "shardcache = shardcache.integrations.fsspec.ShardCacheFileSystem" in declared
     assert not [name for name in names if name.startswith(("tests/", "benchmarks/"))]
 
 

@@ -18,12 +18,12 @@ import fsspec
 import pytest
 
 from shardcache import Cache, ConfigError, ShardCacheError, errors
-from shardcache.cli import main
+from shardcache.cli.main import main
 from shardcache.config import Loaded, describe, options
-from shardcache.origins import Origins
-from shardcache.wds import CachedOpen, url_opener
+from shardcache.origins.resolve import Origins
+from shardcache.wds.attach import CachedOpen, url_opener
 from tests.conftest import make_tar
-from tests.test_rangebody import Scripted, answer, serve  # noqa: F401 - a fixture
+from tests.origins.test_rangebody import Scripted, answer, serve  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.failure("presigned")
 CANARY = "CaNaRyCaNaRy0123456789"
@@ -388,7 +388,7 @@ def test_filesystems_that_name_whole_urls(
 def test_commands(
     watch: Watch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secret: str, end: str
 ) -> None:
-    monkeypatch.setattr("shardcache.pipes._END_SECONDS", 0.1)
+    monkeypatch.setattr("shardcache.origins.command._END_SECONDS", 0.1)
     (tmp_path / "a.bin").write_bytes(SHARD)
     cache = Cache(watch.root, min_free=0, attempts=1, allow_schemes=["pipe"])
     watch.read(cache, f"pipe:: curl {secret}; {end.format(shard=tmp_path / 'a.bin')}")
@@ -409,7 +409,7 @@ def test_a_full_disk_and_a_waiting_reader(
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("shardcache.partials.Partial.write", full)
+    monkeypatch.setattr("shardcache.store.partial.Partial.write", full)
     watch.read(Cache(watch.root, min_free=0, attempts=1), url)
     assert "is streamed, not cached" in watch.caplog.text
     watch.assert_clean()

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
-from shardcache import options, prewarm
+from shardcache import options
 from shardcache.cache import Cache
 from shardcache.config import Config
 from shardcache.optionvalues import TierOption, Upstream
-from shardcache.statfile import COUNTERS
-from shardcache.stats import Stats, summed
-from shardcache.warmreport import Event
+from shardcache.prewarm import fill as prewarm
+from shardcache.prewarm.report import Event
+from shardcache.stats.statfile import COUNTERS
+from shardcache.stats.summary import Stats, summed
 
 #: What the annotations of `options` name and only checkers import.
 NAMES = {"TierOption": TierOption, "Upstream": Upstream, "Event": Event}

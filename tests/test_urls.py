@@ -13,9 +13,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from shardcache import urls
-from shardcache.endpoints import default_s3_endpoint
 from shardcache.errors import ConfigError
 from shardcache.layout import META, PROGRESS
+from shardcache.origins.endpoints import default_s3_endpoint
 from shardcache.urls import parse_url, redact
 
 CANARY = "cAnArY0123456789"

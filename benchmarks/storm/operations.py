@@ -16,9 +16,9 @@ from typing import Any, BinaryIO
 
 from benchmarks.storm.worker import Worker
 from shardcache import Cache
-from shardcache.cleaning import CleanReport
-from shardcache.eviction import Reason
-from shardcache.following import FollowStream
+from shardcache.space.clean import CleanReport
+from shardcache.space.eviction import Reason
+from shardcache.streams.following import FollowStream
 
 __all__ = ["OPERATIONS"]
 

@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import shardcache.coordination
-import shardcache.s3
-import shardcache.wds  # noqa: F401 - like the two above: what every worker will need
+import shardcache.fetch.coordinator
+import shardcache.origins.s3
+import shardcache.wds.attach  # noqa: F401 - like the two above: what every worker will need
 from benchmarks.storm import shards
 from benchmarks.storm.history import Log
 from benchmarks.storm.settings import Settings

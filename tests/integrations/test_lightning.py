@@ -1,117 +1,224 @@
-"""The callback in trainers of both packages, with workers, in several processes."""
+"""Lightning's hooks, without Lightning: `tests/integrations` has them in its trainers."""
 
 from __future__ import annotations
 
-import csv
+import logging
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from tests.integrations.conftest import Bench
-from tests.trainingtools import shard
+from shardcache import Cache, ConfigError, TransferError
+from shardcache.integrations.lightning import ShardCacheCallback, ShardCacheHooks
+from tests.conftest import make_tar
+from tests.support.fakes import MemoryOrigin
 
-PROGRAM = """
-import importlib, sys, time
-import torch, webdataset as wds
-import shardcache
-from shardcache.lightning import ShardCacheCallback
+MakeCache = Callable[..., Cache]
+SHARDS = "s3://lab/train-{0000..0003}.tar"
+SHARD = make_tar(0)
 
-package = importlib.import_module(sys.argv[1])
-SHARDS = "s3://bucket/train-{0000..0003}.tar"
 
-class Model(package.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 10)
-        self.seen = []
+class Module:
+    """What a hook is given as the module: it logs."""
 
-    def training_step(self, batch):
-        keys, length, label = batch
-        self.seen += keys
-        return torch.nn.functional.cross_entropy(self.layer(length), label)
+    def __init__(self) -> None:
+        self.logged: list[tuple[dict[str, float], dict[str, bool]]] = []
 
-    def on_train_epoch_end(self):
-        everybodys = [None] * self.trainer.world_size
-        if self.trainer.world_size > 1:
-            torch.distributed.all_gather_object(everybodys, self.seen)
-        else:
-            everybodys = [self.seen]
-        if self.trainer.is_global_zero:
-            print("seen", *sorted(key for keys in everybodys for key in keys), flush=True)
-        self.seen = []
-        time.sleep(1.5)  # so that the next epoch's first hit is written down at once
+    def log_dict(self, metrics: dict[str, float], **options: bool) -> None:
+        self.logged.append((metrics, options))
 
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
-def decoded(sample):
-    return sample["__key__"], torch.tensor([len(sample["txt"]) / 1000]), int(sample["cls"])
+@pytest.fixture(autouse=True)
+def _objects(origin: MemoryOrigin) -> None:
+    for seed in range(4):
+        origin.objects[f"s3://lab/train-{seed:04d}.tar"] = make_tar(seed)
 
-if __name__ == "__main__":
-    cache = shardcache.Cache()
-    dataset = wds.WebDataset(SHARDS, shardshuffle=100, nodesplitter=wds.split_by_node)
-    loader = torch.utils.data.DataLoader(
-        cache.attach(dataset).map(decoded), batch_size=6, num_workers=2, persistent_workers=True,
-        multiprocessing_context=sys.argv[4],
-    )
-    logger = importlib.import_module(sys.argv[1] + ".loggers").CSVLogger("logs", version=0)
-    trainer = package.Trainer(
-        max_epochs=2, accelerator="cpu", logger=logger, devices=int(sys.argv[2]),
-        strategy=sys.argv[3], log_every_n_steps=1,
-        callbacks=[ShardCacheCallback(cache, SHARDS, prewarm=2, makedirs=["traces/epoch"])],
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
-    )
-    trainer.fit(Model(), loader)
-"""
+
+def cached(cache: Cache) -> list[str]:
+    return sorted(entry.metadata().url for entry in cache.entries())
+
+
+def urls(count: int) -> list[str]:
+    return [f"s3://lab/train-{n:04d}.tar" for n in range(count)]
+
+
+@pytest.mark.parametrize(("prewarm", "count"), [(2, 2), (0, 0), (None, 4), (99, 4)])
+def test_setup_has_the_first_shards_fetched(
+    make_cache: MakeCache, prewarm: int | None, count: int
+) -> None:
+    cache = make_cache()
+    ShardCacheHooks(cache, SHARDS, prewarm=prewarm).setup(stage="fit")
+    assert cached(cache) == urls(count)
+
+
+@pytest.mark.parametrize("shards", [SHARDS, urls(4), ["s3://lab/train-{0000..0001}.tar"]])
+def test_shards_are_a_specification_or_several(make_cache: MakeCache, shards: object) -> None:
+    cache = make_cache()
+    ShardCacheHooks(cache, shards, prewarm=2).setup()
+    assert cached(cache) == urls(2)
 
 
 @pytest.mark.parametrize(
-    ("package", "devices", "strategy", "method"),
+    ("local_rank", "environment", "expected"),
     [
-        ("lightning.pytorch", "1", "auto", "spawn"),
-        # Forked: spawned workers know no process group, by which WebDataset splits.
-        ("pytorch_lightning", "2", "ddp_spawn", "fork"),
+        (0, {}, 1),
+        (1, {}, 0),
+        (None, {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}, 0),
+        (None, {"RANK": "4", "WORLD_SIZE": "8", "LOCAL_RANK": "0"}, 1),
+        (None, {}, 1),
     ],
 )
-def test_trainers_prewarm_train_and_log(
-    package: str, devices: str, strategy: str, method: str, bench: Bench
+def test_one_rank_of_each_node_prewarms(
+    make_cache: MakeCache,
+    monkeypatch: pytest.MonkeyPatch,
+    local_rank: int | None,
+    environment: dict[str, str],
+    expected: int,
 ) -> None:
-    printed = bench.run(PROGRAM, package, devices, strategy, method)
-    seen = [line.split()[1:] for line in printed.splitlines() if line.startswith("seen ")]
-    assert seen == [bench.data.keys] * 2
-    assert bench.data.once()
-    assert (bench.directory / "traces" / "epoch").is_dir()
-    (log,) = bench.directory.glob("logs/**/metrics.csv")
-    with log.open() as file:
-        rows = [row for row in csv.DictReader(file) if row["shardcache/opens"]]
-    first, second = ({k: float(v) for k, v in row.items() if v} for row in rows)
-    # Two of four were there before. What a worker has to tell of its last second, it tells when
-    # it opens its next shard: a hit may be missing, a fetch is not.
-    assert first["shardcache/bytes_fetched"] == len(shard(2)) + len(shard(3))
-    assert 1 <= first["shardcache/opens"] <= 4
-    assert second["shardcache/bytes_fetched"] == 0
-    assert second["shardcache/hit_rate"] == 1
-    assert 1 <= second["shardcache/opens"] <= 8 - first["shardcache/opens"]
-    assert second["shardcache/bytes_read"] == second["shardcache/opens"] * len(shard(0))
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    trainer = types.SimpleNamespace(**({} if local_rank is None else {"local_rank": local_rank}))
+    cache = make_cache()
+    ShardCacheHooks(cache, SHARDS, prewarm=1).setup(trainer, None, "fit")
+    assert len(cached(cache)) == expected
 
 
-def test_one_callback_serves_trainers_of_both_packages(bench: Bench) -> None:
-    code = """
-import pickle
-import lightning.pytorch, pytorch_lightning
-import shardcache
-from shardcache.lightning import ShardCacheCallback
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_only_training_prewarms(make_cache: MakeCache, stage: str) -> None:
+    cache = make_cache()
+    ShardCacheHooks(cache, SHARDS).setup(stage=stage)
+    assert cached(cache) == []
 
-callback = ShardCacheCallback(shardcache.Cache(), "s3://bucket/train-0000.tar", makedirs=["x"])
-again = pickle.loads(pickle.dumps(callback))
-for one in (callback, again):
-    assert isinstance(one, lightning.pytorch.Callback)
-    assert isinstance(one, pytorch_lightning.Callback)
-    assert isinstance(one, ShardCacheCallback)
-for package in (lightning.pytorch, pytorch_lightning):
-    trainer = package.Trainer(logger=False, callbacks=[again], enable_progress_bar=False,
-                              accelerator="cpu")
-    again.setup(trainer, None, "fit")
-print(again.shards, again.state_key)
-"""
-    assert bench.run(code) == "('s3://bucket/train-0000.tar',) ShardCacheCallback\n"
-    assert bench.data.fetches == {"bucket/train-0000.tar": 1}
+
+def test_directories_are_made_whoever_comes_first(make_cache: MakeCache, tmp_path: Path) -> None:
+    wanted = [tmp_path / "traces" / "epoch", str(tmp_path / "checkpoints")]
+    for _ in range(2):
+        ShardCacheHooks(make_cache(), makedirs=wanted).setup(stage="test")
+    assert all(Path(path).is_dir() for path in wanted)
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError):
+        ShardCacheHooks(make_cache(), makedirs=[tmp_path / "file"]).setup()
+
+
+def test_what_cannot_be_prewarmed_is_a_warning(
+    make_cache: MakeCache, origin: MemoryOrigin, caplog: pytest.LogCaptureFixture
+) -> None:
+    del origin.objects["s3://lab/train-0001.tar"]
+    cache = make_cache()
+    with caplog.at_level(logging.WARNING):
+        ShardCacheHooks(cache, SHARDS, prewarm=3).setup()
+        assert "train-0001.tar" in caplog.text
+        caplog.clear()
+        ShardCacheHooks(cache, "s3://lab/{0..tar").setup()
+        assert "are not prewarmed" in caplog.text
+    assert cached(cache) == ["s3://lab/train-0000.tar", "s3://lab/train-0002.tar"]
+
+
+def test_an_epoch_is_told_by_itself(make_cache: MakeCache) -> None:
+    cache, module = make_cache(fill="complete"), Module()
+    hooks = ShardCacheHooks(cache, SHARDS, prewarm=1)
+    hooks.on_train_epoch_end(None, module)
+    assert module.logged == []  # nothing was set up: since when?
+    hooks.setup()
+    for opens, hit_rate, fetched in ((2, 0.5, 1), (4, 1.0, 0)):
+        for url in urls(2) * (opens // 2):
+            cache.open(url).close()
+        hooks.on_train_epoch_end(None, module)
+        metrics, options = module.logged[-1]
+        assert metrics == {
+            "shardcache/opens": opens,
+            "shardcache/hit_rate": hit_rate,
+            "shardcache/bytes_read": opens * len(SHARD),
+            "shardcache/bytes_fetched": fetched * len(SHARD),
+        }
+        assert options == {"rank_zero_only": True}
+    hooks.on_train_epoch_end(None, module)
+    assert "shardcache/hit_rate" not in module.logged[-1][0]  # of nothing
+    silent = ShardCacheHooks(cache, log=False)
+    silent.setup()
+    silent.on_train_epoch_end(None, module)
+    assert len(module.logged) == 3
+
+
+def test_what_cannot_be_counted_stops_nothing(
+    make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*arguments: object) -> None:
+        raise OSError("the disk is gone")
+
+    cache, module = make_cache(), Module()
+    hooks = ShardCacheHooks(cache)
+    hooks.setup()
+    monkeypatch.setattr(Cache, "stats", broken)
+    with caplog.at_level(logging.WARNING):
+        hooks.on_train_epoch_end(None, module)
+    assert "the disk is gone" in caplog.text
+    assert module.logged == []
+
+
+def test_a_listing_that_fails_stops_nothing(
+    make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise TransferError("s3://lab/: no answer")
+
+    monkeypatch.setattr("shardcache.prewarm.fill.Listing.matches", refuse)
+    with caplog.at_level(logging.WARNING):
+        ShardCacheHooks(make_cache(), "s3://lab/*.tar").setup()
+    assert "s3://lab/: no answer" in caplog.text
+
+
+@pytest.mark.parametrize("prewarm", [-1, 2.5, "all"])
+def test_what_is_no_number_of_shards_is_refused(make_cache: MakeCache, prewarm: object) -> None:
+    with pytest.raises(ConfigError, match="Give a number of shards"):
+        ShardCacheHooks(make_cache(), SHARDS, prewarm=prewarm)
+
+
+def test_hooks_leave_the_cache_open(make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, closed = make_cache(), []
+    monkeypatch.setattr(Cache, "close", lambda self: closed.append(self))
+    hooks = ShardCacheHooks(cache, SHARDS, prewarm=1)
+    stream = cache.open(urls(4)[3])
+    hooks.setup()
+    hooks.on_train_epoch_end(None, Module())
+    assert stream.read() == make_tar(3)
+    assert closed == []
+
+
+def test_without_lightning_the_callback_says_what_to_install(
+    make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("lightning", "lightning.pytorch", "pytorch_lightning"):
+        monkeypatch.setitem(sys.modules, name, None)
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr("importlib.import_module", _absent)
+    with pytest.raises(ConfigError, match="pip install lightning"):
+        ShardCacheCallback(make_cache(), SHARDS)
+
+
+def _absent(name: str) -> None:
+    package = name.partition(".")[0]
+    raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+
+
+def test_a_package_that_is_broken_is_not_called_absent(
+    make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'torchmetrics'", name="torchmetrics")
+
+    for name in ("lightning.pytorch", "pytorch_lightning"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr("importlib.import_module", broken)
+    with pytest.raises(ModuleNotFoundError, match="torchmetrics"):
+        ShardCacheCallback(make_cache(), SHARDS)
+
+
+def test_the_module_imports_neither_package() -> None:
+    code = "import shardcache.lightning, shardcache.wids, sys; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    heavy = {"lightning", "pytorch_lightning", "torch", "wids", "webdataset", "fsspec"}
+    assert not heavy & {name.partition(".")[0] for name in done.stdout.split()}

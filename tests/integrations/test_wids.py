@@ -1,68 +1,125 @@
-"""wids' random access through the cache: its workers share one copy, and it downloads nothing."""
+"""Local names for wids, without wids: `tests/integrations` has them in its dataset."""
 
 from __future__ import annotations
 
 import os
+import pickle
+import threading
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from tests.integrations.conftest import Bench
+from shardcache import Cache, CacheFullError, ShardNotFoundError
+from shardcache.integrations.wids import LocalNames
+from tests.conftest import make_tar
+from tests.support.fakes import MemoryOrigin
 
-PROGRAM = """
-import sys
-import torch, wids
-import shardcache.wids
-
-def key(sample):
-    return sample["__key__"]
-
-if __name__ == "__main__":
-    cache = shardcache.Cache()
-    names = shardcache.wids.LocalNames(cache, "links")
-    shards = [{"url": f"s3://bucket/train-{n:04d}.tar", "nsamples": 6} for n in range(4)]
-    dataset = wids.ShardListDataset(shards, localname=names, transformations=[key], lru_size=2)
-    sampler = wids.ShardedSampler(dataset, shufflefirst=True)
-    loader = torch.utils.data.DataLoader(
-        dataset, batch_size=4, sampler=sampler, num_workers=2, multiprocessing_context=sys.argv[1],
-        persistent_workers=True,
-    )
-    for epoch in range(2):
-        print(*sorted(key for batch in loader for key in batch))
-"""
+MakeCache = Callable[..., Cache]
+URLS = [f"s3://lab/train-{n:04d}.tar" for n in range(3)]
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_workers_read_every_sample_and_share_one_fetch_per_shard(method: str, bench: Bench) -> None:
-    # Without a shell's PATH, its own `aws s3 cp` cannot run.
-    environment = {"PATH": "/nonexistent"}
-    printed = bench.run(PROGRAM, method, **environment).splitlines()
-    assert printed == [" ".join(bench.data.keys)] * 2
-    assert bench.data.once()
-    links = [p for p in (bench.directory / "links").iterdir() if p.suffix != ".lock"]
-    assert len(links) == 4
-    for link in links:
-        assert bench.cache in link.readlink().parents
-    assert bench.stored() == {f"train-{n:04d}.tar": 1 for n in range(4)}
+@pytest.fixture(autouse=True)
+def _objects(origin: MemoryOrigin) -> None:
+    for seed, url in enumerate(URLS):
+        origin.objects[url] = make_tar(seed)
 
 
-def test_a_shard_that_was_evicted_is_fetched_again(bench: Bench) -> None:
-    code = """
-import wids
-import shardcache.wids
-cache = shardcache.Cache()
-names = shardcache.wids.LocalNames(cache, "links")
-shards = [{"url": f"s3://bucket/train-{n:04d}.tar", "nsamples": 6} for n in range(2)]
-def dataset():
-    return wids.ShardListDataset(shards, localname=names, transformations=[])
-first = dataset()
-print(first[0]["__key__"], first.cache.get_shard(shards[0]["url"]).path.partition("/")[0])
-names.close()
-freed, stay = cache.remove(shards[0]["url"])
-print(freed > 0, stay)
-print(first[1]["__key__"])  # mapped: it is read to its end
-print(dataset()[2]["__key__"])
-"""
-    printed = bench.run(code).splitlines()
-    assert printed == ["0000-00000 links", "True 0", "0000-00001", "0000-00002"]
-    assert bench.data.fetches == {"bucket/train-0000.tar": 2}
-    assert os.listdir(bench.directory / "links")
+@pytest.fixture
+def links(tmp_path: Path) -> Path:
+    return tmp_path / "links"
+
+
+def pinned(cache: Cache) -> list[str]:
+    own = cache._here().namespaces.own
+    return [entry.metadata().url for entry in cache.entries() if own.is_pinned(entry)]
+
+
+def test_a_name_is_a_link_to_the_shard_which_is_there(make_cache: MakeCache, links: Path) -> None:
+    cache = make_cache()
+    names = LocalNames(cache, links)
+    for seed, url in enumerate(URLS):
+        name = Path(names(url))
+        assert name.parent == links
+        assert name.name.endswith(f"-train-{seed:04d}.tar")
+        assert name.is_symlink()
+        assert name.read_bytes() == make_tar(seed)
+        assert names(url) == str(name)
+    assert len(os.listdir(links)) == len(URLS)
+
+
+def test_shards_of_one_name_have_links_of_their_own(
+    make_cache: MakeCache, origin: MemoryOrigin, links: Path
+) -> None:
+    origin.objects["s3://lab/other/train-0000.tar"] = make_tar(9)
+    names = LocalNames(make_cache(), links)
+    first, second = names(URLS[0]), names("s3://lab/other/train-0000.tar")
+    assert first != second
+    assert Path(first).read_bytes() == make_tar(0)
+    assert Path(second).read_bytes() == make_tar(9)
+
+
+@pytest.mark.locks_work("flock")
+def test_the_shard_that_was_named_last_is_pinned(make_cache: MakeCache, links: Path) -> None:
+    cache = make_cache()
+    names = LocalNames(cache, links)
+    for url in URLS:
+        names(url)
+        assert pinned(cache) == [url]
+    both: list[str] = []
+    other = threading.Thread(target=lambda: (names(URLS[0]), both.extend(pinned(cache))))
+    other.start()
+    other.join()
+    assert sorted(both) == [URLS[0], URLS[2]]  # another thread's is its own
+    assert pinned(cache) == [URLS[2]]
+    names.close()
+    assert pinned(cache) == []
+    names.close()
+
+
+def test_a_link_that_leads_nowhere_is_made_anew(make_cache: MakeCache, links: Path) -> None:
+    cache = make_cache()
+    names = LocalNames(cache, links)
+    name = Path(names(URLS[0]))
+    names.close()
+    name.unlink()
+    name.symlink_to(links / "gone")
+    assert names(URLS[0]) == str(name)
+    assert name.read_bytes() == make_tar(0)
+    assert os.listdir(links) == [name.name]
+
+
+def test_a_file_in_the_way_is_replaced_and_a_directory_is_not(
+    make_cache: MakeCache, links: Path
+) -> None:
+    names = LocalNames(make_cache(), links)
+    name = Path(names(URLS[0]))
+    name.unlink()
+    name.write_bytes(b"what a download left")
+    assert Path(names(URLS[0])).read_bytes() == make_tar(0)
+    name.unlink()
+    name.mkdir()
+    with pytest.raises(IsADirectoryError):
+        names(URLS[0])
+    assert os.listdir(links) == [name.name]
+
+
+def test_what_cannot_be_had_leaves_no_link_and_no_pin(make_cache: MakeCache, links: Path) -> None:
+    cache = make_cache()
+    names = LocalNames(cache, links)
+    with pytest.raises(ShardNotFoundError):
+        names("s3://lab/none.tar")
+    with pytest.raises(CacheFullError):
+        LocalNames(make_cache(max_size=100, dir=links.parent / "small"), links)(URLS[0])
+    assert not links.exists()
+    assert list(cache.entries()) == []
+
+
+def test_names_travel_with_their_cache(make_cache: MakeCache, links: Path) -> None:
+    names = LocalNames(make_cache(), str(links))
+    name = names(URLS[0])
+    again = pickle.loads(pickle.dumps(names))
+    assert again.directory == links
+    assert again(URLS[0]) == name  # it is there: no origin is asked
+    again.close()
+    assert str(links) in repr(names)

@@ -19,14 +19,14 @@ from webdataset.shardlists import SimpleShardList
 
 import shardcache
 from shardcache import Cache, ShardCacheError, wds
-from shardcache.cleaning import CleanReport
 from shardcache.config import Config
-from shardcache.entry import Entry
-from shardcache.eviction import Reason, Removal
-from shardcache.findings import Finding, State, VerifyStatus
-from shardcache.stats import Stats, Waits
-from shardcache.transfer import FetchStatus
-from shardcache.warmreport import Event, Finished, Outcome, Planned, PrewarmReport, ShardResult
+from shardcache.fetch.transfer import FetchStatus
+from shardcache.prewarm.report import Event, Finished, Outcome, Planned, PrewarmReport, ShardResult
+from shardcache.space.clean import CleanReport
+from shardcache.space.eviction import Reason, Removal
+from shardcache.stats.summary import Stats, Waits
+from shardcache.store.entry import Entry
+from shardcache.store.findings import Finding, State, VerifyStatus
 
 # -- making one ------------------------------------------------------------------------
 

@@ -1,0 +1,247 @@
+"""``shardcache verify``: whether what is cached is still what was fetched."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from shardcache.cli.arguments import dry_run_option, share
+from shardcache.cli.filters import matches_glob
+from shardcache.cli.invocation import Invocation, command
+from shardcache.cli.output import Column, Console, counted, printable
+from shardcache.cli.statusline import Rate, StatusLine, share_done
+from shardcache.store.findings import Finding, State, VerifyStatus
+from shardcache.units import (
+    format_bytes,
+    format_duration,
+    format_rate,
+)
+
+if TYPE_CHECKING:
+    from shardcache.cache import Cache
+
+__all__ = ["verify_command"]
+
+_SOME_FAILED, _DAMAGED = 3, 4
+_STYLES: dict[State, str] = {State.DAMAGED: "red"}
+_LABEL = max(len(state) for state in State)
+_COLUMNS = [
+    Column(name)
+    for name in ("state", "url", "reason", "size", "set_aside", "key", "version", "dir")
+]
+_TEXTS = {
+    State.DAMAGED: "damaged",
+    State.CHANGED: "changed at the origin",
+    State.GONE: "gone from the origin",
+    State.UNREACHABLE: "whose origin could not be asked",
+    State.UNCHECKED: "that could not be checked",
+}
+
+
+@command(
+    "verify",
+    short="Find damaged shards, and those that changed at the origin.",
+    examples="""
+        shardcache verify
+        shardcache verify 'train-*.tar' --sample 5%
+        shardcache verify --repair -n
+        shardcache verify --repair
+        shardcache verify --quick --remote --json
+    """,
+)
+@click.option("--quick", is_flag=True, help="Compare sizes only, read no data.")
+@click.option("--remote", is_flag=True, help="Ask origins, too: does each still have that version?")
+@click.option("--repair", is_flag=True, help="Set damaged shards aside, to be fetched anew.")
+@dry_run_option("With --repair: say what would be set aside.")
+@click.option(
+    "--sample",
+    callback=share,
+    metavar="PERCENT",
+    help="Look at a random share of the shards only, such as 5%.",
+)
+@click.argument("glob", required=False)
+def verify_command(
+    invocation: Invocation,
+    glob: str | None,
+    sample: float,
+    dry_run: bool,
+    repair: bool,
+    remote: bool,
+    quick: bool,
+) -> int:
+    """Read every shard in the cache, and compare it with what was fetched.
+
+    GLOB is matched against whole URLs, or against the last part of them if it has
+    no slash. With --remote the origin is asked once per shard. What --repair sets
+    aside is fetched anew by its next reader; who reads it now reads on, and `clean`
+    removes it. Jobs may run meanwhile.
+
+    Exit code 4 if anything is damaged, or with --remote has changed or is gone; 3 if
+    nothing is, but something could not be checked.
+    """
+    if dry_run and not repair:
+        raise click.UsageError("-n goes with --repair; without it nothing is changed anyway.")
+    console, signals = invocation.console, invocation.signals
+    found = _Found(console)
+    begun = time.monotonic()
+    with invocation.cache() as cache, signals.graceful():
+        if not _is_empty(console, cache):
+            findings = cache.verify(
+                None if glob is None else functools.partial(matches_glob, glob),
+                quick=quick,
+                remote=remote,
+                repair=repair and not dry_run,
+                sample=sample,
+                status=(status := VerifyStatus()),
+                stop=signals.stop,
+            )
+            line = StatusLine(console, _progress(status, by_bytes=not quick))
+            with contextlib.closing(findings), line:
+                for finding in findings:
+                    found.take(finding)
+    asked: dict[str, Any] = {"quick": quick, "remote": remote, "repair": repair, "dry_run": dry_run}
+    asked |= {"sample": sample, "interrupted": signals.stop.is_set()}
+    found.report(time.monotonic() - begun, asked)
+    return found.exit_code
+
+
+def _is_empty(console: Console, cache: Cache) -> bool:
+    if cache.dir.exists() and not (cache.dir.is_dir() and not any(cache.dir.iterdir())):
+        return False
+    console.hint(f"Nothing was cached in {cache.dir} yet.")
+    return True
+
+
+class _Found:
+    """What was found so far, and what is said of it.
+
+    Args:
+        console: where that goes.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._counts = dict.fromkeys(State, 0)
+        self._rows: list[dict[str, Any]] = []
+        self._bytes = self._set_aside = 0
+
+    @property
+    def exit_code(self) -> int:
+        """See `verify_command`."""
+        if any(self._counts[state] for state in (State.DAMAGED, State.CHANGED, State.GONE)):
+            return _DAMAGED
+        unknown = self._counts[State.UNCHECKED] + self._counts[State.UNREACHABLE]
+        return _SOME_FAILED if unknown else 0
+
+    def take(self, finding: Finding) -> None:
+        """Count it; say at once what is not as it should be."""
+        self._counts[finding.state] += 1
+        if finding.state is not State.UNCHECKED:
+            self._bytes += finding.entry.size
+        if finding.state is State.OK:
+            return
+        self._set_aside += finding.set_aside
+        console = self._console
+        if console.human:
+            console.data(_line(console, finding))
+        elif console.format == "jsonl":
+            console.line("finding", _row(finding))
+        else:
+            self._rows.append(_row(finding))
+
+    def report(self, seconds: float, asked: Mapping[str, Any]) -> None:
+        """Say what it came to.
+
+        Args:
+            seconds: how long it took.
+            asked: the options.
+        """
+        console, counts = self._console, self._counts
+        if console.human:
+            console.said(self._text(seconds, asked))
+        else:
+            summary = {
+                **asked,
+                "verified": self._verified,
+                "verified_bytes": self._bytes,
+                "seconds": round(seconds, 3),
+                **{state.value: count for state, count in counts.items()},
+                "set_aside": self._set_aside,
+            }
+            console.table("verify", "finding", _COLUMNS, self._rows, summary=summary)
+        if counts[State.DAMAGED] and not asked["repair"]:
+            console.hint("Pass --repair to set damaged shards aside; readers fetch them anew.")
+        if counts[State.CHANGED]:
+            console.hint(
+                "`shardcache rm URL` removes a changed one; readers fetch the new version."
+            )
+
+    @property
+    def _verified(self) -> int:
+        return sum(self._counts.values()) - self._counts[State.UNCHECKED]
+
+    def _text(self, seconds: float, asked: Mapping[str, Any]) -> str:
+        what = "compared the sizes of" if asked["quick"] else "verified"
+        if asked["interrupted"]:
+            what = f"interrupted: {what}"
+        text = f"{what} {counted(self._verified, 'shard')}, {format_bytes(self._bytes)}"
+        wrong = [f"{n:,} {_TEXTS[s]}" for s, n in self._counts.items() if n and s in _TEXTS]
+        if self._counts[State.DAMAGED]:
+            if asked["dry_run"]:
+                wrong[0] += ", to be set aside"
+            elif asked["repair"]:
+                wrong[0] += f", {self._set_aside:,} set aside"
+        return f"{text} in {format_duration(seconds)}: {', '.join(wrong) or 'nothing is wrong'}"
+
+
+def _line(console: Console, finding: Finding) -> str:
+    """``damaged      s3://lab/a.tar  its bytes changed since they were fetched``."""
+    state = finding.state
+    label = console.styled(f"{state.value:<{_LABEL}}", _STYLES.get(state, "yellow"), sys.stdout)
+    name = finding.url or finding.entry.directory
+    aside = " (set aside)" if finding.set_aside else ""
+    return f"{label}  {printable(name)}  {printable(finding.reason)}{aside}"
+
+
+def _row(finding: Finding) -> dict[str, Any]:
+    entry = finding.entry
+    return {
+        "state": finding.state.value,
+        "url": finding.url,
+        "reason": finding.reason,
+        "size": entry.size,
+        "set_aside": finding.set_aside,
+        "key": entry.key,
+        "version": entry.version,
+        "dir": entry.directory,
+    }
+
+
+def _progress(status: VerifyStatus, *, by_bytes: bool) -> Callable[[float], str]:
+    """``28%, 512/1,848 shards, 256.0 GB of 924.3 GB, 2.9 GB/s, ETA 0:03:50``.
+
+    Args:
+        status: of what runs.
+        by_bytes: whether data is read, so that bytes tell how far it is.
+    """
+    known = Rate()
+
+    def text(now: float) -> str:
+        if not status.shards:
+            return "looking for shards"
+        done, total = status.done, status.shards
+        if by_bytes:
+            done, total = status.passed, status.bytes
+        rate = known.update(now, done)
+        parts = [f"{status.done:,}/{status.shards:,} shards"]
+        if by_bytes:
+            parts += [f"{format_bytes(done)} of {format_bytes(total)}", format_rate(rate)]
+        return share_done(done, total, rate, parts)
+
+    return text

@@ -1,0 +1,168 @@
+"""Waiting for another process's fetch: announced, watched, bounded.
+
+A waiter never takes a lock away. It watches whether the holder's partial grows,
+notes for `top` whom it waits for, says so every ten seconds, and in the end either sees
+the entry, gets the lock, is told that the holder is stale, or gives up with an error
+that names holder, age and progress.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from shardcache.clock import Clock
+from shardcache.errors import LockTimeoutError
+from shardcache.fetch.cancellation import Watch
+from shardcache.layout import is_directory
+from shardcache.locks.flock import Holder, read_holder
+from shardcache.locks.waits import Wait, WaitNote
+from shardcache.names import parse_partial_name
+from shardcache.store.partial import Progress, read_progress
+from shardcache.units import format_bytes, format_duration
+from shardcache.urls import ShardURL
+
+__all__ = ["Waiter"]
+
+logger = logging.getLogger(__name__)
+
+#: Seconds between two looks: the first when a fetch may be about to end, the
+#: last when many processes wait long. A look costs two opens.
+_FIRST_POLL = 0.02
+_LAST_POLL = 0.25
+_ANNOUNCE_EVERY = 10.0
+#: Seconds of waiting that are worth a note (`waits`): what people can see, and longer than most.
+_NOTE_AFTER = 0.5
+
+
+class Waiter:
+    """One caller's wait for one key.
+
+    Args:
+        partials: where fetches grow.
+        url: the shard.
+        clock: time.
+        watch: raises when the wait is called off.
+        record: the file in which the holder says who it is.
+        timeout: seconds after which `pause` gives up.
+        stale_after: seconds without growth after which the holder is stale.
+        found: is told where the holder's partial is.
+        note: where a long wait is noted.
+        waiter: who waits since when, for the note.
+    """
+
+    def __init__(
+        self,
+        partials: Sequence[Path],
+        url: ShardURL,
+        clock: Clock,
+        *,
+        watch: Watch,
+        record: Path,
+        timeout: float,
+        stale_after: float,
+        found: Callable[[Path], None] = lambda _: None,
+        note: WaitNote | None = None,
+        waiter: Holder | None = None,
+    ) -> None:
+        self._partials = partials
+        self._url = url
+        self._clock = clock
+        self._watch = watch
+        self._timeout = timeout
+        self._stale_after = stale_after
+        self._record = record
+        self._found = found
+        self._poll = _FIRST_POLL
+        self._begun = self._changed = self._announced = clock.monotonic()
+        self._seen: tuple[Holder | None, Progress | None] | None = None
+        self._note, self._waiter = note, waiter
+
+    @property
+    def stale(self) -> bool:
+        """Whether the holder's partial has not grown for ``stale_after`` seconds."""
+        return self._clock.monotonic() - self._changed >= self._stale_after
+
+    @property
+    def waited(self) -> float:
+        """Seconds since the wait began."""
+        return self._clock.monotonic() - self._begun
+
+    def pause(self) -> None:
+        """Sleep a little and look again.
+
+        Raises:
+            LockTimeoutError: the wait is over its bound.
+            FetchCancelledError: it was called off.
+        """
+        if self._seen is None:
+            self._seen = self._look()
+        self._watch.sleep(self._poll * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
+        self._poll = min(self._poll * 1.5, _LAST_POLL)
+        now = self._clock.monotonic()
+        seen = self._look()
+        if seen != self._seen:
+            self._changed = now
+        self._seen = seen
+        if now - self._begun >= self._timeout:
+            raise LockTimeoutError(
+                f"{self._url} was not there after {format_duration(now - self._begun)}: "
+                f"{self.describe()}. Look at that process, or raise lock_timeout.",
+                url=str(self._url),
+                holder=seen[0],
+                waited=now - self._begun,
+            )
+        if now - self._announced >= _ANNOUNCE_EVERY:
+            self._announced = now
+            logger.warning(
+                "%s: waiting for %s, %s",
+                self._url,
+                format_duration(self.waited),
+                self.describe(),
+                extra=self._facts(),
+            )
+
+        if now - self._begun >= _NOTE_AFTER and self._note is not None and self._waiter is not None:
+            self._note.say(Wait(str(self._url), self._url.key, self._waiter, seen[0]))
+
+    def _look(self) -> tuple[Holder | None, Progress | None]:
+        holder = read_holder(self._record)
+        name = holder.partial if holder else None
+        # The name comes out of a file anybody may have damaged: a name, no path.
+        if name is None or parse_partial_name(name) is None:
+            return holder, None
+        places = [directory / name for directory in self._partials]
+        partial = next((path for path in places[:-1] if is_directory(path)), places[-1])
+        self._found(partial)
+        return holder, read_progress(partial)
+
+    def _facts(self) -> dict[str, object]:
+        """What a log record says beside its text; see docs/observing.md."""
+        holder, progress = self._seen or (None, None)
+        return {
+            "event": "waiting",
+            "shard": str(self._url),
+            "seconds": self.waited,
+            "holder_pid": holder.pid if holder else None,
+            "holder_host": holder.host if holder else None,
+            "holder_rank": holder.rank if holder else None,
+            "written": progress.written if progress else None,
+            "size": progress.total if progress else None,
+        }
+
+    def describe(self) -> str:
+        """Who holds the shard, since when, and how far they are."""
+        holder, progress = self._seen or (None, None)
+        if holder is None:
+            return "its lock is held by a process that did not say who it is"
+        age = format_duration(max(0.0, self._clock.time() - holder.started))
+        text = f"{holder} has been fetching it for {age}"
+        if progress is not None and progress.total:
+            share = min(1.0, progress.written / progress.total)
+            text += f", {share:.0%} of {format_bytes(progress.total)} done"
+        still = self._clock.monotonic() - self._changed
+        if still >= _ANNOUNCE_EVERY:
+            text += f", nothing new for {format_duration(still)}"
+        return text

@@ -1,0 +1,183 @@
+"""The fsspec way in: ``shardcache::s3://bucket/shard.tar``.
+
+For pandas, Arrow, Hugging Face datasets and everything else that opens URLs
+through fsspec. Reads go through the default cache (``SHARDCACHE_DIR`` and the
+configuration files) or one named in storage options::
+
+    fsspec.open("shardcache::s3://bucket/a.tar", shardcache={"dir": "/local/nvme/shards"})
+
+Files are whole, local and seekable; writing and listing are the target
+filesystem's business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from typing import TYPE_CHECKING, Any
+
+from fsspec.implementations.chained import ChainedFileSystem
+
+from shardcache.errors import ConfigError
+from shardcache.store.metadata import DamagedError
+
+if TYPE_CHECKING:
+    from shardcache.cache import Cache
+
+__all__ = ["ShardCacheFileSystem"]
+
+#: What fsspec and its users tell every filesystem, about links of a chain, buffers and listings.
+#: Hugging Face's datasets put ``block_size=0`` there.
+_FSSPEC_OPTIONS = frozenset(
+    {
+        *("fo", "target_protocol", "skip_instance_cache", "asynchronous", "loop", "batch_size"),
+        *("block_size", "default_block_size", "cache_type", "default_cache_type"),
+        *("cache_options", "use_listings_cache", "listings_expiry_time", "max_paths"),
+    }
+)
+
+
+class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
+    """A read-only view of another filesystem through a cache.
+
+    May be used by threads, pickled and forked: neither the cache nor the target filesystem
+    of a parent is used by its child.
+
+    Args:
+        target_protocol: what the chain goes on with, such as ``s3``.
+        target_options: storage options of that filesystem; also given to the cache.
+        fs: an instance of it, instead of the two.
+        **options: options of the `Cache`; without any, the default cache is used.
+
+    Raises:
+        ConfigError: an option that cannot work.
+    """
+
+    protocol = "shardcache"
+
+    def __init__(
+        self,
+        target_protocol: str | None = None,
+        target_options: dict[str, Any] | None = None,
+        fs: Any = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        if fs is None and target_protocol is None:
+            raise ConfigError("shardcache:: needs the origin's URL: shardcache::s3://...")
+        self._target_protocol = target_protocol
+        self._given = fs
+        self._made: tuple[int, Any] | None = None
+        if fs is not None:
+            target_options = target_options or dict(fs.storage_options)
+        self._target_options = target_options or {}
+        self._options = {k: v for k, v in options.items() if k not in _FSSPEC_OPTIONS}
+        self._cache: Cache | None = None
+
+    @property
+    def fs(self) -> Any:
+        """The target filesystem, one of this process: those that do I/O in a thread of their
+        own, as s3fs, refuse to work in a forked child.
+        """
+        import fsspec
+
+        if self._given is not None:
+            return self._given
+        if self._made is None or self._made[0] != os.getpid():
+            made = fsspec.filesystem(self._target_protocol, **self._target_options)
+            self._made = os.getpid(), made
+        return self._made[1]
+
+    @property
+    def cache(self) -> Cache:
+        """The cache behind this filesystem."""
+        if self._cache is None:
+            from shardcache.cache import Cache
+            from shardcache.defaults import default_cache
+
+            options = dict(self._options)
+            if self._target_options:
+                options.setdefault("storage_options", self._target_options)
+            self._cache = Cache(**options) if options else default_cache()
+        return self._cache
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        if isinstance(path, list):
+            return [cls._strip_protocol(one) for one in path]
+        return str(path).removeprefix("shardcache::").removeprefix("shardcache://")
+
+    def _path(self, path: str) -> str:
+        """As the target filesystem names it, whichever way it was given."""
+        return str(self.fs._strip_protocol(self._strip_protocol(path)))
+
+    def _url(self, path: str) -> str:
+        return str(self.fs.unstrip_protocol(self._strip_protocol(path)))
+
+    def unstrip_protocol(self, name: str) -> str:
+        """The URL that leads back here: ``shardcache::s3://...``."""
+        return f"shardcache::{self._url(name)}"
+
+    def _open(self, path: str, mode: str = "rb", **_options: Any) -> io.BufferedIOBase:
+        if mode != "rb":
+            raise ConfigError(f"{path}: the cache reads shards; mode {mode!r} is not supported")
+        stream = self.cache.open(self._url(path))
+        assert isinstance(stream, io.BufferedIOBase)
+        return stream
+
+    def info(self, path: str, **options: Any) -> Any:
+        """As the target filesystem; of the version that is cached where there is one."""
+        return self._info_here(path) or self.fs.info(self._path(path), **options)
+
+    def _info_here(self, path: str) -> dict[str, Any] | None:
+        cache = self.cache  # what is wrong with its options is not to be taken for the URL's fault
+        try:
+            entry = cache.entry(self._url(path))
+        except ConfigError:
+            return None  # a bucket, a chain: nothing that is cached, but the target may know it
+        if entry is None:
+            return None
+        found = {"name": self._path(path), "size": entry.size, "type": "file"}
+        with contextlib.suppress(OSError, DamagedError):  # evicted meanwhile: size is all there is
+            etag = entry.metadata().info.etag
+            # Readers tell versions apart by it (Hugging Face's datasets their own cache), so it
+            # must not come and go with ours.
+            found |= {"ETag": etag} if etag else {}
+        return found
+
+    def ls(self, path: str, detail: bool = True, **options: Any) -> Any:
+        """As the target filesystem."""
+        return self.fs.ls(self._path(path), detail=detail, **options)
+
+    def find(self, path: str, *args: Any, **options: Any) -> Any:
+        """As the target filesystem, for which it may be one listing where a walk needs many."""
+        return self.fs.find(self._path(path), *args, **options)
+
+    def created(self, path: str) -> Any:
+        """As the target filesystem."""
+        return self.fs.created(self._path(path))
+
+    def modified(self, path: str) -> Any:
+        """As the target filesystem."""
+        return self.fs.modified(self._path(path))
+
+    def invalidate_cache(self, path: str | None = None) -> None:
+        """Forget the target filesystem's listings; shards stay."""
+        self.fs.invalidate_cache(None if path is None else self._path(path))
+
+    def cat_file(
+        self, path: str, start: int | None = None, end: int | None = None, **_options: Any
+    ) -> bytes:
+        """Bytes of a shard; negative offsets count from the end."""
+        with self._open(path) as stream:
+            size = stream.seek(0, io.SEEK_END)
+            first, last = (_offset(start, size, 0), _offset(end, size, size))
+            stream.seek(first)
+            return stream.read(max(0, last - first))
+
+
+def _offset(value: int | None, size: int, default: int) -> int:
+    if value is None:
+        return default
+    return max(0, size + value) if value < 0 else min(value, size)

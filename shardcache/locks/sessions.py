@@ -1,0 +1,200 @@
+"""Live processes that use the cache, told by flock.
+
+A session is a file in ``sessions`` that its process holds locked; the file's
+modification time is when the job began to use the cache. A child (DataLoader
+worker, forked or spawned) registers itself with its parent's start, so that an
+epoch's workers do not look younger than their job. Dead sessions are removed
+by whoever counts next.
+
+A session gets its name only when it is locked and dated: whoever counts sees
+all of it or nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import logging
+import os
+import re
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from shardcache.files import disown, open_file, open_owned
+from shardcache.layout import IDLE_GRACE, Layout, list_names
+from shardcache.locks.flock import is_free, lock_exclusive
+from shardcache.modes import Modes, random_token
+
+__all__ = ["LiveSession", "Session", "live_sessions", "oldest_live_session"]
+__all__ += ["dead_sessions", "remove_dead_sessions"]
+
+logger = logging.getLogger(__name__)
+_NAME = re.compile(r"[0-9a-f]{32}\.session\Z")
+#: A session on its way to its name; a process may be killed in between.
+_STARTING = re.compile(r"\.starting-[0-9a-f]{32}\Z")
+#: A sweeper may remove the file between our open and our flock, not for ever.
+_ATTEMPTS = 100
+#: What opening a session says that ended meanwhile, or is nothing of ours.
+_NONE_OF_OURS = (errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENXIO)
+_JOB = re.compile(rb"[0-9a-f]{32}\Z")
+_MAX_RECORD = 64
+
+
+class LiveSession(NamedTuple):
+    """A session of a process that lives.
+
+    Attributes:
+        started: when its job began to use the cache, seconds since the epoch.
+        job: the name of the job's map of uses (`uses`); None if it keeps none.
+    """
+
+    started: float
+    job: str | None
+
+
+class Session:
+    """This process's registration; freed by `close` or by the process's end.
+
+    Args:
+        layout: the node's namespace.
+        started: when the job began to use the cache, seconds since the epoch.
+        job: as `LiveSession.job`.
+    """
+
+    _fd = -1  # until it is registered; `__init__` may be interrupted
+
+    def __init__(self, layout: Layout, started: float, job: str | None = None) -> None:
+        self.path = layout.sessions / f"{random_token()}.session"
+        self._pid = os.getpid()
+        try:
+            self._register(started, layout.modes, b"" if job is None else job.encode())
+        except OSError as exn:
+            # A cache that cannot be written evicts nothing, so nobody needs to know of us.
+            logger.debug("no session could be registered: %s", exn)
+
+    def _register(self, started: float, modes: Modes, job: bytes) -> None:
+        directory = self.path.parent
+        modes.make_directory(directory, levels=0)
+        for _ in range(_ATTEMPTS):
+            temporary = directory / f".starting-{random_token()}"
+            fd = open_owned(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, modes)
+            try:
+                if lock_exclusive(fd):
+                    with contextlib.suppress(OSError):  # full; then all that it may use stays
+                        os.write(fd, job)
+                    os.utime(fd, (started, started))
+                    temporary.rename(self.path)
+                    self._fd = fd
+                    return
+            except FileNotFoundError:
+                logger.debug("%s was swept before it was locked", temporary.name)
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                raise
+            finally:
+                if self._fd != fd:
+                    disown(fd)
+        raise OSError(errno.EBUSY, "something keeps removing its file", str(self.path))
+
+    def close(self) -> None:
+        """End the session. In a forked child, nothing: it is the parent's."""
+        fd, self._fd = self._fd, -1
+        if fd < 0 or self._pid != os.getpid():
+            return
+        try:
+            self.path.unlink(missing_ok=True)
+        except OSError as exn:  # read-only by now; unlocked, it counts as dead anyway
+            logger.debug("cannot remove %s: %s", self.path, exn)
+        with contextlib.suppress(OSError):  # closed all the same, and nothing was written
+            disown(fd)
+
+    def __del__(self) -> None:
+        # Few programs close what they use to their end; its file need not wait for a sweeper.
+        self.close()
+
+
+def oldest_live_session(layout: Layout) -> float | None:
+    """When the oldest live session began, in seconds since the epoch; None if there is none.
+
+    Raises:
+        OSError: the filesystem is failing.
+    """
+    return min((session.started for session in live_sessions(layout)), default=None)
+
+
+def live_sessions(layout: Layout) -> list[LiveSession]:
+    """Every session of a process that lives; dead ones are removed.
+
+    Raises:
+        OSError: the filesystem is failing.
+    """
+    names = (name for name in list_names(layout.sessions) if _NAME.match(name))
+    found = (_look(layout.sessions / name) for name in names)
+    return [session for session in found if session is not None]
+
+
+def dead_sessions(layout: Layout) -> int:
+    """How many sessions processes that are gone have left; only looks.
+
+    Raises:
+        OSError: the filesystem is failing.
+    """
+    dead = 0
+    for name in list_names(layout.sessions):
+        if not _NAME.match(name):
+            continue
+        try:
+            file = open_file(layout.sessions / name, io.FileIO)
+        except OSError as exn:
+            if exn.errno in (*_NONE_OF_OURS, errno.EACCES):
+                continue
+            raise
+        with file:
+            # Shared: two who look do not take each other for the session's process.
+            dead += is_free(file.fileno(), shared=True) is True
+    return dead
+
+
+def remove_dead_sessions(layout: Layout) -> list[LiveSession]:
+    """Remove what processes that are gone left in ``sessions``; returns the sessions that live.
+
+    Raises:
+        OSError: the filesystem is failing.
+    """
+    for name in list_names(layout.sessions):
+        if _STARTING.match(name):
+            _look(layout.sessions / name)
+    return live_sessions(layout)
+
+
+def _look(path: Path) -> LiveSession | None:
+    """A session, or None if it is dead; then it is removed."""
+    try:
+        file = open_file(path, io.FileIO, os.O_RDWR)
+    except OSError as exn:
+        if exn.errno in (errno.EROFS, errno.EACCES):  # cannot tell, so it may be alive
+            modified = _modified(path)
+            return None if modified is None else LiveSession(modified, None)
+        if exn.errno in _NONE_OF_OURS:
+            return None  # ended meanwhile, or nothing of ours
+        raise
+    with file:
+        free = is_free(file.fileno())
+        found = os.fstat(file.fileno())
+        if free is False:
+            job = os.pread(file.fileno(), _MAX_RECORD, 0)
+            return LiveSession(found.st_mtime, job.decode() if _JOB.match(job) else None)
+        # Without flock nobody can tell. It does not count, or dead ones would count for
+        # ever, but it stays for a while: its owner may need it when flock is back.
+        if free or time.time() - found.st_ctime > IDLE_GRACE:
+            path.unlink(missing_ok=True)
+        return None
+
+
+def _modified(path: Path) -> float | None:
+    try:
+        return path.lstat().st_mtime
+    except FileNotFoundError:
+        return None

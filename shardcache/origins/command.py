@@ -1,0 +1,116 @@
+"""Shards that a shell command writes: WebDataset's ``pipe:`` URLs.
+
+Only for those who said ``allow_schemes=["pipe"]``: the command comes out of a
+shard list and runs with this process's rights. Its output has no version and no
+stated size: it is cached under the command's text, read in one go, and started
+over when it breaks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+import signal
+import subprocess
+
+from shardcache.errors import ConfigError
+from shardcache.origins.base import ObjectInfo, TransientError, unchained
+from shardcache.urls import ShardURL
+
+__all__ = ["PipeOrigin"]
+
+#: Seconds that a command may take to end after its output did.
+_END_SECONDS = 10.0
+
+
+class PipeOrigin:
+    """Runs ``pipe:`` commands; see `origin.Origin`.
+
+    Args:
+        timeout: seconds without a byte before a command counts as stuck.
+    """
+
+    pins = True  # there is nothing to describe again
+    states_checksums = False
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+
+    @unchained
+    def open(
+        self, url: ShardURL, start: int, stop: int | None, pin: ObjectInfo | None = None
+    ) -> PipeBody:
+        """See `origin.Origin.open`."""
+        if not url.raw:
+            raise ConfigError(
+                f"{url}: the command was left out when this was pickled, for it may hold "
+                "secrets. Pass the URL as text instead.",
+                url=str(url),
+            )
+        try:
+            return PipeBody(url.raw.partition(":")[2], self._timeout)
+        except OSError as exn:  # not the disk's fault: streaming could not start it either
+            if exn.errno == errno.E2BIG:
+                raise ConfigError(f"{url}: the command is too long", url=str(url)) from None
+            raise TransientError(f"the command cannot be started: {exn.strerror}") from None
+
+    def stat(self, url: ShardURL) -> ObjectInfo:
+        """See `origin.Origin.stat`: nothing is known of what a command will write."""
+        return ObjectInfo(size=None)
+
+
+class PipeBody:
+    """One run of a command; see `origin.Body`."""
+
+    def __init__(self, command: str, timeout: float) -> None:
+        self.info = ObjectInfo(size=None)
+        self.start = 0
+        self.stop: int | None = None
+        self._timeout = timeout
+        self._process = subprocess.Popen(  # noqa: S602 - what `pipe:` is, where it is allowed
+            command,
+            shell=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # so that a whole pipeline can be ended
+        )
+
+    @unchained
+    def readinto(self, buffer: memoryview) -> int:
+        """See `origin.Body.readinto`; a command that fails fails at its end."""
+        output = self._process.stdout
+        assert output is not None
+        try:
+            poller = select.poll()
+            poller.register(output.fileno(), select.POLLIN)
+            if not poller.poll(self._timeout * 1000):
+                raise TransientError(f"nothing came for {self._timeout:g} s", timed_out=True)
+            count = os.readv(output.fileno(), [buffer])
+        except (OSError, ValueError) as exn:  # ValueError: closed by `abort`
+            raise TransientError(f"reading the command's output failed: {exn}") from exn
+        if count == 0:
+            try:
+                status = self._process.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                # Not "from" it: its text is the command, and passwords in it.
+                raise TransientError("the command closed its output and goes on") from None
+            if status != 0:
+                raise TransientError(f"the command ended with status {status}")
+        return count
+
+    def abort(self) -> None:
+        """See `origin.Body.abort`."""
+        if self._process.returncode is not None:
+            return  # reaped: the number may be somebody else's by now
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """See `origin.Body.close`; a command that still runs is ended."""
+        if self._process.poll() is None:
+            self.abort()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        self._process.wait()

@@ -1,0 +1,291 @@
+"""Copies of shards that are nearer than their origin: a NAS, a store of the cluster.
+
+    upstream 1 has it? ---- no, or does not answer ----> upstream 2 ... ----> the origin
+
+An upstream keeps ``s3://bucket/key`` as ``<upstream>/bucket/key``, and other URLs likewise by
+what stands behind ``://``. So a copy that somebody else made (``aws s3 sync``) is one, too. A copy
+that shardcache made (``write_back``) has the entry's sidecar beside it, ``<name>.shardcache.json``:
+then it is of the version that the origin had, is compared with the digest of that, and whoever
+began with it can go on at the origin. Of other copies the version is what the upstream says.
+
+An upstream is believed: a shard that was replaced at its origin is served as the upstream has it.
+One that fails or is silent is left alone for a minute, then longer (`breaker`); nothing that goes
+wrong with it is an error. Shards with a query or a version in their URL are not looked for.
+
+`Upstreams` belongs to the process that made it, and may be used by its threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from shardcache.clock import Clock
+from shardcache.config import Config
+from shardcache.errors import AccessDeniedError, ConfigError, ShardNotFoundError
+from shardcache.modes import random_token
+from shardcache.optionvalues import Upstream
+from shardcache.origins.base import Body, ObjectInfo, Origin, TransientError, VersionChangedError
+from shardcache.origins.filesystem import FsspecOrigin
+from shardcache.origins.s3 import S3Origin
+from shardcache.space.breaker import Breaker
+from shardcache.store.metadata import MAX_BYTES, DamagedError, Metadata
+from shardcache.urls import ShardURL, parse_url, redact
+
+__all__ = ["UpstreamOrigin", "Upstreams"]
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_SIDECAR = ".shardcache.json"
+#: What an upstream says that has not got a shard, or not for us; the next one may have it.
+_REFUSALS = (AccessDeniedError, ConfigError, TransientError, VersionChangedError)
+#: Bytes of a part of a name on disks.
+_MAX_NAME = 200
+#: Seconds for an upstream to answer: it is near, or of no use.
+_TIMEOUT = 10.0
+#: Failures in a row that are no accident.
+_FAILURES = 2
+
+
+class UpstreamOrigin:
+    """One shard as an upstream has it; an `origin.Origin` of that shard alone.
+
+    Attributes:
+        name: of the upstream, for people.
+        digest: tree digest that the bytes must have; None where nobody knows.
+        pins, states_checksums: see `origin.Origin`.
+    """
+
+    def __init__(
+        self, place: _Place, copy: ShardURL, found: ObjectInfo, metadata: Metadata | None
+    ) -> None:
+        self.name = place.name
+        self.pins = place.origin.pins
+        self.states_checksums = metadata is not None and metadata.info.checksum is not None
+        self.digest = metadata.digest if metadata is not None else None
+        self._place = place
+        self._copy = copy
+        self._found = found
+        self._info = metadata.info if metadata is not None else found
+
+    def open(
+        self, url: ShardURL, start: int, stop: int | None, pin: ObjectInfo | None = None
+    ) -> Body:
+        """See `origin.Origin.open`."""
+        if pin is not None and pin.version != self._info.version:
+            raise VersionChangedError(str(url))
+        body = self._place.origin.open(self._copy, start, stop, self._found)
+        body.info = self._info
+        return body
+
+    def distrust(self) -> None:
+        """Take this shard from there no more, in this process: it is damaged."""
+        self._place.distrust(self._copy)
+
+    def stat(self, url: ShardURL) -> ObjectInfo:
+        """See `origin.Origin.stat`."""
+        now = self._place.origin.stat(self._copy)
+        if now.version != self._found.version:
+            raise VersionChangedError(str(url))
+        return self._info
+
+
+class _Place:
+    """One upstream.
+
+    Attributes:
+        name: for people, without credentials.
+        origin: reads it.
+        writes: whether what was fetched is copied there.
+    """
+
+    def __init__(self, upstream: Upstream, config: Config, clock: Clock) -> None:
+        self.name = redact(upstream.url)
+        self.writes = upstream.write_back
+        self._base = upstream.url.rstrip("/")
+        self._endpoint = upstream.endpoint_url
+        self._options = dict(upstream.storage_options)
+        self._scheme = upstream.url.partition("://")[0].lower() if "://" in upstream.url else "file"
+        self.origin = self._make_origin(config)
+        self._breaker = Breaker(clock, threshold=_FAILURES)
+        self._distrusted: set[str] = set()
+
+    def _make_origin(self, config: Config) -> Origin:
+        if self._scheme == "s3":
+            return S3Origin(
+                self._options,
+                endpoint_url=self._endpoint,
+                connections=config.connections,
+                timeout=min(config.timeout, _TIMEOUT),
+            )
+        return FsspecOrigin(self._scheme, self._options)
+
+    def copy_of(self, url: ShardURL) -> ShardURL | None:
+        """Where it would keep a shard; None if such a shard is not looked for."""
+        name = url.canonical.partition("://")[2].lstrip("/")
+        parts = name.split("/")
+        if url.scheme == "pipe" or url.version_id is not None or "?" in name or not name:
+            return None
+        if any(part in ("", ".", "..") or len(part.encode()) > _MAX_NAME for part in parts):
+            return None
+        return self._named(name)
+
+    def _named(self, name: str) -> ShardURL:
+        allowed = {self._scheme}
+        return parse_url(f"{self._base}/{name}", endpoint=self._endpoint, allow_schemes=allowed)
+
+    def find(self, url: ShardURL) -> UpstreamOrigin | None:
+        """A shard as it has it, or None."""
+        copy = self.copy_of(url)
+        if copy is None or copy.key in self._distrusted or not self._breaker.allows():
+            return None
+        found = self._asked(lambda: self.origin.stat(copy))
+        if found is None or found.size is None:
+            return None
+        said = self._asked(lambda: self._sidecar(copy))
+        if said is None:
+            return UpstreamOrigin(self, copy, found, None)
+        try:
+            metadata = Metadata.decode(said)
+            if metadata.key != url.key or metadata.size != found.size:
+                raise DamagedError("it is of another shard")
+        except DamagedError as exn:
+            logger.info("%s: its copy in %s is not used: %s", url, self.name, exn)
+            return None
+        return UpstreamOrigin(self, copy, found, metadata)
+
+    def has(self, url: ShardURL) -> bool:
+        """Whether it has a shard, asked once and without patience.
+
+        Raises:
+            AccessDeniedError, ConfigError, TransientError, VersionChangedError: it cannot tell.
+        """
+        copy = self.copy_of(url)
+        try:
+            return copy is not None and self.origin.stat(copy).size is not None
+        except ShardNotFoundError:
+            return False
+
+    def distrust(self, copy: ShardURL) -> None:
+        """Have it no more, until another copy is written."""
+        self._distrusted.add(copy.key)
+
+    def _sidecar(self, copy: ShardURL) -> bytes:
+        url = parse_url(
+            f"{copy.raw}{_SIDECAR}", endpoint=self._endpoint, allow_schemes={self._scheme}
+        )
+        body = self.origin.open(url, 0, None)
+        try:
+            said = bytearray(MAX_BYTES)
+            length = 0
+            while length < len(said) and (count := body.readinto(memoryview(said)[length:])):
+                length += count
+            return bytes(said[:length])
+        finally:
+            body.close()
+
+    def _asked(self, ask: Callable[[], T]) -> T | None:
+        try:
+            answer = ask()
+        except ShardNotFoundError:
+            self._breaker.succeeded()
+            return None
+        except _REFUSALS as exn:
+            self.failed(exn)
+            return None
+        self._breaker.succeeded()
+        return answer
+
+    def failed(self, exn: Exception) -> None:
+        """Note a failure; after some in a row it is left alone for a while."""
+        if self._breaker.failed():
+            logger.warning(
+                "the upstream %s is left alone for a while, shards come from elsewhere: %s",
+                self.name,
+                exn,
+            )
+        else:
+            logger.info("the upstream %s: %s", self.name, exn)
+
+    def write(self, url: ShardURL, data: Path, metadata: Metadata) -> bool:
+        """Copy an entry there, its sidecar last; whether that was done."""
+        copy = self.copy_of(url)
+        if copy is None or not self._breaker.allows():
+            return False
+        self._distrusted.discard(copy.key)
+        there = self.find(url)
+        if there is not None and there.digest == metadata.digest:
+            return False
+        try:
+            if self._scheme == "file":
+                self._write_files(copy.local_path, data, metadata)
+            else:
+                self._put(copy, data, metadata)
+        except Exception as exn:  # noqa: BLE001 - every filesystem has its own exceptions
+            self.failed(OSError(redact(f"it cannot be written: {type(exn).__name__}: {exn}")))
+            return False
+        self._breaker.succeeded()
+        return True
+
+    def _write_files(self, path: Path, data: Path, metadata: Metadata) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        sidecar = path.with_name(f"{path.name}{_SIDECAR}")
+        for target, source in ((path, data.open("rb")), (sidecar, io.BytesIO(metadata.encode()))):
+            temporary = target.with_name(f".{target.name}.{random_token()}")
+            try:
+                with source, temporary.open("xb") as file:
+                    shutil.copyfileobj(source, file, 1 << 20)
+                temporary.replace(target)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    temporary.unlink()
+                raise
+
+    def _put(self, copy: ShardURL, data: Path, metadata: Metadata) -> None:
+        import fsspec
+
+        options: dict[str, Any] = dict(self._options)
+        if self._endpoint is not None:
+            options["endpoint_url"] = self._endpoint
+        filesystem = fsspec.filesystem(self._scheme, skip_instance_cache=True, **options)
+        place = filesystem._strip_protocol(copy.raw)
+        filesystem.put_file(os.fspath(data), place)
+        filesystem.pipe_file(f"{place}{_SIDECAR}", metadata.encode())
+
+
+class Upstreams:
+    """All upstreams of a configuration, in order.
+
+    Args:
+        config: which.
+        clock: time.
+    """
+
+    def __init__(self, config: Config, clock: Clock) -> None:
+        self._places = [_Place(upstream, config, clock) for upstream in config.upstreams]
+
+    def sources(self, url: ShardURL) -> Iterator[UpstreamOrigin]:
+        """The shard in each upstream that has it; each is asked when its turn comes."""
+        for place in self._places:
+            found = place.find(url)
+            if found is not None:
+                yield found
+
+    def answers(self, url: ShardURL) -> Iterator[tuple[str, bool | Exception]]:
+        """Name of each upstream, and whether it has the shard, or why it does not tell."""
+        for place in self._places:
+            try:
+                yield place.name, place.has(url)
+            except _REFUSALS as exn:
+                yield place.name, exn
+
+    def write_back(self, url: ShardURL, data: Path, metadata: Metadata) -> int:
+        """Copy an entry to every upstream that wants it and has it not; to how many it was."""
+        return sum(place.write(url, data, metadata) for place in self._places if place.writes)

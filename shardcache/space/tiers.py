@@ -1,0 +1,171 @@
+"""One directory of a cache, as one process has it: its namespaces, its session, its budget.
+
+A cache has one, or with ``tiers`` several: a RAM disk before an SSD. Each is a cache of its own on
+disk, with a manifest, sessions, pins and limits, so that any of them may be another job's only one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from shardcache.clock import Clock
+from shardcache.config import Config
+from shardcache.locks.sessions import Session
+from shardcache.modes import Modes
+from shardcache.ranks import Ranks
+from shardcache.space.choices import Choices
+from shardcache.space.uses import job_name, note_use
+from shardcache.store.namespaces import Namespaces
+from shardcache.store.root import Identity, check_layout, identity, is_cache, make_root
+from shardcache.store.store import Entry, Store
+from shardcache.units import format_duration
+from shardcache.version import __version__
+
+if TYPE_CHECKING:
+    from shardcache.space.budget import Space
+    from shardcache.space.eviction import Victim
+
+__all__ = ["Tier"]
+
+
+class Tier:
+    """See the module; safe between the threads of the process that made it.
+
+    Args:
+        config: options; ``dir`` and the limits are this tier's.
+        ranks: who we are.
+        clock: time.
+        started: when the job began to use the cache, for the session.
+        warn: says something of a kind once (`process.Process.warn`).
+        choices: which of several versions of a shard the process reads.
+        primary: whether it is the last one, ``dir``.
+
+    Attributes:
+        config: as given.
+        namespaces: of the directory.
+        made: whether it could be made, or was there, when it was last tried.
+        evicted: is told of every entry that is evicted here.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        ranks: Ranks,
+        clock: Clock,
+        started: float,
+        warn: Callable[..., None],
+        choices: Choices,
+        *,
+        primary: bool,
+    ) -> None:
+        self.config = config
+        self._choices = choices
+        self.namespaces = Namespaces(config, ranks, choices)
+        self.made = False
+        self.evicted: Callable[[Victim], None] = lambda victim: None
+        self._ranks = ranks
+        self._clock = clock
+        self._started = started
+        self._begun = clock.time(), clock.monotonic()
+        self._warn = warn
+        self._primary = primary
+        self._job = job_name(ranks.job, started)
+        self._session: Session | None = None
+        self._identity: Identity | None = None
+
+    @property
+    def store(self) -> Store:
+        """The namespace that this process stores into."""
+        return self.namespaces.own
+
+    @property
+    def present(self) -> bool:
+        """Whether there is a cache in its directory."""
+        return self.made or is_cache(self.config.dir)
+
+    @property
+    def known(self) -> bool:
+        """Whether it was ever made."""
+        return self._identity is not None
+
+    def make(self) -> None:
+        """Make the directories, and register this process.
+
+        Raises:
+            ConfigError: the directory must not be used.
+            OSError: it cannot be made or written.
+        """
+        self.end_session()
+        self._identity, self.made = None, False
+        modes = Modes.of(self.config.shared_group)
+        node = make_root(self.config.dir, __version__, modes)
+        # Anew: whether flock works could not be asked before the root was there.
+        self.namespaces = Namespaces(self.config, self._ranks, self._choices)
+        own = self.namespaces.own.layout
+        if own != node:
+            check_layout(own)
+            own.make()
+        self._identity, self.made = identity(self.config.dir, own), True
+        locking = self.namespaces.locking
+        if locking.reason:
+            self._warn(
+                "locking",
+                "%s: %s. Locks are kept on this node (%s), and entries are evicted only after "
+                "%s without use. A local disk is faster.",
+                self.config.dir,
+                locking.reason,
+                locking.local or "nowhere: no directory for them",
+                format_duration(locking.grace or 0),
+            )
+        self._session = Session(self.namespaces.node, self._started, self._job)
+        self._choices.keep(self.namespaces.node, self._job, primary=self._primary)
+
+    def check(self) -> None:
+        """Refuse to clean what somebody else could tamper with. Root may clean for others.
+
+        Raises:
+            ConfigError: with what to do.
+            OSError: it cannot be looked at.
+        """
+        node = self.namespaces.node
+        if os.geteuid() != 0 or node.base.lstat().st_uid == 0:
+            check_layout(node)
+
+    def changed(self) -> bool:
+        """Whether the directory is not what it was, or was never made."""
+        found = identity(self.config.dir, self.namespaces.own.layout)
+        return found is None or found != self._identity
+
+    def stores(self) -> Sequence[Store]:
+        """Every namespace, our own first."""
+        return self.namespaces.all()
+
+    def space(
+        self,
+        config: Config | None = None,
+        through: Callable[[Iterator[Entry]], Iterator[Entry]] = iter,
+    ) -> Space:
+        """The budget, under these limits instead of its own; see `Space`."""
+        from shardcache.space.budget import Space  # here: it brings filelock along
+
+        node, chosen = self.namespaces.node, self.config if config is None else config
+        return Space(
+            node, self.stores, chosen, self._clock, through, self._begun, lambda v: self.evicted(v)
+        )
+
+    def owns(self, directory: str) -> bool:
+        """Whether an entry's directory is in it."""
+        return directory.startswith(f"{self.namespaces.node.base}/")
+
+    def note_use(self, key: str) -> None:
+        """Note that this job uses an entry."""
+        if self._session is not None:
+            note_use(self.namespaces.node, self._job, key)
+
+    def end_session(self) -> None:
+        """Use it no longer."""
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()

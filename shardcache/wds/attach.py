@@ -1,0 +1,210 @@
+"""WebDataset's ways in: `attach`, `url_opener`, `tar_samples`, `register`.
+
+WebDataset's pipeline is a list of stages; the one that turns URLs into streams
+(``StreamingOpen``, ``FileCache``, ``url_opener``) is replaced by ours, and those
+that take archives apart by a faster one (`samples`). Nothing here is global, so it
+works under fork, spawn and forkserver alike; only `register` writes into
+WebDataset's own table, which a spawned worker does not inherit.
+
+Streams are left open after they are yielded: WebDataset goes on reading them
+and drops them later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from shardcache.errors import ConfigError
+from shardcache.streams.prefetch import Lookahead
+from shardcache.urls import redact
+from shardcache.wds.samples import quicken, restore, tar_files, tar_samples
+
+if TYPE_CHECKING:
+    from shardcache.cache import Cache
+    from shardcache.options import Handler
+
+__all__ = ["CachedOpen", "attach", "register", "tar_files", "tar_samples", "url_opener"]
+
+_Pipeline = TypeVar("_Pipeline")
+
+
+def _reraise(exn: Exception) -> bool:
+    raise exn
+
+
+def url_opener(
+    data: Iterable[Any], handler: Handler | None = None, *, cache: Cache, **_gopen_options: Any
+) -> Iterator[dict[str, Any]]:
+    """Open the shards of a pipeline; a drop-in for WebDataset's function of this name.
+
+    Args:
+        data: ``dict(url=...)`` samples, or plain URLs; other keys are kept.
+        handler: called with the exception, the URL appended to its ``args``, when
+            a shard cannot be opened: True goes on with the next, False stops.
+            The default raises.
+        cache: reads the shards.
+        **_gopen_options: accepted for compatibility; they tune WebDataset's pipes.
+
+    Yields:
+        The same dicts with ``stream`` and, unless streamed, ``local_path``.
+
+    Raises:
+        Whatever ``handler`` raises; by default see `Cache.open`.
+    """
+    handle = _reraise if handler is None else handler
+    ahead = Lookahead(cache, data, _url_of, cache.config.prefetch)
+    for coming in ahead:
+        item = coming.item
+        sample: dict[str, Any] = item if isinstance(item, dict) else {"url": item}
+        try:
+            stream, path = coming.open()
+        except Exception as exn:  # noqa: BLE001 - the handler decides, as in WebDataset
+            exn.args = (*exn.args, redact(str(sample["url"])))
+            if handle(exn):
+                continue
+            return
+        # After it was opened: what is read now gets the connections first.
+        ahead.top_up()
+        sample["stream"] = stream
+        if path is not None:
+            sample["local_path"] = path
+        yield sample
+        # The consumer owns the stream now; holding on to it here would keep the
+        # last shard pinned while the next one is fetched.
+        del stream, sample, item, coming
+
+
+def _url_of(item: Any) -> Any:
+    return item["url"] if isinstance(item, dict) else item
+
+
+class CachedOpen:
+    """A pipeline stage that opens shards through a cache; picklable.
+
+    Args:
+        cache: reads the shards.
+        handler: as for `url_opener`.
+    """
+
+    def __init__(self, cache: Cache, handler: Handler | None = None) -> None:
+        self.cache = cache
+        self.handler = handler
+
+    def __call__(self, data: Iterable[Any]) -> Iterator[dict[str, Any]]:
+        """Run the stage; see `url_opener`."""
+        return url_opener(data, self.handler, cache=self.cache)
+
+    def __repr__(self) -> str:
+        return f"<CachedOpen {self.cache!r}>"
+
+
+def attach(dataset: _Pipeline, cache: Cache, *, fast_tar: bool = True) -> _Pipeline:
+    """Make a pipeline read its shards through ``cache``.
+
+    The stage that opens URLs is swapped in place, with its handler kept; it may
+    stand anywhere in the pipeline. Attaching again replaces the cache.
+
+    WebDataset's own stages behind it, ``tar_file_expander`` and ``group_by_keys``, are
+    replaced by one that yields the same samples in less time. Other stages stay.
+
+    What the first miss needs begins to be made ready in the background (`Cache.prepare`).
+
+    Args:
+        dataset: a ``WebDataset`` or any ``DataPipeline``.
+        cache: reads the shards.
+        fast_tar: False leaves those two as they are, or puts them back.
+
+    Returns:
+        ``dataset`` itself.
+
+    Raises:
+        ConfigError: there is no such stage in ``dataset``.
+    """
+    pipeline = getattr(dataset, "pipeline", None)
+    if not isinstance(pipeline, list):
+        raise ConfigError(
+            f"attach() takes a WebDataset or a DataPipeline, not {type(dataset).__name__}"
+        )
+    for index, stage in enumerate(pipeline):
+        replacement = _replacement(stage, cache, fast_tar)
+        if replacement is not None:
+            pipeline[index] = replacement
+            (quicken if fast_tar else restore)(pipeline)
+            cache.prepare(_first_url(pipeline))
+            return dataset
+    names = ", ".join(getattr(stage, "__name__", type(stage).__name__) for stage in pipeline)
+    raise ConfigError(
+        f"no stage of this pipeline opens URLs ({names}). Call attach() on the WebDataset itself, "
+        "or put cache.url_opener where the pipeline opens its shards."
+    )
+
+
+def _first_url(pipeline: list[Any]) -> str | None:
+    """The first shard of a pipeline that begins with a list of them."""
+    urls = getattr(pipeline[0], "urls", None)
+    return urls[0] if isinstance(urls, list) and urls and isinstance(urls[0], str) else None
+
+
+def _replacement(stage: Any, cache: Cache, fast_tar: bool) -> Any:
+    from webdataset import cache as wds_cache
+    from webdataset import tariterators
+    from webdataset.filters import FilterFunction
+
+    if isinstance(stage, (wds_cache.StreamingOpen, wds_cache.FileCache, CachedOpen)):
+        return CachedOpen(cache, stage.handler)
+    if stage is tariterators.url_opener:
+        return CachedOpen(cache)
+    if isinstance(stage, FilterFunction):
+        if stage.f is tariterators.url_opener:
+            return CachedOpen(cache, stage.kw.get("handler", next(iter(stage.args), None)))
+        if stage.f is tariterators.tarfile_samples:
+            return _TarSamples(cache, stage.args, stage.kw, fast_tar)
+    if isinstance(stage, _TarSamples):
+        return _TarSamples(cache, stage.args, stage.kw, fast_tar)
+    return None
+
+
+class _TarSamples:
+    """``tarfile_to_samples`` with its first step, the opener, replaced, or with ``fast`` all."""
+
+    def __init__(self, cache: Cache, args: tuple[Any, ...], kw: dict[str, Any], fast: bool) -> None:
+        self.cache = cache
+        self.args = args
+        self.kw = kw
+        self.fast = fast
+
+    def __call__(self, data: Iterable[Any]) -> Any:
+        return self._samples(data, *self.args, **self.kw)
+
+    def _samples(
+        self,
+        src: Iterable[Any],
+        handler: Handler = _reraise,
+        select_files: Any = None,
+        rename_files: Any = None,
+    ) -> Any:
+        from webdataset import tariterators
+
+        streams = url_opener(src, handler, cache=self.cache)
+        if self.fast and not tariterators.trace:
+            return tar_samples(streams, handler, select_files, rename_files)
+        files = tariterators.tar_file_expander(
+            streams, handler=handler, select_files=select_files, rename_files=rename_files
+        )
+        return tariterators.group_by_keys(files, handler=handler)
+
+
+def register(scheme: str, cache: Cache) -> None:
+    """Let ``cache`` open all URLs of one scheme in WebDataset's own ``gopen``.
+
+    For code whose pipeline cannot be changed. The table lives in this process:
+    forked workers inherit it, spawned ones must call this in ``worker_init_fn``.
+
+    Args:
+        scheme: for instance ``"s3"``.
+        cache: reads the shards.
+    """
+    import webdataset
+
+    webdataset.gopen_schemes[scheme] = cache.gopen

@@ -1,0 +1,170 @@
+"""What goes on, as it goes on: rates, fetches in flight, who makes them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shardcache.cache import Cache
+from shardcache.cli.top import frame
+from shardcache.stats.activity import Watcher
+from tests.conftest import make_tar
+from tests.support.clitools import Command, Screen, run_process
+from tests.support.fakes import FakeClock, MemoryOrigin
+from tests.support.storetools import begin, metadata_for, wait_until
+
+Make = Callable[..., Cache]
+URL = "s3://lab/train/0.tar"
+DATA = make_tar(0, members=40, size=100_000)
+MIB = 1 << 20
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+def test_rates_are_of_what_was_counted_meanwhile(
+    make_cache: Make, origin: MemoryOrigin, clock: FakeClock
+) -> None:
+    origin.objects[URL] = DATA
+    cache = make_cache(max_size=2 * len(DATA))
+    cache.open(URL).read()
+    watcher = Watcher(cache, clock)
+    first = watcher.look()
+    assert (first.seconds, first.total.opens, first.rate("hits")) == (None, 0, 0.0)
+    for _ in range(10):
+        cache.open(URL).close()
+    cache._here().counters.flush()
+    clock.sleep(2.0)
+    second = watcher.look()
+    assert (second.seconds, second.total.hits, second.rate("hits")) == (2.0, 10, 5.0)
+    assert second.total.misses == 0 and second.total.hit_rate == 1.0
+    assert (second.tiers[0].entries, second.tiers[0].used) == (1, len(DATA))
+    assert second.tiers[0].limit == 2 * len(DATA) and second.processes == 1
+    clock.sleep(2.0)
+    assert watcher.look().rate("hits") == 2.5  # over four seconds: the rate does not jump
+    for _ in range(4):
+        clock.sleep(2.0)
+        last = watcher.look()
+    assert last.rate("hits") == 0.0
+
+
+def test_counting_anew_makes_no_rate_negative(
+    make_cache: Make, origin: MemoryOrigin, clock: FakeClock
+) -> None:
+    origin.objects[URL] = DATA
+    cache = make_cache()
+    cache.open(URL).read()
+    watcher = Watcher(cache, clock)
+    watcher.look()
+    cache.zero_stats()
+    clock.sleep(1.0)
+    found = watcher.look()
+    assert min(found.total.counters.values()) == 0
+    assert all(n >= 0 for waits in found.total.waits.values() for n in waits.buckets.values())
+
+
+def test_a_fetch_in_flight_is_shown_with_who_makes_it(
+    make_cache: Make, origin: MemoryOrigin, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDCACHE_RANK", "3")
+    origin.objects[URL] = DATA
+    gate = threading.Event()
+    cache = make_cache(validate=lambda path: gate.wait(30) or None)
+    stream = cache.open(URL)
+    try:
+        assert stream.read(10) == DATA[:10]
+        watcher = Watcher(cache, clock)
+        whole = len(DATA)
+        wait_until(lambda: watcher.look().flights[0].written == whole)
+        (flight,) = watcher.look().flights
+        assert (flight.url, flight.size) == (URL, whole)
+        assert flight.holder is not None
+        assert (flight.holder.pid, flight.holder.rank) == (os.getpid(), 3)
+        lines = frame(watcher.look(), str(cache.dir))
+        assert "1 fetch in flight" in lines
+        assert lines[-1].split()[0] == URL
+        assert "100%" in lines[-1] and f"rank 3, pid {os.getpid()}" in lines[-1]
+    finally:
+        gate.set()
+        stream.read()
+        stream.close()
+    wait_until(lambda: not watcher.look().flights)
+    left = begin(cache.node_layout, metadata_for("s3://lab/dead.tar", DATA))
+    left.close()  # as of a process that was killed
+    assert "0 fetches in flight" in frame(watcher.look(), str(cache.dir))
+
+
+def test_what_is_counted_seldom_is_counted_seldom(
+    make_cache: Make, origin: MemoryOrigin, clock: FakeClock
+) -> None:
+    origin.objects[URL] = DATA
+    cache = make_cache()
+    watcher = Watcher(cache, clock)
+    assert watcher.look().tiers[0].entries == 0
+    cache.fetch(URL)
+    clock.sleep(4.0)
+    assert watcher.look().tiers[0].entries == 0
+    clock.sleep(2.0)
+    assert watcher.look().tiers[0].entries == 1
+
+
+# -- the command --------------------------------------------------------------------
+
+
+@pytest.fixture
+def used(tmp_path: Path) -> Path:
+    (tmp_path / "a.tar").write_bytes(make_tar(1))
+    with Cache(tmp_path / "cache", cache_local=True, min_free=0) as cache:
+        cache.fetch(str(tmp_path / "a.tar"))
+    return tmp_path / "cache"
+
+
+def test_without_a_terminal_every_look_is_printed(used: Path) -> None:
+    code, said, errors = run_process("top", "--count", "3", "--interval", "0.2", directory=used)
+    assert (code, errors) == (0, "")
+    assert said.count("shardcache top") == 3 and "\x1b" not in said
+    assert "1 shard, 20.5 KB" in said
+
+
+def test_machines_get_a_line_for_each_look(used: Path) -> None:
+    arguments = ("top", "--count", "2", "--interval", "0.2", "--format", "jsonl")
+    code, said, _ = run_process(*arguments, directory=used)
+    looks = [json.loads(line) for line in said.splitlines()]
+    assert code == 0 and [look["type"] for look in looks] == ["activity"] * 2
+    assert looks[0]["tiers"][0]["shards"] == 1 and looks[0]["at"].endswith("+00:00")
+
+
+def test_it_ends_when_it_is_interrupted(used: Path) -> None:
+    with Command("top", "--interval", "0.2", directory=used) as command:
+        assert command.process.stdout is not None
+        while "in flight" not in command.process.stdout.readline():
+            pass
+        command.process.send_signal(signal.SIGINT)
+        code, _, errors = command.end()
+    assert code == 130 and "Traceback" not in errors
+
+
+def test_on_a_terminal_it_draws_on_a_screen_of_its_own_and_leaves_the_last_look(
+    used: Path,
+) -> None:
+    with Screen("top", "--count", "2", "--interval", "0.3", directory=used) as screen:
+        text = screen.read()
+        assert screen.command.process.wait(60) == 0
+    begin, end = "\x1b[?1049h", "\x1b[?1049l"
+    assert begin in text and end in text
+    assert "in flight" in text[text.index(begin) : text.index(end)]
+    assert "0 fetches in flight" in text[text.index(end) :]
+
+
+@pytest.mark.parametrize("wrong", [("--interval", "0"), ("--count", "0"), ("--interval", "x")])
+def test_what_makes_no_sense_is_refused(used: Path, wrong: tuple[str, str]) -> None:
+    code, _, errors = run_process("top", *wrong, directory=used)
+    assert code == 2 and "Traceback" not in errors

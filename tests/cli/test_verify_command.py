@@ -1,0 +1,298 @@
+"""``shardcache verify``: what it prints, and how it ends."""
+# ruff: noqa: F401, F811  (fixtures are imported, and shadowed by arguments)
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import time
+from urllib.parse import urlsplit
+
+import pytest
+
+from shardcache.cache import Cache
+from shardcache.cli import statusline
+from shardcache.cli import verify as commands_verify
+from shardcache.store import verify
+from tests.support.clitools import SHARDS, Command, Screen, data, run, run_process, spec, warm
+from tests.support.storetools import tree
+
+SOUND = r"verified 4 shards, [\d.]+ KB in [\d.]+ m?s: nothing is wrong\n"
+
+
+@pytest.fixture
+def entries(warm, tmp_path):
+    """URL -> entry of what is cached."""
+    with Cache(tmp_path / "cache") as cache:
+        return {entry.metadata().url: entry for entry in cache.entries()}
+
+
+def flip(entry, at=1000):
+    with open(entry.data, "r+b") as file:
+        file.seek(at)
+        byte = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte[0] ^ 0x80]))
+
+
+def test_a_sound_cache_is_one_line_and_exit_0(run, warm):
+    code, out, err = run("verify")
+    assert (code, err) == (0, "")
+    assert re.fullmatch(SOUND, out)
+    assert run("verify", "-q") == (0, "", "")
+
+
+def test_where_nothing_was_cached_there_is_nothing_to_verify(run, tmp_path):
+    code, out, err = run("verify")
+    assert (code, out.startswith("verified 0 shards, 0 B")) == (0, True)
+    assert "Nothing was cached" in err
+    assert not (tmp_path / "cache").exists()
+    (tmp_path / "cache").mkdir()
+    assert run("verify")[0] == 0
+    (tmp_path / "cache" / "mine").write_text("")
+    code, out, err = run("verify")
+    assert (code, out) == (2, "")
+    assert "not a shardcache directory" in err
+
+
+def test_damage_is_exit_4_and_a_line_with_url_and_reason(run, warm, entries):
+    flip(entries[warm[1]])
+    code, out, err = run("verify")
+    line, summary = out.splitlines()
+    assert code == 4
+    assert line.split(maxsplit=2) == [
+        "damaged",
+        warm[1],
+        "its bytes changed since they were fetched",
+    ]
+    assert re.fullmatch(r"verified 4 shards, .*: 1 damaged", summary)
+    assert "--repair" in err
+    code, out, _ = run("verify", "-q")
+    assert (code, out) == (4, f"{line}\n")  # what cron has to mail
+
+
+def test_quick_compares_sizes_and_says_so(run, warm, entries):
+    flip(entries[warm[1]])
+    code, out, _ = run("verify", "--quick")
+    assert code == 0
+    assert out.startswith("compared the sizes of 4 shards, ")
+    os.truncate(entries[warm[1]].data, 1)
+    code, out, _ = run("verify", "--quick")
+    assert (code, "1 bytes, not" in out) == (4, True)
+
+
+def test_repair_sets_aside_and_the_next_read_fetches(run, warm, entries, data, meter, tmp_path):
+    flip(entries[warm[1]])
+    code, out, err = run("verify", "--repair")
+    line, summary = out.splitlines()
+    assert (code, err) == (4, "")
+    assert line.endswith(" (set aside)")
+    assert summary.endswith(": 1 damaged, 1 set aside")
+    assert run("path", warm[1])[0] == 1
+    code, path, _ = run("path", "--fetch", warm[1])
+    with open(path.strip(), "rb") as file:
+        assert file.read() == data["train-0001.tar"]
+    assert run("verify")[0] == 0
+
+
+def test_a_dry_run_of_a_repair_tells_and_touches_nothing(run, warm, entries, tmp_path):
+    flip(entries[warm[1]])
+    run("ls")
+    before = tree(tmp_path / "cache")
+    code, out, _ = run("verify", "--repair", "-n")
+    assert code == 4
+    assert out.endswith(": 1 damaged, to be set aside\n")
+    assert tree(tmp_path / "cache") == before
+    code, _, err = run("verify", "-n")
+    assert (code, "--repair" in err) == (2, True)
+
+
+def test_a_glob_and_a_sample_choose(run, warm, entries):
+    flip(entries[warm[1]])
+    assert "verified 1 shard," in run("verify", "train-0002.tar")[1]
+    assert run("verify", "*/train-0001.tar")[0] == 4
+    assert "verified 0 shards" in run("verify", "none-*")[1]
+    assert "verified 1 shard," in run("verify", "--sample", "5%")[1]
+    assert "verified 2 shards," in run("verify", "--sample", "50%")[1]
+    assert run("verify", "--sample", "100%")[0] == 4
+
+
+@pytest.mark.parametrize("value", ["0%", "5", "101%", "x%", "", "5GB"])
+def test_a_sample_that_is_no_percentage_is_refused(run, warm, value):
+    code, out, err = run("verify", "--sample", value)
+    assert (code, out) == (2, "")
+    assert "such as 5%" in err
+
+
+# -- origins -------------------------------------------------------------------
+
+
+def test_remote_asks_the_origin_once_for_each_shard(run, warm, meter):
+    meter.reset()
+    assert run("verify")[0] == 0
+    assert meter.requests() == []
+    assert re.fullmatch(SOUND, run("verify", "--remote")[1])
+    assert sorted(request.method for request in meter.requests()) == ["HEAD"] * SHARDS
+
+
+def test_what_changed_and_what_is_gone_is_exit_4(run, warm, s3, bucket):
+    s3.put(bucket, "train-0001.tar", b"x" * 10)
+    s3.client().delete_object(Bucket=bucket, Key="train-0002.tar")
+    code, out, err = run("verify", "--remote", "--quick")
+    lines = sorted(out.splitlines()[:-1])
+    assert code == 4
+    assert [line.split()[:2] for line in lines] == [["changed", warm[1]], ["gone", warm[2]]]
+    assert "10 bytes instead of" in lines[0]
+    assert out.splitlines()[-1].endswith(": 1 changed at the origin, 1 gone from the origin")
+    assert "shardcache rm" in err
+    run("rm", "-y", warm[1])
+    run("prewarm", warm[1])
+    code, out, _ = run("verify", "--remote")
+    assert (code, "changed" in out) == (4, False)
+
+
+def test_an_origin_that_does_not_answer_is_exit_3(run, warm, meter, monkeypatch):
+    monkeypatch.setenv("SHARDCACHE_ATTEMPTS", "1")
+    meter.close()
+    code, out, _ = run("verify", "--remote")
+    lines = out.splitlines()
+    assert code == 3
+    assert [line.split()[0] for line in lines[:-1]] == ["unreachable"] * SHARDS
+    assert "does not answer" in out
+    assert lines[-1].endswith(": 4 whose origin could not be asked")
+
+
+def test_damage_counts_more_than_an_origin_that_does_not_answer(
+    run, warm, entries, meter, monkeypatch
+):
+    monkeypatch.setenv("SHARDCACHE_ATTEMPTS", "1")
+    flip(entries[warm[1]])
+    meter.close()
+    assert run("verify", "--remote")[0] == 4
+
+
+# -- for machines --------------------------------------------------------------
+
+
+def test_json_has_what_is_wrong_and_the_sums(run, warm, entries, data):
+    flip(entries[warm[1]])
+    code, out, _ = run("verify", "--json")
+    found = json.loads(out)
+    entry = entries[warm[1]]
+    assert code == 4
+    assert (found["schema"], found["command"]) == (1, "verify")
+    assert found["findings"] == [
+        {
+            "state": "damaged",
+            "url": warm[1],
+            "reason": "its bytes changed since they were fetched",
+            "size": entry.size,
+            "set_aside": False,
+            "key": entry.key,
+            "version": entry.version,
+            "dir": entry.directory,
+        }
+    ]
+    seconds = found["summary"].pop("seconds")
+    assert 0 < seconds < 60
+    assert found["summary"] == {
+        "quick": False,
+        "remote": False,
+        "repair": False,
+        "dry_run": False,
+        "sample": 1.0,
+        "interrupted": False,
+        "verified": 4,
+        "verified_bytes": sum(map(len, data.values())),
+        "ok": 3,
+        "damaged": 1,
+        "unchecked": 0,
+        "changed": 0,
+        "gone": 0,
+        "unreachable": 0,
+        "set_aside": 0,
+    }
+
+
+def test_json_lines_end_with_the_sums(run, warm, entries):
+    flip(entries[warm[1]])
+    (entries[warm[2]].path / "meta.json").unlink()
+    _, out, _ = run("verify", "--repair", "--format", "jsonl")
+    *findings, summary = map(json.loads, out.splitlines())
+    assert [found["type"] for found in findings] == ["finding"] * 2
+    assert {found["url"] for found in findings} == {warm[1], None}
+    assert (summary["type"], summary["damaged"], summary["set_aside"]) == ("summary", 2, 2)
+
+
+def test_tsv_has_a_row_for_what_is_wrong(run, warm, entries):
+    flip(entries[warm[1]])
+    heading, row = run("verify", "--format", "tsv")[1].splitlines()
+    assert heading.split("\t")[:5] == ["state", "url", "reason", "size", "set_aside"]
+    assert row.split("\t")[:2] == ["damaged", warm[1]]
+
+
+def test_what_a_sidecar_says_cannot_steer_a_terminal(run, warm, entries):
+    meta = entries[warm[1]].path / "meta.json"
+    record = json.loads(meta.read_text())
+    meta.write_text(json.dumps({**record, "url": "s3://b/\x1b[2J\nx.tar", "digest": "0"}))
+    code, out, _ = run("verify")
+    assert (code, "\x1b" in out, len(out.splitlines())) == (4, False, 2)
+
+
+# -- as a process --------------------------------------------------------------
+
+
+@pytest.fixture
+def silent(meter, warm):
+    """In place of the origin, what takes connections and says nothing."""
+    address = urlsplit(meter.endpoint_url)
+    meter.close()
+    with socket.create_server((address.hostname, address.port)) as server:
+        server.settimeout(60)
+        yield server
+
+
+def test_progress_is_redrawn_on_a_terminal_and_gone_at_the_end(silent, tmp_path):
+    environment = {"SHARDCACHE_ATTEMPTS": "1"}
+    with Screen(
+        "verify", "--remote", directory=tmp_path / "cache", environment=environment
+    ) as screen:
+        screen.read(until=r"\r100%, 0/4 shards, [\d.]+ KB of [\d.]+ KB, .*/s, ETA .*\x1b\[K")
+        silent.close()
+        text = screen.read()
+    # What it found is not written behind what was drawn.
+    assert re.search(r"\r\x1b\[K(\x1b\[\d+m)?unreachable", text)
+    assert text.endswith(": 4 whose origin could not be asked\r\n")
+
+
+def test_progress_is_a_line_now_and_then_elsewhere(run, warm, monkeypatch):
+    real = verify.read_blocks
+
+    def slowly(fd):
+        time.sleep(0.2)
+        return real(fd)
+
+    monkeypatch.setattr(statusline, "LINE_EVERY", 0.02)
+    monkeypatch.setattr(verify, "read_blocks", slowly)
+    code, out, err = run("verify")
+    assert code == 0
+    assert re.fullmatch(SOUND, out)
+    assert re.match(r"\d+%, \d/4 shards, [\d.]+ K?B of [\d.]+ KB, .*/s, ETA ", err)
+    assert "\x1b" not in err
+    assert run("verify", "--no-progress")[2] == ""
+
+
+def test_interrupted_it_says_how_far_it_came(silent, tmp_path):
+    environment = {"SHARDCACHE_TIMEOUT": "1s"}
+    with Command(
+        "verify", "--remote", directory=tmp_path / "cache", environment=environment
+    ) as command:
+        connection, _ = silent.accept()
+        with connection:
+            command.process.send_signal(signal.SIGINT)
+            code, out, _ = command.end()
+    assert code == 130
+    assert out.startswith("interrupted: verified 0 shards")

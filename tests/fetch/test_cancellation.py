@@ -1,0 +1,89 @@
+"""`Cache.cancel` ends every wait of the process: fetches, retries, other processes' fetches."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from shardcache.cache import Cache
+from shardcache.errors import FetchCancelledError
+from shardcache.fetch.cancellation import Cancellation
+from shardcache.locks.flock import Holder, KeyLock
+from tests.conftest import make_tar
+from tests.support.fakes import FakeClock, Fault, MemoryOrigin
+from tests.support.storetools import PATIENCE
+
+pytestmark = pytest.mark.failure("interrupts")
+
+URL = "s3://lab/a.tar"
+
+
+def test_a_wait_that_is_called_off_says_so() -> None:
+    clock, source = FakeClock(), Cancellation()
+    watch = source.watch(URL, clock)
+    watch.sleep(1.0)
+    assert clock.elapsed == 1.0
+    clock.on_sleep.append(source.call_off)
+    with pytest.raises(FetchCancelledError, match=URL):
+        watch.sleep(60.0)
+    assert clock.elapsed < 2.0  # it did not sleep to the end
+    with pytest.raises(FetchCancelledError):
+        watch.check()
+    clock.on_sleep.clear()
+    source.watch(URL, clock).sleep(1.0)  # what begins later is not called off
+
+
+def caught_in(cache: Cache, until: Callable[[], bool]) -> list[BaseException]:
+    """What a thread that opens the shard raises when the cache is cancelled."""
+    found: list[BaseException] = []
+
+    def read() -> None:
+        try:
+            cache.open(URL).close()
+        except BaseException as exn:
+            found.append(exn)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    end = time.monotonic() + PATIENCE
+    while not until():
+        assert time.monotonic() < end and thread.is_alive(), found
+        time.sleep(0.01)
+    cache.cancel()
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+    return found
+
+
+def test_a_wait_for_another_process_is_called_off(
+    make_cache: Callable[..., Cache], origin: MemoryOrigin
+) -> None:
+    origin.objects[URL] = make_tar(1)
+    cache = make_cache()
+    layout = cache._here().namespaces.own.layout
+    lock = KeyLock(layout.key_lock(cache.parse(URL).key))
+    assert lock.try_acquire(Holder(1, "node", None, None, 0.0))
+    try:
+        begun = time.monotonic()
+        [error] = caught_in(cache, lambda: time.monotonic() - begun > 0.5)
+        assert isinstance(error, FetchCancelledError)
+    finally:
+        lock.release()
+    with cache.open(URL) as stream:  # and the cache goes on
+        assert stream.read() == make_tar(1)
+
+
+def test_retries_of_the_first_request_are_called_off(
+    make_cache: Callable[..., Cache], origin: MemoryOrigin
+) -> None:
+    origin.objects[URL] = make_tar(1)
+    origin.faults.extend(Fault(after=None) for _ in range(100))
+    cache = make_cache(attempts=100)
+    [error] = caught_in(cache, lambda: len(origin.requests) >= 4)
+    assert isinstance(error, FetchCancelledError)
+    origin.faults.clear()
+    with cache.open(URL) as stream:
+        assert stream.read() == make_tar(1)

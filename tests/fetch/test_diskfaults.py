@@ -1,0 +1,806 @@
+"""Disks that are full, read-only, failing or gone: reads go on, with one warning.
+
+The faults are real: small filesystems, limits of the process, remounts and unmounts, and a
+FUSE filesystem that answers with an error where no other way makes a kernel do it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import logging
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardcache import Cache, CacheFullError, ConfigError, TransferError
+from shardcache.config import Config
+from shardcache.layout import META, Layout
+from shardcache.space.breaker import FULL
+from shardcache.space.eviction import ENTRY_INODES, Limits, Reason, plan
+from shardcache.space.volume import Volume
+from tests.conftest import make_tar
+from tests.support.disktools import disk, remount, unmount
+from tests.support.fakes import FakeClock, MemoryOrigin
+from tests.support.fuseshim import Shim, mounted, needs_fuse
+from tests.support.storetools import Parent, forked, needs_root, no_descriptor_left, wait_until
+
+URL = "s3://lab/train-0000.tar"
+OLD = "s3://lab/old.tar"
+SMALL = make_tar(1, members=1, size=10_000)
+MIB = 1 << 20
+MakeCache = Callable[..., Cache]
+
+
+def shards(origin: MemoryOrigin, count: int, size: int = 0) -> list[str]:
+    """Objects at the origin, small ones or of about ``size`` bytes."""
+    urls = [f"s3://lab/{n:04d}.tar" for n in range(count)]
+    for n, url in enumerate(urls):
+        origin.objects[url] = make_tar(n, 1, size // 2) if size else make_tar(n, 1, 10)
+    return urls
+
+
+def read(cache: Cache, url: str, origin: MemoryOrigin) -> bool:
+    """Read a shard, which must be right; whether it is on the disk."""
+    with cache.open(url) as stream:
+        assert stream.read() == origin.objects[url]
+        return stream.name != url
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def leftovers(cache: Cache) -> list[str]:
+    layout = Layout.of_root(cache.dir)
+    return os.listdir(layout.partial) + os.listdir(layout.quarantine)
+
+
+def long_ago(cache: Cache) -> None:
+    """As if jobs that are over had used what is there."""
+    for entry in cache.entries():
+        os.utime(entry.path / META, (1_735_700_000 + entry.used % 1000,) * 2)
+
+
+# -- errors at every step ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shim]:
+    needs_fuse()
+    with mounted(tmp_path_factory.mktemp("shim")) as made:
+        yield made
+
+
+#: step -> (operation, path below the root)
+STEPS = {
+    "directory of the lock": ("mkdir", "v1/locks/*"),
+    "lock": ("create", "v1/locks/*"),
+    "record of the lock": ("write", "v1/locks/*"),
+    "budget lock": ("create open", "v1/locks/budget.lock"),
+    "partial": ("mkdir", "v1/partial/*"),
+    "data file": ("create", "v1/partial/*.tar"),
+    "data": ("write", "v1/partial/*.tar"),
+    "progress file": ("create", "v1/partial/*/progress"),
+    "progress": ("write", "v1/partial/*/progress"),
+    "sidecar": ("create", "v1/partial/*meta.json*"),
+    "sidecar's bytes": ("write", "v1/partial/*meta.json*"),
+    "sidecar's name": ("rename rename2", "v1/partial/*meta.json*"),
+    "sync": ("fsync fsyncdir", "v1/partial/*"),
+    "permissions": ("setattr", "v1/partial/*.tar"),
+    "directory of the key": ("mkdir", "v1/objects/*"),
+    "publishing": ("rename rename2", "v1/objects/*"),
+}
+#: Steps without which a shard is stored all the same; the second where there is no room.
+SPARE = {"record of the lock", "budget lock"}
+
+
+def is_spare(step: str, number: int) -> bool:
+    return step in SPARE and (step == "record of the lock" or number in FULL)
+
+
+@pytest.fixture
+def on_shim(shim: Shim, make_cache: MakeCache, origin: MemoryOrigin, tmp_path: Path) -> Iterator:
+    """Makes the cache of this test on the shim."""
+    origin.objects[URL] = SMALL
+    origin.objects[OLD] = make_tar(2, members=1, size=20_000)
+
+    def make(**options: object) -> Cache:
+        options = {"locks": "flock", "fsync": "fsync", **options}
+        return make_cache(dir=shim.root / tmp_path.name, **options)
+
+    yield make
+    shim.heal()
+
+
+@pytest.mark.failure("disk-errors")
+@pytest.mark.parametrize(
+    ("step", "number"),
+    [(step, number) for number in (errno.ENOSPC, errno.EIO) for step in STEPS]
+    + [(s, n) for n in (errno.EDQUOT, errno.EROFS) for s in ("lock", "data", "publishing")],
+    ids=lambda value: errno.errorcode.get(value, value),
+)
+def test_a_disk_that_refuses_a_step_costs_no_read(
+    on_shim: MakeCache, shim: Shim, origin: MemoryOrigin, caplog, step: str, number: int
+) -> None:
+    cache = on_shim(max_size="100TB")  # without a budget nobody asks for its lock
+    operation, pattern = STEPS[step]
+    rule = shim.fail(operation, f"{cache.dir.name}/{pattern}", error=number, times=-1)
+    with no_descriptor_left():
+        stored = [read(cache, URL, origin) for _ in range(2)]
+    assert shim.struck(rule) >= 1
+    assert stored == [is_spare(step, number)] * 2
+    assert len(warnings(caplog)) == (not is_spare(step, number)), warnings(caplog)
+    assert leftovers(cache) == []
+    shim.heal()
+    fresh = on_shim()  # it does not know of faults
+    assert read(fresh, URL, origin)
+    assert leftovers(cache) == []
+
+
+@pytest.mark.failure("disk-errors")
+@pytest.mark.parametrize("step", [step for step in STEPS if step not in SPARE])
+def test_a_full_disk_is_tried_once_more_when_there_is_room(
+    on_shim: MakeCache, shim: Shim, origin: MemoryOrigin, caplog, step: str
+) -> None:
+    cache = on_shim()
+    cache.fetch(OLD)
+    long_ago(cache)
+    operation, pattern = STEPS[step]
+    number = errno.ENOSPC if len(step) % 2 else errno.EDQUOT
+    rule = shim.fail(operation, f"{cache.dir.name}/{pattern}", error=number, times=1)
+    origin.requests.clear()
+    assert read(cache, URL, origin)
+    assert shim.struck(rule) == 1
+    assert OLD not in cache
+    assert warnings(caplog) == []
+    assert leftovers(cache) == []
+    assert len(origin.requests) <= 2
+
+
+@pytest.mark.failure("disk-errors")
+def test_with_strict_faults_are_raised(on_shim: MakeCache, shim: Shim) -> None:
+    cache = on_shim(strict=True)
+    shim.fail("create", f"{cache.dir.name}/v1/partial/*", error=errno.EIO, times=-1)
+    for _ in range(5):  # no breaker hides them
+        with pytest.raises(OSError) as caught:
+            cache.open(URL)
+        assert caught.value.errno == errno.EIO and not isinstance(caught.value, TransferError)
+
+
+@pytest.mark.failure("disk-errors", "bad-reads")
+def test_a_disk_that_cannot_be_written_is_left_alone_for_a_while(
+    shim: Shim, origin: MemoryOrigin, tmp_path: Path, caplog
+) -> None:
+    caplog.set_level(logging.INFO)
+    clock = FakeClock()
+    config = Config(shim.root / tmp_path.name, min_free=0, locks="flock")
+    urls = shards(origin, 8)
+
+    def tries() -> int:
+        # A shard has been streamed before the fetch beside it has given up altogether; and
+        # after a minute somebody looks whether there is something to clean.
+        busy = ("-fetch", "-clean")
+        wait_until(lambda: not any(t.name.endswith(busy) for t in threading.enumerate()))
+        return shim.calls("create") + shim.calls("mkdir")
+
+    with Cache.from_config(config, clock=clock) as cache:
+        cache._here().coordinator()
+        cache._here().origins.add("s3", origin)
+        assert read(cache, urls[0], origin)
+        shim.fail("create mkdir", f"{cache.dir.name}/*", error=errno.EIO, times=-1)
+        stored = [read(cache, url, origin) for url in urls[1:4]]
+        assert stored == [False] * 3
+        assert len(warnings(caplog)) == 2  # of the fault, and of what follows from it
+        assert "It is not written for 1m, then tried again" in warnings(caplog)[1]
+        asked = tries()
+        assert not read(cache, urls[4], origin)
+        assert read(cache, urls[0], origin)  # hits are hits
+        assert tries() == asked
+        clock.sleep(60)
+        assert not read(cache, urls[4], origin)  # one tries
+        tried = tries()
+        assert tried > asked
+        assert not read(cache, urls[5], origin)
+        assert tries() == tried
+        shim.heal()
+        assert not read(cache, urls[5], origin)
+        clock.sleep(120)
+        assert read(cache, urls[5], origin)
+        assert all(read(cache, url, origin) for url in urls)
+    assert len(warnings(caplog)) == 2
+    assert len([r for r in caplog.records if "can be written again" in r.getMessage()]) == 1
+
+
+@pytest.mark.failure("disk-errors")
+def test_a_missing_object_does_not_end_the_pause_nor_lengthen_it(
+    shim: Shim, origin: MemoryOrigin, tmp_path: Path
+) -> None:
+    clock = FakeClock()
+    config = Config(shim.root / tmp_path.name, min_free=0, locks="flock")
+    urls = shards(origin, 5)
+    with Cache.from_config(config, clock=clock) as cache:
+        cache._here().coordinator()
+        cache._here().origins.add("s3", origin)
+        shim.fail("create", f"{cache.dir.name}/*", error=errno.EIO, times=-1)
+        for url in urls[:3]:
+            read(cache, url, origin)
+        shim.heal()
+        clock.sleep(60)
+        with pytest.raises(FileNotFoundError):
+            cache.open("s3://lab/none.tar")  # this one tried
+        assert read(cache, urls[4], origin)
+
+
+# -- room ------------------------------------------------------------------------------------
+
+
+@needs_root
+@pytest.mark.failure("disk-errors")
+def test_a_full_disk_is_filled_no_further_and_stays_usable(
+    make_cache: MakeCache, origin: MemoryOrigin, tmp_path: Path, caplog
+) -> None:
+    urls = shards(origin, 12, MIB)
+    with disk(tmp_path / "disk", "size=8m") as path:
+        first = make_cache(dir=path / "cache", min_free=0)
+        stored = [read(first, url, origin) for url in urls]
+        assert stored == [True] * 7 + [False] * 5
+        assert len(warnings(caplog)) == 1
+        assert leftovers(first) == []
+        first.close()
+        long_ago(first)
+        second = make_cache(dir=path / "cache", min_free=0)  # another job
+        stored = [read(second, url, origin) for url in reversed(urls)]
+        assert stored[:7] == [True] * 7  # five of them in the place of others
+        second.close()
+
+
+@needs_root
+@pytest.mark.failure("disk-errors")
+def test_room_that_others_take_is_no_fault(
+    make_cache: MakeCache, origin: MemoryOrigin, tmp_path: Path, caplog
+) -> None:
+    """The disk is full although the plan said that it is not: at the write."""
+    urls = shards(origin, 3, MIB)
+    with disk(tmp_path / "disk", "size=8m") as path:
+        cache = make_cache(dir=path / "cache", min_free=0)
+        read(cache, urls[0], origin)
+        long_ago(cache)
+        real = Layout.new_partial
+
+        def beaten(self: Layout, key: str, version: str) -> Path:
+            if not (path / "hog").exists():
+                (path / "hog").write_bytes(bytes(6 * MIB + MIB // 2))
+            return real(self, key, version)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Layout, "new_partial", beaten)
+            assert read(cache, urls[1], origin)
+        assert urls[0] not in cache  # it made room
+        assert not read(cache, urls[2], origin)  # now nothing may go
+        assert len(warnings(caplog)) == 1
+        assert leftovers(cache) == []
+        cache.close()
+
+
+@needs_root
+@pytest.mark.failure("inodes")
+def test_a_disk_without_inodes_makes_room_by_number(
+    make_cache: MakeCache, origin: MemoryOrigin, tmp_path: Path, caplog
+) -> None:
+    caplog.set_level(logging.INFO)
+    urls = shards(origin, 40)
+    with disk(tmp_path / "disk", "size=32m,nr_inodes=100") as path:
+        first = make_cache(dir=path / "cache", min_free=0)
+        stored = [read(first, url, origin) for url in urls]
+        assert 10 < sum(stored) < 30
+        assert len(warnings(caplog)) == 1 and "inodes" in warnings(caplog)[0]
+        with pytest.raises(CacheFullError, match=r"\d+ inodes .*df -i"):
+            for url in urls[-3:]:  # a sweep may find room for one
+                first.fetch(url)
+        first.close()
+        long_ago(first)
+        caplog.clear()
+        second = make_cache(dir=path / "cache", min_free=0)
+        assert all(read(second, url, origin) for url in urls[-8:])
+        assert warnings(caplog) == []
+        assert len(list(second.entries())) > 10  # no more than it takes
+        assert [r for r in caplog.records if "(inodes)" in r.getMessage()]
+        assert not [r for r in caplog.records if "the disk is full" in r.getMessage()]
+        second.close()
+
+
+@needs_root
+@pytest.mark.failure("inodes")
+def test_inodes_that_others_take_are_found_by_eviction(
+    make_cache: MakeCache, origin: MemoryOrigin, tmp_path: Path
+) -> None:
+    """None is left for so much as a lock."""
+    urls = shards(origin, 10)
+    with disk(tmp_path / "disk", "size=32m,nr_inodes=120") as path:
+        cache = make_cache(dir=path / "cache", min_free=0)
+        for url in urls[:9]:
+            read(cache, url, origin)
+        long_ago(cache)
+        number = 0
+        with contextlib.suppress(OSError):
+            while True:
+                (path / str(number)).touch()
+                number += 1
+        assert Volume.of(path).free_inodes == 0
+        assert read(cache, urls[9], origin)
+        assert leftovers(cache) == []
+        assert len(list(cache.entries())) >= 5
+        cache.close()
+
+
+@needs_root
+@pytest.mark.failure("inodes")
+def test_the_floor_counts_inodes(
+    make_cache: MakeCache, origin: MemoryOrigin, tmp_path: Path
+) -> None:
+    urls = shards(origin, 40)
+    with disk(tmp_path / "disk", "size=32m,nr_inodes=200") as path:
+        cache = make_cache(dir=path / "cache", min_free="50%")
+        stored = [read(cache, url, origin) for url in urls]
+        assert 5 < sum(stored) < 30
+        assert 100 <= Volume.of(path).free_inodes < 100 + 12
+        (path / "taken").mkdir()
+        for number in range(30):
+            (path / "taken" / str(number)).touch()
+        long_ago(cache)
+        cache.close()
+        dry = cache.clean(dry_run=True)
+        wet = cache.clean()
+        assert [r.name for r in dry.removed] == [r.name for r in wet.removed]
+        assert wet.count(Reason.INODES) == len(wet.removed) < sum(stored)
+        assert Volume.of(path).free_inodes >= 100
+        cache.close()
+
+
+@pytest.mark.failure("inodes")
+def test_a_plan_frees_inodes_by_the_entry_and_says_how_many_are_missing(
+    make_cache: MakeCache, origin: MemoryOrigin
+) -> None:
+    cache = make_cache()
+    for url in shards(origin, 4):
+        cache.fetch(url)
+    entries = sorted(cache.entries(), key=lambda entry: (entry.used, entry.key))
+    now = time.time()
+    found = plan(entries, Limits(inodes_needed=ENTRY_INODES + 1), now)
+    assert [victim.reason for victim in found.victims] == [Reason.INODES] * 2
+    assert found.suffices and found.missing_inodes == 0
+    found = plan(entries, Limits(inodes_needed=100), now)
+    assert len(found.victims) == 4 and not found.suffices
+    assert (found.missing, found.missing_inodes) == (0, 100 - 4 * ENTRY_INODES)
+    assert plan(entries, Limits(), now).victims == ()
+
+
+@pytest.mark.failure("inodes")
+def test_a_filesystem_that_counts_no_inodes_lacks_none() -> None:
+    assert Volume(100, 10, inodes=0, free_inodes=0).lacks_inodes(50) == 0
+    assert Volume(100, 10, inodes=60, free_inodes=20).lacks_inodes(50) == 30
+
+
+@needs_root
+@pytest.mark.failure("unlinked-open-space")
+@pytest.mark.parametrize("min_free", [0, "2MB"])
+def test_evicted_files_that_somebody_has_open_do_not_empty_the_cache(
+    make_cache: MakeCache, origin: MemoryOrigin, tmp_path: Path, caplog, min_free: object
+) -> None:
+    """A program that opens shards by their paths, and pins nothing."""
+    urls = shards(origin, 20, MIB)
+    with disk(tmp_path / "disk", "size=16m") as path:
+        cache = make_cache(dir=path / "cache", min_free=min_free)
+        for url in urls[:10]:
+            assert read(cache, url, origin)
+        long_ago(cache)
+        readers = [os.open(entry.data, os.O_RDONLY) for entry in cache.entries()]
+        hog = path / "hog"
+        hog.write_bytes(bytes(Volume.of(path).free - 3 * MIB))
+        for url in urls[10:]:
+            begun = origin.delivered
+            read(cache, url, origin)
+        # What cannot be stored is not fetched to see that (and nothing was stored last).
+        assert origin.delivered - begun == len(origin.objects[url])
+        # Room for one or two newcomers, and what was evicted for the third.
+        old = [url for url in urls[:10] if url in cache]
+        assert len(old) >= 8
+        assert len([w for w in warnings(caplog) if "open by their paths" in w]) == 1
+        # What comes back is used, and no more is evicted for it.
+        for reader in readers:
+            os.close(reader)
+        hog.unlink()
+        assert read(cache, urls[-1], origin)
+        assert [url for url in urls[:10] if url in cache] == old
+        cache.close()
+
+
+@needs_root
+@pytest.mark.failure("unlinked-open-space")
+def test_what_one_process_evicted_in_vain_all_of_the_node_know(
+    make_cache: MakeCache, origin: MemoryOrigin, tmp_path: Path
+) -> None:
+    urls = shards(origin, 20, MIB)
+    with disk(tmp_path / "disk", "size=16m") as path:
+        cache = make_cache(dir=path / "cache", min_free=0)
+        for url in urls[:10]:
+            assert read(cache, url, origin)
+        long_ago(cache)
+        cache.close()
+        readers = [os.open(entry.data, os.O_RDONLY) for entry in cache.entries()]
+        (path / "hog").write_bytes(bytes(Volume.of(path).free - MIB // 2))
+
+        def job(parent: Parent, number: int) -> None:
+            mine = make_cache(dir=path / "cache", min_free=0)
+            mine._here().coordinator()
+            mine._here().origins.add("s3", origin)
+            parent.say(read(mine, urls[10 + number], origin))
+
+        for number in range(6):
+            with forked(job, number) as child:
+                assert not child.hear()
+        assert len([url for url in urls[:10] if url in cache]) >= 8
+        for reader in readers:
+            os.close(reader)
+        cache.close()
+
+
+# -- limits of the process -----------------------------------------------------------------
+
+
+@pytest.mark.failure("disk-errors")
+def test_a_file_that_may_not_grow_so_large_is_streamed(
+    make_cache: MakeCache, origin: MemoryOrigin, caplog
+) -> None:
+    """RLIMIT_FSIZE, as on filesystems with a largest file (vfat)."""
+    origin.objects[URL] = make_tar(1, members=1, size=MIB)
+    cache = make_cache()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # as Python starts
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB // 2, hard))
+    try:
+        assert [read(cache, URL, origin) for _ in range(5)] == [False] * 5
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    assert len(warnings(caplog)) == 1 and "File too large" in warnings(caplog)[0]
+    assert leftovers(cache) == []
+    assert read(cache, URL, origin)
+
+
+@contextlib.contextmanager
+def few_descriptors(left: int) -> Iterator[None]:
+    """No more than ``left`` files can be opened."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(fd) for fd in os.listdir("/proc/self/fd"))
+    hoard: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1 + left, hard))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                hoard.append(os.dup(0))
+        for _ in range(left):
+            os.close(hoard.pop())
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in hoard:
+            os.close(fd)
+
+
+@pytest.mark.failure("descriptors")
+@pytest.mark.parametrize("left", range(12))
+def test_too_few_descriptors_cost_nothing_that_is_there(
+    make_cache: MakeCache, origin: MemoryOrigin, caplog, left: int
+) -> None:
+    """However many are left: some step is the one that fails."""
+    urls = shards(origin, 3)
+    cache = make_cache()
+    entry = cache.fetch(urls[0])
+    before = entry.path.stat().st_ino
+    with io.BufferedReader(cache._opener._healer.stream(cache.parse(urls[0]))) as stream:
+        stream.read()  # so that no module has to be imported when there is no way to
+    with few_descriptors(left):
+        for url in urls:
+            read(cache, url, origin)
+    assert entry.path.stat().st_ino == before
+    assert len(warnings(caplog)) <= 1
+    assert cache._here().reading.closed and cache._here().writing.closed
+    # What was begun then may still end as it was to end then.
+    wait_until(lambda: not cache._here().fetchings.unfinished())
+    assert all(read(cache, url, origin) for url in urls)
+    wait_until(lambda: leftovers(cache) == [])  # removing takes descriptors, too
+
+
+@pytest.mark.failure("descriptors")
+@pytest.mark.usefixtures("s3_environment")
+def test_too_few_descriptors_for_the_origin_too_are_named(
+    s3: Any, bucket: str, tmp_path: Path
+) -> None:
+    s3.put(bucket, "a.tar", SMALL)
+    url = f"s3://{bucket}/a.tar"
+    with Cache(tmp_path / "cache", min_free=0, attempts=2) as cache:
+        cache._here().coordinator()
+        with few_descriptors(0), pytest.raises(TransferError) as caught:
+            cache.open(url)
+        text = str(caught.value)
+        assert url in text and "too many open files" in text and "ulimit -n" in text
+        assert caught.value.errno == errno.EMFILE
+        with cache.open(url) as stream:
+            assert stream.read() == SMALL and stream.name != url
+
+
+# -- read-only -----------------------------------------------------------------------------
+
+
+@needs_root
+@pytest.mark.failure("read-only")
+def test_a_read_only_mount_serves_hits_and_misses_with_one_warning(
+    make_cache: MakeCache, origin: MemoryOrigin, tmp_path: Path, caplog
+) -> None:
+    """A prewarmed cache in an image, or on a disk that the node may only read."""
+    urls = shards(origin, 6)
+    writer = make_cache(dir=tmp_path / "cache")
+    for url in urls[:3]:
+        writer.fetch(url)
+    writer.close()
+    mirror = tmp_path / "mirror"
+    mirror.mkdir()
+    subprocess.run(["mount", "--bind", str(writer.dir), str(mirror)], check=True)
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", str(mirror)], check=True)
+        origin.requests.clear()
+        cache = make_cache(dir=mirror)
+        assert not read(cache, urls[3], origin)
+        assert cache._here().writing.left > 0  # once is enough to know
+        assert [read(cache, url, origin) for url in urls] == [True] * 3 + [False] * 3
+        assert {url for url, _, _ in origin.requests} == set(urls[3:])
+        assert len(warnings(caplog)) == 1 and "Read-only file system" in warnings(caplog)[0]
+        with pytest.raises(OSError) as caught:
+            cache.fetch(urls[4])
+        assert caught.value.errno == errno.EROFS
+        cache.close()
+        strict = make_cache(dir=mirror, strict=True)
+        assert read(strict, urls[0], origin)
+        with pytest.raises(OSError) as caught:
+            strict.open(urls[4])
+        assert caught.value.errno == errno.EROFS
+        strict.close()
+    finally:
+        unmount(mirror)
+
+
+@needs_root
+@pytest.mark.failure("read-only", "disk-errors")
+def test_a_disk_that_turns_read_only_under_a_job(
+    origin: MemoryOrigin, tmp_path: Path, caplog
+) -> None:
+    """As ext4 does after an error; and when somebody has mended it."""
+    urls = shards(origin, 6)
+    clock = FakeClock()
+    with disk(tmp_path / "disk", "size=32m") as path:
+        with Cache.from_config(Config(path / "cache", min_free=0), clock=clock) as cache:
+            cache._here().coordinator()
+            cache._here().origins.add("s3", origin)
+            assert [read(cache, url, origin) for url in urls[:2]] == [True] * 2
+            with cache.open(urls[0]) as stream:
+                cache.close()  # a mount that is written cannot become read-only: the session
+                remount(path, "ro")
+                assert stream.read() == origin.objects[urls[0]]
+            cache._here().coordinator()
+            cache._here().origins.add("s3", origin)
+            stored = [read(cache, url, origin) for url in urls]
+            assert stored == [True] * 2 + [False] * 4
+            assert len(warnings(caplog)) == 1
+            remount(path, "rw")
+            clock.sleep(60)
+            assert all(read(cache, url, origin) for url in urls)
+        assert len(warnings(caplog)) == 1
+
+
+# -- a disk that goes away -----------------------------------------------------------------
+
+
+@pytest.fixture
+def ram(tmp_path: Path) -> Iterator[Path]:
+    if os.geteuid() != 0:
+        pytest.skip("mounting needs root")
+    with disk(tmp_path / "ram", "size=32m") as path:
+        yield path
+
+
+@pytest.mark.failure("vanished-disk")
+@pytest.mark.parametrize("below", ["", "cache"], ids=["the mountpoint", "a directory on it"])
+@pytest.mark.parametrize("how", ["unmounted", "mounted again", "emptied", "hidden"])
+def test_a_ram_disk_that_goes_away_is_begun_anew(
+    make_cache: MakeCache, origin: MemoryOrigin, ram: Path, caplog, how: str, below: str
+) -> None:
+    urls = shards(origin, 6)
+    cache = make_cache(dir=ram / below)
+    assert all(read(cache, url, origin) for url in urls[:3])
+    with cache.open(urls[0]) as held:
+        held.read(100)
+        with contextlib.ExitStack() as stack:
+            if how != "emptied":
+                if how != "hidden":
+                    unmount(ram)
+                if how != "unmounted":
+                    stack.enter_context(disk(ram, "size=32m"))
+            else:
+                shutil.rmtree(ram / "cache" if below else ram, ignore_errors=True)
+            ram.chmod(0o700)
+            # The first of these is a hit no more; all are stored where the root is now.
+            assert all(read(cache, url, origin) for url in urls)
+            assert all(read(cache, url, origin) for url in urls)
+            assert len(warnings(caplog)) == 1 and "another directory than before" in caplog.text
+            assert (cache.dir / "manifest.json").exists()
+            assert cache.dir.stat().st_mode & 0o777 == 0o700
+            assert len(list(cache.entries())) == 6
+            sessions = Layout.of_root(cache.dir).sessions
+            assert len(list(sessions.glob("*.session"))) == 1  # the job is known there too
+            # What was open goes on, wherever it is now.
+            assert held.read() == origin.objects[urls[0]][100:]
+            cache.close()
+            assert list(sessions.glob("*.session")) == []
+
+
+@pytest.mark.failure("vanished-disk")
+def test_a_disk_with_a_cache_of_its_own_takes_the_place_of_another(
+    make_cache: MakeCache, origin: MemoryOrigin, ram: Path, tmp_path: Path
+) -> None:
+    urls = shards(origin, 3)
+    with disk(tmp_path / "other", "size=32m") as other:
+        prepared = make_cache(dir=other)
+        prepared.fetch(urls[0])
+        long_ago(prepared)
+        prepared.close()
+        cache = make_cache(dir=ram)
+        assert read(cache, urls[0], origin)
+        assert ram.stat().st_ino == other.stat().st_ino  # of all tmpfs: only the device differs
+        subprocess.run(["mount", "--bind", str(other), str(ram)], check=True)
+        origin.requests.clear()
+        assert read(cache, urls[1], origin)
+        assert read(cache, urls[0], origin)
+        assert {url for url, _, _ in origin.requests} == {urls[1]}
+        assert len(list(Layout.of_root(ram).sessions.glob("*.session"))) == 1
+        # Its use is noted, although a use of the other one was a moment ago.
+        assert all(time.time() - entry.used < 600 for entry in cache.entries())
+        cache.close()
+        unmount(ram)
+
+
+@pytest.mark.failure("vanished-disk")
+def test_a_lost_manifest_is_written_again(make_cache: MakeCache, origin: MemoryOrigin) -> None:
+    urls = shards(origin, 2)
+    cache = make_cache()
+    assert read(cache, urls[0], origin)
+    (cache.dir / "manifest.json").unlink()
+    assert read(cache, urls[1], origin)
+    assert cache.clean(everything=True).removed  # what bears none is not touched
+
+
+@pytest.mark.failure("vanished-disk")
+def test_every_process_of_a_job_begins_anew_together(
+    make_cache: MakeCache, origin: MemoryOrigin, ram: Path
+) -> None:
+    urls = shards(origin, 4)
+    cache = make_cache(dir=ram / "cache")
+    read(cache, urls[0], origin)
+
+    def worker(parent: Parent) -> None:
+        mine = make_cache(dir=ram / "cache")
+        while parent.hear():
+            parent.say([read(mine, url, origin) for url in urls])
+
+    with forked(worker) as one, forked(worker) as two:
+        assert one.ask(True) == two.ask(True) == [True] * 4
+        unmount(ram)
+        with disk(ram, "size=32m"):
+            one.tell(True)
+            two.tell(True)
+            assert one.hear() == two.hear() == [True] * 4
+            assert len(list(cache.entries())) == 4
+            one.kill()
+            two.kill()
+            cache.close()
+
+
+@pytest.mark.failure("vanished-disk", "planted-or-foreign")
+def test_what_has_taken_the_place_of_a_ram_disk_is_checked_like_any_root(
+    make_cache: MakeCache, origin: MemoryOrigin, ram: Path, caplog
+) -> None:
+    """Under the mountpoint is a directory that everybody may write."""
+    urls = shards(origin, 5)
+    cache = make_cache(dir=ram)
+    assert read(cache, urls[0], origin)
+    unmount(ram)
+    ram.chmod(0o777)
+    assert [read(cache, url, origin) for url in urls] == [False] * 5
+    assert os.listdir(ram) == []
+    # That it is gone, and that nothing can take its place.
+    assert len(warnings(caplog)) == 2
+    assert "can be written by every user" in warnings(caplog)[1]
+    with pytest.raises((OSError, ConfigError)):
+        cache.fetch(urls[0])
+    assert os.listdir(ram) == []
+    strict = make_cache(dir=ram / "mine", strict=True)
+    assert read(strict, urls[0], origin)
+    shutil.rmtree(ram / "mine")
+    (ram / "mine").mkdir()
+    (ram / "mine").chmod(0o777)
+    with pytest.raises(ConfigError, match="written by every user"):
+        strict.open(urls[1])
+    assert os.listdir(ram / "mine") == []
+    strict.close()
+    cache.close()
+
+
+@pytest.mark.failure("vanished-disk")
+def test_a_root_that_comes_back_as_somebody_elses_is_not_read(
+    origin: MemoryOrigin, ram: Path, caplog
+) -> None:
+    urls = shards(origin, 5)
+    clock = FakeClock()
+    with Cache.from_config(Config(ram / "cache", min_free=0), clock=clock) as cache:
+        cache._here().coordinator()
+        cache._here().origins.add("s3", origin)
+        assert read(cache, urls[0], origin)
+        copy = ram / "copy"
+        cache.dir.rename(copy)
+        shutil.copytree(copy, cache.dir)
+        os.chmod(cache.dir, 0o707)  # planted by somebody, full of shards
+        planted = next(cache.entries()).data
+        planted.chmod(0o600)
+        planted.write_bytes(bytes(planted.stat().st_size))
+        assert not read(cache, urls[1], origin)  # a miss: seen
+        assert not read(cache, urls[0], origin)  # and not trusted
+        os.chmod(cache.dir, 0o700)
+        shutil.rmtree(cache.dir)
+        clock.sleep(60)
+        read(cache, urls[0], origin)
+        clock.sleep(60)
+        assert all(read(cache, url, origin) for url in urls)
+        cache.close()
+
+
+@pytest.mark.failure("vanished-disk")
+def test_a_disk_that_goes_away_in_the_midst_of_a_fetch(
+    make_cache: MakeCache, origin: MemoryOrigin, ram: Path
+) -> None:
+    urls = shards(origin, 3)
+    cache = make_cache(dir=ram / "cache")
+    read(cache, urls[0], origin)
+    real = MemoryOrigin.open
+
+    def late(self: MemoryOrigin, *args: object, **kw: object) -> object:
+        unmount(ram)
+        return real(self, *args, **kw)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MemoryOrigin, "open", late)
+        assert read(cache, urls[1], origin)  # at the second try, in the new place
+    assert all(read(cache, url, origin) for url in urls)
+    assert len(list(cache.entries())) == 3
+    cache.close()
+
+
+@pytest.mark.failure("vanished-disk")
+def test_a_namespace_of_a_rank_that_is_removed_is_made_again(
+    make_cache: MakeCache, origin: MemoryOrigin
+) -> None:
+    urls = shards(origin, 2)
+    cache = make_cache(isolation="rank")
+    assert read(cache, urls[0], origin)
+    shutil.rmtree(cache._here().namespaces.own.layout.base)
+    assert read(cache, urls[0], origin) and read(cache, urls[1], origin)

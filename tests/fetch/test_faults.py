@@ -1,0 +1,809 @@
+"""A real S3 server behind a proxy that breaks what passes: right bytes, or one clear error.
+
+Every shard says in each of its lines which key, version and offset it is, so a
+wrong byte is named by the assertion that finds it. After every test the cache
+is searched for anything wrong: see `Lab.audit`.
+"""
+
+from __future__ import annotations
+
+import gc
+import gzip
+import os
+import random
+import re
+import tarfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+from shardcache import (
+    AccessDeniedError,
+    Cache,
+    ConfigError,
+    IntegrityError,
+    ShardCacheError,
+    ShardNotFoundError,
+    TransferError,
+    TransferTimeoutError,
+)
+from shardcache.cli.demoserver import S3Server
+from shardcache.fetch.job import FetchStatus
+from shardcache.layout import Layout
+from shardcache.names import parse_partial_name
+from shardcache.origins import retry
+from shardcache.origins.base import ObjectInfo
+from shardcache.store.digest import file_digest
+from shardcache.store.partial import Partial
+from tests.support.faultproxy import Answer, Fault, FaultProxy, Rule
+from tests.support.storetools import wait_until
+
+MIB = 1 << 20
+#: Five parts, the last one short.
+SIZE = 4 * MIB + 100 * 1024
+PARTS = 5
+_LINE = 64
+
+
+@lru_cache(maxsize=64)
+def shard(key: str, version: int, size: int = SIZE) -> bytes:
+    """A tar archive whose every line of 64 bytes states key, version and offset."""
+    info = tarfile.TarInfo(f"{key}.v{version}.txt")
+    info.size = size - 512 - 1024
+    head = info.tobuf(tarfile.USTAR_FORMAT)
+    name = f"{key} version {version} at "
+    lines = (f"{name}{at:012d}".ljust(_LINE - 1, ".") + "\n" for at in range(512, size, _LINE))
+    return head + "".join(lines).encode()[: info.size] + bytes(1024)
+
+
+def difference(found: bytes, expected: bytes) -> str:
+    """Where the first wrong byte is, and what is there."""
+    short = min(len(found), len(expected))
+    at = next(
+        (i for i in range(0, short, _LINE) if found[i : i + _LINE] != expected[i : i + _LINE]),
+        short,
+    )
+    return f"{len(found)} of {len(expected)} bytes; at {at}: {found[at : at + _LINE]!r}"
+
+
+#: bucket/key -> ETag and bytes that are there now: most tests need not store them again.
+_ON_SERVER: dict[str, tuple[str, bytes]] = {}
+
+
+class Lab:
+    """A proxy before the server, a bucket, a cache, and what was ever stored under which key."""
+
+    def __init__(self, s3: S3Server, proxy: FaultProxy, bucket: str, path: Path) -> None:
+        self.s3, self.proxy, self.bucket, self.path = s3, proxy, bucket, path
+        self.stored: dict[str, dict[str, bytes]] = {}
+        self.caches: list[Cache] = []
+
+    def put(self, key: str = "a.tar", version: int = 1, size: int = SIZE) -> str:
+        data = shard(key, version, size)
+        if _ON_SERVER.get(self.path_of(key), ("", b""))[1] is not data:
+            _ON_SERVER[self.path_of(key)] = self.s3.put(self.bucket, key, data), data
+        etag = _ON_SERVER[self.path_of(key)][0]
+        self.stored.setdefault(key, {})[ObjectInfo(len(data), etag).version] = data
+        return self.url(key)
+
+    def url(self, key: str = "a.tar") -> str:
+        return f"s3://{self.bucket}/{key}"
+
+    def path_of(self, key: str = "a.tar") -> str:
+        return f"{self.bucket}/{key}"
+
+    def cache(self, **options: object) -> Cache:
+        defaults = {"min_free": 0, "attempts": 3, "timeout": 20, "part_size": MIB, "connections": 4}
+        # What is replaced or damaged on its way heals only where nothing of it was read.
+        defaults |= {"fill": "complete"}
+        cache = Cache(self.path, **{**defaults, **options})
+        self.caches.append(cache)
+        return cache
+
+    def gets(self, key: str = "a.tar") -> int:
+        return len(self.proxy.of(self.path_of(key)))
+
+    def heads(self, key: str = "a.tar") -> int:
+        return len(self.proxy.of(self.path_of(key), "HEAD"))
+
+    def expect(self, cache: Cache, key: str = "a.tar", version: int = 1, size: int = SIZE) -> None:
+        """Reading gives exactly this version."""
+        with cache.open(self.url(key)) as stream:
+            found = stream.read()
+        expected = shard(key, version, size)
+        assert found == expected, difference(found, expected)
+
+    def audit(self) -> None:
+        """Nothing wrong is published, kept or left open."""
+        entries = 0
+        while self.caches:
+            self.caches.pop().close()
+        for namespace in [Layout(path) for path in self.path.glob("v1")]:
+            for data in self.path.glob("v1/objects/*/*/*/*.*"):
+                if data.name == "meta.json":
+                    continue
+                found = data.read_bytes()
+                assert found in self.stored[data.name].values(), self.unknown(data.name, found)
+                entries += 1
+            for path in namespace.partial.iterdir():
+                self.audit_partial(namespace, path)
+        reader = Cache(self.path, min_free=0)
+        found_entries = list(reader.entries())
+        assert len(found_entries) == entries
+        for entry in found_entries:
+            with open(entry.data, "rb") as file:
+                assert file_digest(file.fileno()) == entry.metadata().digest
+        reader.close()
+        assert not self.open_files()
+        gc.collect()  # clients and their connections go with the caches
+        self.wait_for_silence()
+
+    def settle(self) -> None:
+        """Until no fetch goes on in the background."""
+        processes = [cache._here() for cache in self.caches]
+        wait_until(lambda: not any(process.fetchings.unfinished() for process in processes))
+
+    def wait_for_silence(self) -> None:
+        """Until the proxy has seen all connections end."""
+        end = time.monotonic() + 5
+        while self.proxy.open and time.monotonic() < end:
+            time.sleep(0.01)
+        assert self.proxy.open == 0
+
+    def unknown(self, key: str, found: bytes) -> str:
+        versions = [difference(found, data) for data in self.stored[key].values()]
+        return f"{key} is none of {len(versions)} versions: {versions}"
+
+    def audit_partial(self, layout: Layout, path: Path) -> None:
+        """What a partial claims to have must be of the version it is named after."""
+        parsed = parse_partial_name(path.name)
+        assert parsed is not None, path.name
+        (data,) = (p for p in path.iterdir() if p.name in self.stored)
+        partial = Partial.claim(layout, path, data.name)
+        if partial is None:
+            return  # useless, and gone now
+        expected = self.stored[data.name].get(parsed[1])
+        try:
+            assert expected is not None, f"a partial of no version: {path.name}"
+            found = partial.data.read_bytes()
+            at = 0
+            for start, stop in [*partial.missing(), (len(expected), 0)]:
+                assert found[at:start] == expected[at:start], difference(found[at:], expected[at:])
+                at = stop
+        finally:
+            partial.close()
+
+    def open_files(self) -> list[str]:
+        links = []
+        for fd in os.listdir("/proc/self/fd"):
+            try:
+                links.append(os.readlink(f"/proc/self/fd/{fd}"))
+            except FileNotFoundError:
+                continue  # that of the listing itself
+        return [link for link in links if link.startswith(str(self.path))]
+
+
+@pytest.fixture(scope="module")
+def bucket(s3: S3Server, request: pytest.FixtureRequest) -> str:
+    """One for all of a module: the first object of a bucket takes long."""
+    module = request.module.__name__.rpartition(".")[2].replace("_", "-")
+    name = f"{module}-{os.getpid()}"
+    s3.create_bucket(name)
+    return name
+
+
+@pytest.fixture
+def lab(
+    s3: S3Server, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Lab]:
+    monkeypatch.setattr(retry, "BASE", 0.02)  # the pauses only: everything else is as it is
+    with FaultProxy(s3) as proxy:
+        for name, value in s3.environment(proxy.endpoint_url).items():
+            monkeypatch.setenv(name, value)
+        made = Lab(s3, proxy, bucket, tmp_path / "cache")
+        made.put()
+        gc.freeze()  # what is here already need not be searched for leaks
+        yield made
+        try:
+            made.audit()
+        finally:
+            gc.unfreeze()
+
+
+def say(error: pytest.ExceptionInfo[ShardCacheError], lab: Lab, url: str) -> str:
+    """The message, which names the shard, says what to do, and tells no secret."""
+    text = str(error.value)
+    assert url in text
+    assert re.search(r"\b(check|set|wait|look|log in|restore|synchronise|again)\b", text, re.I), (
+        text
+    )
+    assert "\n" not in text and len(text) < 600
+    assert text.rstrip().endswith(".")
+    assert lab.s3.secret_key not in text and "Signature" not in text
+    return text
+
+
+def page(status: int, code: str, **headers: str) -> Answer:
+    """An error as S3 writes it."""
+    body = f'<?xml version="1.0"?><Error><Code>{code}</Code><Message>no</Message></Error>'.encode()
+    return Answer(status, [("Content-Type", "application/xml"), *headers.items()], body)
+
+
+HTML = Answer(200, [("Content-Type", "text/html")], b"<html>Please log in to the network</html>")
+
+
+def shifted(body: bytes) -> bytes:
+    return body[4096:] + body[:4096]
+
+
+def in_gzip(body: bytes) -> bytes:
+    return gzip.compress(body, 1)
+
+
+# -- one fault, and the shard arrives ------------------------------------------------
+
+GZIP = {"Content-Encoding": "gzip"}
+#: claim -> (fault of the second part, GETs more than parts, None where it starts over)
+HEALED: dict[str, tuple[Fault, int | None]] = {
+    "a body cut short is continued": (Fault(name="cut", cut=300_000), 1),
+    "a body cut at its first byte is asked for again": (Fault(name="cut", cut=0), 1),
+    "a body cut at its last byte is continued": (Fault(name="cut", cut=MIB - 1), 1),
+    "a reset in the body is continued": (Fault(name="rst", cut=300_000, how="reset"), 1),
+    "a reset before the head is repeated": (Fault(name="rst", hang_up="reset"), 1),
+    "a hang-up before the head is repeated": (Fault(name="hang up", hang_up="close"), 1),
+    "bytes behind the answer are not taken": (Fault(name="extra", extra=b"?" * 5000), 0),
+    "a longer body than asked is not taken": (
+        Fault(name="long", span=(MIB, 2 * MIB + 4096)),
+        1,
+    ),
+    "a shorter range than asked is refused": (Fault(name="short", span=(MIB, 2 * MIB - 4096)), 1),
+    "another range than asked is refused": (Fault(name="other", span=(0, MIB)), 1),
+    "a longer body under the right range is not taken": (
+        Fault(name="lie", body=lambda body: body + b"?" * 4096, lie=True),
+        0,
+    ),
+    "a longer stated body under the right range is refused": (
+        Fault(name="longer", body=lambda body: body + b"?" * 4096),
+        1,
+    ),
+    "other bytes under the right range fail the checksum": (
+        Fault(name="bytes", body=shifted),
+        None,
+    ),
+    "an answer from the start is passed over": (Fault(name="200", strip=("range",)), 0),
+    "an error page of S3 with 200 is not taken": (
+        Fault(name="xml", answer=page(200, "InternalError")),
+        None,
+    ),
+    "an error page of HTML with 200 is not taken": (Fault(name="html", answer=HTML), None),
+    "an error page of HTML with 206 is refused": (
+        Fault(name="html", answer=HTML._replace(status=206)),
+        1,
+    ),
+    "a stated encoding changes no byte": (Fault(name="gzip header", headers=GZIP), 0),
+    "a compressed body is refused": (Fault(name="gzip", body=in_gzip, headers=GZIP), 1),
+    "a body without a stated length is read": (Fault(name="chunked", chunked=True), 0),
+    "a body without a stated length, cut, is continued": (
+        Fault(name="chunked cut", chunked=True, cut=300_000),
+        1,
+    ),
+    "the bytes of another object are not taken": (Fault(name="stale", path="OTHER"), None),
+    "a missing ETag in one answer is another version": (
+        Fault(name="no etag", headers={"ETag": None}),
+        None,
+    ),
+    "503 is repeated": (Fault(name="503", answer=page(503, "SlowDown")), 1),
+    "429 is repeated": (Fault(name="429", answer=page(429, "TooManyRequests")), 1),
+    "500 is repeated": (Fault(name="500", answer=page(500, "InternalError")), 1),
+    "502 in HTML is repeated": (Fault(name="502", answer=HTML._replace(status=502)), 1),
+    "400 RequestTimeout is repeated": (Fault(name="400", answer=page(400, "RequestTimeout")), 1),
+    "a slow first byte is waited for": (Fault(name="slow", delay=0.3), 0),
+    "a connection closed between requests goes unnoticed": (Fault(name="leave", leave=True), 0),
+    "expired credentials are renewed": (Fault(name="old", answer=page(400, "ExpiredToken")), 1),
+}
+
+
+def bent(fault: Fault, lab: Lab) -> Fault:
+    """With the names of this run."""
+    return replace(fault, path=lab.path_of("other.tar")) if fault.path == "OTHER" else fault
+
+
+@pytest.mark.failure("bad-answers", "broken-connections")
+@pytest.mark.parametrize("claim", HEALED)
+def test_in_a_later_part(lab: Lab, claim: str) -> None:
+    fault, more = HEALED[claim]
+    lab.put("other.tar", 7)
+    rule = Rule(bent(fault, lab), start=MIB)
+    lab.proxy.script(rule)
+    lab.expect(lab.cache())
+    assert rule.fired == 1
+    if more is None:
+        assert lab.gets() <= 3 * PARTS
+    else:
+        assert lab.gets() == PARTS + more
+        begun = 1 + bool(fault.strip or fault.span or fault.answer)
+        assert lab.proxy.fetches(lab.path_of()) <= begun
+
+
+#: What the first answer, which tells the version, may be without harm; as above.
+FIRST = {
+    **{claim: row for claim, row in HEALED.items() if "span" not in claim},
+    "an answer from the start is passed over": (Fault(name="200", strip=("range",)), 1 - PARTS),
+}
+for _claim in ("a longer body than asked is not taken", "a shorter range than asked is refused"):
+    _stop = 4096 if "longer" in _claim else -4096
+    FIRST[_claim] = (Fault(name=_claim, span=(0, MIB + _stop)), 1)
+FIRST["another range than asked is refused"] = (Fault(name="other", span=(MIB, 2 * MIB)), 1)
+
+
+@pytest.mark.failure("bad-answers", "broken-connections")
+@pytest.mark.parametrize("claim", FIRST)
+def test_in_the_first_part(lab: Lab, claim: str) -> None:
+    fault, more = FIRST[claim]
+    lab.put("other.tar", 7)
+    rule = Rule(bent(fault, lab), start=0)
+    lab.proxy.script(rule)
+    lab.expect(lab.cache())
+    assert rule.fired == 1
+    assert lab.gets() <= 3 * PARTS if more is None else lab.gets() == PARTS + more
+
+
+@pytest.mark.failure("broken-connections")
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(name="stall before the head", hang_up="stall"),
+        Fault(name="stall in the body", cut=300_000, how="stall"),
+        Fault(name="trickle", rate=2000),
+        Fault(name="slow first byte", delay=1.5),
+    ],
+    ids=lambda fault: fault.name,
+)
+def test_silence_is_given_up_after_timeout(lab: Lab, fault: Fault) -> None:
+    rule = Rule(fault, start=MIB)
+    lab.proxy.script(rule)
+    lab.expect(lab.cache(timeout=0.7, attempts=6))
+    assert rule.fired == 1
+    assert any(r.span and MIB <= r.span[0] < 2 * MIB and not r.fault for r in lab.proxy.requests)
+
+
+@pytest.mark.failure("throttling")
+def test_retry_after_is_waited_for(lab: Lab) -> None:
+    busy = page(503, "SlowDown", **{"Retry-After": "1"})
+    lab.proxy.script(Rule(Fault(name="503", answer=busy), start=0))
+    lab.expect(lab.cache())
+    first, second = (r for r in lab.proxy.of(lab.path_of()) if r.span and r.span[0] == 0)
+    assert second.arrived - first.arrived >= 1.0
+
+
+@pytest.mark.failure("broken-connections")
+def test_a_refused_connection_is_tried_again_until_the_server_is_back(lab: Lab) -> None:
+    cache = lab.cache(attempts=100)
+    lab.proxy.refuse()
+    status = FetchStatus()
+    timer = threading.Timer(0.3, lab.proxy.listen)
+    timer.start()
+    try:
+        cache.fetch(lab.url(), status)
+    finally:
+        timer.join()
+    lab.expect(cache)
+    assert lab.gets() == PARTS
+
+
+@pytest.mark.failure("broken-connections")
+def test_connections_closed_between_two_shards_cost_no_attempt(lab: Lab) -> None:
+    lab.put("b.tar", 2)
+    cache = lab.cache(attempts=1)
+    lab.expect(cache)
+    assert lab.proxy.open
+    lab.proxy.cut()
+    lab.wait_for_silence()
+    lab.expect(cache, "b.tar", 2)
+    assert (lab.gets(), lab.gets("b.tar")) == (PARTS, PARTS)
+
+
+@pytest.mark.failure("broken-connections")
+def test_a_streamed_shard_heals_too(lab: Lab) -> None:
+    cache = lab.cache(max_size="2MiB")
+    lab.proxy.script(
+        Rule(Fault(name="cut", cut=2 * MIB), skip=1),
+        Rule(Fault(name="rst", cut=MIB, how="reset"), skip=2),
+        Rule(Fault(name="503", answer=page(503, "SlowDown")), skip=3),
+        Rule(Fault(name="200", strip=("range",)), skip=4),
+    )
+    lab.expect(cache)
+    assert not list(cache.entries())
+
+
+# -- what the origin does not know or refuses to say ----------------------------------
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        page(403, "AccessDenied"),
+        page(405, "MethodNotAllowed"),
+        page(501, "NotImplemented"),
+        page(400, "ExpiredToken"),
+        page(503, "SlowDown"),
+        page(301, "PermanentRedirect"),
+        HTML,
+    ],
+    ids=lambda answer: f"{answer.status}",
+)
+def test_a_shard_needs_no_head(lab: Lab, answer: Answer) -> None:
+    lab.proxy.script(Rule(Fault(name="no head", answer=answer), method="HEAD", times=None))
+    cache = lab.cache()
+    lab.expect(cache)
+    (entry,) = cache.entries()
+    assert entry.metadata().checked is None
+    assert lab.gets() == PARTS
+    assert lab.heads() <= 3
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(name="no ETag", headers={"ETag": None}),
+        Fault(name="no length", headers={"Content-Length": None}, chunked=True),
+    ],
+    ids=lambda fault: fault.name,
+)
+def test_a_head_that_says_less_than_the_get_is_no_change(lab: Lab, fault: Fault) -> None:
+    lab.proxy.script(Rule(fault, method="HEAD", times=None))
+    lab.expect(lab.cache())
+    assert lab.gets() == PARTS
+
+
+def test_an_origin_without_etags_is_read_by_its_times(lab: Lab) -> None:
+    lab.proxy.script(Rule(Fault(name="no etag", headers={"ETag": None}), method=None, times=None))
+    lab.expect(lab.cache())
+    assert lab.gets() == PARTS
+
+
+def test_an_origin_that_states_no_version_is_read_in_one_answer(lab: Lab) -> None:
+    bare = Fault(name="bare", headers={"ETag": None, "Last-Modified": None})
+    lab.proxy.script(Rule(bare, method=None, times=None))
+    lab.expect(lab.cache())
+    assert [r.span for r in lab.proxy.of(lab.path_of())] == [(0, MIB), (0, None)]
+
+
+@pytest.mark.failure("bad-answers")
+def test_an_origin_that_ignores_ranges_sends_the_shard_once(lab: Lab) -> None:
+    lab.proxy.script(Rule(Fault(name="200", strip=("range",)), times=None))
+    lab.expect(lab.cache())
+    assert lab.gets() == 1
+
+
+# -- an object that is replaced on the server ----------------------------------------
+
+
+@pytest.mark.failure("changed-object")
+def test_an_object_replaced_between_two_parts_arrives_in_its_new_version(lab: Lab) -> None:
+    lab.proxy.script(Rule(Fault(name="put", before=lambda: lab.put(version=2)), start=3 * MIB))
+    lab.expect(lab.cache(), version=2)
+    assert 412 in [r.status for r in lab.proxy.requests]
+    assert lab.gets() <= 2 * PARTS
+    assert len(list(lab.caches[0].entries())) == 1
+
+
+@pytest.mark.failure("changed-object")
+@pytest.mark.parametrize(
+    "size", [SIZE + 4096, SIZE - MIB, 512 * 5], ids=["longer", "shorter", "tiny"]
+)
+def test_an_object_replaced_by_one_of_another_size_arrives_whole(lab: Lab, size: int) -> None:
+    put = Fault(name="put", before=lambda: lab.put(version=2, size=size))
+    lab.proxy.script(Rule(put, start=3 * MIB))
+    lab.expect(lab.cache(), version=2, size=size)
+
+
+@pytest.mark.failure("changed-object")
+def test_an_origin_that_ignores_if_match_is_not_spliced(lab: Lab) -> None:
+    ignoring = Fault(name="no If-Match", strip=("if-match",))
+    put = replace(ignoring, before=lambda: lab.put(version=2))
+    lab.proxy.script(Rule(put, start=3 * MIB), Rule(ignoring, times=None))
+    lab.expect(lab.cache(), version=2)
+    assert 412 not in [r.status for r in lab.proxy.requests]
+
+
+@pytest.mark.failure("changed-object")
+def test_an_object_replaced_before_its_checksum_is_told_is_not_mixed_up(lab: Lab) -> None:
+    put = Fault(name="put", before=lambda: lab.put(version=2))
+    lab.proxy.script(Rule(put, method="HEAD"))
+    lab.expect(lab.cache(), version=2)
+
+
+@pytest.mark.failure("changed-object")
+def test_an_object_replaced_all_the_time_is_reported(lab: Lab) -> None:
+    versions = iter(range(2, 100))
+    put = Fault(name="put", before=lambda: lab.put(version=next(versions)))
+    lab.proxy.script(Rule(put, start=2 * MIB, times=None))
+    with pytest.raises(TransferError, match="changed 4 times") as caught:
+        lab.cache().open(lab.url())
+    say(caught, lab, lab.url())
+    assert lab.gets() <= 4 * PARTS
+
+
+@pytest.mark.failure("changed-object")
+def test_a_replaced_object_is_not_resumed(lab: Lab) -> None:
+    down = Fault(name="500", answer=page(500, "InternalError"))
+    lab.proxy.script(Rule(down, start=2 * MIB, times=None))
+    cache = lab.cache(connections=1)
+    with pytest.raises(TransferError, match="what was fetched is kept"):
+        cache.open(lab.url())
+    assert len(os.listdir(lab.path / "v1/partial")) == 1
+    lab.put(version=2)
+    lab.proxy.script()
+    lab.expect(cache, version=2)
+    assert os.listdir(lab.path / "v1/partial") == []
+
+
+@pytest.mark.failure("changed-object")
+def test_a_streamed_object_that_is_replaced_is_an_error_not_a_splice(lab: Lab) -> None:
+    cut = Fault(name="cut", cut=2 * MIB)
+    ignoring = Fault(name="put", before=lambda: lab.put(version=2), strip=("if-match",))
+    for late in (Fault(name="put", before=lambda: lab.put(version=2)), ignoring):
+        lab.put(version=1)
+        lab.proxy.script(Rule(cut, skip=1), Rule(late, skip=1))
+        with (
+            lab.cache(max_size="2MiB").open(lab.url()) as stream,
+            pytest.raises(TransferError, match="replaced while it was streamed") as caught,
+        ):
+            found = stream.read(2 * MIB)
+            assert found == shard("a.tar", 1)[: 2 * MIB]
+            stream.read()
+        assert lab.url() in str(caught.value)
+
+
+@pytest.mark.failure("changed-object")
+def test_an_origin_whose_times_are_too_coarse_is_not_spliced(lab: Lab) -> None:
+    """Without ETags, and replaced within the second that Last-Modified can tell."""
+    still = {"ETag": None, "Last-Modified": "Sat, 21 Nov 2026 10:00:00 GMT"}
+    ignoring = Fault(name="no version", strip=("if-match",), headers=still)
+    put = replace(ignoring, before=lambda: lab.put(version=2))
+    lab.proxy.script(Rule(put, start=3 * MIB), Rule(ignoring, method=None, times=None))
+    lab.expect(lab.cache(), version=2)
+
+
+# -- faults that stay -----------------------------------------------------------------
+
+#: claim -> (fault, error, what it says)
+FOR_EVER: dict[str, tuple[Fault, type[ShardCacheError], str]] = {
+    "503": (Fault(name="503", answer=page(503, "SlowDown")), TransferError, "503 SlowDown"),
+    "429": (Fault(name="429", answer=page(429, "Throttling")), TransferError, "429"),
+    "500": (Fault(name="500", answer=page(500, "InternalError")), TransferError, "500"),
+    "reset": (Fault(name="rst", hang_up="reset"), TransferError, "does not answer"),
+    "hang-up": (Fault(name="close", hang_up="close"), TransferError, "does not answer"),
+    "empty bodies": (Fault(name="cut", cut=0), TransferError, "before the end"),
+    "resets in the body": (Fault(name="rst", cut=1000, how="reset"), TransferError, "broke"),
+    "short ranges": (Fault(name="short", span=(0, 4096)), TransferError, "asked for bytes"),
+    "other ranges": (Fault(name="other", span=(4096, MIB)), TransferError, "asked for bytes"),
+    "compressed bodies": (
+        Fault(name="gzip", body=in_gzip, headers=GZIP),
+        TransferError,
+        "asked for bytes",
+    ),
+}
+
+
+@pytest.mark.failure("bad-answers", "broken-connections", "one-retry-layer")
+@pytest.mark.parametrize("claim", FOR_EVER)
+def test_only_so_many_attempts(lab: Lab, claim: str) -> None:
+    fault, kind, said = FOR_EVER[claim]
+    lab.proxy.script(Rule(fault, times=None))
+    with pytest.raises(kind, match=said) as caught:
+        lab.cache(attempts=4).open(lab.url())
+    assert "4 attempts failed" in say(caught, lab, lab.url())
+    starts = [r.span and r.span[0] for r in lab.proxy.of(lab.path_of())]
+    assert starts.count(0) <= 4
+    assert lab.gets() <= 4 * 4  # one layer, on each of four connections
+
+
+@pytest.mark.failure("broken-connections")
+@pytest.mark.parametrize("how", ["before the head", "in the body"])
+def test_silence_for_ever_is_a_timeout(lab: Lab, how: str) -> None:
+    stall = Fault(name="stall", hang_up="stall")
+    if how == "in the body":
+        stall = Fault(name="stall", cut=1000, how="stall")
+    lab.proxy.script(Rule(stall, times=None))
+    with pytest.raises(TransferTimeoutError) as caught:
+        lab.cache(attempts=2, timeout=0.5, connections=1).open(lab.url())
+    assert isinstance(caught.value, TimeoutError)
+    say(caught, lab, lab.url())
+    assert lab.gets() == 2
+
+
+@pytest.mark.failure("broken-connections")
+def test_the_deadline_ends_a_trickle(lab: Lab) -> None:
+    lab.proxy.script(Rule(Fault(name="trickle", rate=20_000), times=None))
+    with pytest.raises(TransferTimeoutError, match="deadline") as caught:
+        lab.cache(deadline=0.8, timeout=5).open(lab.url())
+    say(caught, lab, lab.url())
+
+
+#: claim -> (answer, error, what it says, requests)
+PERMANENT: dict[str, tuple[Answer, type[ShardCacheError], str, int]] = {
+    "404": (page(404, "NoSuchKey"), ShardNotFoundError, "not found", 1),
+    "403": (page(403, "AccessDenied"), AccessDeniedError, "these credentials", 1),
+    "a wrong clock": (page(403, "RequestTimeTooSkewed"), AccessDeniedError, "clock", 1),
+    "an expired token": (page(400, "ExpiredToken"), AccessDeniedError, "log in again", 2),
+    "an expired request": (page(403, "RequestExpired"), AccessDeniedError, "log in again", 2),
+    "another host": (
+        page(301, "PermanentRedirect", Location="http://127.0.0.1:9/x"),
+        ConfigError,
+        "301",
+        1,
+    ),
+    "another host for now": (
+        page(307, "TemporaryRedirect", Location="http://127.0.0.1:9/x"),
+        ConfigError,
+        "307",
+        1,
+    ),
+    "another region": (
+        page(301, "PermanentRedirect", **{"x-amz-bucket-region": "eu-west-1"}),
+        ConfigError,
+        "Check the region",
+        1,
+    ),
+    "400": (page(400, "InvalidRequest"), ConfigError, "400 InvalidRequest", 1),
+    "a shard in cold storage": (page(403, "InvalidObjectState"), AccessDeniedError, "403", 1),
+}
+
+
+@pytest.mark.failure("refusals", "expired-credentials")
+@pytest.mark.parametrize("claim", PERMANENT)
+def test_a_permanent_refusal_is_not_repeated(lab: Lab, claim: str) -> None:
+    answer, kind, said, requests = PERMANENT[claim]
+    lab.proxy.script(Rule(Fault(name=claim, answer=answer), method=None, times=None))
+    with pytest.raises(kind, match=said) as caught:
+        lab.cache().open(lab.url())
+    say(caught, lab, lab.url())
+    assert len(lab.proxy.requests) == requests
+    assert os.listdir(lab.path / "v1/partial") == []
+
+
+@pytest.mark.failure("expired-credentials")
+def test_credentials_that_expire_in_mid_shard_are_an_error_that_can_be_resumed(lab: Lab) -> None:
+    old = Rule(Fault(name="old", answer=page(400, "ExpiredToken")), start=3 * MIB, times=None)
+    lab.proxy.script(old)
+    cache = lab.cache(connections=1)
+    with pytest.raises(AccessDeniedError, match="log in again") as caught:
+        cache.open(lab.url())
+    say(caught, lab, lab.url())
+    assert old.fired == 2
+    lab.proxy.script()
+    lab.expect(cache)
+    assert lab.gets() == 2  # the parts that were missing
+
+
+@pytest.mark.failure("bad-answers")
+@pytest.mark.parametrize("key", ["a.tar", "a.bin"])
+@pytest.mark.parametrize("head", [True, False], ids=["HEAD answers", "HEAD is refused"])
+@pytest.mark.parametrize(
+    "answer", [page(200, "InternalError"), HTML], ids=["page of S3", "page in HTML"]
+)
+def test_an_error_page_with_200_is_never_a_shard(
+    lab: Lab, answer: Answer, head: bool, key: str
+) -> None:
+    url = lab.put(key)
+    rules = [Rule(Fault(name="page", answer=answer), times=None)]
+    if not head:
+        rules.append(Rule(Fault(name="403", answer=page(403, "x")), method="HEAD", times=None))
+    lab.proxy.script(*rules)
+    cache = lab.cache()
+    with pytest.raises((TransferError, IntegrityError)) as caught:
+        cache.open(url)
+    say(caught, lab, url)
+    assert lab.gets(key) <= 4
+    assert url not in cache
+
+
+@pytest.mark.failure("bad-answers")
+def test_bytes_that_are_always_wrong_are_an_integrity_error(lab: Lab) -> None:
+    lab.proxy.script(Rule(Fault(name="bytes", body=shifted), start=MIB, times=None))
+    with pytest.raises(IntegrityError, match="crc32") as caught:
+        lab.cache().open(lab.url())
+    say(caught, lab, lab.url())
+    assert lab.gets() == 2 * PARTS
+    assert os.listdir(lab.path / "v1/partial") == []
+
+
+@pytest.mark.failure("broken-connections")
+def test_a_name_that_does_not_resolve_is_named(lab: Lab) -> None:
+    cache = lab.cache(endpoint_url="http://nowhere.invalid:9", attempts=2)
+    with pytest.raises(TransferError, match=r"nowhere\.invalid:9") as caught:
+        cache.open(lab.url())
+    say(caught, lab, lab.url())
+    assert lab.proxy.requests == []
+
+
+@pytest.mark.failure("broken-connections")
+def test_a_refused_connection_for_ever_names_the_endpoint(lab: Lab) -> None:
+    lab.proxy.refuse()
+    with pytest.raises(TransferError, match="127.0.0.1") as caught:
+        lab.cache(attempts=2).open(lab.url())
+    say(caught, lab, lab.url())
+
+
+# -- at random ------------------------------------------------------------------------
+
+
+def random_fault(rng: random.Random, lab: Lab) -> Fault:
+    cut = rng.choice([0, 1, 70_000, 300_000, MIB - 1])
+    how = rng.choice(["close", "reset"])
+    start = rng.randrange(0, SIZE, 4096)
+    makers: list[Callable[[], Fault]] = [
+        lambda: Fault(name=f"cut {cut} {how}", cut=cut, how=how),  # type: ignore[arg-type]
+        lambda: Fault(name=f"hang up {how}", hang_up=how),  # type: ignore[arg-type]
+        lambda: Fault(name=f"span {start}", span=(start, min(SIZE, start + MIB))),
+        lambda: Fault(name="shifted", body=shifted),
+        lambda: Fault(name="longer", body=lambda body: body + b"?" * 999, lie=rng.random() < 0.5),
+        lambda: Fault(name="extra", extra=b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\n???"),
+        lambda: Fault(name="200", strip=("range",)),
+        lambda: Fault(name="no If-Match", strip=("if-match",)),
+        lambda: Fault(name="gzip", body=in_gzip, headers=GZIP, chunked=rng.random() < 0.5),
+        lambda: Fault(name="chunked", chunked=True),
+        lambda: Fault(name="no etag", headers={"ETag": None}),
+        lambda: Fault(name="other etag", headers={"ETag": '"x"'}),
+        lambda: Fault(name="other object", path=lab.path_of("other.tar")),
+        lambda: Fault(name="put", before=lambda: lab.put(version=rng.randrange(1, 6))),
+        lambda: Fault(name="leave", leave=True),
+        lambda: Fault(name="html", answer=HTML),
+        lambda: Fault(name="html 206", answer=HTML._replace(status=206)),
+    ]
+    makers += [
+        lambda code=code: Fault(name=str(code), answer=page(code, "SomeCode"))
+        for code in (200, 206, 301, 400, 403, 404, 412, 416, 429, 500, 503, 504)
+    ]
+    return rng.choice(makers)()
+
+
+def random_script(rng: random.Random, lab: Lab) -> list[Rule]:
+    return [
+        Rule(
+            random_fault(rng, lab),
+            method=rng.choice(["GET", "GET", "GET", "HEAD", None]),
+            skip=rng.randrange(8),
+            times=rng.choice([1, 1, 2, 5, None]),
+        )
+        for _ in range(rng.randrange(1, 4))
+    ]
+
+
+@pytest.mark.failure("bad-answers", "changed-object", "broken-connections")
+@pytest.mark.parametrize("batch", range(10))
+@pytest.mark.parametrize("fill", ["complete", "follow"])
+def test_whatever_goes_wrong_the_bytes_are_right_or_an_error_says_why(
+    lab: Lab, fill: str, batch: int
+) -> None:
+    lab.put("other.tar", 7)
+    cache, narrow = lab.cache(fill=fill), lab.cache(fill=fill, max_size="2MiB")
+    for each in (cache, narrow):
+        each._here().coordinator()
+    for seed in range(10 * batch, 10 * batch + 10):
+        rng = random.Random(seed)
+        reader = narrow if rng.random() < 0.2 else cache
+        rules = random_script(rng, lab)
+        lab.proxy.script(*rules)
+        told = f"seed {seed}: {', '.join(map(str, rules))}"
+        try:
+            with reader.open(lab.url()) as stream:
+                found = stream.read()
+            assert found in lab.stored["a.tar"].values(), f"{told}: {lab.unknown('a.tar', found)}"
+        except ShardCacheError as exn:
+            assert str(exn), told
+        lab.settle()
+        assert len(lab.proxy.requests) <= 4 * (PARTS + 3 * 5), told
+        cache.remove(lab.url())
+        lab.proxy.script()
+        lab.put(version=9)
+        lab.expect(cache, version=9)  # and when all is well again, all is well
+        lab.settle()
+        cache.remove(lab.url())

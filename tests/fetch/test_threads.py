@@ -1,0 +1,200 @@
+"""What a fork waits for, and what not."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from shardcache import threads
+from shardcache.origins import s3
+from shardcache.origins.s3 import S3Origin
+from tests.support.storetools import PATIENCE, forked, wait_until
+
+#: Seconds that something takes which a fork has to wait for.
+LONG = 0.4
+
+
+def is_there(thread: threading.Thread) -> bool:
+    """Whether the kernel knows it."""
+    return os.path.exists(f"/proc/self/task/{thread.native_id}")
+
+
+@pytest.fixture
+def ends_slowly():
+    """Makes the calling thread take `LONG` to end once Python has forgotten it, as one does
+    that has used OpenSSL, for microseconds: by the destructor of what is its own."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    key = ctypes.c_uint()
+    libc.pthread_setspecific.argtypes = [ctypes.c_uint, ctypes.c_void_p]
+    assert libc.pthread_key_create(ctypes.byref(key), libc.usleep) == 0
+    yield lambda: libc.pthread_setspecific(key, int(LONG * 1e6))
+    libc.pthread_key_delete(key)
+
+
+def test_a_fork_waits_until_a_thread_that_has_ended_is_gone(ends_slowly) -> None:
+    """OpenSSL locks what all its users share while such a thread ends."""
+    thread = threads.start(ends_slowly, "shardcache-test")
+    thread.join()
+    assert is_there(thread)
+    with forked(lambda parent: parent.say("here")) as child:
+        assert not is_there(thread)
+        assert child.hear() == "here"
+
+
+def test_threads_that_end_are_forgotten_by_the_next(ends_slowly) -> None:
+    slow = threads.start(ends_slowly, "shardcache-test")
+    slow.join()
+    others = [threads.start(lambda: None, "shardcache-test") for _ in range(20)]
+    assert slow in threads._ours
+    for other in others:
+        other.join()
+    wait_until(lambda: not any(map(is_there, [slow, *others])))
+    last = threads.start(lambda: None, "shardcache-test")
+    assert [each for each in threads._ours if each.name == "shardcache-test"] == [last]
+
+
+def test_a_fork_waits_for_no_thread_that_goes_on() -> None:
+    end = threading.Event()
+    thread = threads.start(lambda: end.wait(PATIENCE), "shardcache-test")
+    try:
+        with forked(lambda parent: parent.say(len(threads._ours))) as child:
+            assert thread.is_alive()
+            assert child.hear() == 0  # it has none of them
+    finally:
+        end.set()
+        thread.join()
+
+
+def test_a_fork_waits_for_what_is_not_to_be_divided() -> None:
+    begun, over = threading.Event(), []
+
+    def work() -> None:
+        with threads.undivided():
+            with threads.undivided():
+                pass
+            begun.set()
+            time.sleep(LONG)
+            over.append(True)
+
+    thread = threads.start(work, "shardcache-test")
+    assert begun.wait(PATIENCE)
+    with forked(lambda parent: parent.say((list(over), dict(threads._undivided)))) as child:
+        assert child.hear() == ([True], {})
+    thread.join()
+    assert threads._undivided == {}
+
+
+def test_who_is_in_it_may_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(threads, "_BEFORE_FORK", 0.2)
+    monkeypatch.setattr(threads.time, "sleep", slept.append)
+    with threads.undivided(), threads.undivided():
+        with forked(lambda parent: parent.say(dict(threads._undivided))) as child:
+            assert child.hear() == {}
+        assert threads._undivided == {threading.get_ident(): 2}
+    assert threads._undivided == {}
+    assert slept == []  # it has not waited for itself
+
+
+def test_a_child_that_leaves_it_has_no_trouble() -> None:
+    read, write = os.pipe()
+    with threads.undivided():
+        pid = os.fork()
+    if pid == 0:
+        with threads.undivided():
+            os.write(write, repr(len(threads._undivided)).encode())
+        os._exit(len(threads._undivided))
+    os.close(write)
+    assert os.read(read, 10) == b"1"
+    os.close(read)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_nothing_of_the_kind_begins_just_before_a_fork() -> None:
+    inside = threading.Event()
+
+    def work() -> None:
+        with threads.undivided():
+            inside.set()
+
+    threads._wait()  # what a fork calls first
+    try:
+        thread = threads.start(work, "shardcache-test")
+        assert not inside.wait(0.1)
+    finally:
+        threads._go_on()  # and last
+    assert inside.wait(PATIENCE)
+    thread.join()
+
+
+def test_a_fork_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "_BEFORE_FORK", 0.2)
+    begun, end = threading.Event(), threading.Event()
+
+    def work() -> None:
+        with threads.undivided():
+            begun.set()
+            end.wait(PATIENCE)
+
+    stuck = [threads.start(work, "shardcache-test", whole=whole) for whole in (False, True)]
+    assert begun.wait(PATIENCE)
+    try:
+        with forked(lambda parent: parent.say("here")) as child:
+            assert child.hear() == "here"
+            assert all(thread.is_alive() for thread in stuck)
+    finally:
+        end.set()
+        for thread in stuck:
+            thread.join()
+
+
+def test_a_client_of_s3_is_made_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, made = threading.Event(), []
+
+    def make(*args, **kwargs):
+        begun.set()
+        time.sleep(LONG)
+        made.append(True)
+        raise OSError("enough")
+
+    monkeypatch.setattr(s3, "make_client", make)
+    origin = S3Origin({}, connections=1, timeout=1)
+
+    def prepare() -> None:
+        with pytest.raises(OSError, match="enough"):
+            origin.prepare()
+
+    thread = threads.start(prepare, "shardcache-test")
+    assert begun.wait(PATIENCE)
+    with forked(lambda parent: parent.say(list(made))) as child:
+        assert child.hear() == [True]
+    thread.join()
+
+
+def test_a_thread_that_cannot_be_started_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    before = set(threads._ours)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start"):
+        threads.start(lambda: None, "shardcache-test", whole=True)
+    assert set(threads._ours) <= before
+
+
+def test_what_spells_the_names_of_hosts_is_there_before_a_thread_is() -> None:
+    """A fork while it is being imported makes a child that knows no host."""
+    program = (
+        "import sys\nfrom shardcache import threads\nassert 'encodings.idna' not in sys.modules\n"
+        "threads.start(lambda: print('encodings.idna' in sys.modules), 'x').join()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=PATIENCE)
+    assert done.stdout == b"True\n", done

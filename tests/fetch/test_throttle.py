@@ -1,0 +1,161 @@
+"""A rate is kept by all connections, threads and processes of a prewarm together."""
+# ruff: noqa: F401, F811  (fixtures are imported, and shadowed by arguments)
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from shardcache.cache import Cache
+from shardcache.errors import ConfigError
+from shardcache.fetch import throttle as module
+from shardcache.fetch.throttle import Throttle, parse_rate
+from shardcache.prewarm.report import Started, Stopped
+from tests.conftest import make_tar
+from tests.support.clitools import run, run_process
+from tests.support.storetools import PATIENCE, Parent, forked
+
+
+def test_what_was_taken_is_paid_for_and_a_little_may_come_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    with Throttle(1_000_000) as throttle:
+        assert throttle.take(100_000) == pytest.approx(0.0, abs=1e-6)
+        assert throttle.take(500_000) == pytest.approx(0.5)
+        assert throttle.take(500_000) == pytest.approx(1.0)
+        now[0] += 1.0
+        assert throttle.take(0) == pytest.approx(0.0, abs=1e-6)
+        now[0] += 3600.0  # nothing is saved up
+        assert throttle.take(1_000_000) == pytest.approx(0.9)
+    assert throttle.take(1 << 40) == 0.0
+
+
+def receive(throttle: Throttle, blocks: int) -> None:
+    for _ in range(blocks):
+        time.sleep(throttle.take(10_000))
+
+
+def receive_elsewhere(parent: Parent, throttle: Throttle, blocks: int) -> None:
+    receive(throttle, blocks)
+    parent.say("done")
+
+
+def test_threads_and_forks_share_one_rate() -> None:
+    with Throttle(1_000_000) as throttle:
+        begun = time.monotonic()
+        threads = [threading.Thread(target=receive, args=(throttle, 20)) for _ in range(2)]
+        work = receive_elsewhere, throttle, 20
+        with forked(*work) as one, forked(*work) as other:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert one.hear() == other.hear() == "done"
+        # 800 kB, of which a tenth of a second's worth was free.
+        assert time.monotonic() - begun >= 0.69
+
+
+def test_a_process_that_is_killed_with_the_lock_leaves_it() -> None:
+    with Throttle(1_000_000) as throttle:
+        near, far = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            fcntl.lockf(throttle._file, fcntl.LOCK_EX)
+            os.write(far, b"x")
+            signal.pause()
+        try:
+            assert os.read(near, 1) == b"x"
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            os.close(near)
+            os.close(far)
+        assert throttle.take(200_000) > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [("50MB", 50_000_000), ("1MiB/s", 1 << 20), (" 64kB ", 64_000), (200_000, 200_000)],
+)
+def test_a_rate_is_a_size_with_or_without_seconds(text: str | int, rate: int) -> None:
+    assert parse_rate(text) == rate
+
+
+@pytest.mark.parametrize("text", ["", "/s", "63kB", "0", "-1MB", "fast", "1MB/h", 63_999])
+def test_what_is_no_rate_is_refused(text: str | int) -> None:
+    with pytest.raises(ConfigError):
+        parse_rate(text)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_prewarm_keeps_its_rate(run, bucket, s3, s3_environment, meter, tmp_path, processes):
+    shards = {f"{number}.tar": make_tar(number, 300, 700) for number in range(4)}
+    for name, content in shards.items():
+        s3.put(bucket, name, content)
+    total = sum(map(len, shards.values()))
+    rate = total  # a second's worth
+    code, out, err = run_process(
+        *("prewarm", f"s3://{bucket}/{{0..3}}.tar", "--json"),
+        *("--processes", str(processes), "--limit-rate", str(rate)),
+        directory=tmp_path / "cache",
+    )
+    assert code == 0, err
+    summary = json.loads(out)["summary"]
+    assert (summary["fetched"], summary["received_bytes"]) == (4, total)
+    assert sum(found.body_bytes for found in meter.summary().values()) >= total
+    # What comes at once is a tenth of a second's worth; the listing takes time beside.
+    assert summary["seconds"] >= 0.85
+
+
+def test_who_waits_for_the_rate_can_be_called_off(tmp_path: Path) -> None:
+    (tmp_path / "a.tar").write_bytes(make_tar(1, 3000, 700))  # two minutes' worth
+    stop = threading.Event()
+
+    def begun(event: object) -> None:
+        if isinstance(event, Started):
+            threading.Timer(0.3, stop.set).start()
+
+    options = {"cache_local": True, "min_free": 0, "part_size": "1MiB", "fill": "complete"}
+    with Cache(tmp_path / "cache", **options) as cache:
+        at = time.monotonic()
+        report = cache.prewarm(
+            [str(tmp_path / "a.tar")], limit_rate="64kB", on_event=begun, stop=stop, processes=1
+        )
+    assert report.stopped is Stopped.REQUESTED
+    assert time.monotonic() - at < PATIENCE
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_every_byte_of_every_process_counts_and_without_a_limit_nothing_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int
+) -> None:
+    """As told by all of them: how long it takes says little on a machine that is busy."""
+    shards = [tmp_path / f"{number}.tar" for number in range(8)]
+    for number, path in enumerate(shards):
+        path.write_bytes(make_tar(number))
+
+    def noted(self: Throttle, count: int) -> float:
+        with (tmp_path / "taken").open("a") as file:
+            file.write(f"{os.getpid()} {count}\n")
+        return 0.02
+
+    monkeypatch.setattr(Throttle, "take", noted)
+    with Cache(tmp_path / "cache", cache_local=True, min_free=0) as cache:
+        assert cache.prewarm(map(str, shards[:4]), processes=processes).fetched == 4
+        assert not (tmp_path / "taken").exists()
+        for path in shards[:4]:
+            cache.remove(str(path))
+        cache.prewarm(map(str, shards), processes=processes, limit_rate="1MB")
+    taken = [line.split() for line in (tmp_path / "taken").read_text().splitlines()]
+    assert sum(int(count) for _, count in taken) == sum(p.stat().st_size for p in shards)
+    assert len({pid for pid, _ in taken}) == processes
+    assert (str(os.getpid()) in {pid for pid, _ in taken}) is (processes == 1)

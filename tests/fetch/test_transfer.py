@@ -1,0 +1,856 @@
+"""The fetch engine against an origin that misbehaves."""
+
+from __future__ import annotations
+
+import base64
+import errno
+import hashlib
+import os
+import threading
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shardcache.errors import (
+    AccessDeniedError,
+    CacheFullError,
+    ConfigError,
+    FetchCancelledError,
+    IntegrityError,
+    ShardNotFoundError,
+    TransferError,
+    TransferTimeoutError,
+)
+from shardcache.fetch.job import Fetched, FetchStatus
+from shardcache.fetch.lanes import Lanes
+from shardcache.fetch.transfer import Fetcher
+from shardcache.layout import Layout
+from shardcache.origins.base import Checksum, ObjectInfo, TransientError
+from shardcache.origins.retry import RetryPolicy
+from shardcache.store.digest import BLOCK, file_digest
+from shardcache.store.metadata import Metadata
+from shardcache.store.partial import Partial, read_progress
+from shardcache.urls import ShardURL, parse_url
+from tests.support.fakes import FakeClock, Fault, MemoryOrigin
+from tests.support.storetools import PATIENCE
+
+URL = parse_url("s3://lab/train-0000.bin")
+SIZE = 5 * BLOCK + 777
+
+
+def payload(size: int = SIZE, seed: int = 1) -> bytes:
+    return b"".join(
+        hashlib.blake2b(f"{seed}/{n}".encode(), digest_size=64).digest()
+        for n in range(size // 64 + 1)
+    )[:size]
+
+
+class Bench:
+    """A fetcher over a temporary namespace."""
+
+    def __init__(self, path: Path, origin: MemoryOrigin, **policy: float) -> None:
+        self.layout = Layout(path / "v1")
+        self.layout.make()
+        self.origin = origin
+        self.clock = FakeClock()
+        options = {"attempts": 3, "deadline": None, **policy}
+        self.fetcher = Fetcher(
+            RetryPolicy(options["attempts"], options["deadline"], self.clock),
+            self.clock,
+            connections=4,
+            part_size=2 * BLOCK,
+            timeout=30,
+        )
+        self.partials: list[Partial] = []
+
+    def target(self, info: ObjectInfo) -> Partial:
+        metadata = Metadata(
+            str(URL), URL.key, info, info.size or 0, "", None, self.clock.time(), "boot", "test"
+        )
+        partial = Partial.create(self.layout, metadata, URL.basename)
+        self.partials.append(partial)
+        return partial
+
+    def fetch(self, url: ShardURL = URL, **options: object) -> Fetched:
+        options.setdefault("target", self.target)
+        return self.fetcher.fetch(self.origin, url, **options)
+
+    def left(self) -> list[str]:
+        return os.listdir(self.layout.partial)
+
+
+@pytest.fixture
+def bench(tmp_path: Path, origin: MemoryOrigin) -> Iterator[Bench]:
+    origin.objects[str(URL)] = payload()
+    bench = Bench(tmp_path, origin)
+    yield bench
+    # However its fetches ended, a fetcher holds on to nothing of them.
+    for thread in threading.enumerate():
+        if thread.name.startswith("shardcache-"):
+            thread.join(PATIENCE)
+    assert all(body.closed for body in origin.bodies)
+    assert not bench.fetcher._jobs
+    lanes = bench.fetcher.lanes
+    free = [lanes.spare() for _ in range(lanes.limit)]
+    assert None not in free
+
+
+def contents(fetched: Fetched) -> bytes:
+    return fetched.partial.data.read_bytes()
+
+
+def test_every_byte_arrives_once(bench: Bench) -> None:
+    status = FetchStatus()
+    fetched = bench.fetch(status=status)
+    assert contents(fetched) == payload()
+    assert bench.origin.delivered == SIZE
+    assert status.received == status.written == status.size == SIZE
+    assert fetched.digest == file_digest(fetched.partial.fd)
+    fetched.partial.discard()
+
+
+def test_the_first_request_is_the_only_one_for_a_small_object(bench: Bench) -> None:
+    bench.origin.objects[str(URL)] = b"small"
+    fetched = bench.fetch()
+    assert contents(fetched) == b"small"
+    assert len(bench.origin.requests) == 1
+    fetched.partial.discard()
+
+
+@pytest.mark.parametrize("size", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1])
+def test_sizes_around_a_block(bench: Bench, size: int) -> None:
+    bench.origin.objects[str(URL)] = payload(size)
+    fetched = bench.fetch()
+    assert contents(fetched) == payload(size)
+    assert fetched.size == size
+    fetched.partial.discard()
+
+
+@pytest.mark.failure("broken-connections")
+def test_a_broken_connection_goes_on_at_the_byte_it_reached(bench: Bench) -> None:
+    bench.origin.objects[str(URL)] = payload(2 * BLOCK)
+    bench.origin.faults.append(Fault(after=BLOCK + 100_000, error=TransientError("reset")))
+    fetched = bench.fetch()
+    assert contents(fetched) == payload(2 * BLOCK)
+    assert [(start, stop) for _, start, stop in bench.origin.requests] == [
+        (0, 2 * BLOCK),
+        (BLOCK + 100_000, 2 * BLOCK),
+    ]
+    assert bench.origin.delivered == 2 * BLOCK  # nothing came twice
+    assert bench.clock.naps == []  # there was progress: no pause
+    fetched.partial.discard()
+
+
+def test_progress_resets_the_attempts(bench: Bench) -> None:
+    bench.origin.objects[str(URL)] = payload(2 * BLOCK)
+    for _ in range(6):  # twice the allowed number, but each one gets further
+        bench.origin.faults.append(Fault(after=100_000, error=TransientError("reset")))
+    fetched = bench.fetch()
+    assert contents(fetched) == payload(2 * BLOCK)
+    fetched.partial.discard()
+
+
+@pytest.mark.failure("one-retry-layer")
+def test_an_origin_that_never_answers_is_asked_attempts_times(bench: Bench) -> None:
+    bench.origin.faults.extend(Fault(after=None) for _ in range(10))
+    with pytest.raises(TransferError, match=r"3 attempts failed") as caught:
+        bench.fetch()
+    assert len(bench.origin.requests) == 3
+    assert str(URL) in str(caught.value)
+    assert bench.left() == []
+
+
+def test_attempts_without_progress_in_the_middle_end_and_leave_a_resumable_partial(
+    bench: Bench,
+) -> None:
+    bench.origin.objects[str(URL)] = payload(2 * BLOCK)
+    bench.origin.faults.append(Fault(after=BLOCK + 5, error=TransientError("reset")))
+    bench.origin.faults.extend(Fault(after=None) for _ in range(9))
+    with pytest.raises(TransferError, match="could not be fetched"):
+        bench.fetch()
+    (name,) = bench.left()
+    progress = read_progress(bench.layout.partial / name)
+    assert progress is not None
+    assert progress.watermark == BLOCK
+    resumed = Partial.claim(bench.layout, bench.layout.partial / name, URL.basename)
+    assert resumed is not None
+    bench.origin.faults.clear()
+    bench.origin.requests.clear()
+    fetched = bench.fetch(resume=resumed)
+    assert contents(fetched) == payload(2 * BLOCK)
+    assert [(start, stop) for _, start, stop in bench.origin.requests] == [(BLOCK, 2 * BLOCK)]
+    fetched.partial.discard()
+
+
+@pytest.mark.failure("throttling")
+def test_retry_after_is_honoured_and_jittered(bench: Bench) -> None:
+    bench.origin.faults.append(Fault(after=None, error=TransientError("busy", retry_after=7.0)))
+    fetched = bench.fetch()
+    assert 7.0 <= bench.clock.elapsed <= 7.25
+    fetched.partial.discard()
+
+
+@pytest.mark.failure("throttling")
+@pytest.mark.parametrize(("asked", "least", "most"), [(None, 0.0, 0.25), (7.0, 7.0, 7.25)])
+def test_those_who_are_refused_together_come_back_apart(
+    bench: Bench, asked: float | None, least: float, most: float
+) -> None:
+    pauses = []
+    for _ in range(10):
+        begun = bench.clock.elapsed
+        bench.origin.faults.append(
+            Fault(after=None, error=TransientError("busy", retry_after=asked))
+        )
+        bench.fetch().partial.discard()
+        pauses.append(bench.clock.elapsed - begun)
+    assert len(set(pauses)) == 10
+    assert all(least <= pause <= most for pause in pauses)
+    assert max(pauses) - min(pauses) > 0.02
+
+
+def test_a_missing_object_costs_one_request(bench: Bench) -> None:
+    bench.origin.objects.clear()
+    with pytest.raises(ShardNotFoundError):
+        bench.fetch()
+    assert len(bench.origin.requests) == 1
+    assert bench.left() == []
+
+
+def test_an_object_replaced_in_mid_fetch_is_fetched_anew_and_never_spliced(bench: Bench) -> None:
+    gate = threading.Event()
+    for _ in range(3):
+        bench.origin.faults.append(Fault(after=0, wait=gate))
+    bench.origin.faults.append(Fault(after=None, error=TransientError("try again")))
+
+    def replace() -> None:
+        bench.origin.objects[str(URL)] = payload(seed=2)
+        gate.set()
+
+    timer = threading.Timer(0.1, replace)
+    timer.start()
+    fetched = bench.fetch()
+    timer.join()
+    assert contents(fetched) in (payload(seed=1), payload(seed=2))
+    assert fetched.info.etag == f'"{hashlib.md5(contents(fetched)).hexdigest()}"'
+    assert len(bench.left()) == 1
+    fetched.partial.discard()
+
+
+@pytest.mark.failure("changed-object")
+def test_an_origin_that_ignores_the_pin_is_not_spliced(bench: Bench) -> None:
+    real = bench.origin.open
+
+    def forgetful(url, start, stop, pin=None):
+        if pin is not None:
+            bench.origin.objects[str(URL)] = payload(seed=2)
+        return real(url, start, stop)
+
+    bench.origin.open = forgetful
+    fetched = bench.fetch()
+    assert contents(fetched) == payload(seed=2)
+    assert fetched.info.etag == f'"{hashlib.md5(payload(seed=2)).hexdigest()}"'
+    fetched.partial.discard()
+
+
+@pytest.mark.failure("changed-object")
+def test_an_object_that_never_stands_still_is_reported(bench: Bench) -> None:
+    seeds = iter(range(10, 1000))
+    real = bench.origin.open
+
+    def unsteady(url, start, stop, pin=None):
+        if pin is not None:
+            bench.origin.objects[str(URL)] = payload(seed=next(seeds))
+        return real(url, start, stop, pin)
+
+    bench.origin.open = unsteady
+    with pytest.raises(TransferError, match="changed 4 times"):
+        bench.fetch()
+    assert bench.left() == []
+
+
+def test_an_unpinned_origin_is_described_again_at_the_end(bench: Bench) -> None:
+    bench.origin.pins = bench.origin.states_checksums = False
+    changed = []
+    real = bench.origin.stat
+
+    def stat(url):
+        if not changed:
+            changed.append(True)
+            bench.origin.objects[str(URL)] = payload(seed=3)
+        return real(url)
+
+    bench.origin.stat = stat
+    fetched = bench.fetch()
+    assert contents(fetched) == payload(seed=3)
+    fetched.partial.discard()
+
+
+def test_an_origin_without_ranges_is_read_in_one_stream(bench: Bench) -> None:
+    bench.origin.ranges = False
+    fetched = bench.fetch()
+    assert contents(fetched) == payload()
+    assert len(bench.origin.requests) == 1
+    fetched.partial.discard()
+
+
+def test_an_origin_without_ranges_still_heals(bench: Bench) -> None:
+    bench.origin.ranges = False
+    bench.origin.faults.append(Fault(after=3 * BLOCK, error=TransientError("reset")))
+    fetched = bench.fetch()
+    assert contents(fetched) == payload()
+    fetched.partial.discard()
+
+
+@pytest.mark.parametrize("size", [0, 1, BLOCK, 2 * BLOCK, SIZE])
+def test_an_origin_that_states_no_size_is_read_to_its_end(bench: Bench, size: int) -> None:
+    bench.origin.sizes = False
+    bench.origin.objects[str(URL)] = payload(size)
+    fetched = bench.fetch()
+    assert contents(fetched) == payload(size)
+    assert fetched.size == size
+    assert fetched.digest == file_digest(fetched.partial.fd)
+    progress = read_progress(fetched.partial.path)
+    assert progress is not None
+    assert progress.total == size  # now that it is known
+    fetched.partial.discard()
+
+
+def test_versions_that_cannot_be_told_apart_come_in_one_answer(bench: Bench) -> None:
+    bench.origin.etags = False
+    fetched = bench.fetch()
+    assert contents(fetched) == payload()
+    assert [(start, stop) for _, start, stop in bench.origin.requests] == [
+        (0, 2 * BLOCK),
+        (0, None),
+    ]
+    fetched.partial.discard()
+
+
+@pytest.mark.parametrize("sizes", [True, False])
+def test_an_answer_of_no_known_version_is_started_over_not_continued(
+    bench: Bench, sizes: bool
+) -> None:
+    bench.origin.etags = False
+    bench.origin.sizes = sizes
+    if sizes:
+        bench.origin.faults.append(Fault(after=10**9))  # the first look passes
+    bench.origin.faults.append(Fault(after=3 * BLOCK, error=TransientError("reset")))
+    real = bench.origin.open
+
+    def replaced(url, start, stop, pin=None):
+        if len(bench.origin.requests) == 1 + sizes:
+            bench.origin.objects[str(URL)] = payload(seed=9)
+        return real(url, start, stop, pin)
+
+    bench.origin.open = replaced
+    fetched = bench.fetch()
+    assert contents(fetched) == payload(seed=9)
+    fetched.partial.discard()
+
+
+def crc32(data: bytes) -> str:
+    return base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode()
+
+
+def test_a_stated_checksum_is_compared(bench: Bench) -> None:
+    bench.origin.checksums[str(URL)] = Checksum("crc32", crc32(payload()))
+    fetched = bench.fetch()
+    assert fetched.checked == "crc32"
+    fetched.partial.discard()
+
+
+def test_sha256_is_compared_too(bench: Bench) -> None:
+    value = base64.b64encode(hashlib.sha256(payload()).digest()).decode()
+    bench.origin.checksums[str(URL)] = Checksum("sha256", value)
+    fetched = bench.fetch()
+    assert fetched.checked == "sha256"
+    fetched.partial.discard()
+
+
+def test_a_checksum_of_parts_is_not_mistaken_for_one_of_the_whole(bench: Bench) -> None:
+    bench.origin.checksums[str(URL)] = Checksum("crc32", "AAAAAA==-3")
+    fetched = bench.fetch()
+    assert fetched.checked is None
+    fetched.partial.discard()
+
+
+def test_a_byte_flipped_on_the_way_is_fetched_again(bench: Bench) -> None:
+    bench.origin.checksums[str(URL)] = Checksum("crc32", crc32(payload()))
+    bench.origin.faults.append(Fault(after=1000, corrupt=True))
+    fetched = bench.fetch()
+    assert contents(fetched) == payload()
+    assert bench.origin.delivered == 2 * SIZE
+    fetched.partial.discard()
+
+
+def test_bytes_that_never_match_are_not_published(bench: Bench) -> None:
+    bench.origin.checksums[str(URL)] = Checksum("crc32", crc32(b"something else"))
+    with pytest.raises(IntegrityError, match="damaged"):
+        bench.fetch()
+    assert bench.left() == []
+
+
+def test_a_target_that_refuses_ends_the_fetch_after_one_request(bench: Bench) -> None:
+    def refuse(info: ObjectInfo) -> Partial:
+        raise CacheFullError(f"no room for {info.size}")
+
+    with pytest.raises(CacheFullError):
+        bench.fetch(target=refuse)
+    assert len(bench.origin.requests) == 1
+
+
+def test_a_full_disk_surfaces_as_it_is_and_leaves_nothing(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self, offset, data, fd=None):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Partial, "write", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        bench.fetch()
+    assert not isinstance(caught.value, TransferError)
+    assert bench.left() == []
+
+
+def test_cancelling_ends_a_silent_fetch_and_keeps_what_came(bench: Bench) -> None:
+    never = threading.Event()
+    bench.origin.objects[str(URL)] = payload(2 * BLOCK)
+    bench.origin.faults.append(Fault(after=BLOCK + 10, wait=never))
+    timer = threading.Timer(0.2, bench.fetcher.cancel)
+    timer.start()
+    with pytest.raises(FetchCancelledError):
+        bench.fetch()
+    timer.join()
+    (name,) = bench.left()
+    progress = read_progress(bench.layout.partial / name)
+    assert progress is not None
+    assert progress.written == BLOCK
+
+
+@pytest.mark.failure("broken-connections")
+def test_the_deadline_bounds_the_whole_fetch(tmp_path: Path, origin: MemoryOrigin) -> None:
+    origin.objects[str(URL)] = payload()
+    bench = Bench(tmp_path, origin, attempts=100, deadline=10)
+    origin.faults.extend(Fault(after=None) for _ in range(100))
+    with pytest.raises(TransferTimeoutError, match="deadline of 10 s"):
+        bench.fetch()
+    assert bench.clock.elapsed <= 10
+
+
+@pytest.mark.failure("broken-connections")
+def test_a_trickle_counts_as_a_failed_attempt(bench: Bench) -> None:
+    bench.origin.objects[str(URL)] = payload(BLOCK)
+    bench.origin.chunk = 100
+    real = bench.clock.monotonic
+    bench.clock.monotonic = lambda: (bench.clock.sleep(1.0), real())[1]  # a second per look
+    with pytest.raises(TransferTimeoutError, match="bytes in"):
+        bench.fetch()
+    assert len(bench.origin.requests) == 3
+
+
+@pytest.mark.failure("throttling")
+def test_many_threads_share_the_connections(bench: Bench) -> None:
+    active = 0
+    most = 0
+    guard = threading.Lock()
+    real = bench.origin.open
+
+    def counted(url, start, stop, pin=None):
+        nonlocal active, most
+        with guard:
+            active += 1
+            most = max(most, active)
+        body = real(url, start, stop, pin)
+        close = body.close
+
+        def closed() -> None:
+            nonlocal active
+            with guard:
+                active -= 1
+            close()
+
+        body.close = closed
+        return body
+
+    bench.origin.open = counted
+    results: list[bytes] = []
+
+    def work() -> None:
+        fetched = bench.fetch()
+        results.append(contents(fetched))
+        fetched.partial.discard()
+
+    threads = [threading.Thread(target=work) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [payload()] * 12
+    assert most <= 4
+
+
+def test_no_descriptor_is_left(bench: Bench) -> None:
+    bench.fetch().partial.discard()
+    before = len(os.listdir("/proc/self/fd"))
+    for fault in (None, Fault(after=5), Fault(after=None, error=ValueError("odd"))):
+        if fault is not None:
+            bench.origin.faults.append(fault)
+        try:
+            bench.fetch().partial.discard()
+        except ValueError:
+            assert fault is not None
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_worker_that_fails_in_a_thread_of_its_own_fails_the_fetch(bench: Bench) -> None:
+    calls: list[int] = []
+    real = bench.origin.open
+
+    def fail_later(url, start, stop, pin=None):
+        calls.append(start)
+        if start >= 2 * BLOCK:
+            raise ShardNotFoundError(f"{url} vanished", url=str(url))
+        return real(url, start, stop, pin)
+
+    bench.origin.open = fail_later
+    with pytest.raises(ShardNotFoundError):
+        bench.fetch()
+    assert len(bench.left()) == 1  # kept: what came is good
+
+
+def test_what_comes_after_an_abort_is_not_believed(bench: Bench) -> None:
+    """A connection that is aborted behind TLS goes on with ciphertext."""
+    bench.origin.objects[str(URL)] = payload(4 * BLOCK)
+    receiving = threading.Event()
+    real = bench.origin.open
+
+    def open_(url, start, stop, pin=None):
+        body = real(url, start, stop, pin)
+        receive, came = body.readinto, 0
+
+        def fail(buffer):
+            nonlocal came
+            if came < BLOCK:  # which brings the other connections
+                count = receive(buffer[: BLOCK - came])
+                came += count
+                return count
+            assert receiving.wait(PATIENCE)
+            raise ShardNotFoundError("it vanished", url=str(URL))
+
+        def ciphertext(buffer):
+            receiving.set()
+            assert body.aborted.wait(PATIENCE)
+            buffer[:] = b"\xaa" * len(buffer)
+            return len(buffer)
+
+        body.readinto = ciphertext if start else fail
+        return body
+
+    bench.origin.open = open_
+    with pytest.raises(ShardNotFoundError):
+        bench.fetch()
+    assert receiving.is_set()
+    bench.origin.open = real
+    (name,) = bench.left()
+    resumed = Partial.claim(bench.layout, bench.layout.partial / name, URL.basename)
+    assert resumed is not None
+    fetched = bench.fetch(resume=resumed)
+    assert contents(fetched) == payload(4 * BLOCK)
+    fetched.partial.discard()
+
+
+def test_what_is_resumed_comes_over_several_connections(bench: Bench) -> None:
+    left = bench.target(bench.origin.info(URL))
+    left.close()
+    resumed = Partial.claim(bench.layout, left.path, URL.basename)
+    assert resumed is not None
+    others = threading.Event()
+    bench.origin.faults.append(Fault(after=0, wait=others))
+    real = bench.origin.open
+
+    def open_(url, start, stop, pin=None):
+        if len(bench.origin.requests) == 2:
+            others.set()  # the first waits for the third: it is not the only one
+        return real(url, start, stop, pin)
+
+    bench.origin.open = open_
+    fetched = bench.fetch(resume=resumed)
+    assert contents(fetched) == payload()
+    assert len(bench.origin.requests) == 3
+    fetched.partial.discard()
+
+
+@pytest.mark.parametrize(("seconds", "lanes"), [(0.0, 4), (0.0069, 7), (5.0, 16)])
+def test_the_first_answer_tells_how_many_connections_there_are(
+    bench: Bench, seconds: float, lanes: int
+) -> None:
+    bench.fetcher.lanes = Lanes(64, 2 * BLOCK)
+    real = bench.origin.open
+
+    def open_(url, start, stop, pin=None):
+        bench.clock.elapsed += seconds
+        return real(url, start, stop, pin)
+
+    bench.origin.open = open_
+    fetched = bench.fetch()
+    assert bench.fetcher.lanes.limit == lanes
+    fetched.partial.discard()
+
+
+def test_a_process_that_may_start_no_threads_fetches_alone(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    fetched = bench.fetch()
+    assert contents(fetched) == payload()
+    fetched.partial.discard()
+
+
+def test_a_fetch_that_fails_before_its_first_byte_gives_the_connection_back(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bodies = []
+    real = bench.origin.open
+
+    def open_(*arguments):
+        bodies.append(real(*arguments))
+        return bodies[-1]
+
+    def no_descriptor(self: Partial) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    bench.origin.open = open_
+    bench.origin.states_checksums = False
+    bench.origin.objects[str(URL)] = payload(BLOCK)
+    monkeypatch.setattr(Partial, "handle", no_descriptor)
+    with pytest.raises(OSError, match="Too many open files"):
+        bench.fetch()
+    assert [body.closed for body in bodies] == [True]
+
+
+@pytest.mark.failure("interrupts")
+def test_a_second_interrupt_while_workers_end_leaves_nothing_locked(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    bench.origin.states_checksums = False
+    bench.origin.objects[str(URL)] = payload(4 * BLOCK)
+    bench.origin.faults.append(Fault(after=BLOCK, error=KeyboardInterrupt()))
+    real = threading.Thread.join
+
+    def interrupted(self: threading.Thread, timeout: float | None = None) -> None:
+        real(self, timeout)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        bench.fetch()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_workers_that_hear_nothing_share_one_farewell(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    gate = threading.Event()
+    real = bench.origin.open
+    join = threading.Thread.join
+
+    def silent(url, start, stop, pin=None):
+        if start:
+            gate.wait(30)
+        return real(url, start, stop, pin)
+
+    def noted(self: threading.Thread, timeout: float | None = None) -> None:
+        waits.append(timeout)
+        join(self, min(timeout, 0.01))
+
+    bench.origin.open = silent
+    bench.origin.states_checksums = False
+    bench.origin.faults.append(Fault(after=BLOCK + 10, error=KeyboardInterrupt()))
+    now = iter(range(0, 1000, 4))
+    monkeypatch.setattr("shardcache.fetch.job.time.monotonic", lambda: float(next(now)))
+    monkeypatch.setattr(threading.Thread, "join", noted)
+    with pytest.raises(KeyboardInterrupt):
+        bench.fetch()
+    monkeypatch.undo()
+    gate.set()
+    assert waits == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ShardNotFoundError("no HEAD here"),
+        AccessDeniedError("HEAD is forbidden"),
+        ConfigError("what is HEAD?"),
+        TransferError("HEAD is never answered"),
+        None,
+    ],
+)
+def test_an_origin_that_cannot_describe_is_read_all_the_same(
+    bench: Bench, error: Exception | None
+) -> None:
+    def stat(url):
+        if error is not None:
+            raise error
+        return ObjectInfo(size=SIZE)  # a gateway that tells no version here
+
+    bench.origin.stat = stat
+    fetched = bench.fetch()
+    assert contents(fetched) == payload()
+    fetched.partial.discard()
+
+
+@pytest.mark.failure("changed-object")
+def test_a_description_of_another_version_starts_the_fetch_over(bench: Bench) -> None:
+    told = threading.Event()
+    real = bench.origin.stat
+
+    def stat(url):
+        if not bench.origin.stats:
+            bench.origin.objects[str(URL)] = payload(seed=2)
+        told.set()
+        return real(url)
+
+    bench.origin.stat = stat
+    bench.origin.faults.append(Fault(after=10, wait=told))
+    fetched = bench.fetch()
+    assert contents(fetched) == payload(seed=2)
+    assert len([start for _, start, _ in bench.origin.requests if start == 0]) == 2
+    fetched.partial.discard()
+
+
+# -- what a listing knew ---------------------------------------------------------
+
+
+class Describing(MemoryOrigin):
+    """Answers for a whole object with its checksum, as S3 does."""
+
+    encoded = False
+
+    def whole(self, url, most, listed):
+        body = self.open(url, 0, None)
+        if self.encoded:
+            return body.close()
+        body.stop = min(body.stop, most)
+        body._data = body._data[:most]
+        return body
+
+
+@pytest.fixture
+def describing(tmp_path: Path) -> Iterator[Bench]:
+    origin = Describing()
+    origin.objects[str(URL)] = payload(BLOCK + 9)
+    value = base64.b64encode(zlib.crc32(payload(BLOCK + 9)).to_bytes(4, "big")).decode()
+    origin.checksums[str(URL)] = Checksum("crc32", value)
+    yield Bench(tmp_path, origin)
+    assert all(body.closed for body in origin.bodies)
+
+
+def test_a_small_shard_whose_size_is_known_takes_one_request(describing: Bench) -> None:
+    fetched = describing.fetch(status=FetchStatus(listed=BLOCK + 9))
+    assert contents(fetched) == payload(BLOCK + 9)
+    assert fetched.checked == "crc32"
+    assert describing.origin.requests == [(str(URL), 0, None)]
+    assert describing.origin.stats == []
+    fetched.partial.discard()
+
+
+def test_the_checksum_that_came_along_is_compared(describing: Bench) -> None:
+    describing.origin.checksums[str(URL)] = Checksum("crc32", "AAAAAA==")
+    with pytest.raises(IntegrityError, match="crc32 AAAAAA=="):
+        describing.fetch(status=FetchStatus(listed=BLOCK + 9))
+    assert describing.left() == []
+
+
+def test_what_is_longer_than_it_was_listed_takes_no_other_request(describing: Bench) -> None:
+    origin, data = describing.origin, payload(2 * BLOCK + 1)
+    value = base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode()
+    origin.objects[str(URL)], origin.checksums[str(URL)] = data, Checksum("crc32", value)
+    fetched = describing.fetch(status=FetchStatus(listed=BLOCK))
+    assert contents(fetched) == data
+    assert fetched.checked == "crc32"
+    assert origin.requests == [(str(URL), 0, None), (str(URL), 2 * BLOCK, 2 * BLOCK + 1)]
+    assert origin.stats == []
+    fetched.partial.discard()
+
+
+@pytest.mark.parametrize("listed", [BLOCK, None])
+def test_what_comes_in_another_form_is_asked_for_again(
+    describing: Bench, listed: int | None
+) -> None:
+    describing.fetch().partial.discard()
+    describing.origin.requests.clear()
+    describing.origin.encoded = True
+    fetched = describing.fetch(status=FetchStatus(listed=listed))
+    assert contents(fetched) == payload(BLOCK + 9)
+    assert describing.origin.requests == [(str(URL), 0, None), (str(URL), 0, 2 * BLOCK)]
+    fetched.partial.discard()
+
+
+def test_what_has_no_version_comes_in_one_answer_though_it_was_listed(describing: Bench) -> None:
+    """Its parts could be of different versions."""
+    origin = describing.origin
+    origin.objects[str(URL)] = payload(2 * BLOCK + 1)
+    origin.checksums.clear()
+    origin.etags = False
+    fetched = describing.fetch(status=FetchStatus(listed=BLOCK))
+    assert contents(fetched) == payload(2 * BLOCK + 1)
+    assert [start for _, start, _ in origin.requests] == [0, 0]
+    fetched.partial.discard()
+
+
+def beside(name: str) -> ShardURL:
+    return parse_url(str(URL).rpartition("/")[0] + "/" + name)
+
+
+def test_a_shard_is_asked_for_as_its_neighbour_was(describing: Bench) -> None:
+    """Nobody has told its size, but the one before was small: one request, with checksum."""
+    describing.fetch().partial.discard()
+    assert describing.origin.stats == [str(URL)]
+    origin, neighbour = describing.origin, beside("neighbour.tar")
+    origin.objects[str(neighbour)] = payload(BLOCK + 9)
+    origin.checksums[str(neighbour)] = origin.checksums[str(URL)]
+    fetched = describing.fetch(neighbour)
+    assert contents(fetched) == payload(BLOCK + 9)
+    assert fetched.checked == "crc32"
+    assert origin.requests == [(str(URL), 0, 2 * BLOCK), (str(neighbour), 0, None)]
+    assert origin.stats == [str(URL)]
+    fetched.partial.discard()
+
+
+def test_after_a_large_shard_the_next_comes_in_parts(describing: Bench) -> None:
+    describing.origin.objects[str(URL)] = payload(3 * BLOCK)
+    describing.origin.checksums.clear()
+    for _ in range(2):
+        describing.fetch().partial.discard()
+    assert {stop for _, start, stop in describing.origin.requests if start == 0} == {2 * BLOCK}
+
+
+def test_guesses_that_were_wrong_twice_are_made_no_more(describing: Bench) -> None:
+    origin = describing.origin
+    origin.checksums.clear()
+    sizes = {"a": 9, "b": 3 * BLOCK, "c": 9, "d": 3 * BLOCK, "e": 9, "f": 9, "g": 9}
+    for name, size in sizes.items():
+        origin.objects[str(beside(name))] = payload(size)
+        fetched = describing.fetch(beside(name))
+        assert contents(fetched) == payload(size)
+        fetched.partial.discard()
+    asked = [url.rpartition("/")[2] for url, _, stop in origin.requests if stop is None]
+    assert asked == ["b", "d"]
+
+
+@pytest.mark.parametrize("listed", [None, 2 * BLOCK + 1])
+def test_what_is_large_or_not_listed_comes_in_parts(describing: Bench, listed: int | None) -> None:
+    describing.origin.objects[str(URL)] = payload(2 * BLOCK + 1)
+    describing.origin.checksums.clear()
+    fetched = describing.fetch(status=FetchStatus(listed=listed))
+    assert contents(fetched) == payload(2 * BLOCK + 1)
+    assert describing.origin.requests[0] == (str(URL), 0, 2 * BLOCK)
+    fetched.partial.discard()

@@ -1,0 +1,222 @@
+"""``shardcache::s3://...`` for everything that opens URLs through fsspec."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from shardcache import ConfigError
+from shardcache.cli.demoserver import S3Server
+from shardcache.cli.meter import Meter
+from tests.conftest import make_tar
+from tests.support.storetools import Parent, forked
+
+SHARD = make_tar(6)
+
+
+@pytest.fixture
+def url(s3: S3Server, bucket: str, s3_environment: dict, meter: Meter) -> str:
+    s3.put(bucket, "a.tar", SHARD)
+    s3.put(bucket, "b.tar", SHARD)
+    meter.reset()
+    for protocol in ("s3", "shardcache"):  # fsspec keeps them, with another test's server
+        fsspec.get_filesystem_class(protocol).clear_instance_cache()
+    return f"shardcache::s3://{bucket}/a.tar"
+
+
+@pytest.fixture
+def default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("shardcache.defaults._default", None)
+    monkeypatch.setenv("SHARDCACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("SHARDCACHE_MIN_FREE", "0")
+    return tmp_path / "cache"
+
+
+def gets(meter: Meter) -> int:
+    return sum(t.object_fetches for t in meter.summary().values())
+
+
+def test_open_reads_through_the_default_cache(url: str, default: Path, meter: Meter) -> None:
+    for _ in range(2):
+        with fsspec.open(url) as stream:
+            assert stream.read(10) == SHARD[:10]
+            stream.seek(-5, 2)
+            assert stream.read() == SHARD[-5:]
+    assert gets(meter) == 1
+    assert list(default.rglob("a.tar"))
+
+
+def test_a_cache_of_its_own_is_named_in_options(url: str, tmp_path: Path, meter: Meter) -> None:
+    with fsspec.open(url, shardcache={"dir": str(tmp_path / "own"), "min_free": 0}) as stream:
+        assert stream.read() == SHARD
+    assert list((tmp_path / "own").rglob("a.tar"))
+
+
+def test_the_filesystem_lists_describes_and_cuts(url: str, default: Path) -> None:
+    fs, path = fsspec.core.url_to_fs(url)
+    names = [name.rpartition("/")[2] for name in fs.ls(path.rpartition("/")[0], detail=False)]
+    assert names == ["a.tar", "b.tar"]
+    assert fs.info(path)["size"] == len(SHARD)
+    assert fs.cat_file(path, 5, 15) == SHARD[5:15]
+    assert fs.cat_file(path, -7) == SHARD[-7:]
+    assert fs.cat_file(path) == SHARD
+    assert fs.info(path)["size"] == len(SHARD)
+    assert fs.exists(path)
+
+
+def test_writing_is_refused(url: str, default: Path) -> None:
+    with pytest.raises(ConfigError, match="mode 'wb'"), fsspec.open(url, "wb") as stream:
+        stream.write(b"x")
+
+
+def test_a_chain_without_an_origin_is_refused() -> None:
+    from shardcache.integrations.fsspec import ShardCacheFileSystem
+
+    with pytest.raises(ConfigError, match="needs the origin"):
+        ShardCacheFileSystem(skip_instance_cache=True)
+
+
+def test_pandas_style_readers_get_bytes(url: str, default: Path) -> None:
+    import tarfile
+
+    with fsspec.open(url) as stream, tarfile.open(fileobj=stream) as archive:
+        assert len(archive.getnames()) == 8
+
+
+def requests(meter: Meter) -> list[tuple[str, str]]:
+    return [(r.method, r.path) for r in meter.requests()]
+
+
+def test_what_it_says_of_a_shard_is_the_same_before_and_after_it_is_cached(
+    url: str, default: Path, meter: Meter
+) -> None:
+    """Hugging Face's datasets name their own cache after it."""
+    fs, path = fsspec.url_to_fs(url)
+    before = fs.info(path)
+    fs.cat_file(path)
+    meter.reset()
+    after = fs.info(path)
+    assert requests(meter) == []
+    assert after == {key: before[key] for key in ("name", "size", "type", "ETag")}
+    assert after["ETag"].startswith('"')
+    assert fs.info(url) == fs.info(f"s3://{path}") == after  # whichever way it is named
+
+
+def test_what_is_gone_between_two_looks_is_described_as_far_as_known(
+    url: str, default: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(entry: object) -> None:
+        raise FileNotFoundError("evicted")
+
+    fs, path = fsspec.url_to_fs(url)
+    fs.cat_file(path)
+    monkeypatch.setattr("shardcache.store.entry.Entry.metadata", gone)
+    assert fs.info(path) == {"name": path, "size": len(SHARD), "type": "file"}
+
+
+def test_buckets_are_directories(url: str, default: Path) -> None:
+    fs, path = fsspec.url_to_fs(url)
+    bucket = path.partition("/")[0]
+    assert fs.isdir(bucket)
+    assert not fs.isfile(bucket)
+    assert fs.isfile(path)
+    assert not fs.exists(f"{bucket}/none.tar")
+
+
+def test_listing_costs_what_the_origin_takes_for_it(
+    url: str, s3: S3Server, default: Path, meter: Meter
+) -> None:
+    fs, path = fsspec.url_to_fs(url)
+    bucket = path.partition("/")[0]
+    for number in range(3):
+        s3.put(bucket, f"part-{number}/c.tar", SHARD)
+    all_of_them = ["a.tar", "b.tar", *(f"part-{number}/c.tar" for number in range(3))]
+    costs = []
+    for listed in (
+        lambda: fs.find(f"shardcache::s3://{bucket}"),
+        lambda: fs.glob(f"{bucket}/**/*.tar"),
+    ):
+        fs.invalidate_cache()
+        meter.reset()
+        assert listed() == [f"{bucket}/{name}" for name in all_of_them]
+        costs.append(len(requests(meter)))
+    assert costs == [1, 1]  # a walk asks for each directory
+
+
+def test_a_wrong_cache_is_told_of_and_not_taken_for_an_unknown_shard(
+    url: str, tmp_path: Path
+) -> None:
+    fs, path = fsspec.url_to_fs(url, shardcache={"dir": str(tmp_path), "no_such": 1})
+    with pytest.raises(ConfigError, match="no_such"):
+        fs.info(path)
+
+
+def test_its_urls_lead_back(url: str, default: Path) -> None:
+    fs, path = fsspec.url_to_fs(url)
+    assert fs.unstrip_protocol(path) == url
+    again, there = fsspec.url_to_fs(fs.unstrip_protocol(path))
+    assert again.cat_file(there) == SHARD
+
+
+def test_the_path_may_stand_in_the_first_link(url: str, default: Path, meter: Meter) -> None:
+    """The form that Hugging Face's datasets take, with the options that they add."""
+    path = url.removeprefix("shardcache::s3://")
+    bucket = path.partition("/")[0]
+    form = f"shardcache://{path}::s3://"
+    fs, _, (found,) = fsspec.get_fs_token_paths(form, storage_options={"block_size": 0})
+    with fs.open(found, "rb", block_size=0) as stream:
+        assert stream.read() == SHARD
+    assert list(default.rglob("a.tar"))  # the default cache: these are no options of one
+    fs, pattern = fsspec.url_to_fs(f"shardcache://{bucket}/*.tar::s3://")
+    assert fs.glob(pattern) == [f"{bucket}/a.tar", f"{bucket}/b.tar"]
+    own = {"dir": str(default.parent / "own"), "min_free": 0}
+    with fsspec.open(form, shardcache=own) as stream:
+        assert stream.read() == SHARD
+    assert list((default.parent / "own").rglob("a.tar"))
+
+
+def test_it_travels_with_its_cache(url: str, tmp_path: Path, meter: Meter) -> None:
+    fs, path = fsspec.url_to_fs(url, shardcache={"dir": str(tmp_path / "own"), "min_free": 0})
+    assert fs.cat_file(path) == SHARD
+    fs.clear_instance_cache()
+    again = pickle.loads(pickle.dumps(fs))
+    assert again is not fs
+    assert again.cat_ranges([path, path], [0, -3], [4, None]) == [SHARD[:4], SHARD[-3:]]
+    assert gets(meter) == 1
+
+
+def test_a_forked_child_has_a_target_filesystem_of_its_own(
+    url: str, default: Path, meter: Meter
+) -> None:
+    """s3fs refuses to work with the thread of a parent, which no child has."""
+    fs, path = fsspec.url_to_fs(url)
+    bucket = path.partition("/")[0]
+    parents = fs.fs
+    assert len(fs.ls(bucket)) == 2
+
+    def look(parent: Parent) -> None:
+        parent.say(
+            [fs.fs is parents, fs.size(path), fs.glob(f"{bucket}/b*"), fs.cat_file(path, 0, 3)]
+        )
+
+    with forked(look) as child:
+        assert child.hear() == [False, len(SHARD), [f"{bucket}/b.tar"], SHARD[:3]]
+    assert fs.fs is parents
+
+
+def test_a_filesystem_that_was_given_is_used_as_it_is(tmp_path: Path) -> None:
+    from shardcache.integrations.fsspec import ShardCacheFileSystem
+
+    memory = fsspec.filesystem("memory", skip_instance_cache=True)
+    memory.pipe_file("/lab/a.tar", SHARD)
+    own = {"dir": str(tmp_path / "own"), "min_free": 0, "allow_schemes": ["memory"]}
+    fs = ShardCacheFileSystem(fs=memory, skip_instance_cache=True, **own)
+    assert fs.fs is memory
+    assert fs.cat_file("/lab/a.tar") == SHARD
+    assert fs.created("/lab/a.tar") == memory.created("/lab/a.tar")
+    assert fs.modified("/lab/a.tar") == memory.modified("/lab/a.tar")
+    assert os.listdir(tmp_path / "own")

@@ -1,0 +1,227 @@
+"""What OpenTelemetry collects is what was counted."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from shardcache import telemetry
+from shardcache.cache import Cache
+from shardcache.errors import ConfigError
+from shardcache.stats.counters import Counters
+from shardcache.stats.history import compact
+from shardcache.stats.statfile import COUNTERS
+from tests.conftest import make_tar
+from tests.support.fakes import FakeClock, MemoryOrigin
+from tests.support.storetools import Parent, forked
+
+sdk = pytest.importorskip("opentelemetry.sdk.metrics")
+export = pytest.importorskip("opentelemetry.sdk.metrics.export")
+
+URLS = [f"s3://lab/train-{n}.tar" for n in range(4)]
+DATA = make_tar(1)
+MakeCache = Callable[..., Cache]
+Values = dict[tuple[str, str], float]
+
+
+class Collector:
+    """An SDK that is read on demand."""
+
+    def __init__(self) -> None:
+        self.reader = export.InMemoryMetricReader()
+        self.provider = sdk.MeterProvider(metric_readers=[self.reader])
+
+    def collect(self) -> Values:
+        """(name, value of the label or "") -> value."""
+        found = self.reader.get_metrics_data()
+        if found is None:
+            return {}
+        return {
+            (metric.name, next(iter(point.attributes.values()), "")): point.value
+            for resource in found.resource_metrics
+            for scope in resource.scope_metrics
+            for metric in scope.metrics
+            for point in metric.data.data_points
+        }
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    found = Collector()
+    yield found
+    found.provider.shutdown()
+
+
+@pytest.fixture
+def cache(make_cache: MakeCache, origin: MemoryOrigin) -> Cache:
+    origin.objects.update(dict.fromkeys(URLS, DATA))
+    return make_cache(fill="complete")
+
+
+def read(cache: Cache, times: int = 1) -> None:
+    for _ in range(times):
+        for url in URLS:
+            cache.open(url).read()
+
+
+@pytest.mark.parametrize("node", [False, True])
+def test_it_is_what_was_counted_at_the_moment_of_the_collection(
+    cache: Cache, collector: Collector, node: bool
+) -> None:
+    telemetry.observe(cache, node=node, meter_provider=collector.provider)
+    assert set(collector.collect().values()) == {0}
+    read(cache, 3)
+    cache.remove(URLS[0])
+    found = collector.collect()
+    assert found["shardcache.opens", "misses"] == len(URLS)
+    assert found["shardcache.opens", "hits"] == 2 * len(URLS)
+    assert found["shardcache.opened", ""] == 3 * len(URLS) * len(DATA)
+    assert found["shardcache.received", "origin"] == len(URLS) * len(DATA)
+    assert found["shardcache.stored", ""] == len(URLS) * len(DATA)
+    assert found["shardcache.fetches", ""] == len(URLS)
+    assert found["shardcache.evictions", "asked"] == 1
+    assert found["shardcache.evicted", ""] == len(DATA)
+    assert found["shardcache.locks.waits", "network"] == len(URLS)
+    assert found["shardcache.locks.waits", "disk"] == 2 * len(URLS)
+    assert found["shardcache.wait.time", "network"] > 0
+    read(cache)
+    assert collector.collect()["shardcache.opens", "hits"] == 3 * len(URLS) - 1
+
+
+def test_every_counter_is_in_a_metric(collector: Collector) -> None:
+    asked: set[str] = set()
+
+    class Counters(dict[str, int]):
+        def __missing__(self, name: str) -> int:
+            asked.add(name)
+            return 0
+
+    for *_, points in telemetry._METRICS:
+        list(points((Counters(), {})))
+    tiers = {name for name in COUNTERS if name.startswith("hits_tier")}
+    assert asked == set(COUNTERS) - tiers - {"fetches_upstream", "bypassed_full"}
+
+
+def test_what_was_counted_before_anybody_collected_is_not_lost(
+    cache: Cache, collector: Collector
+) -> None:
+    """The last collection of a program comes when its cache is closed."""
+    telemetry.observe(cache, meter_provider=collector.provider)
+    read(cache, 2)
+    cache.close()
+    assert collector.collect()["shardcache.opens", "hits"] == len(URLS)
+
+
+def test_nothing_falls_when_the_cache_is_closed_and_used_again(
+    make_cache: MakeCache, cache: Cache, collector: Collector, origin: MemoryOrigin
+) -> None:
+    telemetry.observe(cache, meter_provider=collector.provider)
+    read(cache)
+    assert collector.collect()["shardcache.opens", "misses"] == len(URLS)
+    read(cache)  # what nobody collected before it was closed is there too
+    for _ in range(2):
+        cache.close()
+        found = collector.collect()
+        assert found["shardcache.opens", "misses"] == len(URLS)
+    cache._here().coordinator()
+    cache._here().origins.add("s3", origin)
+    read(cache)
+    found = collector.collect()
+    assert found["shardcache.opens", "misses"] == len(URLS)
+    assert found["shardcache.opens", "hits"] == 2 * len(URLS)
+
+
+def test_of_a_node_other_processes_are_counted_too(
+    cache: Cache, make_cache: MakeCache, collector: Collector
+) -> None:
+    def work(parent: Parent) -> None:
+        with make_cache(fill="complete") as other:
+            read(other)
+        parent.say()
+
+    telemetry.observe(cache, node=True, meter_provider=collector.provider)
+    with forked(work) as child:
+        child.hear()
+    read(cache)
+    found = collector.collect()
+    assert found["shardcache.opens", "misses"] == found["shardcache.opens", "hits"] == len(URLS)
+
+
+def test_of_a_node_what_is_long_ago_counts_too(
+    cache: Cache, collector: Collector, tmp_path: Path
+) -> None:
+    """A sum that falls after thirty days would be taken for a new one."""
+    now, layout = time.time(), cache.node_layout
+    old = Counters(lambda: layout, FakeClock(now=now - 90 * 86_400))
+    old.add({"misses": 5})
+    old.close()
+    (path,) = layout.stats.glob("*.counts")
+    os.utime(path, (now - 86_400, now - 86_400))
+    assert compact(layout, now) == 1
+    telemetry.observe(cache, node=True, meter_provider=collector.provider)
+    assert collector.collect()["shardcache.opens", "misses"] == 5
+
+
+def test_a_child_does_not_count_for_its_parent(cache: Cache, collector: Collector) -> None:
+    telemetry.observe(cache, meter_provider=collector.provider)
+    read(cache)
+    cache.close()
+
+    def work(parent: Parent) -> None:
+        read(cache)
+        counters, _ = telemetry._of_process(cache)
+        parent.say((counters["hits"], counters["misses"]))
+
+    with forked(work) as child:
+        assert child.hear() == (len(URLS), 0)  # its own
+    assert collector.collect()["shardcache.opens", "hits"] == 0
+
+
+def test_fetches_in_hand_are_a_gauge(
+    make_cache: MakeCache, origin: MemoryOrigin, collector: Collector
+) -> None:
+    origin.objects[URLS[0]] = DATA
+    gate = threading.Event()
+    cache = make_cache(validate=lambda path: gate.wait(60) or None)
+    telemetry.observe(cache, meter_provider=collector.provider)
+    stream = cache.open(URLS[0])
+    try:
+        assert collector.collect()["shardcache.fetches.active", ""] == 1
+    finally:
+        gate.set()
+        stream.read()
+        stream.close()
+    assert collector.collect()["shardcache.opens", "misses"] == 1
+
+
+def test_a_cache_that_is_gone_is_not_kept(tmp_path: Path, collector: Collector) -> None:
+    cache = Cache(tmp_path / "other", min_free=0)
+    telemetry.observe(cache, meter_provider=collector.provider)
+    telemetry.observe(cache, node=True, meter_provider=collector.provider)
+    held = weakref.ref(cache)
+    collector.collect()
+    del cache
+    gc.collect()
+    assert held() is None
+    assert collector.collect() == {}
+
+
+def test_a_cache_that_counts_nothing_says_so(make_cache: MakeCache) -> None:
+    with pytest.raises(ConfigError, match="stats"):
+        telemetry.observe(make_cache(stats=False))
+
+
+def test_without_the_package_it_says_what_to_install(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.metrics", None)
+    with pytest.raises(ConfigError, match=r"shardcache\[otel\]"):
+        telemetry.observe(cache)

@@ -1,0 +1,175 @@
+"""Nodes that share a directory agree who fetches; a node that dies is waited for no longer."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from shardcache.cache import Cache
+from shardcache.cli.demoserver import S3Server
+from shardcache.cli.meter import Meter
+from shardcache.layout import IDLE_GRACE, Layout
+from shardcache.locks.flock import Holder, read_holder
+from shardcache.locks.lease import KeyLease
+from shardcache.names import is_lease_name
+from shardcache.store.root import make_root
+from shardcache.store.sweeping import remove_dead_leases
+from tests.conftest import make_tar
+from tests.support.storetools import PATIENCE, Parent, forked, needs_root
+
+pytestmark = pytest.mark.failure("flock-broken")
+
+KEY = "0123456789abcdef" * 2
+ME = Holder(1, "node-1", 0, "job", 1.0)
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> Layout:
+    return make_root(tmp_path / "cache", "1")
+
+
+def lease(layout: Layout, seconds: float = 60.0) -> KeyLease:
+    return KeyLease(layout.lease(KEY), layout.lease_record(KEY), seconds)
+
+
+def test_one_holder_at_a_time(layout: Layout) -> None:
+    first, second = lease(layout), lease(layout)
+    assert first.try_acquire(ME)
+    assert not second.try_acquire(ME)
+    assert read_holder(layout.lease_record(KEY)) == ME
+    first.release()
+    assert not layout.lease_record(KEY).exists()
+    assert second.try_acquire(ME)
+    second.release()
+    second.release()
+    assert not layout.lease(KEY).exists()
+
+
+def test_only_the_holder_says_who_it_is(layout: Layout) -> None:
+    mine = lease(layout)
+    mine.update(ME)
+    assert not layout.lease_record(KEY).exists()
+    assert mine.try_acquire(ME)
+    other = Holder(2, "node-2", None, None, 2.0, "partial", 5)
+    mine.update(other)
+    assert read_holder(layout.lease_record(KEY)) == other
+    mine.release()
+
+
+def test_a_lease_that_is_not_renewed_is_taken(layout: Layout) -> None:
+    """The holder is of another host, as far as its marker says, so only time can tell."""
+    dead = lease(layout, 1.0)
+    assert dead.try_acquire(ME)
+    marker = layout.lease(KEY).read_bytes()
+    dead.release()
+    host = socket.gethostname().encode()
+    assert host in marker
+    layout.lease(KEY).write_bytes(marker.replace(host, b"another-node"))
+    heir = lease(layout, 1.0)
+    assert not heir.try_acquire(ME)
+    end = time.monotonic() + PATIENCE
+    while not heir.try_acquire(ME):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    heir.release()
+
+
+def test_a_live_holder_keeps_its_lease(layout: Layout) -> None:
+    holder, other = lease(layout, 1.0), lease(layout, 1.0)
+    assert holder.try_acquire(ME)
+    for _ in range(30):  # three times its duration
+        assert not other.try_acquire(ME)
+        time.sleep(0.1)
+    holder.release()
+    assert other.try_acquire(ME)
+    other.release()
+
+
+def test_another_duration_is_no_reason_to_stop(layout: Layout) -> None:
+    first, second = lease(layout, 60.0), lease(layout, 30.0)
+    assert first.try_acquire(ME)
+    assert second.try_acquire(ME)  # granted: a duplicate at worst
+    second.release()
+    assert layout.lease(KEY).exists()  # it was not the second one's to remove
+    first.release()
+
+
+@needs_root
+def test_a_directory_that_cannot_be_written_is_reported(layout: Layout) -> None:
+    base = layout.base.parent
+    for command in (["--bind", base, base], ["-o", "remount,ro,bind", base]):
+        subprocess.run(["mount", *command], check=True)
+    try:
+        with pytest.raises(OSError) as caught:
+            lease(layout).try_acquire(ME)
+    finally:
+        subprocess.run(["umount", base], check=True)
+    assert caught.value.errno == errno.EROFS
+
+
+def test_what_cannot_be_a_lease_is_granted(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    odd = KeyLease(tmp_path / "file" / "x.lease", tmp_path / "record")
+    assert odd.try_acquire(ME)  # the fetch itself meets whatever is wrong there
+    odd.release()
+
+
+def test_dead_leases_are_swept_and_live_ones_are_not(layout: Layout) -> None:
+    mine = lease(layout)
+    assert mine.try_acquire(ME)
+    assert {p.name for p in layout.lease(KEY).parent.iterdir()} == {
+        f"{KEY}.lease",
+        f"{KEY}.holder",
+    }
+    assert remove_dead_leases(layout) == 0
+    past = time.time() - 2 * IDLE_GRACE
+    stranger = layout.lease(KEY).with_name("notes.txt")
+    stranger.write_text("mine")
+    for path in (stranger, layout.lease(KEY), layout.lease_record(KEY)):
+        os.utime(path, (past, past))
+    assert remove_dead_leases(layout) == 2
+    assert stranger.exists() and not layout.lease(KEY).exists()
+    mine.release()
+    assert is_lease_name(f"{KEY}.lease") and not is_lease_name(f"{KEY}.lease2")
+
+
+@needs_root
+def test_two_nodes_with_one_directory_fetch_a_shard_once(
+    s3: S3Server, bucket: str, meter: Meter, s3_environment: dict[str, str], tmp_path: Path
+) -> None:
+    """Two mount namespaces with a /dev/shm each are two nodes."""
+    shards = {f"{n}.tar": make_tar(n, members=40, size=20_000) for n in range(4)}
+    for name, data in shards.items():
+        s3.put(bucket, name, data)
+    meter.reset()
+
+    def node(parent: Parent) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        assert libc.unshare(0x00020000) == 0, os.strerror(ctypes.get_errno())  # CLONE_NEWNS
+        assert libc.mount(b"none", b"/", None, 0x44000, None) == 0  # MS_REC | MS_PRIVATE
+        assert libc.mount(b"shm", b"/dev/shm", b"tmpfs", 0, None) == 0
+        with Cache(tmp_path / "cache", locks="lease", min_free=0) as cache:
+            parent.hear()
+            for name, data in shards.items():
+                with cache.open(f"s3://{bucket}/{name}") as stream:
+                    assert stream.read() == data
+            parent.say((os.listdir("/dev/shm"), str(cache._here().namespaces.locking)))
+
+    with forked(node) as first, forked(node) as second:
+        first.tell()
+        second.tell()
+        found = [first.hear(), second.hear()]
+    # Each had lock files of its own: they agreed by nothing but the leases.
+    names = [[name.split("-")[0] for name in names] for names, _ in found]
+    assert names == [["shardcache"]] * 2, found
+    fetches = {name: seen.object_fetches for name, seen in meter.summary().items()}
+    assert fetches == {f"{bucket}/{name}": 1 for name in shards}
+    left = {p.name for p in (tmp_path / "cache" / "v1" / "locks").rglob("*") if p.is_file()}
+    assert left == set()

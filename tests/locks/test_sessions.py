@@ -1,0 +1,338 @@
+"""Sessions: who uses the cache, since when, for as long as they live."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shardcache.files import disown
+from shardcache.layout import Layout
+from shardcache.locks import sessions as module
+from shardcache.locks.sessions import (
+    Session,
+    dead_sessions,
+    oldest_live_session,
+    remove_dead_sessions,
+)
+from shardcache.store.root import make_root
+from tests.conftest import make_tar
+from tests.support.storetools import (
+    PATIENCE,
+    Parent,
+    crowd,
+    forked,
+    no_descriptor_free,
+    no_descriptor_left,
+    refusing,
+)
+
+
+def _descriptors() -> list[str]:
+    return os.listdir("/proc/self/fd")
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> Layout:
+    return make_root(tmp_path / "cache", "test")
+
+
+def names(layout: Layout) -> list[str]:
+    return sorted(os.listdir(layout.sessions))
+
+
+@pytest.mark.locks_work("flock")
+def test_the_oldest_session_counts(layout: Layout) -> None:
+    assert oldest_live_session(layout) is None
+    with no_descriptor_left():
+        young, old = Session(layout, 2000.0), Session(layout, 1000.5)
+        assert oldest_live_session(layout) == 1000.5
+        old.close()
+        old.close()
+        assert oldest_live_session(layout) == 2000.0
+        young.close()
+    assert oldest_live_session(layout) is None
+    assert names(layout) == []
+
+
+@pytest.mark.failure("clocks-and-pids")
+@pytest.mark.locks_work("flock")
+def test_a_dead_process_does_not_count_and_a_stopped_one_does(layout: Layout) -> None:
+    def work(parent: Parent) -> None:
+        session = Session(layout, 1000.0)
+        parent.say(session.path.name)
+        parent.hear()
+
+    with forked(work) as child:
+        name = child.hear()
+        child.kill(signal.SIGSTOP)
+        assert oldest_live_session(layout) == 1000.0
+        child.kill()
+        assert names(layout) == [name]
+        assert oldest_live_session(layout) is None
+    assert names(layout) == []
+
+
+@pytest.mark.locks_work("flock")
+def test_a_dead_jobs_session_does_not_live_on_in_its_workers(layout: Layout) -> None:
+    def work(parent: Parent) -> None:
+        session = Session(layout, 1000.0)
+        pid = os.fork()
+        if pid == 0:
+            session.close()  # the parent's, so nothing happens
+            parent.say("runs")
+            signal.alarm(120)
+            signal.pause()
+        parent.hear()
+        parent.say(pid)
+        parent.hear()
+
+    with forked(work) as child:
+        assert child.hear() == "runs"
+        worker = child.ask()
+        try:
+            assert oldest_live_session(layout) == 1000.0
+            child.kill()
+            assert oldest_live_session(layout) is None
+            os.kill(worker, 0)
+        finally:
+            os.kill(worker, signal.SIGKILL)
+
+
+@pytest.mark.locks_work("flock")
+def test_a_session_is_never_seen_without_its_lock_or_its_time(layout: Layout) -> None:
+    # One process counts in a loop while others come and go: whatever it sees
+    # began when they say, and none of them loses its file.
+    def count(parent: Parent, number: int) -> None:
+        parent.hear()
+        seen = set()
+        end = time.monotonic() + 1.0
+        while time.monotonic() < end:
+            seen.add(oldest_live_session(layout))
+            remove_dead_sessions(layout)
+        parent.say(seen)
+
+    def come_and_go(parent: Parent, number: int) -> None:
+        parent.hear()
+        lost = 0
+        end = time.monotonic() + 1.0
+        while time.monotonic() < end:
+            session = Session(layout, 1000.0 + number)
+            lost += session._fd < 0 or not session.path.exists()
+            session.close()
+        parent.say(lost)
+
+    with crowd(1, count) as counters, crowd(2, come_and_go) as users:
+        for child in (*counters, *users):
+            child.tell()
+        assert counters[0].hear() <= {None, 1000.0, 1001.0}
+        assert [user.hear() for user in users] == [0, 0]
+    assert names(layout) == []
+
+
+@pytest.mark.locks_work("flock")
+def test_a_session_that_is_swept_before_it_is_locked_is_made_again(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = module.lock_exclusive
+    swept = 0
+
+    def sweep(fd: int) -> bool:
+        nonlocal swept
+        swept += 1
+        if swept == 1:
+            os.unlink(os.readlink(f"/proc/self/fd/{fd}"))
+        return real(fd) and swept != 2  # the second time it is being looked at
+
+    monkeypatch.setattr(module, "lock_exclusive", sweep)
+    with no_descriptor_left():
+        session = Session(layout, 1000.0)
+        monkeypatch.undo()
+        assert oldest_live_session(layout) == 1000.0
+        session.close()
+    remove_dead_sessions(layout)
+    assert names(layout) == []
+
+
+@pytest.mark.locks_work("answers")
+def test_sessions_killed_on_the_way_to_their_names_are_swept(layout: Layout) -> None:
+    (layout.sessions / f".starting-{'0' * 32}").touch()
+    assert oldest_live_session(layout) is None
+    remove_dead_sessions(layout)
+    assert names(layout) == []
+
+
+@pytest.mark.failure("clocks-and-pids")
+@pytest.mark.locks_work("answers")
+def test_a_session_whose_pid_lives_on_is_dead_without_its_lock(layout: Layout) -> None:
+    # What a reused pid looks like: the process of that number lives, the lock is free.
+    session = Session(layout, 1000.0)
+    disown(session._fd)
+    assert oldest_live_session(layout) is None
+    assert names(layout) == []
+
+
+def test_what_is_no_session_stays_and_does_not_count(layout: Layout, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.touch()
+    (layout.sessions / "my.session").touch()
+    (layout.sessions / f"{'0' * 32}.session").symlink_to(victim)
+    (layout.sessions / f"{'1' * 32}.session").mkdir()
+    before = names(layout)
+    with no_descriptor_left():
+        assert oldest_live_session(layout) is None
+        remove_dead_sessions(layout)
+    assert names(layout) == before and victim.exists()
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+def test_a_session_that_cannot_be_asked_counts_as_live(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    path = layout.sessions / f"{'0' * 32}.session"
+    path.touch()
+    os.utime(path, (1000, 1000))
+    concerns = lambda p, *a, **k: str(p) == str(path)  # noqa: E731
+    monkeypatch.setattr(os, "open", refusing(number, when=concerns, real=os.open))
+    assert oldest_live_session(layout) == 1000.0
+    assert path.exists()
+    lstat = Path.lstat
+
+    def gone(self: Path) -> os.stat_result:
+        if self == path:
+            raise FileNotFoundError
+        return lstat(self)
+
+    monkeypatch.setattr(Path, "lstat", gone)
+    assert oldest_live_session(layout) is None
+
+
+@pytest.mark.locks_work("flock")
+def test_want_of_descriptors_is_an_error_and_no_answer(layout: Layout) -> None:
+    session = Session(layout, 1000.0)
+    with no_descriptor_free(), pytest.raises(OSError) as caught:
+        oldest_live_session(layout)
+    assert caught.value.errno == errno.EMFILE
+    real = os.open
+
+    def scarce(path, flags, *args, **kw):
+        if str(path).endswith(".session"):
+            raise OSError(errno.EMFILE, "too many")
+        return real(path, flags, *args, **kw)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "open", scarce)
+        with pytest.raises(OSError):
+            oldest_live_session(layout)
+    assert oldest_live_session(layout) == 1000.0
+    session.close()
+
+
+def test_a_cache_that_cannot_be_written_has_no_session_and_no_error(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("open", "utime", "rename"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, name, refusing(errno.ENOSPC, real=getattr(os, name)))
+            before = len(_descriptors())
+            Session(layout, 1000.0).close()
+            assert len(_descriptors()) == before
+        assert names(layout) == []
+    shutil.rmtree(layout.sessions)
+    layout.sessions.touch()
+    Session(layout, 1000.0).close()
+
+
+@pytest.mark.locks_work("flock")
+def test_a_removed_directory_is_made_again(layout: Layout) -> None:
+    layout.sessions.rmdir()
+    assert oldest_live_session(layout) is None
+    remove_dead_sessions(layout)
+    session = Session(layout, 1000.0)
+    assert oldest_live_session(layout) == 1000.0
+    session.close()
+
+
+@pytest.mark.locks_work("answers")
+def test_locks_that_lie_never_make_starting_endless(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_ATTEMPTS", 5)
+    monkeypatch.setattr(
+        fcntl, "flock", lambda *a: (_ for _ in ()).throw(OSError(errno.EWOULDBLOCK, "busy"))
+    )
+    with no_descriptor_left():
+        session = Session(layout, 1000.0)
+        session.close()
+    monkeypatch.undo()
+    remove_dead_sessions(layout)
+    assert names(layout) == []
+
+
+@pytest.mark.failure("disk-errors")
+def test_a_disk_that_fails_at_the_end_of_a_session_is_no_error(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(fd: int) -> None:
+        disown(fd)
+        raise OSError(errno.EIO, "closing")
+
+    with no_descriptor_left():
+        session = Session(layout, 1000.0)
+        monkeypatch.setattr(module, "disown", fail)
+        session.close()
+        session.close()
+    assert names(layout) == []
+
+
+def test_closing_on_a_disk_that_turned_read_only_ends_the_session(
+    layout: Layout,
+) -> None:
+    with no_descriptor_left():
+        session = Session(layout, 1000.0)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "unlink", refusing(errno.EROFS, real=os.unlink))
+            session.close()
+    assert oldest_live_session(layout) is None
+
+
+def test_a_program_that_closes_nothing_ends_without_a_word_and_without_a_session(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "a.tar").write_bytes(make_tar(1))
+    program = """
+import os, sys
+from shardcache import Cache
+cache = Cache(sys.argv[1] + "/cache", min_free=0, cache_local=True)
+cache.fetch(sys.argv[1] + "/a.tar")
+found = os.listdir(sys.argv[1] + "/cache/v1/sessions")
+print(sum(name.endswith(".session") for name in found))
+"""
+    command = [sys.executable, "-X", "dev", "-c", program, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    assert (done.stdout, done.stderr) == ("1\n", "")
+    assert os.listdir(tmp_path / "cache/v1/sessions") == []
+
+
+@pytest.mark.locks_work("flock", "answers")
+def test_dead_sessions_are_counted_without_removing_them(layout: Layout) -> None:
+    def work(parent: Parent) -> None:
+        session = Session(layout, 1000.0)
+        parent.say(session.path.name)
+        parent.hear()
+
+    with forked(work) as child:
+        name = child.hear()
+        assert dead_sessions(layout) == 0
+        child.kill()
+        (layout.sessions / f"{'a' * 32}.session").symlink_to("/etc/passwd")
+        assert dead_sessions(layout) == 1
+        assert name in names(layout)

@@ -1,0 +1,264 @@
+"""Who waits for whom: noted while it lasts, gone with the process, shown by `top`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shardcache.cache import Cache
+from shardcache.cli.top import frame
+from shardcache.clock import SYSTEM_CLOCK
+from shardcache.layout import Layout, list_names
+from shardcache.locks.flock import Holder, KeyLock
+from shardcache.locks.waits import Wait, WaitNote, live_waits, parse_wait, remove_dead_waits
+from shardcache.names import is_wait_name
+from shardcache.stats.activity import Watcher
+from shardcache.store.root import make_root
+from shardcache.urls import parse_url
+from tests.conftest import make_tar
+from tests.support.clitools import run_process
+from tests.support.fakes import FakeClock, MemoryOrigin
+from tests.support.storetools import Parent, forked, no_descriptor_left, wait_until
+
+pytestmark = pytest.mark.locks_work
+
+URL = "s3://lab/train-0000.tar"
+DATA = make_tar(1)
+HOLDER = Holder(4711, "node-7", 3, "job", 1_000_000.0)
+WAIT = Wait(URL, parse_url(URL).key, Holder(12, "node-7", 5, None, 1_000_010.0), HOLDER)
+MakeCache = Callable[..., Cache]
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> Layout:
+    return make_root(tmp_path / "cache", "test")
+
+
+def notes(layout: Layout) -> list[str]:
+    return [name for name in list_names(layout.sessions) if is_wait_name(name)]
+
+
+def hold(layout: Layout, holder: Holder = HOLDER) -> KeyLock:
+    lock = KeyLock(layout.key_lock(parse_url(URL).key))
+    assert lock.try_acquire(holder)
+    return lock
+
+
+@pytest.fixture
+def patient(tmp_path: Path, origin: MemoryOrigin) -> tuple[Cache, FakeClock]:
+    origin.objects[URL] = DATA
+    clock = FakeClock()
+    config = Cache(dir=tmp_path / "cache", min_free=0, fill="complete").config
+    cache = Cache.from_config(config, clock=clock)
+    cache._here().coordinator()
+    cache._here().origins.add("s3", origin)
+    return cache, clock
+
+
+def test_a_wait_of_half_a_second_is_noted_and_the_note_goes_with_it(
+    patient: tuple[Cache, FakeClock],
+) -> None:
+    cache, clock = patient
+    layout = cache.node_layout
+    lock = hold(layout)
+    seen: list[tuple[float, list[Wait]]] = []
+
+    def look() -> None:
+        seen.append((clock.elapsed, list(live_waits(layout))))
+        if clock.elapsed > 3.0:
+            lock.release()
+
+    clock.on_sleep.append(look)
+    with no_descriptor_left():
+        assert cache.open(URL).read() == DATA
+    assert not notes(layout)
+    assert not any(found for at, found in seen if at < 0.5)
+    late = [found for at, found in seen if at > 1.0]
+    assert late and all(len(found) == 1 for found in late)
+    (wait,) = late[-1]
+    assert (wait.url, wait.holder) == (URL, HOLDER)
+    assert (wait.waiter.pid, wait.waiter.started) == (os.getpid(), clock.now)
+
+
+def test_a_wait_that_ends_with_an_error_leaves_no_note(layout: Layout) -> None:
+    config = Cache(dir=layout.base.parent, min_free=0, lock_timeout=30).config
+    lock, clock = hold(layout), FakeClock()
+    found: list[int] = []
+    clock.on_sleep.append(lambda: found.append(len(notes(layout))))
+    with Cache.from_config(config, clock=clock) as cache, pytest.raises(TimeoutError):
+        cache.fetch(URL)
+    assert found[-1] == 1 and not notes(layout)
+    lock.release()
+
+
+def test_who_waits_no_longer_but_fetches_is_not_said_to_wait(
+    patient: tuple[Cache, FakeClock], origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A holder that is stuck is passed by: meanwhile nobody waits."""
+    cache, clock = patient
+    lock = hold(cache.node_layout)
+    noted: list[int] = []
+    real = origin.open
+
+    def open_(*args: object) -> object:
+        noted.append(len(notes(cache.node_layout)))
+        return real(*args)
+
+    monkeypatch.setattr(origin, "open", open_)
+    assert cache.open(URL).read() == DATA
+    assert clock.elapsed > 100 and noted == [0]
+    lock.release()
+
+
+def test_who_need_not_wait_makes_no_note(
+    patient: tuple[Cache, FakeClock], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(WaitNote, "say", None)
+    cache, _ = patient
+    assert cache.open(URL).read() == cache.open(URL).read() == DATA
+
+
+def test_a_killed_process_is_not_said_to_wait_and_its_note_is_swept(layout: Layout) -> None:
+    def work(parent: Parent) -> None:
+        note = WaitNote(layout)
+        note.say(WAIT)
+        parent.say()
+        parent.hear()
+
+    with forked(work) as child:
+        child.hear()
+        assert list(live_waits(layout)) == [WAIT]
+        assert remove_dead_waits(layout) == 0
+        child.kill(signal.SIGKILL)
+        assert list(live_waits(layout)) == []
+        assert len(notes(layout)) == 1
+    with Cache(layout.base.parent, min_free=0) as cache:
+        cache.clean(dry_run=True)
+        assert len(notes(layout)) == 1
+        cache.clean()
+    assert not notes(layout)
+
+
+def test_a_child_does_not_take_the_note_of_its_parent(layout: Layout) -> None:
+    note = WaitNote(layout)
+    note.say(WAIT)
+
+    def work(parent: Parent) -> None:
+        note.close()
+        parent.say(len(list(live_waits(layout))))
+
+    with forked(work) as child:
+        assert child.hear() == 1
+    assert list(live_waits(layout)) == [WAIT]
+    note.close()
+    assert not notes(layout)
+
+
+def test_what_is_said_last_is_what_is_read(layout: Layout) -> None:
+    note = WaitNote(layout)
+    note.say(WAIT)
+    shorter = Wait(URL, WAIT.key, WAIT.waiter, None)
+    note.say(shorter)
+    assert list(live_waits(layout)) == [shorter]
+    note.close()
+
+
+@pytest.mark.parametrize("how", ["gone", "a link", "no file"])
+def test_where_it_cannot_be_noted_one_waits_all_the_same(
+    layout: Layout, tmp_path: Path, how: str
+) -> None:
+    note = WaitNote(layout)
+    if how == "gone":
+        layout.sessions.rmdir()
+    elif how == "a link":
+        note._path.symlink_to(tmp_path / "elsewhere")
+    else:
+        note._path.mkdir()
+    note.say(WAIT)
+    note.close()
+    assert not (tmp_path / "elsewhere").exists()
+    assert list(live_waits(layout)) == []
+    assert remove_dead_waits(layout) == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"[]",
+        b"{",
+        WAIT.encode().replace(b'"schema": 1', b'"schema": 2'),
+        WAIT.encode().replace(WAIT.key.encode(), b"../x"),
+        WAIT.encode().replace(b'"pid": 12', b'"pid": "12"'),
+    ],
+)
+def test_what_is_no_note_is_not_shown(text: bytes) -> None:
+    assert parse_wait(text) is None
+    assert parse_wait(WAIT.encode()) == WAIT
+
+
+def test_what_a_note_says_can_be_shown(layout: Layout) -> None:
+    wait = parse_wait(WAIT.encode().replace(b"s3://lab", rb"s3:\u001b[31m//lab"))
+    assert wait is not None and wait.url.isprintable()
+
+
+def test_top_shows_who_waits_for_whom_since_when_and_how_far(
+    make_cache: MakeCache, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that fetches, and one that waits for it: all of it real but the origin."""
+    origin.objects[URL] = DATA
+    gate = threading.Event()
+    with forked(_fetch_slowly, make_cache) as child:
+        fetcher = child.hear()
+        monkeypatch.setenv("SHARDCACHE_RANK", "1")
+        cache = make_cache()
+        results: list[bytes] = []
+
+        def read() -> None:
+            results.append(cache.open(URL).read())
+            gate.set()
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        watcher = Watcher(cache, SYSTEM_CLOCK)
+        (waiting,) = wait_until(lambda: watcher.look().waits)
+        assert waiting.wait.waiter.pid == os.getpid() and waiting.seconds >= 0.4
+        assert waiting.holder is not None
+        assert (waiting.holder.pid, waiting.size, waiting.written) == (
+            fetcher,
+            len(DATA),
+            len(DATA),
+        )
+        lines = frame(watcher.look(), str(cache.dir))
+        (place,) = (n for n, line in enumerate(lines) if line.startswith("WAITS"))
+        assert lines[place].split() == ["WAITS", "WHO", "FOR", "WHOM", "SINCE", "HOW", "FAR"]
+        assert lines[place + 1].split()[0] == URL
+        assert f"rank 1, pid {os.getpid()}" in lines[place + 1]
+        assert f"pid {fetcher}" in lines[place + 1] and lines[place + 1].endswith("100%")
+        code, said, _ = run_process(
+            "top", "--count", "1", "--interval", "0.2", "--json", directory=cache.dir
+        )
+        (found,) = json.loads(said)["waits"]
+        assert code == 0 and found["url"] == URL and found["since"].endswith("+00:00")
+        assert (found["rank"], found["pid"], found["size"]) == (1, os.getpid(), len(DATA))
+        assert found["holder"]["pid"] == fetcher and found["seconds"] > 0
+        child.tell()
+        assert gate.wait(60)
+        thread.join()
+    assert results == [DATA]
+    wait_until(lambda: not watcher.look().waits)  # its thread looks now and then
+    assert not any(line.startswith("WAITS") for line in frame(watcher.look(), ""))
+
+
+def _fetch_slowly(parent: Parent, make_cache: MakeCache) -> None:
+    def wait(path: Path) -> None:
+        parent.say(os.getpid())
+        parent.hear()
+
+    make_cache(validate=wait).fetch(URL)

@@ -1,0 +1,259 @@
+"""From shard specifications to URLs, and sizes without a request each."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardcache.cache import Cache
+from shardcache.config import Config
+from shardcache.errors import (
+    AccessDeniedError,
+    ConfigError,
+    ShardNotFoundError,
+    TransferError,
+)
+from shardcache.origins.listing import Listing, is_pattern
+from shardcache.prewarm.fill import (
+    expand,
+)
+from shardcache.prewarm.plan import wanted_shards
+from tests.conftest import make_tar
+
+# -- local paths ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", ["/", "file:///", "/proc/**.tar"])
+def test_a_disk_is_not_listed_for_what_would_be_refused(tmp_path, spec, monkeypatch):
+    monkeypatch.setattr(
+        "shardcache.origins.listing._FsspecLister.below", lambda *a, **k: pytest.fail()
+    )
+    with pytest.raises(ConfigError, match="cache_local = true"):
+        Listing(Config(tmp_path)).matches(spec)
+
+
+# -- expand --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "s3://b/train-{0000..0011}.tar",
+        "s3://b/{train,val}-{00..03}.tar::s3://c/x.tar",
+        "s3://b/{a..e..2}/{07..09}.tar",
+        "${BASE}/x-{0..2}.tar::${BASE}/y.tar",
+        "${OUTER}/x.tar",
+        "pipe:cat /data/{a,b}.tar",
+        "/plain/path.tar",
+        r"s3://b/\{literal\}.tar",
+        "",
+    ],
+)
+def test_expansion_is_that_of_webdataset(spec, monkeypatch):
+    from webdataset.shardlists import expand_urls
+
+    monkeypatch.setenv("WDS_BASE", "s3://base/{p,q}")
+    monkeypatch.setenv("WDS_OUTER", "${BASE}/deeper")
+    assert expand([spec]) == list(dict.fromkeys(expand_urls(spec)))
+
+
+def test_duplicates_are_dropped_and_order_is_kept():
+    assert expand(["s3://b/{2,1}.tar", "s3://b/{0..2}.tar"]) == [
+        "s3://b/2.tar",
+        "s3://b/1.tar",
+        "s3://b/0.tar",
+    ]
+
+
+def test_missing_variable_is_named():
+    with pytest.raises(ConfigError, match="WDS_NOWHERE"):
+        expand(["${NOWHERE}/x.tar"])
+
+
+@pytest.mark.parametrize("spec", ["s3://b/{0..3.tar", "s3://b/0..3}.tar"])
+def test_unbalanced_braces_are_a_config_error(spec):
+    with pytest.raises(ConfigError, match="braces"):
+        expand([spec])
+
+
+def test_malformed_spec_with_a_secret_does_not_show_it():
+    with pytest.raises(ConfigError) as caught:
+        expand(["https://h/{0..3.tar?X-Amz-Signature=abcdef123456"])
+    assert "abcdef123456" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "pattern"),
+    [
+        ("s3://b/p/", True),
+        ("s3://b/x-*.tar", True),
+        ("s3://b/x-?.tar", True),
+        ("s3://b/x.tar?versionId=abc", False),
+        ("s3://b/x.tar", False),
+        ("https://h/x.tar?a=*&b=?", False),
+        ("https://h/x-*.tar", True),
+        ("https://h/dir/", False),
+        ("https://h/x.tar?sig=1", False),
+        ("pipe:cat /x/*.tar", False),
+        ("/nas/*.tar", True),
+    ],
+)
+def test_what_needs_a_listing(url, pattern):
+    assert is_pattern(url) is pattern
+
+
+def test_without_a_cache_patterns_stay_as_they_are():
+    assert expand(["s3://b/*.tar", "s3://b/p/"]) == ["s3://b/*.tar", "s3://b/p/"]
+
+
+@pytest.fixture
+def tree(tmp_path):
+    root = tmp_path / "nas"
+    for name in ("a.tar", "b.tar", "b.tar.idx", "deep/c.tar.gz", "deep/er/d.tgz", "notes.txt"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(make_tar(1))
+    return root
+
+
+@pytest.mark.parametrize(
+    ("pattern", "found"),
+    [
+        ("", ["a.tar", "b.tar", "deep/c.tar.gz", "deep/er/d.tgz"]),
+        ("*.tar", ["a.tar", "b.tar"]),
+        ("?.tar", ["a.tar", "b.tar"]),
+        ("**.tgz", ["deep/er/d.tgz"]),
+        ("deep/**/*.t*", ["deep/c.tar.gz", "deep/er/d.tgz"]),
+        ("d*/*.gz", ["deep/c.tar.gz"]),
+        ("d*/", ["deep/c.tar.gz", "deep/er/d.tgz"]),
+    ],
+)
+def test_patterns_find_local_shards(tree, tmp_path, pattern, found):
+    cache = Cache(tmp_path / "cache", cache_local=True)
+    assert expand([f"{tree}/{pattern}"], cache) == [f"{tree}/{name}" for name in found]
+
+
+def test_patterns_work_on_any_fsspec_filesystem(tmp_path):
+    import fsspec
+
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/pw/x-1.tar", b"1")
+    memory.pipe("/pw/x-2.tar", b"2")
+    try:
+        cache = Cache(tmp_path / "cache")
+        assert expand(["memory://pw/x-*.tar"], cache) == [
+            "memory://pw/x-1.tar",
+            "memory://pw/x-2.tar",
+        ]
+    finally:
+        memory.rm("/pw", recursive=True)
+
+
+def test_a_pattern_without_shards_is_an_error(tree, tmp_path):
+    cache = Cache(tmp_path / "cache", cache_local=True)
+    for pattern in (f"{tree}/nothing-*.tar", f"{tree}/nowhere/", f"{tree}/nowhere/*.tar"):
+        with pytest.raises(ShardNotFoundError):
+            expand([pattern], cache)
+
+
+# -- listing S3 ----------------------------------------------------------------
+
+
+@pytest.fixture
+def stocked(s3, bucket, s3_environment, monkeypatch):
+    """A bucket with more keys than one page holds."""
+    monkeypatch.setattr("shardcache.origins.listing._PAGE", 3)
+    for number in range(8):
+        s3.put(bucket, f"train/x-{number}.tar", b"x" * (100 + number))
+    s3.put(bucket, "train/x-1.tar.idx", b"index")
+    s3.put(bucket, "train/more/y.tgz", b"yy")
+    s3.put(bucket, "val-0.tar", b"v")
+    return bucket
+
+
+def test_s3_prefix_means_every_tar_below_it(stocked, tmp_path):
+    cache = Cache(tmp_path / "cache")
+    assert expand([f"s3://{stocked}/train/"], cache) == [
+        f"s3://{stocked}/train/more/y.tgz",
+        *(f"s3://{stocked}/train/x-{number}.tar" for number in range(8)),
+    ]
+
+
+def test_s3_glob_stays_within_its_directory(stocked, tmp_path, meter):
+    cache = Cache(tmp_path / "cache")
+    assert expand([f"s3://{stocked}/train/x-?.tar"], cache) == [
+        f"s3://{stocked}/train/x-{number}.tar" for number in range(8)
+    ]
+    meter.reset()
+    assert expand([f"s3://{stocked}/*.tar"], cache) == [f"s3://{stocked}/val-0.tar"]
+    assert len(meter.requests()) == 1  # what lies deeper is not listed, page by page
+    assert expand([f"s3://{stocked}/**/y*"], cache) == [f"s3://{stocked}/train/more/y.tgz"]
+
+
+def test_s3_pattern_in_a_bucket_that_is_not_there(stocked, tmp_path):
+    cache = Cache(tmp_path / "cache")
+    with pytest.raises(ShardNotFoundError, match="nobucket-here"):
+        expand(["s3://nobucket-here/*.tar"], cache)
+    with pytest.raises(ConfigError, match="bucket"):
+        expand(["s3://no*/x.tar"], cache)
+
+
+def test_sizes_come_from_listings_not_from_heads(stocked, tmp_path, meter, monkeypatch):
+    monkeypatch.setattr("shardcache.origins.listing._PAGE", 1000)
+    cache = Cache(tmp_path / "cache")
+    shards = wanted_shards(cache, [f"s3://{stocked}/train/x-{n}.tar" for n in range(12)])
+    sizes = Listing(cache.config).sizes(shards)
+    assert [sizes.get(shard.key) for shard in shards] == [
+        *range(100, 108),
+        *([None] * 4),
+    ]
+    assert [(r.method, r.reads_object) for r in meter.requests()] == [("GET", False)]
+
+
+def test_sparse_names_jump_over_what_lies_between(stocked, tmp_path, meter):
+    cache = Cache(tmp_path / "cache")
+    shards = wanted_shards(cache, [f"s3://{stocked}/train/x-{n}.tar" for n in (0, 7)])
+    sizes = Listing(cache.config).sizes(shards)
+    assert sorted(sizes.values()) == [100, 107]
+    assert len(meter.requests()) == 2  # ten keys at three a page would be four
+
+
+def test_learning_sizes_is_bounded(stocked, tmp_path, meter, monkeypatch):
+    monkeypatch.setattr("shardcache.origins.listing._SPARE_PAGES", 1)
+    monkeypatch.setattr("shardcache.origins.listing._PAGE", 1)
+    cache = Cache(tmp_path / "cache")
+    shards = wanted_shards(cache, [f"s3://{stocked}/train/x-{n}.tar" for n in range(4)])
+    monkeypatch.setattr("shardcache.origins.listing._PAGE", 3)
+    sizes = Listing(cache.config).sizes(shards[:1] + shards[3:])
+    assert len(meter.requests()) == 1
+    assert len(sizes) == 1
+
+
+def test_learning_sizes_takes_no_longer_than_it_may(stocked, tmp_path, meter):
+    meter.pause()
+    cache = Cache(tmp_path / "cache")
+    shards = wanted_shards(cache, [f"s3://{stocked}/train/x-{n}.tar" for n in range(4)])
+    lister = Listing(cache.config)
+    assert lister.sizes(shards, seconds=0.6) == {}
+    assert lister._lister()._timeout == 0.6
+
+
+def test_forbidden_listing_leaves_sizes_unknown(stocked, tmp_path, monkeypatch):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-the-secret")
+    cache = Cache(tmp_path / "cache")
+    shards = wanted_shards(cache, [f"s3://{stocked}/train/x-0.tar"])
+    assert Listing(cache.config).sizes(shards) == {}
+    with pytest.raises(AccessDeniedError, match="ListBucket"):
+        expand([f"s3://{stocked}/train/"], cache)
+
+
+def test_unreachable_endpoint_leaves_sizes_unknown_at_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+    cache = Cache(tmp_path / "cache", endpoint_url="http://127.0.0.1:9", attempts=2)
+    asked = []
+    page = Listing._page
+    monkeypatch.setattr(Listing, "_page", lambda *a: asked.append(a) or page(*a))
+    shards = wanted_shards(cache, [f"s3://b{n}/x.tar" for n in range(5)])
+    assert Listing(cache.config).sizes(shards) == {}
+    assert len(asked) == 1
+    with pytest.raises(TransferError):
+        expand(["s3://b/x*.tar"], cache)

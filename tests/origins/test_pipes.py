@@ -1,0 +1,108 @@
+"""``pipe:`` URLs, for those who allow them."""
+
+from __future__ import annotations
+
+import errno
+import pickle
+from pathlib import Path
+
+import pytest
+
+from shardcache import Cache, ConfigError, TransferError, TransferTimeoutError
+from shardcache.origins.command import PipeOrigin
+from shardcache.urls import parse_url
+from tests.conftest import make_tar
+
+SHARD = make_tar(8)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Cache:
+    return Cache(tmp_path / "cache", min_free=0, attempts=2, allow_schemes=["pipe"])
+
+
+def test_a_command_runs_once_and_its_output_is_cached(cache: Cache, tmp_path: Path) -> None:
+    (tmp_path / "a.tar").write_bytes(SHARD)
+    url = f"pipe: echo ran >> {tmp_path}/log; cat {tmp_path}/a.tar"
+    for _ in range(3):
+        with cache.open(url) as stream:
+            assert stream.read() == SHARD
+    assert (tmp_path / "log").read_text() == "ran\n"
+
+
+def test_a_command_that_fails_is_retried_and_never_cached(cache: Cache, tmp_path: Path) -> None:
+    (tmp_path / "a.tar").write_bytes(SHARD)
+    url = f"pipe:echo ran >> {tmp_path}/log; head -c 700 {tmp_path}/a.tar; exit 3"
+    with pytest.raises(TransferError), cache.open(url) as stream:
+        stream.read()
+    assert list(cache.entries()) == []
+    assert (tmp_path / "log").read_text() == "ran\nran\n"
+
+
+def test_a_command_that_recovers_is_cached_whole(cache: Cache, tmp_path: Path) -> None:
+    (tmp_path / "a.tar").write_bytes(SHARD)
+    flag = tmp_path / "flag"
+    url = (
+        f"pipe:if [ -e {flag} ]; then cat {tmp_path}/a.tar; "
+        f"else touch {flag}; head -c 900 {tmp_path}/a.tar; exit 1; fi"
+    )
+    with cache.open(url) as stream:
+        assert stream.read() == SHARD
+
+
+def test_a_second_run_that_says_less_leaves_nothing_of_the_first(
+    cache: Cache, tmp_path: Path
+) -> None:
+    (tmp_path / "long.tar").write_bytes(make_tar(1, members=3, size=1 << 20))
+    (tmp_path / "short.tar").write_bytes(SHARD)
+    flag = tmp_path / "flag"
+    url = (
+        f"pipe:if [ -e {flag} ]; then cat {tmp_path}/short.tar; "
+        f"else touch {flag}; cat {tmp_path}/long.tar; exit 1; fi"
+    )
+    with cache.open(url) as stream:
+        assert stream.read() == SHARD
+    (entry,) = cache.entries()
+    assert entry.data.read_bytes() == SHARD
+
+
+def test_a_running_command_ends_with_its_reader(tmp_path: Path) -> None:
+    cache = Cache(
+        tmp_path / "cache", min_free=0, allow_schemes=["pipe"], max_size=1, attempts=1, deadline=1
+    )
+    with pytest.raises(TransferError):
+        cache.fetch(f"pipe:echo $$ > {tmp_path}/pid; while :; do echo x; sleep 0.1; done")
+    pid = int((tmp_path / "pid").read_text())
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_pipes_are_refused_unless_allowed(tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "cache", min_free=0)
+    with pytest.raises(ConfigError, match="run a shell command"):
+        cache.open(f"pipe:touch {tmp_path}/ran")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_command_that_says_nothing_is_ended(tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "cache", min_free=0, allow_schemes=["pipe"], attempts=1, timeout=0.2)
+    with pytest.raises(TransferTimeoutError, match="nothing came for 0.2 s"):
+        cache.fetch(f"pipe:echo $$ > {tmp_path}/pid; exec sleep 60")
+    assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists()
+
+
+def test_a_command_that_cannot_be_started_is_no_fault_of_the_disk(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("subprocess.Popen", refuse)
+    with pytest.raises(TransferError, match="cannot be started"):
+        cache.open("pipe:cat a.tar")
+    assert "streamed" not in caplog.text
+
+
+def test_a_command_that_was_pickled_is_not_run() -> None:
+    shard = parse_url("pipe:cat /etc/passwd", allow_schemes=["pipe"])
+    with pytest.raises(ConfigError, match="left out"):
+        PipeOrigin(1.0).open(pickle.loads(pickle.dumps(shard)), 0, None)

@@ -1,0 +1,467 @@
+"""Answers that are not what was asked, from servers that speak HTTP badly, on real sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import random
+import socket
+import socketserver
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from shardcache import AccessDeniedError, Cache, ConfigError, TransferError
+from shardcache.origins.base import ObjectInfo, Origin, TransientError, VersionChangedError
+from shardcache.origins.http import WebOrigin
+from shardcache.origins.rangebody import _Reader, content_range, retry_after
+from shardcache.origins.s3 import S3Origin, _translate
+from shardcache.urls import ShardURL, parse_url
+from tests.support.storetools import PATIENCE
+
+
+class Scripted(socketserver.ThreadingTCPServer):
+    """Answers every request with ``answer(request head)``, as bytes, then hangs up."""
+
+    allow_reuse_address = True
+    daemon_threads = True
+
+    def __init__(self, answer: Callable[[str], bytes]) -> None:
+        self.answer = answer
+        self.heads: list[str] = []
+        super().__init__(("127.0.0.1", 0), _Connection)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Connection(socketserver.StreamRequestHandler):
+    server: Scripted
+
+    def handle(self) -> None:
+        head = ""
+        for line in self.rfile:
+            head += line.decode("latin-1")
+            if line == b"\r\n":
+                break
+        if head:
+            self.server.heads.append(head)
+            self.wfile.write(self.server.answer(head))
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[bytes | Callable[[str], bytes]], Scripted]]:
+    servers: list[tuple[Scripted, threading.Thread]] = []
+
+    def start(answer: bytes | Callable[[str], bytes]) -> Scripted:
+        server = Scripted(answer if callable(answer) else lambda head: answer)
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+        thread.start()
+        servers.append((server, thread))
+        return server
+
+    yield start
+    for server, thread in servers:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def answer(status: str, body: bytes = b"", **headers: str | int) -> bytes:
+    headers = {"Content_Length": len(body), "ETag": '"v1"', **headers}
+    lines = [f"HTTP/1.1 {status}"]
+    lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+    return "\r\n".join([*lines, "Connection: close", "", ""]).encode() + body
+
+
+@pytest.fixture(params=["web", "s3"])
+def connect(request: pytest.FixtureRequest) -> Callable[[Scripted], tuple[Origin, ShardURL]]:
+    """Both origins that speak HTTP, on the same misbehaving server."""
+
+    def make(server: Scripted) -> tuple[Origin, ShardURL]:
+        if request.param == "web":
+            return WebOrigin(connections=2, timeout=20), parse_url(f"{server.url}/a.tar")
+        options = {
+            "key": "AK",
+            "secret": "SK",
+            "config_kwargs": {"s3": {"addressing_style": "path"}},
+        }
+        origin = S3Origin(options, endpoint_url=server.url, connections=2, timeout=20)
+        return origin, parse_url("s3://lab/a.tar", endpoint=server.url)
+
+    return make
+
+
+def read_all(origin: Origin, url: ShardURL, start: int, stop: int) -> bytes:
+    body = origin.open(url, start, stop, ObjectInfo(size=100, etag='"v1"'))
+    buffer = memoryview(bytearray(1000))
+    received = b""
+    try:
+        while count := body.readinto(buffer):
+            received += bytes(buffer[:count])
+    finally:
+        body.close()
+    return received
+
+
+def test_a_right_answer_is_read(serve, connect) -> None:
+    server = serve(answer("206 Partial Content", b"x" * 10, Content_Range="bytes 10-19/100"))
+    assert read_all(*connect(server), 10, 20) == b"x" * 10
+    assert 'if-match: "v1"' in server.heads[0].lower()
+    assert "range: bytes=10-19" in server.heads[0].lower()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "bytes 0-9/100",  # another range
+        "bytes 10-18/100",  # a shorter one
+        "bytes 10-29/100",  # a longer one
+        "bytes 10-19/*",  # of unknown size
+        "nonsense",
+    ],
+)
+def test_another_range_than_asked_is_refused(serve, connect, said: str) -> None:
+    server = serve(answer("206 Partial Content", b"x" * 10, Content_Range=said))
+    with pytest.raises(TransientError, match="asked for bytes 10 to 20"):
+        read_all(*connect(server), 10, 20)
+
+
+def test_another_length_than_the_range_is_refused(serve, connect) -> None:
+    server = serve(answer("206 Partial Content", b"x" * 9, Content_Range="bytes 10-19/100"))
+    with pytest.raises(TransientError):
+        read_all(*connect(server), 10, 20)
+
+
+def test_a_body_that_ends_early_is_an_error_not_an_end(serve, connect) -> None:
+    whole = answer("206 Partial Content", b"x" * 10, Content_Range="bytes 10-19/100")
+    server = serve(whole[:-4])
+    with pytest.raises(TransientError):
+        read_all(*connect(server), 10, 20)
+
+
+def test_an_ignored_range_is_told_by_where_the_bytes_start(serve, connect) -> None:
+    server = serve(answer("200 OK", b"y" * 100))
+    origin, url = connect(server)
+    body = origin.open(url, 10, 20, ObjectInfo(size=100, etag='"v1"'))
+    body.close()
+    assert (body.start, body.stop) == (0, 100)
+
+
+@pytest.mark.failure("bad-answers")
+def test_a_stated_encoding_changes_no_byte(serve, connect) -> None:
+    packed = gzip.compress(b"x" * 5000)
+    span = f"bytes 0-{len(packed) - 1}/{len(packed)}"
+    said = {"Content_Encoding": "gzip", "Content_Range": span}
+    server = serve(answer("206 Partial Content", packed, **said))
+    assert read_all(*connect(server), 0, len(packed)) == packed
+    assert "accept-encoding: gzip" not in server.heads[0].lower()
+
+
+def test_a_failed_precondition_is_a_changed_version(serve, connect) -> None:
+    server = serve(answer("412 Precondition Failed"))
+    with pytest.raises(VersionChangedError):
+        read_all(*connect(server), 10, 20)
+
+
+@pytest.mark.parametrize("status", ["500 Oops", "503 Slow Down", "429 Too Many Requests"])
+def test_trouble_is_transient_and_its_retry_after_is_kept(serve, connect, status: str) -> None:
+    server = serve(answer(status, Retry_After=7))
+    with pytest.raises(TransientError) as caught:
+        read_all(*connect(server), 10, 20)
+    assert caught.value.retry_after == 7
+    assert len(server.heads) == 1
+
+
+def test_a_connection_that_is_cut_at_once_is_transient(serve, connect) -> None:
+    server = serve(b"")
+    with pytest.raises(TransientError):
+        read_all(*connect(server), 10, 20)
+    assert len(server.heads) == 1
+
+
+def test_only_one_layer_repeats_requests(serve, tmp_path) -> None:
+    """The SDK's own retries would multiply ours."""
+    server = serve(answer("503 Slow Down"))
+    options = {"key": "AK", "secret": "SK", "config_kwargs": {"s3": {"addressing_style": "path"}}}
+    cache = Cache(
+        tmp_path / "cache", min_free=0, attempts=3, endpoint_url=server.url, storage_options=options
+    )
+    with pytest.raises(TransferError, match="3 attempts failed"):
+        cache.open("s3://lab/a.tar")
+    assert len(server.heads) == 3
+
+
+def test_expired_credentials_are_renewed_once(serve) -> None:
+    from shardcache import AccessDeniedError
+
+    body = b"<Error><Code>ExpiredToken</Code><Message>expired</Message></Error>"
+    server = serve(answer("400 Bad Request", body, Content_Type="application/xml"))
+    origin = S3Origin(
+        {"key": "AK", "secret": "SK", "config_kwargs": {"s3": {"addressing_style": "path"}}},
+        endpoint_url=server.url,
+        connections=2,
+        timeout=20,
+    )
+    with pytest.raises(AccessDeniedError, match="log in again"):
+        origin.open(parse_url("s3://lab/a.tar"), 0, 10)
+    assert len(server.heads) == 2
+
+
+def test_a_length_that_is_not_stated_is_read_to_the_end(serve) -> None:
+    server = serve(b'HTTP/1.1 200 OK\r\nETag: "v1"\r\nConnection: close\r\n\r\n' + b"z" * 50)
+    origin = WebOrigin(connections=2, timeout=20)
+    body = origin.open(parse_url(f"{server.url}/a.tar"), 0, 10)
+    buffer = memoryview(bytearray(1000))
+    received = b""
+    while count := body.readinto(buffer):
+        received += bytes(buffer[:count])
+    body.close()
+    assert received == b"z" * 50
+    assert body.stop is None
+    assert body.info.size is None
+
+
+def test_content_range_is_checked_against_the_end_of_the_object() -> None:
+    assert content_range("bytes 90-99/100", 10, 90, 200) == (100, 100)
+    assert content_range("bytes 0-99/100", None, 0, None) == (100, 100)
+    with pytest.raises(TransientError):
+        content_range(None, 10, 0, 10)
+
+
+def test_retry_after_is_a_number_of_seconds_or_nothing() -> None:
+    assert retry_after({"retry-after": "2.5"}) == 2.5
+    assert retry_after({"retry-after": "-1"}) == 0
+    assert retry_after({"retry-after": "Wed, 21 Oct 2026 07:28:00 GMT"}) is None
+    assert retry_after({}) is None
+
+
+def s3_origin(server: Scripted, **options: object) -> S3Origin:
+    config = {"s3": {"addressing_style": "path"}, **options}
+    keys = {"key": "AK", "secret": "SK", "endpoint_url": server.url, "config_kwargs": config}
+    return S3Origin(keys, connections=2, timeout=20)
+
+
+def error(status: str, code: str) -> bytes:
+    return answer(status, f"<Error><Code>{code}</Code><Message>said</Message></Error>".encode())
+
+
+SHARD = parse_url("s3://lab/a.bin")
+
+
+def test_chunks_without_a_length_are_read_to_their_end(connect, serve) -> None:
+    origin, url = connect(
+        serve(
+            b'HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nETag: "a"\r\n\r\n'
+            b"5\r\nhello\r\n0\r\n\r\n"
+        )
+    )
+    body = origin.open(url, 0, 100)
+    buffer = memoryview(bytearray(100))
+    received = b""
+    while count := body.readinto(buffer):
+        received += bytes(buffer[:count])
+    body.close()
+    assert (received, body.info.size, body.stop) == (b"hello", None, None)
+
+
+def test_a_connection_with_an_unread_end_mark_is_not_used_again(serve) -> None:
+    """A range in chunks: all bytes are there before the mark that ends them."""
+    requests: list[str] = []
+
+    class Keeping(_Connection):
+        def handle(self) -> None:
+            while True:
+                head = b""
+                while not head.endswith(b"\r\n\r\n"):
+                    line = self.rfile.readline()
+                    if not line:
+                        return
+                    head += line
+                requests.append(head.decode())
+                self.wfile.write(
+                    b"HTTP/1.1 206 Partial Content\r\nTransfer-Encoding: chunked\r\n"
+                    b'ETag: "a"\r\nContent-Range: bytes 0-4/5\r\n\r\n5\r\nhello\r\n0\r\n\r\n'
+                )
+
+    server = serve(b"")
+    server.RequestHandlerClass = Keeping
+    origin = WebOrigin(connections=1, timeout=20)
+    url = parse_url(f"{server.url}/a.bin")
+    for _ in range(3):
+        body = origin.open(url, 0, 5)
+        assert body.readinto(memoryview(bytearray(5))) == 5
+        body.close()
+    assert len(requests) == 3
+
+
+def test_an_answer_without_a_body_is_no_shard(connect, serve) -> None:
+    origin, url = connect(serve(answer("204 No Content")))
+    with pytest.raises(ConfigError, match="204"):
+        origin.open(url, 0, 100)
+
+
+def test_a_weak_validator_is_compared_but_not_insisted_on(connect, serve) -> None:
+    server = serve(
+        lambda head: (
+            answer("412 Precondition Failed")
+            if "If-Match" in head
+            else answer("206 Partial Content", b"hello", ETag='W/"a"', Content_Range="bytes 0-4/5")
+        )
+    )
+    origin, url = connect(server)
+    body = origin.open(url, 0, 5)
+    again = origin.open(url, 0, 5, body.info)
+    assert again.info.version == body.info.version
+    body.close()
+    again.close()
+
+
+def test_dates_that_are_none_are_reported_as_what_they_are(serve) -> None:
+    server = serve(answer("200 OK", b"hello", Last_Modified="yesterday"))
+    with pytest.raises(ConfigError, match="is not S3"):
+        s3_origin(server).open(SHARD, 0, 5)
+
+
+def test_a_gateway_that_redirects_costs_one_request(serve) -> None:
+    """botocore would look for the bucket's region, be redirected, and look again."""
+    server = serve(answer("301 Moved Permanently", Location="https://elsewhere.invalid/"))
+    with pytest.raises(ConfigError, match="301"):
+        s3_origin(server).open(SHARD, 0, 5)
+    assert len(server.heads) == 1
+
+
+@pytest.mark.parametrize("retries", [{"max_attempts": 4}, {"total_max_attempts": 4}])
+def test_retries_configured_for_s3fs_do_not_multiply_ours(serve, retries: dict) -> None:
+    server = serve(answer("503 Slow Down"))
+    with pytest.raises(TransientError):
+        s3_origin(server, retries=retries).open(SHARD, 0, 5)
+    assert len(server.heads) == 1
+
+
+@pytest.mark.parametrize(
+    ("answered", "says"),
+    [
+        (error("400 Bad Request", "InvalidToken"), "AWS_SESSION_TOKEN"),
+        (error("403 Forbidden", "InvalidObjectState"), "archived"),
+        (answer("403 Forbidden", b"<html>the proxy says no<br></html>"), "may not read"),
+    ],
+)
+def test_a_refusal_names_its_cause(serve, answered: bytes, says: str) -> None:
+    server = serve(answered)
+    with pytest.raises(AccessDeniedError, match=says):
+        s3_origin(server).open(SHARD, 0, 5)
+    assert len(server.heads) == 1
+
+
+def test_a_login_that_expired_is_told_from_a_wrong_option() -> None:
+    from botocore.exceptions import TokenRetrievalError
+
+    expired = TokenRetrievalError(provider="sso", error_msg="Token has expired")
+    with pytest.raises(AccessDeniedError, match="aws sso login"):
+        _translate(expired, SHARD, "https://s3.invalid")
+
+
+def test_a_server_that_redirects_in_a_circle_costs_six_requests(serve) -> None:
+    server = serve(answer("302 Found", Location="/again"))
+    with pytest.raises(ConfigError, match="redirects more than 5 times"):
+        WebOrigin(connections=2, timeout=20).open(parse_url(f"{server.url}/a.tar"), 0, 5)
+    assert len(server.heads) == 6
+
+
+@pytest.mark.parametrize("scheme", ["http://", ""])
+def test_a_proxy_is_given_the_login_of_its_url(
+    serve, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    server = serve(answer("206 Partial Content", b"hello", Content_Range="bytes 0-4/5"))
+    place = server.url.removeprefix("http://")
+    monkeypatch.setenv("http_proxy", f"{scheme}me:pass@{place}")
+    monkeypatch.delenv("no_proxy", raising=False)
+    WebOrigin(connections=2, timeout=20).open(parse_url("http://shards.invalid/a"), 0, 5).close()
+    (head,) = server.heads
+    assert head.startswith("GET http://shards.invalid/a ")
+    assert "Proxy-Authorization: Basic bWU6cGFzcw==" in head
+
+
+def test_a_proxy_that_wants_a_login_is_asked_once(serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = serve(answer("407 Proxy Authentication Required"))
+    monkeypatch.setenv("https_proxy", server.url)
+    monkeypatch.delenv("no_proxy", raising=False)
+    with pytest.raises(AccessDeniedError, match="407"):
+        WebOrigin(connections=2, timeout=20).open(parse_url("https://shards.invalid/a"), 0, 5)
+    assert len(server.heads) == 1
+
+
+# -- pieces ----------------------------------------------------------------------
+
+
+class Records:
+    """A connection that brings a TLS record with each call, or an error at last."""
+
+    def __init__(self, sock: socket.socket, error: Exception | None = None) -> None:
+        self._sock, self._error = sock, error
+        self.calls = 0
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def forget(self) -> None:
+        self._error = None
+
+    def readinto1(self, buffer: memoryview) -> int:
+        self.calls += 1
+        count = self._sock.recv_into(buffer[:16384])
+        if count == 0 and self._error is not None:
+            raise self._error
+        return count
+
+
+@pytest.fixture
+def line() -> Iterator[tuple[socket.socket, socket.socket]]:
+    here, there = socket.socketpair()
+    here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+    with here, there:
+        yield here, there
+
+
+def test_records_that_are_there_are_taken_together(line) -> None:
+    data = random.Random(1).randbytes(100_000)
+    line[0].sendall(data)
+    buffer = memoryview(bytearray(1 << 20))
+    reader = _Reader(Records(line[1]))
+    assert reader.read(buffer) == len(data)
+    assert buffer[: len(data)] == data
+
+
+def test_nothing_is_waited_for_that_has_not_come(line) -> None:
+    line[1].settimeout(PATIENCE)
+    buffer = memoryview(bytearray(1 << 20))
+    records = Records(line[1])
+    for piece in (b"a" * 10, b"b" * 16384, b"c"):
+        line[0].sendall(piece)
+        assert _Reader(records).read(buffer) == len(piece)
+    assert records.calls == 3
+
+
+def test_of_what_is_there_no_more_is_taken_than_fits_or_than_is_good(line) -> None:
+    line[0].setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        line[0].send(bytes(600_000))
+    reader = _Reader(Records(line[1]))
+    assert reader.read(memoryview(bytearray(20_000))) == 20_000
+    there = line[1].recv(1 << 20, socket.MSG_PEEK)
+    assert reader.read(memoryview(bytearray(1 << 20))) == min(len(there), 1 << 18)
+
+
+def test_what_came_before_the_end_comes_first(line) -> None:
+    line[0].sendall(bytes(40_000))
+    line[0].close()
+    buffer = memoryview(bytearray(1 << 20))
+    records = Records(line[1], OSError("reset"))
+    reader = _Reader(records)
+    assert reader.read(buffer) == 40_000
+    records.forget()  # as a socket does
+    with pytest.raises(OSError, match="reset"):
+        reader.read(buffer)

@@ -1,0 +1,416 @@
+"""Shards in a real S3 server: options, versions, and one clear sentence per failure."""
+
+from __future__ import annotations
+
+import hashlib
+import http.server
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import urllib3.util.connection as connection
+
+from shardcache import AccessDeniedError, Cache, ConfigError, ShardNotFoundError, TransferError
+from shardcache.cli.demoserver import S3Server
+from shardcache.cli.meter import Meter
+from shardcache.origins.base import ObjectInfo, TransientError, VersionChangedError
+from shardcache.origins.s3 import S3Origin
+from shardcache.store.digest import BLOCK
+from shardcache.urls import parse_url
+from tests.conftest import make_tar
+
+pytestmark = pytest.mark.usefixtures("s3_environment")
+
+LARGE = make_tar(3, members=10, size=2 * BLOCK)  # 40 MiB: three parts
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Cache:
+    return Cache(tmp_path / "cache", min_free=0, attempts=2)
+
+
+def read(cache: Cache, url: str) -> bytes:
+    with cache.open(url) as stream:
+        return stream.read()
+
+
+def test_a_shard_of_several_parts_arrives_once_and_checked(
+    tmp_path: Path, s3: S3Server, bucket: str, meter: Meter
+) -> None:
+    cache = Cache(tmp_path / "cache", min_free=0, part_size="16MiB")
+    s3.put(bucket, "big.tar", LARGE)
+    meter.reset()
+    assert read(cache, f"s3://{bucket}/big.tar") == LARGE
+    traffic = meter.summary()[f"{bucket}/big.tar"]
+    assert (traffic.object_fetches, traffic.body_bytes, traffic.failed) == (1, len(LARGE), 0)
+    assert traffic.gets == 3
+    (entry,) = cache.entries()
+    assert entry.metadata().checked == "crc32"
+
+
+def test_small_shards_that_were_listed_cost_one_request_each(
+    cache: Cache, s3: S3Server, bucket: str, meter: Meter
+) -> None:
+    names = [f"small/{number}.tar" for number in range(5)]
+    for number, name in enumerate(names):
+        s3.put(bucket, name, make_tar(number))
+    meter.reset()
+    report = cache.prewarm([f"s3://{bucket}/{name}" for name in names])
+    assert report.fetched == 5
+    for name in names:
+        traffic = meter.summary()[f"{bucket}/{name}"]
+        assert (traffic.gets, traffic.heads) == (1, 0)
+    assert {entry.metadata().checked for entry in cache.entries()} == {"crc32"}
+
+
+@pytest.mark.parametrize("algorithm", ["CRC32C", "CRC64NVME", "SHA256", "SHA1"])
+def test_every_stated_checksum_is_compared(
+    cache: Cache, s3: S3Server, bucket: str, algorithm: str
+) -> None:
+    s3.client().put_object(
+        Bucket=bucket, Key="a.tar", Body=make_tar(1), ChecksumAlgorithm=algorithm
+    )
+    assert read(cache, f"s3://{bucket}/a.tar") == make_tar(1)
+    (entry,) = cache.entries()
+    assert entry.metadata().checked == algorithm.lower()
+
+
+def test_an_object_uploaded_in_parts_is_read(cache: Cache, s3: S3Server, bucket: str) -> None:
+    client = s3.client()
+    upload = client.create_multipart_upload(Bucket=bucket, Key="m.tar")
+    cut = 5 << 20
+    parts = []
+    for number in range(1, -(-len(LARGE) // cut) + 1):
+        body = LARGE[(number - 1) * cut : number * cut]
+        done = client.upload_part(
+            Bucket=bucket, Key="m.tar", UploadId=upload["UploadId"], PartNumber=number, Body=body
+        )
+        parts.append({"PartNumber": number, "ETag": done["ETag"]})
+    client.complete_multipart_upload(
+        Bucket=bucket, Key="m.tar", UploadId=upload["UploadId"], MultipartUpload={"Parts": parts}
+    )
+    assert read(cache, f"s3://{bucket}/m.tar") == LARGE
+
+
+def test_an_empty_object_is_a_shard(cache: Cache, s3: S3Server, bucket: str) -> None:
+    s3.put(bucket, "empty.tar", b"")
+    assert read(cache, f"s3://{bucket}/empty.tar") == b""
+    assert read(cache, f"s3://{bucket}/empty.tar") == b""
+
+
+@pytest.mark.parametrize("key", ["a b/ü+%41.tar", "q?x=1.tar", "a::b.tar", "it's (1)&2=3;*.tar"])
+def test_keys_are_exact_bytes(cache: Cache, s3: S3Server, bucket: str, key: str) -> None:
+    s3.put(bucket, key, make_tar(7))
+    assert read(cache, f"s3://{bucket}/{key}") == make_tar(7)
+
+
+def test_a_version_id_in_the_url_is_honoured(cache: Cache, s3: S3Server, bucket: str) -> None:
+    client = s3.client()
+    client.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
+    versions = [
+        client.put_object(Bucket=bucket, Key="v.tar", Body=make_tar(seed))["VersionId"]
+        for seed in (1, 2)
+    ]
+    for seed, version in zip((1, 2), versions, strict=True):
+        assert read(cache, f"s3://{bucket}/v.tar?versionId={version}") == make_tar(seed)
+    assert read(cache, f"s3://{bucket}/v.tar") == make_tar(2)
+
+
+@pytest.mark.failure("changed-object")
+def test_a_replaced_object_is_never_spliced(s3: S3Server, bucket: str) -> None:
+    s3.put(bucket, "r.tar", make_tar(1))
+    origin = S3Origin({}, connections=2, timeout=30)
+    url = parse_url(f"s3://{bucket}/r.tar")
+    body = origin.open(url, 0, 100)
+    body.close()
+    s3.put(bucket, "r.tar", make_tar(2))
+    with pytest.raises(VersionChangedError):
+        origin.open(url, 100, 200, body.info)
+
+
+@pytest.mark.failure("changed-object")
+def test_a_shorter_replacement_is_a_changed_version(s3: S3Server, bucket: str) -> None:
+    s3.put(bucket, "s.tar", b"x" * 10)
+    origin = S3Origin({}, connections=2, timeout=30)
+    with pytest.raises(VersionChangedError, match="shorter"):
+        origin.open(parse_url(f"s3://{bucket}/s.tar"), 100, 200, ObjectInfo(size=300))
+
+
+def test_connections_are_reused(
+    s3: S3Server, bucket: str, meter: Meter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed in range(6):
+        s3.put(bucket, f"{seed}.tar", make_tar(seed))
+    origin = S3Origin({}, connections=2, timeout=30)
+    buffer = memoryview(bytearray(1 << 20))
+    opened = []
+    connect = connection.create_connection
+
+    def counted(*args, **kw):
+        opened.append(args)
+        return connect(*args, **kw)
+
+    monkeypatch.setattr(connection, "create_connection", counted)
+    meter.reset()
+    for seed in range(6):
+        body = origin.open(parse_url(f"s3://{bucket}/{seed}.tar"), 0, 1 << 20)
+        while body.readinto(buffer):
+            pass
+        body.close()
+    calls = [r for r in meter.requests() if r.method == "GET" and r.path.startswith(bucket)]
+    assert len(calls) == 6
+    assert len(opened) == 1
+
+
+def test_an_empty_answer_leaves_a_connection_that_can_be_used(
+    s3: S3Server, bucket: str, meter: Meter
+) -> None:
+    s3.put(bucket, "empty.tar", b"")
+    origin = S3Origin({}, connections=2, timeout=30)
+    for _ in range(3):
+        body = origin.open(parse_url(f"s3://{bucket}/empty.tar"), 0, 100)
+        assert body.stop == 0
+        body.close()
+
+
+def test_an_aborted_body_stops_a_blocked_read(s3: S3Server, bucket: str, meter: Meter) -> None:
+    s3.put(bucket, "big.tar", LARGE)
+    origin = S3Origin({}, connections=2, timeout=60)
+    body = origin.open(parse_url(f"s3://{bucket}/big.tar"), 0, None)
+    meter.pause()
+    threading.Timer(0.2, body.abort).start()
+    buffer = memoryview(bytearray(1 << 20))
+    with pytest.raises(TransientError):
+        while True:
+            body.readinto(buffer)
+    meter.resume()
+    body.close()
+
+
+# -- failures ----------------------------------------------------------------------
+
+
+@pytest.mark.failure("refusals")
+def test_a_missing_shard_costs_one_request_and_is_named(
+    cache: Cache, bucket: str, meter: Meter
+) -> None:
+    with pytest.raises(ShardNotFoundError) as caught:
+        cache.open(f"s3://{bucket}/none.tar")
+    assert isinstance(caught.value, FileNotFoundError)
+    assert f"s3://{bucket}/none.tar" in str(caught.value)
+    assert len(meter.requests()) == 1
+
+
+@pytest.mark.failure("refusals")
+def test_a_missing_bucket_is_named(cache: Cache) -> None:
+    with pytest.raises(ShardNotFoundError, match="bucket no-such-bucket does not exist"):
+        cache.open("s3://no-such-bucket/none.tar")
+
+
+@pytest.mark.failure("refusals")
+def test_wrong_keys_cost_one_request_and_say_so(
+    tmp_path: Path, bucket: str, meter: Meter, s3: S3Server
+) -> None:
+    s3.put(bucket, "a.tar", make_tar(1))
+    meter.reset()
+    options = {"key": "AKIAWRONG", "secret": "nope-canary"}
+    cache = Cache(tmp_path / "cache", min_free=0, storage_options=options)
+    with pytest.raises(AccessDeniedError, match="AWS_ACCESS_KEY_ID") as caught:
+        cache.open(f"s3://{bucket}/a.tar")
+    assert isinstance(caught.value, PermissionError)
+    assert len(meter.requests()) == 1
+    assert "canary" not in repr(caught.value) + str(caught.value) + repr(cache)
+
+
+@pytest.mark.failure("refusals")
+def test_a_wrong_secret_says_which_variable(tmp_path: Path, bucket: str, s3: S3Server) -> None:
+    s3.put(bucket, "a.tar", make_tar(1))
+    options = {"key": s3.access_key, "secret": "wrong"}
+    cache = Cache(tmp_path / "cache", min_free=0, storage_options=options)
+    with pytest.raises(AccessDeniedError, match="AWS_SECRET_ACCESS_KEY"):
+        cache.open(f"s3://{bucket}/a.tar")
+
+
+def test_no_credentials_at_all_say_how_to_give_some(
+    cache: Cache, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    with pytest.raises(AccessDeniedError, match="no AWS credentials were found"):
+        cache.open(f"s3://{bucket}/a.tar")
+
+
+def test_an_anonymous_reader_sends_no_signature(
+    tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch, meter: Meter
+) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    cache = Cache(tmp_path / "cache", min_free=0, storage_options={"anon": True})
+    with pytest.raises(AccessDeniedError, match="access denied"):  # the server wants signatures
+        cache.open(f"s3://{bucket}/a.tar")
+    assert [r.status for r in meter.requests()] == [403]
+
+
+def test_an_unknown_profile_is_a_configuration_error(tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "cache", min_free=0, storage_options={"profile": "nobody"})
+    with pytest.raises(ConfigError, match="nobody"):
+        cache.open("s3://lab/a.tar")
+
+
+@pytest.mark.failure("broken-connections")
+def test_an_endpoint_that_refuses_connections_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    cache = Cache(
+        tmp_path / "cache", min_free=0, attempts=2, endpoint_url=f"http://127.0.0.1:{port}"
+    )
+    with pytest.raises(TransferError, match=f"127.0.0.1:{port} does not answer"):
+        cache.open("s3://lab/a.tar")
+
+
+@pytest.mark.parametrize("where", ["endpoint_url", "storage", "client_kwargs", "profile"])
+def test_the_endpoint_may_come_from_anywhere_boto_looks(
+    where: str, s3: S3Server, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s3.put(bucket, "a.tar", make_tar(1))
+    monkeypatch.delenv("AWS_ENDPOINT_URL_S3")
+    options: dict = {"min_free": 0}
+    if where == "endpoint_url":
+        options["endpoint_url"] = s3.endpoint_url
+    elif where == "storage":
+        options["storage_options"] = {"endpoint_url": s3.endpoint_url}
+    elif where == "client_kwargs":
+        options["storage_options"] = {"client_kwargs": {"endpoint_url": s3.endpoint_url}}
+    else:
+        config = tmp_path / "aws-config"
+        config.write_text(f"[profile lab]\nregion = us-east-1\nendpoint_url = {s3.endpoint_url}\n")
+        monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+        options["storage_options"] = {"profile": "lab"}
+        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+        (tmp_path / "credentials").write_text(
+            f"[lab]\naws_access_key_id={s3.access_key}\naws_secret_access_key={s3.secret_key}\n"
+        )
+    cache = Cache(tmp_path / "cache", **options)
+    assert read(cache, f"s3://{bucket}/a.tar") == make_tar(1)
+    aws = Cache(tmp_path / "cache", endpoint_url="https://s3.amazonaws.com")
+    assert aws.parse(f"s3://{bucket}/a.tar").key != cache.parse(f"s3://{bucket}/a.tar").key
+
+
+def test_requester_pays_is_sent(s3: S3Server, bucket: str, tmp_path: Path) -> None:
+    s3.put(bucket, "a.tar", make_tar(1))
+    sent: list[dict] = []
+    origin = S3Origin({"requester_pays": True}, connections=2, timeout=30)
+    client, _ = origin._ready_client()
+    client.meta.events.register(
+        "before-send.s3", lambda request, **kw: sent.append(dict(request.headers)) or None
+    )
+    origin.open(parse_url(f"s3://{bucket}/a.tar"), 0, 100).close()
+    assert sent[0]["x-amz-request-payer"] in ("requester", b"requester")
+
+
+def test_a_container_hands_out_credentials(
+    s3: S3Server, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s3.put(bucket, "a.tar", make_tar(1))
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    answer = {
+        "AccessKeyId": s3.access_key,
+        "SecretAccessKey": s3.secret_key,
+        "Token": None,
+        "Expiration": "2099-01-01T00:00:00Z",
+    }
+
+    class Container(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps(answer).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args: object) -> None:
+            """Say nothing."""
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Container) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        place = f"http://127.0.0.1:{server.server_port}/credentials"
+        monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", place)
+        try:
+            cache = Cache(tmp_path / "cache", min_free=0)
+            assert read(cache, f"s3://{bucket}/a.tar") == make_tar(1)
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    ("style", "expected"),
+    [("virtual", "http://lab.s3.test:9/a.tar"), ("path", "http://s3.test:9/lab/a.tar")],
+)
+def test_buckets_are_addressed_as_asked(style: str, expected: str) -> None:
+    origin = S3Origin(
+        {"config_kwargs": {"s3": {"addressing_style": style}}},
+        endpoint_url="http://s3.test:9",
+        connections=2,
+        timeout=30,
+    )
+    sent: list[str] = []
+
+    class Refused(Exception):
+        pass
+
+    def refuse(request, **kw: object) -> None:
+        sent.append(request.url)
+        raise Refused
+
+    origin._ready_client()[0].meta.events.register("before-send.s3", refuse)
+    with pytest.raises(Refused):
+        origin.open(parse_url("s3://lab/a.tar"), 0, 10)
+    assert sent == [expected]
+
+
+def test_memory_stays_bounded_whatever_the_size(s3: S3Server, bucket: str, tmp_path: Path) -> None:
+    """Peak resident memory of a process that fetches a 2 GB shard."""
+    part = hashlib.sha256(b"x").digest() * (1 << 18)  # 8 MiB
+    client = s3.client()
+    upload = client.create_multipart_upload(Bucket=bucket, Key="huge.bin")
+    parts = []
+    for number in range(1, 251):
+        done = client.upload_part(
+            Bucket=bucket, Key="huge.bin", UploadId=upload["UploadId"], PartNumber=number, Body=part
+        )
+        parts.append({"PartNumber": number, "ETag": done["ETag"]})
+    client.complete_multipart_upload(
+        Bucket=bucket, Key="huge.bin", UploadId=upload["UploadId"], MultipartUpload={"Parts": parts}
+    )
+    code = (
+        "import pathlib, sys, shardcache\n"
+        "entry = shardcache.Cache(sys.argv[1], min_free=0).fetch(sys.argv[2])\n"
+        # Not ru_maxrss: that one is inherited from the process that forked us.
+        "status = pathlib.Path('/proc/self/status').read_text().split()\n"
+        "print(entry.size, status[status.index('VmHWM:') + 1])\n"
+    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path / "cache"), f"s3://{bucket}/huge.bin"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=280,
+            env=dict(os.environ),
+        )
+    finally:
+        client.delete_object(Bucket=bucket, Key="huge.bin")
+    size, peak = map(int, done.stdout.split())
+    assert size == 250 * len(part)  # 2.1 GB
+    assert peak < 150 * 1024  # KiB

@@ -1,0 +1,480 @@
+"""Nearer copies: what is taken from them, what is given to them, and that none can do harm."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import pickle
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardcache.cache import Cache
+from shardcache.cli.demoserver import S3Server
+from shardcache.cli.meter import Meter
+from shardcache.clock import SYSTEM_CLOCK
+from shardcache.config import Config
+from shardcache.errors import ConfigError, IntegrityError, TransferError
+from shardcache.optionvalues import StorageOptions, Upstream
+from shardcache.origins import upstream as upstreams
+from shardcache.origins.base import VersionChangedError
+from shardcache.store.metadata import Metadata
+from shardcache.store.partial import Partial
+from tests.conftest import make_tar
+from tests.support.fakes import Fault, MemoryOrigin
+from tests.support.storetools import no_descriptor_left
+
+URL = "s3://lab/train/0.tar"
+DATA = make_tar(0, members=50, size=40_000)
+SIDECAR = "0.tar.shardcache.json"
+
+Make = Callable[..., Cache]
+
+
+@pytest.fixture
+def nas(tmp_path: Path) -> Path:
+    """A directory that all nodes see."""
+    (tmp_path / "nas").mkdir()
+    return tmp_path / "nas"
+
+
+@pytest.fixture
+def node(make_cache: Make, origin: MemoryOrigin, tmp_path: Path) -> Make:
+    """Another node of the cluster, each time."""
+    origin.objects[URL] = DATA
+    count = iter(range(100))
+
+    def make(*upstreams: Any, **options: Any) -> Cache:
+        return make_cache(
+            dir=tmp_path / f"node-{next(count)}", upstreams=list(upstreams), **options
+        )
+
+    return make
+
+
+def read(cache: Cache, url: str = URL) -> bytes:
+    with cache.open(url) as stream:
+        return stream.read()
+
+
+def version(cache: Cache, url: str = URL) -> str:
+    entry = cache.entry(url)
+    assert entry is not None
+    return entry.version
+
+
+def requests(origin: MemoryOrigin) -> int:
+    return len(origin.requests) + len(origin.stats)
+
+
+def writes(place: Path | str) -> dict[str, Any]:
+    return {"url": str(place), "write_back": True}
+
+
+# -- a directory that all nodes see --------------------------------------------------
+
+
+@pytest.mark.parametrize("fill", ["follow", "complete"])
+def test_a_cluster_pays_its_origin_once(node: Make, origin: MemoryOrigin, nas: Path, fill) -> None:
+    with no_descriptor_left():
+        first = node(writes(nas), fill=fill)
+        assert read(first) == DATA
+        first.close()
+    assert sorted(path.name for path in (nas / "lab/train").iterdir()) == ["0.tar", SIDECAR]
+    assert (nas / "lab/train/0.tar").read_bytes() == DATA
+    before = requests(origin)
+    for _ in range(3):
+        other = node(nas, fill=fill)
+        assert read(other) == DATA and version(other) == version(first)
+        entry = other.entry(URL)
+        assert entry is not None and entry.metadata().info == first.entry(URL).metadata().info
+    assert requests(origin) == before
+
+
+def test_what_an_upstream_has_is_not_written_again(
+    node: Make, origin: MemoryOrigin, nas: Path
+) -> None:
+    for _ in range(2):
+        cache = node(writes(nas))
+        assert read(cache) == DATA
+        cache.close()
+        found = [path.stat().st_ino for path in sorted((nas / "lab/train").iterdir())]
+    cache = node(writes(nas))
+    read(cache)
+    cache.close()
+    assert [path.stat().st_ino for path in sorted((nas / "lab/train").iterdir())] == found
+
+
+def test_a_copy_that_somebody_else_made_is_taken_as_it_is(
+    node: Make, origin: MemoryOrigin, nas: Path
+) -> None:
+    (nas / "lab/train").mkdir(parents=True)
+    (nas / "lab/train/0.tar").write_bytes(DATA)
+    cache = node(nas)
+    assert read(cache) == DATA and requests(origin) == 0
+    assert cache.entry(URL).metadata().info.etag is None
+
+
+def test_upstreams_are_asked_in_order_and_the_origin_last(
+    node: Make, origin: MemoryOrigin, tmp_path: Path
+) -> None:
+    places = [tmp_path / name for name in ("empty", "second", "third")]
+    for place in places[1:]:
+        (place / "lab/train").mkdir(parents=True)
+    (places[1] / "lab/train/0.tar").write_bytes(DATA)
+    (places[2] / "lab/train/0.tar").write_bytes(make_tar(9, members=2))
+    assert read(node(*places)) == DATA and requests(origin) == 0
+    assert read(node(places[0])) == DATA and requests(origin) > 0
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda data: data[:-1] + bytes([data[-1] ^ 1]),
+        lambda data: data[:1000] + bytes(24) + data[1024:],
+        lambda data: data[:-512],
+        lambda data: data + bytes(512),
+        lambda data: b"",
+    ],
+)
+def test_a_damaged_copy_is_not_used_and_the_reader_does_not_notice(
+    node: Make, origin: MemoryOrigin, nas: Path, spoil, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = node(writes(nas))
+    read(first)
+    first.close()
+    (nas / "lab/train/0.tar").write_bytes(spoil(DATA))
+    caplog.set_level(logging.INFO)
+    other = node(nas, fill="complete")
+    assert read(other) == DATA
+    assert version(other) == version(first)
+    assert "damaged" in caplog.text or "is not used" in caplog.text
+    assert list((other.dir / "v1/partial").iterdir()) == []
+
+
+def test_who_follows_a_damaged_copy_is_told_and_nobody_else(
+    node: Make, origin: MemoryOrigin, nas: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the origin itself sends damaged bytes."""
+    real, follows = Partial.discard, threading.Event()
+
+    def discard(partial: Partial) -> None:
+        assert follows.wait(30)
+        real(partial)
+
+    first = node(writes(nas))
+    read(first)
+    first.close()
+    (nas / "lab/train/0.tar").write_bytes(DATA[:1000] + bytes(24) + DATA[1024:])
+    other = node(nas)
+    monkeypatch.setattr(Partial, "discard", discard)
+    with other.open(URL) as stream:
+        assert stream.read(10) == DATA[:10]
+        follows.set()
+        with pytest.raises(IntegrityError, match="Read it again"):
+            stream.read()
+    assert read(other) == DATA and version(other) == version(first)
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"null", b"\xff" * 100, b"x" * 100_000])
+def test_a_sidecar_that_makes_no_sense_makes_its_copy_useless(
+    node: Make, origin: MemoryOrigin, nas: Path, text: bytes
+) -> None:
+    (nas / "lab/train").mkdir(parents=True)
+    (nas / "lab/train/0.tar").write_bytes(make_tar(7, members=3))
+    (nas / f"lab/train/{SIDECAR}").write_bytes(text)
+    assert read(node(nas)) == DATA and requests(origin) > 0
+
+
+def test_a_sidecar_of_another_shard_makes_its_copy_useless(
+    node: Make, origin: MemoryOrigin, nas: Path
+) -> None:
+    other = "s3://lab/train/1.tar"
+    origin.objects[other] = make_tar(1, members=50, size=40_000)
+    cache = node(writes(nas))
+    read(cache), read(cache, other)
+    cache.close()
+    for name in ("1.tar", "1.tar.shardcache.json"):
+        shutil.copy(nas / f"lab/train/{name}", nas / f"lab/train/{name.replace('1', '0', 1)}")
+    assert read(node(nas)) == DATA
+
+
+def test_who_began_at_an_upstream_goes_on_at_the_origin(
+    node: Make, origin: MemoryOrigin, nas: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    big = make_tar(3, members=200, size=60_000)
+    origin.objects[URL] = big
+    first = node(writes(nas))
+    read(first)
+    first.close()
+    before = len(origin.requests)
+    from shardcache.origins.base import TransientError
+    from shardcache.origins.filesystem import FsspecBody
+
+    real = FsspecBody.readinto
+    passed: list[int] = []
+
+    def failing(self: FsspecBody, buffer: memoryview) -> int:
+        if sum(passed) > 4 << 20:
+            raise TransientError("the server went away")
+        passed.append(real(self, buffer))
+        return passed[-1]
+
+    monkeypatch.setattr(FsspecBody, "readinto", failing)
+    other = node(nas, attempts=1, connections=1)
+    assert read(other) == big and version(other) == version(first)
+    asked = origin.requests[before:]
+    assert asked and min(start for _, start, _ in asked) >= 1 << 20  # what came is not asked again
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("s3://lab/../x.tar", "s3://lab/a//b.tar", "s3://lab/./b.tar"),
+        *("s3://lab/b.tar?versionId=7", f"s3://lab/{'x' * 201}.tar"),
+    ],
+)
+def test_names_that_could_lead_elsewhere_are_not_looked_for(
+    node: Make, origin: MemoryOrigin, nas: Path, url: str
+) -> None:
+    origin.objects[url] = DATA
+    cache = node(writes(nas))
+    assert read(cache, url) == DATA
+    cache.close()
+    assert list(nas.iterdir()) == [] and sorted(p.name for p in nas.parent.iterdir()) == [
+        "nas",
+        "node-0",
+    ]
+
+
+def test_an_upstream_that_cannot_be_written_is_a_warning_and_no_more(
+    node: Make, origin: MemoryOrigin, nas: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(5):
+        origin.objects[f"s3://lab/{number}.tar"] = make_tar(number, members=2)
+    (nas / "lab").write_text("somebody's file")
+    cache = node(writes(nas))
+    for number in range(5):
+        assert read(cache, f"s3://lab/{number}.tar") == origin.objects[f"s3://lab/{number}.tar"]
+    cache.close()
+    assert len([r for r in caplog.records if r.levelno == logging.WARNING]) == 1
+    assert (nas / "lab").read_text() == "somebody's file"
+
+
+def test_a_copy_that_is_interrupted_is_not_there(
+    node: Make, nas: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*args: Any) -> None:
+        args[1].write(DATA[:1000])
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shardcache.origins.upstream.shutil.copyfileobj", failing)
+        cache = node(writes(nas))
+        assert read(cache) == DATA
+        cache.close()
+    assert list((nas / "lab/train").iterdir()) == []
+
+
+def test_prewarming_waits_until_all_is_copied(node: Make, origin: MemoryOrigin, nas: Path) -> None:
+    urls = [f"s3://lab/{number}.tar" for number in range(20)]
+    for number, url in enumerate(urls):
+        origin.objects[url] = make_tar(number, members=2)
+    with node(writes(nas)) as cache:
+        assert cache.prewarm(urls, processes=2).failed == 0
+    assert len(list((nas / "lab").glob("*.tar"))) == 20
+    before = requests(origin)
+    with node(nas) as cache:
+        assert cache.prewarm(urls).failed == 0
+    assert requests(origin) == before
+
+
+# -- a store of the cluster ------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def near(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """A second SeaweedFS."""
+    with S3Server(directory=tmp_path_factory.mktemp("near")) as server:
+        server.create_bucket("shards")
+        yield server
+
+
+def store(near: S3Server, endpoint: str, **options: Any) -> dict[str, Any]:
+    named = near.environment()
+    secrets = {"key": named["AWS_ACCESS_KEY_ID"], "secret": named["AWS_SECRET_ACCESS_KEY"]}
+    return {
+        "url": "s3://shards/cache",
+        "endpoint_url": endpoint,
+        "storage_options": secrets,
+        **options,
+    }
+
+
+def test_a_second_object_store_saves_the_first_one(
+    near: S3Server,
+    s3: S3Server,
+    bucket: str,
+    meter: Meter,
+    s3_environment: dict[str, str],
+    tmp_path: Path,
+) -> None:
+    urls = []
+    for number in range(4):
+        s3.put(bucket, f"train/{number}.tar", make_tar(number, members=40, size=50_000))
+        urls.append(f"s3://{bucket}/train/{number}.tar")
+    with Meter(near.endpoint_url) as to_near:
+        digests = []
+        for name, write_back in (("a", True), ("b", False), ("c", False)):
+            upstream = store(near, to_near.endpoint_url, write_back=write_back)
+            with Cache(tmp_path / name, min_free=0, upstreams=[upstream]) as cache:
+                digests.append([hashlib.sha256(read(cache, url)).hexdigest() for url in urls])
+                versions = {version(cache, url) for url in urls}
+            if name == "a":
+                paid, known = len(meter.requests()), versions
+                to_near.reset()
+        assert digests[0] == digests[1] == digests[2] and versions == known
+        assert len(meter.requests()) == paid
+        assert sum(traffic.object_fetches for traffic in to_near.summary().values()) > 0
+
+
+def test_a_store_that_is_down_is_asked_twice_and_then_left_alone(
+    near: S3Server, node: Make, origin: MemoryOrigin, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    urls = [f"s3://lab/{number}.tar" for number in range(6)]
+    for number, url in enumerate(urls):
+        origin.objects[url] = make_tar(number, members=2)
+    cache = node(store(near, f"http://127.0.0.1:{port}", write_back=True))
+    for url in urls:
+        assert read(cache, url) == origin.objects[url]
+    cache.close()
+    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warnings) == 1 and "left alone for a while" in warnings[0]
+
+
+def test_what_no_upstream_and_no_origin_has_is_not_found(
+    near: S3Server, node: Make, nas: Path
+) -> None:
+    cache = node(nas, store(near, near.endpoint_url))
+    with pytest.raises(FileNotFoundError):
+        read(cache, "s3://lab/none.tar")
+
+
+def test_an_origin_that_is_down_is_not_needed_for_what_an_upstream_has(
+    node: Make, origin: MemoryOrigin, nas: Path
+) -> None:
+    first = node(writes(nas))
+    read(first)
+    first.close()
+    origin.faults.extend(Fault() for _ in range(100))
+    assert read(node(nas, attempts=1)) == DATA
+    with pytest.raises(TransferError):
+        read(node(attempts=1))
+
+
+# -- configuration ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "urls"),
+    [
+        ("none", []),
+        ("/nas/shards", ["/nas/shards"]),
+        ("/nas/shards, s3://shards/cache", ["/nas/shards", "s3://shards/cache"]),
+        (["/nas", {"url": "gs://b/x", "write_back": True}], ["/nas", "gs://b/x (write_back)"]),
+        ([Upstream("/nas")], ["/nas"]),
+    ],
+)
+def test_upstreams_are_given_as_text_lists_and_tables(tmp_path: Path, given, urls) -> None:
+    assert [str(each) for each in Config(tmp_path, upstreams=given).upstreams] == urls
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        5,
+        [5],
+        [{}],
+        [{"url": ""}],
+        [{"url": "/nas", "writeback": True}],
+        [{"url": "/nas", "write_back": "perhaps"}],
+        ["s3://me:secret@shards/cache"],
+        ["https://host/x?sig=secret"],
+        [{"url": "s3://b", "endpoint_url": "nowhere"}],
+        [{"url": "s3://b", "storage_options": "secret"}],
+    ],
+)
+def test_what_is_no_upstream_is_refused_without_a_secret(tmp_path: Path, given) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config(tmp_path, upstreams=given)
+    assert "secret" not in str(caught.value)
+
+
+def test_secrets_of_an_upstream_are_neither_shown_nor_pickled(tmp_path: Path) -> None:
+    options = StorageOptions({"key": "AK", "secret": "hush", "anon": False})
+    config = Config(tmp_path, upstreams=[Upstream("s3://b/x", storage_options=options)])
+    assert "hush" not in repr(config) and b"hush" not in pickle.dumps(config)
+    [copy] = pickle.loads(pickle.dumps(config)).upstreams
+    assert dict(copy.storage_options) == {"anon": False}
+    config_file = tmp_path / "job.toml"
+    config_file.write_text(
+        f'dir = "{tmp_path}"\n[[upstreams]]\nurl = "s3://b/x"\nwrite_back = true\n'
+        '[upstreams.storage_options]\nsecret = "hush"\n'
+    )
+    environment = {**os.environ, "SHARDCACHE_CONFIG": str(config_file)}
+    done = subprocess.run(
+        [sys.executable, "-m", "shardcache", "config", "--json"],
+        env=environment,
+        capture_output=True,
+        check=True,
+    )
+    assert b"hush" not in done.stdout and b"s3://b/x (write_back)" in done.stdout
+
+
+def test_a_copys_sidecar_is_an_entrys(node: Make, nas: Path) -> None:
+    cache = node(writes(nas))
+    read(cache)
+    cache.close()
+    said = Metadata.decode((nas / f"lab/train/{SIDECAR}").read_bytes())
+    assert (said.url, said.size) == (URL, len(DATA))
+
+
+def test_a_copy_is_never_read_on_with_for_another_version(
+    node: Make, origin: MemoryOrigin, nas: Path
+) -> None:
+    """Of a fetch that somebody else began: it is of the version that the origin had then."""
+    first = node(writes(nas))
+    read(first)
+    first.close()
+    cache = node(nas)
+    (near,) = cache._here().origins.nearer(cache.parse(URL))
+    known = first.entry(URL).metadata().info
+    body = near.open(cache.parse(URL), 10, 20, known)
+    body.close()
+    other = replace(known, etag='"another"')
+    with pytest.raises(VersionChangedError):
+        near.open(cache.parse(URL), 10, 20, other)
+
+
+def test_one_failure_between_successes_closes_no_upstream(
+    node: Make, origin: MemoryOrigin, nas: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = upstreams._Place(Upstream(str(nas), write_back=True), node().config, SYSTEM_CLOCK)
+    cache = node()
+    entry = cache.fetch(URL)
+    shard = cache.parse(URL)
+    for _ in range(3):
+        place.failed(OSError("once"))
+        shutil.rmtree(nas / "lab", ignore_errors=True)
+        assert place.write(shard, entry.data, entry.metadata())

@@ -1,0 +1,117 @@
+"""The callback in trainers of both packages, with workers, in several processes."""
+
+from __future__ import annotations
+
+import csv
+
+import pytest
+
+from tests.integrations.conftest import Bench
+from tests.support.trainingtools import shard
+
+PROGRAM = """
+import importlib, sys, time
+import torch, webdataset as wds
+import shardcache
+from shardcache.integrations.lightning import ShardCacheCallback
+
+package = importlib.import_module(sys.argv[1])
+SHARDS = "s3://bucket/train-{0000..0003}.tar"
+
+class Model(package.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 10)
+        self.seen = []
+
+    def training_step(self, batch):
+        keys, length, label = batch
+        self.seen += keys
+        return torch.nn.functional.cross_entropy(self.layer(length), label)
+
+    def on_train_epoch_end(self):
+        everybodys = [None] * self.trainer.world_size
+        if self.trainer.world_size > 1:
+            torch.distributed.all_gather_object(everybodys, self.seen)
+        else:
+            everybodys = [self.seen]
+        if self.trainer.is_global_zero:
+            print("seen", *sorted(key for keys in everybodys for key in keys), flush=True)
+        self.seen = []
+        time.sleep(1.5)  # so that the next epoch's first hit is written down at once
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+def decoded(sample):
+    return sample["__key__"], torch.tensor([len(sample["txt"]) / 1000]), int(sample["cls"])
+
+if __name__ == "__main__":
+    cache = shardcache.Cache()
+    dataset = wds.WebDataset(SHARDS, shardshuffle=100, nodesplitter=wds.split_by_node)
+    loader = torch.utils.data.DataLoader(
+        cache.attach(dataset).map(decoded), batch_size=6, num_workers=2, persistent_workers=True,
+        multiprocessing_context=sys.argv[4],
+    )
+    logger = importlib.import_module(sys.argv[1] + ".loggers").CSVLogger("logs", version=0)
+    trainer = package.Trainer(
+        max_epochs=2, accelerator="cpu", logger=logger, devices=int(sys.argv[2]),
+        strategy=sys.argv[3], log_every_n_steps=1,
+        callbacks=[ShardCacheCallback(cache, SHARDS, prewarm=2, makedirs=["traces/epoch"])],
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+    )
+    trainer.fit(Model(), loader)
+"""
+
+
+@pytest.mark.parametrize(
+    ("package", "devices", "strategy", "method"),
+    [
+        ("lightning.pytorch", "1", "auto", "spawn"),
+        # Forked: spawned workers know no process group, by which WebDataset splits.
+        ("pytorch_lightning", "2", "ddp_spawn", "fork"),
+    ],
+)
+def test_trainers_prewarm_train_and_log(
+    package: str, devices: str, strategy: str, method: str, bench: Bench
+) -> None:
+    printed = bench.run(PROGRAM, package, devices, strategy, method)
+    seen = [line.split()[1:] for line in printed.splitlines() if line.startswith("seen ")]
+    assert seen == [bench.data.keys] * 2
+    assert bench.data.once()
+    assert (bench.directory / "traces" / "epoch").is_dir()
+    (log,) = bench.directory.glob("logs/**/metrics.csv")
+    with log.open() as file:
+        rows = [row for row in csv.DictReader(file) if row["shardcache/opens"]]
+    first, second = ({k: float(v) for k, v in row.items() if v} for row in rows)
+    # Two of four were there before. What a worker has to tell of its last second, it tells when
+    # it opens its next shard: a hit may be missing, a fetch is not.
+    assert first["shardcache/bytes_fetched"] == len(shard(2)) + len(shard(3))
+    assert 1 <= first["shardcache/opens"] <= 4
+    assert second["shardcache/bytes_fetched"] == 0
+    assert second["shardcache/hit_rate"] == 1
+    assert 1 <= second["shardcache/opens"] <= 8 - first["shardcache/opens"]
+    assert second["shardcache/bytes_read"] == second["shardcache/opens"] * len(shard(0))
+
+
+def test_one_callback_serves_trainers_of_both_packages(bench: Bench) -> None:
+    code = """
+import pickle
+import lightning.pytorch, pytorch_lightning
+import shardcache
+from shardcache.integrations.lightning import ShardCacheCallback
+
+callback = ShardCacheCallback(shardcache.Cache(), "s3://bucket/train-0000.tar", makedirs=["x"])
+again = pickle.loads(pickle.dumps(callback))
+for one in (callback, again):
+    assert isinstance(one, lightning.pytorch.Callback)
+    assert isinstance(one, pytorch_lightning.Callback)
+    assert isinstance(one, ShardCacheCallback)
+for package in (lightning.pytorch, pytorch_lightning):
+    trainer = package.Trainer(logger=False, callbacks=[again], enable_progress_bar=False,
+                              accelerator="cpu")
+    again.setup(trainer, None, "fit")
+print(again.shards, again.state_key)
+"""
+    assert bench.run(code) == "('s3://bucket/train-0000.tar',) ShardCacheCallback\n"
+    assert bench.data.fetches == {"bucket/train-0000.tar": 1}

@@ -1,0 +1,628 @@
+"""Prewarm: plans, and runs that end in every way a run can end."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import pickle
+import statistics
+import threading
+import time
+
+import pytest
+
+from shardcache.cache import Cache
+from shardcache.errors import (
+    AccessDeniedError,
+    CacheFullError,
+    ConfigError,
+    FetchCancelledError,
+    ShardNotFoundError,
+    TransferError,
+)
+from shardcache.fetch.climb import Climb
+from shardcache.origins.listing import Listing
+from shardcache.prewarm import fill as module
+from shardcache.prewarm.fill import (
+    Finished,
+    Outcome,
+    Planned,
+    Started,
+    Stopped,
+    Stopping,
+    prewarm,
+)
+from shardcache.prewarm.plan import make_plan, wanted_shards
+from shardcache.store.partial import Partial
+from shardcache.store.sweeping import in_flight
+from tests.conftest import make_tar
+from tests.support.fakes import Fault
+
+
+def names(count: int, bucket: str = "b") -> list[str]:
+    return [f"s3://{bucket}/train-{n:04d}.tar" for n in range(count)]
+
+
+@pytest.fixture
+def listed(monkeypatch, origin):
+    """Sizes as a listing of the in-memory origin would tell them."""
+
+    def sizes(self, shards, seconds=None):
+        return {s.key: len(origin.objects[str(s)]) for s in shards if str(s) in origin.objects}
+
+    monkeypatch.setattr(Listing, "sizes", sizes)
+
+
+@pytest.fixture
+def unlisted(monkeypatch):
+    """An origin that may not be listed."""
+    monkeypatch.setattr(Listing, "sizes", lambda self, shards, seconds=None: {})
+
+
+def fill(origin, urls, members=4):
+    for number, url in enumerate(urls):
+        origin.objects[url] = make_tar(number, members)
+    return urls
+
+
+# -- plans ---------------------------------------------------------------------
+
+
+def test_plan_tells_what_is_there_and_what_is_not(make_cache, origin, listed):
+    cache = make_cache()
+    urls = fill(origin, names(4))
+    cache.fetch(urls[1])
+    plan = make_plan(cache, wanted_shards(cache, [*urls, "s3://b/absent.tar"]), best_effort=False)
+    assert [str(s) for s in plan.to_fetch] == [urls[0], urls[2], urls[3], "s3://b/absent.tar"]
+    assert (len(plan.cached), plan.unknown, plan.missing) == (1, 1, 0)
+    assert plan.fetch_bytes == sum(len(origin.objects[urls[n]]) for n in (0, 2, 3))
+    assert plan.cached_bytes == len(origin.objects[urls[1]])
+
+
+def test_truncated_entry_does_not_count_as_cached(make_cache, origin, listed):
+    cache = make_cache()
+    (url,) = fill(origin, names(1))
+    entry = cache.fetch(url)
+    os.chmod(entry.data, 0o600)
+    os.truncate(entry.data, 10)
+    plan = make_plan(cache, wanted_shards(cache, [url]), best_effort=False)
+    assert not plan.cached
+
+
+def test_two_names_of_one_object_are_one_shard(make_cache, origin, listed):
+    cache = make_cache()
+    (url,) = fill(origin, names(1))
+    report = prewarm(cache, [url, f"{url}?X-Amz-Signature=abc", url.replace("s3:", "s3a:")])
+    assert len(report.results) == 1
+    assert report.fetched == 1
+
+
+@pytest.mark.locks_work("answers")
+def test_what_is_in_flight_already_is_not_counted_twice(make_cache, origin, listed):
+    """An interrupted prewarm that filled most of the budget can be taken up again."""
+    (url,) = fill(origin, names(1), members=3000)
+    size = len(origin.objects[url])
+    cache = make_cache(max_size=size + 100_000, part_size="64MiB")
+    origin.faults.append(Fault(after=size - 200_000, wait=threading.Event()))
+    stop = threading.Event()
+    cut = prewarm(cache, [url], stop=stop, on_event=stop_when_written(stop, size // 2))
+    assert cut.interrupted
+    partial = next(in_flight(cache._here().namespaces.own.layout))
+    assert partial.occupied > size // 2
+    plan = make_plan(cache, wanted_shards(cache, [url]), best_effort=False)
+    assert plan.missing == 0
+    assert prewarm(cache, [url]).fetched == 1
+
+
+def test_local_paths_are_refused_unless_they_are_cached(make_cache, tmp_path):
+    shard = tmp_path / "x.tar"
+    shard.write_bytes(make_tar(1))
+    with pytest.raises(ConfigError, match="cache_local"):
+        prewarm(make_cache(), [str(shard)])
+    report = prewarm(make_cache(cache_local=True), [str(shard)])
+    assert report.fetched == 1
+    assert report.plan.sizes  # a local size costs a stat
+
+
+def test_too_much_is_refused_before_anything_is_fetched(make_cache, origin, listed):
+    cache = make_cache(max_size=25_000)
+    urls = fill(origin, names(3))
+    with pytest.raises(CacheFullError, match="best-effort") as caught:
+        prewarm(cache, urls)
+    assert caught.value.needed == sum(map(len, origin.objects.values()))
+    assert caught.value.missing == caught.value.needed - 25_000
+    assert origin.requests == []
+    assert pickle.loads(pickle.dumps(caught.value)).missing == caught.value.missing
+
+
+def test_what_is_wanted_is_no_room_for_the_rest_of_it(make_cache, origin, listed):
+    urls = fill(origin, names(3))
+    size = len(origin.objects[urls[0]])
+    first = make_cache(max_size=2 * size)
+    for url in urls[:2]:
+        first.fetch(url)
+    first.close()
+    with pytest.raises(CacheFullError):
+        prewarm(make_cache(max_size=2 * size), urls)
+    assert all(url in first for url in urls[:2])
+
+
+def test_best_effort_takes_what_fits(make_cache, origin, listed):
+    cache = make_cache(max_size=45_000)
+    urls = fill(origin, names(4))
+    report = prewarm(cache, urls, best_effort=True)
+    assert [r.outcome for r in report.results] == [
+        Outcome.FETCHED,
+        Outcome.FETCHED,
+        Outcome.LEFT_OUT,
+        Outcome.LEFT_OUT,
+    ]
+    assert not report.full
+
+
+def test_dry_run_and_check_fetch_and_touch_nothing(make_cache, origin, listed):
+    cache = make_cache()
+    urls = fill(origin, names(3))
+    entry = cache.fetch(urls[0])
+    os.utime(entry.path / "meta.json", (1000, 1000))
+    origin.requests.clear()
+    for mode in ({"check": True}, {"dry_run": True}):
+        report = prewarm(cache, urls, **mode)
+        assert (report.cached, report.missing) == (1, 2)
+    assert origin.requests == []
+    assert (entry.path / "meta.json").stat().st_mtime == 1000
+
+
+def test_check_makes_no_directory_and_asks_no_origin(tmp_path, monkeypatch):
+    monkeypatch.setattr(Listing, "sizes", lambda *a, **k: pytest.fail("listed"))
+    report = prewarm(Cache(tmp_path / "new"), names(2), check=True)
+    assert report.missing == 2
+    assert not (tmp_path / "new").exists()
+
+
+# -- runs ----------------------------------------------------------------------
+
+
+def stop_when_written(stop, amount):
+    """An event handler that asks for a stop once a fetch has got so far."""
+
+    def watch(status):
+        while status.written < amount:
+            time.sleep(0.005)
+        stop.set()
+
+    def on_event(event):
+        if isinstance(event, Started):
+            threading.Thread(target=watch, args=(event.status,), daemon=True).start()
+
+    return on_event
+
+
+def test_everything_is_fetched_once_and_told_in_order(make_cache, origin, listed):
+    cache = make_cache()
+    urls = fill(origin, names(6))
+    cache.fetch(urls[2])
+    origin.requests.clear()
+    events = []
+    report = prewarm(cache, urls, jobs=3, on_event=events.append)
+    assert [r.url for r in report.results] == urls
+    assert (report.fetched, report.cached, report.failed, report.not_started) == (5, 1, 0, 0)
+    assert (
+        report.bytes == report.received == sum(len(origin.objects[u]) for u in urls if u != urls[2])
+    )
+    assert sorted(url for url, *_ in origin.requests) == sorted(set(urls) - {urls[2]})
+    assert isinstance(events[0], Planned)
+    for url in urls:
+        mine = [e for e in events[1:] if str(e.shard) == url]
+        assert [type(e) for e in mine] == [Started, Finished]
+    assert report.stopped is None
+    again = prewarm(cache, urls)
+    assert again.cached == 6
+    assert again.received == 0
+
+
+class Far:
+    """Opens of an origin: each takes a while, as many at a time as ``most``."""
+
+    def __init__(self, origin, seconds: float, most: int) -> None:
+        self._places = threading.Semaphore(most)
+        self._seconds = seconds
+        self._real, origin.open = origin.open, self
+
+    def __call__(self, *args):
+        with self._places:
+            time.sleep(self._seconds)
+        return self._real(*args)
+
+
+@pytest.mark.parametrize(("most", "expected"), [(32, range(8, 33)), (2, range(2, 5))])
+def test_as_many_shards_at_a_time_as_the_link_repays(
+    make_cache, origin, listed, monkeypatch, most, expected
+):
+    climbs = []
+    real = Climb.told
+
+    def told(self, rate, now, *, wanted):
+        real(self, rate, now, wanted=wanted)
+        climbs.append(self)
+
+    monkeypatch.setattr("shardcache.fetch.climb.Climb.told", told)
+    urls = fill(origin, names(400), members=1)
+    Far(origin, 0.1 if most > 2 else 0.04, most)  # so long that a busy processor is no limit
+    kept = []
+    report = prewarm(
+        make_cache(), urls, on_event=lambda e: kept.append(climbs[-1]._base) if climbs else None
+    )
+    assert report.fetched == 400
+    bases = [base[0] for base in kept if base is not None]
+    assert max(bases) >= expected.start
+    # A busy machine makes a step upwards look good now and then, for a moment.
+    assert statistics.median(bases) < expected.stop
+
+
+def test_reports_are_frozen(make_cache, origin, listed):
+    report = prewarm(make_cache(), fill(origin, names(1)))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        report.seconds = 1.0
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        report.results[0].size = 1
+
+
+def test_a_string_is_a_shard_specification(make_cache, origin, listed):
+    cache = make_cache()
+    fill(origin, names(3))
+    assert cache.prewarm("s3://b/train-{0000..0002}.tar").fetched == 3
+
+
+def test_a_missing_shard_does_not_stop_the_others(make_cache, origin, listed):
+    urls = names(5)
+    fill(origin, [u for n, u in enumerate(urls) if n != 2])
+    report = prewarm(make_cache(), urls, jobs=2)
+    assert report.fetched == 4
+    assert report.results[2].outcome is Outcome.FAILED
+    assert isinstance(report.results[2].error, ShardNotFoundError)
+    assert [u for u, *_ in origin.requests].count(urls[2]) == 1
+
+
+def test_refusals_that_all_shards_will_meet_end_the_run(make_cache, origin, unlisted):
+    urls = fill(origin, names(50))
+    for _ in urls:
+        origin.faults.append(Fault(after=None, error=AccessDeniedError("no")))
+    report = prewarm(make_cache(), urls, jobs=1)
+    assert (report.failed, report.not_started) == (3, 47)
+    assert report.stopped is Stopped.REFUSED
+    assert len(origin.requests) == 3
+
+
+def test_one_refused_shard_does_not_end_the_run(make_cache, origin, unlisted):
+    """To credentials without s3:ListBucket, a missing object looks like a refusal."""
+    urls = fill(origin, names(12))
+    for number in range(10):
+        error = None if number in (1, 4) else AccessDeniedError("no")
+        origin.faults.append(Fault(after=None if error else 10**9, error=error))
+    report = prewarm(make_cache(), urls, jobs=1)
+    assert (report.fetched, report.failed, report.not_started) == (4, 8, 0)
+
+
+def test_refusals_of_one_bucket_leave_the_others_alone(make_cache, origin, unlisted):
+    bad, good = names(6, "bad"), fill(origin, names(3, "good"))
+    for _ in range(3):
+        origin.faults.append(Fault(after=None, error=ConfigError("no")))
+    report = prewarm(make_cache(), [*bad, *good], jobs=1)
+    assert [r.outcome for r in report.results] == (
+        [Outcome.FAILED] * 3 + [Outcome.NOT_STARTED] * 3 + [Outcome.FETCHED] * 3
+    )
+
+
+def test_silent_origin_is_given_up_after_one_wave(make_cache, origin, unlisted):
+    urls = names(30)
+    for _ in urls:
+        origin.faults.append(Fault(after=None))
+    report = prewarm(make_cache(attempts=1), urls, jobs=5)
+    # A wave is as many as are tried at a time, to begin with: no more than `jobs`.
+    assert 4 <= report.failed < 15
+    assert report.stopped is Stopped.REFUSED
+    assert all(isinstance(r.error, TransferError) for r in report.results if r.error)
+
+
+def test_failures_beyond_the_limit_end_the_run(make_cache, origin, listed):
+    urls = [*fill(origin, names(2)), *names(20, "gone")]
+    report = prewarm(make_cache(), urls, jobs=1, max_failures=2)
+    assert (report.fetched, report.failed, report.not_started) == (2, 3, 17)
+    assert report.stopped is Stopped.FAILURES
+
+
+@pytest.mark.locks_work("answers")
+def test_stop_request_leaves_partials_that_are_resumed(make_cache, origin, listed):
+    cache = make_cache()
+    urls = fill(origin, names(3), members=3000)
+    size = len(origin.objects[urls[0]])
+    origin.faults.append(Fault(after=size // 2, wait=threading.Event()))
+    stop = threading.Event()
+    events = []
+    asking = stop_when_written(stop, 1 << 20)
+
+    def on_event(event):
+        events.append(event)
+        asking(event)
+
+    report = prewarm(cache, urls, jobs=1, stop=stop, on_event=on_event)
+    assert report.interrupted
+    assert Stopping(Stopped.REQUESTED) in events
+    first = report.results[0]
+    assert first.outcome is Outcome.CANCELLED
+    assert isinstance(first.error, FetchCancelledError)
+    assert [r.outcome for r in report.results[1:]] == [Outcome.NOT_STARTED] * 2
+    assert report.not_started == 3
+    again = prewarm(cache, urls, jobs=1)
+    assert again.fetched == 3
+    assert again.results[0].received < size
+    assert cache.open(urls[0]).read() == origin.objects[urls[0]]
+
+
+def test_deadline_ends_the_run(make_cache, origin, listed):
+    cache = make_cache()
+    urls = fill(origin, names(3))
+    origin.faults.append(Fault(after=100, wait=threading.Event()))
+    report = prewarm(cache, urls, jobs=1, deadline=0.3)
+    assert report.stopped is Stopped.DEADLINE
+    assert not report.interrupted
+    assert [r.outcome for r in report.results] == [
+        Outcome.CANCELLED,
+        Outcome.NOT_STARTED,
+        Outcome.NOT_STARTED,
+    ]
+
+
+def test_cancelling_the_cache_ends_the_run(make_cache, origin, listed):
+    cache = make_cache()
+    urls = fill(origin, names(4))
+    origin.faults.append(Fault(after=100, wait=threading.Event()))
+
+    def on_event(event):
+        if isinstance(event, Started):
+            threading.Timer(0.2, cache.cancel).start()
+
+    report = prewarm(cache, urls, jobs=1, on_event=on_event)
+    assert report.interrupted
+    assert report.not_started == 4
+
+
+@pytest.mark.failure("interrupts")
+@pytest.mark.locks_work("answers")
+def test_interrupt_is_passed_on_after_the_fetches_have_let_go(make_cache, origin, listed):
+    cache = make_cache()
+    urls = fill(origin, names(3))
+    for _ in urls:
+        origin.faults.append(Fault(after=100, wait=threading.Event()))
+
+    def on_event(event):
+        if isinstance(event, Started):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prewarm(cache, urls, jobs=2, on_event=on_event)
+    assert not [t for t in threading.enumerate() if t.name.startswith("shardcache-prewarm")]
+    assert not any(f.live for f in in_flight(cache._here().namespaces.own.layout))
+
+
+def test_fetch_that_does_not_end_is_reported_as_cut_short(make_cache, origin, listed, monkeypatch):
+    """A worker that waits for another process's lock cannot be called off."""
+    monkeypatch.setattr("shardcache.prewarm.run._FAREWELL_UNBEGUN", 0.2)
+    cache = make_cache()
+    urls = fill(origin, names(2))
+    release = threading.Event()
+    stop = threading.Event()
+    fetch_shard = Cache.fetch_shard
+
+    def stuck(self, shard, status=None):
+        stop.set()
+        release.wait(30)
+        return fetch_shard(self, shard, status)
+
+    monkeypatch.setattr(Cache, "fetch_shard", stuck)
+    report = prewarm(cache, urls, jobs=1, stop=stop)
+    release.set()
+    assert report.results[0].outcome is Outcome.CANCELLED
+    assert "did not end" in str(report.results[0].error)
+    assert report.results[1].outcome is Outcome.NOT_STARTED
+
+
+@pytest.mark.locks_work("flock")
+def test_no_room_during_the_run_ends_it(make_cache, origin, unlisted):
+    cache = make_cache(max_size=25_000)
+    urls = fill(origin, names(5))
+    report = prewarm(cache, urls, jobs=1)
+    assert report.full
+    assert report.stopped is Stopped.FULL
+    assert (report.fetched, report.failed, report.not_started) == (1, 1, 3)
+    assert isinstance(report.results[1].error, CacheFullError)
+
+
+def test_the_first_that_finds_no_room_is_tried_again_alone(make_cache, origin, listed, monkeypatch):
+    """One that is just being published is counted twice; that must not fail another."""
+    urls = fill(origin, names(6))
+    cache = make_cache()
+    fetch_shard = Cache.fetch_shard
+    tried = []
+    running = {}
+    others_began = threading.Event()
+
+    def spurious(self, shard, status=None):
+        url = str(shard)
+        tried.append(url)
+        if url == urls[2]:
+            if tried.count(url) == 1:
+                others_began.wait(10)
+                raise CacheFullError("no room, for a moment")
+            assert running == {}
+            return fetch_shard(self, shard, status)
+        running[url] = True
+        others_began.set()
+        time.sleep(0.05)
+        found = fetch_shard(self, shard, status)
+        del running[url]
+        return found
+
+    monkeypatch.setattr(Cache, "fetch_shard", spurious)
+    report = prewarm(cache, urls, jobs=3)
+    assert report.fetched == 6
+    assert report.stopped is None
+    assert sorted(tried) == sorted([*urls, urls[2]])
+
+
+@pytest.mark.locks_work("flock")
+def test_no_room_during_a_best_effort_run_is_no_failure(make_cache, origin, unlisted):
+    cache = make_cache(max_size=25_000)
+    urls = fill(origin, names(10))
+    report = prewarm(cache, urls, jobs=1, best_effort=True)
+    assert not report.full
+    assert (report.fetched, report.failed) == (1, 0)
+    assert report.count(Outcome.LEFT_OUT) == 9
+    assert len({url for url, *_ in origin.requests}) == 4  # and then it is believed
+
+
+def test_full_disk_is_a_failed_shard(make_cache, origin, listed, monkeypatch):
+    cache = make_cache()
+    urls = fill(origin, names(3))
+
+    def full(self, *args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Partial, "write", full)
+    report = prewarm(cache, urls, jobs=1)
+    assert report.full
+    assert report.results[0].error.errno == errno.ENOSPC
+    assert report.not_started == 2
+
+
+def test_broken_disk_is_believed_after_some_shards(make_cache, origin, listed, monkeypatch):
+    cache = make_cache()
+    urls = fill(origin, names(9))
+
+    def broken(self, *args, **kwargs):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Partial, "write", broken)
+    report = prewarm(cache, urls, jobs=1)
+    assert (report.failed, report.not_started) == (3, 6)
+    assert report.stopped is Stopped.REFUSED
+
+
+def test_an_unexpected_error_is_not_lost(make_cache, origin, listed, monkeypatch):
+    cache = make_cache()
+    urls = fill(origin, names(3))
+    fetch_shard = Cache.fetch_shard
+
+    def sometimes(self, shard, status=None):
+        if str(shard) == urls[1]:
+            raise ZeroDivisionError("odd")
+        return fetch_shard(self, shard, status)
+
+    monkeypatch.setattr(Cache, "fetch_shard", sometimes)
+    report = prewarm(cache, urls)
+    assert report.fetched == 2
+    assert isinstance(report.results[1].error, ZeroDivisionError)
+
+
+@pytest.mark.locks_work("answers")
+def test_shards_that_are_wanted_do_not_make_room_for_each_other(make_cache, origin, listed):
+    urls = fill(origin, names(4))
+    size = len(origin.objects[urls[0]])
+    first = make_cache(max_size=3 * size)
+    for used, url in zip((1000, 3000, 2000), urls[:3], strict=True):
+        entry = first.fetch(url)
+        os.utime(entry.path / "meta.json", (used, used))
+    first.close()
+    (new,) = fill(origin, ["s3://b/new.tar"])
+    cache = make_cache(max_size=3 * size)
+    report = prewarm(cache, [new, urls[0], urls[2]], jobs=1)
+    assert report.plan.evict == size
+    assert [r.outcome for r in report.results] == [
+        Outcome.FETCHED,
+        Outcome.CACHED,
+        Outcome.CACHED,
+    ]
+    assert urls[1] not in cache  # though it was used last
+
+
+@pytest.mark.locks_work
+def test_two_prewarms_share_the_fetches(make_cache, origin, listed):
+    urls = fill(origin, names(8), members=200)
+    one, two = make_cache(), make_cache()
+    reports = []
+    threads = [
+        threading.Thread(target=lambda c=c: reports.append(prewarm(c, urls, jobs=3)))
+        for c in (one, two)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(r.fetched for r in reports) == 8
+    assert all(r.fetched + r.coalesced + r.cached == 8 for r in reports)
+    assert len([1 for _, start, _ in origin.requests if start == 0]) == 8
+
+
+def test_ranks_link_what_a_sibling_has(make_cache, origin, listed, monkeypatch):
+    urls = fill(origin, names(2))
+    prewarm(make_cache(), urls)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    report = prewarm(make_cache(isolation="rank"), urls)
+    assert report.linked == 2
+    assert report.received == 0
+
+
+def test_damaged_entry_is_fetched_again(make_cache, origin, listed):
+    (url,) = fill(origin, names(1))
+    entry = make_cache().fetch(url)
+    os.chmod(entry.data, 0o600)
+    entry.data.write_bytes(b"short")
+    report = prewarm(make_cache(), [url])
+    assert report.fetched == 1
+
+
+def test_unusable_directories_are_told_once(tmp_path, unlisted):
+    file = tmp_path / "file"
+    file.write_text("")
+    for directory in (file, file / "below", "/proc/nowhere"):
+        with pytest.raises(ConfigError):
+            prewarm(Cache(directory), names(3))
+
+
+def test_directory_that_cannot_be_written_is_told_once(make_cache, unlisted, monkeypatch):
+    cache = make_cache()
+    monkeypatch.setattr(module.os, "access", lambda path, mode: False)
+    with pytest.raises(ConfigError, match="cannot be used"):
+        prewarm(cache, names(3))
+
+
+def test_jobs_below_one_are_refused(make_cache):
+    with pytest.raises(ConfigError, match="jobs"):
+        prewarm(make_cache(), [], jobs=0)
+
+
+def test_nothing_wanted_is_nothing_done(make_cache, unlisted):
+    report = prewarm(make_cache(), [])
+    assert report.results == ()
+
+
+def test_s3_shards_cost_one_fetch_each_and_few_listings(
+    s3, bucket, s3_environment, meter, tmp_path
+):
+    data = {f"x-{n:02d}.tar": make_tar(n) for n in range(12)}
+    for name, content in data.items():
+        s3.put(bucket, name, content)
+    with Cache(tmp_path / "cache", min_free=0) as cache:
+        report = prewarm(cache, f"s3://{bucket}/x-{{00..11}}.tar", jobs=4)
+        assert report.fetched == 12
+        assert report.plan.unknown == 0
+        summed = meter.summary()
+        assert all(summed[f"{bucket}/{name}"].object_fetches == 1 for name in data)
+        listings = [r for r in meter.requests() if not r.reads_object]
+        assert len(listings) == 1
+        for name, content in data.items():
+            with cache.open(f"s3://{bucket}/{name}") as stream:
+                assert stream.read() == content

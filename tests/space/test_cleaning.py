@@ -1,0 +1,314 @@
+"""Cleaning on request: a dry run tells the truth, and other people's files stay."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shardcache.cache import Cache
+from shardcache.clock import SYSTEM_CLOCK
+from shardcache.config import Config
+from shardcache.errors import LockTimeoutError
+from shardcache.layout import Layout
+from shardcache.locks.flock import Holder, KeyLock
+from shardcache.locks.sessions import Session
+from shardcache.space import clean as module
+from shardcache.space.budget import Space
+from shardcache.space.clean import CleanReport, clean, remove
+from shardcache.space.eviction import Limits, Reason
+from shardcache.store.root import make_root
+from shardcache.store.store import Store
+from shardcache.urls import parse_url
+from tests.support.storetools import (
+    Parent,
+    begin,
+    crowd,
+    fill,
+    make_store,
+    metadata_for,
+    payload,
+    publish,
+    read,
+    tree,
+)
+
+MIB = 1 << 20
+YEAR_2026 = 1_767_225_600.0
+
+
+class Bench:
+    def __init__(self, path: Path) -> None:
+        self.root = path / "cache"
+        self.layout = make_root(self.root, "test")
+        self.store = Store(self.layout)
+        self.rank = make_store(self.layout.base / "ranks" / "job-0")
+        self.rank = Store(self.layout.rank("job-0"))
+        self.rank.layout.make()
+        self.stores = [self.store, self.rank]
+        self.space = Space(
+            self.layout,
+            lambda: self.stores,
+            Config(self.root, min_free=0, protect_for="500w"),  # dates are of early 2026
+            SYSTEM_CLOCK,
+        )
+
+    def clean(self, limits: Limits | None = None, **options: bool) -> CleanReport:
+        return clean(self.space, self.stores, limits or Limits(), **options)
+
+    def leave(self, url: str = "s3://lab/orphan.tar", size: int = MIB) -> Path:
+        data = payload(size)
+        partial = begin(self.layout, metadata_for(url, data))
+        fill(partial, data)
+        partial.close()
+        return partial.path
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def shelve(bench: Bench, since: float = 0.0) -> None:
+    for n in range(4):
+        publish(bench.store, f"s3://lab/{n}.tar", bytes(1000), used=since + n + 1.0)
+    publish(bench.rank, "s3://lab/r.tar", bytes(500), used=since + 2.5)
+    bench.leave()
+    damaged = publish(bench.store, "s3://lab/bad.tar", bytes(100))
+    os.truncate(damaged.data, 1)
+    assert bench.store.quarantine(damaged.key, "test") == 1
+
+
+CASES: dict[str, Callable[[], Limits]] = {
+    "nothing": Limits,
+    "max_size": lambda: Limits(max_size=2500),
+    "max_size that orphans would break": lambda: Limits(max_size=4600),
+    "free": lambda: Limits(free_needed=1200),
+    "free, more than leftovers have": lambda: Limits(free_needed=MIB + 100_000),
+    "age": lambda: Limits(max_age=SYSTEM_CLOCK.time() - 3.5),
+    "all": lambda: Limits(everything=True),
+    "impossible": lambda: Limits(free_needed=10 * MIB),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.locks_work("files")
+def test_a_dry_run_touches_nothing_and_says_what_the_run_will_do(bench: Bench, case: str) -> None:
+    shelve(bench)
+    limits = CASES[case]()
+    before = tree(bench.root)
+    dry = bench.clean(limits, dry_run=True)
+    assert tree(bench.root) == before
+    real = bench.clean(limits)
+    assert replace(real, dry_run=True) == dry
+    names = {str(p) for p in bench.root.rglob("*")}
+    assert not any(removal.name in names for removal in real.removed)
+    assert real.kept == len([*bench.store.entries(), *bench.rank.entries()])
+    assert real.freed == sum(removal.size for removal in real.removed)
+
+
+@pytest.mark.locks_work("answers")
+def test_the_limits_are_met_by_the_oldest_in_all_namespaces(bench: Bench) -> None:
+    shelve(bench)
+    report = bench.clean(Limits(max_size=2500))
+    assert report.count(Reason.MAX_SIZE) == 2 and report.missing == 0
+    assert report.kept_bytes == 2500
+    assert {e.metadata().url for e in bench.store.entries()} == {
+        "s3://lab/2.tar",
+        "s3://lab/3.tar",
+    }
+    assert len(list(bench.rank.entries())) == 1
+
+
+@pytest.mark.locks_work("answers")
+def test_orphans_do_not_push_entries_out(bench: Bench) -> None:
+    shelve(bench)
+    report = bench.clean(Limits(max_size=4500))
+    assert report.count(Reason.MAX_SIZE) == 0
+    assert report.count(Reason.ORPHAN) == 1 and report.count(Reason.QUARANTINED) == 1
+
+
+@pytest.mark.locks_work("answers")
+def test_bytes_that_a_sweep_frees_are_not_evicted_again(bench: Bench) -> None:
+    shelve(bench)
+    report = bench.clean(Limits(free_needed=MIB // 2))
+    assert report.count(Reason.MIN_FREE) == 0 and report.missing == 0
+
+
+def test_orphans_stay_when_asked(bench: Bench) -> None:
+    shelve(bench)
+    report = bench.clean(Limits(max_size=100), orphans=False)
+    assert report.count(Reason.ORPHAN) == 0
+    assert len(list(bench.layout.partial.iterdir())) == 1
+
+
+@pytest.mark.locks_work("flock")
+def test_all_means_all_that_nobody_uses(bench: Bench) -> None:
+    shelve(bench)
+    session = Session(bench.layout, 0.0)
+    shard = parse_url("s3://lab/1.tar")
+    opened = bench.store.open(shard.key, shard.basename)
+    live = begin(bench.layout, metadata_for("s3://lab/live.tar", b"x"))
+    report = bench.clean(Limits(everything=True), orphans=False)
+    assert report.count(Reason.ALL) == 4 and report.count(Reason.ORPHAN) == 1
+    assert (report.kept, report.kept_bytes) == (1, 1000)
+    assert [e.key for e in bench.store.entries()] == [shard.key]
+    assert live.path.exists()
+    opened.close()
+    live.discard()
+    session.close()
+
+
+@pytest.mark.locks_work("flock")
+def test_what_the_running_job_used_stays(bench: Bench) -> None:
+    shelve(bench, since=YEAR_2026)
+    session = Session(bench.layout, YEAR_2026 + 3.0)
+    report = bench.clean(Limits(max_size=0))
+    assert report.missing == 2000 == report.kept_bytes
+    assert report.kept == 2
+    session.close()
+
+
+@pytest.mark.locks_work("flock")
+def test_what_comes_into_use_after_the_plan_is_kept_and_counted(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelve(bench)
+    shard = parse_url("s3://lab/0.tar")
+    opened = []
+    real = module.apply
+
+    def read_meanwhile(store, chosen):
+        if not opened:
+            opened.append(bench.store.open(shard.key, shard.basename))
+            gone = next(bench.store.entries_of(parse_url("s3://lab/1.tar").key))
+            assert bench.store.evict(gone)  # another cleaner
+        return real(store, chosen)
+
+    monkeypatch.setattr(module, "apply", read_meanwhile)
+    report = bench.clean(Limits(everything=True))
+    assert (report.kept, report.kept_bytes) == (1, 1000)
+    assert report.count(Reason.ALL) == 3
+    opened[0].close()
+
+
+@pytest.mark.locks_work("answers")
+def test_four_cleaners_at_once_do_what_one_does(bench: Bench) -> None:
+    for n in range(60):
+        publish(bench.store, f"s3://lab/{n}.tar", bytes(1000), used=n + 1.0)
+
+    def work(parent: Parent, number: int) -> None:
+        parent.hear()
+        report = bench.clean(Limits(max_size=20_000))
+        parent.say(sum(r.reason is Reason.MAX_SIZE for r in report.removed))
+
+    with crowd(4, work) as children:
+        for child in children:
+            child.tell()
+        counts = [child.hear() for child in children]
+    assert sum(counts) == 40
+    assert sorted(e.used for e in bench.store.entries()) == [n + 1.0 for n in range(40, 60)]
+    assert list(bench.layout.partial.iterdir()) == []
+
+
+@pytest.mark.locks_work("answers", "files")
+def test_files_of_other_people_survive_everything(bench: Bench, tmp_path: Path) -> None:
+    shelve(bench)
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "model.ckpt").write_text("weights")
+    planted = [
+        bench.root / "model.ckpt",
+        bench.layout.base / "model.ckpt",
+        bench.layout.objects / "model.ckpt",
+        bench.layout.objects / "ab" / "model.ckpt",
+        bench.layout.partial / "model.ckpt",
+        bench.layout.quarantine / "run" / "model.ckpt",
+        bench.layout.locks / "model.ckpt",
+        bench.layout.sessions / "model.session",
+        bench.layout.ranks / "model.ckpt",
+        next(bench.store.entries()).path.parent / "model.ckpt",
+    ]
+    for path in planted:
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_text("weights")
+    for directory in (bench.layout.objects, bench.layout.partial, bench.layout.quarantine):
+        (directory / "link").symlink_to(outside)
+    entry = next(bench.rank.entries())
+    (entry.path / "index").symlink_to(outside)
+    report = bench.clean(Limits(everything=True))
+    assert report.kept == 0
+    assert all(path.read_text() == "weights" for path in planted)
+    assert (outside / "model.ckpt").read_text() == "weights"
+
+
+# -- one shard -----------------------------------------------------------------
+
+
+@pytest.mark.locks_work("answers", "files")
+def test_every_version_of_a_shard_is_removed_everywhere(bench: Bench) -> None:
+    url, other = "s3://lab/a.tar", "s3://lab/b.tar"
+    for store in bench.stores:
+        for data in (b"1", b"22"):
+            publish(store, url, data)
+    publish(bench.store, other)
+    before = tree(bench.root)
+    dry = remove(bench.stores, parse_url(url).key, dry_run=True)
+    assert tree(bench.root) == before
+    found = remove(bench.stores, parse_url(url).key)
+    assert found == dry
+    removed, in_use = found
+    assert in_use == 0 and sorted(r.size for r in removed) == [1, 1, 2, 2]
+    assert {r.reason for r in removed} == {Reason.ASKED}
+    assert read(bench.store, url) is None and read(bench.store, other) == b"shard"
+    assert remove(bench.stores, parse_url(url).key) == ([], 0)
+
+
+@pytest.mark.locks_work("flock")
+def test_a_version_in_use_stays_and_is_counted(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = "s3://lab/a.tar"
+    publish(bench.store, url)
+    key = parse_url(url).key
+    opened = bench.store.open(key, "a.tar")
+    for dry_run in (True, False):
+        assert remove(bench.stores, key, dry_run=dry_run) == ([], 1)
+    opened.close()
+    real = Store.evict
+    monkeypatch.setattr(Store, "evict", lambda self, e: (real(self, e), False)[1])
+    assert remove(bench.stores, key) == ([], 0)  # another cleaner was quicker
+
+
+# -- one at a time -------------------------------------------------------------
+
+
+@pytest.mark.locks_work("flock", "answers", "files")
+def test_cleaners_take_turns_or_say_who_is_at_it(tmp_path: Path) -> None:
+    with Cache(tmp_path / "cache", min_free=0, lock_timeout="0.3s") as cache:
+        cache.pin("s3://lab/a.tar")  # makes the directory
+        lock = KeyLock(Layout.of_root(cache.dir).named_lock("clean"))
+        assert lock.try_acquire(Holder.this_process(rank=3, job="17", now=1.0))
+        for wait in (False, True):
+            with pytest.raises(LockTimeoutError, match=f"process {os.getpid()}"):
+                cache.clean(wait=wait)
+        assert cache.clean(dry_run=True).removed == ()
+        threading.Timer(0.1, lock.release).start()
+        assert cache.clean().removed == ()
+        assert cache.clean(wait=False).removed == ()
+
+
+@pytest.mark.locks_work("files")  # where they are removed, their directory is made anew
+def test_root_cleans_a_users_cache_and_leaves_no_file_of_its_own(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("somebody else's cache needs root")
+    with Cache(tmp_path / "cache", min_free=0) as cache:
+        cache.pin("s3://lab/a.tar")
+        for path in (cache.dir, *cache.dir.rglob("*")):
+            os.chown(path, 12345, 12345)
+        assert cache.clean().removed == ()
+        assert {path.stat().st_uid for path in cache.dir.rglob("*")} == {12345}

@@ -1,0 +1,198 @@
+"""Cleaning beside a job: what it removes, when, and that nobody notices."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shardcache.cache import Cache
+from shardcache.layout import Layout
+from shardcache.locks.flock import Holder, KeyLock
+from shardcache.space import housekeeping as module
+from tests.support.shop import Shop
+from tests.support.storetools import begin, fill, metadata_for, payload, wait_until
+
+pytestmark = pytest.mark.locks_work
+LONG_AGO = 1_767_225_600.0
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Shop:
+    return Shop(tmp_path, count=5)
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_FIRST", -1.0)
+
+
+@pytest.fixture
+def rounds(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Who cleaned."""
+    found: list[str] = []
+    real = module.clean
+
+    def noted(*args, **kw):
+        found.append(threading.current_thread().name)
+        return real(*args, **kw)
+
+    monkeypatch.setattr(module, "clean", noted)
+    yield found
+
+
+def settled() -> None:
+    wait_until(lambda: "shardcache-clean" not in {t.name for t in threading.enumerate()})
+
+
+def opened(shop: Shop, **options) -> Cache:
+    return Cache(shop.path, cache_local=True, min_free=0, **options)
+
+
+@pytest.fixture
+def full(shop: Shop) -> Shop:
+    """As if a job that is over had used every shard; before anything is cleaned."""
+    with opened(shop) as cache:
+        for number, url in enumerate(shop.urls):
+            cache.fetch(url)
+            shop.use(url, LONG_AGO + number)
+    return shop
+
+
+def read(cache: Cache, url: str) -> None:
+    with cache.open(url) as stream:
+        stream.read()
+
+
+def orphan(shop: Shop) -> Path:
+    data = payload(100_000)
+    partial = begin(Layout.of_root(shop.path), metadata_for("s3://lab/orphan.tar", data))
+    fill(partial, data)
+    partial.close()
+    return partial.path
+
+
+def test_what_a_dead_process_left_goes_beside_a_running_job(full: Shop, at_once, rounds) -> None:
+    path = orphan(full)
+    with opened(full) as cache:
+        read(cache, full.urls[0])
+        wait_until(lambda: not path.exists())
+        settled()
+    assert rounds == ["shardcache-clean"]
+
+
+def test_a_cache_is_brought_a_little_below_its_limit(full: Shop, at_once, rounds) -> None:
+    with opened(full, max_size=5 * full.size) as cache:
+        read(cache, full.urls[0])
+        wait_until(lambda: len(full.entries()) == 4)
+        settled()
+    assert set(full.entries()) == {full.urls[n] for n in (0, 2, 3, 4)}
+
+
+def test_what_the_job_uses_stays(shop: Shop, at_once, rounds) -> None:
+    with opened(shop, max_size=5 * shop.size) as cache:
+        for url in shop.urls:
+            read(cache, url)
+        wait_until(lambda: bool(rounds))
+        settled()
+        assert len(shop.entries()) == 5
+
+
+def test_a_process_looks_seldom_and_the_first_time_not_at_once(
+    full: Shop, rounds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = orphan(full)
+    with opened(full, touch_interval=0) as cache:
+        for url in full.urls:
+            read(cache, url)
+        housekeeper = cache._here()._housekeepers[0]
+        assert housekeeper.due == housekeeper._next  # it is no RAM disk: it looks no sooner
+        for what, name in (
+            (housekeeper, "_next"),
+            (housekeeper, "due"),
+            (cache._here(), "_look_at"),
+        ):
+            monkeypatch.setattr(what, name, 0.0)
+        for _ in range(3):
+            for url in full.urls:
+                read(cache, url)
+        settled()
+    assert rounds == ["shardcache-clean"] and not path.exists()
+
+
+def test_of_all_processes_of_a_node_one_cleans(full: Shop, at_once, rounds) -> None:
+    with opened(full) as first, opened(full) as second:
+        read(first, full.urls[0])
+        wait_until(lambda: bool(rounds))
+        settled()
+        read(second, full.urls[0])
+        settled()
+        assert len(rounds) == 1
+        stamp = Layout.of_root(full.path).named_lock("clean")
+        os.utime(stamp, (time.time() - module.INTERVAL - 1,) * 2)
+        with opened(full) as third:
+            read(third, full.urls[0])
+            wait_until(lambda: len(rounds) == 2)
+            settled()
+
+
+def test_where_somebody_cleans_nobody_waits(full: Shop, at_once, rounds) -> None:
+    lock = KeyLock(Layout.of_root(full.path).named_lock("clean"))
+    assert lock.try_acquire(Holder.this_process(rank=None, job=None, now=1.0))
+    os.utime(lock.path, (1.0, 1.0))
+    try:
+        with opened(full) as cache:
+            read(cache, full.urls[0])
+            settled()
+    finally:
+        lock.release()
+    assert rounds == []
+
+
+def test_a_disk_that_fails_meanwhile_is_no_error_of_the_job(
+    full: Shop, at_once, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+
+    def failing(*args, **kw):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(module, "clean", failing)
+    caplog.set_level(logging.INFO)
+    with opened(full) as cache:
+        read(cache, full.urls[0])
+        settled()
+        read(cache, full.urls[1])
+    assert "cleaning beside the job failed" in caplog.text
+    assert not [r for r in caplog.records if r.levelno > logging.INFO]
+
+
+def test_without_threads_to_be_had_nothing_is_cleaned(
+    full: Shop, at_once, rounds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+
+    def refused(self) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with opened(full, fill="complete") as cache:
+        cache.prepare_here()
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refused)
+            read(cache, full.urls[0])
+    assert rounds == []
+
+
+def test_the_end_of_a_process_does_not_wait_for_a_round(
+    full: Shop, at_once, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_ROW", 1)
+    monkeypatch.setattr(module, "_PAUSE", 600.0)
+    with opened(full) as cache:
+        read(cache, full.urls[0])
+        wait_until(lambda: "shardcache-clean" in {t.name for t in threading.enumerate()})
+    settled()
+    assert len(full.entries()) == 5

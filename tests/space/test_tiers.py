@@ -1,0 +1,473 @@
+"""Several places for one cache: filled in order, read from wherever a shard is."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardcache.cache import Cache
+from shardcache.config import Config
+from shardcache.errors import CacheFullError, ConfigError
+from shardcache.layout import Layout
+from shardcache.optionvalues import TierOption
+from tests.conftest import make_tar
+from tests.support.disktools import disk, limited_group, needs_mounts
+from tests.support.fakes import MemoryBody, MemoryOrigin
+from tests.support.shop import Shop
+from tests.support.storetools import forked, no_descriptor_left
+
+MIB = 1 << 20
+Make = Callable[..., Cache]
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Shop:
+    return Shop(tmp_path, count=6)
+
+
+@pytest.fixture
+def ram(tmp_path: Path) -> Path:
+    return tmp_path / "ram"
+
+
+def opened(shop: Shop, ram: Path, size: int | None, **options: Any) -> Cache:
+    tier = {"dir": ram, "min_free": 0, **({"max_size": size} if size else {})}
+    return Cache(shop.path, cache_local=True, min_free=0, tiers=[tier], **options)
+
+
+def read(cache: Cache, url: str) -> bytes:
+    with cache.open(url) as stream:
+        return stream.read()
+
+
+def place(cache: Cache, ram: Path, url: str) -> str | None:
+    path = cache.path(url)
+    if path is None:
+        return None
+    return "ram" if ram in path.parents else "home"
+
+
+@pytest.mark.locks_work("flock")
+@pytest.mark.parametrize("fill", ["follow", "complete"])
+def test_shards_go_to_the_first_tier_that_has_room(shop: Shop, ram: Path, fill: str) -> None:
+    with opened(shop, ram, 2 * shop.size, fill=fill, max_size=3 * shop.size) as cache:
+        for url in shop.urls:
+            assert read(cache, url) == Path(url).read_bytes()
+        assert [place(cache, ram, url) for url in shop.urls] == [*2 * ["ram"], *3 * ["home"], None]
+        with no_descriptor_left():
+            for url in shop.urls[:5]:
+                with cache.open(url) as stream:
+                    assert Path(stream.name).exists()
+                    assert stream.read() == Path(url).read_bytes()
+    # Another process looks in both.
+    with opened(shop, ram, 2 * shop.size) as cache:
+        for url in shop.urls[:5]:
+            Path(url).unlink()  # its origin is gone
+            assert read(cache, url)
+        assert len(list(cache.entries())) == 5
+
+
+def test_every_tier_keeps_to_its_own_limits_when_it_is_cleaned(shop: Shop, ram: Path) -> None:
+    with opened(shop, ram, 3 * shop.size) as cache:
+        for url in shop.urls:
+            cache.fetch(url)
+    with opened(shop, ram, 2 * shop.size) as cache:
+        report = cache.clean(max_size=shop.size)
+        assert (len(report.removed), report.kept) == (3, 3)
+        assert [place(cache, ram, url) for url in shop.urls].count("ram") == 2
+        assert cache.remove(next(u for u in shop.urls if place(cache, ram, u) == "ram"))[0] > 0
+        assert cache.clean(everything=True).kept == 0
+        assert list(cache.entries()) == []
+
+
+def test_a_pin_holds_in_every_tier(shop: Shop, ram: Path) -> None:
+    with opened(shop, ram, 2 * shop.size) as cache:
+        for url in shop.urls:
+            cache.pin(url)
+            cache.fetch(url)
+        assert cache.clean(everything=True).kept == 6
+        for url in shop.urls[:3]:
+            assert cache.unpin(url) is True
+        assert cache.clean(everything=True).kept == 3
+        assert cache.unpin(shop.urls[0]) is False
+
+
+def test_a_tier_is_another_jobs_only_one(shop: Shop, ram: Path) -> None:
+    with opened(shop, ram, 2 * shop.size) as cache:
+        for url in shop.urls[:3]:
+            cache.fetch(url)
+    with Cache(ram, cache_local=True, min_free=0) as cache:
+        assert [url in cache for url in shop.urls[:3]] == [True, True, False]
+
+
+@pytest.mark.locks_work("flock")
+def test_jobs_of_all_tiers_are_running_jobs_in_each(shop: Shop, ram: Path) -> None:
+    with (
+        opened(shop, ram, shop.size, max_size=shop.size) as cache,
+        Cache(ram, cache_local=True, min_free=0, max_size=shop.size, strict=True) as other,
+    ):
+        read(cache, shop.urls[0])
+        with pytest.raises(CacheFullError):
+            other.fetch(shop.urls[1])
+
+
+@needs_mounts
+def test_a_tier_that_cannot_be_made_is_done_without(
+    shop: Shop, ram: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with disk(ram, "ro"):
+        with opened(shop, ram / "cache", None) as cache:
+            for url in shop.urls[:2]:
+                assert read(cache, url) == Path(url).read_bytes()
+            assert [place(cache, ram, url) for url in shop.urls[:2]] == ["home", "home"]
+        warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+        assert len(warnings) == 1 and "shards go to the next one" in warnings[0]
+        with pytest.raises(OSError), opened(shop, ram / "cache", None, strict=True) as cache:
+            cache.fetch(shop.urls[0])
+
+
+def test_a_tier_that_was_never_a_directory_is_a_mistake(shop: Shop, ram: Path) -> None:
+    ram.write_text("a file")
+    with pytest.raises(ConfigError, match="is not a directory"), opened(shop, ram, None) as cache:
+        cache.open(shop.urls[0])
+    assert ram.read_text() == "a file"
+
+
+def test_a_shard_of_unknown_size_goes_where_most_room_is(
+    make_cache: Make, origin: MemoryOrigin, ram: Path
+) -> None:
+    origin.sizes = False
+    origin.objects["s3://lab/a.tar"] = make_tar(0, members=3)
+    cache = make_cache(tiers=[f"{ram}=1GB"])
+    assert read(cache, "s3://lab/a.tar") == origin.objects["s3://lab/a.tar"]
+    assert place(cache, ram, "s3://lab/a.tar") == "home"
+
+
+def test_a_damaged_entry_of_one_tier_does_not_hide_a_good_one_of_another(
+    shop: Shop, ram: Path
+) -> None:
+    url = shop.urls[0]
+    with Cache(shop.path, cache_local=True, min_free=0) as cache:
+        cache.fetch(url)
+    with Cache(ram, cache_local=True, min_free=0) as cache:
+        entry = cache.fetch(url)
+    os.truncate(entry.data, 100)
+    with opened(shop, ram, None) as cache:
+        Path(url).unlink()
+        assert len(read(cache, url)) == shop.size
+
+
+def test_a_damaged_entry_is_set_aside_in_its_tier_and_fetched_again(shop: Shop, ram: Path) -> None:
+    url = shop.urls[0]
+    with opened(shop, ram, None) as cache:
+        os.truncate(cache.fetch(url).data, 100)
+        assert read(cache, url) == Path(url).read_bytes()
+        assert len(list(Layout.of_root(ram).quarantine.iterdir())) == 1
+
+
+@pytest.mark.locks_work("flock")
+def test_others_follow_and_resume_what_grows_in_a_tier(
+    make_cache: Make, origin: MemoryOrigin, ram: Path, tmp_path: Path
+) -> None:
+    url = "s3://lab/big.tar"
+    data = origin.objects[url] = make_tar(1, members=100, size=60_000)
+
+    def work(parent: Any) -> None:
+        real = MemoryBody.readinto
+
+        def stalling(self: MemoryBody, buffer: memoryview) -> int:
+            if origin.delivered > 4 * MIB:
+                time.sleep(3600)
+            return real(self, buffer)
+
+        MemoryBody.readinto = stalling  # of this process alone
+        stream = make_cache(tiers=[ram], connections=1).open(url)
+        stream.read(2 * MIB)
+        parent.say("half")
+        parent.hear()
+
+    with forked(work) as child:
+        assert child.hear() == "half"
+        partials = Layout.of_root(ram).partial
+        assert len(list(partials.iterdir())) == 1
+        follower = make_cache(tiers=[ram], strict=True, stale_after="1h", lock_timeout="20s")
+        with follower.open(url) as stream:
+            begun = stream.read(MIB)  # it could come from nowhere else
+            child.kill()
+            assert begun + stream.read() == data
+        assert place(follower, ram, url) == "ram"
+        # This process asked for what the other one had not got, and for nothing else.
+        assert min(start for _, start, _ in origin.requests) >= 2 * MIB
+
+
+@needs_mounts
+def test_a_ram_disk_that_others_fill_is_passed_by(shop: Shop, ram: Path, tmp_path: Path) -> None:
+    big = tmp_path / "big.tar"
+    big.write_bytes(make_tar(2, members=100, size=60_000))
+    with disk(ram, "size=16m"), opened(shop, ram, None) as cache:
+        cache.prepare_here()
+        from shardcache.store.partial import Partial
+
+        real = Partial.write
+        hogged: list[int] = []
+
+        def hog(self: Partial, offset: int, data: memoryview, fd: int | None = None) -> None:
+            if not hogged:  # admitted, and then somebody else takes the room
+                left = os.statvfs(ram).f_bavail * os.statvfs(ram).f_frsize
+                (ram / "hog").write_bytes(bytes(left - 2 * MIB))
+                hogged.append(left)
+            real(self, offset, data, fd)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Partial, "write", hog)
+            assert read(cache, str(big)) == big.read_bytes()
+        assert hogged and place(cache, ram, str(big)) == "home"
+        assert list(Layout.of_root(ram).partial.iterdir()) == []
+
+
+@needs_mounts
+def test_a_ram_disk_that_is_unmounted_in_mid_run_is_done_without(
+    shop: Shop, ram: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(shop, ram, None, touch_interval=0) as cache:
+        with disk(ram, "size=16m"):
+            held = cache.open(shop.urls[0])
+            assert held.read(100) == Path(shop.urls[0]).read_bytes()[:100]
+            assert place(cache, ram, shop.urls[0]) == "ram"
+        ram.rmdir()
+        ram.write_text("in the way")
+        assert held.read() == Path(shop.urls[0]).read_bytes()[100:]
+        held.close()
+        for url in shop.urls[:2]:
+            assert read(cache, url) == Path(url).read_bytes()
+            assert place(cache, ram, url) == "home"
+    assert ram.read_text() == "in the way"
+
+
+@needs_mounts
+def test_a_ram_disk_that_is_mounted_again_is_filled_again(shop: Shop, ram: Path) -> None:
+    with opened(shop, ram, None) as cache:
+        with disk(ram, "size=16m"):
+            read(cache, shop.urls[0])
+            assert place(cache, ram, shop.urls[0]) == "ram"
+        with disk(ram, "size=16m"):
+            for url in shop.urls[:2]:
+                assert read(cache, url) == Path(url).read_bytes()
+                assert place(cache, ram, url) == "ram"
+
+
+def test_ranks_share_a_tiers_copy_by_link(
+    shop: Shop, ram: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inodes = set()
+    for rank in range(2):
+        monkeypatch.setenv("SHARDCACHE_RANK", f"{rank}")
+        monkeypatch.setenv("SHARDCACHE_JOB", "17")
+        with opened(shop, ram, None, isolation="rank") as cache:
+            entry, _ = cache.fetch_shard(cache.parse(shop.urls[0]))
+            assert ram in entry.path.parents
+            inodes.add(entry.data.stat().st_ino)
+    assert len(inodes) == 1
+
+
+@pytest.mark.locks_work("flock")
+def test_prewarming_counts_the_room_of_all_tiers(shop: Shop, ram: Path) -> None:
+    with opened(shop, ram, 2 * shop.size, max_size=3 * shop.size) as cache:
+        with pytest.raises(CacheFullError):
+            cache.prewarm(shop.urls)
+        assert list(cache.entries()) == []
+        assert cache.prewarm(shop.urls[:5]).failed == 0
+        assert len(list(cache.entries())) == 5
+
+
+def test_threads_fill_tiers_without_getting_in_each_others_way(shop: Shop, ram: Path) -> None:
+    with opened(shop, ram, 2 * shop.size) as cache:
+        errors: list[BaseException] = []
+
+        def work(order: list[str]) -> None:
+            try:
+                for url in order:
+                    assert read(cache, url) == Path(url).read_bytes()
+            except BaseException as exn:
+                errors.append(exn)
+
+        threads = [
+            threading.Thread(target=work, args=(shop.urls[n:] + shop.urls[:n],)) for n in range(6)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert errors == []
+
+
+# -- memory ----------------------------------------------------------------------
+
+_FILL = """
+import json, os, sys
+with open(sys.argv[1] + "/cgroup.procs", "w") as file:
+    file.write(str(os.getpid()))
+from shardcache import Cache
+from shardcache.space.memory import memory_headroom
+limit = memory_headroom().limit
+tiers, lowest = [], limit
+with Cache(sys.argv[2], cache_local=True, min_free=0, tiers=[sys.argv[3]]) as cache:
+    for url in sys.argv[4:]:
+        with cache.open(url) as stream:
+            while stream.read(1 << 20):
+                pass
+        tiers.append(str(cache.path(url)).startswith(sys.argv[3]))
+        lowest = min(lowest, memory_headroom().free)
+print(json.dumps([limit, lowest, tiers]))
+"""
+
+
+@needs_mounts
+@pytest.mark.failure("cgroup")
+def test_a_ram_disk_is_never_filled_beyond_the_memory_of_its_cgroup(
+    shop: Shop, ram: Path, tmp_path: Path, group: Path
+) -> None:
+    """The RAM disk itself would take four times as much, and the kernel would kill."""
+    data = tmp_path / "data"
+    data.mkdir()
+    urls = []
+    for number in range(40):
+        path = data / f"{number}.tar"
+        path.write_bytes(make_tar(number % 3, members=2, size=5_000_000))
+        urls.append(str(path))
+    with disk(ram, "size=1g"):
+        done = subprocess.run(
+            [sys.executable, "-c", _FILL, group, tmp_path / "home", ram, *urls],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=Path(__file__).parents[2],
+        )
+        assert done.returncode == 0, done.stderr
+        limit, lowest, tiers = json.loads(done.stdout)
+        assert limit == 256 * MIB
+        # 5 % of the limit stays free, and a shard more or less.
+        assert lowest > 0
+        assert tiers[0] and not tiers[-1] and tiers == sorted(tiers, reverse=True)
+        assert 10 <= sum(tiers) < 26
+
+
+_GROW = """
+import json, os, sys, time
+with open(sys.argv[1] + "/cgroup.procs", "w") as file:
+    file.write(str(os.getpid()))
+from shardcache import Cache
+from shardcache.space import housekeeping
+from shardcache.space.memory import memory_headroom
+housekeeping._GLANCE = 0.01
+held = []
+def read(url):
+    with cache.open(url) as stream:
+        while stream.read(1 << 20):
+            pass
+with Cache(sys.argv[2], cache_local=True, min_free=0, tiers=[sys.argv[3]]) as cache:
+    for url in sys.argv[4:]:
+        cache.fetch(url)
+    full = sum(entry.size for entry in cache.entries() if sys.argv[3] in str(entry.path))
+    cache.pin(sys.argv[4])
+    reader = cache.open(sys.argv[5])
+    for step in range(15):
+        held.append(bytearray(8 << 20))
+        read(sys.argv[6 + step])
+        end = time.monotonic() + 10
+        while memory_headroom().free < memory_headroom().limit // 20:
+            assert time.monotonic() < end
+            read(sys.argv[6 + step % 2])
+            time.sleep(0.02)
+    left = sum(entry.size for entry in cache.entries() if sys.argv[3] in str(entry.path))
+    stay = [sys.argv[3] in str(cache.path(url)) for url in sys.argv[4:6]]
+    assert len(reader.read()) > 0
+print(json.dumps([full, left, stay]))
+"""
+
+
+@needs_mounts
+@pytest.mark.failure("cgroup")
+def test_a_ram_disk_gives_back_what_the_job_comes_to_need(
+    tmp_path: Path, ram: Path, group: Path
+) -> None:
+    """120 MiB more of a cgroup of 256: with all that was cached the kernel would kill."""
+    (tmp_path / "data").mkdir()
+    urls = []
+    for number in range(40):
+        path = tmp_path / "data" / f"{number}.tar"
+        path.write_bytes(make_tar(number % 3, members=2, size=2_500_000))
+        urls.append(str(path))
+    with disk(ram, "size=1g"):
+        done = subprocess.run(
+            [sys.executable, "-c", _GROW, group, tmp_path / "home", ram, *urls],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=Path(__file__).parents[2],
+        )
+        assert done.returncode == 0, (done.returncode, done.stderr)
+    full, left, stay = json.loads(done.stdout)
+    assert full > 110 * MIB and left < full - 60 * MIB
+    assert stay == [True, True]  # the one is pinned, the other is read
+
+
+# -- configuration ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("none", ""),
+        ("/ram", "/ram"),
+        ("/ram=50GB, /ssd", "/ram=50GB, /ssd"),
+        (["/ram=50%"], "/ram=50%"),
+        ([{"dir": "/ram", "max_size": "50GB", "min_free": "1GB"}], "/ram=50GB"),
+        ([TierOption(Path("/ram"))], "/ram"),
+    ],
+)
+def test_tiers_are_given_as_text_lists_and_tables(given: Any, shown: str) -> None:
+    config = Config("/home/cache", tiers=given)
+    assert ", ".join(map(str, config.tiers)) == shown
+    *faster, home = config.by_tier()
+    assert home == config.replace(tiers=())
+    assert [one.dir for one in faster] == [tier.dir for tier in config.tiers]
+    assert [one.min_free for one in faster] == [tier.min_free for tier in config.tiers]
+    assert all(one.tiers == () for one in faster)
+
+
+def test_limits_are_each_tiers_own() -> None:
+    config = Config(
+        "/home/cache", tiers=["/ram=50GB"], max_size="1TB", max_age="7d", ephemeral_limit="5GB"
+    )
+    ram, home = config.by_tier()
+    assert (str(ram.max_size), str(home.max_size)) == ("50GB", "1TB")
+    assert (ram.max_age, ram.ephemeral_limit) == (home.max_age, None)
+    assert home.ephemeral_limit == 5 * 10**9
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *(5, [5, 6], [{}], [{"dir": "/ram", "size": 5}], ["/ram=much"], ["=5GB"], ["/ram=0"]),
+        *("/home/cache", "/home", "/home/cache/ram", "/ram,/ram", ["s3://b/x"]),
+    ],
+)
+def test_what_is_no_tier_is_refused(given: Any) -> None:
+    with pytest.raises(ConfigError):
+        Config("/home/cache", tiers=given)
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    yield from limited_group()

@@ -1,0 +1,456 @@
+"""What the statistics say is what happened: against the server's requests, over kills and forks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from shardcache.cache import Cache
+from shardcache.cli.demoserver import S3Server
+from shardcache.cli.meter import Meter
+from shardcache.errors import ConfigError, IntegrityError, ShardNotFoundError
+from shardcache.stats.fetchlog import Fetch, fetches, note_fetch
+from shardcache.stats.prometheus import exposition
+from shardcache.stats.summary import by_rank, summed
+from tests.conftest import make_tar
+from tests.support.clitools import run_process
+from tests.support.disktools import disk, needs_mounts
+from tests.support.fakes import Fault, MemoryOrigin
+from tests.support.storetools import Parent, crowd, forked, wait_until
+
+Make = Callable[..., Cache]
+MIB = 1 << 20
+
+
+@pytest.fixture
+def shards(s3: S3Server, bucket: str, s3_environment: dict[str, str]) -> list[str]:
+    """Twelve of about 3 MB: more than one request each."""
+    urls = []
+    for number in range(12):
+        s3.put(bucket, f"train-{number:02d}.tar", make_tar(number, members=30, size=50_000))
+        urls.append(f"s3://{bucket}/train-{number:02d}.tar")
+    return urls
+
+
+def fetched(meter: Meter) -> tuple[int, int]:
+    """Object fetches and bytes of objects that the server gave."""
+    found = [r for r in meter.requests() if r.method == "GET" and r.reads_object]
+    return sum(r.is_object_fetch for r in found), sum(r.body_bytes for r in found)
+
+
+# -- against the server's own requests -----------------------------------------
+
+
+@pytest.mark.locks_work
+def test_eight_processes_count_what_the_server_has_given(
+    tmp_path: Path, shards: list[str], meter: Meter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(parent: Parent, number: int) -> None:
+        os.environ["SHARDCACHE_RANK"] = str(number)
+        opened = 0
+        with Cache(tmp_path / "cache", min_free=0) as cache:
+            parent.hear()
+            for _ in range(3):
+                for url in shards[number:] + shards[:number]:
+                    with cache.open(url) as stream:
+                        opened += len(stream.read())
+        parent.say(opened)
+
+    with crowd(8, work) as children:
+        for child in children:
+            child.tell()
+        read = sum(child.hear() for child in children)
+    with Cache(tmp_path / "cache") as cache:
+        found, ranks = cache.stats(), by_rank(cache.samples())
+    count, received = fetched(meter)
+    assert found.opens == 8 * 3 * 12
+    assert found.misses == found.fetches == count == 12
+    assert found.hits + found.coalesced == found.opens - 12 and found.failed == 0
+    assert found.bytes_origin == received and found.bytes_opened == read
+    assert found.bytes_saved == read - received
+    assert {rank: each.opens for rank, each in ranks.items()} == {str(n): 36 for n in range(8)}
+    assert sum(waits.count for waits in found.waits.values()) == found.opens
+
+
+@pytest.mark.locks_work
+def test_of_processes_that_are_killed_one_second_is_lost_at_most(
+    tmp_path: Path, shards: list[str], meter: Meter
+) -> None:
+    """Each says how much it had opened a second and a bit before it died, and just then."""
+
+    def work(parent: Parent, number: int) -> None:
+        opened: list[float] = []
+        cache = Cache(tmp_path / "cache", min_free=0)
+        parent.hear()
+        end = time.monotonic() + 2.2 + number / 10
+        while time.monotonic() < end:
+            for url in shards:
+                with cache.open(url) as stream:
+                    stream.read()
+                opened.append(time.monotonic())
+        parent.say((sum(at < end - 1.2 for at in opened), len(opened)))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with crowd(8, work) as children:
+        for child in children:
+            child.tell()
+        said = [child.hear() for child in children]
+    with Cache(tmp_path / "cache") as cache:
+        found = cache.stats()
+    least, most = (sum(each) for each in zip(*said, strict=True))
+    assert least <= found.opens <= most
+    count, received = fetched(meter)
+    assert (found.fetches, found.bytes_origin) == (count, received)
+
+
+def test_a_child_of_a_fork_counts_beside_its_parent(
+    tmp_path: Path, shards: list[str], s3_environment: dict[str, str]
+) -> None:
+    with Cache(tmp_path / "cache", min_free=0) as cache:
+        for url in shards:
+            cache.open(url).close()
+        wait_until(lambda: all(url in cache for url in shards))
+
+        def work(parent: Parent) -> None:
+            for url in shards:
+                cache.open(url).close()
+            cache.close()
+            parent.say()
+
+        with forked(work) as child:
+            child.hear()
+        for url in shards:
+            cache.open(url).close()
+        found = cache.stats()
+    assert (found.opens, found.hits, found.misses) == (36, 24, 12)
+
+
+def test_a_process_that_ends_without_closing_has_counted_all(
+    tmp_path: Path, shards: list[str], s3_environment: dict[str, str]
+) -> None:
+    program = f"""
+import shardcache, multiprocessing
+cache = shardcache.Cache({str(tmp_path / "cache")!r}, min_free=0)
+def read(n):
+    for url in {shards!r}:
+        cache.open(url).read()
+if __name__ == "__main__":
+    read(0)
+    one = multiprocessing.get_context("fork").Process(target=read, args=(1,))
+    one.start()
+    one.join()
+    for _ in range(3):
+        read(2)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ})
+    with Cache(tmp_path / "cache") as cache:
+        assert cache.stats().opens == 60 and cache.stats().misses == 12
+
+
+# -- every outcome ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fill", ["follow", "complete"])
+def test_what_an_open_came_to(make_cache: Make, origin: MemoryOrigin, fill: str) -> None:
+    for name in "abc":
+        origin.objects[f"s3://lab/{name}.tar"] = make_tar(1, members=20, size=10_000)
+    size = len(origin.objects["s3://lab/a.tar"])
+    cache = make_cache(fill=fill, max_size=2 * size + 1000)
+    for name in ("a", "b", "a", "c", "c"):  # no room for the third
+        with cache.open(f"s3://lab/{name}.tar") as stream:
+            assert len(stream.read()) == size
+    with pytest.raises(ShardNotFoundError):
+        cache.open("s3://lab/none.tar").read()
+    found = cache.stats()
+    counted = {name: n for name, n in found.counters.items() if n and "wait" not in name}
+    assert {name: counted.pop(name) for name in ("hits", "misses", "bypassed", "failed")} == {
+        "hits": 1,
+        "misses": 2,
+        "bypassed": 2,
+        "failed": 1,
+    }
+    assert counted.pop("bytes_opened") == 3 * size
+    assert counted.pop("bytes_bypassed") == 2 * size
+    assert counted.pop("bytes_stored") == 2 * size
+    assert counted.pop("bytes_origin") >= 4 * size
+    assert counted == {"fetches": 2, "bypassed_full": 2, "errors_origin": 1}
+    assert found.bytes_saved <= size
+
+
+def test_retries_and_evictions_are_counted(make_cache: Make, origin: MemoryOrigin) -> None:
+    cache = make_cache(policy="lru")
+    for name in "ab":
+        origin.objects[f"s3://lab/{name}.tar"] = make_tar(1, members=20, size=10_000)
+    size = len(origin.objects["s3://lab/a.tar"])
+    from shardcache.origins.base import TransientError
+
+    origin.faults.extend(Fault(after=100, error=TransientError("reset")) for _ in range(2))
+    cache.fetch("s3://lab/a.tar")
+    assert cache.stats().retries == 2
+    cache.fetch("s3://lab/b.tar")
+    cache.remove("s3://lab/a.tar")
+    cache.clean(everything=True)
+    found = cache.stats()
+    assert (found.evicted_asked, found.evicted_all, found.evicted) == (1, 1, 2)
+    assert found.bytes_evicted == 2 * size
+
+
+def test_entries_that_make_room_are_counted(make_cache: Make, origin: MemoryOrigin) -> None:
+    for name in "abc":
+        origin.objects[f"s3://lab/{name}.tar"] = make_tar(1, members=20, size=10_000)
+    size = len(origin.objects["s3://lab/a.tar"])
+    cache = make_cache(policy="lru", max_size=size + 1000)
+    for name in "abc":
+        cache.fetch(f"s3://lab/{name}.tar")
+    assert (cache.stats().evicted_max_size, cache.stats().evicted) == (2, 2)
+
+
+def test_a_damaged_shard_is_an_error_of_its_kind(make_cache: Make, origin: MemoryOrigin) -> None:
+    origin.objects["s3://lab/a.tar"] = b"no archive at all" * 1000
+    cache = make_cache()
+    with pytest.raises(IntegrityError, match="a.tar"):
+        cache.open("s3://lab/a.tar").read()
+    assert (cache.stats().errors_integrity, cache.stats().failed) == (1, 1)
+
+
+def test_what_was_fetched_ahead_is_no_hit_of_its_reader(
+    make_cache: Make, origin: MemoryOrigin
+) -> None:
+    origin.objects["s3://lab/a.tar"] = make_tar(1, members=20, size=10_000)
+    cache = make_cache()
+    shard = cache.parse("s3://lab/a.tar")
+    share = cache._opener.ahead(shard)
+    wait_until(lambda: "s3://lab/a.tar" in cache)
+    stream, _ = cache._opener.open(shard, ahead=share)
+    stream.close()
+    assert (cache.stats().misses, cache.stats().hits) == (1, 0)
+
+
+@needs_mounts
+def test_hits_are_counted_by_tier(tmp_path: Path) -> None:
+    urls = []
+    for number in range(6):
+        path = tmp_path / f"{number}.tar"
+        path.write_bytes(make_tar(number, members=4, size=4000))
+        urls.append(str(path))
+    size = os.path.getsize(urls[0])
+    with disk(tmp_path / "ram", "size=16m") as ram:
+        tier = {"dir": ram / "t", "max_size": 2 * size + 1000, "min_free": 0}
+        with Cache(tmp_path / "ssd", cache_local=True, min_free=0, tiers=[tier]) as cache:
+            for _ in range(3):
+                for url in urls:
+                    with cache.open(url) as stream:
+                        stream.read()
+            found = cache.stats()
+            assert (found.misses, found.hits) == (6, 12)
+            assert (found.hits_tier_1, found.hits_tier_2, found.hits_tier_3) == (4, 8, 0)
+
+
+def test_upstreams_are_counted_apart(
+    make_cache: Make, origin: MemoryOrigin, tmp_path: Path
+) -> None:
+    origin.objects["s3://lab/a.tar"] = make_tar(1, members=20, size=10_000)
+    size = len(origin.objects["s3://lab/a.tar"])
+    (tmp_path / "nas/lab").mkdir(parents=True)
+    (tmp_path / "nas/lab/a.tar").write_bytes(origin.objects["s3://lab/a.tar"])
+    cache = make_cache(upstreams=[tmp_path / "nas"])
+    cache.open("s3://lab/a.tar").read()
+    found = cache.stats()
+    assert (found.bytes_upstream, found.bytes_origin) == (size, 0)
+    assert (found.fetches, found.fetches_upstream) == (1, 1) and found.bytes_saved == size
+    full = make_cache(dir=tmp_path / "full", upstreams=[tmp_path / "nas"], max_size=1000)
+    with full.open("s3://lab/a.tar") as stream:
+        stream.read()
+    found = full.stats()
+    assert (found.bytes_upstream, found.bytes_bypassed, found.bypassed) == (size, size, 1)
+
+
+def test_nothing_is_counted_where_that_is_switched_off(
+    make_cache: Make, origin: MemoryOrigin
+) -> None:
+    origin.objects["s3://lab/a.tar"] = make_tar(1)
+    cache = make_cache(stats=False)
+    cache.open("s3://lab/a.tar").read()
+    cache.close()
+    assert cache.stats().opens == 0
+    assert not cache.node_layout.stats.exists()
+
+
+def test_how_far_back_can_be_said_in_words(make_cache: Make, origin: MemoryOrigin) -> None:
+    origin.objects["s3://lab/a.tar"] = make_tar(1)
+    cache = make_cache()
+    cache.open("s3://lab/a.tar").read()
+    assert cache.stats("24h").opens == cache.stats(3600).opens == 1
+    assert "1 opens, 0.00% hits" in str(cache.stats())
+    with pytest.raises(ConfigError, match="soon"):
+        cache.stats("soon")
+
+
+def test_notebooks_show_what_was_done(make_cache: Make, origin: MemoryOrigin) -> None:
+    origin.objects["s3://lab/a.tar"] = make_tar(1)
+    cache = make_cache()
+    for _ in range(4):
+        cache.open("s3://lab/a.tar").read()
+    shown = cache._repr_html_()
+    assert "<th>hit rate</th><td>75.00%</td>" in shown and "&lt;shardcache.Cache" in shown
+    assert "bypassed" not in shown and "<th>misses</th><td>1</td>" in shown
+
+
+def test_what_is_returned_says_in_a_line_what_it_is(make_cache: Make, origin: MemoryOrigin) -> None:
+    for name in ("a", "b"):
+        origin.objects[f"s3://lab/{name}.tar"] = make_tar(1)
+    cache = make_cache()
+    report = cache.prewarm(["s3://lab/a.tar", "s3://lab/b.tar"])
+    assert repr(report).startswith("<PrewarmReport: 2 fetched in ")
+    assert repr(report.plan).startswith("<PrewarmPlan: 2 shards, 0 cached, ")
+    cache.open("s3://lab/a.tar").read()
+    assert repr(cache.stats()) == f"<shardcache Stats: {cache.stats()}>"
+    assert "1 opens, 100.00% hits" in repr(cache.stats())
+    dry = "<CleanReport: would remove 2 things, 41.0 KB; would keep 0 shards, 0 B>"
+    assert repr(cache.clean(everything=True, dry_run=True)) == dry
+    assert repr(cache.clean(everything=True)).startswith("<CleanReport: removed 2 things")
+
+
+def test_a_miss_is_one_line_of_the_log_and_a_hit_none(
+    make_cache: Make, origin: MemoryOrigin, caplog: pytest.LogCaptureFixture
+) -> None:
+    origin.objects["s3://lab/a.tar"] = make_tar(1)
+    cache = make_cache()
+    caplog.set_level("INFO", "shardcache")
+    for _ in range(3):
+        cache.open("s3://lab/a.tar").read()
+    (record,) = caplog.records
+    size = len(make_tar(1))
+    assert record.getMessage().startswith("s3://lab/a.tar: fetched 20.5 KB from its origin in ")
+    assert (record.shard, record.bytes, record.retries) == ("s3://lab/a.tar", size, 0)
+
+
+# -- the list of fetches ---------------------------------------------------------------
+
+
+def test_what_was_fetched_is_remembered(make_cache: Make, origin: MemoryOrigin) -> None:
+    cache = make_cache()
+    for name in ("a", "b", "a"):
+        url = f"s3://lab/{name}.tar?X-Amz-Signature=hush"
+        origin.objects[str(cache.parse(url))] = make_tar(1)
+        cache.fetch(url)
+        cache.remove(url)
+    found = list(fetches(cache.node_layout))
+    assert [fetch.url for fetch in found] == [f"s3://lab/{name}.tar" for name in ("a", "b", "a")]
+    assert {fetch.size for fetch in found} == {len(make_tar(1))}
+    assert list(fetches(cache.node_layout, time.time() + 60)) == []
+    assert "hush" not in (cache.node_layout.stats / "fetches.log").read_text()
+
+
+def test_the_list_is_bounded_and_what_is_no_line_is_passed_over(
+    make_cache: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardcache.stats.fetchlog._MOST", 1000)
+    layout = make_cache().node_layout
+    layout.modes.make_directory(layout.stats)
+    for number in range(200):
+        note_fetch(
+            layout, Fetch(1000.0 + number, number, 0.5, number % 3 or None, f"s3://l/{number}")
+        )
+    note_fetch(layout, Fetch(2000.0, 1, 0.5, None, "s3://l/" + "x" * 5000))
+    with (layout.stats / "fetches.log").open("ab") as file:
+        file.write(b"\n\xff\xff\nno fetch at all\n1 2 3 4\n")
+    found = list(fetches(layout))
+    assert 20 < len(found) < 80
+    assert [fetch.size for fetch in found] == list(range(200 - len(found), 200))
+    assert {fetch.rank for fetch in found} == {None, 1, 2}
+    assert sum(path.stat().st_size for path in layout.stats.iterdir()) < 3000
+
+
+# -- the command --------------------------------------------------------------------
+
+
+@pytest.fixture
+def used(tmp_path: Path) -> Path:
+    """A cache from which two shards were read, one of them twice."""
+    for number in range(2):
+        (tmp_path / f"{number}.tar").write_bytes(make_tar(number))
+    with Cache(tmp_path / "cache", cache_local=True, min_free=0) as cache:
+        for number in (0, 1, 0):
+            with cache.open(str(tmp_path / f"{number}.tar")) as stream:
+                stream.read()
+    return tmp_path / "cache"
+
+
+def told(*arguments: object) -> Any:
+    directory, *rest = arguments
+    code, said, errors = run_process(*rest, directory=directory)
+    assert code == 0, errors
+    return said
+
+
+def test_people_are_told_numerator_and_denominator(used: Path) -> None:
+    said = told(used, "stats")
+    assert "Opens                     3\n" in said
+    assert "  Hits                    1 / 3 (33.33%)\n" in said
+    assert "  Misses                  2 / 3 (66.67%)\n" in said
+    assert "for the disk" in said and "Evicted 0" in said
+    assert "HIT RATE" in told(used, "stats", "--by", "rank")
+    assert "3 opens, 33.33% hits" in told(used, "stats", "--by", "hour")
+
+
+def test_machines_are_told_everything(used: Path) -> None:
+    found = json.loads(told(used, "stats", "--json"))
+    assert (found["schema"], found["opens"], found["hits"], found["misses"]) == (1, 3, 1, 2)
+    assert found["since"].endswith("+00:00") and found["waits"]["network"]["count"] == 2
+    rows = json.loads(told(used, "stats", "--by", "rank", "--json"))
+    assert [row["rank"] for row in rows["ranks"]] == [None] and rows["summary"]["opens"] == 3
+    lines = told(used, "stats", "--by", "hour", "--format", "tsv").splitlines()
+    assert lines[0].split("\t")[:3] == ["hour", "opens", "hits"]
+
+
+def test_counting_can_begin_anew(used: Path) -> None:
+    assert told(used, "stats", "--zero") == "counting anew\n"
+    assert told(used, "stats") == "Nothing was counted.\n"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [("--zero", "--by", "rank"), ("--format", "prometheus", "--since", "1h"), ("--since", "soon")],
+)
+def test_what_does_not_go_together_is_refused(used: Path, wrong: tuple[str, ...]) -> None:
+    code, _, errors = run_process("stats", *wrong, directory=used)
+    assert code == 2 and "Traceback" not in errors
+
+
+def test_where_there_is_no_cache_nothing_was_counted(tmp_path: Path) -> None:
+    assert told(tmp_path / "none", "stats") == "Nothing was counted.\n"
+    assert not (tmp_path / "none").exists()
+    assert run_process("stats", "--zero", directory=tmp_path / "none")[0] == 2
+
+
+def test_prometheus_reads_it(used: Path) -> None:
+    families = {
+        f.name: f
+        for f in text_string_to_metric_families(told(used, "stats", "--format", "prometheus"))
+    }
+    opens = {s.labels["outcome"]: s.value for s in families["shardcache_opens"].samples}
+    assert (opens["hits"], opens["misses"], opens["failed"]) == (1, 2, 0)
+    waits = families["shardcache_wait_seconds"]
+    assert waits.type == "histogram"
+    counts = [s for s in waits.samples if s.name.endswith("_count")]
+    assert {s.labels["for"]: s.value for s in counts} == {"disk": 1, "lock": 0, "network": 2}
+    buckets = [
+        s.value for s in waits.samples if s.labels.get("for") == "network" and "le" in s.labels
+    ]
+    assert buckets == sorted(buckets) and buckets[-1] == 2
+    assert all(s.labels["dir"] == str(used) for f in families.values() for s in f.samples)
+
+
+def test_labels_are_escaped() -> None:
+    assert r'dir="a\"b\\c\nd"' in exposition(summed([]), 'a"b\\c\nd')

@@ -1,0 +1,195 @@
+"""Sidecars: what goes in comes out, and nothing else is believed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardcache.origins.base import Checksum, ObjectInfo
+from shardcache.store import metadata as module
+from shardcache.store.metadata import MAX_BYTES, DamagedError, Metadata, boot_id, rfc3339
+from shardcache.urls import parse_url
+from tests.support.storetools import metadata_for
+
+texts = st.text(max_size=30)
+maybe = st.none() | texts
+sizes = st.integers(0, 2**64 - 1)
+infos = st.builds(
+    ObjectInfo,
+    size=st.none() | sizes,
+    etag=maybe,
+    version_id=maybe,
+    modified=maybe,
+    checksum=st.none() | st.builds(Checksum, texts, texts),
+)
+sidecars = st.builds(
+    Metadata,
+    url=texts,
+    key=texts,
+    info=infos,
+    size=sizes,
+    digest=texts,
+    checked=maybe,
+    fetched_at=st.integers(0, 4_000_000_000_000).map(lambda ms: ms / 1000),
+    boot=texts,
+    library=texts,
+)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+
+
+@given(sidecars)
+def test_a_sidecar_says_what_was_written_into_it(written: Metadata) -> None:
+    found = Metadata.decode(written.encode())
+    assert found == replace(written, fetched_at=found.fetched_at)
+    assert abs(found.fetched_at - written.fetched_at) <= 0.001
+    assert found.info.version == written.info.version
+
+
+@given(sidecars)
+def test_a_sidecar_is_lines_of_ascii_json(written: Metadata) -> None:
+    data = written.encode()
+    assert data.isascii()
+    assert json.loads(data)["size"] == written.size
+    assert data.endswith(b"}\n")
+
+
+@given(st.binary(max_size=300))
+def test_arbitrary_bytes_are_damage_and_nothing_worse(data: bytes) -> None:
+    with pytest.raises(DamagedError):
+        Metadata.decode(data)
+
+
+@given(st.data())
+def test_a_sidecar_with_bytes_changed_is_damage_or_says_something_valid(data) -> None:
+    raw = bytearray(metadata_for(data=b"abc").encode())
+    for _ in range(data.draw(st.integers(1, 4))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    if data.draw(st.booleans()):
+        raw = raw[: data.draw(st.integers(0, len(raw)))]
+    try:
+        found = Metadata.decode(bytes(raw))
+    except DamagedError:
+        return
+    assert Metadata.decode(found.encode()) == found
+    assert isinstance(found.info.version, str)
+
+
+@given(st.data())
+def test_a_field_of_another_type_is_damage(data) -> None:
+    checksum = Checksum("crc32", "AAAAAA==")
+    record = json.loads(
+        replace(
+            metadata_for(data=b"abc"), info=ObjectInfo(3, "e", "v", "m", checksum), checked="crc32"
+        ).encode()
+    )
+    place = data.draw(st.sampled_from([record, record["object"], record["object"]["checksum"]]))
+    name = data.draw(st.sampled_from(sorted(place)))
+    value = data.draw(json_values)
+    old, place[name] = place[name], value
+    try:
+        found = Metadata.decode(json.dumps(record).encode())
+    except DamagedError:
+        return
+    # What is accepted has the type that was there, or is a field that may be absent.
+    assert type(value) is type(old) or value is None
+    assert Metadata.decode(found.encode()) == found
+
+
+@pytest.mark.parametrize("name", list(json.loads(metadata_for().encode())))
+def test_a_missing_field_is_damage(name: str) -> None:
+    record = json.loads(metadata_for().encode())
+    del record[name]
+    with pytest.raises(DamagedError):
+        Metadata.decode(json.dumps(record).encode())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"schema": 2},
+        {"schema": True},
+        {"schema": 1.0},
+        {"schema": "x" * 100_000},
+        {"size": -1},
+        {"size": True},
+        {"size": 1.0},
+        {"size": float("nan")},
+        {"fetched_at": "2026-01-01T00:00:00"},  # in which zone?
+        {"fetched_at": "yesterday"},
+        {"fetched_at": "0001-01-01T00:00:00+23:59"},  # before any computer
+        {"fetched_at": "9999-12-31T23:59:59-23:59"},  # and after the last
+        {"object": []},
+        {"object": {"size": 1, "unknown": 2}},
+        {"object": None},
+    ],
+)
+def test_a_sidecar_of_another_kind_is_damage_and_the_text_stays_short(change: dict) -> None:
+    record = {**json.loads(metadata_for().encode()), **change}
+    with pytest.raises(DamagedError, match="its sidecar") as caught:
+        Metadata.decode(json.dumps(record).encode())
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("data", [b"", b"[" * 60_000, b'{"a":' * 20_000, b"1" * 60_000, b"\xff"])
+def test_deep_or_long_nonsense_is_damage(data: bytes) -> None:
+    with pytest.raises(DamagedError):
+        Metadata.decode(data)
+
+
+def test_the_longest_url_fits_into_a_sidecar() -> None:
+    for letter in ("a", "\u00e9", "\U0001f600"):
+        name = letter * ((8192 - len("s3://b/")) // len(letter.encode()))
+        shard = parse_url(f"s3://b/{name}")
+        assert len(replace(metadata_for(), url=str(shard)).encode()) < MAX_BYTES // 2
+
+
+def test_trusting_changes_only_the_boot() -> None:
+    written = metadata_for(data=b"abc")
+    assert written.trusted_since("b2") == replace(written, boot="b2")
+
+
+def test_times_are_utc_whatever_the_zone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "Asia/Kathmandu")
+    assert rfc3339(0.5) == "1970-01-01T00:00:00.500+00:00"
+
+
+def test_a_kernel_without_boot_ids_has_an_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert len(boot_id()) == 36
+    monkeypatch.setattr(module, "_BOOT_ID", tmp_path / "absent")
+    boot_id.cache_clear()
+    assert boot_id() == ""
+    (tmp_path / "absent").write_bytes(b"\xff\xfe")
+    boot_id.cache_clear()
+    assert boot_id() == ""
+    boot_id.cache_clear()
+
+
+def test_versions_tell_objects_apart() -> None:
+    infos = [
+        ObjectInfo(1, '"a"'),
+        ObjectInfo(2, '"a"'),
+        ObjectInfo(1, '"b"'),
+        ObjectInfo(1, '"a"', version_id="v1"),
+        ObjectInfo(1, '"a"', version_id="v2"),
+        ObjectInfo(1, None, modified="monday"),
+        ObjectInfo(1, None, modified="tuesday"),
+        ObjectInfo(1, "monday"),
+    ]
+    assert len({info.version for info in infos}) == len(infos)
+    assert ObjectInfo(1, '"a"', version_id="null").version == ObjectInfo(1, '"a"').version
+    # Neither the time nor a checksum makes another version of the same ETag.
+    assert ObjectInfo(1, '"a"', modified="x").version == ObjectInfo(1, '"a"').version
+    assert all(len(i.version) == 24 and int(i.version, 16) >= 0 for i in infos)

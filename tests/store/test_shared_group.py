@@ -1,0 +1,582 @@
+"""One cache for all users of a group: real users, whatever their umask."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shardcache import ConfigError
+from shardcache.cli.main import main
+from shardcache.errors import ShardCacheError
+from shardcache.fetch.waiting import Waiter
+from shardcache.layout import MANIFEST, Layout
+from shardcache.locks.mode import decide
+from shardcache.modes import PRIVATE, Modes, group_name
+from shardcache.store.root import check_root, make_root
+from tests.conftest import make_tar
+from tests.support.fakes import Fault, MemoryOrigin
+from tests.support.storetools import Parent, needs_root, public_directory, wait_until
+from tests.support.users import (
+    ANNA,
+    BELA,
+    GROUP,
+    OTHER_GROUP,
+    OUTSIDER,
+    SHARDS,
+    URL,
+    User,
+    ask,
+    fetch,
+    modes_of,
+    open_cache,
+    running,
+)
+
+pytestmark = [needs_root, pytest.mark.failure("umask-and-groups")]
+
+UMASKS = [0, 0o022, 0o077, 0o777]
+SHARED = {"directory": 0o2770, "file": 0o660, "published": 0o440, "notice": 0o640}
+ALONE = {"directory": 0o700, "file": 0o600, "published": 0o400, "notice": 0o600}
+NOTICES = {"manifest.json", "README.txt", "CACHEDIR.TAG", "flock.json"}
+
+
+def expected(name: str, path: Path, modes: dict[str, int]) -> int:
+    if path.is_dir():
+        return modes["directory"]
+    if path.name in NOTICES:
+        return modes["notice"]
+    return modes["published" if "/objects/" in name and path.suffix == ".tar" else "file"]
+
+
+def killed_midway(parent: Parent, root: Path, options: dict[str, object]) -> None:
+    """Fetch half a shard and wait for the signal."""
+    origin = MemoryOrigin(objects=dict(SHARDS), chunk=100)
+    origin.faults.append(Fault(after=500, wait=threading.Event()))
+    cache = open_cache(root, origin, **options)
+    threading.Thread(target=cache.fetch, args=(URL,), daemon=True).start()
+    wait_until(lambda: origin.delivered >= 500)
+    parent.say()
+    parent.hear()
+
+
+# -- permissions ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("umask", UMASKS)
+@pytest.mark.parametrize("group", [GROUP, None])
+def test_permissions_are_the_same_whatever_the_umask(
+    area: Path,
+    umask: int,
+    group: int | None,
+) -> None:
+    root = area / "deep" / "cache"
+    if group is None:
+        (area / "deep").mkdir()
+        os.chown(area / "deep", ANNA.uid, ANNA.uid)
+        (area / "deep").chmod(0o755)
+    modes = ALONE if group is None else SHARED
+    options = {"shared_group": group, "isolation": "rank"}
+    with running(ANNA, killed_midway, root, options, umask=umask) as child:
+        child.hear()
+        ask(ANNA, lambda: fetch(root, "s3://lab/1.tar", **options), umask=umask)
+        found = modes_of(root)
+        names = "/".join(found)
+        for part in ("/progress", ".session", ".lock", "/objects/", "meta.json", "ranks/local-0"):
+            assert part in names, part
+        for name, mode in found.items():
+            path = root.parent / name
+            assert mode == expected(name, path, modes), name
+            assert path.lstat().st_gid == (ANNA.uid if group is None else group), name
+    if group is not None:  # what was made above the cache lets the same people in
+        assert stat.S_IMODE((area / "deep").stat().st_mode) == 0o2770
+
+
+def test_outsiders_see_nothing(area: Path) -> None:
+    root = area / "cache"
+    ask(ANNA, lambda: fetch(root, shared_group=GROUP))
+    paths = [str(path) for path in [root, *root.rglob("*")]]
+
+    def look() -> list[str]:
+        seen = []
+        for path in paths:
+            for attempt in (os.listdir, lambda p: os.open(p, os.O_RDONLY), os.unlink):
+                try:
+                    attempt(path)
+                    seen.append(path)
+                except (PermissionError, NotADirectoryError):
+                    continue
+        return seen
+
+    assert len(paths) > 15
+    assert ask(OUTSIDER, look) == []
+    for options, text in (({"shared_group": GROUP}, "not in the group"), ({}, "shared_group")):
+        with pytest.raises(AssertionError, match=text):
+            ask(OUTSIDER, lambda options=options: fetch(root, **options))
+
+
+# -- what members may do with each other's shards --------------------------------
+
+
+@pytest.mark.parametrize("umasks", [(0o077, 0), (0, 0o077)])
+def test_one_fetches_the_other_hits_touches_and_evicts(
+    area: Path,
+    umasks: tuple[int, int],
+) -> None:
+    root = area / "cache"
+    assert ask(ANNA, lambda: fetch(root, shared_group=GROUP), umask=umasks[0]) == [
+        ("fetched", True, 1)
+    ]
+    (sidecar,) = root.rglob("meta.json")
+    os.utime(sidecar, (1, 1))
+
+    def use() -> tuple[list[tuple[str, bool, int]], float, tuple[int, int], list[str]]:
+        had = fetch(root, shared_group=GROUP)
+        used = sidecar.stat().st_mtime
+        with open_cache(root, shared_group=GROUP) as cache:
+            return had, used, cache.remove(URL), [str(e.path) for e in cache.entries()]
+
+    had, used, removed, left = ask(BELA, use, umask=umasks[1])
+    assert had == [("hit", True, 0)]
+    assert used > 1_000_000_000
+    assert removed == (len(SHARDS[URL]), 0)
+    assert left == []
+    assert list(root.rglob("*.tar")) == []
+
+
+def test_what_one_reads_the_other_does_not_evict(area: Path) -> None:
+    root = area / "cache"
+
+    def read(parent: Parent) -> None:
+        with open_cache(root, shared_group=GROUP) as cache:
+            cache.fetch(URL)
+            with cache.open(URL) as stream:
+                parent.say()
+                parent.hear()
+                parent.say(stream.read() == SHARDS[URL])
+
+    def evict() -> tuple[int, int]:
+        with open_cache(root, shared_group=GROUP) as cache:
+            return cache.remove(URL)
+
+    with running(ANNA, read) as child:
+        child.hear()
+        assert ask(BELA, evict) == (0, 1)
+        assert child.ask() is True
+    assert ask(BELA, evict) == (len(SHARDS[URL]), 0)
+
+
+def test_one_sweeps_what_the_other_left_when_it_was_killed(area: Path) -> None:
+    root = area / "cache"
+    with running(ANNA, killed_midway, root, {"shared_group": GROUP}) as child:
+        child.hear()
+        child.kill(signal.SIGKILL)
+    layout = Layout.of_root(root)
+    assert list(layout.partial.iterdir()) and list(layout.sessions.iterdir())
+    assert list(layout.locks.rglob(f"{'?' * 32}.lock"))
+
+    def sweep() -> int:
+        with open_cache(root, shared_group=GROUP) as cache:
+            return len(cache.clean(limits=False).removed)
+
+    assert ask(BELA, sweep) == 1
+    assert list(layout.partial.iterdir()) == list(layout.sessions.iterdir()) == []
+    assert list(layout.locks.rglob(f"{'?' * 32}.lock")) == []
+
+
+@pytest.mark.failure("dead-partials")
+def test_half_a_shard_is_resumed_by_its_own_user_only(area: Path) -> None:
+    root = area / "cache"
+    big = {URL: make_tar(1, 400, 3500)}
+    size, half = len(big[URL]), 2 << 20
+
+    def begin(parent: Parent) -> None:
+        origin = MemoryOrigin(objects=big)
+        origin.faults.append(Fault(after=half + 10, wait=threading.Event()))
+        cache = open_cache(root, origin, shared_group=GROUP)
+        threading.Thread(target=cache.fetch, args=(URL,), daemon=True).start()
+        wait_until(lambda: origin.delivered > half)
+        parent.say()
+        parent.hear()
+
+    def go_on() -> tuple[int, bool]:
+        origin = MemoryOrigin(objects=big)
+        with open_cache(root, origin, shared_group=GROUP) as cache, cache.open(URL) as stream:
+            right = stream.read() == big[URL]
+            cache.clean(limits=False)
+        return origin.delivered, right
+
+    for user, delivered in ((ANNA, size - half), (BELA, size)):
+        with running(ANNA, begin) as child:
+            child.hear()
+            child.kill()
+        assert ask(user, go_on) == (delivered, True)
+        published = next(root.rglob("0.tar"))
+        assert published.stat().st_uid == user.uid  # who alone can make it read-only
+        assert stat.S_IMODE(published.stat().st_mode) == 0o440
+        assert list(Layout.of_root(root).partial.iterdir()) == []
+        shutil.rmtree(root)
+
+
+def test_members_wait_for_each_others_fetch(area: Path) -> None:
+    root = area / "cache"
+
+    def slowly(parent: Parent) -> None:
+        origin = MemoryOrigin(objects=dict(SHARDS), chunk=100)
+        go = threading.Event()
+        origin.faults.append(Fault(after=500, wait=go))
+        with open_cache(root, origin, shared_group=GROUP) as cache:
+            thread = threading.Thread(target=cache.fetch, args=(URL,))
+            thread.start()
+            wait_until(lambda: origin.delivered >= 500)
+            parent.say()
+            parent.hear()
+            go.set()
+            thread.join()
+        parent.say(len(origin.requests))
+
+    def wait(parent: Parent) -> None:
+        origin = MemoryOrigin(objects=dict(SHARDS))
+        pause = Waiter.pause
+
+        def say_and_pause(waiter: Waiter) -> None:
+            Waiter.pause = pause
+            parent.say(waiter.describe())
+            pause(waiter)
+
+        Waiter.pause = say_and_pause
+        with open_cache(root, origin, shared_group=GROUP) as cache:
+            _, outcome = cache.fetch_shard(cache.parse(URL))
+        parent.say((str(outcome), len(origin.requests)))
+
+    with running(ANNA, slowly, umask=0o077) as anna:
+        anna.hear()
+        with running(BELA, wait, umask=0) as bela:
+            assert "process" in bela.hear()
+            assert anna.ask() == 1
+            assert bela.hear() == ("coalesced", 0)
+
+
+@pytest.mark.failure("evict-races", "makedirs-race")
+def test_many_of_both_make_one_cache_and_fetch_every_shard_once(area: Path) -> None:
+    root = area / "cache"
+
+    def take_part(parent: Parent) -> None:
+        parent.hear()
+        parent.say(fetch(root, *SHARDS, shared_group=GROUP))
+
+    crowd = [(user, umask) for user in (ANNA, BELA) for umask in (0, 0o027, 0o077)]
+    with contextlib.ExitStack() as stack:
+        children = [stack.enter_context(running(u, take_part, umask=m)) for u, m in crowd]
+        for child in children:
+            child.tell()
+        found = [child.hear() for child in children]
+    assert all(right for one in found for _, right, _ in one)
+    requests = [sum(one[n][2] for one in found) for n in range(len(SHARDS))]
+    assert requests == [1] * len(SHARDS)
+
+
+def test_a_sibling_namespace_of_another_user_is_shared(area: Path) -> None:
+    root = area / "cache"
+    ask(ANNA, lambda: fetch(root, shared_group=GROUP, isolation="rank"))
+    had = ask(BELA, lambda: fetch(root, shared_group=GROUP, isolation="job"))
+    # Linking to a file that one may not write is refused by the kernel, where
+    # protected_hardlinks is set; then theirs is read.
+    assert had == [("linked", True, 0)]
+
+
+def test_a_lock_whose_maker_was_killed_before_opening_it_to_the_group(
+    area: Path,
+) -> None:
+    root = area / "cache"
+    ask(ANNA, lambda: fetch(root, "s3://lab/1.tar", shared_group=GROUP))
+    layout = Layout.of_root(root)
+
+    def make() -> Path:
+        with open_cache(root, shared_group=GROUP) as cache:
+            path = layout.key_lock(cache.parse(URL).key)
+            Modes.of(GROUP).make_directory(path.parent)
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
+            return path
+
+    path = ask(ANNA, make)
+    assert ask(BELA, lambda: fetch(root, shared_group=GROUP)) == [("fetched", True, 1)]
+
+    def sweep() -> None:
+        with open_cache(root, shared_group=GROUP) as cache:
+            cache.clean(limits=False)
+
+    ask(BELA, sweep)
+    assert path.exists()
+    ask(ANNA, sweep)
+    assert not path.exists()
+
+
+def test_a_partial_whose_data_was_not_opened_to_the_group_goes_when_it_is_old(
+    area: Path,
+) -> None:
+    root = area / "cache"
+    with running(ANNA, killed_midway, root, {"shared_group": GROUP}) as child:
+        child.hear()
+        child.kill()
+    (left,) = Layout.of_root(root).partial.iterdir()
+    (left / "0.tar").chmod(0o600)
+
+    def sweep() -> int:
+        with open_cache(root, shared_group=GROUP) as cache:
+            return len(cache.clean(limits=False).removed)
+
+    assert ask(BELA, sweep) == 0  # its writer may be alive
+    for path in left.iterdir():
+        os.utime(path, (1, 1))
+    assert ask(BELA, sweep) == 1
+    assert not left.exists()
+
+
+def test_a_directory_that_is_closed_to_members_stops_nobody(area: Path) -> None:
+    root = area / "cache"
+    with running(ANNA, killed_midway, root, {"shared_group": GROUP}) as child:
+        child.hear()
+        child.kill()
+    (left,) = Layout.of_root(root).partial.iterdir()
+    left.chmod(0o700)
+    had = ask(BELA, lambda: fetch(root, shared_group=GROUP, max_size="1MB"))
+    assert had == [("fetched", True, 1)]
+    assert left.exists()
+
+
+def test_directories_that_were_never_named_are_swept(area: Path) -> None:
+    root = area / "cache"
+    ask(ANNA, lambda: fetch(root, shared_group=GROUP))
+    layout = Layout.of_root(root)
+    (prefix,) = layout.objects.iterdir()
+    left = [
+        directory / f".new.{'0' * 32}"
+        for directory in (root, layout.base, layout.objects, layout.partial, layout.locks, prefix)
+    ]
+    kept = layout.objects / ".new.notours"
+    for path in [*left, kept]:
+        path.mkdir(mode=0o700)
+        os.chown(path, ANNA.uid, GROUP)
+
+    def sweep() -> None:
+        with open_cache(root, shared_group=GROUP) as cache:
+            cache.clean(limits=False)
+
+    ask(BELA, sweep)
+    assert [path for path in left if path.exists()] == []
+    assert kept.exists()
+
+
+def test_locks_on_the_node_are_shared_too(area: Path) -> None:
+    root = area / "cache"
+    options = {"shared_group": GROUP, "locks": "node"}
+    found: list[Path | None] = []
+    try:
+        for user, umask in ((ANNA, 0o077), (BELA, 0)):
+            assert ask(user, lambda: fetch(root, **options), umask=umask)[0][1]
+            found.append(
+                ask(user, lambda: decide(root, "node", 600.0, Modes.of(GROUP)).local, umask=umask)
+            )
+        assert found[0] == found[1] is not None
+        for name, mode in modes_of(found[0]).items():
+            path = found[0].parent / name
+            assert mode == (0o2770 if path.is_dir() else 0o660), name
+        # Somebody who made the name before the group did gets nobody's locks.
+        shutil.rmtree(found[0])
+        found[0].mkdir(mode=0o777)
+        os.chown(found[0], OUTSIDER.uid, OUTSIDER.uid)
+        other = ask(BELA, lambda: decide(root, "node", 600.0, Modes.of(GROUP)).local)
+        found.append(other)
+        assert other not in (None, found[0])
+    finally:
+        for path in filter(None, found):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.mark.failure("kill-at-any-syscall")
+@pytest.mark.parametrize("step", ["mkdir", "chown", "chmod", "rename"])
+def test_killed_while_a_root_is_made_the_next_member_makes_it(
+    area: Path,
+    step: str,
+) -> None:
+    root = area / "cache"
+
+    def die(*args: object, **kw: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def make(parent: Parent) -> None:
+        place = Path if step in ("mkdir", "rename") else os
+        setattr(place, step, die)
+        open_cache(root, shared_group=GROUP)
+        parent.say("survived")
+
+    if step == "chown":  # not needed where the group comes from above
+        area.chmod(0o1777)
+    with running(ANNA, make) as child, contextlib.suppress(EOFError):
+        child.hear()
+        raise AssertionError("it was not killed")
+    assert not root.exists()
+    assert ask(BELA, lambda: fetch(root, shared_group=GROUP)) == [("fetched", True, 1)]
+
+
+# -- refusals ------------------------------------------------------------------
+
+
+def command_of(text: str) -> str:
+    """The command that an error names."""
+    return text.partition("can mend that: ")[2].partition("\n")[0].strip().rstrip(".")
+
+
+@pytest.mark.failure("planted-or-foreign")
+@pytest.mark.parametrize(
+    ("mode", "group"),
+    [(0o2750, GROUP), (0o770, GROUP), (0o2770, OTHER_GROUP), (0o755, 0), (0o2700, GROUP)],
+)
+def test_a_root_that_the_group_does_not_share_is_refused_with_the_command_that_mends_it(
+    area: Path,
+    mode: int,
+    group: int,
+) -> None:
+    root = area / "cache"
+    root.mkdir()
+    os.chown(root, ANNA.uid, group)
+    root.chmod(mode)
+
+    def refusal() -> str:
+        try:
+            fetch(root, shared_group=GROUP)
+        except ConfigError as exn:
+            return str(exn)
+        return ""
+
+    for user in (ANNA, BELA):
+        command = command_of(ask(user, refusal))
+        assert command == f"chgrp {GROUP} {root} && chmod 2770 {root}"
+    assert list(root.iterdir()) == []
+
+    subprocess.run(command, shell=True, check=True)
+    assert ask(BELA, lambda: fetch(root, shared_group=GROUP)) == [("fetched", True, 1)]
+
+
+@pytest.mark.failure("planted-or-foreign")
+def test_a_root_that_everybody_may_write_is_refused_for_a_group_too(
+    area: Path,
+) -> None:
+    root = area / "cache"
+    root.mkdir()
+    os.chown(root, ANNA.uid, GROUP)
+    root.chmod(0o2777)
+    with pytest.raises(AssertionError, match="can be written by every user"):
+        ask(ANNA, lambda: fetch(root, shared_group=GROUP))
+
+
+@pytest.mark.parametrize("inner", ["v1", "v1/objects", "v1/partial", "v1/locks"])
+@pytest.mark.parametrize(("mode", "fix"), [(0o700, "chmod 2770"), (0o2777, "chmod o-w")])
+def test_a_directory_inside_that_somebody_changed_is_refused_with_the_fix(
+    area: Path,
+    inner: str,
+    mode: int,
+    fix: str,
+) -> None:
+    root = area / "cache"
+    ask(ANNA, lambda: fetch(root, shared_group=GROUP))
+    (root / inner).chmod(mode)
+    with pytest.raises(AssertionError, match=fix):
+        ask(ANNA, lambda: fetch(root, shared_group=GROUP))
+
+
+def cli(*arguments: str, **environment: str) -> Callable[[], tuple[int, str]]:
+    def run() -> tuple[int, str]:
+        os.environ.update(environment)
+        text = io.StringIO()
+        with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+            code = main(list(arguments))
+        return code, text.getvalue()
+
+    return run
+
+
+@pytest.mark.parametrize("command", [("ls",), ("clean", "--all", "-y"), ("rm", "-y", URL)])
+def test_a_shared_cache_is_not_used_without_its_group_nor_the_other_way_round(
+    area: Path,
+    command: tuple[str, ...],
+) -> None:
+    shared, own = area / "shared", area / "own"
+    ask(ANNA, lambda: fetch(shared, shared_group=GROUP))
+    ask(ANNA, lambda: fetch(own))
+    before = modes_of(shared), modes_of(own)
+    code, text = ask(ANNA, cli("--dir", str(shared), *command))
+    assert code == 2 and f"shared by the group {GROUP}" in text
+    assert f"shared_group='{GROUP}'" in text
+    code, text = ask(ANNA, cli("--dir", str(own), *command, SHARDCACHE_SHARED_GROUP=str(GROUP)))
+    assert code == 2 and "the cache of one user" in text
+    code, text = ask(
+        User(ANNA.uid, (GROUP, OTHER_GROUP)),
+        cli("--dir", str(shared), *command, SHARDCACHE_SHARED_GROUP=str(OTHER_GROUP)),
+    )
+    assert code == 2 and f"shared by the group {GROUP}" in text
+    assert (modes_of(shared), modes_of(own)) == before
+    code, text = ask(BELA, cli("--dir", str(shared), "ls", SHARDCACHE_SHARED_GROUP=str(GROUP)))
+    assert code == 0 and URL in text
+    for root, options in ((shared, {}), (own, {"shared_group": GROUP})):
+        with pytest.raises(AssertionError, match="ConfigError"):
+            ask(ANNA, lambda root=root, options=options: fetch(root, **options))
+
+
+def test_a_damaged_manifest_leaves_the_rest_of_the_checks(area: Path) -> None:
+    root = area / "cache"
+    ask(ANNA, lambda: fetch(root, shared_group=GROUP))
+    for damage in (b"", b"[" * 70_000, b"[]", b"\xff", b'{"shared_group": null}'):
+        (root / MANIFEST).write_bytes(damage)
+        if damage.startswith(b"{"):
+            with pytest.raises(AssertionError, match="ConfigError"):
+                ask(BELA, lambda: fetch(root, shared_group=GROUP))
+        else:
+            assert ask(BELA, lambda: fetch(root, shared_group=GROUP)) == [("hit", True, 0)]
+            with pytest.raises(AssertionError, match="belongs to user"):
+                ask(BELA, lambda: fetch(root))
+
+
+def test_a_group_that_is_none_and_one_that_we_are_not_in(area: Path) -> None:
+    for name in ("no such group", "", "-1", str(2**32 - 1), True, 1.5):
+        with pytest.raises(ConfigError, match="shared_group"):
+            open_cache(area / "cache", shared_group=name)
+    assert not (area / "cache").exists()
+    code, text = ask(ANNA, cli("--dir", str(area / "cache"), "ls", SHARDCACHE_SHARED_GROUP="nope"))
+    assert code == 2 and "is no group" in text
+
+    def refuse() -> str:
+        try:
+            fetch(area / "cache", shared_group=OTHER_GROUP)
+        except ShardCacheError as exn:
+            return f"{type(exn).__name__}: {exn}"
+        return ""
+
+    text = ask(ANNA, refuse)
+    assert text.startswith("ConfigError: this process is not in the group") and "log in" in text
+
+
+def test_permissions_have_one_meaning() -> None:
+    assert Modes.of(None) is PRIVATE
+    assert group_name(0) == "root" and group_name(GROUP) == str(GROUP)
+    assert group_name(2**40) == str(2**40)
+    with public_directory() as public:
+        layout = make_root(public / "cache", "1", Modes.of(GROUP))
+        assert layout.modes == layout.rank("a").modes == Modes.of(GROUP)
+        check_root(public / "cache", Modes.of(GROUP))
+        with pytest.raises(FileExistsError):
+            Modes.of(GROUP).new_directory(layout.base)
+        (public / "file").touch()
+        with pytest.raises(FileExistsError):
+            Modes.of(GROUP).make_directory(public / "file")
+        assert {path.name for path in public.iterdir()} == {"cache", "file"}

@@ -1,0 +1,1448 @@
+"""The store: what can be opened is right, what is published stays, what is read is safe."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import shutil
+import stat
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from shardcache.layout import META, Layout
+from shardcache.locks import flock as locks
+from shardcache.locks.flock import lock_shared
+from shardcache.modes import Modes
+from shardcache.names import is_quarantined_name
+from shardcache.store import entry as entry_module
+from shardcache.store import quarantine
+from shardcache.store import store as module
+from shardcache.store.digest import BLOCK
+from shardcache.store.entry import Entry
+from shardcache.store.metadata import DamagedError, Metadata
+from shardcache.store.partial import LostError, Partial
+from shardcache.store.store import Opened, Store
+from shardcache.store.sweeping import in_flight, remove_leftover, remove_temporaries
+from shardcache.urls import parse_url
+from tests.support.brokenflock import locks_work
+from tests.support.storetools import (
+    Parent,
+    age,
+    begin,
+    crowd,
+    fill,
+    forked,
+    make_store,
+    metadata_for,
+    no_descriptor_free,
+    no_descriptor_left,
+    payload,
+    publish,
+    read,
+    refusing,
+    tree,
+)
+
+URL = "s3://lab/a.tar"
+KEY = parse_url(URL).key
+NAME = "a.tar"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return make_store(tmp_path / "cache")
+
+
+def again(store: Store) -> Store:
+    """The same store as another process would see it."""
+    return Store(store.layout)
+
+
+def pin(store: Store, url: str = URL) -> Opened:
+    shard = parse_url(url)
+    opened = store.open(shard.key, shard.basename)
+    assert opened is not None
+    return opened
+
+
+# -- opening and publishing ----------------------------------------------------
+
+
+def test_what_was_published_can_be_opened_by_everybody(store: Store) -> None:
+    assert read(store) is None
+    entry = publish(store, data=b"shard")
+    with no_descriptor_left():
+        assert read(store) == read(again(store)) == read(store) == b"shard"
+    assert entry.path == store.layout.entry(KEY, entry.version, 5)
+    assert sorted(os.listdir(entry.path)) == [NAME, META]
+    assert entry.data == entry.path / NAME
+    assert stat.S_IMODE(entry.data.stat().st_mode) == 0o400
+    assert entry.metadata() == metadata_for(data=b"shard")
+    assert list(store.layout.partial.iterdir()) == []
+
+
+def test_nothing_is_visible_before_it_is_published(store: Store) -> None:
+    partial = begin(store.layout, metadata_for(data=b"shard"))
+    fill(partial, b"shard")
+    partial.seal(metadata_for(data=b"shard"), sync=False)
+    assert read(store) is None
+    assert list(store.entries()) == list(store.entries_of(KEY)) == []
+    partial.discard()
+
+
+def test_an_open_entry_knows_where_it_is(store: Store) -> None:
+    entry = publish(store)
+    opened = pin(store)
+    assert opened.path == str(entry.data) and opened.directory == str(entry.path)
+    assert Store.entry_at(opened) == entry
+    assert store.owning(entry).layout == store.layout
+    opened.close()
+
+
+def test_the_newest_version_is_opened(store: Store) -> None:
+    for number, data in enumerate((b"old", b"newer", b"newest"), 1):
+        entry = publish(store, data=data)
+        os.utime(entry.path, (number, number))
+        assert read(again(store)) == data
+    assert [e.size for e in store.entries_of(KEY)] == [6, 5, 3]
+    assert {e.size for e in store.entries()} == {3, 5, 6}
+
+
+def test_the_same_version_published_twice_is_there_once(store: Store) -> None:
+    entry = publish(store)
+    before = tree(entry.path)
+    assert publish(store) == entry
+    assert tree(entry.path) == before
+    assert list(store.layout.partial.iterdir()) == []
+
+
+def test_publishing_again_replaces_an_entry_that_is_damaged(store: Store) -> None:
+    for damage in (
+        lambda path: (path / NAME).unlink(),
+        lambda path: (path / META).unlink(),
+        lambda path: os.truncate(path / NAME, 3),
+        lambda path: (path / NAME).rename(path / "renamed.tar"),
+    ):
+        entry = publish(store)
+        damage(entry.path)
+        publish(again(store))
+        assert read(again(store)) == b"shard"
+    assert len(list(store.layout.quarantine.iterdir())) == 4
+    assert list(store.layout.partial.iterdir()) == []
+
+
+def test_a_partial_that_was_taken_away_cannot_be_published(store: Store) -> None:
+    partial = begin(store.layout, metadata_for())
+    real = Path.rename
+
+    def steal(self: Path, target: Path) -> Path:
+        if self == partial.path:
+            shutil.rmtree(self)
+        return real(self, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "rename", steal)
+        with pytest.raises(LostError, match="taken over"):
+            store.publish(partial, metadata_for())
+    partial.close()
+    assert read(store) is None
+
+
+@pytest.mark.failure("stale-handles")
+def test_a_lost_answer_to_the_rename_is_no_failure(store: Store) -> None:
+    # NFS: the server did it, the reply was lost, the client asks again.
+    partial = begin(store.layout, metadata_for(data=b"shard"))
+    fill(partial, b"shard")
+    real = Path.rename
+
+    def lossy(self: Path, target: Path) -> Path:
+        found = real(self, target)
+        if self == partial.path:
+            raise FileNotFoundError(errno.ENOENT, "again")
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "rename", lossy)
+        store.publish(partial, metadata_for(data=b"shard"))
+    partial.close()
+    assert read(store) == b"shard"
+
+
+def test_directories_that_vanish_all_the_time_end_in_an_error(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Modes, "make_directory", lambda self, path: None)
+    partial = begin(store.layout, metadata_for())
+    with pytest.raises(LostError, match="faster"):
+        store.publish(partial, metadata_for())
+    partial.discard()
+
+
+def test_publishing_makes_the_directories_it_needs(store: Store) -> None:
+    shutil.rmtree(store.layout.objects)
+    publish(store)
+    assert read(store) == b"shard"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
+def test_a_disk_that_fails_publishes_nothing(
+    store: Store, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    partial = begin(store.layout, metadata_for())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "rename", refusing(number, real=os.rename))
+        with pytest.raises(OSError) as caught:
+            store.publish(partial, metadata_for())
+    assert caught.value.errno == number
+    partial.discard()
+    assert read(store) is None and list(store.layout.partial.iterdir()) == []
+
+
+@pytest.mark.failure("power-loss")
+def test_with_sync_the_names_are_on_the_disk_too(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    real = os.fsync
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), real(fd))
+    )
+    partial = begin(store.layout, metadata_for())
+    path = store.publish(partial, metadata_for(), sync=True)
+    partial.close()
+    assert synced[-2:] == [str(path.parent), str(path.parent.parent)]
+
+
+def test_the_memory_of_a_store_is_bounded(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_REMEMBERED", 3)
+    urls = [f"s3://lab/{n}.tar" for n in range(10)]
+    for url in urls:
+        publish(store, url, url.encode())
+    for url in urls * 2:
+        assert read(store, url) == url.encode()
+        assert len(store._known) <= 3
+
+
+def test_a_known_entry_is_opened_without_a_listing(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    urls = ["s3://lab/a.tar", "s3://lab/b.tar"]
+    for url in urls:
+        publish(store, url, url.encode())
+        assert read(store, url) == url.encode()
+    monkeypatch.setattr(module, "versions", None)
+    for url in urls:
+        assert read(store, url) == url.encode()
+
+
+def test_what_was_published_here_needs_no_look_at_its_sidecar(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metadata = metadata_for("s3://lab/a.tar", b"shard")
+    for number in range(2):  # the second one finds that of the first in its place
+        partial = begin(store.layout, metadata)
+        fill(partial, b"shard")
+        store.publish(partial, metadata)
+        partial.close()
+        assert (metadata.key in store._known) == (number == 0)
+        with monkeypatch.context() as patch:
+            if number == 0:
+                patch.setattr(module, "versions", None)
+            assert read(store) == b"shard"
+
+
+# -- damage --------------------------------------------------------------------
+
+DAMAGE = {
+    "its data file is missing": lambda path: (path / NAME).unlink(),
+    "has 3 bytes, not 5": lambda path: os.truncate(path / NAME, 3),
+    "has 9 bytes, not 5": lambda path: os.truncate(path / NAME, 9),
+    "no sidecar": lambda path: (path / META).unlink(),
+    "cannot be read": lambda path: (path / META).write_bytes(b"\0" * 100),
+    "describes another": lambda path: (path / META).write_bytes(
+        metadata_for("s3://lab/b.tar", b"shard").encode()
+    ),
+    "another shard": lambda path: (path / META).write_bytes(
+        metadata_for(data=b"shard", etag="other").encode()
+    ),
+    "a link": lambda path: (
+        (path / NAME).rename(path.parent / "moved"),
+        (path / NAME).symlink_to(path.parent / "moved"),
+    ),
+    "a directory": lambda path: ((path / NAME).unlink(), (path / NAME).mkdir()),
+    "bytes, not 5": lambda path: ((path / NAME).unlink(), os.mkfifo(path / NAME)),
+}
+
+
+@pytest.mark.parametrize("says", DAMAGE)
+def test_a_damaged_entry_is_never_opened_is_set_aside_and_comes_back(
+    store: Store, says: str
+) -> None:
+    entry = publish(store)
+    DAMAGE[says](entry.path)
+    with no_descriptor_left():
+        with pytest.raises(DamagedError, match=says):
+            read(store)
+        assert store.quarantine(KEY, "test") == 1
+        assert store.quarantine(KEY, "test") == 0
+    assert read(store) is None
+    [aside] = store.layout.quarantine.iterdir()
+    assert is_quarantined_name(aside.name)
+    publish(store)
+    assert read(store) == b"shard"
+
+
+def test_damage_to_an_entry_that_is_known_is_seen_too(store: Store) -> None:
+    entry = publish(store)
+    assert read(store) == b"shard"
+    os.truncate(entry.data, 2)
+    with pytest.raises(DamagedError):
+        read(store)
+
+
+def test_only_damaged_versions_are_set_aside(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = publish(store, data=b"old")
+    os.utime(good.path, (1, 1))
+    bad = publish(store, data=b"newest")
+    os.truncate(bad.data, 1)
+    with caplog.at_level(logging.INFO):
+        assert store.quarantine(KEY, "found so") == 1
+    assert good.path.exists() and not bad.path.exists()
+    assert "found so" in caplog.text and "1 bytes, not 6" in caplog.text
+    assert read(store) == b"old"
+
+
+def test_a_missing_quarantine_is_made(store: Store) -> None:
+    os.truncate(publish(store).data, 1)
+    store.layout.quarantine.rmdir()
+    assert store.quarantine(KEY, "test") == 1
+
+
+def test_setting_aside_what_goes_away_meanwhile_is_nothing(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = publish(store)
+    os.truncate(entry.data, 1)
+    real = Path.rename
+
+    def gone(self: Path, target: Path) -> Path:
+        shutil.rmtree(self, ignore_errors=True)
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "rename", gone)
+    assert store.quarantine(KEY, "test") == 0
+    assert not store._set_aside(entry.path, None, "test")
+
+
+def test_a_quarantine_that_cannot_be_kept_ends(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = publish(store)
+    os.truncate(entry.data, 1)
+    store.layout.quarantine.rmdir()
+    monkeypatch.setattr(Layout, "mend", lambda self, directory: None)
+    assert store.quarantine(KEY, "test") == 0
+    assert entry.path.exists()
+
+
+@pytest.mark.locks_work("flock")
+def test_an_entry_that_is_being_evicted_is_not_set_aside(store: Store) -> None:
+    entry = publish(store)
+    (entry.path / META).unlink()
+    fd = os.open(entry.data, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    assert store.quarantine(KEY, "test") == 0
+    os.close(fd)
+
+
+@pytest.mark.failure("bad-reads")
+@pytest.mark.parametrize("name", [NAME, META])
+def test_a_file_that_cannot_be_read_is_damage(
+    store: Store, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    entry = publish(store)
+    concerns = lambda path, *a, **k: str(path) == str(entry.path / name)  # noqa: E731
+    monkeypatch.setattr(os, "open", refusing(errno.EIO, when=concerns, real=os.open))
+    with no_descriptor_left():
+        with pytest.raises(DamagedError, match="EIO"):
+            read(store)
+        assert store.quarantine(KEY, "test") == 1
+    assert not entry.path.exists()
+
+
+@pytest.mark.failure("descriptors")
+@pytest.mark.parametrize("number", [errno.ENODEV, errno.EACCES, errno.EMFILE])
+def test_a_disk_that_cannot_be_read_is_an_error_and_no_damage(
+    store: Store, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    entry = publish(store)
+    data = str(entry.data)
+    concerns = lambda path, *a, **k: str(path) == data  # noqa: E731
+    monkeypatch.setattr(os, "open", refusing(number, when=concerns, real=os.open))
+    with no_descriptor_left():
+        with pytest.raises(OSError) as caught:
+            read(store)
+        assert caught.value.errno == number
+    assert entry.path.exists()
+
+
+@pytest.mark.failure("stale-handles")
+def test_a_stale_handle_is_looked_up_afresh(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(store)
+    assert read(store) == b"shard"
+    real = os.open
+    answers = iter([OSError(errno.ESTALE, "stale")])
+
+    def stale(path, *args, **kw):
+        if str(path).endswith(NAME) and (exn := next(answers, None)) is not None:
+            raise exn
+        return real(path, *args, **kw)
+
+    monkeypatch.setattr(os, "open", stale)
+    assert read(store) == b"shard"
+
+
+def test_a_lock_that_fails_leaks_no_descriptor(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = publish(store)
+    monkeypatch.setattr(fcntl, "flock", refusing(errno.EIO, real=fcntl.flock))
+    with no_descriptor_left():
+        for call in (
+            lambda: read(store),
+            lambda: store.evict(entry),
+            lambda: store.is_pinned(entry),
+        ):
+            with pytest.raises(OSError):
+                call()
+    assert entry.path.exists()
+
+
+@pytest.mark.failure("descriptors")
+@pytest.mark.locks_work("files")
+def test_want_of_descriptors_damages_and_evicts_nothing(store: Store) -> None:
+    entry = publish(store)
+    before = tree(store.layout.base)
+    with no_descriptor_free():
+        for call in (
+            lambda: store.open(KEY, NAME),
+            lambda: store.evict(entry),
+            lambda: store.is_pinned(entry),
+            lambda: list(store.entries()),
+            lambda: store.quarantine(KEY, "test"),
+        ):
+            with pytest.raises(OSError) as caught:
+                call()
+            assert caught.value.errno == errno.EMFILE
+    assert tree(store.layout.base) == before
+
+
+# -- boots ---------------------------------------------------------------------
+
+
+def reboot(entry: Entry) -> None:
+    (entry.path / META).write_bytes(entry.metadata().trusted_since("another boot").encode())
+
+
+@pytest.mark.failure("power-loss")
+def test_an_entry_of_another_boot_is_hashed_once(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = payload(BLOCK + 5)
+    reboot(publish(store, data=data))
+    hashed = []
+    real = quarantine.file_digest
+    monkeypatch.setattr(quarantine, "file_digest", lambda fd: (hashed.append(fd), real(fd))[1])
+    for _ in range(3):
+        assert read(again(store)) == data
+    assert len(hashed) == 1
+
+
+@pytest.mark.failure("bad-reads", "power-loss")
+def test_bytes_lost_in_a_power_failure_are_seen(store: Store) -> None:
+    data = payload(BLOCK + 5)
+    entry = publish(store, data=data)
+    entry.data.chmod(0o600)
+    with open(entry.data, "r+b") as file:
+        file.seek(BLOCK)
+        file.write(b"\0")
+    reboot(entry)
+    with no_descriptor_left(), pytest.raises(DamagedError, match="changed"):
+        read(store)
+    assert store.quarantine(KEY, "test") == 1
+
+
+def test_without_verification_an_old_boot_is_trusted(store: Store) -> None:
+    entry = publish(store)
+    entry.data.chmod(0o600)
+    entry.data.write_bytes(b"shxrd")
+    reboot(entry)
+    assert read(Store(store.layout, verify_after_boot=False)) == b"shxrd"
+
+
+def test_a_read_only_cache_is_verified_every_time(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = publish(store)
+    reboot(entry)
+    monkeypatch.setattr(quarantine, "replace_file", refusing(errno.EROFS, real=None))
+    assert read(store) == b"shard"
+    assert entry.metadata().boot == "another boot"
+
+
+# -- what is listed ------------------------------------------------------------
+
+
+def test_only_entries_in_their_places_are_listed(store: Store, tmp_path: Path) -> None:
+    entry = publish(store, used=1234.0)
+    objects, key_dir = store.layout.objects, entry.path.parent
+    (objects / "model.ckpt").touch()
+    (objects / "backup").mkdir()
+    shutil.copytree(key_dir, objects / "backup" / KEY)
+    shutil.copytree(key_dir, objects / KEY[:2] / "copy")
+    shutil.copytree(entry.path, key_dir / "old")
+    (key_dir / ("0" * 24 + "-5")).symlink_to(entry.path)
+    (key_dir / ("1" * 24 + "-5")).touch()
+    (objects / "zz").symlink_to(objects / KEY[:2])
+    assert list(store.entries()) == [entry] == list(store.entries_of(KEY))
+    assert entry.used == 1234.0
+    assert read(again(store)) == b"shard"
+
+
+def test_an_entry_without_sidecar_counts_as_never_used(store: Store) -> None:
+    entry = publish(store)
+    (entry.path / META).unlink()
+    assert next(store.entries()).used == 0.0
+
+
+def test_a_missing_or_misplaced_directory_has_no_entries(store: Store) -> None:
+    shutil.rmtree(store.layout.objects)
+    assert list(store.entries()) == list(store.entries_of(KEY)) == []
+    store.layout.objects.mkdir()
+    (store.layout.objects / KEY[:2]).mkdir()
+    store.layout.key_dir(KEY).touch()
+    assert list(store.entries()) == list(store.entries_of(KEY)) == []
+    assert read(store) is None
+
+
+def test_an_entry_that_goes_away_while_it_is_listed_is_left_out(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = [publish(store, data=data) for data in (b"1", b"22")]
+    real = entry_module._children
+
+    def vanish(key_dir):
+        found = real(key_dir)
+        shutil.rmtree(entries[0].path)
+        return found
+
+    monkeypatch.setattr(entry_module, "_children", vanish)
+    assert [e.size for e in store.entries_of(KEY)] == [2]
+
+
+def test_an_entry_tells_why_it_has_no_data(store: Store) -> None:
+    entry = publish(store)
+    entry.data.unlink()
+    with pytest.raises(DamagedError):
+        _ = entry.data
+    shutil.rmtree(entry.path)
+    with pytest.raises(FileNotFoundError):
+        _ = entry.data
+    with pytest.raises(FileNotFoundError):
+        entry.metadata()
+
+
+def test_an_entry_replaced_while_it_is_looked_at_is_not_taken_for_damaged(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Evicted while its names are read and published anew before the next look.
+    entry = publish(store)
+    real = os.listdir
+    replaced = []
+
+    def listdir(fd: int) -> list[str]:
+        if not replaced and os.readlink(f"/proc/self/fd/{fd}") == str(entry.path):
+            replaced.append(True)
+            shutil.rmtree(entry.path)
+            found = real(fd)
+            publish(store)
+            return found
+        return real(fd)
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    assert not entry_module.lacks(entry.path, NAME.__eq__)
+    assert replaced and entry_module.lacks(entry.path, "b.tar".__eq__)
+    replaced.clear()
+    monkeypatch.setattr(os, "lstat", refusing(errno.ENOENT, real=os.lstat))
+    assert not entry_module.lacks(entry.path, "b.tar".__eq__)
+
+
+def test_a_use_is_noted_where_that_is_possible(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    entry = publish(store)
+    store.touch(str(entry.path), 4321.0)
+    assert next(store.entries()).used == 4321.0
+    shutil.rmtree(entry.path)
+    store.touch(str(entry.path), 1.0)
+
+
+def test_an_entry_is_opened_again_while_it_is_what_it_was(store: Store) -> None:
+    entry = publish(store)
+    path = str(entry.data)
+    with no_descriptor_left():
+        opened = store.open_again(path)
+        assert opened is not None
+        assert os.pread(opened.fd, 9, 0) == b"shard"
+        opened.close()
+        os.truncate(path, 2)
+        assert store.open_again(path) is None
+        shutil.rmtree(entry.path)
+        assert store.open_again(path) is None
+
+
+@pytest.mark.failure("evict-races")
+def test_an_entry_evicted_while_its_sidecar_is_looked_for_is_read_all_the_same(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = publish(store)
+
+    def evicted(directory: Path) -> bytes:
+        shutil.rmtree(directory)
+        raise FileNotFoundError
+
+    monkeypatch.setattr(quarantine, "read_sidecar", evicted)
+    opened = pin(store)
+    assert os.pread(opened.fd, 9, 0) == b"shard"
+    opened.close()
+    assert not entry.path.exists()
+
+
+@pytest.mark.failure("planted-or-foreign")
+@pytest.mark.parametrize("level", ["entry", "key", "prefix"])
+def test_nothing_is_published_behind_a_planted_link(
+    store: Store, tmp_path: Path, level: str
+) -> None:
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    metadata = metadata_for(URL, b"shard")
+    entry = store.layout.entry(metadata.key, metadata.info.version, metadata.size)
+    link = {"entry": entry, "key": entry.parent, "prefix": entry.parent.parent}[level]
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(victim)
+    with pytest.raises(OSError):
+        publish(store)
+    sibling = make_store(tmp_path / "sibling")
+    publish(sibling)
+    opened = pin(sibling)
+    with pytest.raises(OSError):
+        store.link(opened, metadata, NAME)
+    opened.close()
+    assert list(victim.iterdir()) == []
+    assert link.is_symlink()
+
+
+@pytest.mark.failure("stopped-holder")
+@pytest.mark.parametrize("theirs", ["sound", "known", "damaged", "the same"])
+def test_who_publishes_late_supersedes_only_what_was_there_before(
+    store: Store, theirs: str
+) -> None:
+    metadata = metadata_for(URL, b"ours", etag="ours")
+    partial = begin(store.layout, metadata)
+    fill(partial, b"ours")
+    if theirs == "the same":
+        entry = publish(store, data=b"ours", etag="ours")
+    else:
+        entry = publish(store, data=b"theirs", etag="theirs")
+    if theirs == "damaged":
+        os.truncate(entry.data, 1)
+    known = [entry.path] if theirs == "known" else []
+    before = len(os.listdir("/proc/self/fd"))
+    place = store.publish(partial, metadata, known=known)
+    assert len(os.listdir("/proc/self/fd")) == before
+    partial.close()
+    dropped = theirs == "sound"
+    assert (place == entry.path) == (theirs in ("sound", "the same"))
+    assert os.listdir(store.layout.partial) == []
+    assert read(again(store)) == (b"theirs" if dropped else b"ours")
+
+
+def test_an_entry_in_the_way_that_is_evicted_meanwhile_is_no_longer_in_the_way(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = publish(store)
+    real = Store._set_aside
+
+    def evicted(self: Store, *args: Any) -> bool:
+        monkeypatch.setattr(Store, "_set_aside", real)
+        shutil.rmtree(old.path)
+        return False
+
+    monkeypatch.setattr(Store, "_set_aside", evicted)
+    publish(store)
+    assert read(store) == b"shard"
+
+
+def test_what_is_gone_is_not_set_aside(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = publish(store).path
+    shutil.rmtree(gone)
+    monkeypatch.setattr(module, "versions", lambda *_: [(gone, 5)])
+    assert store.quarantine(KEY, "test") == 0
+
+
+@pytest.mark.failure("planted-or-foreign")
+@pytest.mark.parametrize("kind", ["link", "hard link"])
+def test_noting_a_use_touches_nobody_elses_file(store: Store, tmp_path: Path, kind: str) -> None:
+    victim = tmp_path / "victim"
+    victim.touch()
+    os.utime(victim, (1, 1))
+    entry = publish(store)
+    (entry.path / META).unlink()
+    if kind == "link":
+        (entry.path / META).symlink_to(victim)
+    else:
+        os.link(victim, entry.path / META)
+    store.touch(str(entry.path), 9.0)
+    assert victim.stat().st_mtime == 1
+
+
+@pytest.mark.locks_work("answers")
+def test_an_entry_that_cannot_be_removed_is_out_of_sight_all_the_same(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = publish(store)
+    monkeypatch.setattr(os, "rmdir", refusing(errno.EIO, real=os.rmdir))
+    assert store.evict(entry)
+    assert read(again(store)) is None
+
+
+@pytest.mark.locks_work("answers")
+def test_an_entry_that_others_evicted_is_looked_for_once(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = publish(store)
+    tried: list[Path] = []
+
+    def rename(self: Path, target: Path) -> Path:
+        tried.append(target)
+        shutil.rmtree(entry.path)
+        raise FileNotFoundError
+
+    monkeypatch.setattr(Path, "rename", rename)
+    assert not store.evict(entry)
+    assert len(tried) == 1
+
+
+@pytest.mark.failure("stale-handles")
+def test_an_entry_that_another_node_made_and_this_one_cannot_see_is_waited_for(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    naps: list[float] = []
+    monkeypatch.setattr("shardcache.store.store.time.sleep", naps.append)
+    taken = refusing(errno.ENOTEMPTY, real=Path.rename)
+    monkeypatch.setattr(Path, "rename", taken)
+    with pytest.raises(OSError, match="cannot be seen") as caught:
+        publish(store)
+    assert caught.value.errno == errno.EBUSY
+    assert len(naps) == 100
+    assert naps[:10] == [0] * 10  # as quick as a race is over
+    assert sum(naps) == pytest.approx(4.5)  # as long as it is worth
+
+
+# -- killed on the way ---------------------------------------------------------
+
+
+def killed_at_line(
+    number: int, function: Callable[..., object], prepare: Callable[[], Any] = lambda: None
+) -> bool:
+    """Run ``function(prepare())`` in a process that dies before its ``number``-th line of ours.
+
+    Returns:
+        False if it has fewer lines.
+    """
+    ours = (os.path.dirname(module.__file__), shutil.__file__)
+
+    def work(parent: Parent) -> None:
+        left = number
+
+        def trace(frame: Any, event: str, argument: Any) -> Any:
+            nonlocal left
+            if not frame.f_code.co_filename.startswith(ours):
+                return None
+            left -= event == "line"
+            if left == 0:
+                os._exit(9)
+            return trace
+
+        prepared = prepare()
+        sys.settrace(trace)
+        function(prepared)
+
+    with forked(work) as child:
+        status = child.wait()
+        assert status in (0, 9)
+        return status == 9
+
+
+def filled(store: Store) -> Partial:
+    partial = begin(store.layout, metadata_for(URL, b"shard"))
+    fill(partial, b"shard")
+    return partial
+
+
+def recover(store: Store) -> None:
+    """What the next process does, and the next sweep leaves."""
+    publish(store, data=b"shard")
+    assert read(again(store)) == b"shard"
+    age(store.layout.base)
+    for found in list(in_flight(store.layout)):
+        assert not found.live
+        assert remove_leftover(store.layout, found.path)
+    remove_temporaries(store.layout)
+    assert os.listdir(store.layout.partial) == []
+
+
+@pytest.mark.failure("kill-at-any-syscall")
+def test_a_writer_killed_at_any_line_leaves_a_whole_entry_or_none(store: Store) -> None:
+    seen = set()
+    number = 1
+    metadata = metadata_for(URL, b"shard")
+    while killed_at_line(number, lambda p: store.publish(p, metadata), lambda: filled(store)):
+        found = read(again(store))
+        seen.add(found)
+        if found is not None:
+            [entry] = store.entries()
+            assert entry.metadata() == metadata
+        recover(store)
+        assert all(store.evict(entry) for entry in list(store.entries()))
+        number += 1
+    assert seen == {None, b"shard"}
+
+
+@pytest.mark.failure("kill-at-any-syscall")
+def test_an_evictor_killed_at_any_line_leaves_a_whole_entry_or_none(store: Store) -> None:
+    seen = set()
+    number = 1
+    entry = publish(store, data=b"shard")
+    age(entry.path)
+    while killed_at_line(number, lambda _: store.evict(entry)):
+        seen.add(read(again(store)))
+        assert [found.metadata().size for found in store.entries()] in ([], [5])
+        recover(store)
+        number += 1
+    assert seen == {None, b"shard"}
+
+
+# -- pins and eviction ---------------------------------------------------------
+
+
+@pytest.mark.locks_work("answers")
+def test_an_idle_entry_is_evicted_without_a_trace(store: Store) -> None:
+    entry = publish(store)
+    with no_descriptor_left():
+        assert not store.is_pinned(entry)
+        assert store.evict(entry)
+        assert not store.evict(entry)
+        assert not store.is_pinned(entry)
+    assert not entry.path.parent.exists()
+    assert list(store.layout.partial.iterdir()) == []
+    assert read(store) is None
+
+
+@pytest.mark.locks_work("flock")
+def test_an_entry_that_is_read_is_not_evicted(store: Store) -> None:
+    entry = publish(store)
+    one, other = pin(store), pin(again(store))
+    for opened in (one, other):
+        assert store.is_pinned(entry) and not store.evict(entry)
+        opened.close()
+    assert store.evict(entry)
+
+
+@pytest.mark.locks_work("flock")
+def test_a_pinned_entry_is_not_evicted_by_another_process(store: Store) -> None:
+    entry = publish(store)
+
+    def evict(parent: Parent) -> None:
+        while True:
+            parent.hear()
+            parent.say((again(store).is_pinned(entry), again(store).evict(entry)))
+
+    with forked(evict) as child:
+        opened = pin(store)
+        assert child.ask() == (True, False)
+        assert os.pread(opened.fd, 100, 0) == b"shard" and entry.data.exists()
+        opened.close()
+        assert child.ask() == (False, True)
+
+
+@pytest.mark.locks_work("flock")
+def test_a_killed_readers_pin_is_free(store: Store) -> None:
+    entry = publish(store)
+
+    def hold(parent: Parent) -> None:
+        opened = pin(again(store))
+        parent.say()
+        parent.hear()
+        opened.close()
+
+    with forked(hold) as child:
+        child.hear()
+        assert store.is_pinned(entry) and not store.evict(entry)
+        child.kill()
+        assert store.evict(entry)
+
+
+@pytest.mark.locks_work("flock")
+def test_an_entry_is_safe_from_its_publication_to_the_writers_end(store: Store) -> None:
+    metadata = metadata_for(data=b"shard")
+    partial = begin(store.layout, metadata)
+    fill(partial, b"shard")
+    entry = Entry.at(store.publish(partial, metadata))
+    assert store.is_pinned(entry) and not store.evict(entry)
+    partial.close()
+    assert store.evict(entry)
+
+
+@pytest.mark.locks_work("answers")
+def test_of_two_versions_only_one_goes_and_both_evictors_say_so(store: Store) -> None:
+    old, new = publish(store, data=b"old"), publish(store, data=b"newer")
+    real = Path.rmdir
+
+    def both(self: Path) -> None:  # the other evictor is quicker
+        real(self)
+        real(self)
+
+    assert store.evict(old) and new.path.exists()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "rmdir", both)
+        assert store.evict(new)
+    assert not new.path.parent.exists()
+
+
+@pytest.mark.locks_work("answers")
+def test_a_missing_partial_directory_does_not_stop_eviction(store: Store) -> None:
+    entry = publish(store)
+    store.layout.partial.rmdir()
+    assert store.evict(entry)
+    with pytest.MonkeyPatch.context() as patch:
+        entry = publish(store)
+        store.layout.partial.rmdir()
+        patch.setattr(Layout, "mend", lambda self, directory: None)
+        assert not store.evict(entry)
+    assert entry.path.exists()
+
+
+@pytest.mark.parametrize("says", DAMAGE)
+@pytest.mark.locks_work("answers")
+def test_damaged_entries_can_be_evicted(store: Store, says: str, tmp_path: Path) -> None:
+    entry = publish(store)
+    DAMAGE[says](entry.path)
+    with no_descriptor_left():
+        assert not store.is_pinned(entry)
+        assert store.evict(entry)
+    assert not entry.path.exists() and list(store.layout.partial.iterdir()) == []
+    if says == "a link":
+        assert (entry.path.parent / "moved").read_bytes() == b"shard"
+
+
+def test_an_entry_evicted_between_look_and_rename_was_not_ours(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = publish(store)
+    real = locks.is_free
+    monkeypatch.setattr(locks, "is_free", lambda fd: (shutil.rmtree(entry.path), real(fd))[1])
+    with no_descriptor_left():
+        assert not store.evict(entry)
+
+
+@pytest.mark.locks_work("answers")
+def test_a_read_only_disk_evicts_nothing_and_says_so(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = publish(store)
+    monkeypatch.setattr(os, "rename", refusing(errno.EROFS, real=os.rename))
+    with no_descriptor_left(), pytest.raises(OSError) as caught:
+        store.evict(entry)
+    assert caught.value.errno == errno.EROFS
+
+
+@pytest.mark.locks_work("answers")
+def test_an_entry_opened_just_before_it_is_evicted_is_a_miss(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = publish(store)
+    real = fcntl.flock
+
+    def late(fd: int, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", real)
+        assert store.evict(entry)
+        real(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with no_descriptor_left():
+        assert read(store) is None
+
+
+@pytest.mark.locks_work("flock")
+def test_an_evictor_that_holds_the_file_is_a_miss_and_no_wait(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = publish(store)
+    data = entry.data
+    fd = os.open(data, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    entry.path.rename(store.layout.new_evicted(KEY))
+    other = os.open(next(store.layout.partial.iterdir()) / NAME, os.O_RDONLY)
+    naps: list[float] = []
+    monkeypatch.setattr(time, "sleep", naps.append)
+    assert not locks.pin(other, str(data))
+    assert naps == []
+    os.close(other)
+    os.close(fd)
+
+
+@pytest.mark.locks_work("answers")
+def test_somebody_who_only_looks_does_not_make_a_hit_a_miss(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = publish(store)
+    fd = os.open(entry.data, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)  # as `is_pinned` does, for a moment
+    monkeypatch.setattr(time, "sleep", lambda seconds: fcntl.flock(fd, fcntl.LOCK_UN))
+    assert read(store) == b"shard"
+    opened = pin(store)
+    assert not opened.stuck
+    opened.close()
+    os.close(fd)
+
+
+@pytest.mark.locks_work("flock")
+def test_an_evictor_that_does_not_go_on_is_no_miss(store: Store) -> None:
+    """Nor is a writer that was stopped between publishing and letting go."""
+    entry = publish(store)
+    fd = os.open(entry.data, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    opened = pin(store)  # after a bounded wait
+    assert opened.stuck
+    entry.path.rename(store.layout.new_evicted(KEY))  # it goes on
+    with opened.file as file:
+        assert file.read() == b"shard"
+    assert read(store) is None
+    os.close(fd)
+
+
+def test_many_readers_and_evictors_and_publishers_never_see_a_wrong_byte(store: Store) -> None:
+    contents = {n: payload(2000 + n, n) for n in range(3)}
+    urls = {n: f"s3://lab/{n}.tar" for n in contents}
+
+    def run_reader(parent: Parent, number: int) -> None:
+        parent.hear()
+        mine, hits = again(store), 0
+        end = time.monotonic() + 1.5
+        while time.monotonic() < end:
+            for n, url in urls.items():
+                shard = parse_url(url)
+                opened = mine.open(shard.key, shard.basename)
+                if opened is None:
+                    continue
+                hits += 1
+                # In use is safe: under its path for as long as it is open.
+                held = locks_work("flock")
+                if held and os.path.samestat(os.fstat(opened.fd), os.stat(opened.path)):
+                    time.sleep(0.0005)
+                    assert os.path.samestat(os.fstat(opened.fd), os.stat(opened.path))
+                assert os.pread(opened.fd, 4000, 0) == contents[n]
+                opened.close()
+        parent.say(hits)
+
+    def run_evictor(parent: Parent, number: int) -> None:
+        parent.hear()
+        mine, evicted = again(store), 0
+        end = time.monotonic() + 1.5
+        while time.monotonic() < end:
+            for entry in mine.entries():
+                evicted += mine.evict(entry)
+        parent.say(evicted)
+
+    def run_publisher(parent: Parent, number: int) -> None:
+        parent.hear()
+        mine, published = again(store), 0
+        end = time.monotonic() + 1.5
+        while time.monotonic() < end:
+            for n, url in urls.items():
+                publish(mine, url, contents[n])
+                published += 1
+        parent.say(published)
+
+    with (
+        crowd(2, run_reader) as readers,
+        crowd(1, run_evictor) as evictors,
+        crowd(2, run_publisher) as publishers,
+    ):
+        children = [*readers, *evictors, *publishers]
+        for child in children:
+            child.tell()
+        counts = [child.hear() for child in children]
+    assert all(counts) or not locks_work("answers")  # then nothing so fresh is evicted
+    age(store.layout.partial)
+    for found in in_flight(store.layout):
+        assert remove_leftover(store.layout, found.path)
+    assert list(store.layout.quarantine.iterdir()) == []
+
+
+def test_of_many_publishers_of_one_version_one_entry_stays(store: Store) -> None:
+    data = payload(3000)
+
+    def work(parent: Parent, number: int) -> None:
+        mine = again(store)
+        while (url := parent.hear()) is not None:
+            partial = begin(mine.layout, metadata_for(url, data))
+            fill(partial, data)
+            parent.say()
+            parent.hear()
+            path = mine.publish(partial, metadata_for(url, data))
+            partial.close()
+            parent.say((str(path), read(mine, url) == data))
+
+    with crowd(4, work) as children:
+        for round_ in range(10):
+            url = f"s3://lab/{round_}.tar"
+            for child in children:
+                child.tell(url)
+            for child in children:
+                child.hear()
+            for child in children:
+                child.tell()
+            found = {child.hear() for child in children}
+            assert len(found) == 1 and next(iter(found))[1]
+    assert len(list(store.entries())) == 10
+    assert list(store.layout.partial.iterdir()) == []
+    assert list(store.layout.quarantine.iterdir()) == []
+
+
+# -- siblings ------------------------------------------------------------------
+
+
+@pytest.fixture
+def sibling(tmp_path: Path) -> Store:
+    return make_store(tmp_path / "cache" / "v1" / "ranks" / "job-1")
+
+
+@pytest.mark.locks_work("answers")
+def test_a_link_is_an_entry_of_its_own_with_the_same_bytes(store: Store, sibling: Store) -> None:
+    entry = publish(store)
+    opened = pin(store)
+    with no_descriptor_left():
+        assert sibling.link(opened, entry.metadata(), NAME)
+        assert sibling.link(opened, entry.metadata(), NAME)  # already there
+    opened.close()
+    assert read(sibling) == b"shard"
+    [linked] = sibling.entries()
+    assert linked.data.samefile(entry.data)
+    assert linked.metadata() == entry.metadata()
+    assert store.evict(entry)
+    assert read(sibling) == b"shard" and read(store) is None
+    assert list(sibling.layout.partial.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [errno.EXDEV, errno.EPERM, errno.EMLINK])
+def test_a_filesystem_that_cannot_link_says_so(
+    store: Store, sibling: Store, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    entry = publish(store)
+    opened = pin(store)
+    monkeypatch.setattr(os, "link", refusing(number, real=os.link))
+    assert not sibling.link(opened, entry.metadata(), NAME)
+    opened.close()
+    assert list(sibling.layout.partial.iterdir()) == []
+
+
+def test_an_entry_that_is_gone_cannot_be_linked(store: Store, sibling: Store) -> None:
+    entry = publish(store)
+    metadata = entry.metadata()
+    opened = pin(store)
+    shutil.rmtree(entry.path)
+    assert not sibling.link(opened, metadata, NAME)
+    shutil.rmtree(sibling.layout.partial)
+    assert not sibling.link(opened, metadata, NAME)
+    opened.close()
+
+
+@pytest.mark.failure("disk-errors")
+def test_a_disk_that_fails_while_linking_is_an_error(
+    store: Store, sibling: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = publish(store)
+    opened = pin(store)
+    monkeypatch.setattr(os, "link", refusing(errno.ENOSPC, real=os.link))
+    with pytest.raises(OSError):
+        sibling.link(opened, entry.metadata(), NAME)
+    opened.close()
+    assert list(sibling.layout.partial.iterdir()) == []
+
+
+@pytest.mark.locks_work("flock")
+def test_a_link_in_the_making_is_not_swept_while_its_source_is_read(
+    store: Store, sibling: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = publish(store)
+    opened = pin(store)
+    real = module.replace_file
+
+    def sweep_first(*args: object, **kw: object) -> None:
+        for found in in_flight(sibling.layout):
+            assert not remove_leftover(sibling.layout, found.path)
+        real(*args, **kw)
+
+    monkeypatch.setattr(module, "replace_file", sweep_first)
+    assert sibling.link(opened, entry.metadata(), NAME)
+    opened.close()
+    assert read(sibling) == b"shard"
+
+
+# -- the machine ---------------------------------------------------------------
+
+DAMAGES = ("data", "size", "sidecar", "no sidecar")
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Two namespaces, a few shards of a few versions, against dictionaries."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.root = Path(os.environ["STORE_MACHINE"]) / os.urandom(8).hex()
+        self.stores = [make_store(self.root / name) for name in ("one", "two")]
+        # (store, url) -> version number -> [bytes, what is wrong with it, rank]
+        self.model: dict[tuple[int, str], dict[int, list]] = {}
+        self.known: dict[tuple[int, str], int] = {}
+        self.pins: list[tuple[int, str, int, bytes, int]] = []
+        self.clock = 0
+
+    stores_ = st.sampled_from([0, 1])
+    urls_ = st.sampled_from(["s3://lab/a.tar", "s3://lab/b.tar"])
+    numbers_ = st.integers(1, 3)
+
+    def entry(self, store: int, url: str, number: int) -> Entry:
+        data = self.model[store, url][number][0]
+        info = metadata_for(url, data).info
+        return Entry.at(
+            self.stores[store].layout.entry(parse_url(url).key, info.version, len(data))
+        )
+
+    def rank(self, store: int, url: str, number: int) -> int:
+        self.clock += 1
+        path = self.entry(store, url, number).path
+        os.utime(path, (self.clock, self.clock))
+        return self.clock
+
+    @rule(store=stores_, url=urls_, number=numbers_)
+    def publish(self, store: int, url: str, number: int) -> None:
+        data = payload(10 * number, number)
+        versions = self.model.setdefault((store, url), {})
+        publish(self.stores[store], url, data)
+        self.known.pop((store, url), None)
+        if number not in versions or versions[number][1] is not None:
+            versions[number] = [data, None, 0]
+            versions[number][2] = self.rank(store, url, number)
+
+    @rule(store=stores_, url=urls_)
+    def look(self, store: int, url: str) -> None:
+        expected = self.expected(store, url)
+        if isinstance(expected, str):
+            with pytest.raises(DamagedError):
+                read(self.stores[store], url)
+        else:
+            assert read(self.stores[store], url) == expected
+
+    def expected(self, store: int, url: str) -> bytes | str | None:
+        """Bytes, or "damaged", or None; remembers what a store remembers."""
+        versions = self.model.get((store, url), {})
+        known = self.known.get((store, url))
+        if known in versions and versions[known][1] != "data":
+            # The sidecar of what this store has opened before is not read again.
+            return "damaged" if versions[known][1] == "size" else versions[known][0]
+        if not versions:
+            self.known.pop((store, url), None)
+            return None
+        newest = max(versions, key=lambda number: versions[number][2])
+        if versions[newest][1] is not None:
+            self.known.pop((store, url), None)
+            return "damaged"
+        self.known[store, url] = newest
+        return versions[newest][0]
+
+    @rule(store=stores_, url=urls_)
+    def pin(self, store: int, url: str) -> None:
+        expected = self.expected(store, url)
+        if isinstance(expected, bytes):
+            opened = pin(self.stores[store], url)
+            number = self.known[store, url]
+            self.pins.append((store, url, number, expected, opened.file))
+
+    @precondition(lambda self: self.pins)
+    @rule(data=st.data())
+    def unpin(self, data) -> None:
+        _, _, _, _, file = self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1)))
+        file.close()
+
+    def inode_pinned(self, store: int, url: str, number: int) -> bool:
+        entry = self.entry(store, url, number)
+        if self.model[store, url][number][1] == "data":
+            return False
+        inode = entry.data.stat().st_ino
+        return any(os.fstat(file.fileno()).st_ino == inode for *_, file in self.pins)
+
+    @rule(store=stores_, url=urls_, number=numbers_)
+    def evict(self, store: int, url: str, number: int) -> None:
+        versions = self.model.get((store, url), {})
+        if number not in versions:
+            return
+        entry = self.entry(store, url, number)
+        pinned = self.inode_pinned(store, url, number)
+        assert self.stores[store].is_pinned(entry) == pinned
+        assert self.stores[store].evict(entry) != pinned
+        if not pinned:
+            del versions[number]
+
+    @rule(store=stores_, url=urls_, number=numbers_, damage=st.sampled_from(DAMAGES))
+    def damage(self, store: int, url: str, number: int, damage: str) -> None:
+        versions = self.model.get((store, url), {})
+        if number not in versions or versions[number][1] is not None:
+            return
+        entry = self.entry(store, url, number)
+        before = entry.path.stat().st_mtime_ns
+        if damage == "data":
+            entry.data.unlink()
+        elif damage == "size":
+            # A copy, as a link of the other store may share the inode.
+            data = entry.data
+            data.unlink()
+            data.write_bytes(versions[number][0][:-1])
+        elif damage == "sidecar":
+            (entry.path / META).write_bytes(b"{}")
+        else:
+            (entry.path / META).unlink()
+        os.utime(entry.path, ns=(before, before))
+        versions[number][1] = damage
+
+    @rule(store=stores_, url=urls_)
+    def quarantine(self, store: int, url: str) -> None:
+        versions = self.model.get((store, url), {})
+        bad = [number for number, row in versions.items() if row[1] is not None]
+        assert self.stores[store].quarantine(parse_url(url).key, "machine") == len(bad)
+        self.known.pop((store, url), None)
+        for number in bad:
+            del versions[number]
+
+    @rule(store=stores_, url=urls_)
+    def link(self, store: int, url: str) -> None:
+        other = 1 - store
+        expected = self.expected(store, url)
+        if not isinstance(expected, bytes):
+            return
+        number = self.known[store, url]
+        entry = self.entry(store, url, number)
+        opened = pin(self.stores[store], url)
+        try:
+            metadata = metadata_for(url, expected)
+            name = parse_url(url).basename
+            assert self.stores[other].link(opened, metadata, name)
+        finally:
+            opened.close()
+        rows = self.model.setdefault((other, url), {})
+        if number not in rows:  # what is there stays, damaged or not
+            rows[number] = [expected, None, 0]
+            rows[number][2] = self.rank(other, url, number)
+            assert self.entry(other, url, number).data.samefile(entry.data)
+
+    @rule(store=stores_, url=urls_, number=numbers_, now=st.integers(0, 2**31))
+    def touch(self, store: int, url: str, number: int, now: int) -> None:
+        row = self.model.get((store, url), {}).get(number)
+        if row is not None:
+            entry = self.entry(store, url, number)
+            self.stores[store].touch(str(entry.path), float(now))
+            expected = 0.0 if row[1] == "no sidecar" else float(now)
+            assert Entry.at(entry.path).used == expected
+
+    @rule(store=stores_)
+    def restart(self, store: int) -> None:
+        self.stores[store] = again(self.stores[store])
+        for key in [key for key in self.known if key[0] == store]:
+            del self.known[key]
+
+    @rule(store=stores_)
+    def crash(self, store: int) -> None:
+        partial = begin(self.stores[store].layout, metadata_for(data=b"crash"))
+        partial.close()
+
+    @rule(store=stores_)
+    def sweep(self, store: int) -> None:
+        layout = self.stores[store].layout
+        for found in in_flight(layout):
+            assert not found.live
+            assert remove_leftover(layout, found.path)
+        assert list(layout.partial.iterdir()) == []
+
+    @invariant()
+    def what_is_listed_is_what_is_there(self) -> None:
+        for number, store in enumerate(self.stores):
+            expected = {
+                self.entry(at, url, version).path
+                for (at, url), versions in self.model.items()
+                if at == number
+                for version in versions
+            }
+            assert {entry.path for entry in store.entries()} == expected
+
+    @invariant()
+    def what_is_pinned_reads_the_same(self) -> None:
+        for _, _, _, expected, file in self.pins:
+            assert os.pread(file.fileno(), 1000, 0) == expected
+
+    def teardown(self) -> None:
+        for *_, file in self.pins:
+            file.close()
+        shutil.rmtree(self.root, ignore_errors=True)
+
+
+@pytest.mark.locks_work("flock")
+def test_the_store_behaves_like_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hypothesis.stateful import run_state_machine_as_test
+
+    monkeypatch.setenv("STORE_MACHINE", str(tmp_path))
+    logging.getLogger("shardcache.store.quarantine").setLevel(logging.ERROR)
+    try:
+        run_state_machine_as_test(
+            StoreMachine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None)
+        )
+    finally:
+        logging.getLogger("shardcache.store.quarantine").setLevel(logging.NOTSET)
+
+
+def test_a_sidecar_keeps_a_path_that_is_no_text(store: Store) -> None:
+    url = os.fsdecode(b"/data/\xff.tar")
+    metadata = replace(metadata_for(data=b"x"), url=url)
+    assert Metadata.decode(metadata.encode()).url == url
+
+
+def test_the_pin_is_a_shared_lock(store: Store) -> None:
+    publish(store)
+    opened = pin(store)
+    fd = os.open(opened.path, os.O_RDONLY)
+    assert lock_shared(fd)
+    os.close(fd)
+    opened.close()

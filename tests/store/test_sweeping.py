@@ -1,0 +1,799 @@
+"""Sweeping: the dead go, the living and the strangers stay."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import socket
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shardcache.layout import IDLE_GRACE, META, PROGRESS, Layout, is_idle
+from shardcache.locks.flock import Holder, KeyLock
+from shardcache.modes import Modes, random_token
+from shardcache.names import is_evicted_name
+from shardcache.store import sweeping
+from shardcache.store.partial import LostError, Partial, Progress
+from shardcache.store.root import make_root
+from shardcache.store.sweeping import (
+    InFlight,
+    in_flight,
+    remove_dead_leases,
+    remove_free_locks,
+    remove_leftover,
+    remove_quarantined,
+    remove_temporaries,
+    remove_unnamed,
+)
+from tests.support.storetools import (
+    Parent,
+    begin,
+    crowd,
+    fill,
+    forked,
+    metadata_for,
+    no_descriptor_free,
+    no_descriptor_left,
+    payload,
+    refusing,
+    tree,
+)
+
+DATA = payload(5000)
+KEY = metadata_for(data=DATA).key
+ME = Holder.this_process(rank=None, job=None, now=1.0)
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> Layout:
+    return make_root(tmp_path / "cache", "test")
+
+
+def left_behind(layout: Layout) -> Path:
+    partial = begin(layout, metadata_for(data=DATA))
+    fill(partial, DATA)
+    partial.close()
+    return partial.path
+
+
+def half_evicted(layout: Layout) -> Path:
+    path = layout.new_evicted(KEY)
+    path.mkdir()
+    (path / "a.tar").write_bytes(DATA)
+    (path / META).write_bytes(b"{}")
+    return path
+
+
+def sweep(layout: Layout) -> int:
+    return sum(remove_leftover(layout, found.path) for found in in_flight(layout) if not found.live)
+
+
+# -- looking -------------------------------------------------------------------
+
+
+@pytest.mark.locks_work
+def test_looking_tells_the_living_from_the_dead_and_changes_nothing(layout: Layout) -> None:
+    dead, doomed = left_behind(layout), half_evicted(layout)
+    live = begin(layout, metadata_for(data=DATA))
+    before = tree(layout.base)
+    with no_descriptor_left():
+        found = {f.path: f for f in in_flight(layout)}
+    assert tree(layout.base) == before
+    assert {path: f.live for path, f in found.items()} == {
+        dead: False,
+        doomed: False,
+        live.path: True,
+    }
+    assert found[dead].key == found[live.path].key == KEY
+    assert found[doomed].key == "" and found[doomed].progress is None
+    assert found[dead].progress == Progress(5000, 5000, 5000)
+    live.discard()
+
+
+@pytest.mark.locks_work("flock")
+def test_the_living_reserve_all_they_will_occupy_and_the_dead_what_they_do(
+    layout: Layout,
+) -> None:
+    big = 50_000_000
+    live = begin(layout, metadata_for(data=DATA, size=big))
+    unknown = begin(layout, metadata_for(data=DATA, size=None))
+    found = {f.path: f for f in in_flight(layout)}
+    assert found[live.path].reserved == big
+    assert found[live.path].occupied == 0
+    fill(live, DATA)
+    assert found[unknown.path].reserved == found[unknown.path].occupied
+    live.close()
+    [left] = [f for f in in_flight(layout) if f.path == live.path]
+    assert left.reserved == left.occupied == 5000
+    live.discard()
+    unknown.discard()
+
+
+def test_a_partial_without_progress_yet_is_seen_as_it_is(layout: Layout) -> None:
+    path = layout.new_partial(KEY, "0" * 24)
+    path.mkdir()
+    [found] = in_flight(layout)
+    assert (found.live, found.occupied, found.progress, found.reserved) == (False, 0, None, 0)
+
+
+@pytest.mark.locks_work("answers")
+def test_two_who_look_at_once_both_see_the_dead_as_dead(layout: Layout) -> None:
+    path = left_behind(layout)
+    with sweeping._held(path, None, shared=True):
+        [found] = in_flight(layout)
+    assert not found.live
+
+
+@pytest.mark.locks_work("flock")
+def test_an_entry_on_its_way_out_lives_while_it_is_read(layout: Layout) -> None:
+    path = half_evicted(layout)
+    fd = os.open(path / "a.tar", os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_SH)
+    [found] = in_flight(layout)
+    assert found.live
+    assert not remove_leftover(layout, path)
+    os.close(fd)
+    assert remove_leftover(layout, path)
+
+
+def test_a_missing_directory_is_empty(tmp_path: Path) -> None:
+    layout = Layout(tmp_path / "absent")
+    assert list(in_flight(layout)) == []
+    assert list(remove_quarantined(layout)) == []
+    assert remove_free_locks(layout) == 0
+
+
+# -- removing ------------------------------------------------------------------
+
+
+@pytest.mark.locks_work("answers")
+def test_the_dead_are_removed_whatever_state_they_were_left_in(layout: Layout) -> None:
+    left_behind(layout)
+    half_evicted(layout)
+    layout.new_partial(KEY, "0" * 24).mkdir()  # killed after mkdir
+    layout.new_evicted(KEY).mkdir()  # killed before the last rmdir
+    only_meta = left_behind(layout)
+    (only_meta / "a.tar").unlink()
+    (only_meta / f".{META}.x").touch()
+    with no_descriptor_left():
+        assert sweep(layout) == 5
+    assert list(layout.partial.iterdir()) == []
+
+
+@pytest.mark.locks_work("flock")
+def test_the_living_are_not_removed(layout: Layout) -> None:
+    live = begin(layout, metadata_for(data=DATA))
+    assert not remove_leftover(layout, live.path)
+    assert sweep(layout) == 0
+    fill(live, DATA)
+    live.seal(metadata_for(data=DATA), sync=False)
+    assert not remove_leftover(layout, live.path)
+    live.discard()
+
+
+@pytest.mark.failure("deletes-user-files")
+@pytest.mark.locks_work("files")
+def test_what_is_not_ours_stays(layout: Layout, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "a.tar").write_bytes(DATA)
+    (layout.partial / "model.ckpt").write_bytes(DATA)
+    (layout.partial / "run-7").mkdir()
+    (layout.partial / "run-7" / "model.ckpt").write_bytes(DATA)
+    (layout.quarantine / "notes").mkdir()
+    # Even names of ours, where they are not what we make under them.
+    layout.new_partial(KEY, "0" * 24).symlink_to(outside)
+    layout.new_evicted(KEY).symlink_to(outside)
+    layout.new_partial(KEY, "1" * 24).write_bytes(DATA)
+    entry = layout.entry(KEY, "0" * 24, 7)
+    layout.new_quarantined(entry).symlink_to(outside)
+    layout.new_quarantined(entry).write_bytes(DATA)
+    before = tree(tmp_path)
+    for path in layout.partial.iterdir():
+        assert not remove_leftover(layout, path)
+    assert list(in_flight(layout)) == []
+    assert list(remove_quarantined(layout)) == []
+    assert tree(tmp_path) == before
+
+
+def test_a_planted_link_goes_and_what_it_points_at_stays(layout: Layout, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "model.ckpt").write_text("mine")
+    path = left_behind(layout)
+    (path / "a.tar").unlink()
+    (path / "a.tar").symlink_to(victim / "model.ckpt")
+    (path / "more").symlink_to(victim)
+    with no_descriptor_left():
+        assert remove_leftover(layout, path)
+    assert (victim / "model.ckpt").read_text() == "mine"
+
+
+@pytest.mark.locks_work("answers")
+def test_a_pipe_or_a_socket_in_the_way_does_not_stop_a_sweep(layout: Layout) -> None:
+    path = left_behind(layout)
+    os.mkfifo(path / "pipe")
+    with socket.socket(socket.AF_UNIX) as server:
+        old = os.getcwd()
+        os.chdir(path)  # the address must be short
+        try:
+            server.bind("socket")
+        finally:
+            os.chdir(old)
+        with no_descriptor_left():
+            assert sweep(layout) == 1
+
+
+@pytest.mark.locks_work("answers")
+def test_a_partial_that_went_away_is_not_removed(layout: Layout) -> None:
+    path = left_behind(layout)
+    doomed = half_evicted(layout)
+    assert remove_leftover(layout, path) and remove_leftover(layout, doomed)
+    assert not remove_leftover(layout, path) and not remove_leftover(layout, doomed)
+
+
+def test_a_partial_that_is_claimed_before_the_rename_stays(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = left_behind(layout)
+    moved = layout.new_partial(KEY, "0" * 24)
+    real = sweeping._held
+
+    def held(*args, **kw):
+        context = real(*args, **kw)
+
+        class Claimed:
+            def __enter__(self):
+                found = context.__enter__()
+                path.rename(moved)
+                return found
+
+            def __exit__(self, *exc):
+                return context.__exit__(*exc)
+
+        return Claimed()
+
+    monkeypatch.setattr(sweeping, "_held", held)
+    assert not remove_leftover(layout, path)
+    assert (moved / "a.tar").read_bytes() == DATA
+
+
+@pytest.mark.locks_work("answers")
+def test_a_disk_that_fails_is_an_error(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = left_behind(layout)
+    monkeypatch.setattr(os, "rename", refusing(errno.EROFS, real=os.rename))
+    with no_descriptor_left(), pytest.raises(OSError) as caught:
+        remove_leftover(layout, path)
+    assert caught.value.errno == errno.EROFS
+
+
+@pytest.mark.locks_work("answers")
+def test_a_partial_that_cannot_be_removed_is_not_said_to_be(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = left_behind(layout)
+    monkeypatch.setattr(os, "unlink", refusing(errno.EIO, real=os.unlink))
+    assert not remove_leftover(layout, path)
+    monkeypatch.undo()
+    assert sweep(layout) == 1
+
+
+@pytest.mark.failure("descriptors")
+@pytest.mark.locks_work("files")
+def test_want_of_descriptors_removes_nothing_that_lives(layout: Layout) -> None:
+    live = begin(layout, metadata_for(data=DATA))
+    fill(live, DATA)
+    before = tree(layout.base)
+    with no_descriptor_free(), pytest.raises(OSError) as caught:
+        remove_leftover(layout, live.path)
+    assert caught.value.errno == errno.EMFILE
+    real = os.open
+
+    def scarce(path, flags, *args, **kw):
+        if str(path).endswith("a.tar"):
+            raise OSError(errno.EMFILE, "too many")
+        return real(path, flags, *args, **kw)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "open", scarce)
+        for call in (lambda: remove_leftover(layout, live.path), lambda: list(in_flight(layout))):
+            with pytest.raises(OSError):
+                call()
+    assert tree(layout.base) == before
+    live.discard()
+
+
+def test_data_that_may_not_be_opened_counts_as_live(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = left_behind(layout)
+    data = str(path / "a.tar")
+    monkeypatch.setattr(
+        os, "open", refusing(errno.EACCES, when=lambda p, *a, **k: str(p) == data, real=os.open)
+    )
+    [found] = in_flight(layout)
+    assert found.live
+    assert not remove_leftover(layout, path)
+
+
+def test_quarantined_entries_go_and_say_how_much_that_frees(layout: Layout) -> None:
+    entry = layout.entry(KEY, "0" * 24, 5000)
+    path = layout.new_quarantined(entry)
+    path.mkdir()
+    (path / "a.tar").write_bytes(DATA)
+    dry = list(remove_quarantined(layout, dry_run=True))
+    assert path.exists()
+    assert list(remove_quarantined(layout)) == dry
+    assert dry[0][0] == path and dry[0][1] >= 5000
+    assert not path.exists()
+
+
+def test_quarantined_entries_that_cannot_be_removed_are_not_said_to_be(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = layout.new_quarantined(layout.entry(KEY, "0" * 24, 5000))
+    path.mkdir()
+    monkeypatch.setattr(os, "rmdir", refusing(errno.EIO, real=os.rmdir))
+    assert list(remove_quarantined(layout)) == []
+    assert path.exists()
+
+
+@pytest.mark.parametrize("live", [True, False])
+@pytest.mark.parametrize("key", [KEY, ""])
+@pytest.mark.parametrize("total", [None, 3, 9])
+def test_what_is_reserved_is_what_will_be_there_in_the_end(
+    layout: Layout, live: bool, key: str, total: int | None
+) -> None:
+    found = InFlight(layout.base, key, live, 5, Progress(total, 0, 0) if key else None)
+    on_its_way_out = 0 if live else 5  # in somebody's hand, or left by the dead
+    fetched = 9 if live and total == 9 else 5
+    assert found.reserved == (fetched if key else on_its_way_out)
+    assert InFlight(layout.base, KEY, live, 5, None).reserved == 5
+
+
+@pytest.mark.locks_work
+def test_only_the_data_file_tells_whether_a_partial_lives(layout: Layout) -> None:
+    path = left_behind(layout)
+    (path / ".meta.json.0").touch()
+    readers = [open(path / name, "rb") for name in (META, PROGRESS, ".meta.json.0")]  # noqa: SIM115
+    try:
+        for reader in readers:
+            fcntl.flock(reader, fcntl.LOCK_EX)
+        with no_descriptor_left():
+            [found] = in_flight(layout)
+        assert not found.live
+    finally:
+        for reader in readers:
+            reader.close()
+
+
+@pytest.mark.parametrize("order", [sorted, lambda names: sorted(names, reverse=True)])
+def test_what_a_partial_occupies_is_its_data(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch, order
+) -> None:
+    left_behind(layout)
+    real = sweeping.list_names
+    monkeypatch.setattr(sweeping, "list_names", lambda path: order(real(path)))
+    [found] = in_flight(layout)
+    assert found.occupied == len(DATA)
+
+
+def test_a_partial_that_somebody_else_took_was_not_removed_by_us(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = left_behind(layout)
+    real = Path.rename
+
+    def taken(self: Path, target: Path) -> Path:
+        real(self, layout.new_partial(KEY, "0" * 24))
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "rename", taken)
+    assert remove_leftover(layout, path) is False
+    assert len(os.listdir(layout.partial)) == 1
+
+
+# -- what network filesystems and groups leave ---------------------------------
+
+
+@pytest.mark.locks_work("files")
+def test_leases_that_nobody_renews_go_with_their_records(layout: Layout) -> None:
+    directory = layout.base / "locks" / KEY[:2]
+    directory.mkdir(parents=True)
+    other = "0" * 32 if not KEY.startswith("00") else "1" * 32
+    dead = [layout.lease(KEY), layout.lease_record(KEY)]
+    live = layout.lease(KEY[:2] + "f" * 30)
+    stays = [live, directory / "my.lease", directory / f"{other}.lease", layout.key_lock(KEY)]
+    stays.append(layout.base / "locks" / "budget.lease")
+    stays.append(layout.base / "locks" / f"{other}.lease")
+    for path in (*dead, *stays):
+        path.touch()
+        if path != live:
+            os.utime(path, (1, 1))
+    assert remove_dead_leases(layout) == 2
+    assert not any(path.exists() for path in dead)
+    assert all(path.exists() for path in stays)
+    os.utime(live, (time.time() - 100, time.time() - 100))
+    assert remove_dead_leases(replace(layout, grace=1000.0)) == 0
+    assert remove_dead_leases(replace(layout, grace=50.0)) == 1
+
+
+@pytest.mark.locks_work("files")
+def test_directories_that_never_got_their_name_go_where_a_group_makes_them(layout: Layout) -> None:
+    prefix = layout.objects / "ab"
+    layout.ranks.mkdir(exist_ok=True)
+    for path in (prefix, prefix / "mine", layout.objects / "mine"):
+        path.mkdir()
+    places = [layout.base.parent, layout.base, layout.partial, layout.objects, layout.ranks, prefix]
+    unnamed = [place / f".new.{random_token()}" for place in places]
+    strange = layout.objects / "mine" / f".new.{random_token()}"
+    full = prefix / f".new.{random_token()}"
+    for path in (*unnamed, strange, full):
+        path.mkdir()
+    (full / "kept").touch()
+    before = tree(layout.base.parent)
+    assert remove_unnamed(layout) == 0
+    assert tree(layout.base.parent) == before
+    shared = replace(layout, modes=Modes(os.getegid(), 0o2770, 0o660, 0o440, 0o640))
+    assert remove_unnamed(shared) == len(unnamed)
+    gone = {str(path.relative_to(layout.base.parent)) for path in unnamed}
+    assert set(tree(layout.base.parent)) == set(before) - gone
+
+
+# -- other processes -----------------------------------------------------------
+
+
+@pytest.mark.locks_work("flock")
+def test_a_killed_writers_partial_is_an_orphan_at_once_and_a_stopped_ones_is_not(
+    layout: Layout,
+) -> None:
+    def write(parent: Parent) -> None:
+        partial = begin(layout, metadata_for(data=DATA))
+        fill(partial, DATA)
+        parent.say(str(partial.path))
+        parent.hear()
+
+    with forked(write) as child:
+        path = Path(child.hear())
+        child.kill(signal.SIGSTOP)
+        [found] = in_flight(layout)
+        assert found.live and not remove_leftover(layout, path)
+        child.kill()
+        [found] = in_flight(layout)
+        assert not found.live and remove_leftover(layout, path)
+
+
+@pytest.mark.locks_work("flock")
+def test_sweepers_never_take_a_partial_from_a_writer_that_just_makes_it(layout: Layout) -> None:
+    # Writers create partials as fast as they can while sweepers sweep as fast as
+    # they can. Once `create` has returned, the partial is the writer's.
+    def run_sweeper(parent: Parent, number: int) -> None:
+        parent.hear()
+        end = time.monotonic() + 1.5
+        swept = 0
+        while time.monotonic() < end:
+            swept += sweep(layout)
+        parent.say(swept)
+
+    def run_writer(parent: Parent, number: int) -> None:
+        parent.hear()
+        end = time.monotonic() + 1.5
+        made = lost = 0
+        while time.monotonic() < end:
+            partial = begin(layout, metadata_for(data=DATA))
+            made += 1
+            try:
+                fill(partial, DATA)
+                partial.seal(metadata_for(data=DATA), sync=False)
+                lost += partial.data.read_bytes() != DATA
+            except (LostError, OSError):
+                lost += 1
+            partial.discard()
+        parent.say((made, lost))
+
+    with crowd(2, run_sweeper) as sweepers, crowd(2, run_writer) as writers:
+        for child in (*sweepers, *writers):
+            child.tell()
+        results = [writer.hear() for writer in writers]
+        for sweeper in sweepers:
+            sweeper.hear()
+    assert all(made > 0 for made, _ in results)
+    assert [lost for _, lost in results] == [0, 0]
+    sweep(layout)
+    assert list(layout.partial.iterdir()) == []
+
+
+@pytest.mark.locks_work("flock")
+def test_a_writer_paused_anywhere_in_create_keeps_what_it_makes(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The same race step by step: a sweep before and after each system call.
+    for step in range(1, 12):
+        calls = 0
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("mkdir", "open", "lstat", "rename", "pwrite"):
+                real = getattr(os, name)
+
+                def paused(*args, _real=real, _step=step, **kw):
+                    nonlocal calls
+                    calls += 1
+                    if calls == _step:
+                        with pytest.MonkeyPatch.context() as inner:
+                            inner.setattr(os, "open", originals["open"])
+                            sweep(layout)
+                    return _real(*args, **kw)
+
+                originals[name] = real
+                patch.setattr(os, name, paused)
+            partial = begin(layout, metadata_for(data=DATA))
+        fill(partial, DATA)
+        partial.seal(metadata_for(data=DATA), sync=False)
+        assert partial.data.read_bytes() == DATA
+        partial.discard()
+
+
+originals: dict[str, object] = {}
+
+
+@pytest.mark.locks_work("flock")
+def test_a_writer_that_comes_between_a_sweepers_look_and_its_grip_keeps_its_partial(
+    layout: Layout,
+) -> None:
+    path = layout.new_partial(KEY, "0" * 24)
+    path.mkdir()
+    fds: list[int] = []
+
+    def first_write() -> None:
+        if not fds:
+            fds.append(os.open(path / "a.tar", os.O_RDWR | os.O_CREAT | os.O_EXCL))
+            assert sweeping.lock_exclusive(fds[0])
+            (path / META).write_bytes(b"{}")
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("rmdir", "rename"):
+            real = getattr(os, name)
+            patch.setattr(os, name, lambda *a, _real=real, **k: (first_write(), _real(*a, **k))[1])
+        assert not remove_leftover(layout, path)
+    assert fds and sorted(os.listdir(path)) == ["a.tar", META]
+    os.close(fds[0])
+
+
+@pytest.mark.locks_work("answers")
+def test_of_a_sweeper_and_a_claimer_one_wins(layout: Layout) -> None:
+    def run_sweeper(parent: Parent, number: int) -> None:
+        while (path := parent.hear()) is not None:
+            parent.say(remove_leftover(layout, path))
+
+    def run_claimer(parent: Parent, number: int) -> None:
+        kept = []
+        while (path := parent.hear()) is not None:
+            partial = Partial.claim(layout, path, "a.tar")
+            kept.append(partial)
+            parent.say(partial is not None and partial.data.read_bytes() == DATA)
+
+    with crowd(2, run_sweeper) as sweepers, crowd(2, run_claimer) as claimers:
+        for _ in range(40):
+            path = left_behind(layout)
+            for child in (*sweepers, *claimers):
+                child.tell(path)
+            assert sum(child.hear() for child in (*sweepers, *claimers)) <= 1
+            assert not path.exists() or sweep(layout) == 1
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+@pytest.mark.failure("flock-broken")
+def test_without_flock_only_what_is_long_idle_counts_as_dead(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    live, idle, doomed = left_behind(layout), left_behind(layout), half_evicted(layout)
+    past = time.time() - 2 * IDLE_GRACE
+    for path in (idle, doomed):
+        for file in path.iterdir():
+            os.utime(file, (past, past))
+    os.utime(live / "a.tar", (past, past))  # but its progress is fresh
+    monkeypatch.setattr(fcntl, "flock", refusing(number, real=fcntl.flock))
+    assert {f.path: f.live for f in in_flight(layout)} == {
+        live: True,
+        idle: False,
+        doomed: False,
+    }
+    assert not remove_leftover(layout, live)
+    assert sweep(layout) == 2
+    assert [p.name for p in layout.partial.iterdir()] == [live.name]
+
+
+def test_idleness_of_what_is_gone_is_no_error(layout: Layout) -> None:
+    assert is_idle(layout.partial / "absent")
+
+
+# -- lock files ----------------------------------------------------------------
+
+
+def lock_files(layout: Layout) -> list[str]:
+    return sorted(str(p.relative_to(layout.locks)) for p in layout.locks.rglob("*"))
+
+
+@pytest.mark.locks_work
+def test_lock_files_nobody_holds_go_and_their_directories(layout: Layout) -> None:
+    keys = [f"{n:02x}" * 16 for n in range(20)]
+    for key in keys:
+        lock = KeyLock(layout.key_lock(key))
+        assert lock.try_acquire(ME)
+        lock.release()
+    held = KeyLock(layout.key_lock(keys[3]))
+    assert held.try_acquire(ME)
+    with no_descriptor_left():
+        assert remove_free_locks(layout) == 19
+    assert lock_files(layout) == ["03", f"03/{keys[3]}.lock"]
+    assert not KeyLock(layout.key_lock(keys[3])).try_acquire(ME)
+    held.release()
+    assert remove_free_locks(layout) == 1
+    assert lock_files(layout) == []
+
+
+@pytest.mark.locks_work("files")
+def test_only_lock_files_of_keys_are_removed(layout: Layout, tmp_path: Path) -> None:
+    key = "ab" * 16
+    (tmp_path / "victim").touch()
+    layout.named_lock("budget").touch()
+    layout.named_lock("private-0").touch()
+    for name in ("ab", "cd", "zz", "abc"):
+        (layout.locks / name).mkdir()
+        (layout.locks / name / "notes").touch()
+    (layout.locks / "ab" / f"{'cd' * 16}.lock").touch()  # in another key's place
+    (layout.locks / "cd" / f"{'cd' * 16}.lock").symlink_to(tmp_path / "victim")
+    (layout.locks / "zy").mkdir()
+    (layout.locks / "ef").symlink_to(layout.locks / "ab")
+    before = tree(tmp_path)
+    assert remove_free_locks(layout) == 0
+    layout.key_lock(key).touch()
+    assert remove_free_locks(layout) == 1
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.locks_work
+@pytest.mark.failure("lock-inode-race")
+def test_a_lock_file_replaced_after_it_was_opened_is_not_removed(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = layout.key_lock("ab" * 16)
+    path.parent.mkdir()
+    path.touch()
+    holder = KeyLock(path)
+    real = sweeping.lock_exclusive
+
+    def replaced(fd: int) -> bool:
+        monkeypatch.setattr(sweeping, "lock_exclusive", real)
+        path.unlink()
+        assert holder.try_acquire(ME)
+        return real(fd)
+
+    monkeypatch.setattr(sweeping, "lock_exclusive", replaced)
+    assert remove_free_locks(layout) == 0
+    assert not KeyLock(path).try_acquire(ME)
+    holder.release()
+
+
+@pytest.mark.locks_work("files")
+def test_a_lock_file_that_goes_away_or_may_not_be_opened_is_passed_over(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = layout.key_lock("ab" * 16)
+    path.parent.mkdir()
+    path.touch()
+    real = sweeping.lock_exclusive
+    monkeypatch.setattr(sweeping, "lock_exclusive", lambda fd: (path.unlink(), real(fd))[1])
+    assert remove_free_locks(layout) == 0
+    monkeypatch.undo()
+    path.parent.mkdir(exist_ok=True)
+    path.touch()
+    for number, raises in ((errno.EACCES, False), (errno.ENOENT, False), (errno.EMFILE, True)):
+        with pytest.MonkeyPatch.context() as patch:
+            when = lambda p, *a, **k: str(p) == str(path)  # noqa: E731
+            patch.setattr(os, "open", refusing(number, when=when, real=os.open))
+            if raises:
+                with pytest.raises(OSError):
+                    remove_free_locks(layout)
+            else:
+                assert remove_free_locks(layout) == 0
+    assert path.exists()
+
+
+@pytest.mark.locks_work
+@pytest.mark.failure("lock-inode-race")
+def test_mutual_exclusion_holds_while_free_locks_are_removed_in_a_loop(
+    layout: Layout, tmp_path: Path
+) -> None:
+    keys = ["ab" * 16, "cd" * 16]
+
+    def run_saboteur(parent: Parent, number: int) -> None:
+        parent.hear()
+        removed = 0
+        end = time.monotonic() + 2.0
+        while time.monotonic() < end:
+            removed += remove_free_locks(layout)
+        parent.say(removed)
+
+    def run_worker(parent: Parent, number: int) -> None:
+        parent.hear()
+        taken = collisions = 0
+        end = time.monotonic() + 2.0
+        while time.monotonic() < end:
+            key = keys[taken % 2]
+            lock = KeyLock(layout.key_lock(key))
+            if not lock.try_acquire(ME):
+                continue
+            inside = tmp_path / f"inside-{key[:2]}"
+            try:
+                os.close(os.open(inside, os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                collisions += 1
+            else:
+                time.sleep(0.0005)  # long enough for others to come by
+                inside.unlink()
+            taken += 1
+            lock.release()
+        parent.say((taken, collisions))
+
+    with crowd(2, run_saboteur) as saboteurs, crowd(3, run_worker) as workers:
+        for child in (*saboteurs, *workers):
+            child.tell()
+        found = [worker.hear() for worker in workers]
+        removed = sum(saboteur.hear() for saboteur in saboteurs)
+    assert [collisions for _, collisions in found] == [0, 0, 0]
+    assert removed > 0 and sum(taken for taken, _ in found) > 0
+
+
+def test_an_evicted_leftover_keeps_its_name(layout: Layout) -> None:
+    # A sweep that fails half-way must not grow the directory by renaming again.
+    path = half_evicted(layout)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "unlink", refusing(errno.EIO, real=os.unlink))
+        assert not remove_leftover(layout, path)
+    assert [p.name for p in layout.partial.iterdir()] == [path.name]
+    assert is_evicted_name(path.name)
+
+
+@pytest.mark.failure("kill-at-any-syscall", "dead-partials")
+@pytest.mark.locks_work("answers")
+def test_files_whose_writers_died_before_naming_them_go(layout: Layout) -> None:
+    def write(parent: Parent) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Path, "replace", lambda *a: os.kill(os.getpid(), signal.SIGKILL))
+            begin(layout, metadata_for(data=DATA))
+
+    with forked(write) as child:
+        assert child.wait() == -signal.SIGKILL
+    [found] = in_flight(layout)
+    assert remove_leftover(layout, found.path)
+    [left] = layout.partial.iterdir()
+    assert left.name.startswith(f".{META}.")
+    assert remove_temporaries(layout) == 1
+    assert remove_temporaries(layout) == 0
+    assert list(layout.partial.iterdir()) == []
+
+
+@pytest.mark.failure("deletes-user-files")
+def test_only_files_of_our_grammar_go_as_temporary(layout: Layout) -> None:
+    token = "0" * 32
+    (layout.partial / f".new.{token}").mkdir()
+    (layout.partial / f".notes.{token}").symlink_to("/etc/hostname")
+    (layout.partial / ".meta.json.backup").touch()
+    (layout.partial / f"meta.json.{token}").touch()
+    before = tree(layout.partial)
+    assert remove_temporaries(layout) == 0
+    assert tree(layout.partial) == before
+
+
+@pytest.mark.locks_work("answers")
+def test_remains_without_meta_or_progress_are_seen(layout: Layout) -> None:
+    path = left_behind(layout)
+    (path / PROGRESS).write_bytes(b"x")
+    (path / META).unlink()
+    [found] = in_flight(layout)
+    assert found.progress is None and not found.live and found.occupied > 0

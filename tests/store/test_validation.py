@@ -1,0 +1,121 @@
+"""The cheap look at what was fetched: tar archives pass, error pages do not."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import os
+import tarfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardcache.errors import IntegrityError
+from shardcache.store.validation import check_archive
+from tests.conftest import make_tar
+
+URL = "s3://lab/train-0000.tar"
+PAGE = b"<?xml version='1.0'?><Error><Code>SlowDown</Code></Error>" + b" " * 600
+
+
+def check(path: Path, data: bytes, name: str = "train.tar") -> None:
+    (path / "data").write_bytes(data)
+    fd = os.open(path / "data", os.O_RDONLY)
+    try:
+        check_archive(fd, name, URL)
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("style", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+@pytest.mark.parametrize("name", ["a.txt", "dir/" * 20 + "x" * 90 + ".txt", "\u00e9\u4e2d.txt"])
+def test_archives_of_every_style_pass(tmp_path: Path, style: int, name: str) -> None:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=style) as archive:
+        info = tarfile.TarInfo(name)
+        info.size = 3
+        archive.addfile(info, io.BytesIO(b"abc"))
+    check(tmp_path, buffer.getvalue())
+
+
+@given(
+    name=st.text(min_size=1, max_size=90).filter(lambda text: "\0" not in text),
+    mode=st.integers(0, 0o7777),
+    mtime=st.integers(0, 2**33 - 1),
+)
+def test_every_header_that_tarfile_writes_passes(
+    tmp_path_factory: pytest.TempPathFactory, name: str, mode: int, mtime: int
+) -> None:
+    info = tarfile.TarInfo(name)
+    info.mode, info.mtime = mode, mtime
+    data = info.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
+    check(tmp_path_factory.getbasetemp(), data)
+
+
+def test_an_old_writers_signed_sum_passes(tmp_path: Path) -> None:
+    head = bytearray(make_tar(1)[:512])
+    head[0] = 0xE9  # as a signed byte it counts 256 less
+    body = head[:148] + b" " * 8 + head[156:]
+    signed = sum(byte - 256 if byte > 127 else byte for byte in body)
+    head[148:156] = b"%06o\0 " % signed
+    check(tmp_path, bytes(head))
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress])
+@pytest.mark.parametrize("name", ["a.tar", "a.tgz", "a.tar.gz", "a.tar.bz2", "a.TAR.XZ"])
+def test_compressed_archives_pass(tmp_path: Path, compress, name: str) -> None:
+    check(tmp_path, compress(make_tar(1)), name)
+
+
+def test_zstandard_passes(tmp_path: Path) -> None:
+    check(tmp_path, b"(\xb5/\xfd" + bytes(20), "a.tar.zst")
+
+
+@pytest.mark.parametrize("data", [b"", bytes(512), bytes(10240)])
+def test_an_archive_without_members_passes(tmp_path: Path, data: bytes) -> None:
+    check(tmp_path, data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        PAGE,
+        b"<html>" + b"x" * 1000,
+        b'{"error": "expired"}',
+        bytes(100),
+        make_tar(1)[:511],
+        make_tar(1)[512:],
+        b"\x1f",
+        bytes(511) + b"x",
+        b"x" * 148 + b"-1\0     " + b"x" * 400,
+    ],
+)
+@pytest.mark.parametrize("name", ["a.tar", "A.TAR", "a.tar.gz"])
+def test_what_is_no_archive_is_refused_and_shown(tmp_path: Path, data: bytes, name: str) -> None:
+    with pytest.raises(IntegrityError, match="no tar archive") as caught:
+        check(tmp_path, data, name)
+    assert URL in str(caught.value) and caught.value.url == URL
+    assert len(str(caught.value)) < 400
+
+
+@given(st.integers(0, 511), st.integers(1, 255))
+def test_one_damaged_byte_of_the_header_is_seen(
+    tmp_path_factory: pytest.TempPathFactory, index: int, flip: int
+) -> None:
+    data = bytearray(make_tar(1))
+    data[index] ^= flip
+    try:
+        check(tmp_path_factory.getbasetemp(), bytes(data))
+    except IntegrityError:
+        return
+    # Only the blanks around the sum itself say the same in several ways.
+    assert 148 <= index < 156
+
+
+@pytest.mark.parametrize("name", ["a.bin", "a.parquet", "tar", "a.tar.idx"])
+def test_other_names_are_not_looked_at(tmp_path: Path, name: str) -> None:
+    check(tmp_path, PAGE, name)

@@ -1,0 +1,536 @@
+"""Shards that are read while they are fetched, by this process and by others."""
+
+from __future__ import annotations
+
+import base64
+import errno
+import io
+import os
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from shardcache.cache import Cache
+from shardcache.errors import (
+    CacheFullError,
+    FetchCancelledError,
+    IntegrityError,
+    ShardNotFoundError,
+    TransferError,
+)
+from shardcache.layout import Layout
+from shardcache.origins.base import Body, Checksum, ObjectInfo, TransientError
+from shardcache.store.digest import BLOCK
+from shardcache.store.partial import Partial
+from shardcache.streams.trail import Trail
+from tests.conftest import make_tar
+from tests.support.fakes import Fault, MemoryOrigin
+from tests.support.storetools import PATIENCE, forked, wait_until
+
+URL = "s3://lab/train-0000.tar"
+DATA = make_tar(1, members=3, size=BLOCK)
+NEWER = make_tar(2, members=3, size=BLOCK)
+MakeCache = Callable[..., Cache]
+
+pytestmark = pytest.mark.locks_work
+
+
+@pytest.fixture(autouse=True)
+def _object(origin: MemoryOrigin) -> None:
+    origin.objects[URL] = DATA
+
+
+class Hold:
+    """Holds the first answer back behind a byte."""
+
+    def __init__(self, origin: MemoryOrigin, after: int) -> None:
+        self.event = threading.Event()
+        origin.faults.append(Fault(after=after, wait=self.event))
+
+    def release(self) -> None:
+        self.event.set()
+
+
+@pytest.fixture
+def held(origin: MemoryOrigin) -> Iterator[Hold]:
+    """The shard, without all that is behind its third block."""
+    hold = Hold(origin, 3 * BLOCK + 5)
+    yield hold
+    hold.release()
+
+
+@pytest.fixture
+def make_cache(make_cache: MakeCache) -> MakeCache:
+    """Caches whose shards are followed."""
+    return lambda **options: make_cache(**{"fill": "follow", **options})
+
+
+def one(make_cache: MakeCache, **options: object) -> Cache:
+    """A cache with one connection, as one process has it."""
+    return make_cache(connections=1, attempts=1, **options)
+
+
+def fetches(origin: MemoryOrigin) -> int:
+    return sum(start == 0 for _, start, _ in origin.requests)
+
+
+def crc(data: bytes) -> Checksum:
+    return Checksum("crc32", base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode())
+
+
+def _taken_for(body: Body, pin: ObjectInfo | None = None) -> Body:
+    body.info = pin or body.info
+    return body
+
+
+def test_the_first_bytes_are_read_before_the_last_have_come(
+    make_cache: MakeCache, held: Hold
+) -> None:
+    cache = one(make_cache)
+    with cache.open(URL) as stream:
+        assert stream.read(3 * BLOCK) == DATA[: 3 * BLOCK]
+        assert URL not in cache
+        held.release()
+        assert stream.read() == DATA[3 * BLOCK :]
+        assert stream.read() == b""
+        assert Path(stream.name).read_bytes() == DATA
+    assert URL in cache
+
+
+def test_with_fill_complete_nothing_is_read_before_all_is_there(
+    make_cache: MakeCache, held: Hold
+) -> None:
+    cache = one(make_cache, fill="complete")
+    opened: list[io.BufferedIOBase] = []
+    thread = threading.Thread(target=lambda: opened.append(cache.open(URL)))
+    thread.start()
+    wait_until(lambda: cache._here().fetcher._jobs)
+    assert not opened
+    held.release()
+    thread.join(PATIENCE)
+    with opened[0] as stream:
+        assert Path(stream.name).read_bytes() == stream.read() == DATA
+
+
+def test_all_of_one_process_follow_one_fetch(
+    make_cache: MakeCache, origin: MemoryOrigin, held: Hold
+) -> None:
+    cache = one(make_cache)
+    with cache.open(URL) as first, cache.open(URL) as second:
+        assert first.read(BLOCK) == second.read(BLOCK) == DATA[:BLOCK]
+        held.release()
+        assert first.read() == second.read() == DATA[BLOCK:]
+    assert fetches(origin) == 1
+
+
+def test_the_first_sample_waits_for_no_whole_block(
+    make_cache: MakeCache, origin: MemoryOrigin
+) -> None:
+    hold = Hold(origin, 200_000)
+    with one(make_cache).open(URL) as first, one(make_cache).open(URL) as second:
+        assert first.read(100_000) == second.read(100_000) == DATA[:100_000]
+        hold.release()
+        assert first.read() == second.read() == DATA[100_000:]
+    assert fetches(origin) == 1
+
+
+def test_who_has_read_of_an_unfinished_block_goes_on_when_its_fetch_is_given_up(
+    make_cache: MakeCache, origin: MemoryOrigin
+) -> None:
+    hold = Hold(origin, 200_000)
+    fetching, following = one(make_cache), one(make_cache)
+    with fetching.open(URL) as first, following.open(URL) as second:
+        assert first.read(100_000) == second.read(100_000) == DATA[:100_000]
+        fetching.cancel()
+        hold.release()
+        assert second.read() == DATA[100_000:]
+    assert fetches(origin) == 2  # of that block nothing was kept
+
+
+def test_another_process_follows_the_same_partial(
+    make_cache: MakeCache, origin: MemoryOrigin, held: Hold
+) -> None:
+    with one(make_cache).open(URL) as first, one(make_cache).open(URL) as second:
+        assert second.read(2 * BLOCK) == first.read(2 * BLOCK) == DATA[: 2 * BLOCK]
+        held.release()
+        assert second.read() == first.read() == DATA[2 * BLOCK :]
+    assert fetches(origin) == 1
+
+
+def test_who_follows_goes_on_when_the_fetching_process_gives_up(
+    make_cache: MakeCache, origin: MemoryOrigin, held: Hold
+) -> None:
+    fetching, following = one(make_cache), one(make_cache)
+    some = BLOCK + 10
+    with fetching.open(URL) as first, following.open(URL) as second:
+        assert first.read(some) == second.read(some) == DATA[:some]
+        fetching.cancel()
+        with pytest.raises(FetchCancelledError):
+            first.read()
+        assert second.read() == DATA[some:]
+    assert fetches(origin) == 1  # it went on where the other one ended
+    assert origin.requests[-1][1] >= BLOCK
+
+
+def test_who_follows_goes_on_from_another_file_of_the_same_version(
+    make_cache: MakeCache, origin: MemoryOrigin, held: Hold
+) -> None:
+    fetching, following = one(make_cache), one(make_cache)
+    with fetching.open(URL) as first, following.open(URL) as second:
+        assert first.read(10) == second.read(10) == DATA[:10]
+        (partial,) = Layout.of_root(fetching.dir).partial.iterdir()
+        for path in partial.iterdir():
+            path.unlink()
+        partial.rmdir()
+        fetching.cancel()
+        with pytest.raises(FetchCancelledError):
+            first.read()
+        assert second.read() == DATA[10:]
+    assert fetches(origin) == 2
+
+
+def test_what_differs_in_another_file_of_the_same_version_is_an_error(
+    make_cache: MakeCache, origin: MemoryOrigin
+) -> None:
+    """The checksum fails after the bytes were given: they may have been the wrong ones."""
+    origin.checksums[URL] = crc(DATA)
+    origin.faults.append(Fault(after=2000, corrupt=True))
+    with (
+        one(make_cache, validate=lambda path: None).open(URL) as stream,
+        pytest.raises(IntegrityError, match="turned out damaged"),
+    ):
+        stream.read(BLOCK)
+        stream.read()
+
+
+def test_damage_behind_what_was_read_is_mended_unseen(
+    make_cache: MakeCache, origin: MemoryOrigin
+) -> None:
+    origin.checksums[URL] = crc(DATA)
+    origin.faults.append(Fault(after=len(DATA) - 9, corrupt=True))
+    with one(make_cache).open(URL) as stream:
+        assert stream.read(BLOCK) == DATA[:BLOCK]
+        assert stream.read() == DATA[BLOCK:]
+    assert fetches(origin) == 2
+
+
+def test_the_last_block_is_withheld_until_all_is_checked(
+    make_cache: MakeCache, origin: MemoryOrigin
+) -> None:
+    origin.checksums[URL] = crc(b"something else")
+    cache = one(make_cache)
+    got = bytearray()
+    with cache.open(URL) as stream, pytest.raises(IntegrityError, match="states crc32"):
+        while chunk := stream.read(10_000):
+            got += chunk
+    assert DATA.startswith(bytes(got))
+    assert len(got) <= (len(DATA) - 1) // BLOCK * BLOCK
+    with cache.open(URL) as stream, pytest.raises(IntegrityError):
+        stream.read()
+
+
+def test_closing_the_cache_calls_off_what_nobody_reads_and_says_so(
+    make_cache: MakeCache, origin: MemoryOrigin, held: Hold, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="shardcache")
+    cache = one(make_cache, part_size=BLOCK)
+    with cache.open(URL) as stream:
+        assert stream.read(10) == DATA[:10]
+    process = cache._here()
+    assert [str(shard) for shard in process.fetchings.unfinished()] == [URL]  # it goes on
+    cache.close()
+    assert process.fetchings.unfinished() == []
+    held.release()
+    wait_until(lambda: "not fetched in the background" in caplog.text)
+    assert URL not in cache
+
+
+def test_closing_the_cache_leaves_a_stream_what_it_reads(
+    make_cache: MakeCache, origin: MemoryOrigin, held: Hold
+) -> None:
+    cache = one(make_cache)
+    with cache.open(URL) as stream:
+        assert stream.read(10) == DATA[:10]
+        cache.close()
+        held.release()
+        assert stream.read() == DATA[10:]
+    assert fetches(origin) == 1
+
+
+def test_a_child_reads_on_what_its_parent_fetches(
+    make_cache: MakeCache, origin: MemoryOrigin, held: Hold
+) -> None:
+    with one(make_cache).open(URL) as stream:
+        assert stream.read(10) == DATA[:10]
+        with forked(lambda parent: parent.say(stream.read())) as child:
+            held.release()
+            assert child.hear() == DATA[10:]
+        assert stream.read() == DATA[10:]
+    assert fetches(origin) == 1
+
+
+def test_an_error_stays_an_error(make_cache: MakeCache, origin: MemoryOrigin) -> None:
+    origin.faults.append(Fault(after=BLOCK, error=TransientError("reset")))
+    origin.faults.append(Fault(after=None))
+    with one(make_cache).open(URL) as stream:
+        assert stream.read(BLOCK) == DATA[:BLOCK]
+        for _ in range(2):
+            with pytest.raises(TransferError):
+                stream.read()
+
+
+def test_a_shard_that_is_replaced_meanwhile_is_an_error_and_no_splice(
+    make_cache: MakeCache, origin: MemoryOrigin
+) -> None:
+    origin.objects[URL] = old = make_tar(1, members=9, size=BLOCK)
+    hold = Hold(origin, 3 * BLOCK)
+    with one(make_cache, part_size=4 * BLOCK).open(URL) as stream:
+        assert stream.read(10) == old[:10]
+        origin.objects[URL] = make_tar(2, members=9, size=BLOCK)
+        hold.release()
+        got = bytearray()
+        with pytest.raises(TransferError, match="was replaced while it was read"):
+            while chunk := stream.read(10_000):
+                got += chunk
+        assert old[10:].startswith(bytes(got))
+
+
+@pytest.mark.parametrize("pins", [True, False])
+def test_nothing_is_read_of_a_resumed_version_before_it_is_known_to_be_the_current_one(
+    make_cache: MakeCache, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch, pins: bool
+) -> None:
+    if not pins:
+        origin.pins = origin.states_checksums = False
+        real = origin.open
+        # It takes the version that it is asked for to be what it has.
+        monkeypatch.setattr(origin, "open", lambda *a: _taken_for(real(*a[:3]), *a[3:]))
+    origin.faults.append(Fault(after=2 * BLOCK + 9, error=TransientError("reset")))
+    origin.faults.append(Fault(after=None))
+    with pytest.raises(TransferError):
+        one(make_cache).fetch(URL)
+    origin.objects[URL] = NEWER
+    hold = Hold(origin, 0)  # time enough to read what should not be shown
+    with one(make_cache).open(URL) as stream:
+        assert stream.read(10) == NEWER[:10]
+        hold.release()
+        assert stream.read() == NEWER[10:]
+
+
+def test_what_was_resumed_is_read_as_soon_as_it_is_confirmed(
+    make_cache: MakeCache, origin: MemoryOrigin
+) -> None:
+    origin.faults.append(Fault(after=2 * BLOCK + 9, error=TransientError("reset")))
+    origin.faults.append(Fault(after=None))
+    with pytest.raises(TransferError):
+        one(make_cache).fetch(URL)
+    hold = Hold(origin, 0)
+    with one(make_cache).open(URL) as stream:
+        assert stream.read(2 * BLOCK) == DATA[: 2 * BLOCK]
+        hold.release()
+        assert stream.read() == DATA[2 * BLOCK :]
+
+
+def test_a_disk_that_fills_up_in_the_midst_costs_the_reader_nothing(
+    make_cache: MakeCache, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Partial.write
+
+    def write(self: Partial, offset: int, data: memoryview, fd: int | None = None) -> None:
+        if offset >= 2 * BLOCK:
+            raise OSError(28, os.strerror(28))
+        real(self, offset, data, fd)
+
+    monkeypatch.setattr(Partial, "write", write)
+    cache = one(make_cache)
+    with cache.open(URL) as stream:
+        assert stream.read() == DATA
+        assert stream.name == URL
+    assert URL not in cache
+    with (
+        one(make_cache, strict=True).open(URL) as stream,
+        pytest.raises((CacheFullError, OSError)),
+    ):
+        stream.read()
+
+
+def test_a_version_that_cannot_be_told_from_others_is_read_when_it_is_there(
+    make_cache: MakeCache, origin: MemoryOrigin, held: Hold
+) -> None:
+    origin.etags = False
+    cache = one(make_cache)
+    stream = cache.open(URL)
+    got: list[bytes] = []
+    thread = threading.Thread(target=lambda: got.append(stream.read(10)))
+    thread.start()
+    wait_until(lambda: origin.delivered >= 2 * BLOCK)
+    thread.join(0.1)
+    assert not got
+    held.release()
+    thread.join(PATIENCE)
+    assert got == [DATA[:10]]
+    assert stream.read() == DATA[10:]
+    stream.close()
+
+
+def test_a_shard_of_unknown_size_is_followed_too(
+    make_cache: MakeCache, origin: MemoryOrigin, held: Hold
+) -> None:
+    origin.sizes = False
+    with one(make_cache).open(URL) as stream:
+        assert stream.read(2 * BLOCK) == DATA[: 2 * BLOCK]
+        held.release()
+        assert stream.read() == DATA[2 * BLOCK :]
+
+
+def test_an_error_page_is_refused_before_a_byte_of_it_is_read(
+    make_cache: MakeCache, origin: MemoryOrigin
+) -> None:
+    origin.objects[URL] = b"<html>no such bucket</html>" * 200_000
+    with one(make_cache).open(URL) as stream, pytest.raises(IntegrityError, match="no tar"):
+        stream.read(1)
+
+
+def test_what_is_missing_is_said_by_open_and_asked_for_once(
+    make_cache: MakeCache, origin: MemoryOrigin
+) -> None:
+    with pytest.raises(ShardNotFoundError):
+        make_cache().open("s3://lab/none.tar")
+    assert len(origin.requests) == 1
+
+
+def test_where_no_thread_can_be_started_the_caller_fetches(
+    make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with make_cache().open(URL) as stream:
+        assert Path(stream.name).read_bytes() == stream.read() == DATA
+
+
+def test_seeking_waits_for_what_is_sought(make_cache: MakeCache, held: Hold) -> None:
+    with one(make_cache).open(URL) as stream:
+        assert stream.seek(0, os.SEEK_END) == len(DATA)
+        assert stream.seek(BLOCK + 3) == stream.tell() == BLOCK + 3
+        assert stream.read(5) == DATA[BLOCK + 3 : BLOCK + 8]
+        with pytest.raises(OSError, match="Invalid argument"):
+            stream.raw.seek(-1)
+        with pytest.raises(io.UnsupportedOperation):
+            stream.raw.fileno()
+        stream.seek(-7, os.SEEK_END)
+        held.release()
+        assert stream.read() == DATA[-7:]
+        assert os.pread(stream.fileno(), 10, 0) == DATA[:10]
+        stream.seek(1)
+        assert stream.read() == DATA[1:]
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_child_goes_on_with_its_parents_stream(make_cache: MakeCache, held: Hold) -> None:
+    cache = one(make_cache)
+    stream = cache.open(URL)
+    assert stream.read(10) == DATA[:10]
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            process = cache._here()
+            process.coordinator()
+            process.origins.add("s3", MemoryOrigin())  # without the shard: it must not be asked
+            os.write(writer, b"ready")
+            os._exit(0 if stream.read() == DATA[10:] else 1)
+        finally:
+            os._exit(2)
+    assert os.read(reader, 5) == b"ready"
+    held.release()
+    assert stream.read() == DATA[10:]
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    stream.close()
+
+
+def test_a_stream_that_is_closed_early_leaves_the_shard_in_the_cache(
+    make_cache: MakeCache, origin: MemoryOrigin
+) -> None:
+    origin.objects[URL] = data = make_tar(1, members=30, size=BLOCK)
+    hold = Hold(origin, 2 * BLOCK)
+    cache = one(make_cache)
+    with cache.open(URL) as stream:
+        stream.read(10)
+    hold.release()
+    wait_until(lambda: URL in cache)
+    assert cache.path(URL).read_bytes() == data
+
+
+def test_what_is_opened_without_finish_is_called_off_with_its_last_stream(
+    make_cache: MakeCache, origin: MemoryOrigin
+) -> None:
+    origin.objects[URL] = make_tar(1, members=30, size=BLOCK)
+    hold = Hold(origin, 2 * BLOCK)
+    cache = one(make_cache)
+    shard = cache.parse(URL)
+    first, second = (cache.open_shard(shard, finish=False)[0] for _ in range(2))
+    assert first.read(BLOCK + 10) == second.read(BLOCK + 10)
+    first.close()
+    assert second.read(10)
+    second.close()
+    hold.release()
+    wait_until(lambda: not [t for t in threading.enumerate() if "shardcache" in t.name])
+    assert URL not in cache
+    assert fetches(origin) == 1
+    with cache.open(URL) as stream:  # what was fetched is not fetched again
+        assert stream.read() == origin.objects[URL]
+    assert fetches(origin) == 1
+
+
+def test_a_stream_that_was_read_holds_its_entry(make_cache: MakeCache) -> None:
+    cache = make_cache()
+    with cache.open(URL) as stream:
+        assert stream.read() == DATA
+        assert cache.clean(everything=True).removed == ()
+    assert len(cache.clean(everything=True).removed) == 1
+
+
+def test_an_interrupted_open_calls_its_fetch_off(
+    make_cache: MakeCache, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    origin.objects[URL] = make_tar(1, members=30, size=BLOCK)
+    hold = Hold(origin, 0)
+    cache = one(make_cache)
+    from shardcache.fetch.background import Fetching
+
+    def interrupt(self: Fetching, *, whole: bool) -> None:
+        wait_until(lambda: self.status.partial is not None)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Fetching, "wait_begun", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        cache.open(URL)
+    hold.release()
+    wait_until(lambda: not [t for t in threading.enumerate() if "shardcache" in t.name])
+    assert URL not in cache
+
+
+def test_a_fetch_that_fails_just_when_it_is_looked_at_is_not_begun_again(
+    make_cache: MakeCache, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = one(make_cache)
+    looked = threading.Event()
+
+    def write(partial: Partial, offset: int, data: bytes, fd: int | None = None) -> None:
+        assert looked.wait(PATIENCE)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def sealed(trail: Trail) -> bool:
+        looked.set()
+        wait_until(lambda: not cache._here().fetchings.unfinished())
+        return False
+
+    monkeypatch.setattr(Partial, "write", write)
+    monkeypatch.setattr(Trail, "sealed", property(sealed))
+    with cache.open(URL) as stream:
+        assert stream.read() == DATA
+    assert fetches(origin) == 2  # what failed, and what was read past the cache

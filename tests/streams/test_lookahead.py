@@ -1,0 +1,326 @@
+"""What a pipeline will ask for next is fetched before it does, and no longer than it wants it."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import webdataset as wds
+
+from shardcache.cache import Cache
+from shardcache.errors import ShardNotFoundError
+from shardcache.fetch.background import Fetchings, Share
+from shardcache.locks.flock import Holder, KeyLock
+from shardcache.origins.base import TransientError
+from shardcache.store.blocks import FetchStatus
+from shardcache.store.digest import BLOCK
+from shardcache.urls import parse_url
+from tests.conftest import make_tar
+from tests.support.fakes import FakeClock, Fault, MemoryOrigin
+from tests.support.storetools import PATIENCE, wait_until
+
+SHARDS = 6
+URLS = [f"s3://lab/train-{number:04d}.tar" for number in range(SHARDS)]
+DATA = [make_tar(number) for number in range(SHARDS)]
+MakeCache = Callable[..., Cache]
+
+
+@pytest.fixture(autouse=True)
+def _objects(origin: MemoryOrigin) -> None:
+    origin.objects.update(zip(URLS, DATA, strict=True))
+
+
+@pytest.fixture
+def make_cache(make_cache: MakeCache) -> MakeCache:
+    """Caches whose shards are followed."""
+    return lambda **options: make_cache(**{"fill": "follow", **options})
+
+
+def running() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("shardcache-")]
+
+
+def asked(origin: MemoryOrigin) -> list[str]:
+    return sorted({url for url, _, _ in origin.requests})
+
+
+def test_the_next_shards_are_there_when_they_are_asked_for(
+    make_cache: MakeCache, origin: MemoryOrigin
+) -> None:
+    cache = make_cache(prefetch=2)
+    samples = cache.url_opener(URLS)
+    next(samples)
+    wait_until(lambda: all(url in cache for url in URLS[1:3]))
+    assert asked(origin) == URLS[:3]
+    second = next(samples)
+    assert Path(second["local_path"]).read_bytes() == second["stream"].read() == DATA[1]
+    wait_until(lambda: URLS[3] in cache)
+    assert asked(origin) == URLS[:4]
+
+
+@pytest.mark.parametrize("fill", ["follow", "complete"])
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 64])
+def test_all_come_in_order_each_fetched_once(
+    make_cache: MakeCache, origin: MemoryOrigin, fill: str, prefetch: int
+) -> None:
+    cache = make_cache(prefetch=prefetch, fill=fill)
+    for _ in range(2):
+        assert [sample["stream"].read() for sample in cache.url_opener(URLS)] == DATA
+    assert sorted(url for url, _, _ in origin.requests) == URLS
+
+
+def test_with_prefetch_0_nothing_is_asked_for_early(
+    make_cache: MakeCache, origin: MemoryOrigin
+) -> None:
+    taken: list[str] = []
+
+    def listed() -> Iterator[str]:
+        for url in URLS:
+            taken.append(url)
+            yield url
+
+    samples = make_cache(prefetch=0).url_opener(listed())
+    with next(samples)["stream"] as stream:
+        stream.read()
+    assert taken == asked(origin) == URLS[:1]
+
+
+@pytest.fixture
+def large(origin: MemoryOrigin) -> list[threading.Event]:
+    """Shards that do not come: all of them are held back at their first byte."""
+    events = []
+    for url in URLS:
+        origin.objects[url] = make_tar(1, members=20, size=BLOCK)
+        events.append(threading.Event())
+        origin.faults.append(Fault(after=0, wait=events[-1]))
+    return events
+
+
+@pytest.mark.parametrize("how", ["close", "drop"])
+def test_nothing_runs_on_when_the_pipeline_is_dropped(
+    make_cache: MakeCache, origin: MemoryOrigin, large: list[threading.Event], how: str
+) -> None:
+    cache = make_cache(prefetch=3)
+    samples = cache.url_opener(URLS)
+    sample = next(samples)
+    wait_until(lambda: len(asked(origin)) == 4)
+    assert running()
+    if how == "close":
+        samples.close()
+        sample["stream"].close()
+    else:
+        del samples, sample
+        gc.collect()
+    for event in large:  # a body that sends nothing is left when it sends something
+        event.set()
+    wait_until(lambda: not running())
+    assert not list(cache.entries())
+    assert len(asked(origin)) == 4
+
+
+def test_an_endless_list_ends_with_its_consumer(
+    make_cache: MakeCache, origin: MemoryOrigin
+) -> None:
+    cache = make_cache(prefetch=2)
+    dataset = cache.attach(wds.WebDataset(URLS, resampled=True, shardshuffle=False))
+    assert len(list(itertools.islice(dataset, 100))) == 100
+    wait_until(lambda: not running())
+    assert len(origin.requests) <= SHARDS
+
+
+def test_what_is_there_is_held_until_it_is_asked_for(make_cache: MakeCache) -> None:
+    cache = make_cache(prefetch=2)
+    for url in URLS:
+        cache.fetch(url)
+    samples = cache.url_opener(URLS)
+    first = next(samples)
+    assert len(cache.clean(everything=True).removed) == SHARDS - 3
+    assert [first["stream"].read(), *(next(samples)["stream"].read() for _ in range(2))] == DATA[:3]
+    samples.close()
+
+
+def test_errors_come_in_their_place(make_cache: MakeCache, origin: MemoryOrigin) -> None:
+    del origin.objects[URLS[1]]
+    seen: list[Exception] = []
+
+    def note(exn: Exception) -> bool:
+        seen.append(exn)
+        return True
+
+    found = []
+    for sample in make_cache(prefetch=3).url_opener(URLS[:4], note):
+        assert len(seen) == int(bool(found))
+        found.append(sample["stream"].read())
+    assert found == [DATA[0], DATA[2], DATA[3]]
+    assert [type(exn) for exn in seen] == [ShardNotFoundError]
+    assert [url for url, _, _ in origin.requests].count(URLS[1]) == 1
+
+
+def test_what_the_list_raises_comes_after_what_it_gave(make_cache: MakeCache) -> None:
+    def listed() -> Iterator[str]:
+        yield from URLS[:2]
+        raise LookupError("no more")
+
+    found = []
+    with pytest.raises(LookupError, match="no more"):
+        for sample in make_cache(prefetch=5).url_opener(listed()):
+            found.append(sample["stream"].read())
+    assert found == DATA[:2]
+
+
+def test_a_failure_ahead_is_tried_again_when_it_matters(
+    make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk failed while nobody waited for the shard; that is no answer to who asks now."""
+    cache = make_cache(prefetch=1)
+    process = cache._here()
+    real = process.coordinator().get
+    failures = [OSError(28, "No space left on device")]
+
+    def get(shard, *arguments):
+        if str(shard) == URLS[1] and failures:
+            raise failures.pop()
+        return real(shard, *arguments)
+
+    monkeypatch.setattr(process.coordinator(), "get", get)
+    samples = cache.url_opener(URLS[:2])
+    assert next(samples)["stream"].read() == DATA[0]
+    wait_until(lambda: not failures)
+    wait_until(lambda: not running())
+    with next(samples)["stream"] as stream:
+        assert stream.read() == DATA[1]
+    assert URLS[1] in cache
+
+
+@pytest.mark.locks_work
+def test_what_another_process_fetches_is_left_to_it(
+    make_cache: MakeCache, origin: MemoryOrigin
+) -> None:
+    cache = make_cache(prefetch=2)
+    coordinator = cache._here().coordinator()
+    layout = coordinator.store.layout
+    lock = KeyLock(layout.key_lock(cache.parse(URLS[1]).key), layout.modes)
+    holder = Holder.this_process(rank=None, job=None, now=0.0)
+    assert lock.try_acquire(holder)
+    samples = cache.url_opener(URLS[:3])
+    assert next(samples)["stream"].read() == DATA[0]
+    wait_until(lambda: not running())  # nobody waits in the background
+    assert asked(origin) == [URLS[0], URLS[2]]
+    threading.Timer(0.2, lock.release).start()
+    assert next(samples)["stream"].read() == DATA[1]
+
+
+@pytest.mark.locks_work
+def test_a_node_fetches_only_so_many_ahead(
+    make_cache: MakeCache, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from shardcache.fetch import coordinator as coordination
+
+    monkeypatch.setattr(coordination, "_AHEAD_FETCHES", 1)
+    event = threading.Event()
+    one, other = make_cache(), make_cache(prefetch=2)
+    origin.faults.append(Fault(after=0, wait=event))
+    ahead = one._opener.ahead(one.parse(URLS[1]))
+    wait_until(lambda: URLS[1] in asked(origin))
+    second = other.url_opener(URLS[2:5])
+    assert next(second)["stream"].read() == DATA[2]
+    wait_until(lambda: len(running()) <= 1)
+    assert URLS[3] not in asked(origin)
+    assert next(second)["stream"].read() == DATA[3]  # whoever waits needs no place
+    event.set()
+    ahead.leave()
+
+
+def test_a_transient_failure_ahead_ends_like_one_of_open(
+    make_cache: MakeCache, origin: MemoryOrigin
+) -> None:
+    cache = make_cache(prefetch=1, attempts=1)
+    samples = cache.url_opener(URLS[:2])
+    real = origin.open
+
+    def flaky(url, start, stop, pin=None):
+        if str(url) == URLS[1]:
+            raise TransientError("reset")
+        return real(url, start, stop, pin)
+
+    origin.open = flaky
+    assert next(samples)["stream"].read() == DATA[0]
+    wait_until(lambda: not running())
+    with pytest.raises(OSError, match="reset"):
+        next(samples)
+
+
+# -- who goes first --------------------------------------------------------------
+
+
+@pytest.fixture
+def waited_for() -> Iterator[tuple[Fetchings, Share]]:
+    """A fetch that somebody waits for, and that brings nothing."""
+    table, never = Fetchings(), threading.Event()
+    share = table.join(parse_url(URLS[0]), lambda status, patient: never.wait(PATIENCE) and None)
+    yield table, share
+    never.set()
+    wait_until(lambda: not table.unfinished())
+
+
+def test_what_nobody_waits_for_stays_behind_the_first_bytes_but_not_for_long(waited_for) -> None:
+    table, _ = waited_for
+    clock = FakeClock()
+    table.give_way(FetchStatus(), clock)
+    assert 0.05 <= clock.elapsed < 0.06
+
+
+def test_once_there_are_bytes_it_goes_on(waited_for) -> None:
+    table, share = waited_for
+    clock = FakeClock()
+    share.fetching.status.received = 256 * 1024 - 1
+    clock.on_sleep.append(lambda: setattr(share.fetching.status, "received", 256 * 1024))
+    table.give_way(FetchStatus(), clock)
+    assert len(clock.naps) == 1
+
+
+def test_what_is_waited_for_gives_way_to_nobody(waited_for) -> None:
+    table, share = waited_for
+    clock = FakeClock()
+    table.give_way(share.fetching.status, clock)
+    assert clock.naps == []
+
+
+def test_what_is_fetched_ahead_gives_no_way_to_its_like(waited_for) -> None:
+    table, share = waited_for
+    share.fetching.patient = False
+    clock = FakeClock()
+    table.give_way(FetchStatus(), clock)
+    assert clock.naps == []
+
+
+def test_a_shard_ahead_is_asked_for_once_the_first_has_begun(
+    make_cache: MakeCache, origin: MemoryOrigin
+) -> None:
+    origin.objects[URLS[0]] = make_tar(1, members=2, size=BLOCK)
+    order: list[str] = []
+    real = origin.open
+
+    def open_(url, start, stop, pin=None):
+        body = real(url, start, stop, pin)
+        receive = body.readinto
+
+        def slowly(buffer):
+            time.sleep(0.004)
+            order.append(str(url))
+            return receive(buffer)
+
+        body.readinto = slowly
+        return body
+
+    origin.open = open_
+    assert [s["stream"].read() for s in make_cache(prefetch=1).url_opener(URLS[:2])] == [
+        origin.objects[URLS[0]],
+        DATA[1],
+    ]
+    assert order[:4] == [URLS[0]] * 4  # 256 KiB in pieces of 64

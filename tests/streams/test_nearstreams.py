@@ -1,0 +1,148 @@
+"""Shards that are streamed past a full cache, from a copy that is nearer than their origin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardcache.cache import Cache
+from shardcache.errors import IntegrityError, TransferError
+from tests.conftest import make_tar
+from tests.support.fakes import MemoryOrigin
+from tests.support.storetools import no_descriptor_left
+
+URL = "s3://lab/train/0.tar"
+DATA = make_tar(0, members=50, size=40_000)
+OTHER = make_tar(1, members=50, size=40_000)
+MIB = 1 << 20
+
+Make = Callable[..., Cache]
+
+
+@pytest.fixture
+def copy(make_cache: Make, origin: MemoryOrigin, tmp_path: Path) -> Path:
+    """The shard on a NAS, as another node has written it."""
+    origin.objects[URL] = DATA
+    place = {"url": str(tmp_path / "nas"), "write_back": True}
+    with make_cache(dir=tmp_path / "first", upstreams=[place]) as cache, cache.open(URL) as stream:
+        stream.read()
+    origin.requests.clear()
+    origin.stats.clear()
+    return tmp_path / "nas/lab/train/0.tar"
+
+
+@pytest.fixture
+def full(make_cache: Make, tmp_path: Path, copy: Path) -> Cache:
+    """A cache without room for it."""
+    return make_cache(dir=tmp_path / "full", upstreams=[tmp_path / "nas"], max_size=1000)
+
+
+def read(cache: Cache) -> bytes:
+    with cache.open(URL) as stream:
+        return stream.read()
+
+
+def test_it_comes_from_there_and_nothing_from_the_origin(full: Cache, origin: MemoryOrigin) -> None:
+    with no_descriptor_left():
+        assert read(full) == DATA
+    with full.open(URL) as stream:
+        assert b"".join(iter(lambda: stream.read(10_007), b"")) == DATA
+        assert stream.read() == b""
+    assert (origin.requests, origin.stats) == ([], [])
+    assert URL not in full
+
+
+def test_a_copy_that_somebody_else_made_is_streamed_too(
+    full: Cache, copy: Path, origin: MemoryOrigin
+) -> None:
+    copy.with_name("0.tar.shardcache.json").unlink()
+    copy.write_bytes(OTHER)
+    assert read(full) == OTHER and not origin.requests
+
+
+def test_an_empty_one_is_empty(full: Cache, copy: Path, origin: MemoryOrigin) -> None:
+    copy.with_name("0.tar.shardcache.json").unlink()
+    copy.write_bytes(b"")
+    stream = full._opener._healer.stream(full.parse(URL))
+    assert stream.read(10) == b"" and not origin.requests
+    stream.close()
+
+
+@pytest.mark.parametrize("at", [0, MIB + 5, len(DATA) - 1])
+def test_of_a_damaged_copy_the_end_is_not_given_and_another_read_asks_the_origin(
+    full: Cache, copy: Path, origin: MemoryOrigin, at: int
+) -> None:
+    copy.write_bytes(DATA[:at] + bytes([DATA[at] ^ 1]) + DATA[at + 1 :])
+    got = bytearray()
+    with full.open(URL) as stream:
+        for _ in range(2):  # and not the second time either
+            with pytest.raises(IntegrityError, match="0.tar: its copy in .*nas is damaged"):
+                while piece := stream.read(10_000):
+                    got += piece
+    assert 0 < len(got) <= len(DATA) // MIB * MIB
+    assert not origin.requests
+    assert read(full) == DATA
+    assert origin.requests
+
+
+def test_where_it_is_replaced_on_the_way_the_rest_comes_from_the_origin(
+    full: Cache, copy: Path, origin: MemoryOrigin
+) -> None:
+    with no_descriptor_left(), full.open(URL) as stream:
+        begin = stream.read(10)
+        copy.with_name("new").write_bytes(OTHER)
+        copy.with_name("new").replace(copy)
+        assert begin + stream.read() == DATA
+    starts = [start for _, start, _ in origin.requests]
+    assert starts and min(starts) >= MIB
+
+
+def test_where_both_are_replaced_it_is_an_error_and_no_splice(
+    full: Cache, copy: Path, origin: MemoryOrigin
+) -> None:
+    with full.open(URL) as stream:
+        stream.read(10)
+        origin.objects[URL] = OTHER
+        copy.with_name("new").write_bytes(OTHER)
+        copy.with_name("new").replace(copy)
+        with pytest.raises(TransferError, match="was replaced while it was streamed"):
+            stream.read()
+
+
+def test_a_foreign_copy_that_is_replaced_on_the_way_is_an_error(
+    full: Cache, copy: Path, origin: MemoryOrigin
+) -> None:
+    copy.with_name("0.tar.shardcache.json").unlink()
+    with full.open(URL) as stream:
+        stream.read(10)
+        copy.with_name("new").write_bytes(OTHER)
+        copy.with_name("new").replace(copy)
+        with pytest.raises(TransferError, match="was replaced while it was streamed"):
+            stream.read()
+    assert not origin.requests  # it may be of any version
+
+
+def test_where_there_is_none_it_comes_from_the_origin(
+    full: Cache, copy: Path, origin: MemoryOrigin
+) -> None:
+    copy.unlink()
+    assert read(full) == DATA and origin.requests
+    copy.symlink_to(copy)  # a loop
+    assert read(full) == DATA
+
+
+def test_what_was_read_already_is_never_continued_with_a_copy(
+    make_cache: Make, tmp_path: Path, copy: Path, origin: MemoryOrigin, monkeypatch: Any
+) -> None:
+    """Where a cached file fails the rest is to be of its version."""
+    cache = make_cache(dir=tmp_path / "node", upstreams=[tmp_path / "nas"])
+    assert read(cache) == DATA and not origin.requests
+    entry = cache.entry(URL)
+    assert entry is not None
+    rest = cache._opener._healer.rest(cache.parse(URL), 1000, None, entry.version)
+    with rest:
+        assert rest.read(10) == DATA[1000:1010]
+    assert origin.requests

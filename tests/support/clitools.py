@@ -1,0 +1,167 @@
+"""The command line for tests: in this process, as a process, and on a terminal."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+
+import pytest
+
+from shardcache.cli.main import main
+from tests.conftest import make_tar
+
+SHARDS = 4
+
+
+@pytest.fixture
+def run(capsys, monkeypatch, tmp_path):
+    """Runs the command line in this process; gives exit code, stdout and stderr."""
+    monkeypatch.setenv("SHARDCACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("SHARDCACHE_MIN_FREE", "0")
+
+    def run(*arguments):
+        capsys.readouterr()
+        code = main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def data(s3, bucket):
+    """Shards in a bucket."""
+    made = {f"train-{n:04d}.tar": make_tar(n, 20) for n in range(SHARDS)}
+    for name, content in made.items():
+        s3.put(bucket, name, content)
+    return made
+
+
+@pytest.fixture
+def spec(bucket, data, s3_environment):
+    return f"s3://{bucket}/train-{{0000..{SHARDS - 1:04d}}}.tar"
+
+
+@pytest.fixture
+def warm(run, spec, bucket):
+    """A cache that has all shards; gives their URLs."""
+    assert run("prewarm", spec)[0] == 0
+    return [f"s3://{bucket}/train-{n:04d}.tar" for n in range(SHARDS)]
+
+
+class Command:
+    """The real command in a process of its own."""
+
+    def __init__(self, *arguments, directory, environment=(), python=None, **options):
+        python = python or [sys.executable, "-m", "shardcache"]
+        environ = {
+            **{k: v for k, v in os.environ.items() if k != "NO_COLOR"},
+            "SHARDCACHE_DIR": str(directory),
+            "SHARDCACHE_MIN_FREE": "0",
+            "TERM": "xterm",
+            **dict(environment),
+        }
+        options = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            **options,
+        }
+        self.process = subprocess.Popen(
+            [*python, *map(str, arguments)],
+            env=environ,
+            text=True,
+            # A test run started in the background hands down SIGINT ignored.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+            **options,
+        )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.process.kill()
+        self.process.communicate()
+
+    def end(self):
+        out, err = self.process.communicate(timeout=60)
+        return self.process.returncode, out, err
+
+
+def run_process(*arguments, directory, environment=(), **options):
+    with Command(*arguments, directory=directory, environment=environment, **options) as command:
+        return command.end()
+
+
+def wait_until(condition, command):
+    while not condition():
+        assert command.process.poll() is None, command.end()
+        time.sleep(0.02)
+
+
+def written(directory):
+    found = run_process("ls", "--partial", "--json", directory=directory)
+    return sum(partial["written_bytes"] for partial in json.loads(found[1])["partials"])
+
+
+@pytest.fixture
+def slow(s3, bucket, s3_environment, meter):
+    """A prewarm that gets somewhere and then hangs; its spec."""
+    for number in range(3):
+        s3.put(bucket, f"big-{number}.tar", make_tar(number, 3000, 700))
+    meter.pause(after=2_500_000)
+    return f"s3://{bucket}/big-{{0..2}}.tar"
+
+
+class Screen:
+    """A command on a pseudo-terminal, and all it wrote there."""
+
+    def __init__(self, *arguments, directory, environment=()):
+        self.leader, follower = pty.openpty()
+        fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
+        self.command = Command(
+            *arguments,
+            directory=directory,
+            environment=environment,
+            stdin=follower,
+            stdout=follower,
+            stderr=follower,
+            start_new_session=True,
+        )
+        os.close(follower)
+        self.text = ""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.command.__exit__()
+        os.close(self.leader)
+
+    def read(self, until=None):
+        """Read until ``until`` was seen, or to the end."""
+        while until is None or not re.search(until, self.text):
+            readable, _, _ = select.select([self.leader], [], [], 60)
+            assert readable, self.text
+            try:
+                chunk = os.read(self.leader, 65536)
+            except OSError:  # EIO: the other side is closed
+                chunk = b""
+            if not chunk:
+                assert until is None, self.text
+                break
+            self.text += chunk.decode()
+        return self.text
+
+    def type(self, text):
+        os.write(self.leader, text.encode())

@@ -1,0 +1,69 @@
+"""Filesystems in memory, and groups of processes with little of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shardcache.locks.mounts import parse_mountinfo, read_mounts
+
+needs_mounts = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+
+
+@contextlib.contextmanager
+def disk(path: Path, options: str) -> Iterator[Path]:
+    """A filesystem in memory; gone at the end, whoever uses it."""
+    path.mkdir(exist_ok=True)
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"mode=0700,{options}", "shardcache-test", str(path)],
+        check=True,
+    )
+    try:
+        yield path
+    finally:
+        unmount(path)
+
+
+def is_mounted(path: Path) -> bool:
+    """Unlike `os.path.ismount`, of bind mounts too."""
+    text = Path("/proc/self/mountinfo").read_text()
+    return any(mount.point == str(path) for mount in parse_mountinfo(text))
+
+
+def unmount(path: Path) -> None:
+    while is_mounted(path):
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def remount(path: Path, options: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{options}", str(path)], check=True)
+
+
+def limited_group(limit: int = 256 << 20) -> Iterator[Path]:
+    """A cgroup with a limit of memory; skips where there cannot be one."""
+    if os.geteuid() != 0:
+        pytest.skip("making a cgroup needs root")
+    for mount in read_mounts():
+        if mount.type == "cgroup" and "memory" in mount.options:
+            parent, name = Path(mount.point), "memory.limit_in_bytes"
+            break
+    else:
+        parent, name = Path("/sys/fs/cgroup"), "memory.max"
+    directory = parent / f"shardcache-test-{os.getpid()}"
+    try:
+        directory.mkdir()
+    except OSError as exn:
+        pytest.skip(f"a cgroup cannot be made here: {exn}")
+    try:
+        try:
+            (directory / name).write_text(str(limit))
+        except OSError as exn:
+            pytest.skip(f"a cgroup cannot be given a limit here: {exn}")
+        yield directory
+    finally:
+        directory.rmdir()

@@ -1,0 +1,165 @@
+"""Stand-ins with real behaviour: a clock that is set, an origin in memory."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+
+from shardcache.errors import ShardNotFoundError
+from shardcache.origins.base import Checksum, ObjectInfo, TransientError, VersionChangedError
+from shardcache.urls import ShardURL
+
+
+class FakeClock:
+    """Time that passes only when somebody sleeps."""
+
+    def __init__(self, now: float = 1_000_000.0) -> None:
+        self.now = now
+        self.elapsed = 0.0
+        self.naps: list[float] = []
+        self.on_sleep: list = []
+
+    def monotonic(self) -> float:
+        return self.elapsed
+
+    def time(self) -> float:
+        return self.now + self.elapsed
+
+    def sleep(self, seconds: float) -> None:
+        self.naps.append(seconds)
+        self.elapsed += seconds
+        for function in list(self.on_sleep):
+            function()
+
+
+@dataclass
+class Fault:
+    """What goes wrong with one request.
+
+    Attributes:
+        after: bytes delivered before it strikes; None lets the request itself fail.
+        error: what is raised; None ends the body short.
+        wait: an event the body waits for once, at ``after`` bytes.
+        corrupt: flips the byte at ``after`` instead of failing.
+    """
+
+    after: int | None = 0
+    error: Exception | None = None
+    wait: threading.Event | None = None
+    corrupt: bool = False
+
+
+@dataclass
+class MemoryOrigin:
+    """Objects in memory, served like S3 serves them.
+
+    Attributes:
+        objects: canonical URL to bytes.
+        requests: (url, start, stop) of every `open`, in order.
+        stats: URLs described.
+        faults: strike the next requests, one each.
+        pins: as `origin.Origin.pins`.
+        ranges: whether ranges are honoured.
+        sizes: whether sizes are stated.
+        etags: whether versions can be told apart.
+        checksums: canonical URL to what `stat` states.
+        bodies: every answer that was given.
+    """
+
+    objects: dict[str, bytes] = field(default_factory=dict)
+    requests: list[tuple[str, int, int | None]] = field(default_factory=list)
+    stats: list[str] = field(default_factory=list)
+    faults: deque[Fault] = field(default_factory=deque)
+    pins: bool = True
+    states_checksums: bool = True
+    ranges: bool = True
+    sizes: bool = True
+    etags: bool = True
+    checksums: dict[str, Checksum] = field(default_factory=dict)
+    chunk: int = 64 * 1024
+    delivered: int = 0
+    bodies: list[MemoryBody] = field(default_factory=list)
+    guard: threading.Lock = field(default_factory=threading.Lock)
+
+    def info(self, url: ShardURL) -> ObjectInfo:
+        data = self.objects.get(str(url))
+        if data is None:
+            raise ShardNotFoundError(f"{url}: not found", url=str(url))
+        return ObjectInfo(
+            size=len(data) if self.sizes else None,
+            etag=f'"{hashlib.md5(data).hexdigest()}"' if self.etags else None,
+            checksum=self.checksums.get(str(url)),
+        )
+
+    def open(self, url, start, stop, pin=None):
+        with self.guard:
+            self.requests.append((str(url), start, stop))
+            fault = self.faults.popleft() if self.faults else None
+        if fault is not None and fault.after is None:
+            raise fault.error or TransientError("refused")
+        info = self.info(url)
+        if pin is not None and pin.etag != info.etag:
+            raise VersionChangedError(str(url))
+        data = self.objects[str(url)]
+        if not self.ranges:
+            start, stop = 0, None
+        if not self.sizes:
+            stop = None
+        stop = len(data) if stop is None else min(stop, len(data))
+        body = MemoryBody(self, info, start, stop, memoryview(data)[start:stop], fault)
+        self.bodies.append(body)
+        return body
+
+    def stat(self, url):
+        with self.guard:
+            self.stats.append(str(url))
+        return self.info(url)
+
+
+class MemoryBody:
+    def __init__(self, origin, info, start, stop, data, fault) -> None:
+        self.info = info
+        self.start = start
+        self.stop = stop if origin.sizes else None
+        self._origin = origin
+        self._data = data
+        self._at = 0
+        self._fault = fault
+        self.aborted = threading.Event()
+        self.closed = False
+
+    def readinto(self, buffer) -> int:
+        limit = self._at + min(len(buffer), self._origin.chunk)
+        fault = self._fault
+        if fault is not None and fault.after is not None:
+            if self._at >= fault.after and not fault.corrupt:
+                if fault.wait is not None:
+                    while not fault.wait.wait(0.01):
+                        if self.aborted.is_set():
+                            raise TransientError("aborted")
+                    self._fault = None
+                elif fault.error is not None:
+                    raise fault.error
+                else:
+                    if self.stop is not None:
+                        raise TransientError("the origin stopped early")
+                    return 0
+            elif not fault.corrupt:
+                limit = min(limit, fault.after)
+        chunk = bytearray(self._data[self._at : limit])
+        if fault is not None and fault.corrupt and self._at <= fault.after < limit:
+            chunk[fault.after - self._at] ^= 0xFF
+            self._fault = None
+        buffer[: len(chunk)] = chunk
+        self._at += len(chunk)
+        with self._origin.guard:
+            self._origin.delivered += len(chunk)
+        return len(chunk)
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+    def close(self) -> None:
+        self.closed = True

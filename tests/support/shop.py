@@ -1,0 +1,46 @@
+"""Shards on a slow mount, a cache before it, and processes that read through it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+from shardcache.cache import Cache
+from shardcache.store.store import Entry
+from tests.conftest import make_tar
+from tests.support.workers import Clock, Worker
+
+
+class Shop:
+    """Shards of one size on a slow mount, and a cache."""
+
+    def __init__(self, path: Path, count: int = 8) -> None:
+        self.path = path / "cache"
+        self.origin = path / "origin"
+        self.origin.mkdir()
+        self.digests = {}
+        for number in range(count):
+            data = make_tar(number, members=4, size=4000)
+            self.size = len(data)
+            file = self.origin / f"{number}.tar"
+            file.write_bytes(data)
+            self.digests[str(file)] = hashlib.sha256(data).hexdigest()
+        self.urls = list(self.digests)
+
+    def worker(self, clock: Clock | None = None, **options: object) -> Worker:
+        return Worker(clock, dir=self.path, cache_local=True, **options)
+
+    def expect(self, worker: Worker, url: str, *, stored: bool = True) -> None:
+        assert worker.ask("read", url) == [self.digests[url], stored]
+
+    def entries(self) -> dict[str, Entry]:
+        """What is cached: path of the shard -> entry."""
+        with Cache(self.path, cache_local=True) as cache:
+            return {
+                entry.metadata().url.removeprefix("file://"): entry for entry in cache.entries()
+            }
+
+    def use(self, url: str, when: float) -> None:
+        """Give an entry a last use."""
+        os.utime(self.entries()[url].path / "meta.json", (when, when))

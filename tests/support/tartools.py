@@ -1,0 +1,268 @@
+"""Archives of every make, damage of every kind, and what tarfile says of them.
+
+`by_tarfile` and `by_walk` read an archive the way WebDataset reads it and write down what
+happens: names, data, what a member raises, what ends the archive. They must agree.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+import tarfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from shardcache.wds.tar import TarWalk
+
+BLOCK = 512
+FORMATS = (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)
+Wanted = Callable[[int], bool]
+
+
+#: Reads at the end of a stream. A damaged size can promise tarfile so many bytes that it
+#: reads on there for minutes.
+_PATIENCE = 1000
+
+
+class EndlessError(Exception):
+    """A reader does not stop at the end."""
+
+
+class Ending(io.BytesIO):
+    """A stream of bytes that ends for good."""
+
+    _at_end = 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        data = super().read(size)
+        self._at_end += not data
+        if self._at_end > _PATIENCE:
+            raise EndlessError
+        return data
+
+
+class OnlyRead:
+    """A stream with nothing but ``read``, which may give less than is asked, and may fail."""
+
+    def __init__(self, data: bytes, lengths: random.Random | None = None, fails: int = -1) -> None:
+        self._file = io.BytesIO(data)
+        self._lengths = lengths
+        self._fails = fails
+        self._at_end = 0
+
+    def read(self, size: int) -> bytes:
+        self._at_end += self._file.tell() >= len(self._file.getbuffer())
+        if self._at_end > _PATIENCE:
+            raise EndlessError
+        if 0 <= self._fails < self._file.tell() + size:
+            self._fails = -1  # once
+            raise OSError(5, "the line is down")
+        if self._lengths is not None and size > 0:
+            size = self._lengths.randint(1, size)
+        return self._file.read(size)
+
+
+def buffered(data: bytes, size: int = 700) -> io.BufferedReader:
+    return io.BufferedReader(io.BytesIO(data), size)  # type: ignore[arg-type]
+
+
+# -- what happens ----------------------------------------------------------------
+
+
+def by_tarfile(stream: Any, wanted: Wanted = lambda number: True) -> list[Any]:
+    """What WebDataset's own iteration over ``stream`` meets, but for handlers and names."""
+
+    def files() -> Iterator[tuple[str, Callable[[], bytes]]]:
+        archive = tarfile.open(fileobj=stream, mode="r|*")  # noqa: SIM115 - never closed, as there
+        for info in archive:
+            if info.isreg():
+                yield info.name, lambda info=info: archive.extractfile(info).read()
+            archive.members = []
+
+    return _events(files(), wanted)
+
+
+def by_walk(stream: Any, wanted: Wanted = lambda number: True) -> list[Any]:
+    walk = TarWalk(stream)
+    return _events(((name, walk.read) for name in walk), wanted)
+
+
+def _events(files: Iterator[tuple[str, Callable[[], bytes]]], wanted: Wanted) -> list[Any]:
+    events: list[Any] = []
+    try:
+        for number, (name, read) in enumerate(files):
+            events.append(name)
+            if wanted(number):
+                try:
+                    events.append(read())
+                except Exception as exn:
+                    events.append(("unread", type(exn), exn.args))
+    except Exception as exn:
+        events.append(("broken", type(exn), exn.args))
+    return events
+
+
+def same(data: bytes, seed: int = 0) -> list[Any]:
+    """Read ``data`` as every kind of stream, both ways; what happened, which is the same."""
+    expected: list[Any] = []
+    for want in (lambda number: True, lambda number: (seed >> number % 8) & 1 == 0):
+        expected = by_tarfile(Ending(data), want)
+        if any(isinstance(event, tuple) and event[1] is EndlessError for event in expected):
+            return expected  # tarfile would read on; the walk says at once what is wrong
+        for stream in (io.BytesIO(data), buffered(data), OnlyRead(data)):
+            found = by_walk(stream, want)
+            assert found == expected, (data, type(stream))
+    short = by_tarfile(OnlyRead(data, random.Random(seed)))
+    assert by_walk(OnlyRead(data, random.Random(seed))) == short, (data, seed)
+    at = random.Random(seed).randint(0, len(data))
+    failed = by_tarfile(OnlyRead(data, fails=at))
+    assert by_walk(OnlyRead(data, fails=at)) == failed, (data, at)
+    return by_tarfile(io.BytesIO(data))
+
+
+# -- archives --------------------------------------------------------------------
+
+_NAMES = (
+    "a.txt", "0001.jpg", "./b/c.cls", "dir/", "dir/sub.d/x.y.z", "noext", ".hidden", "a/.b.c",
+    "__meta__", "__meta__/x.txt", "x" * 99 + ".a", "x" * 100, "p" * 60 + "/" + "n" * 90 + ".png",
+    "l" * 140 + ".txt", "d" * 120 + "/" + "e" * 130 + ".bin", "n\u00e4me.txt", "\u65e5\u672c.txt",
+    "\udcff\udcfe.bin", "a b=c\n1.txt", "\u65e5" * 60 + ".x", "=", "BZh91AY&SY.txt",
+)  # fmt: skip
+_SIZES = (0, 1, 511, 512, 513, 1024, 2000, 10240, 12000)
+_PAX = (
+    {"comment": "x"}, {"mtime": "1.5"}, {"size": "7"}, {"path": "elsewhere/p.q"}, {"path": "/"},
+    {"hdrcharset": "BINARY"}, {"uid": "x"}, {"size": "-4"}, {"size": "1_0"}, {"path": ""},
+    {"GNU.sparse.size": "9"}, {"GNU.sparse.name": "other.s"}, {"linkpath": "z"},
+    {"SCHILY.xattr.user.a": "1\n2=3"}, {"GNU.sparse.map": "0,3"}, {"x" * 200: "y" * 3000},
+)  # fmt: skip
+
+
+def small(
+    form: int, names: tuple[str, ...] = ("a.txt", "n" * 80 + "/" + "m" * 40 + ".cls")
+) -> bytes:
+    """An archive of a short name and a long one, of ``form``."""
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w", format=form) as tar:
+        for number, name in enumerate(names):
+            info = tarfile.TarInfo(name)
+            info.size = 300 * number + 40
+            info.mtime = 1_700_000_000 + (0.5 if form == tarfile.PAX_FORMAT else 0)
+            tar.addfile(info, io.BytesIO(random.Random(number).randbytes(info.size)))
+        end = made.tell()
+    return made.getvalue()[: end + 2 * BLOCK]
+
+
+def archive(rng: random.Random) -> bytes:
+    """An archive of members of all kinds, by tarfile, in one format or each in its own."""
+    made = io.BytesIO()
+    own = rng.choice((None, None, *FORMATS))
+    for _ in range(rng.choice((0, 1, 2, 3, 5, 8))):
+        form = own if own is not None else rng.choice(FORMATS)
+        made.write(_member(rng, form))
+    return made.getvalue() + bytes(rng.choice((0, 512, 1024, 1024, 1024, 9000)))
+
+
+def _member(rng: random.Random, form: int) -> bytes:
+    data = rng.randbytes(rng.choice(_SIZES))
+    info = tarfile.TarInfo(rng.choice(_NAMES))
+    info.size = len(data)
+    info.mtime = rng.choice((0, 1_700_000_000, 1_700_000_000.25, 2**40))
+    info.uid = rng.choice((0, 1000, 3_000_000))
+    info.uname = rng.choice(("", "root", "j\u00f6rg"))
+    kinds = b"0" * 12 + b"\0" * 3 + b"77" + b"1234556SDZXAIVMN"
+    info.type = bytes([rng.choice(kinds)])
+    if info.type in b"12":
+        info.linkname = rng.choice(_NAMES)
+        info.size, data = 0, b""
+    if rng.random() < 0.2:
+        info.pax_headers = rng.choice(_PAX)
+    try:
+        head = info.tobuf(form, "utf-8", "surrogateescape")
+    except ValueError:  # more than this format can say
+        head = info.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
+    if rng.random() < 0.04:
+        head = tarfile.TarInfo.create_pax_global_header(rng.choice(_PAX)) + head
+    return head + data + bytes(-len(data) % BLOCK)
+
+
+# -- damage ----------------------------------------------------------------------
+
+
+def mended(header: bytes) -> bytes:
+    """The header with a checksum that is right."""
+    blank = header[:148] + b" " * 8 + header[156:512]
+    return header[:148] + b"%06o\0 " % sum(blank) + header[156:]
+
+
+#: Where a header says what: number fields, type, names, prefix.
+_FIELDS = (
+    (0, 100), (100, 108), (108, 116), (116, 124), (124, 136), (136, 148), (156, 157),
+    (157, 257), (257, 265), (329, 337), (337, 345), (345, 500), (500, 512),
+)  # fmt: skip
+_VALUES = (
+    b"\0", b"0", b"7", b"8", b" ", b"+7", b"-7", b"0o7", b"1_1", b"\x80", b"\xff", b"\x80\0\0",
+    b"\xff" * 12, b"\x80" + b"\0" * 10 + b"\5", b"7" * 12, b"      12 ", b"00000001000\0",
+    b"0000001 \0", b"12\0garbage", b"\xc3\xa4", b"a/\0", b"x/", b"L", b"K", b"x", b"g", b"S", b"5",
+    b"1", b"X", b"D", b"/",
+)  # fmt: skip
+
+#: Sizes of at most 1 GB: tarfile reads on beyond the end, in steps of 10 KB.
+_LENGTHS = (
+    b"\0", b" ", b"+7", b"-7", b"0o7", b"1_1", b"\xff", b"\xff" * 12, b"      12 ",
+    b"\x80" + b"\0" * 10 + b"\5", b"00000001000\0", b"0000001 \0", b"12\0garbage", b"\xc3\xa4",
+)  # fmt: skip
+
+
+def damaged(rng: random.Random, data: bytes) -> bytes:
+    """``data``, cut short, bent, or with headers that say other things and are still sound."""
+    changed = bytearray(data)
+    for _ in range(rng.choice((0, 1, 1, 1, 2, 4))):
+        if not changed:
+            break
+        rng.choice((_flip, _cut, _drop, _say, _say, _say, _say, _double, _record))(rng, changed)
+    if rng.random() < 0.05:
+        changed += rng.randbytes(rng.choice((1, 600, 3000)))
+    return bytes(changed)
+
+
+def _flip(rng: random.Random, data: bytearray) -> None:
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+
+
+def _cut(rng: random.Random, data: bytearray) -> None:
+    at = rng.randrange(len(data) + 1)
+    del data[at - at % rng.choice((1, BLOCK)) :]
+
+
+def _drop(rng: random.Random, data: bytearray) -> None:
+    at = rng.randrange(len(data))
+    del data[at : at + rng.choice((1, 100, BLOCK))]
+
+
+def _double(rng: random.Random, data: bytearray) -> None:
+    at = _a_header(rng, data)
+    data[at:at] = data[at : at + BLOCK * rng.choice((1, 2, 3))]
+
+
+def _say(rng: random.Random, data: bytearray) -> None:
+    at = _a_header(rng, data)
+    start, stop = rng.choice(_FIELDS)
+    value = rng.choice(_LENGTHS if start == 124 else _VALUES)[: stop - start]
+    header = data[at : at + BLOCK].ljust(BLOCK, b"\0")
+    start += rng.choice((0, 0, 0, max(0, stop - start - len(value))))
+    header[start : start + len(value)] = value
+    data[at : at + BLOCK] = mended(bytes(header))
+
+
+def _record(rng: random.Random, data: bytearray) -> None:
+    """Bend a record of an extended header, if there is one."""
+    at = data.find(b"=", rng.randrange(len(data)))
+    if at >= 0:
+        place = max(0, at - rng.randrange(12))
+        data[place : place + 1] = rng.choice((b"0", b"9", b"99", b" ", b"", b"\n", b"\0", b"="))
+
+
+def _a_header(rng: random.Random, data: bytearray) -> int:
+    blocks = range(0, len(data), BLOCK)
+    likely = [at for at in blocks if data[at + 257 : at + 262] == b"ustar"]
+    return rng.choice(likely or blocks)

@@ -1,0 +1,133 @@
+"""What the tests of training frameworks share: a data set on S3, and what reading it cost."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import tarfile
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+from shardcache.cli.demoserver import S3Server
+from shardcache.cli.meter import Meter
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+def shard(seed: int, members: int = 6) -> bytes:
+    """Pairs of ``.txt`` and ``.cls``, such as every reader of WebDataset's format decodes."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for number in range(members):
+            text = f"sample {number} of shard {seed}, " * 30
+            for suffix, data in (("txt", text.encode()), ("cls", str((seed + number) % 10))):
+                content = data if isinstance(data, bytes) else data.encode()
+                info = tarfile.TarInfo(f"{seed:04d}-{number:05d}.{suffix}")
+                info.size = len(content)
+                archive.addfile(info, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+class DataSet:
+    """Shards in a bucket, ``train-0000.tar`` and so on.
+
+    Args:
+        server: where to.
+        bucket: exists already.
+        meter: between the server and who reads.
+        shards: how many.
+        members: samples of each.
+    """
+
+    def __init__(
+        self, server: S3Server, bucket: str, meter: Meter, shards: int = 4, members: int = 6
+    ) -> None:
+        for seed in range(shards):
+            server.put(bucket, f"train-{seed:04d}.tar", shard(seed, members))
+        self.bucket = bucket
+        self.spec = f"s3://{bucket}/train-{{0000..{shards - 1:04d}}}.tar"
+        self.paths = [f"{bucket}/train-{seed:04d}.tar" for seed in range(shards)]
+        self.urls = [f"s3://{path}" for path in self.paths]
+        self.keys = [f"{seed:04d}-{n:05d}" for seed in range(shards) for n in range(members)]
+        self._meter = meter
+        meter.reset()
+
+    @property
+    def fetches(self) -> Counter[str]:
+        """How often each shard came over the network."""
+        traffic = self._meter.summary()
+        return Counter({p: t.object_fetches for p, t in traffic.items() if t.object_fetches})
+
+    def once(self) -> bool:
+        """Whether each shard came over the network exactly once, and nothing else did."""
+        assert self.fetches == Counter(self.paths), self.fetches
+        return True
+
+    def complete(self, seen: Iterable[str]) -> bool:
+        """Whether these are all samples, each once."""
+        assert Counter(seen) == Counter(self.keys)
+        return True
+
+
+def programs(directory: Path, **scripts: str) -> str:
+    """A PATH whose ``shardcache``, ``torchrun`` and ``python`` are this interpreter's.
+
+    Args:
+        directory: where they are put.
+        **scripts: further programs, by name.
+    """
+    directory.mkdir()
+    python = f"exec '{sys.executable}'"
+    scripts = {
+        "python": f'{python} "$@"',
+        "shardcache": f'{python} -m shardcache "$@"',
+        "torchrun": f'{python} -m torch.distributed.run "$@"',
+        **scripts,
+    }
+    for name, text in scripts.items():
+        (directory / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (directory / name).chmod(0o755)
+    return f"{directory}:{os.environ['PATH']}"
+
+
+def run(
+    command: list[str], patience: float = 150, cwd: Path = ROOT, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a program of the examples to its end; it must succeed.
+
+    It, and all that it started, is gone when this returns.
+    """
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        cwd=cwd,
+        # Two ranks with a thread for each processor fight for them.
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment},
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=patience)
+    finally:
+        _end_session(process)
+    assert process.returncode == 0, f"{command} ended with {process.returncode}:\n{out}{err}"
+    return subprocess.CompletedProcess(command, 0, out, err)
+
+
+def _end_session(process: subprocess.Popen[str]) -> None:
+    """Kill what a program that did not end has left in its session."""
+    if process.poll() is None:
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    if os.getsid(int(entry.name)) == process.pid:
+                        os.kill(int(entry.name), 9)
+                except ProcessLookupError:
+                    continue
+        process.communicate()

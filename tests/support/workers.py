@@ -1,0 +1,228 @@
+"""Processes that use a cache as they are told, and are stopped or misled about the time.
+
+A process is told what to do over its standard input, line by line, and answers in JSON. It
+may stop itself (SIGSTOP) at a chosen call of the library: `Worker(stop_at=...)`.
+
+Its clock is bent in one of two ways, both from a file that is read on every call, so that
+it can be set at any moment:
+
+* ``python``: `time.time` and its relatives. Works everywhere.
+* ``libfaketime``: all of libc, and with it the clocks of every library.
+
+Timestamps of files stay the kernel's, as they do on a machine where one process, or one
+container, is wrong about the time. The monotonic clock stays right unless asked otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.support.storetools import PATIENCE, wait_until
+
+#: Where distributions put it; None where it is not installed.
+LIBFAKETIME = next(iter(sorted(Path("/usr/lib").glob("**/faketime/libfaketime.so.1"))), None)
+
+YEAR = 365 * 86400
+
+_WORKER = """
+import hashlib, json, os, sys, time
+
+if os.environ.get("CLOCK_FILE"):
+    real, real_ns = time.time, time.time_ns
+    def offset():
+        with open(os.environ["CLOCK_FILE"]) as file:
+            return int(file.read() or 0)
+    time.time = lambda: real() + offset()
+    time.time_ns = lambda: real_ns() + offset() * 10**9
+
+if os.environ.get("FAKETIME_DONT_FAKE_MONOTONIC") == "1":
+    # libfaketime 0.9.10 refuses a sleep to a monotonic time that it does not fake (EINVAL).
+    import threading
+    time.sleep = lambda seconds: threading.Event().wait(seconds) and None
+
+import logging
+logging.basicConfig(format="%(message)s", level=logging.WARNING)
+from shardcache import Cache
+
+def resolve(path):
+    import importlib
+    module, _, names = path.partition(":")
+    *owners, name = names.split(".")
+    owner = importlib.import_module(module)
+    for each in owners:
+        owner = getattr(owner, each)
+    return owner, name
+
+for path, value in json.loads(os.environ.get("CONSTANTS", "{}")).items():
+    owner, name = resolve(path)
+    assert hasattr(owner, name), path
+    setattr(owner, name, value)
+
+if os.environ.get("STOP_AT"):
+    import functools, signal
+    when, _, place = os.environ["STOP_AT"].partition(" ")
+    owner, name = resolve(place)
+    call, state = getattr(owner, name), []
+    def stop(moment):
+        if moment == when and not state:
+            state.append(True)
+            signal.raise_signal(signal.SIGSTOP)  # this thread first: at once
+    @functools.wraps(call)
+    def stopping(*arguments, **options):
+        stop("before")
+        try:
+            return call(*arguments, **options)
+        finally:
+            stop("after")
+    setattr(owner, name, stopping)
+
+cache = Cache(**json.loads(sys.argv[1]))
+print(json.dumps("ready"), flush=True)
+for line in sys.stdin:
+    command, *arguments = json.loads(line)
+    begun = time.monotonic()
+    try:
+        if command == "read":
+            with cache.open(arguments[0]) as stream:
+                digest = hashlib.sha256(stream.read()).hexdigest()
+                answer = [digest, os.path.exists(stream.name)]
+        elif command == "hold":
+            held = cache.open(arguments[0])
+            held.read()  # until all of it is there
+            held.seek(0)
+            answer = held.name
+        elif command == "fetch":
+            answer = str(cache.fetch(arguments[0]).path)
+        elif command == "clean":
+            report = cache.clean(**arguments[0])
+            answer = [[r.name, str(r.reason)] for r in report.removed]
+        elif command == "outcome":
+            entry, outcome = cache.fetch_shard(cache.parse(arguments[0]))
+            answer = [str(outcome), str(entry.path)]
+        elif command == "who":
+            answer = [os.getpid(), os.uname().nodename]
+        elif command == "time":
+            answer = time.time()
+    except Exception as exn:
+        answer = {"error": type(exn).__name__, "message": str(exn)}
+    print(json.dumps([answer, time.monotonic() - begun]), flush=True)
+"""
+
+
+class Clock:
+    """The wall clock of some processes, in seconds away from the truth."""
+
+    def __init__(self, path: Path, how: str = "python", *, monotonic: bool = False) -> None:
+        self.path = path
+        self.how = how
+        self.monotonic = monotonic  # whether that is wrong too; only libfaketime can
+        self.set(0)
+
+    def set(self, seconds: int) -> None:
+        """From now on."""
+        new = self.path.with_suffix(".new")
+        new.write_text(f"{seconds:+d}" if self.how == "libfaketime" else str(seconds))
+        new.replace(self.path)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        if self.how == "python":
+            return {"CLOCK_FILE": str(self.path)}
+        return {
+            "LD_PRELOAD": str(LIBFAKETIME),
+            "FAKETIME_TIMESTAMP_FILE": str(self.path),
+            "FAKETIME_NO_CACHE": "1",
+            "NO_FAKE_STAT": "1",
+            "DONT_FAKE_MONOTONIC": "0" if self.monotonic else "1",
+            "FAKETIME_DONT_FAKE_MONOTONIC": "0" if self.monotonic else "1",
+        }
+
+
+class Worker:
+    """One such process; use as a context manager.
+
+    Args:
+        clock: its wall clock.
+        stop_at: "before" or "after", and a call of the library as ``module:name``, where it
+            stops itself the first time.
+        constants: values for constants of the library, by ``module:name``.
+        prefix: a command that starts it.
+        options: of its cache.
+    """
+
+    def __init__(
+        self,
+        clock: Clock | None = None,
+        *,
+        stop_at: str = "",
+        constants: Mapping[str, float] | None = None,
+        prefix: Sequence[str] = (),
+        **options: Any,
+    ) -> None:
+        settings = {"STOP_AT": stop_at, "CONSTANTS": json.dumps(constants or {})}
+        self.process = subprocess.Popen(
+            [
+                *prefix,
+                sys.executable,
+                "-c",
+                _WORKER,
+                json.dumps({"min_free": 0, **options}, default=str),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, **settings, **(clock.environment if clock else {})},
+        )
+
+    def __enter__(self) -> Worker:
+        assert self.hear() == "ready"
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    @property
+    def state(self) -> str:
+        """As ``ps`` shows it: T is stopped."""
+        return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+    def stopped(self) -> None:
+        """Wait until it has stopped."""
+        wait_until(lambda: self.state == "T")
+
+    def end(self) -> str:
+        """Let it end; what it wrote to its standard error."""
+        _, err = self.process.communicate(timeout=PATIENCE)
+        return err.decode()
+
+    def tell(self, *command: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(command).encode() + b"\n")
+        self.process.stdin.flush()
+
+    def hear(self) -> Any:
+        assert self.process.stdout is not None
+        readable, _, _ = select.select([self.process.stdout], [], [], PATIENCE)
+        assert readable, "it says nothing"
+        line = self.process.stdout.readline()
+        assert line, self.process.stderr.read().decode() if self.process.stderr else ""
+        return json.loads(line)
+
+    def ask(self, *command: Any) -> Any:
+        """What it answers."""
+        self.tell(*command)
+        return self.hear()[0]
+
+    def time(self, *command: Any) -> tuple[Any, float]:
+        """What it answers, and after how many seconds of its monotonic clock."""
+        self.tell(*command)
+        answer, seconds = self.hear()
+        return answer, seconds

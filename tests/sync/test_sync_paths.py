@@ -1,0 +1,342 @@
+"""makedirs, wait_for and atomic_write, on a plain disk and on what nodes disagree about."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shardcache import sync
+from shardcache.errors import ConfigError
+from shardcache.sync.appearing import makedirs, wait_for
+from shardcache.sync.glimpse import describe, look
+from shardcache.sync.patience import Patience
+from tests.support.fakes import FakeClock
+from tests.support.fuseshim import Shim, mounted, needs_fuse
+from tests.support.storetools import PATIENCE, Parent, crowd, forked, wait_until
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[tuple[Shim, Shim]]:
+    needs_fuse()
+    with mounted(tmp_path, name="one") as one, mounted(tmp_path, name="two") as two:
+        yield one, two
+
+
+# -- makedirs ----------------------------------------------------------------------------
+
+
+def test_a_directory_is_made_with_all_above_it_and_again_without_complaint(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b" / "c"
+    for _ in range(2):
+        assert sync.makedirs(path) == path and path.is_dir()
+
+
+def test_the_mode_is_that_of_the_last_directory_less_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        sync.makedirs(tmp_path / "a" / "b", 0o705)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "a" / "b").stat().st_mode) == 0o700
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o750
+
+
+def test_a_relative_path_is_one_of_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert sync.makedirs("x/y") == tmp_path / "x" / "y"
+    assert sync.wait_for("x", timeout=0) == tmp_path / "x"
+
+
+@pytest.mark.parametrize("kind", ["file", "file above", "dangling link"])
+def test_what_is_in_the_way_is_named_and_left_alone(tmp_path: Path, kind: str) -> None:
+    thing = tmp_path / "thing"
+    if kind == "dangling link":
+        thing.symlink_to(tmp_path / "nowhere")
+    else:
+        thing.write_text("precious")
+    with pytest.raises(FileExistsError) as caught:
+        sync.makedirs(thing / "below" if kind == "file above" else thing, timeout=PATIENCE)
+    assert isinstance(caught.value, sync.InTheWayError)
+    told = "a symbolic link to" if kind == "dangling link" else "a file of 8 B"
+    assert str(thing) in str(caught.value) and told in str(caught.value)
+    assert "Remove or rename" in str(caught.value)
+    assert os.path.lexists(thing) and not (tmp_path / "nowhere").exists()
+
+
+def test_no_permission_is_an_error_at_once(tmp_path: Path, nodes: tuple[Shim, Shim]) -> None:
+    nodes[0].fail("mkdir", "x", error=errno.EACCES, times=-1)
+    with pytest.raises(PermissionError):
+        sync.makedirs(nodes[0].root / "x" / "y", timeout=None)
+
+
+@pytest.mark.failure("makedirs-race")
+@pytest.mark.parametrize("done", [True, False])
+@pytest.mark.parametrize("number", [errno.EEXIST, errno.ENOENT])
+def test_a_lie_about_a_mkdir_is_not_believed(
+    nodes: tuple[Shim, Shim], number: int, done: bool
+) -> None:
+    rule = nodes[0].fail("mkdir", "*", error=number, done=done, times=3)
+    assert sync.makedirs(nodes[0].root / "a" / "b").is_dir()
+    assert nodes[0].struck(rule) >= 2
+
+
+def test_a_directory_of_another_node_is_seen_before_makedirs_returns(
+    nodes: tuple[Shim, Shim],
+) -> None:
+    one, two = nodes
+    assert not (two.root / "a").exists()
+    two.set(delay=1.0, negative=1.0)
+    (one.root / "a").mkdir()
+    sync.makedirs(two.root / "a")
+    assert os.path.isdir(two.root / "a") and os.listdir(two.root) == ["a"]
+
+
+def test_one_that_never_comes_into_sight_ends_in_an_error_that_says_so(
+    nodes: tuple[Shim, Shim],
+) -> None:
+    one, two = nodes
+    two.set(delay=3600.0)
+    (one.root / "a").mkdir()
+    with pytest.raises(sync.WaitTimeoutError, match="was made and could not be seen") as caught:
+        sync.makedirs(two.root / "a", timeout=0.3)
+    assert "on fuse.shim mounted at" in str(caught.value) and caught.value.waited >= 0.3
+
+
+# -- a remembered absence ----------------------------------------------------------------
+
+
+def test_a_remembered_absence_does_not_count(nodes: tuple[Shim, Shim]) -> None:
+    one, two = nodes
+    two.set(negative=3600.0)
+    path = two.root / "d" / "x"
+    assert not path.exists()
+    (one.root / "d").mkdir()
+    (one.root / "d" / "x").write_text("there")
+    assert not path.exists() and not path.parent.exists()  # for as long as an hour
+    assert look(path) is not None
+    assert path.read_text() == "there"  # and from now on for everybody on this node
+
+
+def test_looking_makes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    (tmp_path / "l").symlink_to(tmp_path / "d")
+    for name in ("x", "l/x", "x/y/z", "d/x"):
+        assert look(tmp_path / name) is None
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["d", "l"]
+    assert (tmp_path / "l").lstat().st_nlink == 1
+
+
+# -- wait_for ------------------------------------------------------------------------------
+
+
+def test_what_is_there_is_returned_as_it_was_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "a").touch()
+    (tmp_path / "b").mkdir()
+    assert sync.wait_for(str(tmp_path / "a"), timeout=0) == tmp_path / "a"
+    assert sync.wait_for([tmp_path / "a", tmp_path / "b"], timeout=0) == [
+        tmp_path / "a",
+        tmp_path / "b",
+    ]
+    answers = iter([0, "", [], 7])
+    assert sync.wait_for(lambda: next(answers)) == 7
+
+
+def test_a_wait_ends_when_another_node_makes_the_last_of_several(
+    nodes: tuple[Shim, Shim],
+) -> None:
+    one, two = nodes
+    paths = [two.root / "ckpt" / name for name in "abc"]
+    two.set(negative=3600.0)
+
+    def wait(parent: Parent) -> None:
+        assert not paths[0].exists()
+        parent.say("begun")
+        parent.say([str(path) for path in sync.wait_for(paths, timeout=PATIENCE, kind="directory")])
+
+    with forked(wait) as child:
+        assert child.hear() == "begun"
+        for path in paths:
+            assert not child.speaks(0.05)
+            (one.root / "ckpt" / path.name).mkdir(parents=True)
+        assert child.hear() == [str(path) for path in paths]
+
+
+def test_a_wait_that_is_over_tells_all_there_is_to_know(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "weights").mkdir()
+    old = time.time() - 7200
+    (tmp_path / "run" / "config.json").touch()
+    os.utime(tmp_path / "run" / "config.json", (old, old))
+    wanted = [tmp_path / "run" / name for name in ("weights", "step-1/rng", "optimizer")]
+    with pytest.raises(TimeoutError) as caught:
+        sync.wait_for(wanted, timeout=0.2, by="rank 0")
+    text = str(caught.value)
+    assert re.match(r"Waited \d", text)
+    assert f"for {wanted[1]}, {wanted[2]} (which rank 0 should make) (2 of 3 are missing)" in text
+    assert f"the nearest directory that exists is {tmp_path / 'run'}, with 2 names (weights" in text
+    assert "config.json 2h" in text
+    assert " mounted at " in text and "Look at what rank 0 does" in text
+    assert caught.value.paths == [str(p) for p in wanted[1:]] and caught.value.by == "rank 0"
+
+
+def test_the_wrong_kind_is_not_what_was_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("12345")
+    with pytest.raises(sync.WaitTimeoutError, match="a directory.*is a file of 5 B changed"):
+        sync.wait_for(tmp_path / "a", kind="directory", timeout=0)
+    assert sync.wait_for(tmp_path / "a", kind="file", timeout=0) == tmp_path / "a"
+    with pytest.raises(ConfigError):
+        sync.wait_for(tmp_path / "a", kind="folder")  # type: ignore[call-overload]
+
+
+def test_a_function_that_never_agrees_is_named_with_its_last_answer() -> None:
+    with pytest.raises(sync.WaitTimeoutError, match=r"for eight shards \(which prewarm.*was 0"):
+        sync.wait_for(lambda: 0, timeout=0.05, name="eight shards", by="prewarm")
+
+
+@pytest.mark.parametrize("timeout", [-1, "soon", float("nan"), True])
+def test_a_timeout_that_is_none_is_refused_before_anything_is_done(
+    tmp_path: Path, timeout: object
+) -> None:
+    for call in (
+        lambda: makedirs(tmp_path / "x", timeout=timeout),  # type: ignore[arg-type]
+        lambda: wait_for(tmp_path / "x", timeout=timeout),  # type: ignore[call-overload]
+        lambda: sync.once("x", print, timeout=timeout, dir=tmp_path),  # type: ignore[arg-type]
+        lambda: sync.barrier("x", world_size=2, timeout=timeout, dir=tmp_path),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ConfigError):
+            call()
+    with pytest.raises(ConfigError, match="no path"):
+        wait_for([])
+    assert os.listdir(tmp_path) == []
+
+
+def test_waiting_is_announced_every_ten_seconds_and_grows_rarer(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    clock = FakeClock()
+    patience = Patience("35s", clock=clock)
+    pauses = 0
+    with caplog.at_level(logging.WARNING):
+        while not patience.over:
+            patience.pause(lambda: "waiting for rain")
+            pauses += 1
+    assert [r.message.split(": ")[1] for r in caplog.records] == ["waiting for rain"] * 3
+    assert 35 < pauses < 120 and patience.waited == pytest.approx(35, abs=0.01)
+
+
+def test_an_error_describes_what_cannot_be_listed(nodes: tuple[Shim, Shim]) -> None:
+    nodes[0].fail("readdir", "*", error=errno.EIO, times=-1)
+    assert "cannot be looked at (Input/output error), on fuse.shim" in describe(
+        nodes[0].root / "gone"
+    )
+
+
+# -- atomic_write ----------------------------------------------------------------------------
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    with sync.atomic_write(path, "w") as file:
+        file.write("grün\n")
+        file.flush()
+        assert not path.exists()
+    assert path.read_bytes() == "grün\n".encode()
+    with pytest.raises(ZeroDivisionError), sync.atomic_write(path) as raw:
+        raw.write(b"half")
+        raise ZeroDivisionError
+    assert path.read_bytes() == "grün\n".encode() and os.listdir(tmp_path) == ["a"]
+
+
+def test_what_is_replaced_gives_its_permissions_and_a_link_stays_a_link(tmp_path: Path) -> None:
+    target, link = tmp_path / "target", tmp_path / "link"
+    target.write_text("old")
+    target.chmod(0o640)
+    link.symlink_to(target)
+    with sync.atomic_write(link, "w") as file:
+        file.write("new")
+    assert link.is_symlink() and target.read_text() == "new"
+    assert stat.S_IMODE(target.stat().st_mode) == 0o640
+
+
+def test_a_rename_whose_answer_is_lost_counts_and_one_that_failed_does_not(
+    nodes: tuple[Shim, Shim],
+) -> None:
+    path = nodes[0].root / "a"
+    nodes[0].fail("rename", "*", error=errno.ENOENT, done=True)
+    with sync.atomic_write(path) as file:
+        file.write(b"whole")
+    assert path.read_bytes() == b"whole"
+    nodes[0].fail("rename", "*", error=errno.ENOENT)
+    with pytest.raises(FileNotFoundError), sync.atomic_write(path) as file:
+        file.write(b"other")
+    assert path.read_bytes() == b"whole" and os.listdir(nodes[0].root) == ["a"]
+
+
+def test_a_name_may_be_as_long_as_the_filesystem_allows(tmp_path: Path) -> None:
+    for name in ("x" * 255, "\N{GRINNING FACE}" * 63):
+        with sync.atomic_write(tmp_path / name) as file:
+            file.write(b"whole")
+        assert (tmp_path / name).read_bytes() == b"whole"
+
+
+def test_a_killed_writer_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(b"old")
+
+    def write(parent: Parent) -> None:
+        with sync.atomic_write(path) as file:
+            file.write(b"n" * 100_000)
+            file.flush()
+            parent.say("half")
+            parent.hear()
+
+    with forked(write) as child:
+        assert child.hear() == "half"
+        child.kill()
+    assert path.read_bytes() == b"old"
+
+
+def test_many_writers_leave_one_whole_file(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+
+    def write(parent: Parent, number: int) -> None:
+        for _ in range(20):
+            with sync.atomic_write(path, sync=False) as file:
+                file.write(bytes([number]) * 5000)
+        parent.say(None)
+
+    with crowd(4, write) as children:
+        wait_until(path.exists)
+        seen = {path.read_bytes() for _ in range(200)}
+        assert [child.hear() for child in children] == [None] * 4
+    assert all(data in {bytes([n]) * 5000 for n in range(4)} for data in seen)
+    assert os.listdir(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("mode", ["a", "r", "rb+", "x"])
+def test_other_modes_are_refused(tmp_path: Path, mode: str) -> None:
+    with pytest.raises(ConfigError, match="'wb' or 'w'"), sync.atomic_write(tmp_path / "a", mode):  # type: ignore[call-overload]
+        pass
+    with pytest.raises(IsADirectoryError), sync.atomic_write(tmp_path):
+        pass
+    assert os.listdir(tmp_path) == []
+
+
+def test_bytes_are_synced_before_they_have_their_name(tmp_path: Path) -> None:
+    needs_fuse()
+    with mounted(tmp_path, power=True) as shim:
+        (shim.root / "a").write_bytes(b"old")
+        with sync.atomic_write(shim.root / "a") as file:
+            file.write(b"new" * 1000)
+        shim.lose_power("zeros", names=None)
+    assert (tmp_path / "backing" / "a").read_bytes() == b"new" * 1000

@@ -1,0 +1,372 @@
+"""The tar walk finds what tarfile finds, breaks where it breaks, and mostly does without it."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import os
+import random
+import shutil
+import subprocess
+import tarfile
+import tracemalloc
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import webdataset as wds
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardcache.wds import tar as tarwalk
+from shardcache.wds.tar import TarWalk, members
+from tests.conftest import make_tar
+from tests.support.tartools import (
+    BLOCK,
+    FORMATS,
+    OnlyRead,
+    archive,
+    buffered,
+    by_tarfile,
+    by_walk,
+    damaged,
+    mended,
+    same,
+    small,
+)
+
+GNU_TAR = shutil.which("tar")
+SEEDS = st.integers(0, 2**32)
+
+
+def forbid_tarfile(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **options: object) -> NoReturn:
+        raise AssertionError("tarfile was asked")
+
+    monkeypatch.setattr(tarfile.TarFile, "__init__", refuse)
+
+
+# -- the same as tarfile -----------------------------------------------------------
+
+
+@given(seed=SEEDS)
+@settings(max_examples=200, deadline=None)
+def test_members_of_any_archive_are_those_of_tarfile(seed: int) -> None:
+    same(archive(random.Random(seed)), seed)
+
+
+@given(seed=SEEDS)
+@settings(max_examples=400, deadline=None)
+def test_damaged_archives_break_as_tarfile_breaks(seed: int) -> None:
+    rng = random.Random(seed)
+    same(damaged(rng, archive(rng)), seed)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_an_archive_cut_anywhere_ends_as_tarfile_says(form: int) -> None:
+    data = small(form)
+    ends = set()
+    for length in range(0, len(data), 13):
+        for near in (length, length - length % BLOCK):
+            expected = by_tarfile(io.BytesIO(data[:near]))
+            assert by_walk(io.BytesIO(data[:near])) == expected
+            ends.update(event for event in expected if isinstance(event, tuple))
+    said = {exn_type.__name__ + str(args) for _, exn_type, args in ends}
+    assert said >= {f"ReadError('{text}',)" for text in ("empty file", "unexpected end of data")}
+    assert {kind for kind, _, _ in ends} == {"unread", "broken"}
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("mend", [False, True])
+def test_any_bit_of_a_header_may_be_wrong(form: int, mend: bool) -> None:
+    data = small(form)
+    for at in range(3 * BLOCK):
+        bent = bytearray(data)
+        bent[at] ^= 1 << (at * 7) % 8
+        start = at - at % BLOCK
+        if 124 <= at - start < 136 and bent[at] & 0x80:
+            continue  # a size for which tarfile reads for years
+        if mend:
+            bent[start : start + BLOCK] = mended(bytes(bent[start : start + BLOCK]))
+        assert by_walk(io.BytesIO(bent)) == by_tarfile(io.BytesIO(bent)), at
+
+
+@pytest.mark.skipif(GNU_TAR is None, reason="there is no tar command")
+@pytest.mark.parametrize("form", ["v7", "oldgnu", "gnu", "ustar", "posix"])
+def test_what_the_tar_command_writes_is_read_the_same(form: str, tmp_path: Path) -> None:
+    home = tmp_path / "in"
+    (home / "sub").mkdir(parents=True)
+    for number in range(12):
+        (home / "sub" / f"{number:04d}.txt").write_bytes(os.urandom(number * 311))
+    (home / "sub" / "link.txt").symlink_to("0001.txt")
+    os.link(home / "sub" / "0003.txt", home / "sub" / "hard.txt")
+    (home / ("n\u00e4m\u00e9" * 4 + ".cls")).write_bytes(b"7")
+    if form != "v7":
+        (home / ("d" * 90)).mkdir()
+        (home / ("d" * 90) / ("e" * 90 + ".bin")).write_bytes(b"deep")
+    with open(home / "sub" / "holes.bin", "wb") as file:
+        for at in range(0, 40 << 16, 1 << 16):
+            file.seek(at)
+            file.write(b"data")
+    for options in ([], ["--sparse"], ["--sparse", "--sparse-version=0.1"]):
+        result = subprocess.run(
+            [str(GNU_TAR), f"--format={form}", *options, "-cf", "-", "-C", str(home), "."],
+            stdout=subprocess.PIPE,
+            check=False,
+        )
+        if result.returncode != 0 and "--sparse" in options:
+            continue  # not with this format
+        found = same(result.stdout, 5)
+        assert b"deep" in found or form == "v7"
+        assert "./sub/0011.txt" in found
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
+def test_compressed_archives_are_read_from_any_stream(pack) -> None:
+    data = make_tar(3)
+    packed = pack(data)
+    assert list(members(OnlyRead(packed))) == list(members(io.BytesIO(data)))
+    same(packed)
+    same(packed[: len(packed) // 2])
+    same(packed[:100] + bytes(20) + packed[120:])
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"x", bytes(511), bytes(512), bytes(5000), b"x" * 512, b"\x1f\x8b", b"BZh" * 300],
+    ids=len,
+)
+def test_what_is_no_archive_is_refused_in_the_words_of_tarfile(data: bytes) -> None:
+    same(data)
+
+
+def test_no_stream_at_all_is_refused_as_by_tarfile() -> None:
+    with pytest.raises(ValueError, match="nothing to open"):
+        next(iter(TarWalk(_Nothing())))
+
+
+class _Nothing:
+    def read(self, size: int) -> bytes:
+        raise AssertionError("read")
+
+    def __bool__(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("name", ["BZh91AY&SY.txt", "BZh.txt", "]"])
+def test_a_name_that_looks_compressed_is_what_tarfile_takes_it_for(name: str) -> None:
+    same(small(tarfile.USTAR_FORMAT, (name, "b.txt")))
+
+
+def test_in_an_encoding_that_may_fail_tarfile_reads_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tarwalk, "_ENCODING_IS_SAFE", False)
+    data = small(tarfile.PAX_FORMAT)
+    same(data)
+    walk = TarWalk(io.BytesIO(data))
+    assert all(type(walk._odd) is tarfile.TarInfo for _ in walk)
+
+
+def test_global_headers_rule_all_that_follows() -> None:
+    for headers in ({"comment": "x"}, {"path": "all/one.txt"}, {"size": "3"}):
+        first = tarfile.TarInfo.create_pax_global_header(headers)
+        found = same(first + small(tarfile.PAX_FORMAT))
+        assert ("all/one.txt" in found) == ("path" in headers)
+
+
+def number(value: int) -> bytes:
+    """A size in base 256, which may be negative."""
+    return bytes([0x80 if value >= 0 else 0xFF]) + (value % 256**11).to_bytes(11, "big")
+
+
+def sized(kind: bytes, size: int, name: str = "odd.txt") -> bytes:
+    info = tarfile.TarInfo(name)
+    info.type = kind
+    header = info.tobuf(tarfile.USTAR_FORMAT)
+    return mended(header[:124] + number(size) + header[136:])
+
+
+@pytest.mark.parametrize("kind", [b"0", b"x", b"L", b"g", b"5", b"V"])
+@pytest.mark.parametrize("first", [0, 1, 7])
+def test_sizes_below_nothing_do_what_they_do_to_tarfile(kind: bytes, first: int) -> None:
+    plain = small(tarfile.USTAR_FORMAT)[: -2 * BLOCK]
+    for size in (-1, -512, -700, -1024, -5000, -9728, -10240, -30000, -(10**12)):
+        same(plain * first + sized(kind, size) + plain * 9 + bytes(2 * BLOCK))
+
+
+def extended(records: bytes, padding: bytes = b"") -> bytes:
+    """An extended header of these records, with something behind them in its last block."""
+    info = tarfile.TarInfo("x")
+    info.type, info.size = tarfile.XHDTYPE, len(records)
+    return info.tobuf(tarfile.USTAR_FORMAT) + (records + padding).ljust(BLOCK, b"\0")
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        extended(b"11 path=ab\n", b"12 path=cde\n"),
+        extended(b"11 path=ab\n", b"junk"),
+        extended(b"11 path=abX"),
+        extended(b"11 path=ab\n30 mtime=1\n"),
+        extended(b"0 path=ab\n"),
+        extended(b"5 path=ab\n"),
+        extended(b"011 path=ab\n"),
+        extended(b"11 path=ab\nrest"),
+        extended(b"11 path=\xff\xfe\n"),
+        extended(b"21 hdrcharset=BINARY\n11 path=\xff\xfe\n"),
+        extended(b"24 comment=hdrcharset=x\n"),
+        extended(b"10 size=7\n11 size=x1\n"),
+        extended(b"22 GNU.sparse.major=1\n"),
+        extended(b"11 path=ab\n") + extended(b"11 path=cd\n"),
+        extended(b"11 path=ab\n") + sized(b"L", 3) + b"long".ljust(BLOCK, b"\0"),
+        sized(b"L", 600) + b"n" * 700 + bytes(324),
+        sized(b"S", 0),
+        sized(b"0", 3),
+    ],
+)
+@pytest.mark.parametrize("first", [0, 1])
+def test_odd_headers_are_left_to_tarfile(
+    header: bytes, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = small(tarfile.USTAR_FORMAT)
+    data = plain[: -2 * BLOCK] * first + header + plain
+    same(data)
+    if header[124:125] != b"\x80" or header[156:157] != b"L":
+        forbid_tarfile(monkeypatch)
+        found = by_walk(io.BytesIO(data))
+        assert ("tarfile was asked",) in (event[2] for event in found if isinstance(event, tuple))
+
+
+@pytest.mark.parametrize("records", [b"8 path=\n", b"9 size=7\n11 path=a/\n", b"9 path=/\n"])
+def test_extended_headers_may_say_strange_things(records: bytes) -> None:
+    same(extended(records) + small(tarfile.USTAR_FORMAT))
+
+
+def test_a_checksum_is_compared_in_full() -> None:
+    info = tarfile.TarInfo("x")
+    header = bytearray(info.tobuf(tarfile.USTAR_FORMAT))
+    for start, stop in ((0, 100), (157, 257), (265, 329), (345, 500)):
+        header[start:stop] = b"\xff" * (stop - start)
+    plain = small(tarfile.USTAR_FORMAT)
+    sound = mended(bytes(header))
+    assert len(same(sound + plain)) == 6
+    total = int(sound[148:154], 8)
+    # Adler's sums are modulo 65521.
+    wrong = sound[:148] + b"%06o\0 " % (total - 65521) + sound[156:]
+    assert same(plain[: -2 * BLOCK] + wrong + plain) == same(plain)
+
+
+# -- a reader of streams -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_ordinary_archives_need_no_tarfile(form: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = small(form, ("a.txt", "dir/b.cls", "n" * 80 + "/" + "m" * 50 + ".txt", "n\u00e4.txt"))
+    written = io.BytesIO()
+    with wds.TarWriter(written) as writer:
+        writer.write({"__key__": "k", "txt": b"text", "cls": b"1"})
+    written = written.getvalue()
+    forbid_tarfile(monkeypatch)
+    assert len(list(members(io.BytesIO(data)))) == 4
+    assert dict(members(io.BytesIO(written))) == {"k.cls": b"1", "k.txt": b"text"}
+    with pytest.raises(AssertionError, match="tarfile was asked"):
+        list(members(io.BytesIO(b"\xff" + data)))
+
+
+@pytest.mark.skipif(GNU_TAR is None, reason="there is no tar command")
+@pytest.mark.parametrize("form", ["v7", "oldgnu", "gnu", "ustar", "posix"])
+def test_directories_and_links_of_the_tar_command_need_no_tarfile(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "a.txt").write_bytes(b"x" * 700)
+    (tmp_path / "d" / "z.txt").symlink_to("a.txt")
+    command = [str(GNU_TAR), f"--format={form}", "-cf", "-", "-C", str(tmp_path), "d"]
+    data = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
+    if form != "posix":  # there a link has an extended header
+        forbid_tarfile(monkeypatch)
+    assert list(members(io.BytesIO(data))) == [("d/a.txt", b"x" * 700)]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_nothing_is_read_beyond_a_member_until_the_next_is_asked_for(form: int) -> None:
+    stream = io.BytesIO(small(form))
+    walk = TarWalk(stream)
+    names = iter(walk)
+    next(names)
+    data = walk.read()
+    assert stream.getvalue()[stream.tell() - len(data) : stream.tell()] == data
+    assert set(stream.getvalue()[stream.tell() :][: -len(data) % BLOCK]) == {0}
+
+
+def test_streams_are_never_closed() -> None:
+    for data in (small(tarfile.USTAR_FORMAT), b"junk", gzip.compress(make_tar(1))):
+        for stream in (io.BytesIO(data), buffered(data)):
+            by_walk(stream)
+            assert not stream.closed
+
+
+def test_members_that_are_not_read_are_passed_over() -> None:
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w") as tar:
+        for number, size in enumerate((100_000, 5, 70_000, 512)):
+            info = tarfile.TarInfo(f"{number}.bin")
+            info.size = size
+            tar.addfile(info, io.BytesIO(bytes([number]) * size))
+    for stream in (made, buffered(made.getvalue()), OnlyRead(made.getvalue())):
+        made.seek(0)
+        walk = TarWalk(stream)
+        assert [walk.read() for name in walk if name in ("1.bin", "3.bin")] == [
+            b"\1" * 5,
+            b"\3" * 512,
+        ]
+    same(made.getvalue()[:60_000], 0xFF)
+
+
+def test_a_header_that_lies_about_its_size_costs_no_memory() -> None:
+    info = tarfile.TarInfo("huge.bin")
+    info.size = 8**11 - 1
+    data = info.tobuf(tarfile.USTAR_FORMAT) + b"x" * 5000
+    expected = by_tarfile(io.BytesIO(data))
+    tracemalloc.start()
+    try:
+        assert by_walk(buffered(data)) == expected
+        assert by_walk(OnlyRead(data)) == expected
+        assert tracemalloc.get_traced_memory()[1] < 4 * tarwalk._PIECE
+    finally:
+        tracemalloc.stop()
+
+
+def test_large_members_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tarwalk, "_PIECE", 1000)
+    data = make_tar(5, size=3500)
+    for length in (len(data), 3000):
+        same(data[:length])
+
+
+def test_many_odd_members_are_not_remembered() -> None:
+    odd = tarfile.TarInfo.create_pax_global_header({"path": "a.txt"})
+    info = tarfile.TarInfo("b.txt")
+    info.size = 3
+    member = info.tobuf() + b"abc".ljust(BLOCK, b"\0")
+    walk = TarWalk(io.BytesIO(odd + member * 500))
+    names = [name for name in walk if walk.read() == b"abc" and len(walk._archive.members) <= 1]
+    assert names == ["a.txt"] * 500
+
+
+def test_a_read_error_takes_no_member_along_that_was_whole() -> None:
+    data = make_tar(2, members=20)
+
+    class Failing(io.BytesIO):
+        def readinto(self, buffer) -> int:
+            if self.tell() >= 30_000:
+                raise OSError(5, "the disk failed")
+            return super().readinto(buffer)
+
+    expected = by_tarfile(io.BytesIO(data))
+    found = by_walk(io.BufferedReader(Failing(data), 4096))
+    broken = next(n for n, event in enumerate(found) if isinstance(event, tuple))
+    assert found[broken][1] is OSError
+    assert found[:broken] == expected[:broken]
+    assert broken >= 2 * (30_000 // 1536) - 3

@@ -1,0 +1,318 @@
+"""WebDataset pipelines that read through the cache, with real DataLoader workers."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import webdataset as wds
+from webdataset import tariterators
+
+import shardcache
+from shardcache import Cache, ConfigError, ShardNotFoundError
+from shardcache.cli.demoserver import S3Server
+from shardcache.cli.meter import Meter
+from shardcache.wds.attach import CachedOpen, attach, register, url_opener
+from tests.conftest import make_tar
+from tests.support.fakes import MemoryOrigin
+
+SHARDS = 4
+MEMBERS = 5
+MakeCache = Callable[..., Cache]
+SPEC = "s3://lab/train-{0000..0003}.tar"
+
+
+@pytest.fixture(autouse=True)
+def _objects(origin: MemoryOrigin) -> None:
+    for seed in range(SHARDS):
+        origin.objects[f"s3://lab/train-{seed:04d}.tar"] = make_tar(seed, MEMBERS)
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def expected_keys() -> list[str]:
+    return sorted(f"{seed:04d}-{n:05d}" for seed in range(SHARDS) for n in range(MEMBERS))
+
+
+def keys(dataset) -> list[str]:
+    return sorted(sample["__key__"] for sample in dataset)
+
+
+def test_attach_swaps_the_opener_and_every_sample_comes_once(make_cache: MakeCache) -> None:
+    cache = make_cache()
+    dataset = wds.WebDataset(SPEC, shardshuffle=10)
+    assert cache.attach(dataset) is dataset
+    for _ in range(2):
+        assert keys(dataset) == expected_keys()
+    assert len(list(cache.entries())) == SHARDS
+
+
+def test_samples_are_the_same_as_without_the_cache(make_cache: MakeCache, tmp_path: Path) -> None:
+    for seed in range(SHARDS):
+        (tmp_path / f"train-{seed:04d}.tar").write_bytes(make_tar(seed, MEMBERS))
+    plain = list(wds.WebDataset(str(tmp_path / "train-{0000..0003}.tar"), shardshuffle=False))
+    dataset = make_cache().attach(wds.WebDataset(SPEC, shardshuffle=False))
+    cached = list(dataset)
+    assert [s["txt"] for s in plain] == [s["txt"] for s in cached]
+    assert [s["__key__"] for s in plain] == [s["__key__"] for s in cached]
+    assert [s["__url__"] for s in cached] == [
+        f"s3://lab/train-{seed:04d}.tar" for seed in range(SHARDS) for _ in range(MEMBERS)
+    ]
+    # A shard that was on its way when it was opened has no path yet.
+    assert all(Path(s["__local_path__"]).name.startswith("train-") for s in dataset)
+
+
+def test_attach_keeps_the_handler(make_cache: MakeCache, origin: MemoryOrigin) -> None:
+    del origin.objects["s3://lab/train-0002.tar"]
+    dataset = wds.WebDataset(SPEC, shardshuffle=False, handler=wds.ignore_and_continue)
+    found = keys(make_cache().attach(dataset))
+    assert found == [key for key in expected_keys() if not key.startswith("0002")]
+
+
+def test_attach_replaces_webdatasets_own_cache(make_cache: MakeCache, tmp_path: Path) -> None:
+    dataset = wds.WebDataset(SPEC, shardshuffle=False, cache_dir=str(tmp_path))
+    assert keys(make_cache().attach(dataset)) == expected_keys()
+    assert list(tmp_path.glob("*.tar")) == []
+
+
+def test_attach_twice_uses_the_second_cache(make_cache: MakeCache, tmp_path: Path) -> None:
+    first, second = make_cache(), make_cache(dir=tmp_path / "second")
+    dataset = second.attach(first.attach(wds.WebDataset(SPEC, shardshuffle=False)))
+    assert keys(dataset) == expected_keys()
+    assert list(first.entries()) == []
+
+
+def test_attach_finds_the_opener_in_hand_made_pipelines(make_cache: MakeCache) -> None:
+    cache = make_cache()
+    combined = wds.DataPipeline(
+        wds.SimpleShardList(SPEC), wds.split_by_worker, wds.tarfile_to_samples()
+    )
+    assert keys(attach(attach(combined, cache), cache)) == expected_keys()
+    plain = wds.DataPipeline(
+        wds.SimpleShardList(SPEC),
+        tariterators.url_opener,
+        wds.filters.pipelinefilter(tariterators.tar_file_expander)(),
+        wds.filters.pipelinefilter(tariterators.group_by_keys)(),
+    )
+    assert keys(attach(plain, cache)) == expected_keys()
+    curried = wds.DataPipeline(
+        wds.SimpleShardList(SPEC),
+        wds.filters.pipelinefilter(tariterators.url_opener)(handler=wds.reraise_exception),
+        wds.filters.pipelinefilter(tariterators.tar_file_expander)(),
+        wds.filters.pipelinefilter(tariterators.group_by_keys)(),
+    )
+    assert keys(attach(curried, cache)) == expected_keys()
+
+
+def test_tarfile_to_samples_keeps_its_arguments(make_cache: MakeCache) -> None:
+    pipeline = wds.DataPipeline(
+        wds.SimpleShardList(SPEC),
+        wds.tarfile_to_samples(select_files=lambda name: name.endswith(".txt")),
+    )
+    samples = list(make_cache().attach(pipeline))
+    assert len(samples) == SHARDS * MEMBERS
+    assert all("cls" not in sample for sample in samples)
+
+
+def test_attach_refuses_what_has_no_opener(make_cache: MakeCache) -> None:
+    with pytest.raises(ConfigError, match="no stage of this pipeline opens URLs"):
+        make_cache().attach(wds.DataPipeline(wds.SimpleShardList(SPEC)))
+    with pytest.raises(ConfigError, match="takes a WebDataset"):
+        make_cache().attach([1, 2, 3])
+
+
+def test_url_opener_keeps_keys_and_accepts_plain_urls(make_cache: MakeCache) -> None:
+    url = "s3://lab/train-0000.tar"
+    cache = make_cache(fill="complete")
+    with_keys, plain = cache.url_opener([{"url": url, "__worker__": 3}, url])
+    assert with_keys["__worker__"] == 3
+    assert with_keys["url"] == plain["url"] == url
+    assert plain["stream"].read() == make_tar(0, MEMBERS)
+    assert Path(plain["local_path"]).read_bytes() == make_tar(0, MEMBERS)
+
+
+def test_url_opener_leaves_the_stream_open_after_yield(make_cache: MakeCache) -> None:
+    sample = next(make_cache().url_opener([{"url": "s3://lab/train-0000.tar"}]))
+    assert sample["stream"].read() == make_tar(0, MEMBERS)
+
+
+def test_url_opener_asks_the_handler_with_the_url_in_args(make_cache: MakeCache) -> None:
+    seen: list[Exception] = []
+    urls = [{"url": "s3://lab/none.tar"}, {"url": "s3://lab/train-0001.tar"}]
+
+    def go_on(exn: Exception) -> bool:
+        seen.append(exn)
+        return True
+
+    assert len(list(make_cache().url_opener(urls, go_on))) == 1
+    assert isinstance(seen[0], ShardNotFoundError)
+    assert seen[0].args[-1] == "s3://lab/none.tar"
+    assert pickle.loads(pickle.dumps(seen[0])).args == seen[0].args
+    assert list(make_cache().url_opener(urls, handler=lambda exn: False)) == []
+    with pytest.raises(ShardNotFoundError):
+        list(make_cache().url_opener(urls))
+
+
+def test_url_opener_takes_the_place_of_webdatasets_own(make_cache: MakeCache) -> None:
+    cache = make_cache()
+    streams = cache.url_opener(
+        wds.SimpleShardList(SPEC), handler=wds.reraise_exception, verbose=True
+    )
+    files = tariterators.tar_file_expander(streams, handler=wds.reraise_exception)
+    assert keys(tariterators.group_by_keys(files)) == expected_keys()
+
+
+def test_the_module_level_opener_uses_the_default_cache(
+    make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = make_cache()
+    monkeypatch.setattr("shardcache.defaults._default", cache)
+    sample = next(shardcache.url_opener([{"url": "s3://lab/train-0000.tar"}]))
+    assert sample["stream"].read() == make_tar(0, MEMBERS)
+
+
+def test_register_lets_unchanged_pipelines_read_s3(make_cache: MakeCache) -> None:
+    cache = make_cache()
+    before = dict(wds.gopen_schemes)
+    try:
+        register("s3", cache)
+        assert keys(wds.WebDataset(SPEC, shardshuffle=False)) == expected_keys()
+    finally:
+        wds.gopen_schemes.clear()
+        wds.gopen_schemes.update(before)
+    assert len(list(cache.entries())) == SHARDS
+    with pytest.raises(ConfigError, match="mode 'wb'"):
+        cache.gopen("s3://lab/x.tar", "wb")
+
+
+@pytest.mark.locks_work("flock")
+def test_only_the_shard_being_read_is_pinned(make_cache: MakeCache) -> None:
+    cache = make_cache()
+    dataset = cache.attach(wds.WebDataset(SPEC, shardshuffle=False))
+    iterator = iter(dataset)
+    for _ in range(2 * MEMBERS + 1):  # into the third shard
+        next(iterator)
+    pinned = [e for e in cache.entries() if cache._here().namespaces.own.is_pinned(e)]
+    assert len(pinned) <= 2  # the expander drops a stream when it asks for the next
+    names = {e.metadata().url for e in pinned}
+    assert "s3://lab/train-0002.tar" in names
+
+
+@pytest.mark.locks_work("answers")
+def test_a_shard_that_was_dropped_is_not_pinned_while_the_next_is_fetched(
+    make_cache: MakeCache, origin: MemoryOrigin
+) -> None:
+    cache = make_cache(fill="complete", prefetch=0)
+    opener = cache.url_opener(wds.SimpleShardList(SPEC))
+    pinned: list[bool] = []
+    real = origin.open
+
+    def look(url, start, stop, pin=None):
+        pinned.extend(cache._here().namespaces.own.is_pinned(e) for e in cache.entries())
+        return real(url, start, stop, pin)
+
+    origin.open = look
+    for sample in opener:
+        sample.clear()
+    assert pinned
+    assert not any(pinned)
+
+
+def test_the_stage_says_what_it_is(make_cache: MakeCache) -> None:
+    assert "shardcache.Cache" in repr(CachedOpen(make_cache()))
+
+
+def test_resampled_lists_are_endless_and_fine(make_cache: MakeCache, origin: MemoryOrigin) -> None:
+    dataset = make_cache().attach(
+        wds.WebDataset(SPEC, resampled=True, shardshuffle=False).with_epoch(100)
+    )
+    assert len(list(dataset)) == 100
+    assert sum(start == 0 for _, start, _ in origin.requests) <= SHARDS
+
+
+@pytest.mark.parametrize(
+    ("method", "persistent"),
+    [("fork", False), ("fork", True), ("spawn", False), ("forkserver", True)],
+)
+def test_dataloader_workers_share_one_fetch_per_shard(
+    method: str,
+    persistent: bool,
+    s3: S3Server,
+    bucket: str,
+    meter: Meter,
+    s3_environment: dict,
+    tmp_path: Path,
+) -> None:
+    for seed in range(SHARDS):
+        s3.put(bucket, f"train-{seed:04d}.tar", make_tar(seed, MEMBERS))
+    cache = Cache(tmp_path / "cache", min_free=0)
+    dataset = wds.WebDataset(f"s3://{bucket}/train-{{0000..0003}}.tar", shardshuffle=False)
+    if method == "fork":
+        assert list(cache.attach(dataset))  # the parent's clients must not reach the child
+    loader = torch.utils.data.DataLoader(
+        cache.attach(dataset),
+        batch_size=None,
+        num_workers=2,
+        multiprocessing_context=method,
+        persistent_workers=persistent,
+    )
+    for _ in range(2):
+        assert keys(loader) == expected_keys()
+    traffic = meter.summary()
+    assert {path: t.object_fetches for path, t in traffic.items()} == {
+        f"{bucket}/train-{seed:04d}.tar": 1 for seed in range(SHARDS)
+    }
+
+
+def test_url_opener_needs_a_cache() -> None:
+    with pytest.raises(TypeError):
+        next(url_opener([{"url": "s3://lab/a.tar"}]))
+
+
+def test_url_opener_asks_the_handler_about_what_is_no_url_too(make_cache: MakeCache) -> None:
+    seen: list[Exception] = []
+    url = Path("train-0000.tar")
+    assert list(make_cache().url_opener([url], lambda exn: seen.append(exn) or True)) == []
+    assert isinstance(seen[0], ConfigError)
+
+
+def test_a_pipeline_composed_further_reads_through_the_cache(
+    make_cache: MakeCache, origin: MemoryOrigin
+) -> None:
+    cache = make_cache()
+    dataset = wds.WebDataset(SPEC, shardshuffle=False).to_tuple("__key__").batched(2)
+    found = sorted(key for (batch,) in cache.attach(dataset) for key in batch)
+    assert found == expected_keys()
+    attached = cache.attach(wds.WebDataset(SPEC, shardshuffle=False))
+    first = next(iter(attached))["__key__"]
+    again = pickle.loads(pickle.dumps(attached))  # pickles after it was iterated
+    assert next(iter(again))["__key__"] == first
+    assert len(list(attached.compose(wds.filters.slice(0, 3)).with_epoch(3))) == 3
+    other = cache.attach(wds.WebDataset(SPEC, shardshuffle=False))
+    mixed = wds.RandomMix([attached, other], longest=True)
+    assert len(list(mixed)) == 2 * SHARDS * MEMBERS
+    loader = wds.WebLoader(attached, batch_size=None, num_workers=0)
+    assert keys(loader) == expected_keys()
+    with pytest.raises(ConfigError, match="WebDataset itself"):
+        cache.attach(loader)
+    assert len(origin.requests) == SHARDS
+
+
+@pytest.mark.locks_work("answers")
+def test_an_opener_that_is_closed_early_leaves_nothing_pinned(make_cache: MakeCache) -> None:
+    cache = make_cache()
+    opener = cache.url_opener(wds.SimpleShardList(SPEC))
+    stream = next(opener)["stream"]
+    opener.close()
+    assert stream.read() == make_tar(0, MEMBERS)  # the consumer's own is not closed
+    stream.close()
+    assert not any(cache._here().namespaces.own.is_pinned(e) for e in cache.entries())

@@ -117,7 +117,7 @@ def _sweep(chosen: Sequence[Scenario], given: argparse.Namespace) -> list[Result
 
 
 def _serve(stack: ExitStack) -> str:
-    from shardcache.cli.demoserver import S3Server
+    from shardcache.cli.demo import S3Server
 
     server = stack.enter_context(S3Server())
     os.environ.update(server.environment())

@@ -26,7 +26,7 @@ from urllib.parse import quote
 
 from benchmarks import nginx as nginx_server
 from benchmarks.buckets import BUCKET
-from shardcache.cli.demoserver import S3Server
+from shardcache.cli.demo import S3Server
 from shardcache.errors import ConfigError
 
 __all__ = ["TARGETS", "Target", "UnavailableError", "delayed", "link", "program", "target"]

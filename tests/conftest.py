@@ -1,150 +1,16 @@
-"""Fixtures: a real S3 server, one fake clock, one in-memory origin."""
+"""What every test gets: the fixtures are in `tests.support.fixtures`."""
 
 from __future__ import annotations
 
-import io
-import os
-import shutil
-import tarfile
-import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
-
 import hypothesis
-import pytest
-
-from shardcache.cache import Cache
-from shardcache.cli.demoserver import S3Server
-from shardcache.cli.meter import Meter
-from tests.support.fakes import MemoryOrigin
 
 if hypothesis.settings.default.deadline is not None:  # a slow machine is no failure
     hypothesis.settings.register_profile("patient", deadline=None)
     hypothesis.settings.load_profile("patient")
 
-pytest_plugins = ["tests.support.reliability", "tests.support.brokenflock", "tests.support.users"]
-
-
-def make_tar(seed: int, members: int = 4, size: int = 1000) -> bytes:
-    """A shard whose every byte depends on ``seed``; the same for the same arguments."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as archive:
-        for number in range(members):
-            pattern = f"{seed}/{number}/".encode()
-            data = (pattern * (size // len(pattern) + 1))[:size]
-            for suffix in ("txt", "cls"):
-                info = tarfile.TarInfo(f"{seed:04d}-{number:05d}.{suffix}")
-                info.size = len(data)
-                archive.addfile(info, io.BytesIO(data))
-    return buffer.getvalue()
-
-
-@pytest.fixture(scope="session")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """One SeaweedFS for the whole run."""
-    with S3Server(directory=tmp_path_factory.mktemp("s3")) as server:
-        yield server
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """`tests/packages` needs packages of its own: it runs when it is named, and then whole."""
-    named = any("packages" in Path(argument).parts for argument in config.args)
-    return True if collection_path.name == "packages" and not named else None
-
-
-def _outside() -> set[Path]:
-    """What tests make outside their own directories.
-
-    Lock files of caches on network filesystems; what libfaketime shares between processes,
-    which those that are killed leave.
-    """
-    shared = Path("/dev/shm")
-    node = "shardcache-[0-9g]*-" + "[0-9a-f]" * 16
-    return {p for form in (node, "faketime_shm_*", "sem.faketime_sem_*") for p in shared.glob(form)}
-
-
-_BEFORE = _outside()
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if not hasattr(session.config, "workerinput"):  # the last of the processes that test
-        for path in _outside() - _BEFORE:
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
-
-
-@pytest.fixture
-def bucket(s3: S3Server, request: pytest.FixtureRequest) -> str:
-    """A bucket of this test alone."""
-    name = f"t{abs(hash(request.node.nodeid)) % 10**10}-{os.getpid()}"
-    s3.create_bucket(name)
-    return name
-
-
-@pytest.fixture
-def meter(s3: S3Server) -> Iterator[Meter]:
-    """Counts what passes between the test and the server."""
-    with Meter(s3.endpoint_url) as found:
-        yield found
-
-
-@pytest.fixture
-def s3_environment(s3: S3Server, meter: Meter, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """The environment that leads clients to the server, through the meter."""
-    environment = {**s3.environment(), "AWS_ENDPOINT_URL_S3": meter.endpoint_url}
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    return environment
-
-
-@pytest.fixture(autouse=True)
-def _own_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No configuration of the machine reaches a test."""
-    for name in list(os.environ):
-        if name.startswith(("SHARDCACHE_", "AWS_", "WDS_", "SLURM_", "OMPI_", "PMI_")):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "no-config"))
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "no-aws-config"))
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "no-aws-credentials"))
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-
-
-@pytest.fixture
-def origin() -> MemoryOrigin:
-    """Objects in memory, with faults on demand."""
-    return MemoryOrigin()
-
-
-@pytest.fixture
-def make_cache(
-    tmp_path: Path, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., Cache]]:
-    """Makes caches that read ``s3://`` from the in-memory origin, which is in this process only."""
-    monkeypatch.setattr("shardcache.prewarm.fill.suitable", lambda shards, size: 1)
-    made: list[Cache] = []
-
-    def make(**options: object) -> Cache:
-        options.setdefault("dir", tmp_path / "cache")
-        options.setdefault("min_free", 0)
-        cache = Cache(**options)
-        made.append(cache)
-        process = cache._here()
-        process.coordinator()
-        process.origins.add("s3", origin)
-        return cache
-
-    yield make
-    for cache in made:
-        cache.close()
-
-
-@pytest.fixture(autouse=True)
-def _no_thread_left() -> Iterator[None]:
-    """Every fetch ends its threads."""
-    yield
-    left = [t for t in threading.enumerate() if t.name.startswith("shardcache-")]
-    for thread in left:
-        thread.join(10)
-    assert not [t for t in left if t.is_alive()]
+pytest_plugins = [
+    "tests.support.fixtures",
+    "tests.support.reliability",
+    "tests.support.brokenflock",
+    "tests.support.users",
+]

@@ -25,8 +25,8 @@ from shardcache.runtime import Process
 from shardcache.store.digest import BLOCK
 from shardcache.store.store import Store
 from shardcache.streams.opener import Opener
-from tests.conftest import make_tar
 from tests.support.fakes import Fault, MemoryOrigin
+from tests.support.tars import make_tar
 
 URL = "s3://lab/train-0000.tar"
 OTHER = "s3://lab/train-0001.tar"

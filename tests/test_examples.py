@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from shardcache import Cache
-from shardcache.cli.demoserver import S3Server
-from shardcache.cli.meter import Meter
+from shardcache.cli.demo import S3Server
+from tests.support.proxy import Proxy
 from tests.support.trainingtools import EXAMPLES, ROOT, DataSet, programs, run
 
 SHARDS, MEMBERS = 8, 6
@@ -24,8 +24,8 @@ SCONTROL = '[[ "$*" == "show hostnames node[1]" ]] && echo localhost'
 
 
 @pytest.fixture
-def data(s3: S3Server, bucket: str, s3_environment: dict[str, str], meter: Meter) -> DataSet:
-    return DataSet(s3, bucket, meter, SHARDS, MEMBERS)
+def data(s3: S3Server, bucket: str, s3_environment: dict[str, str], proxy: Proxy) -> DataSet:
+    return DataSet(s3, bucket, proxy, SHARDS, MEMBERS)
 
 
 def epochs(listed: Path) -> dict[int, list[str]]:

@@ -18,11 +18,11 @@ from pathlib import Path
 
 import pytest
 
-from shardcache.cli.demoserver import S3Server
-from shardcache.cli.meter import Meter
+from shardcache.cli.demo import S3Server
 from shardcache.layout import Layout
-from tests.conftest import make_tar
+from tests.support.proxy import Proxy
 from tests.support.storetools import wait_until
+from tests.support.tars import make_tar
 from tests.support.workers import Worker
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -64,18 +64,18 @@ def named(host: str) -> tuple[str, ...]:
 
 
 @pytest.fixture
-def url(s3: S3Server, bucket: str, s3_environment: dict[str, str], meter: Meter) -> str:
+def url(s3: S3Server, bucket: str, s3_environment: dict[str, str], proxy: Proxy) -> str:
     s3.put(bucket, "a.tar", DATA)
-    meter.reset()
+    proxy.reset()
     return f"s3://{bucket}/a.tar"
 
 
-def fetches(meter: Meter) -> int:
-    return sum(traffic.object_fetches for traffic in meter.summary().values())
+def fetches(proxy: Proxy) -> int:
+    return sum(traffic.object_fetches for traffic in proxy.summary().values())
 
 
 @pytest.mark.failure("clocks-and-pids", "unique-names")
-def test_containers_with_equal_pids_share_one_fetch(url: str, tmp_path: Path, meter: Meter) -> None:
+def test_containers_with_equal_pids_share_one_fetch(url: str, tmp_path: Path, proxy: Proxy) -> None:
     workers = [Worker(prefix=CONTAINER, dir=tmp_path / "cache") for _ in range(4)]
     try:
         for worker in workers:
@@ -85,7 +85,7 @@ def test_containers_with_equal_pids_share_one_fetch(url: str, tmp_path: Path, me
         for worker in workers:
             worker.tell("read", url)
         assert [worker.hear()[0] for worker in workers] == [[DIGEST, True]] * 4
-        assert fetches(meter) == 1
+        assert fetches(proxy) == 1
         sessions = list((tmp_path / "cache/v1/sessions").glob("*.session"))
         assert len(sessions) == 4  # and nobody took another's for its own
     finally:
@@ -96,7 +96,7 @@ def test_containers_with_equal_pids_share_one_fetch(url: str, tmp_path: Path, me
 @pytest.mark.failure("clocks-and-pids")
 @pytest.mark.parametrize("visible", [True, False], ids=["another's here", "nobody's here"])
 def test_a_holder_of_another_namespace_is_waited_for_and_passed_by_like_any_other(
-    url: str, tmp_path: Path, meter: Meter, visible: bool
+    url: str, tmp_path: Path, proxy: Proxy, visible: bool
 ) -> None:
     """To its neighbour, process 2 is itself; to the node, something of the kernel's."""
     stop = "before shardcache.fetch.job:Job._finish"
@@ -111,7 +111,7 @@ def test_a_holder_of_another_namespace_is_waited_for_and_passed_by_like_any_othe
         (stopped,) = wait_until(lambda: [p for p in children(holder) if state(p) == "T"])
         answer = outside.ask("read", url)  # it neither takes it for dead nor fetches beside it
         assert answer["error"] == "LockTimeoutError" and f"process {pid} on" in answer["message"]
-        assert fetches(meter) == 1
+        assert fetches(proxy) == 1
         assert neighbour.ask("read", url) == [DIGEST, True]
         os.kill(stopped, signal.SIGCONT)
         assert holder.hear()[0] == [DIGEST, True]
@@ -144,7 +144,7 @@ def state(pid: int) -> str:
 
 @pytest.mark.failure("clocks-and-pids")
 @pytest.mark.parametrize("host", ["node-a", "node-b"], ids=["one name", "two names"])
-def test_host_names_are_for_people(url: str, tmp_path: Path, meter: Meter, host: str) -> None:
+def test_host_names_are_for_people(url: str, tmp_path: Path, proxy: Proxy, host: str) -> None:
     stop = "before shardcache.fetch.job:Job._finish"
     options = {"dir": tmp_path / "cache"}
     with (
@@ -162,7 +162,7 @@ def test_host_names_are_for_people(url: str, tmp_path: Path, meter: Meter, host:
         os.kill(first.process.pid, signal.SIGCONT)
         assert first.hear()[0] == [DIGEST, True]
         assert second.ask("read", url) == [DIGEST, True]
-        assert fetches(meter) == 1
+        assert fetches(proxy) == 1
 
 
 # -- a pid that is used again ------------------------------------------------------------
@@ -203,7 +203,7 @@ print(json.dumps([answer, os.listdir(Path(directory, "v1/partial"))]))
 @pytest.mark.failure("clocks-and-pids", "unique-names")
 @pytest.mark.parametrize("who", ["a stranger", "the successor"])
 def test_the_pid_of_a_dead_holder_may_belong_to_anybody(
-    url: str, tmp_path: Path, meter: Meter, who: str
+    url: str, tmp_path: Path, proxy: Proxy, who: str
 ) -> None:
     """Neither is a dead holder taken for alive, nor its partial for one's own."""
     done = subprocess.run(
@@ -217,7 +217,7 @@ def test_the_pid_of_a_dead_holder_may_belong_to_anybody(
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [[DIGEST, True], []]
     # All bytes were there: the successor resumed, and asked the origin for none again.
-    assert sum(t.body_bytes for t in meter.summary().values()) == len(DATA)
+    assert sum(t.body_bytes for t in proxy.summary().values()) == len(DATA)
 
 
 # -- a network that goes down ------------------------------------------------------------
@@ -226,11 +226,11 @@ def test_the_pid_of_a_dead_holder_may_belong_to_anybody(
 OUTAGE = """
 import hashlib, json, os, subprocess, sys, tempfile
 from pathlib import Path
-from shardcache.cli.demoserver import S3Server
+from shardcache.cli.demo import S3Server
 from shardcache.store.digest import BLOCK
-from shardcache.cli.meter import Meter
+from tests.support.proxy import Proxy
 from shardcache.store.progressfile import read_progress
-from tests.conftest import make_tar
+from tests.support.tars import make_tar
 from tests.support.storetools import wait_until
 from tests.support.workers import Worker
 
@@ -241,21 +241,21 @@ link("up")
 directory = Path(sys.argv[1])
 data = make_tar(3, 2000, 2000)
 (directory / "s3").mkdir()
-with S3Server(directory=directory / "s3") as server, Meter(server.endpoint_url) as meter:
+with S3Server(directory=directory / "s3") as server, Proxy(server.endpoint_url) as proxy:
     server.create_bucket("lab")
     server.put("lab", "a.tar", data)
     server.put("lab", "b.tar", data)
-    os.environ.update({**server.environment(), "AWS_ENDPOINT_URL_S3": meter.endpoint_url})
+    os.environ.update({**server.environment(), "AWS_ENDPOINT_URL_S3": proxy.endpoint_url})
     cache = {"dir": directory / "cache", "connections": 1}
     with Worker(timeout=1, attempts=2, **cache) as worker, Worker(timeout=1, **cache) as patient:
-        meter.pause(after=len(data) // 2)
+        proxy.pause(after=len(data) // 2)
         worker.tell("read", "s3://lab/a.tar")
         partials = directory / "cache/v1/partial"
         wait_until(lambda: any(
             found.written >= BLOCK for found in map(read_progress, partials.glob("*")) if found
         ))  # a block can be resumed
         link("down")
-        meter.resume()
+        proxy.resume()
         lost = worker.hear()[0]
         unreachable = worker.ask("read", "s3://lab/b.tar")
         kept = [name for name in os.listdir(partials)]
@@ -264,9 +264,9 @@ with S3Server(directory=directory / "s3") as server, Meter(server.endpoint_url) 
         assert patient.process.poll() is None
         link("up")
         healed = patient.hear()[0]
-        meter.reset()
+        proxy.reset()
         again = worker.ask("read", "s3://lab/a.tar")
-        received = sum(t.body_bytes for t in meter.summary().values())
+        received = sum(t.body_bytes for t in proxy.summary().values())
 print(json.dumps({
     "digest": hashlib.sha256(data).hexdigest(), "size": len(data), "lost": lost,
     "unreachable": unreachable, "kept": len(kept), "healed": healed, "again": again,

@@ -15,8 +15,8 @@ from shardcache.cache import Cache
 from shardcache.layout import Layout
 from shardcache.locks.flock import Holder, KeyLock
 from shardcache.origins.base import TransientError
-from tests.conftest import make_tar
 from tests.support.fakes import FakeClock, Fault, MemoryOrigin
+from tests.support.tars import make_tar
 
 HERE = Path(__file__).resolve().parent.parent
 PAGE = (HERE / "docs" / "observing.md").read_text()

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from shardcache import Cache
-from shardcache.cli.demoserver import S3Server
-from shardcache.cli.meter import Meter
+from shardcache.cli.demo import S3Server
 from shardcache.layout import Layout
 from shardcache.store.digest import BLOCK
 from shardcache.store.partial import read_progress
-from tests.conftest import make_tar
+from tests.support.proxy import Proxy
+from tests.support.tars import make_tar
 
 pytestmark = pytest.mark.usefixtures("s3_environment")
 
@@ -105,12 +105,12 @@ def progress(directory: Path) -> int:
 
 @pytest.mark.locks_work
 def test_eight_processes_and_four_cold_shards_cost_four_object_fetches(
-    s3: S3Server, bucket: str, meter: Meter, tmp_path: Path, readers: Readers
+    s3: S3Server, bucket: str, proxy: Proxy, tmp_path: Path, readers: Readers
 ) -> None:
     shards = {f"{n}.tar": make_tar(n, members=4, size=BLOCK) for n in range(4)}
     for name, data in shards.items():
         s3.put(bucket, name, data)
-    meter.reset()
+    proxy.reset()
     urls = [f"s3://{bucket}/{name}" for name in shards]
     started = [readers.start(tmp_path / "cache", urls) for _ in range(8)]
     for process in started:
@@ -121,7 +121,7 @@ def test_eight_processes_and_four_cold_shards_cost_four_object_fetches(
     ]
     for process in started:
         assert readers.results(process) == expected
-    traffic = meter.summary()
+    traffic = proxy.summary()
     assert {path: t.object_fetches for path, t in traffic.items()} == {
         f"{bucket}/{name}": 1 for name in shards
     }
@@ -130,14 +130,14 @@ def test_eight_processes_and_four_cold_shards_cost_four_object_fetches(
 
 @pytest.mark.locks_work
 def test_killing_the_fetching_process_half_way_costs_the_others_little(
-    s3: S3Server, bucket: str, meter: Meter, tmp_path: Path, readers: Readers
+    s3: S3Server, bucket: str, proxy: Proxy, tmp_path: Path, readers: Readers
 ) -> None:
     s3.put(bucket, "a.tar", SHARD)
-    meter.reset()
+    proxy.reset()
     url = f"s3://{bucket}/a.tar"
     victim = readers.start(tmp_path / "cache", [url])
     others = [readers.start(tmp_path / "cache", [url]) for _ in range(3)]
-    meter.pause(len(SHARD) // 4)  # of each part: half-way through both
+    proxy.pause(len(SHARD) // 4)  # of each part: half-way through both
     readers.go(victim)
     wait_for(lambda: progress(tmp_path / "cache") >= len(SHARD) // 2 - 4 * BLOCK)
     for process in others:
@@ -145,27 +145,27 @@ def test_killing_the_fetching_process_half_way_costs_the_others_little(
     time.sleep(0.5)  # let them wait for the holder
     victim.kill()
     victim.wait()
-    meter.resume()
+    proxy.resume()
     for process in others:
         assert readers.results(process) == [[url, DIGEST, True]]
-    received = sum(t.body_bytes for t in meter.summary().values())
+    received = sum(t.body_bytes for t in proxy.summary().values())
     assert received < 1.3 * len(SHARD)
     assert os.listdir(Layout.of_root(tmp_path / "cache").partial) == []
 
 
 @pytest.mark.failure("stopped-holder")
 def test_a_stopped_holder_is_passed_by_and_does_no_harm_when_it_wakes(
-    s3: S3Server, bucket: str, meter: Meter, tmp_path: Path, readers: Readers
+    s3: S3Server, bucket: str, proxy: Proxy, tmp_path: Path, readers: Readers
 ) -> None:
     s3.put(bucket, "a.tar", SHARD)
     url = f"s3://{bucket}/a.tar"
     holder = readers.start(tmp_path / "cache", [url])
     other = readers.start(tmp_path / "cache", [url], stale_after=1)
-    meter.pause(len(SHARD) // 4)
+    proxy.pause(len(SHARD) // 4)
     readers.go(holder)
     wait_for(lambda: progress(tmp_path / "cache") >= BLOCK)
     holder.send_signal(signal.SIGSTOP)
-    meter.resume()
+    proxy.resume()
     readers.go(other)
     assert readers.results(other) == [[url, DIGEST, True]]
     holder.send_signal(signal.SIGCONT)
@@ -180,16 +180,16 @@ def rank_environment(rank: int) -> dict[str, str]:
 
 
 def test_ranks_apart_share_bytes_by_hard_link_and_do_not_wait(
-    s3: S3Server, bucket: str, meter: Meter, tmp_path: Path, readers: Readers
+    s3: S3Server, bucket: str, proxy: Proxy, tmp_path: Path, readers: Readers
 ) -> None:
     s3.put(bucket, "a.tar", SHARD)
-    meter.reset()
+    proxy.reset()
     url = f"s3://{bucket}/a.tar"
     for rank in (0, 1):
         process = readers.start(tmp_path / "cache", [url], rank_environment(rank), isolation="rank")
         readers.go(process)
         assert readers.results(process) == [[url, DIGEST, True]]
-    assert meter.summary()[f"{bucket}/a.tar"].object_fetches == 1
+    assert proxy.summary()[f"{bucket}/a.tar"].object_fetches == 1
     entries = list(Cache(tmp_path / "cache").entries())
     assert {e.path.parents[3].name for e in entries} == {"77-0", "77-1"}
     assert len({e.data.stat().st_ino for e in entries}) == 1
@@ -197,10 +197,10 @@ def test_ranks_apart_share_bytes_by_hard_link_and_do_not_wait(
 
 @pytest.mark.locks_work
 def test_ranks_of_one_job_share_a_namespace_of_their_own(
-    s3: S3Server, bucket: str, meter: Meter, tmp_path: Path, readers: Readers
+    s3: S3Server, bucket: str, proxy: Proxy, tmp_path: Path, readers: Readers
 ) -> None:
     s3.put(bucket, "a.tar", SHARD)
-    meter.reset()
+    proxy.reset()
     url = f"s3://{bucket}/a.tar"
     started = [
         readers.start(tmp_path / "cache", [url], rank_environment(rank), isolation="job")
@@ -210,16 +210,16 @@ def test_ranks_of_one_job_share_a_namespace_of_their_own(
         readers.go(process)
     for process in started:
         assert readers.results(process) == [[url, DIGEST, True]]
-    assert meter.summary()[f"{bucket}/a.tar"].object_fetches == 1
+    assert proxy.summary()[f"{bucket}/a.tar"].object_fetches == 1
     (entry,) = Cache(tmp_path / "cache").entries()
     assert entry.path.parents[3].name == "77"
 
 
 def test_the_node_uses_what_an_isolated_rank_fetched(
-    s3: S3Server, bucket: str, meter: Meter, tmp_path: Path, readers: Readers
+    s3: S3Server, bucket: str, proxy: Proxy, tmp_path: Path, readers: Readers
 ) -> None:
     s3.put(bucket, "a.tar", SHARD)
-    meter.reset()
+    proxy.reset()
     url = f"s3://{bucket}/a.tar"
     first = readers.start(tmp_path / "cache", [url], rank_environment(0), isolation="rank")
     readers.go(first)
@@ -227,4 +227,4 @@ def test_the_node_uses_what_an_isolated_rank_fetched(
     second = readers.start(tmp_path / "cache", [url])
     readers.go(second)
     assert readers.results(second) == [[url, DIGEST, True]]
-    assert meter.summary()[f"{bucket}/a.tar"].object_fetches == 1
+    assert proxy.summary()[f"{bucket}/a.tar"].object_fetches == 1

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import shardcache
-from shardcache.cli.demoserver import S3Server
-from tests.conftest import make_tar
+from shardcache.cli.demo import S3Server
+from tests.support.tars import make_tar
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text("utf-8")

@@ -22,8 +22,8 @@ from shardcache.cli.main import main
 from shardcache.config import Loaded, describe, options
 from shardcache.origins.resolve import Origins
 from shardcache.wds.attach import CachedOpen, url_opener
-from tests.conftest import make_tar
 from tests.origins.test_rangebody import Scripted, answer, serve  # noqa: F401 - a fixture
+from tests.support.tars import make_tar
 
 pytestmark = pytest.mark.failure("presigned")
 CANARY = "CaNaRyCaNaRy0123456789"

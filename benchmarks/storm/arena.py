@@ -16,7 +16,7 @@ from benchmarks.storm import shards
 from benchmarks.storm.history import Log
 from benchmarks.storm.rules import rules_of
 from benchmarks.storm.settings import BUCKET, Settings
-from shardcache.cli.demoserver import S3Server
+from shardcache.cli.demo import S3Server
 from shardcache.cli.meter import Meter
 
 __all__ = ["Arena", "Disk", "arena", "working_directory"]

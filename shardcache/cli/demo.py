@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from shardcache.cli.demoserver import S3Server
 from shardcache.cli.invocation import Invocation, command
 from shardcache.cli.output import Column
 from shardcache.errors import ConfigError
@@ -14,7 +15,7 @@ from shardcache.units import format_bytes, format_duration
 if TYPE_CHECKING:
     from shardcache.cli.demorun import DemoReport
 
-__all__ = ["demo_command"]
+__all__ = ["S3Server", "demo_command"]
 
 _BROKEN = 4
 

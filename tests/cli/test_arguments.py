@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 from shardcache.cache import Cache
 from shardcache.cli import demorun as demo
 from shardcache.cli.main import _COMMANDS, ANY, OTHER_CODES, command_line, main
-from tests.conftest import make_tar
 from tests.support.storetools import tree
+from tests.support.tars import make_tar
 
 #: The same lists every time: a run of the tests is to find what the last one found.
 steady = hypothesis.settings(

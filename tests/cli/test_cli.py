@@ -20,8 +20,8 @@ from shardcache.cache import Cache
 from shardcache.cli import main as cli
 from shardcache.errors import IntegrityError, LockTimeoutError
 from shardcache.layout import Layout
-from tests.conftest import make_tar
 from tests.support.clitools import data, run, spec, warm
+from tests.support.tars import make_tar
 
 # -- prewarm -------------------------------------------------------------------
 
@@ -54,14 +54,14 @@ def test_missing_shard_is_exit_3_and_named(run, spec, bucket):
     assert run("prewarm", spec, f"s3://{bucket}/absent.tar", "--max-failures", "1")[0] == 0
 
 
-def test_what_does_not_fit_is_exit_5_and_nothing_is_fetched(run, spec, meter, monkeypatch):
+def test_what_does_not_fit_is_exit_5_and_nothing_is_fetched(run, spec, proxy, monkeypatch):
     monkeypatch.setenv("SHARDCACHE_MAX_SIZE", "100kB")
     code, out, err = run("prewarm", spec)
     assert code == 5
     assert "does not fit" in out
     assert err.startswith("error: ")
     assert "--best-effort" in err
-    assert meter.summary() == {}
+    assert proxy.summary() == {}
     assert run("prewarm", "-n", spec)[0] == 5
     code, out, err = run("prewarm", "--best-effort", spec)
     assert code == 0
@@ -80,18 +80,18 @@ def test_full_disk_is_exit_5(run, spec, monkeypatch):
     assert "no room for" in err
 
 
-def test_deadline_is_exit_3_unless_best_effort_will_do(run, spec, meter):
-    meter.pause(after=20_000)  # listings pass
+def test_deadline_is_exit_3_unless_best_effort_will_do(run, spec, proxy):
+    proxy.pause(after=20_000)  # listings pass
     code, out, err = run("prewarm", spec, "--deadline", "500ms", "-q")
     assert (code, out) == (3, "")
     assert "4 shards not done because the deadline is over" in err
     assert run("prewarm", spec, "--deadline", "500ms", "--best-effort")[0] == 0
 
 
-def test_check_asks_nobody_and_exits_4_when_shards_are_missing(run, spec, meter):
+def test_check_asks_nobody_and_exits_4_when_shards_are_missing(run, spec, proxy):
     code, out, _ = run("prewarm", "--check", spec)
     assert (code, out) == (4, "0 of 4 shards cached (0 B); 4 missing\n")
-    assert meter.requests() == []
+    assert proxy.requests() == []
     run("prewarm", spec)
     code, out, _ = run("prewarm", "--check", spec)
     assert code == 0

@@ -36,7 +36,7 @@ def case(command: str, code: int):
 
 
 @pytest.fixture
-def world(run, warm, spec, bucket, s3, meter, tmp_path, monkeypatch):
+def world(run, warm, spec, bucket, s3, proxy, tmp_path, monkeypatch):
     """A cache with four shards, and what can be done to it."""
     monkeypatch.setenv("SHARDCACHE_ATTEMPTS", "1")
     with contextlib.ExitStack() as stack:
@@ -46,7 +46,7 @@ def world(run, warm, spec, bucket, s3, meter, tmp_path, monkeypatch):
             absent=f"s3://{bucket}/absent.tar",
             put=lambda name, content: s3.put(bucket, name, content) and f"s3://{bucket}/{name}",
             run=run,
-            meter=meter,
+            proxy=proxy,
             home=tmp_path,
             set=monkeypatch.setenv,
             patch=monkeypatch.setattr,
@@ -98,7 +98,7 @@ case("prewarm", 3)(lambda world: [world.spec, world.absent])
 
 @case("verify", 3)
 def _(world):
-    world.meter.close()
+    world.proxy.close()
     return ["--remote"]
 
 
@@ -159,9 +159,9 @@ def _(world):
 def _(world):
     """Another process fetches it, and comes to nothing."""
     url = world.put("hung.tar", world.cache.entry(world.urls[0]).data.read_bytes() * 99)
-    world.meter.pause(after=1 << 20)
+    world.proxy.pause(after=1 << 20)
     other = world.stack.enter_context(Command("prewarm", url, directory=world.cache.dir))
-    world.stack.callback(world.meter.resume)
+    world.stack.callback(world.proxy.resume)
     wait_until(lambda: list(world.cache.node_layout.partial.glob("*/progress")), other)
     world.set("SHARDCACHE_LOCK_TIMEOUT", "1s")
     return ["--fetch", url]

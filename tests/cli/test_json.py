@@ -35,12 +35,12 @@ from shardcache.prewarm.run import Run
 from shardcache.space.volume import Volume
 from shardcache.stats.activity import Watcher
 from shardcache.store.partial import Partial
-from tests.conftest import make_tar
 from tests.prewarm.test_fleet import is_running
 from tests.prewarm.test_fleetslurm import STANDINS, allocation
 from tests.support.clitools import Command, data, run, slow, spec, wait_until, warm, written
 from tests.support.jsontools import HOME, Seen
 from tests.support.storetools import wait_until as patiently
+from tests.support.tars import make_tar
 
 ROOT = HOME.parent.parent
 
@@ -122,9 +122,9 @@ def test_a_schema_is_closed_and_says_what_its_fields_are(path):
 # -- what changes the cache --------------------------------------------------------------
 
 
-def test_json_of_prewarm(said, spec, bucket, s3, meter, tmp_path, monkeypatch, slow):
+def test_json_of_prewarm(said, spec, bucket, s3, proxy, tmp_path, monkeypatch, slow):
     absent = f"s3://{bucket}/absent.tar"
-    meter.resume()
+    proxy.resume()
     first, second, third, fourth = (f"s3://{bucket}/train-{n:04d}.tar" for n in range(4))
     said("-n", first)  # missing
     assert said(first, absent, code=3)["summary"]["failed"] == 1
@@ -146,7 +146,7 @@ def test_json_of_prewarm(said, spec, bucket, s3, meter, tmp_path, monkeypatch, s
         many = f"s3://{bucket}/train-{{1000..1009}}.tar"
         assert said(many, "-j", "1", code=3)["summary"]["stopped"] == "refused"
     with Cache() as cache:
-        meter.pause(after=20_000)
+        proxy.pause(after=20_000)
         fetch = threading.Thread(target=cache.fetch, args=(second,))
         fetch.start()
         lock = cache.node_layout.key_lock(cache.parse(second).key)
@@ -154,13 +154,13 @@ def test_json_of_prewarm(said, spec, bucket, s3, meter, tmp_path, monkeypatch, s
             time.sleep(0.01)
         with monkeypatch.context() as waiting:
             pause = Waiter.pause
-            waiting.setattr(Waiter, "pause", lambda self: (meter.resume(), pause(self)))
+            waiting.setattr(Waiter, "pause", lambda self: (proxy.resume(), pause(self)))
             assert said(second)["summary"]["coalesced"] == 1
         fetch.join()
     s3.put(bucket, "train-0000.tar", make_tar(9))
     found = said("--refresh", first, second)["summary"]
     assert (found["plan"]["outdated"], found["refreshed"], found["cached"]) == (1, 1, 1)
-    meter.pause(after=2_500_000)
+    proxy.pause(after=2_500_000)
     big = f"s3://{bucket}/big-{{0..2}}.tar"
     watch = Run._watch
 
@@ -181,8 +181,8 @@ def test_json_of_prewarm(said, spec, bucket, s3, meter, tmp_path, monkeypatch, s
     assert (code, said.seen.document(out)["summary"]["stopped"]) == (130, "requested")
 
 
-def test_json_of_prewarm_nodes(said, run, spec, bucket, s3, meter, slow, allocation, monkeypatch):
-    meter.resume()
+def test_json_of_prewarm_nodes(said, run, spec, bucket, s3, proxy, slow, allocation, monkeypatch):
+    proxy.resume()
     first, second, third = (f"s3://{bucket}/train-{n:04d}.tar" for n in range(3))
     absent = f"s3://{bucket}/absent.tar"
     slurm = ("--nodes", "slurm")
@@ -206,7 +206,7 @@ def test_json_of_prewarm_nodes(said, run, spec, bucket, s3, meter, slow, allocat
         full.setenv("SHARDCACHE_MAX_SIZE", "1kB")
         assert said(third, *slurm, "--best-effort")["summary"]["left_out"] == 1
         assert said(third, *slurm, code=5)["summary"]["outcomes"]["full"] == 1
-    with let_go_once_waited_for(allocation / "gpu01", third, meter):
+    with let_go_once_waited_for(allocation / "gpu01", third, proxy):
         assert said(third, *slurm)["summary"]["coalesced"] == 1
     code, out, _ = run("prewarm", third, *slurm, "--format", "tsv")
     heading, row = (line.split("\t") for line in out.splitlines())
@@ -214,7 +214,7 @@ def test_json_of_prewarm_nodes(said, run, spec, bucket, s3, meter, slow, allocat
     assert set(heading) <= {name for name, _ in fields(said.seen.schema)}
     (allocation / "gpu02").unlink()
     monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu[01-02]")
-    one_killed_and_one_interrupted(said.seen, slow, meter, allocation)
+    one_killed_and_one_interrupted(said.seen, slow, proxy, allocation)
 
 
 def rank_of_a_job_on_ray(patch, directory):
@@ -230,7 +230,7 @@ def rank_of_a_job_on_ray(patch, directory):
 
 
 @contextlib.contextmanager
-def let_go_once_waited_for(directory, url, meter):
+def let_go_once_waited_for(directory, url, proxy):
     """A fetch of this process that gets nothing until somebody waits for it."""
     with contextlib.ExitStack() as stack:
         cache = stack.enter_context(Cache(directory, min_free=0))
@@ -240,10 +240,10 @@ def let_go_once_waited_for(directory, url, meter):
             try:
                 patiently(lambda: any(live_waits(layout)))
             finally:
-                meter.resume()
+                proxy.resume()
 
-        meter.pause(after=20_000)
-        stack.callback(meter.resume)
+        proxy.pause(after=20_000)
+        stack.callback(proxy.resume)
         for task in (lambda: cache.fetch(url), until_somebody_waits):
             thread = threading.Thread(target=task)
             thread.start()
@@ -253,9 +253,9 @@ def let_go_once_waited_for(directory, url, meter):
         yield
 
 
-def one_killed_and_one_interrupted(seen, spec, meter, directory):
+def one_killed_and_one_interrupted(seen, spec, proxy, directory):
     """Nothing comes, not even sizes: by SIGKILL a node is lost, by SIGINT the rest ends."""
-    meter.pause()
+    proxy.pause()
     lines, hanging = [], set()
     with Command(
         *("prewarm", spec, "--nodes", "slurm", "-j", "1", "--format", "jsonl"),
@@ -324,7 +324,7 @@ def test_json_of_unpin(said, run, warm):
 # -- what looks at it --------------------------------------------------------------------
 
 
-def test_json_of_ls(said, run, warm, slow, meter, tmp_path, monkeypatch):
+def test_json_of_ls(said, run, warm, slow, proxy, tmp_path, monkeypatch):
     directory = tmp_path / "cache"
     (tmp_path / "local.tar").write_bytes(make_tar(9))
     with Cache(directory, cache_local=True, min_free=0) as cache:
@@ -352,7 +352,7 @@ def test_json_of_path(said, warm):
     said(warm[0])
 
 
-def test_json_of_verify(said, run, warm, s3, bucket, tmp_path, meter, monkeypatch):
+def test_json_of_verify(said, run, warm, s3, bucket, tmp_path, proxy, monkeypatch):
     monkeypatch.setenv("SHARDCACHE_ATTEMPTS", "1")
     s3.put(bucket, "train-0000.tar", b"x" * 10)
     s3.client().delete_object(Bucket=bucket, Key="train-0001.tar")
@@ -363,7 +363,7 @@ def test_json_of_verify(said, run, warm, s3, bucket, tmp_path, meter, monkeypatc
     said.lines("--remote", code=4)
     sidecar(tmp_path / "cache", warm[2]).unlink()
     unreadable = sidecar(tmp_path / "cache", warm[3])
-    meter.close()
+    proxy.close()
     said("--remote", code=4)
     from shardcache.store import verify
 
@@ -393,13 +393,13 @@ def test_json_of_stats(said, run, warm, tmp_path, monkeypatch):
     assert said("--dir", tmp_path / "none")["since"] is None
 
 
-def test_json_of_top(said, warm, slow, meter, tmp_path, monkeypatch):
+def test_json_of_top(said, warm, slow, proxy, tmp_path, monkeypatch):
     monkeypatch.setenv("SHARDCACHE_RANK", "1")
     said("--dir", tmp_path / "none", "--interval", "0.2")
     urls = [slow.replace("{0..2}", str(number)) for number in range(2)]
     with contextlib.ExitStack() as stack:
         cache = stack.enter_context(Cache(tmp_path / "cache", min_free=0))
-        stack.callback(meter.resume)
+        stack.callback(proxy.resume)
 
         def fetch(url):
             with contextlib.suppress(Exception):
@@ -409,7 +409,7 @@ def test_json_of_top(said, warm, slow, meter, tmp_path, monkeypatch):
             thread = threading.Thread(target=fetch, args=(url,))
             thread.start()
             stack.callback(thread.join)
-            stack.callback(meter.resume)
+            stack.callback(proxy.resume)
             stack.callback(cache.cancel)
 
         begin(urls[0])

@@ -17,8 +17,8 @@ from shardcache.cli.page import Report, page
 from shardcache.stats.activity import TierUse
 from shardcache.stats.fetchlog import Fetch
 from shardcache.stats.history import Sample
-from tests.conftest import make_tar
 from tests.support.clitools import run_process
+from tests.support.tars import make_tar
 
 NOON = 1_795_348_800
 SVG = "http://www.w3.org/2000/svg"

@@ -84,7 +84,7 @@ def test_closed_streams_are_survived(warm, tmp_path):
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["INT", "TERM"]
 )
-def test_first_signal_leaves_partials_that_are_resumed(slow, meter, tmp_path, number, code):
+def test_first_signal_leaves_partials_that_are_resumed(slow, proxy, tmp_path, number, code):
     directory = tmp_path / "cache"
     with Command("prewarm", slow, "-j", "2", directory=directory) as command:
         wait_until(lambda: list(directory.glob("v1/partial/*/progress")), command)
@@ -97,8 +97,8 @@ def test_first_signal_leaves_partials_that_are_resumed(slow, meter, tmp_path, nu
     assert "Traceback" not in err
     kept = json.loads(run_process("ls", "--partial", "--json", directory=directory)[1])
     assert {partial["state"] for partial in kept["partials"]} == {"orphan"}
-    meter.resume()
-    meter.reset()
+    proxy.resume()
+    proxy.reset()
     code, out, _ = run_process("prewarm", slow, "--json", directory=directory)
     assert code == 0
     found = json.loads(out)
@@ -131,12 +131,12 @@ def test_second_signal_ends_at_once(slow, tmp_path):
     assert "run the same command" not in err
 
 
-def test_terminal_shows_live_progress_and_colour(slow, meter, tmp_path):
+def test_terminal_shows_live_progress_and_colour(slow, proxy, tmp_path):
     with Screen("prewarm", slow, directory=tmp_path / "cache") as screen:
         screen.read(until=r"big-0\.tar +\d+%")
         assert "\x1b[?25l" in screen.text  # the cursor is hidden
         assert re.search(r"0/3.*MB.*ETA", screen.text)
-        meter.resume()
+        proxy.resume()
         screen.read(until="Warmed 3 of 3 shards")
         assert "\x1b[?25h" in screen.read()
         assert screen.command.process.wait(60) == 0
@@ -157,11 +157,11 @@ def test_terminal_without_progress(spec, tmp_path, environment, options):
     assert "\x1b" not in text
 
 
-def test_no_color_leaves_the_progress_plain(slow, meter, tmp_path):
+def test_no_color_leaves_the_progress_plain(slow, proxy, tmp_path):
     screen = Screen("prewarm", slow, directory=tmp_path / "cache", environment={"NO_COLOR": "1"})
     with screen:
         screen.read(until=r"big-0\.tar +\d+%")
-        meter.resume()
+        proxy.resume()
         text = screen.read()
     assert not re.search(r"\x1b\[[\d;]*(3[0-9]|9[0-7])[\d;]*m", text)
 

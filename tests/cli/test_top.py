@@ -14,10 +14,10 @@ import pytest
 from shardcache.cache import Cache
 from shardcache.cli.top import frame
 from shardcache.stats.activity import Watcher
-from tests.conftest import make_tar
 from tests.support.clitools import Command, Screen, run_process
 from tests.support.fakes import FakeClock, MemoryOrigin
 from tests.support.storetools import begin, metadata_for, wait_until
+from tests.support.tars import make_tar
 
 Make = Callable[..., Cache]
 URL = "s3://lab/train/0.tar"

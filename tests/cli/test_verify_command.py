@@ -84,7 +84,7 @@ def test_quick_compares_sizes_and_says_so(run, warm, entries):
     assert (code, "1 bytes, not" in out) == (4, True)
 
 
-def test_repair_sets_aside_and_the_next_read_fetches(run, warm, entries, data, meter, tmp_path):
+def test_repair_sets_aside_and_the_next_read_fetches(run, warm, entries, data, proxy, tmp_path):
     flip(entries[warm[1]])
     code, out, err = run("verify", "--repair")
     line, summary = out.splitlines()
@@ -130,12 +130,12 @@ def test_a_sample_that_is_no_percentage_is_refused(run, warm, value):
 # -- origins -------------------------------------------------------------------
 
 
-def test_remote_asks_the_origin_once_for_each_shard(run, warm, meter):
-    meter.reset()
+def test_remote_asks_the_origin_once_for_each_shard(run, warm, proxy):
+    proxy.reset()
     assert run("verify")[0] == 0
-    assert meter.requests() == []
+    assert proxy.requests() == []
     assert re.fullmatch(SOUND, run("verify", "--remote")[1])
-    assert sorted(request.method for request in meter.requests()) == ["HEAD"] * SHARDS
+    assert sorted(request.method for request in proxy.requests()) == ["HEAD"] * SHARDS
 
 
 def test_what_changed_and_what_is_gone_is_exit_4(run, warm, s3, bucket):
@@ -154,9 +154,9 @@ def test_what_changed_and_what_is_gone_is_exit_4(run, warm, s3, bucket):
     assert (code, "changed" in out) == (4, False)
 
 
-def test_an_origin_that_does_not_answer_is_exit_3(run, warm, meter, monkeypatch):
+def test_an_origin_that_does_not_answer_is_exit_3(run, warm, proxy, monkeypatch):
     monkeypatch.setenv("SHARDCACHE_ATTEMPTS", "1")
-    meter.close()
+    proxy.close()
     code, out, _ = run("verify", "--remote")
     lines = out.splitlines()
     assert code == 3
@@ -166,11 +166,11 @@ def test_an_origin_that_does_not_answer_is_exit_3(run, warm, meter, monkeypatch)
 
 
 def test_damage_counts_more_than_an_origin_that_does_not_answer(
-    run, warm, entries, meter, monkeypatch
+    run, warm, entries, proxy, monkeypatch
 ):
     monkeypatch.setenv("SHARDCACHE_ATTEMPTS", "1")
     flip(entries[warm[1]])
-    meter.close()
+    proxy.close()
     assert run("verify", "--remote")[0] == 4
 
 
@@ -246,10 +246,10 @@ def test_what_a_sidecar_says_cannot_steer_a_terminal(run, warm, entries):
 
 
 @pytest.fixture
-def silent(meter, warm):
+def silent(proxy, warm):
     """In place of the origin, what takes connections and says nothing."""
-    address = urlsplit(meter.endpoint_url)
-    meter.close()
+    address = urlsplit(proxy.endpoint_url)
+    proxy.close()
     with socket.create_server((address.hostname, address.port)) as server:
         server.settimeout(60)
         yield server

@@ -12,9 +12,9 @@ from shardcache.cache import Cache
 from shardcache.errors import FetchCancelledError
 from shardcache.fetch.cancellation import Cancellation
 from shardcache.locks.flock import Holder, KeyLock
-from tests.conftest import make_tar
 from tests.support.fakes import FakeClock, Fault, MemoryOrigin
 from tests.support.storetools import PATIENCE
+from tests.support.tars import make_tar
 
 pytestmark = pytest.mark.failure("interrupts")
 

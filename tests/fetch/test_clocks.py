@@ -23,9 +23,9 @@ from shardcache.space.eviction import Limits, Reason, plan
 from shardcache.space.policy import SKEW, Policy
 from shardcache.store.digest import BLOCK
 from shardcache.store.store import Entry
-from tests.conftest import make_tar
 from tests.support.fakes import Fault, MemoryOrigin
 from tests.support.shop import Shop
+from tests.support.tars import make_tar
 from tests.support.workers import LIBFAKETIME, YEAR, Clock
 
 clocks = pytest.mark.failure("clocks-and-pids")

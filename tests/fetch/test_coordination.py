@@ -22,8 +22,8 @@ from shardcache.store.digest import BLOCK
 from shardcache.store.metadata import DamagedError
 from shardcache.store.partial import Partial
 from shardcache.store.store import Store
-from tests.conftest import make_tar
 from tests.support.fakes import FakeClock, Fault, MemoryOrigin
+from tests.support.tars import make_tar
 
 URL = "s3://lab/train-0000.tar"
 DATA = make_tar(1, members=3, size=BLOCK)

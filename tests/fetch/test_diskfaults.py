@@ -29,11 +29,11 @@ from shardcache.layout import META, Layout
 from shardcache.space.breaker import FULL
 from shardcache.space.eviction import ENTRY_INODES, Limits, Reason, plan
 from shardcache.space.volume import Volume
-from tests.conftest import make_tar
 from tests.support.disktools import disk, remount, unmount
 from tests.support.fakes import FakeClock, MemoryOrigin
 from tests.support.fuseshim import Shim, mounted, needs_fuse
 from tests.support.storetools import Parent, forked, needs_root, no_descriptor_left, wait_until
+from tests.support.tars import make_tar
 
 URL = "s3://lab/train-0000.tar"
 OLD = "s3://lab/old.tar"

@@ -32,7 +32,7 @@ from shardcache import (
     TransferError,
     TransferTimeoutError,
 )
-from shardcache.cli.demoserver import S3Server
+from shardcache.cli.demo import S3Server
 from shardcache.fetch.job import FetchStatus
 from shardcache.layout import Layout
 from shardcache.names import parse_partial_name

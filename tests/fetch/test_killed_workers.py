@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from shardcache.cli.demoserver import S3Server
-from shardcache.cli.meter import Meter
+from shardcache.cli.demo import S3Server
 from shardcache.layout import Layout
 from shardcache.locks.flock import Holder, read_holder
 from shardcache.store.digest import BLOCK
 from shardcache.store.partial import read_progress
-from tests.conftest import make_tar
+from tests.support.proxy import Proxy
 from tests.support.storetools import PATIENCE, wait_until
+from tests.support.tars import make_tar
 
 SHARDS, MEMBERS = 4, 16
 STALE_AFTER = 600
@@ -66,7 +66,7 @@ def test_the_peers_of_a_killed_worker_go_on_at_once(
     method: str,
     s3: S3Server,
     bucket: str,
-    meter: Meter,
+    proxy: Proxy,
     s3_environment: dict[str, str],
     tmp_path: Path,
 ) -> None:
@@ -88,9 +88,9 @@ def test_the_peers_of_a_killed_worker_go_on_at_once(
         for rank in ranks:
             assert rank.stdout is not None and rank.stdin is not None
             assert rank.stdout.readline() == "ready\n"
-        meter.reset()
+        proxy.reset()
         # All of them may be on their way at once: then one has a block, and none is complete.
-        meter.pause(after=SHARDS * (BLOCK + 64_000))
+        proxy.pause(after=SHARDS * (BLOCK + 64_000))
         for rank in ranks:
             rank.stdin.write("\n")  # type: ignore[union-attr]
             rank.stdin.flush()  # type: ignore[union-attr]
@@ -98,7 +98,7 @@ def test_the_peers_of_a_killed_worker_go_on_at_once(
         assert victim.pid not in [rank.pid for rank in ranks]
         os.kill(victim.pid, signal.SIGKILL)
         killed = time.monotonic()
-        meter.resume()
+        proxy.resume()
         found = [json.loads(rank.communicate(timeout=2 * PATIENCE)[0]) for rank in ranks]
         # Nobody waited for it: neither as long as a holder must be silent to be passed by,
         # nor as long as the locks of the dead would have to expire.
@@ -110,7 +110,7 @@ def test_the_peers_of_a_killed_worker_go_on_at_once(
     expected = sorted(f"{seed:04d}-{n:05d}" for seed in range(SHARDS) for n in range(MEMBERS))
     assert [seen for seen, _ in found] == [expected] * 2
     assert sorted(died for _, died in found) == [0, 1]  # one rank had it, the other never knew
-    received = sum(t.body_bytes for t in meter.summary().values())
+    received = sum(t.body_bytes for t in proxy.summary().values())
     assert received < 1.5 * sum(map(len, shards))  # what it had fetched was taken over
     assert os.listdir(layout.partial) == []
 

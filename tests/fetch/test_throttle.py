@@ -18,9 +18,9 @@ from shardcache.errors import ConfigError
 from shardcache.fetch import throttle as module
 from shardcache.fetch.throttle import Throttle, parse_rate
 from shardcache.prewarm.report import Started, Stopped
-from tests.conftest import make_tar
 from tests.support.clitools import run, run_process
 from tests.support.storetools import PATIENCE, Parent, forked
+from tests.support.tars import make_tar
 
 
 def test_what_was_taken_is_paid_for_and_a_little_may_come_at_once(
@@ -97,7 +97,7 @@ def test_what_is_no_rate_is_refused(text: str | int) -> None:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_prewarm_keeps_its_rate(run, bucket, s3, s3_environment, meter, tmp_path, processes):
+def test_a_prewarm_keeps_its_rate(run, bucket, s3, s3_environment, proxy, tmp_path, processes):
     shards = {f"{number}.tar": make_tar(number, 300, 700) for number in range(4)}
     for name, content in shards.items():
         s3.put(bucket, name, content)
@@ -111,7 +111,7 @@ def test_a_prewarm_keeps_its_rate(run, bucket, s3, s3_environment, meter, tmp_pa
     assert code == 0, err
     summary = json.loads(out)["summary"]
     assert (summary["fetched"], summary["received_bytes"]) == (4, total)
-    assert sum(found.body_bytes for found in meter.summary().values()) >= total
+    assert sum(found.body_bytes for found in proxy.summary().values()) >= total
     # What comes at once is a tenth of a second's worth; the listing takes time beside.
     assert summary["seconds"] >= 0.85
 

@@ -10,19 +10,19 @@ import fsspec
 import pytest
 
 from shardcache import ConfigError
-from shardcache.cli.demoserver import S3Server
-from shardcache.cli.meter import Meter
-from tests.conftest import make_tar
+from shardcache.cli.demo import S3Server
+from tests.support.proxy import Proxy
 from tests.support.storetools import Parent, forked
+from tests.support.tars import make_tar
 
 SHARD = make_tar(6)
 
 
 @pytest.fixture
-def url(s3: S3Server, bucket: str, s3_environment: dict, meter: Meter) -> str:
+def url(s3: S3Server, bucket: str, s3_environment: dict, proxy: Proxy) -> str:
     s3.put(bucket, "a.tar", SHARD)
     s3.put(bucket, "b.tar", SHARD)
-    meter.reset()
+    proxy.reset()
     for protocol in ("s3", "shardcache"):  # fsspec keeps them, with another test's server
         fsspec.get_filesystem_class(protocol).clear_instance_cache()
     return f"shardcache::s3://{bucket}/a.tar"
@@ -36,21 +36,21 @@ def default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def gets(meter: Meter) -> int:
-    return sum(t.object_fetches for t in meter.summary().values())
+def gets(proxy: Proxy) -> int:
+    return sum(t.object_fetches for t in proxy.summary().values())
 
 
-def test_open_reads_through_the_default_cache(url: str, default: Path, meter: Meter) -> None:
+def test_open_reads_through_the_default_cache(url: str, default: Path, proxy: Proxy) -> None:
     for _ in range(2):
         with fsspec.open(url) as stream:
             assert stream.read(10) == SHARD[:10]
             stream.seek(-5, 2)
             assert stream.read() == SHARD[-5:]
-    assert gets(meter) == 1
+    assert gets(proxy) == 1
     assert list(default.rglob("a.tar"))
 
 
-def test_a_cache_of_its_own_is_named_in_options(url: str, tmp_path: Path, meter: Meter) -> None:
+def test_a_cache_of_its_own_is_named_in_options(url: str, tmp_path: Path, proxy: Proxy) -> None:
     with fsspec.open(url, shardcache={"dir": str(tmp_path / "own"), "min_free": 0}) as stream:
         assert stream.read() == SHARD
     assert list((tmp_path / "own").rglob("a.tar"))
@@ -87,20 +87,20 @@ def test_pandas_style_readers_get_bytes(url: str, default: Path) -> None:
         assert len(archive.getnames()) == 8
 
 
-def requests(meter: Meter) -> list[tuple[str, str]]:
-    return [(r.method, r.path) for r in meter.requests()]
+def requests(proxy: Proxy) -> list[tuple[str, str]]:
+    return [(r.method, r.path) for r in proxy.requests()]
 
 
 def test_what_it_says_of_a_shard_is_the_same_before_and_after_it_is_cached(
-    url: str, default: Path, meter: Meter
+    url: str, default: Path, proxy: Proxy
 ) -> None:
     """Hugging Face's datasets name their own cache after it."""
     fs, path = fsspec.url_to_fs(url)
     before = fs.info(path)
     fs.cat_file(path)
-    meter.reset()
+    proxy.reset()
     after = fs.info(path)
-    assert requests(meter) == []
+    assert requests(proxy) == []
     assert after == {key: before[key] for key in ("name", "size", "type", "ETag")}
     assert after["ETag"].startswith('"')
     assert fs.info(url) == fs.info(f"s3://{path}") == after  # whichever way it is named
@@ -128,7 +128,7 @@ def test_buckets_are_directories(url: str, default: Path) -> None:
 
 
 def test_listing_costs_what_the_origin_takes_for_it(
-    url: str, s3: S3Server, default: Path, meter: Meter
+    url: str, s3: S3Server, default: Path, proxy: Proxy
 ) -> None:
     fs, path = fsspec.url_to_fs(url)
     bucket = path.partition("/")[0]
@@ -141,9 +141,9 @@ def test_listing_costs_what_the_origin_takes_for_it(
         lambda: fs.glob(f"{bucket}/**/*.tar"),
     ):
         fs.invalidate_cache()
-        meter.reset()
+        proxy.reset()
         assert listed() == [f"{bucket}/{name}" for name in all_of_them]
-        costs.append(len(requests(meter)))
+        costs.append(len(requests(proxy)))
     assert costs == [1, 1]  # a walk asks for each directory
 
 
@@ -162,7 +162,7 @@ def test_its_urls_lead_back(url: str, default: Path) -> None:
     assert again.cat_file(there) == SHARD
 
 
-def test_the_path_may_stand_in_the_first_link(url: str, default: Path, meter: Meter) -> None:
+def test_the_path_may_stand_in_the_first_link(url: str, default: Path, proxy: Proxy) -> None:
     """The form that Hugging Face's datasets take, with the options that they add."""
     path = url.removeprefix("shardcache::s3://")
     bucket = path.partition("/")[0]
@@ -179,18 +179,18 @@ def test_the_path_may_stand_in_the_first_link(url: str, default: Path, meter: Me
     assert list((default.parent / "own").rglob("a.tar"))
 
 
-def test_it_travels_with_its_cache(url: str, tmp_path: Path, meter: Meter) -> None:
+def test_it_travels_with_its_cache(url: str, tmp_path: Path, proxy: Proxy) -> None:
     fs, path = fsspec.url_to_fs(url, shardcache={"dir": str(tmp_path / "own"), "min_free": 0})
     assert fs.cat_file(path) == SHARD
     fs.clear_instance_cache()
     again = pickle.loads(pickle.dumps(fs))
     assert again is not fs
     assert again.cat_ranges([path, path], [0, -3], [4, None]) == [SHARD[:4], SHARD[-3:]]
-    assert gets(meter) == 1
+    assert gets(proxy) == 1
 
 
 def test_a_forked_child_has_a_target_filesystem_of_its_own(
-    url: str, default: Path, meter: Meter
+    url: str, default: Path, proxy: Proxy
 ) -> None:
     """s3fs refuses to work with the thread of a parent, which no child has."""
     fs, path = fsspec.url_to_fs(url)

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from shardcache.cli.demoserver import S3Server
-from shardcache.cli.meter import Meter
+from shardcache.cli.demo import S3Server
 from tests.support.pagetools import NEEDS, Block, blocks
+from tests.support.proxy import Proxy
 from tests.support.trainingtools import DataSet
 
 
@@ -22,7 +22,7 @@ from tests.support.trainingtools import DataSet
 def data(
     s3: S3Server,
     s3_environment: dict[str, str],
-    meter: Meter,
+    proxy: Proxy,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> DataSet:
@@ -31,7 +31,7 @@ def data(
     monkeypatch.setenv("SHARDCACHE_DIR", str(tmp_path / "shards"))
     monkeypatch.setenv("SHARDCACHE_MIN_FREE", "0")
     monkeypatch.setattr("shardcache.defaults._default", None)
-    return DataSet(s3, "bucket", meter)
+    return DataSet(s3, "bucket", proxy)
 
 
 @pytest.mark.parametrize("block", [b for b in blocks() if not NEEDS[b.section]], ids=str)

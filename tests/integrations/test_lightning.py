@@ -13,8 +13,8 @@ import pytest
 
 from shardcache import Cache, ConfigError, TransferError
 from shardcache.integrations.lightning import ShardCacheCallback, ShardCacheHooks
-from tests.conftest import make_tar
 from tests.support.fakes import MemoryOrigin
+from tests.support.tars import make_tar
 
 MakeCache = Callable[..., Cache]
 SHARDS = "s3://lab/train-{0000..0003}.tar"

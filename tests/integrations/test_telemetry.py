@@ -19,9 +19,9 @@ from shardcache.errors import ConfigError
 from shardcache.stats.counters import Counters
 from shardcache.stats.history import compact
 from shardcache.stats.statfile import COUNTERS
-from tests.conftest import make_tar
 from tests.support.fakes import FakeClock, MemoryOrigin
 from tests.support.storetools import Parent, forked
+from tests.support.tars import make_tar
 
 sdk = pytest.importorskip("opentelemetry.sdk.metrics")
 export = pytest.importorskip("opentelemetry.sdk.metrics.export")

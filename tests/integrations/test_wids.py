@@ -12,8 +12,8 @@ import pytest
 
 from shardcache import Cache, CacheFullError, ShardNotFoundError
 from shardcache.integrations.wids import LocalNames
-from tests.conftest import make_tar
 from tests.support.fakes import MemoryOrigin
+from tests.support.tars import make_tar
 
 MakeCache = Callable[..., Cache]
 URLS = [f"s3://lab/train-{n:04d}.tar" for n in range(3)]

@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 
 from shardcache.cache import Cache
-from shardcache.cli.demoserver import S3Server
-from shardcache.cli.meter import Meter
+from shardcache.cli.demo import S3Server
 from shardcache.layout import IDLE_GRACE, Layout
 from shardcache.locks.flock import Holder, read_holder
 from shardcache.locks.lease import KeyLease
 from shardcache.names import is_lease_name
 from shardcache.store.root import make_root
 from shardcache.store.sweeping import remove_dead_leases
-from tests.conftest import make_tar
+from tests.support.proxy import Proxy
 from tests.support.storetools import PATIENCE, Parent, forked, needs_root
+from tests.support.tars import make_tar
 
 pytestmark = pytest.mark.failure("flock-broken")
 
@@ -142,13 +142,13 @@ def test_dead_leases_are_swept_and_live_ones_are_not(layout: Layout) -> None:
 
 @needs_root
 def test_two_nodes_with_one_directory_fetch_a_shard_once(
-    s3: S3Server, bucket: str, meter: Meter, s3_environment: dict[str, str], tmp_path: Path
+    s3: S3Server, bucket: str, proxy: Proxy, s3_environment: dict[str, str], tmp_path: Path
 ) -> None:
     """Two mount namespaces with a /dev/shm each are two nodes."""
     shards = {f"{n}.tar": make_tar(n, members=40, size=20_000) for n in range(4)}
     for name, data in shards.items():
         s3.put(bucket, name, data)
-    meter.reset()
+    proxy.reset()
 
     def node(parent: Parent) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -169,7 +169,7 @@ def test_two_nodes_with_one_directory_fetch_a_shard_once(
     # Each had lock files of its own: they agreed by nothing but the leases.
     names = [[name.split("-")[0] for name in names] for names, _ in found]
     assert names == [["shardcache"]] * 2, found
-    fetches = {name: seen.object_fetches for name, seen in meter.summary().items()}
+    fetches = {name: seen.object_fetches for name, seen in proxy.summary().items()}
     assert fetches == {f"{bucket}/{name}": 1 for name in shards}
     left = {p.name for p in (tmp_path / "cache" / "v1" / "locks").rglob("*") if p.is_file()}
     assert left == set()

@@ -20,9 +20,9 @@ from shardcache.locks.mode import Answer, Locking, decide, probe
 from shardcache.locks.mounts import Mount
 from shardcache.store.root import make_root
 from shardcache.store.store import Store
-from tests.conftest import make_tar
 from tests.support.fakes import MemoryOrigin
 from tests.support.storetools import metadata_for, needs_root, payload
+from tests.support.tars import make_tar
 
 pytestmark = pytest.mark.failure("flock-broken")
 

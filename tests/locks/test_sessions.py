@@ -24,7 +24,6 @@ from shardcache.locks.sessions import (
     remove_dead_sessions,
 )
 from shardcache.store.root import make_root
-from tests.conftest import make_tar
 from tests.support.storetools import (
     PATIENCE,
     Parent,
@@ -34,6 +33,7 @@ from tests.support.storetools import (
     no_descriptor_left,
     refusing,
 )
+from tests.support.tars import make_tar
 
 
 def _descriptors() -> list[str]:

@@ -18,15 +18,15 @@ from pathlib import Path
 import pytest
 
 from shardcache.cache import Cache
-from shardcache.cli.demoserver import S3Server
-from shardcache.cli.meter import Meter
+from shardcache.cli.demo import S3Server
 from shardcache.errors import LockTimeoutError
 from shardcache.fetch.coordinator import _PRIVATE_FETCHES
 from shardcache.layout import Layout
 from shardcache.locks.flock import lock_exclusive, read_holder
-from tests.conftest import make_tar
 from tests.support.fakes import FakeClock
+from tests.support.proxy import Proxy
 from tests.support.storetools import PATIENCE, wait_until
+from tests.support.tars import make_tar
 from tests.support.workers import Worker
 
 pytestmark = [pytest.mark.usefixtures("s3_environment"), pytest.mark.failure("stopped-holder")]
@@ -140,16 +140,16 @@ def test_who_wakes_with_an_older_version_does_not_bring_it_back(lab: Lab, step: 
     ["after shardcache.store.opening:seize", "after shardcache.store.store:Store._hide"],
     ids=["with the entry in its hand", "with the entry out of sight"],
 )
-def test_a_stopped_evictor_stops_nobody(lab: Lab, meter: Meter, place: str) -> None:
+def test_a_stopped_evictor_stops_nobody(lab: Lab, proxy: Proxy, place: str) -> None:
     with lab.worker() as reader:
         assert reader.ask("read", lab.url) == [digest(OLD), True]
-        meter.reset()
+        proxy.reset()
         with lab.worker(place) as evictor:
             evictor.tell("clean", {"everything": True})
             evictor.stopped()
             for _ in range(3):
                 assert reader.ask("read", lab.url) == [digest(OLD), True]
-            fetches = meter.summary()
+            fetches = proxy.summary()
             assert sum(t.object_fetches for t in fetches.values()) == ("_hide" in place)
             evictor.process.send_signal(signal.SIGCONT)
             (removed, _), *more = evictor.hear()[0]
@@ -177,7 +177,7 @@ def test_a_path_is_not_handed_out_while_a_stopped_evictor_may_take_it(lab: Lab) 
             assert path.read_bytes() == OLD
 
 
-def test_two_pass_a_stopped_holder_by_and_the_third_waits_its_time(lab: Lab, meter: Meter) -> None:
+def test_two_pass_a_stopped_holder_by_and_the_third_waits_its_time(lab: Lab, proxy: Proxy) -> None:
     url = lab.put(make_tar(3, 600, 2000))
     with (
         lab.worker("before shardcache.fetch.job:Job._finish") as holder,
@@ -187,18 +187,18 @@ def test_two_pass_a_stopped_holder_by_and_the_third_waits_its_time(lab: Lab, met
     ):
         holder.tell("read", url)
         holder.stopped()
-        meter.reset()
-        meter.pause(after=100_000)
+        proxy.reset()
+        proxy.pause(after=100_000)
         for worker in (first, second):
             worker.tell("read", url)
-        wait_until(lambda: sum(r.method == "GET" for r in meter.requests()) >= _PRIVATE_FETCHES)
+        wait_until(lambda: sum(r.method == "GET" for r in proxy.requests()) >= _PRIVATE_FETCHES)
         answer, seconds = third.time("read", url)
         assert answer["error"] == "LockTimeoutError"
         assert f"process {holder.process.pid} on " in answer["message"]
         assert 4 <= seconds < PATIENCE
-        begun = [r for r in meter.requests() if r.method == "GET"]
+        begun = [r for r in proxy.requests() if r.method == "GET"]
         assert len(begun) == _PRIVATE_FETCHES  # the third asked the origin nothing
-        meter.resume()
+        proxy.resume()
         for worker in (first, second):
             assert worker.hear()[0] == [digest(make_tar(3, 600, 2000)), True]
         assert third.ask("read", url) == [digest(make_tar(3, 600, 2000)), True]
@@ -213,17 +213,17 @@ BIG = make_tar(5, 3000, 2000)
 
 
 @pytest.fixture
-def half_way(lab: Lab, meter: Meter) -> Iterator[Worker]:
+def half_way(lab: Lab, proxy: Proxy) -> Iterator[Worker]:
     """A process that was stopped half-way through a fetch."""
     lab.put(BIG)
-    meter.pause(after=len(BIG) // 2)
+    proxy.pause(after=len(BIG) // 2)
     with lab.worker(connections=1) as holder:
         holder.tell("read", lab.url)
         wait_until(lambda: any(p.stat().st_size for p in lab.path.glob("v1/partial/*/*.tar")))
         time.sleep(0.3)  # what is on its way arrives
         holder.process.send_signal(signal.SIGSTOP)
         holder.stopped()
-        meter.resume()
+        proxy.resume()
         yield holder
         holder.process.send_signal(signal.SIGCONT)
         assert holder.hear()[0] == [digest(BIG), True]

@@ -21,10 +21,10 @@ from shardcache.names import is_wait_name
 from shardcache.stats.activity import Watcher
 from shardcache.store.root import make_root
 from shardcache.urls import parse_url
-from tests.conftest import make_tar
 from tests.support.clitools import run_process
 from tests.support.fakes import FakeClock, MemoryOrigin
 from tests.support.storetools import Parent, forked, no_descriptor_left, wait_until
+from tests.support.tars import make_tar
 
 pytestmark = pytest.mark.locks_work
 

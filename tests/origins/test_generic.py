@@ -14,7 +14,7 @@ import pytest
 
 from shardcache import AccessDeniedError, Cache, ConfigError, ShardNotFoundError, TransferError
 from shardcache.store.digest import BLOCK
-from tests.conftest import make_tar
+from tests.support.tars import make_tar
 
 SHARD = make_tar(4, members=3, size=BLOCK)
 

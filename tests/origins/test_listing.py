@@ -17,7 +17,7 @@ from shardcache.prewarm.fill import (
     expand,
 )
 from shardcache.prewarm.plan import wanted_shards
-from tests.conftest import make_tar
+from tests.support.tars import make_tar
 
 # -- local paths ---------------------------------------------------------------
 
@@ -177,14 +177,14 @@ def test_s3_prefix_means_every_tar_below_it(stocked, tmp_path):
     ]
 
 
-def test_s3_glob_stays_within_its_directory(stocked, tmp_path, meter):
+def test_s3_glob_stays_within_its_directory(stocked, tmp_path, proxy):
     cache = Cache(tmp_path / "cache")
     assert expand([f"s3://{stocked}/train/x-?.tar"], cache) == [
         f"s3://{stocked}/train/x-{number}.tar" for number in range(8)
     ]
-    meter.reset()
+    proxy.reset()
     assert expand([f"s3://{stocked}/*.tar"], cache) == [f"s3://{stocked}/val-0.tar"]
-    assert len(meter.requests()) == 1  # what lies deeper is not listed, page by page
+    assert len(proxy.requests()) == 1  # what lies deeper is not listed, page by page
     assert expand([f"s3://{stocked}/**/y*"], cache) == [f"s3://{stocked}/train/more/y.tgz"]
 
 
@@ -196,7 +196,7 @@ def test_s3_pattern_in_a_bucket_that_is_not_there(stocked, tmp_path):
         expand(["s3://no*/x.tar"], cache)
 
 
-def test_sizes_come_from_listings_not_from_heads(stocked, tmp_path, meter, monkeypatch):
+def test_sizes_come_from_listings_not_from_heads(stocked, tmp_path, proxy, monkeypatch):
     monkeypatch.setattr("shardcache.origins.listing._PAGE", 1000)
     cache = Cache(tmp_path / "cache")
     shards = wanted_shards(cache, [f"s3://{stocked}/train/x-{n}.tar" for n in range(12)])
@@ -205,30 +205,30 @@ def test_sizes_come_from_listings_not_from_heads(stocked, tmp_path, meter, monke
         *range(100, 108),
         *([None] * 4),
     ]
-    assert [(r.method, r.reads_object) for r in meter.requests()] == [("GET", False)]
+    assert [(r.method, r.reads_object) for r in proxy.requests()] == [("GET", False)]
 
 
-def test_sparse_names_jump_over_what_lies_between(stocked, tmp_path, meter):
+def test_sparse_names_jump_over_what_lies_between(stocked, tmp_path, proxy):
     cache = Cache(tmp_path / "cache")
     shards = wanted_shards(cache, [f"s3://{stocked}/train/x-{n}.tar" for n in (0, 7)])
     sizes = Listing(cache.config).sizes(shards)
     assert sorted(sizes.values()) == [100, 107]
-    assert len(meter.requests()) == 2  # ten keys at three a page would be four
+    assert len(proxy.requests()) == 2  # ten keys at three a page would be four
 
 
-def test_learning_sizes_is_bounded(stocked, tmp_path, meter, monkeypatch):
+def test_learning_sizes_is_bounded(stocked, tmp_path, proxy, monkeypatch):
     monkeypatch.setattr("shardcache.origins.listing._SPARE_PAGES", 1)
     monkeypatch.setattr("shardcache.origins.listing._PAGE", 1)
     cache = Cache(tmp_path / "cache")
     shards = wanted_shards(cache, [f"s3://{stocked}/train/x-{n}.tar" for n in range(4)])
     monkeypatch.setattr("shardcache.origins.listing._PAGE", 3)
     sizes = Listing(cache.config).sizes(shards[:1] + shards[3:])
-    assert len(meter.requests()) == 1
+    assert len(proxy.requests()) == 1
     assert len(sizes) == 1
 
 
-def test_learning_sizes_takes_no_longer_than_it_may(stocked, tmp_path, meter):
-    meter.pause()
+def test_learning_sizes_takes_no_longer_than_it_may(stocked, tmp_path, proxy):
+    proxy.pause()
     cache = Cache(tmp_path / "cache")
     shards = wanted_shards(cache, [f"s3://{stocked}/train/x-{n}.tar" for n in range(4)])
     lister = Listing(cache.config)

@@ -11,7 +11,7 @@ import pytest
 from shardcache import Cache, ConfigError, TransferError, TransferTimeoutError
 from shardcache.origins.command import PipeOrigin
 from shardcache.urls import parse_url
-from tests.conftest import make_tar
+from tests.support.tars import make_tar
 
 SHARD = make_tar(8)
 

@@ -16,13 +16,13 @@ import pytest
 import urllib3.util.connection as connection
 
 from shardcache import AccessDeniedError, Cache, ConfigError, ShardNotFoundError, TransferError
-from shardcache.cli.demoserver import S3Server
-from shardcache.cli.meter import Meter
+from shardcache.cli.demo import S3Server
 from shardcache.origins.base import ObjectInfo, TransientError, VersionChangedError
 from shardcache.origins.s3 import S3Origin
 from shardcache.store.digest import BLOCK
 from shardcache.urls import parse_url
-from tests.conftest import make_tar
+from tests.support.proxy import Proxy
+from tests.support.tars import make_tar
 
 pytestmark = pytest.mark.usefixtures("s3_environment")
 
@@ -40,13 +40,13 @@ def read(cache: Cache, url: str) -> bytes:
 
 
 def test_a_shard_of_several_parts_arrives_once_and_checked(
-    tmp_path: Path, s3: S3Server, bucket: str, meter: Meter
+    tmp_path: Path, s3: S3Server, bucket: str, proxy: Proxy
 ) -> None:
     cache = Cache(tmp_path / "cache", min_free=0, part_size="16MiB")
     s3.put(bucket, "big.tar", LARGE)
-    meter.reset()
+    proxy.reset()
     assert read(cache, f"s3://{bucket}/big.tar") == LARGE
-    traffic = meter.summary()[f"{bucket}/big.tar"]
+    traffic = proxy.summary()[f"{bucket}/big.tar"]
     assert (traffic.object_fetches, traffic.body_bytes, traffic.failed) == (1, len(LARGE), 0)
     assert traffic.gets == 3
     (entry,) = cache.entries()
@@ -54,16 +54,16 @@ def test_a_shard_of_several_parts_arrives_once_and_checked(
 
 
 def test_small_shards_that_were_listed_cost_one_request_each(
-    cache: Cache, s3: S3Server, bucket: str, meter: Meter
+    cache: Cache, s3: S3Server, bucket: str, proxy: Proxy
 ) -> None:
     names = [f"small/{number}.tar" for number in range(5)]
     for number, name in enumerate(names):
         s3.put(bucket, name, make_tar(number))
-    meter.reset()
+    proxy.reset()
     report = cache.prewarm([f"s3://{bucket}/{name}" for name in names])
     assert report.fetched == 5
     for name in names:
-        traffic = meter.summary()[f"{bucket}/{name}"]
+        traffic = proxy.summary()[f"{bucket}/{name}"]
         assert (traffic.gets, traffic.heads) == (1, 0)
     assert {entry.metadata().checked for entry in cache.entries()} == {"crc32"}
 
@@ -142,7 +142,7 @@ def test_a_shorter_replacement_is_a_changed_version(s3: S3Server, bucket: str) -
 
 
 def test_connections_are_reused(
-    s3: S3Server, bucket: str, meter: Meter, monkeypatch: pytest.MonkeyPatch
+    s3: S3Server, bucket: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for seed in range(6):
         s3.put(bucket, f"{seed}.tar", make_tar(seed))
@@ -156,19 +156,19 @@ def test_connections_are_reused(
         return connect(*args, **kw)
 
     monkeypatch.setattr(connection, "create_connection", counted)
-    meter.reset()
+    proxy.reset()
     for seed in range(6):
         body = origin.open(parse_url(f"s3://{bucket}/{seed}.tar"), 0, 1 << 20)
         while body.readinto(buffer):
             pass
         body.close()
-    calls = [r for r in meter.requests() if r.method == "GET" and r.path.startswith(bucket)]
+    calls = [r for r in proxy.requests() if r.method == "GET" and r.path.startswith(bucket)]
     assert len(calls) == 6
     assert len(opened) == 1
 
 
 def test_an_empty_answer_leaves_a_connection_that_can_be_used(
-    s3: S3Server, bucket: str, meter: Meter
+    s3: S3Server, bucket: str, proxy: Proxy
 ) -> None:
     s3.put(bucket, "empty.tar", b"")
     origin = S3Origin({}, connections=2, timeout=30)
@@ -178,17 +178,17 @@ def test_an_empty_answer_leaves_a_connection_that_can_be_used(
         body.close()
 
 
-def test_an_aborted_body_stops_a_blocked_read(s3: S3Server, bucket: str, meter: Meter) -> None:
+def test_an_aborted_body_stops_a_blocked_read(s3: S3Server, bucket: str, proxy: Proxy) -> None:
     s3.put(bucket, "big.tar", LARGE)
     origin = S3Origin({}, connections=2, timeout=60)
     body = origin.open(parse_url(f"s3://{bucket}/big.tar"), 0, None)
-    meter.pause()
+    proxy.pause()
     threading.Timer(0.2, body.abort).start()
     buffer = memoryview(bytearray(1 << 20))
     with pytest.raises(TransientError):
         while True:
             body.readinto(buffer)
-    meter.resume()
+    proxy.resume()
     body.close()
 
 
@@ -197,13 +197,13 @@ def test_an_aborted_body_stops_a_blocked_read(s3: S3Server, bucket: str, meter: 
 
 @pytest.mark.failure("refusals")
 def test_a_missing_shard_costs_one_request_and_is_named(
-    cache: Cache, bucket: str, meter: Meter
+    cache: Cache, bucket: str, proxy: Proxy
 ) -> None:
     with pytest.raises(ShardNotFoundError) as caught:
         cache.open(f"s3://{bucket}/none.tar")
     assert isinstance(caught.value, FileNotFoundError)
     assert f"s3://{bucket}/none.tar" in str(caught.value)
-    assert len(meter.requests()) == 1
+    assert len(proxy.requests()) == 1
 
 
 @pytest.mark.failure("refusals")
@@ -214,16 +214,16 @@ def test_a_missing_bucket_is_named(cache: Cache) -> None:
 
 @pytest.mark.failure("refusals")
 def test_wrong_keys_cost_one_request_and_say_so(
-    tmp_path: Path, bucket: str, meter: Meter, s3: S3Server
+    tmp_path: Path, bucket: str, proxy: Proxy, s3: S3Server
 ) -> None:
     s3.put(bucket, "a.tar", make_tar(1))
-    meter.reset()
+    proxy.reset()
     options = {"key": "AKIAWRONG", "secret": "nope-canary"}
     cache = Cache(tmp_path / "cache", min_free=0, storage_options=options)
     with pytest.raises(AccessDeniedError, match="AWS_ACCESS_KEY_ID") as caught:
         cache.open(f"s3://{bucket}/a.tar")
     assert isinstance(caught.value, PermissionError)
-    assert len(meter.requests()) == 1
+    assert len(proxy.requests()) == 1
     assert "canary" not in repr(caught.value) + str(caught.value) + repr(cache)
 
 
@@ -246,14 +246,14 @@ def test_no_credentials_at_all_say_how_to_give_some(
 
 
 def test_an_anonymous_reader_sends_no_signature(
-    tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch, meter: Meter
+    tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch, proxy: Proxy
 ) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     cache = Cache(tmp_path / "cache", min_free=0, storage_options={"anon": True})
     with pytest.raises(AccessDeniedError, match="access denied"):  # the server wants signatures
         cache.open(f"s3://{bucket}/a.tar")
-    assert [r.status for r in meter.requests()] == [403]
+    assert [r.status for r in proxy.requests()] == [403]
 
 
 def test_an_unknown_profile_is_a_configuration_error(tmp_path: Path) -> None:

@@ -9,14 +9,14 @@ from types import SimpleNamespace
 import pytest
 import urllib3
 
-from shardcache.cli.demoserver import S3Server
-from shardcache.cli.meter import Meter
+from shardcache.cli.demo import S3Server
 from shardcache.errors import AccessDeniedError, ShardNotFoundError
 from shardcache.origins.base import TransientError, VersionChangedError
 from shardcache.origins.s3 import S3Origin
 from shardcache.origins.s3shortcut import Shortcut
 from shardcache.urls import parse_url
-from tests.conftest import make_tar
+from tests.support.proxy import Proxy
+from tests.support.tars import make_tar
 
 KEYS = ["plain.tar", "a b/ü+%41.tar", "q?x=1.tar", "a::b.tar", "it's (1)&2=3;*.tar", "~t/-_..tar"]
 
@@ -83,7 +83,7 @@ def test_what_is_told_of_an_object_is_the_same(watched: Watched, s3: S3Server, b
 
 @pytest.mark.parametrize("listed", [None, 5])
 def test_of_an_object_that_is_too_long_comes_a_part(
-    watched: Watched, meter: Meter, listed: int | None
+    watched: Watched, proxy: Proxy, listed: int | None
 ) -> None:
     data = make_tar(0)
     body = watched.origin.whole(watched.url("first.tar"), 1000, listed)
@@ -136,12 +136,12 @@ def test_a_version_that_is_named_goes_the_long_way(
     assert watched.long_way == ["GetObject", "GetObject"]
 
 
-def test_what_is_missing_is_said_at_once(watched: Watched, bucket: str, meter: Meter) -> None:
-    meter.reset()
+def test_what_is_missing_is_said_at_once(watched: Watched, bucket: str, proxy: Proxy) -> None:
+    proxy.reset()
     with pytest.raises(ShardNotFoundError, match=r"not found at .* \(404\)"):
         watched.open("nowhere.tar")
     assert watched.long_way == ["GetObject"]
-    assert meter.summary()[f"{bucket}/nowhere.tar"].gets == 1
+    assert proxy.summary()[f"{bucket}/nowhere.tar"].gets == 1
 
 
 def test_keys_that_are_refused_are_said_at_once(

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from shardcache import Cache, ConfigError
-from tests.conftest import make_tar
+from tests.support.tars import make_tar
 
 SHARD = make_tar(11)
 

@@ -19,8 +19,7 @@ from typing import Any
 import pytest
 
 from shardcache.cache import Cache
-from shardcache.cli.demoserver import S3Server
-from shardcache.cli.meter import Meter
+from shardcache.cli.demo import S3Server
 from shardcache.clock import SYSTEM_CLOCK
 from shardcache.config import Config
 from shardcache.errors import ConfigError, IntegrityError, TransferError
@@ -29,9 +28,10 @@ from shardcache.origins import upstream as upstreams
 from shardcache.origins.base import VersionChangedError
 from shardcache.store.metadata import Metadata
 from shardcache.store.partial import Partial
-from tests.conftest import make_tar
 from tests.support.fakes import Fault, MemoryOrigin
+from tests.support.proxy import Proxy
 from tests.support.storetools import no_descriptor_left
+from tests.support.tars import make_tar
 
 URL = "s3://lab/train/0.tar"
 DATA = make_tar(0, members=50, size=40_000)
@@ -324,7 +324,7 @@ def test_a_second_object_store_saves_the_first_one(
     near: S3Server,
     s3: S3Server,
     bucket: str,
-    meter: Meter,
+    proxy: Proxy,
     s3_environment: dict[str, str],
     tmp_path: Path,
 ) -> None:
@@ -332,7 +332,7 @@ def test_a_second_object_store_saves_the_first_one(
     for number in range(4):
         s3.put(bucket, f"train/{number}.tar", make_tar(number, members=40, size=50_000))
         urls.append(f"s3://{bucket}/train/{number}.tar")
-    with Meter(near.endpoint_url) as to_near:
+    with Proxy(near.endpoint_url) as to_near:
         digests = []
         for name, write_back in (("a", True), ("b", False), ("c", False)):
             upstream = store(near, to_near.endpoint_url, write_back=write_back)
@@ -340,10 +340,10 @@ def test_a_second_object_store_saves_the_first_one(
                 digests.append([hashlib.sha256(read(cache, url)).hexdigest() for url in urls])
                 versions = {version(cache, url) for url in urls}
             if name == "a":
-                paid, known = len(meter.requests()), versions
+                paid, known = len(proxy.requests()), versions
                 to_near.reset()
         assert digests[0] == digests[1] == digests[2] and versions == known
-        assert len(meter.requests()) == paid
+        assert len(proxy.requests()) == paid
         assert sum(traffic.object_fetches for traffic in to_near.summary().values()) > 0
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import pandas
 import pytest
 
-from shardcache.cli.demoserver import S3Server
-from shardcache.cli.meter import Meter
+from shardcache.cli.demo import S3Server
+from tests.support.proxy import Proxy
 from tests.support.trainingtools import DataSet, run
 
 
@@ -65,14 +65,14 @@ class Bench:
 def bench(
     s3: S3Server,
     s3_environment: dict[str, str],
-    meter: Meter,
+    proxy: Proxy,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Bench]:
     s3.create_bucket("bucket")
     for name, content in tables().items():
         s3.put("bucket", name, content)
-    made = Bench(DataSet(s3, "bucket", meter), tmp_path)
+    made = Bench(DataSet(s3, "bucket", proxy), tmp_path)
     for name, value in {
         "SHARDCACHE_DIR": str(made.cache),
         "SHARDCACHE_MIN_FREE": "0",
@@ -82,5 +82,5 @@ def bench(
         "RAY_USAGE_STATS_ENABLED": "0",
     }.items():
         monkeypatch.setenv(name, value)
-    assert os.environ["AWS_ENDPOINT_URL_S3"] == meter.endpoint_url
+    assert os.environ["AWS_ENDPOINT_URL_S3"] == proxy.endpoint_url
     yield made

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.integrations.conftest import Bench
+from tests.packages.conftest import Bench
 
 ARROW = """
 import sys

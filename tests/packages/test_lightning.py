@@ -6,7 +6,7 @@ import csv
 
 import pytest
 
-from tests.integrations.conftest import Bench
+from tests.packages.conftest import Bench
 from tests.support.trainingtools import shard
 
 PROGRAM = """

@@ -6,7 +6,7 @@ import importlib
 
 import pytest
 
-from tests.integrations.conftest import Bench
+from tests.packages.conftest import Bench
 from tests.support.pagetools import NEEDS, Block, blocks
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 
-from tests.integrations.conftest import Bench
+from tests.packages.conftest import Bench
 from tests.support.trainingtools import EXAMPLES, run
 
 

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from tests.integrations.conftest import Bench
+from tests.packages.conftest import Bench
 
 PROGRAM = """
 import sys

@@ -19,16 +19,16 @@ import pytest
 
 from shardcache import forks
 from shardcache.cache import Cache
-from shardcache.cli.demoserver import S3Server
-from shardcache.cli.meter import Meter
+from shardcache.cli.demo import S3Server
 from shardcache.errors import FetchCancelledError, IntegrityError, ShardNotFoundError
 from shardcache.prewarm import crew as module
 from shardcache.prewarm.crew import Crew, suitable
 from shardcache.prewarm.fill import Outcome, Planned, Started, Stopped, prewarm
 from shardcache.store.blocks import FetchStatus
-from tests.conftest import make_tar
 from tests.support.clitools import Command, run_process, slow, written
+from tests.support.proxy import Proxy
 from tests.support.storetools import children, no_descriptor_left, wait_until
+from tests.support.tars import make_tar
 
 __all__ = ["slow"]  # a fixture
 
@@ -185,14 +185,14 @@ def test_when_all_are_killed_this_process_fetches(tmp_path: Path, shards: list[s
 def test_cancelling_the_cache_ends_their_fetches(
     s3: S3Server,
     bucket: str,
-    meter: Meter,
+    proxy: Proxy,
     s3_environment: dict[str, str],
     tmp_path: Path,
 ) -> None:
     for number in range(3):
         s3.put(bucket, f"{number}.tar", make_tar(number, members=3000, size=700))
     urls = [f"s3://{bucket}/{number}.tar" for number in range(3)]
-    meter.pause(after=2_500_000)  # in the midst of the second one
+    proxy.pause(after=2_500_000)  # in the midst of the second one
 
     def on_event(event: Any) -> None:
         if isinstance(event, Started):
@@ -210,7 +210,7 @@ def test_cancelling_the_cache_ends_their_fetches(
         report = prewarm(cache, urls, processes=2, jobs=2, on_event=on_event)
         assert report.stopped is Stopped.REQUESTED
         assert any(isinstance(result.error, FetchCancelledError) for result in report.results)
-        meter.resume()
+        proxy.resume()
         again = prewarm(cache, urls, processes=2)
         assert again.failed == 0 and all(url in cache for url in urls)
     assert sum(r.received for r in again.results) < sum(r.size or 0 for r in again.results)
@@ -359,7 +359,7 @@ cache.prewarm([f"file://{p}" for p in sorted(Path(sys.argv[1], "data").iterdir()
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["INT", "TERM"]
 )
 def test_a_command_that_is_interrupted_leaves_no_process_and_can_go_on(
-    slow: str, meter: Meter, tmp_path: Path, number: int, code: int
+    slow: str, proxy: Proxy, tmp_path: Path, number: int, code: int
 ) -> None:
     """As in a terminal, where all of its processes get the signal."""
     directory = tmp_path / "cache"
@@ -374,7 +374,7 @@ def test_a_command_that_is_interrupted_leaves_no_process_and_can_go_on(
     assert not any(map(is_alive, members))
     before = written(directory)
     assert before > 1 << 20
-    meter.resume()
+    proxy.resume()
     ended, out, err = run_process(*asked, "--json", directory=directory)
     assert ended == 0, err
     found = json.loads(out)

@@ -11,12 +11,12 @@ import sys
 
 import pytest
 
-from shardcache.cli.meter import Meter
-from tests.conftest import make_tar
 from tests.prewarm.test_fleet import ended, is_running
 from tests.support.jsontools import Seen
+from tests.support.proxy import Proxy
 from tests.support.raycluster import RayCluster
 from tests.support.storetools import PATIENCE, wait_until
+from tests.support.tars import make_tar
 
 pytestmark = [
     pytest.mark.skipif(
@@ -33,17 +33,17 @@ HANGS_AFTER = 2_500_000
 
 
 class Site:
-    """The cluster, its caches, and the server with a meter in front."""
+    """The cluster, its caches, and the server with a proxy in front."""
 
-    def __init__(self, cluster, s3, meter, root):
-        self.cluster, self.s3, self.meter, self.root = cluster, s3, meter, root
+    def __init__(self, cluster, s3, proxy, root):
+        self.cluster, self.s3, self.proxy, self.root = cluster, s3, proxy, root
 
     def add(self, name):
         self.cluster.add(
             name,
             {
                 **self.s3.environment(),
-                "AWS_ENDPOINT_URL_S3": self.meter.endpoint_url,
+                "AWS_ENDPOINT_URL_S3": self.proxy.endpoint_url,
                 "AWS_EC2_METADATA_DISABLED": "true",
                 "SHARDCACHE_DIR": str(self.root / name),
                 "SHARDCACHE_MIN_FREE": "0",
@@ -61,19 +61,19 @@ class Site:
 
     def objects(self, start):
         """Requests for objects from number ``start`` on."""
-        found = self.meter.requests()[start:]
+        found = self.proxy.requests()[start:]
         return [request for request in found if request.method == "GET" and request.reads_object]
 
 
 @pytest.fixture(scope="module")
 def site(s3, tmp_path_factory):
     root = tmp_path_factory.mktemp("nodes")
-    with Meter(s3.endpoint_url) as meter, RayCluster() as cluster:
-        found = Site(cluster, s3, meter, root)
+    with Proxy(s3.endpoint_url) as proxy, RayCluster() as cluster:
+        found = Site(cluster, s3, proxy, root)
         for name in NODES:
             found.add(name)
         yield found
-        meter.resume()
+        proxy.resume()
 
 
 class Prewarm:
@@ -129,7 +129,7 @@ class Prewarm:
 def test_one_command_prewarms_the_caches_of_all_nodes(site, s3, bucket):
     for number in range(4):
         s3.put(bucket, f"{number}.tar", make_tar(number, 20))
-    start = len(site.meter.requests())
+    start = len(site.proxy.requests())
     with Prewarm(site, f"s3://{bucket}/{{0..3}}.tar", "--no-progress", form="human") as command:
         code, out, err = command.end()
     assert (code, err) == (0, "")
@@ -167,9 +167,9 @@ def slow(site, s3, bucket):
     for name, content in (("small", SMALL), ("big", BIG)):
         for number in range(2):
             s3.put(bucket, f"{name}-{number}.tar", content)
-    site.meter.pause(after=HANGS_AFTER)
+    site.proxy.pause(after=HANGS_AFTER)
     yield f"s3://{bucket}/{{small,big}}-{{0..1}}.tar"
-    site.meter.resume()
+    site.proxy.resume()
 
 
 def half_done(line):
@@ -196,11 +196,11 @@ def test_nothing_outlives_a_command_that_is_killed(site, slow):
 
 def test_a_node_that_dies_is_named_and_what_it_missed_is_done_by_the_next_run(site, slow, bucket):
     names = ["big-0.tar", "big-1.tar", "small-0.tar", "small-1.tar"]
-    start = len(site.meter.requests())
+    start = len(site.proxy.requests())
     with Prewarm(site, slow) as command:
         command.until(half_done)
         site.cluster.kill("node-c")
-        site.meter.resume()
+        site.proxy.resume()
         code, summary, err = command.summary()
     assert code == 3
     assert {name: node["outcome"] for name, node in summary["nodes"].items()} == {
@@ -214,7 +214,7 @@ def test_a_node_that_dies_is_named_and_what_it_missed_is_done_by_the_next_run(si
     assert site.cached("node-c", bucket) == ["small-0.tar", "small-1.tar"]
 
     site.add("node-c")
-    again = len(site.meter.requests())
+    again = len(site.proxy.requests())
     with Prewarm(site, slow) as command:
         code, summary, _ = command.summary()
     assert (code, ended(summary)) == (0, {"done": 3})

@@ -154,7 +154,7 @@ def test_what_srun_says_of_tasks_is_understood(engine, line, expected):
 
 
 def test_one_command_prewarms_all_nodes_and_a_second_finds_all_cached(
-    run, allocation, spec, bucket, meter
+    run, allocation, spec, bucket, proxy
 ):
     code, out, err = run("prewarm", spec, "--nodes", "slurm", "--json", "--no-progress")
     found = json.loads(out)
@@ -166,11 +166,11 @@ def test_one_command_prewarms_all_nodes_and_a_second_finds_all_cached(
         assert node["dir"] == str(allocation / name)
         assert len(cached(allocation, name)) == 4
     assert len(found["shards"]) == 8
-    assert all(traffic.object_fetches == 2 for traffic in meter.summary().values())
+    assert all(traffic.object_fetches == 2 for traffic in proxy.summary().values())
     code, out, _ = run("prewarm", spec, "--nodes", "slurm")
     assert code == 0
     assert out.splitlines()[-1].startswith("Warmed 2 of 2 nodes: all 8 shards cached in ")
-    assert all(traffic.object_fetches == 2 for traffic in meter.summary().values())
+    assert all(traffic.object_fetches == 2 for traffic in proxy.summary().values())
 
 
 def test_each_node_gets_the_shards_of_its_ranks(run, allocation, spec):
@@ -280,10 +280,10 @@ def test_an_interrupt_ends_all_tasks_in_order(allocation, slow):
         assert not any(is_running(pid) for pid in batch.pids.values())
 
 
-def test_a_task_that_is_killed_is_named_and_a_second_run_resumes(allocation, slow, meter, run):
+def test_a_task_that_is_killed_is_named_and_a_second_run_resumes(allocation, slow, proxy, run):
     with Batch(slow) as batch:
         os.kill(batch.pids["gpu02"], signal.SIGKILL)
-        meter.resume()
+        proxy.resume()
         code, summary, err = batch.end()
     assert code == 3
     assert ended(summary) == {"done": 1, "lost": 1}
@@ -322,12 +322,12 @@ def displayed(text):
     return [line.rstrip() for line in lines if line.strip()]
 
 
-def test_on_a_terminal_there_is_a_row_for_each_node(allocation, slow, meter):
+def test_on_a_terminal_there_is_a_row_for_each_node(allocation, slow, proxy):
     arguments = ("prewarm", slow, "--nodes", "slurm")
     with Screen(*arguments, directory=allocation / "unused") as screen:
         row = r"gpu0{}  [^\n]*0/3   *[\d.]+ MB of [\d.]+ MB  "
         screen.read("".join(row.format(number) + r"[^\n]*\n[^\n]*" for number in (1, 2)))
-        meter.resume()
+        proxy.resume()
         shown = displayed(screen.read())
     # The rows are gone, and what was said while they were there has stayed.
     assert shown[0].startswith("Prewarming 2 nodes of Slurm job 4711")

@@ -36,8 +36,8 @@ from shardcache.prewarm.fill import (
 from shardcache.prewarm.plan import make_plan, wanted_shards
 from shardcache.store.partial import Partial
 from shardcache.store.sweeping import in_flight
-from tests.conftest import make_tar
 from tests.support.fakes import Fault
+from tests.support.tars import make_tar
 
 
 def names(count: int, bucket: str = "b") -> list[str]:
@@ -610,7 +610,7 @@ def test_nothing_wanted_is_nothing_done(make_cache, unlisted):
 
 
 def test_s3_shards_cost_one_fetch_each_and_few_listings(
-    s3, bucket, s3_environment, meter, tmp_path
+    s3, bucket, s3_environment, proxy, tmp_path
 ):
     data = {f"x-{n:02d}.tar": make_tar(n) for n in range(12)}
     for name, content in data.items():
@@ -619,9 +619,9 @@ def test_s3_shards_cost_one_fetch_each_and_few_listings(
         report = prewarm(cache, f"s3://{bucket}/x-{{00..11}}.tar", jobs=4)
         assert report.fetched == 12
         assert report.plan.unknown == 0
-        summed = meter.summary()
+        summed = proxy.summary()
         assert all(summed[f"{bucket}/{name}"].object_fetches == 1 for name in data)
-        listings = [r for r in meter.requests() if not r.reads_object]
+        listings = [r for r in proxy.requests() if not r.reads_object]
         assert len(listings) == 1
         for name, content in data.items():
             with cache.open(f"s3://{bucket}/{name}") as stream:

@@ -20,9 +20,9 @@ from shardcache.space.ledger import Ledger, Refusal, State
 from shardcache.store.root import make_root
 from shardcache.store.store import Store
 from shardcache.store.sweeping import in_flight
-from tests.conftest import make_tar
 from tests.support.fakes import FakeClock, MemoryOrigin
 from tests.support.storetools import Parent, begin, crowd, fill, metadata_for, publish
+from tests.support.tars import make_tar
 
 MIB = 1 << 20
 

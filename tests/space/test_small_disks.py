@@ -18,9 +18,9 @@ import pytest
 from shardcache.cache import Cache
 from shardcache.layout import Layout
 from shardcache.names import parse_entry_name, parse_partial_name
-from tests.conftest import make_tar
 from tests.support.disktools import disk, needs_mounts
 from tests.support.storetools import Parent, crowd, forked
+from tests.support.tars import make_tar
 
 MIB = 1 << 20
 _LOOK = 0.01

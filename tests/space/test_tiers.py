@@ -20,11 +20,11 @@ from shardcache.config import Config
 from shardcache.errors import CacheFullError, ConfigError
 from shardcache.layout import Layout
 from shardcache.optionvalues import TierOption
-from tests.conftest import make_tar
 from tests.support.disktools import disk, limited_group, needs_mounts
 from tests.support.fakes import MemoryBody, MemoryOrigin
 from tests.support.shop import Shop
 from tests.support.storetools import forked, no_descriptor_left
+from tests.support.tars import make_tar
 
 MIB = 1 << 20
 Make = Callable[..., Cache]

@@ -16,17 +16,17 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from shardcache.cache import Cache
-from shardcache.cli.demoserver import S3Server
-from shardcache.cli.meter import Meter
+from shardcache.cli.demo import S3Server
 from shardcache.errors import ConfigError, IntegrityError, ShardNotFoundError
 from shardcache.stats.fetchlog import Fetch, fetches, note_fetch
 from shardcache.stats.prometheus import exposition
 from shardcache.stats.summary import by_rank, summed
-from tests.conftest import make_tar
 from tests.support.clitools import run_process
 from tests.support.disktools import disk, needs_mounts
 from tests.support.fakes import Fault, MemoryOrigin
+from tests.support.proxy import Proxy
 from tests.support.storetools import Parent, crowd, forked, wait_until
+from tests.support.tars import make_tar
 
 Make = Callable[..., Cache]
 MIB = 1 << 20
@@ -42,9 +42,9 @@ def shards(s3: S3Server, bucket: str, s3_environment: dict[str, str]) -> list[st
     return urls
 
 
-def fetched(meter: Meter) -> tuple[int, int]:
+def fetched(proxy: Proxy) -> tuple[int, int]:
     """Object fetches and bytes of objects that the server gave."""
-    found = [r for r in meter.requests() if r.method == "GET" and r.reads_object]
+    found = [r for r in proxy.requests() if r.method == "GET" and r.reads_object]
     return sum(r.is_object_fetch for r in found), sum(r.body_bytes for r in found)
 
 
@@ -53,7 +53,7 @@ def fetched(meter: Meter) -> tuple[int, int]:
 
 @pytest.mark.locks_work
 def test_eight_processes_count_what_the_server_has_given(
-    tmp_path: Path, shards: list[str], meter: Meter, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, shards: list[str], proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def work(parent: Parent, number: int) -> None:
         os.environ["SHARDCACHE_RANK"] = str(number)
@@ -72,7 +72,7 @@ def test_eight_processes_count_what_the_server_has_given(
         read = sum(child.hear() for child in children)
     with Cache(tmp_path / "cache") as cache:
         found, ranks = cache.stats(), by_rank(cache.samples())
-    count, received = fetched(meter)
+    count, received = fetched(proxy)
     assert found.opens == 8 * 3 * 12
     assert found.misses == found.fetches == count == 12
     assert found.hits + found.coalesced == found.opens - 12 and found.failed == 0
@@ -84,7 +84,7 @@ def test_eight_processes_count_what_the_server_has_given(
 
 @pytest.mark.locks_work
 def test_of_processes_that_are_killed_one_second_is_lost_at_most(
-    tmp_path: Path, shards: list[str], meter: Meter
+    tmp_path: Path, shards: list[str], proxy: Proxy
 ) -> None:
     """Each says how much it had opened a second and a bit before it died, and just then."""
 
@@ -109,7 +109,7 @@ def test_of_processes_that_are_killed_one_second_is_lost_at_most(
         found = cache.stats()
     least, most = (sum(each) for each in zip(*said, strict=True))
     assert least <= found.opens <= most
-    count, received = fetched(meter)
+    count, received = fetched(proxy)
     assert (found.fetches, found.bytes_origin) == (count, received)
 
 

@@ -27,10 +27,10 @@ from shardcache.store import entrystream
 from shardcache.store.digest import BLOCK
 from shardcache.store.entrystream import EntryStream
 from shardcache.urls import parse_url
-from tests.conftest import make_tar
 from tests.support.fakes import FakeClock, MemoryOrigin
 from tests.support.fuseshim import Shim, mounted, needs_fuse
 from tests.support.storetools import forked, no_descriptor_left, payload
+from tests.support.tars import make_tar
 
 pytestmark = pytest.mark.failure("bad-reads")
 

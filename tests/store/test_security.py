@@ -28,7 +28,6 @@ from shardcache.space.ledger import Ledger, State
 from shardcache.space.volume import Pending
 from shardcache.store.root import check_root, make_root
 from shardcache.wds.attach import url_opener
-from tests.conftest import make_tar
 from tests.support.storetools import (
     Parent,
     begin,
@@ -39,6 +38,7 @@ from tests.support.storetools import (
     payload,
     public_directory,
 )
+from tests.support.tars import make_tar
 from tests.support.users import ANNA, BELA, ask
 
 SHARDS = {"a.tar": make_tar(1), "b.tar": make_tar(2)}

@@ -23,9 +23,9 @@ from shardcache.layout import MANIFEST, Layout
 from shardcache.locks.mode import decide
 from shardcache.modes import PRIVATE, Modes, group_name
 from shardcache.store.root import check_root, make_root
-from tests.conftest import make_tar
 from tests.support.fakes import Fault, MemoryOrigin
 from tests.support.storetools import Parent, needs_root, public_directory, wait_until
+from tests.support.tars import make_tar
 from tests.support.users import (
     ANNA,
     BELA,

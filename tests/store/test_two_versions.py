@@ -13,9 +13,9 @@ from shardcache.cli.main import main
 from shardcache.errors import ConfigError
 from shardcache.layout import MANIFEST, Layout
 from shardcache.locks.sessions import Session
-from tests.conftest import make_tar
 from tests.support.fakes import MemoryOrigin
 from tests.support.storetools import begin, make_store, metadata_for, publish, tree
+from tests.support.tars import make_tar
 
 pytestmark = pytest.mark.failure("two-versions")
 URL = "s3://lab/a.tar"

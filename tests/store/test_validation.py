@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from shardcache.errors import IntegrityError
 from shardcache.store.validation import check_archive
-from tests.conftest import make_tar
+from tests.support.tars import make_tar
 
 URL = "s3://lab/train-0000.tar"
 PAGE = b"<?xml version='1.0'?><Error><Code>SlowDown</Code></Error>" + b" " * 600

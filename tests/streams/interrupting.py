@@ -26,9 +26,9 @@ import filelock
 
 import shardcache
 from shardcache.cache import Cache
-from tests.conftest import make_tar
 from tests.support.fakes import MemoryOrigin
 from tests.support.storetools import PATIENCE
+from tests.support.tars import make_tar
 
 __all__ = ["ACTS", "Interrupt", "sweep"]
 

@@ -26,9 +26,9 @@ from shardcache.origins.base import Body, Checksum, ObjectInfo, TransientError
 from shardcache.store.digest import BLOCK
 from shardcache.store.partial import Partial
 from shardcache.streams.trail import Trail
-from tests.conftest import make_tar
 from tests.support.fakes import Fault, MemoryOrigin
 from tests.support.storetools import PATIENCE, forked, wait_until
+from tests.support.tars import make_tar
 
 URL = "s3://lab/train-0000.tar"
 DATA = make_tar(1, members=3, size=BLOCK)

@@ -19,10 +19,10 @@ import pytest
 
 from shardcache.cache import Cache
 from shardcache.layout import Layout
-from tests.conftest import make_tar
 from tests.streams.interrupting import sweep
 from tests.support.clitools import Command
 from tests.support.storetools import PATIENCE, make_store, publish, wait_until
+from tests.support.tars import make_tar
 
 pytestmark = pytest.mark.failure("interrupts")
 

@@ -20,9 +20,9 @@ from shardcache.origins.base import TransientError
 from shardcache.store.blocks import FetchStatus
 from shardcache.store.digest import BLOCK
 from shardcache.urls import parse_url
-from tests.conftest import make_tar
 from tests.support.fakes import FakeClock, Fault, MemoryOrigin
 from tests.support.storetools import PATIENCE, wait_until
+from tests.support.tars import make_tar
 
 SHARDS = 6
 URLS = [f"s3://lab/train-{number:04d}.tar" for number in range(SHARDS)]

@@ -10,9 +10,9 @@ import pytest
 
 from shardcache.cache import Cache
 from shardcache.errors import IntegrityError, TransferError
-from tests.conftest import make_tar
 from tests.support.fakes import MemoryOrigin
 from tests.support.storetools import no_descriptor_left
+from tests.support.tars import make_tar
 
 URL = "s3://lab/train/0.tar"
 DATA = make_tar(0, members=50, size=40_000)

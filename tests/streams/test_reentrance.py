@@ -27,10 +27,10 @@ from shardcache.stats.summary import Stats, summed
 from shardcache.store.digest import BLOCK
 from shardcache.store.root import make_root
 from shardcache.urls import parse_url
-from tests.conftest import make_tar
 from tests.origins.test_generic import Server
 from tests.support.fakes import FakeClock, Fault, MemoryOrigin
 from tests.support.storetools import PATIENCE, Parent, forked
+from tests.support.tars import make_tar
 
 URL = "s3://lab/train-0000.tar"
 

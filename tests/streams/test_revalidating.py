@@ -16,8 +16,7 @@ import pytest
 import webdataset as wds
 
 from shardcache.cache import Cache
-from shardcache.cli.demoserver import S3Server
-from shardcache.cli.meter import Meter, traffic
+from shardcache.cli.demo import S3Server
 from shardcache.config import Config
 from shardcache.errors import (
     AccessDeniedError,
@@ -28,10 +27,11 @@ from shardcache.layout import Layout
 from shardcache.origins.base import TransientError
 from shardcache.space.choices import Choices
 from shardcache.streams.opener import Opener
-from tests.conftest import make_tar
 from tests.support.clitools import data, run, spec, warm
 from tests.support.fakes import Fault, MemoryOrigin
+from tests.support.proxy import Proxy, traffic
 from tests.support.storetools import PATIENCE, Parent, crowd, forked
+from tests.support.tars import make_tar
 
 __all__ = ["data", "run", "spec", "warm"]
 
@@ -298,7 +298,7 @@ def test_where_a_server_is_gone_a_job_reads_what_is_cached(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     urls = [f"s3://{bucket}/{number}.tar" for number in range(3)]
-    with Meter(s3.endpoint_url) as server:
+    with Proxy(s3.endpoint_url) as server:
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", server.endpoint_url)
         with Cache(tmp_path / "cache", min_free=0) as earlier:
             for number, url in enumerate(urls):
@@ -399,7 +399,7 @@ def _open_all(parent: Parent, number: int, directory: Path, urls: list[str]) -> 
 def test_the_processes_of_a_job_ask_once_for_each_shard(
     s3: S3Server,
     bucket: str,
-    meter: Meter,
+    proxy: Proxy,
     s3_environment: dict[str, str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -415,7 +415,7 @@ def test_the_processes_of_a_job_ask_once_for_each_shard(
         for number in range(3):
             s3.put(bucket, f"{number}.tar", make_tar(number + 10))
     expected = [make_tar(number + 10 * replaced) for number in range(3)]
-    meter.reset()
+    proxy.reset()
     monkeypatch.setenv("SHARDCACHE_JOB", "many")
     with crowd(4, _open_all, tmp_path / "cache", urls) as ranks:
         for rank in ranks:
@@ -427,7 +427,7 @@ def test_the_processes_of_a_job_ask_once_for_each_shard(
         for rank in ranks:
             rank.tell()
             assert rank.wait() == 0
-    seen = traffic(meter.requests())
+    seen = traffic(proxy.requests())
     assert {name: found.heads for name, found in seen.items()} == {
         f"{bucket}/{n}.tar": 1 + replaced
         for n in range(3)  # fetching takes one of its own
@@ -491,7 +491,7 @@ def test_who_wants_a_shard_that_is_just_asked_for_waits_for_the_answer(
 
 @pytest.mark.locks_work("flock")
 def test_a_data_set_that_is_replaced_between_two_epochs(
-    s3: S3Server, bucket: str, meter: Meter, s3_environment: dict[str, str], tmp_path: Path
+    s3: S3Server, bucket: str, proxy: Proxy, s3_environment: dict[str, str], tmp_path: Path
 ) -> None:
     """A job goes on with the samples that it began with; workers are new ones in each epoch."""
     from torch.utils.data import DataLoader
@@ -517,9 +517,9 @@ def test_a_data_set_that_is_replaced_between_two_epochs(
     publish(10)
     second, other_epoch = job()
     assert other_epoch() == samples(10)
-    meter.reset()
+    proxy.reset()
     assert (epoch(), other_epoch()) == (samples(0), samples(10))
-    assert meter.requests() == []
+    assert proxy.requests() == []
     first.close()
     second.close()
 
@@ -529,7 +529,7 @@ def test_a_data_set_that_is_replaced_between_two_epochs(
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_prewarm_that_refreshes_fetches_what_was_replaced_and_says_how_much(
-    run: Any, spec: str, warm: list[str], s3: S3Server, bucket: str, meter: Meter, processes: int
+    run: Any, spec: str, warm: list[str], s3: S3Server, bucket: str, proxy: Proxy, processes: int
 ) -> None:
     arguments = ["prewarm", "--refresh", spec, "--processes", processes]
     code, out, _ = run(*arguments)
@@ -540,12 +540,12 @@ def test_a_prewarm_that_refreshes_fetches_what_was_replaced_and_says_how_much(
     assert run("prewarm", "--check", "--refresh", spec)[0] == 4
     code, out, _ = run("prewarm", "--dry-run", "--refresh", spec, "--json")
     assert [row["outcome"] for row in json.loads(out)["shards"]] == ["cached", "missing"] * 2
-    meter.reset()
+    proxy.reset()
     code, out, _ = run(*arguments, "--json")
     found = json.loads(out)["summary"]
     assert (code, found["refreshed"], found["fetched"], found["cached"]) == (0, 2, 2, 2)
     assert found["plan"]["outdated"] == 2
-    fetches = {name: one.object_fetches for name, one in traffic(meter.requests()).items()}
+    fetches = {name: one.object_fetches for name, one in traffic(proxy.requests()).items()}
     assert fetches == {f"{bucket}/train-{n:04d}.tar": n % 2 for n in range(4)}
     code, out, _ = run(*arguments)
     assert code == 0 and "All 4 shards cached" in out

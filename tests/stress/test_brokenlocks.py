@@ -16,7 +16,6 @@ import pytest
 
 from shardcache.locks.mode import Answer, probe
 from shardcache.locks.sessions import oldest_live_session
-from tests.conftest import make_tar
 from tests.support.fakes import MemoryOrigin
 from tests.support.fuseshim import Shim, mounted, needs_fuse
 from tests.support.nettools import (
@@ -32,6 +31,7 @@ from tests.support.nettools import (
     wait_for_bytes,
 )
 from tests.support.storetools import Parent, age, crowd, forked, wait_until
+from tests.support.tars import make_tar
 
 pytestmark = pytest.mark.failure("flock-broken")
 

@@ -34,11 +34,11 @@ from shardcache.store.entry import Entry
 from shardcache.store.metadata import MAX_BYTES, DamagedError
 from shardcache.store.progressfile import read_progress, read_records
 from shardcache.store.root import check_group, make_root
-from tests.conftest import make_tar
 from tests.origins.test_rangebody import Scripted
 from tests.stress.fuzzing import TARGETS
 from tests.support.fakes import Fault, MemoryOrigin
 from tests.support.storetools import PATIENCE
+from tests.support.tars import make_tar
 
 MIB = 1 << 20
 

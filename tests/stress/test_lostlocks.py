@@ -20,10 +20,10 @@ import pytest
 from shardcache.layout import Layout
 from shardcache.locks.flock import Holder, KeyLock, lock_exclusive
 from shardcache.store.digest import BLOCK
-from tests.conftest import make_tar
 from tests.support.fakes import Fault, MemoryOrigin
 from tests.support.nettools import DATA, URL, Read, partials, reader, using, wait_for_bytes
 from tests.support.storetools import Parent, crowd, forked, wait_until
+from tests.support.tars import make_tar
 
 ME = Holder.this_process(rank=None, job=None, now=1.0)
 #: Does not take the interpreter's lock away: the child of a fork has one thread.

@@ -18,7 +18,7 @@ import time
 import pytest
 
 from shardcache.cli.main import main
-from tests.conftest import make_tar
+from tests.support.tars import make_tar
 
 SHARDS = 4
 
@@ -115,11 +115,11 @@ def written(directory):
 
 
 @pytest.fixture
-def slow(s3, bucket, s3_environment, meter):
+def slow(s3, bucket, s3_environment, proxy):
     """A prewarm that gets somewhere and then hangs; its spec."""
     for number in range(3):
         s3.put(bucket, f"big-{number}.tar", make_tar(number, 3000, 700))
-    meter.pause(after=2_500_000)
+    proxy.pause(after=2_500_000)
     return f"s3://{bucket}/big-{{0..2}}.tar"
 
 

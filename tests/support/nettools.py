@@ -18,11 +18,11 @@ from shardcache.locks import mode as locking
 from shardcache.locks import mounts
 from shardcache.store.digest import BLOCK
 from shardcache.store.partial import read_progress
-from tests.conftest import make_tar
 from tests.support.fakes import Fault, MemoryOrigin
 from tests.support.fuseproto import FILESYSTEM
 from tests.support.fuseshim import Shim
 from tests.support.storetools import Parent, wait_until
+from tests.support.tars import make_tar
 
 URL = "s3://lab/train-0000.tar"
 DATA = make_tar(1, members=2, size=BLOCK)  # four blocks and a bit

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shardcache.cache import Cache
 from shardcache.store.store import Entry
-from tests.conftest import make_tar
+from tests.support.tars import make_tar
 from tests.support.workers import Clock, Worker
 
 

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from shardcache.cli.demoserver import S3Server
-from shardcache.cli.meter import Meter
+from shardcache.cli.demo import S3Server
+from tests.support.proxy import Proxy
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -38,13 +38,13 @@ class DataSet:
     Args:
         server: where to.
         bucket: exists already.
-        meter: between the server and who reads.
+        proxy: between the server and who reads.
         shards: how many.
         members: samples of each.
     """
 
     def __init__(
-        self, server: S3Server, bucket: str, meter: Meter, shards: int = 4, members: int = 6
+        self, server: S3Server, bucket: str, proxy: Proxy, shards: int = 4, members: int = 6
     ) -> None:
         for seed in range(shards):
             server.put(bucket, f"train-{seed:04d}.tar", shard(seed, members))
@@ -53,13 +53,13 @@ class DataSet:
         self.paths = [f"{bucket}/train-{seed:04d}.tar" for seed in range(shards)]
         self.urls = [f"s3://{path}" for path in self.paths]
         self.keys = [f"{seed:04d}-{n:05d}" for seed in range(shards) for n in range(members)]
-        self._meter = meter
-        meter.reset()
+        self._proxy = proxy
+        proxy.reset()
 
     @property
     def fetches(self) -> Counter[str]:
         """How often each shard came over the network."""
-        traffic = self._meter.summary()
+        traffic = self._proxy.summary()
         return Counter({p: t.object_fetches for p, t in traffic.items() if t.object_fetches})
 
     def once(self) -> bool:

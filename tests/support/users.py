@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from shardcache import Cache
-from tests.conftest import make_tar
 from tests.support.fakes import MemoryOrigin
 from tests.support.storetools import Child, Parent, forked, public_directory
+from tests.support.tars import make_tar
 
 #: Numbers that no distribution gives to anybody.
 GROUP = 64999

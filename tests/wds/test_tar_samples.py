@@ -25,8 +25,8 @@ from webdataset.filters import FilterFunction, pipelinefilter
 from shardcache import Cache
 from shardcache.wds.attach import tar_files, tar_samples
 from shardcache.wds.samples import FastTar, _base_plus_ext, _is_meta, quicken, restore
-from tests.conftest import make_tar
 from tests.support.fakes import MemoryOrigin
+from tests.support.tars import make_tar
 from tests.support.tartools import BLOCK, FORMATS, EndlessError, OnlyRead, archive, damaged
 
 MakeCache = Callable[..., Cache]

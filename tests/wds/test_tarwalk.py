@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from shardcache.wds import tar as tarwalk
 from shardcache.wds.tar import TarWalk, members
-from tests.conftest import make_tar
+from tests.support.tars import make_tar
 from tests.support.tartools import (
     BLOCK,
     FORMATS,

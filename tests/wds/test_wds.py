@@ -14,11 +14,11 @@ from webdataset import tariterators
 
 import shardcache
 from shardcache import Cache, ConfigError, ShardNotFoundError
-from shardcache.cli.demoserver import S3Server
-from shardcache.cli.meter import Meter
+from shardcache.cli.demo import S3Server
 from shardcache.wds.attach import CachedOpen, attach, register, url_opener
-from tests.conftest import make_tar
 from tests.support.fakes import MemoryOrigin
+from tests.support.proxy import Proxy
+from tests.support.tars import make_tar
 
 SHARDS = 4
 MEMBERS = 5
@@ -248,7 +248,7 @@ def test_dataloader_workers_share_one_fetch_per_shard(
     persistent: bool,
     s3: S3Server,
     bucket: str,
-    meter: Meter,
+    proxy: Proxy,
     s3_environment: dict,
     tmp_path: Path,
 ) -> None:
@@ -267,7 +267,7 @@ def test_dataloader_workers_share_one_fetch_per_shard(
     )
     for _ in range(2):
         assert keys(loader) == expected_keys()
-    traffic = meter.summary()
+    traffic = proxy.summary()
     assert {path: t.object_fetches for path, t in traffic.items()} == {
         f"{bucket}/train-{seed:04d}.tar": 1 for seed in range(SHARDS)
     }

@@ -1,0 +1,127 @@
+"""Fixtures for all tests: a real S3 server, a proxy before it, an origin in memory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from shardcache.cache import Cache
+from shardcache.cli.demo import S3Server
+from tests.support.fakes import MemoryOrigin
+from tests.support.proxy import Proxy
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """One SeaweedFS for the whole run."""
+    with S3Server(directory=tmp_path_factory.mktemp("s3")) as server:
+        yield server
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`tests/packages` needs packages of its own: it runs when it is named, and then whole."""
+    named = any("packages" in Path(argument).parts for argument in config.args)
+    return True if collection_path.name == "packages" and not named else None
+
+
+def _outside() -> set[Path]:
+    """What tests make outside their own directories.
+
+    Lock files of caches on network filesystems; what libfaketime shares between processes,
+    which those that are killed leave.
+    """
+    shared = Path("/dev/shm")
+    node = "shardcache-[0-9g]*-" + "[0-9a-f]" * 16
+    return {p for form in (node, "faketime_shm_*", "sem.faketime_sem_*") for p in shared.glob(form)}
+
+
+_BEFORE = _outside()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if not hasattr(session.config, "workerinput"):  # the last of the processes that test
+        for path in _outside() - _BEFORE:
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def bucket(s3: S3Server, request: pytest.FixtureRequest) -> str:
+    """A bucket of this test alone."""
+    name = f"t{abs(hash(request.node.nodeid)) % 10**10}-{os.getpid()}"
+    s3.create_bucket(name)
+    return name
+
+
+@pytest.fixture
+def proxy(s3: S3Server) -> Iterator[Proxy]:
+    """Counts what passes between the test and the server."""
+    with Proxy(s3.endpoint_url) as found:
+        yield found
+
+
+@pytest.fixture
+def s3_environment(s3: S3Server, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The environment that leads clients to the server, through the proxy."""
+    environment = {**s3.environment(), "AWS_ENDPOINT_URL_S3": proxy.endpoint_url}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    return environment
+
+
+@pytest.fixture(autouse=True)
+def _own_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No configuration of the machine reaches a test."""
+    for name in list(os.environ):
+        if name.startswith(("SHARDCACHE_", "AWS_", "WDS_", "SLURM_", "OMPI_", "PMI_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "no-config"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "no-aws-config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "no-aws-credentials"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+
+
+@pytest.fixture
+def origin() -> MemoryOrigin:
+    """Objects in memory, with faults on demand."""
+    return MemoryOrigin()
+
+
+@pytest.fixture
+def make_cache(
+    tmp_path: Path, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Cache]]:
+    """Makes caches that read ``s3://`` from the in-memory origin, which is in this process only."""
+    monkeypatch.setattr("shardcache.prewarm.fill.suitable", lambda shards, size: 1)
+    made: list[Cache] = []
+
+    def make(**options: object) -> Cache:
+        options.setdefault("dir", tmp_path / "cache")
+        options.setdefault("min_free", 0)
+        cache = Cache(**options)
+        made.append(cache)
+        process = cache._here()
+        process.coordinator()
+        process.origins.add("s3", origin)
+        return cache
+
+    yield make
+    for cache in made:
+        cache.close()
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_left() -> Iterator[None]:
+    """Every fetch ends its threads."""
+    yield
+    left = [t for t in threading.enumerate() if t.name.startswith("shardcache-")]
+    for thread in left:
+        thread.join(10)
+    assert not [t for t in left if t.is_alive()]

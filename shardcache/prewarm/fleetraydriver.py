@@ -1,9 +1,10 @@
 """The process between a fleet's command line and a Ray cluster.
 
-Run as ``python -m shardcache.prewarm.fleetraydriver``, so that Ray's threads, signal handlers and words
-stay out of the terminal's process. The first line of standard input is the order (JSON); ``stop``
-asks all nodes to end in order; the end of standard input ends everything at once, so the driver
-never outlives the command line. Standard output has events of `fleetlines` and nothing else.
+Run as ``python -m shardcache.prewarm.fleetraydriver``, so that Ray's threads, signal handlers and
+words stay out of the terminal's process. The first line of standard input is the order (JSON);
+``stop`` asks all nodes to end in order; the end of standard input ends everything at once, so the
+driver never outlives the command line. Standard output has events of `fleetlines` and nothing
+else.
 
 One actor for each node, pinned there and never restarted; it asks for no CPU, so that a busy
 cluster is prewarmed, too. When the driver ends, Ray ends its actors, and each takes the prewarm of

@@ -203,7 +203,6 @@ def remount(path: Path, option: str) -> None:
     subprocess.run(["mount", "-o", f"remount,{option}", str(path)], check=True)
 
 
-@pytest.mark.failure("read-only")
 def test_an_unwritable_directory_streams_with_one_warning(
     make_cache: MakeCache, readonly: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -223,7 +222,6 @@ def test_an_unwritable_directory_raises_when_strict(make_cache: MakeCache, reado
     assert caught.value.errno == errno.EROFS
 
 
-@pytest.mark.failure("read-only")
 def test_a_read_only_cache_serves_hits_and_streams_misses(
     make_cache: MakeCache, origin: MemoryOrigin, readonly: Path
 ) -> None:
@@ -241,7 +239,6 @@ def test_a_read_only_cache_serves_hits_and_streams_misses(
     assert path is None
 
 
-@pytest.mark.failure("disk-errors")
 def test_a_shard_on_a_full_filesystem_is_streamed(
     make_cache: MakeCache, origin: MemoryOrigin, readonly: Path
 ) -> None:
@@ -254,7 +251,6 @@ def test_a_shard_on_a_full_filesystem_is_streamed(
     assert os.listdir(Layout.of_root(cache.dir).partial) == []
 
 
-@pytest.mark.failure("larger-than-budget")
 def test_a_shard_larger_than_the_budget_is_streamed_at_once(
     make_cache: MakeCache, origin: MemoryOrigin
 ) -> None:
@@ -542,7 +538,6 @@ def test_a_forked_child_makes_its_own_and_drops_its_parents(make_cache: MakeCach
     assert cache._here() is parents
 
 
-@pytest.mark.failure("interrupts")
 @pytest.mark.parametrize("moment", ["touch", "is_file"])
 @pytest.mark.locks_work("answers")
 def test_an_interrupt_while_a_hit_is_handed_out_leaves_no_pin(
@@ -591,7 +586,6 @@ def test_what_a_sibling_has_is_read_there_when_our_own_place_is_full(
     assert origin.requests == []
 
 
-@pytest.mark.failure("interrupts")
 def test_an_interrupt_while_the_lock_is_signed_leaves_no_partial(
     make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -472,7 +472,6 @@ def test_a_pickle_holds_no_secret_but_everything_else() -> None:
         pickle.dumps(config.replace(validate=lambda path: None))
 
 
-@pytest.mark.failure("presigned")
 @pytest.mark.parametrize(
     "options_",
     [

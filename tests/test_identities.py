@@ -74,7 +74,6 @@ def fetches(proxy: Proxy) -> int:
     return sum(traffic.object_fetches for traffic in proxy.summary().values())
 
 
-@pytest.mark.failure("clocks-and-pids", "unique-names")
 def test_containers_with_equal_pids_share_one_fetch(url: str, tmp_path: Path, proxy: Proxy) -> None:
     workers = [Worker(prefix=CONTAINER, dir=tmp_path / "cache") for _ in range(4)]
     try:
@@ -93,7 +92,6 @@ def test_containers_with_equal_pids_share_one_fetch(url: str, tmp_path: Path, pr
             worker.__exit__()
 
 
-@pytest.mark.failure("clocks-and-pids")
 @pytest.mark.parametrize("visible", [True, False], ids=["another's here", "nobody's here"])
 def test_a_holder_of_another_namespace_is_waited_for_and_passed_by_like_any_other(
     url: str, tmp_path: Path, proxy: Proxy, visible: bool
@@ -142,7 +140,6 @@ def state(pid: int) -> str:
         return "X"
 
 
-@pytest.mark.failure("clocks-and-pids")
 @pytest.mark.parametrize("host", ["node-a", "node-b"], ids=["one name", "two names"])
 def test_host_names_are_for_people(url: str, tmp_path: Path, proxy: Proxy, host: str) -> None:
     stop = "before shardcache.fetch.job:Job._finish"
@@ -200,7 +197,6 @@ print(json.dumps([answer, os.listdir(Path(directory, "v1/partial"))]))
 """
 
 
-@pytest.mark.failure("clocks-and-pids", "unique-names")
 @pytest.mark.parametrize("who", ["a stranger", "the successor"])
 def test_the_pid_of_a_dead_holder_may_belong_to_anybody(
     url: str, tmp_path: Path, proxy: Proxy, who: str
@@ -275,7 +271,6 @@ print(json.dumps({
 """
 
 
-@pytest.mark.failure("broken-connections")
 def test_a_network_that_goes_down_is_an_error_in_time_and_no_loss(tmp_path: Path) -> None:
     done = subprocess.run(
         ["unshare", "--net", "--kill-child", "--fork", sys.executable, "-c", OUTAGE, str(tmp_path)],

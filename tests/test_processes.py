@@ -153,7 +153,6 @@ def test_killing_the_fetching_process_half_way_costs_the_others_little(
     assert os.listdir(Layout.of_root(tmp_path / "cache").partial) == []
 
 
-@pytest.mark.failure("stopped-holder")
 def test_a_stopped_holder_is_passed_by_and_does_no_harm_when_it_wakes(
     s3: S3Server, bucket: str, proxy: Proxy, tmp_path: Path, readers: Readers
 ) -> None:

@@ -25,7 +25,6 @@ from shardcache.wds.attach import CachedOpen, url_opener
 from tests.origins.test_rangebody import Scripted, answer, serve  # noqa: F401 - a fixture
 from tests.support.tars import make_tar
 
-pytestmark = pytest.mark.failure("presigned")
 CANARY = "CaNaRyCaNaRy0123456789"
 SHARD = make_tar(3)
 Serve = Callable[[bytes | Callable[[str], bytes]], Scripted]

@@ -625,7 +625,6 @@ def interruptible():
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.failure("interrupts")
 def test_interrupt_outside_of_a_run_is_exit_130(run, monkeypatch, interruptible):
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(Cache, "path", lambda self, url: signal.raise_signal(signal.SIGINT))
@@ -636,7 +635,6 @@ def test_interrupt_outside_of_a_run_is_exit_130(run, monkeypatch, interruptible)
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-@pytest.mark.failure("interrupts")
 def test_an_ignored_interrupt_stays_ignored(run, monkeypatch, interruptible):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 

@@ -70,7 +70,6 @@ def test_the_demo_keeps_the_promise_and_leaves_nothing(
     assert processes_of(tmp_path) == []
 
 
-@pytest.mark.failure("interrupts")
 @pytest.mark.parametrize(
     ("number", "code", "after"),
     [(signal.SIGINT, 130, "writing"), (signal.SIGINT, 130, "epoch 1"), (signal.SIGTERM, 143, "s3")],

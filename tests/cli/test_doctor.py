@@ -321,7 +321,6 @@ def test_two_tiers_on_one_disk_are_a_warning(ask, tmp_path, monkeypatch):
 # -- memory ------------------------------------------------------------------------
 
 
-@pytest.mark.failure("cgroup")
 @needs_mounts
 def test_a_ram_disk_smaller_than_max_size_fails(ask, tmp_path, monkeypatch):
     with disk(tmp_path / "ram", "size=8m") as path:
@@ -336,7 +335,6 @@ def test_a_ram_disk_smaller_than_max_size_fails(ask, tmp_path, monkeypatch):
         assert list(path.iterdir()) == []
 
 
-@pytest.mark.failure("cgroup")
 @needs_mounts
 def test_a_ram_disk_larger_than_the_memory_of_the_cgroup_fails(tmp_path, group):
     member = ["sh", "-c", 'echo $$ > "$0"; exec "$@"', f"{group}/cgroup.procs", sys.executable]

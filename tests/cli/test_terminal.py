@@ -80,7 +80,6 @@ def test_closed_streams_are_survived(warm, tmp_path):
     assert subprocess.run(["sh", "-c", shell], stdin=subprocess.DEVNULL).returncode == 0
 
 
-@pytest.mark.failure("interrupts")
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["INT", "TERM"]
 )
@@ -116,7 +115,6 @@ sys.exit(main())
 """
 
 
-@pytest.mark.failure("interrupts")
 def test_second_signal_ends_at_once(slow, tmp_path):
     directory = tmp_path / "cache"
     python = [sys.executable, "-c", STUBBORN]

@@ -16,8 +16,6 @@ from tests.support.fakes import FakeClock, Fault, MemoryOrigin
 from tests.support.storetools import PATIENCE
 from tests.support.tars import make_tar
 
-pytestmark = pytest.mark.failure("interrupts")
-
 URL = "s3://lab/a.tar"
 
 

@@ -28,7 +28,6 @@ from tests.support.shop import Shop
 from tests.support.tars import make_tar
 from tests.support.workers import LIBFAKETIME, YEAR, Clock
 
-clocks = pytest.mark.failure("clocks-and-pids")
 needs_libfaketime = pytest.mark.skipif(LIBFAKETIME is None, reason="libfaketime is not installed")
 AHEAD, BEHIND = 10 * YEAR, -10 * YEAR
 jumps = pytest.mark.parametrize("offset", [AHEAD, BEHIND], ids=["2036", "2016"])
@@ -62,7 +61,6 @@ def in_another_decade(shop: Shop, clock: Clock, offset: int) -> None:
         assert shop.entries()[a].data.stat().st_ino == inode  # nobody fetched it again
 
 
-@clocks
 @jumps
 def test_a_process_in_another_decade_shares_the_cache(
     shop: Shop, tmp_path: Path, offset: int
@@ -99,7 +97,6 @@ def wait_through_a_jump(shop: Shop, clock: Clock, offset: int) -> None:
     assert 1.5 <= seconds < 30
 
 
-@clocks
 @jumps
 def test_a_wait_lasts_as_long_as_it_should_when_the_clock_is_set(
     shop: Shop, tmp_path: Path, offset: int
@@ -115,7 +112,6 @@ def test_and_so_it_does_when_the_clock_of_libc_is_set(shop: Shop, tmp_path: Path
 # -- what is evicted --------------------------------------------------------------------
 
 
-@clocks
 def test_what_was_used_in_the_future_goes_first_and_makes_room(shop: Shop, tmp_path: Path) -> None:
     """A node was ten years ahead for an hour. What it used then must not stay for ten years."""
     budget = 4 * shop.size
@@ -136,7 +132,6 @@ def test_what_was_used_in_the_future_goes_first_and_makes_room(shop: Shop, tmp_p
         shop.expect(right, shop.urls[7], stored=False)
 
 
-@clocks
 def test_a_clock_set_back_in_mid_run_leaves_the_running_jobs_shards(
     shop: Shop, tmp_path: Path
 ) -> None:
@@ -156,7 +151,6 @@ def test_a_clock_set_back_in_mid_run_leaves_the_running_jobs_shards(
             assert set(shop.entries()) == {*shop.urls[1:4], shop.urls[5]}
 
 
-@clocks
 def test_a_clock_set_forward_in_mid_run_leaves_the_running_jobs_shards(
     shop: Shop, tmp_path: Path
 ) -> None:
@@ -172,7 +166,6 @@ def test_a_clock_set_forward_in_mid_run_leaves_the_running_jobs_shards(
         assert job.ask("clean", {"max_age": "30d"}) == []
 
 
-@clocks
 def test_a_job_that_began_before_the_clock_was_right_keeps_no_shard_for_ever(
     shop: Shop, tmp_path: Path
 ) -> None:
@@ -194,7 +187,6 @@ def test_a_job_that_began_before_the_clock_was_right_keeps_no_shard_for_ever(
         assert set(shop.urls[4:6]) < set(shop.entries())
 
 
-@clocks
 def test_ages_count_from_when_the_clock_was_right_again(shop: Shop, tmp_path: Path) -> None:
     with shop.worker() as worker:
         for url in shop.urls[:3]:
@@ -221,7 +213,6 @@ def test_ages_count_from_when_the_clock_was_right_again(shop: Shop, tmp_path: Pa
     assert shop.entries() == {}
 
 
-@clocks
 def test_nothing_in_use_goes_whatever_the_clock_says(shop: Shop, tmp_path: Path) -> None:
     clock = Clock(tmp_path / "clock")
     with shop.worker() as reader, shop.worker(clock, max_size=2 * shop.size) as other:
@@ -254,7 +245,6 @@ def victims(
     return [v.entry.key for v in plan(entries, limits, now, policy=Policy(since=since)).victims]
 
 
-@clocks
 @pytest.mark.parametrize(
     ("since", "gone"),
     [
@@ -282,7 +272,6 @@ def test_what_goes_by_when_the_oldest_session_says_it_began(
         assert victims(entries, limits, since) == gone[:need]
 
 
-@clocks
 def test_in_1970_a_running_job_keeps_what_it_used(caplog: pytest.LogCaptureFixture) -> None:
     entries = shelf(mine=NOW - 100, fresh=120.0, theirs=NOW - 9 * DAY)
     assert victims(entries, Limits(max_size=0), NOW - 7 * DAY, now=200.0) == ["theirs"]
@@ -291,7 +280,6 @@ def test_in_1970_a_running_job_keeps_what_it_used(caplog: pytest.LogCaptureFixtu
     assert plan(entries, Limits(), 200.0).undated == ()  # no date that is as wrong
 
 
-@clocks
 def test_what_has_no_true_date_is_named_unless_it_goes() -> None:
     entries = shelf(a=NOW + DAY, b=NOW + 2 * DAY, c=NOW - DAY)
     found = plan(entries, Limits(max_size=20), NOW)
@@ -329,7 +317,6 @@ def mad(monkeypatch: pytest.MonkeyPatch) -> Iterator[MadClock]:
     monkeypatch.undo()
 
 
-@clocks
 def test_locks_retries_and_deadlines_do_not_look_at_the_wall(
     tmp_path: Path, origin: MemoryOrigin, mad: MadClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -357,7 +344,6 @@ def test_locks_retries_and_deadlines_do_not_look_at_the_wall(
     cache.close()
 
 
-@clocks
 def test_a_session_counts_whatever_its_date(
     tmp_path: Path, make_cache: Callable[..., Cache]
 ) -> None:
@@ -371,7 +357,6 @@ def test_a_session_counts_whatever_its_date(
         session.close()
 
 
-@clocks
 @pytest.mark.parametrize("when", [2.0**42, -(2.0**40), 5e9, 0.0])
 def test_dates_that_cannot_be_break_nothing(
     make_cache: Callable[..., Cache], origin: MemoryOrigin, when: float
@@ -392,7 +377,6 @@ def test_dates_that_cannot_be_break_nothing(
         assert stream.read() == make_tar(1)
 
 
-@clocks
 def test_where_flock_does_not_tell_a_use_in_the_future_counts_from_when_it_was_stated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

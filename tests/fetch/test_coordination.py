@@ -104,7 +104,6 @@ def patient(tmp_path: Path, origin: MemoryOrigin, **options: object) -> tuple[Ca
     return cache, clock
 
 
-@pytest.mark.failure("stopped-holder")
 @pytest.mark.locks_work
 def test_a_stuck_holder_is_passed_by_after_stale_after_and_keeps_its_lock(
     tmp_path: Path, origin: MemoryOrigin, caplog: pytest.LogCaptureFixture
@@ -253,7 +252,6 @@ def test_a_strict_reader_that_waited_too_long_gets_the_error(
     lock.release()
 
 
-@pytest.mark.failure("stopped-holder")
 @pytest.mark.locks_work
 def test_only_two_pass_a_stuck_holder_by(tmp_path: Path, origin: MemoryOrigin) -> None:
     cache, _ = patient(tmp_path, origin, stale_after=1, lock_timeout=30)
@@ -270,7 +268,6 @@ def test_only_two_pass_a_stuck_holder_by(tmp_path: Path, origin: MemoryOrigin) -
     lock.release()
 
 
-@pytest.mark.failure("stopped-holder")
 @pytest.mark.locks_work("flock")
 def test_a_late_holder_publishes_nothing_over_the_entry(
     make_cache: MakeCache, origin: MemoryOrigin
@@ -394,7 +391,6 @@ def test_a_missing_sidecar_is_a_miss(make_cache: MakeCache, origin: MemoryOrigin
     assert fetches(origin) == 2
 
 
-@pytest.mark.failure("power-loss")
 def test_an_entry_of_another_boot_is_verified_once(
     make_cache: MakeCache, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -441,7 +437,6 @@ def test_an_error_page_is_not_published(make_cache: MakeCache, origin: MemoryOri
     assert os.listdir(Layout.of_root(cache.dir).partial) == []
 
 
-@pytest.mark.failure("disk-errors")
 def test_a_full_disk_makes_room_once_and_then_streams(
     make_cache: MakeCache, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -471,7 +466,6 @@ def test_the_cache_directory_may_vanish_in_mid_run(
 
 
 @pytest.mark.locks_work("files")
-@pytest.mark.failure("lock-deleted")
 def test_the_lock_directory_may_be_deleted_at_any_time(
     make_cache: MakeCache, origin: MemoryOrigin
 ) -> None:
@@ -528,7 +522,6 @@ def test_a_quota_that_is_reached_evicts_what_finished_jobs_left(
     assert old not in cache
 
 
-@pytest.mark.failure("lock-deleted")
 def test_a_partial_that_is_swept_in_mid_fetch_is_begun_anew(
     make_cache: MakeCache, origin: MemoryOrigin, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -123,7 +123,6 @@ def on_shim(shim: Shim, make_cache: MakeCache, origin: MemoryOrigin, tmp_path: P
     shim.heal()
 
 
-@pytest.mark.failure("disk-errors")
 @pytest.mark.parametrize(
     ("step", "number"),
     [(step, number) for number in (errno.ENOSPC, errno.EIO) for step in STEPS]
@@ -148,7 +147,6 @@ def test_a_disk_that_refuses_a_step_costs_no_read(
     assert leftovers(cache) == []
 
 
-@pytest.mark.failure("disk-errors")
 @pytest.mark.parametrize("step", [step for step in STEPS if step not in SPARE])
 def test_a_full_disk_is_tried_once_more_when_there_is_room(
     on_shim: MakeCache, shim: Shim, origin: MemoryOrigin, caplog, step: str
@@ -168,7 +166,6 @@ def test_a_full_disk_is_tried_once_more_when_there_is_room(
     assert len(origin.requests) <= 2
 
 
-@pytest.mark.failure("disk-errors")
 def test_with_strict_faults_are_raised(on_shim: MakeCache, shim: Shim) -> None:
     cache = on_shim(strict=True)
     shim.fail("create", f"{cache.dir.name}/v1/partial/*", error=errno.EIO, times=-1)
@@ -178,7 +175,6 @@ def test_with_strict_faults_are_raised(on_shim: MakeCache, shim: Shim) -> None:
         assert caught.value.errno == errno.EIO and not isinstance(caught.value, TransferError)
 
 
-@pytest.mark.failure("disk-errors", "bad-reads")
 def test_a_disk_that_cannot_be_written_is_left_alone_for_a_while(
     shim: Shim, origin: MemoryOrigin, tmp_path: Path, caplog
 ) -> None:
@@ -222,7 +218,6 @@ def test_a_disk_that_cannot_be_written_is_left_alone_for_a_while(
     assert len([r for r in caplog.records if "can be written again" in r.getMessage()]) == 1
 
 
-@pytest.mark.failure("disk-errors")
 def test_a_missing_object_does_not_end_the_pause_nor_lengthen_it(
     shim: Shim, origin: MemoryOrigin, tmp_path: Path
 ) -> None:
@@ -246,7 +241,6 @@ def test_a_missing_object_does_not_end_the_pause_nor_lengthen_it(
 
 
 @needs_root
-@pytest.mark.failure("disk-errors")
 def test_a_full_disk_is_filled_no_further_and_stays_usable(
     make_cache: MakeCache, origin: MemoryOrigin, tmp_path: Path, caplog
 ) -> None:
@@ -266,7 +260,6 @@ def test_a_full_disk_is_filled_no_further_and_stays_usable(
 
 
 @needs_root
-@pytest.mark.failure("disk-errors")
 def test_room_that_others_take_is_no_fault(
     make_cache: MakeCache, origin: MemoryOrigin, tmp_path: Path, caplog
 ) -> None:
@@ -294,7 +287,6 @@ def test_room_that_others_take_is_no_fault(
 
 
 @needs_root
-@pytest.mark.failure("inodes")
 def test_a_disk_without_inodes_makes_room_by_number(
     make_cache: MakeCache, origin: MemoryOrigin, tmp_path: Path, caplog
 ) -> None:
@@ -321,7 +313,6 @@ def test_a_disk_without_inodes_makes_room_by_number(
 
 
 @needs_root
-@pytest.mark.failure("inodes")
 def test_inodes_that_others_take_are_found_by_eviction(
     make_cache: MakeCache, origin: MemoryOrigin, tmp_path: Path
 ) -> None:
@@ -345,7 +336,6 @@ def test_inodes_that_others_take_are_found_by_eviction(
 
 
 @needs_root
-@pytest.mark.failure("inodes")
 def test_the_floor_counts_inodes(
     make_cache: MakeCache, origin: MemoryOrigin, tmp_path: Path
 ) -> None:
@@ -368,7 +358,6 @@ def test_the_floor_counts_inodes(
         cache.close()
 
 
-@pytest.mark.failure("inodes")
 def test_a_plan_frees_inodes_by_the_entry_and_says_how_many_are_missing(
     make_cache: MakeCache, origin: MemoryOrigin
 ) -> None:
@@ -386,14 +375,12 @@ def test_a_plan_frees_inodes_by_the_entry_and_says_how_many_are_missing(
     assert plan(entries, Limits(), now).victims == ()
 
 
-@pytest.mark.failure("inodes")
 def test_a_filesystem_that_counts_no_inodes_lacks_none() -> None:
     assert Volume(100, 10, inodes=0, free_inodes=0).lacks_inodes(50) == 0
     assert Volume(100, 10, inodes=60, free_inodes=20).lacks_inodes(50) == 30
 
 
 @needs_root
-@pytest.mark.failure("unlinked-open-space")
 @pytest.mark.parametrize("min_free", [0, "2MB"])
 def test_evicted_files_that_somebody_has_open_do_not_empty_the_cache(
     make_cache: MakeCache, origin: MemoryOrigin, tmp_path: Path, caplog, min_free: object
@@ -427,7 +414,6 @@ def test_evicted_files_that_somebody_has_open_do_not_empty_the_cache(
 
 
 @needs_root
-@pytest.mark.failure("unlinked-open-space")
 def test_what_one_process_evicted_in_vain_all_of_the_node_know(
     make_cache: MakeCache, origin: MemoryOrigin, tmp_path: Path
 ) -> None:
@@ -459,7 +445,6 @@ def test_what_one_process_evicted_in_vain_all_of_the_node_know(
 # -- limits of the process -----------------------------------------------------------------
 
 
-@pytest.mark.failure("disk-errors")
 def test_a_file_that_may_not_grow_so_large_is_streamed(
     make_cache: MakeCache, origin: MemoryOrigin, caplog
 ) -> None:
@@ -499,7 +484,6 @@ def few_descriptors(left: int) -> Iterator[None]:
             os.close(fd)
 
 
-@pytest.mark.failure("descriptors")
 @pytest.mark.parametrize("left", range(12))
 def test_too_few_descriptors_cost_nothing_that_is_there(
     make_cache: MakeCache, origin: MemoryOrigin, caplog, left: int
@@ -523,7 +507,6 @@ def test_too_few_descriptors_cost_nothing_that_is_there(
     wait_until(lambda: leftovers(cache) == [])  # removing takes descriptors, too
 
 
-@pytest.mark.failure("descriptors")
 @pytest.mark.usefixtures("s3_environment")
 def test_too_few_descriptors_for_the_origin_too_are_named(
     s3: Any, bucket: str, tmp_path: Path
@@ -545,7 +528,6 @@ def test_too_few_descriptors_for_the_origin_too_are_named(
 
 
 @needs_root
-@pytest.mark.failure("read-only")
 def test_a_read_only_mount_serves_hits_and_misses_with_one_warning(
     make_cache: MakeCache, origin: MemoryOrigin, tmp_path: Path, caplog
 ) -> None:
@@ -582,7 +564,6 @@ def test_a_read_only_mount_serves_hits_and_misses_with_one_warning(
 
 
 @needs_root
-@pytest.mark.failure("read-only", "disk-errors")
 def test_a_disk_that_turns_read_only_under_a_job(
     origin: MemoryOrigin, tmp_path: Path, caplog
 ) -> None:
@@ -620,7 +601,6 @@ def ram(tmp_path: Path) -> Iterator[Path]:
         yield path
 
 
-@pytest.mark.failure("vanished-disk")
 @pytest.mark.parametrize("below", ["", "cache"], ids=["the mountpoint", "a directory on it"])
 @pytest.mark.parametrize("how", ["unmounted", "mounted again", "emptied", "hidden"])
 def test_a_ram_disk_that_goes_away_is_begun_anew(
@@ -655,7 +635,6 @@ def test_a_ram_disk_that_goes_away_is_begun_anew(
             assert list(sessions.glob("*.session")) == []
 
 
-@pytest.mark.failure("vanished-disk")
 def test_a_disk_with_a_cache_of_its_own_takes_the_place_of_another(
     make_cache: MakeCache, origin: MemoryOrigin, ram: Path, tmp_path: Path
 ) -> None:
@@ -680,7 +659,6 @@ def test_a_disk_with_a_cache_of_its_own_takes_the_place_of_another(
         unmount(ram)
 
 
-@pytest.mark.failure("vanished-disk")
 def test_a_lost_manifest_is_written_again(make_cache: MakeCache, origin: MemoryOrigin) -> None:
     urls = shards(origin, 2)
     cache = make_cache()
@@ -690,7 +668,6 @@ def test_a_lost_manifest_is_written_again(make_cache: MakeCache, origin: MemoryO
     assert cache.clean(everything=True).removed  # what bears none is not touched
 
 
-@pytest.mark.failure("vanished-disk")
 def test_every_process_of_a_job_begins_anew_together(
     make_cache: MakeCache, origin: MemoryOrigin, ram: Path
 ) -> None:
@@ -716,7 +693,6 @@ def test_every_process_of_a_job_begins_anew_together(
             cache.close()
 
 
-@pytest.mark.failure("vanished-disk", "planted-or-foreign")
 def test_what_has_taken_the_place_of_a_ram_disk_is_checked_like_any_root(
     make_cache: MakeCache, origin: MemoryOrigin, ram: Path, caplog
 ) -> None:
@@ -746,7 +722,6 @@ def test_what_has_taken_the_place_of_a_ram_disk_is_checked_like_any_root(
     cache.close()
 
 
-@pytest.mark.failure("vanished-disk")
 def test_a_root_that_comes_back_as_somebody_elses_is_not_read(
     origin: MemoryOrigin, ram: Path, caplog
 ) -> None:
@@ -774,7 +749,6 @@ def test_a_root_that_comes_back_as_somebody_elses_is_not_read(
         cache.close()
 
 
-@pytest.mark.failure("vanished-disk")
 def test_a_disk_that_goes_away_in_the_midst_of_a_fetch(
     make_cache: MakeCache, origin: MemoryOrigin, ram: Path
 ) -> None:
@@ -795,7 +769,6 @@ def test_a_disk_that_goes_away_in_the_midst_of_a_fetch(
     cache.close()
 
 
-@pytest.mark.failure("vanished-disk")
 def test_a_namespace_of_a_rank_that_is_removed_is_made_again(
     make_cache: MakeCache, origin: MemoryOrigin
 ) -> None:

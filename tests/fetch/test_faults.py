@@ -313,7 +313,6 @@ def bent(fault: Fault, lab: Lab) -> Fault:
     return replace(fault, path=lab.path_of("other.tar")) if fault.path == "OTHER" else fault
 
 
-@pytest.mark.failure("bad-answers", "broken-connections")
 @pytest.mark.parametrize("claim", HEALED)
 def test_in_a_later_part(lab: Lab, claim: str) -> None:
     fault, more = HEALED[claim]
@@ -341,7 +340,6 @@ for _claim in ("a longer body than asked is not taken", "a shorter range than as
 FIRST["another range than asked is refused"] = (Fault(name="other", span=(MIB, 2 * MIB)), 1)
 
 
-@pytest.mark.failure("bad-answers", "broken-connections")
 @pytest.mark.parametrize("claim", FIRST)
 def test_in_the_first_part(lab: Lab, claim: str) -> None:
     fault, more = FIRST[claim]
@@ -353,7 +351,6 @@ def test_in_the_first_part(lab: Lab, claim: str) -> None:
     assert lab.gets() <= 3 * PARTS if more is None else lab.gets() == PARTS + more
 
 
-@pytest.mark.failure("broken-connections")
 @pytest.mark.parametrize(
     "fault",
     [
@@ -372,7 +369,6 @@ def test_silence_is_given_up_after_timeout(lab: Lab, fault: Fault) -> None:
     assert any(r.span and MIB <= r.span[0] < 2 * MIB and not r.fault for r in lab.proxy.requests)
 
 
-@pytest.mark.failure("throttling")
 def test_retry_after_is_waited_for(lab: Lab) -> None:
     busy = page(503, "SlowDown", **{"Retry-After": "1"})
     lab.proxy.script(Rule(Fault(name="503", answer=busy), start=0))
@@ -381,7 +377,6 @@ def test_retry_after_is_waited_for(lab: Lab) -> None:
     assert second.arrived - first.arrived >= 1.0
 
 
-@pytest.mark.failure("broken-connections")
 def test_a_refused_connection_is_tried_again_until_the_server_is_back(lab: Lab) -> None:
     cache = lab.cache(attempts=100)
     lab.proxy.refuse()
@@ -396,7 +391,6 @@ def test_a_refused_connection_is_tried_again_until_the_server_is_back(lab: Lab) 
     assert lab.gets() == PARTS
 
 
-@pytest.mark.failure("broken-connections")
 def test_connections_closed_between_two_shards_cost_no_attempt(lab: Lab) -> None:
     lab.put("b.tar", 2)
     cache = lab.cache(attempts=1)
@@ -408,7 +402,6 @@ def test_connections_closed_between_two_shards_cost_no_attempt(lab: Lab) -> None
     assert (lab.gets(), lab.gets("b.tar")) == (PARTS, PARTS)
 
 
-@pytest.mark.failure("broken-connections")
 def test_a_streamed_shard_heals_too(lab: Lab) -> None:
     cache = lab.cache(max_size="2MiB")
     lab.proxy.script(
@@ -474,7 +467,6 @@ def test_an_origin_that_states_no_version_is_read_in_one_answer(lab: Lab) -> Non
     assert [r.span for r in lab.proxy.of(lab.path_of())] == [(0, MIB), (0, None)]
 
 
-@pytest.mark.failure("bad-answers")
 def test_an_origin_that_ignores_ranges_sends_the_shard_once(lab: Lab) -> None:
     lab.proxy.script(Rule(Fault(name="200", strip=("range",)), times=None))
     lab.expect(lab.cache())
@@ -484,7 +476,6 @@ def test_an_origin_that_ignores_ranges_sends_the_shard_once(lab: Lab) -> None:
 # -- an object that is replaced on the server ----------------------------------------
 
 
-@pytest.mark.failure("changed-object")
 def test_an_object_replaced_between_two_parts_arrives_in_its_new_version(lab: Lab) -> None:
     lab.proxy.script(Rule(Fault(name="put", before=lambda: lab.put(version=2)), start=3 * MIB))
     lab.expect(lab.cache(), version=2)
@@ -493,7 +484,6 @@ def test_an_object_replaced_between_two_parts_arrives_in_its_new_version(lab: La
     assert len(list(lab.caches[0].entries())) == 1
 
 
-@pytest.mark.failure("changed-object")
 @pytest.mark.parametrize(
     "size", [SIZE + 4096, SIZE - MIB, 512 * 5], ids=["longer", "shorter", "tiny"]
 )
@@ -503,7 +493,6 @@ def test_an_object_replaced_by_one_of_another_size_arrives_whole(lab: Lab, size:
     lab.expect(lab.cache(), version=2, size=size)
 
 
-@pytest.mark.failure("changed-object")
 def test_an_origin_that_ignores_if_match_is_not_spliced(lab: Lab) -> None:
     ignoring = Fault(name="no If-Match", strip=("if-match",))
     put = replace(ignoring, before=lambda: lab.put(version=2))
@@ -512,14 +501,12 @@ def test_an_origin_that_ignores_if_match_is_not_spliced(lab: Lab) -> None:
     assert 412 not in [r.status for r in lab.proxy.requests]
 
 
-@pytest.mark.failure("changed-object")
 def test_an_object_replaced_before_its_checksum_is_told_is_not_mixed_up(lab: Lab) -> None:
     put = Fault(name="put", before=lambda: lab.put(version=2))
     lab.proxy.script(Rule(put, method="HEAD"))
     lab.expect(lab.cache(), version=2)
 
 
-@pytest.mark.failure("changed-object")
 def test_an_object_replaced_all_the_time_is_reported(lab: Lab) -> None:
     versions = iter(range(2, 100))
     put = Fault(name="put", before=lambda: lab.put(version=next(versions)))
@@ -530,7 +517,6 @@ def test_an_object_replaced_all_the_time_is_reported(lab: Lab) -> None:
     assert lab.gets() <= 4 * PARTS
 
 
-@pytest.mark.failure("changed-object")
 def test_a_replaced_object_is_not_resumed(lab: Lab) -> None:
     down = Fault(name="500", answer=page(500, "InternalError"))
     lab.proxy.script(Rule(down, start=2 * MIB, times=None))
@@ -544,7 +530,6 @@ def test_a_replaced_object_is_not_resumed(lab: Lab) -> None:
     assert os.listdir(lab.path / "v1/partial") == []
 
 
-@pytest.mark.failure("changed-object")
 def test_a_streamed_object_that_is_replaced_is_an_error_not_a_splice(lab: Lab) -> None:
     cut = Fault(name="cut", cut=2 * MIB)
     ignoring = Fault(name="put", before=lambda: lab.put(version=2), strip=("if-match",))
@@ -561,7 +546,6 @@ def test_a_streamed_object_that_is_replaced_is_an_error_not_a_splice(lab: Lab) -
         assert lab.url() in str(caught.value)
 
 
-@pytest.mark.failure("changed-object")
 def test_an_origin_whose_times_are_too_coarse_is_not_spliced(lab: Lab) -> None:
     """Without ETags, and replaced within the second that Last-Modified can tell."""
     still = {"ETag": None, "Last-Modified": "Sat, 21 Nov 2026 10:00:00 GMT"}
@@ -592,7 +576,6 @@ FOR_EVER: dict[str, tuple[Fault, type[ShardCacheError], str]] = {
 }
 
 
-@pytest.mark.failure("bad-answers", "broken-connections", "one-retry-layer")
 @pytest.mark.parametrize("claim", FOR_EVER)
 def test_only_so_many_attempts(lab: Lab, claim: str) -> None:
     fault, kind, said = FOR_EVER[claim]
@@ -605,7 +588,6 @@ def test_only_so_many_attempts(lab: Lab, claim: str) -> None:
     assert lab.gets() <= 4 * 4  # one layer, on each of four connections
 
 
-@pytest.mark.failure("broken-connections")
 @pytest.mark.parametrize("how", ["before the head", "in the body"])
 def test_silence_for_ever_is_a_timeout(lab: Lab, how: str) -> None:
     stall = Fault(name="stall", hang_up="stall")
@@ -619,7 +601,6 @@ def test_silence_for_ever_is_a_timeout(lab: Lab, how: str) -> None:
     assert lab.gets() == 2
 
 
-@pytest.mark.failure("broken-connections")
 def test_the_deadline_ends_a_trickle(lab: Lab) -> None:
     lab.proxy.script(Rule(Fault(name="trickle", rate=20_000), times=None))
     with pytest.raises(TransferTimeoutError, match="deadline") as caught:
@@ -657,7 +638,6 @@ PERMANENT: dict[str, tuple[Answer, type[ShardCacheError], str, int]] = {
 }
 
 
-@pytest.mark.failure("refusals", "expired-credentials")
 @pytest.mark.parametrize("claim", PERMANENT)
 def test_a_permanent_refusal_is_not_repeated(lab: Lab, claim: str) -> None:
     answer, kind, said, requests = PERMANENT[claim]
@@ -669,7 +649,6 @@ def test_a_permanent_refusal_is_not_repeated(lab: Lab, claim: str) -> None:
     assert os.listdir(lab.path / "v1/partial") == []
 
 
-@pytest.mark.failure("expired-credentials")
 def test_credentials_that_expire_in_mid_shard_are_an_error_that_can_be_resumed(lab: Lab) -> None:
     old = Rule(Fault(name="old", answer=page(400, "ExpiredToken")), start=3 * MIB, times=None)
     lab.proxy.script(old)
@@ -683,7 +662,6 @@ def test_credentials_that_expire_in_mid_shard_are_an_error_that_can_be_resumed(l
     assert lab.gets() == 2  # the parts that were missing
 
 
-@pytest.mark.failure("bad-answers")
 @pytest.mark.parametrize("key", ["a.tar", "a.bin"])
 @pytest.mark.parametrize("head", [True, False], ids=["HEAD answers", "HEAD is refused"])
 @pytest.mark.parametrize(
@@ -705,7 +683,6 @@ def test_an_error_page_with_200_is_never_a_shard(
     assert url not in cache
 
 
-@pytest.mark.failure("bad-answers")
 def test_bytes_that_are_always_wrong_are_an_integrity_error(lab: Lab) -> None:
     lab.proxy.script(Rule(Fault(name="bytes", body=shifted), start=MIB, times=None))
     with pytest.raises(IntegrityError, match="crc32") as caught:
@@ -715,7 +692,6 @@ def test_bytes_that_are_always_wrong_are_an_integrity_error(lab: Lab) -> None:
     assert os.listdir(lab.path / "v1/partial") == []
 
 
-@pytest.mark.failure("broken-connections")
 def test_a_name_that_does_not_resolve_is_named(lab: Lab) -> None:
     cache = lab.cache(endpoint_url="http://nowhere.invalid:9", attempts=2)
     with pytest.raises(TransferError, match=r"nowhere\.invalid:9") as caught:
@@ -724,7 +700,6 @@ def test_a_name_that_does_not_resolve_is_named(lab: Lab) -> None:
     assert lab.proxy.requests == []
 
 
-@pytest.mark.failure("broken-connections")
 def test_a_refused_connection_for_ever_names_the_endpoint(lab: Lab) -> None:
     lab.proxy.refuse()
     with pytest.raises(TransferError, match="127.0.0.1") as caught:
@@ -777,7 +752,6 @@ def random_script(rng: random.Random, lab: Lab) -> list[Rule]:
     ]
 
 
-@pytest.mark.failure("bad-answers", "changed-object", "broken-connections")
 @pytest.mark.parametrize("batch", range(10))
 @pytest.mark.parametrize("fill", ["complete", "follow"])
 def test_whatever_goes_wrong_the_bytes_are_right_or_an_error_says_why(

@@ -160,7 +160,6 @@ def test_64_kib_are_progress_and_a_byte_less_is_none(bench: Bench) -> None:
     assert len(bench.origin.requests) == 3
 
 
-@pytest.mark.failure("changed-object")
 @pytest.mark.parametrize("size", [0, 5, BLOCK, 2 * BLOCK + 1, 7 * BLOCK])
 def test_what_begins_again_at_the_first_byte_keeps_nothing(bench: Bench, size: int) -> None:
     alone(bench)

@@ -59,7 +59,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.failure("killed-worker")
 # Spawned workers, whose start takes ten times as long: tests/integrations/test_workers.py.
 @pytest.mark.parametrize("method", ["fork"])
 def test_the_peers_of_a_killed_worker_go_on_at_once(

@@ -128,7 +128,6 @@ def test_sizes_around_a_block(bench: Bench, size: int) -> None:
     fetched.partial.discard()
 
 
-@pytest.mark.failure("broken-connections")
 def test_a_broken_connection_goes_on_at_the_byte_it_reached(bench: Bench) -> None:
     bench.origin.objects[str(URL)] = payload(2 * BLOCK)
     bench.origin.faults.append(Fault(after=BLOCK + 100_000, error=TransientError("reset")))
@@ -152,7 +151,6 @@ def test_progress_resets_the_attempts(bench: Bench) -> None:
     fetched.partial.discard()
 
 
-@pytest.mark.failure("one-retry-layer")
 def test_an_origin_that_never_answers_is_asked_attempts_times(bench: Bench) -> None:
     bench.origin.faults.extend(Fault(after=None) for _ in range(10))
     with pytest.raises(TransferError, match=r"3 attempts failed") as caught:
@@ -184,7 +182,6 @@ def test_attempts_without_progress_in_the_middle_end_and_leave_a_resumable_parti
     fetched.partial.discard()
 
 
-@pytest.mark.failure("throttling")
 def test_retry_after_is_honoured_and_jittered(bench: Bench) -> None:
     bench.origin.faults.append(Fault(after=None, error=TransientError("busy", retry_after=7.0)))
     fetched = bench.fetch()
@@ -192,7 +189,6 @@ def test_retry_after_is_honoured_and_jittered(bench: Bench) -> None:
     fetched.partial.discard()
 
 
-@pytest.mark.failure("throttling")
 @pytest.mark.parametrize(("asked", "least", "most"), [(None, 0.0, 0.25), (7.0, 7.0, 7.25)])
 def test_those_who_are_refused_together_come_back_apart(
     bench: Bench, asked: float | None, least: float, most: float
@@ -238,7 +234,6 @@ def test_an_object_replaced_in_mid_fetch_is_fetched_anew_and_never_spliced(bench
     fetched.partial.discard()
 
 
-@pytest.mark.failure("changed-object")
 def test_an_origin_that_ignores_the_pin_is_not_spliced(bench: Bench) -> None:
     real = bench.origin.open
 
@@ -254,7 +249,6 @@ def test_an_origin_that_ignores_the_pin_is_not_spliced(bench: Bench) -> None:
     fetched.partial.discard()
 
 
-@pytest.mark.failure("changed-object")
 def test_an_object_that_never_stands_still_is_reported(bench: Bench) -> None:
     seeds = iter(range(10, 1000))
     real = bench.origin.open
@@ -429,7 +423,6 @@ def test_cancelling_ends_a_silent_fetch_and_keeps_what_came(bench: Bench) -> Non
     assert progress.written == BLOCK
 
 
-@pytest.mark.failure("broken-connections")
 def test_the_deadline_bounds_the_whole_fetch(tmp_path: Path, origin: MemoryOrigin) -> None:
     origin.objects[str(URL)] = payload()
     bench = Bench(tmp_path, origin, attempts=100, deadline=10)
@@ -439,7 +432,6 @@ def test_the_deadline_bounds_the_whole_fetch(tmp_path: Path, origin: MemoryOrigi
     assert bench.clock.elapsed <= 10
 
 
-@pytest.mark.failure("broken-connections")
 def test_a_trickle_counts_as_a_failed_attempt(bench: Bench) -> None:
     bench.origin.objects[str(URL)] = payload(BLOCK)
     bench.origin.chunk = 100
@@ -450,7 +442,6 @@ def test_a_trickle_counts_as_a_failed_attempt(bench: Bench) -> None:
     assert len(bench.origin.requests) == 3
 
 
-@pytest.mark.failure("throttling")
 def test_many_threads_share_the_connections(bench: Bench) -> None:
     active = 0
     most = 0
@@ -633,7 +624,6 @@ def test_a_fetch_that_fails_before_its_first_byte_gives_the_connection_back(
     assert [body.closed for body in bodies] == [True]
 
 
-@pytest.mark.failure("interrupts")
 def test_a_second_interrupt_while_workers_end_leaves_nothing_locked(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -707,7 +697,6 @@ def test_an_origin_that_cannot_describe_is_read_all_the_same(
     fetched.partial.discard()
 
 
-@pytest.mark.failure("changed-object")
 def test_a_description_of_another_version_starts_the_fetch_over(bench: Bench) -> None:
     told = threading.Event()
     real = bench.origin.stat

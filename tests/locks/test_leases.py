@@ -24,8 +24,6 @@ from tests.support.proxy import Proxy
 from tests.support.storetools import PATIENCE, Parent, forked, needs_root
 from tests.support.tars import make_tar
 
-pytestmark = pytest.mark.failure("flock-broken")
-
 KEY = "0123456789abcdef" * 2
 ME = Holder(1, "node-1", 0, "job", 1.0)
 

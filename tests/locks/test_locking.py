@@ -24,8 +24,6 @@ from tests.support.fakes import MemoryOrigin
 from tests.support.storetools import metadata_for, needs_root, payload
 from tests.support.tars import make_tar
 
-pytestmark = pytest.mark.failure("flock-broken")
-
 URL = "s3://lab/a.tar"
 
 
@@ -188,7 +186,6 @@ def test_all_who_share_a_root_share_its_directory(root: Path, tmp_path: Path) ->
     assert decide(tmp_path / "cache3", "node", 600.0).local is None  # not made yet
 
 
-@pytest.mark.failure("planted-or-foreign")
 def test_a_directory_that_was_planted_is_not_used(
     root: Path, node: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -209,7 +206,6 @@ def test_a_directory_that_was_planted_is_not_used(
 
 
 @needs_root
-@pytest.mark.failure("planted-or-foreign")
 def test_a_directory_of_another_user_is_not_used(root: Path, node: Path) -> None:
     found = decide(root, "node", 600.0).local
     assert found is not None

@@ -91,7 +91,6 @@ def test_who_evicts_sees_at_once_that_somebody_reads(
 
 
 @pytest.mark.locks_work("flock")
-@pytest.mark.failure("evict-races")
 def test_who_meets_an_evictor_waits_for_a_moment_and_no_longer_than_there_is_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,7 +130,6 @@ def test_a_file_is_that_of_a_path_only_while_it_is_there(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
-@pytest.mark.failure("flock-broken")
 def test_a_filesystem_without_flock_grants_every_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
@@ -258,7 +256,6 @@ def test_a_killed_holder_frees_its_key_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.locks_work("flock")
-@pytest.mark.failure("fork-with-lock")
 def test_a_childs_copy_does_not_keep_a_dead_holders_key(tmp_path: Path) -> None:
     path = tmp_path / "key.lock"
 
@@ -312,7 +309,6 @@ def test_a_stale_handle_in_a_child_touches_no_other_file(tmp_path: Path) -> None
 
 
 @pytest.mark.locks_work("answers")
-@pytest.mark.failure("lock-inode-race")
 def test_a_lock_file_unlinked_between_open_and_flock_is_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -335,7 +331,6 @@ def test_a_lock_file_unlinked_between_open_and_flock_is_not_taken(
 
 
 @pytest.mark.locks_work("files")
-@pytest.mark.failure("lock-deleted")
 def test_the_directory_may_be_removed_at_any_time(tmp_path: Path) -> None:
     path = tmp_path / "locks" / "aa" / "key.lock"
     stop = threading.Event()
@@ -362,7 +357,6 @@ def test_the_directory_may_be_removed_at_any_time(tmp_path: Path) -> None:
     assert taken == 300  # nobody else wants it
 
 
-@pytest.mark.failure("makedirs-race")
 def test_a_directory_made_and_removed_by_others_meanwhile_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -393,7 +387,6 @@ def test_a_directory_that_cannot_be_kept_is_an_error_in_the_end(
         KeyLock(tmp_path / "aa" / "key.lock").try_acquire(ME)
 
 
-@pytest.mark.failure("planted-or-foreign")
 @pytest.mark.parametrize("what", ["link", "pipe", "directory", "parent"])
 def test_what_is_planted_is_not_locked(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str
@@ -421,7 +414,6 @@ def test_what_is_planted_is_not_locked(
     assert what != "parent" or list((tmp_path / "elsewhere").iterdir()) == []
 
 
-@pytest.mark.failure("planted-or-foreign")
 @pytest.mark.locks_work("flock")
 def test_a_file_that_was_linked_into_the_place_of_a_lock_is_not_written(tmp_path: Path) -> None:
     (tmp_path / "victim").write_text("mine")
@@ -478,7 +470,6 @@ def test_a_full_disk_takes_the_record_and_not_the_lock(
     lock.release()
 
 
-@pytest.mark.failure("disk-errors")
 def test_lock_files_that_are_closed_to_us_are_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -496,7 +487,6 @@ def test_lock_files_that_are_closed_to_us_are_one_warning(
 
 
 @pytest.mark.locks_work("answers")
-@pytest.mark.failure("vanished-disk")
 @pytest.mark.parametrize("name", ["locks/budget.lock", "locks/ab/key.lock"])
 def test_a_namespace_that_is_gone_is_not_made_for_a_lock(tmp_path: Path, name: str) -> None:
     with pytest.raises(FileNotFoundError):
@@ -609,7 +599,6 @@ def test_a_huge_lock_file_is_not_read_whole(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("unwinding", [True, False])
 @pytest.mark.locks_work("flock")
-@pytest.mark.failure("fork-with-lock")
 def test_a_forked_child_does_not_keep_a_dead_writers_lock(tmp_path: Path, unwinding: bool) -> None:
     path = tmp_path / "data"
 
@@ -641,7 +630,6 @@ def test_a_forked_child_does_not_keep_a_dead_writers_lock(tmp_path: Path, unwind
             os.kill(grandchild, signal.SIGKILL)
 
 
-@pytest.mark.failure("fork-with-lock")
 def test_no_fork_comes_between_open_and_registration(tmp_path: Path) -> None:
     # Children are forked in a loop while other threads open and close: none of
     # them may have a descriptor of the files.
@@ -691,7 +679,6 @@ def test_a_child_that_closes_a_parents_handle_closes_nothing_of_its_own(tmp_path
         os.fstat(fd)
 
 
-@pytest.mark.failure("fork-with-lock")
 def test_a_descriptor_that_fails_to_close_in_a_child_does_not_keep_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,7 +63,6 @@ def test_the_oldest_session_counts(layout: Layout) -> None:
     assert names(layout) == []
 
 
-@pytest.mark.failure("clocks-and-pids")
 @pytest.mark.locks_work("flock")
 def test_a_dead_process_does_not_count_and_a_stopped_one_does(layout: Layout) -> None:
     def work(parent: Parent) -> None:
@@ -170,7 +169,6 @@ def test_sessions_killed_on_the_way_to_their_names_are_swept(layout: Layout) -> 
     assert names(layout) == []
 
 
-@pytest.mark.failure("clocks-and-pids")
 @pytest.mark.locks_work("answers")
 def test_a_session_whose_pid_lives_on_is_dead_without_its_lock(layout: Layout) -> None:
     # What a reused pid looks like: the process of that number lives, the lock is free.
@@ -277,7 +275,6 @@ def test_locks_that_lie_never_make_starting_endless(
     assert names(layout) == []
 
 
-@pytest.mark.failure("disk-errors")
 def test_a_disk_that_fails_at_the_end_of_a_session_is_no_error(
     layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,7 +29,7 @@ from tests.support.storetools import PATIENCE, wait_until
 from tests.support.tars import make_tar
 from tests.support.workers import Worker
 
-pytestmark = [pytest.mark.usefixtures("s3_environment"), pytest.mark.failure("stopped-holder")]
+pytestmark = pytest.mark.usefixtures("s3_environment")
 
 OLD, NEW = make_tar(1, 20, 2000), make_tar(2, 30, 2000)
 

@@ -146,7 +146,6 @@ def test_signatures_reach_the_server_but_not_the_key(cache: Cache, web: Server) 
     assert "canary" not in (entry.path / "meta.json").read_text()
 
 
-@pytest.mark.failure("refusals")
 @pytest.mark.parametrize(
     ("status", "error"), [(404, ShardNotFoundError), (403, AccessDeniedError), (400, ConfigError)]
 )
@@ -158,14 +157,12 @@ def test_http_refusals_are_final_and_named(
         cache.open(f"{web.url}/a.tar")
 
 
-@pytest.mark.failure("one-retry-layer")
 def test_http_server_errors_are_retried_and_bounded(cache: Cache, web: Server) -> None:
     web.status["/a.tar"] = 503
     with pytest.raises(TransferError, match="2 attempts failed"):
         cache.open(f"{web.url}/a.tar")
 
 
-@pytest.mark.failure("changed-object")
 def test_an_http_shard_that_changes_in_mid_fetch_is_fetched_anew(
     tmp_path: Path, web: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,7 +276,6 @@ def test_storage_options_may_be_given_per_scheme(tmp_path: Path) -> None:
     assert origin._options == {"asynchronous": True}
 
 
-@pytest.mark.failure("changed-object")
 def test_an_object_that_became_shorter_since_its_fetch_was_interrupted_is_begun_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,7 +54,6 @@ def pauses(asked: float | None = None) -> list[list[float]]:
     return [list(column) for column in zip(*found, strict=True)]
 
 
-@pytest.mark.failure("throttling")
 def test_pauses_are_spread_over_all_of_a_growing_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     """Full jitter: uniform from nothing to twice as much with every attempt, up to a cap."""
     random.seed(11)
@@ -71,7 +70,6 @@ def test_pauses_are_spread_over_all_of_a_growing_interval(monkeypatch: pytest.Mo
     assert [min(CAP, BASE * 2**n) for n in range(9)][-1] == CAP  # the cap was reached
 
 
-@pytest.mark.failure("throttling")
 @pytest.mark.parametrize("asked", [0.0, 5.0, 59.0, 3600.0, 1e9])
 def test_what_the_server_asks_for_comes_before_the_spread(asked: float) -> None:
     random.seed(12)
@@ -82,7 +80,6 @@ def test_what_the_server_asks_for_comes_before_the_spread(asked: float) -> None:
         assert max(rest) - min(rest) > longest / 2  # the herd was told the same number
 
 
-@pytest.mark.failure("throttling")
 @pytest.mark.parametrize(
     ("said", "seconds"),
     [
@@ -100,7 +97,6 @@ def test_what_retry_after_may_say(said: str, seconds: float | None) -> None:
     assert retry_after({"retry-after": said}) == seconds
 
 
-@pytest.mark.failure("throttling")
 def test_a_throttled_crowd_does_not_come_back_as_a_crowd(
     lab: Lab,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
@@ -173,7 +169,6 @@ FAULTS = {
 }
 
 
-@pytest.mark.failure("one-retry-layer")
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("way", WAYS)
 def test_so_many_attempts_are_so_many_requests(
@@ -188,7 +183,6 @@ def test_so_many_attempts_are_so_many_requests(
     assert lab.gets() == 3
 
 
-@pytest.mark.failure("one-retry-layer")
 def test_so_it_is_for_a_shard_that_is_streamed(lab: Lab) -> None:  # noqa: F811
     cache = lab.cache(attempts=3, connections=1, max_size="1MiB")
     lab.proxy.script(Rule(FAULTS["503"], skip=1, times=None))  # the first tells that it is too big
@@ -197,7 +191,6 @@ def test_so_it_is_for_a_shard_that_is_streamed(lab: Lab) -> None:  # noqa: F811
     assert lab.gets() == 1 + 3
 
 
-@pytest.mark.failure("one-retry-layer")
 def test_so_it_is_for_web_servers(web: Server, tmp_path: Any) -> None:  # noqa: F811
     web.files["/a.tar"] = make_tar(1)
     web.status["/a.tar"] = 503
@@ -260,7 +253,6 @@ def vendor(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
         thread.join()
 
 
-@pytest.mark.failure("expired-credentials")
 def test_new_credentials_are_asked_for_once_and_used(
     lab: Lab,  # noqa: F811
     vendor: Callable[..., Vendor],
@@ -275,7 +267,6 @@ def test_new_credentials_are_asked_for_once_and_used(
     assert lab.gets() == 5 + 1
 
 
-@pytest.mark.failure("expired-credentials")
 def test_credentials_that_are_no_better_are_an_error_after_one_more_request(
     lab: Lab,  # noqa: F811
     vendor: Callable[..., Vendor],
@@ -293,7 +284,6 @@ def test_credentials_that_are_no_better_are_an_error_after_one_more_request(
 # -- listings that are out of date ------------------------------------------------------
 
 
-@pytest.mark.failure("stale-listings")
 @pytest.mark.parametrize("size", [SIZE + 4096, SIZE - MIB, SIZE], ids=["longer", "shorter", "same"])
 def test_a_shard_that_was_replaced_since_it_was_listed_arrives_as_it_is_now(
     lab: Lab,  # noqa: F811
@@ -308,7 +298,6 @@ def test_a_shard_that_was_replaced_since_it_was_listed_arrives_as_it_is_now(
     lab.expect(lab.caches[0], version=2, size=size)
 
 
-@pytest.mark.failure("stale-listings")
 def test_listings_that_a_filesystem_keeps_are_not_believed(tmp_path: Any) -> None:
     fsspec.register_implementation("keeps", Keeps, clobber=True)
     old, new = make_tar(1), make_tar(2, members=9)

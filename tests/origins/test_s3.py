@@ -121,7 +121,6 @@ def test_a_version_id_in_the_url_is_honoured(cache: Cache, s3: S3Server, bucket:
     assert read(cache, f"s3://{bucket}/v.tar") == make_tar(2)
 
 
-@pytest.mark.failure("changed-object")
 def test_a_replaced_object_is_never_spliced(s3: S3Server, bucket: str) -> None:
     s3.put(bucket, "r.tar", make_tar(1))
     origin = S3Origin({}, connections=2, timeout=30)
@@ -133,7 +132,6 @@ def test_a_replaced_object_is_never_spliced(s3: S3Server, bucket: str) -> None:
         origin.open(url, 100, 200, body.info)
 
 
-@pytest.mark.failure("changed-object")
 def test_a_shorter_replacement_is_a_changed_version(s3: S3Server, bucket: str) -> None:
     s3.put(bucket, "s.tar", b"x" * 10)
     origin = S3Origin({}, connections=2, timeout=30)
@@ -195,7 +193,6 @@ def test_an_aborted_body_stops_a_blocked_read(s3: S3Server, bucket: str, proxy: 
 # -- failures ----------------------------------------------------------------------
 
 
-@pytest.mark.failure("refusals")
 def test_a_missing_shard_costs_one_request_and_is_named(
     cache: Cache, bucket: str, proxy: Proxy
 ) -> None:
@@ -206,13 +203,11 @@ def test_a_missing_shard_costs_one_request_and_is_named(
     assert len(proxy.requests()) == 1
 
 
-@pytest.mark.failure("refusals")
 def test_a_missing_bucket_is_named(cache: Cache) -> None:
     with pytest.raises(ShardNotFoundError, match="bucket no-such-bucket does not exist"):
         cache.open("s3://no-such-bucket/none.tar")
 
 
-@pytest.mark.failure("refusals")
 def test_wrong_keys_cost_one_request_and_say_so(
     tmp_path: Path, bucket: str, proxy: Proxy, s3: S3Server
 ) -> None:
@@ -227,7 +222,6 @@ def test_wrong_keys_cost_one_request_and_say_so(
     assert "canary" not in repr(caught.value) + str(caught.value) + repr(cache)
 
 
-@pytest.mark.failure("refusals")
 def test_a_wrong_secret_says_which_variable(tmp_path: Path, bucket: str, s3: S3Server) -> None:
     s3.put(bucket, "a.tar", make_tar(1))
     options = {"key": s3.access_key, "secret": "wrong"}
@@ -262,7 +256,6 @@ def test_an_unknown_profile_is_a_configuration_error(tmp_path: Path) -> None:
         cache.open("s3://lab/a.tar")
 
 
-@pytest.mark.failure("broken-connections")
 def test_an_endpoint_that_refuses_connections_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -389,7 +389,6 @@ def test_cancelling_the_cache_ends_the_run(make_cache, origin, listed):
     assert report.not_started == 4
 
 
-@pytest.mark.failure("interrupts")
 @pytest.mark.locks_work("answers")
 def test_interrupt_is_passed_on_after_the_fetches_have_let_go(make_cache, origin, listed):
     cache = make_cache()

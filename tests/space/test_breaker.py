@@ -14,8 +14,6 @@ from shardcache.errors import CacheFullError, TransferError
 from shardcache.space.breaker import DISK_FAULTS, FULL, OWN_LIMITS, Breaker, is_disk_fault
 from tests.support.fakes import FakeClock
 
-pytestmark = pytest.mark.failure("bad-reads")
-
 
 @pytest.fixture
 def clock() -> FakeClock:

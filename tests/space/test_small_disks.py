@@ -100,7 +100,6 @@ class Watch:
             self.looks += 1
 
 
-@pytest.mark.failure("disk-errors")
 @pytest.mark.parametrize("policy", ["working-set", "lru"])
 def test_sixteen_processes_never_pass_the_limit_and_never_see_a_full_disk(
     shelf: Shelf, policy: str
@@ -128,7 +127,6 @@ def test_sixteen_processes_never_pass_the_limit_and_never_see_a_full_disk(
         assert sum(entry.size for entry in cache.entries()) <= shelf.limit
 
 
-@pytest.mark.failure("cleaner-against-cleaner")
 @pytest.mark.parametrize("seconds", [4.0, pytest.param(60.0, marks=pytest.mark.full)])
 def test_cleaners_readers_and_fetchers_beside_each_other(shelf: Shelf, seconds: float) -> None:
     end = time.monotonic() + seconds

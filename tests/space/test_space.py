@@ -91,7 +91,6 @@ def left_behind(bench: Bench, url: str = "s3://lab/orphan.tar", size: int = MIB)
 # -- admission -----------------------------------------------------------------
 
 
-@pytest.mark.failure("larger-than-budget")
 def test_a_shard_larger_than_the_cache_is_refused_before_anything_is_touched(make) -> None:
     bench = make(max_size=1000)
     entry = publish(bench.store, used=1.0)
@@ -332,7 +331,6 @@ def test_a_stuck_budget_lock_is_passed_by_after_its_bound(make, caplog) -> None:
 # -- a full disk ---------------------------------------------------------------
 
 
-@pytest.mark.failure("disk-errors")
 @pytest.mark.locks_work("answers")
 def test_a_full_disk_frees_what_is_needed(make) -> None:
     bench = make()

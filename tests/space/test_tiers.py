@@ -333,7 +333,6 @@ print(json.dumps([limit, lowest, tiers]))
 
 
 @needs_mounts
-@pytest.mark.failure("cgroup")
 def test_a_ram_disk_is_never_filled_beyond_the_memory_of_its_cgroup(
     shop: Shop, ram: Path, tmp_path: Path, group: Path
 ) -> None:
@@ -397,7 +396,6 @@ print(json.dumps([full, left, stay]))
 
 
 @needs_mounts
-@pytest.mark.failure("cgroup")
 def test_a_ram_disk_gives_back_what_the_job_comes_to_need(
     tmp_path: Path, ram: Path, group: Path
 ) -> None:

@@ -17,8 +17,6 @@ from shardcache.space.memory import Headroom
 from shardcache.space.volume import Pending, Volume
 from tests.support.fakes import FakeClock
 
-pytestmark = pytest.mark.failure("unlinked-open-space")
-
 
 @pytest.fixture
 def clock() -> FakeClock:

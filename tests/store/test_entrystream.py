@@ -32,8 +32,6 @@ from tests.support.fuseshim import Shim, mounted, needs_fuse
 from tests.support.storetools import forked, no_descriptor_left, payload
 from tests.support.tars import make_tar
 
-pytestmark = pytest.mark.failure("bad-reads")
-
 URL = "s3://lab/train-0000.tar"
 PART = BLOCK // 2
 DATA = make_tar(1, members=3, size=PART)  # a dozen requests of the kernel
@@ -282,7 +280,6 @@ def test_with_strict_the_fault_is_raised_and_the_entry_set_aside(
 # -- stale handles ---------------------------------------------------------------------
 
 
-@pytest.mark.failure("stale-handles")
 def test_a_stale_handle_is_opened_once_more(
     cache: Cache, shim: Shim, origin: MemoryOrigin, caplog
 ) -> None:
@@ -298,7 +295,6 @@ def test_a_stale_handle_is_opened_once_more(
     assert cache.path(URL) is not None
 
 
-@pytest.mark.failure("stale-handles")
 def test_a_handle_that_stays_stale_is_not_opened_for_ever(
     cache: Cache, shim: Shim, origin: MemoryOrigin
 ) -> None:
@@ -308,7 +304,6 @@ def test_a_handle_that_stays_stale_is_not_opened_for_ever(
     assert len(origin.requests) == 1
 
 
-@pytest.mark.failure("stale-handles")
 def test_a_stale_handle_of_an_entry_that_is_gone_is_continued_from_the_origin(
     cache: Cache, shim: Shim, origin: MemoryOrigin
 ) -> None:
@@ -458,7 +453,6 @@ steps = st.lists(
 )
 
 
-@pytest.mark.failure("disk-errors")
 def test_a_disk_that_fails_when_all_is_read_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

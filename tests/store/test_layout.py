@@ -80,7 +80,6 @@ def test_no_name_is_of_two_kinds() -> None:
         assert [bool(kind(name)) for kind in GRAMMAR] == [i == j for j in range(len(named))]
 
 
-@pytest.mark.failure("deletes-user-files")
 @given(st.data())
 def test_names_that_are_nearly_ours_are_not_ours(data) -> None:
     layout = Layout(Path("/v1"))
@@ -103,13 +102,11 @@ def test_names_that_are_nearly_ours_are_not_ours(data) -> None:
     assert not any(kind(name.upper()) for kind in GRAMMAR if name.upper() != name)
 
 
-@pytest.mark.failure("deletes-user-files")
 @pytest.mark.parametrize("name", ["", "model.ckpt", "v1", f"{VERSION}-", f"{VERSION}-g", "x" * 32])
 def test_names_of_other_people_are_not_ours(name: str) -> None:
     assert not any(kind(name) for kind in GRAMMAR)
 
 
-@pytest.mark.failure("strange-keys")
 @pytest.mark.parametrize(
     ("name", "ours"),
     [("local-0", True), ("job_1--e0e8a770ff50", True), ("_x", True), ("a" * 64, True)]
@@ -119,7 +116,6 @@ def test_rank_names(name: str, ours: bool) -> None:
     assert is_rank_name(name) is ours
 
 
-@pytest.mark.failure("unique-names")
 def test_random_names_never_repeat() -> None:
     layout = Layout(Path("/v1"))
     names = {layout.new_partial(KEY, VERSION) for _ in range(1000)}
@@ -159,7 +155,6 @@ def test_a_root_whose_directories_were_removed_is_mended(tmp_path: Path) -> None
     assert all(is_directory(path) for path in layout.directories)
 
 
-@pytest.mark.failure("makedirs-race")
 def test_many_processes_may_make_one_root_at_once(tmp_path: Path) -> None:
     def make(parent: Parent, number: int) -> None:
         parent.hear()
@@ -175,7 +170,6 @@ def test_many_processes_may_make_one_root_at_once(tmp_path: Path) -> None:
     assert json.loads((root / MANIFEST).read_text())["schema"] == 1
 
 
-@pytest.mark.failure("umask-and-groups")
 @pytest.mark.parametrize("umask", [0, 0o022, 0o077])
 def test_nobody_else_may_write_anywhere_whatever_the_umask(tmp_path: Path, umask: int) -> None:
     old = os.umask(umask)
@@ -189,7 +183,6 @@ def test_nobody_else_may_write_anywhere_whatever_the_umask(tmp_path: Path, umask
         assert mode == (0o700 if path.is_dir() else 0o600), path
 
 
-@pytest.mark.failure("deletes-user-files")
 def test_a_directory_with_other_things_keeps_them_and_its_backups(tmp_path: Path) -> None:
     (tmp_path / "README.txt").write_text("my project")
     (tmp_path / "model.ckpt").write_text("weights")
@@ -229,7 +222,6 @@ def test_a_file_in_the_way_is_refused(tmp_path: Path, below: str) -> None:
     assert (tmp_path / "file").read_text() == "mine"
 
 
-@pytest.mark.failure("planted-or-foreign")
 def test_a_dangling_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="not a directory"):
@@ -242,7 +234,6 @@ def test_a_file_is_no_root(tmp_path: Path) -> None:
         check_root(tmp_path / "file")
 
 
-@pytest.mark.failure("planted-or-foreign")
 def test_a_world_writable_root_is_refused_with_a_better_one(tmp_path: Path) -> None:
     root = tmp_path / "open"
     root.mkdir()
@@ -253,7 +244,6 @@ def test_a_world_writable_root_is_refused_with_a_better_one(tmp_path: Path) -> N
     make_root(root / "shards", "1")
 
 
-@pytest.mark.failure("planted-or-foreign")
 @pytest.mark.parametrize("name", ["", "objects", "partial", "quarantine", "locks", "sessions"])
 def test_a_directory_that_leads_elsewhere_is_refused_and_nothing_is_cleaned(
     tmp_path: Path, name: str
@@ -270,7 +260,6 @@ def test_a_directory_that_leads_elsewhere_is_refused_and_nothing_is_cleaned(
         layout.make()
 
 
-@pytest.mark.failure("planted-or-foreign")
 def test_a_manifest_behind_a_link_makes_no_cache(tmp_path: Path) -> None:
     make_root(tmp_path / "cache", "1")
     (tmp_path / "other").mkdir()
@@ -289,7 +278,6 @@ def try_as(parent: Parent, user: int, path: Path) -> None:
         parent.say(None)
 
 
-@pytest.mark.failure("planted-or-foreign")
 @needs_root
 def test_a_root_of_another_user_is_refused() -> None:
     with public_directory() as public:
@@ -301,7 +289,6 @@ def test_a_root_of_another_user_is_refused() -> None:
         assert "belongs to user 0" in text and "65534" in text
 
 
-@pytest.mark.failure("planted-or-foreign")
 @needs_root
 def test_a_link_that_another_user_made_is_refused() -> None:
     with public_directory() as public:
@@ -341,7 +328,6 @@ def test_a_file_is_replaced_all_at_once(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["meta.json"]
 
 
-@pytest.mark.failure("unique-names")
 def test_writers_of_one_file_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "meta.json"
     real = os.fsync
@@ -384,7 +370,6 @@ def test_a_directory_that_goes_away_meanwhile_is_the_error_that_counts(
         replace_file(directory / "meta.json", b"x", 0o600, sync=True)
 
 
-@pytest.mark.failure("planted-or-foreign")
 def test_a_planted_temporary_is_never_written_through(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -397,7 +382,6 @@ def test_a_planted_temporary_is_never_written_through(
     assert victim.read_text() == "mine"
 
 
-@pytest.mark.failure("kill-at-any-syscall")
 @pytest.mark.parametrize("name", [MANIFEST, META, "README.txt", "CACHEDIR.TAG", f"{KEY}.holder"])
 def test_a_file_is_written_where_sweepers_look(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -414,7 +398,6 @@ def test_a_file_is_written_where_sweepers_look(
     assert os.listdir(via) == [] and os.listdir(path.parent) == [name]
 
 
-@pytest.mark.failure("sweeper-against-writer")
 def test_a_file_that_is_swept_before_it_has_its_name_is_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -436,7 +419,6 @@ def test_a_file_that_is_swept_before_it_has_its_name_is_written_again(
     assert os.listdir(tmp_path) == ["meta.json"]
 
 
-@pytest.mark.failure("sweeper-against-writer")
 def test_a_manifest_that_is_swept_before_it_has_its_name_is_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -455,7 +437,6 @@ def test_a_manifest_that_is_swept_before_it_has_its_name_is_written_again(
     assert os.listdir(layout.partial) == []
 
 
-@pytest.mark.failure("planted-or-foreign")
 def test_listing_follows_no_link_and_wants_no_directory_to_be_there(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "real" / "a").touch()

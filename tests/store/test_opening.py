@@ -36,7 +36,6 @@ def test_what_is_opened_says_what_and_where(store: Store) -> None:
         opened.close()
 
 
-@pytest.mark.failure("stale-handles")
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.ENOTDIR, errno.ESTALE])
 def test_what_is_gone_is_a_miss(store: Store, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     data = publish(store).data
@@ -52,7 +51,6 @@ def test_a_file_in_place_of_the_directory_is_a_miss(store: Store) -> None:
     assert open_it(data) is None
 
 
-@pytest.mark.failure("bad-reads")
 @pytest.mark.parametrize(
     "number",
     [
@@ -86,7 +84,6 @@ def test_what_the_disk_says_of_itself_is_no_damage(
         assert caught.value.errno == number
 
 
-@pytest.mark.failure("planted-or-foreign")
 @pytest.mark.parametrize("kind", ["link", "directory", "socket", "pipe", "longer"])
 def test_what_is_planted_is_damage_and_held_by_nobody(store: Store, kind: str) -> None:
     entry = publish(store)

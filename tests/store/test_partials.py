@@ -190,7 +190,6 @@ def test_a_short_write_is_carried_on_and_an_empty_one_ends(
     partial.discard()
 
 
-@pytest.mark.failure("disk-errors")
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 def test_a_write_that_fails_is_an_error_and_nothing_is_recorded(
     layout: Layout, monkeypatch: pytest.MonkeyPatch, number: int
@@ -242,7 +241,6 @@ def test_the_missing_directory_is_made(tmp_path: Path) -> None:
     partial.discard()
 
 
-@pytest.mark.failure("vanished-disk")
 def test_a_missing_namespace_is_not_made_on_the_way(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         begin(Layout(tmp_path / "v1"), metadata_for(data=DATA))
@@ -273,8 +271,6 @@ def test_a_disk_that_fails_leaves_nothing(
     assert remains(layout) == []
 
 
-@pytest.mark.failure("interrupts")
-@pytest.mark.failure("disk-errors")
 def test_the_first_failure_counts_where_nothing_can_be_removed_either(
     layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -576,7 +572,6 @@ def test_a_disk_that_fails_while_claiming_is_an_error_and_keeps_the_bytes(
     partial.discard()
 
 
-@pytest.mark.failure("kill-at-any-syscall")
 @pytest.mark.parametrize("step", ["begin", "seal"])
 @pytest.mark.locks_work("answers")
 def test_what_a_killed_writer_had_half_written_is_not_published(layout: Layout, step: str) -> None:
@@ -605,7 +600,6 @@ def test_what_a_killed_writer_had_half_written_is_not_published(layout: Layout, 
         partial.discard()
 
 
-@pytest.mark.failure("descriptors")
 @pytest.mark.locks_work("answers")
 @pytest.mark.parametrize("opens", [datalocks, module], ids=["data", "progress"])
 def test_want_of_descriptors_is_an_error_and_removes_nothing(
@@ -693,7 +687,6 @@ def test_a_live_writers_partial_cannot_be_claimed_and_a_killed_ones_can_at_once(
 
 
 @pytest.mark.locks_work("flock")
-@pytest.mark.failure("fork-with-lock")
 def test_a_writers_child_does_not_keep_its_partial_alive(layout: Layout) -> None:
     def write(parent: Parent) -> None:
         partial = begin(layout, metadata_for(data=DATA))

@@ -80,7 +80,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.failure("planted-or-foreign")
 @pytest.mark.parametrize("url", REFUSED)
 def test_a_url_is_refused_in_every_way_in_and_nothing_is_run(tmp_path: Path, url: str) -> None:
     marker = tmp_path / "marker"
@@ -113,7 +112,6 @@ def test_a_url_is_refused_in_every_way_in_and_nothing_is_run(tmp_path: Path, url
     assert not marker.exists()
 
 
-@pytest.mark.failure("strange-keys")
 @pytest.mark.parametrize(
     "name",
     ["../../../etc/passwd", "..", "a/../../b.tar", "/etc/passwd", "./.", "%2e%2e/x", "a//b//",
@@ -136,7 +134,6 @@ def test_no_key_leaves_its_place(tmp_path: Path, name: str, origin, make_cache) 
     assert set(os.listdir(tmp_path)) - before <= {"cache"}
 
 
-@pytest.mark.failure("strange-keys")
 @pytest.mark.parametrize("job", ["../../x", "..", "/etc", "a/b", ".", "x" * 500, "\n"])
 def test_no_job_leaves_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: str, origin, make_cache
@@ -152,7 +149,6 @@ def test_no_job_leaves_its_place(
         assert place.resolve() == place
 
 
-@pytest.mark.failure("same-basename", "unique-names")
 def test_one_name_in_many_places_is_as_many_shards(origin, make_cache) -> None:
     urls = [f"s3://{bucket}/{prefix}/a.tar" for bucket in ("x", "y") for prefix in ("1", "2")]
     for number, url in enumerate(urls):
@@ -273,7 +269,6 @@ def public(tmp_path: Path) -> Iterator[Path]:
 
 
 @needs_root
-@pytest.mark.failure("planted-or-foreign")
 @pytest.mark.parametrize("prepare", ROOTS)
 def test_a_root_that_others_could_tamper_with_is_refused_with_the_fix(
     public: Path, prepare: Callable[[Path], str]
@@ -294,7 +289,6 @@ def test_a_root_that_others_could_tamper_with_is_refused_with_the_fix(
 
 
 @needs_root
-@pytest.mark.failure("planted-or-foreign")
 def test_a_link_on_the_way_that_another_user_planted_is_refused(public: Path) -> None:
     (public / "real").mkdir()
     os.chown(public / "real", BELA.uid, BELA.uid)
@@ -479,7 +473,6 @@ def live_with_it(parent: Parent, scene: Scene) -> None:
 
 
 @needs_root
-@pytest.mark.failure("planted-or-foreign", "deletes-user-files")
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_what_is_planted_is_neither_followed_nor_waited_for(
     tmp_path: Path, name: str, kind: str
@@ -547,7 +540,6 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], bytes]] = {
 }
 
 
-@pytest.mark.failure("bad-reads", "planted-or-foreign")
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_a_hostile_sidecar_is_a_miss_and_is_replaced(make_cache, origin, kind: str) -> None:
     cache, entry, url = entry_of(make_cache, origin)
@@ -566,7 +558,6 @@ def test_a_hostile_sidecar_is_a_miss_and_is_replaced(make_cache, origin, kind: s
     assert command("--dir", cache.dir, "clean")[0] == 0
 
 
-@pytest.mark.failure("strange-keys")
 @pytest.mark.parametrize("form", [(), ("--format", "tsv"), ("--json",), ("--format", "jsonl")])
 @pytest.mark.parametrize("arguments", [("ls",), ("ls", "--long"), ("clean", "-v", "--all", "-y")])
 def test_no_text_of_a_sidecar_reaches_a_terminal_as_it_is(
@@ -584,7 +575,6 @@ def test_no_text_of_a_sidecar_reaches_a_terminal_as_it_is(
     assert not {"\x1b", "\x07", "\u202e", "\ud800"} & set(said)
 
 
-@pytest.mark.failure("planted-or-foreign")
 @pytest.mark.parametrize(
     "name",
     ["../../../victim", "/etc", "..", "x" * 5000, "a\0b", "\x1b[2J", "{key}.{version}.../x"],
@@ -613,7 +603,6 @@ def test_a_lock_record_leads_nowhere_and_writes_nothing_on_a_terminal(
 # -- what is not ours --------------------------------------------------------------
 
 
-@pytest.mark.failure("deletes-user-files", "strange-keys")
 def test_nothing_that_is_not_ours_is_ever_removed(tmp_path: Path, make_cache, origin) -> None:
     cache, entry, url = entry_of(make_cache, origin)
     layout = Layout.of_root(cache.dir)
@@ -647,7 +636,6 @@ def test_nothing_that_is_not_ours_is_ever_removed(tmp_path: Path, make_cache, or
             assert file.read() == b"precious", path
 
 
-@pytest.mark.failure("deletes-user-files")
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -42,7 +42,7 @@ from tests.support.users import (
     running,
 )
 
-pytestmark = [needs_root, pytest.mark.failure("umask-and-groups")]
+pytestmark = needs_root
 
 UMASKS = [0, 0o022, 0o077, 0o777]
 SHARED = {"directory": 0o2770, "file": 0o660, "published": 0o440, "notice": 0o640}
@@ -193,7 +193,6 @@ def test_one_sweeps_what_the_other_left_when_it_was_killed(area: Path) -> None:
     assert list(layout.locks.rglob(f"{'?' * 32}.lock")) == []
 
 
-@pytest.mark.failure("dead-partials")
 def test_half_a_shard_is_resumed_by_its_own_user_only(area: Path) -> None:
     root = area / "cache"
     big = {URL: make_tar(1, 400, 3500)}
@@ -266,7 +265,6 @@ def test_members_wait_for_each_others_fetch(area: Path) -> None:
             assert bela.hear() == ("coalesced", 0)
 
 
-@pytest.mark.failure("evict-races", "makedirs-race")
 def test_many_of_both_make_one_cache_and_fetch_every_shard_once(area: Path) -> None:
     root = area / "cache"
 
@@ -403,7 +401,6 @@ def test_locks_on_the_node_are_shared_too(area: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-@pytest.mark.failure("kill-at-any-syscall")
 @pytest.mark.parametrize("step", ["mkdir", "chown", "chmod", "rename"])
 def test_killed_while_a_root_is_made_the_next_member_makes_it(
     area: Path,
@@ -437,7 +434,6 @@ def command_of(text: str) -> str:
     return text.partition("can mend that: ")[2].partition("\n")[0].strip().rstrip(".")
 
 
-@pytest.mark.failure("planted-or-foreign")
 @pytest.mark.parametrize(
     ("mode", "group"),
     [(0o2750, GROUP), (0o770, GROUP), (0o2770, OTHER_GROUP), (0o755, 0), (0o2700, GROUP)],
@@ -468,7 +464,6 @@ def test_a_root_that_the_group_does_not_share_is_refused_with_the_command_that_m
     assert ask(BELA, lambda: fetch(root, shared_group=GROUP)) == [("fetched", True, 1)]
 
 
-@pytest.mark.failure("planted-or-foreign")
 def test_a_root_that_everybody_may_write_is_refused_for_a_group_too(
     area: Path,
 ) -> None:

@@ -159,7 +159,6 @@ def test_a_partial_that_was_taken_away_cannot_be_published(store: Store) -> None
     assert read(store) is None
 
 
-@pytest.mark.failure("stale-handles")
 def test_a_lost_answer_to_the_rename_is_no_failure(store: Store) -> None:
     # NFS: the server did it, the reply was lost, the client asks again.
     partial = begin(store.layout, metadata_for(data=b"shard"))
@@ -209,7 +208,6 @@ def test_a_disk_that_fails_publishes_nothing(
     assert read(store) is None and list(store.layout.partial.iterdir()) == []
 
 
-@pytest.mark.failure("power-loss")
 def test_with_sync_the_names_are_on_the_disk_too(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -368,7 +366,6 @@ def test_an_entry_that_is_being_evicted_is_not_set_aside(store: Store) -> None:
     os.close(fd)
 
 
-@pytest.mark.failure("bad-reads")
 @pytest.mark.parametrize("name", [NAME, META])
 def test_a_file_that_cannot_be_read_is_damage(
     store: Store, monkeypatch: pytest.MonkeyPatch, name: str
@@ -383,7 +380,6 @@ def test_a_file_that_cannot_be_read_is_damage(
     assert not entry.path.exists()
 
 
-@pytest.mark.failure("descriptors")
 @pytest.mark.parametrize("number", [errno.ENODEV, errno.EACCES, errno.EMFILE])
 def test_a_disk_that_cannot_be_read_is_an_error_and_no_damage(
     store: Store, monkeypatch: pytest.MonkeyPatch, number: int
@@ -399,7 +395,6 @@ def test_a_disk_that_cannot_be_read_is_an_error_and_no_damage(
     assert entry.path.exists()
 
 
-@pytest.mark.failure("stale-handles")
 def test_a_stale_handle_is_looked_up_afresh(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     publish(store)
     assert read(store) == b"shard"
@@ -431,7 +426,6 @@ def test_a_lock_that_fails_leaks_no_descriptor(
     assert entry.path.exists()
 
 
-@pytest.mark.failure("descriptors")
 @pytest.mark.locks_work("files")
 def test_want_of_descriptors_damages_and_evicts_nothing(store: Store) -> None:
     entry = publish(store)
@@ -457,7 +451,6 @@ def reboot(entry: Entry) -> None:
     (entry.path / META).write_bytes(entry.metadata().trusted_since("another boot").encode())
 
 
-@pytest.mark.failure("power-loss")
 def test_an_entry_of_another_boot_is_hashed_once(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -471,7 +464,6 @@ def test_an_entry_of_another_boot_is_hashed_once(
     assert len(hashed) == 1
 
 
-@pytest.mark.failure("bad-reads", "power-loss")
 def test_bytes_lost_in_a_power_failure_are_seen(store: Store) -> None:
     data = payload(BLOCK + 5)
     entry = publish(store, data=data)
@@ -614,7 +606,6 @@ def test_an_entry_is_opened_again_while_it_is_what_it_was(store: Store) -> None:
         assert store.open_again(path) is None
 
 
-@pytest.mark.failure("evict-races")
 def test_an_entry_evicted_while_its_sidecar_is_looked_for_is_read_all_the_same(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -631,7 +622,6 @@ def test_an_entry_evicted_while_its_sidecar_is_looked_for_is_read_all_the_same(
     assert not entry.path.exists()
 
 
-@pytest.mark.failure("planted-or-foreign")
 @pytest.mark.parametrize("level", ["entry", "key", "prefix"])
 def test_nothing_is_published_behind_a_planted_link(
     store: Store, tmp_path: Path, level: str
@@ -655,7 +645,6 @@ def test_nothing_is_published_behind_a_planted_link(
     assert link.is_symlink()
 
 
-@pytest.mark.failure("stopped-holder")
 @pytest.mark.parametrize("theirs", ["sound", "known", "damaged", "the same"])
 def test_who_publishes_late_supersedes_only_what_was_there_before(
     store: Store, theirs: str
@@ -703,7 +692,6 @@ def test_what_is_gone_is_not_set_aside(store: Store, monkeypatch: pytest.MonkeyP
     assert store.quarantine(KEY, "test") == 0
 
 
-@pytest.mark.failure("planted-or-foreign")
 @pytest.mark.parametrize("kind", ["link", "hard link"])
 def test_noting_a_use_touches_nobody_elses_file(store: Store, tmp_path: Path, kind: str) -> None:
     victim = tmp_path / "victim"
@@ -746,7 +734,6 @@ def test_an_entry_that_others_evicted_is_looked_for_once(
     assert len(tried) == 1
 
 
-@pytest.mark.failure("stale-handles")
 def test_an_entry_that_another_node_made_and_this_one_cannot_see_is_waited_for(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -815,7 +802,6 @@ def recover(store: Store) -> None:
     assert os.listdir(store.layout.partial) == []
 
 
-@pytest.mark.failure("kill-at-any-syscall")
 def test_a_writer_killed_at_any_line_leaves_a_whole_entry_or_none(store: Store) -> None:
     seen = set()
     number = 1
@@ -832,7 +818,6 @@ def test_a_writer_killed_at_any_line_leaves_a_whole_entry_or_none(store: Store) 
     assert seen == {None, b"shard"}
 
 
-@pytest.mark.failure("kill-at-any-syscall")
 def test_an_evictor_killed_at_any_line_leaves_a_whole_entry_or_none(store: Store) -> None:
     seen = set()
     number = 1
@@ -1182,7 +1167,6 @@ def test_an_entry_that_is_gone_cannot_be_linked(store: Store, sibling: Store) ->
     opened.close()
 
 
-@pytest.mark.failure("disk-errors")
 def test_a_disk_that_fails_while_linking_is_an_error(
     store: Store, sibling: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

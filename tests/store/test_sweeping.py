@@ -176,7 +176,6 @@ def test_the_living_are_not_removed(layout: Layout) -> None:
     live.discard()
 
 
-@pytest.mark.failure("deletes-user-files")
 @pytest.mark.locks_work("files")
 def test_what_is_not_ours_stays(layout: Layout, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
@@ -283,7 +282,6 @@ def test_a_partial_that_cannot_be_removed_is_not_said_to_be(
     assert sweep(layout) == 1
 
 
-@pytest.mark.failure("descriptors")
 @pytest.mark.locks_work("files")
 def test_want_of_descriptors_removes_nothing_that_lives(layout: Layout) -> None:
     live = begin(layout, metadata_for(data=DATA))
@@ -586,7 +584,6 @@ def test_of_a_sweeper_and_a_claimer_one_wins(layout: Layout) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
-@pytest.mark.failure("flock-broken")
 def test_without_flock_only_what_is_long_idle_counts_as_dead(
     layout: Layout, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
@@ -657,7 +654,6 @@ def test_only_lock_files_of_keys_are_removed(layout: Layout, tmp_path: Path) -> 
 
 
 @pytest.mark.locks_work
-@pytest.mark.failure("lock-inode-race")
 def test_a_lock_file_replaced_after_it_was_opened_is_not_removed(
     layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -705,7 +701,6 @@ def test_a_lock_file_that_goes_away_or_may_not_be_opened_is_passed_over(
 
 
 @pytest.mark.locks_work
-@pytest.mark.failure("lock-inode-race")
 def test_mutual_exclusion_holds_while_free_locks_are_removed_in_a_loop(
     layout: Layout, tmp_path: Path
 ) -> None:
@@ -759,7 +754,6 @@ def test_an_evicted_leftover_keeps_its_name(layout: Layout) -> None:
     assert is_evicted_name(path.name)
 
 
-@pytest.mark.failure("kill-at-any-syscall", "dead-partials")
 @pytest.mark.locks_work("answers")
 def test_files_whose_writers_died_before_naming_them_go(layout: Layout) -> None:
     def write(parent: Parent) -> None:
@@ -778,7 +772,6 @@ def test_files_whose_writers_died_before_naming_them_go(layout: Layout) -> None:
     assert list(layout.partial.iterdir()) == []
 
 
-@pytest.mark.failure("deletes-user-files")
 def test_only_files_of_our_grammar_go_as_temporary(layout: Layout) -> None:
     token = "0" * 32
     (layout.partial / f".new.{token}").mkdir()

@@ -17,7 +17,6 @@ from tests.support.fakes import MemoryOrigin
 from tests.support.storetools import begin, make_store, metadata_for, publish, tree
 from tests.support.tars import make_tar
 
-pytestmark = pytest.mark.failure("two-versions")
 URL = "s3://lab/a.tar"
 MakeCache = Callable[..., Cache]
 

@@ -24,8 +24,6 @@ from tests.support.clitools import Command
 from tests.support.storetools import PATIENCE, make_store, publish, wait_until
 from tests.support.tars import make_tar
 
-pytestmark = pytest.mark.failure("interrupts")
-
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(

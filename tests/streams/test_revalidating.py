@@ -393,7 +393,6 @@ def _open_all(parent: Parent, number: int, directory: Path, urls: list[str]) -> 
     parent.hear()
 
 
-@pytest.mark.failure("herd")
 @pytest.mark.locks_work()
 @pytest.mark.parametrize("replaced", [False, True])
 def test_the_processes_of_a_job_ask_once_for_each_shard(
@@ -435,7 +434,6 @@ def test_the_processes_of_a_job_ask_once_for_each_shard(
     assert {found.object_fetches for found in seen.values()} == {int(replaced)}
 
 
-@pytest.mark.failure("herd")
 @pytest.mark.locks_work()
 @pytest.mark.parametrize("replaced", [False, True])
 @pytest.mark.parametrize("one_job", [False, True])

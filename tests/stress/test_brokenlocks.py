@@ -33,8 +33,6 @@ from tests.support.nettools import (
 from tests.support.storetools import Parent, age, crowd, forked, wait_until
 from tests.support.tars import make_tar
 
-pytestmark = pytest.mark.failure("flock-broken")
-
 every_lock = pytest.mark.parametrize("locks", ALL_LOCKS, ids=str)
 some_locks = pytest.mark.parametrize("locks", SOME_LOCKS, ids=str)
 

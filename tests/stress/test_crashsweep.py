@@ -64,7 +64,6 @@ def struck(results: list[Result]) -> Counter[tuple[str, str]]:
 
 
 @needs_strace
-@pytest.mark.failure("kill-at-any-syscall", "dead-partials", "killed-worker")
 def test_after_a_kill_at_any_call_the_next_process_goes_on(tmp_path: Path) -> None:
     results = sweep(tmp_path, "--part", "kills", "--every", str(EVERY_KILL))
     assert not any(result.wrong for result in results)
@@ -82,7 +81,6 @@ def test_after_a_kill_at_any_call_the_next_process_goes_on(tmp_path: Path) -> No
 
 
 @needs_strace
-@pytest.mark.failure("disk-errors", "descriptors")
 def test_an_error_of_any_call_stops_no_reader_and_leaves_nothing(tmp_path: Path) -> None:
     results = sweep(tmp_path, "--part", "errors", "--every", str(EVERY_ERROR))
     assert not any(result.wrong for result in results)

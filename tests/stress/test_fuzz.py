@@ -62,7 +62,6 @@ def bent(draw: st.DrawFn, seeds: list[bytes]) -> bytes:
     return bytes(data)
 
 
-@pytest.mark.failure("bad-reads")
 @pytest.mark.parametrize("name", TARGETS)
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
@@ -192,7 +191,6 @@ def speaker():
     thread.join(PATIENCE)
 
 
-@pytest.mark.failure("bad-answers")
 @pytest.mark.parametrize("kind", ["web", "s3"])
 def test_no_answer_is_more_than_an_origin_can_take(speaker: Scripted, kind: str) -> None:
     from shardcache.origins.http import WebOrigin
@@ -386,7 +384,6 @@ DamagedCache.TestCase.settings = settings(
 )
 
 
-@pytest.mark.failure("bad-reads", "planted-or-foreign")
 class TestDamagedCache(DamagedCache.TestCase):
     pass
 

@@ -29,8 +29,6 @@ ME = Holder.this_process(rank=None, job=None, now=1.0)
 #: Does not take the interpreter's lock away: the child of a fork has one thread.
 _LIBC = ctypes.PyDLL(None)
 
-in_c = pytest.mark.failure("fork-with-lock")
-
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
@@ -70,7 +68,6 @@ def reads_all(parent: Parent, _number: int, root: Path, shards: dict[str, bytes]
         parent.hear()
 
 
-@pytest.mark.failure("lock-deleted")
 @pytest.mark.parametrize("what", ["files", "directory", "every directory"])
 def test_locks_deleted_all_the_time_cost_duplicates_and_nothing_else(root: Path, what: str) -> None:
     layout = Layout.of_root(root)
@@ -93,7 +90,6 @@ def test_locks_deleted_all_the_time_cost_duplicates_and_nothing_else(root: Path,
     assert partials(root) == []
 
 
-@pytest.mark.failure("lock-deleted")
 def test_a_lock_deleted_once_while_it_is_held_costs_one_fetch_at_most(root: Path) -> None:
     gate = multiprocessing.Event()
     with forked(reader, 0, root, {}, gate) as holder, forked(reader, 1, root, {}) as other:
@@ -113,7 +109,6 @@ def test_a_lock_deleted_once_while_it_is_held_costs_one_fetch_at_most(root: Path
     assert partials(root) == []
 
 
-@pytest.mark.failure("lock-inode-race")
 def test_a_lock_that_is_unlinked_and_made_again_is_held_by_one_at_a_time(tmp_path: Path) -> None:
     # Only `remove_free_locks` unlinks, under the lock; here somebody else does the same.
     path, inside = tmp_path / "key.lock", tmp_path / "inside"
@@ -172,7 +167,6 @@ def orphaned_lock(root: Path) -> Iterator[int]:
                 os.kill(grandchild, signal.SIGKILL)
 
 
-@in_c
 def test_a_lock_kept_by_a_child_of_a_dead_process_is_passed_by(root: Path) -> None:
     origin = MemoryOrigin(objects={URL: DATA})
     with orphaned_lock(root) as pid, using(root, origin, stale_after=1) as cache:
@@ -191,7 +185,6 @@ def test_a_lock_kept_by_a_child_of_a_dead_process_is_passed_by(root: Path) -> No
         assert partials(root) == []
 
 
-@in_c
 def test_a_reader_that_may_not_wait_so_long_streams(root: Path) -> None:
     origin = MemoryOrigin(objects={URL: DATA})
     with orphaned_lock(root), using(root, origin, lock_timeout=1) as cache:
@@ -211,7 +204,6 @@ def pins_and_forks_in_c(parent: Parent, root: Path) -> None:
         parent.hear()
 
 
-@in_c
 def test_a_pin_kept_by_a_child_of_a_dead_process_delays_eviction_and_no_fetch(root: Path) -> None:
     other = "s3://lab/other.tar"
     data = make_tar(9, members=2, size=BLOCK)
@@ -244,7 +236,6 @@ def open_files(pid: int) -> list[str]:
     return names
 
 
-@in_c
 @pytest.mark.parametrize("how", ["posix_spawn", "subprocess"])
 def test_a_program_that_is_started_keeps_no_lock(root: Path, how: str) -> None:
     command = [sys.executable, "-S", "-c", "import sys; sys.stdin.read()"]

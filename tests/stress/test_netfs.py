@@ -74,7 +74,6 @@ def cached(root: Path, **options: Any) -> MemoryOrigin:
 # -- stale handles -------------------------------------------------------------------
 
 
-@pytest.mark.failure("stale-handles")
 @pytest.mark.parametrize("op", ["open", "getattr", "lookup"])
 @pytest.mark.parametrize("times", [1, 2])  # the kernel asks twice before it says so
 def test_a_handle_that_is_stale_for_once_costs_a_look_and_no_fetch(
@@ -88,7 +87,6 @@ def test_a_handle_that_is_stale_for_once_costs_a_look_and_no_fetch(
         assert origin.requests == []
 
 
-@pytest.mark.failure("stale-handles")
 @pytest.mark.parametrize("op", ["read", "read getattr lookup"])
 def test_a_handle_that_turns_stale_in_mid_read_is_opened_again_at_its_offset(
     shim: Shim, root: Path, op: str
@@ -104,7 +102,6 @@ def test_a_handle_that_turns_stale_in_mid_read_is_opened_again_at_its_offset(
         assert origin.requests == []
 
 
-@pytest.mark.failure("stale-handles")
 @pytest.mark.parametrize("op", ["open", "read", "getattr", "lookup"])
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO])
 def test_a_file_that_fails_for_good_is_read_from_its_origin(
@@ -118,7 +115,6 @@ def test_a_file_that_fails_for_good_is_read_from_its_origin(
         assert origin.requests != []
 
 
-@pytest.mark.failure("stale-handles")
 @pytest.mark.parametrize("where", ["meta.json", "cache/v1/objects/*", "cache/v1*"])
 def test_stale_directories_and_sidecars_fail_no_read(shim: Shim, root: Path, where: str) -> None:
     cached(root)
@@ -139,7 +135,6 @@ def reads_in_two_halves(parent: Parent, root: Path) -> None:
         parent.say((first + stream.read() == DATA, origin.delivered))
 
 
-@pytest.mark.failure("stale-handles", "evict-races")
 def test_an_entry_that_another_node_evicts_is_read_to_its_end(tmp_path: Path) -> None:
     with mounted(tmp_path, name="here") as here, mounted(tmp_path, name="there") as there:
         for shim in (here, there):
@@ -156,7 +151,6 @@ def test_an_entry_that_another_node_evicts_is_read_to_its_end(tmp_path: Path) ->
             assert delivered <= len(DATA) - BLOCK  # the rest of it
 
 
-@pytest.mark.failure("stale-handles")
 def test_what_is_evicted_while_it_is_open_here_leaves_nothing_behind(
     shim: Shim, root: Path
 ) -> None:
@@ -179,7 +173,6 @@ CHANGES = ("setattr", "create", "write", "mkdir", "rename", "unlink", "rmdir")
 OTHERS = ["getattr", "opendir", "readdir", "statfs", "fsync", "release", "link"]
 
 
-@pytest.mark.failure("disk-errors", "stale-handles")
 @pytest.mark.parametrize("op", [*CHANGES, "lookup", "open", "read", *more(OTHERS)])
 def test_whatever_the_filesystem_cannot_do_any_more_every_read_is_right(
     shim: Shim, root: Path, op: str
@@ -210,7 +203,6 @@ def test_whatever_the_filesystem_cannot_do_any_more_every_read_is_right(
         assert partials(shim.backing / "cache") == [], number
 
 
-@pytest.mark.failure("vanished-disk")
 def test_a_mount_that_dies_under_a_reader_is_read_from_the_origin(tmp_path: Path) -> None:
     with mounted(tmp_path) as shim, using(shim.root / "cache") as cache:
         cache.fetch(URL)
@@ -223,7 +215,6 @@ def test_a_mount_that_dies_under_a_reader_is_read_from_the_origin(tmp_path: Path
         assert read(cache) == DATA
 
 
-@pytest.mark.failure("stale-handles")
 def test_a_mount_that_dies_under_a_fetch_that_is_followed_costs_no_byte(tmp_path: Path) -> None:
     more = threading.Event()
     origin = MemoryOrigin(objects={URL: DATA}, faults=deque([Fault(after=BLOCK + 5, wait=more)]))
@@ -260,7 +251,6 @@ lost_replies = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.failure("stale-handles")
 @lost_replies
 def test_a_lost_reply_anywhere_in_a_fetch_fails_no_read(
     shim: Shim, root: Path, op: str, number: int
@@ -289,7 +279,6 @@ def test_a_lost_reply_anywhere_in_a_fetch_fails_no_read(
         pytest.fail("a fetch has no hundred of them")
 
 
-@pytest.mark.failure("stale-handles")
 @pytest.mark.parametrize("number", LOST["rename"])
 def test_an_entry_whose_renames_reply_was_lost_is_published_and_not_fetched_again(
     shim: Shim, root: Path, number: int
@@ -304,7 +293,6 @@ def test_an_entry_whose_renames_reply_was_lost_is_published_and_not_fetched_agai
     assert len(origin.requests) == 1 and origin.delivered == len(DATA)
 
 
-@pytest.mark.failure("stale-handles")
 @pytest.mark.parametrize("op", ["rename", "unlink", "rmdir"])
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.EIO, *more([errno.ETIMEDOUT])])
 def test_a_lost_reply_anywhere_in_an_eviction_leaves_a_good_cache(
@@ -361,7 +349,6 @@ def all_make(children: list[Child], roots: list[Path]) -> None:
         assert (root / MANIFEST).is_file()
 
 
-@pytest.mark.failure("makedirs-race")
 @pytest.mark.parametrize("local", [True, False])
 def test_sixty_four_processes_make_one_root(
     shim: Shim, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: bool
@@ -374,7 +361,6 @@ def test_sixty_four_processes_make_one_root(
         all_make(children, roots)
 
 
-@pytest.mark.failure("makedirs-race")
 def test_nodes_that_see_each_others_directories_late_make_one_root(tmp_path: Path) -> None:
     with mounted(tmp_path, name="here") as here, mounted(tmp_path, name="there") as there:
         for shim in (here, there):
@@ -396,7 +382,6 @@ def test_nodes_that_see_each_others_directories_late_make_one_root(tmp_path: Pat
                 assert read(cache) == DATA
 
 
-@pytest.mark.failure("makedirs-race")
 @pytest.mark.parametrize("done", [True, False])
 def test_a_directory_that_is_said_to_be_there_and_is_not_fails_no_read(
     shim: Shim, root: Path, done: bool
@@ -413,7 +398,6 @@ def test_a_directory_that_is_said_to_be_there_and_is_not_fails_no_read(
         pytest.fail("a fetch makes no forty directories")
 
 
-@pytest.mark.failure("makedirs-race")
 def test_a_directory_that_nobody_sees_yet_is_waited_for_or_passed_by(
     shim: Shim, root: Path
 ) -> None:
@@ -432,7 +416,6 @@ def test_a_directory_that_nobody_sees_yet_is_waited_for_or_passed_by(
 # -- two nodes -------------------------------------------------------------------------
 
 
-@pytest.mark.failure("stale-handles")
 def test_two_nodes_that_fetch_one_shard_at_once_both_get_it(tmp_path: Path) -> None:
     with mounted(tmp_path, name="here") as here, mounted(tmp_path, name="there") as there:
         for shim in (here, there):
@@ -460,7 +443,6 @@ def test_two_nodes_that_fetch_one_shard_at_once_both_get_it(tmp_path: Path) -> N
             wait_until(lambda: cache.clean(limits=False) and not partials(behind))
 
 
-@pytest.mark.failure("stale-handles")
 @pytest.mark.parametrize("directory_seen", [True, False])
 def test_an_entry_that_another_node_published_unseen_costs_one_fetch_and_one_stream(
     shim: Shim, root: Path, monkeypatch: pytest.MonkeyPatch, directory_seen: bool
@@ -492,7 +474,6 @@ def boot_anew(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         monkeypatch.setattr(f"shardcache.{module}.boot_id", lambda: name)
 
 
-@pytest.mark.failure("power-loss")
 @pytest.mark.parametrize("data", ["zeros", "truncated", "torn", "kept"])
 @pytest.mark.parametrize("names", [0, 1, *more([3]), None])
 def test_after_a_power_failure_no_wrong_byte_is_read(
@@ -519,7 +500,6 @@ def test_after_a_power_failure_no_wrong_byte_is_read(
     assert partials(tmp_path / "backing" / "cache") == []
 
 
-@pytest.mark.failure("power-loss")
 @pytest.mark.parametrize("names", [0, 1, None])
 def test_what_was_synced_before_it_was_named_is_not_fetched_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: int | None
@@ -535,7 +515,6 @@ def test_what_was_synced_before_it_was_named_is_not_fetched_again(
         assert origin.requests == []
 
 
-@pytest.mark.failure("power-loss")
 @pytest.mark.parametrize("data", ["zeros", "truncated", "torn"])
 @pytest.mark.parametrize("spare", ["", "*/progress", "*/*.tar"])
 def test_a_fetch_cut_off_by_a_power_failure_is_resumed_from_what_is_proven(

@@ -29,13 +29,6 @@ def judge_calmly(outcome: Outcome) -> dict[str, float]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.failure(
-    "evict-races",
-    "dead-partials",
-    "sweeper-against-writer",
-    "lock-deleted",
-    "cleaner-against-cleaner",
-)
 def test_a_storm_breaks_no_invariant(tmp_path: Path) -> None:
     figures = judge_calmly(storm(seconds=45, seed=SEED, parent=tmp_path, least_calls=1500))
     # It was a storm: each of these met the others, or the test proves nothing.
@@ -61,7 +54,6 @@ def test_a_storm_breaks_no_invariant(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.failure("flock-broken")
 def test_a_storm_in_which_flock_lies_breaks_no_bytes(tmp_path: Path) -> None:
     figures = judge_calmly(
         storm(seconds=15, seed=SEED, parent=tmp_path, lying=True, least_calls=1000)

@@ -79,7 +79,6 @@ def test_no_permission_is_an_error_at_once(tmp_path: Path, nodes: tuple[Shim, Sh
         sync.makedirs(nodes[0].root / "x" / "y", timeout=None)
 
 
-@pytest.mark.failure("makedirs-race")
 @pytest.mark.parametrize("done", [True, False])
 @pytest.mark.parametrize("number", [errno.EEXIST, errno.ENOENT])
 def test_a_lie_about_a_mkdir_is_not_believed(

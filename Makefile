@@ -9,22 +9,16 @@ BENCH ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
-# The tests of what locks protect, once more with locks that fail: `tests/brokenflock.py`.
-# First those that a change must pass, then the others.
-LOCK_TESTS := test_cache test_coordination test_partials test_sweeping test_space test_cleaning \
-	test_sessions test_bypass
-MORE_LOCK_TESTS := test_locks test_store test_wds test_prewarm test_processes test_namespaces \
-	test_eviction test_crew test_revalidating
-LOCK_FAULTS := refused lying deleted
 PARALLEL := --numprocesses $(WORKERS) --dist loadfile
 
-.PHONY: help demo test coverage test-locks test-locks-all test-integrations lint audit bench docs clean
+.PHONY: help demo test coverage stress stress-full test-integrations lint audit bench docs clean
 
 help:
 	@echo "make demo    the main job on an embedded S3 server, with a table of what happened"
 	@echo "make test    the whole test suite"
 	@echo "make coverage  the same, and which lines it runs"
-	@echo "make test-locks-all    the engine's tests with locks that fail, every case"
+	@echo "make stress  storms, crashes, broken locks and filesystems, naive variants (15 minutes)"
+	@echo "make stress-full  the same for hours: every system call, long storms, fuzzing"
 	@echo "make test-integrations  pandas, Arrow, Ray, Hugging Face, Lightning, wids (installs them)"
 	@echo "make lint    ruff (with its security rules), mypy, pyright, layers, dependencies"
 	@echo "make audit   known vulnerabilities of the dependencies (needs the network)"
@@ -62,26 +56,18 @@ demo: $(VENV)/.demo
 	@$(BIN)/shardcache demo
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest $(PARALLEL) --reliability .reliability.json
-	$(BIN)/python docs/reliability.py .reliability.json --check
+	$(BIN)/python -m pytest $(PARALLEL)
 
 # Apart from `test`, of which it would be a third of the time.
 coverage: $(VENV)/.test
 	$(BIN)/python -m coverage erase
 	$(BIN)/python -m pytest $(PARALLEL) --cov --cov-report=term-missing:skip-covered
 
-test-locks: $(VENV)/.test
-	for fault in $(LOCK_FAULTS); do \
-		$(BIN)/python -m pytest -q $(PARALLEL) --flock $$fault $(LOCK_TESTS:%=tests/%.py) || exit 1; \
-	done
+stress: $(VENV)/.test
+	$(BIN)/python -m tests.stress
 
-test-locks-all: $(VENV)/.test
-	for fault in $(LOCK_FAULTS); do \
-		$(BIN)/python -m pytest -q $(PARALLEL) --flock $$fault \
-			$(LOCK_TESTS:%=tests/%.py) $(MORE_LOCK_TESTS:%=tests/%.py) || exit 1; \
-	done
-	$(BIN)/python -m pytest -q $(PARALLEL) --full tests/test_brokenlocks.py tests/test_netfs.py \
-		tests/test_lostlocks.py tests/test_fuseshim.py
+stress-full: $(VENV)/.test
+	$(BIN)/python -m tests.stress --full
 
 # In one process: each test starts some of its own.
 test-integrations: $(VENV)/.test-integrations
@@ -108,7 +94,6 @@ bench: $(VENV)/.bench
 docs: $(VENV)/.test
 	$(BIN)/python docs/generate.py
 	$(BIN)/python docs/schemas.py
-	@test ! -f .reliability.json || $(BIN)/python docs/reliability.py .reliability.json
 
 clean:
 	rm -rf $(VENV) .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -10,7 +10,6 @@ if hypothesis.settings.default.deadline is not None:  # a slow machine is no fai
 
 pytest_plugins = [
     "tests.support.fixtures",
-    "tests.support.reliability",
-    "tests.support.brokenflock",
+    "tests.stress.brokenflock",
     "tests.support.users",
 ]

@@ -25,9 +25,9 @@ from shardcache.cli import checkup, doctor, reach
 from shardcache.cli.doctor import examine
 from shardcache.config import Config
 from shardcache.layout import Layout
+from tests.stress.fuse.shim import Shim, mounted, needs_fuse
 from tests.support.clitools import data, run, run_process, spec
 from tests.support.disktools import disk, limited_group, needs_mounts, remount
-from tests.support.fuseshim import Shim, mounted, needs_fuse
 from tests.support.shop import Shop
 from tests.support.storetools import forked, tree
 from tests.support.tars import make_tar

@@ -29,9 +29,9 @@ from shardcache.layout import META, Layout
 from shardcache.space.breaker import FULL
 from shardcache.space.eviction import ENTRY_INODES, Limits, Reason, plan
 from shardcache.space.volume import Volume
+from tests.stress.fuse.shim import Shim, mounted, needs_fuse
 from tests.support.disktools import disk, remount, unmount
 from tests.support.fakes import FakeClock, MemoryOrigin
-from tests.support.fuseshim import Shim, mounted, needs_fuse
 from tests.support.storetools import Parent, forked, needs_root, no_descriptor_left, wait_until
 from tests.support.tars import make_tar
 

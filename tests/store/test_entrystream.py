@@ -27,8 +27,8 @@ from shardcache.store import entrystream
 from shardcache.store.digest import BLOCK
 from shardcache.store.entrystream import EntryStream
 from shardcache.urls import parse_url
+from tests.stress.fuse.shim import Shim, mounted, needs_fuse
 from tests.support.fakes import FakeClock, MemoryOrigin
-from tests.support.fuseshim import Shim, mounted, needs_fuse
 from tests.support.storetools import forked, no_descriptor_left, payload
 from tests.support.tars import make_tar
 

@@ -35,7 +35,7 @@ from shardcache.store.partial import LostError, Partial
 from shardcache.store.store import Opened, Store
 from shardcache.store.sweeping import in_flight, remove_leftover, remove_temporaries
 from shardcache.urls import parse_url
-from tests.support.brokenflock import locks_work
+from tests.stress.brokenflock import locks_work
 from tests.support.storetools import (
     Parent,
     age,

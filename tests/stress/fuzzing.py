@@ -1,7 +1,7 @@
 """What reads bytes from a disk or a network, as fuzz targets.
 
 A target takes any bytes and returns, or it has found a bug. Hypothesis tries them in
-`test_fuzz`, libFuzzer in ``python -m benchmarks.fuzz``.
+`test_fuzz`, libFuzzer in ``python -m tests.stress.fuzz``.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks.storm.history import History
-from benchmarks.storm.judge import Verdict, judge
-from benchmarks.storm.rules import Rules
+from tests.stress.storm.history import History
+from tests.stress.storm.judge import Verdict, judge
+from tests.stress.storm.rules import Rules
 
 RULES = Rules(
     max_size=1000,

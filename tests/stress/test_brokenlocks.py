@@ -16,9 +16,8 @@ import pytest
 
 from shardcache.locks.mode import Answer, probe
 from shardcache.locks.sessions import oldest_live_session
-from tests.support.fakes import MemoryOrigin
-from tests.support.fuseshim import Shim, mounted, needs_fuse
-from tests.support.nettools import (
+from tests.stress.fuse.shim import Shim, mounted, needs_fuse
+from tests.stress.nettools import (
     ALL_LOCKS,
     DATA,
     SOME_LOCKS,
@@ -30,6 +29,7 @@ from tests.support.nettools import (
     using,
     wait_for_bytes,
 )
+from tests.support.fakes import MemoryOrigin
 from tests.support.storetools import Parent, age, crowd, forked, wait_until
 from tests.support.tars import make_tar
 

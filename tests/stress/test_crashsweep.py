@@ -1,6 +1,6 @@
 """A process killed at every system call, and every call failing: a sample of the sweep.
 
-The whole of it is a command, ``python -m benchmarks.crashsweep``; what it tries and what
+The whole of it is a command, ``python -m tests.stress.crash``; what it tries and what
 must hold afterwards stands there. Here it is also shown to find what is wrong.
 """
 
@@ -21,17 +21,17 @@ from typing import Any
 
 import pytest
 
-from benchmarks import crashsweep
-from benchmarks.crash_judge import Judge, inspect, strays
-from benchmarks.crash_place import SHARDS, Place
-from benchmarks.crash_plan import errors, kills
-from benchmarks.crash_scenarios import SCENARIOS, Scenario
-from benchmarks.crash_stage import Result, Stage, _behaviour
-from benchmarks.crash_states import having, made
-from benchmarks.crash_strace import Run, Strike, Tracer, unavailable
 from shardcache.layout import Layout, random_token
 from shardcache.locks import mode as locking
 from shardcache.locks.flock import Holder, KeyLock
+from tests.stress.crash import __main__ as crashsweep
+from tests.stress.crash.judge import Judge, inspect, strays
+from tests.stress.crash.place import SHARDS, Place
+from tests.stress.crash.plan import errors, kills
+from tests.stress.crash.scenarios import SCENARIOS, Scenario
+from tests.stress.crash.stage import Result, Stage, _behaviour
+from tests.stress.crash.states import having, made
+from tests.stress.crash.strace import Run, Strike, Tracer, unavailable
 from tests.support.storetools import begin, metadata_for
 
 HOME = Path(__file__).resolve().parents[2]
@@ -48,7 +48,7 @@ EVERY_KILL, EVERY_ERROR = 40, 80
 def sweep(tmp_path: Path, *arguments: str) -> list[Result]:
     """What the command finds; in a process of its own, which has no threads to fork."""
     report = tmp_path / "report.json"
-    command = [sys.executable, "-m", "benchmarks.crashsweep", "--json", str(report), *arguments]
+    command = [sys.executable, "-m", "tests.stress.crash", "--json", str(report), *arguments]
     # Measuring coverage would slow every one of a thousand processes down.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("COVERAGE_")}
     done = subprocess.run(

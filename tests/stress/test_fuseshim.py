@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.fuseshim import Shim, mounted, needs_fuse
+from tests.stress.fuse.shim import Shim, mounted, needs_fuse
 from tests.support.storetools import Parent, crowd, forked, wait_until
 
 

@@ -1,6 +1,6 @@
 """Any bytes, wherever bytes are read: the documented error or a right answer, never else.
 
-The same targets are fuzzed for longer by ``python -m benchmarks.fuzz``.
+The same targets are fuzzed for longer by ``python -m tests.stress.fuzz``.
 """
 
 from __future__ import annotations
@@ -401,7 +401,7 @@ _HAS_WHEEL = (
 def test_the_fuzzer_runs_and_finds_nothing() -> None:
     assert importlib.util.find_spec("atheris"), "the extra 'test' is not installed"
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.fuzz", "--seconds", "5", "sidecar", "url"],
+        [sys.executable, "-m", "tests.stress.fuzz", "--seconds", "5", "sidecar", "url"],
         capture_output=True,
         text=True,
         timeout=PATIENCE * 2,
@@ -414,7 +414,7 @@ def test_the_fuzzer_runs_and_finds_nothing() -> None:
 def test_the_fuzzer_tells_when_it_finds_something(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    from benchmarks import fuzz
+    from tests.stress import fuzz
 
     def fail(command: list[str], stdout: object, stderr: object) -> subprocess.CompletedProcess:
         stdout.write("AssertionError: input 0x41")

@@ -20,8 +20,8 @@ import pytest
 from shardcache.layout import Layout
 from shardcache.locks.flock import Holder, KeyLock, lock_exclusive
 from shardcache.store.digest import BLOCK
+from tests.stress.nettools import DATA, URL, Read, partials, reader, using, wait_for_bytes
 from tests.support.fakes import Fault, MemoryOrigin
-from tests.support.nettools import DATA, URL, Read, partials, reader, using, wait_for_bytes
 from tests.support.storetools import Parent, crowd, forked, wait_until
 from tests.support.tars import make_tar
 

@@ -23,9 +23,9 @@ from shardcache.layout import MANIFEST, Layout
 from shardcache.locks import mode as locking
 from shardcache.origins.base import TransientError
 from shardcache.store.digest import BLOCK
+from tests.stress.fuse.shim import Shim, mounted, needs_fuse
+from tests.stress.nettools import DATA, URL, Read, partials, reader, using
 from tests.support.fakes import Fault, MemoryOrigin
-from tests.support.fuseshim import Shim, mounted, needs_fuse
-from tests.support.nettools import DATA, URL, Read, partials, reader, using
 from tests.support.storetools import Child, Parent, age, crowd, forked, wait_until
 from tests.support.tars import make_tar
 

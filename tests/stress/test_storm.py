@@ -1,6 +1,6 @@
 """Many processes, one cache, every fault at once, on a real S3 server: nothing breaks.
 
-The longer form is ``python -m benchmarks.storm --minutes 30``. What the judge sees is tested
+The longer form is ``python -m tests.stress.storm --minutes 30``. What the judge sees is tested
 in test_storm_judge.py, test_storm_economy.py and test_storm_shards.py.
 """
 
@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.storm.report import show
-from benchmarks.storm.run import Outcome, storm
+from tests.stress.storm.report import show
+from tests.stress.storm.run import Outcome, storm
 
 #: Plans the faults; the kernel's scheduler does the rest, differently each time.
 SEED = 20
@@ -27,7 +27,6 @@ def judge_calmly(outcome: Outcome) -> dict[str, float]:
     return outcome.verdict.figures
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_storm_breaks_no_invariant(tmp_path: Path) -> None:
     figures = judge_calmly(storm(seconds=45, seed=SEED, parent=tmp_path, least_calls=1500))
@@ -52,7 +51,6 @@ def test_a_storm_breaks_no_invariant(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_storm_in_which_flock_lies_breaks_no_bytes(tmp_path: Path) -> None:
     figures = judge_calmly(
@@ -68,7 +66,7 @@ def test_the_command_writes_json_and_keeps_its_directory_on_request(tmp_path: Pa
     places = [f"--dir={tmp_path}", f"--json={facts}"]
     options = ["--seconds", "6", "--workers", "2", "--seed", "5", "--no-sabotage", "--keep"]
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.storm", *options, *places],
+        [sys.executable, "-m", "tests.stress.storm", *options, *places],
         capture_output=True,
         text=True,
         timeout=150,

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import shardcache
-from benchmarks.storm.economy import AGAIN, EVICTED, LOST, SWEPT
-from benchmarks.storm.judge import DAMAGED
-from benchmarks.storm.rules import Rules
+from tests.stress.storm.economy import AGAIN, EVICTED, LOST, SWEPT
+from tests.stress.storm.judge import DAMAGED
+from tests.stress.storm.rules import Rules
 from tests.stress.stormtools import HALF, LYING, Tale, broken, good
 
 

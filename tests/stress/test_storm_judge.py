@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.storm.history import Log, read, read_all
+from tests.stress.storm.history import Log, read, read_all
 from tests.stress.stormtools import LYING, RULES, WHO, Tale, broken, good
 
 

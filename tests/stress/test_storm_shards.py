@@ -8,7 +8,7 @@ import tarfile
 
 import pytest
 
-from benchmarks.storm import shards
+from tests.stress.storm import shards
 
 NAME, SIZE = shards.name(3), 40_960 + 512
 

@@ -23,10 +23,14 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
         yield server
 
 
+#: Run when they are named, and then whole: the first needs packages of its own, the second time.
+APART = {"packages", "stress"}
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """`tests/packages` needs packages of its own: it runs when it is named, and then whole."""
-    named = any("packages" in Path(argument).parts for argument in config.args)
-    return True if collection_path.name == "packages" and not named else None
+    """`make test` leaves `APART` out."""
+    named = {part for argument in config.args for part in Path(argument).parts}
+    return True if collection_path.name in APART - named else None
 
 
 def _outside() -> set[Path]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shardcache import sync
 from shardcache.errors import ConfigError
-from tests.support.fuseshim import mounted, needs_fuse
+from tests.stress.fuse.shim import mounted, needs_fuse
 from tests.support.storetools import PATIENCE, Parent, crowd, forked
 
 

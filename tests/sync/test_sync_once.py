@@ -22,8 +22,8 @@ from shardcache.sync.outcomes import done
 from shardcache.sync.patience import Patience
 from shardcache.sync.runners import Identity, Watch
 from shardcache.sync.turns import _Turn
+from tests.stress.fuse.shim import REPOSITORY, mounted, needs_fuse
 from tests.support.fakes import FakeClock
-from tests.support.fuseshim import REPOSITORY, mounted, needs_fuse
 from tests.support.storetools import PATIENCE, Parent, age, crowd, forked, wait_until
 
 

@@ -18,8 +18,8 @@ from shardcache.errors import ConfigError
 from shardcache.sync.appearing import makedirs, wait_for
 from shardcache.sync.glimpse import describe, look
 from shardcache.sync.patience import Patience
+from tests.stress.fuse.shim import Shim, mounted, needs_fuse
 from tests.support.fakes import FakeClock
-from tests.support.fuseshim import Shim, mounted, needs_fuse
 from tests.support.storetools import PATIENCE, Parent, crowd, forked, wait_until
 
 

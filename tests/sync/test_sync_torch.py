@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.fuseshim import REPOSITORY
+from tests.stress.fuse.shim import REPOSITORY
 
 pytest.importorskip("torch")
 

@@ -1,0 +1,120 @@
+"""Runs any part of the suite with locks that fail; a pytest plugin.
+
+    pytest --flock refused tests/test_cache.py
+    pytest --flock lying ...
+    pytest --flock deleted ...
+
+Locks only save bandwidth: what a test says of bytes, visibility, crashes and errors
+must hold without them. "refused" and "lying" replace `fcntl.flock` here and in every
+Python child; "deleted" lets a process remove the lock files and directories below the
+test's directory for as long as it runs.
+
+A test that claims that a lock does its work says so, and is left out where that cannot
+be true: ``@pytest.mark.locks_work("flock", ...)``, of
+
+    flock     nobody else has a lock that is held
+    answers   flock says whether a lock is held, so that no time has to pass before
+              what a dead process left, or nobody uses, may be taken
+    files     a lock file is there for as long as it is held
+
+Without arguments all three: one fetch of a key at a time, one budget.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.stress.brokensite import sitecustomize
+
+_SITE = Path(__file__).resolve().parent / "brokensite"
+#: What each fault leaves untrue.
+_UNTRUE = {"refused": {"flock", "answers"}, "lying": {"flock"}, "deleted": {"files"}}
+_CLAIMS = ("flock", "answers", "files")
+
+
+def locks_work(claim: str) -> bool:
+    """Whether a test may make one of the claims above, in this process and now."""
+    how = os.environ.get("BROKEN_FLOCK")
+    return how is None or claim not in _UNTRUE[how]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--flock", choices=sorted(_UNTRUE), help="run with locks that fail")
+    parser.addoption("--full", action="store_true", help="run the cases marked `full`, too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers",
+        "locks_work(*claims): claims that locks do their work; see tests.stress.brokenflock",
+    )
+    config.addinivalue_line(
+        "markers", "full: one more case of a test that has been shown; left out without --full"
+    )
+    how = config.getoption("--flock")
+    if how is not None:
+        os.environ["BROKEN_FLOCK"] = how
+    if how in ("refused", "lying"):
+        sitecustomize.break_flock(how)
+        rest = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(_SITE), *([rest] if rest else [])])
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--full"):
+        left_out = [item for item in items if item.get_closest_marker("full")]
+        items[:] = [item for item in items if item not in set(left_out)]
+        config.hook.pytest_deselected(items=left_out)
+    how = config.getoption("--flock")
+    if how is None:
+        return
+    skip = pytest.mark.skip(reason=f"claims that locks work; they are {how}")
+    for item in items:
+        marks = list(item.iter_markers("locks_work"))
+        claimed = {claim for mark in marks for claim in mark.args or _CLAIMS}
+        if claimed & _UNTRUE[how]:
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def _saboteur(request: pytest.FixtureRequest) -> Iterator[Callable[[str], None] | None]:
+    """Tells the saboteur below which directory to work, if there is one."""
+    if request.config.getoption("--flock") != "deleted":
+        yield None
+        return
+    command = [sys.executable, "-I", "-S", str(_SITE / "saboteur.py")]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    stdin, stdout = process.stdin, process.stdout
+    assert stdin is not None and stdout is not None
+
+    def tell(directory: str) -> None:
+        stdin.write(directory + "\n")
+        stdin.flush()
+        assert stdout.readline() == "\n"
+
+    try:
+        yield tell
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture(autouse=True)
+def _sabotage(
+    _saboteur: Callable[[str], None] | None, request: pytest.FixtureRequest
+) -> Iterator[None]:
+    """With ``--flock deleted``: no lock file of this test lives long."""
+    if _saboteur is None:
+        yield
+        return
+    _saboteur(str(request.getfixturevalue("tmp_path")))
+    try:
+        yield
+    finally:
+        _saboteur("")

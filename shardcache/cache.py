@@ -27,7 +27,7 @@ from shardcache.errors import (
     ConfigError,
     ShardNotFoundError,
 )
-from shardcache.origins.endpoints import configured_endpoint
+from shardcache.origins.endpoints import endpoint_of
 from shardcache.processes import Processes
 from shardcache.ranks import detect
 from shardcache.runtime import Process
@@ -92,7 +92,7 @@ class Cache(Upkeep):
         self.sources = dict(sources)
         self._clock = clock
         self._started = clock.time() if started is None else started
-        self._endpoint = config.endpoint_url or configured_endpoint(config.storage_options)
+        self._endpoint = endpoint_of(config)
         self._processes = Processes(config, detect(), clock, self._started)
         self._opener = _opener(config, self._processes.here, clock)
         # Parsing costs more than opening; epochs ask for the same URLs again.

@@ -13,11 +13,11 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from shardcache.breaker import Breaker, fault_kind, is_disk_fault
 from shardcache.clock import Clock
 from shardcache.config import Config
 from shardcache.errors import ConfigError
 from shardcache.ranks import Ranks
-from shardcache.space.breaker import Breaker, fault_kind, is_disk_fault
 from shardcache.space.choices import Choices
 from shardcache.space.tiers import Tier
 from shardcache.stats.tally import Tally

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from shardcache import urls
 from shardcache.errors import ConfigError
 from shardcache.layout import META, PROGRESS
-from shardcache.origins.endpoints import default_s3_endpoint
 from shardcache.urls import parse_url, redact
 
 CANARY = "cAnArY0123456789"
@@ -460,81 +459,3 @@ def test_a_pickle_of_a_shard_url_leaves_credentials_out_unless_a_child_is_spawne
         assert parse_url(found.raw).key == shard.key
     monkeypatch.setattr("multiprocessing.context.get_spawning_popen", object)
     assert pickle.loads(pickle.dumps([shard])) == [shard]
-
-
-# -- the endpoint in force -----------------------------------------------------
-
-PROFILES = """
-[default]
-endpoint_url = http://default
-[profile lab]
-region = x
-services = lab-services
-endpoint_url = http://lab-general
-[profile plain]
-region = x
-[profile dangling]
-services = nowhere
-[services lab-services]
-s3 =
-  region = y
-  endpoint_url = http://lab-s3
-dynamodb =
-  endpoint_url = http://lab-db
-"""
-
-
-@pytest.fixture
-def environ(tmp_path: Path) -> dict[str, str]:
-    (tmp_path / "aws").write_text(PROFILES)
-    return {"AWS_CONFIG_FILE": str(tmp_path / "aws")}
-
-
-def test_the_order_is_that_of_the_aws_sdks(environ: dict[str, str]) -> None:
-    assert default_s3_endpoint(environ) == "http://default"
-    assert default_s3_endpoint(environ, "lab") == "http://lab-s3"
-    assert default_s3_endpoint({**environ, "AWS_PROFILE": "lab"}) == "http://lab-s3"
-    assert default_s3_endpoint({**environ, "AWS_PROFILE": "plain"}, "lab") == "http://lab-s3"
-    environ["AWS_ENDPOINT_URL"] = "http://any"
-    assert default_s3_endpoint(environ, "lab") == "http://any"
-    environ["AWS_ENDPOINT_URL_S3"] = "http://s3"
-    assert default_s3_endpoint(environ, "lab") == "http://s3"
-    environ["AWS_IGNORE_CONFIGURED_ENDPOINT_URLS"] = "true"
-    assert default_s3_endpoint(environ, "lab") is None
-
-
-@pytest.mark.parametrize("profile", ["plain", "dangling", "absent"])
-def test_a_profile_without_an_endpoint_means_aws(environ: dict[str, str], profile: str) -> None:
-    assert default_s3_endpoint(environ, profile) is None
-
-
-@pytest.mark.parametrize(
-    "text", ["", "[default]\nregion=x", "endpoint_url = outside", "[default\nendpoint_url=x", None]
-)
-def test_a_config_file_that_says_nothing_means_aws(tmp_path: Path, text: str | None) -> None:
-    if text is not None:
-        (tmp_path / "aws").write_text(text)
-    assert default_s3_endpoint({"AWS_CONFIG_FILE": str(tmp_path / "aws")}) is None
-
-
-def test_a_config_file_that_is_not_text_means_aws(tmp_path: Path) -> None:
-    (tmp_path / "aws").write_bytes(b"\xff\xfe endpoint_url")
-    assert default_s3_endpoint({"AWS_CONFIG_FILE": str(tmp_path / "aws")}) is None
-
-
-def test_the_default_profile_may_be_spelled_like_the_others(tmp_path: Path) -> None:
-    (tmp_path / "aws").write_text("[profile default]\nendpoint_url = http://d\n")
-    assert default_s3_endpoint({"AWS_CONFIG_FILE": str(tmp_path / "aws")}) == "http://d"
-
-
-def test_a_user_without_a_home_has_no_profile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for an unknown uid
-    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
-    assert default_s3_endpoint({}) is None
-
-
-def test_the_environment_is_that_of_the_process_by_default(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://here")
-    assert default_s3_endpoint() == "http://here"

@@ -24,7 +24,7 @@ from shardcache.clock import SYSTEM_CLOCK
 from shardcache.config import Config
 from shardcache.errors import ShardCacheError
 from shardcache.origins.base import ObjectInfo, VersionChangedError
-from shardcache.origins.endpoints import configured_endpoint
+from shardcache.origins.endpoints import endpoint_of
 from shardcache.origins.resolve import Origins
 from shardcache.origins.retry import RetryPolicy
 from shardcache.origins.s3 import S3Origin
@@ -71,7 +71,7 @@ def read_origin(config: Config, text: str) -> Iterator[Finding]:
         text: the shard's URL.
     """
     try:
-        endpoint = config.endpoint_url or configured_endpoint(config.storage_options)
+        endpoint = endpoint_of(config)
         url = parse_url(text, endpoint=endpoint, allow_schemes=config.allow_schemes)
     except ShardCacheError as exn:
         # What is secret in a command cannot be told.

@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
 
+from shardcache.breaker import FULL
 from shardcache.clock import Clock
 from shardcache.config import Config
 from shardcache.errors import ShardCacheError
@@ -34,7 +35,6 @@ from shardcache.locks.lease import KeyLease
 from shardcache.locks.waits import WaitNote
 from shardcache.origins.resolve import Origins
 from shardcache.ranks import Ranks
-from shardcache.space.breaker import FULL
 from shardcache.space.choices import Choices
 from shardcache.store.entry import read_sidecar
 from shardcache.store.metadata import DamagedError, Metadata

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+from shardcache.breaker import Breaker
 from shardcache.clock import Clock
 from shardcache.errors import TransferError
 from shardcache.files import disown, is_alone, open_file, open_owned
@@ -31,7 +32,6 @@ from shardcache.modes import settle
 from shardcache.origins.base import ObjectInfo
 from shardcache.origins.resolve import Origins
 from shardcache.origins.retry import RetryPolicy
-from shardcache.space.breaker import Breaker
 from shardcache.store.drift import differs
 from shardcache.store.entry import Entry
 from shardcache.store.metadata import DamagedError

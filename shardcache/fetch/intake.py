@@ -17,6 +17,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from shardcache.breaker import FULL
 from shardcache.clock import Clock
 from shardcache.config import Config
 from shardcache.errors import (
@@ -33,7 +34,6 @@ from shardcache.locks.lease import KeyLease
 from shardcache.names import parse_partial_name
 from shardcache.origins.base import ObjectInfo, Origin
 from shardcache.origins.resolve import Origins
-from shardcache.space.breaker import FULL
 from shardcache.space.budget import Space
 from shardcache.store.entry import versions
 from shardcache.store.metadata import Metadata, boot_id

@@ -31,10 +31,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardcache.breaker import DISK_FAULTS, FULL
 from shardcache.files import is_alone
 from shardcache.layout import read_file
 from shardcache.modes import PRIVATE, Modes
-from shardcache.space.breaker import DISK_FAULTS, FULL
 
 if TYPE_CHECKING:
     from filelock import FileLock

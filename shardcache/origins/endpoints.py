@@ -1,75 +1,108 @@
-"""Which S3 endpoint is in force, told without botocore.
+"""Which S3 endpoint is in force.
 
-A hit must not pay for importing botocore, and yet the endpoint is part of a
-shard's identity: the same bucket name on two endpoints is two objects.
+It is part of a shard's identity: the same bucket name on two endpoints is two objects. `Cache`
+asks here for the key, `S3Origin` for the client, so both always mean the same server.
 
-Reads the environment and the AWS configuration file; changes nothing.
+Importing botocore costs a hit a tenth of a second, so it is asked only where a configuration
+file says something about endpoints. Reads the environment and the files of AWS; changes nothing.
 """
 
 from __future__ import annotations
 
-import configparser
+import functools
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["configured_endpoint", "default_s3_endpoint"]
+from shardcache.config import Config
+
+__all__ = ["endpoint_of", "s3_endpoint", "scheme_options"]
+
+logger = logging.getLogger(__name__)
+
+#: Everything that can change what botocore answers.
+_VARIABLES = (
+    *("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS"),
+    *("AWS_PROFILE", "AWS_DEFAULT_PROFILE", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"),
+    "HOME",
+)
+_FILES = {
+    "AWS_CONFIG_FILE": "~/.aws/config",
+    "AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials",
+}
 
 
-def configured_endpoint(storage_options: Mapping[str, Any]) -> str | None:
-    """The S3 endpoint that storage options name, else the default one."""
-    client = storage_options.get("client_kwargs")
-    for table in (storage_options, client if isinstance(client, Mapping) else {}):
-        if table.get("endpoint_url"):
-            return str(table["endpoint_url"])
-    profile = storage_options.get("profile")
-    return default_s3_endpoint(profile=str(profile) if profile else None)
+def scheme_options(config: Config, scheme: str) -> Mapping[str, Any]:
+    """The storage options for one scheme: the table of its name; without one, all are S3's."""
+    own = config.storage_options.get(scheme)
+    if isinstance(own, Mapping):
+        return own
+    return config.storage_options if scheme == "s3" else {}
 
 
-def default_s3_endpoint(
-    environ: Mapping[str, str] | None = None, profile: str | None = None
-) -> str | None:
-    """The S3 endpoint that botocore will use when none is passed, or None for AWS.
+def endpoint_of(config: Config) -> str | None:
+    """The S3 endpoint that a configuration's shards are read from; None for AWS."""
+    return s3_endpoint(scheme_options(config, "s3"), config.endpoint_url)
 
-    Follows the order of the AWS SDKs reference guide, "Service-specific
-    endpoints": AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, the profile's
-    ``services`` section, the profile's ``endpoint_url``. Read here without
-    botocore because a hit must not pay for importing it.
+
+def s3_endpoint(options: Mapping[str, Any], endpoint_url: str | None = None) -> str | None:
+    """The endpoint that a client with these options uses; None for AWS.
+
+    The order is botocore's: what is passed, AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, the
+    profile's ``services`` section, the profile's ``endpoint_url``.
+
+    Args:
+        options: as s3fs takes them; see `s3.S3Origin`.
+        endpoint_url: overrides the endpoint of ``options``.
     """
-    env = os.environ if environ is None else environ
-    if env.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() == "true":
-        return None
-    for variable in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
-        if env.get(variable):
-            return env[variable]
-    # os.path: where there is no home (any uid in a container), pathlib raises.
-    path = os.path.expanduser(env.get("AWS_CONFIG_FILE") or "~/.aws/config")  # noqa: PTH111
-    try:
-        text = Path(path).read_text("utf-8")
-    except (OSError, UnicodeDecodeError):
-        return None  # botocore will say what is wrong with it, if it needs it
-    if "endpoint_url" not in text:
-        return None
-    return _profile_endpoint(text, profile or env.get("AWS_PROFILE") or "default")
+    passed = endpoint_url or options.get("endpoint_url")
+    passed = passed or (options.get("client_kwargs") or {}).get("endpoint_url")
+    if passed:
+        return str(passed)
+    ignore = (options.get("config_kwargs") or {}).get("ignore_configured_endpoint_urls")
+    files = tuple(_text(variable, path) for variable, path in _FILES.items())
+    variables = tuple(os.environ.get(name, "") for name in _VARIABLES)
+    named, named_for_all, ignored = variables[:3]
+    # `ignore_configured_endpoint_urls` in a file is found by the same word.
+    if (
+        ignore is None
+        and not ignored
+        and not any(b"endpoint_url" in text.lower() for text in files)
+    ):
+        return named or named_for_all or None
+    return _ask_botocore(options.get("profile"), ignore, variables, files)
 
 
-def _profile_endpoint(text: str, profile: str) -> str | None:
-    parser = configparser.RawConfigParser(strict=False)
+def _text(variable: str, path: str) -> bytes:
+    path = os.path.expandvars(os.environ.get(variable, path))
     try:
-        parser.read_string(text)
-    except configparser.Error:
+        # os.path: where there is no home (any uid in a container), pathlib raises.
+        return Path(os.path.expanduser(path)).read_bytes()  # noqa: PTH111
+    except OSError:
+        return b""
+
+
+@functools.lru_cache(maxsize=64)
+def _ask_botocore(
+    profile: str | None, ignore: bool | None, variables: tuple[str, ...], files: tuple[bytes, ...]
+) -> str | None:
+    """What the files say; remembered for as long as neither they nor the environment change."""
+    import botocore.session
+    from botocore.exceptions import BotoCoreError
+
+    try:
+        session = botocore.session.Session(profile=profile)
+        if ignore is None:
+            ignore = session.get_config_variable("ignore_configured_endpoint_urls")
+        if ignore:
+            return None
+        own = session.get_scoped_config()
+        services = session.full_config.get("services", {}).get(own.get("services"), {})
+        found = services.get("s3", {}).get("endpoint_url") or own.get("endpoint_url")
+        return variables[0] or variables[1] or found or None
+    except (BotoCoreError, OSError, ValueError, AttributeError) as exn:
+        # Making the client fails for the same reason, and says so to those who need it.
+        logger.debug("the configuration of AWS cannot be read: %s", type(exn).__name__)
         return None
-    section = f"profile {profile}"
-    if profile == "default" and parser.has_section("default"):
-        section = "default"
-    if not parser.has_section(section):
-        return None
-    services = parser.get(section, "services", fallback=None)
-    if services and parser.has_section(f"services {services}"):
-        nested = parser.get(f"services {services}", "s3", fallback="")
-        for line in nested.splitlines():
-            name, _, value = line.partition("=")
-            if name.strip() == "endpoint_url" and value.strip():
-                return value.strip()
-    return parser.get(section, "endpoint_url", fallback=None) or None

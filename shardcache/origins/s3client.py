@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from shardcache.errors import ConfigError
+from shardcache.origins.endpoints import s3_endpoint
 from shardcache.urls import redact
 from shardcache.version import __version__
 
@@ -53,11 +54,11 @@ def make_client(
         **(options.get("config_kwargs") or {}),
         # Whatever config_kwargs say for s3fs: attempts must not multiply.
         "retries": {"total_max_attempts": 1, "mode": "standard"},
+        "ignore_configured_endpoint_urls": True,  # `s3_endpoint` has looked at them
     }
     if options.get("anon"):
         settings["signature_version"] = UNSIGNED
-    endpoint = endpoint_url or options.get("endpoint_url") or client_kwargs.get("endpoint_url")
-    client_kwargs["endpoint_url"] = endpoint
+    client_kwargs["endpoint_url"] = s3_endpoint(options, endpoint_url)
     client_kwargs.setdefault("use_ssl", options.get("use_ssl", True))
     try:
         session = _session(options.get("profile"))

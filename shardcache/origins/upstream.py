@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from shardcache.breaker import Breaker
 from shardcache.clock import Clock
 from shardcache.config import Config
 from shardcache.errors import AccessDeniedError, ConfigError, ShardNotFoundError
@@ -34,7 +35,6 @@ from shardcache.optionvalues import Upstream
 from shardcache.origins.base import Body, ObjectInfo, Origin, TransientError, VersionChangedError
 from shardcache.origins.filesystem import FsspecOrigin
 from shardcache.origins.s3 import S3Origin
-from shardcache.space.breaker import Breaker
 from shardcache.store.metadata import MAX_BYTES, DamagedError, Metadata
 from shardcache.urls import ShardURL, parse_url, redact
 

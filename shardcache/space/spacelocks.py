@@ -13,11 +13,11 @@ import logging
 import os
 from collections.abc import Iterator
 
+from shardcache.breaker import FULL
 from shardcache.clock import Clock
 from shardcache.errors import LockTimeoutError
 from shardcache.layout import Layout
 from shardcache.locks.flock import Holder, KeyLock, read_holder
-from shardcache.space.breaker import FULL
 from shardcache.units import format_duration
 
 __all__ = ["budget_lock", "sole_cleaner"]

@@ -20,9 +20,9 @@ import logging
 import os
 from typing import TYPE_CHECKING, Protocol
 
+from shardcache.breaker import Breaker, is_disk_fault
 from shardcache.errors import TransferError
 from shardcache.origins.base import ObjectInfo
-from shardcache.space.breaker import Breaker, is_disk_fault
 from shardcache.urls import ShardURL
 
 if TYPE_CHECKING:

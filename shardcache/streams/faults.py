@@ -6,6 +6,7 @@ import errno
 import os
 from typing import TypeGuard
 
+from shardcache.breaker import Breaker
 from shardcache.errors import (
     CacheFullError,
     FetchCancelledError,
@@ -14,7 +15,6 @@ from shardcache.errors import (
     ShardCacheError,
     TransferError,
 )
-from shardcache.space.breaker import Breaker
 from shardcache.urls import ShardURL
 
 __all__ = ["TOO_MANY_FILES", "PausedError", "can_open", "exhausted", "gate", "is_final", "kind_of"]

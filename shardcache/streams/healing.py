@@ -12,13 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardcache.breaker import fault_kind
 from shardcache.clock import Clock
 from shardcache.config import Config
 from shardcache.errors import ShardCacheError
 from shardcache.locks.flock import is_file
 from shardcache.origins.base import ObjectInfo
 from shardcache.runtime import Process
-from shardcache.space.breaker import fault_kind
 from shardcache.store.entry import Entry
 from shardcache.store.metadata import DamagedError
 from shardcache.store.store import Store

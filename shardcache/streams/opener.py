@@ -20,6 +20,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, BinaryIO
 
+from shardcache.breaker import fault_kind
 from shardcache.clock import Clock
 from shardcache.config import Config
 from shardcache.errors import (
@@ -30,7 +31,6 @@ from shardcache.errors import (
 )
 from shardcache.fetch.obtaining import Obtainer
 from shardcache.runtime import Process
-from shardcache.space.breaker import fault_kind
 from shardcache.store.metadata import DamagedError
 from shardcache.store.store import Opened, Store
 from shardcache.streams.faults import (

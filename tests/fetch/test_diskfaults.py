@@ -24,9 +24,9 @@ from typing import Any
 import pytest
 
 from shardcache import Cache, CacheFullError, ConfigError, TransferError
+from shardcache.breaker import FULL
 from shardcache.config import Config
 from shardcache.layout import META, Layout
-from shardcache.space.breaker import FULL
 from shardcache.space.eviction import ENTRY_INODES, Limits, Reason, plan
 from shardcache.space.volume import Volume
 from tests.stress.fuse.shim import Shim, mounted, needs_fuse

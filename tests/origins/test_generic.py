@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import os
 import re
@@ -92,15 +93,23 @@ class Handler(http.server.BaseHTTPRequestHandler):
         """Say nothing."""
 
 
-@pytest.fixture
-def web() -> Iterator[Server]:
+@contextlib.contextmanager
+def served() -> Iterator[Server]:
     server = Server()
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@pytest.fixture
+def web() -> Iterator[Server]:
+    with served() as server:
+        yield server
 
 
 @pytest.fixture

@@ -269,34 +269,6 @@ def test_an_endpoint_that_refuses_connections_is_named(
         cache.open("s3://lab/a.tar")
 
 
-@pytest.mark.parametrize("where", ["endpoint_url", "storage", "client_kwargs", "profile"])
-def test_the_endpoint_may_come_from_anywhere_boto_looks(
-    where: str, s3: S3Server, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    s3.put(bucket, "a.tar", make_tar(1))
-    monkeypatch.delenv("AWS_ENDPOINT_URL_S3")
-    options: dict = {"min_free": 0}
-    if where == "endpoint_url":
-        options["endpoint_url"] = s3.endpoint_url
-    elif where == "storage":
-        options["storage_options"] = {"endpoint_url": s3.endpoint_url}
-    elif where == "client_kwargs":
-        options["storage_options"] = {"client_kwargs": {"endpoint_url": s3.endpoint_url}}
-    else:
-        config = tmp_path / "aws-config"
-        config.write_text(f"[profile lab]\nregion = us-east-1\nendpoint_url = {s3.endpoint_url}\n")
-        monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
-        options["storage_options"] = {"profile": "lab"}
-        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
-        (tmp_path / "credentials").write_text(
-            f"[lab]\naws_access_key_id={s3.access_key}\naws_secret_access_key={s3.secret_key}\n"
-        )
-    cache = Cache(tmp_path / "cache", **options)
-    assert read(cache, f"s3://{bucket}/a.tar") == make_tar(1)
-    aws = Cache(tmp_path / "cache", endpoint_url="https://s3.amazonaws.com")
-    assert aws.parse(f"s3://{bucket}/a.tar").key != cache.parse(f"s3://{bucket}/a.tar").key
-
-
 def test_requester_pays_is_sent(s3: S3Server, bucket: str, tmp_path: Path) -> None:
     s3.put(bucket, "a.tar", make_tar(1))
     sent: list[dict] = []

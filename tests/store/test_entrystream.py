@@ -17,12 +17,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardcache import Cache, TransferError
+from shardcache.breaker import Breaker
 from shardcache.clock import SYSTEM_CLOCK
 from shardcache.config import Config
 from shardcache.layout import META, Layout
 from shardcache.locks.flock import Holder, KeyLock
 from shardcache.origins.base import ObjectInfo
-from shardcache.space.breaker import Breaker
 from shardcache.store import entrystream
 from shardcache.store.digest import BLOCK
 from shardcache.store.entrystream import EntryStream

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
+from shardcache.breaker import Breaker
 from shardcache.cache import Cache
 from shardcache.layout import Layout
-from shardcache.space.breaker import Breaker
 from shardcache.stats import counters as module
 from shardcache.stats.counters import Counters
 from shardcache.stats.history import samples

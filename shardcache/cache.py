@@ -30,7 +30,6 @@ from shardcache.errors import (
 from shardcache.origins.endpoints import endpoint_of
 from shardcache.processes import Processes
 from shardcache.ranks import detect
-from shardcache.runtime import Process
 from shardcache.store.metadata import DamagedError
 from shardcache.store.store import Entry, Opened, Store
 from shardcache.streams.opener import Opener
@@ -94,7 +93,7 @@ class Cache(Upkeep):
         self._started = clock.time() if started is None else started
         self._endpoint = endpoint_of(config)
         self._processes = Processes(config, detect(), clock, self._started)
-        self._opener = _opener(config, self._processes.here, clock)
+        self._opener = Opener(config, self._processes.here, clock)
         # Parsing costs more than opening; epochs ask for the same URLs again.
         self._parsed: dict[str, ShardURL] = {}
         self._called_off: list[Callable[[], None]] = []
@@ -264,9 +263,24 @@ class Cache(Upkeep):
                 cannot be asked.
             OSError: the disk fails.
         """
-        from shardcache.streams.revalidating import outdated
+        from shardcache.store.drift import differs
 
-        return outdated(self._here(), shard)
+        process = self._here()
+        process.coordinator()
+        found = [entry for store in process.stores() for entry in store.entries_of(shard.key)]
+        if not found or shard.scheme == "pipe" or shard.version_id:
+            return frozenset()
+        origin, attempts = process.origins.of(shard), process.fetcher.policy.started(str(shard))
+        now = attempts.call(lambda: origin.stat(shard), sleep=self._clock.sleep)
+        for entry in found:
+            try:
+                if differs(entry.metadata().info, now) is None:
+                    return frozenset()
+            except ValueError:  # nothing tells versions apart
+                return frozenset()
+            except (DamagedError, FileNotFoundError):
+                continue
+        return frozenset(entry.version for entry in found)
 
     def path(self, url: str) -> Path | None:
         """Where the shard is, or None if it is not cached. Not pinned: it may go any time."""
@@ -360,11 +374,3 @@ class Cache(Upkeep):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _opener(config: Config, here: Callable[[], Process], clock: Clock) -> Opener:
-    if config.revalidate == "never":
-        return Opener(config, here, clock)
-    from shardcache.streams.revalidating import RevalidatingOpener  # here: others do not need it
-
-    return RevalidatingOpener(config, here, clock)

@@ -43,7 +43,6 @@ from shardcache.optionkinds import (
     PART_SIZE,
     PATH,
     POLICY,
-    REVALIDATE,
     ROOM,
     SIZE,
     SOME_TIME,
@@ -120,9 +119,6 @@ class Config:
     timeout: float = _opt(SOME_TIME, 30.0, "No byte for so long is a failed attempt.")
     lock_timeout: float = _opt(TIME, 1800.0, "Longest wait for another process's fetch.")
     stale_after: float = _opt(SOME_TIME, 120.0, "A partial not growing for so long is stale.")
-    revalidate: Literal["never", "always"] | float = _opt(
-        REVALIDATE, "never", "Ask the origin for a cached shard's version as a job first opens it."
-    )
     strict: bool = _opt(BOOL, False, "Raise on a fault of the cache instead of streaming.")
     validate: Callable[[Path], None] | None = _opt(
         CALL, None, "Called on each fetched shard before it is published; in code only."

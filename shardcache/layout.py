@@ -196,15 +196,6 @@ class Layout:
         """A name for the note of somebody who waits."""
         return self.sessions / f"{random_token()}.wait"
 
-    def choices(self, job: str) -> Path:
-        """Which versions a job reads; ``job`` is 32 hexadecimal digits."""
-        return self.sessions / f"{job}.versions"
-
-    @property
-    def confirmed(self) -> Path:
-        """When origins were asked for versions, and what they said."""
-        return self.locks / "confirmed.map"
-
     def key_dir(self, key: str) -> Path:
         """The directory of all versions of one key."""
         return Path(f"{self.base}/objects/{key[:2]}/{key}")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 
 __all__ = [
-    "is_choices_name",
     "is_evicted_name",
     "is_key",
     "is_lease_name",
@@ -33,7 +32,6 @@ _EVICTED = re.compile(r"evict\.([0-9a-f]{32})\.([0-9a-f]{32})\Z")
 _LOCK = re.compile(r"([0-9a-f]{32})\.lock\Z")
 _USES = re.compile(r"[0-9a-f]{32}\.uses\Z")
 _WAIT = re.compile(r"[0-9a-f]{32}\.wait\Z")
-_CHOICES = re.compile(r"[0-9a-f]{32}\.versions\Z")
 _PIN = re.compile(r"[0-9a-f]{32}\.pin\Z")
 _LEASE = re.compile(r"[0-9a-f]{32}\.(lease|holder)\Z")
 _TEMPORARY = re.compile(r"\.[A-Za-z0-9.]+\.[0-9a-f]{32}\Z")
@@ -97,11 +95,6 @@ def is_uses_name(name: str) -> bool:
 def is_wait_name(name: str) -> bool:
     """Whether ``name`` is that of the note of somebody who waits."""
     return _WAIT.match(name) is not None
-
-
-def is_choices_name(name: str) -> bool:
-    """Whether ``name`` is that of a job's log of choices."""
-    return _CHOICES.match(name) is not None
 
 
 def is_unnamed(name: str) -> bool:

@@ -108,17 +108,6 @@ def _some_time(value: Any) -> float:
     return seconds
 
 
-def _revalidate(value: Any) -> str | float:
-    word = value.strip().lower() if isinstance(value, str) else None
-    if word in ("never", "always"):
-        return word
-    try:
-        return _some_time(value)
-    except ConfigError as exn:
-        accepted = "never, always, or a duration such as 10m"
-        raise refuse(value, "says nothing of when to ask", accepted) from exn
-
-
 def _function(value: object) -> Callable[[Path], None]:
     if not callable(value):
         raise refuse(value, "cannot be called", "a function of the path of a fetched file")
@@ -272,11 +261,6 @@ LOCKS = _choice("auto", "flock", "node", "lease")
 FILL = _choice("follow", "complete")
 TIERS = Kind("list", _tiers, lambda value: ", ".join(map(str, value)))
 UPSTREAMS = Kind("list", _upstreams, lambda value: ", ".join(map(str, value)))
-REVALIDATE = Kind(
-    "never or always or duration",
-    _revalidate,
-    lambda value: value if isinstance(value, str) else units.exact_duration(value),
-)
 POLICY = _choice("working-set", "lru", "fifo")
 FSYNC = _choice("verify-after-boot", "fsync", "none")
 ROOM = Kind("size or %", _room)

@@ -47,7 +47,6 @@ class Options(TypedDict, total=False):
     timeout: Duration | None
     lock_timeout: Duration | None
     stale_after: Duration | None
-    revalidate: Literal["never", "always"] | Duration | None
     strict: bool | None
     validate: Callable[[Path], None] | None
     fsync: Literal["verify-after-boot", "fsync", "none"] | None

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from shardcache.breaker import Breaker, fault_kind, is_disk_fault
@@ -18,7 +17,6 @@ from shardcache.clock import Clock
 from shardcache.config import Config
 from shardcache.errors import ConfigError
 from shardcache.ranks import Ranks
-from shardcache.space.choices import Choices
 from shardcache.space.tiers import Tier
 from shardcache.stats.tally import Tally
 from shardcache.store.namespaces import Namespaces
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
     from shardcache.fetch.background import Fetchings
     from shardcache.fetch.coordinator import Coordinator
     from shardcache.fetch.copying import Copier
-    from shardcache.fetch.currency import Currency
     from shardcache.fetch.transfer import Fetcher
     from shardcache.origins.resolve import Origins
     from shardcache.space.housekeeping import Housekeeper
@@ -52,12 +49,11 @@ class Process:
     def __init__(self, config: Config, ranks: Ranks, clock: Clock, started: float) -> None:
         self._warned: set[str] = set()
         #: Fastest first; the last one is ``dir``, where locks are.
-        self.choices = Choices(strict=config.revalidate != "never")
         *faster, last = config.by_tier()
-        parts = ranks, clock, started, self.warn, self.choices
+        parts = ranks, clock, started, self.warn
         self.tiers = (
-            *(Tier(each, *parts, primary=False) for each in faster),
-            Tier(last, *parts, primary=True),
+            *(Tier(each, *parts) for each in faster),
+            Tier(last, *parts),
         )
         self._config = config
         self._ranks = ranks
@@ -220,7 +216,6 @@ class Process:
         # Not at the top: these bring filelock, and `import shardcache` stays light.
         from shardcache.fetch.background import Fetchings
         from shardcache.fetch.copying import Copier
-        from shardcache.fetch.currency import Currency
         from shardcache.fetch.transfer import Fetcher
         from shardcache.origins.resolve import Origins
         from shardcache.origins.retry import RetryPolicy
@@ -230,9 +225,6 @@ class Process:
         self.origins: Origins = Origins(config, self._clock)
         self.copier: Copier = Copier(self.store_of, self.origins)
         policy = RetryPolicy(config.attempts, config.deadline, self._clock)
-        self.currency: Currency = Currency(
-            lambda: self.home.namespaces.node, self.origins, policy, config.timeout, self._clock
-        )
         self.fetcher: Fetcher = Fetcher(
             policy,
             self._clock,
@@ -253,7 +245,6 @@ class Process:
         self._look_at = 0.0
         return Coordinator(
             [Place(tier.store, tier.space()) for tier in self.usable],
-            choices=self.choices,
             siblings=lambda: [s for tier in self.usable for s in tier.namespaces.siblings()],
             fetcher=self.fetcher,
             origins=self.origins,
@@ -339,29 +330,9 @@ class Process:
                 tier.note_use(directory.split("/")[-2])
             else:
                 self._unused.add(directory)
-            if use:
-                self.reads(opened)
         elif use and directory in self._unused:
             self._unused.discard(directory)
             self.tier_of(directory).note_use(directory.split("/")[-2])
-            self.reads(opened)
-
-    def reads(self, opened: Opened) -> None:
-        """Note which version of a shard this job reads, and so goes on reading."""
-        *_, key, name = opened.directory.split("/")
-        if self.choices.note(key, name.partition("-")[0]) is not None:
-            self.warn(
-                "version",
-                "%s: the version that this job read was evicted, and its origin has it no longer; "
-                "from now on the job reads another one",
-                os.path.basename(opened.path),  # noqa: PTH119 - paths are strings when reading
-            )
-
-    def pass_over(self, key: str, versions: Collection[str]) -> None:
-        """Take no notice of entries of these versions until there is a fetch of the shard."""
-        self.choices.pass_over(key, versions)
-        for store in self.stores():
-            store.forget(key)
 
     def cancel(self) -> None:
         """Call off all fetches of this process; they raise, and can be resumed."""
@@ -379,5 +350,4 @@ class Process:
                 self.copier.drop()
         for tier in self.tiers:
             tier.end_session()
-        self.choices.close()
         self.counters.close()

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -35,7 +35,6 @@ from shardcache.locks.lease import KeyLease
 from shardcache.locks.waits import WaitNote
 from shardcache.origins.resolve import Origins
 from shardcache.ranks import Ranks
-from shardcache.space.choices import Choices
 from shardcache.store.entry import read_sidecar
 from shardcache.store.metadata import DamagedError, Metadata
 from shardcache.store.partial import LostError
@@ -82,7 +81,6 @@ class Coordinator:
 
     Args:
         places: this process's namespaces, one per tier; locks are in the last.
-        choices: which of several versions is read.
         siblings: lists the other namespaces.
         fetcher: the engine.
         origins: where shards come from.
@@ -97,7 +95,6 @@ class Coordinator:
         self,
         places: Sequence[Place],
         *,
-        choices: Choices,
         siblings: Callable[[], Sequence[Store]],
         fetcher: Fetcher,
         origins: Origins,
@@ -108,7 +105,7 @@ class Coordinator:
         warn: Callable[..., None],
     ) -> None:
         stores = [place.store for place in places]
-        self.store = stores[0] if len(stores) == 1 else Stores(stores, choices)
+        self.store = stores[0] if len(stores) == 1 else Stores(stores)
         self._places = list(places)
         self._on_fault = on_fault
         self._warn = warn
@@ -130,7 +127,7 @@ class Coordinator:
             LockTimeoutError: somebody else has been fetching it for too long.
             OSError: the local disk failed.
         """
-        opened = self.look(url)
+        opened = self.look(url, status.outdated if status else ())
         if opened is not None:
             return Obtained(opened, Outcome.HIT)
         obtained = self.get(url, status)
@@ -203,14 +200,14 @@ class Coordinator:
                         logger.warning("%s: %s; fetching it here too", url, waiter.describe())
                         return self._fill(url, None, holder, status)
             waiter.pause()
-            opened = self.look(url)
+            opened = self.look(url, status.outdated)
             if opened is not None:
                 return Obtained(opened, Outcome.COALESCED)
 
-    def look(self, url: ShardURL) -> Opened | None:
-        """Open the shard's entry if there is a good one."""
+    def look(self, url: ShardURL, outdated: Collection[str] = ()) -> Opened | None:
+        """Open the shard's entry if there is a good one, of another than these versions."""
         try:
-            return self.store.open(url.key, url.basename)
+            return self.store.open(url.key, url.basename, outdated)
         except DamagedError as exn:
             logger.info("%s: not used: %s", url, exn)
             if isinstance(exn.__cause__, OSError):
@@ -284,10 +281,10 @@ class Coordinator:
     ) -> Obtained:
         """Make the entry and open it; ``lock`` is the key's, or None for a private fetch."""
         for _ in range(_TRIES):
-            opened = self._look_again(url, lock)
+            opened = self._look_again(url, lock, status.outdated)
             if opened is not None:
                 return Obtained(opened, Outcome.COALESCED)
-            linked = self._link(url)
+            linked = self._link(url, status.outdated)
             if linked is not None:
                 return Obtained(linked, Outcome.LINKED)
             try:
@@ -295,10 +292,10 @@ class Coordinator:
             except LostError as exn:
                 self._warn("lost", "%s: %s; starting over", url, exn)
                 continue
+            if status.outdated:
+                self._drop(url, status.outdated)
             opened = self.look(url)
             if opened is not None:
-                if status.settled is not None:
-                    _tell(status.settled, opened)
                 return Obtained(opened, Outcome.FETCHED)
             if is_directory(entry):  # another fetch would end there, too
                 raise OSError(errno.EIO, "what was just stored cannot be read", str(entry))
@@ -310,19 +307,28 @@ class Coordinator:
             str(self.store.layout.base),
         )
 
-    def _look_again(self, url: ShardURL, lock: _AnyLock | None) -> Opened | None:
+    def _drop(self, url: ShardURL, outdated: Collection[str]) -> None:
+        """Evict replaced versions that nobody reads; what stays is evicted before others."""
+        for place in self._places:
+            for entry in place.store.entries_of(url.key):
+                if entry.version in outdated and place.store.evict(entry):
+                    place.space.something_went()
+
+    def _look_again(
+        self, url: ShardURL, lock: _AnyLock | None, outdated: Collection[str]
+    ) -> Opened | None:
         try:
-            return self.store.open(url.key, url.basename)
+            return self.store.open(url.key, url.basename, outdated)
         except DamagedError as exn:
             if lock is not None and self.store.quarantine(url.key, f"{url}: {exn}"):
                 self._warn("damaged", "%s was damaged and is fetched again: %s", url, exn)
             return None
 
-    def _link(self, url: ShardURL) -> Opened | None:
+    def _link(self, url: ShardURL, outdated: Collection[str]) -> Opened | None:
         """Share a sibling namespace's copy, by hard link or else as it is."""
         for sibling in self._siblings():
             try:
-                other = sibling.open(url.key, url.basename)
+                other = sibling.open(url.key, url.basename, outdated)
             except DamagedError:
                 continue  # its own namespace will set it aside
             if other is None:
@@ -330,7 +336,7 @@ class Coordinator:
             try:
                 metadata = Metadata.decode(read_sidecar(other.directory))
                 linked = self.store.link(other, metadata, url.basename)
-                opened = self.look(url) if linked else None
+                opened = self.look(url, outdated) if linked else None
             except (DamagedError, FileNotFoundError):
                 other.close()
                 continue
@@ -345,11 +351,3 @@ class Coordinator:
             other.close()
             return opened
         return None
-
-
-def _tell(settled: Callable[[Opened], None], opened: Opened) -> None:
-    try:
-        settled(opened)
-    except BaseException:  # an interrupt: a pin that nobody holds would stay
-        opened.close()
-        raise

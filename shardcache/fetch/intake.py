@@ -122,9 +122,8 @@ class Intake:
         known = frozenset(
             path for place in self._places for path, _ in versions(place.store.layout, url.key)
         )
-        # What its origin has replaced, copies of it may still be.
-        outdated = self._places[-1].store.passes_over(url.key)
-        for upstream in () if outdated else self._origins.nearer(url):
+        # A copy of what the origin has replaced may still be in an upstream.
+        for upstream in () if status.outdated else self._origins.nearer(url):
             try:
                 status.near = True
                 fetched = self._fetch(upstream, url, right, status)

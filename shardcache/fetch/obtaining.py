@@ -12,7 +12,7 @@ is returned is open and pinned, and the caller's to close. Safe between threads 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 from shardcache.clock import Clock
@@ -99,17 +99,11 @@ class Obtainer:
         from shardcache.fetch.coordinator import Obtained, Outcome
 
         begun = self._clock.monotonic()
-        if status is not None and status.outdated:
-            process.pass_over(shard.key, status.outdated)
-        try:
-            opened = self._find(process, shard, gated)
-            if opened is not None:
-                obtained: Obtained | None = Obtained(opened, Outcome.HIT)
-            else:
-                obtained = self._get(process, shard, status, gated)
-        finally:
-            if status is not None and status.outdated:
-                process.choices.allow(shard.key)
+        opened = self._find(process, shard, gated, status.outdated if status else ())
+        if opened is not None:
+            obtained: Obtained | None = Obtained(opened, Outcome.HIT)
+        else:
+            obtained = self._get(process, shard, status, gated)
         assert obtained is not None  # it waits for others
         self._note(process, shard, obtained, begun, use=use)
         return obtained
@@ -137,14 +131,16 @@ class Obtainer:
     def _count(self, process: Process, outcome: str, size: int, begun: float) -> None:
         process.tally.opened(outcome, size, self._clock.monotonic() - begun)
 
-    def _find(self, process: Process, shard: ShardURL, gated: bool) -> Opened | None:
+    def _find(
+        self, process: Process, shard: ShardURL, gated: bool, outdated: Collection[str] = ()
+    ) -> Opened | None:
         coordinator = process.coordinator()
         try:
             if not process.reading.closed:
                 gate(process.reading, gated)
                 process.check_root()  # nothing is read that may be somebody else's by now
                 coordinator = process.coordinator()
-            return coordinator.look(shard)
+            return coordinator.look(shard, outdated)
         except OSError as exn:
             if not isinstance(exn, PausedError):
                 process.disk_failed(process.reading, exn)

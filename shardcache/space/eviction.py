@@ -17,7 +17,6 @@ from enum import StrEnum
 
 from shardcache.locks.sessions import remove_dead_sessions
 from shardcache.locks.waits import remove_dead_waits
-from shardcache.space.choices import remove_ended_choices
 from shardcache.space.policy import Policy, is_dated, tells_time
 from shardcache.space.uses import remove_stale_maps
 from shardcache.store.store import Entry, Store
@@ -250,7 +249,6 @@ def sweep(
     if not dry_run:
         sessions = remove_dead_sessions(layout)
         remove_stale_maps(layout, sessions)
-        remove_ended_choices(layout, sessions)
         removed = remove_temporaries(layout) + remove_unnamed(layout)
         removed += remove_free_locks(layout) + remove_dead_leases(layout)
         removed += remove_dead_waits(layout)

@@ -12,8 +12,8 @@ nobody did for ``protect_for``. If nothing may go, the newcomer is streamed. The
 therefore keeps its working set, and the second one gets what is free and what ended jobs left;
 when the first one ends, the second one takes over what it had.
 
-Where an object was replaced and both versions are there, the older one goes before anything else
-as soon as no running job reads it (`choices`).
+Where an object was replaced and both versions are there, the older one goes before anything else:
+nobody is given it any more.
 
 What a user pinned (`pins`), and what is being read, goes by no policy.
 
@@ -33,7 +33,6 @@ from typing import Literal
 from shardcache.config import Config
 from shardcache.layout import Layout
 from shardcache.locks.sessions import live_sessions
-from shardcache.space.choices import unneeded
 from shardcache.space.pins import pinned_keys
 from shardcache.space.uses import released
 from shardcache.store.entry import Entry
@@ -64,10 +63,6 @@ def _nobody(key: str, used: float) -> bool:
     return False
 
 
-def _needed(entry: Entry) -> bool:
-    return False
-
-
 @dataclass(frozen=True, slots=True)
 class Policy:
     """See the module.
@@ -78,7 +73,6 @@ class Policy:
         recent: an entry that was last used before that may go; seconds since the epoch.
         released: whether a key, last used then, was used by a job that has ended.
         pinned: keys that a user pinned.
-        unneeded: whether an entry that has a newer version beside it is read by no running job.
     """
 
     kind: Literal["working-set", "lru", "fifo"] = "working-set"
@@ -86,7 +80,6 @@ class Policy:
     recent: float = -math.inf
     released: Callable[[str, float], bool] = _nobody
     pinned: frozenset[str] = frozenset()
-    unneeded: Callable[[Entry], bool] = _needed
 
     @classmethod
     def now(
@@ -121,7 +114,6 @@ class Policy:
             min(now, now if steady is None else steady) - config.protect_for,
             released(node, sessions) if sessions else _nobody,
             pinned,
-            unneeded(node, sessions),
         )
 
     def order(self, entry: Entry) -> float:
@@ -131,7 +123,7 @@ class Policy:
         return entry.published
 
     def superseded(self, entries: Sequence[Entry]) -> frozenset[Entry]:
-        """Those that have a newer version beside them, and that no running job reads."""
+        """Those that have a newer version beside them."""
         if len({entry.key for entry in entries}) == len(entries):
             return frozenset()
         versions: dict[str, list[Entry]] = {}
@@ -141,7 +133,7 @@ class Policy:
         for several in versions.values():
             if len({entry.version for entry in several}) > 1:
                 newest = max(several, key=lambda one: one.published).version
-                found |= {one for one in several if one.version != newest and self.unneeded(one)}
+                found |= {one for one in several if one.version != newest}
         return frozenset(one for one in found if one.key not in self.pinned)
 
     def keeps(self, entry: Entry, now: float) -> bool:

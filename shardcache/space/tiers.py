@@ -15,7 +15,6 @@ from shardcache.config import Config
 from shardcache.locks.sessions import Session
 from shardcache.modes import Modes
 from shardcache.ranks import Ranks
-from shardcache.space.choices import Choices
 from shardcache.space.uses import job_name, note_use
 from shardcache.store.namespaces import Namespaces
 from shardcache.store.root import Identity, check_layout, identity, is_cache, make_root
@@ -39,8 +38,6 @@ class Tier:
         clock: time.
         started: when the job began to use the cache, for the session.
         warn: says something of a kind once (`process.Process.warn`).
-        choices: which of several versions of a shard the process reads.
-        primary: whether it is the last one, ``dir``.
 
     Attributes:
         config: as given.
@@ -56,13 +53,9 @@ class Tier:
         clock: Clock,
         started: float,
         warn: Callable[..., None],
-        choices: Choices,
-        *,
-        primary: bool,
     ) -> None:
         self.config = config
-        self._choices = choices
-        self.namespaces = Namespaces(config, ranks, choices)
+        self.namespaces = Namespaces(config, ranks)
         self.made = False
         self.evicted: Callable[[Victim], None] = lambda victim: None
         self._ranks = ranks
@@ -70,7 +63,6 @@ class Tier:
         self._started = started
         self._begun = clock.time(), clock.monotonic()
         self._warn = warn
-        self._primary = primary
         self._job = job_name(ranks.job, started)
         self._session: Session | None = None
         self._identity: Identity | None = None
@@ -102,7 +94,7 @@ class Tier:
         modes = Modes.of(self.config.shared_group)
         node = make_root(self.config.dir, __version__, modes)
         # Anew: whether flock works could not be asked before the root was there.
-        self.namespaces = Namespaces(self.config, self._ranks, self._choices)
+        self.namespaces = Namespaces(self.config, self._ranks)
         own = self.namespaces.own.layout
         if own != node:
             check_layout(own)
@@ -120,7 +112,6 @@ class Tier:
                 format_duration(locking.grace or 0),
             )
         self._session = Session(self.namespaces.node, self._started, self._job)
-        self._choices.keep(self.namespaces.node, self._job, primary=self._primary)
 
     def check(self) -> None:
         """Refuse to clean what somebody else could tamper with. Root may clean for others.

@@ -18,7 +18,6 @@ from shardcache.store.digest import BLOCK, block_digest
 
 if TYPE_CHECKING:
     from shardcache.fetch.throttle import Throttle
-    from shardcache.store.opening import Opened
 
 __all__ = ["Blocks", "FetchStatus", "Pace", "Sink", "skip"]
 
@@ -48,7 +47,6 @@ class FetchStatus:
         near: whether it comes from an upstream, not from its origin.
         throttle: how fast it may be, together with others.
         outdated: versions that are wanted no longer, even if they are on disk.
-        settled: told of the entry that was fetched, while nobody else may look for it.
     """
 
     size: int | None = None
@@ -62,7 +60,6 @@ class FetchStatus:
     near: bool = False
     throttle: Throttle | None = None
     outdated: frozenset[str] = frozenset()
-    settled: Callable[[Opened], None] | None = None
 
     def grows_in(self, partial: Path) -> None:
         """From now on this is where the shard grows."""

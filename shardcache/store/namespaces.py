@@ -16,7 +16,6 @@ from shardcache.locks.mode import decide
 from shardcache.modes import Modes
 from shardcache.names import is_rank_name
 from shardcache.ranks import Ranks, safe_name
-from shardcache.space.choices import Choices
 from shardcache.store.root import check_group, check_links
 from shardcache.store.store import Store
 
@@ -42,14 +41,13 @@ class Namespaces:
     Args:
         config: isolation and fsync policy.
         ranks: who we are.
-        choices: which of several versions is read; None for the newest.
 
     Raises:
         ConfigError: others share the root than the configuration says, or our namespace
             leads elsewhere.
     """
 
-    def __init__(self, config: Config, ranks: Ranks, choices: Choices | None = None) -> None:
+    def __init__(self, config: Config, ranks: Ranks) -> None:
         modes = Modes.of(config.shared_group)
         check_group(config.dir, modes)
         self.locking = decide(config.dir, config.locks, config.touch_interval, modes)
@@ -58,12 +56,11 @@ class Namespaces:
         layout = own_layout(self.node, config, ranks)
         if layout != self.node:
             check_links(layout)
-        self._choices = choices
         self.own = self._store(layout)
         self._others: dict[str, Store] = {}
 
     def _store(self, layout: Layout) -> Store:
-        return Store(layout, verify_after_boot=self._verify, choices=self._choices)
+        return Store(layout, verify_after_boot=self._verify)
 
     def siblings(self) -> Sequence[Store]:
         """Every namespace but our own, as they are now."""

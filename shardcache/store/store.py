@@ -29,7 +29,6 @@ from pathlib import Path
 from shardcache.files import sync_directory
 from shardcache.layout import META, Layout, is_directory, refuse_links, replace_file
 from shardcache.locks.flock import is_file
-from shardcache.space.choices import Choices
 from shardcache.store.entry import Entry, lacks, versions
 from shardcache.store.metadata import DamagedError, Metadata, boot_id
 from shardcache.store.opening import Opened, hold, open_data
@@ -66,35 +65,36 @@ class Store:
         verify_after_boot: whether entries of another boot are hashed once
             before they are trusted (after power loss a rename may have
             survived whose data did not).
-        choices: which version is to be read where there are several; None for the newest.
     """
 
-    def __init__(
-        self, layout: Layout, *, verify_after_boot: bool = True, choices: Choices | None = None
-    ) -> None:
+    def __init__(self, layout: Layout, *, verify_after_boot: bool = True) -> None:
         self.layout = layout
-        self._choices = choices
         self._grace = layout.grace
         self._quarantine = Quarantine(layout, boot_id() if verify_after_boot else "")
         # key -> (directory, data file, size). A dict's own operations are
         # atomic; a stale row costs one failed open.
         self._known: dict[str, tuple[str, str, int]] = {}
 
-    def open(self, key: str, basename: str) -> Opened | None:
-        """Open and pin the chosen or else the newest entry of ``key``; None is a miss.
+    def open(self, key: str, basename: str, outdated: Collection[str] = ()) -> Opened | None:
+        """Open and pin the newest entry of ``key``; None is a miss.
+
+        Args:
+            key: the shard's.
+            basename: of its data file.
+            outdated: versions that the origin has replaced; their entries are left out.
 
         Raises:
             DamagedError: there is an entry, but it must not be used.
             OSError: the disk fails.
         """
-        known = self._known.get(key)
+        known = None if outdated else self._known.get(key)
         if known is not None:
             directory, path, size = known
             opened = open_data(directory, path, size, self._grace)
             if opened is not None:
                 return opened
             self._known.pop(key, None)
-        return self._look_for(key, basename)
+        return self._look_for(key, basename, outdated)
 
     def knows(self, key: str) -> bool:
         """Whether an entry of ``key`` was there when this process last looked."""
@@ -106,23 +106,10 @@ class Store:
         node = base.parent.parent if base.parent.name == "ranks" else base
         return opened.directory.startswith(f"{node}/")
 
-    def open_version(self, key: str, basename: str, version: str) -> Opened | None:
-        """As `open`, of one version alone."""
-        return self._look_for(key, basename, version)
-
-    def forget(self, key: str) -> None:
-        """Look for the entries of ``key`` anew when one is asked for."""
-        self._known.pop(key, None)
-
-    def passes_over(self, key: str) -> bool:
-        """Whether some entries of ``key`` are outdated; see `Choices.pass_over`."""
-        return self._choices is not None and self._choices.passes_over(key)
-
-    def _look_for(self, key: str, basename: str, only: str | None = None) -> Opened | None:
-        found = versions(self.layout, key)
-        if self._choices is not None:
-            found = self._choices.among(key, found, only=only)
-        for directory, size in found:
+    def _look_for(self, key: str, basename: str, outdated: Collection[str]) -> Opened | None:
+        for directory, size in versions(self.layout, key):
+            if outdated and Entry.at(directory).version in outdated:
+                continue
             path = f"{directory}/{basename}"
             opened = self._open(str(directory), path, size)
             if opened is None:
@@ -180,8 +167,6 @@ class Store:
             LostError: the partial was swept or taken over.
         """
         partial.seal(metadata, sync=sync)
-        if self._choices is not None:
-            self._choices.allow(metadata.key)  # it may be there already, after all
         entry = self.layout.entry(metadata.key, metadata.info.version, metadata.size)
         # After sealing: a process that is stopped between this look and the rename
         # publishes a directory that is older than theirs, and `open` takes the newest.

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from shardcache.layout import Layout
-from shardcache.space.choices import Choices
 from shardcache.store.metadata import DamagedError, Metadata
 from shardcache.store.store import Opened, Store
 
@@ -18,29 +16,24 @@ class Stores:
 
     Args:
         stores: fastest first; locks are in the last one.
-        choices: which of several versions is read.
     """
 
-    def __init__(self, stores: Sequence[Store], choices: Choices) -> None:
+    def __init__(self, stores: Sequence[Store]) -> None:
         self._stores = list(stores)
-        self._choices = choices
 
     @property
     def layout(self) -> Layout:
         """Of the last tier."""
         return self._stores[-1].layout
 
-    def open(self, key: str, basename: str) -> Opened | None:
+    def open(self, key: str, basename: str, outdated: Collection[str] = ()) -> Opened | None:
         """See `Store.open`; where one tier's entry is damaged, another's will do."""
         damaged: DamagedError | None = None
         # Where it was last: a look at a tier that has not got it costs as much as a hit.
         stores = sorted(self._stores, key=lambda one: not one.knows(key))
-        chosen = None if stores[0].knows(key) else self._chosen(key, basename)
-        if chosen is not None:
-            return chosen
         for store in stores:
             try:
-                opened = store.open(key, basename)
+                opened = store.open(key, basename, outdated)
             except DamagedError as exn:
                 damaged = damaged or exn
                 continue
@@ -49,22 +42,6 @@ class Stores:
         if damaged is not None:
             raise damaged
         return None
-
-    def _chosen(self, key: str, basename: str) -> Opened | None:
-        """The version that the job reads, wherever it is."""
-        version = self._choices.version(key)
-        if version is None:
-            return None
-        for store in self._stores:
-            with contextlib.suppress(DamagedError):  # seen again, and dealt with, by `open`
-                opened = store.open_version(key, basename, version)
-                if opened is not None:
-                    return opened
-        return None
-
-    def passes_over(self, key: str) -> bool:
-        """See `Store.passes_over`."""
-        return self._choices.passes_over(key)
 
     def quarantine(self, key: str, reason: str) -> int:
         """See `Store.quarantine`."""

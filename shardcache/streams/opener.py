@@ -160,12 +160,7 @@ class Opener(Obtainer):
                 return read(status, patient)
 
         def read(status: FetchStatus, patient: Callable[[], bool]) -> Obtained | None:
-            # At once, or a rank that comes just now would ask the origin for it again.
-            status.settled = process.reads
-            obtained = self._get(process, shard, status, self._gated, patient)
-            if obtained is not None:
-                process.reads(obtained.opened)
-            return obtained
+            return self._get(process, shard, status, self._gated, patient)
 
         return run
 

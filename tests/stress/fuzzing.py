@@ -21,7 +21,6 @@ from shardcache.locks.mounts import parse_mountinfo
 from shardcache.locks.waits import Wait, parse_wait
 from shardcache.origins.base import Checksum, ObjectInfo, TransientError
 from shardcache.origins.rangebody import content_length, content_range, retry_after
-from shardcache.space.choices import follow
 from shardcache.store.digest import BLOCK
 from shardcache.store.metadata import DamagedError, Metadata
 from shardcache.store.progressfile import Progress, parse_header, read_records, write_record
@@ -105,20 +104,6 @@ def names(data: bytes) -> None:
     assert sum(map(bool, kinds)) <= 1
     if any(kinds):
         assert "/" not in name and "\0" not in name and name not in (".", "..")
-
-
-def choices(data: bytes) -> None:
-    """Whatever is in a log, lines count that are whole, and in whichever pieces it is read."""
-    state: dict[str, str] = {}
-    end = follow(data, state)
-    assert 0 <= end <= len(data)
-    for key, version in state.items():
-        assert grammar.is_key(key) and grammar.parse_entry_name(f"{version}-0") is not None
-        assert f"\n{key} {version} ".encode() in data
-    again: dict[str, str] = {}
-    first = follow(data[: len(data) // 2], again)
-    follow(data[first:], again)
-    assert again == state
 
 
 def url(data: bytes) -> None:
@@ -214,13 +199,6 @@ TARGETS: dict[str, tuple[Callable[[bytes], None], list[bytes]]] = {
             f"{KEY}.{VERSION}-1f.{TOKEN}".encode(),
             f"{KEY}.lock".encode(),
             f".meta.json.{TOKEN}".encode(),
-        ],
-    ),
-    "choices": (
-        choices,
-        [
-            f"\n{KEY} {VERSION} {'0' * 24}.\n{KEY} {'1' * 24} {VERSION}.".encode(),
-            f"\n{KEY} {VERSION} 00\n{TOKEN} {VERSION} {'0' * 24}.".encode(),
         ],
     ),
     "url": (

@@ -1,0 +1,234 @@
+"""Which version of a shard is read when its object is replaced: `docs/versions.md`."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardcache.cache import Cache
+from shardcache.cli.demo import S3Server
+from shardcache.errors import ShardNotFoundError, TransferError
+from shardcache.origins.base import TransientError
+from tests.support.clitools import data, run, spec, warm
+from tests.support.fakes import Fault, MemoryOrigin
+from tests.support.proxy import Proxy, traffic
+from tests.support.storetools import PATIENCE
+from tests.support.tars import make_tar
+
+__all__ = ["data", "run", "spec", "warm"]
+
+Make = Callable[..., Cache]
+URL = "s3://lab/a.tar"
+OLD, NEW = make_tar(1), make_tar(2)
+
+
+@pytest.fixture(autouse=True)
+def _object(origin: MemoryOrigin) -> None:
+    origin.objects[URL] = OLD
+    origin.states_checksums = False  # so that fetching describes nothing
+
+
+def read(cache: Cache, url: str = URL) -> bytes:
+    with cache.open(url) as stream:
+        return stream.read()
+
+
+def versions_on_disk(cache: Cache) -> int:
+    return len({(entry.key, entry.version) for entry in cache.entries()})
+
+
+def refresh(cache: Cache) -> None:
+    assert cache.prewarm([URL], refresh=True).refreshed == 1
+
+
+def test_what_is_cached_is_served_and_nobody_is_asked(
+    make_cache: Make, origin: MemoryOrigin
+) -> None:
+    assert read(make_cache()) == OLD
+    origin.objects[URL] = NEW
+    assert read(make_cache()) == OLD
+    assert len(origin.requests) == 1
+
+
+@pytest.mark.locks_work("flock")
+def test_after_a_refresh_everybody_is_given_the_new_version(
+    make_cache: Make, origin: MemoryOrigin
+) -> None:
+    """A stream that is open reads on what it began to read; then the old version goes."""
+    running = make_cache()
+    with running.open(URL) as stream:
+        begun = stream.read(1000)
+        origin.objects[URL] = NEW
+        refresh(make_cache())
+        assert versions_on_disk(running) == 2
+        assert begun + stream.read() == OLD
+    assert read(make_cache()) == NEW
+    refreshed = make_cache()
+    assert refreshed.prewarm([URL], refresh=True).cached == 1
+    refreshed.clean(max_size=len(NEW))
+    assert (versions_on_disk(running), read(running)) == (1, NEW)
+    assert len(origin.requests) == 2
+
+
+@pytest.mark.locks_work("flock")
+def test_what_nobody_reads_is_replaced_at_once(make_cache: Make, origin: MemoryOrigin) -> None:
+    cache = make_cache()
+    for content in (OLD, NEW, OLD):
+        origin.objects[URL] = content
+        cache.prewarm([URL], refresh=True)
+        assert (versions_on_disk(cache), read(cache)) == (1, content)
+
+
+@pytest.mark.locks_work("flock")
+def test_a_refresh_counts_across_tiers(
+    make_cache: Make, origin: MemoryOrigin, tmp_path: Path
+) -> None:
+    """The new version is served though it lies on the slower tier."""
+    ram = tmp_path / "ram"
+    cache = make_cache(tiers=f"{ram}={3 * len(OLD) // 2}")
+    other = make_tar(3)
+    origin.objects["s3://lab/other.tar"] = other
+    assert read(cache) == OLD and "ram" in str(cache.path(URL))
+    origin.objects[URL] = larger = make_tar(2, 20)
+    refresh(cache)
+    assert "ram" not in str(cache.path(URL))
+    assert read(cache) == larger
+
+
+def test_an_object_that_is_replaced_while_it_is_followed_is_read_anew_by_the_next_open(
+    make_cache: Make, origin: MemoryOrigin
+) -> None:
+    """The bytes of two versions never meet."""
+    old, new = make_tar(1, 200, 20_000), make_tar(2, 200, 20_000)
+    origin.objects[URL] = old
+    go_on = threading.Event()
+    origin.faults.append(Fault(after=1 << 20, wait=go_on))
+    cache = make_cache(connections=1, part_size="4MiB")
+    with cache.open(URL) as stream:
+        begun = stream.read(1 << 19)
+        assert begun == old[: 1 << 19]
+        origin.objects[URL] = new
+        go_on.set()
+        with pytest.raises(TransferError, match="was replaced while it was read"):
+            stream.read()
+    assert read(cache) == new
+    assert read(cache) == new
+
+
+class Silent:
+    """`MemoryOrigin.stat` that fails, and how often it was asked."""
+
+    def __init__(self, origin: MemoryOrigin, error: Exception) -> None:
+        self.asked = 0
+        self.error = error
+        origin.stat = self  # type: ignore[method-assign]
+
+    def __call__(self, url: object) -> Any:
+        self.asked += 1
+        raise self.error
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_prewarm_that_refreshes_fetches_what_was_replaced_and_says_how_much(
+    run: Any, spec: str, warm: list[str], s3: S3Server, bucket: str, proxy: Proxy, processes: int
+) -> None:
+    arguments = ["prewarm", "--refresh", spec, "--processes", processes]
+    code, out, _ = run(*arguments)
+    assert code == 0 and "All 4 shards cached" in out
+    for number in (1, 3):
+        s3.put(bucket, f"train-{number:04d}.tar", make_tar(50 + number))
+    assert run("prewarm", "--check", spec)[0] == 0  # it asks nobody
+    assert run("prewarm", "--check", "--refresh", spec)[0] == 4
+    code, out, _ = run("prewarm", "--dry-run", "--refresh", spec, "--json")
+    assert [row["outcome"] for row in json.loads(out)["shards"]] == ["cached", "missing"] * 2
+    proxy.reset()
+    code, out, _ = run(*arguments, "--json")
+    found = json.loads(out)["summary"]
+    assert (code, found["refreshed"], found["fetched"], found["cached"]) == (0, 2, 2, 2)
+    assert found["plan"]["outdated"] == 2
+    fetches = {name: one.object_fetches for name, one in traffic(proxy.requests()).items()}
+    assert fetches == {f"{bucket}/train-{n:04d}.tar": n % 2 for n in range(4)}
+    code, out, _ = run(*arguments)
+    assert code == 0 and "All 4 shards cached" in out
+    s3.put(bucket, "train-0000.tar", make_tar(50))
+    code, out, _ = run(*arguments)
+    assert "1 to fetch (" in out and ", 1 replaced at the origin)" in out
+    assert "1 replaced at the origin." in out
+    code, out, _ = run("path", warm[1])
+    assert Path(out.strip()).read_bytes() == make_tar(51)
+
+
+def test_a_refresh_that_gets_no_answer_keeps_what_is_there_and_fails(
+    make_cache: Make, origin: MemoryOrigin
+) -> None:
+    urls = [f"s3://lab/{n}.tar" for n in range(3)]
+    origin.objects.update(dict.fromkeys(urls, OLD))
+    cache = make_cache(attempts=1)
+    cache.prewarm(urls)
+    Silent(origin, TransientError("503 Slow Down"))
+    report = cache.prewarm(urls, refresh=True)
+    assert (report.failed, report.cached, report.refreshed) == (3, 0, 0)
+    assert any("503" in str(result.error) for result in report.results)
+    assert {read(cache, url) for url in urls} == {OLD}
+    gone = make_cache()
+    Silent(origin, ShardNotFoundError("gone", url=urls[0]))
+    assert gone.prewarm(urls, refresh=True).failed == 3
+    assert cache.prewarm(urls).cached == 3
+
+
+@pytest.mark.locks_work("flock")
+def test_a_pinned_shard_keeps_its_versions_and_without_a_pin_the_older_one_goes(
+    make_cache: Make, origin: MemoryOrigin
+) -> None:
+    cache = make_cache()
+    assert read(cache) == OLD
+    cache.pin(URL)
+    with cache.open(URL):
+        origin.objects[URL] = NEW
+        refresh(make_cache())
+    for entry in list(cache.entries()):
+        if entry.metadata().info.etag == origin.info(cache.parse(URL)).etag:
+            os.utime(entry.path / "meta.json", (1, 1))  # by its last use the newer would go
+    cache.clean(max_size=1)
+    assert versions_on_disk(cache) == 2
+    cache.unpin(URL)
+    cache.clean(max_size=len(NEW))
+    assert (versions_on_disk(cache), read(cache)) == (1, NEW)
+
+
+@pytest.mark.locks_work("flock")
+def test_a_sibling_namespace_gives_no_outdated_version(
+    make_cache: Make, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caches = []
+    for job in ("one", "two", "three"):
+        monkeypatch.setenv("SHARDCACHE_JOB", job)
+        caches.append(make_cache(isolation="job"))
+    assert [read(cache) for cache in caches] == [OLD] * 3
+    origin.objects[URL] = NEW
+    refresh(caches[1])
+    assert [read(cache) for cache in caches] == [OLD, NEW, OLD]  # each reads its own namespace
+    caches[2].remove(URL)
+    assert len(origin.requests) == 2
+
+
+def test_a_copy_upstream_of_what_was_replaced_is_not_taken(
+    make_cache: Make, origin: MemoryOrigin, tmp_path: Path
+) -> None:
+    near = {"url": str(tmp_path / "near"), "write_back": True}
+    first = make_cache(upstreams=[near])
+    assert read(first) == OLD
+    assert first._here().copier.drain(PATIENCE)
+    other = make_cache(dir=tmp_path / "another node", upstreams=[near])
+    assert read(other) == OLD
+    assert len(origin.requests) == 1
+    origin.objects[URL] = NEW
+    refresh(other)
+    assert [read(other), read(other)] == [NEW, NEW]
+    assert len(origin.requests) == 2

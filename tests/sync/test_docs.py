@@ -11,7 +11,7 @@ import pytest
 from shardcache import sync
 from tests.support.storetools import Parent, crowd
 
-TEXT = (Path(__file__).resolve().parents[2] / "docs" / "sync.md").read_text("utf-8")
+TEXT = (Path(__file__).parents[2] / "docs" / "sync.md").read_text("utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 RANKS = 3
 

@@ -8,7 +8,7 @@ import pytest
 
 from shardcache import sync
 from shardcache.errors import ConfigError
-from shardcache.sync.standing import job_name
+from shardcache.sync.board import _job_name as job_name
 from tests.support.storetools import Parent, crowd
 
 TORCHRUN = {

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from shardcache import sync
 from shardcache.errors import ConfigError
-from tests.stress.fuse.shim import mounted, needs_fuse
 from tests.support.storetools import PATIENCE, Parent, crowd, forked
 
 
@@ -29,28 +28,6 @@ def test_nobody_goes_on_before_the_last_has_come(tmp_path: Path) -> None:
         assert not any(child.speaks(0.15) for child in children)
         children[3].tell()
         assert [child.hear() for child in children] == ["passed"] * 4
-
-
-def test_ranks_on_two_nodes_meet_again_and_again(tmp_path: Path) -> None:
-    needs_fuse()
-    with mounted(tmp_path, name="one") as one, mounted(tmp_path, name="two") as two:
-        for shim in (one, two):
-            shim.set(delay=0.1, negative=0.1)
-        roots = [one.root, two.root]
-
-        def rank(parent: Parent, number: int) -> None:
-            for _ in range(5):
-                sync.barrier(
-                    rank=number, world_size=4, dir=roots[number % 2], job="j", timeout=PATIENCE
-                )
-                parent.say(None)
-
-        with crowd(4, rank) as children:
-            for _ in range(5):
-                for child in children:
-                    child.hear()
-        left = [p.name for p in tmp_path.joinpath("backing").rglob("rank-*")]
-        assert sorted(left) == [f"rank-{n}" for n in range(4)]  # of the last one only
 
 
 @settings(max_examples=12, deadline=None)

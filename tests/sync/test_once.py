@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,7 @@ import pytest
 
 from shardcache import sync
 from shardcache.errors import ConfigError
-from shardcache.sync.fileboard import FileBoard
-from shardcache.sync.outcomes import done
-from shardcache.sync.patience import Patience
-from shardcache.sync.runners import Identity, Watch
-from shardcache.sync.turns import _Turn
-from tests.stress.fuse.shim import REPOSITORY, mounted, needs_fuse
-from tests.support.fakes import FakeClock
+from shardcache.sync.board import FileBoard, Process, _start_of
 from tests.support.storetools import PATIENCE, Parent, age, crowd, forked, wait_until
 
 
@@ -40,19 +33,6 @@ def ran(tmp_path: Path) -> Callable[..., int]:
     return work
 
 
-@pytest.fixture(params=["disk", "network"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[Path]]:
-    """Where ranks meet, as two nodes name it: one disk, or two mounts of a network filesystem."""
-    if request.param == "disk":
-        yield [tmp_path / "board"] * 2
-        return
-    needs_fuse()
-    with mounted(tmp_path, name="one") as one, mounted(tmp_path, name="two") as two:
-        for shim in (one, two):
-            shim.set(delay=0.3, negative=0.3)
-        yield [one.root, two.root]
-
-
 def told(function: Callable[[], Any]) -> Any:
     """What came of it, as something that can be sent."""
     try:
@@ -64,11 +44,11 @@ def told(function: Callable[[], Any]) -> Any:
 # -- one runs, all get the result ----------------------------------------------------------
 
 
-def test_of_many_ranks_one_works_and_all_get_its_result(place: list[Path], ran: Any) -> None:
+def test_of_many_ranks_one_works_and_all_get_its_result(tmp_path: Path, ran: Any) -> None:
     def rank(parent: Parent, number: int) -> None:
         parent.hear()
         work = lambda: ran({"from": os.getpid(), "pair": (1, 2)})  # noqa: E731
-        parent.say(sync.once("unpack", work, dir=place[number % 2], job="j", timeout=PATIENCE))
+        parent.say(sync.once("unpack", work, dir=tmp_path, job="j", timeout=PATIENCE))
 
     with crowd(8, rank) as children:
         for child in children:
@@ -79,14 +59,14 @@ def test_of_many_ranks_one_works_and_all_get_its_result(place: list[Path], ran: 
     assert results[0]["from"] in [child.pid for child in children]
 
 
-def test_a_failure_is_seen_by_all_and_not_tried_again(place: list[Path], ran: Any) -> None:
+def test_a_failure_is_seen_by_all_and_not_tried_again(tmp_path: Path, ran: Any) -> None:
     def rank(parent: Parent, number: int) -> None:
         def fail() -> None:
             ran()
             raise KeyError("s3://KEY:secret@lab/model.tar?X-Amz-Signature=0123 is gone")
 
         def call() -> Any:
-            return sync.once("model", fail, dir=place[number % 2], job="j", timeout=PATIENCE)
+            return sync.once("model", fail, dir=tmp_path, job="j", timeout=PATIENCE)
 
         try:
             parent.say(told(call))
@@ -104,7 +84,7 @@ def test_a_failure_is_seen_by_all_and_not_tried_again(place: list[Path], ran: An
         assert found["type"] == "KeyError" and "is gone" in found["cause"]
         assert "once('model') failed on" in found["text"] and "in fail" in found["text"]
         assert "secret" not in found["text"] and "0123" not in found["text"]
-    assert sync.once("model", ran, "mended", dir=place[0], job="j", again=True) == "mended"
+    assert sync.once("model", ran, "mended", dir=tmp_path, job="j", again=True) == "mended"
 
 
 def test_it_runs_again_only_when_asked(tmp_path: Path, ran: Any) -> None:
@@ -187,9 +167,9 @@ def test_the_block_says_who_works_and_the_decorator_needs_no_block(
 
 
 def test_a_block_that_fails_is_a_failure_and_one_that_is_interrupted_is_not(
-    place: list[Path],
+    tmp_path: Path,
 ) -> None:
-    where: dict[str, Any] = {"dir": place[0], "job": "j", "timeout": PATIENCE / 3}
+    where: dict[str, Any] = {"dir": tmp_path, "job": "j", "timeout": PATIENCE / 3}
     with pytest.raises(SystemExit), sync.once("k", **where) as mine:
         assert mine
         raise SystemExit(1)
@@ -226,7 +206,7 @@ def test_threads_of_one_process_are_told_apart(tmp_path: Path, ran: Any) -> None
 # -- death ---------------------------------------------------------------------------------
 
 
-def at_work(parent: Parent, directory: Path, lease: float, value: str) -> None:
+def at_work(parent: Parent, directory: Path, lease: float, value: str, again: bool = False) -> None:
     """Says when it begins, and ends when it is told to."""
 
     def work() -> str:
@@ -234,18 +214,17 @@ def at_work(parent: Parent, directory: Path, lease: float, value: str) -> None:
         parent.hear()
         return value
 
-    parent.say(told(lambda: sync.once("k", work, dir=directory, job="j", lease=lease)))
+    parent.say(told(lambda: sync.once("k", work, dir=directory, job="j", lease=lease, again=again)))
 
 
 def test_when_the_runner_is_killed_another_one_takes_over(
-    place: list[Path], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr("shardcache.sync.runners._GONE", 1.0)
-    with forked(at_work, place[0], 60.0, "first") as first:
+    with forked(at_work, tmp_path, 60.0, "first") as first:
         assert first.hear() == "at work"
         with (
-            forked(at_work, place[1], 60.0, "second") as second,
-            forked(at_work, place[0], 60.0, "third") as third,
+            forked(at_work, tmp_path, 60.0, "second") as second,
+            forked(at_work, tmp_path, 60.0, "third") as third,
         ):
             assert not second.speaks(0.4) and not third.speaks(0.1)
             first.kill()
@@ -258,130 +237,53 @@ def test_when_the_runner_is_killed_another_one_takes_over(
             assert other.hear() == result == ("second" if heir is second else "third")
 
 
-def test_a_runner_of_another_machine_is_dead_when_its_lease_is_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    needs_fuse()
-    with mounted(tmp_path) as shim:
-        monkeypatch.setattr(Identity, "is_gone", lambda self: False)  # nobody can be looked up
-        with forked(at_work, shim.root, 1.5, "first") as first:
-            assert first.hear() == "at work"
-            with forked(at_work, shim.root, 1.5, "second") as second:
-                beat = wait_until(lambda: next(shim.root.rglob("claim.0.beat"), None))
-                wait_until(lambda: int(beat.read_text()) >= 3)
-                first.kill()
-                assert second.hear() == "at work"
-                second.tell()
-                assert second.hear() == "second"
-
-
-def test_who_beats_is_alive_for_as_long_as_it_does(tmp_path: Path) -> None:
-    clock = FakeClock()
-    board = FileBoard(tmp_path / "board")
-    board.exact = False
-    far = dataclasses.replace(Identity.this(), boot="of another machine")
-    assert board.first("r/claim.0", far.encode())
-    watch = Watch(board, "r", lease=10.0, clock=clock)
-
-    def looks(count: int) -> list[bool]:
-        found = []
-        for _ in range(count):
-            clock.sleep(1.0)
-            found.append(watch.next_is_free())
-        return found
-
-    for beat in range(5):
-        board.put("r/claim.0.beat", b"%d" % beat)
-        assert looks(7) == [False] * 7
-    assert "has been at it for" in str(watch)
-    clock.sleep(3600.0)  # the machine stood still: no time to beat, none to look
-    assert not watch.next_is_free()
-    board.put("r/claim.0.beat", b"again")
-    assert looks(10) == [False] * 10
-    assert looks(1) == [True] and watch.number == 1
-
-
-def test_a_process_of_this_machine_that_has_ended_is_dead_before_its_lease_is_over(
-    tmp_path: Path,
-) -> None:
-    clock = FakeClock()
-    board = FileBoard(tmp_path / "board")
-    board.exact = False
-    for number, dead in enumerate(({"pid": 2**22 + 1}, {"started": 1})):
-        gone = dataclasses.replace(Identity.this(), **dead)
-        assert gone.is_gone()
-        watch = Watch(board, f"r{number}", lease=3600.0, clock=clock)
-        assert board.first(f"r{number}/claim.0", gone.encode())
-        found = []
-        for _ in range(7):
-            clock.sleep(1.0)
-            found.append(watch.next_is_free())
-        assert found.index(True) in (5, 6)  # its result may not be in sight yet
-
-
-def test_a_runner_that_was_taken_for_dead_gets_the_result_that_counts(tmp_path: Path) -> None:
-    needs_fuse()
-    with mounted(tmp_path) as shim, forked(at_work, shim.root, 1.0, "first") as first:
-        assert first.hear() == "at work"
-        first.kill(19)  # SIGSTOP: no beat any more
-        with forked(at_work, shim.root, 1.0, "second") as second:
-            assert second.hear() == "at work"
-            second.tell()
-            assert second.hear() == "second"
-        first.kill(18)
-        first.tell()
-        assert first.hear() == "second"
-
-
-def test_who_takes_over_looks_first_whether_the_dead_one_was_done(tmp_path: Path) -> None:
-    class Board(FileBoard):
-        """On which somebody posts the result just before they die."""
-
-        def hold(self, name: str, data: bytes) -> Any:
-            self.first(f"{name.rpartition('/')[0]}/outcome", done("former"))
-            return super().hold(name, data)
-
-    turn = _Turn("k", Board(tmp_path), "once/k/0", lease=60.0)
-    turn.take(Patience(PATIENCE))
-    assert turn.claim is None and turn.outcome().value() == "former"
-
-
 def test_a_dead_runner_that_nobody_has_waited_for_is_dead() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        from shardcache.sync.standing import start_of
-
-        assert start_of(child.pid) is not None
+        assert _start_of(child.pid) is not None
         child.kill()
-        wait_until(lambda: start_of(child.pid) is None)
+        wait_until(lambda: _start_of(child.pid) is None)
     finally:
         child.kill()
         child.communicate()
 
 
-@pytest.mark.parametrize("which", ["claim.0", "claim.0.also"])
-def test_a_lock_file_that_vanishes_lets_nobody_else_in(place: list[Path], which: str) -> None:
-    with forked(at_work, place[0], 60.0, "first") as first:
+@pytest.mark.parametrize("which", ["claim.0", "claim.0.copy"])
+def test_a_lock_file_that_vanishes_lets_nobody_else_in(tmp_path: Path, which: str) -> None:
+    with forked(at_work, tmp_path, 60.0, "first") as first:
         assert first.hear() == "at work"
-        (found,) = (p for p in place[0].rglob(which) if p.name == which)
+        (found,) = (p for p in tmp_path.rglob(which) if p.name == which)
         found.unlink()
-        with forked(at_work, place[1], 60.0, "second") as second:
+        with forked(at_work, tmp_path, 60.0, "second") as second:
             assert not second.speaks(0.8)
             first.tell()
             assert first.hear() == second.hear() == "first"
 
 
+def test_an_again_that_got_no_outcome_does_not_count(tmp_path: Path) -> None:
+    where: dict[str, Any] = {"dir": tmp_path, "job": "j", "again": True}
+    with forked(at_work, tmp_path, 60.0, "slow", True) as first:
+        assert first.hear() == "at work"
+        with pytest.raises(sync.WaitTimeoutError):
+            sync.once("k", print, timeout=0, **where)
+        first.tell()
+        assert first.hear() == "slow"
+    # The same run as the one it timed out on; a new one would call the function.
+    assert sync.once("k", lambda: "a new run", **where) == "slow"
+    assert sync.once("k", lambda: "a new run", **where) == "a new run"
+
+
 # -- errors ----------------------------------------------------------------------------------
 
 
-def test_a_wait_that_is_over_names_the_runner(place: list[Path]) -> None:
-    with forked(at_work, place[0], 60.0, "first") as first:
+def test_a_wait_that_is_over_names_the_runner(tmp_path: Path) -> None:
+    with forked(at_work, tmp_path, 60.0, "first") as first:
         assert first.hear() == "at work"
         with pytest.raises(sync.WaitTimeoutError) as caught:
-            sync.once("k", print, dir=place[1], job="j", timeout=0.8)
+            sync.once("k", print, dir=tmp_path, job="j", timeout=0.8)
         text = str(caught.value)
         assert f"process {first.pid} on {os.uname().nodename}" in text
-        assert "has been at it for" in text and "for once('k')" in text
+        assert "has been running it for" in text and "for once('k')" in text
         assert caught.value.key == "k" and caught.value.waited >= 0.8
 
 
@@ -433,15 +335,15 @@ def test_what_was_posted_and_cannot_be_read_is_said_to_be_so(tmp_path: Path) -> 
 
 
 def test_a_claim_that_says_nothing_sensible_is_nobodys(tmp_path: Path) -> None:
-    good = Identity.this()
-    assert Identity.parse(good.encode()) == good and not good.is_gone()
+    good = Process.this()
+    assert Process.parse(good.encode()) == good and not good.has_ended()
     for damage in (b"", b"null", b"[]", b'{"pid": 1}', b"\x00\xff", b"[" * 10**5):
-        assert Identity.parse(damage) is None
+        assert Process.parse(damage) is None
     fields = json.loads(good.encode())
-    assert Identity.parse(json.dumps({**fields, "pid": "1"}).encode()) is None
-    other = json.dumps({**fields, "boot": "another machine", "pid": 2**22 + 1}).encode()
-    found = Identity.parse(other)
-    assert found is not None and not found.is_gone()
+    assert Process.parse(json.dumps({**fields, "pid": "1"}).encode()) is None
+    other = json.dumps({**fields, "machine": "another one", "pid": 2**22 + 1}).encode()
+    found = Process.parse(other)
+    assert found is not None and not found.has_ended()
 
 
 # -- once per node -----------------------------------------------------------------------------
@@ -471,7 +373,7 @@ def test_what_jobs_left_on_a_node_long_ago_is_removed_and_nothing_else(
     precious = tmp_path / "precious"
     precious.mkdir()
     (place / "link").symlink_to(precious)
-    monkeypatch.setattr("shardcache.sync.noticeboards.node_directory", lambda identity: place)
+    monkeypatch.setattr("shardcache.sync.board._node_directory", lambda: place)
 
     def work_of(job: str) -> None:
         monkeypatch.setenv("SHARDCACHE_JOB", job)
@@ -492,7 +394,7 @@ def test_nodes_that_share_a_directory_work_once_each(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ran: Any
 ) -> None:
     for node in ("11111111-aaaa", "22222222-bbbb"):
-        monkeypatch.setattr("shardcache.sync.standing.boot_id", lambda node=node: node)
+        monkeypatch.setattr("shardcache.sync.board._boot_id", lambda node=node: node)
         for _ in range(2):
             sync.once("unpack", ran, per="node", dir=tmp_path, job="j")
     assert ran.count() == 2
@@ -506,7 +408,7 @@ def test_a_board_without_hard_links_is_still_one(
 
     monkeypatch.setattr(Path, "hardlink_to", refuse)
     board = FileBoard(tmp_path / "b")
-    assert [board.first("r/x", b"1"), board.first("r/x", b"2"), board.get("r/x")] == [
+    assert [board.create("r/x", b"1"), board.create("r/x", b"2"), board.get("r/x")] == [
         True,
         False,
         b"1",
@@ -522,7 +424,6 @@ def test_importing_it_imports_no_torch(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
         check=True,

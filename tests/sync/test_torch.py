@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.stress.fuse.shim import REPOSITORY
+REPOSITORY = Path(__file__).parents[2]
 
 pytest.importorskip("torch")
 
@@ -53,7 +53,7 @@ for _ in range(30):
     sync.barrier("b", timeout=60)
 say(passed=30)
 if os.fork() == 0:  # as a DataLoader does; the child must not speak on its parent's line
-    from shardcache.sync.standing import torch_store
+    from shardcache.sync.board import _torch_store as torch_store
     say(child=[sync.rank(), sync.world_size(), torch_store() is None])
     os._exit(0)
 os.wait()
@@ -142,5 +142,5 @@ def test_ranks_of_torch_tell_one_another_by_its_store(pair: list[Rank], tmp_path
     assert [facts["child"] for facts in said] == [[0, 2, True], [1, 2, True]]
     kind, text, missing = zero.facts["late"]
     assert (kind, missing) == ("BarrierTimeoutError", [1])
-    assert "rank 1 did not come (told in the store of torch.distributed)" in text
+    assert "rank 1 did not come (in the store of torch.distributed)" in text
     assert os.listdir(tmp_path) == []

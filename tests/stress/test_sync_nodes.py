@@ -1,0 +1,199 @@
+"""sync on two nodes: two mounts of a filesystem that shows late what the other one made."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shardcache import sync
+from shardcache.sync.board import Process
+from shardcache.sync.paths import look
+from tests.stress.fuse.shim import Shim, mounted, needs_fuse
+from tests.support.storetools import PATIENCE, Parent, crowd, forked, wait_until
+from tests.sync.test_once import at_work
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[tuple[Shim, Shim]]:
+    needs_fuse()
+    with mounted(tmp_path, name="one") as one, mounted(tmp_path, name="two") as two:
+        yield one, two
+
+
+def test_no_permission_is_an_error_at_once(tmp_path: Path, nodes: tuple[Shim, Shim]) -> None:
+    nodes[0].fail("mkdir", "x", error=errno.EACCES, times=-1)
+    with pytest.raises(PermissionError):
+        sync.makedirs(nodes[0].root / "x" / "y", timeout=None)
+
+
+@pytest.mark.parametrize("done", [True, False])
+@pytest.mark.parametrize("number", [errno.EEXIST, errno.ENOENT])
+def test_a_lie_about_a_mkdir_is_not_believed(
+    nodes: tuple[Shim, Shim], number: int, done: bool
+) -> None:
+    rule = nodes[0].fail("mkdir", "*", error=number, done=done, times=3)
+    assert sync.makedirs(nodes[0].root / "a" / "b").is_dir()
+    assert nodes[0].struck(rule) >= 2
+
+
+def test_a_directory_of_another_node_is_seen_before_makedirs_returns(
+    nodes: tuple[Shim, Shim],
+) -> None:
+    one, two = nodes
+    assert not (two.root / "a").exists()
+    two.set(delay=1.0, negative=1.0)
+    (one.root / "a").mkdir()
+    sync.makedirs(two.root / "a")
+    assert os.path.isdir(two.root / "a") and os.listdir(two.root) == ["a"]
+
+
+def test_one_that_never_comes_into_sight_ends_in_an_error_that_says_so(
+    nodes: tuple[Shim, Shim],
+) -> None:
+    one, two = nodes
+    two.set(delay=3600.0)
+    (one.root / "a").mkdir()
+    with pytest.raises(sync.WaitTimeoutError, match="was made and could not be seen") as caught:
+        sync.makedirs(two.root / "a", timeout=0.3)
+    assert "on fuse.shim mounted at" in str(caught.value) and caught.value.waited >= 0.3
+
+
+def test_a_remembered_absence_does_not_count(nodes: tuple[Shim, Shim]) -> None:
+    one, two = nodes
+    two.set(negative=3600.0)
+    path = two.root / "d" / "x"
+    assert not path.exists()
+    (one.root / "d").mkdir()
+    (one.root / "d" / "x").write_text("there")
+    assert not path.exists() and not path.parent.exists()  # for as long as an hour
+    assert look(path) is not None
+    assert path.read_text() == "there"  # and from now on for everybody on this node
+
+
+def test_a_wait_ends_when_another_node_makes_the_last_of_several(
+    nodes: tuple[Shim, Shim],
+) -> None:
+    one, two = nodes
+    paths = [two.root / "ckpt" / name for name in "abc"]
+    two.set(negative=3600.0)
+
+    def wait(parent: Parent) -> None:
+        assert not paths[0].exists()
+        parent.say("begun")
+        parent.say([str(path) for path in sync.wait_for(paths, timeout=PATIENCE, kind="directory")])
+
+    with forked(wait) as child:
+        assert child.hear() == "begun"
+        for path in paths:
+            assert not child.speaks(0.05)
+            (one.root / "ckpt" / path.name).mkdir(parents=True)
+        assert child.hear() == [str(path) for path in paths]
+
+
+def test_a_rename_whose_answer_is_lost_counts_and_one_that_failed_does_not(
+    nodes: tuple[Shim, Shim],
+) -> None:
+    path = nodes[0].root / "a"
+    nodes[0].fail("rename", "*", error=errno.ENOENT, done=True)
+    with sync.atomic_write(path) as file:
+        file.write(b"whole")
+    assert path.read_bytes() == b"whole"
+    nodes[0].fail("rename", "*", error=errno.ENOENT)
+    with pytest.raises(FileNotFoundError), sync.atomic_write(path) as file:
+        file.write(b"other")
+    assert path.read_bytes() == b"whole" and os.listdir(nodes[0].root) == ["a"]
+
+
+def test_bytes_are_synced_before_they_have_their_name(tmp_path: Path) -> None:
+    needs_fuse()
+    with mounted(tmp_path, power=True) as shim:
+        (shim.root / "a").write_bytes(b"old")
+        with sync.atomic_write(shim.root / "a") as file:
+            file.write(b"new" * 1000)
+        shim.lose_power("zeros", names=None)
+    assert (tmp_path / "backing" / "a").read_bytes() == b"new" * 1000
+
+
+# -- once and barrier ------------------------------------------------------------------------
+
+
+def test_of_ranks_on_two_nodes_one_works_and_a_lock_file_that_vanishes_lets_nobody_in(
+    nodes: tuple[Shim, Shim],
+) -> None:
+    for shim in nodes:
+        shim.set(delay=0.3, negative=0.3)
+    one, two = nodes
+    with forked(at_work, one.root, 60.0, "first") as first:
+        assert first.hear() == "at work"
+        (found,) = one.root.rglob("claim.0")
+        found.unlink()
+        with forked(at_work, two.root, 60.0, "second") as second:
+            assert not second.speaks(0.8)
+            first.tell()
+            assert first.hear() == second.hear() == "first"
+
+
+def test_when_the_runner_is_killed_another_node_takes_over(nodes: tuple[Shim, Shim]) -> None:
+    with forked(at_work, nodes[0].root, 60.0, "first") as first:
+        assert first.hear() == "at work"
+        with forked(at_work, nodes[1].root, 60.0, "second") as second:
+            first.kill()
+            assert second.hear() == "at work"
+            second.tell()
+            assert second.hear() == "second"
+
+
+def test_a_runner_of_another_machine_is_dead_when_its_lease_is_over(
+    nodes: tuple[Shim, Shim], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Process, "has_ended", lambda self: False)  # nobody can be looked up
+    root = nodes[0].root
+    with forked(at_work, root, 1.5, "first") as first:
+        assert first.hear() == "at work"
+        with forked(at_work, root, 1.5, "second") as second:
+            beat = wait_until(lambda: next(root.rglob("claim.0.beat"), None))
+            wait_until(lambda: int(beat.read_text()) >= 3)
+            first.kill()
+            assert second.hear() == "at work"
+            second.tell()
+            assert second.hear() == "second"
+
+
+def test_a_runner_that_was_taken_for_dead_gets_the_result_that_counts(
+    nodes: tuple[Shim, Shim],
+) -> None:
+    root = nodes[0].root
+    with forked(at_work, root, 1.0, "first") as first:
+        assert first.hear() == "at work"
+        first.kill(19)  # SIGSTOP: no heartbeat any more
+        with forked(at_work, root, 1.0, "second") as second:
+            assert second.hear() == "at work"
+            second.tell()
+            assert second.hear() == "second"
+        first.kill(18)
+        first.tell()
+        assert first.hear() == "second"
+
+
+def test_ranks_on_two_nodes_meet_again_and_again(tmp_path: Path, nodes: tuple[Shim, Shim]) -> None:
+    for shim in nodes:
+        shim.set(delay=0.1, negative=0.1)
+    roots = [shim.root for shim in nodes]
+
+    def rank(parent: Parent, number: int) -> None:
+        for _ in range(5):
+            sync.barrier(
+                rank=number, world_size=4, dir=roots[number % 2], job="j", timeout=PATIENCE
+            )
+            parent.say(None)
+
+    with crowd(4, rank) as children:
+        for _ in range(5):
+            for child in children:
+                child.hear()
+    left = [p.name for p in tmp_path.joinpath("backing").rglob("rank-*")]
+    assert sorted(left) == [f"rank-{n}" for n in range(4)]  # of the last one only

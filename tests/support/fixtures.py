@@ -41,7 +41,8 @@ def _outside() -> set[Path]:
     """
     shared = Path("/dev/shm")
     node = "shardcache-[0-9g]*-" + "[0-9a-f]" * 16
-    return {p for form in (node, "shardcache-sync-*", "faketime_shm_*", "sem.faketime_sem_*") for p in shared.glob(form)}
+    forms = node, "shardcache-sync-*", "faketime_shm_*", "sem.faketime_sem_*"
+    return {path for form in forms for path in shared.glob(form)}
 
 
 _BEFORE = _outside()

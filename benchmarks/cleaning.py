@@ -23,9 +23,10 @@ from typing import Any
 from benchmarks.links import ROOT
 from benchmarks.results import Row, end_in_order, machine, median, save, say, table
 from shardcache import Cache
+from shardcache.clock import boot_id
 from shardcache.origins.base import ObjectInfo
 from shardcache.store.digest import block_digest, tree_digest
-from shardcache.store.metadata import Metadata, boot_id
+from shardcache.store.entry import Metadata
 from shardcache.store.partial import Partial
 from shardcache.store.root import make_root
 from shardcache.store.store import Store

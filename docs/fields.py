@@ -27,7 +27,7 @@ from shardcache.prewarm.report import Outcome, Stopped
 from shardcache.space.eviction import Reason
 from shardcache.stats.statfile import COUNTERS, WAITS
 from shardcache.stats.summary import Stats
-from shardcache.store.findings import State
+from shardcache.store.verify import State
 
 # -- fields that mean the same wherever they are ---------------------------------------
 

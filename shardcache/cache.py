@@ -30,7 +30,7 @@ from shardcache.errors import (
 from shardcache.origins.endpoints import endpoint_of
 from shardcache.processes import Processes
 from shardcache.ranks import detect
-from shardcache.store.metadata import DamagedError
+from shardcache.store.entry import DamagedError
 from shardcache.store.store import Entry, Opened, Store
 from shardcache.streams.opener import Opener
 from shardcache.upkeep import Upkeep, check_cached
@@ -263,7 +263,7 @@ class Cache(Upkeep):
                 cannot be asked.
             OSError: the disk fails.
         """
-        from shardcache.store.drift import differs
+        from shardcache.store.verify import differs
 
         process = self._here()
         process.coordinator()

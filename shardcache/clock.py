@@ -1,4 +1,4 @@
-"""Time as the library sees it, so that tests can own it.
+"""Time as the library sees it, so that tests can own it; and which boot of the machine this is.
 
 Durations and time-outs use ``monotonic``; ``time`` (wall clock) is for people
 and for "last used" ordering only. No decision about liveness rests on either.
@@ -6,12 +6,15 @@ and for "last used" ordering only. No decision about liveness rests on either.
 
 from __future__ import annotations
 
+import functools
 import time
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Protocol
 
-__all__ = ["SYSTEM_CLOCK", "Clock", "SystemClock", "utc"]
+__all__ = ["SYSTEM_CLOCK", "Clock", "SystemClock", "boot_id", "rfc3339", "utc"]
 
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _LAST_SECOND = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
 
 
@@ -53,3 +56,20 @@ def utc(seconds: float) -> datetime:
     """Seconds since the epoch as a time; those that have no date get the nearest one."""
     # A damaged filesystem may state any time; datetime ends with the year 9999.
     return datetime.fromtimestamp(min(max(seconds, 0.0), _LAST_SECOND), UTC)
+
+
+def rfc3339(seconds: float) -> str:
+    """Seconds since the epoch as RFC 3339 in UTC."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
+
+
+@functools.cache
+def boot_id() -> str:
+    """The kernel's id of this boot; empty where there is none (then boots are not told apart).
+
+    No process outlives a boot.
+    """
+    try:
+        return _BOOT_ID.read_text("ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""

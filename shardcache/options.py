@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 if TYPE_CHECKING:
-    from shardcache.optionvalues import TierOption, Upstream
+    from shardcache.config import TierOption, Upstream
     from shardcache.prewarm.report import Event
 
 __all__ = ["Handler", "Options", "PrewarmOptions"]

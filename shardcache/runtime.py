@@ -19,8 +19,7 @@ from shardcache.errors import ConfigError
 from shardcache.ranks import Ranks
 from shardcache.space.tiers import Tier
 from shardcache.stats.tally import Tally
-from shardcache.store.namespaces import Namespaces
-from shardcache.store.store import Entry, Opened, Store
+from shardcache.store.store import Entry, Namespaces, Opened, Store
 from shardcache.units import format_duration
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from shardcache.clock import Clock
 from shardcache.config import Config
 from shardcache.errors import ConfigError
+from shardcache.files import Modes
 from shardcache.layout import Layout
-from shardcache.modes import Modes
 from shardcache.processes import Processes
 from shardcache.runtime import Process
 from shardcache.store.root import check_links, is_cache, make_root
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from shardcache.space.clean import CleanReport, CleanStatus
     from shardcache.stats.history import Sample
     from shardcache.stats.summary import Stats
-    from shardcache.store.findings import Finding, VerifyStatus
+    from shardcache.store.verify import Finding, VerifyStatus
 
 __all__ = ["Upkeep", "check_cached"]
 
@@ -146,8 +146,7 @@ class Upkeep:
         """
         from shardcache.origins.resolve import Origins
         from shardcache.origins.retry import RetryPolicy
-        from shardcache.store.findings import Checks
-        from shardcache.store.verify import verify
+        from shardcache.store.verify import Checks, verify
 
         self._require_cache()
         checks = Checks(quick=quick, remote=remote, repair=repair, sample=sample)

@@ -225,7 +225,7 @@ from pathlib import Path
 from shardcache.cli.demo import S3Server
 from shardcache.store.digest import BLOCK
 from tests.support.proxy import Proxy
-from shardcache.store.progressfile import read_progress
+from shardcache.store.partial import read_progress
 from tests.support.tars import make_tar
 from tests.support.storetools import wait_until
 from tests.support.workers import Worker

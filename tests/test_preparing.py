@@ -157,7 +157,7 @@ def prepare():
     time.sleep(0.2)
     import filelock
     from shardcache.files import open_owned
-    from shardcache.modes import PRIVATE
+    from shardcache.files import PRIVATE
     with filelock.FileLock(sys.argv[1]):
         os.close(open_owned(sys.argv[1] + "2", os.O_RDWR | os.O_CREAT | os.O_EXCL, PRIVATE))
     done.append(True)

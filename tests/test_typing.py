@@ -13,8 +13,7 @@ import pytest
 
 from shardcache import options
 from shardcache.cache import Cache
-from shardcache.config import Config
-from shardcache.optionvalues import TierOption, Upstream
+from shardcache.config import Config, TierOption, Upstream
 from shardcache.prewarm import fill as prewarm
 from shardcache.prewarm.report import Event
 from shardcache.stats.statfile import COUNTERS

@@ -255,8 +255,8 @@ def _sizes(cache: Cache, keys: Iterable[str]) -> dict[str, int]:
     """Bytes of those shards that are there, all versions together."""
     from shardcache.layout import Layout
     from shardcache.ranks import detect
-    from shardcache.store.namespaces import Namespaces
     from shardcache.store.root import check_links
+    from shardcache.store.store import Namespaces
 
     check_links(Layout.of_root(cache.dir))
     stores = Namespaces(cache.config, detect()).all()

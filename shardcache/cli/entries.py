@@ -14,7 +14,7 @@ from shardcache.cli.filters import matches_glob, parse_filter, parse_sort
 from shardcache.cli.invocation import Invocation, command
 from shardcache.cli.output import Column, counted, short_date
 from shardcache.clock import utc
-from shardcache.store.metadata import DamagedError, Metadata
+from shardcache.store.entry import DamagedError, Metadata
 from shardcache.store.root import is_cache
 from shardcache.units import format_age, format_bytes
 
@@ -122,7 +122,7 @@ def _nothing(invocation: Invocation, partial: bool) -> int:
 def _rows(cache: Cache, now: float) -> Iterator[dict[str, Any]]:
     from shardcache.ranks import detect
     from shardcache.space.pins import pinned_keys
-    from shardcache.store.namespaces import Namespaces
+    from shardcache.store.store import Namespaces
 
     store = (namespaces := Namespaces(cache.config, detect())).own
     pinned = pinned_keys(namespaces.node, now)
@@ -190,7 +190,7 @@ class _Totals:
         from shardcache.ranks import detect
         from shardcache.space.policy import Policy
         from shardcache.space.volume import Volume
-        from shardcache.store.namespaces import Namespaces
+        from shardcache.store.store import Namespaces
 
         policy = Policy.now(cache.config, Namespaces(cache.config, detect()).node, now)
         idle = [

@@ -25,7 +25,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
-from shardcache.store.metadata import rfc3339
+from shardcache.clock import rfc3339
 
 __all__ = ["FORMATS", "SCHEMA", "Column", "Console", "counted", "printable", "short_date"]
 

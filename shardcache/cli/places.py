@@ -26,15 +26,14 @@ from typing import Any
 
 from shardcache.config import Config
 from shardcache.errors import ConfigError
-from shardcache.layout import IDLE_GRACE, Layout, list_names, temporary_name
+from shardcache.files import Modes
+from shardcache.layout import IDLE_GRACE, Layout, is_temporary_name, list_names, temporary_name
 from shardcache.locks.mode import Answer, distrust
 from shardcache.locks.mounts import Mount, mount_of, read_mounts
 from shardcache.locks.sessions import dead_sessions
-from shardcache.modes import Modes
-from shardcache.names import is_temporary_name
-from shardcache.store.namespaces import rank_layouts
+from shardcache.store.entry import scan
 from shardcache.store.root import check_group, check_layout, check_root, is_cache
-from shardcache.store.scanning import scan
+from shardcache.store.store import rank_layouts
 from shardcache.store.sweeping import in_flight, remove_quarantined
 
 __all__ = ["SILENCE", "Place", "look"]

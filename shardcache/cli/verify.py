@@ -16,7 +16,7 @@ from shardcache.cli.filters import matches_glob
 from shardcache.cli.invocation import Invocation, command
 from shardcache.cli.output import Column, Console, counted, printable
 from shardcache.cli.statusline import Rate, StatusLine, share_done
-from shardcache.store.findings import Finding, State, VerifyStatus
+from shardcache.store.verify import Finding, State, VerifyStatus
 from shardcache.units import (
     format_bytes,
     format_duration,

@@ -22,8 +22,8 @@ from collections.abc import Callable
 
 from shardcache import threads
 from shardcache.clock import Clock
+from shardcache.fetch.blocks import FetchStatus
 from shardcache.fetch.coordinator import Obtained
-from shardcache.store.blocks import FetchStatus
 from shardcache.urls import ShardURL
 
 __all__ = ["Fetching", "Fetchings", "Share"]

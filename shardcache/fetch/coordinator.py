@@ -32,14 +32,12 @@ from shardcache.fetch.waiting import Waiter
 from shardcache.layout import Layout, is_directory
 from shardcache.locks.flock import Holder, KeyLock
 from shardcache.locks.lease import KeyLease
-from shardcache.locks.waits import WaitNote
+from shardcache.locks.sessions import WaitNote
 from shardcache.origins.resolve import Origins
 from shardcache.ranks import Ranks
-from shardcache.store.entry import read_sidecar
-from shardcache.store.metadata import DamagedError, Metadata
+from shardcache.store.entry import DamagedError, Metadata, read_sidecar
 from shardcache.store.partial import LostError
-from shardcache.store.store import Opened, Store
-from shardcache.store.stores import Stores
+from shardcache.store.store import Opened, Store, Stores
 from shardcache.urls import ShardURL
 
 __all__ = ["Coordinator", "Obtained", "Outcome"]

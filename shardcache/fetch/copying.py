@@ -15,7 +15,7 @@ from pathlib import Path
 
 from shardcache import threads
 from shardcache.origins.resolve import Origins
-from shardcache.store.metadata import DamagedError
+from shardcache.store.entry import DamagedError
 from shardcache.store.store import Entry, Store
 from shardcache.urls import ShardURL
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardcache.breaker import FULL
-from shardcache.clock import Clock
+from shardcache.clock import Clock, boot_id
 from shardcache.config import Config
 from shardcache.errors import (
     CacheFullError,
@@ -28,18 +28,16 @@ from shardcache.errors import (
     ShardCacheError,
 )
 from shardcache.fetch.transfer import Fetched, Fetcher, FetchStatus
-from shardcache.layout import list_names
+from shardcache.layout import list_names, parse_partial_name
 from shardcache.locks.flock import Holder, KeyLock
 from shardcache.locks.lease import KeyLease
-from shardcache.names import parse_partial_name
 from shardcache.origins.base import ObjectInfo, Origin
 from shardcache.origins.resolve import Origins
 from shardcache.space.budget import Space
-from shardcache.store.entry import versions
-from shardcache.store.metadata import Metadata, boot_id
+from shardcache.store.digest import check_archive
+from shardcache.store.entry import Metadata, versions
 from shardcache.store.partial import Partial
 from shardcache.store.store import Store
-from shardcache.store.validation import check_archive
 from shardcache.urls import ShardURL
 from shardcache.version import __version__
 

@@ -26,6 +26,7 @@ from shardcache.errors import (
     ShardNotFoundError,
     TransferError,
 )
+from shardcache.fetch.blocks import Blocks, FetchStatus, Pace, skip
 from shardcache.fetch.lanes import Lane, Lanes
 from shardcache.fetch.work import CancelledError, Work
 from shardcache.files import disown
@@ -38,9 +39,7 @@ from shardcache.origins.base import (
 )
 from shardcache.origins.retry import Attempts
 from shardcache.store import digest as digests
-from shardcache.store.blocks import Blocks, FetchStatus, Pace, skip
-from shardcache.store.comparison import Comparison, MismatchError
-from shardcache.store.digest import BLOCK
+from shardcache.store.digest import BLOCK, Comparison, MismatchError
 from shardcache.store.partial import Partial
 from shardcache.urls import ShardURL
 
@@ -106,7 +105,7 @@ class Job(Work):
         self.pin = partial.metadata.info
         self.attempts = attempts
         self.parts: deque[Part] = deque()
-        self.comparison = Comparison(partial)
+        self.comparison = Comparison()
         self.comparison.stated = self.pin.checksum if described else None
         self.described = described or not origin.states_checksums
         self.helpers = True  # as long as threads can be started
@@ -311,7 +310,7 @@ class Job(Work):
                 "Please report this.",
                 url=str(self.url),
             )
-        checked = self.comparison.compare(self.pin.checksum)
+        checked = self.comparison.compare(partial.fd, size, self.pin.checksum)
         return Fetched(partial, self.pin, size, digests.tree_digest(partial.digests), checked)
 
     def crc(self) -> Callable[[memoryview], int] | None:

@@ -154,7 +154,7 @@ class Obtainer:
         gated: bool,
         patient: Callable[[], bool] = lambda: True,
     ) -> Obtained | None:
-        from shardcache.store.blocks import FetchStatus
+        from shardcache.fetch.blocks import FetchStatus
 
         status = status or FetchStatus()
         obtained = None

@@ -32,7 +32,7 @@ from shardcache.fetch.lanes import Lane, Lanes
 from shardcache.fetch.sizes import Sizes
 from shardcache.origins.base import Body, ObjectInfo, Origin, VersionChangedError, WholeOrigin
 from shardcache.origins.retry import Attempts, RetryPolicy
-from shardcache.store.comparison import MismatchError
+from shardcache.store.digest import MismatchError
 from shardcache.store.partial import Partial
 from shardcache.urls import ShardURL
 

@@ -16,10 +16,9 @@ from pathlib import Path
 from shardcache.clock import Clock
 from shardcache.errors import LockTimeoutError
 from shardcache.fetch.cancellation import Watch
-from shardcache.layout import is_directory
+from shardcache.layout import is_directory, parse_partial_name
 from shardcache.locks.flock import Holder, read_holder
-from shardcache.locks.waits import Wait, WaitNote
-from shardcache.names import parse_partial_name
+from shardcache.locks.sessions import Wait, WaitNote
 from shardcache.store.partial import Progress, read_progress
 from shardcache.units import format_bytes, format_duration
 from shardcache.urls import ShardURL

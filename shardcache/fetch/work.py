@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 from shardcache import threads
 from shardcache.errors import FetchCancelledError
+from shardcache.fetch.blocks import FetchStatus
 from shardcache.origins.base import Body
-from shardcache.store.blocks import FetchStatus
 from shardcache.urls import ShardURL
 
 __all__ = ["CancelledError", "Work"]

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from fsspec.implementations.chained import ChainedFileSystem
 
 from shardcache.errors import ConfigError
-from shardcache.store.metadata import DamagedError
+from shardcache.store.entry import DamagedError
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache

@@ -32,9 +32,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardcache.breaker import DISK_FAULTS, FULL
-from shardcache.files import is_alone
+from shardcache.files import PRIVATE, Modes, is_alone
 from shardcache.layout import read_file
-from shardcache.modes import PRIVATE, Modes
 
 if TYPE_CHECKING:
     from filelock import FileLock

@@ -18,9 +18,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardcache.files import PRIVATE, Modes
 from shardcache.layout import replace_file
 from shardcache.locks.flock import Holder
-from shardcache.modes import PRIVATE, Modes
 
 if TYPE_CHECKING:
     from filelock import LeaseCompromise, SoftFileLease

@@ -25,10 +25,10 @@ from enum import StrEnum
 from hashlib import blake2b
 from pathlib import Path
 
+from shardcache.clock import boot_id
+from shardcache.files import PRIVATE, Modes
 from shardcache.layout import IDLE_GRACE, MANIFEST, Layout, read_file, replace_file
 from shardcache.locks.mounts import Mount, mount_of
-from shardcache.modes import PRIVATE, Modes
-from shardcache.store.metadata import boot_id
 
 __all__ = ["Answer", "Locking", "decide", "distrust", "node_directory", "probe"]
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from shardcache.clock import SYSTEM_CLOCK, Clock
 from shardcache.config import Config
 from shardcache.origins.base import Origin
-from shardcache.store.metadata import Metadata
+from shardcache.store.entry import Metadata
 from shardcache.urls import ShardURL
 
 if TYPE_CHECKING:

@@ -28,14 +28,13 @@ from typing import Any, TypeVar
 
 from shardcache.breaker import Breaker
 from shardcache.clock import Clock
-from shardcache.config import Config
+from shardcache.config import Config, Upstream
 from shardcache.errors import AccessDeniedError, ConfigError, ShardNotFoundError
-from shardcache.modes import random_token
-from shardcache.optionvalues import Upstream
+from shardcache.files import random_token
 from shardcache.origins.base import Body, ObjectInfo, Origin, TransientError, VersionChangedError
 from shardcache.origins.filesystem import FsspecOrigin
 from shardcache.origins.s3 import S3Origin
-from shardcache.store.metadata import MAX_BYTES, DamagedError, Metadata
+from shardcache.store.entry import MAX_BYTES, DamagedError, Metadata
 from shardcache.urls import ShardURL, parse_url, redact
 
 __all__ = ["UpstreamOrigin", "Upstreams"]

@@ -27,9 +27,9 @@ from multiprocessing.connection import Connection, Pipe
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from shardcache.fetch.blocks import FetchStatus
 from shardcache.forks import HANDLED, is_harmless, processors
 from shardcache.prewarm.crewmember import CANCEL, END, FAREWELL, live
-from shardcache.store.blocks import FetchStatus
 from shardcache.urls import ShardURL
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardcache import threads
+from shardcache.fetch.blocks import FetchStatus
 from shardcache.forks import HANDLED
-from shardcache.store.blocks import FetchStatus
 from shardcache.urls import ShardURL
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 from shardcache.clock import SYSTEM_CLOCK
 from shardcache.errors import CacheFullError, ConfigError, ShardCacheError
 from shardcache.fetch.throttle import Throttle, parse_rate
+from shardcache.files import Modes
 from shardcache.layout import Layout
-from shardcache.modes import Modes
 from shardcache.nodes import Share
 from shardcache.origins.listing import Listing, is_pattern
 from shardcache.prewarm.crew import Crew, suitable

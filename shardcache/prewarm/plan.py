@@ -21,9 +21,8 @@ from shardcache.ranks import detect
 from shardcache.space.eviction import Limits, plan
 from shardcache.space.policy import Policy
 from shardcache.space.volume import Volume
-from shardcache.store.metadata import DamagedError
-from shardcache.store.namespaces import Namespaces
-from shardcache.store.store import Entry
+from shardcache.store.entry import DamagedError
+from shardcache.store.store import Entry, Namespaces
 from shardcache.store.sweeping import in_flight
 from shardcache.units import format_bytes
 from shardcache.urls import ShardURL

@@ -47,7 +47,7 @@ from shardcache.prewarm.report import (
     plan_failure,
 )
 from shardcache.ranks import detect
-from shardcache.store.namespaces import Namespaces
+from shardcache.store.store import Namespaces
 from shardcache.urls import ShardURL
 
 if TYPE_CHECKING:

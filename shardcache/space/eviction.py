@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from shardcache.locks.sessions import remove_dead_sessions
-from shardcache.locks.waits import remove_dead_waits
+from shardcache.locks.sessions import remove_dead_sessions, remove_dead_waits
 from shardcache.space.policy import Policy, is_dated, tells_time
 from shardcache.space.uses import remove_stale_maps
 from shardcache.store.store import Entry, Store

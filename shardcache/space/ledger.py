@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardcache.clock import Clock
-from shardcache.modes import Modes
+from shardcache.files import Modes
 from shardcache.space.notes import Note
 
 __all__ = ["Ledger", "Refusal", "State"]

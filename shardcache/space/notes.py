@@ -13,10 +13,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from shardcache.files import is_alone, open_file
+from shardcache.clock import boot_id
+from shardcache.files import Modes, is_alone, open_file, settle
 from shardcache.layout import read_file
-from shardcache.modes import Modes, settle
-from shardcache.store.metadata import boot_id
 
 __all__ = ["Note"]
 

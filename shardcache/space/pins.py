@@ -16,8 +16,7 @@ import logging
 import math
 from dataclasses import dataclass
 
-from shardcache.layout import Layout, list_names, read_file, refuse_links, replace_file
-from shardcache.names import is_pin_name
+from shardcache.layout import Layout, is_pin_name, list_names, read_file, refuse_links, replace_file
 from shardcache.urls import ShardURL
 
 __all__ = ["Pin", "pin", "pinned_keys", "pins", "remove_expired", "unpin"]

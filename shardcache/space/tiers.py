@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING
 
 from shardcache.clock import Clock
 from shardcache.config import Config
+from shardcache.files import Modes
 from shardcache.locks.sessions import Session
-from shardcache.modes import Modes
 from shardcache.ranks import Ranks
 from shardcache.space.uses import job_name, note_use
-from shardcache.store.namespaces import Namespaces
 from shardcache.store.root import Identity, check_layout, identity, is_cache, make_root
-from shardcache.store.store import Entry, Store
+from shardcache.store.store import Entry, Namespaces, Store
 from shardcache.units import format_duration
 from shardcache.version import __version__
 

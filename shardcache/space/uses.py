@@ -23,11 +23,9 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from shardcache.files import disown, is_alone, open_file, open_owned
-from shardcache.layout import Layout, list_names
+from shardcache.files import disown, is_alone, open_file, open_owned, settle
+from shardcache.layout import Layout, is_uses_name, list_names
 from shardcache.locks.sessions import LiveSession
-from shardcache.modes import settle
-from shardcache.names import is_uses_name
 
 __all__ = ["SLOTS", "job_name", "note_use", "released", "remove_stale_maps", "used_by"]
 

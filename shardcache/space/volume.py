@@ -16,8 +16,8 @@ from pathlib import Path
 
 from shardcache.clock import Clock
 from shardcache.config import Config
+from shardcache.files import Modes
 from shardcache.locks.mounts import MEMORY_TYPES, mount_of
-from shardcache.modes import Modes
 from shardcache.space.memory import memory_headroom
 from shardcache.space.notes import Note
 

@@ -14,15 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardcache.clock import Clock, utc
+from shardcache.layout import parse_partial_name
 from shardcache.locks.flock import Holder, read_holder
-from shardcache.locks.sessions import live_sessions
-from shardcache.locks.waits import Wait, live_waits
-from shardcache.names import parse_partial_name
+from shardcache.locks.sessions import Wait, live_sessions, live_waits
 from shardcache.space.volume import Volume
 from shardcache.stats.summary import Stats, by_rank, rank_records, summed
-from shardcache.store.entry import read_sidecar
-from shardcache.store.metadata import DamagedError, Metadata
-from shardcache.store.progressfile import Progress, read_progress
+from shardcache.store.entry import DamagedError, Metadata, read_sidecar
+from shardcache.store.partial import Progress, read_progress
 from shardcache.store.sweeping import in_flight
 
 if TYPE_CHECKING:

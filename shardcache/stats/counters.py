@@ -25,8 +25,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from shardcache.clock import Clock
+from shardcache.files import random_token
 from shardcache.layout import Layout
-from shardcache.modes import random_token
 from shardcache.stats.statfile import COUNTERS, ROWS, StatFile, blank, bucket_of, wait_index
 
 __all__ = ["SUFFIX", "Counters"]

@@ -16,9 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardcache.files import is_alone, open_file
+from shardcache.files import is_alone, open_file, settle
 from shardcache.layout import Layout, read_file
-from shardcache.modes import settle
 
 __all__ = ["Fetch", "fetches", "note_fetch"]
 

@@ -25,9 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardcache.layout import Layout, list_names, read_file, replace_file
-from shardcache.modes import random_token
-from shardcache.names import is_temporary_name
+from shardcache.files import random_token
+from shardcache.layout import Layout, is_temporary_name, list_names, read_file, replace_file
 from shardcache.stats.counters import SUFFIX
 from shardcache.stats.statfile import ROWS, Segment, read_segment
 

@@ -25,9 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardcache.files import is_alone, open_file
+from shardcache.files import Modes, is_alone, open_file, settle
 from shardcache.layout import read_file
-from shardcache.modes import Modes, settle
 
 __all__ = ["BUCKETS", "COUNTERS", "ROWS", "WAITS", "Row", "Segment", "StatFile", "bucket_of"]
 __all__ += ["bucket_range", "read_segment"]

@@ -20,8 +20,8 @@ from shardcache.units import format_bytes, format_duration
 from shardcache.urls import ShardURL
 
 if TYPE_CHECKING:
+    from shardcache.fetch.blocks import FetchStatus
     from shardcache.space.eviction import Victim
-    from shardcache.store.blocks import FetchStatus
 
 __all__ = ["Tally"]
 

@@ -1,1 +1,12 @@
-"""store."""
+"""What is on disk, and the only code that knows what is in its files.
+
+    root       makes a directory a cache, and refuses one that others could tamper with
+    entry      a published shard: its sidecar, its data file, how it is opened and pinned
+    partial    a shard in flight, and the record of which of its blocks are there
+    digest     digests and checksums
+    store      the entries of one namespace: open, publish, quarantine, evict
+    sweeping   what dead processes left
+    verify     whether what is stored is still what was fetched
+
+It may use `shardcache.locks`, `shardcache.origins` and what is below them.
+"""

@@ -14,15 +14,28 @@ All functions are pure.
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import os
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, lru_cache
 
+from shardcache.errors import IntegrityError
 from shardcache.origins.base import Checksum
 
-__all__ = ["BLOCK", "block_digest", "can_check", "file_checksum", "file_digest", "tree_digest"]
+__all__ = [
+    "BLOCK",
+    "Comparison",
+    "MismatchError",
+    "block_digest",
+    "can_check",
+    "check_archive",
+    "file_checksum",
+    "file_digest",
+    "tree_digest",
+]
+
 
 #: Bytes of a block, and of the one buffer each connection needs. 1 MiB per read
 #: is where larger reads stop paying (TRANSFER measurements: smaller chunks cost
@@ -169,3 +182,127 @@ def file_checksum(fd: int, algorithm: str) -> str:
     for block in read_blocks(fd):
         digest.update(block)
     return base64.b64encode(digest.digest()).decode()
+
+
+class MismatchError(Exception):
+    """The bytes do not have the checksum that the origin states."""
+
+    def __init__(self, checksum: Checksum, found: str) -> None:
+        super().__init__(checksum.algorithm)
+        self.checksum = checksum
+        self.found = found
+
+
+class Comparison:
+    """Compares a shard with the checksum that its origin states of the whole object.
+
+    Blocks arrive in any order: their CRCs are computed while they are warm, joined in the end,
+    and read back where the checksum was not known yet when they came. Other algorithms hash
+    the file. For the threads of one job; `compare` comes after they ended.
+
+    Attributes:
+        stated: what the origin says, once it has said it.
+    """
+
+    def __init__(self) -> None:
+        self.stated: Checksum | None = None
+        self._crcs: dict[int, int] = {}
+
+    def crc(self) -> Callable[[memoryview], int] | None:
+        """What to compute of each block that comes, if that is known by now."""
+        if self.stated is None or not can_check(self.stated):
+            return None
+        return crc_function(self.stated.algorithm)
+
+    def note(self, index: int, crc: int | None) -> None:
+        """Keep what was computed of a block."""
+        if crc is not None:
+            self._crcs[index] = crc
+
+    def compare(self, fd: int, size: int, other: Checksum | None) -> str | None:
+        """Compare a complete shard.
+
+        Args:
+            fd: its open data file.
+            size: bytes of it.
+            other: what came along with the bytes, where nothing was `stated`.
+
+        Returns:
+            The algorithm; None if there is nothing to compare with.
+
+        Raises:
+            MismatchError: they differ.
+            OSError: the disk fails.
+        """
+        checksum = self.stated or other
+        if checksum is None or not can_check(checksum):
+            return None
+        crc = crc_function(checksum.algorithm)
+        if crc is None:
+            found = file_checksum(fd, checksum.algorithm)
+        else:
+            found = join_crcs(checksum.algorithm, self._block_crcs(fd, size, crc))
+        if found != checksum.value:
+            raise MismatchError(checksum, found)
+        return checksum.algorithm
+
+    def _block_crcs(
+        self, fd: int, size: int, crc: Callable[[memoryview], int]
+    ) -> Iterator[tuple[int, int]]:
+        """(crc, length) of every block; those that came before we knew are read back."""
+        buffer = memoryview(bytearray(BLOCK))
+        for start in range(0, size, BLOCK):
+            length = min(BLOCK, size - start)
+            known = self._crcs.get(start // BLOCK)
+            if known is None:
+                if os.preadv(fd, [buffer[:length]], start) != length:
+                    raise OSError(errno.EIO, f"block {start // BLOCK} is cut short")
+                known = crc(buffer[:length])
+            yield known, length
+
+
+_HEADER = 512
+#: First bytes of what tarfile's "r|*" opens.
+_COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00", b"(\xb5/\xfd")
+_SUFFIXES = (".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst")
+
+
+def check_archive(fd: int, basename: str, url: str) -> None:
+    """Refuse a file named like a tar archive that does not begin like one.
+
+    Args:
+        fd: the open file.
+        basename: its name; other names than tar's are not looked at.
+        url: for the error.
+
+    Raises:
+        IntegrityError: it is something else, an error page for instance.
+        OSError: it cannot be read.
+    """
+    if not basename.lower().endswith(_SUFFIXES):
+        return
+    head = os.pread(fd, _HEADER, 0)
+    if not head or head.startswith(_COMPRESSED) or _is_tar_header(head):
+        return
+    raise IntegrityError(
+        f"{url} is no tar archive: it begins with {head[:24]!r}. "
+        "Look at the object; an error page may have been uploaded or served in its place.",
+        url=url,
+    )
+
+
+def _is_tar_header(head: bytes) -> bool:
+    """POSIX pax: the header's own checksum, bytes 148-155 counted as blanks."""
+    if len(head) < _HEADER:
+        return False
+    if head == bytes(_HEADER):
+        return True  # an archive without members
+    try:
+        stated = int(head[148:156].rstrip(b"\0 ").lstrip(b" ") or b"0", 8)
+    except ValueError:
+        return False
+    # Old writers summed signed bytes; tarfile accepts both.
+    fields = head[:148] + b" " * 8 + head[156:]
+    if stated == sum(fields):
+        return True
+    return stated == sum(byte - 256 if byte > 127 else byte for byte in fields)

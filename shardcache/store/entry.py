@@ -7,16 +7,155 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
+import json
 import os
-from collections.abc import Callable
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from shardcache.layout import META, Layout, is_directory, list_names, read_file
-from shardcache.names import is_key, parse_entry_name
-from shardcache.store.metadata import MAX_BYTES, DamagedError, Metadata
+from shardcache.clock import rfc3339
+from shardcache.files import open_file
+from shardcache.layout import (
+    IDLE_GRACE,
+    META,
+    Layout,
+    is_directory,
+    is_idle,
+    is_key,
+    list_names,
+    parse_entry_name,
+    read_file,
+)
+from shardcache.locks.flock import is_file, pin, seize
+from shardcache.origins.base import ObjectInfo
+from shardcache.store.entrystream import EntryStream
 
-__all__ = ["Entry", "below", "lacks", "read_sidecar", "versions"]
+__all__ = [
+    "MAX_BYTES",
+    "SCHEMA",
+    "DamagedError",
+    "Entry",
+    "Metadata",
+    "Opened",
+    "below",
+    "hold",
+    "lacks",
+    "open_data",
+    "read_sidecar",
+    "readable",
+    "scan",
+    "versions",
+]
+
+
+SCHEMA = 1
+#: A sidecar is about 700 bytes; URLs are at most some kilobytes.
+MAX_BYTES = 64 * 1024
+#: The year 10000, which `encode` could not write.
+_LAST_SECOND = 253_402_300_800
+
+
+class DamagedError(Exception):
+    """An entry, a partial or a sidecar is not what it should be; the text says how."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """One fetched shard.
+
+    Attributes:
+        url: canonical URL, free of credentials.
+        key: key of that URL.
+        info: the version fetched.
+        size: bytes of the data file.
+        digest: tree digest of the data (`digests.tree_digest`), hex; empty while
+            the shard is in flight.
+        checked: the origin's checksum algorithm that the bytes were compared
+            with before publishing, or None where it stated none we can compute.
+        fetched_at: seconds since the epoch.
+        boot: boot during which the bytes were last known good on disk.
+        library: version of shardcache that wrote this.
+    """
+
+    url: str
+    key: str
+    info: ObjectInfo
+    size: int
+    digest: str
+    checked: str | None
+    fetched_at: float
+    boot: str
+    library: str
+
+    def encode(self) -> bytes:
+        """The sidecar's bytes."""
+        record = {
+            "schema": SCHEMA,
+            "url": self.url,
+            "key": self.key,
+            "object": self.info.as_record(),
+            "size": self.size,
+            "digest": self.digest,
+            "checked": self.checked,
+            "fetched_at": rfc3339(self.fetched_at),
+            "boot": self.boot,
+            "library": self.library,
+        }
+        # A line for each field. `indent` would leave the work to json's encoder in Python,
+        # and every shard has this written twice.
+        lines = (f" {json.dumps(name)}: {json.dumps(value)}" for name, value in record.items())
+        return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Metadata:
+        """Read what `encode` wrote.
+
+        Raises:
+            DamagedError: ``data`` is anything else.
+        """
+        try:
+            record = json.loads(data)
+            schema = record["schema"]
+            if type(schema) is not int or schema != SCHEMA:
+                raise DamagedError(f"its sidecar has schema {str(schema)[:20]}, not {SCHEMA}")
+            fetched = datetime.fromisoformat(_text(record, "fetched_at"))
+            if fetched.tzinfo is None or not 0 <= fetched.timestamp() < _LAST_SECOND:
+                raise ValueError("fetched_at has no time zone, or is no time of ours")
+            checked = record["checked"]
+            size = record["size"]
+            if not (checked is None or isinstance(checked, str)):
+                raise TypeError("checked")
+            if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+                raise TypeError("size")
+            return cls(
+                url=_text(record, "url"),
+                key=_text(record, "key"),
+                info=ObjectInfo.from_record(record["object"]),
+                size=size,
+                digest=_text(record, "digest"),
+                checked=checked,
+                fetched_at=fetched.timestamp(),
+                boot=_text(record, "boot"),
+                library=_text(record, "library"),
+            )
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as exn:
+            reason = f"{type(exn).__name__}: {exn}"[:200]
+            raise DamagedError(f"its sidecar cannot be read ({reason})") from exn
+
+    def trusted_since(self, boot: str) -> Metadata:
+        """The same, known good during ``boot``."""
+        return replace(self, boot=boot)
+
+
+def _text(record: dict[str, Any], name: str) -> str:
+    value = record[name]
+    if not isinstance(value, str):
+        raise TypeError(name)
+    return value
 
 
 class Entry(NamedTuple):
@@ -186,3 +325,138 @@ def _used(directory: Path | str) -> float:
         return os.lstat(f"{directory}/{META}").st_mtime
     except OSError:
         return 0.0  # no sidecar: the first to go
+
+
+def scan(layout: Layout) -> Iterator[Entry]:
+    """Every entry of a namespace, in no order.
+
+    Entries that go away meanwhile are left out, and so is what does not have
+    the name and the place that we give entries.
+
+    Raises:
+        OSError: a directory cannot be read.
+    """
+    for prefix in list_names(layout.objects):
+        if is_key(prefix * 16):
+            yield from below(layout.objects, prefix)
+
+
+#: What opening a planted link, directory or socket says.
+_NOT_DATA = frozenset({errno.ELOOP, errno.EISDIR, errno.ENXIO})
+#: What a disk says of one file that it cannot read. What it says of itself is no damage.
+UNREADABLE = frozenset(
+    {errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EREMOTEIO, errno.EILSEQ, errno.ENODATA}
+)
+_fileno = io.FileIO.fileno  # what `EntryStream` adds is for later
+_GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
+
+
+@dataclass(slots=True, eq=False)  # not frozen: that would double what making one costs
+class Opened:
+    """A hit: an open, pinned data file, which the caller must close.
+
+    Attributes:
+        file: unbuffered; it owns the descriptor.
+        path: where the data is.
+        directory: the entry's.
+        size: bytes of it.
+        stuck: somebody began to evict it and does not go on. It can be read to its end
+            all the same, but may leave its path at any time.
+    """
+
+    file: EntryStream
+    path: str
+    directory: str
+    size: int
+    stuck: bool = False
+
+    @property
+    def fd(self) -> int:
+        """The descriptor, for as long as `file` is open."""
+        return self.file.fileno()
+
+    def close(self) -> None:
+        """Let go of the entry."""
+        self.file.close()
+
+
+def open_data(directory: str, path: str, size: int, grace: float | None) -> Opened | None:
+    """Open and pin a data file of ``size`` bytes; None if it is gone.
+
+    Args:
+        directory: the entry's.
+        path: of the data file in it.
+        size: bytes that it must have.
+        grace: as `Layout.grace`; where flock does not tell, nothing is pinned.
+
+    Raises:
+        DamagedError: what is there is no such file.
+        OSError: the disk fails.
+    """
+    try:
+        file = open_file(path, EntryStream)
+    except OSError as exn:
+        if exn.errno in _GONE:
+            return None
+        if exn.errno in _NOT_DATA:
+            raise DamagedError("its data file is a link, a directory or a socket") from exn
+        if exn.errno in UNREADABLE:
+            raise DamagedError(f"its data file cannot be opened ({exn.strerror})") from exn
+        raise
+    good = False
+    try:
+        fd = _fileno(file)
+        # A miss would be fetched in vain as long as the name is taken.
+        stuck = grace is None and not pin(fd, path)
+        if stuck and not is_file(path, fd):
+            return None
+        found = os.fstat(fd)
+        if found.st_nlink == 0:  # evicted between open and flock
+            return None
+        if found.st_size != size or not stat.S_ISREG(found.st_mode):
+            raise DamagedError(f"its data file has {found.st_size} bytes, not {size}")
+        good = True
+        return Opened(file, path, directory, size, stuck)
+    finally:
+        if not good:
+            file.close()
+
+
+@contextlib.contextmanager
+def readable() -> Iterator[None]:
+    """What is done in the body reads an entry; where the disk cannot, that is damaged.
+
+    Raises:
+        DamagedError: it cannot be read.
+    """
+    try:
+        yield
+    except OSError as exn:
+        if exn.errno not in UNREADABLE:
+            raise
+        raise DamagedError(f"it cannot be read ({exn.strerror})") from exn
+
+
+@contextlib.contextmanager
+def hold(entry: Entry, grace: float | None) -> Iterator[bool]:
+    """Hold the exclusive lock of an entry's data; False if it is pinned.
+
+    Where flock does not tell, what was used within the grace counts as pinned.
+
+    Raises:
+        OSError: the entry is gone, or cannot be opened.
+    """
+    try:
+        data = entry.data
+        file = open_file(data, io.FileIO)
+    except DamagedError:
+        yield True
+        return
+    except OSError as exn:
+        if exn.errno not in _NOT_DATA:
+            raise
+        yield True  # planted; nobody reads it
+        return
+    with file:
+        free = seize(file.fileno(), data) if grace is None else None
+        yield is_idle(entry.path, grace or IDLE_GRACE) if free is None else free

@@ -15,29 +15,315 @@ before it is believed. A writer that lost its partial this way without knowing
 from __future__ import annotations
 
 import errno
+import io
 import os
 import shutil
+import struct
 import threading
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from shardcache.files import disown, dup_owned, open_owned, sync_directory
-from shardcache.layout import META, PROGRESS, Layout, is_directory, replace_file
-from shardcache.modes import PRIVATE, Modes
-from shardcache.names import parse_partial_name
-from shardcache.store.datalocks import create_locked, is_ours_alone, open_locked
-from shardcache.store.digest import BLOCK, block_digest
-from shardcache.store.growing import read_sidecar
-from shardcache.store.metadata import DamagedError, Metadata
-from shardcache.store.progressfile import (
-    Progress,
-    read_header,
-    read_progress,
-    read_records,
-    write_record,
+from shardcache.files import (
+    PRIVATE,
+    Modes,
+    disown,
+    dup_owned,
+    is_alone,
+    open_file,
+    open_owned,
+    sync_directory,
 )
+from shardcache.layout import (
+    IDLE_GRACE,
+    META,
+    PROGRESS,
+    Layout,
+    is_directory,
+    is_idle,
+    parse_partial_name,
+    read_file,
+    replace_file,
+)
+from shardcache.locks.flock import is_file, is_free
+from shardcache.store.digest import BLOCK, block_digest
+from shardcache.store.entry import MAX_BYTES, DamagedError, Metadata
 
-__all__ = ["LostError", "Partial", "Progress", "read_progress"]
+__all__ = [
+    "Growing",
+    "LostError",
+    "Partial",
+    "Progress",
+    "create_locked",
+    "is_ours_alone",
+    "is_same",
+    "open_locked",
+    "parse_header",
+    "read_header",
+    "read_progress",
+    "read_records",
+    "same_bytes",
+    "write_record",
+]
+
+
+_MAGIC = b"SHCPROG1"
+_HEADER = struct.Struct("<8sQQQQ")
+_RECORD = struct.Struct("<16sQ")
+_RECORDS_AT = 64
+_UNKNOWN = (1 << 64) - 1
+#: Records read at once: 96 KiB, for a shard of 4 GiB.
+_CHUNK = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a fetch is, read from outside.
+
+    Attributes:
+        total: bytes the shard will have, or None while unknown.
+        watermark: bytes of the contiguous prefix on disk.
+        written: bytes on disk altogether.
+    """
+
+    total: int | None
+    watermark: int
+    written: int
+
+    def write(self, fd: int) -> None:
+        """Make this the header of an open progress file.
+
+        Raises:
+            OSError: the disk fails.
+        """
+        total = _UNKNOWN if self.total is None else self.total
+        os.pwrite(fd, _HEADER.pack(_MAGIC, BLOCK, total, self.watermark, self.written), 0)
+
+
+def read_progress(path: Path) -> Progress | None:
+    """The progress of the partial at ``path``; None when it is gone or unreadable."""
+    try:
+        return parse_header(read_file(path / PROGRESS, _HEADER.size))
+    except (OSError, DamagedError):
+        return None
+
+
+def read_header(fd: int) -> Progress:
+    """The header of an open progress file.
+
+    Raises:
+        DamagedError: it is none.
+        OSError: the disk fails.
+    """
+    return parse_header(os.pread(fd, _HEADER.size, 0))
+
+
+def parse_header(data: bytes) -> Progress:
+    """What the first bytes of a progress file say.
+
+    Raises:
+        DamagedError: they are none.
+    """
+    if len(data) != _HEADER.size:
+        raise DamagedError("its progress file is too short")
+    magic, block, total, watermark, written = _HEADER.unpack(data)
+    if magic != _MAGIC or block != BLOCK:
+        raise DamagedError("its progress file is of another kind")
+    return Progress(None if total == _UNKNOWN else total, watermark, written)
+
+
+def write_record(fd: int, index: int, digest: bytes, length: int) -> None:
+    """Record that block ``index`` is on disk.
+
+    Raises:
+        OSError: the disk fails.
+    """
+    os.pwrite(fd, _RECORD.pack(digest, length), _record_at(index))
+
+
+def read_records(fd: int, total: int) -> Iterator[tuple[int, bytes, int]]:
+    """(index, digest, length) of the recorded blocks of a shard of ``total`` bytes.
+
+    A record whose length is not that of its block is passed over.
+
+    Raises:
+        OSError: the disk fails.
+    """
+    count = -(-total // BLOCK)
+    index = 0
+    while index < count:
+        at = _next_data(fd, _record_at(index))
+        if at is None:
+            return
+        # A file may be damaged and claim any size: what was never written is skipped.
+        index = max(index, (at - _RECORDS_AT) // _RECORD.size)
+        data = os.pread(fd, min(_CHUNK, count - index) * _RECORD.size, _record_at(index))
+        whole = len(data) // _RECORD.size
+        if whole == 0:
+            return
+        for digest, length in _RECORD.iter_unpack(data[: whole * _RECORD.size]):
+            if length == min(BLOCK, total - index * BLOCK):
+                yield index, digest, length
+            index += 1
+
+
+def _record_at(index: int) -> int:
+    return _RECORDS_AT + index * _RECORD.size
+
+
+def _next_data(fd: int, offset: int) -> int | None:
+    """The first offset from ``offset`` on that was written; None if there is none."""
+    try:
+        return os.lseek(fd, offset, os.SEEK_DATA)
+    except OSError as exn:
+        if exn.errno == errno.ENXIO:
+            return None
+        if exn.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+        return offset  # a filesystem that does not tell
+
+
+def _read_sidecar(path: Path, expected: tuple[str, str]) -> Metadata:
+    """The sidecar of a partial whose bytes are worth something to others than its writer.
+
+    Args:
+        path: the partial.
+        expected: key and version, as its name has them.
+
+    Raises:
+        DamagedError: it is none.
+        OSError: the disk fails, or there is no sidecar.
+    """
+    metadata = Metadata.decode(read_file(path / META, MAX_BYTES))
+    if expected != (metadata.key, metadata.info.version):
+        raise DamagedError("its sidecar describes another object")
+    if not metadata.info.identifiable:
+        # Its writer may begin again from nothing.
+        raise DamagedError("its version cannot be told from others")
+    return metadata
+
+
+class Growing:
+    """A partial as those see it who read it while it grows.
+
+    Attributes:
+        path: its directory when it was opened; it may be renamed.
+        info: the version it will be.
+        data: the data file.
+    """
+
+    def __init__(self, path: Path, basename: str) -> None:
+        """Open the partial at ``path`` of a shard whose data file is ``basename``.
+
+        Raises:
+            DamagedError: it cannot be followed.
+            OSError: it is gone, or cannot be read.
+        """
+        parsed = parse_partial_name(path.name)
+        if parsed is None:
+            raise DamagedError("it is no partial")
+        self.path = path
+        self.info = _read_sidecar(path, parsed).info
+        self.data = open_file(path / basename, io.FileIO)
+        try:
+            self._progress = open_file(path / PROGRESS, io.FileIO)
+        except BaseException:  # it is being published: its progress file went first
+            self.data.close()
+            raise
+
+    def limit(self) -> int:
+        """Bytes that may be read: what is behind the watermark, without the last block.
+
+        Raises:
+            DamagedError, OSError: the progress file is none.
+        """
+        found = read_header(self._progress.fileno())
+        known = found.watermark if found.total is None else min(found.watermark, found.total)
+        # Of a shard of unknown size any block may be the last.
+        held_back = max(0, (known if found.total is None else found.total) - 1)
+        return min(known, held_back // BLOCK * BLOCK)
+
+    @property
+    def sealed(self) -> bool:
+        """Whether it is being published, or was removed."""
+        return os.fstat(self._progress.fileno()).st_nlink == 0
+
+    def close(self, *, data: bool = True) -> None:
+        """Let go of it; without ``data`` the data file stays open, for somebody else."""
+        if data:
+            self.data.close()
+        self._progress.close()
+
+
+def is_same(one: io.FileIO, other: io.FileIO) -> bool:
+    """Whether two open files are one."""
+    return os.path.sameopenfile(one.fileno(), other.fileno())
+
+
+def same_bytes(one: io.FileIO, other: io.FileIO, size: int) -> bool:
+    """Whether two files have the same first ``size`` bytes.
+
+    Raises:
+        OSError: one of them cannot be read.
+    """
+    for offset in range(0, size, BLOCK):
+        length = min(BLOCK, size - offset)
+        found = os.pread(one.fileno(), length, offset)
+        if len(found) != length or found != os.pread(other.fileno(), length, offset):
+            return False
+    return True
+
+
+#: Seconds between looks at a lock that is taken: whoever only looks whether a
+#: writer is alive holds it for microseconds, a writer for as long as it lives.
+_LOCK_PATIENCE = (0.001, 0.01)
+
+
+def create_locked(path: Path, layout: Layout) -> int | None:
+    """Make a data file with its exclusive lock, or None if a sweeper has that."""
+    fd = open_owned(path, _MAKE, layout.modes)
+    ours = False
+    try:
+        locked = layout.grace is not None or is_free(fd) is not False
+        ours = locked and is_file(path, fd)
+        return fd if ours else None
+    finally:
+        if not ours:
+            disown(fd)
+
+
+def open_locked(path: Path, grace: float | None) -> int | None:
+    """Open a data file for writing with its exclusive lock, or None if it is somebody's.
+
+    Args:
+        path: the file.
+        grace: as `Layout.grace`; then nothing is locked.
+    """
+    fd = open_owned(path, os.O_RDWR)
+    ours = False
+    try:
+        answer = is_free(fd) if grace is None else None
+        for seconds in _LOCK_PATIENCE:
+            if answer is not False:
+                break
+            time.sleep(seconds)
+            answer = is_free(fd)
+        if answer is None:
+            answer = is_idle(path.parent, grace or IDLE_GRACE)
+        # Between open and flock a sweeper may have won: then the name is gone,
+        # or is another file.
+        ours = answer and is_file(path, fd) and is_ours_alone(fd)
+        return fd if ours else None
+    finally:
+        if not ours:
+            disown(fd)
+
+
+def is_ours_alone(fd: int) -> bool:
+    """Whether an open file may be written, and sealed, which its owner alone can do."""
+    return is_alone(fd) and os.fstat(fd).st_uid == os.geteuid()
+
 
 #: What opening the files answers when they are gone, sealed already, or no files
 #: of ours: then there is nothing to resume.
@@ -145,7 +431,7 @@ class Partial:
             if fd is None:
                 return None
             path.rename(mine)  # the claim: of two, one finds the old name gone
-            metadata = read_sidecar(mine, parsed)
+            metadata = _read_sidecar(mine, parsed)
             if metadata.info.size is None:
                 raise DamagedError("its size is unknown, so it cannot be resumed")
             progress_fd = open_owned(mine / PROGRESS, os.O_RDWR)

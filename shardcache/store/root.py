@@ -14,18 +14,19 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from shardcache.config import group_name
 from shardcache.errors import ConfigError
+from shardcache.files import PRIVATE, Modes, random_token
 from shardcache.layout import (
     MANIFEST,
     Layout,
+    is_temporary_name,
     list_names,
     read_file,
     replace_file,
     temporary_name,
     write_new,
 )
-from shardcache.modes import PRIVATE, Modes, group_name, random_token
-from shardcache.names import is_temporary_name
 
 __all__ = ["check_group", "check_layout", "check_links", "check_root"]
 __all__ += ["identity", "is_cache", "is_foreign", "make_root"]

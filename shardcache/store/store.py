@@ -22,23 +22,162 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from shardcache.files import sync_directory
-from shardcache.layout import META, Layout, is_directory, refuse_links, replace_file
+from shardcache.clock import boot_id
+from shardcache.config import Config
+from shardcache.files import Modes, sync_directory
+from shardcache.layout import (
+    META,
+    Layout,
+    is_directory,
+    is_rank_name,
+    list_names,
+    refuse_links,
+    replace_file,
+)
 from shardcache.locks.flock import is_file
-from shardcache.store.entry import Entry, lacks, versions
-from shardcache.store.metadata import DamagedError, Metadata, boot_id
-from shardcache.store.opening import Opened, hold, open_data
+from shardcache.locks.mode import decide
+from shardcache.ranks import Ranks, safe_name
+from shardcache.store.digest import file_digest
+from shardcache.store.entry import (
+    DamagedError,
+    Entry,
+    Metadata,
+    Opened,
+    hold,
+    lacks,
+    open_data,
+    read_sidecar,
+    readable,
+    scan,
+    versions,
+)
 from shardcache.store.partial import LostError, Partial
-from shardcache.store.quarantine import Quarantine
-from shardcache.store.scanning import scan
+from shardcache.store.root import check_group, check_links
 
-__all__ = ["Entry", "Opened", "Store"]
+__all__ = [
+    "Entry",
+    "Namespaces",
+    "Opened",
+    "Quarantine",
+    "Store",
+    "Stores",
+    "own_layout",
+    "rank_layouts",
+]
 
 logger = logging.getLogger(__name__)
+
+
+class Quarantine:
+    """Judges the entries of one namespace.
+
+    Args:
+        layout: where.
+        boot: of this machine; entries of another one are hashed before they are trusted.
+            Empty to trust them all.
+    """
+
+    def __init__(self, layout: Layout, boot: str) -> None:
+        self._layout = layout
+        self._boot = boot
+
+    def trust(self, directory: Path, fd: int, key: str, size: int) -> None:
+        """Check an entry that this process sees for the first time.
+
+        Args:
+            directory: the entry's.
+            fd: of its open data file.
+            key, size: what it must be of.
+
+        Raises:
+            DamagedError: it is not; it must not be used.
+            OSError: the disk fails.
+        """
+        with readable():
+            self._check(directory, fd, key, size)
+
+    def _check(self, directory: Path, fd: int, key: str, size: int) -> None:
+        try:
+            metadata = Metadata.decode(read_sidecar(directory))
+        except FileNotFoundError as exn:
+            if lacks(directory, META.__eq__):
+                raise DamagedError("it has no sidecar") from exn
+            return  # evicted while we look; the open file is good
+        named = Entry.at(directory)
+        if (metadata.key, metadata.info.version, metadata.size) != (key, named.version, size):
+            raise DamagedError("its sidecar describes another shard")
+        if self._boot and metadata.boot != self._boot:
+            if file_digest(fd) != metadata.digest:
+                raise DamagedError("its bytes changed since they were fetched")
+            try:
+                trusted = metadata.trusted_since(self._boot).encode()
+                modes, via = self._layout.modes, self._layout.partial
+                replace_file(directory / META, trusted, modes.file, via=via)
+            except OSError as exn:  # read-only or full: verify again next time
+                logger.debug("cannot note that %s was verified: %s", directory.name, exn)
+
+    def judge(self, directory: Path, basename: str | None, reason: str) -> bool:
+        """Set an entry aside if it is damaged, or has another data file than ``basename``.
+
+        Call with the key's lock held.
+
+        Args:
+            directory: the entry's.
+            basename: its data file must have this name; None for any.
+            reason: why it is looked at, for the log.
+
+        Returns:
+            Whether this call set it aside.
+
+        Raises:
+            OSError: the disk fails.
+        """
+        entry = Entry.at(directory)
+        try:
+            data = entry.data
+            opened = open_data(str(directory), str(data), entry.size, self._layout.grace)
+            if opened is None:
+                return False  # being evicted
+            if opened.stuck:
+                opened.close()
+                return False  # likewise: who evicts it must not find another in its place
+            try:
+                self.trust(directory, opened.fd, entry.key, entry.size)
+            finally:
+                opened.close()
+            if basename in (None, data.name):
+                return False
+        except FileNotFoundError:
+            return False
+        except DamagedError as exn:
+            reason = f"{reason}: {exn}"
+        return self.take(directory, reason)
+
+    def take(self, directory: Path, reason: str) -> bool:
+        """Set an entry aside, sound or not; call with the key's lock held.
+
+        Returns:
+            Whether this call did it.
+
+        Raises:
+            OSError: the disk fails.
+        """
+        for _ in range(_ATTEMPTS):
+            try:
+                directory.rename(self._layout.new_quarantined(directory))
+            except FileNotFoundError:
+                if not is_directory(directory):
+                    return False
+                self._layout.mend(self._layout.quarantine)
+                continue
+            logger.info("set aside a damaged entry: %s (%s)", directory.name, reason)
+            return True
+        return False
+
 
 #: The directories of a key come and go with its entries; not this often in a row.
 _ATTEMPTS = 100
@@ -278,7 +417,7 @@ class Store:
             logger.debug("cannot note a use of %s: %s", directory, exn)
 
     def entries(self) -> Iterator[Entry]:
-        """Every entry, in no order; see `scanning.scan`."""
+        """Every entry, in no order; see `scan`."""
         return scan(self.layout)
 
     def entries_of(self, key: str) -> Iterator[Entry]:
@@ -379,3 +518,116 @@ def _is_alone(entry: Path) -> bool:
         return os.lstat(entry.parent).st_nlink == _ALONE
     except OSError:
         return False
+
+
+class Stores:
+    """What a `coordination.Coordinator` asks of a store, of all tiers together.
+
+    Args:
+        stores: fastest first; locks are in the last one.
+    """
+
+    def __init__(self, stores: Sequence[Store]) -> None:
+        self._stores = list(stores)
+
+    @property
+    def layout(self) -> Layout:
+        """Of the last tier."""
+        return self._stores[-1].layout
+
+    def open(self, key: str, basename: str, outdated: Collection[str] = ()) -> Opened | None:
+        """See `Store.open`; where one tier's entry is damaged, another's will do."""
+        damaged: DamagedError | None = None
+        # Where it was last: a look at a tier that has not got it costs as much as a hit.
+        stores = sorted(self._stores, key=lambda one: not one.knows(key))
+        for store in stores:
+            try:
+                opened = store.open(key, basename, outdated)
+            except DamagedError as exn:
+                damaged = damaged or exn
+                continue
+            if opened is not None:
+                return opened
+        if damaged is not None:
+            raise damaged
+        return None
+
+    def quarantine(self, key: str, reason: str) -> int:
+        """See `Store.quarantine`."""
+        return sum(store.quarantine(key, reason) for store in self._stores)
+
+    def link(self, other: Opened, metadata: Metadata, basename: str) -> bool:
+        """See `Store.link`; a link stays in its tier."""
+        for store in self._stores:
+            if store.shares_root(other):
+                return store.link(other, metadata, basename)
+        return False
+
+
+#: The job of processes that no launcher named: they share one namespace per
+#: rank, as they would without isolation.
+_NO_JOB = "local"
+
+
+def own_layout(node: Layout, config: Config, ranks: Ranks) -> Layout:
+    """The namespace this process stores into, in the root whose node namespace is ``node``."""
+    if config.isolation == "node":
+        return node
+    job = ranks.job or _NO_JOB
+    name = job if config.isolation == "job" else f"{job}-{ranks.rank}"
+    return node.rank(safe_name(name))
+
+
+class Namespaces:
+    """All namespaces of one root, as stores; safe between threads.
+
+    Args:
+        config: isolation and fsync policy.
+        ranks: who we are.
+
+    Raises:
+        ConfigError: others share the root than the configuration says, or our namespace
+            leads elsewhere.
+    """
+
+    def __init__(self, config: Config, ranks: Ranks) -> None:
+        modes = Modes.of(config.shared_group)
+        check_group(config.dir, modes)
+        self.locking = decide(config.dir, config.locks, config.touch_interval, modes)
+        self.node = self.locking.layout(config.dir)
+        self._verify = config.fsync == "verify-after-boot"
+        layout = own_layout(self.node, config, ranks)
+        if layout != self.node:
+            check_links(layout)
+        self.own = self._store(layout)
+        self._others: dict[str, Store] = {}
+
+    def _store(self, layout: Layout) -> Store:
+        return Store(layout, verify_after_boot=self._verify)
+
+    def siblings(self) -> Sequence[Store]:
+        """Every namespace but our own, as they are now."""
+        found = []
+        for layout in (self.node, *rank_layouts(self.node)):
+            if layout.base != self.own.layout.base:
+                name = str(layout.base)
+                store = self._others.get(name)
+                if store is None:
+                    store = self._others[name] = self._store(layout)
+                found.append(store)
+        return found
+
+    def all(self) -> Sequence[Store]:
+        """Every namespace, our own first."""
+        return [self.own, *self.siblings()]
+
+
+def rank_layouts(node: Layout) -> list[Layout]:
+    """The namespaces of ranks and jobs that are in a root, as they are now.
+
+    Raises:
+        OSError: they cannot be listed.
+    """
+    # A name of another kind was not made by us, nor was what leads elsewhere.
+    layouts = [node.rank(name) for name in list_names(node.ranks) if is_rank_name(name)]
+    return [layout for layout in layouts if is_directory(layout.base) and not layout.linked()]

@@ -23,19 +23,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardcache.files import open_file
-from shardcache.layout import IDLE_GRACE, META, PROGRESS, Layout, is_directory, is_idle, list_names
-from shardcache.locks.flock import is_file, is_free, lock_exclusive
-from shardcache.names import (
+from shardcache.layout import (
+    IDLE_GRACE,
+    META,
+    PROGRESS,
+    Layout,
+    is_directory,
     is_evicted_name,
+    is_idle,
     is_key,
     is_lease_name,
     is_lock_name,
     is_quarantined_name,
     is_temporary_name,
     is_unnamed,
+    list_names,
     parse_partial_name,
 )
-from shardcache.store.progressfile import Progress, read_progress
+from shardcache.locks.flock import is_file, is_free, lock_exclusive
+from shardcache.store.partial import Progress, read_progress
 
 __all__ = [
     "InFlight",

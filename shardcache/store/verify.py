@@ -19,12 +19,13 @@ import math
 import os
 import random
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 
-from shardcache.errors import ConfigError
+from shardcache.errors import ConfigError, ShardCacheError, ShardNotFoundError, TransferError
 from shardcache.layout import META
 from shardcache.locks.flock import is_file
 from shardcache.origins.base import ObjectInfo
@@ -32,14 +33,199 @@ from shardcache.origins.resolve import Origins
 from shardcache.origins.retry import RetryPolicy
 from shardcache.runtime import Process
 from shardcache.store.digest import block_digest, read_blocks, tree_digest
-from shardcache.store.drift import Answer, Drift, differs
-from shardcache.store.entry import Entry, lacks, read_sidecar
-from shardcache.store.findings import Checks, Finding, State, VerifyStatus
-from shardcache.store.metadata import DamagedError, Metadata
-from shardcache.store.opening import open_data, readable
-from shardcache.urls import ShardURL
+from shardcache.store.entry import (
+    DamagedError,
+    Entry,
+    Metadata,
+    lacks,
+    open_data,
+    read_sidecar,
+    readable,
+)
+from shardcache.urls import ShardURL, redact
 
-__all__ = ["verify"]
+__all__ = ["Answer", "Checks", "Drift", "Finding", "State", "VerifyStatus", "differs", "verify"]
+
+
+class State(StrEnum):
+    """What is known of an entry now. The last three need ``remote``."""
+
+    OK = "ok"
+    DAMAGED = "damaged"
+    UNCHECKED = "unchecked"
+    CHANGED = "changed"
+    GONE = "gone"
+    UNREACHABLE = "unreachable"
+
+
+@dataclass(frozen=True, slots=True)
+class Checks:
+    """What to do.
+
+    Attributes:
+        quick: compare sizes, read no data.
+        remote: ask the origin of each shard which version it has.
+        repair: set damaged entries aside.
+        sample: share of the shards to look at, above 0 and up to 1; at least one is.
+
+    Raises:
+        ConfigError: ``sample`` is no such share.
+    """
+
+    quick: bool = False
+    remote: bool = False
+    repair: bool = False
+    sample: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse a share of nothing."""
+        if not 0 < self.sample <= 1:
+            raise ConfigError(f"sample={self.sample!r} is no share: give one above 0 and up to 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What was found of one entry.
+
+    Attributes:
+        entry: which.
+        url: its shard; None where the sidecar does not tell.
+        state: what it is.
+        reason: why it is not ok; empty if it is.
+        set_aside: whether it was, so that the next reader fetches the shard anew.
+    """
+
+    entry: Entry
+    url: str | None
+    state: State
+    reason: str = ""
+    set_aside: bool = False
+
+
+class VerifyStatus:
+    """How far it is. Safe between threads.
+
+    Attributes:
+        shards: entries to look at.
+        bytes: of them.
+        done: entries that are done with.
+        passed: bytes of the data that are done with, read or not.
+    """
+
+    def __init__(self) -> None:
+        self.shards = self.bytes = self.done = self.passed = 0
+        self._guard = threading.Lock()
+
+    def was_read(self, count: int) -> None:
+        """So many bytes more were read."""
+        with self._guard:
+            self.passed += count
+
+    def was_done(self, size: int, read: int) -> None:
+        """One entry more is done with, of whose ``size`` bytes so many were read."""
+        with self._guard:
+            self.done += 1
+            self.passed += max(0, size - read)
+
+
+#: Shards of one bucket or host in a row, each with all its attempts, that get no answer
+#: before the others are not asked for.
+_SILENT = 3
+
+
+class Answer(StrEnum):
+    """What an origin says of a version that is cached."""
+
+    SAME = "same"
+    CHANGED = "changed"
+    GONE = "gone"
+    UNREACHABLE = "unreachable"
+
+
+class Drift:
+    """Asks origins.
+
+    Args:
+        origins: where shards come from.
+        policy: how often each is asked.
+        parse: names the shard of a sidecar's URL.
+        sleep: how to wait between attempts; may raise.
+    """
+
+    def __init__(
+        self,
+        origins: Origins,
+        policy: RetryPolicy,
+        parse: Callable[[str], ShardURL],
+        sleep: Callable[[float], None],
+    ) -> None:
+        self._origins = origins
+        self._policy = policy
+        self._parse = parse
+        self._sleep = sleep
+        self._guard = threading.Lock()
+        self._silent: Counter[str] = Counter()
+
+    def now(self, metadata: Metadata) -> ObjectInfo | tuple[Answer, str]:
+        """What the origin has under the URL of a sidecar now, or why that is not known.
+
+        Raises:
+            Whatever ``sleep`` raises.
+        """
+        if metadata.url.startswith("pipe:"):
+            return Answer.UNREACHABLE, "it is what a command wrote, which states no version"
+        try:
+            shard = self._parse(metadata.url)
+        except ConfigError as exn:
+            return Answer.UNREACHABLE, exn.message
+        if shard.key != metadata.key:
+            return Answer.UNREACHABLE, "it came from another endpoint than the one configured"
+        place = f"{shard.scheme} {'/'.join(str(shard).split('/')[:3])}"
+        if self._silent[place] >= _SILENT:
+            return Answer.UNREACHABLE, f"not asked: {_SILENT} shards before it got no answer"
+        try:
+            found = self._ask(shard)
+        except ShardNotFoundError:
+            return Answer.GONE, "the origin has it no longer"
+        except TransferError as exn:
+            with self._guard:
+                self._silent[place] += 1
+            return Answer.UNREACHABLE, redact(str(exn.__cause__ or exn))
+        except ShardCacheError as exn:
+            return Answer.UNREACHABLE, exn.message
+        with self._guard:
+            self._silent[place] = 0
+        return found
+
+    def _ask(self, shard: ShardURL) -> ObjectInfo:
+        origin = self._origins.of(shard)
+        attempts = self._policy.started(str(shard))
+        return attempts.call(lambda: origin.stat(shard), sleep=self._sleep)
+
+
+def differs(then: ObjectInfo, now: ObjectInfo) -> str | None:
+    """How the origin's version differs from the one that was fetched; None if it does not.
+
+    Raises:
+        ValueError: they have nothing in common that tells versions apart.
+    """
+    if then.version_id and now.version_id and "null" not in (then.version_id, now.version_id):
+        if then.version_id == now.version_id:
+            return None
+        return f"version {now.version_id} instead of {then.version_id}"
+    if then.size is not None and now.size is not None and then.size != now.size:
+        return f"{now.size} bytes instead of {then.size}"
+    if then.etag and now.etag:
+        # What a gateway compresses on its way gets a weak validator, and is the same object.
+        if then.etag.removeprefix("W/") == now.etag.removeprefix("W/"):
+            return None
+        return f"ETag {now.etag} instead of {then.etag}"
+    if then.modified and now.modified:
+        if then.modified == now.modified:
+            return None
+        return f"modified {now.modified}, not {then.modified}"
+    raise ValueError("the origin states nothing that tells versions apart")
+
 
 #: Shards looked at side by side: a flash disk and an origin answer several as soon as one,
 #: and more would keep a disk from the jobs that it is for.

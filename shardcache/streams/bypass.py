@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from shardcache.clock import Clock
 from shardcache.errors import IntegrityError, TransferError
+from shardcache.fetch.blocks import Pace, skip
 from shardcache.origins.base import Body, ObjectInfo, Origin, TransientError, VersionChangedError
 from shardcache.origins.retry import RetryPolicy
-from shardcache.store.blocks import Pace, skip
 from shardcache.store.digest import BLOCK, block_digest, tree_digest
 from shardcache.urls import ShardURL
 

@@ -19,8 +19,7 @@ from shardcache.errors import ShardCacheError
 from shardcache.locks.flock import is_file
 from shardcache.origins.base import ObjectInfo
 from shardcache.runtime import Process
-from shardcache.store.entry import Entry
-from shardcache.store.metadata import DamagedError
+from shardcache.store.entry import DamagedError, Entry
 from shardcache.store.store import Store
 from shardcache.urls import ShardURL
 

@@ -31,7 +31,7 @@ from shardcache.errors import (
 )
 from shardcache.fetch.obtaining import Obtainer
 from shardcache.runtime import Process
-from shardcache.store.metadata import DamagedError
+from shardcache.store.entry import DamagedError
 from shardcache.store.store import Opened, Store
 from shardcache.streams.faults import (
     TOO_MANY_FILES,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from shardcache.errors import ShardCacheError
-from shardcache.store.opening import Opened
+from shardcache.store.entry import Opened
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache

@@ -17,9 +17,9 @@ from pathlib import Path
 
 from shardcache.errors import IntegrityError, TransferError
 from shardcache.origins.base import ObjectInfo
-from shardcache.store.growing import Growing, is_same, same_bytes
-from shardcache.store.metadata import DamagedError
-from shardcache.store.validation import check_archive
+from shardcache.store.digest import check_archive
+from shardcache.store.entry import DamagedError
+from shardcache.store.partial import Growing, is_same, same_bytes
 from shardcache.urls import ShardURL
 
 __all__ = ["Trail"]

@@ -29,7 +29,7 @@ from shardcache.cli.main import _COMMANDS
 from shardcache.cli.recipes import RECIPES
 from shardcache.fetch.waiting import Waiter
 from shardcache.locks.flock import Holder
-from shardcache.locks.waits import Wait, WaitNote, live_waits
+from shardcache.locks.sessions import Wait, WaitNote, live_waits
 from shardcache.prewarm.fleetray import RayEngine
 from shardcache.prewarm.run import Run
 from shardcache.space.volume import Volume

@@ -19,7 +19,7 @@ from shardcache.layout import Layout
 from shardcache.locks.flock import Holder, KeyLock, read_holder
 from shardcache.origins.base import TransientError
 from shardcache.store.digest import BLOCK
-from shardcache.store.metadata import DamagedError
+from shardcache.store.entry import DamagedError
 from shardcache.store.partial import Partial
 from shardcache.store.store import Store
 from tests.support.fakes import FakeClock, Fault, MemoryOrigin
@@ -221,7 +221,7 @@ def test_a_holder_that_makes_progress_is_never_passed_by(
 
 
 def metadata_for(cache: Cache, origin: MemoryOrigin):
-    from shardcache.store.metadata import Metadata
+    from shardcache.store.entry import Metadata
 
     shard = cache.parse(URL)
     return Metadata(URL, shard.key, origin.info(shard), len(DATA), "", None, 1.0, "boot", "test")
@@ -405,7 +405,7 @@ def test_an_entry_of_another_boot_is_verified_once(
     assert read(make_cache()) == DATA
     assert fetches(origin) == 2
     hashed: list[int] = []
-    monkeypatch.setattr("shardcache.store.quarantine.file_digest", hashed.append)
+    monkeypatch.setattr("shardcache.store.store.file_digest", hashed.append)
     assert read(make_cache()) == DATA
     assert hashed == []
 

@@ -34,8 +34,7 @@ from shardcache import (
 )
 from shardcache.cli.demo import S3Server
 from shardcache.fetch.job import FetchStatus
-from shardcache.layout import Layout
-from shardcache.names import parse_partial_name
+from shardcache.layout import Layout, parse_partial_name
 from shardcache.origins import retry
 from shardcache.origins.base import ObjectInfo
 from shardcache.store.digest import file_digest

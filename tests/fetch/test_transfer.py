@@ -30,7 +30,7 @@ from shardcache.layout import Layout
 from shardcache.origins.base import Checksum, ObjectInfo, TransientError
 from shardcache.origins.retry import RetryPolicy
 from shardcache.store.digest import BLOCK, file_digest
-from shardcache.store.metadata import Metadata
+from shardcache.store.entry import Metadata
 from shardcache.store.partial import Partial, read_progress
 from shardcache.urls import ShardURL, parse_url
 from tests.support.fakes import FakeClock, Fault, MemoryOrigin

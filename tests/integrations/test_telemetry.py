@@ -89,8 +89,8 @@ def test_it_is_what_was_counted_at_the_moment_of_the_collection(
     assert found["shardcache.fetches", ""] == len(URLS)
     assert found["shardcache.evictions", "asked"] == 1
     assert found["shardcache.evicted", ""] == len(DATA)
-    assert found["shardcache.locks.waits", "network"] == len(URLS)
-    assert found["shardcache.locks.waits", "disk"] == 2 * len(URLS)
+    assert found["shardcache.locks.sessions", "network"] == len(URLS)
+    assert found["shardcache.locks.sessions", "disk"] == 2 * len(URLS)
     assert found["shardcache.wait.time", "network"] > 0
     read(cache)
     assert collector.collect()["shardcache.opens", "hits"] == 3 * len(URLS) - 1

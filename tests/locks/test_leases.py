@@ -14,10 +14,9 @@ import pytest
 
 from shardcache.cache import Cache
 from shardcache.cli.demo import S3Server
-from shardcache.layout import IDLE_GRACE, Layout
+from shardcache.layout import IDLE_GRACE, Layout, is_lease_name
 from shardcache.locks.flock import Holder, read_holder
 from shardcache.locks.lease import KeyLease
-from shardcache.names import is_lease_name
 from shardcache.store.root import make_root
 from shardcache.store.sweeping import remove_dead_leases
 from tests.support.proxy import Proxy

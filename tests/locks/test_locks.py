@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardcache import files as descriptors
-from shardcache.files import disown, dup_owned, open_owned
+from shardcache.files import Modes, disown, dup_owned, open_owned
 from shardcache.locks import flock as locks
 from shardcache.locks.flock import (
     Holder,
@@ -31,7 +31,6 @@ from shardcache.locks.flock import (
     read_holder,
     seize,
 )
-from shardcache.modes import Modes
 from tests.support.storetools import Parent, crowd, forked, no_descriptor_left, refusing, wait_until
 
 ME = Holder.this_process(rank=3, job="job", now=12.5)

@@ -14,10 +14,9 @@ import pytest
 from shardcache.cache import Cache
 from shardcache.cli.top import frame
 from shardcache.clock import SYSTEM_CLOCK
-from shardcache.layout import Layout, list_names
+from shardcache.layout import Layout, is_wait_name, list_names
 from shardcache.locks.flock import Holder, KeyLock
-from shardcache.locks.waits import Wait, WaitNote, live_waits, parse_wait, remove_dead_waits
-from shardcache.names import is_wait_name
+from shardcache.locks.sessions import Wait, WaitNote, live_waits, parse_wait, remove_dead_waits
 from shardcache.stats.activity import Watcher
 from shardcache.store.root import make_root
 from shardcache.urls import parse_url

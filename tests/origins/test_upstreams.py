@@ -21,12 +21,11 @@ import pytest
 from shardcache.cache import Cache
 from shardcache.cli.demo import S3Server
 from shardcache.clock import SYSTEM_CLOCK
-from shardcache.config import Config
+from shardcache.config import Config, StorageOptions, Upstream
 from shardcache.errors import ConfigError, IntegrityError, TransferError
-from shardcache.optionvalues import StorageOptions, Upstream
 from shardcache.origins import upstream as upstreams
 from shardcache.origins.base import VersionChangedError
-from shardcache.store.metadata import Metadata
+from shardcache.store.entry import Metadata
 from shardcache.store.partial import Partial
 from tests.support.fakes import Fault, MemoryOrigin
 from tests.support.proxy import Proxy

@@ -21,10 +21,10 @@ from shardcache import forks
 from shardcache.cache import Cache
 from shardcache.cli.demo import S3Server
 from shardcache.errors import FetchCancelledError, IntegrityError, ShardNotFoundError
+from shardcache.fetch.blocks import FetchStatus
 from shardcache.prewarm import crew as module
 from shardcache.prewarm.crew import Crew, suitable
 from shardcache.prewarm.fill import Outcome, Planned, Started, Stopped, prewarm
-from shardcache.store.blocks import FetchStatus
 from tests.support.clitools import Command, run_process, slow, written
 from tests.support.proxy import Proxy
 from tests.support.storetools import children, no_descriptor_left, wait_until

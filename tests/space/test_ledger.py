@@ -12,8 +12,8 @@ import pytest
 from shardcache.clock import SYSTEM_CLOCK
 from shardcache.config import Config
 from shardcache.errors import CacheFullError
+from shardcache.files import PRIVATE
 from shardcache.locks.sessions import Session
-from shardcache.modes import PRIVATE
 from shardcache.space import ledger as ledger_module
 from shardcache.space.budget import Space
 from shardcache.space.ledger import Ledger, Refusal, State

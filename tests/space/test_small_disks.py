@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from shardcache.cache import Cache
-from shardcache.layout import Layout
-from shardcache.names import parse_entry_name, parse_partial_name
+from shardcache.layout import Layout, parse_entry_name, parse_partial_name
 from tests.support.disktools import disk, needs_mounts
 from tests.support.storetools import Parent, crowd, forked
 from tests.support.tars import make_tar

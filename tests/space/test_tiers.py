@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 
 from shardcache.cache import Cache
-from shardcache.config import Config
+from shardcache.config import Config, TierOption
 from shardcache.errors import CacheFullError, ConfigError
 from shardcache.layout import Layout
-from shardcache.optionvalues import TierOption
 from tests.support.disktools import disk, limited_group, needs_mounts
 from tests.support.fakes import MemoryBody, MemoryOrigin
 from tests.support.shop import Shop

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from shardcache.config import Config
+from shardcache.files import PRIVATE
 from shardcache.locks.mounts import Mount
-from shardcache.modes import PRIVATE
 from shardcache.space import volume as module
 from shardcache.space.memory import Headroom
 from shardcache.space.volume import Pending, Volume

@@ -9,9 +9,8 @@ import pytest
 from shardcache.layout import PROGRESS, Layout
 from shardcache.origins.base import ObjectInfo
 from shardcache.store.digest import BLOCK, block_digest
-from shardcache.store.growing import Growing
-from shardcache.store.metadata import Metadata
-from shardcache.store.partial import Partial
+from shardcache.store.entry import Metadata
+from shardcache.store.partial import Growing, Partial
 from shardcache.urls import parse_url
 from tests.support.storetools import no_descriptor_left
 

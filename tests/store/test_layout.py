@@ -15,16 +15,21 @@ from hypothesis import strategies as st
 
 from shardcache import layout as module
 from shardcache.errors import ConfigError
-from shardcache.layout import MANIFEST, META, Layout, is_directory, list_names, replace_file
-from shardcache.names import (
+from shardcache.layout import (
+    MANIFEST,
+    META,
+    Layout,
+    is_directory,
     is_evicted_name,
     is_key,
     is_lock_name,
     is_quarantined_name,
     is_rank_name,
     is_temporary_name,
+    list_names,
     parse_entry_name,
     parse_partial_name,
+    replace_file,
 )
 from shardcache.store.root import check_root, is_cache, make_root
 from tests.support.storetools import (

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardcache import clock
+from shardcache.clock import boot_id, rfc3339
 from shardcache.origins.base import Checksum, ObjectInfo
-from shardcache.store import metadata as module
-from shardcache.store.metadata import MAX_BYTES, DamagedError, Metadata, boot_id, rfc3339
+from shardcache.store.entry import MAX_BYTES, DamagedError, Metadata
 from shardcache.urls import parse_url
 from tests.support.storetools import metadata_for
 
@@ -168,7 +169,7 @@ def test_a_kernel_without_boot_ids_has_an_empty_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert len(boot_id()) == 36
-    monkeypatch.setattr(module, "_BOOT_ID", tmp_path / "absent")
+    monkeypatch.setattr(clock, "_BOOT_ID", tmp_path / "absent")
     boot_id.cache_clear()
     assert boot_id() == ""
     (tmp_path / "absent").write_bytes(b"\xff\xfe")

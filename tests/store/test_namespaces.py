@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardcache.config import Config
-from shardcache.layout import Layout
-from shardcache.names import is_rank_name
+from shardcache.layout import Layout, is_rank_name
 from shardcache.ranks import Ranks, safe_name
-from shardcache.store.namespaces import Namespaces, own_layout
 from shardcache.store.root import make_root
+from shardcache.store.store import Namespaces, own_layout
 from tests.support.storetools import make_store, publish
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shardcache.store.metadata import DamagedError
-from shardcache.store.opening import hold, open_data, readable
+from shardcache.store.entry import DamagedError, hold, open_data, readable
 from shardcache.store.store import Store
 from tests.support.storetools import make_store, no_descriptor_left, publish, refusing
 

@@ -20,14 +20,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardcache.files import disown
-from shardcache.layout import META, PROGRESS, Layout
-from shardcache.names import parse_partial_name
-from shardcache.store import datalocks
+from shardcache.layout import META, PROGRESS, Layout, parse_partial_name
+from shardcache.store import partial as datalocks
 from shardcache.store import partial as module
 from shardcache.store.digest import BLOCK, block_digest
-from shardcache.store.metadata import Metadata
-from shardcache.store.partial import LostError, Partial, Progress, read_progress
-from shardcache.store.progressfile import read_records, write_record
+from shardcache.store.entry import Metadata
+from shardcache.store.partial import (
+    LostError,
+    Partial,
+    Progress,
+    read_progress,
+    read_records,
+    write_record,
+)
 from tests.support.storetools import (
     Parent,
     begin,

@@ -21,9 +21,9 @@ import pytest
 from shardcache import Cache, ConfigError, LockTimeoutError, ShardCacheError
 from shardcache.cli.main import main
 from shardcache.clock import SYSTEM_CLOCK
+from shardcache.files import random_token
 from shardcache.layout import MANIFEST, META, PROGRESS, Layout
 from shardcache.locks.flock import Holder, KeyLock
-from shardcache.modes import random_token
 from shardcache.space.ledger import Ledger, State
 from shardcache.space.volume import Pending
 from shardcache.store.root import check_root, make_root

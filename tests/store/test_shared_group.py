@@ -17,11 +17,12 @@ import pytest
 
 from shardcache import ConfigError
 from shardcache.cli.main import main
+from shardcache.config import group_name
 from shardcache.errors import ShardCacheError
 from shardcache.fetch.waiting import Waiter
+from shardcache.files import PRIVATE, Modes
 from shardcache.layout import MANIFEST, Layout
 from shardcache.locks.mode import decide
-from shardcache.modes import PRIVATE, Modes, group_name
 from shardcache.store.root import check_root, make_root
 from tests.support.fakes import Fault, MemoryOrigin
 from tests.support.storetools import Parent, needs_root, public_directory, wait_until

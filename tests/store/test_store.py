@@ -20,17 +20,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from shardcache.layout import META, Layout
+from shardcache.files import Modes
+from shardcache.layout import META, Layout, is_quarantined_name
 from shardcache.locks import flock as locks
 from shardcache.locks.flock import lock_shared
-from shardcache.modes import Modes
-from shardcache.names import is_quarantined_name
 from shardcache.store import entry as entry_module
-from shardcache.store import quarantine
 from shardcache.store import store as module
+from shardcache.store import store as quarantine
 from shardcache.store.digest import BLOCK
-from shardcache.store.entry import Entry
-from shardcache.store.metadata import DamagedError, Metadata
+from shardcache.store.entry import DamagedError, Entry, Metadata
 from shardcache.store.partial import LostError, Partial
 from shardcache.store.store import Opened, Store
 from shardcache.store.sweeping import in_flight, remove_leftover, remove_temporaries
@@ -1408,13 +1406,13 @@ def test_the_store_behaves_like_its_model(tmp_path: Path, monkeypatch: pytest.Mo
     from hypothesis.stateful import run_state_machine_as_test
 
     monkeypatch.setenv("STORE_MACHINE", str(tmp_path))
-    logging.getLogger("shardcache.store.quarantine").setLevel(logging.ERROR)
+    logging.getLogger("shardcache.store.store").setLevel(logging.ERROR)
     try:
         run_state_machine_as_test(
             StoreMachine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None)
         )
     finally:
-        logging.getLogger("shardcache.store.quarantine").setLevel(logging.NOTSET)
+        logging.getLogger("shardcache.store.store").setLevel(logging.NOTSET)
 
 
 def test_a_sidecar_keeps_a_path_that_is_no_text(store: Store) -> None:
@@ -1430,3 +1428,11 @@ def test_the_pin_is_a_shared_lock(store: Store) -> None:
     assert lock_shared(fd)
     os.close(fd)
     opened.close()
+
+
+def test_a_scan_finds_all_that_was_published(store: Store) -> None:
+    for number in range(300):
+        publish(store, f"s3://lab/{number}.tar", bytes(number))
+    found = sorted(store.entries())
+    assert len(found) == 300 and {entry.size for entry in found} == set(range(300))
+    assert found == sorted(Entry.at(entry.path) for entry in found)

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from shardcache.layout import IDLE_GRACE, META, PROGRESS, Layout, is_idle
+from shardcache.files import Modes, random_token
+from shardcache.layout import IDLE_GRACE, META, PROGRESS, Layout, is_evicted_name, is_idle
 from shardcache.locks.flock import Holder, KeyLock
-from shardcache.modes import Modes, random_token
-from shardcache.names import is_evicted_name
 from shardcache.store import sweeping
 from shardcache.store.partial import LostError, Partial, Progress
 from shardcache.store.root import make_root

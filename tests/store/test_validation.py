@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardcache.errors import IntegrityError
-from shardcache.store.validation import check_archive
+from shardcache.store.digest import check_archive
 from tests.support.tars import make_tar
 
 URL = "s3://lab/train-0000.tar"

@@ -19,10 +19,9 @@ from shardcache.fetch.coordinator import Coordinator
 from shardcache.origins.base import ObjectInfo, TransientError
 from shardcache.origins.filesystem import FsspecOrigin
 from shardcache.store import verify as engine
-from shardcache.store.drift import differs
 from shardcache.store.entry import Entry
-from shardcache.store.findings import Finding, State, VerifyStatus
 from shardcache.store.store import Store
+from shardcache.store.verify import Finding, State, VerifyStatus, differs
 from shardcache.urls import ShardURL
 from tests.support.fakes import MemoryOrigin
 from tests.support.shop import Shop

@@ -15,9 +15,9 @@ import webdataset as wds
 from shardcache.cache import Cache
 from shardcache.errors import ShardNotFoundError
 from shardcache.fetch.background import Fetchings, Share
+from shardcache.fetch.blocks import FetchStatus
 from shardcache.locks.flock import Holder, KeyLock
 from shardcache.origins.base import TransientError
-from shardcache.store.blocks import FetchStatus
 from shardcache.store.digest import BLOCK
 from shardcache.urls import parse_url
 from tests.support.fakes import FakeClock, Fault, MemoryOrigin

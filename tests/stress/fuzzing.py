@@ -14,16 +14,16 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from shardcache import layout, units
-from shardcache import names as grammar
+from shardcache import layout as grammar
 from shardcache.errors import ConfigError
 from shardcache.locks.flock import Holder, parse_holder
 from shardcache.locks.mounts import parse_mountinfo
-from shardcache.locks.waits import Wait, parse_wait
+from shardcache.locks.sessions import Wait, parse_wait
 from shardcache.origins.base import Checksum, ObjectInfo, TransientError
 from shardcache.origins.rangebody import content_length, content_range, retry_after
 from shardcache.store.digest import BLOCK
-from shardcache.store.metadata import DamagedError, Metadata
-from shardcache.store.progressfile import Progress, parse_header, read_records, write_record
+from shardcache.store.entry import DamagedError, Metadata
+from shardcache.store.partial import Progress, parse_header, read_records, write_record
 from shardcache.urls import parse_url, redact
 from tests.support.tartools import FORMATS, OnlyRead, by_tarfile, by_walk, mended, small
 

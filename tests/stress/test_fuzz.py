@@ -25,14 +25,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from shardcache import Cache, ConfigError, ShardCacheError
 from shardcache import config as configuration
+from shardcache.files import PRIVATE
 from shardcache.layout import MANIFEST, META, read_file
 from shardcache.locks.flock import read_holder
 from shardcache.locks.mode import Answer, _remembered
-from shardcache.modes import PRIVATE
 from shardcache.origins.base import ObjectInfo, TransientError, VersionChangedError
-from shardcache.store.entry import Entry
-from shardcache.store.metadata import MAX_BYTES, DamagedError
-from shardcache.store.progressfile import read_progress, read_records
+from shardcache.store.entry import MAX_BYTES, DamagedError, Entry
+from shardcache.store.partial import read_progress, read_records
 from shardcache.store.root import check_group, make_root
 from tests.origins.test_rangebody import Scripted
 from tests.stress.fuzzing import TARGETS

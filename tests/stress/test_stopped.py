@@ -137,7 +137,7 @@ def test_who_wakes_with_an_older_version_does_not_bring_it_back(lab: Lab, step: 
 
 @pytest.mark.parametrize(
     "place",
-    ["after shardcache.store.opening:seize", "after shardcache.store.store:Store._hide"],
+    ["after shardcache.store.entry:seize", "after shardcache.store.store:Store._hide"],
     ids=["with the entry in its hand", "with the entry out of sight"],
 )
 def test_a_stopped_evictor_stops_nobody(lab: Lab, proxy: Proxy, place: str) -> None:
@@ -160,7 +160,7 @@ def test_a_stopped_evictor_stops_nobody(lab: Lab, proxy: Proxy, place: str) -> N
 
 def test_a_path_is_not_handed_out_while_a_stopped_evictor_may_take_it(lab: Lab) -> None:
     with (
-        lab.worker("after shardcache.store.opening:seize") as evictor,
+        lab.worker("after shardcache.store.entry:seize") as evictor,
         Cache(lab.path, min_free=0, lock_timeout=1.0) as cache,
     ):
         cache.fetch(lab.url)

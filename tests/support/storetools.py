@@ -22,11 +22,11 @@ from typing import Any
 
 import pytest
 
+from shardcache.clock import boot_id
 from shardcache.layout import Layout
 from shardcache.origins.base import ObjectInfo
 from shardcache.store.digest import BLOCK, block_digest, tree_digest
-from shardcache.store.entry import Entry
-from shardcache.store.metadata import Metadata, boot_id
+from shardcache.store.entry import Entry, Metadata
 from shardcache.store.partial import Partial
 from shardcache.store.store import Store
 from shardcache.urls import parse_url

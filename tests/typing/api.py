@@ -26,7 +26,7 @@ from shardcache.space.clean import CleanReport
 from shardcache.space.eviction import Reason, Removal
 from shardcache.stats.summary import Stats, Waits
 from shardcache.store.entry import Entry
-from shardcache.store.findings import Finding, State, VerifyStatus
+from shardcache.store.verify import Finding, State, VerifyStatus
 
 # -- making one ------------------------------------------------------------------------
 

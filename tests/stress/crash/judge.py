@@ -1,7 +1,7 @@
 """Whether a cache directory is as it must be after something struck one of its processes.
 
 Nothing of the library's own view is trusted: the directory is walked, every entry
-compared with the origin, every name with the grammar of `shardcache.names`. Then fresh
+compared with the origin, every name with the grammar of `shardcache.layout`. Then fresh
 processes use it, and are looked at in turn.
 """
 
@@ -23,7 +23,7 @@ from typing import Any
 from shardcache.cli import main as cli
 from shardcache.errors import ConfigError
 from shardcache.store.digest import file_digest
-from shardcache.store.metadata import DamagedError, Metadata
+from shardcache.store.entry import DamagedError, Metadata
 from tests.stress.crash.place import SHARDS, Place
 from tests.stress.crash.scenarios import Scenario
 

@@ -18,10 +18,10 @@ from typing import Any
 from shardcache.cache import Cache
 from shardcache.layout import META
 from shardcache.locks.flock import Holder
-from shardcache.locks.waits import Wait, WaitNote
+from shardcache.locks.sessions import Wait, WaitNote
 from shardcache.origins.base import Body, ObjectInfo
 from shardcache.origins.filesystem import FsspecOrigin
-from shardcache.store.metadata import Metadata
+from shardcache.store.entry import Metadata
 from shardcache.urls import ShardURL
 from tests.stress.crash.place import BIG, MIB, Place
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from shardcache.errors import TransferTimeoutError
+from shardcache.fetch.blocks import Blocks, FetchStatus, Pace, skip
 from shardcache.origins.base import ObjectInfo, TransientError
 from shardcache.origins.retry import Attempts, RetryPolicy
-from shardcache.store.blocks import Blocks, FetchStatus, Pace, skip
 from shardcache.store.digest import BLOCK, block_digest
 from tests.support.fakes import FakeClock
 from tests.support.storetools import payload

@@ -44,6 +44,12 @@ def locks_work(claim: str) -> bool:
     return how is None or claim not in _UNTRUE[how]
 
 
+def broken_environment(how: str) -> dict[str, str]:
+    """Of Python children whose flock is "refused" or "lying"."""
+    path = os.pathsep.join([str(_SITE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "BROKEN_FLOCK": how, "PYTHONPATH": path}
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--flock", choices=sorted(_UNTRUE), help="run with locks that fail")
     parser.addoption("--full", action="store_true", help="run the cases marked `full`, too")
@@ -62,8 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["BROKEN_FLOCK"] = how
     if how in ("refused", "lying"):
         sitecustomize.break_flock(how)
-        rest = os.environ.get("PYTHONPATH")
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(_SITE), *([rest] if rest else [])])
+        os.environ.update(broken_environment(how))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,13 +1,9 @@
-"""The judge: a history in, violations out. Pure; see `economy` for the bound on fetches.
+"""Reads what everybody wrote down, and says what must not have happened.
 
-Invariants, by their number in the list of what a storm proves:
-
-1. bytes: every completed read is exactly one version of the shard, and of one that was
-   being stored, at the latest, when the read ended;
-2. visibility: what is under a published path never changes; what is in use stays;
-3. economy: see `economy`;
-4. bounded wait: every call ends within its bound, times when its process was stopped
-   excepted, and all workers end when they are asked to;
+1. bytes: every completed read is one version of the shard, stored when the read ended at the latest;
+2. visibility: what is under a published path never changes; what is pinned stays;
+3. economy: a crowd on cold shards fetches each once, and a storm no more than its calls explain;
+4. bounded wait: every call ends within its bound, the time that its process was stopped excepted;
 5. nothing left: a sweep leaves nothing of dead processes; the budget holds;
 6. errors: no exception reaches a caller that a healthy origin gives no reason for.
 """
@@ -15,239 +11,184 @@ Invariants, by their number in the list of what a storm proves:
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from tests.stress.storm import economy
-from tests.stress.storm.facts import Facts
-from tests.stress.storm.figures import figures
-from tests.stress.storm.history import READS, Call, Event, History
-from tests.stress.storm.rules import Rules, Violation
+from tests.stress.storm.plan import Storm
 
-__all__ = ["DAMAGED", "Verdict", "judge"]
-
-#: How the library says that it found an entry damaged.
-DAMAGED = "set aside a damaged entry: "
-_KILLED, _CRASHED = -9, 70
-#: Samples in a row above the budget that make a violation: what a resumer has just
-#: claimed counts as reserved before it is admitted or let go again, for a moment.
+Event = dict[str, Any]
+#: Seconds that a call may take beyond `lock_timeout`, on a machine that does much else.
+_SLACK = 105.0
+#: Looks at the budget in a row: what is being published or evicted counts twice for a moment.
 _IN_A_ROW = 3
-#: An object that changes so often while it is fetched is reported, not chased.
-_VERSION_RESTARTS = 4
 
 
-@dataclass(frozen=True, slots=True)
+def read_all(directory: Path) -> list[Event]:
+    """Everything that was written down, in its order; lines that a kill tore are left out."""
+    events = []
+    for path in directory.glob("*.jsonl"):
+        for line in path.read_text(errors="replace").splitlines():
+            try:
+                events.append(json.loads(line))
+            except ValueError:
+                continue
+    return sorted(events, key=lambda event: float(event["at"]))
+
+
+@dataclass(frozen=True)
 class Verdict:
-    """What a history says.
-
-    Attributes:
-        figures: name -> count or seconds, for the table.
-        violations: none if every invariant held.
-    """
+    """Figures for the table, and what was wrong."""
 
     figures: dict[str, float]
-    violations: list[Violation]
+    violations: list[str]
 
 
-def judge(history: History, rules: Rules) -> Verdict:
+def judge(storm: Storm, events: Iterable[Event]) -> Verdict:
     """Check everything."""
-    facts = Facts(history)
-    account = economy.account(history, rules)
-    violations = [
-        *_bytes(history, facts),
-        *_visibility(history, facts, rules),
-        *economy.violations(account, rules),
-        *_waits(history, facts, rules),
-        *_leftovers(facts, rules),
-        *_budget(facts, rules),
-        *_errors(history, facts, rules),
-        *_processes(history, facts),
+    kinds: dict[str, list[Event]] = defaultdict(list)
+    for event in events:
+        kinds[event["event"]].append(event)
+    stopped = _stopped(kinds)
+    wrong = [
+        *_bytes(kinds),
+        *_visibility(storm, kinds),
+        *_economy(storm, kinds),
+        *_waits(storm, kinds, stopped),
+        *_leftovers(storm, kinds, stopped),
+        *_errors(storm, kinds),
+        *_processes(kinds),
     ]
-    counted = figures(history, facts, violations) | economy.figures(account)
-    return Verdict(counted, violations)
+    return Verdict(_figures(kinds), wrong)
 
 
-def _bytes(history: History, facts: Facts) -> Iterator[Violation]:
-    for call in history.calls:
-        if call.outcome == "wrong":
-            text = f"{call.op} of {call.name} by {call.who}: {call.told.get('text')}"
-            yield Violation("bytes", f"{text} (from the {call.told.get('place')})")
-        elif call.outcome == "ok" and call.op in READS:
-            problem = _unknown(call, facts)
-            if problem:
-                yield Violation("bytes", f"{call.op} of {call.name} by {call.who}: {problem}")
+def _stopped(kinds: dict[str, list[Event]]) -> dict[str, list[tuple[float, float]]]:
+    """Worker -> when it was stopped, and when it went on."""
+    spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for stop in kinds["stop"]:
+        ends = (e["at"] for e in [*kinds["cont"], *kinds["died"]] if e["who"] == stop["who"])
+        end = min((at for at in ends if at >= stop["at"]), default=float("inf"))
+        spans[stop["who"]].append((stop["at"], end))
+    return spans
 
 
-def _unknown(call: Call, facts: Facts) -> str | None:
-    """What is wrong with a read that its reader found right."""
-    assert call.name is not None and call.ended is not None
-    known = facts.versions.get((call.name, call.told["digest"]))
-    if known is None:
-        return f"its digest {call.told['digest']} is that of no version ever stored"
-    version, stored = known
-    if version != call.told["version"]:
-        return f"it states version {call.told['version']} but is version {version}"
-    if stored > call.ended:
-        return f"version {version} was stored {stored - call.ended:.3f} s after the read ended"
-    return None
+def _bytes(kinds: dict[str, list[Event]]) -> Iterator[str]:
+    stored = {(put["name"], put["version"]): put["at"] for put in kinds["put"]}
+    for call in kinds["end"]:
+        what = f"bytes: {call['op']} of {call['name']} by {call['who']}"
+        if call["outcome"] == "wrong":
+            yield f"{what}: {call['text']}"
+        elif call.get("version") and stored.get((call["name"], call["version"]), 1e99) > call["at"]:
+            yield f"{what}: version {call['version']} was not stored when it ended"
 
 
-def _visibility(history: History, facts: Facts, rules: Rules) -> Iterator[Violation]:
-    seen: dict[str, Event] = {}
-    for sample in facts.all("sample"):
-        path = sample["path"]
+def _visibility(storm: Storm, kinds: dict[str, list[Event]]) -> Iterator[str]:
+    seen: dict[str, str] = {}
+    for sample in kinds["sample"]:
         if sample["wrong"] is not None:
-            yield Violation("visibility", f"published {path}: {sample['wrong']}")
-        elif (sample["name"], sample["digest"]) not in facts.versions:
-            yield Violation("visibility", f"published {path} is no version ever stored")
-        before = seen.setdefault(path, sample)
-        if before["digest"] != sample["digest"]:
-            inodes = f"inode {before['inode']} and then {sample['inode']}"
-            yield Violation(
-                "visibility",
-                f"published {path} held version {before['version']} and then "
-                f"{sample['version']} ({inodes})",
-            )
-    if rules.lying:
-        return  # without locks nobody can tell that an entry is in use
-    for call in history.calls:
-        if call.told.get("links") == 0 or call.told.get("same") is False:
-            yield Violation("in use", f"{call.name} was evicted while {call.who} used it")
+            yield f"visibility: {sample['path']}: {sample['wrong']}"
+        if seen.setdefault(sample["path"], sample["digest"]) != sample["digest"]:
+            yield f"visibility: {sample['path']} changed"
+    for call in kinds["end"]:
+        if call.get("stayed") is False and not storm.lying:  # nobody can tell without locks
+            yield f"in use: {call['name']} was evicted while {call['who']} had pinned it"
 
 
-def _waits(history: History, facts: Facts, rules: Rules) -> Iterator[Violation]:
-    for call in history.calls:
-        if call.ended is None:
-            continue
-        took = call.ended - call.began - facts.stopped(call.who, call.began, call.ended)
-        if took > rules.call_bound * call.calls:
-            yield Violation(
-                "bounded wait",
-                f"{call.op} of {call.name} by {call.who} took {took:.1f} s, "
-                f"its bound is {rules.call_bound * call.calls:.0f} s",
-            )
-    for stuck in facts.all("stuck"):
-        open_calls = [
-            f"{call.op} of {call.name}"
-            for call in history.calls
-            if call.ended is None and call.worker == stuck["worker"]
-        ]
-        yield Violation(
-            "bounded wait",
-            f"{stuck['worker']} did not end, in {', '.join(open_calls) or 'no call'} "
-            f"({stuck['wchan']})",
-        )
+def _economy(storm: Storm, kinds: dict[str, list[Event]]) -> Iterator[str]:
+    for crowd in kinds["crowd"]:
+        many = {name: count for name, count in crowd["fetches"].items() if count != 1}
+        if many and not storm.lying:
+            yield f"economy: a crowd on cold shards fetched {many}"
+    for served in kinds["served"]:
+        fetches, calls = sum(served["fetches"].values()), len(kinds["begin"])
+        if fetches > 1.5 * calls:
+            yield f"economy: {fetches} fetches by {calls} calls"
 
 
-def _leftovers(facts: Facts, rules: Rules) -> Iterator[Violation]:
-    for kind in ("swept", "emptied"):
-        for event in facts.all(kind):
-            for path in event["left"]:
-                yield Violation("nothing left", f"{path} is there after the sweep")
-    for event in facts.all("swept"):
-        if event["occupied"] > rules.max_size:
-            yield Violation(
-                "budget", f"{event['occupied']} bytes after the sweep, not {rules.max_size}"
-            )
-    for event in facts.all("emptied"):
-        if event["entries"]:
-            yield Violation("nothing left", f"{event['entries']} entries after clean --all")
-    for kind in ("clean-command", "read-all"):
-        for event in facts.all(kind):
-            if event["status"]:
-                yield Violation(
-                    "nothing left", f"{kind} ended with {event['status']}: {event['said']}"
-                )
+def _waits(storm: Storm, kinds: dict[str, list[Event]], stopped: dict[str, Any]) -> Iterator[str]:
+    for call in kinds["end"]:
+        began, ended = call["began"], call["at"]
+        spans = stopped.get(call["who"].partition("/")[0], [])
+        took = ended - began - sum(max(0.0, min(ended, b) - max(began, a)) for a, b in spans)
+        if took > storm.lock_timeout + _SLACK:
+            yield f"bounded wait: {call['op']} of {call['name']} by {call['who']} took {took:.0f} s"
+    for stuck in kinds["stuck"]:
+        yield f"bounded wait: {stuck['who']} did not end: {stuck['stack']}"
 
 
-def _budget(facts: Facts, rules: Rules) -> Iterator[Violation]:
-    """Published and reserved bytes, while the lock of the budget works.
-
-    Excused: samples while somebody is stopped, who may hold the lock or be between
-    claiming and being admitted; and all after that lock was first deleted.
-    """
-    if rules.lying:
-        return
-    deleted = [e["at"] for e in facts.all("unlock") if "budget.lock" in e["files"]]
-    end = min(deleted, default=float("inf"))
+def _leftovers(
+    storm: Storm, kinds: dict[str, list[Event]], stopped: dict[str, Any]
+) -> Iterator[str]:
+    for swept in kinds["swept"]:
+        for path in swept["left"]:
+            yield f"nothing left: {path} is there after the sweep"
+        if swept["bytes"] > swept["limit"]:
+            yield f"budget: {swept['bytes']} bytes after the sweep, not {swept['limit']}"
+    for done in kinds["command"]:
+        if done["status"]:
+            yield f"nothing left: {done['what']} ended with {done['status']}: {done['said']}"
+    gone = [e["at"] for e in kinds["unlock"] if "budget.lock" in e["files"]]
+    until = 0.0 if storm.lying else min(gone, default=float("inf"))
+    spans = [span for each in stopped.values() for span in each]
     over = 0
-    for sample in facts.all("budget"):
-        excess = sample["occupied"] - rules.max_size
-        counts = excess > 0 and sample["at"] < end and not facts.any_stopped(sample["at"])
-        over = over + 1 if counts else 0
+    for look in kinds["budget"]:
+        excess = look["bytes"] - storm.max_size
+        excused = look["at"] > until or any(a <= look["at"] <= b for a, b in spans)
+        over = over + 1 if excess > 0 and not excused else 0
         if over == _IN_A_ROW:
-            yield Violation("budget", f"{excess} bytes too many, in {over} looks in a row")
+            yield f"budget: {excess} bytes too many, in {over} looks in a row"
 
 
-_Excuse = Callable[[Call, Facts, Rules], bool]
+def _errors(storm: Storm, kinds: dict[str, list[Event]]) -> Iterator[str]:
+    puts: dict[str, list[float]] = defaultdict(list)
+    for put in kinds["put"]:
+        puts[put["name"]].append(put["at"])
+    for call in kinds["end"]:
+        if call["outcome"] != "error":
+            continue
+        error, stores = call["error"], call["op"] in ("pinned", "fetch")
+        since = call["began"] - storm.lock_timeout
+        replaced = any(since <= at <= call["at"] for at in puts[call["name"]])
+        full = error == "CacheFullError" or call["errno"] in (errno.ENOSPC, errno.EDQUOT)
+        late = error == "LockTimeoutError" and call["at"] - call["began"] >= storm.lock_timeout
+        gone = error == "FileNotFoundError" or call["errno"] == errno.EBUSY
+        if error in ("TransferError", "IntegrityError") and replaced:
+            continue  # it was replaced while somebody had read some of it, or again and again
+        if stores and (full or late or (gone and storm.lying)):
+            continue  # a path needs a stored shard
+        what = f"errors: {call['op']} of {call['name']} by {call['who']}"
+        yield f"{what}: {error}: {call['text']}\n{call['trace']}"
 
 
-def _too_often_changed(call: Call, facts: Facts, rules: Rules) -> bool:
-    """The object was replaced while it was streamed, or again and again while fetched."""
-    if call.told["error"] != "TransferError" or call.ended is None:
-        return False
-    text = call.told["text"]
-    if "was replaced while" in text:
-        # What is followed may have been begun, and replaced, before this call.
-        return facts.puts(call.name, call.began - rules.lock_timeout, call.ended) > 0
-    puts = facts.puts(call.name, call.began - 1.0, call.ended)
-    return f"changed {_VERSION_RESTARTS} times" in text and puts >= _VERSION_RESTARTS
+def _processes(kinds: dict[str, list[Event]]) -> Iterator[str]:
+    for crash in kinds["crash"]:
+        yield f"errors: {crash['who']} ended with {crash['text']}"
+    sent: dict[str, set[int]] = defaultdict(set)
+    for kill in kinds["kill"]:
+        sent[kill["who"]] |= {-kill["signal"], 143}
+    for death in kinds["died"]:
+        if death["status"] not in {0, 70} | sent[death["who"]]:
+            yield f"errors: {death['who']} ended with status {death['status']}"
 
 
-def _no_room(call: Call, facts: Facts, rules: Rules) -> bool:
-    """A path needs a stored shard; there may be no room for one."""
-    if call.op not in ("pinned", "fetch") or call.ended is None:
-        return False
-    if call.told["error"] == "CacheFullError":
-        return True
-    full = call.told["errno"] in (errno.ENOSPC, errno.EDQUOT)
-    return full and "OSError" in call.told["family"] and facts.was_full(call.began, call.ended)
-
-
-def _waited(call: Call, facts: Facts, rules: Rules) -> bool:
-    """Another process was fetching it for the whole of ``lock_timeout``."""
-    if call.op not in ("pinned", "fetch") or call.ended is None:
-        return False
-    waited = call.ended - call.began
-    return call.told["error"] == "LockTimeoutError" and waited >= rules.lock_timeout
-
-
-def _unpinnable(call: Call, facts: Facts, rules: Rules) -> bool:
-    """Where locks lie, a path may go as soon as it is there; a stream would have been had."""
-    vanished = call.told["error"] == "FileNotFoundError" and call.op == "pinned"
-    at_once = call.told["errno"] == errno.EBUSY and call.op in ("pinned", "fetch")
-    return rules.lying and (vanished or at_once)
-
-
-_EXCUSES: tuple[_Excuse, ...] = (_too_often_changed, _no_room, _waited, _unpinnable)
-
-
-def _errors(history: History, facts: Facts, rules: Rules) -> Iterator[Violation]:
-    for call in history.calls:
-        if call.outcome == "error" and not any(e(call, facts, rules) for e in _EXCUSES):
-            told = call.told
-            yield Violation(
-                "errors",
-                f"{call.op} of {call.name} by {call.who}: {told['error']}: {told['text']}\n"
-                f"{told.get('trace', '')}",
-            )
-    for log in history.logs:
-        if log["template"].startswith(DAMAGED):
-            yield Violation("visibility", f"{log['who']} found a damaged entry: {log['args']}")
-
-
-def _processes(history: History, facts: Facts) -> Iterator[Violation]:
-    for crash in history.crashes:
-        yield Violation("errors", f"{crash['who']} ended with {crash['text']}")
-    for death in facts.all("died"):
-        worker, status = death["worker"], death["status"]
-        if worker is None or status == 0 or status == _CRASHED:
-            continue  # told by itself, if it crashed
-        sent = facts.signals[worker]
-        expected = {-number for number in sent} | ({143} if sent & {2, 15} else set())
-        if status not in expected:
-            yield Violation("errors", f"{worker} ended with status {status}; it was sent {sent}")
-    torn = history.torn
-    kills = sum(event["signal"] == -_KILLED for event in facts.all("kill"))
-    if torn > kills:
-        yield Violation("history", f"{torn} lines cannot be read, of {kills} killed workers")
+def _figures(kinds: dict[str, list[Event]]) -> dict[str, float]:
+    reads = [call for call in kinds["end"] if call["outcome"] == "ok" and call.get("size")]
+    deaths = Counter(death["status"] for death in kinds["died"])
+    return {
+        "verified reads": len(reads),
+        "verified bytes": sum(call["size"] for call in reads),
+        "other calls": len(kinds["end"]) - len(reads),
+        "streamed past the cache": sum(call.get("streamed", False) for call in reads),
+        "kills": deaths[-9],
+        "terminations": deaths[143],
+        "stops": len(kinds["stop"]),
+        "overwrites": len(kinds["put"]),
+        "lock files deleted": sum(len(event["files"]) for event in kinds["unlock"]),
+        "disk filled": len(kinds["fill"]),
+        "published shards read again": len(kinds["sample"]),
+        "fetches": sum(sum(event["fetches"].values()) for event in kinds["served"]),
+        "longest call, s": max((c["at"] - c["began"] for c in kinds["end"]), default=0.0),
+    }

@@ -1,212 +1,252 @@
-"""A worker: calls the cache at random, checks every byte, and tells the history."""
+"""What the processes of a storm do, and what they write down of it.
+
+One JSON object a line, one ``write`` each, so that a kill tears at most the last line. Times are
+CLOCK_MONOTONIC, which all processes share.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
-import itertools
+import json
 import logging
 import mmap
 import os
+import pickle
 import random
-import resource
 import signal
+import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
-import shardcache.fetch.coordinator
-import shardcache.origins.s3
-import shardcache.wds.attach  # noqa: F401 - like the two above: what every worker will need
 from shardcache import Cache
-from tests.stress.storm import shards
-from tests.stress.storm.history import Log
-from tests.stress.storm.settings import Settings
+from tests.stress.storm.plan import Storm
 
-__all__ = ["TERMINATED", "Terminated", "Worker", "run"]
-
-#: Exit status of a worker that a signal asked to end, as a shell says it.
-TERMINATED = 143
-_SLOT = 64
-#: Seconds for which one set of shards is popular; then the window moves on, so that
-#: there are entries which no running job has used.
-_WINDOW_SECONDS = 6.0
+#: Seconds that somebody holds a shard open, at most.
+_HOLD = 0.8
+_PR_SET_PDEATHSIG = 1
 
 
-class Terminated(KeyboardInterrupt):
-    """SIGTERM or SIGINT arrived: what a training script's handler raises."""
+class TerminatedError(BaseException):
+    """SIGTERM or SIGINT."""
 
 
-class _Teller(logging.Handler):
-    """Puts what the library logs into the history: evictions, retries, passed-by holders."""
+class Log:
+    """Appends to a file."""
 
-    def __init__(self, log: Log) -> None:
-        super().__init__()
-        self._log = log
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
-    def emit(self, record: logging.LogRecord) -> None:
-        arguments = record.args if isinstance(record.args, tuple) else ()
-        self._log.write(
-            "log", logger=record.name, template=record.msg, args=[str(a) for a in arguments]
-        )
+    def write(self, event: str, **facts: Any) -> None:
+        line = json.dumps({"event": event, "at": time.monotonic(), **facts})
+        os.write(self._fd, line.encode() + b"\n")
 
 
 class Worker:
-    """One life of one worker.
+    """One life of one worker."""
 
-    Args:
-        settings: the storm.
-        slot: its number, which its successors have too.
-        life: which of them it is.
-    """
+    def __init__(self, storm: Storm, slot: int, life: int, busy: mmap.mmap) -> None:
+        self.storm, self.slot, self.who = storm, slot, f"{slot}.{life}"
+        self.draw = random.Random(f"{storm.seed}/{self.who}")
+        self.log = Log(storm.directory / f"worker-{self.who}.jsonl")
+        self._busy = busy
+        self._number = 0
+        self.cache = self._cache()
 
-    def __init__(self, settings: Settings, slot: int, life: int) -> None:
-        self.settings = settings
-        self.slot = slot
-        self.rng = random.Random(f"{settings.seed}/{slot}/{life}")
-        self.log = Log(settings.history / f"worker-{slot}.{life}.jsonl", f"{slot}.{life}")
-        self.terminated = False
-        self._numbers = itertools.count()
-        with open(settings.counters, "r+b") as file:
-            self._counters = mmap.mmap(file.fileno(), 0)
-        self.cache = self.make_cache()
-
-    @property
-    def isolated(self) -> bool:
-        """Whether this slot has a namespace of its own."""
-        return self.slot % 8 == 7
-
-    def make_cache(self) -> Cache:
-        """A cache as a training script makes it."""
-        # With one connection the parts of a shard come one after the other, and an object
-        # that is replaced meanwhile can be noticed only by asking for one version.
-        options = self.settings.options() | {"connections": (1, 2, 4)[self.slot % 3]}
-        # Those who follow and those who wait read the same partials and entries.
-        if self.slot % 2 == 0:
-            options |= {"fill": "follow", "prefetch": self.slot // 2 % 2 * 2}
-        else:
-            options |= {"fill": "complete", "prefetch": 0}
-        if self.isolated:
+    def _cache(self) -> Cache:
+        isolation = "rank" if self.slot % 8 == 7 else "node"
+        if isolation == "rank":
             os.environ["SHARDCACHE_RANK"] = str(self.slot)
-            options["isolation"] = "rank"
-        return Cache(**options)
+        return Cache(**self.storm.options(), isolation=isolation, prefetch=self.slot % 3)
 
     def choose(self) -> str:
-        """A shard: mostly of the ones that are popular now, the first of them most."""
-        names = self.settings.names
-        if self.rng.random() < 0.004:
-            return self.rng.choice(names)
-        window = int(time.monotonic() / _WINDOW_SECONDS) * 3
-        index = int(self.rng.paretovariate(0.8)) % max(1, len(names) // 5)
-        return names[(window + index) % len(names)]
+        """A shard: mostly of those that are popular now."""
+        names = self.storm.names
+        window = int(time.monotonic() / 2) * 3
+        at = int(self.draw.paretovariate(0.8)) % (len(names) // 4)
+        return names[(window + at) % len(names)]
 
     @contextmanager
-    def call(
-        self, op: str, name: str | None, calls: int = 1, ahead: Sequence[str] = ()
-    ) -> Iterator[dict[str, Any]]:
-        """One call in the history: begun, ended, and how.
-
-        Args:
-            op: which.
-            name: the shard, if it is about one.
-            calls: how many calls of the cache in a row it makes.
-            ahead: shards that are fetched ahead meanwhile.
-
-        Yields:
-            What is told of its end.
-        """
-        number = next(self._numbers)
-        self.log.write("begin", n=number, op=op, name=name, calls=calls, ahead=ahead)
-        told: dict[str, Any] = {"outcome": "ok"}
-        began = time.monotonic()
+    def call(self, op: str, name: str | None = None) -> Iterator[dict[str, Any]]:
+        """One call, written down: when it began, when it ended, and how."""
+        self._number += 1
+        facts = {"who": self.who, "n": self._number, "op": op, "name": name}
+        self.log.write("begin", **facts)
+        self._busy[self.slot * 8 : self.slot * 8 + 8] = time.monotonic_ns().to_bytes(8, "little")
+        began, told = time.monotonic(), {"outcome": "ok"}
         try:
             yield told
-        except Terminated:
-            told["outcome"] = "interrupted"
-            raise
         except Exception as exn:
-            told |= {
-                "outcome": "error",
-                "error": type(exn).__name__,
-                "family": [base.__name__ for base in type(exn).__mro__],
-                "errno": getattr(exn, "errno", None),
-                "text": str(exn)[:400],
-                "trace": traceback.format_exc(limit=-4)[-900:],
-            }
+            told |= {"outcome": "error", "error": type(exn).__name__, "text": str(exn)[:400]}
+            told |= {"errno": getattr(exn, "errno", None), "trace": traceback.format_exc(-4)[-900:]}
         finally:
-            told["background"] = self.background()
-            self.log.write("end", n=number, op=op, name=name, calls=calls, began=began, **told)
-
-    def background(self) -> list[str]:
-        """Shards that are still being fetched although the calls for them ended."""
-        process = self.cache._here()
-        if process.ready is None:
-            return []
-        urls = {self.settings.url(name): name for name in self.settings.names}
-        return [urls[str(shard)] for shard in process.fetchings.unfinished()]
+            if threading.current_thread() is threading.main_thread():
+                self._busy[self.slot * 8 : self.slot * 8 + 8] = bytes(8)
+            self.log.write("end", **facts, began=began, **told)
 
     def examine(self, name: str, data: bytes, told: dict[str, Any]) -> None:
-        """Check the bytes of a whole shard."""
-        version, wrong = shards.examine(name, data, self.settings.size)
-        told |= {"version": version, "size": len(data), "digest": shards.digest(data)}
+        version, wrong = self.storm.examine(name, data)
+        told |= {"version": version, "size": len(data)}
         if wrong is not None:
             told |= {"outcome": "wrong", "text": wrong}
 
-    def count(self, reads: int) -> None:
-        """For the progress line."""
-        at = self.slot * _SLOT
-        value = int.from_bytes(self._counters[at : at + 8], "little") + reads
-        self._counters[at : at + 8] = value.to_bytes(8, "little")
-
     def live(self) -> None:
         """Make calls until told to stop."""
-        from tests.stress.storm.operations import OPERATIONS, read
+        operations = [getattr(self, f"_{name}") for name in OPERATIONS]
+        while not self.storm.stop_file.exists():
+            self.draw.choices(operations, list(OPERATIONS.values()))[0]()
+            time.sleep(self.draw.expovariate(250))
 
-        kinds = list(OPERATIONS)
-        weights = [OPERATIONS[kind] for kind in kinds]
-        read(self)  # it makes the cache, which all others want to be there
-        while not (self.terminated or self.settings.stop_file.exists()):
-            operation = self.rng.choices(kinds, weights)[0]
-            operation(self)
-            self.count(1)
-            time.sleep(self.rng.expovariate(1.0 / self.settings.pause))
+    # -- what they do --------------------------------------------------------------
+
+    def _read(self, name: str | None = None, cache: Cache | None = None) -> None:
+        name = name or self.choose()
+        with self.call("read", name) as told, (cache or self.cache).open(self.storm.url(name)) as s:
+            data = s.read()
+            told["streamed"] = "://" in str(s.name)
+            self.examine(name, data, told)
+
+    def _hold(self) -> None:
+        """Read a bit, wait while others evict, read the rest."""
+        name = self.choose()
+        with self.call("hold", name) as told, self.cache.open(self.storm.url(name)) as stream:
+            head = stream.read(self.draw.randrange(200_000))
+            time.sleep(self.draw.random() * _HOLD)
+            self.examine(name, head + stream.read(), told)
+
+    def _leave(self) -> None:
+        """Read a bit and close."""
+        name = self.choose()
+        with self.call("leave", name), self.cache.open(self.storm.url(name)) as stream:
+            stream.read(self.draw.randrange(100_000))
+
+    def _pinned(self) -> None:
+        name = self.choose()
+        with self.call("pinned", name) as told, self.cache.pinned(self.storm.url(name)) as path:
+            before = path.stat().st_ino
+            time.sleep(self.draw.random() * _HOLD)
+            told["stayed"] = path.exists() and path.stat().st_ino == before
+            self.examine(name, path.read_bytes(), told)
+
+    def _fetch(self) -> None:
+        name = self.choose()
+        with self.call("fetch", name):
+            self.cache.fetch(self.storm.url(name))
+
+    def _path(self) -> None:
+        """Read by path without a pin, as other programs do: it may be gone, never changing."""
+        name = self.choose()
+        with self.call("path", name) as told:
+            path = self.cache.path(self.storm.url(name))
+            told["outcome"] = "absent"
+            with suppress(FileNotFoundError):
+                if path is not None:
+                    data = path.read_bytes()
+                    told["outcome"] = "ok"
+                    self.examine(name, data, told)
+
+    def _opener(self) -> None:
+        """Read the way a WebDataset does, with shards fetched ahead."""
+        names = [self.choose() for _ in range(self.draw.randint(2, 5))]
+        samples = self.cache.url_opener(iter([{"url": self.storm.url(name)} for name in names]))
+        for name in names:
+            with self.call("opener", name) as told, next(samples)["stream"] as stream:
+                self.examine(name, stream.read(), told)
+            if told["outcome"] == "error":
+                return  # a generator that raised has ended
+
+    def _pickled(self) -> None:
+        with pickle.loads(pickle.dumps(self.cache)) as copy:
+            self._read(cache=copy)
+
+    def _threads(self) -> None:
+        name = self.choose()
+        crew = [threading.Thread(target=self._read, args=(name,), daemon=True) for _ in range(3)]
+        for thread in crew:
+            thread.start()
+        for thread in crew:
+            thread.join()
+
+    def _forked(self) -> None:
+        """A child reads through the cache that it came with."""
+        with self.call("fork") as told:
+            if (pid := os.fork()) == 0:
+                die_with_parent()
+                self.who += f"/{os.getpid()}"
+                status = 1
+                try:
+                    self._read()
+                    self.cache.close()
+                    status = 0
+                finally:
+                    os._exit(status)
+            while not (found := os.waitpid(pid, os.WNOHANG))[0]:
+                time.sleep(0.005)
+            if found[1]:
+                told |= {"outcome": "error", "error": "ChildError", "text": str(found[1])}
+
+    def _remove(self) -> None:
+        name = self.choose()
+        with self.call("remove", name):
+            self.cache.remove(self.storm.url(name))
+
+    def _clean(self) -> None:
+        with self.call("clean"):
+            self.cache.clean(max_size=int(self.storm.max_size * self.draw.uniform(0.5, 1)))
+
+    def _clean_all(self) -> None:
+        with self.call("clean"):
+            self.cache.clean(everything=True)
+
+    def _sweep(self) -> None:
+        with self.call("clean"):
+            self.cache.clean(limits=False)
+
+    def _restart(self) -> None:
+        with self.call("restart"):
+            self.cache.close()
+            self.cache = self._cache()
 
 
-def run(settings: Settings, slot: int, life: int) -> int:
-    """Live one life; returns the exit status."""
-    signal.set_wakeup_fd(-1)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    stuck = open(settings.history / f"stuck-{slot}.{life}.txt", "w")
+#: How often each is done, of 1000 calls or so.
+OPERATIONS = {
+    "read": 700, "hold": 25, "leave": 20, "pinned": 20, "fetch": 30, "path": 50, "opener": 25,
+    "pickled": 10, "threads": 6, "forked": 10, "remove": 25, "clean": 18, "clean_all": 1,
+    "sweep": 35, "restart": 8,
+}  # fmt: skip
+
+
+def die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def run(storm: Storm, slot: int, life: int, busy: mmap.mmap) -> None:
+    """Live one life, in a forked process; does not return."""
+    die_with_parent()
+    logging.getLogger("shardcache").addHandler(logging.NullHandler())
+    logging.getLogger("shardcache").propagate = False
+    stuck = open(storm.directory / f"stuck-{slot}.{life}.txt", "w")
     faulthandler.register(signal.SIGUSR1, stuck)
-    worker = Worker(settings, slot, life)
-    teller = logging.getLogger("shardcache")
-    teller.setLevel(logging.INFO)
-    teller.propagate = False
-    teller.addHandler(_Teller(worker.log))
+    log, status = Log(storm.directory / f"crash-{slot}.{life}.jsonl"), 0
 
     def end(number: int, frame: object) -> None:
-        worker.terminated = True
-        raise Terminated
+        raise TerminatedError
 
-    status = 0
     try:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, end)
-        worker.live()
-    except Terminated:
-        status = TERMINATED
+        worker = Worker(storm, slot, life, busy)
+        try:
+            worker.live()
+        finally:
+            worker.cache.close()
+    except TerminatedError:
+        status = 143
     except BaseException:
-        worker.log.write("crash", text=traceback.format_exc()[-2000:])
+        log.write("crash", who=f"{slot}.{life}", text=traceback.format_exc()[-2000:])
         status = 70
-    if worker.terminated:
-        status = status or TERMINATED
-    background = worker.background()
-    try:
-        worker.cache.close()
-    except Terminated:  # it came this late
-        status = TERMINATED
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # it has ended, whatever comes now
-    worker.log.write("exit", status=status, background=background)
-    return status
+    os._exit(status)

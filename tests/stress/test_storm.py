@@ -1,4 +1,4 @@
-"""The judge of the storm finds what breaks an invariant; `python -m tests.stress.storm` is the storm."""
+"""The judge of the storm finds what breaks an invariant; the storm itself is a command."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """``python -m tests.stress.storm --minutes 30``: many processes, one cache, every fault at once.
 
 Workers open, hold, pin, evict, clean, remove and fork. The boss kills, terminates, stops and
-continues them, deletes lock files, replaces objects, slows the origin down, fills the disk. The same
-seed plans the same faults; which call they hit is the kernel's choice. Exit 1 if the judge found
-anything; see `judge` for what that may be.
+continues them, deletes lock files, replaces objects, slows the origin down, fills the disk. The
+same seed plans the same faults; which call they hit is the kernel's choice. Exit 1 if the judge
+found anything; see `judge` for what that may be.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,7 @@ class Boss:
                 if (who := self.who.pop(pid, None)) is None:
                     continue  # a child that outlived its parent, or the origin
                 self.log.write("died", who=who, status=status)
-                self._at(0.15, lambda slot=int(who.partition(".")[0]): self._spawn(slot))
+                self._at(0.15, partial(self._spawn, int(who.partition(".")[0])))
         while self._due and self._due[0][0] <= time.monotonic():
             heapq.heappop(self._due)[2]()
 

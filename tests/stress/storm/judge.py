@@ -1,6 +1,6 @@
 """Reads what everybody wrote down, and says what must not have happened.
 
-1. bytes: every completed read is one version of the shard, stored when the read ended at the latest;
+1. bytes: every completed read is one version of the shard, stored before the read ended;
 2. visibility: what is under a published path never changes; what is pinned stays;
 3. economy: a crowd on cold shards fetches each once, and a storm no more than its calls explain;
 4. bounded wait: every call ends within its bound, the time that its process was stopped excepted;

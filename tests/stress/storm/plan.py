@@ -1,7 +1,7 @@
 """What a storm is made of: its sizes and times, and shards that say what they are.
 
-Every 64 bytes of a shard state its name, its version and the offset of their 4 KiB block, so a byte of
-another shard, another version or another place, a hole and a lost tail are all seen.
+Every 64 bytes of a shard state its name, its version and the offset of their 4 KiB block, so a byte
+of another shard, another version or another place, a hole and a lost tail are all seen.
 """
 
 from __future__ import annotations

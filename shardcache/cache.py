@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, Unpack
 
 from shardcache import config as configuration
-from shardcache import preparing
 from shardcache.clock import SYSTEM_CLOCK, Clock
 from shardcache.config import Config
 from shardcache.errors import (
@@ -28,8 +27,8 @@ from shardcache.errors import (
     ShardNotFoundError,
 )
 from shardcache.origins.endpoints import endpoint_of
-from shardcache.processes import Processes
 from shardcache.ranks import detect
+from shardcache.runtime import Processes, in_background
 from shardcache.store.entry import DamagedError
 from shardcache.store.store import Entry, Opened, Store
 from shardcache.streams.opener import Opener
@@ -149,7 +148,7 @@ class Cache(Upkeep):
         Args:
             url: a shard, for its origin's client.
         """
-        preparing.begin(lambda: self.prepare_here(url))
+        in_background(lambda: self.prepare_here(url))
 
     def prepare_here(self, url: str | None = None) -> None:
         """As `prepare`, in the calling thread.
@@ -161,7 +160,7 @@ class Cache(Upkeep):
         import tenacity  # noqa: F401
         import xxhash  # noqa: F401
 
-        import shardcache.streams.following  # noqa: F401
+        import shardcache.streams.stream  # noqa: F401
 
         process = self._here()
         process.coordinator()

@@ -8,29 +8,31 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from shardcache import threads
 from shardcache.breaker import Breaker, fault_kind, is_disk_fault
 from shardcache.clock import Clock
 from shardcache.config import Config
 from shardcache.errors import ConfigError
 from shardcache.ranks import Ranks
 from shardcache.space.tiers import Tier
+from shardcache.stats.statfile import blank
 from shardcache.stats.tally import Tally
 from shardcache.store.store import Entry, Namespaces, Opened, Store
 from shardcache.units import format_duration
 
 if TYPE_CHECKING:
-    from shardcache.fetch.background import Fetchings
+    from shardcache.fetch.background import Copier, Fetchings
     from shardcache.fetch.coordinator import Coordinator
-    from shardcache.fetch.copying import Copier
     from shardcache.fetch.transfer import Fetcher
     from shardcache.origins.resolve import Origins
     from shardcache.space.housekeeping import Housekeeper
 
-__all__ = ["Process"]
+__all__ = ["Process", "Processes", "in_background"]
 
 logger = logging.getLogger(__name__)
 
@@ -213,8 +215,7 @@ class Process:
 
     def _assemble(self) -> None:
         # Not at the top: these bring filelock, and `import shardcache` stays light.
-        from shardcache.fetch.background import Fetchings
-        from shardcache.fetch.copying import Copier
+        from shardcache.fetch.background import Copier, Fetchings
         from shardcache.fetch.transfer import Fetcher
         from shardcache.origins.resolve import Origins
         from shardcache.origins.retry import RetryPolicy
@@ -233,8 +234,7 @@ class Process:
         )
 
     def _make_coordinator(self) -> Coordinator:
-        from shardcache.fetch.coordinator import Coordinator
-        from shardcache.fetch.intake import Place
+        from shardcache.fetch.coordinator import Coordinator, Place
         from shardcache.space.housekeeping import Housekeeper
 
         config = self._config
@@ -350,3 +350,71 @@ class Process:
         for tier in self.tiers:
             tier.end_session()
         self.counters.close()
+
+
+class Processes:
+    """The `Process` of whoever asks: one for all threads, none that came over a fork.
+
+    Without a lock: a fork could leave it held.
+
+    Args:
+        config, ranks, clock, started: as for `Process`.
+    """
+
+    def __init__(self, config: Config, ranks: Ranks, clock: Clock, started: float) -> None:
+        self._parts = config, ranks, clock, started
+        self._made: dict[int, Process] = {}
+        #: Whose it is, and what those had counted that were closed.
+        self._counted: tuple[int, list[int]] = os.getpid(), blank()
+
+    def here(self) -> Process:
+        """The calling process's own, made if need be."""
+        pid = os.getpid()
+        process = self._made.get(pid)
+        if process is None:
+            process = self._made.setdefault(pid, Process(*self._parts))
+            for other in [p for p in self._made if p != pid]:
+                self._made.pop(other, None)  # the parent's; copies of its sockets go with it
+        return process
+
+    def made(self) -> Process | None:
+        """The calling process's own, if it was made."""
+        return self._made.get(os.getpid())
+
+    def close(self) -> None:
+        """Close the calling process's own; the next one is made anew."""
+        process = self._made.pop(os.getpid(), None)
+        if process is not None:
+            process.close()
+            self._counted = os.getpid(), _sum(self._closed(), process.counters.snapshot())
+
+    def counted(self) -> list[int]:
+        """What the calling process has counted, as the values of a row (`statfile`)."""
+        process = self.made()
+        closed = self._closed()
+        return closed if process is None else _sum(closed, process.counters.snapshot())
+
+    def _closed(self) -> list[int]:
+        pid, values = self._counted
+        return values if pid == os.getpid() else blank()
+
+
+def _sum(one: list[int], other: list[int]) -> list[int]:
+    return [a + b for a, b in zip(one, other, strict=True)]
+
+
+def in_background(function: Callable[[], object]) -> None:
+    """Call ``function`` in a thread of its own. What it raises is only logged: it will be
+    raised again by whoever needs what it prepares.
+    """
+
+    def run() -> None:
+        try:
+            function()
+        except Exception as exn:  # noqa: BLE001 - see above
+            logger.debug("not prepared: %s", exn)
+
+    try:
+        threads.start(run, "shardcache-prepare", whole=True)
+    except RuntimeError as exn:  # a limit of processes
+        logger.debug("not prepared: %s", exn)

@@ -17,8 +17,7 @@ from shardcache.config import Config
 from shardcache.errors import ConfigError
 from shardcache.files import Modes
 from shardcache.layout import Layout
-from shardcache.processes import Processes
-from shardcache.runtime import Process
+from shardcache.runtime import Process, Processes
 from shardcache.store.root import check_links, is_cache, make_root
 from shardcache.store.store import Entry, Store
 from shardcache.units import parse_duration

@@ -552,7 +552,7 @@ def test_an_interrupt_while_a_hit_is_handed_out_leaves_no_pin(
     if moment == "touch":
         monkeypatch.setattr(Process, "touch", interrupt)
     else:
-        monkeypatch.setattr("shardcache.fetch.obtaining.is_file", interrupt)
+        monkeypatch.setattr("shardcache.streams.opener.is_file", interrupt)
     with pytest.raises(KeyboardInterrupt), cache.pinned(URL):
         pass
     monkeypatch.undo()

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from shardcache import preparing
 from shardcache.cache import Cache
 from shardcache.errors import ConfigError
 from shardcache.origins.s3client import make_client
+from shardcache.runtime import in_background
 from tests.support.fakes import MemoryOrigin
 from tests.support.storetools import PATIENCE, forked, wait_until
 
@@ -32,7 +32,7 @@ def _ended() -> Iterator[None]:
 
 def test_it_runs_beside_the_caller() -> None:
     go, done = threading.Event(), threading.Event()
-    preparing.begin(lambda: go.wait(PATIENCE) and done.set())
+    in_background(lambda: go.wait(PATIENCE) and done.set())
     assert not done.is_set()
     go.set()
     assert done.wait(PATIENCE)
@@ -42,8 +42,8 @@ def test_what_fails_is_left_to_who_needs_it(caplog: pytest.LogCaptureFixture) ->
     def fail() -> None:
         raise ConfigError("no such profile")
 
-    with caplog.at_level(logging.DEBUG, "shardcache.preparing"):
-        preparing.begin(fail)
+    with caplog.at_level(logging.DEBUG, "shardcache.runtime"):
+        in_background(fail)
         wait_until(lambda: caplog.messages == ["not prepared: no such profile"])
     assert [record.levelname for record in caplog.records] == ["DEBUG"]
 
@@ -55,7 +55,7 @@ def test_where_no_thread_can_be_started_nothing_is_prepared(
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    preparing.begin(lambda: pytest.fail("run"))
+    in_background(lambda: pytest.fail("run"))
     assert not is_preparing()
 
 
@@ -68,7 +68,7 @@ def test_a_fork_waits_until_it_has_ended() -> None:
         threading.Event().wait(0.3)
         ended.append(True)
 
-    preparing.begin(prepare)
+    in_background(prepare)
     assert going.wait(PATIENCE)
     assert ended == []
 
@@ -88,7 +88,7 @@ def test_a_preparation_may_fork_itself() -> None:
             os._exit(3)
         codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
-    preparing.begin(prepare)
+    in_background(prepare)
     wait_until(lambda: codes == [3])
 
 
@@ -151,7 +151,7 @@ def test_the_description_of_s3_is_read_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 FORK = """
 import os, sys, time
-from shardcache import preparing
+from shardcache.runtime import in_background
 done = []
 def prepare():
     time.sleep(0.2)
@@ -161,7 +161,7 @@ def prepare():
     with filelock.FileLock(sys.argv[1]):
         os.close(open_owned(sys.argv[1] + "2", os.O_RDWR | os.O_CREAT | os.O_EXCL, PRIVATE))
     done.append(True)
-preparing.begin(prepare)
+in_background(prepare)
 pid = os.fork()
 if not pid:
     os._exit(0 if done else 1)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from shardcache.errors import ConfigError
-from shardcache.fetch.throttle import parse_rate
+from shardcache.fetch.connections import parse_rate
 from shardcache.units import Limit, parse_duration, parse_limit
 
 if TYPE_CHECKING:

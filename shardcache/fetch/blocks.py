@@ -17,7 +17,7 @@ from shardcache.origins.retry import Attempts
 from shardcache.store.digest import BLOCK, block_digest
 
 if TYPE_CHECKING:
-    from shardcache.fetch.throttle import Throttle
+    from shardcache.fetch.connections import Throttle
 
 __all__ = ["Blocks", "FetchStatus", "Pace", "Sink", "skip"]
 

@@ -17,18 +17,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from shardcache import threads
 from shardcache.clock import Clock
 from shardcache.errors import (
     AccessDeniedError,
     ConfigError,
+    FetchCancelledError,
     IntegrityError,
     ShardCacheError,
     ShardNotFoundError,
     TransferError,
 )
 from shardcache.fetch.blocks import Blocks, FetchStatus, Pace, skip
-from shardcache.fetch.lanes import Lane, Lanes
-from shardcache.fetch.work import CancelledError, Work
+from shardcache.fetch.connections import Lane, Lanes
 from shardcache.files import disown
 from shardcache.origins.base import (
     Body,
@@ -46,6 +47,7 @@ from shardcache.urls import ShardURL
 __all__ = ["Engine", "FetchStatus", "Fetched", "Job"]
 
 logger = logging.getLogger(__name__)
+
 
 #: Bytes that make an attempt count as progress.
 _PROGRESS = 64 * 1024
@@ -84,7 +86,11 @@ class Fetched:
     checked: str | None
 
 
-class Job(Work):
+class CancelledError(Exception):
+    """Another worker of the same fetch failed."""
+
+
+class Job:
     """One version of one object on its way into one partial."""
 
     def __init__(
@@ -98,7 +104,13 @@ class Job(Work):
         *,
         described: bool = False,
     ) -> None:
-        super().__init__(url, status)
+        self.url = url
+        self.status = status
+        self.guard = threading.Lock()
+        self.stop = threading.Event()
+        self.error: BaseException | None = None
+        self.bodies: set[Body] = set()  # answers that are being received
+        self.threads: list[threading.Thread] = []  # beside the caller's
         self.engine = engine
         self.origin = origin
         self.partial = partial
@@ -357,3 +369,64 @@ class Job(Work):
             else:
                 self.partial.close()
             self.error = None  # it knows this frame: a cycle would keep what should go
+
+    # -- its threads ---------------------------------------------------------------
+
+    def spawn(self, function: Callable[[], None]) -> bool:
+        """Let a thread do it; False if the process must not have more."""
+        name = f"shardcache-{self.url.key[:8]}"
+        try:
+            thread = threads.start(functools.partial(self._guarded, function), name)
+        except RuntimeError as exn:  # a limit of processes; those there are do it all
+            count = len(self.threads) + 1
+            logger.info("%s: fetching with %d threads: %s", self.url, count, exn)
+            return False
+        self.threads.append(thread)
+        return True
+
+    def _guarded(self, function: Callable[[], None]) -> None:
+        try:
+            function()
+        except CancelledError:
+            logger.debug("%s: a worker was called off", self.url)
+        except BaseException as exn:  # noqa: BLE001 - handed to the caller's thread, which raises it
+            self.fail(exn)
+
+    def cancel(self) -> None:
+        """Call the fetch off, from any thread."""
+        self.fail(
+            FetchCancelledError(
+                f"{self.url}: the fetch was called off; what was fetched is kept. Run it again.",
+                url=str(self.url),
+            )
+        )
+
+    def fail(self, exn: BaseException) -> None:
+        """End the work of all with this, if it is the first; from any thread."""
+        with self.guard:
+            if self.error is None:
+                self.error = exn
+            self.stop.set()
+            bodies = list(self.bodies)
+        for body in bodies:
+            body.abort()
+
+    def check_stopped(self) -> None:
+        """See whether to go on.
+
+        Raises:
+            CancelledError: the work was called off, by anybody.
+        """
+        if self.status.called_off and not self.stop.is_set():
+            self.cancel()
+        if self.stop.is_set():
+            raise CancelledError
+
+    def sleep(self, seconds: float) -> None:
+        """Wait, unless the work is called off.
+
+        Raises:
+            CancelledError: it was.
+        """
+        if self.stop.wait(seconds):
+            raise CancelledError

@@ -26,19 +26,19 @@ from collections.abc import Callable
 
 from shardcache.clock import Clock
 from shardcache.errors import FetchCancelledError, IntegrityError, TransferError
-from shardcache.fetch.cancellation import Cancellation, Watch
+from shardcache.fetch.connections import Lane, Lanes
 from shardcache.fetch.job import Fetched, FetchStatus, Job
-from shardcache.fetch.lanes import Lane, Lanes
-from shardcache.fetch.sizes import Sizes
+from shardcache.fetch.waiting import Cancellation, Watch
 from shardcache.origins.base import Body, ObjectInfo, Origin, VersionChangedError, WholeOrigin
 from shardcache.origins.retry import Attempts, RetryPolicy
 from shardcache.store.digest import MismatchError
 from shardcache.store.partial import Partial
 from shardcache.urls import ShardURL
 
-__all__ = ["FetchStatus", "Fetched", "Fetcher"]
+__all__ = ["FetchStatus", "Fetched", "Fetcher", "Sizes"]
 
 logger = logging.getLogger(__name__)
+
 
 #: An object that is rewritten faster than it can be read, this often in a row,
 #: is reported instead of chased.
@@ -205,3 +205,46 @@ class Fetcher:
             jobs = list(self._jobs)
         for job in jobs:
             job.cancel()
+
+
+#: Folders that are remembered.
+_MOST = 256
+#: So often a guess may be wrong in one folder; then there are none any more.
+_MISSES = 2
+
+
+class Sizes:
+    """Sizes of the latest shards, by folder. Safe between threads."""
+
+    def __init__(self) -> None:
+        self._latest: dict[str, int] = {}
+        self._misses: dict[str, int] = {}
+        self._guard = threading.Lock()
+
+    def learn(self, url: ShardURL, size: int | None) -> None:
+        """Note how long a shard is; None where nobody knows."""
+        with self._guard:
+            folder = _folder(url)
+            self._latest.pop(folder, None)
+            if size is None or self._misses.get(folder, 0) >= _MISSES:
+                return
+            if len(self._latest) >= _MOST:
+                del self._latest[next(iter(self._latest))]
+            self._latest[folder] = size
+
+    def guess(self, url: ShardURL) -> int | None:
+        """The size of the latest shard beside it; None without one."""
+        return self._latest.get(_folder(url))
+
+    def missed(self, url: ShardURL) -> None:
+        """Note that what a guess said of a shard was of no use."""
+        with self._guard:
+            folder = _folder(url)
+            self._latest.pop(folder, None)
+            if len(self._misses) >= _MOST:
+                self._misses.clear()
+            self._misses[folder] = self._misses.get(folder, 0) + 1
+
+
+def _folder(url: ShardURL) -> str:
+    return str(url).rpartition("/")[0]

@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from shardcache.clock import Clock
-from shardcache.errors import LockTimeoutError
-from shardcache.fetch.cancellation import Watch
+from shardcache.errors import FetchCancelledError, LockTimeoutError
 from shardcache.layout import is_directory, parse_partial_name
 from shardcache.locks.flock import Holder, read_holder
 from shardcache.locks.sessions import Wait, WaitNote
@@ -23,9 +22,10 @@ from shardcache.store.partial import Progress, read_progress
 from shardcache.units import format_bytes, format_duration
 from shardcache.urls import ShardURL
 
-__all__ = ["Waiter"]
+__all__ = ["Cancellation", "Waiter", "Watch"]
 
 logger = logging.getLogger(__name__)
+
 
 #: Seconds between two looks: the first when a fetch may be about to end, the
 #: last when many processes wait long. A look costs two opens.
@@ -165,3 +165,78 @@ class Waiter:
         if still >= _ANNOUNCE_EVERY:
             text += f", nothing new for {format_duration(still)}"
         return text
+
+
+#: Seconds until a sleeper notices.
+_SLICE = 0.25
+
+
+class Cancellation:
+    """What the waits of one process look at."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def call_off(self) -> None:
+        """Let every `Watch` that was made before raise."""
+        self._count += 1
+
+    def watch(
+        self, what: str, clock: Clock, called_off: Callable[[], bool] = lambda: False
+    ) -> Watch:
+        """For one wait that begins now.
+
+        Args:
+            what: the shard, for the error.
+            clock: sleeps.
+            called_off: says whether this one was, alone.
+        """
+        return Watch(self, self._count, what, clock, called_off)
+
+    @property
+    def count(self) -> int:
+        """How often it was called off."""
+        return self._count
+
+
+class Watch:
+    """One wait; made by `Cancellation.watch`."""
+
+    def __init__(
+        self,
+        source: Cancellation,
+        count: int,
+        what: str,
+        clock: Clock,
+        called_off: Callable[[], bool],
+    ) -> None:
+        self._source = source
+        self._called_off = called_off
+        self._count = count
+        self._what = what
+        self._clock = clock
+
+    def check(self) -> None:
+        """Go on.
+
+        Raises:
+            FetchCancelledError: it was called off.
+        """
+        if self._source.count != self._count or self._called_off():
+            raise FetchCancelledError(
+                f"{self._what}: the fetch was called off; what was fetched is kept. Run it again.",
+                url=self._what,
+            )
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep, unless it is called off.
+
+        Raises:
+            FetchCancelledError: it was called off.
+        """
+        while seconds > 0:
+            self.check()
+            nap = min(seconds, _SLICE)
+            self._clock.sleep(nap)
+            seconds -= nap
+        self.check()

@@ -27,7 +27,7 @@ from shardcache.urls import ShardURL
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache
-    from shardcache.fetch.throttle import Throttle
+    from shardcache.fetch.connections import Throttle
 
 __all__ = ["CANCEL", "END", "FAREWELL", "live"]
 

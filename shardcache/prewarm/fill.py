@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from shardcache.clock import SYSTEM_CLOCK
 from shardcache.errors import CacheFullError, ConfigError, ShardCacheError
-from shardcache.fetch.throttle import Throttle, parse_rate
+from shardcache.fetch.connections import Throttle, parse_rate
 from shardcache.files import Modes
 from shardcache.layout import Layout
 from shardcache.nodes import Share

@@ -31,7 +31,7 @@ from shardcache.errors import (
     ShardNotFoundError,
     TransferError,
 )
-from shardcache.fetch.climb import Climb
+from shardcache.fetch.connections import Climb
 from shardcache.fetch.transfer import FetchStatus
 from shardcache.prewarm.crew import Crew
 from shardcache.prewarm.plan import PrewarmPlan
@@ -52,7 +52,7 @@ from shardcache.urls import ShardURL
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache
-    from shardcache.fetch.throttle import Throttle
+    from shardcache.fetch.connections import Throttle
 
 __all__ = ["Run"]
 

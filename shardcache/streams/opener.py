@@ -15,33 +15,31 @@ With ``strict`` there is no way past: faults are raised, as they are where a pat
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING, BinaryIO
+import os
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, TypeGuard
 
-from shardcache.breaker import fault_kind
+from shardcache.breaker import Breaker, fault_kind
 from shardcache.clock import Clock
 from shardcache.config import Config
 from shardcache.errors import (
     CacheFullError,
+    FetchCancelledError,
+    IntegrityError,
     LockTimeoutError,
     ShardCacheError,
     ShardNotFoundError,
+    TransferError,
 )
-from shardcache.fetch.obtaining import Obtainer
+from shardcache.locks.flock import is_file
+from shardcache.origins.base import ObjectInfo
 from shardcache.runtime import Process
-from shardcache.store.entry import DamagedError
+from shardcache.store.entry import DamagedError, Entry
 from shardcache.store.store import Opened, Store
-from shardcache.streams.faults import (
-    TOO_MANY_FILES,
-    PausedError,
-    can_open,
-    exhausted,
-    is_final,
-    kind_of,
-)
-from shardcache.streams.healing import Healer
 from shardcache.urls import ShardURL
 
 if TYPE_CHECKING:
@@ -49,17 +47,28 @@ if TYPE_CHECKING:
     from shardcache.fetch.coordinator import Obtained
     from shardcache.fetch.transfer import FetchStatus
     from shardcache.origins.base import ObjectInfo
-    from shardcache.streams.bypass import OriginStream
+    from shardcache.streams.sources import OriginStream
 
-__all__ = ["Opener"]
+__all__ = [
+    "TOO_MANY_FILES",
+    "Healer",
+    "Opener",
+    "PausedError",
+    "can_open",
+    "exhausted",
+    "gate",
+    "is_final",
+    "kind_of",
+]
 
 logger = logging.getLogger(__name__)
+
 
 #: WebDataset reads 10 KiB at a time; with the default buffer each is a system call.
 _BUFFER = 1 << 18
 
 
-class Opener(Obtainer):
+class Opener:
     """Opens the shards of one cache.
 
     Args:
@@ -69,7 +78,9 @@ class Opener(Obtainer):
     """
 
     def __init__(self, config: Config, here: Callable[[], Process], clock: Clock) -> None:
-        super().__init__(config, here, clock)
+        self._config = config
+        self._here = here
+        self._clock = clock
         self._healer = Healer(config, here, clock)
         self._gated = not config.strict  # whether a disk that failed is left alone
 
@@ -135,7 +146,7 @@ class Opener(Obtainer):
     def _follow(
         self, shard: ShardURL, share: Share, *, began: bool, waited: float
     ) -> tuple[BinaryIO, str | None]:
-        from shardcache.streams.following import FollowStream  # here: it brings the engine along
+        from shardcache.streams.stream import FollowStream  # here: it brings the engine along
 
         stream = FollowStream(shard, self, share, began=began, waited=waited)
         begun = False
@@ -276,6 +287,163 @@ class Opener(Obtainer):
         self._guard(process, shard, obtained.opened)
         return obtained.opened
 
+    # -- entries ---------------------------------------------------------------
+
+    def obtain(
+        self, shard: ShardURL, status: FetchStatus | None = None, *, use: bool = True
+    ) -> Obtained:
+        """The shard's entry, open and pinned, fetched if need be.
+
+        Args:
+            shard: which.
+            status: is kept up to date.
+            use: whether this job uses it, and has not only seen to it that it is there.
+
+        Raises:
+            As `Cache.open` with ``strict``.
+        """
+        return self._obtain(self._here(), shard, status, gated=False, use=use)
+
+    def pin(self, shard: ShardURL) -> Opened:
+        """An entry that is under its path and cannot leave it; raises as `obtain`."""
+        end = self._clock.monotonic() + self._config.lock_timeout
+        while True:
+            opened = self.obtain(shard).opened
+            there = False
+            try:
+                there = not opened.stuck and is_file(opened.path, opened.fd)
+                if there:
+                    return opened
+            finally:
+                if not there:  # renamed away by an evictor that died; look again
+                    opened.close()
+            if opened.stuck:
+                if self._clock.monotonic() >= end:
+                    raise LockTimeoutError(
+                        f"{shard} is being evicted by a process that does not go on. Look for "
+                        "one that is stopped, or read the shard with open().",
+                        url=str(shard),
+                    )
+                self._clock.sleep(_STUCK_POLL)
+
+    def _obtain(
+        self,
+        process: Process,
+        shard: ShardURL,
+        status: FetchStatus | None,
+        *,
+        gated: bool,
+        use: bool,
+    ) -> Obtained:
+        from shardcache.fetch.coordinator import Obtained, Outcome
+
+        begun = self._clock.monotonic()
+        opened = self._find(process, shard, gated, status.outdated if status else ())
+        if opened is not None:
+            obtained: Obtained | None = Obtained(opened, Outcome.HIT)
+        else:
+            obtained = self._get(process, shard, status, gated)
+        assert obtained is not None  # it waits for others
+        self._note(process, shard, obtained, begun, use=use)
+        return obtained
+
+    def _note(
+        self,
+        process: Process,
+        shard: ShardURL,
+        obtained: Obtained,
+        begun: float,
+        *,
+        use: bool = True,
+    ) -> None:
+        try:
+            process.touch(obtained.opened, use=use)
+            if use:
+                self._count(process, obtained.outcome, obtained.opened.size, begun)
+            if logger.isEnabledFor(logging.DEBUG):
+                say = {"event": str(obtained.outcome), "shard": str(shard)}
+                logger.debug("%s: %s", shard, obtained.outcome, extra=say)
+        except BaseException:  # an interrupt: a pin that nobody holds would stay
+            obtained.opened.close()
+            raise
+
+    def _count(self, process: Process, outcome: str, size: int, begun: float) -> None:
+        process.tally.opened(outcome, size, self._clock.monotonic() - begun)
+
+    def _find(
+        self, process: Process, shard: ShardURL, gated: bool, outdated: Collection[str] = ()
+    ) -> Opened | None:
+        coordinator = process.coordinator()
+        try:
+            if not process.reading.closed:
+                gate(process.reading, gated)
+                process.check_root()  # nothing is read that may be somebody else's by now
+                coordinator = process.coordinator()
+            return coordinator.look(shard, outdated)
+        except OSError as exn:
+            if not isinstance(exn, PausedError):
+                process.disk_failed(process.reading, exn)
+            raise
+
+    def _get(
+        self,
+        process: Process,
+        shard: ShardURL,
+        status: FetchStatus | None,
+        gated: bool,
+        patient: Callable[[], bool] = lambda: True,
+    ) -> Obtained | None:
+        from shardcache.fetch.blocks import FetchStatus
+
+        status = status or FetchStatus()
+        obtained = None
+        begun = self._clock.monotonic()
+        try:
+            obtained = self._acquire(process, shard, status, gated, patient)
+        finally:
+            fetched = obtained is not None and obtained.outcome == "fetched"
+            if fetched or status.received:
+                seconds = self._clock.monotonic() - begun
+                try:
+                    process.tally.fetched(shard, status, seconds, done=fetched)
+                except BaseException:  # an interrupt: a pin that nobody holds would stay
+                    if obtained is not None:
+                        obtained.opened.close()
+                    raise
+        return obtained
+
+    def _acquire(
+        self,
+        process: Process,
+        shard: ShardURL,
+        status: FetchStatus,
+        gated: bool,
+        patient: Callable[[], bool],
+    ) -> Obtained | None:
+        process.reading.undecided()  # there was nothing to read
+        process.keep_house()
+        gate(process.writing, gated)
+        for last in (False, True):
+            try:
+                process.check_root()
+                obtained = process.coordinator().get(shard, status, patient)
+            except ShardCacheError:
+                process.writing.undecided()
+                raise
+            except OSError as exn:
+                if not last and _changed(process):
+                    continue  # the disk went away in the midst of it
+                process.disk_failed(process.writing, exn)
+                raise
+            else:
+                break
+        if obtained is not None and obtained.outcome == "fetched":
+            process.disk_works(process.writing)
+            process.copier.add(shard, obtained.opened.path)
+        else:
+            process.writing.undecided()
+        return obtained
+
     def _guard(self, process: Process, shard: ShardURL, opened: Opened) -> None:
         opened.file.guard(self._healer, shard, opened.path, opened.size, process.reading)
 
@@ -293,3 +461,187 @@ class Opener(Obtainer):
 def _streamed(shard: ShardURL, reason: str) -> dict[str, object]:
     """What a log record says beside its text; see docs/observing.md."""
     return {"event": "streamed", "shard": str(shard), "reason": reason}
+
+
+#: Seconds between looks at an entry that somebody stopped while evicting.
+_STUCK_POLL = 0.25
+
+
+class Healer:
+    """Keeps the streams of one cache readable (`entrystream.Keeper`).
+
+    Args:
+        config: whether faults are raised.
+        here: the parts of the process that asks: a stream may have come over a fork.
+        clock: time.
+    """
+
+    def __init__(self, config: Config, here: Callable[[], Process], clock: Clock) -> None:
+        self._config = config
+        self._here = here
+        self._clock = clock
+
+    def open_again(self, shard: ShardURL, path: str) -> io.FileIO | None:
+        """See `entrystream.Keeper.open_again`."""
+        opened = self._store(Path(path)).open_again(path)
+        return None if opened is None else opened.file
+
+    def give_up(
+        self, shard: ShardURL, path: str, fd: int, fault: OSError, position: int
+    ) -> tuple[str, ObjectInfo | None]:
+        """See `entrystream.Keeper.give_up`."""
+        process = self._here()
+        entry = Entry.at(Path(path).parent)
+        pin = _version_of(entry)
+        process.disk_failed(process.reading, fault)
+        self._set_aside(shard, entry, path, fd, f"{shard}: {fault.strerror}")
+        if self._config.strict:
+            raise fault
+        process.warn(
+            fault_kind(fault),
+            "%s cannot be read at byte %d of %s (%s); the rest is streamed",
+            shard,
+            position,
+            path,
+            fault.strerror,
+        )
+        return entry.version, pin
+
+    def rest(
+        self, shard: ShardURL, start: int, pin: ObjectInfo | None, version: str | None
+    ) -> OriginStream:
+        """See `entrystream.Keeper.rest`."""
+        return self.stream(shard, start=start, pin=pin, version=version)
+
+    def stream(
+        self,
+        shard: ShardURL,
+        *,
+        start: int = 0,
+        pin: ObjectInfo | None = None,
+        version: str | None = None,
+    ) -> OriginStream:
+        """A shard from its origin; raises as `bypass.OriginStream`.
+
+        From its first byte, and where any version will do, from a nearer copy if there is one.
+        """
+        from shardcache.streams.sources import (  # here: they bring the engine along
+            NearStream,
+            OriginStream,
+        )
+
+        process = self._here()
+        process.coordinator()
+        fetcher = process.fetcher
+        how = shard, fetcher.policy, self._clock, fetcher.timeout
+        if start == 0 and pin is None and version is None:
+            for near in process.origins.nearer(shard):
+                try:
+                    stream = NearStream(near, process.origins.of(shard), *how)
+                    stream.gave = lambda count: _count(process, "bytes_upstream", count)
+                    return stream
+                except (ShardCacheError, OSError) as exn:
+                    logger.info("%s: not from %s: %s", shard, near.name, exn)
+        rest = OriginStream(process.origins.of(shard), *how, start=start, pin=pin, version=version)
+        rest.gave = lambda count: _count(process, "bytes_origin", count)
+        return rest
+
+    def reassured(self) -> None:
+        """See `entrystream.Keeper.reassured`."""
+        process = self._here()
+        process.disk_works(process.reading)
+
+    def _store(self, path: Path) -> Store:
+        return self._here().store_of(Entry.at(path.parent))
+
+    def _set_aside(self, shard: ShardURL, entry: Entry, path: str, fd: int, reason: str) -> None:
+        store = self._store(Path(path))
+        try:
+            with self._here().coordinator().sole(store, shard.key) as alone:
+                # Whoever publishes has this lock, so what has the name now, keeps it. Is it
+                # another file by now, then it did not fail.
+                if alone and is_file(path, fd):
+                    store.condemn(entry.path, reason)
+        except OSError as exn:
+            logger.info("%s: %s cannot be set aside: %s", shard, path, exn)
+
+
+def _count(process: Process, source: str, count: int) -> None:
+    process.counters.add({"bytes_bypassed": count, source: count})
+
+
+def _version_of(entry: Entry) -> ObjectInfo | None:
+    """All that is known of an entry's version, if its sidecar can be read."""
+    try:
+        info = entry.metadata().info
+    except (DamagedError, OSError) as exn:
+        logger.debug("%s: no sidecar: %s", entry.path, exn)
+        return None
+    return info if info.version == entry.version else None
+
+
+TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
+#: A socket, and what is open for a moment beside it: a name server, a file of certificates,
+#: the machine's own configuration.
+_CONNECTION_FILES = 4
+
+
+class PausedError(OSError):
+    """The disk failed lately and is left alone."""
+
+
+def kind_of(fault: Exception) -> str | None:
+    """The counter of an error."""
+    if isinstance(fault, CacheFullError):
+        return "bypassed_full"
+    if isinstance(fault, LockTimeoutError):
+        return "errors_lock"
+    if isinstance(fault, IntegrityError):
+        return "errors_integrity"
+    if isinstance(fault, (PausedError, FetchCancelledError)):
+        return None
+    return "errors_origin" if isinstance(fault, ShardCacheError) else "errors_disk"
+
+
+def is_final(error: BaseException | None) -> TypeGuard[ShardCacheError]:
+    """Whether the origin, and not the cache, said no."""
+    passing = (CacheFullError, LockTimeoutError, FetchCancelledError)
+    return isinstance(error, ShardCacheError) and not isinstance(error, passing)
+
+
+def gate(breaker: Breaker, gated: bool) -> None:
+    """Go on, unless the disk is to be left alone and there is a way past it."""
+    if gated and not breaker.allows():
+        raise PausedError(errno.EIO, f"the disk failed; tried again in {breaker.left:.0f} s")
+
+
+def can_open() -> bool:
+    """Whether there are as many descriptors left as a connection may take."""
+    fds = []
+    try:
+        for _ in range(_CONNECTION_FILES):
+            fds.append(os.open("/", os.O_RDONLY | os.O_CLOEXEC))
+    except OSError as exn:
+        return exn.errno not in TOO_MANY_FILES
+    finally:
+        for fd in fds:
+            os.close(fd)
+    return True
+
+
+def exhausted(shard: ShardURL, cause: OSError) -> TransferError:
+    """Neither the cache nor the origin can be opened, for a reason that is our own."""
+    whose = "this process has" if cause.errno == errno.EMFILE else "the machine has"
+    return TransferError(
+        f"{shard} cannot be opened: {whose} too many open files. Close streams that were read "
+        "to their end, or raise the limit (ulimit -n).",
+        url=str(shard),
+        errno=cause.errno,
+    )
+
+
+def _changed(process: Process) -> bool:
+    try:
+        return process.root_changed()
+    except OSError:
+        return False

@@ -10,7 +10,7 @@ import pytest
 
 from shardcache.cache import Cache
 from shardcache.errors import FetchCancelledError
-from shardcache.fetch.cancellation import Cancellation
+from shardcache.fetch.waiting import Cancellation
 from shardcache.locks.flock import Holder, KeyLock
 from tests.support.fakes import FakeClock, Fault, MemoryOrigin
 from tests.support.storetools import PATIENCE

@@ -401,7 +401,7 @@ def test_an_entry_of_another_boot_is_verified_once(
         file.write(bytes(64))
     assert read(make_cache()) != DATA  # same boot: trusted
     monkeypatch.setattr("shardcache.store.store.boot_id", lambda: "another-boot")
-    monkeypatch.setattr("shardcache.fetch.intake.boot_id", lambda: "another-boot")
+    monkeypatch.setattr("shardcache.fetch.coordinator.boot_id", lambda: "another-boot")
     assert read(make_cache()) == DATA
     assert fetches(origin) == 2
     hashed: list[int] = []

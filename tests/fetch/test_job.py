@@ -12,8 +12,8 @@ from dataclasses import replace
 import pytest
 
 from shardcache.errors import FetchCancelledError, IntegrityError
+from shardcache.fetch.connections import Lanes
 from shardcache.fetch.job import FetchStatus
-from shardcache.fetch.lanes import Lanes
 from shardcache.fetch.transfer import Fetcher
 from shardcache.origins.base import Checksum, TransientError
 from shardcache.store.digest import BLOCK, file_digest

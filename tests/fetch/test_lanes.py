@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from shardcache.fetch.lanes import MIB, Lane, Lanes
+from shardcache.fetch.connections import MIB, Lane, Lanes
 from tests.support.storetools import PATIENCE, wait_until
 
 

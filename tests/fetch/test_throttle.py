@@ -15,8 +15,8 @@ import pytest
 
 from shardcache.cache import Cache
 from shardcache.errors import ConfigError
-from shardcache.fetch import throttle as module
-from shardcache.fetch.throttle import Throttle, parse_rate
+from shardcache.fetch import connections as module
+from shardcache.fetch.connections import Throttle, parse_rate
 from shardcache.prewarm.report import Started, Stopped
 from tests.support.clitools import run, run_process
 from tests.support.storetools import PATIENCE, Parent, forked

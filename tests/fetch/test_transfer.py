@@ -23,8 +23,8 @@ from shardcache.errors import (
     TransferError,
     TransferTimeoutError,
 )
+from shardcache.fetch.connections import Lanes
 from shardcache.fetch.job import Fetched, FetchStatus
-from shardcache.fetch.lanes import Lanes
 from shardcache.fetch.transfer import Fetcher
 from shardcache.layout import Layout
 from shardcache.origins.base import Checksum, ObjectInfo, TransientError

@@ -21,7 +21,7 @@ from shardcache.errors import (
     ShardNotFoundError,
     TransferError,
 )
-from shardcache.fetch.climb import Climb
+from shardcache.fetch.connections import Climb
 from shardcache.origins.listing import Listing
 from shardcache.prewarm import fill as module
 from shardcache.prewarm.fill import (
@@ -247,7 +247,7 @@ def test_as_many_shards_at_a_time_as_the_link_repays(
         real(self, rate, now, wanted=wanted)
         climbs.append(self)
 
-    monkeypatch.setattr("shardcache.fetch.climb.Climb.told", told)
+    monkeypatch.setattr("shardcache.fetch.connections.Climb.told", told)
     urls = fill(origin, names(400), members=1)
     Far(origin, 0.1 if most > 2 else 0.04, most)  # so long that a busy processor is no limit
     kept = []

@@ -15,7 +15,7 @@ from shardcache.origins.base import TransientError
 from shardcache.origins.filesystem import FsspecOrigin
 from shardcache.origins.retry import RetryPolicy
 from shardcache.store.digest import BLOCK
-from shardcache.streams.bypass import OriginStream, open_stream
+from shardcache.streams.sources import OriginStream, open_stream
 from shardcache.urls import parse_url
 from tests.support.fakes import FakeClock, Fault, MemoryOrigin
 

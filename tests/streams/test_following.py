@@ -25,7 +25,7 @@ from shardcache.layout import Layout
 from shardcache.origins.base import Body, Checksum, ObjectInfo, TransientError
 from shardcache.store.digest import BLOCK
 from shardcache.store.partial import Partial
-from shardcache.streams.trail import Trail
+from shardcache.streams.stream import Trail
 from tests.support.fakes import Fault, MemoryOrigin
 from tests.support.storetools import PATIENCE, forked, wait_until
 from tests.support.tars import make_tar

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
     from shardcache.origins.upstream import UpstreamOrigin
 
+__all__ = []
+
+
 T = TypeVar("T")
 
 __all__ = ["NearStream", "OriginStream", "open_stream"]

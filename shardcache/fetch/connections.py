@@ -13,14 +13,20 @@ lose is given back.
 
 from __future__ import annotations
 
+import fcntl
 import math
+import mmap
+import struct
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 
-from shardcache.fetch.climb import Climb
+from shardcache.errors import ConfigError
+from shardcache.units import format_rate, parse_bytes
 
-__all__ = ["MIB", "Lane", "Lanes"]
+__all__ = ["LEAST", "MIB", "Climb", "Lane", "Lanes", "Throttle", "parse_rate"]
+
 
 MIB = 1 << 20
 #: Before any answer.
@@ -254,3 +260,174 @@ class Lanes:
             self._look_at = _NEVER  # until they are given back
         else:
             self._settle()
+
+
+#: How much of the gain in proportion more connections must bring. S3 gives nearly all of it, a
+#: link or a processor that is full gives none.
+_WORTH = 0.5
+#: What fewer connections must keep of the rate.
+_AS_GOOD = 0.95
+#: Seconds of rest after all has been tried; doubled each time that nothing came of it.
+_REST = 1.0
+_LONGEST_REST = 32.0
+
+
+class Climb:
+    """See the module.
+
+    Args:
+        most: never more.
+
+    Attributes:
+        limit: how many connections to have now.
+        least: no fewer.
+        doubtful: whether a rise has to be confirmed.
+        rest_until: until then `told` need not be called.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.limit = most
+        self.least = 1
+        self.doubtful = True
+        self.rest_until = 0.0
+        self._rest = _REST
+        self._base: tuple[int, float] | None = None  # the best so far, in this climb
+        self._risen: tuple[int, float] | None = None  # what is to be confirmed
+
+    def start(self, limit: int, *, doubtful: bool = True) -> None:
+        """Begin anew, with so many."""
+        self.limit = self.least = max(1, min(self.most, limit))
+        self.doubtful = doubtful
+        self._base = self._risen = None
+
+    @property
+    def trying(self) -> bool:
+        """Whether there are more connections than known to be good."""
+        return self._base is not None and self.limit > self._base[0]
+
+    def told(self, rate: float, now: float, *, wanted: bool) -> None:
+        """Draw conclusions from what all ``limit`` connections brought together.
+
+        Args:
+            rate: bytes per second; 0 if there was not enough to do for so many.
+            now: seconds.
+            wanted: whether more would have found something to do.
+        """
+        if self._base is None:
+            self._base = (self.limit, rate)
+            self._go(now, up=wanted, down=True)
+        elif self._risen is not None:
+            risen, self._risen = self._risen, None
+            if self._is_worth(risen, (self.limit, rate)):
+                self._keep(risen)
+                self._go(now, up=wanted, down=False)
+            else:
+                self._go(now, up=False, down=True)
+        elif self.limit > self._base[0]:
+            self._judge_more((self.limit, rate), now, wanted)
+        elif rate >= self._base[1] * _AS_GOOD:
+            self._keep((self.limit, rate))
+            self._go(now, up=False, down=True)
+        else:
+            self.limit = self._base[0]
+            self._go(now, up=False, down=False)
+
+    def _judge_more(self, found: tuple[int, float], now: float, wanted: bool) -> None:
+        assert self._base is not None
+        if not self._is_worth(found, self._base):
+            self.limit = self._base[0]
+            self._go(now, up=False, down=True)
+        elif self.doubtful:
+            self._risen = found
+            self.limit = self._base[0]
+        else:
+            self._keep(found)
+            self._go(now, up=wanted, down=False)
+
+    @staticmethod
+    def _is_worth(more: tuple[int, float], fewer: tuple[int, float]) -> bool:
+        return more[1] > fewer[1] * (1 + _WORTH * (more[0] / fewer[0] - 1))
+
+    def _keep(self, found: tuple[int, float]) -> None:
+        self._base = found
+        self.limit = found[0]
+        self._rest = _REST
+
+    def _go(self, now: float, *, up: bool, down: bool) -> None:
+        """To the next trial, or to rest."""
+        if up and self.limit < self.most:
+            self.limit = min(self.most, 2 * self.limit)
+        elif down and self.limit > self.least:
+            self.limit = max(self.least, self.limit // 2)
+        else:
+            self._base = None
+            self.rest_until = now + self._rest
+            self._rest = min(_LONGEST_REST, 2 * self._rest)
+
+
+#: Bytes per second. With less, a fetch would look as if it were stuck.
+LEAST = 64_000
+#: Seconds' worth that may come at once after a while of less.
+_BURST = 0.1
+_TIME = struct.Struct("=d")
+
+
+def parse_rate(value: str | int | float) -> int:
+    """Bytes per second from a number or from text such as ``50MB`` or ``50MB/s``.
+
+    Raises:
+        ConfigError: not a rate, or less than `LEAST`.
+    """
+    text = value.strip().removesuffix("/s") if isinstance(value, str) else value
+    rate = parse_bytes(text)
+    if rate < LEAST:
+        raise ConfigError(f"{value!r} is too slow: the least rate is {format_rate(LEAST)}")
+    return rate
+
+
+class Throttle:
+    """See the module; made before the forks that share it.
+
+    Args:
+        rate: bytes per second.
+    """
+
+    def __init__(self, rate: int) -> None:
+        self.rate = rate
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed with this
+        self._file.write(bytes(_TIME.size))
+        self._file.flush()
+        self._paid = mmap.mmap(self._file.fileno(), _TIME.size)
+        self._threads = threading.Lock()  # the file's lock is between processes only
+
+    def __enter__(self) -> Throttle:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def take(self, count: int) -> float:
+        """Note bytes that were received; for how many seconds no more should be.
+
+        Safe between threads and processes. After `close` nothing is limited.
+        """
+        with self._threads:
+            if self._file.closed:
+                return 0.0
+            fcntl.lockf(self._file, fcntl.LOCK_EX)
+            try:
+                # CLOCK_MONOTONIC is the same in all processes.
+                now = time.monotonic()
+                before: float = _TIME.unpack_from(self._paid)[0]
+                paid = max(before, now - _BURST) + count / self.rate
+                _TIME.pack_into(self._paid, 0, paid)
+            finally:
+                fcntl.lockf(self._file, fcntl.LOCK_UN)
+        return max(0.0, paid - now)
+
+    def close(self) -> None:
+        """Limit nothing any more."""
+        with self._threads:
+            self._paid.close()
+            self._file.close()

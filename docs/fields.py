@@ -25,7 +25,7 @@ from shardcache.cli.recipes import RECIPES
 from shardcache.prewarm.fleet import Ending
 from shardcache.prewarm.report import Outcome, Stopped
 from shardcache.space.eviction import Reason
-from shardcache.stats.statfile import COUNTERS, WAITS
+from shardcache.stats.counters import COUNTERS, WAITS
 from shardcache.stats.summary import Stats
 from shardcache.store.verify import State
 

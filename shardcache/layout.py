@@ -266,8 +266,8 @@ class Layout:
 
     @property
     def stats(self) -> Path:
-        """Where processes keep what they count; made with the first one."""
-        return (self.local or self.base) / "stats"
+        """The database of what processes count; made with the first row."""
+        return (self.local or self.base) / "stats.db"
 
     @property
     def pins(self) -> Path:

@@ -20,8 +20,7 @@ from shardcache.config import Config
 from shardcache.errors import ConfigError
 from shardcache.ranks import Ranks
 from shardcache.space.tiers import Tier
-from shardcache.stats.statfile import blank
-from shardcache.stats.tally import Tally
+from shardcache.stats.counters import Counters, blank
 from shardcache.store.store import Entry, Namespaces, Opened, Store
 from shardcache.units import format_duration
 
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from shardcache.fetch.coordinator import Coordinator
     from shardcache.fetch.transfer import Fetcher
     from shardcache.origins.resolve import Origins
+    from shardcache.space.eviction import Victim
     from shardcache.space.housekeeping import Housekeeper
 
 __all__ = ["Process", "Processes", "in_background"]
@@ -64,10 +64,9 @@ class Process:
         self.ready: Coordinator | None = None
         self._housekeepers: list[Housekeeper] = []
         where = (lambda: self.home.namespaces.node) if config.stats else None
-        self.tally = Tally(where, clock, ranks, lambda: self._is_well)
-        self.counters = self.tally.counters
+        self.counters = Counters(where, clock, ranks, lambda: self._is_well)
         for tier in self.tiers:
-            tier.evicted = self.tally.evicted
+            tier.evicted = self._count_eviction
         self._look_at = 0.0  # of the monotonic clock: when they want to be asked again
         self._touched: dict[str, float] = {}
         self._unused: set[str] = set()  # of those, what this job only saw to
@@ -177,7 +176,6 @@ class Process:
                 self.writing.failed(at_once=True)
                 raise OSError(errno.EPERM, exn.message, str(tier.config.dir)) from exn
         self._touched.clear()
-        self.counters.close()  # its file is gone, or somebody else's
         self.ready = self._make_coordinator()
 
     def _make_directories(self) -> None:
@@ -283,6 +281,9 @@ class Process:
             tier = self.tiers.index(self.tier_of(opened.directory))
         self.counters.hit(opened.size, now - begun, now, tier)
 
+    def _count_eviction(self, victim: Victim) -> None:
+        self.counters.evicted(victim.reason.value, victim.entry.size)
+
     def disk_failed(self, breaker: Breaker, exn: OSError) -> None:
         """Count a fault; after too many the disk is left alone for a while.
 
@@ -349,7 +350,7 @@ class Process:
                 self.copier.drop()
         for tier in self.tiers:
             tier.end_session()
-        self.counters.close()
+        self.counters.flush()
 
 
 class Processes:
@@ -389,7 +390,7 @@ class Processes:
             self._counted = os.getpid(), _sum(self._closed(), process.counters.snapshot())
 
     def counted(self) -> list[int]:
-        """What the calling process has counted, as the values of a row (`statfile`)."""
+        """What the calling process has counted, in the order of `counters.blank`."""
         process = self.made()
         closed = self._closed()
         return closed if process is None else _sum(closed, process.counters.snapshot())

@@ -26,7 +26,7 @@ from shardcache.version import __version__
 
 if TYPE_CHECKING:
     from shardcache.space.clean import CleanReport, CleanStatus
-    from shardcache.stats.history import Sample
+    from shardcache.stats.database import Sample
     from shardcache.stats.summary import Stats
     from shardcache.store.verify import Finding, VerifyStatus
 
@@ -252,7 +252,7 @@ class Upkeep:
         Raises:
             As `stats`.
         """
-        from shardcache.stats.history import samples
+        from shardcache.stats.database import samples
 
         self._here().counters.flush()
         begin = 0.0
@@ -266,7 +266,7 @@ class Upkeep:
         return self._here().home.namespaces.node
 
     def counted(self) -> list[int]:
-        """What this process alone has counted since it began, as a row (`statfile`)."""
+        """What this process alone has counted since it began, in the order of `counters.blank`."""
         return self._processes.counted()
 
     def under_way(self) -> int:
@@ -279,18 +279,14 @@ class Upkeep:
 
         Raises:
             ConfigError: the directory is not a cache.
-            LockTimeoutError: somebody cleans it.
             OSError: the filesystem is read-only or failing.
         """
-        from shardcache.stats.history import forget
+        from shardcache.stats import database
 
         self._require_cache()
         process = self._here()
         process.counters.flush()
-        node = process.home.namespaces.node
-        with process.home.space().sole_cleaner(wait=True):
-            node.modes.make_directory(node.stats, levels=0)
-            forget(node, self._clock.time())
+        database.zero(process.home.namespaces.node)
 
     def _require_cache(self) -> None:
         root = self.config.dir

@@ -16,7 +16,7 @@ from shardcache.cache import Cache
 from shardcache.config import Config, TierOption, Upstream
 from shardcache.prewarm import fill as prewarm
 from shardcache.prewarm.report import Event
-from shardcache.stats.statfile import COUNTERS
+from shardcache.stats.counters import COUNTERS
 from shardcache.stats.summary import Stats, summed
 
 #: What the annotations of `options` name and only checkers import.

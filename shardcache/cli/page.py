@@ -15,8 +15,7 @@ from typing import Any
 from shardcache.cli.charts import Series, bars, gauge, line
 from shardcache.clock import utc
 from shardcache.stats.activity import TierUse, tier_records
-from shardcache.stats.fetchlog import Fetch
-from shardcache.stats.history import Sample
+from shardcache.stats.database import Fetch, Sample
 from shardcache.stats.summary import OUTCOMES, Stats, by_rank, rank_records, summed
 from shardcache.units import format_bytes, format_duration
 from shardcache.version import __version__

@@ -13,7 +13,7 @@ from shardcache.cli.invocation import Invocation, command
 from shardcache.cli.page import Report, page
 from shardcache.config import describe
 from shardcache.stats.activity import tier_uses
-from shardcache.stats.fetchlog import fetches
+from shardcache.stats.database import fetches
 from shardcache.units import format_bytes
 
 __all__ = ["report_command"]

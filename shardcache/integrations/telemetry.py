@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardcache.cache import Cache
 from shardcache.errors import ConfigError
-from shardcache.stats.statfile import BUCKETS, COUNTERS, WAITS, wait_index
+from shardcache.stats.counters import BUCKETS, COUNTERS, WAITS, wait_index
 from shardcache.stats.summary import OUTCOMES, summed
 from shardcache.version import __version__
 
@@ -32,7 +32,7 @@ __all__ = ["observe"]
 
 logger = logging.getLogger(__name__)
 
-#: What was counted: counters by the names of `statfile`, waits by what was waited for.
+#: What was counted: counters by the names of `counters`, waits by what was waited for.
 _Counts = tuple[Mapping[str, int], Mapping[str, int]]
 #: A value, and what it is of.
 _Points = Iterable[tuple[float, dict[str, str]]]

@@ -28,7 +28,7 @@ from shardcache.space.policy import Policy
 from shardcache.space.shortage import fits, no_room, not_free_yet
 from shardcache.space.spacelocks import budget_lock, sole_cleaner
 from shardcache.space.volume import Pending, Volume, is_memory
-from shardcache.stats.history import compact
+from shardcache.stats.database import compact
 from shardcache.store.partial import Partial
 from shardcache.store.store import Entry, Store
 from shardcache.store.sweeping import in_flight

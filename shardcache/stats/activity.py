@@ -129,7 +129,7 @@ class Activity:
     waits: Sequence[Waiting] = ()
 
     def rate(self, name: str) -> float:
-        """How often a thing was counted per second (`statfile.COUNTERS`)."""
+        """How often a thing was counted per second (`counters.COUNTERS`)."""
         return self.total.counters[name] / self.seconds if self.seconds else 0.0
 
     def as_dict(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from shardcache.stats.statfile import BUCKETS, bucket_range
+from shardcache.stats.counters import BUCKETS, bucket_range
 from shardcache.stats.summary import OUTCOMES, Stats
 
 __all__ = ["exposition"]

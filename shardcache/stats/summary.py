@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, overload
 
 from shardcache.clock import utc
-from shardcache.stats.history import Sample
-from shardcache.stats.statfile import COUNTERS, WAITS, bucket_range
+from shardcache.stats.counters import COUNTERS, WAITS, bucket_range
+from shardcache.stats.database import Sample
 from shardcache.units import format_bytes, format_duration
 
 __all__ = ["OUTCOMES", "Stats", "Waits", "by_hour", "by_rank", "rank_records", "summed"]
@@ -33,7 +33,7 @@ class Waits:
     """How long readers waited.
 
     Attributes:
-        buckets: bucket (`statfile.bucket_range`) -> how many.
+        buckets: bucket (`counters.bucket_range`) -> how many.
     """
 
     buckets: Mapping[int, int] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class Waits:
 
 
 class _Counter:
-    """One of `statfile.COUNTERS`, under its own name.
+    """One of `counters.COUNTERS`, under its own name.
 
     Args:
         about: what it counts; the JSON schemas say so, too.
@@ -84,8 +84,8 @@ class Stats:
     Attributes:
         since: when the first of it was counted, seconds since the epoch; None if nothing was.
         until: when the last of it was.
-        counters: by the names of `statfile.COUNTERS`, all of them.
-        waits: by what was waited for (`statfile.WAITS`).
+        counters: by the names of `counters.COUNTERS`, all of them.
+        waits: by what was waited for (`counters.WAITS`).
     """
 
     since: float | None

@@ -237,7 +237,7 @@ class Opener:
 
     def followed(self, shard: ShardURL, outcome: str, size: int, waited: float) -> None:
         """See `following.Host.followed`."""
-        self._here().tally.opened(outcome, size, waited)
+        self._here().counters.opened(outcome, size, waited)
 
     def past(
         self, shard: ShardURL, fault: Exception, start: int, pin: ObjectInfo | None
@@ -368,7 +368,7 @@ class Opener:
             raise
 
     def _count(self, process: Process, outcome: str, size: int, begun: float) -> None:
-        process.tally.opened(outcome, size, self._clock.monotonic() - begun)
+        process.counters.opened(outcome, size, self._clock.monotonic() - begun)
 
     def _find(
         self, process: Process, shard: ShardURL, gated: bool, outdated: Collection[str] = ()
@@ -405,7 +405,15 @@ class Opener:
             if fetched or status.received:
                 seconds = self._clock.monotonic() - begun
                 try:
-                    process.tally.fetched(shard, status, seconds, done=fetched)
+                    process.counters.fetched(
+                        shard,
+                        size=status.size or (status.written if fetched else 0),
+                        received=status.received,
+                        seconds=seconds,
+                        retries=status.retries,
+                        upstream=status.near,
+                        done=fetched,
+                    )
                 except BaseException:  # an interrupt: a pin that nobody holds would stay
                     if obtained is not None:
                         obtained.opened.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -15,8 +16,7 @@ from shardcache.cache import Cache
 from shardcache.cli.charts import Series, bars, gauge, line
 from shardcache.cli.page import Report, page
 from shardcache.stats.activity import TierUse
-from shardcache.stats.fetchlog import Fetch
-from shardcache.stats.history import Sample
+from shardcache.stats.database import Fetch, Sample
 from tests.support.clitools import run_process
 from tests.support.tars import make_tar
 
@@ -25,9 +25,8 @@ SVG = "http://www.w3.org/2000/svg"
 
 
 def sample(start: int, seconds: int = 60, rank: int | None = None, **counts: int) -> Sample:
-    found = Sample(start, seconds, rank, None)
-    found.add(counts, {"disk": {10: counts["hits"]}} if "hits" in counts else {})
-    return found
+    waits = {"disk": Counter({10: counts["hits"]})} if "hits" in counts else {}
+    return Sample(start, seconds, rank, None, Counter(counts), waits)
 
 
 def report(samples: list[Sample], **given: object) -> Report:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -18,14 +17,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from shardcache.cache import Cache
 from shardcache.cli.demo import S3Server
 from shardcache.errors import ConfigError, IntegrityError, ShardNotFoundError
-from shardcache.stats.fetchlog import Fetch, fetches, note_fetch
-from shardcache.stats.prometheus import exposition
-from shardcache.stats.summary import by_rank, summed
+from shardcache.origins.base import TransientError
+from shardcache.stats.database import fetches
+from shardcache.stats.summary import by_rank
 from tests.support.clitools import run_process
 from tests.support.disktools import disk, needs_mounts
 from tests.support.fakes import Fault, MemoryOrigin
 from tests.support.proxy import Proxy
-from tests.support.storetools import Parent, crowd, forked, wait_until
+from tests.support.storetools import Parent, crowd
 from tests.support.tars import make_tar
 
 Make = Callable[..., Cache]
@@ -82,59 +81,6 @@ def test_eight_processes_count_what_the_server_has_given(
     assert sum(waits.count for waits in found.waits.values()) == found.opens
 
 
-@pytest.mark.locks_work
-def test_of_processes_that_are_killed_one_second_is_lost_at_most(
-    tmp_path: Path, shards: list[str], proxy: Proxy
-) -> None:
-    """Each says how much it had opened a second and a bit before it died, and just then."""
-
-    def work(parent: Parent, number: int) -> None:
-        opened: list[float] = []
-        cache = Cache(tmp_path / "cache", min_free=0)
-        parent.hear()
-        end = time.monotonic() + 2.2 + number / 10
-        while time.monotonic() < end:
-            for url in shards:
-                with cache.open(url) as stream:
-                    stream.read()
-                opened.append(time.monotonic())
-        parent.say((sum(at < end - 1.2 for at in opened), len(opened)))
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    with crowd(8, work) as children:
-        for child in children:
-            child.tell()
-        said = [child.hear() for child in children]
-    with Cache(tmp_path / "cache") as cache:
-        found = cache.stats()
-    least, most = (sum(each) for each in zip(*said, strict=True))
-    assert least <= found.opens <= most
-    count, received = fetched(proxy)
-    assert (found.fetches, found.bytes_origin) == (count, received)
-
-
-def test_a_child_of_a_fork_counts_beside_its_parent(
-    tmp_path: Path, shards: list[str], s3_environment: dict[str, str]
-) -> None:
-    with Cache(tmp_path / "cache", min_free=0) as cache:
-        for url in shards:
-            cache.open(url).close()
-        wait_until(lambda: all(url in cache for url in shards))
-
-        def work(parent: Parent) -> None:
-            for url in shards:
-                cache.open(url).close()
-            cache.close()
-            parent.say()
-
-        with forked(work) as child:
-            child.hear()
-        for url in shards:
-            cache.open(url).close()
-        found = cache.stats()
-    assert (found.opens, found.hits, found.misses) == (36, 24, 12)
-
-
 def test_a_process_that_ends_without_closing_has_counted_all(
     tmp_path: Path, shards: list[str], s3_environment: dict[str, str]
 ) -> None:
@@ -187,22 +133,36 @@ def test_what_an_open_came_to(make_cache: Make, origin: MemoryOrigin, fill: str)
     assert found.bytes_saved <= size
 
 
-def test_retries_and_evictions_are_counted(make_cache: Make, origin: MemoryOrigin) -> None:
-    cache = make_cache(policy="lru")
-    for name in "ab":
-        origin.objects[f"s3://lab/{name}.tar"] = make_tar(1, members=20, size=10_000)
-    size = len(origin.objects["s3://lab/a.tar"])
-    from shardcache.origins.base import TransientError
-
+def test_retries_errors_and_removals_are_counted(make_cache: Make, origin: MemoryOrigin) -> None:
+    cache = make_cache()
+    origin.objects["s3://lab/a.tar"] = make_tar(1, members=20, size=10_000)
+    origin.objects["s3://lab/bad.tar"] = b"no archive at all" * 1000
     origin.faults.extend(Fault(after=100, error=TransientError("reset")) for _ in range(2))
     cache.fetch("s3://lab/a.tar")
-    assert cache.stats().retries == 2
-    cache.fetch("s3://lab/b.tar")
+    with pytest.raises(IntegrityError, match="bad.tar"):
+        cache.open("s3://lab/bad.tar").read()
     cache.remove("s3://lab/a.tar")
+    cache.fetch("s3://lab/a.tar")
     cache.clean(everything=True)
-    found = cache.stats()
+    found = cache.stats("24h")
+    assert (found.retries, found.errors_integrity, found.failed) == (2, 1, 1)
     assert (found.evicted_asked, found.evicted_all, found.evicted) == (1, 1, 2)
-    assert found.bytes_evicted == 2 * size
+    assert found.bytes_evicted == 2 * len(origin.objects["s3://lab/a.tar"])
+    with pytest.raises(ConfigError, match="soon"):
+        cache.stats("soon")
+
+
+def test_bytes_of_upstreams_are_counted_apart(
+    make_cache: Make, origin: MemoryOrigin, tmp_path: Path
+) -> None:
+    data = origin.objects["s3://lab/a.tar"] = make_tar(1, members=20, size=10_000)
+    (tmp_path / "nas/lab").mkdir(parents=True)
+    (tmp_path / "nas/lab/a.tar").write_bytes(data)
+    cache = make_cache(upstreams=[tmp_path / "nas"])
+    cache.open("s3://lab/a.tar").read()
+    found = cache.stats()
+    assert (found.bytes_upstream, found.bytes_origin) == (len(data), 0)
+    assert (found.fetches, found.fetches_upstream) == (1, 1) and found.bytes_saved == len(data)
 
 
 def test_entries_that_make_room_are_counted(make_cache: Make, origin: MemoryOrigin) -> None:
@@ -213,27 +173,6 @@ def test_entries_that_make_room_are_counted(make_cache: Make, origin: MemoryOrig
     for name in "abc":
         cache.fetch(f"s3://lab/{name}.tar")
     assert (cache.stats().evicted_max_size, cache.stats().evicted) == (2, 2)
-
-
-def test_a_damaged_shard_is_an_error_of_its_kind(make_cache: Make, origin: MemoryOrigin) -> None:
-    origin.objects["s3://lab/a.tar"] = b"no archive at all" * 1000
-    cache = make_cache()
-    with pytest.raises(IntegrityError, match="a.tar"):
-        cache.open("s3://lab/a.tar").read()
-    assert (cache.stats().errors_integrity, cache.stats().failed) == (1, 1)
-
-
-def test_what_was_fetched_ahead_is_no_hit_of_its_reader(
-    make_cache: Make, origin: MemoryOrigin
-) -> None:
-    origin.objects["s3://lab/a.tar"] = make_tar(1, members=20, size=10_000)
-    cache = make_cache()
-    shard = cache.parse("s3://lab/a.tar")
-    share = cache._opener.ahead(shard)
-    wait_until(lambda: "s3://lab/a.tar" in cache)
-    stream, _ = cache._opener.open(shard, ahead=share)
-    stream.close()
-    assert (cache.stats().misses, cache.stats().hits) == (1, 0)
 
 
 @needs_mounts
@@ -256,25 +195,6 @@ def test_hits_are_counted_by_tier(tmp_path: Path) -> None:
             assert (found.hits_tier_1, found.hits_tier_2, found.hits_tier_3) == (4, 8, 0)
 
 
-def test_upstreams_are_counted_apart(
-    make_cache: Make, origin: MemoryOrigin, tmp_path: Path
-) -> None:
-    origin.objects["s3://lab/a.tar"] = make_tar(1, members=20, size=10_000)
-    size = len(origin.objects["s3://lab/a.tar"])
-    (tmp_path / "nas/lab").mkdir(parents=True)
-    (tmp_path / "nas/lab/a.tar").write_bytes(origin.objects["s3://lab/a.tar"])
-    cache = make_cache(upstreams=[tmp_path / "nas"])
-    cache.open("s3://lab/a.tar").read()
-    found = cache.stats()
-    assert (found.bytes_upstream, found.bytes_origin) == (size, 0)
-    assert (found.fetches, found.fetches_upstream) == (1, 1) and found.bytes_saved == size
-    full = make_cache(dir=tmp_path / "full", upstreams=[tmp_path / "nas"], max_size=1000)
-    with full.open("s3://lab/a.tar") as stream:
-        stream.read()
-    found = full.stats()
-    assert (found.bytes_upstream, found.bytes_bypassed, found.bypassed) == (size, size, 1)
-
-
 def test_nothing_is_counted_where_that_is_switched_off(
     make_cache: Make, origin: MemoryOrigin
 ) -> None:
@@ -284,55 +204,6 @@ def test_nothing_is_counted_where_that_is_switched_off(
     cache.close()
     assert cache.stats().opens == 0
     assert not cache.node_layout.stats.exists()
-
-
-def test_how_far_back_can_be_said_in_words(make_cache: Make, origin: MemoryOrigin) -> None:
-    origin.objects["s3://lab/a.tar"] = make_tar(1)
-    cache = make_cache()
-    cache.open("s3://lab/a.tar").read()
-    assert cache.stats("24h").opens == cache.stats(3600).opens == 1
-    assert "1 opens, 0.00% hits" in str(cache.stats())
-    with pytest.raises(ConfigError, match="soon"):
-        cache.stats("soon")
-
-
-def test_notebooks_show_what_was_done(make_cache: Make, origin: MemoryOrigin) -> None:
-    origin.objects["s3://lab/a.tar"] = make_tar(1)
-    cache = make_cache()
-    for _ in range(4):
-        cache.open("s3://lab/a.tar").read()
-    shown = cache._repr_html_()
-    assert "<th>hit rate</th><td>75.00%</td>" in shown and "&lt;shardcache.Cache" in shown
-    assert "bypassed" not in shown and "<th>misses</th><td>1</td>" in shown
-
-
-def test_what_is_returned_says_in_a_line_what_it_is(make_cache: Make, origin: MemoryOrigin) -> None:
-    for name in ("a", "b"):
-        origin.objects[f"s3://lab/{name}.tar"] = make_tar(1)
-    cache = make_cache()
-    report = cache.prewarm(["s3://lab/a.tar", "s3://lab/b.tar"])
-    assert repr(report).startswith("<PrewarmReport: 2 fetched in ")
-    assert repr(report.plan).startswith("<PrewarmPlan: 2 shards, 0 cached, ")
-    cache.open("s3://lab/a.tar").read()
-    assert repr(cache.stats()) == f"<shardcache Stats: {cache.stats()}>"
-    assert "1 opens, 100.00% hits" in repr(cache.stats())
-    dry = "<CleanReport: would remove 2 things, 41.0 KB; would keep 0 shards, 0 B>"
-    assert repr(cache.clean(everything=True, dry_run=True)) == dry
-    assert repr(cache.clean(everything=True)).startswith("<CleanReport: removed 2 things")
-
-
-def test_a_miss_is_one_line_of_the_log_and_a_hit_none(
-    make_cache: Make, origin: MemoryOrigin, caplog: pytest.LogCaptureFixture
-) -> None:
-    origin.objects["s3://lab/a.tar"] = make_tar(1)
-    cache = make_cache()
-    caplog.set_level("INFO", "shardcache")
-    for _ in range(3):
-        cache.open("s3://lab/a.tar").read()
-    (record,) = caplog.records
-    size = len(make_tar(1))
-    assert record.getMessage().startswith("s3://lab/a.tar: fetched 20.5 KB from its origin in ")
-    assert (record.shard, record.bytes, record.retries) == ("s3://lab/a.tar", size, 0)
 
 
 # -- the list of fetches ---------------------------------------------------------------
@@ -345,31 +216,12 @@ def test_what_was_fetched_is_remembered(make_cache: Make, origin: MemoryOrigin) 
         origin.objects[str(cache.parse(url))] = make_tar(1)
         cache.fetch(url)
         cache.remove(url)
+    cache.close()
     found = list(fetches(cache.node_layout))
     assert [fetch.url for fetch in found] == [f"s3://lab/{name}.tar" for name in ("a", "b", "a")]
     assert {fetch.size for fetch in found} == {len(make_tar(1))}
     assert list(fetches(cache.node_layout, time.time() + 60)) == []
-    assert "hush" not in (cache.node_layout.stats / "fetches.log").read_text()
-
-
-def test_the_list_is_bounded_and_what_is_no_line_is_passed_over(
-    make_cache: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("shardcache.stats.fetchlog._MOST", 1000)
-    layout = make_cache().node_layout
-    layout.modes.make_directory(layout.stats)
-    for number in range(200):
-        note_fetch(
-            layout, Fetch(1000.0 + number, number, 0.5, number % 3 or None, f"s3://l/{number}")
-        )
-    note_fetch(layout, Fetch(2000.0, 1, 0.5, None, "s3://l/" + "x" * 5000))
-    with (layout.stats / "fetches.log").open("ab") as file:
-        file.write(b"\n\xff\xff\nno fetch at all\n1 2 3 4\n")
-    found = list(fetches(layout))
-    assert 20 < len(found) < 80
-    assert [fetch.size for fetch in found] == list(range(200 - len(found), 200))
-    assert {fetch.rank for fetch in found} == {None, 1, 2}
-    assert sum(path.stat().st_size for path in layout.stats.iterdir()) < 3000
+    assert b"hush" not in cache.node_layout.stats.read_bytes()
 
 
 # -- the command --------------------------------------------------------------------
@@ -419,21 +271,6 @@ def test_counting_can_begin_anew(used: Path) -> None:
     assert told(used, "stats") == "Nothing was counted.\n"
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [("--zero", "--by", "rank"), ("--format", "prometheus", "--since", "1h"), ("--since", "soon")],
-)
-def test_what_does_not_go_together_is_refused(used: Path, wrong: tuple[str, ...]) -> None:
-    code, _, errors = run_process("stats", *wrong, directory=used)
-    assert code == 2 and "Traceback" not in errors
-
-
-def test_where_there_is_no_cache_nothing_was_counted(tmp_path: Path) -> None:
-    assert told(tmp_path / "none", "stats") == "Nothing was counted.\n"
-    assert not (tmp_path / "none").exists()
-    assert run_process("stats", "--zero", directory=tmp_path / "none")[0] == 2
-
-
 def test_prometheus_reads_it(used: Path) -> None:
     families = {
         f.name: f
@@ -450,7 +287,3 @@ def test_prometheus_reads_it(used: Path) -> None:
     ]
     assert buckets == sorted(buckets) and buckets[-1] == 2
     assert all(s.labels["dir"] == str(used) for f in families.values() for s in f.samples)
-
-
-def test_labels_are_escaped() -> None:
-    assert r'dir="a\"b\\c\nd"' in exposition(summed([]), 'a"b\\c\nd')

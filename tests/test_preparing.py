@@ -14,7 +14,7 @@ import pytest
 
 from shardcache.cache import Cache
 from shardcache.errors import ConfigError
-from shardcache.origins.s3client import make_client
+from shardcache.origins.s3 import make_client
 from shardcache.runtime import in_background
 from tests.support.fakes import MemoryOrigin
 from tests.support.storetools import PATIENCE, forked, wait_until

@@ -26,7 +26,7 @@ _END_SECONDS = 10.0
 
 
 class PipeOrigin:
-    """Runs ``pipe:`` commands; see `origin.Origin`.
+    """Runs ``pipe:`` commands; see `base.Origin`.
 
     Args:
         timeout: seconds without a byte before a command counts as stuck.
@@ -42,7 +42,7 @@ class PipeOrigin:
     def open(
         self, url: ShardURL, start: int, stop: int | None, pin: ObjectInfo | None = None
     ) -> PipeBody:
-        """See `origin.Origin.open`."""
+        """See `base.Origin.open`."""
         if not url.raw:
             raise ConfigError(
                 f"{url}: the command was left out when this was pickled, for it may hold "
@@ -57,12 +57,12 @@ class PipeOrigin:
             raise TransientError(f"the command cannot be started: {exn.strerror}") from None
 
     def stat(self, url: ShardURL) -> ObjectInfo:
-        """See `origin.Origin.stat`: nothing is known of what a command will write."""
+        """See `base.Origin.stat`: nothing is known of what a command will write."""
         return ObjectInfo(size=None)
 
 
 class PipeBody:
-    """One run of a command; see `origin.Body`."""
+    """One run of a command; see `base.Body`."""
 
     def __init__(self, command: str, timeout: float) -> None:
         self.info = ObjectInfo(size=None)
@@ -79,7 +79,7 @@ class PipeBody:
 
     @unchained
     def readinto(self, buffer: memoryview) -> int:
-        """See `origin.Body.readinto`; a command that fails fails at its end."""
+        """See `base.Body.readinto`; a command that fails fails at its end."""
         output = self._process.stdout
         assert output is not None
         try:
@@ -101,14 +101,14 @@ class PipeBody:
         return count
 
     def abort(self) -> None:
-        """See `origin.Body.abort`."""
+        """See `base.Body.abort`."""
         if self._process.returncode is not None:
             return  # reaped: the number may be somebody else's by now
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """See `origin.Body.close`; a command that still runs is ended."""
+        """See `base.Body.close`; a command that still runs is ended."""
         if self._process.poll() is None:
             self.abort()
         if self._process.stdout is not None:

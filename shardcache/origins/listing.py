@@ -25,7 +25,7 @@ from shardcache.errors import (
     ShardNotFoundError,
     TransferError,
 )
-from shardcache.origins.base import unchained
+from shardcache.origins.endpoints import scheme_options
 from shardcache.origins.filesystem import FsspecOrigin
 from shardcache.origins.retry import RetryPolicy
 from shardcache.origins.s3 import S3Origin
@@ -93,7 +93,7 @@ class Listing:
         self._config = config
         self._patience = min(config.timeout, _SIZE_TIMEOUT)
         self._end = float("inf")
-        self._s3: _S3Lister | None = None
+        self._s3: S3Origin | None = None
 
     def matches(self, pattern: str) -> list[str]:
         """The shards that ``pattern`` stands for, in lexical order.
@@ -139,10 +139,11 @@ class Listing:
         directory = root[: root.rfind("/") + 1] or "./"
         url = parse_url(directory, endpoint=None, allow_schemes=self._config.allow_schemes)
         refuse_local(url, self._config)  # before a whole disk is listed for nothing
-        options = self._config.storage_options.get(url.scheme)
-        lister = _FsspecLister(url.scheme, options if isinstance(options, Mapping) else {})
+        origin = FsspecOrigin(
+            url.scheme, scheme_options(self._config, url.scheme), timeout=self._config.timeout
+        )
         names = self._retried(
-            redact(pattern), self._config.attempts, lambda: lister.below(url, deep=deep)
+            redact(pattern), self._config.attempts, lambda: origin.names_below(url, deep=deep)
         )
         # The user's own spelling stays in front: it is part of the identity.
         rest = root[root.rfind("/") + 1 :]
@@ -212,20 +213,26 @@ class Listing:
 
     def _page(self, bucket: str, prefix: str, attempts: int, options: dict[str, str]) -> _Page:
         where = f"s3://{bucket}/{prefix}"
-        lister = self._lister()
-        return self._retried(where, attempts, lambda: lister.page(where, options))
-
-    def _lister(self) -> _S3Lister:
+        url = ShardURL(where, "s3", where, "", "")
         if self._s3 is None:
             config = self._config
-            own = config.storage_options.get("s3")
-            self._s3 = _S3Lister(
-                own if isinstance(own, Mapping) else config.storage_options,
+            self._s3 = S3Origin(
+                scheme_options(config, "s3"),
                 endpoint_url=config.endpoint_url,
                 connections=1,
                 timeout=self._patience,
             )
-        return self._s3
+        origin = self._s3
+        try:
+            return self._retried(
+                where, attempts, lambda: _Page(origin.list_page(url, MaxKeys=_PAGE, **options))
+            )
+        except AccessDeniedError as exn:
+            raise AccessDeniedError(
+                f"{exn.message} Listing needs s3:ListBucket; names in braces, such as "
+                "train-{000..127}.tar, need no listing.",
+                url=where,
+            ) from exn
 
     def _retried(self, what: str, attempts: int, function: Callable[[], T]) -> T:
         policy = RetryPolicy(attempts, self._config.deadline, SYSTEM_CLOCK)
@@ -289,60 +296,3 @@ class _Page:
         self.keys = [(key, size) for key, size in found if not key.endswith("/")]
         self.last = found[-1][0] if found else ""
         self.token = str(response.get("NextContinuationToken") or "")
-
-
-class _ListingClient:
-    """Gives ListObjectsV2 the arguments that `S3Origin` passes to every operation."""
-
-    def __init__(self, client: Any) -> None:
-        self._client = client
-        self.meta = client.meta
-
-    def list_page(self, Bucket: str, Key: str, **arguments: Any) -> Any:  # noqa: N803 - botocore's
-        return self._client.list_objects_v2(Bucket=Bucket, Prefix=Key, **arguments)
-
-
-class _S3Lister(S3Origin):
-    """Lists where `S3Origin` reads: same credentials, same translation of errors."""
-
-    def _make_client(self) -> Any:
-        return _ListingClient(super()._make_client())
-
-    def page(self, where: str, options: Mapping[str, str]) -> _Page:
-        """One page of the keys that begin as ``where``, an ``s3://`` URL, does.
-
-        Raises:
-            ShardNotFoundError, AccessDeniedError, ConfigError: for good.
-            TransientError: worth another attempt.
-        """
-        url = ShardURL(where, "s3", where, "", "")
-        try:
-            return _Page(self._call("list_page", url, MaxKeys=_PAGE, **self._extra, **options))
-        except AccessDeniedError as exn:
-            raise AccessDeniedError(
-                f"{exn.message} Listing needs s3:ListBucket; names in braces, such as "
-                "train-{000..127}.tar, need no listing.",
-                url=where,
-            ) from exn
-
-
-class _FsspecLister(FsspecOrigin):
-    """Lists where `FsspecOrigin` reads."""
-
-    @unchained
-    def below(self, directory: ShardURL, *, deep: bool) -> list[str]:
-        """Names of files relative to ``directory``; ``deep`` descends.
-
-        Raises:
-            ShardNotFoundError, AccessDeniedError, ConfigError: for good.
-            TransientError: worth another attempt.
-        """
-        with self._translated(directory):
-            filesystem = self._ready()
-            filesystem.invalidate_cache()
-            root = self._path(directory)
-            found = filesystem.find(root, maxdepth=None if deep else 1)
-            if not found and not filesystem.isdir(root):
-                raise FileNotFoundError(root)
-            start = len(root.rstrip("/")) + 1
-            return [str(name)[start:] for name in found]

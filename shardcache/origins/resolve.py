@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardcache.clock import SYSTEM_CLOCK, Clock
 from shardcache.config import Config
 from shardcache.origins.base import Origin
+from shardcache.origins.endpoints import scheme_options
 from shardcache.store.entry import Metadata
 from shardcache.urls import ShardURL
 
@@ -90,9 +91,11 @@ class Origins:
         Raises:
             As `of`.
         """
-        prepare = getattr(self.of(url), "prepare", None)
-        if prepare is not None:
-            prepare()
+        from shardcache.origins.s3 import S3Origin
+
+        origin = self.of(url)
+        if isinstance(origin, S3Origin):
+            origin.client()
 
     def add(self, scheme: str, origin: Origin) -> None:
         """Read ``scheme`` from ``origin`` in this process."""
@@ -104,9 +107,8 @@ class Origins:
         if scheme == "s3":
             from shardcache.origins.s3 import S3Origin
 
-            own = config.storage_options.get("s3")
             return S3Origin(
-                own if isinstance(own, Mapping) else config.storage_options,
+                scheme_options(config, "s3"),
                 endpoint_url=config.endpoint_url,
                 connections=config.connections,
                 timeout=config.timeout,
@@ -121,6 +123,4 @@ class Origins:
             return PipeOrigin(config.timeout)
         from shardcache.origins.filesystem import FsspecOrigin
 
-        # storage_options are S3's unless a table is named after the scheme.
-        options = config.storage_options.get(scheme)
-        return FsspecOrigin(scheme, options if isinstance(options, Mapping) else {})
+        return FsspecOrigin(scheme, scheme_options(config, scheme), timeout=config.timeout)

@@ -1,22 +1,24 @@
 """Shards in S3 and in everything that speaks its protocol.
 
-Built on the synchronous botocore client that s3fs brings along: it knows every
-way to find credentials (environment, profile, SSO, role, web identity,
-container, instance), every endpoint and addressing rule. Its retries are off;
-`retry` is the only layer that repeats a request.
+Built on the synchronous botocore client that s3fs brings along: it knows every way to find
+credentials (environment, profile, SSO, role, web identity, container, instance) and every
+addressing rule. Its retries are off; `retry` is the only layer that repeats a request.
 
-Each range request carries ``If-Match`` (or the version id), and the answer is
-checked against what was asked: status, Content-Range and length. A client may
-be used by many threads; make one per process.
+Each range request carries ``If-Match`` (or the version id), and the answer is checked against
+what was asked: status, Content-Range and length. A client may be used by many threads; make one
+per process.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from http.client import HTTPException
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
+from urllib.parse import quote, urlsplit
 
 from shardcache.errors import AccessDeniedError, ConfigError, ShardNotFoundError
 from shardcache.origins.base import (
@@ -26,15 +28,23 @@ from shardcache.origins.base import (
     VersionChangedError,
     unchained,
 )
-from shardcache.origins.rangebody import TRANSIENT_STATUS, RangeBody, content_range, retry_after
-from shardcache.origins.s3client import make_client
-from shardcache.origins.s3shortcut import Shortcut
+from shardcache.origins.endpoints import s3_endpoint
+from shardcache.origins.http import (
+    TRANSIENT_STATUS,
+    RangeBody,
+    content_length,
+    object_info,
+    range_body,
+    retry_after,
+)
 from shardcache.threads import undivided
 from shardcache.urls import ShardURL, redact
+from shardcache.version import __version__
 
-__all__ = ["S3Origin"]
+__all__ = ["S3Origin", "make_client"]
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _EXPIRED = frozenset(
     {"ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired"}
@@ -57,13 +67,31 @@ _HINTS = {
 }
 #: What errors and portals send, with status 200 too. Stores name the version of what they hold.
 _PAGES = ("text/html", "text/xml", "application/xml")
-_CHECKSUM_FIELDS = {
-    "ChecksumCRC32": "crc32",
-    "ChecksumCRC32C": "crc32c",
-    "ChecksumCRC64NVME": "crc64nvme",
-    "ChecksumSHA256": "sha256",
-    "ChecksumSHA1": "sha1",
-}
+#: Checksums, the ones that cost least first.
+_CHECKSUMS = ("crc32", "crc32c", "crc64nvme", "sha256", "sha1")
+
+#: Arguments of ``get_object`` as headers; of these one request differs from the next.
+_HEADERS = {"Range": "range", "IfMatch": "if-match", "ChecksumMode": "x-amz-checksum-mode"}
+#: What is said of all requests of a client, and is in its first one.
+_CONSTANT = frozenset({"RequestPayer"})
+#: Headers that belong to one request.
+_OWN = frozenset(
+    {"authorization", "x-amz-date", "x-amz-security-token", "x-amz-content-sha256"}
+    | {*_HEADERS.values(), "amz-sdk-invocation-id", "amz-sdk-request"}
+)
+_SIGNED = re.compile(r"AWS4-HMAC-SHA256 Credential=.*/([^/,]+)/s3/aws4_request,")
+#: Answers that botocore may know what to do about: look for the bucket in another region.
+_ELSEWHERE = frozenset({301, 302, 303, 307, 308})
+_OTHER_REGION = "AuthorizationHeaderMalformed"
+#: Of an error's text, which is XML of some hundred bytes.
+_MOST = 64 * 1024
+_CODE = re.compile(rb"<Code>([A-Za-z0-9.]{1,100})</Code>")
+_MESSAGE = re.compile(rb"<Message>([^<]{1,1000})</Message>")
+
+#: Botocore's loaders with all they have read, by where they look for descriptions. The first
+#: client of a process takes a fifth of a second, most of it for a megabyte of JSON that describes
+#: S3's interface; later ones take a tenth of that, those of forked workers as well.
+_loaders: dict[str | None, Any] = {}
 
 
 class S3Origin:
@@ -92,9 +120,9 @@ class S3Origin:
         self._endpoint = endpoint_url
         self._connections = connections
         self._timeout = timeout
-        self._client: tuple[Any, Shortcut] | None = None
+        self._client: _Client | None = None
         self._guard = threading.Lock()
-        self._extra: dict[str, str] = {}
+        self._extra: dict[str, Any] = {}
         if self._options.get("requester_pays"):
             self._extra["RequestPayer"] = "requester"
 
@@ -105,41 +133,50 @@ class S3Origin:
         Raises:
             ConfigError: the client cannot be set up.
         """
-        return self._place(self._ready_client()[0])
+        return self.client().place
 
-    def prepare(self) -> None:
-        """Make the client.
+    def client(self) -> _Client:
+        """The client, made if need be.
 
         Raises:
             ConfigError: it cannot be set up.
         """
-        self._ready_client()
+        with self._guard:
+            if self._client is None:
+                with undivided():  # a fork: it imports, and makes a context of OpenSSL
+                    self._client = _Client(
+                        make_client(
+                            self._options,
+                            endpoint_url=self._endpoint,
+                            connections=self._connections,
+                            timeout=self._timeout,
+                        )
+                    )
+            return self._client
 
     def open(
         self, url: ShardURL, start: int, stop: int | None, pin: ObjectInfo | None = None
     ) -> RangeBody:
-        """See `origin.Origin.open`."""
-        arguments: dict[str, Any] = self._arguments(url, pin)
+        """See `base.Origin.open`."""
+        arguments = self._arguments(url, pin)
         if pin is not None and pin.etag and not pin.etag.startswith("W/"):  # those never match
             arguments["IfMatch"] = pin.etag
         # Also where it is all of it: what a gateway compresses on its way is no such range.
         span = f"bytes={start}-" if stop is None else f"bytes={start}-{stop - 1}"
         try:
-            response = self._call("get_object", url, Range=span, **arguments)
+            answer = self._get(url, {**arguments, "Range": span})
         except _EmptyObjectError:
             # No range of an empty object is satisfiable; ask for all of it.
-            response = self._call("get_object", url, **arguments)
-        return _body(response, url, start, stop)
+            answer = self._get(url, arguments)
+        return _body(answer, url, start, stop)
 
     def whole(self, url: ShardURL, most: int, listed: int | None) -> RangeBody | None:
-        """See `origin.WholeOrigin.whole`. A range is answered without a checksum."""
-        response = self._call(
-            "get_object", url, ChecksumMode="ENABLED", **self._arguments(url, None)
-        )
-        body = _body(response, url, 0, None)
+        """See `base.WholeOrigin.whole`. A range is answered without a checksum."""
+        answer = self._get(url, {**self._arguments(url, None), "ChecksumMode": "ENABLED"})
+        body = _body(answer, url, 0, None)
         size = body.info.size
         # What a gateway compresses on its way has another size than it has; no range is.
-        plain = size == listed or not response.get("ContentEncoding")
+        plain = size == listed or not answer.headers.get("content-encoding")
         if size is None or body.stop != size or not plain:
             body.close()
             return None
@@ -147,128 +184,303 @@ class S3Origin:
         return body
 
     def stat(self, url: ShardURL) -> ObjectInfo:
-        """See `origin.Origin.stat`."""
-        response = self._call(
-            "head_object", url, ChecksumMode="ENABLED", **self._arguments(url, None)
+        """See `base.Origin.stat`."""
+        bucket, key = url.bucket_and_key()
+        arguments = {**self._arguments(url, None), "ChecksumMode": "ENABLED"}
+        answer = self._call(
+            url, lambda c: c.botocore.head_object(Bucket=bucket, Key=key, **arguments)
         )
-        size = _length(response)
+        headers = answer["ResponseMetadata"]["HTTPHeaders"]
+        size = content_length(headers)
         if size is None:  # then it cannot be compared with any version
             raise ConfigError(f"{url}: the origin states no size without sending it", url=str(url))
-        return _info(response, size)
+        return _info(headers, size)
+
+    def list_page(self, url: ShardURL, **options: Any) -> dict[str, Any]:
+        """One answer of ListObjectsV2: the keys that begin as ``url``, which may be a bucket, does.
+
+        Raises:
+            As `base.Origin.open`.
+        """
+        bucket, prefix = url.bucket_and_key()
+        arguments = {"Bucket": bucket, "Prefix": prefix, **self._extra, **options}
+        page: dict[str, Any] = self._call(url, lambda c: c.botocore.list_objects_v2(**arguments))
+        return page
 
     def _arguments(self, url: ShardURL, pin: ObjectInfo | None) -> dict[str, Any]:
-        arguments: dict[str, Any] = dict(self._extra)
         version = url.version_id or (pin.version_id if pin else None)
         if version and version != "null":
-            arguments["VersionId"] = version
-        return arguments
+            return {**self._extra, "VersionId": version}
+        return dict(self._extra)
+
+    def _get(self, url: ShardURL, arguments: dict[str, Any]) -> _Answer:
+        bucket, key = url.bucket_and_key()
+        return self._call(url, lambda client: client.get(bucket, key, arguments))
 
     @unchained
-    def _call(self, operation: str, url: ShardURL, **arguments: Any) -> dict[str, Any]:
+    def _call(self, url: ShardURL, ask: Callable[[_Client], T]) -> T:
         from botocore.exceptions import BotoCoreError, ClientError
         from botocore.parsers import ResponseParserError
         from urllib3.exceptions import HTTPError
 
-        bucket, key = url.bucket_and_key()
         for renewed in (False, True):
-            client, shortcut = self._ready_client()
+            client = self.client()
             try:
-                response: dict[str, Any] | None = None
-                if operation == "get_object":
-                    response = shortcut.get(bucket, key, arguments)
-                if response is None:
-                    response = getattr(client, operation)(Bucket=bucket, Key=key, **arguments)
-                    shortcut.learn(bucket, key)
+                return ask(client)
             except (BotoCoreError, ClientError, OSError) as exn:
                 if not renewed and _code(exn) in _EXPIRED:
                     logger.info("credentials expired; asking the chain for new ones")
                     self._forget(client)
                     continue
-                _translate(exn, url, self._place(client))
+                _translate(exn, url, client.place)
             except (HTTPError, HTTPException) as exn:  # botocore reads errors unguarded
                 raise TransientError(
-                    f"{self._place(client)} broke off its answer: {redact(str(exn))}"
+                    f"{client.place} broke off its answer: {redact(str(exn))}"
                 ) from None
             except (ResponseParserError, ValueError, RuntimeError, OverflowError) as exn:
                 raise ConfigError(
-                    f"{url}: what {self._place(client)} answers is not S3: {redact(str(exn))}. "
+                    f"{url}: what {client.place} answers is not S3: {redact(str(exn))}. "
                     "Check endpoint_url.",
                     url=str(url),
                 ) from None
-            return response
         raise AssertionError("unreachable")  # pragma: no cover
 
-    def _place(self, client: Any) -> str:
-        return redact(str(client.meta.endpoint_url))
-
-    def _forget(self, client: Any) -> None:
+    def _forget(self, client: _Client) -> None:
         with self._guard:
-            if self._client is not None and self._client[0] is client:
+            if self._client is client:
                 self._client = None
 
-    def _ready_client(self) -> tuple[Any, Shortcut]:
-        with self._guard:
-            if self._client is None:
-                with undivided():  # a fork: it imports, and makes a context of OpenSSL
-                    client = self._make_client()
-                self._client = client, Shortcut(client)
-            return self._client
 
-    def _make_client(self) -> Any:
-        return make_client(
-            self._options,
-            endpoint_url=self._endpoint,
-            connections=self._connections,
-            timeout=self._timeout,
-        )
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """Of a GetObject: its status, its headers by names in lower case, its bytes unread."""
+
+    status: int
+    headers: Mapping[str, str]
+    raw: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Template:
+    """What the requests for one bucket have in common; no region: not signed."""
+
+    prefix: str
+    headers: Mapping[str, str]
+    region: str | None
+
+
+class _Client:
+    """A client of botocore whose GetObject costs half.
+
+    Botocore works each request out anew: parameters, endpoint rules, events, a model of the
+    answer. That takes a millisecond of processor time, which is most of what a small shard costs.
+    So the first request for a bucket is botocore's own, and is looked at as it leaves; the next
+    ones differ from it in their key, range and condition alone, are signed by botocore's signer
+    and sent by its HTTP session, with all that concerns TLS, proxies, time-outs and credentials.
+    What looks unusual in the first request (another kind of signature, an access point), or is
+    answered as if the bucket had moved, is left to botocore.
+    """
+
+    def __init__(self, botocore: Any) -> None:
+        self.botocore = botocore
+        self.place = redact(str(botocore.meta.endpoint_url))
+        self._templates: dict[str, _Template] = {}
+        self._last = threading.local()
+        try:  # not botocore's promise; without them every request goes the long way
+            self._credentials = botocore._request_signer._credentials
+            self._session = botocore._endpoint.http_session
+        except AttributeError as exn:
+            logger.debug("all requests are left to this botocore: %s", exn)
+            return
+        botocore.meta.events.register_last("before-send.s3.GetObject", self._look)
+
+    def _look(self, request: Any, **_: Any) -> None:
+        self._last.request = request
+
+    def get(self, bucket: str, key: str, arguments: Mapping[str, str]) -> _Answer:
+        """Ask for an object.
+
+        Args:
+            bucket: its bucket.
+            key: its name.
+            arguments: of ``get_object``.
+
+        Raises:
+            botocore's errors, as ``get_object``.
+        """
+        template = self._templates.get(bucket)
+        if template is not None and arguments.keys() <= _HEADERS.keys() | _CONSTANT:
+            answer = self._session.send(self._request(template, key, arguments))
+            if answer.status_code < 300:
+                headers = {name.lower(): value for name, value in answer.raw.headers.items()}
+                return _Answer(answer.status_code, headers, answer.raw)
+            error = _error(answer)
+            elsewhere = answer.status_code in _ELSEWHERE or _code(error) == _OTHER_REGION
+            if not elsewhere:
+                raise error
+            self._templates.pop(bucket, None)
+        response = self.botocore.get_object(Bucket=bucket, Key=key, **arguments)
+        self._learn(bucket, key)
+        meta = response["ResponseMetadata"]
+        return _Answer(meta["HTTPStatusCode"], meta["HTTPHeaders"], response["Body"]._raw_stream)
+
+    def _learn(self, bucket: str, key: str) -> None:
+        """Remember what the calling thread's last request, which was answered, was like."""
+        request = self._last.__dict__.pop("request", None)
+        name = quote(key, safe="/~")
+        if request is None or not request.url.endswith(f"/{name}"):
+            return  # another version, or not the usual way to address it
+        said = {name.lower(): _text(value) for name, value in request.headers.items()}
+        signature = said.get("authorization")
+        signed = _SIGNED.match(signature or "")
+        if signature is not None and signed is None:
+            return
+        headers = {name: value for name, value in said.items() if name not in _OWN}
+        region = signed[1] if signed else None
+        self._templates[bucket] = _Template(request.url.removesuffix(name), headers, region)
+
+    def _request(self, template: _Template, key: str, arguments: Mapping[str, str]) -> Any:
+        from botocore.auth import S3SigV4Auth
+        from botocore.awsrequest import AWSRequest
+
+        own = {_HEADERS[name]: value for name, value in arguments.items() if name in _HEADERS}
+        place = template.prefix + quote(key, safe="/~")
+        request = AWSRequest("GET", place, headers={**template.headers, **own})
+        if template.region is not None:
+            request.context.update(client_config=self.botocore.meta.config, signing={})
+            credentials = self._credentials.get_frozen_credentials()
+            S3SigV4Auth(credentials, "s3", template.region).add_auth(request)
+        prepared = request.prepare()
+        prepared.stream_output = True
+        return prepared
+
+
+def make_client(
+    options: Mapping[str, Any], *, endpoint_url: str | None, connections: int, timeout: float
+) -> Any:
+    """A client of botocore for many threads; its retries are off.
+
+    Args:
+        options, endpoint_url, connections, timeout: as for `S3Origin`.
+
+    Raises:
+        ConfigError: it cannot be set up.
+    """
+    import botocore
+    import botocore.exceptions
+    from botocore import UNSIGNED
+    from botocore.config import Config
+
+    client_kwargs = dict(options.get("client_kwargs") or {})
+    settings: dict[str, Any] = {
+        "max_pool_connections": connections + 1,  # and one for the checksum
+        "connect_timeout": min(timeout, 10.0),
+        "read_timeout": timeout,
+        "tcp_keepalive": True,
+        # Whole-object checksums are compared by the engine, which sees all parts.
+        "response_checksum_validation": "when_required",
+        # Botocore's own is put together anew for each request, at a twentieth of its cost.
+        "user_agent": f"shardcache/{__version__} botocore/{botocore.__version__}",
+        **(options.get("config_kwargs") or {}),
+        # Whatever config_kwargs say for s3fs: attempts must not multiply.
+        "retries": {"total_max_attempts": 1, "mode": "standard"},
+        "ignore_configured_endpoint_urls": True,  # `s3_endpoint` has looked at them
+    }
+    if options.get("anon"):
+        settings["signature_version"] = UNSIGNED
+    client_kwargs["endpoint_url"] = s3_endpoint(options, endpoint_url)
+    client_kwargs.setdefault("use_ssl", options.get("use_ssl", True))
+    try:
+        session = _session(options.get("profile"))
+        if options.get("key"):
+            session.set_credentials(options["key"], options.get("secret"), options.get("token"))
+        if not client_kwargs.get("region_name") and not session.get_config_variable("region"):
+            # Any region will do: S3 answers with the right one and botocore follows.
+            client_kwargs["region_name"] = "us-east-1"
+        client = session.create_client("s3", config=Config(**settings), **client_kwargs)
+    except (botocore.exceptions.BotoCoreError, ValueError, TypeError) as exn:
+        raise ConfigError(
+            f"the S3 client cannot be set up: {redact(str(exn))}. "
+            "Check endpoint_url, the profile and storage_options.",
+        ) from None
+    if not (urlsplit(client.meta.endpoint_url).hostname or "").endswith(".amazonaws.com"):
+        client.meta.events.register_last("before-parameter-build.s3", _stay)
+    return client
+
+
+def _session(profile: str | None) -> Any:
+    import botocore.loaders
+    import botocore.session
+
+    session = botocore.session.Session(profile=profile)
+    where = session.get_config_variable("data_path")
+    loader = _loaders.get(where)
+    if loader is None:
+        loader = _loaders[where] = botocore.loaders.create_loader(where)
+        # Botocore looks through the directories of all its 400 services for one name,
+        # which is a third of the time that a client takes.
+        loader.list_available_services = lambda type_name: ["s3"]
+    session.register_component("data_loader", loader)
+    return session
+
+
+def _stay(context: dict[str, Any], **_: Any) -> None:
+    """Keep botocore from looking for a bucket's region where there are none.
+
+    A gateway that answers 301 (a web server in front that wants https) would be asked
+    for the bucket, answer 301, be asked again: some hundred requests per attempt.
+    """
+    context.setdefault("s3_redirect", {})["redirected"] = True
 
 
 class _EmptyObjectError(TransientError):
     """416 for a range that starts at 0; in answer to anything else it is mere trouble."""
 
 
-def _body(response: dict[str, Any], url: ShardURL, start: int, stop: int | None) -> RangeBody:
-    stream = response["Body"]
-    length = _length(response)  # a gateway may send chunks instead
-    status = response["ResponseMetadata"]["HTTPStatusCode"]
-    if status not in (200, 206):
-        stream.close()
-        raise ConfigError(f"{url}: {status} is no answer to a read. Check endpoint_url.")
-    if status == 200:
-        info = _info(response, length)
-        if not info.identifiable and response.get("ContentType", "").startswith(_PAGES):
-            stream.close()
-            raise TransientError(f"a page of {response['ContentType']} came in place of the object")
-        # The range was ignored: all bytes will come, from the first.
-        return RangeBody(info, 0, length, stream._raw_stream)
+def _body(answer: _Answer, url: ShardURL, start: int, stop: int | None) -> RangeBody:
     try:
-        total, end = content_range(response.get("ContentRange"), length, start, stop)
-    except TransientError:
-        stream.close()
+        if answer.status not in (200, 206):
+            raise ConfigError(f"{url}: {answer.status} is no answer to a read. Check endpoint_url.")
+        body = range_body(answer.status, answer.headers, answer.raw, start, stop, _info)
+        page = answer.headers.get("content-type", "")
+        if answer.status == 200 and not body.info.identifiable and page.startswith(_PAGES):
+            raise TransientError(f"a page of {page} came in place of the object")
+    except Exception:
+        answer.raw.close()
         raise
-    return RangeBody(_info(response, total), start, end, stream._raw_stream)
+    return body
 
 
-def _length(response: dict[str, Any]) -> int | None:
-    length: int | None = response.get("ContentLength")
-    return None if length is None or length < 0 else length
-
-
-def _info(response: dict[str, Any], size: int | None) -> ObjectInfo:
-    modified = response.get("LastModified")
+def _info(headers: Mapping[str, str], size: int | None) -> ObjectInfo:
     checksum = None
-    if response.get("ChecksumType") != "COMPOSITE":
-        for name, algorithm in _CHECKSUM_FIELDS.items():
-            if response.get(name):
-                checksum = Checksum(algorithm, response[name])
+    if headers.get("x-amz-checksum-type") != "COMPOSITE":
+        for algorithm in _CHECKSUMS:
+            if stated := headers.get(f"x-amz-checksum-{algorithm}"):
+                checksum = Checksum(algorithm, stated)
                 break
-    return ObjectInfo(
-        size=size,
-        etag=response.get("ETag"),
-        version_id=response.get("VersionId"),
-        modified=modified.isoformat() if modified is not None else None,
-        checksum=checksum,
-    )
+    version = headers.get("x-amz-version-id")
+    return replace(object_info(headers, size), version_id=version, checksum=checksum)
+
+
+def _text(value: Any) -> str:
+    return value.decode("ascii") if isinstance(value, bytes) else str(value)
+
+
+def _error(answer: Any) -> Exception:
+    """What botocore would have raised."""
+    from botocore.exceptions import ClientError
+
+    text = answer.raw.read(_MOST)
+    answer.raw.close()
+    code, message = _CODE.search(text), _MESSAGE.search(text)
+    said = {
+        "Code": code[1].decode() if code else str(answer.status_code),
+        "Message": message[1].decode("utf-8", "replace") if message else "",
+    }
+    headers = {name.lower(): value for name, value in answer.raw.headers.items()}
+    meta = {"HTTPStatusCode": answer.status_code, "HTTPHeaders": headers}
+    error: Exception = ClientError({"Error": said, "ResponseMetadata": meta}, "GetObject")
+    return error
 
 
 def _code(exn: Exception) -> str:

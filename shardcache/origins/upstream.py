@@ -54,12 +54,12 @@ _FAILURES = 2
 
 
 class UpstreamOrigin:
-    """One shard as an upstream has it; an `origin.Origin` of that shard alone.
+    """One shard as an upstream has it; an `base.Origin` of that shard alone.
 
     Attributes:
         name: of the upstream, for people.
         digest: tree digest that the bytes must have; None where nobody knows.
-        pins, states_checksums: see `origin.Origin`.
+        pins, states_checksums: see `base.Origin`.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class UpstreamOrigin:
     def open(
         self, url: ShardURL, start: int, stop: int | None, pin: ObjectInfo | None = None
     ) -> Body:
-        """See `origin.Origin.open`."""
+        """See `base.Origin.open`."""
         if pin is not None and pin.version != self._info.version:
             raise VersionChangedError(str(url))
         body = self._place.origin.open(self._copy, start, stop, self._found)
@@ -89,7 +89,7 @@ class UpstreamOrigin:
         self._place.distrust(self._copy)
 
     def stat(self, url: ShardURL) -> ObjectInfo:
-        """See `origin.Origin.stat`."""
+        """See `base.Origin.stat`."""
         now = self._place.origin.stat(self._copy)
         if now.version != self._found.version:
             raise VersionChangedError(str(url))
@@ -124,7 +124,7 @@ class _Place:
                 connections=config.connections,
                 timeout=min(config.timeout, _TIMEOUT),
             )
-        return FsspecOrigin(self._scheme, self._options)
+        return FsspecOrigin(self._scheme, self._options, timeout=min(config.timeout, _TIMEOUT))
 
     def copy_of(self, url: ShardURL) -> ShardURL | None:
         """Where it would keep a shard; None if such a shard is not looked for."""

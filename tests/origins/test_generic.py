@@ -9,12 +9,24 @@ import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
-from shardcache import AccessDeniedError, Cache, ConfigError, ShardNotFoundError, TransferError
+from shardcache import (
+    AccessDeniedError,
+    Cache,
+    ConfigError,
+    ShardNotFoundError,
+    TransferError,
+    TransferTimeoutError,
+)
+from shardcache.origins.base import TransientError
+from shardcache.origins.filesystem import FsspecOrigin
 from shardcache.store.digest import BLOCK
+from shardcache.urls import parse_url
 from tests.support.tars import make_tar
 
 SHARD = make_tar(4, members=3, size=BLOCK)
@@ -253,10 +265,7 @@ def test_a_slow_mount_is_cached_by_modification_time(tmp_path: Path) -> None:
 
 
 def test_an_unreadable_file_is_access_denied(tmp_path: Path) -> None:
-    from shardcache.origins.filesystem import FsspecOrigin
-    from shardcache.urls import parse_url
-
-    origin = FsspecOrigin("file", {})
+    origin = FsspecOrigin("file", {}, timeout=30)
 
     class Refusing:
         def invalidate_cache(self) -> None: ...
@@ -306,3 +315,57 @@ def test_an_object_that_became_shorter_since_its_fetch_was_interrupted_is_begun_
     (tmp_path / "a.tar").write_bytes(shorter)
     with cache.open(str(tmp_path / "a.tar")) as stream:
         assert stream.read() == shorter
+
+
+class Hung(MemoryFileSystem):
+    """A filesystem that is silent in one call until it is released."""
+
+    protocol = "hung"
+    at = ""
+    released = threading.Event()
+
+    def _wait(self, call: str) -> None:
+        if call == self.at:
+            self.released.wait()
+
+    def info(self, path: str, **options: Any) -> Any:
+        self._wait("info")
+        return super().info(path, **options)
+
+    def open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        self._wait("open")
+        file = super().open(path, mode, **options)
+        read = file.read
+        file.read = lambda size=-1: self._wait("read") or read(size)
+        return file
+
+
+@pytest.fixture
+def hung() -> Iterator[type[Hung]]:
+    fsspec.register_implementation("hung", Hung, clobber=True)
+    Hung().pipe_file("hung://lab/a.tar", SHARD)
+    yield Hung
+    Hung.at = ""
+    Hung.released.set()
+    Hung.released = threading.Event()
+
+
+@pytest.mark.parametrize("call", ["info", "open", "read"])
+def test_a_silent_filesystem_is_given_up_on(tmp_path: Path, hung: type[Hung], call: str) -> None:
+    options: dict[str, Any] = {"min_free": 0, "allow_schemes": ["hung"], "attempts": 1}
+    hung.at = call
+    with Cache(tmp_path / "cache", timeout=0.1, **options) as cache:
+        with pytest.raises(TransferTimeoutError, match="nothing came for"):
+            read(cache, "hung://lab/a.tar")
+        hung.at = ""
+        assert read(cache, "hung://lab/a.tar") == SHARD
+
+
+def test_a_blocked_read_of_a_filesystem_can_be_aborted(hung: type[Hung]) -> None:
+    hung.at = "read"
+    origin = FsspecOrigin("hung", {}, timeout=600)
+    body = origin.open(parse_url("hung://lab/a.tar", allow_schemes={"hung"}), 0, None)
+    threading.Timer(0.1, body.abort).start()
+    with pytest.raises(TransientError, match="called off"):
+        body.readinto(memoryview(bytearray(100)))
+    body.close()

@@ -14,8 +14,7 @@ import pytest
 
 from shardcache import AccessDeniedError, Cache, ConfigError, TransferError
 from shardcache.origins.base import ObjectInfo, Origin, TransientError, VersionChangedError
-from shardcache.origins.http import WebOrigin
-from shardcache.origins.rangebody import _Reader, content_range, retry_after
+from shardcache.origins.http import WebOrigin, _Reader, content_range, retry_after
 from shardcache.origins.s3 import S3Origin, _translate
 from shardcache.urls import ShardURL, parse_url
 from tests.support.storetools import PATIENCE

@@ -25,7 +25,7 @@ from shardcache.cli.demo import S3Server
 from shardcache.fetch.job import FetchStatus
 from shardcache.origins import retry
 from shardcache.origins.base import TransientError
-from shardcache.origins.rangebody import retry_after
+from shardcache.origins.http import retry_after
 from shardcache.origins.retry import BASE, CAP, RETRY_AFTER_CAP, RetryPolicy
 from tests.fetch.test_faults import MIB, SIZE, Lab, bucket, lab, page, shard  # noqa: F401 - fixtures
 from tests.origins.test_generic import Server, web  # noqa: F401 - a fixture

@@ -54,7 +54,9 @@ def replaceable(tmp_path: Path) -> Iterator[tuple[Path, OriginStream]]:
     path.write_bytes(b"a" * 3 * BLOCK)
     clock = FakeClock()
     policy = RetryPolicy(attempts=3, deadline=None, clock=clock)
-    with OriginStream(FsspecOrigin("file", {}), parse_url(str(path)), policy, clock, 30) as stream:
+    with OriginStream(
+        FsspecOrigin("file", {}, timeout=30), parse_url(str(path)), policy, clock, 30
+    ) as stream:
         yield path, stream
 
 

@@ -20,7 +20,7 @@ from shardcache.locks.flock import Holder, parse_holder
 from shardcache.locks.mounts import parse_mountinfo
 from shardcache.locks.sessions import Wait, parse_wait
 from shardcache.origins.base import Checksum, ObjectInfo, TransientError
-from shardcache.origins.rangebody import content_length, content_range, retry_after
+from shardcache.origins.http import content_length, content_range, retry_after
 from shardcache.store.digest import BLOCK
 from shardcache.store.entry import DamagedError, Metadata
 from shardcache.store.partial import Progress, parse_header, read_records, write_record

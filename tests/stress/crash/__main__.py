@@ -1,141 +1,384 @@
-"""A process killed at every system call, and every call failing: the crash-point sweep.
+"""``python -m tests.stress.crash``: a process killed, or failed by its disk, at every system call.
 
-    python -m tests.stress.crash
-
-For each scenario (``--list``) one run under strace tells which system calls touch the
-cache directory. Then the scenario is run anew for each of them, on a fresh copy of the
-directory, and its process is
+For each scenario one run under strace tells which system calls touch the cache directory. Then it
+is run anew for each of them, on a fresh copy of the directory, and its process is
 
 * killed (SIGKILL) before the call, and, where the call changes something, behind it;
-* given each error that the call may answer: once, and for calls that nothing but the
-  cache makes, from that call on.
+* given each error that the call may answer, once and from that call on.
 
-After a kill a new process must read every shard at once, from the cache, with the right
-bytes; no entry may look complete that is not; and a sweep must leave nothing but entries
-and lock files. After an error the struck process itself must have read the right bytes,
-with each warning once, and the same must hold for those after it.
-
-Exit status 1 if anything is wrong, with scenario, call and what it was. ``--every N``
-tries a sample, and always the calls around the rename that publishes.
+After a kill a new process must read every shard at once, from the cache, with the right bytes; no
+entry may look complete that is not; a sweep must leave nothing but entries and locks. After an
+error the process itself must have read the right bytes, with each warning once. Exit 1 if anything
+is wrong, 77 where nothing can be traced. ``--every N`` takes one point in N.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
-import json
+import hashlib
+import importlib
+import io
 import logging
 import multiprocessing
 import os
-import signal
+import random
+import shutil
 import sys
+import tarfile
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from shardcache import Cache
+from shardcache.errors import ShardCacheError
 from tests.stress import machine
-from tests.stress.crash.place import SHARDS
-from tests.stress.crash.plan import Point, errors, kills, sampled
-from tests.stress.crash.scenarios import SCENARIOS, Scenario
-from tests.stress.crash.stage import Result, Stage
-from tests.stress.crash.strace import unavailable
+from tests.stress.crash.strace import PATIENCE, Run, Strike, trace, unavailable
 
-#: Exit status where nothing can be traced; as Automake's tests use it.
-_SKIPPED = 77
-_REPORT_EVERY = 500
-#: Of launchers and of the library: nothing of the machine may reach a scenario.
-_FOREIGN = (
-    "AWS_", "GROUP_RANK", "LOCAL_RANK", "OMPI_", "PMI_", "RANK", "SHARDCACHE_", "SLURM_",
-    "TORCHELASTIC_", "WDS_", "WORLD_SIZE",
-)  # fmt: skip
-_KINDS = {"before": "killed before", "after": "killed behind", "error": "failed", "on": "failed on"}
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; returns the exit status."""
-    given = _parser().parse_args(arguments)
-    if given.list:
-        for scenario in SCENARIOS.values():
-            print(f"{scenario.name:12} {scenario.about}")
-        return 0
-    reason = unavailable()
-    if reason is not None:
-        print(f"skipped: {reason}", file=sys.stderr)
-        return _SKIPPED
-    chosen = [SCENARIOS[name] for name in given.scenario or SCENARIOS]
-    begun = time.monotonic()
-    results = _sweep(chosen, given)
-    seconds = time.monotonic() - begun
-    print(_table(results))
-    rate = len(results) / seconds
-    print(f"\n{len(results)} runs in {seconds:.0f} s, {rate:.0f} per second; {machine()}")
-    bad = [result for result in results if result.wrong]
-    for result in bad:
-        print(f"\n{result.scenario}: {result.strike}: {result.call}", *result.wrong, sep="\n    ")
-    if given.json:
-        record = {"seconds": round(seconds, 1), "machine": machine(), "every": given.every}
-        record["results"] = [asdict(result) for result in results]
-        given.json.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
-    return 1 if bad else 0
+MIB = 1 << 20
+BIG = "big.tar"
+_ANY = ("EIO", "EACCES", "ENOMEM")
+_CHANGE = ("ENOSPC", "EDQUOT", "EROFS", *_ANY)
+_WRITE = ("ENOSPC", "EDQUOT", "EIO")
+#: Calls that change a directory, a file or a lock, and what they may answer on a failing disk.
+EFFECTS = {
+    "fchmod": ("EROFS", "EIO"), "flock": ("ENOLCK", "EIO"), "fsync": _WRITE, "fallocate": _WRITE,
+    "ftruncate": ("ENOSPC", "EROFS", "EIO"), "link": _CHANGE, "linkat": _CHANGE, "mkdir": _CHANGE,
+    "mkdirat": _CHANGE, "pwrite64": _WRITE, "pwritev": _WRITE, "rename": _CHANGE,
+    "renameat": _CHANGE, "renameat2": _CHANGE, "rmdir": _CHANGE[2:], "unlink": _CHANGE[2:],
+    "unlinkat": _CHANGE[2:], "utimensat": ("EROFS", "EIO", "EACCES"), "write": _WRITE,
+}  # fmt: skip
+LOOKS = {
+    "close": ("EIO",), "fstat": ("EIO",), "fstatfs": ("EIO",), "getdents64": ("EIO",),
+    "lstat": _ANY, "newfstatat": _ANY, "pread64": ("EIO",), "preadv": ("EIO",), "read": ("EIO",),
+    "stat": _ANY, "statfs": ("EIO",), "statx": _ANY,
+}  # fmt: skip
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--scenario", action="append", choices=SCENARIOS, metavar="NAME")
-    parser.add_argument("--part", choices=("kills", "errors"), help="only these; default: both")
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="a sample of the points")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--dir", type=Path, help="where caches are made; default: as tempfile's")
-    parser.add_argument("--list", action="store_true", help="name the scenarios")
-    return parser
+def _shard(seed: int, size: int) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        info = tarfile.TarInfo("000000.bin")
+        info.size = size
+        archive.addfile(info, io.BytesIO(hashlib.shake_128(b"%d" % seed).digest(size)))
+    return buffer.getvalue()
 
 
-def _sweep(chosen: Sequence[Scenario], given: argparse.Namespace) -> list[Result]:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and clean up
-    for name in [name for name in os.environ if name.startswith(_FOREIGN)]:
-        del os.environ[name]
-    os.environ["AWS_EC2_METADATA_DISABLED"] = "true"
-    logging.getLogger().addHandler(logging.NullHandler())  # warnings are part of the play
-    with ExitStack() as stack:
-        home = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=given.dir)))
-        endpoint = _serve(stack) if any(scenario.s3 for scenario in chosen) else None
-        stage = Stage(home.resolve(), endpoint)
-        points = _plan(stage, chosen, given)
-        gc.freeze()  # or every child copies what the collector touches
-        # Workers by fork: a stage needs no setting up, and no thread runs yet.
-        context = multiprocessing.get_context("fork")
-        pool = stack.enter_context(context.Pool(given.jobs, _start, (stage,)))
-        return [
-            result for done in _progress(pool.imap(_attempt, points), points) for result in done
-        ]
+#: The first has several blocks, the others one.
+SHARDS = {BIG: _shard(0, 3 * MIB + 4321)} | {
+    f"{name}.tar": _shard(seed, 5000 * seed) for seed, name in enumerate("abcd", 1)
+}
 
 
-def _serve(stack: ExitStack) -> str:
-    from shardcache.cli.demo import S3Server
+@dataclass(frozen=True)
+class Place:
+    """A cache directory, and the directory that its shards come from."""
 
-    server = stack.enter_context(S3Server())
-    os.environ.update(server.environment())
-    server.create_bucket("crash")
-    for name, data in SHARDS.items():
-        server.put("crash", name, data)
-    return server.endpoint_url
+    root: Path
+    origin: Path
+    options: dict[str, Any]
+
+    def url(self, name: str) -> str:
+        return f"file://{self.origin}/{name}"
+
+    def cache(self, **options: Any) -> Cache:
+        usual = {"min_free": 0, "cache_local": True, "attempts": 1, "prefetch": 0}
+        return Cache(self.root, **{**usual, **self.options, **options})
+
+    def read(self, *names: str, **options: Any) -> list[str]:
+        """Read shards; which of them were not read from a file of the cache."""
+        with self.cache(**options) as cache:
+            streamed = []
+            for name in names:
+                with cache.open(self.url(name)) as stream:
+                    assert stream.read() == SHARDS[name], f"{name} has other bytes"
+                    streamed += [] if Path(str(stream.name)).is_absolute() else [name]
+            return streamed
 
 
-def _plan(stage: Stage, chosen: Iterable[Scenario], given: argparse.Namespace) -> list[Point]:
-    points = []
-    for scenario in chosen:
-        run = stage.prepare(scenario)
-        every = given.every * scenario.stride
-        for part, find in (("kills", kills), ("errors", errors)):
-            if given.part in (None, part):
-                points += sampled(list(find(scenario, run)), every)
-    return points
+Act = Callable[[Place], Any]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One job to be struck.
+
+    Attributes:
+        act: what the struck process does.
+        before: what others did, each with the call at which it was killed, if it was: part of
+            the name, part of the text; the one in the middle of all that fit.
+        reads: what the next process must be able to read at once.
+        maintains: it may raise what the disk says, instead of reading past it.
+    """
+
+    act: Act
+    reads: tuple[str, ...]
+    before: tuple[tuple[Act, tuple[str, str] | None], ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
+    maintains: bool = False
+
+
+def _reading(*names: str) -> Act:
+    return lambda place: place.read(*names)
+
+
+def _old(place: Place) -> None:
+    for path in place.root.rglob("meta.json"):
+        os.utime(path, (time.time() - 1e6,) * 2)
+
+
+def _cut(place: Place) -> None:
+    (data,) = place.root.glob("v1/objects/*/*/*/a.tar")
+    data.chmod(0o600)
+    os.truncate(data, 1000)
+    data.chmod(0o400)
+
+
+def _rank(number: int) -> Act:
+    def act(place: Place) -> None:
+        os.environ["SHARDCACHE_RANK"] = str(number)
+        place.read("a.tar")
+
+    return act
+
+
+def _remove(place: Place) -> None:
+    with place.cache() as cache:
+        cache.remove(place.url("a.tar"))
+
+
+def _clean(**options: Any) -> Act:
+    def act(place: Place) -> None:
+        with place.cache() as cache:
+            cache.clean(**options)
+
+    return act
+
+
+_WROTE, _UNLINKS = ("write", ".tar"), ("unlink", "")
+_ABC = ("a.tar", "b.tar", "c.tar")
+_HAVE = ((_reading(*_ABC), None), (_old, None))
+SCENARIOS = {
+    "first use of a directory": Scenario(_reading("a.tar"), ("a.tar",)),
+    "fetch of several blocks": Scenario(_reading(BIG), (BIG,), ((_reading("a.tar"), None),)),
+    "hit": Scenario(_reading("a.tar"), ("a.tar",), ((_reading("a.tar"), None),)),
+    "resume": Scenario(_reading(BIG), (BIG,), ((_reading(BIG), _WROTE),)),
+    "damaged entry": Scenario(
+        _reading("a.tar"), ("a.tar",), ((_reading("a.tar"), None), (_cut, None))
+    ),
+    "link to a sibling's": Scenario(
+        _rank(1), ("a.tar",), ((_rank(0), None),), {"isolation": "rank"}
+    ),
+    "room is made": Scenario(
+        _reading("d.tar"), ("d.tar",), _HAVE, {"max_size": sum(len(SHARDS[n]) for n in _ABC)}
+    ),
+    "remove": Scenario(_remove, ("a.tar",), _HAVE, maintains=True),
+    "clean to a limit": Scenario(
+        _clean(max_size=len(SHARDS["c.tar"]) + 1000), _ABC, _HAVE, maintains=True
+    ),
+    "sweep": Scenario(
+        _clean(limits=False),
+        (BIG, *_ABC),
+        (*_HAVE, (_remove, _UNLINKS), (_reading(BIG), _WROTE)),
+        maintains=True,
+    ),
+}
+
+
+# -- one attempt -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Point:
+    """One attempt; one at the publishing rename is in every sample."""
+
+    scenario: str
+    strike: Strike
+    publishes: bool = False
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of it; ``call`` is None if the run did not come to it."""
+
+    point: Point
+    call: str | None
+    wrong: list[str]
+
+
+class Stage:
+    """Where scenarios run, in processes without threads."""
+
+    def __init__(self, home: Path) -> None:
+        self._home = home
+        (home / "origin").mkdir()
+        for name, data in SHARDS.items():
+            (home / "origin" / name).write_bytes(data)
+
+    def prepare(self, name: str) -> Run:
+        """Make what the scenario finds, and watch it without striking it."""
+        place = self._place(SCENARIOS[name], self._home / "prepared" / name.replace(" ", "-"))
+        for act, killed in SCENARIOS[name].before:
+            strike = None
+            if killed:
+                with self._copy(place) as copy:
+                    calls = trace(copy.root, lambda act=act, copy=copy: act(copy)).calls
+                fit = [c for c in calls if killed[0] in c.name and killed[1] in c.text]
+                middle = fit[len(fit) // 2]
+                strike = Strike(middle.name, middle.number, "before")
+            run = trace(place.root, lambda act=act: act(place) and None, strike)
+            if run.error or run.killed != bool(killed):
+                raise RuntimeError(f"{name} cannot be prepared: {run.error or run}")
+        while True:  # what it imports is imported here, so that later runs make the same calls
+            run, wrong = self.strike(name, None)
+            if wrong:
+                raise RuntimeError(f"{name} fails by itself: {wrong}")
+            if not (new := [m for m in run.answer["imported"] if m not in sys.modules]):
+                return run
+            for module in new:
+                importlib.import_module(module)
+
+    def _place(self, scenario: Scenario, root: Path) -> Place:
+        return Place(root, self._home / "origin", scenario.options)
+
+    @contextlib.contextmanager
+    def _copy(self, place: Place) -> Iterator[Place]:
+        with tempfile.TemporaryDirectory(dir=self._home, prefix="run-") as directory:
+            copy = Place(Path(directory, "cache"), place.origin, place.options)
+            if place.root.exists():
+                shutil.copytree(place.root, copy.root, symlinks=True)
+            yield copy
+
+    def strike(self, name: str, strike: Strike | None) -> tuple[Run, list[str]]:
+        """One attempt on a fresh copy: what happened, and what was wrong."""
+        scenario = SCENARIOS[name]
+        prepared = self._place(scenario, self._home / "prepared" / name.replace(" ", "-"))
+        with self._copy(prepared) as place:
+            planted = set(inspect(place.root))
+            run = trace(place.root, lambda: _act(scenario, place), strike)
+            wrong = [] if run.killed else _behaviour(run)
+            wrong += [text for text in inspect(place.root) if text not in planted]
+            # Every state comes twice, behind one call and before the next: once the next process
+            # sweeps first, once it reads first.
+            steps = (
+                [_read, _sweep] if strike and strike.kind != "after" else [_sweep, _read, _sweep]
+            )
+            for step in steps:
+                wrong += _alone(lambda step=step: step(scenario, place))
+            return run, wrong
+
+    def attempt(self, point: Point) -> Result:
+        run, wrong = self.strike(point.scenario, point.strike)
+        struck = run.struck
+        if struck is None and run.killed:
+            wrong.append("it was killed, but not by us")
+        if point.strike.fails and run.astray:  # it hit a call that was the origin's
+            struck, wrong = None, []
+        return Result(point, struck and struck.text, wrong)
+
+
+def _act(scenario: Scenario, place: Place) -> dict[str, list[str]]:
+    """What the struck process does; what it warned of, and imported."""
+    known = set(sys.modules)
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger().addHandler(handler)
+    try:
+        scenario.act(place)
+    except (OSError, ShardCacheError):
+        if not scenario.maintains:
+            raise
+    return {"said": said, "imported": sorted(set(sys.modules) - known)}
+
+
+def _behaviour(run: Run) -> list[str]:
+    """What was wrong with a process that was not killed."""
+    if run.hung or run.error or run.answer is None:
+        return ["it hangs" if run.hung else f"it raised: {run.error}" if run.error else "it died"]
+    many = {text: n for text, n in Counter(run.answer["said"]).items() if n > 1}
+    return [f"it warned {count} times: {text}" for text, count in many.items()]
+
+
+def inspect(root: Path) -> Iterator[str]:
+    """What is wrong with the entries: what is visible must be complete."""
+    for entry in root.glob("v1/**/objects/*/*/*"):
+        names = {path.name for path in entry.iterdir()}
+        data = names & set(SHARDS)
+        if len(data) != 1 or names != {*data, "meta.json"}:
+            yield f"an entry is not complete, or has more: {entry.name}: {sorted(names)}"
+        elif (entry / min(data)).read_bytes() != SHARDS[min(data)]:
+            yield f"an entry has other bytes than the origin: {entry.name}"
+        elif (entry / min(data)).stat().st_mode & 0o222:
+            yield f"an entry can be written: {entry.name}"
+
+
+def _read(scenario: Scenario, place: Place) -> list[str]:
+    """A process that was not there before reads everything, at once and from the cache."""
+    streamed = place.read(*scenario.reads, strict=True, lock_timeout=5.0, fill="complete")
+    return [f"{name} was streamed, not cached" for name in streamed] + list(inspect(place.root))
+
+
+def _sweep(scenario: Scenario, place: Place) -> list[str]:
+    if not (place.root / "manifest.json").exists():
+        return []  # not ours to sweep
+    for path in place.root.glob("v1/**/partial/**/*"):  # it may be kept for a while
+        os.utime(path, (1e9, 1e9), follow_symlinks=False)
+    with place.cache() as cache:
+        cache.clean(limits=False)
+    kinds = ("partial", "quarantine", "sessions")
+    left = [path for kind in kinds for path in place.root.glob(f"v1/**/{kind}/*")]
+    left += [path for path in place.root.rglob(".*") if path not in left]
+    return [f"the sweep left {path.relative_to(place.root)}" for path in left]
+
+
+def _alone(function: Callable[[], list[str]]) -> list[str]:
+    """What a function finds wrong, in a process of its own."""
+    mine, theirs = multiprocessing.Pipe(duplex=False)
+    if (pid := os.fork()) == 0:
+        try:
+            wrong = function()
+        except BaseException:
+            wrong = [traceback.format_exc()]
+        theirs.send(wrong)
+        os._exit(0)
+    theirs.close()
+    try:
+        return list(mine.recv()) if mine.poll(PATIENCE) else ["the next process hangs"]
+    except EOFError:
+        return ["the next process died"]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, 9)
+        os.waitpid(pid, 0)
+        mine.close()
+
+
+# -- all of them -----------------------------------------------------------------------
+
+
+def points(name: str, run: Run, part: str | None) -> Iterator[Point]:
+    """Every kill, and every error, of the calls that a run made; each name and number once."""
+    for call in {(call.name, call.number): call for call in run.calls}.values():
+        makes = call.name == "openat" and "O_CREAT" in call.text
+        effect = makes or call.name in EFFECTS
+        if part != "errors":
+            for kind in ("before", "after") if effect else ("before",):
+                publishes = call.name.startswith("rename") and "/objects/" in call.text
+                yield Point(name, Strike(call.name, call.number, kind), publishes)
+        if part != "kills":
+            opens = ("EMFILE", *(_CHANGE if makes else _ANY)) if call.name == "openat" else ()
+            for error in opens or EFFECTS.get(call.name) or LOOKS.get(call.name, ()):
+                for on in (
+                    (False, True) if call.name in EFFECTS and call.name != "write" else (False,)
+                ):
+                    yield Point(name, Strike(call.name, call.number, error, on))
 
 
 _stage: Stage
@@ -144,39 +387,53 @@ _stage: Stage
 def _start(stage: Stage) -> None:
     global _stage
     _stage = stage
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _attempt(point: Point) -> list[Result]:
-    return list(_stage.attempt(point))
+def _attempt(point: Point) -> Result:
+    return _stage.attempt(point)
 
 
-def _progress(done: Iterable[list[Result]], points: Sequence[Point]) -> Iterable[list[Result]]:
-    """The same, and on standard error how far it is: often on a terminal, else now and then."""
-    terminal = sys.stderr.isatty()
-    for number, results in enumerate(done, 1):
-        if terminal or number % _REPORT_EVERY == 0:
-            line = f"{number:,} of {len(points):,}  {points[number - 1].scenario:12}"
-            print(line, end="\r" if terminal else "\n", file=sys.stderr, flush=True)
-        yield results
+def sweep(names: list[str], every: int = 1, part: str | None = None) -> list[Result]:
+    """Try one point in so many of these scenarios."""
+    logging.getLogger().addHandler(logging.NullHandler())  # warnings are part of the play
+    with tempfile.TemporaryDirectory(prefix="shardcache-crash-") as home:
+        stage = Stage(Path(home).resolve())
+        chosen = [p for name in names for p in points(name, stage.prepare(name), part)]
+        draw = random.Random(every)
+        chosen = [p for p in chosen if p.publishes or draw.randrange(every) == 0]
+        gc.freeze()  # or every child copies what the collector touches
+        context = multiprocessing.get_context("fork")
+        with context.Pool(os.cpu_count(), _start, (stage,)) as pool:
+            return list(pool.imap(_attempt, chosen))
 
 
-def _table(results: Sequence[Result]) -> str:
-    """One line per scenario: how many of each kind were struck, missed, bad."""
-    lines = [
-        f"| scenario | {' | '.join(_KINDS.values())} | not reached | bad |",
-        f"|---|{'---|' * (len(_KINDS) + 2)}",
-    ]
-    names = list(dict.fromkeys(result.scenario for result in results))
-    for name in [*names, None]:
-        rows = [result for result in results if name in (None, result.scenario)]
-        struck = [result for result in rows if result.call is not None]
-        counts = [sum(result.kind == kind for result in struck) for kind in _KINDS]
-        missed = sum(result.call is None and result.kind != "end" for result in rows)
-        figures = [*counts, missed, sum(bool(result.wrong) for result in rows)]
-        lines.append(f"| {name or 'all'} | {' | '.join(f'{count:,}' for count in figures)} |")
-    return "\n".join(lines)
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.stress.crash", description=__doc__)
+    parser.add_argument("--scenario", action="append", choices=list(SCENARIOS))
+    parser.add_argument("--part", choices=["kills", "errors"], help="default: both")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="a sample of the points")
+    given = parser.parse_args()
+    if reason := unavailable():
+        print(f"skipped: {reason}")
+        return 77
+    begun = time.monotonic()
+    results = sweep(given.scenario or list(SCENARIOS), given.every, given.part)
+    kinds = {"before": "killed before", "after": "killed behind"}
+    table = Counter((r.point.scenario, kinds.get(r.point.strike.kind, "failed")) for r in results)
+    print(f"{machine()}, {time.monotonic() - begun:.0f} s\n")
+    print("| scenario | killed before | killed behind | failed |\n|---|--:|--:|--:|")
+    for name in given.scenario or SCENARIOS:
+        cells = [str(table[name, kind]) for kind in ("killed before", "killed behind", "failed")]
+        print(f"| {name} | {' | '.join(cells)} |")
+    bad = [result for result in results if result.wrong]
+    for result in bad[:20]:
+        print(f"\n{result.point.scenario}: {result.point.strike}: {result.call}", *result.wrong)
+    missed = sum(result.call is None for result in results)
+    print(f"\n{len(results)} points, {missed} not reached, {len(bad)} bad")
+    return 1 if bad else 0
 
 
 if __name__ == "__main__":
+    for variable in [v for v in os.environ if v.startswith(("SHARDCACHE_", "AWS_", "SLURM_"))]:
+        del os.environ[variable]
     sys.exit(main())

@@ -15,7 +15,6 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, Unpack
 
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from shardcache.fetch.background import Share
     from shardcache.fetch.transfer import FetchStatus
     from shardcache.options import Handler, Options, PrewarmOptions
-    from shardcache.prewarm.fill import PrewarmReport
+    from shardcache.prewarm.report import PrewarmReport
 
 __all__ = ["Cache"]
 
@@ -95,7 +94,6 @@ class Cache(Upkeep):
         self._opener = Opener(config, self._processes.here, clock)
         # Parsing costs more than opening; epochs ask for the same URLs again.
         self._parsed: dict[str, ShardURL] = {}
-        self._called_off: list[Callable[[], None]] = []
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -166,13 +164,6 @@ class Cache(Upkeep):
         process.coordinator()
         if url is not None:
             process.origins.prepare(self.parse(url))
-
-    def with_connections(self, count: int) -> Cache:
-        """This cache with another cap of connections, for a process beside this one."""
-        other = Cache.__new__(Cache)
-        config = replace(self.config, connections=count)
-        other._setup(config, self.sources, self._clock, self._started)
-        return other
 
     def open(self, url: str) -> BinaryIO:
         """Open a shard for reading: from the cache, fetched meanwhile if need be.
@@ -337,12 +328,12 @@ class Cache(Upkeep):
         return self.open(url)
 
     def prewarm(
-        self, urls: str | Iterable[str], **options: Unpack[PrewarmOptions]
+        self, urls: str | Iterable[str | ShardURL], **options: Unpack[PrewarmOptions]
     ) -> PrewarmReport:
         """Fetch many shards at once; see `prewarm.prewarm` for the options."""
-        from shardcache.prewarm import fill
+        from shardcache.prewarm import prewarm
 
-        return fill.prewarm(self, urls, **options)
+        return prewarm(self, urls, **options)
 
     # -- ending ----------------------------------------------------------------
 
@@ -350,19 +341,8 @@ class Cache(Upkeep):
         """Call off every fetch of this process. They raise `FetchCancelledError` in the
         threads that wait for them, and what was fetched is resumed by the next one.
         """
-        for function in list(self._called_off):
-            function()
         if (process := self._processes.made()) is not None:
             process.cancel()
-
-    @contextlib.contextmanager
-    def calling_off(self, function: Callable[[], None]) -> Iterator[None]:
-        """While this lasts, `cancel` calls ``function`` as well."""
-        self._called_off.append(function)
-        try:
-            yield
-        finally:
-            self._called_off.remove(function)
 
     def close(self) -> None:
         """End this process's session; the cache can be used again afterwards."""

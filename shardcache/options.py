@@ -65,7 +65,6 @@ class PrewarmOptions(TypedDict, total=False):
     """Of `Cache.prewarm`; see `prewarm.prewarm`."""
 
     jobs: int
-    processes: int | None
     check: bool
     dry_run: bool
     deadline: float | None

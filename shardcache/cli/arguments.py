@@ -118,6 +118,6 @@ def expand_shards(cache: Cache, urls: Iterable[str]) -> dict[str, ShardURL]:
     Raises:
         ConfigError: not a URL that the cache reads.
     """
-    from shardcache.prewarm.fill import expand
+    from shardcache.prewarm import expand
 
     return {shard.key: shard for shard in map(cache.parse, expand(urls))}

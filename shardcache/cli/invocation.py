@@ -76,15 +76,11 @@ class Invocation:
         stated = self._given.get("dir")
         return None if stated is None else Path(stated)
 
-    def handed_down(self) -> list[str]:
-        """Global options for a process that does a part of this run and is read by it."""
-        given = self._given
-        options = ["--format", "jsonl", "--color", "never", "--no-progress", "--quiet"]
-        options += ["--verbose"] * given.get("verbose", 0)
-        for name in ("dir", "config"):
-            if given.get(name) is not None:
-                options += [f"--{name}", os.fspath(given[name])]
-        return options
+    @property
+    def stated_config(self) -> Path | None:
+        """What ``--config`` said."""
+        stated = self._given.get("config")
+        return None if stated is None else Path(stated)
 
     def loaded(self) -> Loaded:
         """The configuration in force.
@@ -112,8 +108,7 @@ class Invocation:
         return self.directory
 
     def _files(self) -> list[Path] | None:
-        stated = self._given.get("config")
-        return None if stated is None else [Path(stated)]
+        return None if self.stated_config is None else [self.stated_config]
 
     def cache(self, *, connections: int = 0, looking: bool = False) -> Cache:
         """The cache; its faults are errors here, not reasons to stream.

@@ -123,12 +123,11 @@ class ShardCacheHooks:
     def _warm(self) -> None:
         if not self.shards or self.prewarm == 0:
             return
-        from shardcache.prewarm.fill import expand
+        from shardcache.prewarm import expand
 
         try:
             urls = expand(self.shards, self.cache)[: self.prewarm]
-            # One process: this one has a GPU's context by now, which no fork may share.
-            report = self.cache.prewarm(urls, processes=1, best_effort=True)
+            report = self.cache.prewarm(map(self.cache.parse, urls), best_effort=True)
         except (OSError, ShardCacheError) as exn:
             logger.warning("the first shards are not prewarmed: %s", exn)
             return

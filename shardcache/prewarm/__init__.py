@@ -1,5 +1,13 @@
-"""Filling the cache before a job: the plan, the run, the report."""
+"""Filling a cache before a job: the plan, the run, the report; all nodes of a Ray cluster.
 
-from shardcache.prewarm.fill import expand, prewarm
+    from shardcache.prewarm import expand, prewarm
+
+`plan` expands shard specifications and compares them with what is cached, `run` fetches what is
+missing, `report` has the events and results of a run, `ray` runs a prewarm on every node of a
+cluster. Uses `cache` and the rooms below it; of those above, the command line shows the progress.
+"""
+
+from shardcache.prewarm.plan import expand
+from shardcache.prewarm.run import prewarm
 
 __all__ = ["expand", "prewarm"]

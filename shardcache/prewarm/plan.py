@@ -1,12 +1,16 @@
 """What a prewarm has to do, and whether it fits, before anything is fetched.
 
-A plan only looks: it reads names and sizes, opens no shard and verifies no
-digest. Entries may come and go beside it; the fetches that follow find out by
-themselves, so a plan may be wrong by what others do meanwhile and nothing else.
+    expand: specifications -> URLs      wanted_shards: URLs -> shards      make_plan: shards -> plan
+
+A plan reads names and sizes; it opens no shard and verifies no digest. Other processes may add
+and evict entries meanwhile. The fetches that follow find that out by themselves, so a plan may be
+outdated, but never harmful.
 """
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -15,8 +19,8 @@ from typing import TYPE_CHECKING
 
 from shardcache.clock import SYSTEM_CLOCK
 from shardcache.config import Config
-from shardcache.errors import ShardCacheError
-from shardcache.origins.listing import Listing, refuse_local
+from shardcache.errors import ConfigError, ShardCacheError
+from shardcache.origins.listing import Listing, is_pattern, refuse_local
 from shardcache.ranks import detect
 from shardcache.space.eviction import Limits, plan
 from shardcache.space.policy import Policy
@@ -25,32 +29,200 @@ from shardcache.store.entry import DamagedError
 from shardcache.store.store import Entry, Namespaces
 from shardcache.store.sweeping import in_flight
 from shardcache.units import format_bytes
-from shardcache.urls import ShardURL
+from shardcache.urls import ShardURL, redact
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache
 
-__all__ = ["PrewarmPlan", "make_plan", "wanted_shards"]
+__all__ = ["PrewarmPlan", "Share", "expand", "make_plan", "own_share", "wanted_shards"]
 
-#: Questions to origins at a time. Each is a round trip and nothing else.
+#: Origins are asked about so many shards at a time. Each question is a round trip and no more.
 _QUESTIONS = 16
+_VARIABLE = re.compile(r"\$\{(\w+)\}")
+#: WebDataset substitutes variables within variables to this depth.
+_NESTED = 10
+#: Where launchers state the node's number and the number of nodes: a Slurm step (the step's own
+#: number of nodes, else the allocation's), torchrun (one group of workers per node).
+_LAUNCHERS = (
+    ("SLURM_NODEID", ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")),
+    ("GROUP_RANK", ("GROUP_WORLD_SIZE",)),
+)
+
+
+# -- specifications ------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The part of a list of shards that one node's ranks read.
+
+    WebDataset's ``split_by_node`` gives rank r of w the shards r, r + w, r + 2w, ... of the
+    expanded list. Ranks are numbered node by node, as torchrun and Slurm
+    (``--distribution=block``) do: with k ranks per node, node n has the ranks n*k to n*k + k - 1.
+
+    Attributes:
+        node: number of the node, from 0 on.
+        count: number of nodes.
+        ranks: processes of the training run on each node.
+
+    Raises:
+        ConfigError: the numbers contradict each other.
+    """
+
+    node: int
+    count: int
+    ranks: int = 1
+
+    def __post_init__(self) -> None:
+        if self.count < 1 or self.ranks < 1:
+            raise ConfigError(
+                f"{self.count} nodes with {self.ranks} ranks each is no split. Give at least 1."
+            )
+        if not 0 <= self.node < self.count:
+            raise ConfigError(
+                f"node {self.node} is not one of {self.count}: they are numbered from 0 to "
+                f"{self.count - 1}. Correct --node-rank or --node-count."
+            )
+
+    def of(self, urls: Sequence[str]) -> list[str]:
+        """The URLs that this node's ranks read, in the order of the list."""
+        first = self.node * self.ranks
+        mine = range(first, first + self.ranks)
+        world = self.count * self.ranks
+        return [url for index, url in enumerate(urls) if index % world in mine]
+
+
+def own_share(
+    node: int | None, count: int | None, ranks: int, environ: Mapping[str, str] = os.environ
+) -> Share:
+    """This node's share.
+
+    Args:
+        node: number of this node, or None to ask the launcher's variables.
+        count: number of nodes, or None likewise.
+        ranks: processes of the training run on each node.
+        environ: the environment.
+
+    Raises:
+        ConfigError: neither the caller nor a launcher tells, or the numbers are impossible.
+    """
+    if (node is None) != (count is None):
+        raise ConfigError("--node-rank and --node-count go together: give both, or neither.")
+    if node is not None and count is not None:
+        return Share(node, count, ranks)
+    for name, counts in _LAUNCHERS:
+        total = next((n for n in counts if environ.get(n, "").strip()), None)
+        if environ.get(name, "").strip() and total is not None:
+            return Share(_whole_number(environ, name), _whole_number(environ, total), ranks)
+    raise ConfigError(
+        "--shard-by-node needs to know which node this is. Run it as a Slurm step "
+        "(srun --ntasks-per-node=1), with --ray, or give --node-rank and --node-count."
+    )
+
+
+def _whole_number(environ: Mapping[str, str], name: str) -> int:
+    text = environ[name].strip()
+    if not (text.isascii() and text.isdigit() and len(text) <= 10):
+        raise ConfigError(f"{name}={text[:40]!r} is no whole number. Correct it or unset it.")
+    return int(text)
+
+
+def expand(
+    specs: str | Iterable[str], cache: Cache | None = None, *, share: Share | None = None
+) -> list[str]:
+    """The URLs that ``specs`` stand for, each once, in order.
+
+    A specification is split at ``::``; ``${X}`` is replaced by the variable ``WDS_X``; then
+    braces are expanded. WebDataset does the same, but importing it imports torch.
+
+    Args:
+        specs: one shard specification, or several.
+        cache: lists ``s3://bucket/prefix/`` (every tar file below it) and names with ``*`` or
+            ``?``. Without a cache those stay as they are.
+        share: keep only the shards that this node reads. As in WebDataset, a shard that is
+            named twice counts twice in the split.
+
+    Raises:
+        ConfigError: a malformed specification, or a variable that is not set.
+        ShardNotFoundError: nothing matches a prefix or a pattern.
+        AccessDeniedError, TransferError: it cannot be listed.
+    """
+    found: list[str] = []
+    listing = Listing(cache.config) if cache is not None else None
+    for spec in [specs] if isinstance(specs, str) else specs:
+        for url in _expand_braces(spec):
+            if listing is not None and is_pattern(url):
+                found += listing.matches(url)
+            else:
+                found.append(url)
+    return list(dict.fromkeys(found if share is None else share.of(found)))
+
+
+def _expand_braces(spec: str) -> list[str]:
+    import braceexpand
+
+    urls: list[str] = []
+    for part in spec.split("::"):
+        for _ in range(_NESTED):
+            last, part = part, _VARIABLE.sub(_variable, part)
+            if part == last:
+                break
+        try:
+            urls += braceexpand.braceexpand(part)
+        except ValueError as exn:
+            raise ConfigError(
+                f"{redact(part)}: {redact(str(exn))}. Write ranges as {{0000..0127}}, lists as "
+                "{a,b}, and a brace of the name itself as \\{.",
+            ) from exn
+    return urls
+
+
+def _variable(found: re.Match[str]) -> str:
+    name = f"WDS_{found[1]}"
+    value = os.environ.get(name)
+    if value is None:
+        raise ConfigError(f"${{{found[1]}}} in a shard specification needs {name}: set it.")
+    return value
+
+
+def wanted_shards(cache: Cache, wanted: Iterable[str | ShardURL]) -> tuple[ShardURL, ...]:
+    """The shards that are asked for; of two names of one object the first stays.
+
+    Args:
+        cache: of which configuration.
+        wanted: specifications, which `expand` expands, and parsed URLs, which it does not.
+
+    Raises:
+        ConfigError: not a URL, or one that this cache does not store.
+        ShardNotFoundError, AccessDeniedError, TransferError: as `expand`.
+    """
+    found: dict[str, ShardURL] = {}
+    for each in wanted:
+        parsed = [each] if isinstance(each, ShardURL) else map(cache.parse, expand(each, cache))
+        for shard in parsed:
+            refuse_local(shard, cache.config)
+            found.setdefault(shard.key, shard)
+    return tuple(found.values())
+
+
+# -- plans ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PrewarmPlan:
-    """What is there, what has to be fetched, and what room there is.
+    """What is cached, what has to be fetched, and how much room there is.
 
     Attributes:
-        shards: everything that is wanted, in order, each once.
-        cached: entries of those that are there, by key.
-        sizes: bytes of those to fetch, by key, as far as known.
+        shards: all wanted shards in order, each once.
+        cached: the entries of those that are cached, by key.
+        sizes: bytes of those to fetch, by key, as far as they are known.
         free: bytes that can be stored without removing anything.
-        evict: bytes that would be removed to make room.
-        missing: bytes too many for the cache; 0 when all known sizes fit.
-        left_out: keys of shards there is no room for; empty unless asked for.
-        outdated: versions on disk of those that their origin has replaced, by key; they count
-            as not there. Empty unless asked for.
-        unconfirmed: why it is not known whether an origin has replaced a shard, by key.
+        evict: bytes that will be evicted to make room.
+        missing: bytes too many for the cache; 0 if all known sizes fit.
+        left_out: keys of the shards that find no room; empty unless asked for.
+        outdated: cached versions that the origin has replaced, by key. Their shards count as not
+            cached. Empty unless asked for.
+        unconfirmed: why it is unknown whether the origin has replaced a shard, by key.
     """
 
     shards: tuple[ShardURL, ...]
@@ -71,42 +243,28 @@ class PrewarmPlan:
 
     @property
     def to_fetch(self) -> tuple[ShardURL, ...]:
-        """The shards that are not there."""
+        """The shards that are not cached."""
         return tuple(shard for shard in self.shards if shard.key not in self.cached)
 
     @property
     def fetch_bytes(self) -> int:
-        """Bytes of those, as far as their sizes are known."""
+        """Bytes to fetch, as far as sizes are known."""
         return sum(self.sizes.values())
 
     @property
     def cached_bytes(self) -> int:
-        """Bytes of what is there already."""
+        """Bytes that are cached already."""
         return sum(entry.size for entry in self.cached.values())
 
     @property
     def unknown(self) -> int:
-        """How many shards have a size that is not known yet."""
+        """How many shards have an unknown size."""
         return len(self.shards) - len(self.cached) - len(self.sizes)
 
     def size_of(self, shard: ShardURL) -> int | None:
         """Bytes of a shard, or None while unknown."""
         entry = self.cached.get(shard.key)
         return entry.size if entry is not None else self.sizes.get(shard.key)
-
-
-def wanted_shards(cache: Cache, urls: Iterable[str]) -> tuple[ShardURL, ...]:
-    """Parse ``urls``; of two names of one object the first stays.
-
-    Raises:
-        ConfigError: not a URL, or one that this cache does not store.
-    """
-    found: dict[str, ShardURL] = {}
-    for url in urls:
-        shard = cache.parse(url)
-        refuse_local(shard, cache.config)
-        found.setdefault(shard.key, shard)
-    return tuple(found.values())
 
 
 def make_plan(
@@ -117,14 +275,14 @@ def make_plan(
     patience: float | None = None,
     refresh: bool = False,
 ) -> PrewarmPlan:
-    """Compare what is wanted with what is there.
+    """Compare what is wanted with what is cached.
 
     Args:
         cache: where.
         shards: from `wanted_shards`.
-        best_effort: name those that there is no room for in ``left_out``.
+        best_effort: leave out what does not fit (``left_out``).
         patience: seconds that the origin has to tell sizes; 0 does not ask it.
-        refresh: ask origins which of the shards that are there they have replaced.
+        refresh: ask origins which of the cached shards they have replaced.
 
     Raises:
         OSError: the directory cannot be read.
@@ -142,7 +300,6 @@ def make_plan(
     if missing and patience != 0:
         sizes = Listing(cache.config).sizes(missing, seconds=patience)
     room = _Room.in_tiers(cache.config, entries, wanted, sum(sizes.values()))
-    left_out = _left_out(missing, sizes, room) if best_effort else frozenset()
     return PrewarmPlan(
         shards,
         cached,
@@ -150,23 +307,22 @@ def make_plan(
         room.free,
         room.evict,
         room.missing,
-        left_out,
-        outdated,
-        unconfirmed,
+        left_out=_left_out(missing, sizes, room) if best_effort else frozenset(),
+        outdated=outdated,
+        unconfirmed=unconfirmed,
     )
 
 
 def _replaced(
     cache: Cache, shards: Sequence[ShardURL]
 ) -> tuple[dict[str, frozenset[str]], dict[str, Exception]]:
-    """`PrewarmPlan.outdated` and `unconfirmed`, of shards that are there."""
+    """`PrewarmPlan.outdated` and `unconfirmed`, of cached shards."""
     outdated: dict[str, frozenset[str]] = {}
     unconfirmed: dict[str, Exception] = {}
 
     def ask(shard: ShardURL) -> None:
         try:
-            versions = cache.outdated(shard)
-            if versions:
+            if versions := cache.outdated(shard):
                 outdated[shard.key] = versions
         except (ShardCacheError, OSError) as exn:
             unconfirmed[shard.key] = exn

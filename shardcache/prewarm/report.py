@@ -1,7 +1,7 @@
 """What a prewarm tells: events while it runs, a result per shard, totals.
 
-Values only: frozen, and safe to hand to any thread. The one exception is the
-`FetchStatus` of a `Started` event, which its worker goes on writing.
+All are frozen values, safe to hand to any thread, with one exception: the thread that fetches
+goes on writing the `FetchStatus` of a `Started` event.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ __all__ = [
     "Stopped",
     "Stopping",
     "is_full",
-    "plan_failure",
 ]
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -62,7 +61,7 @@ class ShardResult:
 
     Attributes:
         url: canonical URL, free of credentials.
-        outcome: ``missing`` is not there, after a check or a dry run; ``left_out``
+        outcome: ``missing`` is not cached, after a check or a dry run; ``left_out``
             found no room under best effort.
         size: bytes, or None where not known.
         seconds: that it took.
@@ -82,10 +81,10 @@ class ShardResult:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PrewarmReport:
-    """What was done.
+    """What a prewarm did.
 
     Attributes:
-        plan: what was to be done.
+        plan: what had to be done.
         results: one per shard, in the order they were asked for.
         seconds: that it took altogether.
         stopped: why it ended early, or None.
@@ -108,7 +107,7 @@ class PrewarmReport:
 
     @property
     def cached(self) -> int:
-        """Shards that were there already."""
+        """Shards that were cached already."""
         return self.count(Outcome.CACHED)
 
     @property
@@ -118,7 +117,7 @@ class PrewarmReport:
 
     @property
     def refreshed(self) -> int:
-        """Shards that came anew because their origin had replaced them."""
+        """Shards that were fetched again because their origin had replaced them."""
         new = (Outcome.FETCHED, Outcome.COALESCED, Outcome.LINKED)
         pairs = zip(self.plan.shards, self.results, strict=True)
         return sum(s.key in self.plan.outdated and r.outcome in new for s, r in pairs)
@@ -135,7 +134,7 @@ class PrewarmReport:
 
     @property
     def failed(self) -> int:
-        """Shards that could not be had."""
+        """Shards that could not be fetched."""
         return self.count(Outcome.FAILED)
 
     @property
@@ -145,7 +144,7 @@ class PrewarmReport:
 
     @property
     def missing(self) -> int:
-        """Shards that are not there, after a check or a dry run."""
+        """Shards that are not cached, after a check or a dry run."""
         return self.count(Outcome.MISSING)
 
     @property
@@ -184,7 +183,7 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A worker has begun with a shard; ``status`` goes on changing until it is finished."""
+    """A thread has begun with a shard; ``status`` goes on changing until it is finished."""
 
     shard: ShardURL
     status: FetchStatus
@@ -192,7 +191,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A worker is done with a shard."""
+    """A thread is done with a shard."""
 
     shard: ShardURL
     result: ShardResult
@@ -208,12 +207,6 @@ class Stopping:
 Event = Planned | Started | Finished | Stopping
 
 
-def plan_failure(plan: PrewarmPlan, shard: ShardURL) -> ShardResult:
-    """The end of a shard that is there, and that its origin could not be asked for."""
-    error = plan.unconfirmed[shard.key]
-    return ShardResult(str(shard), Outcome.FAILED, plan.size_of(shard), error=error)
-
-
 def is_full(exn: BaseException | None) -> bool:
-    """Whether a shard failed for want of room: of the cache's own or on the disk."""
+    """Whether a shard failed for want of room, in the budget or on the disk."""
     return isinstance(exn, OSError) and exn.errno in _FULL

@@ -1,92 +1,223 @@
-"""The workers of one prewarm, and the thread that watches over them.
+"""One prewarm: expand, plan, refuse what cannot fit, fetch, report.
 
-* Only the calling thread reports events; workers fetch and hand over results.
+    wanted_shards -> make_plan -> does it fit? -> a pool of threads: fetch, fetch, ... -> report
+
+* Only the calling thread reports events; the threads of the pool fetch and hand over results.
 * Every shard ends up in the results exactly once, whatever happened to it.
-* One shard's failure does not stop the others, unless every shard would meet
-  it: after some refusals (credentials, endpoint, configuration, local disk)
-  without a single success, the rest of that bucket is not tried.
-* As many shards at a time as bring the bytes fastest: many from far away, few from
-  nearby, where more threads only get into each other's way (`climb`).
-* A run that is cut short waits until its fetches have let go of their partials,
-  so that the next one can resume them; but not for ever.
+* The failure of one shard does not stop the others, unless all shards would fail alike: after
+  some refusals (credentials, endpoint, configuration, local disk) without a success the rest of
+  that bucket is not tried.
+* A run that is cut short waits until its fetches have released their partials, so that the next
+  run can resume them. It does not wait forever.
 
-A `Run` is used once. `Run.run` may be stopped from any thread.
+Any number of prewarms in any number of processes may run on one cache; like all readers they
+share the fetches.
 """
 
 from __future__ import annotations
 
+import errno
+import os
 import queue
 import threading
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from shardcache import threads
 from shardcache.clock import SYSTEM_CLOCK
 from shardcache.errors import (
     AccessDeniedError,
+    CacheFullError,
     ConfigError,
     FetchCancelledError,
     ShardCacheError,
     ShardNotFoundError,
     TransferError,
 )
-from shardcache.fetch.connections import Climb
+from shardcache.fetch.throttle import Throttle, parse_rate
 from shardcache.fetch.transfer import FetchStatus
-from shardcache.prewarm.crew import Crew
-from shardcache.prewarm.plan import PrewarmPlan
+from shardcache.layout import Layout
+from shardcache.modes import Modes
+from shardcache.prewarm.plan import PrewarmPlan, make_plan, wanted_shards
 from shardcache.prewarm.report import (
     Event,
     Finished,
     Outcome,
+    Planned,
+    PrewarmReport,
     ShardResult,
     Started,
     Stopped,
     Stopping,
     is_full,
-    plan_failure,
 )
 from shardcache.ranks import detect
-from shardcache.store.store import Namespaces
+from shardcache.store.namespaces import Namespaces
+from shardcache.store.root import make_root
+from shardcache.units import format_bytes
 from shardcache.urls import ShardURL
+from shardcache.version import __version__
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache
-    from shardcache.fetch.connections import Throttle
 
-__all__ = ["Run"]
+__all__ = ["JOBS", "prewarm"]
 
-#: Refusals by one bucket, without a success, that are taken for all of it. One
-#: would be too few: to credentials without s3:ListBucket a missing object is a 403.
+#: Shards at a time unless the caller says otherwise.
+JOBS = 32
+#: So many refusals by one bucket, without a success, are believed for all of it. One would be
+#: too few: to credentials without s3:ListBucket a missing object is a 403.
 _REFUSALS = 3
 #: Seconds between two looks at stop requests and the deadline.
 _TICK = 0.1
-#: After so many events at once, no look for so many seconds.
-_MANY = 3
-_PACE = 0.02
-#: Shards at a time per process, to begin with and at least.
-_BEGIN = 4
-_LEAST = 2
-#: Seconds that a number of shards at a time is tried for, after as many to settle.
-_TRIAL = 0.1
-#: Seconds that running fetches have to end once they are called off. They take
-#: milliseconds, unless they are still connecting or wait for another process:
-#: then there is nothing of theirs to be kept, and less patience will do.
+#: Seconds that running fetches have to end once they are cancelled. They take milliseconds,
+#: unless they still connect or wait for another process. Those have no bytes to keep, so they
+#: get less time.
 _FAREWELL = 10.0
 _FAREWELL_UNBEGUN = 2.0
-#: What `Cache.fetch_shard` says, in our words.
+#: What `Cache.fetch_shard` says -> outcome.
 _OUTCOMES = {
     "hit": Outcome.CACHED,
     "coalesced": Outcome.COALESCED,
     "linked": Outcome.LINKED,
     "fetched": Outcome.FETCHED,
 }
-#: The scope of a fault that is ours rather than some bucket's.
+#: The scope of a fault that is this machine's rather than some bucket's.
 _HERE = ""
 
 
-class Run:
-    """See the module; arguments as those of `prewarm.prewarm`.
+def prewarm(
+    cache: Cache,
+    urls: str | Iterable[str | ShardURL],
+    *,
+    jobs: int = JOBS,
+    check: bool = False,
+    dry_run: bool = False,
+    deadline: float | None = None,
+    max_failures: int | None = None,
+    best_effort: bool = False,
+    limit_rate: int | str | None = None,
+    refresh: bool = False,
+    on_event: Callable[[Event], None] | None = None,
+    stop: threading.Event | None = None,
+) -> PrewarmReport:
+    """Bring shards into the cache before they are needed.
+
+    Args:
+        cache: where to; while this runs, `Cache.cancel` ends it.
+        urls: one shard specification or several, see `expand`: URLs, ``{braces}``, globs and
+            prefixes. What `Cache.parse` returned is not expanded.
+        jobs: most shards at a time.
+        check: only tell which shards are cached.
+        dry_run: only tell what would be done.
+        deadline: seconds after which no shard is started and running fetches are cut short.
+        max_failures: stop at the next failure after so many; None goes on.
+        best_effort: leave out what does not fit instead of refusing everything.
+        limit_rate: most bytes per second of all connections together: a number, or text such
+            as ``"50MB"``.
+        refresh: ask origins for the cached shards, and fetch those that they have replaced.
+            Running jobs go on with the version that they read.
+        on_event: called with each event, in the calling thread; must not block.
+        stop: set it, from any thread or signal handler, to end early.
+
+    Returns:
+        What became of each shard.
+
+    Raises:
+        ConfigError: a URL or option that cannot work, or an unusable directory.
+        CacheFullError: it does not fit; nothing was fetched.
+        ShardNotFoundError: nothing matches a prefix or a pattern.
+        AccessDeniedError, TransferError: a prefix or a pattern cannot be listed.
+        OSError: the directory cannot be read or made.
+        KeyboardInterrupt: passed on once the fetches have ended.
+    """
+    if jobs < 1:
+        raise ConfigError(f"jobs is {jobs}. Give at least 1.", option="jobs")
+    rate = None if limit_rate is None else parse_rate(limit_rate)
+    began = SYSTEM_CLOCK.monotonic()
+    emit = on_event or _ignore
+    shards = wanted_shards(cache, [urls] if isinstance(urls, str) else urls)
+    looking = check or dry_run
+    if not looking:
+        _prepare(cache)
+    plan = make_plan(
+        cache,
+        shards,
+        best_effort=best_effort,
+        patience=0.0 if check else deadline,
+        refresh=refresh,
+    )
+    emit(Planned(plan))
+    if looking:
+        results = tuple(_looked_at(plan, shard) for shard in shards)
+        return PrewarmReport(plan, results, SYSTEM_CLOCK.monotonic() - began)
+    if plan.missing and not best_effort:
+        raise CacheFullError(
+            f"{format_bytes(plan.fetch_bytes)} to fetch, {format_bytes(plan.missing)} more than "
+            f"there is room for in {cache.dir}. Raise max_size, free the disk, ask for fewer "
+            "shards, or take what fits (best_effort, --best-effort).",
+            needed=plan.fetch_bytes,
+            missing=plan.missing,
+        )
+    with ExitStack() as stack:
+        run = _Run(
+            cache,
+            plan,
+            jobs=jobs,
+            max_failures=max_failures,
+            best_effort=best_effort,
+            emit=emit,
+            end=None if deadline is None else began + deadline,
+            stop=stop or threading.Event(),
+            throttle=None if rate is None else stack.enter_context(Throttle(rate)),
+        )
+        run.run()
+    return PrewarmReport(plan, run.results(), SYSTEM_CLOCK.monotonic() - began, run.stopped)
+
+
+def _ignore(event: Event) -> None:
+    """Tell nobody."""
+
+
+def _prepare(cache: Cache) -> None:
+    """Make the directory, so that its faults are told once and not per shard."""
+    try:
+        make_root(cache.dir, __version__, Modes.of(cache.config.shared_group))
+        if not os.access(Layout.of_root(cache.dir).partial, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "it cannot be written")
+    except ShardCacheError:
+        raise
+    except OSError as exn:
+        if is_full(exn):
+            raise
+        raise ConfigError(
+            f"{cache.dir} cannot be used for the cache: {exn.strerror or exn}. "
+            "Give a directory that this user may write to.",
+            dir=cache.dir,
+        ) from exn
+
+
+def _looked_at(plan: PrewarmPlan, shard: ShardURL) -> ShardResult:
+    if shard.key in plan.unconfirmed:
+        return _unconfirmed(plan, shard)
+    outcome = Outcome.MISSING
+    if shard.key in plan.cached:
+        outcome = Outcome.CACHED
+    elif shard.key in plan.left_out:
+        outcome = Outcome.LEFT_OUT
+    return ShardResult(str(shard), outcome, plan.size_of(shard))
+
+
+def _unconfirmed(plan: PrewarmPlan, shard: ShardURL) -> ShardResult:
+    """The result of a cached shard of which the origin told no version."""
+    error = plan.unconfirmed[shard.key]
+    return ShardResult(str(shard), Outcome.FAILED, plan.size_of(shard), error=error)
+
+
+class _Run:
+    """The pool of threads of one prewarm; see the module. Used once.
 
     Attributes:
         stopped: why no further shard was started, or None.
@@ -103,43 +234,35 @@ class Run:
         emit: Callable[[Event], None],
         end: float | None,
         stop: threading.Event,
-        crew: Crew,
-        throttle: Throttle | None = None,
+        throttle: Throttle | None,
     ) -> None:
         self._cache = cache
-        self._crew = crew
-        self._throttle = throttle
         self._plan = plan
         self._max_failures = max_failures
         self._best_effort = best_effort
-        self._emit: Callable[[Event], None] = emit
+        self._emit = emit
         self._end = end
         self._stop = stop
+        self._throttle = throttle
         done = plan.left_out | plan.unconfirmed.keys()
         self._todo = deque(shard for shard in plan.shards if shard.key not in done)
-        self._working = self._jobs = min(jobs, len(self._todo))
-        self._climb = Climb(self._jobs)
-        self._climb.start(min(self._jobs, _LEAST * crew.size))
-        self._climb.limit = min(self._jobs, _BEGIN * crew.size)
-        self._received = 0  # of shards that are done
-        self._trial: tuple[float, int] | None = None
-        self._look_at = 0.0
-        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._jobs = min(jobs, len(self._todo))
+        self._working = 0
+        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()  # None: a thread ended
         self._running: dict[str, tuple[ShardURL, FetchStatus, float]] = {}
         self._results = {
-            shard.key: plan_failure(plan, shard)
+            shard.key: _unconfirmed(plan, shard)
             for shard in plan.shards
             if shard.key in plan.unconfirmed
         }
         self._guard = threading.Lock()  # of all below
-        self._changed = threading.Condition(self._guard)
-        self._busy = 0
-        self._alone = False
-        self._refused: Counter[tuple[str, bool]] = Counter()  # (scope, whether of the transfer)
-        self._good: set[str] = set()
+        self._alone = self._jobs == 1
+        self._found_no_room = False
+        self._refused: Counter[tuple[str, bool]] = Counter()  # (scope, was it a TransferError)
+        self._succeeded: set[str] = set()
         self._given_up: set[str] = set()
         self._failures = 0
-        self._no_room = 0
+        self._left_out = 0
         self._cut_at: float | None = None
         self.stopped: Stopped | None = None
 
@@ -147,22 +270,25 @@ class Run:
         """Work until everything is done or the run is stopped.
 
         Raises:
-            KeyboardInterrupt, and what ``emit`` raises: once the fetches have let go.
+            KeyboardInterrupt, and what ``emit`` raises: once the fetches have ended.
         """
         self._touch_cached()
         try:
-            for number in range(self._jobs):
-                threads.start(self._work, f"shardcache-prewarm-{number}")
-            self._attend()
-        except BaseException:
-            self._emit = lambda event: None
-            with self._guard:
-                self._halt(Stopped.REQUESTED, cut=True)
-            self._attend()
-            raise
+            self._work_with(self._jobs)
+            if self._todo:
+                # A shard that is just being published counts as in flight and as cached. So the
+                # first shard that finds no room is tried again alone before it is believed.
+                self._alone = True
+                self._work_with(1)
+        finally:
+            if self._working:  # something was raised
+                self._emit = _ignore
+                with self._guard:
+                    self._halt(Stopped.REQUESTED, cut=True)
+                self._attend()
 
     def _touch_cached(self) -> None:
-        """Use what is there already, so that no fetch of ours makes room at its cost."""
+        """Use the cached shards, so that none is evicted to make room for the others."""
         store = Namespaces(self._cache.config, detect()).own
         now = SYSTEM_CLOCK.time()
         for entry in self._plan.cached.values():
@@ -170,34 +296,35 @@ class Run:
 
     def results(self) -> tuple[ShardResult, ...]:
         """One per shard, in the order they were asked for."""
-        return tuple(self._results.get(s.key) or self._not_tried(s) for s in self._plan.shards)
+        return tuple(self._results.get(s.key) or self._not_done(s) for s in self._plan.shards)
 
-    def _not_tried(self, shard: ShardURL) -> ShardResult:
-        size = self._plan.size_of(shard)
-        running = self._running.get(shard.key)
-        if running is not None:
-            _, status, begun = running
+    def _not_done(self, shard: ShardURL) -> ShardResult:
+        if shard.key in self._running:
+            _, status, began = self._running[shard.key]
             error = FetchCancelledError(
                 f"{shard}: the fetch did not end when it was called off; "
                 "what was fetched is kept. Run it again.",
                 url=str(shard),
             )
-            seconds = SYSTEM_CLOCK.monotonic() - begun
-            return _result(shard, Outcome.CANCELLED, status, size, seconds, error)
-        if shard.key in self._plan.left_out or self._no_room >= _REFUSALS:
-            return ShardResult(str(shard), Outcome.LEFT_OUT, size)
-        return ShardResult(str(shard), Outcome.NOT_STARTED, size)
+            return self._result(shard, Outcome.CANCELLED, status, began, error)
+        full = shard.key in self._plan.left_out or self._left_out >= _REFUSALS
+        outcome = Outcome.LEFT_OUT if full else Outcome.NOT_STARTED
+        return ShardResult(str(shard), outcome, self._plan.size_of(shard))
 
     # -- the calling thread ----------------------------------------------------
 
+    def _work_with(self, count: int) -> None:
+        for number in range(count):
+            threads.start(self._work, f"shardcache-prewarm-{number}")
+            self._working += 1
+        self._attend()
+
     def _attend(self) -> None:
+        """Report events, and watch for reasons to stop, until all threads have ended."""
         announced = self.stopped
         while self._working:
-            if self._take_notes() >= _MANY:
-                # Small shards: to be woken by each would cost as much as fetching some.
-                self._stop.wait(_PACE)
+            self._take_events()
             self._watch()
-            self._measure()
             if self.stopped is not announced and self.stopped is not None:
                 announced = self.stopped
                 self._emit(Stopping(announced))
@@ -205,58 +332,31 @@ class Run:
                 # Again and again: a fetch may begin between two of these calls.
                 self._cache.cancel()
                 if SYSTEM_CLOCK.monotonic() - self._cut_at > self._farewell():
-                    return
+                    self._working = 0
 
-    def _take_notes(self) -> int:
-        """Report what has happened, waiting for a moment if nothing has; how much it was."""
-        count = 0
+    def _take_events(self) -> None:
+        """Report what has happened; wait for a moment if nothing has."""
         timeout = _TICK
         while self._working:
             try:
-                event = self._events.get(timeout=timeout) if timeout else self._events.get_nowait()
+                event = self._events.get(timeout=timeout)
             except queue.Empty:
-                break
+                return
             timeout = 0.0
-            count += 1
             if event is None:
                 self._working -= 1
-            else:
-                self._take_note(event)
-        return count
+                continue
+            if isinstance(event, Started):
+                began = SYSTEM_CLOCK.monotonic()
+                self._running[event.shard.key] = (event.shard, event.status, began)
+            elif isinstance(event, Finished):
+                self._running.pop(event.shard.key, None)
+                self._results[event.shard.key] = event.result
+            self._emit(event)
 
     def _farewell(self) -> float:
         begun = any(status.size is not None for _, status, _ in self._running.values())
         return _FAREWELL if begun else min(_FAREWELL, _FAREWELL_UNBEGUN)
-
-    def _take_note(self, event: Event) -> None:
-        if isinstance(event, Started):
-            begun = SYSTEM_CLOCK.monotonic()
-            self._running[event.shard.key] = (event.shard, event.status, begun)
-        elif isinstance(event, Finished):
-            self._running.pop(event.shard.key, None)
-            self._results[event.shard.key] = event.result
-            self._received += event.result.received
-        self._emit(event)
-
-    def _measure(self) -> None:
-        """Find out how many shards at a time are best."""
-        now = SYSTEM_CLOCK.monotonic()
-        if now < self._look_at:
-            return
-        received = self._received + sum(s.received for _, s, _ in self._running.values())
-        if self._trial is None or self._busy < self._climb.limit:
-            self._trial = (now, received)
-            self._look_at = now + _TRIAL
-            return
-        begun, before = self._trial
-        limit = self._climb.limit
-        rate = (received - before) / (now - begun)
-        self._climb.told(rate, now, wanted=bool(self._todo))
-        self._trial = None
-        self._look_at = max(now + _TRIAL, self._climb.rest_until)
-        if self._climb.limit > limit:
-            with self._guard:
-                self._changed.notify_all()
 
     def _watch(self) -> None:
         with self._guard:
@@ -271,16 +371,14 @@ class Run:
         """Start nothing more; ``cut`` ends what is running. Call with the guard held."""
         self.stopped = self.stopped or reason
         self._todo.clear()
-        self._changed.notify_all()
         if cut and self._cut_at is None:
             self._cut_at = SYSTEM_CLOCK.monotonic()
 
-    # -- the workers -----------------------------------------------------------
+    # -- the threads of the pool -----------------------------------------------
 
     def _work(self) -> None:
         try:
-            while (taken := self._next()) is not None:
-                shard, alone = taken
+            while (shard := self._next()) is not None:
                 status = FetchStatus(
                     listed=self._plan.size_of(shard),
                     outdated=self._plan.outdated.get(shard.key, frozenset()),
@@ -289,50 +387,50 @@ class Run:
                 self._events.put(Started(shard, status))
                 result = self._fetch(shard, status)
                 with self._guard:
-                    self._busy -= 1
-                    if is_full(result.error) and not alone and self._cut_at is None:
+                    if is_full(result.error) and not self._alone and self._cut_at is None:
                         self._todo.appendleft(shard)
-                        self._alone = True
-                        self._changed.notify_all()
-                        continue
+                        self._found_no_room = True
+                        return
                     self._judge(shard, result)
                 self._events.put(Finished(shard, result))
         finally:
             self._events.put(None)
 
-    def _next(self) -> tuple[ShardURL, bool] | None:
-        """The next shard, and whether nothing else of ours is in flight beside it.
-
-        A shard that is just being published is counted as in flight and as there.
-        So the first that finds no room is tried again alone before it is believed.
-        """
+    def _next(self) -> ShardURL | None:
         with self._guard:
-            while self._todo and not (self._alone and self._busy):
-                if self._busy >= self._climb.limit:
-                    self._changed.wait()
-                    continue
+            while self._todo and (self._alone or not self._found_no_room):
                 shard = self._todo.popleft()
                 if shard.key in self._plan.cached or not (self._given_up & {_HERE, _bucket(shard)}):
-                    self._busy += 1
-                    return shard, self._alone
+                    return shard
                 self.stopped = self.stopped or Stopped.REFUSED
-            self._changed.notify_all()  # whoever waits has nothing to wait for
             return None
 
     def _fetch(self, shard: ShardURL, status: FetchStatus) -> ShardResult:
-        begun = SYSTEM_CLOCK.monotonic()
-        size = self._plan.size_of(shard)
+        began = SYSTEM_CLOCK.monotonic()
         error: Exception | None = None
         try:
-            size, how = self._crew.fetch_shard(shard, status)
+            entry, how = self._cache.fetch_shard(shard, status)
+            status.size = entry.size
             outcome = _OUTCOMES[how]
         except FetchCancelledError as exn:
             outcome, error = Outcome.CANCELLED, exn
-        except Exception as exn:  # noqa: BLE001 - an error of one shard belongs into its result
+        except Exception as exn:  # noqa: BLE001 - the error of one shard belongs into its result
             room = self._best_effort and is_full(exn)
             outcome, error = (Outcome.LEFT_OUT if room else Outcome.FAILED), exn
-        seconds = SYSTEM_CLOCK.monotonic() - begun
-        return _result(shard, outcome, status, size, seconds, error)
+        return self._result(shard, outcome, status, began, error)
+
+    def _result(
+        self,
+        shard: ShardURL,
+        outcome: Outcome,
+        status: FetchStatus,
+        began: float,
+        error: Exception | None,
+    ) -> ShardResult:
+        size = self._plan.size_of(shard) if status.size is None else status.size
+        seconds = SYSTEM_CLOCK.monotonic() - began
+        received, retries = status.received, status.retries
+        return ShardResult(str(shard), outcome, size, seconds, received, retries, error)
 
     def _judge(self, shard: ShardURL, result: ShardResult) -> None:
         """Draw conclusions for the shards to come. Call with the guard held."""
@@ -340,48 +438,37 @@ class Run:
         if result.outcome is Outcome.CANCELLED:
             self._halt(Stopped.REQUESTED, cut=True)
         elif result.outcome is Outcome.LEFT_OUT:
-            self._no_room += 1
-            if self._no_room >= _REFUSALS:
+            self._left_out += 1
+            if self._left_out >= _REFUSALS:
                 self._halt(Stopped.FULL, cut=False)
         elif error is None:
             if result.outcome is not Outcome.CACHED:
-                self._good |= {_HERE, _bucket(shard)}
+                self._succeeded |= {_HERE, _bucket(shard)}
         elif is_full(error):
             self._halt(Stopped.FULL, cut=False)
         else:
-            self._refuse(shard, error)
+            self._count_refusal(shard, error)
             self._failures += 1
             if self._max_failures is not None and self._failures > self._max_failures:
                 self._halt(Stopped.FAILURES, cut=True)
 
-    def _refuse(self, shard: ShardURL, error: Exception) -> None:
+    def _count_refusal(self, shard: ShardURL, error: Exception) -> None:
+        """Give a bucket up after so many errors that all of its shards will meet."""
         scope, patience = _bucket(shard), _REFUSALS
-        if isinstance(error, TransferError):
-            patience = max(_REFUSALS, self._climb.limit)  # all of the first wave, at least
+        broken = isinstance(error, TransferError)
+        if broken:
+            patience = max(_REFUSALS, self._jobs)  # all of the first wave, at least
         elif isinstance(error, ShardNotFoundError):
             return
         elif isinstance(error, OSError) and not isinstance(error, ShardCacheError):
             scope = _HERE
         elif not isinstance(error, AccessDeniedError | ConfigError):
             return
-        kind = isinstance(error, TransferError)
-        self._refused[scope, kind] += 1
-        if self._refused[scope, kind] >= patience and scope not in self._good:
+        self._refused[scope, broken] += 1
+        if self._refused[scope, broken] >= patience and scope not in self._succeeded:
             self._given_up.add(scope)
 
 
 def _bucket(shard: ShardURL) -> str:
     """What credentials and endpoints are valid for: scheme and bucket or host."""
     return "/".join(shard.canonical.split("/")[:3])
-
-
-def _result(
-    shard: ShardURL,
-    outcome: Outcome,
-    status: FetchStatus,
-    size: int | None,
-    seconds: float,
-    error: Exception | None,
-) -> ShardResult:
-    size = status.size if size is None else size
-    return ShardResult(str(shard), outcome, size, seconds, status.received, status.retries, error)

@@ -1,0 +1,372 @@
+"""One prewarm on every node of a Ray cluster.
+
+    prewarm_nodes -> one task pinned to each live node -> `prewarm` of that node's cache
+                  <- news every second (a streaming generator) <-
+
+Each node has its own cache, its own configuration and its own credentials: those of the
+environment in which ``ray start`` ran there. Shard specifications and the options of the prewarm
+are sent, nothing else. Shards do not travel between nodes.
+
+A node that fails or dies is reported; the others complete. The nodes that are alive at the start
+take part, and nobody waits for one that joins later. What was fetched stays in the caches, so the
+same call again fetches what is missing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from shardcache import config as configuration
+from shardcache.cache import Cache
+from shardcache.errors import ConfigError, ShardCacheError
+from shardcache.fetch.transfer import FetchStatus
+from shardcache.prewarm.plan import PrewarmPlan, Share, expand
+from shardcache.prewarm.report import (
+    Event,
+    Finished,
+    Outcome,
+    Planned,
+    PrewarmReport,
+    ShardResult,
+    Started,
+    Stopped,
+)
+from shardcache.prewarm.run import JOBS, prewarm
+
+__all__ = ["NodeReport", "prewarm_nodes"]
+
+#: Seconds between two pieces of news of a node.
+_NEWS_EVERY = 1.0
+#: Seconds between two looks for news and for a stop.
+_TICK = 0.2
+#: Seconds that nodes have to end once they are cancelled: what `prewarm` needs, and some more.
+_FAREWELL = 20.0
+#: Ray itself tries for minutes to reach an address where nobody listens.
+_CONNECT_SECONDS = 10.0
+#: What a node tells of its prewarm; a report or an exception comes last.
+_Event = Event | PrewarmReport | Exception
+
+
+@dataclass(slots=True)
+class NodeReport:
+    """The prewarm of one node: what is known of it so far.
+
+    Attributes:
+        name: of the node; where two nodes share a name, with the beginning of its id.
+        number: from 0 on, in the order of addresses and names.
+        plan: what the node has to do, once it has told.
+        results: by URL, the shards that it is done with.
+        received: bytes that came over the network.
+        written: bytes of shards that are not yet cached, as far as they were fetched.
+        ended: whether there will be no more news.
+        error: why the node is not done, other than by single shards.
+    """
+
+    name: str
+    number: int
+    plan: PrewarmPlan | None = None
+    results: dict[str, ShardResult] = field(default_factory=dict)
+    received: int = 0
+    written: int = 0
+    ended: bool = False
+    interrupted: bool = False
+    error: Exception | None = None
+    _own: PrewarmReport | None = None
+
+    @property
+    def lost(self) -> bool:
+        """Whether the node did not live to tell how it ended."""
+        return isinstance(self.error, NodeLostError)
+
+    @property
+    def report(self) -> PrewarmReport:
+        """The node's own report, or what it told before it was lost or interrupted."""
+        if self._own is not None:
+            return self._own
+        plan = self.plan or PrewarmPlan((), {}, {}, 0, 0, 0)
+        untold = dict.fromkeys(plan.cached, Outcome.CACHED)
+        results = tuple(
+            self.results.get(str(shard))
+            or ShardResult(
+                str(shard), untold.get(shard.key, Outcome.NOT_STARTED), plan.size_of(shard)
+            )
+            for shard in plan.shards
+        )
+        stopped = Stopped.REQUESTED if self.interrupted else None
+        return PrewarmReport(plan, results, 0.0, stopped)
+
+    def _take(self, news: _News) -> None:
+        self.received, self.written = news.received, news.written
+        for each in news.events:
+            if isinstance(each, Planned):
+                self.plan = each.plan
+            elif isinstance(each, Finished):
+                self.results[each.result.url] = each.result
+            elif isinstance(each, PrewarmReport):
+                self._own = each
+            elif isinstance(each, Exception):
+                self.error = each
+
+
+class NodeLostError(ShardCacheError):
+    """A node of the cluster, or its task, ended without a report."""
+
+
+def prewarm_nodes(
+    urls: str | Iterable[str],
+    *,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+    config_file: str | os.PathLike[str] | None = None,
+    ranks_per_node: int | None = None,
+    on_news: Callable[[Sequence[NodeReport]], None] = lambda nodes: None,
+    stop: threading.Event | None = None,
+    **options: Any,
+) -> tuple[NodeReport, ...]:
+    """Prewarm the cache of every live node of a Ray cluster.
+
+    The cluster is the one that this process is connected to, else that of ``RAY_ADDRESS``, else
+    the one that this machine belongs to. None is ever started.
+
+    Args:
+        urls: one shard specification or several; each node expands them itself.
+        settings: options of `Cache` that are the same on all nodes, such as ``dir``; the others
+            are those of each node's configuration.
+        config_file: the configuration file to read on each node instead of the usual ones.
+        ranks_per_node: give each node only the shards that ``split_by_node`` gives its ranks, of
+            which each node has so many; None gives every node all shards.
+        on_news: called in the calling thread with all nodes, again and again.
+        stop: set it, from any thread or signal handler, to end early.
+        options: of `prewarm`, apart from ``on_event`` and ``stop``.
+
+    Returns:
+        One report per node, in the order of their numbers.
+
+    Raises:
+        ConfigError: Ray is not installed, no cluster can be reached, or a malformed specification.
+        KeyboardInterrupt: passed on once the tasks are cancelled.
+    """
+    specs = [urls] if isinstance(urls, str) else list(urls)
+    expanded = expand(specs)  # a mistake is told once, not by every node
+    if any("${" in spec for spec in specs):
+        specs = expanded  # the nodes need not know the variables
+    order = _Order(
+        tuple(specs),
+        dict(settings),
+        None if config_file is None else Path(config_file).absolute(),
+        options,
+    )
+    with _connected() as ray:
+        return _prewarm_nodes(ray, order, ranks_per_node, on_news, stop or threading.Event())
+
+
+def _prewarm_nodes(
+    ray: Any,
+    order: _Order,
+    ranks_per_node: int | None,
+    on_news: Callable[[Sequence[NodeReport]], None],
+    stop: threading.Event,
+) -> tuple[NodeReport, ...]:
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    # It asks for no processor, so that a busy cluster is prewarmed, too.
+    task = ray.remote(num_cpus=0, max_retries=0, num_returns="streaming")(_prewarm_here)
+    alive = sorted((node for node in ray.nodes() if node["Alive"]), key=_place)
+    names = [str(node.get("NodeName") or node["NodeManagerAddress"]) for node in alive]
+    nodes, streams = [], {}
+    for number, (node, name) in enumerate(zip(alive, names, strict=True)):
+        unique = name if names.count(name) == 1 else f"{name}/{node['NodeID'][:8]}"
+        nodes.append(NodeReport(unique, number))
+        share = None if ranks_per_node is None else Share(number, len(alive), ranks_per_node)
+        pinned = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        streams[task.options(scheduling_strategy=pinned).remote(order, share)] = number
+    end: float | None = None
+    try:
+        while streams and (end is None or time.monotonic() < end):
+            if stop.is_set() and end is None:
+                end = time.monotonic() + _FAREWELL
+                for stream in streams:
+                    ray.cancel(stream)
+            ready, _ = ray.wait(list(streams), num_returns=len(streams), timeout=_TICK)
+            for stream in ready:
+                node = nodes[streams[stream]]
+                try:
+                    node._take(ray.get(next(stream)))
+                except StopIteration:
+                    node.ended = True
+                except ray.exceptions.RayError as exn:
+                    node.ended = True
+                    if not stop.is_set():
+                        node.error = _lost(ray, alive[node.number]["NodeID"], exn)
+                if node.ended:
+                    del streams[stream]
+            on_news(nodes)
+    finally:
+        for stream in streams:
+            ray.cancel(stream)
+    for node in nodes:
+        node.interrupted = stop.is_set() and node._own is None and node.error is None
+        node.ended = True
+    return tuple(nodes)
+
+
+def _place(node: Mapping[str, Any]) -> tuple[str, str, str]:
+    """What nodes are ordered by: address, so that .9 is before .10, then name."""
+    address = ".".join(part.zfill(3) for part in str(node["NodeManagerAddress"]).split("."))
+    return address, str(node.get("NodeName", "")), str(node["NodeID"])
+
+
+def _lost(ray: Any, node_id: str, exn: Exception) -> NodeLostError:
+    """Why a task ended, in a sentence; Ray's own explanation is a page."""
+    text = str(exn)
+    if "No module named 'shardcache'" in text:
+        return NodeLostError("shardcache is not installed for Ray's workers there")
+    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    if node_id not in alive or isinstance(exn, ray.exceptions.NodeDiedError):
+        return NodeLostError("the node died")
+    if isinstance(exn, ray.exceptions.WorkerCrashedError):
+        return NodeLostError("its process was killed")
+    return NodeLostError((text.strip().splitlines() or [type(exn).__name__])[-1].strip())
+
+
+@contextmanager
+def _connected() -> Iterator[Any]:
+    """Ray, connected to a cluster for as long as the context lasts."""
+    try:
+        import ray
+    except ImportError as exn:
+        raise ConfigError(
+            "--ray needs Ray, which is not installed here. "
+            "Install it: pip install 'shardcache[ray]'."
+        ) from exn
+    if ray.is_initialized():
+        yield ray
+        return
+    address = os.environ.get("RAY_ADDRESS") or "auto"
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        host, _, port = address.rpartition(":")
+        if host and port.isdigit() and "/" not in host:
+            socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError, OSError) as exn:
+        first = (str(exn).strip().splitlines() or [type(exn).__name__])[0].rstrip(".")
+        raise ConfigError(
+            f"no Ray cluster could be reached at {address}: {first}. Set RAY_ADDRESS, such as "
+            "10.0.0.1:6379, on a machine that is one of its nodes."
+        ) from exn
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)  # Ray sets its own
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+# -- on the nodes --------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """What every node has to do; see `prewarm_nodes`."""
+
+    specs: tuple[str, ...]
+    settings: Mapping[str, Any]
+    config_file: Path | None
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _News:
+    """What happened on a node since the last news, and bytes received and written by now."""
+
+    events: tuple[_Event, ...]
+    received: int
+    written: int
+
+
+def _prewarm_here(order: _Order, share: Share | None) -> Iterator[_News]:
+    """The task of one node: an ordinary prewarm in a thread, and news of it.
+
+    `ray.cancel` raises KeyboardInterrupt in it. Then it ends the prewarm, and waits until the
+    fetches have released their partials.
+    """
+    events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+    stop = threading.Event()
+    thread = threading.Thread(target=_run, args=(order, share, events.put, stop))
+    thread.start()
+    running: dict[str, FetchStatus] = {}
+    received = 0
+    try:
+        over = False
+        while not over:
+            thread.join(_NEWS_EVERY)
+            over = not thread.is_alive()
+            news: list[_Event] = []
+            while not events.empty():
+                event = events.get()
+                if isinstance(event, Started):
+                    running[event.shard.key] = event.status
+                    continue
+                if isinstance(event, Finished):
+                    running.pop(event.shard.key, None)
+                    received += event.result.received
+                news.append(_portable(event))
+            now = running.values()
+            yield _News(
+                tuple(news), received + sum(s.received for s in now), sum(s.written for s in now)
+            )
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _run(
+    order: _Order,
+    share: Share | None,
+    tell: Callable[[_Event], None],
+    stop: threading.Event,
+) -> None:
+    try:
+        files = None if order.config_file is None else [order.config_file]
+        loaded = configuration.load(order.settings, files=files)
+        connections = max(loaded.config.connections, order.options.get("jobs", JOBS))
+        config = loaded.config.replace(strict=True, connections=connections)
+        with Cache.from_config(config, sources=loaded.sources) as cache:
+            shards = [cache.parse(url) for url in expand(order.specs, cache, share=share)]
+            tell(prewarm(cache, shards, on_event=tell, stop=stop, **order.options))
+    except Exception as exn:  # noqa: BLE001 - whatever it is, the node's report names it
+        tell(exn)
+
+
+def _portable(news: _Event) -> _Event:
+    """The same with errors that can be sent: a pickle of a foreign error may not open."""
+    if isinstance(news, Exception):
+        return _portable_error(news)
+    if isinstance(news, Finished):
+        return replace(news, result=_portable_result(news.result))
+    if isinstance(news, PrewarmReport):
+        return replace(news, results=tuple(map(_portable_result, news.results)))
+    return news
+
+
+def _portable_result(result: ShardResult) -> ShardResult:
+    return result if result.error is None else replace(result, error=_portable_error(result.error))
+
+
+def _portable_error(error: Exception) -> Exception:
+    if isinstance(error, ShardCacheError | OSError):
+        return error
+    return ShardCacheError(f"{type(error).__name__}: {error}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 from forms import (
     Fields,
     Schema,
-    by_name,
     closed,
     document,
     line,
@@ -17,12 +16,10 @@ from forms import (
     rows,
     summed_up,
     table,
-    texts,
     words,
 )
 
 from shardcache.cli.recipes import RECIPES
-from shardcache.prewarm.fleet import Ending
 from shardcache.prewarm.report import Outcome, Stopped
 from shardcache.space.eviction import Reason
 from shardcache.stats.counters import COUNTERS, WAITS
@@ -112,7 +109,7 @@ PREWARM_PLAN: Fields = {
 
 
 def prewarm_totals() -> Fields:
-    """What shards add up to, of one node or of all."""
+    """What shards add up to."""
     return {
         **{each.value: ("count", f"Shards of which {_OUTCOMES[each]}.") for each in Outcome},
         "refreshed": ("count", "Shards that came anew as the origin had replaced them."),
@@ -149,84 +146,6 @@ _OUTCOMES = {
     Outcome.NOT_STARTED: "nothing was tried",
     Outcome.LEFT_OUT: "there was no room",
     Outcome.MISSING: "it is not there, after --check or --dry-run",
-}
-
-
-def prewarm_nodes() -> list[Schema]:
-    """Of ``prewarm --nodes``."""
-    node: Fields = {"node": ("text", "Name of the node.")}
-    shard = {**node, **PREWARM_SHARD}
-    begin: Fields = {
-        **node,
-        "host": ("text", "Name of its machine."),
-        "pid": ("number", "Process that prewarms it."),
-        "dir": ("path", "Directory of its cache."),
-        "library_version": ("text", "Version of shardcache there."),
-    }
-    progress: Fields = {
-        **node,
-        "done": ("count", "Shards that are done with, of those to fetch."),
-        "total": ("count", "Shards to fetch for which there is room."),
-        "done_bytes": ("bytes", "Bytes that are done with, of all to fetch."),
-        "total_bytes": ("bytes?", "Bytes of all those shards; null while no size is known."),
-        "estimated": ("bool", "Whether that supposes that unknown sizes are like known ones."),
-        "bytes_per_second": ("rate", "From the network, in the last seconds."),
-        "checked": ("count", "Shards there already that were looked at."),
-        "cached": ("count", "Shards that are there already."),
-        "failed": ("count", "Shards that could not be had."),
-    }
-    end: Fields = {
-        "number": ("number", "Number of the node, from 0 on."),
-        "outcome": (tuple(Ending), "What became of it."),
-        "exit_code": ("number?", "Of its process; null where nobody knows."),
-        "error": ("text?", "Why it is not done; null where single shards tell that."),
-        "host": ("text?", "Name of its machine; null if it never began."),
-        "dir": ("path?", "Directory of its cache; null if it never began."),
-        "library_version": ("text?", "Version of shardcache there; null if it never began."),
-        "shards": ("count?", "Shards that it needs; null if it never said."),
-        "in_cache": ("count", "Those of them that its cache has, as far as it said."),
-        **prewarm_totals(),
-        "seconds": ("seconds?", "How long it took; null if it never said."),
-    }
-    ended: Fields = {each.value: ("count", f"Nodes {_ENDINGS[each]}.") for each in Ending}
-    summary: Fields = {
-        **prewarm_totals(),
-        "seconds": SECONDS,
-        "outcomes": (closed(ended), "How many nodes ended how."),
-        "nodes": (by_name(end), "What became of each, by its name."),
-    }
-    members = (texts(), "Names of the nodes, in the order of their numbers.")
-    asked: Fields = {
-        "command_line": ("text", "What would be run, for a shell."),
-        "nodes": members,
-    }
-    first: Fields = {
-        "engine": (("ray", "slurm"), "What runs them."),
-        "place": ("text", "Which cluster, or which job."),
-        "nodes": members,
-    }
-    return [
-        document("prewarm", {"shards": (rows(shard), "One for each."), **summed_up(summary)}),
-        document("prewarm", asked, about="With --nodes slurm and --dry-run."),
-        line("nodes", first, "The first line."),
-        line("node", begin, "A node begins."),
-        line("plan", {**node, **PREWARM_PLAN}, "What a node is to do."),
-        line("progress", progress, "How far a node is, every second."),
-        line("shard", shard, "A shard that is done, as it happens."),
-        line("end", {**node, **end}, "A node has ended."),
-        line("summary", summary, "The last line."),
-    ]
-
-
-_ENDINGS = {
-    Ending.DONE: "that have everything, or with --best-effort all that fits",
-    Ending.SOME_FAILED: "of which shards failed",
-    Ending.INCOMPLETE: "that have not everything, with --check",
-    Ending.FULL: "that have no room",
-    Ending.FAILED: "of which the command failed",
-    Ending.INTERRUPTED: "that were interrupted",
-    Ending.LOST: "that began, and of which no end was heard",
-    Ending.NOT_STARTED: "that never began",
 }
 
 
@@ -577,7 +496,7 @@ def demo() -> list[Schema]:
 COMMANDS = {
     found.__name__.replace("_", "-"): found
     for found in (
-        *(prewarm, prewarm_nodes, ls, path, rm, pin, unpin, clean, verify, stats, top, report),
+        *(prewarm, ls, path, rm, pin, unpin, clean, verify, stats, top, report),
         *(recipe, config, dir, doctor, completion, demo),
     )
 }

@@ -14,7 +14,7 @@ import pytest
 from shardcache import options
 from shardcache.cache import Cache
 from shardcache.config import Config, TierOption, Upstream
-from shardcache.prewarm import fill as prewarm
+from shardcache.prewarm import run as prewarm
 from shardcache.prewarm.report import Event
 from shardcache.stats.counters import COUNTERS
 from shardcache.stats.summary import Stats, summed

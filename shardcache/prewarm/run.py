@@ -36,10 +36,10 @@ from shardcache.errors import (
     ShardNotFoundError,
     TransferError,
 )
-from shardcache.fetch.throttle import Throttle, parse_rate
+from shardcache.fetch.connections import Throttle, parse_rate
 from shardcache.fetch.transfer import FetchStatus
+from shardcache.files import Modes
 from shardcache.layout import Layout
-from shardcache.modes import Modes
 from shardcache.prewarm.plan import PrewarmPlan, make_plan, wanted_shards
 from shardcache.prewarm.report import (
     Event,
@@ -54,8 +54,8 @@ from shardcache.prewarm.report import (
     is_full,
 )
 from shardcache.ranks import detect
-from shardcache.store.namespaces import Namespaces
 from shardcache.store.root import make_root
+from shardcache.store.store import Namespaces
 from shardcache.units import format_bytes
 from shardcache.urls import ShardURL
 from shardcache.version import __version__

@@ -18,9 +18,9 @@ import pytest
 
 from shardcache.cli.filters import matches_glob, parse_filter, parse_sort
 from shardcache.cli.output import Column, Console, counted, printable, short_date
+from shardcache.cli.prewarm import plan_text, summary_text, tell_failures
 from shardcache.cli.progress import Progress, Tally, progress_line
 from shardcache.cli.statusline import Rate
-from shardcache.cli.warmtext import plan_text, summary_text, tell_failures
 from shardcache.errors import AccessDeniedError, ConfigError, ShardNotFoundError
 from shardcache.fetch.transfer import FetchStatus
 from shardcache.prewarm.plan import PrewarmPlan

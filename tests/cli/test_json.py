@@ -30,13 +30,10 @@ from shardcache.cli.recipes import RECIPES
 from shardcache.fetch.waiting import Waiter
 from shardcache.locks.flock import Holder
 from shardcache.locks.sessions import Wait, WaitNote, live_waits
-from shardcache.prewarm.fleetray import RayEngine
-from shardcache.prewarm.run import Run
+from shardcache.prewarm.run import _Run as Run
 from shardcache.space.volume import Volume
 from shardcache.stats.activity import Watcher
 from shardcache.store.partial import Partial
-from tests.prewarm.test_fleet import is_running
-from tests.prewarm.test_fleetslurm import STANDINS, allocation
 from tests.support.clitools import Command, data, run, slow, spec, wait_until, warm, written
 from tests.support.jsontools import HOME, Seen
 from tests.support.storetools import wait_until as patiently
@@ -81,7 +78,7 @@ def test_every_command_has_a_schema_and_a_test():
     schemas = {path.stem for path in HOME.glob("*.json")}
     tests = {name.removeprefix("test_json_of_") for name in globals() if "_json_of_" in name}
     tests = {name.replace("_", "-") for name in tests}
-    assert schemas == {*_COMMANDS, "prewarm-nodes"} == tests
+    assert schemas == set(_COMMANDS) == tests
 
 
 def fields(schema, name=""):
@@ -179,103 +176,6 @@ def test_json_of_prewarm(said, spec, bucket, s3, proxy, tmp_path, monkeypatch, s
         command.process.send_signal(signal.SIGINT)
         code, out, _ = command.end()
     assert (code, said.seen.document(out)["summary"]["stopped"]) == (130, "requested")
-
-
-def test_json_of_prewarm_nodes(said, run, spec, bucket, s3, proxy, slow, allocation, monkeypatch):
-    proxy.resume()
-    first, second, third = (f"s3://{bucket}/train-{n:04d}.tar" for n in range(3))
-    absent = f"s3://{bucket}/absent.tar"
-    slurm = ("--nodes", "slurm")
-    assert "srun" in said(first, *slurm, "-n")["command_line"]
-    assert said.lines(spec, *slurm, "--check", code=4)[-1]["outcomes"]["incomplete"] == 2
-    # Of three nodes one lacks a shard, one has a file for a directory, one has no memory.
-    (allocation / "gpu02").write_text("")
-    monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu[01-03]")
-    monkeypatch.setenv("STANDIN_KILLED", "gpu03")
-    nodes = said.lines(first, second, absent, *slurm, code=3)[-1]["nodes"]
-    outcomes = {name: node["outcome"] for name, node in nodes.items()}
-    assert outcomes == {"gpu01": "some_failed", "gpu02": "failed", "gpu03": "not_started"}
-    monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu01")
-    s3.put(bucket, "train-0000.tar", make_tar(9))
-    found = said(first, second, *slurm, "--refresh")["summary"]
-    assert (found["cached"], found["fetched"], found["refreshed"]) == (1, 1, 1)
-    with monkeypatch.context() as ray:
-        rank_of_a_job_on_ray(ray, allocation / "gpu01")
-        assert said.lines(first, "--nodes", "ray")[-1]["linked"] == 1
-    with monkeypatch.context() as full:
-        full.setenv("SHARDCACHE_MAX_SIZE", "1kB")
-        assert said(third, *slurm, "--best-effort")["summary"]["left_out"] == 1
-        assert said(third, *slurm, code=5)["summary"]["outcomes"]["full"] == 1
-    with let_go_once_waited_for(allocation / "gpu01", third, proxy):
-        assert said(third, *slurm)["summary"]["coalesced"] == 1
-    code, out, _ = run("prewarm", third, *slurm, "--format", "tsv")
-    heading, row = (line.split("\t") for line in out.splitlines())
-    assert (code, row[:3]) == (0, ["gpu01", third, "cached"])
-    assert set(heading) <= {name for name, _ in fields(said.seen.schema)}
-    (allocation / "gpu02").unlink()
-    monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu[01-02]")
-    one_killed_and_one_interrupted(said.seen, slow, proxy, allocation)
-
-
-def rank_of_a_job_on_ray(patch, directory):
-    """The engine with a stand-in of its driver, which needs no Ray; tests/test_fleetray.py does."""
-    ray = ModuleType("ray")
-    ray.__spec__ = ModuleSpec("ray", None)
-    patch.setitem(sys.modules, "ray", ray)
-    driver = [sys.executable, str(STANDINS / "raydriver")]
-    patch.setattr(RayEngine, "command", lambda self: driver)
-    patch.setenv("SHARDCACHE_DIR", str(directory))
-    patch.setenv("SHARDCACHE_ISOLATION", "rank")
-    patch.setenv("SHARDCACHE_RANK", "1")
-
-
-@contextlib.contextmanager
-def let_go_once_waited_for(directory, url, proxy):
-    """A fetch of this process that gets nothing until somebody waits for it."""
-    with contextlib.ExitStack() as stack:
-        cache = stack.enter_context(Cache(directory, min_free=0))
-        layout = cache.node_layout
-
-        def until_somebody_waits():
-            try:
-                patiently(lambda: any(live_waits(layout)))
-            finally:
-                proxy.resume()
-
-        proxy.pause(after=20_000)
-        stack.callback(proxy.resume)
-        for task in (lambda: cache.fetch(url), until_somebody_waits):
-            thread = threading.Thread(target=task)
-            thread.start()
-            stack.callback(thread.join)
-        lock = layout.key_lock(cache.parse(url).key)
-        patiently(lambda: lock.exists() and lock.read_bytes())
-        yield
-
-
-def one_killed_and_one_interrupted(seen, spec, proxy, directory):
-    """Nothing comes, not even sizes: by SIGKILL a node is lost, by SIGINT the rest ends."""
-    proxy.pause()
-    lines, hanging = [], set()
-    with Command(
-        *("prewarm", spec, "--nodes", "slurm", "-j", "1", "--format", "jsonl"),
-        directory=directory / "unused",
-        environment={"SHARDCACHE_TIMEOUT": "3", "SHARDCACHE_ATTEMPTS": "100"},
-    ) as command:
-        while len(hanging) < 2:
-            line = command.process.stdout.readline()
-            assert line, command.end()
-            lines += seen.lines(line)
-            if lines[-1]["type"] == "progress" and lines[-1]["total_bytes"] is None:
-                hanging.add(lines[-1]["node"])
-        pids = {line["node"]: line["pid"] for line in lines if line["type"] == "node"}
-        os.kill(pids["gpu02"], signal.SIGKILL)
-        patiently(lambda: not is_running(pids["gpu02"]))
-        command.process.send_signal(signal.SIGINT)
-        code, out, _ = command.end()
-    summary = seen.lines(out)[-1]
-    assert (code, summary["outcomes"]["lost"], summary["outcomes"]["interrupted"]) == (130, 1, 1)
-    assert (summary["cancelled"], summary["not_started"]) == (1, 2)
 
 
 def test_json_of_clean(said, run, warm, tmp_path, monkeypatch):

@@ -96,8 +96,7 @@ def test_what_is_no_rate_is_refused(text: str | int) -> None:
         parse_rate(text)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_prewarm_keeps_its_rate(run, bucket, s3, s3_environment, proxy, tmp_path, processes):
+def test_a_prewarm_keeps_its_rate(run, bucket, s3, s3_environment, proxy, tmp_path):
     shards = {f"{number}.tar": make_tar(number, 300, 700) for number in range(4)}
     for name, content in shards.items():
         s3.put(bucket, name, content)
@@ -105,7 +104,7 @@ def test_a_prewarm_keeps_its_rate(run, bucket, s3, s3_environment, proxy, tmp_pa
     rate = total  # a second's worth
     code, out, err = run_process(
         *("prewarm", f"s3://{bucket}/{{0..3}}.tar", "--json"),
-        *("--processes", str(processes), "--limit-rate", str(rate)),
+        *("--limit-rate", str(rate)),
         directory=tmp_path / "cache",
     )
     assert code == 0, err
@@ -128,34 +127,30 @@ def test_who_waits_for_the_rate_can_be_called_off(tmp_path: Path) -> None:
     with Cache(tmp_path / "cache", **options) as cache:
         at = time.monotonic()
         report = cache.prewarm(
-            [str(tmp_path / "a.tar")], limit_rate="64kB", on_event=begun, stop=stop, processes=1
+            [str(tmp_path / "a.tar")], limit_rate="64kB", on_event=begun, stop=stop
         )
     assert report.stopped is Stopped.REQUESTED
     assert time.monotonic() - at < PATIENCE
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_every_byte_of_every_process_counts_and_without_a_limit_nothing_is_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int
+def test_every_byte_counts_and_without_a_limit_nothing_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As told by all of them: how long it takes says little on a machine that is busy."""
+    """How long it takes would say little on a machine that is busy."""
     shards = [tmp_path / f"{number}.tar" for number in range(8)]
     for number, path in enumerate(shards):
         path.write_bytes(make_tar(number))
+    taken: list[int] = []
 
     def noted(self: Throttle, count: int) -> float:
-        with (tmp_path / "taken").open("a") as file:
-            file.write(f"{os.getpid()} {count}\n")
+        taken.append(count)
         return 0.02
 
     monkeypatch.setattr(Throttle, "take", noted)
     with Cache(tmp_path / "cache", cache_local=True, min_free=0) as cache:
-        assert cache.prewarm(map(str, shards[:4]), processes=processes).fetched == 4
-        assert not (tmp_path / "taken").exists()
+        assert cache.prewarm(map(str, shards[:4])).fetched == 4
+        assert not taken
         for path in shards[:4]:
             cache.remove(str(path))
-        cache.prewarm(map(str, shards), processes=processes, limit_rate="1MB")
-    taken = [line.split() for line in (tmp_path / "taken").read_text().splitlines()]
-    assert sum(int(count) for _, count in taken) == sum(p.stat().st_size for p in shards)
-    assert len({pid for pid, _ in taken}) == processes
-    assert (str(os.getpid()) in {pid for pid, _ in taken}) is (processes == 1)
+        cache.prewarm(map(str, shards), limit_rate="1MB")
+    assert sum(taken) == sum(p.stat().st_size for p in shards)

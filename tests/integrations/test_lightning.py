@@ -165,7 +165,7 @@ def test_a_listing_that_fails_stops_nothing(
     def refuse(*arguments: object) -> None:
         raise TransferError("s3://lab/: no answer")
 
-    monkeypatch.setattr("shardcache.prewarm.fill.Listing.matches", refuse)
+    monkeypatch.setattr("shardcache.prewarm.plan.Listing.matches", refuse)
     with caplog.at_level(logging.WARNING):
         ShardCacheHooks(make_cache(), "s3://lab/*.tar").setup()
     assert "s3://lab/: no answer" in caplog.text

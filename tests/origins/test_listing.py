@@ -13,10 +13,7 @@ from shardcache.errors import (
     TransferError,
 )
 from shardcache.origins.listing import Listing, is_pattern
-from shardcache.prewarm.fill import (
-    expand,
-)
-from shardcache.prewarm.plan import wanted_shards
+from shardcache.prewarm.plan import expand, wanted_shards
 from tests.support.tars import make_tar
 
 # -- local paths ---------------------------------------------------------------

@@ -6,7 +6,6 @@ import dataclasses
 import errno
 import os
 import pickle
-import statistics
 import threading
 import time
 
@@ -21,19 +20,11 @@ from shardcache.errors import (
     ShardNotFoundError,
     TransferError,
 )
-from shardcache.fetch.connections import Climb
 from shardcache.origins.listing import Listing
-from shardcache.prewarm import fill as module
-from shardcache.prewarm.fill import (
-    Finished,
-    Outcome,
-    Planned,
-    Started,
-    Stopped,
-    Stopping,
-    prewarm,
-)
+from shardcache.prewarm import run as module
 from shardcache.prewarm.plan import make_plan, wanted_shards
+from shardcache.prewarm.report import Finished, Outcome, Planned, Started, Stopped, Stopping
+from shardcache.prewarm.run import prewarm
 from shardcache.store.partial import Partial
 from shardcache.store.sweeping import in_flight
 from tests.support.fakes import Fault
@@ -220,45 +211,6 @@ def test_everything_is_fetched_once_and_told_in_order(make_cache, origin, listed
     again = prewarm(cache, urls)
     assert again.cached == 6
     assert again.received == 0
-
-
-class Far:
-    """Opens of an origin: each takes a while, as many at a time as ``most``."""
-
-    def __init__(self, origin, seconds: float, most: int) -> None:
-        self._places = threading.Semaphore(most)
-        self._seconds = seconds
-        self._real, origin.open = origin.open, self
-
-    def __call__(self, *args):
-        with self._places:
-            time.sleep(self._seconds)
-        return self._real(*args)
-
-
-@pytest.mark.parametrize(("most", "expected"), [(32, range(8, 33)), (2, range(2, 5))])
-def test_as_many_shards_at_a_time_as_the_link_repays(
-    make_cache, origin, listed, monkeypatch, most, expected
-):
-    climbs = []
-    real = Climb.told
-
-    def told(self, rate, now, *, wanted):
-        real(self, rate, now, wanted=wanted)
-        climbs.append(self)
-
-    monkeypatch.setattr("shardcache.fetch.connections.Climb.told", told)
-    urls = fill(origin, names(400), members=1)
-    Far(origin, 0.1 if most > 2 else 0.04, most)  # so long that a busy processor is no limit
-    kept = []
-    report = prewarm(
-        make_cache(), urls, on_event=lambda e: kept.append(climbs[-1]._base) if climbs else None
-    )
-    assert report.fetched == 400
-    bases = [base[0] for base in kept if base is not None]
-    assert max(bases) >= expected.start
-    # A busy machine makes a step upwards look good now and then, for a moment.
-    assert statistics.median(bases) < expected.stop
 
 
 def test_reports_are_frozen(make_cache, origin, listed):

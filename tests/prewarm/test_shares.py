@@ -6,8 +6,7 @@ import pytest
 import webdataset as wds
 
 from shardcache.errors import ConfigError
-from shardcache.nodes import Share, own_share
-from shardcache.prewarm.fill import expand
+from shardcache.prewarm.plan import Share, expand, own_share
 
 SPEC = "s3://lab/train-{0000..0030}.tar::s3://lab/extra-{a,b}.tar"
 

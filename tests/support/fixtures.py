@@ -104,7 +104,6 @@ def make_cache(
     tmp_path: Path, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Cache]]:
     """Makes caches that read ``s3://`` from the in-memory origin, which is in this process only."""
-    monkeypatch.setattr("shardcache.prewarm.fill.suitable", lambda shards, size: 1)
     made: list[Cache] = []
 
     def make(**options: object) -> Cache:

@@ -360,6 +360,6 @@ class Copier:
         if opened is None:
             return  # evicted
         try:
-            self._origins.write_back(url, Path(path), entry.metadata())
+            self._origins.write_back(url, Path(path), entry.metadata().encode())
         finally:
             opened.close()

@@ -17,7 +17,6 @@ from shardcache.clock import SYSTEM_CLOCK, Clock
 from shardcache.config import Config
 from shardcache.origins.base import Origin
 from shardcache.origins.endpoints import scheme_options
-from shardcache.store.entry import Metadata
 from shardcache.urls import ShardURL
 
 if TYPE_CHECKING:
@@ -64,11 +63,17 @@ class Origins:
         upstreams = self._ready_upstreams()
         return iter(()) if upstreams is None else upstreams.sources(url)
 
-    def write_back(self, url: ShardURL, data: Path, metadata: Metadata) -> None:
-        """Copy what was fetched to the upstreams that are to have it; nothing is raised."""
+    def write_back(self, url: ShardURL, data: Path, sidecar: bytes) -> None:
+        """Copy what was fetched to the upstreams that are to have it; nothing is raised.
+
+        Args:
+            url: the shard.
+            data: its bytes.
+            sidecar: what is known of them, as an entry's sidecar has it.
+        """
         upstreams = self._ready_upstreams()
         if upstreams is not None:
-            upstreams.write_back(url, data, metadata)
+            upstreams.write_back(url, data, sidecar)
 
     @property
     def copies(self) -> bool:

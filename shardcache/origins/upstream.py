@@ -19,12 +19,14 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from shardcache.breaker import Breaker
 from shardcache.clock import Clock
@@ -32,9 +34,9 @@ from shardcache.config import Config, Upstream
 from shardcache.errors import AccessDeniedError, ConfigError, ShardNotFoundError
 from shardcache.files import random_token
 from shardcache.origins.base import Body, ObjectInfo, Origin, TransientError, VersionChangedError
+from shardcache.origins.endpoints import s3_endpoint
 from shardcache.origins.filesystem import FsspecOrigin
 from shardcache.origins.s3 import S3Origin
-from shardcache.store.entry import MAX_BYTES, DamagedError, Metadata
 from shardcache.urls import ShardURL, parse_url, redact
 
 __all__ = ["UpstreamOrigin", "Upstreams"]
@@ -43,6 +45,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _SIDECAR = ".shardcache.json"
+#: Bytes of a sidecar that are read; one has about 700.
+_MOST = 64 * 1024
 #: What an upstream says that has not got a shard, or not for us; the next one may have it.
 _REFUSALS = (AccessDeniedError, ConfigError, TransientError, VersionChangedError)
 #: Bytes of a part of a name on disks.
@@ -51,6 +55,26 @@ _MAX_NAME = 200
 _TIMEOUT = 10.0
 #: Failures in a row that are no accident.
 _FAILURES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Sidecar:
+    """Of an entry's sidecar (`store.entry.Metadata`), what matters for its copy."""
+
+    key: str
+    size: int
+    digest: str
+    info: ObjectInfo
+
+    @classmethod
+    def decode(cls, data: bytes) -> _Sidecar:
+        """Raises ValueError where ``data`` is no sidecar."""
+        try:
+            record = json.loads(data)
+            info = ObjectInfo.from_record(record["object"])
+            return cls(str(record["key"]), record["size"], str(record["digest"]), info)
+        except (KeyError, TypeError, RecursionError) as exn:
+            raise ValueError(f"its sidecar cannot be read ({type(exn).__name__})") from exn
 
 
 class UpstreamOrigin:
@@ -63,16 +87,16 @@ class UpstreamOrigin:
     """
 
     def __init__(
-        self, place: _Place, copy: ShardURL, found: ObjectInfo, metadata: Metadata | None
+        self, place: _Place, copy: ShardURL, found: ObjectInfo, sidecar: _Sidecar | None
     ) -> None:
         self.name = place.name
         self.pins = place.origin.pins
-        self.states_checksums = metadata is not None and metadata.info.checksum is not None
-        self.digest = metadata.digest if metadata is not None else None
+        self.digest = None if sidecar is None else sidecar.digest
         self._place = place
         self._copy = copy
         self._found = found
-        self._info = metadata.info if metadata is not None else found
+        self._info = found if sidecar is None else sidecar.info
+        self.states_checksums = sidecar is not None and self._info.checksum is not None
 
     def open(
         self, url: ShardURL, start: int, stop: int | None, pin: ObjectInfo | None = None
@@ -86,7 +110,7 @@ class UpstreamOrigin:
 
     def distrust(self) -> None:
         """Take this shard from there no more, in this process: it is damaged."""
-        self._place.distrust(self._copy)
+        self._place.distrusted.add(self._copy.key)
 
     def stat(self, url: ShardURL) -> ObjectInfo:
         """See `base.Origin.stat`."""
@@ -103,28 +127,29 @@ class _Place:
         name: for people, without credentials.
         origin: reads it.
         writes: whether what was fetched is copied there.
+        distrusted: keys of copies that are damaged.
     """
 
     def __init__(self, upstream: Upstream, config: Config, clock: Clock) -> None:
         self.name = redact(upstream.url)
         self.writes = upstream.write_back
+        self.distrusted: set[str] = set()
         self._base = upstream.url.rstrip("/")
         self._endpoint = upstream.endpoint_url
         self._options = dict(upstream.storage_options)
         self._scheme = upstream.url.partition("://")[0].lower() if "://" in upstream.url else "file"
-        self.origin = self._make_origin(config)
         self._breaker = Breaker(clock, threshold=_FAILURES)
-        self._distrusted: set[str] = set()
-
-    def _make_origin(self, config: Config) -> Origin:
+        timeout = min(config.timeout, _TIMEOUT)
+        self.origin: Origin
         if self._scheme == "s3":
-            return S3Origin(
+            self.origin = S3Origin(
                 self._options,
                 endpoint_url=self._endpoint,
                 connections=config.connections,
-                timeout=min(config.timeout, _TIMEOUT),
+                timeout=timeout,
             )
-        return FsspecOrigin(self._scheme, self._options, timeout=min(config.timeout, _TIMEOUT))
+        else:
+            self.origin = FsspecOrigin(self._scheme, self._options, timeout=timeout)
 
     def copy_of(self, url: ShardURL) -> ShardURL | None:
         """Where it would keep a shard; None if such a shard is not looked for."""
@@ -143,22 +168,22 @@ class _Place:
     def find(self, url: ShardURL) -> UpstreamOrigin | None:
         """A shard as it has it, or None."""
         copy = self.copy_of(url)
-        if copy is None or copy.key in self._distrusted or not self._breaker.allows():
+        if copy is None or copy.key in self.distrusted or not self._breaker.allows():
             return None
         found = self._asked(lambda: self.origin.stat(copy))
         if found is None or found.size is None:
             return None
-        said = self._asked(lambda: self._sidecar(copy))
+        said = self._asked(lambda: self._read_sidecar(copy))
         if said is None:
             return UpstreamOrigin(self, copy, found, None)
         try:
-            metadata = Metadata.decode(said)
-            if metadata.key != url.key or metadata.size != found.size:
-                raise DamagedError("it is of another shard")
-        except DamagedError as exn:
+            sidecar = _Sidecar.decode(said)
+            if (sidecar.key, sidecar.size) != (url.key, found.size):
+                raise ValueError("it is of another shard")
+        except ValueError as exn:
             logger.info("%s: its copy in %s is not used: %s", url, self.name, exn)
             return None
-        return UpstreamOrigin(self, copy, found, metadata)
+        return UpstreamOrigin(self, copy, found, sidecar)
 
     def has(self, url: ShardURL) -> bool:
         """Whether it has a shard, asked once and without patience.
@@ -172,23 +197,15 @@ class _Place:
         except ShardNotFoundError:
             return False
 
-    def distrust(self, copy: ShardURL) -> None:
-        """Have it no more, until another copy is written."""
-        self._distrusted.add(copy.key)
-
-    def _sidecar(self, copy: ShardURL) -> bytes:
+    def _read_sidecar(self, copy: ShardURL) -> bytes:
         url = parse_url(
             f"{copy.raw}{_SIDECAR}", endpoint=self._endpoint, allow_schemes={self._scheme}
         )
-        body = self.origin.open(url, 0, None)
-        try:
-            said = bytearray(MAX_BYTES)
-            length = 0
-            while length < len(said) and (count := body.readinto(memoryview(said)[length:])):
-                length += count
-            return bytes(said[:length])
-        finally:
-            body.close()
+        said, buffer = b"", memoryview(bytearray(_MOST))
+        with contextlib.closing(self.origin.open(url, 0, _MOST)) as body:
+            while len(said) < _MOST and (count := body.readinto(buffer)):
+                said += buffer[:count]
+        return said
 
     def _asked(self, ask: Callable[[], T]) -> T | None:
         try:
@@ -213,50 +230,51 @@ class _Place:
         else:
             logger.info("the upstream %s: %s", self.name, exn)
 
-    def write(self, url: ShardURL, data: Path, metadata: Metadata) -> bool:
+    def write(self, url: ShardURL, data: Path, sidecar: bytes) -> bool:
         """Copy an entry there, its sidecar last; whether that was done."""
         copy = self.copy_of(url)
         if copy is None or not self._breaker.allows():
             return False
-        self._distrusted.discard(copy.key)
+        self.distrusted.discard(copy.key)
         there = self.find(url)
-        if there is not None and there.digest == metadata.digest:
+        if there is not None and there.digest == _Sidecar.decode(sidecar).digest:
             return False
         try:
             if self._scheme == "file":
-                self._write_files(copy.local_path, data, metadata)
+                path = copy.local_path
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with data.open("rb") as source:
+                    _write_file(path, source)
+                _write_file(path.with_name(f"{path.name}{_SIDECAR}"), io.BytesIO(sidecar))
             else:
-                self._put(copy, data, metadata)
+                self._put(copy, data, sidecar)
         except Exception as exn:  # noqa: BLE001 - every filesystem has its own exceptions
             self.failed(OSError(redact(f"it cannot be written: {type(exn).__name__}: {exn}")))
             return False
         self._breaker.succeeded()
         return True
 
-    def _write_files(self, path: Path, data: Path, metadata: Metadata) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        sidecar = path.with_name(f"{path.name}{_SIDECAR}")
-        for target, source in ((path, data.open("rb")), (sidecar, io.BytesIO(metadata.encode()))):
-            temporary = target.with_name(f".{target.name}.{random_token()}")
-            try:
-                with source, temporary.open("xb") as file:
-                    shutil.copyfileobj(source, file, 1 << 20)
-                temporary.replace(target)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    temporary.unlink()
-                raise
-
-    def _put(self, copy: ShardURL, data: Path, metadata: Metadata) -> None:
+    def _put(self, copy: ShardURL, data: Path, sidecar: bytes) -> None:
         import fsspec
 
         options: dict[str, Any] = dict(self._options)
-        if self._endpoint is not None:
-            options["endpoint_url"] = self._endpoint
+        if self._scheme == "s3" and (endpoint := s3_endpoint(options, self._endpoint)):
+            options["endpoint_url"] = endpoint
         filesystem = fsspec.filesystem(self._scheme, skip_instance_cache=True, **options)
         place = filesystem._strip_protocol(copy.raw)
         filesystem.put_file(os.fspath(data), place)
-        filesystem.pipe_file(f"{place}{_SIDECAR}", metadata.encode())
+        filesystem.pipe_file(f"{place}{_SIDECAR}", sidecar)
+
+
+def _write_file(path: Path, source: BinaryIO) -> None:
+    """Write a file that appears when it is complete."""
+    temporary = path.with_name(f".{path.name}.{random_token()}")
+    try:
+        with temporary.open("xb") as file:
+            shutil.copyfileobj(source, file, 1 << 20)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 class Upstreams:
@@ -285,6 +303,8 @@ class Upstreams:
             except _REFUSALS as exn:
                 yield place.name, exn
 
-    def write_back(self, url: ShardURL, data: Path, metadata: Metadata) -> int:
-        """Copy an entry to every upstream that wants it and has it not; to how many it was."""
-        return sum(place.write(url, data, metadata) for place in self._places if place.writes)
+    def write_back(self, url: ShardURL, data: Path, sidecar: bytes) -> None:
+        """Copy an entry to every upstream that wants it and has it not; nothing is raised."""
+        for place in self._places:
+            if place.writes:
+                place.write(url, data, sidecar)

@@ -140,7 +140,7 @@ class OriginStream(io.RawIOBase):
     def _ended(self) -> bool:
         """Whether all was read; then the connection is given back.
 
-        By the reader, and not when the stream is closed: see `rangebody.RangeBody.close`.
+        By the reader, and not when the stream is closed: see `origins.http.RangeBody.close`.
         """
         ended = self._over or self._position == self._info.size
         if ended:

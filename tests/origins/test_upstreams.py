@@ -476,4 +476,4 @@ def test_one_failure_between_successes_closes_no_upstream(
     for _ in range(3):
         place.failed(OSError("once"))
         shutil.rmtree(nas / "lab", ignore_errors=True)
-        assert place.write(shard, entry.data, entry.metadata())
+        assert place.write(shard, entry.data, entry.metadata().encode())

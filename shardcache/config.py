@@ -431,7 +431,7 @@ CALL = Kind("function", _function, lambda value: getattr(value, "__name__", "fun
 LIST = Kind("list", _schemes, ", ".join)
 TABLE = Kind("table", _storage_options, names_only)
 ISOLATION = _choice("node", "rank", "job")
-LOCKS = _choice("auto", "flock", "node", "lease")
+LOCKS = _choice("auto", "flock", "lease")
 FILL = _choice("follow", "complete")
 TIERS = Kind("list", _tiers, lambda value: ", ".join(map(str, value)))
 UPSTREAMS = Kind("list", _upstreams, lambda value: ", ".join(map(str, value)))
@@ -512,8 +512,8 @@ class Config:
     fsync: Literal["verify-after-boot", "fsync", "none"] = _opt(
         FSYNC, "verify-after-boot", "What guards entries against a crash of the machine."
     )
-    locks: Literal["auto", "flock", "node", "lease"] = _opt(
-        LOCKS, "auto", "Where locks are: in the cache (flock), on the node, or leased by nodes."
+    locks: Literal["auto", "flock", "lease"] = _opt(
+        LOCKS, "auto", "How to lock; auto is flock on local filesystems, else leases among nodes."
     )
     touch_interval: float = _opt(TIME, 600.0, "Last use is recorded at most this often.")
     stats: bool = _opt(BOOL, True, "Count hits, bytes and waits for `shardcache stats`.")

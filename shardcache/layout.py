@@ -222,10 +222,10 @@ class Layout:
 
     Attributes:
         base: where it is.
-        local: directory on this node for lock files and sessions; None where they are in
-            the namespace itself (see `locking`).
-        grace: seconds without a use after which an entry or a partial counts as free;
-            None where flock tells.
+        local: directory on this node for sessions and the locks of the namespace itself; None
+            where they are in the namespace (see `shardcache.locks.mounts`).
+        grace: seconds without a use after which an entry or a partial counts as free, and
+            leases say who fetches; None where flock tells both.
         modes: the permissions of what is made in it.
     """
 
@@ -324,8 +324,10 @@ class Layout:
         """The marker by which the nodes that share the directory agree who fetches a key."""
         return self.base / "locks" / key[:2] / f"{key}.lease"
 
-    def lease_record(self, key: str) -> Path:
-        """Who has the lease of a key, for people."""
+    def holder(self, key: str) -> Path:
+        """Who fetches a key, for people: the lock file itself, or the record beside the lease."""
+        if self.grace is None:
+            return self.key_lock(key)
         return self.base / "locks" / key[:2] / f"{key}.holder"
 
     def named_lock(self, name: str) -> Path:

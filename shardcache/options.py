@@ -50,7 +50,7 @@ class Options(TypedDict, total=False):
     strict: bool | None
     validate: Callable[[Path], None] | None
     fsync: Literal["verify-after-boot", "fsync", "none"] | None
-    locks: Literal["auto", "flock", "node", "lease"] | None
+    locks: Literal["auto", "flock", "lease"] | None
     touch_interval: Duration | None
     stats: bool | None
     allow_schemes: str | Collection[str] | None

@@ -115,7 +115,7 @@ CASES: dict[str, tuple[str, object, str]] = {
     "stale_after": ("90s", 90.0, "0s"),
     "strict": ("yes", True, "maybe"),
     "fsync": ("none", "none", "sometimes"),
-    "locks": ("Node", "node", "nfs"),
+    "locks": ("Lease", "lease", "nfs"),
     "touch_interval": ("1h", 3600.0, "x"),
     "stats": ("off", False, "some"),
     "allow_schemes": ("pipe, FTP", ("ftp", "pipe"), "pi/pe"),

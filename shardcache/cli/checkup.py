@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardcache.cli.cleaners import Reaper, Rule, aged, reaped
-from shardcache.cli.places import SILENCE, Place
+from shardcache.cli.places import SILENCE, Answer, Place
 from shardcache.config import Config
-from shardcache.locks.mode import Answer, distrust
 from shardcache.locks.mounts import MEMORY_TYPES, Mount
 from shardcache.space.eviction import ENTRY_INODES
 from shardcache.space.memory import Headroom
@@ -91,8 +90,7 @@ def check_filesystem(place: Place) -> Findings:
     if mount is not None and not mount.is_local:
         yield Finding(
             "warn", "filesystem", where, f"on {_named(mount)}, a network filesystem",
-            "Point dir at a local disk (NVMe); if there is none and several nodes share this "
-            "one, set locks=lease so that they agree on who fetches.",
+            "Point dir at a local disk (NVMe), if there is one.",
         )  # fmt: skip
     if faults:
         return
@@ -135,33 +133,29 @@ def _sentence(text: str) -> str:
 
 def check_locks(place: Place, config: Config) -> Findings:
     """Which way to lock is in force, and why."""
-    where, reason = place.directory, distrust(place.mount, place.flock)
+    where = place.directory
     if place.unwritable or place.unrenamable or place.kind == "file":
         return  # nothing is locked where nothing can be made
-    if config.locks == "flock":
-        if reason:
-            yield Finding(
-                "fail", "locks", where, f"locks = 'flock', but {reason}",
-                "Remove the option locks (SHARDCACHE_LOCKS): auto keeps lock files on the node.",
-            )  # fmt: skip
-        else:
-            yield Finding("ok", "locks", where, "flock in the cache, as configured")
-        return
-    grace = format_duration(max(3600.0, 2 * config.touch_interval))
-    node = f"lock files are on this node, entries go only after {grace} without use"
-    if config.locks == "lease":
-        yield Finding("ok", "locks", where, "nodes agree by leases, as configured")
-    elif config.locks == "node":
-        yield Finding("ok", "locks", where, f"{node}, as configured")
-    elif not reason:
-        yield Finding("ok", "locks", where, "flock in the cache")
-    elif place.mount is not None and not place.mount.is_local:
-        yield Finding("ok", "locks", where, f"{node}, since {reason}")
-    else:
+    local = place.mount is not None and place.mount.is_local
+    if config.locks == "lease" or (config.locks == "auto" and not local):
+        grace = format_duration(max(3600.0, 2 * config.touch_interval))
+        why = (
+            "as configured" if config.locks == "lease" else f"since it is on {_named(place.mount)}"
+        )
+        found = f"nodes agree by leases, entries go only after {grace} without use"
+        yield Finding("ok", "locks", where, f"{found}, {why}")
+    elif not local:
         yield Finding(
-            "warn", "locks", where, f"{reason}, so {node}",
-            "Point dir at a filesystem with a working flock (ext4, xfs, tmpfs).",
+            "fail", "locks", where, f"locks = 'flock', but it is on {_named(place.mount)}",
+            "Remove the option locks (SHARDCACHE_LOCKS): auto uses leases there.",
         )  # fmt: skip
+    elif place.flock not in (Answer.WORKS, Answer.UNKNOWN):
+        yield Finding(
+            "warn", "locks", where, f"flock {place.flock} there, so shards may be fetched twice",
+            "Set locks=lease, or point dir at a filesystem with a working flock (ext4, xfs).",
+        )  # fmt: skip
+    else:
+        yield Finding("ok", "locks", where, "flock in the cache")
 
 
 def check_space(place: Place, config: Config) -> Findings:

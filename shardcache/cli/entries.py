@@ -266,7 +266,7 @@ def _partial_row(cache: Cache, store: Store, found: InFlight, now: float) -> dic
         metadata: Metadata | None = Metadata.decode(read_sidecar(found.path))
     except (OSError, DamagedError):
         metadata = None
-    holder = read_holder(store.layout.key_lock(found.key)) if found.live else None
+    holder = read_holder(store.layout.holder(found.key)) if found.live else None
     progress = found.progress
     return {
         "url": metadata.url if metadata else None,

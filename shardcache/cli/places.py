@@ -20,16 +20,16 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from shardcache.config import Config
 from shardcache.errors import ConfigError
 from shardcache.files import Modes
-from shardcache.layout import IDLE_GRACE, Layout, is_temporary_name, list_names, temporary_name
-from shardcache.locks.mode import Answer, distrust
-from shardcache.locks.mounts import Mount, mount_of, read_mounts
+from shardcache.layout import Layout, is_temporary_name, list_names, temporary_name
+from shardcache.locks.mounts import Mount, mount_of, node_namespace, read_mounts
 from shardcache.locks.sessions import dead_sessions
 from shardcache.store.entry import scan
 from shardcache.store.root import check_group, check_layout, check_root, is_cache
@@ -59,6 +59,16 @@ _REMOVE = "import shutil, sys; shutil.rmtree(sys.argv[1], ignore_errors=True)"
 _NOBODYS = frozenset({"lost+found"})
 
 Facts = dict[str, Any]
+
+
+class Answer(StrEnum):
+    """What flock does on a filesystem."""
+
+    WORKS = "works"
+    LIES = "lies"
+    REFUSED = "refused"
+    HANGS = "hangs"
+    UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,14 +270,11 @@ def _answer(question: Facts, say: Callable[..., None]) -> None:
         say(objection=_objection(directory, question["group"]))
     if kind == "cache":
         _count(Layout.of_root(directory), say)
-    flock = _try(near / question["trial"], say)
+    _try(near / question["trial"], say)
     if kind == "cache":
         say(asked="what dead processes left")
-        believed = question["locks"] == "flock" or (
-            question["locks"] == "auto" and not distrust(mount, flock)
-        )
-        grace = None if believed else max(IDLE_GRACE, 2 * question["touch_interval"])
-        say(**_leftovers(Layout(directory / "v1", grace=grace)))
+        layout = node_namespace(directory, question["locks"], question["touch_interval"])
+        say(**_leftovers(replace(layout, local=None)))
 
 
 def _kind(directory: Path) -> tuple[str, Path]:
@@ -311,14 +318,14 @@ def _count(node: Layout, say: Callable[..., None]) -> None:
     say(shards=shards, held=held)
 
 
-def _try(trial: Path, say: Callable[..., None]) -> Answer:
+def _try(trial: Path, say: Callable[..., None]) -> None:
     """Make, rename, link and lock a file in a directory of ours."""
     say(asked="to make a directory", trying=True)
     try:
         trial.mkdir(mode=0o700)
     except OSError as exn:
         say(unwritable=exn.strerror or str(exn))
-        return Answer.UNKNOWN
+        return
     try:
         say(asked="to write a file")
         one, other, third = (trial / name for name in ("one", "other", "third"))
@@ -326,14 +333,14 @@ def _try(trial: Path, say: Callable[..., None]) -> Answer:
             one.write_bytes(b"shardcache doctor\n")
         except OSError as exn:
             say(unwritable=exn.strerror or str(exn))
-            return Answer.UNKNOWN
+            return
         say(asked="to rename a file")
         try:
             one.rename(other)
             other.read_bytes()
         except OSError as exn:
             say(unrenamable=exn.strerror or str(exn))
-            return Answer.UNKNOWN
+            return
         say(asked="to link a file")
         try:
             os.link(other, third)
@@ -341,9 +348,7 @@ def _try(trial: Path, say: Callable[..., None]) -> Answer:
             say(unlinkable=exn.strerror or str(exn))
         # Last: this one may never be answered.
         say(asked=_LOCK)
-        flock = _flock(other)
-        say(flock=flock)
-        return flock
+        say(flock=_flock(other))
     finally:
         shutil.rmtree(trial, ignore_errors=True)
 

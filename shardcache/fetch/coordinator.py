@@ -241,15 +241,12 @@ class Coordinator:
                 lock.release()
 
     def _lock(self, key: str, layout: Layout) -> _AnyLock:
-        if self._config.locks == "lease":
-            record = layout.lease_record(key)
-            lease = layout.lease(key)
-            return KeyLease(lease, record, modes=layout.modes, via=layout.partial)
+        if layout.grace is not None:
+            return KeyLease(layout, key)
         return KeyLock(layout.key_lock(key), layout.modes)
 
     def _waiter(self, url: ShardURL, status: FetchStatus, note: WaitNote, holder: Holder) -> Waiter:
         layout = self.store.layout
-        leased = self._config.locks == "lease"
         return Waiter(
             [place.store.layout.partial for place in self._places],
             url,
@@ -257,7 +254,7 @@ class Coordinator:
             watch=self._fetcher.cancellation.watch(
                 str(url), self._clock, lambda: status.called_off
             ),
-            record=layout.lease_record(url.key) if leased else layout.key_lock(url.key),
+            record=layout.holder(url.key),
             timeout=self._config.lock_timeout,
             stale_after=self._config.stale_after,
             found=status.grows_in,

@@ -1,31 +1,23 @@
-"""One fetch of a key for all nodes that share a cache directory: the option ``locks = "lease"``.
+"""One fetch of a key for all nodes that share a directory on a network filesystem.
 
-On a network filesystem lock files are on each node (`locking`), so every node fetches
-a shard once. A lease makes that once for all nodes: a marker file beside the entries,
-by `filelock.SoftFileLease`, which its holder touches every few seconds and which another
-node may take when it has not seen that for `LEASE_SECONDS` of its own monotonic clock. A
-lease does not exclude: a holder that was stopped and wakes goes on. That is all a fetch
-needs, for locks only save bandwidth.
+A lease is a marker file beside the entries, by `filelock.SoftFileLease`, which its holder
+touches every few seconds and which another node may take when it has not seen that for
+`LEASE_SECONDS` of its own monotonic clock. A lease does not exclude: a holder that was
+stopped and wakes goes on. That is all a fetch needs, for locks only save bandwidth.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import json
 import logging
-import os
-from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardcache.files import PRIVATE, Modes
-from shardcache.layout import replace_file
+from shardcache.layout import Layout, replace_file
 from shardcache.locks.flock import Holder
 
 if TYPE_CHECKING:
     from filelock import LeaseCompromise, SoftFileLease
-
-__all__ = ["KeyLease"]
 
 logger = logging.getLogger(__name__)
 
@@ -35,32 +27,23 @@ LEASE_SECONDS = 90.0
 
 
 class KeyLease:
-    """The right to fetch one key, among all nodes; has the methods of `locks.KeyLock`.
+    """The right to fetch one key, among all nodes; has the methods of `KeyLock`.
 
     One object must be used for all attempts of a caller: it remembers since when it
     has not seen the holder's touch. Not for several threads.
 
     Args:
-        path: the marker.
-        record: where the holder says who it is.
+        layout: the namespace.
+        key: of the shard.
         seconds: how long a lease is believed without a touch.
-        modes: the permissions of what is made.
-        via: where the record is written before it has its name; see `layout.replace_file`.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        record: Path,
-        seconds: float = LEASE_SECONDS,
-        modes: Modes = PRIVATE,
-        via: Path | None = None,
-    ) -> None:
-        self.path = path
-        self._record = record
+    def __init__(self, layout: Layout, key: str, seconds: float = LEASE_SECONDS) -> None:
+        self.path = layout.lease(key)
+        self._record = layout.holder(key)
         self._seconds = seconds
-        self._modes = modes
-        self._via = via
+        self._modes = layout.modes
+        self._via = layout.partial
         self._lease: SoftFileLease | None = None
         self._held = False
 
@@ -89,11 +72,7 @@ class KeyLease:
             logger.warning("%s: going on without a lease: %s", self.path, exn)
             return True
         self._held = True
-        try:
-            self.update(holder)
-        except BaseException:
-            self.release()
-            raise
+        self.update(holder)
         return True
 
     def _make(self) -> SoftFileLease:
@@ -112,8 +91,7 @@ class KeyLease:
         if not self._held:
             return
         try:
-            data = json.dumps(asdict(holder)).encode()
-            replace_file(self._record, data, self._modes.file, via=self._via)
+            replace_file(self._record, holder.encode(), self._modes.file, via=self._via)
         except OSError as exn:  # it is meant for people
             logger.debug("%s: cannot say who fetches: %s", self._record, exn)
 
@@ -123,10 +101,8 @@ class KeyLease:
         if lease is None or not self._held:
             self._lease = None
             return
-        try:
-            os.unlink(self._record)  # noqa: PTH108 - no Path needed
-        except OSError as exn:
-            logger.debug("%s: %s", self._record, exn)
+        with contextlib.suppress(OSError):  # it is meant for people
+            self._record.unlink()
         try:
             lease.release()
         except OSError as exn:  # expires by itself

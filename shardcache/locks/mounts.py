@@ -1,5 +1,14 @@
-"""Which filesystem a path is on, as the kernel tells it; nothing on that filesystem is touched.
+"""Which filesystem a path is on, and so which kind of lock is used there.
 
+On a local filesystem flock(2) tells the truth: lock files are in the cache, a reader's lock is
+its pin, a writer's lock says that it lives. On any other (NFS, Lustre, GPFS, FUSE, unknown) flock
+may be refused, granted to everybody, or hang. There no file of the cache is locked with it:
+
+* a lease beside the entries says who fetches a key, for all nodes (`lease`);
+* how long ago an entry or a partial was touched says whether it is in use (`Layout.grace`);
+* sessions and the budget's lock are in a directory of this node (`Layout.local`).
+
+The type of the mount alone decides; nothing on the filesystem is tried.
 `os.statvfs` and even `os.stat` may hang on a dead server, so the answer comes from
 ``/proc/self/mountinfo`` (proc(5)) and the text of the path. Symbolic links in
 the path are followed, which asks the filesystems that hold the links.
@@ -7,13 +16,24 @@ the path are followed, which asks the filesystems that hold the links.
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import re
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 
-__all__ = ["LOCAL_TYPES", "MEMORY_TYPES", "Mount", "mount_of", "parse_mountinfo", "read_mounts"]
+from shardcache.files import PRIVATE, Modes
+from shardcache.layout import IDLE_GRACE, MANIFEST, Layout, read_file
 
+logger = logging.getLogger(__name__)
+
+#: Where sessions may be on this node, in the order in which every process tries them. Not TMPDIR
+#: or XDG_RUNTIME_DIR: they differ between the jobs of one node.
+# A directory found there is used only if nobody else could have made it (`node_directory`).
+_NODE_DIRECTORIES = ("/dev/shm", "/run/lock", "/tmp", "/var/tmp")  # noqa: S108
+_MAX_MANIFEST = 64 * 1024
 _MOUNTINFO = Path("/proc/self/mountinfo")
 _OCTAL = re.compile(r"\\([0-7]{3})")
 
@@ -108,3 +128,60 @@ def mount_of(path: Path | str, mountinfo: str | None = None) -> Mount | None:
         if inside and (best is None or len(mount.point) >= len(best.point)):
             best = mount
     return best
+
+
+def node_namespace(root: Path, locks: str, touch_interval: float, modes: Modes = PRIVATE) -> Layout:
+    """The node's namespace in ``root``, which may not exist yet; it says how to lock there.
+
+    Args:
+        root: of the cache.
+        locks: the option: ``auto``, ``flock`` or ``lease``.
+        touch_interval: seconds; an entry in use is touched this often, so the grace is at least
+            twice as long.
+        modes: the permissions of what is made.
+    """
+    if locks == "auto":
+        mount = mount_of(root)
+        locks = "flock" if mount is not None and mount.is_local else "lease"
+    if locks == "flock":
+        return Layout.of_root(root, modes)
+    local = None
+    if os.path.lexists(root / MANIFEST):  # else its name is not settled, and nothing is locked
+        local = node_directory(_identity(root), modes)
+    return Layout(root / "v1", local, max(IDLE_GRACE, 2 * touch_interval), modes)
+
+
+def node_directory(identity: str, modes: Modes = PRIVATE) -> Path | None:
+    """A directory of ours on this node, the same for all who say ``identity``; None without one.
+
+    Args:
+        identity: sixteen hexadecimal digits.
+        modes: whose it is.
+    """
+    owner = os.geteuid() if modes.group is None else f"g{modes.group}"
+    for parent in _NODE_DIRECTORIES:
+        mount = mount_of(parent)
+        if mount is not None and not mount.is_local:
+            continue
+        directory = Path(parent, f"shardcache-{owner}-{identity}")
+        try:
+            modes.make_directory(directory)
+            found = directory.lstat()
+        except OSError:
+            continue
+        # Whoever made the name before us in a directory that all may write must be us.
+        closed = not found.st_mode & 0o777 & ~modes.directory
+        if closed and modes.objection(directory, found) is None:
+            return directory
+        logger.warning("%s is not ours alone; sessions go elsewhere", directory)
+    return None
+
+
+def _identity(root: Path) -> str:
+    """What all who use this root call it: the id in its manifest, else its path."""
+    try:
+        manifest = json.loads(read_file(root / MANIFEST, _MAX_MANIFEST))
+        text = str(manifest["id"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        text = os.path.realpath(root)
+    return blake2b(text.encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()

@@ -92,23 +92,21 @@ class Tier:
         self._identity, self.made = None, False
         modes = Modes.of(self.config.shared_group)
         node = make_root(self.config.dir, __version__, modes)
-        # Anew: whether flock works could not be asked before the root was there.
+        # Anew: the directory of this node is named by the manifest.
         self.namespaces = Namespaces(self.config, self._ranks)
         own = self.namespaces.own.layout
         if own != node:
             check_layout(own)
             own.make()
         self._identity, self.made = identity(self.config.dir, own), True
-        locking = self.namespaces.locking
-        if locking.reason:
+        layout = self.namespaces.node
+        if layout.grace is not None and self.config.locks == "auto":
             self._warn(
                 "locking",
-                "%s: %s. Locks are kept on this node (%s), and entries are evicted only after "
-                "%s without use. A local disk is faster.",
+                "%s is on no local filesystem. Nodes agree by leases on who fetches, and entries "
+                "are evicted only after %s without use. A local disk is faster.",
                 self.config.dir,
-                locking.reason,
-                locking.local or "nowhere: no directory for them",
-                format_duration(locking.grace or 0),
+                format_duration(layout.grace),
             )
         self._session = Session(self.namespaces.node, self._started, self._job)
 

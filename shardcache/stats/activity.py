@@ -216,7 +216,7 @@ class Watcher:
                 done = written[name] = found.progress.written if found.progress else found.occupied
                 last = self._written.get(name)
                 rate = None if last is None or not seconds else max(0, done - last) / seconds
-                holder = read_holder(store.layout.key_lock(found.key))
+                holder = read_holder(store.layout.holder(found.key))
                 size = found.progress.total if found.progress else None
                 flights.append(Flight(_url(found.path, found.key), done, size, rate, holder))
         self._written = written
@@ -228,7 +228,7 @@ class Watcher:
         found = []
         for store in places:
             for wait in live_waits(store.layout):
-                record = read_holder(store.layout.key_lock(wait.key))
+                record = read_holder(store.layout.holder(wait.key))
                 holder = record or wait.holder
                 progress = _progress(holder, partials)
                 found.append(

@@ -104,7 +104,7 @@ def make_root(root: Path, library: str, modes: Modes = PRIVATE) -> Layout:
         replace_file(home / _TAG_NAME, _CACHEDIR_TAG.encode(), modes.notice, via=via)
         replace_file(home / _README_NAME, _README.encode(), modes.notice, via=via)
         # Last: its presence says that the rest is there. Its id never changes: by it the
-        # processes of a node find each other's locks (`locking`).
+        # processes of a node find each other's locks (`mounts`).
         data = (json.dumps(manifest) + "\n").encode()
         for _ in range(_ATTEMPTS):
             if _make_once(root / MANIFEST, data, modes.notice, via):

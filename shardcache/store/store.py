@@ -39,7 +39,7 @@ from shardcache.layout import (
     replace_file,
 )
 from shardcache.locks.flock import is_file
-from shardcache.locks.mode import decide
+from shardcache.locks.mounts import node_namespace
 from shardcache.ranks import Ranks, safe_name
 from shardcache.store.digest import file_digest
 from shardcache.store.entry import (
@@ -593,8 +593,7 @@ class Namespaces:
     def __init__(self, config: Config, ranks: Ranks) -> None:
         modes = Modes.of(config.shared_group)
         check_group(config.dir, modes)
-        self.locking = decide(config.dir, config.locks, config.touch_interval, modes)
-        self.node = self.locking.layout(config.dir)
+        self.node = node_namespace(config.dir, config.locks, config.touch_interval, modes)
         self._verify = config.fsync == "verify-after-boot"
         layout = own_layout(self.node, config, ranks)
         if layout != self.node:

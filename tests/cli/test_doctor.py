@@ -365,7 +365,7 @@ def test_a_network_mount_is_a_warning_and_says_how_locks_are_kept(ask, shim):
     assert code == 0
     warned = [row for row in rows if row["level"] == "warn" and row["check"] == "filesystem"]
     assert "a network filesystem" in warned[0]["found"] and "local disk" in warned[0]["fix"]
-    assert "lock files are on this node" in of(rows, "locks")["found"]
+    assert "nodes agree by leases" in of(rows, "locks")["found"]
     assert list(shim.backing.iterdir()) == []
 
 

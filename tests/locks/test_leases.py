@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,20 +30,20 @@ ME = Holder(1, "node-1", 0, "job", 1.0)
 
 @pytest.fixture
 def layout(tmp_path: Path) -> Layout:
-    return make_root(tmp_path / "cache", "1")
+    return replace(make_root(tmp_path / "cache", "1"), grace=IDLE_GRACE)
 
 
 def lease(layout: Layout, seconds: float = 60.0) -> KeyLease:
-    return KeyLease(layout.lease(KEY), layout.lease_record(KEY), seconds)
+    return KeyLease(layout, KEY, seconds)
 
 
 def test_one_holder_at_a_time(layout: Layout) -> None:
     first, second = lease(layout), lease(layout)
     assert first.try_acquire(ME)
     assert not second.try_acquire(ME)
-    assert read_holder(layout.lease_record(KEY)) == ME
+    assert read_holder(layout.holder(KEY)) == ME
     first.release()
-    assert not layout.lease_record(KEY).exists()
+    assert not layout.holder(KEY).exists()
     assert second.try_acquire(ME)
     second.release()
     second.release()
@@ -52,11 +53,11 @@ def test_one_holder_at_a_time(layout: Layout) -> None:
 def test_only_the_holder_says_who_it_is(layout: Layout) -> None:
     mine = lease(layout)
     mine.update(ME)
-    assert not layout.lease_record(KEY).exists()
+    assert not layout.holder(KEY).exists()
     assert mine.try_acquire(ME)
     other = Holder(2, "node-2", None, None, 2.0, "partial", 5)
     mine.update(other)
-    assert read_holder(layout.lease_record(KEY)) == other
+    assert read_holder(layout.holder(KEY)) == other
     mine.release()
 
 
@@ -112,8 +113,8 @@ def test_a_directory_that_cannot_be_written_is_reported(layout: Layout) -> None:
 
 
 def test_what_cannot_be_a_lease_is_granted(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    odd = KeyLease(tmp_path / "file" / "x.lease", tmp_path / "record")
+    (tmp_path / "v1").write_text("")
+    odd = KeyLease(Layout.of_root(tmp_path), KEY)
     assert odd.try_acquire(ME)  # the fetch itself meets whatever is wrong there
     odd.release()
 
@@ -129,7 +130,7 @@ def test_dead_leases_are_swept_and_live_ones_are_not(layout: Layout) -> None:
     past = time.time() - 2 * IDLE_GRACE
     stranger = layout.lease(KEY).with_name("notes.txt")
     stranger.write_text("mine")
-    for path in (stranger, layout.lease(KEY), layout.lease_record(KEY)):
+    for path in (stranger, layout.lease(KEY), layout.holder(KEY)):
         os.utime(path, (past, past))
     assert remove_dead_leases(layout) == 2
     assert stranger.exists() and not layout.lease(KEY).exists()
@@ -157,14 +158,14 @@ def test_two_nodes_with_one_directory_fetch_a_shard_once(
             for name, data in shards.items():
                 with cache.open(f"s3://{bucket}/{name}") as stream:
                     assert stream.read() == data
-            parent.say((os.listdir("/dev/shm"), str(cache._here().namespaces.locking)))
+            parent.say(os.listdir("/dev/shm"))
 
     with forked(node) as first, forked(node) as second:
         first.tell()
         second.tell()
         found = [first.hear(), second.hear()]
-    # Each had lock files of its own: they agreed by nothing but the leases.
-    names = [[name.split("-")[0] for name in names] for names, _ in found]
+    # Each had sessions of its own: they agreed by nothing but the leases.
+    names = [[name.split("-")[0] for name in names] for names in found]
     assert names == [["shardcache"]] * 2, found
     fetches = {name: seen.object_fetches for name, seen in proxy.summary().items()}
     assert fetches == {f"{bucket}/{name}": 1 for name in shards}

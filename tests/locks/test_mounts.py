@@ -1,15 +1,35 @@
-"""The filesystem of a path is found in the kernel's table of mounts, whatever the names."""
+"""The filesystem of a path, as the kernel states it, decides which kind of lock is used there."""
 
 from __future__ import annotations
 
+import fcntl
+import logging
 import os
 import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from shardcache.locks.mounts import LOCAL_TYPES, Mount, mount_of, parse_mountinfo
-from tests.support.storetools import needs_root
+from shardcache.cache import Cache
+from shardcache.layout import IDLE_GRACE, Layout
+from shardcache.locks import mounts
+from shardcache.locks.mounts import (
+    LOCAL_TYPES,
+    Mount,
+    mount_of,
+    node_namespace,
+    parse_mountinfo,
+)
+from shardcache.store.partial import Partial
+from shardcache.store.root import make_root
+from shardcache.store.sweeping import in_flight, remove_leftover
+from tests.support.fakes import MemoryOrigin
+from tests.support.storetools import metadata_for, needs_root, payload
+from tests.support.tars import make_tar
+
+URL = "s3://lab/a.tar"
 
 TABLE = """\
 22 1 253:0 / / rw,relatime shared:1 - ext4 /dev/vda rw,errors=remount-ro
@@ -89,3 +109,148 @@ def test_a_real_mount_is_found(tmp_path: Path) -> None:
         subprocess.run(["umount", place], check=True)
     found = mount_of(place / "below")
     assert found is not None and found.source != "mine"
+
+
+# -- which kind of lock ------------------------------------------------------------
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of this node, for this test alone."""
+    place = tmp_path / "node"
+    place.mkdir()
+    monkeypatch.setattr(mounts, "_NODE_DIRECTORIES", (str(place),))
+    return place
+
+
+@pytest.fixture
+def root(tmp_path: Path, node: Path) -> Path:
+    root = tmp_path / "cache"
+    make_root(root, "1")
+    return root
+
+
+def on(kind: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache is on such a filesystem; None is one that the kernel does not name."""
+    real = mount_of
+
+    def found(path: Path | str, mountinfo: str | None = None) -> Mount | None:
+        if "cache" not in Path(path).name:
+            return real(path, mountinfo)
+        return kind and Mount("/", kind, "source", frozenset())  # type: ignore[return-value]
+
+    monkeypatch.setattr(mounts, "mount_of", found)
+
+
+@pytest.mark.parametrize("kind", ["ext4", "xfs", "btrfs", "tmpfs", "overlay"])
+def test_local_filesystems_are_locked_by_flock_in_the_cache(
+    root: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    on(kind, monkeypatch)
+    assert node_namespace(root, "auto", 600.0) == Layout.of_root(root)
+    assert node_namespace(root, "lease", 600.0).grace == IDLE_GRACE
+
+
+@pytest.mark.parametrize("kind", ["nfs4", "lustre", "gpfs", "fuse.juicefs", "9p", None])
+def test_all_others_by_leases(
+    root: Path, node: Path, monkeypatch: pytest.MonkeyPatch, kind: str | None
+) -> None:
+    on(kind, monkeypatch)
+    found = node_namespace(root, "auto", 600.0)
+    assert found.grace == IDLE_GRACE
+    assert found.local is not None and found.local.parent == node
+    assert found.local.stat().st_mode & 0o777 == 0o700
+    assert node_namespace(root, "auto", IDLE_GRACE).grace == 2 * IDLE_GRACE
+    assert node_namespace(root, "flock", 600.0) == Layout.of_root(root)
+
+
+def test_all_who_share_a_root_share_its_directory(root: Path, tmp_path: Path) -> None:
+    first = node_namespace(root, "lease", 600.0).local
+    link = tmp_path / "cache-link"
+    link.symlink_to(root)
+    assert node_namespace(link, "lease", 600.0).local == first
+    make_root(tmp_path / "cache2", "1")
+    assert node_namespace(tmp_path / "cache2", "lease", 600.0).local != first
+    assert node_namespace(tmp_path / "cache3", "lease", 600.0).local is None  # not made yet
+
+
+def test_a_directory_that_was_planted_is_not_used(
+    root: Path, node: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    other = tmp_path / "other-node"
+    other.mkdir()
+    monkeypatch.setattr(mounts, "_NODE_DIRECTORIES", (str(node), str(other)))
+    planted = node_namespace(root, "lease", 600.0).local
+    assert planted is not None and planted.parent == node
+    planted.chmod(0o777)
+    fallback = node_namespace(root, "lease", 600.0).local
+    assert fallback is not None and fallback.parent == other
+    planted.rmdir()
+    planted.symlink_to(tmp_path)
+    assert node_namespace(root, "lease", 600.0).local == fallback
+
+
+def test_with_leases_nothing_in_the_cache_is_locked(
+    make_cache: Callable[..., Cache],
+    origin: MemoryOrigin,
+    root: Path,
+    node: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    real = fcntl.flock
+
+    def guarded(fd: int, operation: int) -> None:
+        number = fd if isinstance(fd, int) else fd.fileno()
+        name = os.readlink(f"/proc/self/fd/{number}")
+        assert not name.startswith(str(root)), f"flock on {name}"
+        real(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", guarded)
+    on("nfs4", monkeypatch)
+    origin.objects[URL] = origin.objects["s3://lab/b.tar"] = make_tar(1)
+    with caplog.at_level(logging.WARNING, "shardcache"):
+        cache = make_cache(dir=root, max_size="1MB")
+        for url in (URL, "s3://lab/b.tar"):
+            with cache.open(url) as stream:
+                assert stream.read() == make_tar(1)
+    [record] = caplog.records  # said once
+    assert "leases" in record.getMessage() and "1h" in record.getMessage()
+    assert cache.clean(everything=True).removed == ()  # used a moment ago
+    assert list(node.glob("*/sessions/*.session"))
+    assert not list((root / "v1" / "sessions").iterdir())
+    for entry in cache.entries():
+        aged(entry.path)
+    assert len(cache.clean(everything=True).removed) == 2
+    assert cache.path(URL) is None
+
+
+def aged(path: Path) -> None:
+    past = time.time() - 2 * IDLE_GRACE
+    for file in path.iterdir():
+        os.utime(file, (past, past))
+
+
+def test_with_leases_a_partial_is_left_alone_until_the_grace_is_over(root: Path) -> None:
+    layout = node_namespace(root, "lease", 600.0)
+    layout.make()
+    partial = Partial.create(layout, metadata_for(URL, payload(1000)), "a.tar")
+    [found] = in_flight(layout)
+    assert found.live and found.reserved == 1000
+    assert Partial.claim(layout, partial.path, "a.tar") is None
+    assert not remove_leftover(layout, partial.path)
+    aged(partial.path)
+    claimed = Partial.claim(layout, partial.path, "a.tar")
+    assert claimed is not None
+    aged(claimed.path)
+    [found] = in_flight(layout)
+    assert not found.live and remove_leftover(layout, claimed.path)
+    partial.close()
+    claimed.close()
+
+
+def test_ranks_have_sessions_of_their_own_on_the_node(tmp_path: Path) -> None:
+    layout = Layout(tmp_path / "v1", local=tmp_path / "node", grace=1.0).rank("job-0")
+    assert layout.locks == tmp_path / "node" / "ranks" / "job-0" / "locks"
+    assert layout.objects == tmp_path / "v1" / "ranks" / "job-0" / "objects"
+    assert layout.grace == 1.0

@@ -365,7 +365,7 @@ def test_a_fault_heals_where_flock_means_nothing(
     origin.objects[URL] = DATA
     cache = make_cache(dir=shim.root / tmp_path.name)
     cache.fetch(URL)
-    assert cache._here().namespaces.locking.grace is not None
+    assert cache._here().namespaces.node.grace is not None
     fail(shim, cache, "read", TAR, error=errno.EIO, times=-1, skip=2)
     with cache.open(URL) as stream:
         assert stream.read() == DATA

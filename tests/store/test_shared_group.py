@@ -22,7 +22,7 @@ from shardcache.errors import ShardCacheError
 from shardcache.fetch.waiting import Waiter
 from shardcache.files import PRIVATE, Modes
 from shardcache.layout import MANIFEST, Layout
-from shardcache.locks.mode import decide
+from shardcache.locks.mounts import node_namespace
 from shardcache.store.root import check_root, make_root
 from tests.support.fakes import Fault, MemoryOrigin
 from tests.support.storetools import Parent, needs_root, public_directory, wait_until
@@ -376,15 +376,23 @@ def test_directories_that_were_never_named_are_swept(area: Path) -> None:
     assert kept.exists()
 
 
-def test_locks_on_the_node_are_shared_too(area: Path) -> None:
+def test_sessions_on_the_node_are_shared_too(area: Path) -> None:
     root = area / "cache"
-    options = {"shared_group": GROUP, "locks": "node"}
+    options = {"shared_group": GROUP, "locks": "lease"}
     found: list[Path | None] = []
+
+    def local() -> Path | None:
+        return node_namespace(root, "lease", 600.0, Modes.of(GROUP)).local
+
     try:
         for user, umask in ((ANNA, 0o077), (BELA, 0)):
             assert ask(user, lambda: fetch(root, **options), umask=umask)[0][1]
             found.append(
-                ask(user, lambda: decide(root, "node", 600.0, Modes.of(GROUP)).local, umask=umask)
+                ask(
+                    user,
+                    local,
+                    umask=umask,
+                )
             )
         assert found[0] == found[1] is not None
         for name, mode in modes_of(found[0]).items():
@@ -394,7 +402,7 @@ def test_locks_on_the_node_are_shared_too(area: Path) -> None:
         shutil.rmtree(found[0])
         found[0].mkdir(mode=0o777)
         os.chown(found[0], OUTSIDER.uid, OUTSIDER.uid)
-        other = ask(BELA, lambda: decide(root, "node", 600.0, Modes.of(GROUP)).local)
+        other = ask(BELA, local)
         found.append(other)
         assert other not in (None, found[0])
     finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.synchronize import Event
@@ -14,11 +13,9 @@ import pytest
 
 from shardcache.cache import Cache
 from shardcache.layout import Layout
-from shardcache.locks import mode as locking
 from shardcache.locks import mounts
 from shardcache.store.digest import BLOCK
 from shardcache.store.partial import read_progress
-from tests.stress.fuse.proto import FILESYSTEM
 from tests.stress.fuse.shim import Shim
 from tests.support.fakes import Fault, MemoryOrigin
 from tests.support.storetools import Parent, wait_until
@@ -34,7 +31,6 @@ class Locks:
 
     Attributes:
         known: "by type": the filesystem's name says that flock cannot be believed;
-            "by trying": it is taken for a local one, so that flock is tried first;
             "never": ``locks="flock"`` forces the cache to believe in it.
         flock: what it does; see `fusenodes.Settings.flock`.
         killable: whether a process in a hanging flock can be killed.
@@ -50,11 +46,11 @@ class Locks:
     @property
     def believed(self) -> bool:
         """Whether flock on the mount decides anything."""
-        return self.known == "never" or (self.known == "by trying" and self.flock == "working")
+        return self.known == "never"
 
     @property
     def work(self) -> bool:
-        """Whether what decides tells the truth: flock that works, or locks on this node."""
+        """Whether what decides tells the truth: flock that works, or leases."""
         return not self.believed or self.flock == "working"
 
     @property
@@ -67,28 +63,17 @@ class Locks:
         return {"locks": "flock"} if self.known == "never" else {}
 
     def begin(self, shim: Shim, monkeypatch: pytest.MonkeyPatch, node: Path) -> None:
-        """From now on locks fail so; ``node`` is where this node's lock files go."""
+        """From now on locks fail so; ``node`` is where this node's sessions go."""
         node.mkdir(exist_ok=True)
-        monkeypatch.setattr(locking, "_NODE_DIRECTORIES", (str(node),))
-        if self.known == "by trying":
-            local = mounts.LOCAL_TYPES | {FILESYSTEM}
-            monkeypatch.setattr(mounts, "LOCAL_TYPES", local)
-            # What hangs is given up after so long, in every process; the others take their time.
-            seconds = 0.3 if self.flock == "hanging" else 10.0
-            probe = functools.partial(locking.probe, seconds=seconds)
-            monkeypatch.setattr(locking, "probe", probe)
+        monkeypatch.setattr(mounts, "_NODE_DIRECTORIES", (str(node),))
         shim.set(flock=self.flock, killable=self.killable)
 
 
 KNOWN_BY_TYPE = [Locks("by type", f) for f in ("working", "refused", "lying", "hanging")]
-KNOWN_BY_TRYING = [
-    *[Locks("by trying", f) for f in ("working", "refused", "lying", "hanging")],
-    Locks("by trying", "hanging", killable=False),
-]
 NEVER_KNOWN = [Locks("never", f) for f in ("working", "refused", "lying")]
-ALL_LOCKS = [*KNOWN_BY_TYPE, *KNOWN_BY_TRYING, *NEVER_KNOWN]
+ALL_LOCKS = [*KNOWN_BY_TYPE, *NEVER_KNOWN]
 #: One of each kind: what the cache relies on is the same for the others.
-_SHOWN = {Locks("by type", "hanging"), Locks("by trying", "hanging"), *NEVER_KNOWN}
+_SHOWN = {Locks("by type", "hanging"), *NEVER_KNOWN}
 SOME_LOCKS = [
     locks if locks in _SHOWN else pytest.param(locks, marks=pytest.mark.full) for locks in ALL_LOCKS
 ]

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from shardcache.locks.mode import Answer, probe
 from shardcache.locks.sessions import oldest_live_session
 from tests.stress.fuse.shim import Shim, mounted, needs_fuse
 from tests.stress.nettools import (
@@ -140,28 +139,6 @@ def test_a_refusal_has_three_spellings(
     with using(shim.root / "cache", **locks.options) as cache, cache.open(URL) as stream:
         assert stream.read() == DATA
         assert stream.name != URL
-
-
-@pytest.mark.parametrize(
-    ("flock", "killable", "answer"),
-    [
-        ("working", True, Answer.WORKS),
-        ("refused", True, Answer.REFUSED),
-        ("lying", True, Answer.LIES),
-        ("hanging", True, Answer.HANGS),
-        ("hanging", False, Answer.HANGS),
-    ],
-)
-def test_flock_is_tried_by_a_process_that_may_be_left(
-    shim: Shim, flock: str, killable: bool, answer: Answer
-) -> None:
-    path = shim.root / "file"
-    path.touch()
-    shim.set(flock=flock, killable=killable)
-    assert probe(path, 0.3 if flock == "hanging" else 10.0) is answer
-    assert shim.hanging() == (not killable)  # nobody can end that one; it harms nobody
-    shim.heal()
-    assert probe(path) is Answer.WORKS
 
 
 # -- evicting ------------------------------------------------------------------------

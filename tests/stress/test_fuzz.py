@@ -28,7 +28,6 @@ from shardcache import config as configuration
 from shardcache.files import PRIVATE
 from shardcache.layout import MANIFEST, META, read_file
 from shardcache.locks.flock import read_holder
-from shardcache.locks.mode import Answer, _remembered
 from shardcache.origins.base import ObjectInfo, TransientError, VersionChangedError
 from shardcache.store.entry import MAX_BYTES, DamagedError, Entry
 from shardcache.store.partial import read_progress, read_records
@@ -105,18 +104,6 @@ def test_a_manifest_is_understood_or_passed_over(
     with contextlib.suppress(ConfigError):
         check_group(root, PRIVATE)
         make_root(root, "1")
-
-
-@given(data=bent([b'{"asked": ["boot", "src", "ext4"], "answer": "works"}']))
-@settings(max_examples=15, deadline=None)
-def test_the_note_about_locks_is_believed_only_whole(
-    tmp_path_factory: pytest.TempPathFactory, data: bytes
-) -> None:
-    root = tmp_path_factory.getbasetemp() / "noted-root"
-    if not root.exists():
-        make_root(root, "1")
-    (root / "v1" / "flock.json").write_bytes(data)
-    assert _remembered(root, None, PRIVATE) is Answer.WORKS
 
 
 def test_a_file_of_any_size_costs_a_bounded_amount_of_memory(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import pytest
 from shardcache.cache import Cache
 from shardcache.errors import TransferError
 from shardcache.layout import MANIFEST, Layout
-from shardcache.locks import mode as locking
+from shardcache.locks import mounts
 from shardcache.origins.base import TransientError
 from shardcache.store.digest import BLOCK
 from tests.stress.fuse.shim import Shim, mounted, needs_fuse
@@ -40,7 +40,7 @@ def _node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lock files of this node go where the test ends with them."""
     node = tmp_path / "node"
     node.mkdir()
-    monkeypatch.setattr(locking, "_NODE_DIRECTORIES", (str(node),))
+    monkeypatch.setattr(mounts, "_NODE_DIRECTORIES", (str(node),))
 
 
 @pytest.fixture

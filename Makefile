@@ -23,7 +23,7 @@ help:
 	@echo "make lint    ruff (with its security rules), mypy, pyright, layers, dependencies"
 	@echo "make audit   known vulnerabilities of the dependencies (needs the network)"
 	@echo "make bench   every benchmark, against peers; writes docs/benchmarks.md (hours)"
-	@echo "make docs    write the generated parts of README.md and docs/schemas anew"
+	@echo "make docs    write the generated parts of README.md anew"
 	@echo "make clean   remove .venv and caches of tools"
 
 # One stamp per extra: the demo does not wait for torch.
@@ -93,7 +93,6 @@ bench: $(VENV)/.bench
 
 docs: $(VENV)/.test
 	$(BIN)/python docs/generate.py
-	$(BIN)/python docs/schemas.py
 
 clean:
 	rm -rf $(VENV) .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .hypothesis

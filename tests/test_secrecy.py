@@ -273,7 +273,7 @@ def test_a_worker_that_is_spawned_gets_what_others_do_not(
     assert pickle.dumps([cache, shard]).count(CANARY.encode()) == 2
 
 
-FORMATS = [("--format", name) for name in ("human", "json", "jsonl", "tsv")]
+FORMATS = [("--format", name) for name in ("human", "json", "jsonl")]
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form[1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from shardcache.cli.invocation import Invocation, command
+from shardcache.cli.main import ExitCode, Invocation, command
 from shardcache.cli.output import Column
 from shardcache.config import describe, options
 
@@ -46,13 +46,12 @@ def config_command(invocation: Invocation) -> int:
             Column("option", "OPTION"),
             Column("value", "VALUE"),
             Column("source", "SOURCE", style=lambda s: "dim" if s == "default" else None),
-            Column("default"),
         ],
         rows,
         summary={"options": len(rows), "set": changed},
         footer=f"{len(rows)} options, {changed} set",
     )
-    return 0
+    return ExitCode.DONE
 
 
 @command(
@@ -67,4 +66,4 @@ def dir_command(invocation: Invocation) -> int:
     """Print the directory of the cache, and nothing else; it need not exist yet."""
     directory = os.fspath(invocation.find_directory())
     invocation.console.record("dir", {"dir": directory}, directory)
-    return 0
+    return ExitCode.DONE

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from shardcache.cli.demoserver import S3Server
-from shardcache.cli.invocation import Invocation, command
+from shardcache.cli.main import Invocation, command
 from shardcache.cli.output import Column
 from shardcache.errors import ConfigError
 from shardcache.units import format_bytes, format_duration
@@ -71,7 +71,6 @@ def demo_command(invocation: Invocation, keep: bool) -> int:
             Column("origin_halves", "OF HALF THE DATA", lambda x: f"{x:.1f}x", right=True),
             Column("samples", "SAMPLES", lambda n: "-" if n is None else f"{n:,}", right=True),
             Column("seconds", "TIME", format_duration, right=True),
-            Column("complete", "", lambda ok: str(ok).lower()),
         ],
         rows,
         summary={

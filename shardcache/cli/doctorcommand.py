@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardcache.cli.invocation import Invocation, command
-from shardcache.cli.output import Column, counted, printable
+from shardcache.cli.main import Invocation, command
+from shardcache.cli.output import counted, printable
 from shardcache.config import Config
 from shardcache.errors import ConfigError
 
@@ -22,7 +22,6 @@ __all__ = ["doctor_command"]
 
 _OK, _FAILED = 0, 4
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
-_COLUMNS = [Column(name) for name in ("level", "check", "subject", "found", "fix")]
 
 
 @command(
@@ -31,7 +30,7 @@ _COLUMNS = [Column(name) for name in ("level", "check", "subject", "found", "fix
     examples="""
         shardcache doctor
         shardcache doctor --url s3://lab/train-0000.tar
-        shardcache --dir /local/nvme/shards doctor --format tsv
+        shardcache --dir /local/nvme/shards doctor --json
     """,
 )
 @click.option("--url", metavar="URL", help="Also read the start of this shard, and time it.")
@@ -54,7 +53,7 @@ def doctor_command(invocation: Invocation, url: str | None) -> int:
         console.said(footer)
     else:
         summary: dict[str, Any] = {level: levels[level] for level in _STYLES}
-        console.table("doctor", "finding", _COLUMNS, rows, summary=summary)
+        console.table("doctor", "finding", [], rows, summary=summary)
     return _FAILED if levels["fail"] else _OK
 
 

@@ -1,29 +1,45 @@
-"""``shardcache ls``: what is resident, and what is on its way."""
+"""``shardcache ls``, ``rm``, ``pin`` and ``unpin``: single shards in the cache."""
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import time
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from datetime import datetime
+from typing import Any, TypeVar
 
 import click
 
-from shardcache.cli.filters import matches_glob, parse_filter, parse_sort
-from shardcache.cli.invocation import Invocation, command
+from shardcache.cache import Cache
+from shardcache.cli.main import (
+    ExitCode,
+    Invocation,
+    command,
+    dry_run_option,
+    parsed,
+    urls_argument,
+    yes_option,
+)
 from shardcache.cli.output import Column, counted, short_date
 from shardcache.clock import utc
-from shardcache.store.entry import DamagedError, Metadata
-from shardcache.store.root import is_cache
-from shardcache.units import format_age, format_bytes
+from shardcache.errors import ConfigError
+from shardcache.layout import Layout
+from shardcache.locks.flock import read_holder
+from shardcache.prewarm.plan import expand
+from shardcache.ranks import detect
+from shardcache.space.pins import pinned_keys
+from shardcache.space.policy import Policy
+from shardcache.space.volume import Volume
+from shardcache.store.entry import DamagedError, Metadata, read_sidecar
+from shardcache.store.root import check_links, is_cache
+from shardcache.store.store import Entry, Namespaces, Store
+from shardcache.store.sweeping import InFlight, in_flight
+from shardcache.units import exact_duration, format_age, format_bytes, parse_duration
+from shardcache.urls import ShardURL, redact
 
-if TYPE_CHECKING:
-    from shardcache.cache import Cache
-    from shardcache.store.store import Entry, Store
-    from shardcache.store.sweeping import InFlight
-
-__all__ = ["ls_command"]
+__all__ = ["ls_command", "matches_glob", "pin_command", "rm_command", "unpin_command"]
 
 _STATE_STYLES = {
     "pinned": "cyan",
@@ -34,15 +50,105 @@ _STATE_STYLES = {
 }
 
 
+def matches_glob(glob: str, url: str) -> bool:
+    """Whether ``glob`` means ``url``: all of it, or its last part if ``glob`` has no slash.
+
+    ``*`` matches across slashes. Credentials in ``glob`` do not count.
+    """
+    subject = url if "/" in glob else url.rpartition("/")[2]
+    return fnmatch.fnmatchcase(subject, redact(glob))
+
+
+def _expand_shards(cache: Cache, urls: Iterable[str]) -> dict[str, ShardURL]:
+    """Key -> shard, each once; braces are expanded.
+
+    Raises:
+        ConfigError: not a URL that the cache reads.
+    """
+    return {shard.key: shard for shard in map(cache.parse, expand(urls))}
+
+
+# -- ls ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """A shard in the cache, as ``ls`` prints it; what cannot be read of a damaged one is None."""
+
+    url: str | None
+    size: int
+    used_at: datetime
+    fetched_at: datetime | None
+    state: str
+    tier: int
+    key: str
+    version: str
+    path: str | None
+    etag: str | None
+    digest: str | None
+    checked: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Partial:
+    """A fetch in flight, or what a dead process left of one, as ``ls --partial`` prints it."""
+
+    url: str | None
+    size: int | None
+    written_bytes: int
+    share: float | None
+    state: str
+    begun_at: datetime | None
+    holder: str | None
+    pid: int | None
+    rank: int | None
+    tier: int
+    key: str
+    dir: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Totals:
+    """Of the whole cache, whatever is shown of it."""
+
+    shards: int
+    bytes: int
+    max_size: int | None
+    evictable_bytes: int
+    matching: int
+    shown: int
+
+    def text(self, shown_bytes: int) -> str:
+        """``1,848 shards, 924.3 GB of 1.0 TB (92%); 41.0 GB evictable``."""
+        text = f"{counted(self.shards, 'shard')}, {format_bytes(self.bytes)}"
+        if self.max_size is not None:
+            text += f" of {format_bytes(self.max_size)} ({self.bytes / self.max_size:.0%})"
+        if self.shards:
+            text += f"; {format_bytes(self.evictable_bytes)} evictable"
+        if self.matching != self.shards:
+            text = f"{self.shown:,} of {text}; shown {format_bytes(shown_bytes)}"
+        return text
+
+
+_Row = TypeVar("_Row", _Shard, _Partial)
+#: What ``--sort`` knows -> field of a `_Shard` and of a `_Partial`.
+_SORTED_BY = {
+    "url": ("url", "url"),
+    "size": ("size", "size"),
+    "used": ("used_at", "begun_at"),
+    "fetched": ("fetched_at", "begun_at"),
+    "state": ("state", "state"),
+}
+
+
 @command(
     "ls",
     short="List what is resident.",
     examples="""
         shardcache ls
         shardcache ls 'train-04*.tar' --sort size:desc --limit 10
-        shardcache ls --filter 'size>1GB' --filter 'used>7d'
         shardcache ls --partial
-        shardcache ls --format tsv | cut -f 1
+        shardcache ls --json | jq -r '.shards[] | select(.state == "pinned") | .url'
     """,
 )
 @click.option("-l", "--long", is_flag=True, help="Also show version and path.")
@@ -50,23 +156,17 @@ _STATE_STYLES = {
 @click.option("--limit", type=click.IntRange(0), metavar="N", help="Show the first N only.")
 @click.option(
     "--sort",
+    "order",
     default="url",
+    callback=parsed(lambda text: _Order.parse(text)),
     metavar="FIELD[:desc]",
     help="Order by url, size, used, fetched or state.  [default: url]",
-)
-@click.option(
-    "--filter",
-    "filters",
-    multiple=True,
-    metavar="EXPR",
-    help="Show only what passes, such as 'size>1GB' or 'used<2d'. May be repeated.",
 )
 @click.argument("glob", required=False)
 def ls_command(
     invocation: Invocation,
     glob: str | None,
-    filters: tuple[str, ...],
-    sort: str,
+    order: _Order,
     limit: int | None,
     partial: bool,
     long: bool,
@@ -79,53 +179,61 @@ def ls_command(
     With --partial: live (being fetched) and orphan (left by a dead process, will
     be resumed or swept).
     """
-    tests = [parse_filter(text) for text in filters]
-    ordered = parse_sort(sort)
     cache = invocation.cache(looking=True)
-    if not _is_listable(invocation, cache):
-        return _nothing(invocation, partial)
-    now = time.time()
+    known = is_cache(cache.dir)
+    if not known:
+        invocation.console.hint(f"Nothing was cached in {cache.dir} yet.")
     with cache:
-        rows = list(_partial_rows(cache, now) if partial else _rows(cache, now))
-        shown = [
-            row
-            for row in rows
-            if (glob is None or matches_glob(glob, row["url"] or ""))
-            and all(test(row) for test in tests)
-        ]
-        total = len(shown)
-        shown = ordered(shown)[:limit]  # type: ignore[assignment]
         if partial:
-            _show_partial(invocation, shown, rows, total, long)
+            partials = list(_partials(cache)) if known else []
+            _show_partials(invocation, partials, order.select(partials, glob), limit, long)
         else:
-            space = _Totals.of(cache, rows, now)
-            _show(invocation, shown, space, total, long, now)
-    return 0
+            shards = list(_shards(cache)) if known else []
+            _show_shards(invocation, cache, shards, order.select(shards, glob), limit, long)
+    return ExitCode.DONE
 
 
-def _is_listable(invocation: Invocation, cache: Cache) -> bool:
-    """False where nothing was cached yet."""
-    if is_cache(cache.dir):
-        return True
-    invocation.console.hint(f"Nothing was cached in {cache.dir} yet.")
-    return False
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """The value of ``--sort``."""
+
+    field: str
+    reverse: bool
+
+    @classmethod
+    def parse(cls, text: str) -> _Order:
+        """Read ``FIELD``, ``FIELD:asc`` or ``FIELD:desc``.
+
+        Raises:
+            ConfigError: it is something else.
+        """
+        field, _, direction = text.strip().partition(":")
+        if field not in _SORTED_BY or direction not in ("", "asc", "desc"):
+            raise ConfigError(
+                f"{text!r} is not an order. Write one of {', '.join(_SORTED_BY)}, and :desc to "
+                "turn it round."
+            )
+        return cls(field, direction == "desc")
+
+    def select(self, rows: list[_Row], glob: str | None) -> list[_Row]:
+        """The rows that a glob means, in order; unknown values come last.
+
+        A time sorts as its age: what was used last is first.
+        """
+        found = [row for row in rows if glob is None or matches_glob(glob, row.url or "")]
+
+        def value(row: _Row) -> Any:
+            found = getattr(row, _SORTED_BY[self.field][isinstance(row, _Partial)])
+            return -found.timestamp() if isinstance(found, datetime) else found
+
+        known = sorted((row for row in found if value(row) is not None), key=lambda r: str(r.url))
+        known.sort(key=value, reverse=self.reverse)
+        return known + [row for row in found if value(row) is None]
 
 
-def _nothing(invocation: Invocation, partial: bool) -> int:
-    if partial:
-        _show_partial(invocation, [], [], 0, False)
-    else:
-        _show(invocation, [], _Totals(0, 0, None, 0), 0, False, 0.0)
-    return 0
-
-
-def _rows(cache: Cache, now: float) -> Iterator[dict[str, Any]]:
-    from shardcache.ranks import detect
-    from shardcache.space.pins import pinned_keys
-    from shardcache.store.store import Namespaces
-
+def _shards(cache: Cache) -> Iterator[_Shard]:
     store = (namespaces := Namespaces(cache.config, detect())).own
-    pinned = pinned_keys(namespaces.node, now)
+    pinned = pinned_keys(namespaces.node, time.time())
     for entry in cache.entries():
         metadata: Metadata | None = None
         state = "damaged"
@@ -135,27 +243,25 @@ def _rows(cache: Cache, now: float) -> Iterator[dict[str, Any]]:
         except (DamagedError, OSError):
             if not entry.path.exists():
                 continue  # evicted while we look
-        yield {
-            "url": metadata.url if metadata else None,
-            "size": entry.size,
-            "used_at": utc(entry.used),
-            "fetched_at": utc(metadata.fetched_at) if metadata else None,
-            "state": state,
-            "tier": _tier(cache, entry.directory),
-            "key": entry.key,
-            "version": entry.version,
-            "path": _data_path(entry),
-            "etag": metadata.info.etag if metadata else None,
-            "digest": metadata.digest if metadata else None,
-            "checked": metadata.checked if metadata else None,
-            "used_age": max(0.0, now - entry.used),
-            "fetched_age": max(0.0, now - metadata.fetched_at) if metadata else None,
-        }
+        yield _Shard(
+            url=metadata.url if metadata else None,
+            size=entry.size,
+            used_at=utc(entry.used),
+            fetched_at=utc(metadata.fetched_at) if metadata else None,
+            state=state,
+            tier=_tier(cache, entry.directory),
+            key=entry.key,
+            version=entry.version,
+            path=_data_path(entry),
+            etag=metadata.info.etag if metadata else None,
+            digest=metadata.digest if metadata else None,
+            checked=metadata.checked if metadata else None,
+        )
 
 
 def _state(store: Store, entry: Entry, metadata: Metadata, pinned: Container[str]) -> str:
-    said = (metadata.key, metadata.info.version, metadata.size)
-    if said != (entry.key, entry.version, entry.size) or entry.data.lstat().st_size != entry.size:
+    stated = (metadata.key, metadata.info.version, metadata.size)
+    if stated != (entry.key, entry.version, entry.size) or entry.data.lstat().st_size != entry.size:
         return "damaged"
     if entry.key in pinned:
         return "pinned"
@@ -176,121 +282,82 @@ def _data_path(entry: Entry) -> str | None:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class _Totals:
-    """Of the whole cache, whatever is shown of it."""
-
-    shards: int
-    bytes: int
-    limit: int | None
-    evictable: int
-
-    @classmethod
-    def of(cls, cache: Cache, rows: list[dict[str, Any]], now: float) -> _Totals:
-        from shardcache.ranks import detect
-        from shardcache.space.policy import Policy
-        from shardcache.space.volume import Volume
-        from shardcache.store.store import Namespaces
-
-        policy = Policy.now(cache.config, Namespaces(cache.config, detect()).node, now)
-        idle = [
-            row["size"]
-            for row in rows
-            if row["state"] not in ("pinned", "in_use")
-            and not policy.protects(row["key"], row["used_at"].timestamp(), now)
-        ]
-        limit = Volume.of(cache.dir).budget(cache.config)
-        return cls(len(rows), sum(row["size"] for row in rows), limit, sum(idle))
-
-    def text(self) -> str:
-        """``1,848 shards, 924.3 GB of 1.0 TB (92%); 41.0 GB evictable``."""
-        text = f"{counted(self.shards, 'shard')}, {format_bytes(self.bytes)}"
-        if self.limit is not None:
-            text += f" of {format_bytes(self.limit)} ({self.bytes / self.limit:.0%})"
-        return f"{text}; {format_bytes(self.evictable)} evictable" if self.shards else text
-
-
-def _show(
+def _show_shards(
     invocation: Invocation,
-    shown: list[dict[str, Any]],
-    totals: _Totals,
-    matching: int,
+    cache: Cache,
+    every: list[_Shard],
+    found: list[_Shard],
+    limit: int | None,
     long: bool,
-    now: float,
 ) -> None:
+    now = time.time()
     columns = [
         Column("url", "SHARD", lambda url: url or "?"),
         Column("size", "SIZE", format_bytes, right=True),
         Column("used_at", "USED", lambda t: format_age(now - t.timestamp()), right=True),
         Column("fetched_at", "FETCHED", lambda t: short_date(t.timestamp(), now) if t else "-"),
         Column("state", "STATE", style=_STATE_STYLES.get),
-        Column("tier"),
-        Column("key"),
-        Column("version", "VERSION" if long else ""),
-        Column("path", "PATH" if long else "", lambda path: path or "-"),
     ]
-    footer = totals.text()
-    if matching != totals.shards:
-        size = format_bytes(sum(row["size"] for row in shown))
-        footer = f"{len(shown):,} of {footer}; shown {size}"
-    summary = {
-        "shards": totals.shards,
-        "bytes": totals.bytes,
-        "max_size": totals.limit,
-        "evictable_bytes": totals.evictable,
-        "matching": matching,
-        "shown": len(shown),
-    }
-    rows = [_public(row) for row in shown]
-    invocation.console.table("ls", "shard", columns, rows, summary=summary, footer=footer)
+    if long:
+        columns += [Column("version", "VERSION"), Column("path", "PATH", lambda path: path or "-")]
+    shown = found[:limit]
+    totals = _Totals(
+        shards=len(every),
+        bytes=sum(shard.size for shard in every),
+        max_size=Volume.of(cache.dir).budget(cache.config) if every else None,
+        evictable_bytes=_evictable(cache, every, now),
+        matching=len(found),
+        shown=len(shown),
+    )
+    footer = totals.text(sum(shard.size for shard in shown))
+    invocation.console.table("ls", "shard", columns, shown, summary=totals, footer=footer)
 
 
-def _public(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if not name.endswith("_age")}
+def _evictable(cache: Cache, shards: list[_Shard], now: float) -> int:
+    policy = Policy.now(cache.config, Namespaces(cache.config, detect()).node, now)
+    return sum(
+        shard.size
+        for shard in shards
+        if shard.state not in ("pinned", "in_use")
+        and not policy.protects(shard.key, shard.used_at.timestamp(), now)
+    )
 
 
-def _partial_rows(cache: Cache, now: float) -> Iterator[dict[str, Any]]:
-    from shardcache.store.sweeping import in_flight
-
+def _partials(cache: Cache) -> Iterator[_Partial]:
     for store in cache.stores():
         for found in in_flight(store.layout):
             if found.key:  # the others are entries on their way out
-                yield _partial_row(cache, store, found, now)
+                yield _partial(cache, store, found)
 
 
-def _partial_row(cache: Cache, store: Store, found: InFlight, now: float) -> dict[str, Any]:
-    from shardcache.locks.flock import read_holder
-    from shardcache.store.entry import read_sidecar
-
+def _partial(cache: Cache, store: Store, found: InFlight) -> _Partial:
     try:
         metadata: Metadata | None = Metadata.decode(read_sidecar(found.path))
     except (OSError, DamagedError):
         metadata = None
     holder = read_holder(store.layout.holder(found.key)) if found.live else None
     progress = found.progress
-    return {
-        "url": metadata.url if metadata else None,
-        "size": progress.total if progress else None,
-        "written_bytes": progress.written if progress else 0,
-        "share": progress.written / progress.total if progress and progress.total else None,
-        "state": "live" if found.live else "orphan",
-        "begun_at": utc(metadata.fetched_at) if metadata else None,
-        "holder": str(holder) if holder else None,
-        "pid": holder.pid if holder else None,
-        "rank": holder.rank if holder else None,
-        "tier": _tier(cache, str(found.path)),
-        "key": found.key,
-        "dir": str(found.path),
-        "used_age": None,
-        "fetched_age": max(0.0, now - metadata.fetched_at) if metadata else None,
-    }
+    return _Partial(
+        url=metadata.url if metadata else None,
+        size=progress.total if progress else None,
+        written_bytes=progress.written if progress else 0,
+        share=progress.written / progress.total if progress and progress.total else None,
+        state="live" if found.live else "orphan",
+        begun_at=utc(metadata.fetched_at) if metadata else None,
+        holder=str(holder) if holder else None,
+        pid=holder.pid if holder else None,
+        rank=holder.rank if holder else None,
+        tier=_tier(cache, str(found.path)),
+        key=found.key,
+        dir=str(found.path),
+    )
 
 
-def _show_partial(
+def _show_partials(
     invocation: Invocation,
-    shown: list[dict[str, Any]],
-    rows: list[dict[str, Any]],
-    matching: int,
+    every: list[_Partial],
+    found: list[_Partial],
+    limit: int | None,
     long: bool,
 ) -> None:
     now = time.time()
@@ -301,26 +368,179 @@ def _show_partial(
         Column("share", "DONE", lambda share: "-" if share is None else f"{share:.0%}", True),
         Column("begun_at", "BEGUN", lambda t: format_age(now - t.timestamp()) if t else "-", True),
         Column("state", "STATE", style=_STATE_STYLES.get),
-        Column("holder", "HOLDER" if long else "", lambda holder: holder or "-"),
-        Column("pid"),
-        Column("rank"),
-        Column("tier"),
-        Column("key"),
-        Column("dir", "DIRECTORY" if long else ""),
     ]
-    live = sum(row["state"] == "live" for row in rows)
-    written = sum(row["written_bytes"] for row in rows)
+    if long:
+        columns += [Column("holder", "HOLDER", lambda h: h or "-"), Column("dir", "DIRECTORY")]
+    live = sum(partial.state == "live" for partial in every)
+    written = sum(partial.written_bytes for partial in every)
+    shown = found[:limit]
     summary = {
-        "partials": len(rows),
+        "partials": len(every),
         "live": live,
-        "orphans": len(rows) - live,
+        "orphans": len(every) - live,
         "written_bytes": written,
-        "matching": matching,
+        "matching": len(found),
         "shown": len(shown),
     }
     footer = (
-        f"{counted(len(rows), 'partial')}, {format_bytes(written)}: {live:,} live, "
-        f"{counted(len(rows) - live, 'orphan')}"
+        f"{counted(len(every), 'partial')}, {format_bytes(written)}: {live:,} live, "
+        f"{counted(len(every) - live, 'orphan')}"
     )
-    public = [_public(row) for row in shown]
-    invocation.console.table("ls", "partial", columns, public, summary=summary, footer=footer)
+    invocation.console.table("ls", "partial", columns, shown, summary=summary, footer=footer)
+
+
+# -- rm ----------------------------------------------------------------------------
+
+
+@command(
+    "rm",
+    short="Remove shards.",
+    examples="""
+        shardcache rm s3://lab/train-0412.tar
+        shardcache rm -y 's3://lab/old-{0000..0127}.tar'
+        shardcache rm -n s3://lab/train-0412.tar
+    """,
+)
+@dry_run_option("Say what would go, remove nothing.")
+@yes_option("Do not ask.")
+@urls_argument()
+def rm_command(invocation: Invocation, urls: tuple[str, ...], yes: bool, dry_run: bool) -> int:
+    """Remove shards, all cached versions of them.
+
+    Braces are expanded. Exit code 6 if a shard stays because it is pinned or being
+    read, 1 if one was not cached.
+    """
+    cache = invocation.cache(looking=True)
+    shards = _expand_shards(cache, urls)
+    rows: list[dict[str, Any]] = []
+    with cache:
+        sizes = _sizes(cache, shards)
+        if sizes and not dry_run:
+            total = format_bytes(sum(sizes.values()))
+            question = f"Remove {counted(len(sizes), 'shard')}, {total}, from {cache.dir}?"
+            invocation.confirm(question, yes)
+        for key, shard in shards.items():
+            freed, state = 0, "not_cached"
+            if key in sizes:
+                freed, in_use = cache.remove(shard.raw, dry_run=dry_run)
+                state = "in_use" if in_use else "removed"
+            rows.append({"url": str(shard), "size": freed, "state": state})
+    count, freed = _count(rows), sum(row["size"] for row in rows)
+    console = invocation.console
+    if console.human:
+        if count("removed") or not count("not_cached"):
+            verb = "would remove" if dry_run else "removed"
+            console.said(f"{verb} {counted(count('removed'), 'shard')}, {format_bytes(freed)}")
+    else:
+        summary = {
+            "dry_run": dry_run,
+            "removed": count("removed"),
+            "removed_bytes": freed,
+            "in_use": count("in_use"),
+            "not_cached": count("not_cached"),
+        }
+        console.table("rm", "shard", [], rows, summary=summary)
+    for row in rows:
+        if row["state"] == "in_use":
+            console.error(
+                f"{row['url']} stays: it is pinned or being read. See `shardcache unpin`, or try "
+                "again when its job has ended."
+            )
+        elif row["state"] == "not_cached":
+            console.error(f"{row['url']} is not cached in {cache.dir}")
+    if count("in_use"):
+        return ExitCode.BUSY
+    return ExitCode.FAILED if count("not_cached") else ExitCode.DONE
+
+
+def _count(rows: list[dict[str, Any]]) -> Callable[[str], int]:
+    return lambda state: sum(row["state"] == state for row in rows)
+
+
+def _sizes(cache: Cache, keys: Iterable[str]) -> dict[str, int]:
+    """Bytes of those shards that are there, all versions together."""
+    check_links(Layout.of_root(cache.dir))
+    stores = Namespaces(cache.config, detect()).all()
+    found = {key: [e.size for store in stores for e in store.entries_of(key)] for key in keys}
+    return {key: sum(sizes) for key, sizes in found.items() if sizes}
+
+
+# -- pin and unpin -----------------------------------------------------------------
+
+
+@command(
+    "pin",
+    short="Keep shards, whatever the limits say.",
+    examples="""
+        shardcache pin s3://lab/val-0000.tar
+        shardcache pin 's3://lab/val-{0000..0031}.tar' --for 3d
+        shardcache prewarm 's3://lab/val-{0000..0031}.tar'
+    """,
+)
+@click.option(
+    "--for",
+    "seconds",
+    callback=parsed(parse_duration),
+    metavar="DURATION",
+    help="Keep them for so long, such as 3d; without it until `unpin`.",
+)
+@urls_argument()
+def pin_command(invocation: Invocation, urls: tuple[str, ...], seconds: float | None) -> int:
+    """Keep shards: no limit, no `clean --all` and no `rm` removes them.
+
+    Braces are expanded. What is not cached is not fetched, but kept once it is. To pin
+    a shard again sets the time anew.
+    """
+    cache = invocation.cache()
+    rows: list[dict[str, Any]] = []
+    with cache:
+        for shard in _expand_shards(cache, urls).values():
+            cache.pin(shard.raw, seconds)
+            state = "cached" if shard.raw in cache else "not_cached"
+            rows.append({"url": str(shard), "state": state})
+    absent = _count(rows)("not_cached")
+    console = invocation.console
+    if console.human:
+        for row in rows if console.verbosity else ():
+            console.said(f"{row['url']}  {row['state'].replace('_', ' ')}")
+        until = "until they are unpinned" if seconds is None else f"for {exact_duration(seconds)}"
+        console.said(f"pinned {counted(len(rows), 'shard')} {until}")
+    else:
+        summary = {"pinned": len(rows), "not_cached": absent, "seconds": seconds}
+        console.table("pin", "shard", [], rows, summary=summary)
+    if absent:
+        are = "is" if absent == 1 else "are"
+        console.hint(f"{absent:,} of them {are} not cached yet, and kept once fetched.")
+    return ExitCode.DONE
+
+
+@command(
+    "unpin",
+    short="Keep shards no longer.",
+    examples="""
+        shardcache unpin 's3://lab/val-{0000..0031}.tar'
+    """,
+)
+@urls_argument()
+def unpin_command(invocation: Invocation, urls: tuple[str, ...]) -> int:
+    """Keep shards no longer than the limits say.
+
+    Braces are expanded. Exit code 1 if one was not pinned.
+    """
+    cache = invocation.cache()
+    with cache:
+        rows: list[dict[str, Any]] = [
+            {"url": str(shard), "state": "unpinned" if cache.unpin(shard.raw) else "not_pinned"}
+            for shard in _expand_shards(cache, urls).values()
+        ]
+    count = _count(rows)
+    console = invocation.console
+    if console.human:
+        console.said(f"unpinned {counted(count('unpinned'), 'shard')}")
+    else:
+        summary = {"unpinned": count("unpinned"), "not_pinned": count("not_pinned")}
+        console.table("unpin", "shard", [], rows, summary=summary)
+    for row in rows:
+        if row["state"] == "not_pinned":
+            console.error(f"{row['url']} was not pinned in {cache.dir}")
+    return ExitCode.FAILED if count("not_pinned") else ExitCode.DONE

@@ -1,71 +1,83 @@
-"""The one place where the command line speaks.
+"""Everything that the command line prints.
 
-Data goes to stdout, everything said about it to stderr, in one of four formats:
+Data goes to stdout, everything else to stderr, in one of three formats:
 
-* human: aligned columns ending in a one-line summary, colour on a terminal;
-* json: one object; jsonl: one object per line, the last a summary;
-* tsv: a header and rows, raw values.
+* human: tables that end in a one-line summary, colour on a terminal;
+* json: one object;
+* jsonl: one object per line, the last one a summary.
 
-Machines get raw bytes, seconds and RFC 3339, and ``"schema": 1``. Only the human
-format rounds. A reader that hangs up early (``| head``) is no error: the command
-goes on, and its exit code tells how it went.
+Machines get raw bytes, seconds and RFC 3339, and ``"schema": 1``. Only the human format rounds. A
+reader that hangs up early (``| head``) is no error: the command goes on.
 
-Not safe between threads, apart from `Console.log`.
+A console is for one thread, apart from `Console.log`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
-from shardcache.clock import rfc3339
+if TYPE_CHECKING:
+    from rich.console import Console as Terminal
+    from rich.console import RenderableType
+    from rich.table import Table
+    from rich.text import Text
 
-__all__ = ["FORMATS", "SCHEMA", "Column", "Console", "counted", "printable", "short_date"]
+__all__ = [
+    "FORMATS",
+    "SCHEMA",
+    "Column",
+    "Console",
+    "counted",
+    "printable",
+    "short_date",
+    "text_table",
+]
 
 #: Version of the JSON and JSON lines output.
 SCHEMA = 1
-FORMATS = ("human", "json", "jsonl", "tsv")
-_GAP = "   "
-#: A column is not cut shorter than this, whatever the terminal's width.
-_LEAST_WIDTH = 24
+FORMATS = ("human", "json", "jsonl")
 #: Select Graphic Rendition parameters, ECMA-48 8.3.117.
 _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 _HALF_A_YEAR = 182 * 86_400
+#: Columns of what is no terminal: nothing is folded in a file.
+_UNLIMITED = 100_000
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column of a table.
+    """One column of a table for people.
 
     Attributes:
-        name: of the value in a row, and in machine-readable formats.
-        title: the human heading; empty for a column that people do not see.
+        name: of the value in a row.
+        title: the heading.
         show: the value as people read it.
         right: aligned to the right.
         style: names a style for a value, or None.
     """
 
     name: str
-    title: str = ""
+    title: str
     show: Callable[[Any], str] = str
     right: bool = False
     style: Callable[[Any], str | None] = lambda value: None
 
 
 class Console:
-    """An output with its format and manners.
+    """Standard output and standard error in one format.
 
     Args:
-        format: one of `FORMATS`.
+        format: one of `FORMATS`, or one that a single command has.
         color: auto (a terminal, unless NO_COLOR or TERM=dumb), always or never.
-        quiet: no hints, no progress, no word of success.
+        quiet: print no hints, no progress and no word of success.
         verbosity: 1 shows the library's log, 2 debugging and tracebacks.
         progress: whether progress may be shown at all.
     """
@@ -84,10 +96,8 @@ class Console:
         self.verbosity = verbosity
         self.progress = progress and not quiet
         self._color = color
-        self._drawn = False
-        self._heading = ""
 
-    # -- manners ---------------------------------------------------------------
+    # -- the terminal ------------------------------------------------------------
 
     @property
     def human(self) -> bool:
@@ -119,56 +129,62 @@ class Console:
             return text
         return f"\x1b[{_STYLES[style]}m{text}\x1b[0m"
 
-    # -- stdout ----------------------------------------------------------------
+    def terminal(self, stream: TextIO) -> Terminal:
+        """``stream`` for what rich draws."""
+        from rich.console import Console as Terminal
+
+        colored = self.colored(stream)
+        return Terminal(
+            file=stream,
+            force_terminal=True if colored else None,
+            color_system="standard" if colored else None,
+            width=None if _is_terminal(stream) else _UNLIMITED,
+            highlight=False,
+            emoji=False,
+            markup=False,
+        )
+
+    # -- stdout ------------------------------------------------------------------
 
     def data(self, text: str) -> None:
         """A line that was asked for."""
-        if _is_terminal(sys.stdout):
-            self.redraw("")
         _write(sys.stdout, f"{text}\n")
+
+    def render(self, drawing: RenderableType) -> None:
+        """Something that rich draws, as data."""
+        terminal = self.terminal(sys.stdout)
+        with terminal.capture() as captured:
+            terminal.print(drawing)
+        for line in captured.get().splitlines():
+            self.data(line.rstrip())
 
     def said(self, text: str) -> None:
         """A line for people about what was done; nothing when quiet or for machines."""
         if self.human and not self.quiet:
             self.data(text)
-            _flush(sys.stdout)
+            self.flush()
 
-    def did(self, command: str, record: Mapping[str, Any], human: str) -> None:
-        """What was done by a command that prints nothing else: `said`, or `record` for machines."""
-        if self.human:
-            self.said(human)
-        else:
-            self.record(command, record, human)
-
-    def line(self, kind: str, record: Mapping[str, Any]) -> None:
+    def line(self, kind: str, record: Any) -> None:
         """One object of JSON lines, as it happens; nothing in other formats."""
         if self.format == "jsonl":
-            self.data(_json({"schema": SCHEMA, "type": kind, **record}))
-            _flush(sys.stdout)  # somebody may act on it while the command runs
+            self.data(_json({"schema": SCHEMA, "type": kind, **_fields(record)}))
+            self.flush()  # somebody may act on it while the command runs
 
-    def record(self, command: str, record: Mapping[str, Any], human: str) -> None:
-        """A single result: one object, one row, or ``human``."""
+    def record(self, command: str, record: Any, human: str) -> None:
+        """A single result: a dataclass or a mapping as one object, or ``human``."""
         if self.human:
             self.data(human)
-        elif self.format == "tsv":
-            row = dict(_flat(record))
-            heading = "\t".join(row)
-            if heading != self._heading:  # one for all rows, where more of them follow
-                self._heading = heading
-                self.data(heading)
-            self.data("\t".join(map(_plain, row.values())))
-            _flush(sys.stdout)
         else:
-            self.data(_json({"schema": SCHEMA, "command": command, **record}))
+            self.data(_json({"schema": SCHEMA, "command": command, **_fields(record)}))
 
     def table(
         self,
         command: str,
         noun: str,
         columns: Sequence[Column],
-        rows: Iterable[Mapping[str, Any]],
+        rows: Iterable[Any],
         *,
-        summary: Mapping[str, Any],
+        summary: Any,
         footer: str = "",
     ) -> None:
         """Rows and what they come to.
@@ -176,87 +192,92 @@ class Console:
         Args:
             command: named in JSON.
             noun: what a row is, in the singular.
-            columns: what of a row is shown; JSON has all of it.
-            rows: raw values.
-            summary: totals, for JSON.
+            columns: what people see of a row; machines get all of it.
+            rows: dataclasses or mappings of raw values.
+            summary: totals for machines, likewise.
             footer: the same for people.
         """
+        records = [_fields(row) for row in rows]
         if self.format == "json":
-            found = {f"{noun}s": [dict(row) for row in rows], "summary": dict(summary)}
+            found = {f"{noun}s": records, "summary": _fields(summary)}
             self.data(_json({"schema": SCHEMA, "command": command, **found}))
         elif self.format == "jsonl":
-            for row in rows:
-                self.line(noun, row)
+            for record in records:
+                self.line(noun, record)
             self.line("summary", summary)
-        elif self.format == "tsv":
-            _write(sys.stdout, "\t".join(column.name for column in columns) + "\n")
-            for row in rows:
-                _write(sys.stdout, "\t".join(_plain(row.get(c.name)) for c in columns) + "\n")
         else:
-            self._human_table([c for c in columns if c.title], list(rows))
+            if records:
+                self._human_table(columns, records)
             if footer:
                 self.data(footer)
-        _flush(sys.stdout)
+        self.flush()
 
     def _human_table(self, columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> None:
-        if not rows:
-            return
-        cells = [[printable(c.show(row.get(c.name))) for c in columns] for row in rows]
-        widths = [
-            max(_width(column.title), *(_width(row[index]) for row in cells))
-            for index, column in enumerate(columns)
-        ]
-        widths[0] = _fit(widths)
-        heading = [_pad(c.title, width, c.right) for c, width in zip(columns, widths, strict=True)]
-        self.data(self.styled(_GAP.join(heading).rstrip(), "bold", sys.stdout))
-        for row, texts in zip(rows, cells, strict=True):
-            parts = []
-            for column, text, width in zip(columns, texts, widths, strict=True):
-                padded = _pad(_cut(text, width), width, column.right)
-                if column is columns[-1]:
-                    padded = padded.rstrip()
-                parts.append(self.styled(padded, column.style(row.get(column.name)), sys.stdout))
-            _write(sys.stdout, _GAP.join(parts) + "\n")
+        from rich.text import Text
 
-    # -- stderr ----------------------------------------------------------------
+        cells = [
+            [Text(printable(c.show(row[c.name])), c.style(row[c.name]) or "") for c in columns]
+            for row in rows
+        ]
+        right = [column.title for column in columns if column.right]
+        self.render(text_table([column.title for column in columns], cells, right))
+
+    def flush(self) -> None:
+        """Hand over to the reader of stdout what was printed."""
+        _flush(sys.stdout)
+
+    # -- stderr ------------------------------------------------------------------
 
     def hint(self, text: str) -> None:
         """Something worth knowing; nothing when quiet."""
         if not self.quiet:
-            self._say("", None, text)
+            self._message("", None, text)
 
     def warning(self, text: str) -> None:
         """Something to look at, though the command goes on."""
-        self._say("warning: ", "yellow", text)
+        self._message("warning: ", "yellow", text)
 
     def error(self, text: str, exn: BaseException | None = None) -> None:
         """Why the command failed; with the traceback if that much was asked for."""
         if exn is not None and self.verbosity >= 2:
             _write(sys.stderr, "".join(traceback.format_exception(exn)))
-        self._say("error: ", "red", text)
-
-    def redraw(self, text: str) -> None:
-        """Progress in one line in place of the one before; empty removes it. See `live`."""
-        if not text and not self._drawn:
-            return
-        self._drawn = bool(text)
-        _write(sys.stderr, f"\r{_cut(printable(text), _screen_width(sys.stderr) - 1)}\x1b[K")
-        _flush(sys.stderr)
+        self._message("error: ", "red", text)
 
     def detail(self, label: str, style: str, text: str) -> None:
         """One of several lines that explain a failure."""
-        self._say(f"  {label}  ", style, text)
+        self._message(f"  {label}  ", style, text)
 
     def log(self, level: str, text: str) -> None:
         """A record of the library's log; safe between threads."""
         style = {"warning": "yellow", "error": "red", "critical": "red"}.get(level, "dim")
-        self._say(f"{level}: ", style, text)
+        self._message(f"{level}: ", style, text)
 
-    def _say(self, label: str, style: str | None, text: str) -> None:
-        self.redraw("")
+    def _message(self, label: str, style: str | None, text: str) -> None:
         shown = "\n".join(printable(line) for line in text.splitlines())
         _write(sys.stderr, f"{self.styled(label, style, sys.stderr)}{shown}\n")
         _flush(sys.stderr)
+
+
+def text_table(
+    titles: Sequence[str], rows: Iterable[Sequence[str | Text]], right: Container[str] = ()
+) -> Table:
+    """Aligned columns without lines.
+
+    Args:
+        titles: headings.
+        rows: a text for each heading.
+        right: headings of columns that are aligned to the right.
+    """
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
+    for number, title in enumerate(titles):
+        # A narrow terminal folds the name, so that it can still be read and copied whole.
+        justify: Literal["right", "left"] = "right" if title in right else "left"
+        table.add_column(title, justify=justify, no_wrap=number > 0, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def counted(number: int, noun: str) -> str:
@@ -278,35 +299,20 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def _fields(record: Any) -> dict[str, Any]:
+    return dataclasses.asdict(record) if dataclasses.is_dataclass(record) else dict(record)  # type: ignore[arg-type]
+
+
 def _json(value: Any) -> str:
     return json.dumps(value, default=_raw, allow_nan=False)
 
 
 def _raw(value: Any) -> Any:
     if isinstance(value, datetime):
-        return rfc3339(value.timestamp())
+        return value.astimezone(UTC).isoformat(timespec="milliseconds")
     if isinstance(value, Path | BaseException):
         return str(value)
     raise TypeError(f"{type(value).__name__} has no JSON form")
-
-
-def _flat(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Fields of fields as fields: ``waits.disk.count``."""
-    for name, value in record.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
-def _plain(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, list):
-        return _json(value)
-    if isinstance(value, bool):
-        return str(value).lower()
-    return printable(str(_raw(value)) if isinstance(value, datetime | Path) else str(value))
 
 
 def _is_terminal(stream: TextIO | None) -> bool:
@@ -318,43 +324,6 @@ def _is_terminal(stream: TextIO | None) -> bool:
 
 def _is_dumb() -> bool:
     return os.environ.get("TERM", "") in ("dumb", "unknown")
-
-
-def _width(text: str) -> int:
-    if text.isascii():
-        return len(text)
-    from rich.cells import cell_len
-
-    return cell_len(text)
-
-
-def _pad(text: str, width: int, right: bool) -> str:
-    space = " " * (width - _width(text))
-    return f"{space}{text}" if right else f"{text}{space}"
-
-
-def _fit(widths: Sequence[int]) -> int:
-    """The width of the first column on this terminal; elsewhere nothing is cut."""
-    if not _is_terminal(sys.stdout):
-        return widths[0]
-    others = sum(widths[1:]) + len(_GAP) * (len(widths) - 1)
-    return min(widths[0], max(_LEAST_WIDTH, _screen_width(sys.stdout) - others))
-
-
-def _screen_width(stream: TextIO) -> int:
-    """Columns of a terminal; where it does not tell, what most have had since the VT100."""
-    try:
-        return os.get_terminal_size(stream.fileno()).columns or 80
-    except (OSError, ValueError):
-        return 80
-
-
-def _cut(text: str, width: int) -> str:
-    """Shortened in the middle: a URL's bucket and the shard's number both matter."""
-    if _width(text) <= width:
-        return text
-    head = (width - 1) // 3
-    return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
 
 
 def _write(stream: TextIO, text: str) -> None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import html
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
 from shardcache.cli.charts import Series, bars, gauge, line
+from shardcache.cli.top import TierUse
 from shardcache.clock import utc
-from shardcache.stats.activity import TierUse, tier_records
 from shardcache.stats.database import Fetch, Sample
 from shardcache.stats.summary import OUTCOMES, Stats, by_rank, rank_records, summed
 from shardcache.units import format_bytes, format_duration
@@ -79,12 +79,12 @@ class Report:
     @property
     def cached_bytes(self) -> int:
         """Bytes in the cache, in all tiers together."""
-        return sum(tier.used for tier in self.tiers)
+        return sum(tier.bytes for tier in self.tiers)
 
     @property
     def room(self) -> int | None:
         """Bytes that may be in it; None where only free space limits them."""
-        limits = [tier.limit for tier in self.tiers]
+        limits = [tier.max_size for tier in self.tiers]
         return sum(n for n in limits if n) if limits and all(limits) else None
 
     def as_dict(self) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class Report:
                 {"url": url, "fetches": count, "bytes": size}
                 for url, count, size in _refetched(self.fetches)
             ],
-            "tiers": tier_records(self.tiers),
+            "tiers": [asdict(tier) for tier in self.tiers],
             "settings": [
                 {"option": name, "value": value, "source": source}
                 for name, value, source in self.settings
@@ -261,9 +261,11 @@ def _waits(total: Stats) -> str:
 
 
 def _tier(tier: TierUse) -> str:
-    limit = "no limit but free space" if tier.limit is None else f"of {format_bytes(tier.limit)}"
-    text = f"{tier.directory}: {tier.entries:,} shards, {format_bytes(tier.used)} {limit}"
-    drawn = "" if not tier.limit else gauge(tier.directory, tier.used / tier.limit)
+    limit = (
+        "no limit but free space" if tier.max_size is None else f"of {format_bytes(tier.max_size)}"
+    )
+    text = f"{tier.dir}: {tier.shards:,} shards, {format_bytes(tier.bytes)} {limit}"
+    drawn = "" if not tier.max_size else gauge(tier.dir, tier.bytes / tier.max_size)
     return f"<p>{html.escape(text)}</p>{drawn}"
 
 

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardcache.cli.arguments import dry_run_option, duration, limit, rate
-from shardcache.cli.invocation import Invocation, command
-from shardcache.cli.output import Column, Console, counted
-from shardcache.cli.progress import Progress
-from shardcache.cli.statusline import Rate, StatusLine
+from shardcache.cli.main import ExitCode, Invocation, command, dry_run_option, parsed
+from shardcache.cli.output import Console, counted
+from shardcache.cli.progress import Display, Position, Progress, Rate
 from shardcache.errors import CacheFullError, ConfigError, ShardCacheError, ShardNotFoundError
+from shardcache.fetch.connections import parse_rate
 from shardcache.prewarm.plan import PrewarmPlan, expand, own_share
 from shardcache.prewarm.report import (
     Event,
@@ -29,7 +28,14 @@ from shardcache.prewarm.report import (
     Stopped,
 )
 from shardcache.prewarm.run import JOBS, prewarm
-from shardcache.units import Limit, format_bytes, format_duration, format_rate
+from shardcache.units import (
+    Limit,
+    format_bytes,
+    format_duration,
+    format_rate,
+    parse_duration,
+    parse_limit,
+)
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache
@@ -37,13 +43,8 @@ if TYPE_CHECKING:
 
 __all__ = ["path_command", "prewarm_command"]
 
-_SOME_FAILED, _INCOMPLETE, _FULL = 3, 4, 5
 #: Shards named that failed like another one; ``-v`` and the other formats tell all.
 _NAMED = 5
-_COLUMNS = [
-    Column(name)
-    for name in ("url", "outcome", "size", "seconds", "received_bytes", "retries", "error")
-]
 _NEW = (Outcome.FETCHED, Outcome.COALESCED, Outcome.LINKED)
 _THERE = (Outcome.CACHED, *_NEW)
 _WHY = {
@@ -72,7 +73,7 @@ _WHY = {
 @dry_run_option("Say what would be fetched, fetch nothing.")
 @click.option(
     "--limit-rate",
-    callback=rate,
+    callback=parsed(parse_rate),
     metavar="RATE",
     help="Most bytes per second, such as 50MB, of all connections together.",
 )
@@ -84,11 +85,14 @@ _WHY = {
     help="Accept up to N failed shards, stop at the next.",
 )
 @click.option(
-    "--deadline", callback=duration, metavar="DURATION", help="Stop after this long, such as 5m."
+    "--deadline",
+    callback=parsed(parse_duration),
+    metavar="DURATION",
+    help="Stop after this long, such as 5m.",
 )
 @click.option(
     "--max-size",
-    callback=limit,
+    callback=parsed(parse_limit),
     metavar="SIZE",
     help="What the cache may hold, such as 800GB or 80%, instead of the configured size.",
 )
@@ -259,18 +263,18 @@ def _print(
     summary = summary_record(report)
     if console.format == "json":
         summary = {"plan": plan_record(report.plan), **summary}
-    console.table("prewarm", "shard", _COLUMNS, records, summary=summary)
+    console.table("prewarm", "shard", [], records, summary=summary)
 
 
 def _exit_code(report: PrewarmReport, options: Mapping[str, Any]) -> int:
     best_effort = options["best_effort"]
     if options["check"]:
-        return 0 if report.cached == len(report.results) else _INCOMPLETE
+        return 0 if report.cached == len(report.results) else ExitCode.DAMAGED
     if report.full or (report.missing and report.plan.missing and not best_effort):
-        return _FULL
+        return ExitCode.FULL
     if report.failed > (options["max_failures"] or 0):
-        return _SOME_FAILED
-    return _SOME_FAILED if report.not_started and not best_effort else 0
+        return ExitCode.SOME_FAILED
+    return ExitCode.SOME_FAILED if report.not_started and not best_effort else 0
 
 
 def _suggest_prefixes(console: Console, cache: Cache, report: PrewarmReport) -> None:
@@ -302,8 +306,8 @@ def _prewarm_ray(
     stated = invocation.stated_directory
     check, began, rate = options["check"], time.monotonic(), Rate()
 
-    def look(now: float) -> str:
-        return _nodes_line(nodes, rate.update(now, sum(node.received for node in nodes)))
+    def look(now: float) -> Position:
+        return _position(nodes, rate.update(now, sum(node.received for node in nodes)))
 
     def on_news(current: Sequence[NodeReport]) -> None:
         if not nodes:
@@ -315,7 +319,7 @@ def _prewarm_ray(
                 console.said(f"{node.name}  {plan_text(node.plan)}")
                 console.line("plan", {"node": node.name, **plan_record(node.plan)})
 
-    with invocation.signals.graceful(), StatusLine(console, look):
+    with invocation.signals.graceful(), Display(console, look):
         prewarm_nodes(
             specs,
             settings={
@@ -358,7 +362,7 @@ def _prewarm_ray(
                 for node, code in zip(nodes, codes, strict=True)
             },
         }
-        console.table("prewarm", "shard", [Column("node"), *_COLUMNS], rows, summary=summary)
+        console.table("prewarm", "shard", [], rows, summary=summary)
     for node in nodes:
         if node.error is not None:
             word = "lost" if node.lost else "failed"
@@ -368,15 +372,15 @@ def _prewarm_ray(
         console.hint("What was fetched is kept; run the same command again for what is missing.")
     bad = set(codes) - {0}
     # 2, 4 and 5 are the command's own if they are true of all nodes that are not done.
-    return 0 if not bad else bad.pop() if len(bad) == 1 else _SOME_FAILED
+    return 0 if not bad else bad.pop() if len(bad) == 1 else ExitCode.SOME_FAILED
 
 
 def _node_code(node: NodeReport, options: Mapping[str, Any]) -> int:
     if node.error is None:
         return _exit_code(node.report, options)
     if isinstance(node.error, CacheFullError):
-        return _FULL
-    return 2 if isinstance(node.error, ConfigError) else _SOME_FAILED
+        return ExitCode.FULL
+    return 2 if isinstance(node.error, ConfigError) else ExitCode.SOME_FAILED
 
 
 def _node_text(node: NodeReport, options: Mapping[str, Any]) -> str:
@@ -391,19 +395,20 @@ def _node_text(node: NodeReport, options: Mapping[str, Any]) -> str:
     return plan_text(node.report.plan) if options["dry_run"] else summary_text(node.report)
 
 
-def _nodes_line(nodes: Sequence[NodeReport], rate: float) -> str:
-    """``2/3 nodes done, 20/36 shards, 2.9 GB/s; slowest node-b 4/12``."""
+def _position(nodes: Sequence[NodeReport], rate: float) -> Position:
+    """``56%, 2/3 nodes done, 20/36 shards, 2.9 GB/s, slowest node-b 4/12``."""
     if not nodes:
-        return "Waiting for Ray"
+        return Position(None, ["Waiting for Ray"])
     shards = {node.name: (len(node.results), len(node.report.results)) for node in nodes}
     done, wanted = (sum(pair[i] for pair in shards.values()) for i in (0, 1))
     ended = sum(node.ended for node in nodes)
-    text = f"{ended:,}/{len(nodes):,} nodes done, {done:,}/{wanted:,} shards, {format_rate(rate)}"
+    parts = [f"{ended:,}/{len(nodes):,} nodes done", f"{done:,}/{wanted:,} shards"]
+    parts.append(format_rate(rate))
     running = [node.name for node in nodes if not node.ended and shards[node.name][1]]
     if running:
         last = min(running, key=lambda name: shards[name][0] / shards[name][1])
-        text += f"; slowest {last} {shards[last][0]:,}/{shards[last][1]:,}"
-    return text
+        parts.append(f"slowest {last} {shards[last][0]:,}/{shards[last][1]:,}")
+    return Position(done / wanted if wanted else None, parts)
 
 
 # -- what is said of a prewarm: sentences for people, records for programs -----

@@ -1,19 +1,20 @@
-"""How a prewarm is getting on: redrawn on a terminal, a line now and then elsewhere.
+"""How far a long command is: a bar on a terminal, a line now and then elsewhere.
 
-Fed by `prewarm`'s events from one thread; a thread of its own polls the running
-fetches and draws. Everything goes to stderr.
+A thread of its own asks where the command is, and shows that on stderr. The console decides whether
+and how: nothing when quiet or with ``--no-progress``, no bar without a terminal.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from shardcache.cli.output import Console, printable
-from shardcache.cli.statusline import Rate, StatusLine
 from shardcache.prewarm.report import Event, Finished, Outcome, Planned, Started, Stopping
 from shardcache.units import format_bytes, format_clock, format_rate
 
@@ -24,12 +25,141 @@ if TYPE_CHECKING:
     from shardcache.prewarm.plan import PrewarmPlan
     from shardcache.urls import ShardURL
 
-__all__ = ["Progress", "Snapshot", "Tally", "live_display", "progress_line"]
+__all__ = ["Display", "Position", "Progress", "Rate", "Snapshot", "Tally", "live_display"]
 
+#: Seconds between two lines where nothing can be redrawn: a log of an hour has 360.
+LINE_EVERY = 10.0
 _REDRAWS_PER_SECOND = 5
+#: Rates are of the last seconds: shorter jumps about, longer hides a stall.
+_WINDOW = 8.0
 #: Running shards shown below the bar, two in a row.
 _SHOWN = 8
 _LONGEST_NAME = 28
+
+
+class Rate:
+    """How much comes per second, over the last seconds."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, int]] = deque()
+
+    def update(self, now: float, total: int) -> float:
+        """Note that ``total`` had come by ``now``; returns the rate."""
+        samples = self._samples
+        samples.append((now, total))
+        while len(samples) > 2 and now - samples[0][0] > _WINDOW:
+            samples.popleft()
+        elapsed = now - samples[0][0]
+        return max(0.0, (total - samples[0][1]) / elapsed) if elapsed > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a long command is.
+
+    Attributes:
+        fraction: done of it, from 0 to 1; None before it is known what there is to do.
+        parts: what people read beside the bar.
+        details: lines below the bar.
+    """
+
+    fraction: float | None
+    parts: Sequence[str]
+    details: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, done: int, total: int, rate: float, parts: Sequence[str]) -> Self:
+        """``28%``, the parts, and ``ETA 0:03:50``.
+
+        Args:
+            done, total: bytes or shards.
+            rate: of them, per second.
+            parts: what else there is to say.
+        """
+        left = (total - done) / rate if rate else float("inf")
+        return cls(done / total if total else 0.0, [*parts, f"ETA {format_clock(left)}"])
+
+    def line(self) -> str:
+        """``28%, 512/1,848 shards, 256.0 GB of 924.3 GB, 2.9 GB/s, ETA 0:03:50``."""
+        share = [] if self.fraction is None else [f"{self.fraction:.0%}"]
+        return ", ".join([*share, *self.parts])
+
+    def drawing(self) -> RenderableType:
+        """The same with a bar, and the details below."""
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        grid = Table.grid(padding=(0, 2))
+        bar = ProgressBar(
+            total=1.0,
+            completed=self.fraction or 0.0,
+            width=26,
+            complete_style="cyan",
+            finished_style="green",
+        )
+        grid.add_row(bar, *(Text(part, no_wrap=True) for part in self.parts))
+        details = [Text(line, "dim", no_wrap=True, overflow="ellipsis") for line in self.details]
+        return Group(grid, *details)
+
+
+class Display:
+    """Shows where a command is while the context lasts.
+
+    Args:
+        console: decides whether and how.
+        look: where the command is at a time of `time.monotonic`; called by a thread of its own.
+    """
+
+    def __init__(self, console: Console, look: Callable[[float], Position]) -> None:
+        self._console = console
+        self._look = look
+        self._live: Any = None
+        self._ended = threading.Event()
+        self._lines = threading.Thread(target=self._print, name="shardcache-progress", daemon=True)
+
+    def __enter__(self) -> Self:
+        if self._console.live:
+            self._live = live_display(self._console, lambda: self._now().drawing())
+            self._live.start()
+        elif self._console.progress:
+            self._lines.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+        self._ended.set()
+        if self._lines.ident is not None:
+            self._lines.join()
+
+    def _now(self) -> Position:
+        return self._look(time.monotonic())
+
+    def _print(self) -> None:
+        self._now()  # a rate is of what comes from now on
+        while not self._ended.wait(LINE_EVERY):
+            self._console.hint(self._now().line())
+
+
+def live_display(console: Console, render: Callable[[], RenderableType]) -> Any:
+    """What ``render`` returns, redrawn on standard error until it is stopped.
+
+    Lines printed meanwhile appear above it.
+    """
+    from rich.live import Live
+
+    return Live(
+        get_renderable=render,
+        console=console.terminal(sys.stderr),
+        refresh_per_second=_REDRAWS_PER_SECOND,
+        transient=True,
+        redirect_stdout=sys.stdout.isatty(),
+    )
+
+
+# -- prewarm -----------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -156,6 +286,19 @@ class Tally:
             failed=self._failed,
         )
 
+    def position(self, now: float) -> Position:
+        """The same for people."""
+        found, active = self.snapshot(now), self.active()
+        parts = [f"{found.done:,}/{found.total:,} shards", found.amount()]
+        if found.checked < found.cached:
+            parts.append(f"{found.checked:,} of {found.cached:,} cached ones checked")
+        if found.total:
+            eta = "stopping" if self.stopping else f"ETA {format_clock(found.eta)}"
+            parts += [format_rate(found.rate), eta]
+        if found.failed:
+            parts.append(f"{found.failed:,} failed")
+        return Position(found.fraction, parts, _running(active, now))
+
 
 class Progress:
     """Shows a prewarm while its context lasts; give it to ``on_event``.
@@ -167,121 +310,26 @@ class Progress:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._tally: Tally | None = None
-        self._live: Any = None
-        self._lines: StatusLine | None = None
+        self._display: Display | None = None
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exn: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._live is not None:
-            self._live.stop()
-        if self._lines is not None:
-            self._lines.__exit__(kind, exn, trace)
+    def __exit__(self, *exc: object) -> None:
+        if self._display is not None:
+            self._display.__exit__(*exc)
 
     def __call__(self, event: Event) -> None:
         """Take an event; drawing begins with the plan."""
         if isinstance(event, Planned):
             self._tally = Tally(event.plan)
-            self._begin()
+            self._display = Display(self._console, self._tally.position)
+            self._display.__enter__()
         elif self._tally is not None:
             self._tally.note(event)
 
-    def _begin(self) -> None:
-        if not self._console.progress:
-            return
-        if self._console.live:
-            self._live = live_display(self._console, self._render)
-            self._live.start()
-        else:
-            tally = self._tally
-            assert tally is not None
-            tally.snapshot(time.monotonic())  # a rate is of what comes from now on
-            self._lines = StatusLine(self._console, lambda now: progress_line(tally.snapshot(now)))
-            self._lines.__enter__()
 
-    def _render(self) -> RenderableType:
-        from rich.console import Group
-        from rich.text import Text
-
-        tally = self._tally
-        if tally is None:
-            return Text()
-        now = time.monotonic()
-        snapshot = tally.snapshot(now)
-        rows = [_bar(snapshot, stopping=tally.stopping)]
-        rows += _running(tally.active(), now)
-        return Group(*rows)
-
-
-def progress_line(snapshot: Snapshot) -> str:
-    """``512/738 shards, 256.0 of 369.0 GB, 2.9 GB/s, ETA 0:00:39``."""
-    parts = [f"{snapshot.done:,}/{snapshot.total:,} shards", snapshot.amount()]
-    if snapshot.checked < snapshot.cached:
-        parts.append(f"{snapshot.checked:,} of {snapshot.cached:,} cached ones checked")
-    if snapshot.total:
-        parts += [format_rate(snapshot.rate), f"ETA {format_clock(snapshot.eta)}"]
-    if snapshot.failed:
-        parts.append(f"{snapshot.failed:,} failed")
-    return ", ".join(parts)
-
-
-def live_display(console: Console, render: Any) -> Any:
-    """What ``render`` returns, redrawn on standard error until it is stopped."""
-    from rich.console import Console as Terminal
-    from rich.live import Live
-
-    terminal = Terminal(
-        file=sys.stderr,
-        no_color=not console.colored(sys.stderr),
-        highlight=False,
-        emoji=False,
-        markup=False,
-    )
-    return Live(
-        get_renderable=render,
-        console=terminal,
-        refresh_per_second=_REDRAWS_PER_SECOND,
-        transient=True,
-        redirect_stdout=False,
-    )
-
-
-def _bar(snapshot: Snapshot, *, stopping: bool) -> RenderableType:
-    from rich.progress_bar import ProgressBar
-    from rich.table import Table
-    from rich.text import Text
-
-    texts = [
-        f"{snapshot.done:,}/{snapshot.total:,}",
-        snapshot.amount(),
-        format_rate(snapshot.rate),
-        "stopping" if stopping else f"ETA {format_clock(snapshot.eta)}",
-    ]
-    if snapshot.checked < snapshot.cached:
-        texts.append(f"checked {snapshot.checked:,}/{snapshot.cached:,} cached")
-    if snapshot.failed:
-        texts.append(f"{snapshot.failed:,} failed")
-    grid = Table.grid(padding=(0, 2))
-    bar = ProgressBar(
-        total=1.0,
-        completed=snapshot.fraction,
-        width=26,
-        complete_style="cyan",
-        finished_style="green",
-    )
-    grid.add_row(bar, *(Text(text, no_wrap=True) for text in texts))
-    return grid
-
-
-def _running(active: list[_Active], now: float) -> list[RenderableType]:
-    from rich.text import Text
-
+def _running(active: list[_Active], now: float) -> list[str]:
     shown = active[:_SHOWN]
     names = [_name(one) for one in shown]
     width = max(map(len, names), default=0)
@@ -291,7 +339,7 @@ def _running(active: list[_Active], now: float) -> list[RenderableType]:
     lines = ["   " + "   ".join(cells[index : index + 2]) for index in range(0, len(cells), 2)]
     if len(active) > _SHOWN:
         lines.append(f"   and {len(active) - _SHOWN} more")
-    return [Text(text.rstrip(), style="dim", no_wrap=True, overflow="ellipsis") for text in lines]
+    return [line.rstrip() for line in lines]
 
 
 def _name(one: _Active) -> str:

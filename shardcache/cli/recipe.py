@@ -11,8 +11,7 @@ from typing import Any
 
 import click
 
-from shardcache.cli.arguments import Number
-from shardcache.cli.invocation import Invocation, command
+from shardcache.cli.main import Invocation, command
 from shardcache.cli.manifests import Pod, room_for
 from shardcache.cli.recipes import RECIPES, Recipe, Setting
 from shardcache.config import Config, Loaded, describe
@@ -101,7 +100,7 @@ _FOR = {
 )
 @click.option(
     "--cpu",
-    type=Number(min=0, min_open=True, max=1024),
+    type=click.FloatRange(min=0, min_open=True, max=1024),
     metavar="CPUS",
     help="k8s*: processors of a container.  [default: 2]",
 )

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import click
 
-from shardcache.cli.arguments import since_option
-from shardcache.cli.invocation import Invocation, command
+from shardcache.cli.main import Invocation, command, since_option
 from shardcache.cli.page import Report, page
+from shardcache.cli.top import tier_uses
 from shardcache.config import describe
-from shardcache.stats.activity import tier_uses
 from shardcache.stats.database import fetches
 from shardcache.units import format_bytes
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import click
 
-from shardcache.cli.arguments import since_option
-from shardcache.cli.invocation import Invocation, command
+from shardcache.cli.main import ExitCode, Invocation, command, since_option
 from shardcache.cli.output import Column, counted, short_date
 from shardcache.clock import utc
 from shardcache.stats.prometheus import exposition
@@ -29,7 +28,7 @@ _WAITS = {"disk": "for the disk", "lock": "for others", "network": "for the netw
     examples="""
         shardcache stats
         shardcache stats --since 24h --by hour
-        shardcache stats --by rank --format tsv
+        shardcache stats --by rank --json
         shardcache stats --format prometheus > /var/lib/node_exporter/shardcache.prom
         shardcache stats --zero
     """,
@@ -55,7 +54,10 @@ def stats_command(invocation: Invocation, since: float | None, by: str | None, z
     with cache:
         if zero:
             cache.zero_stats()
-            console.did("stats", {"zeroed": True}, "counting anew")
+            if console.human:
+                console.said("counting anew")
+            else:
+                console.record("stats", {"zeroed": True}, "")
         elif prometheus:
             console.data(exposition(summed(cache.samples(ever=True)), str(cache.dir)).rstrip())
         elif by is not None:
@@ -63,7 +65,7 @@ def stats_command(invocation: Invocation, since: float | None, by: str | None, z
         else:
             found = cache.stats(since)
             console.record("stats", found.as_dict(), _human(found))
-    return 0
+    return ExitCode.DONE
 
 
 def _human(found: Stats) -> str:

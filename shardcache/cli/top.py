@@ -1,30 +1,339 @@
-"""``shardcache top``: what goes on, again and again."""
+"""``shardcache top``: rates, fetches in flight and how full the cache is, again and again.
+
+A `Watcher` looks at the cache now and then; rates are what changed between two looks. Looking
+changes nothing and waits for nobody.
+"""
 
 from __future__ import annotations
 
 import itertools
+import os
+import sys
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import datetime
+from pathlib import Path
+from typing import Any, Self
 
 import click
+from rich.console import Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
-from shardcache.cli.arguments import Number
-from shardcache.cli.invocation import Invocation, command
-from shardcache.cli.output import counted, printable
-from shardcache.clock import SYSTEM_CLOCK
-from shardcache.locks.flock import Holder
-from shardcache.stats.activity import Activity, Flight, TierUse, Waiting, Watcher
-from shardcache.stats.summary import Stats
+from shardcache.cache import Cache
+from shardcache.cli.main import ExitCode, Invocation, command
+from shardcache.cli.output import counted, printable, text_table
+from shardcache.clock import SYSTEM_CLOCK, Clock, utc
+from shardcache.layout import parse_partial_name
+from shardcache.locks.flock import Holder, read_holder
+from shardcache.locks.sessions import live_sessions, live_waits
+from shardcache.space.volume import Volume
+from shardcache.stats.summary import Stats, Waits, by_rank, rank_records, summed
+from shardcache.store.entry import DamagedError, Metadata, read_sidecar
+from shardcache.store.partial import Progress, read_progress
+from shardcache.store.sweeping import in_flight
 from shardcache.units import format_bytes, format_duration, format_rate
 
-__all__ = ["top_command"]
+__all__ = ["Activity", "TierUse", "Watcher", "frame", "tier_uses", "top_command"]
+
+#: To count what is there takes 40 us per entry: it is done again after so many times as long.
+_SELDOM = 20
+_LEAST = 5.0
+#: Seconds over which rates are taken, if so much is known.
+_SMOOTH = 5.0
+#: Seconds of statistics that a look reads: what a process writes may be a minute old.
+_WINDOW = 3600.0
 
 _GAUGE = 24
-_MOST_FLIGHTS = 12
-_MOST_RANKS = 16
-_MOST_WAITS = 8
-_NAME = 48
+#: Rows of each kind that a screen has room for.
+_MOST = 12
+
+
+@dataclass(frozen=True, slots=True)
+class TierUse:
+    """How full a tier is, as JSON has it.
+
+    Attributes:
+        tier: its number; 1 is filled first.
+        dir: its directory.
+        shards: how many entries it has.
+        bytes: of those.
+        max_size: most bytes that it may have; None where free space limits it.
+    """
+
+    tier: int
+    dir: str
+    shards: int
+    bytes: int
+    max_size: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """Who fetches or waits."""
+
+    pid: int
+    host: str
+    rank: int | None
+    job: str | None
+
+    @classmethod
+    def of(cls, holder: Holder) -> Self:
+        """The process that a lock's record names."""
+        return cls(holder.pid, holder.host, holder.rank, holder.job)
+
+    def __str__(self) -> str:
+        rank = "" if self.rank is None else f"rank {self.rank}, "
+        return f"{rank}pid {self.pid}"
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A fetch in flight.
+
+    Attributes:
+        url: of the shard; its key where nothing says the URL.
+        size: bytes that it will have, once known.
+        written: bytes on disk.
+        rate: bytes per second since the last look; None on the first.
+        holder: who fetches it, where that is known.
+    """
+
+    url: str
+    size: int | None
+    written: int
+    rate: float | None
+    holder: Process | None
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A process that waits for another one's fetch.
+
+    Attributes:
+        url: of the shard.
+        waiter: who waits.
+        since: when that began.
+        seconds: how long by now.
+        holder: for whom; None where that is not known.
+        written_bytes: how much is there, where that is known.
+        size: bytes that the shard will have, likewise.
+    """
+
+    url: str
+    waiter: Process
+    since: datetime
+    seconds: float
+    holder: Process | None
+    written_bytes: int | None
+    size: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """One look.
+
+    Attributes:
+        at: when, seconds since the epoch.
+        seconds: over which rates are taken; None on the first look.
+        processes: how many use the cache.
+        total: what was counted meanwhile.
+        ranks: the same by rank.
+        flights: fetches in flight, the furthest first.
+        tiers: how full they are.
+        waits: who waits for whom, the longest first.
+    """
+
+    at: float
+    seconds: float | None
+    processes: int
+    total: Stats
+    ranks: Mapping[str, Stats]
+    flights: Sequence[Flight]
+    tiers: Sequence[TierUse]
+    waits: Sequence[Waiting]
+
+    def rate(self, name: str) -> float:
+        """How often a thing was counted per second."""
+        return self.total.counters[name] / self.seconds if self.seconds else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: times, numbers of things, bytes and seconds."""
+        return {
+            "at": utc(self.at),
+            "seconds": self.seconds,
+            "processes": self.processes,
+            "total": self.total.as_dict(),
+            "ranks": rank_records(self.ranks),
+            "fetches": [
+                {
+                    "url": flight.url,
+                    "size": flight.size,
+                    "written_bytes": flight.written,
+                    "bytes_per_second": flight.rate,
+                    "pid": flight.holder.pid if flight.holder else None,
+                    "rank": flight.holder.rank if flight.holder else None,
+                }
+                for flight in self.flights
+            ],
+            "waits": [
+                {name: value for name, value in asdict(each).items() if name != "waiter"}
+                | asdict(each.waiter)
+                for each in self.waits
+            ],
+            "tiers": [asdict(tier) for tier in self.tiers],
+        }
+
+
+class Watcher:
+    """Looks at a cache now and then; for one thread.
+
+    Args:
+        cache: what is watched.
+        clock: time.
+    """
+
+    def __init__(self, cache: Cache, clock: Clock) -> None:
+        self._cache = cache
+        self._clock = clock
+        self._looks: deque[tuple[float, Stats, dict[str, Stats]]] = deque()
+        self._looked_at = 0.0
+        self._written: dict[str, int] = {}
+        self._tiers: list[TierUse] = []
+        self._count_at = 0.0
+
+    def look(self) -> Activity:
+        """What goes on now.
+
+        Raises:
+            OSError: the directory cannot be read.
+        """
+        now = self._clock.monotonic()
+        found = self._cache.samples(_WINDOW)
+        total, ranks = summed(found), by_rank(found)
+        # Processes write once a second: over a shorter time rates would jump.
+        while len(self._looks) > 1 and now - self._looks[1][0] >= _SMOOTH:
+            self._looks.popleft()
+        before = self._looks[0] if self._looks else (now, total, ranks)
+        first = not self._looks
+        self._looks.append((now, total, ranks))
+        since, self._looked_at = self._looked_at, now
+        changed = {
+            rank: _difference(each, before[2].get(rank, summed([]))) for rank, each in ranks.items()
+        }
+        return Activity(
+            at=self._clock.time(),
+            seconds=None if first else max(1e-3, now - before[0]),
+            processes=len(live_sessions(self._cache.node_layout)),
+            total=_difference(total, before[1]),
+            ranks={rank: each for rank, each in changed.items() if each.opens},
+            flights=self._flights(None if first else max(1e-3, now - since)),
+            tiers=self._tier_uses(now),
+            waits=self._waits(),
+        )
+
+    def _flights(self, seconds: float | None) -> list[Flight]:
+        flights, written = [], {}
+        for store in self._cache.stores():
+            for found in in_flight(store.layout):
+                if not found.live or not found.key:
+                    continue
+                name = found.path.name
+                done = written[name] = found.progress.written if found.progress else found.occupied
+                last = self._written.get(name)
+                rate = None if last is None or not seconds else max(0, done - last) / seconds
+                holder = read_holder(store.layout.holder(found.key))
+                flights.append(
+                    Flight(
+                        url=_url(found.path, found.key),
+                        size=found.progress.total if found.progress else None,
+                        written=done,
+                        rate=rate,
+                        holder=Process.of(holder) if holder else None,
+                    )
+                )
+        self._written = written
+        return sorted(flights, key=lambda flight: (-flight.written, flight.url))
+
+    def _waits(self) -> list[Waiting]:
+        now, stores = self._clock.time(), self._cache.stores()
+        partials = [store.layout.partial for store in stores]
+        found = []
+        for store in stores:
+            for wait in live_waits(store.layout):
+                holder = read_holder(store.layout.holder(wait.key)) or wait.holder
+                progress = _progress(holder, partials)
+                found.append(
+                    Waiting(
+                        url=wait.url,
+                        waiter=Process.of(wait.waiter),
+                        since=utc(wait.waiter.started),
+                        seconds=max(0.0, now - wait.waiter.started),
+                        holder=Process.of(holder) if holder else None,
+                        written_bytes=progress.written if progress else None,
+                        size=progress.total if progress else None,
+                    )
+                )
+        return sorted(found, key=lambda each: (-each.seconds, each.url))
+
+    def _tier_uses(self, now: float) -> list[TierUse]:
+        if now >= self._count_at:
+            self._tiers = tier_uses(self._cache)
+            took = self._clock.monotonic() - now
+            self._count_at = self._clock.monotonic() + max(_LEAST, _SELDOM * took)
+        return self._tiers
+
+
+def tier_uses(cache: Cache) -> list[TierUse]:
+    """How full each tier is.
+
+    Raises:
+        OSError: a directory cannot be read.
+    """
+    configs = {os.fspath(config.dir): config for config in cache.config.by_tier()}
+    sizes: dict[str, list[int]] = {directory: [] for directory in configs}
+    for entry in cache.entries():
+        home = next((d for d in configs if entry.directory.startswith(f"{d}/")), None)
+        if home is not None:
+            sizes[home].append(entry.size)
+    found = []
+    for number, (directory, config) in enumerate(configs.items(), 1):
+        exists = Path(directory).is_dir()
+        limit = Volume.of(Path(directory)).budget(config) if exists else None
+        inside = sizes[directory]
+        found.append(TierUse(number, directory, len(inside), sum(inside), limit))
+    return found
+
+
+def _progress(holder: Holder | None, partials: Sequence[Path]) -> Progress | None:
+    """How far a holder is, in whichever tier its partial grows."""
+    name = holder.partial if holder else None
+    if name is None or parse_partial_name(name) is None:
+        return None
+    return next((p for d in partials if (p := read_progress(d / name)) is not None), None)
+
+
+def _url(path: Path, key: str) -> str:
+    try:
+        return Metadata.decode(read_sidecar(path)).url
+    except (DamagedError, OSError):
+        return key
+
+
+def _difference(now: Stats, before: Stats) -> Stats:
+    """What was counted between two looks; nothing is less than before, unless it was zeroed."""
+    counters = {name: max(0, n - before.counters[name]) for name, n in now.counters.items()}
+    waits = {}
+    for name, found in now.waits.items():
+        less = before.waits[name].buckets
+        waits[name] = Waits({b: max(0, n - less.get(b, 0)) for b, n in found.buckets.items()})
+    return Stats(before.until, now.until, counters, waits)
+
+
+# -- the command -------------------------------------------------------------------
 
 
 @command(
@@ -39,7 +348,7 @@ _NAME = 48
 )
 @click.option(
     "--interval",
-    type=Number(0.2, 3600),
+    type=click.FloatRange(0.2, 3600),
     default=2.0,
     metavar="SECONDS",
     help="Between two looks.  [default: 2]",
@@ -51,96 +360,95 @@ def top_command(invocation: Invocation, interval: float, count: int | None) -> i
     Without a terminal each look is printed below the last one. As JSON it is one look; as
     JSON lines there is a line for each.
     """
-    if invocation.console.format == "json":
+    console = invocation.console
+    if console.format == "json":
         if (count or 1) > 1:
             raise click.UsageError("--json is one object: give --format jsonl with --count.")
         count = 1
     cache = invocation.cache(looking=True)
-    console = invocation.console
     with cache:
-        watcher = Watcher(cache, SYSTEM_CLOCK)
-        looks = _looks(invocation, watcher, interval, count)
-        if not console.human:
+        looks = _looks(Watcher(cache, SYSTEM_CLOCK), interval, count)
+        if console.human and console.live:
+            _draw(invocation, looks, cache)
+        else:
             for activity in looks:
-                if console.format == "jsonl":
+                if console.human:
+                    console.render(frame(activity, str(cache.dir)))
+                    console.data("")
+                    console.flush()
+                elif console.format == "jsonl":
                     console.line("activity", activity.as_dict())
                 else:
                     console.record("top", activity.as_dict(), "")
-        elif console.live:
-            _draw(invocation, looks, str(cache.dir))
-        else:
-            for activity in looks:
-                console.data("\n".join(frame(activity, str(cache.dir))) + "\n")
-    return 0
+    return ExitCode.DONE
 
 
-def _looks(
-    invocation: Invocation, watcher: Watcher, interval: float, count: int | None
-) -> Iterator[Activity]:
+def _looks(watcher: Watcher, interval: float, count: int | None) -> Iterator[Activity]:
     watcher.look()  # rates are of what changes from now on
     for number in itertools.count(1):
-        end = time.monotonic() + interval
-        while (left := end - time.monotonic()) > 0:
-            if invocation.signals.received is not None:
-                return
-            time.sleep(min(left, 0.1))
+        time.sleep(interval)
         yield watcher.look()
         if number == count:
             return
 
 
-def _draw(invocation: Invocation, looks: Iterator[Activity], directory: str) -> None:
-    from rich.console import Console as Screen
-    from rich.live import Live
-    from rich.text import Text
+def _draw(invocation: Invocation, looks: Iterator[Activity], cache: Cache) -> None:
+    last: Group | None = None
+    try:
+        with Live(
+            f"shardcache top  {printable(str(cache.dir))}  looking ...",
+            console=invocation.console.terminal(sys.stdout),
+            screen=True,
+            auto_refresh=False,
+        ) as live:
+            for activity in looks:
+                last = frame(activity, str(cache.dir))
+                live.update(last, refresh=True)
+    finally:
+        if last is not None:
+            invocation.console.render(last)
 
-    screen = Screen(stderr=False, highlight=False)
-    last: list[str] = []
-    with Live(console=screen, screen=True, auto_refresh=False) as live:
-        live.update(Text(f"shardcache top  {directory}  looking ..."), refresh=True)
-        for activity in looks:
-            last = frame(activity, directory)
-            live.update(Text("\n".join(last), no_wrap=True, overflow="ellipsis"), refresh=True)
-    if last:
-        invocation.console.data("\n".join(last))
 
-
-def frame(activity: Activity, directory: str) -> list[str]:
-    """One look, as lines of text."""
-    then = datetime.fromtimestamp(activity.at).astimezone()
-    processes = _counted(activity.processes, "process")
-    lines = [f"shardcache top  {printable(directory)}  {then:%H:%M:%S}  {processes}", ""]
-    lines += _rates(activity)
-    lines.append("")
-    lines += [_gauge(tier) for tier in activity.tiers]
+def frame(activity: Activity, directory: str) -> Group:
+    """One look, as people read it."""
+    at = datetime.fromtimestamp(activity.at).astimezone()
+    processes = f"{activity.processes:,} process" + ("" if activity.processes == 1 else "es")
+    lines = [f"shardcache top  {printable(directory)}  {at:%H:%M:%S}  {processes}", ""]
+    lines += [*_rates(activity), "", *map(_gauge, activity.tiers), ""]
+    parts: list[Any] = [Text("\n".join(lines), no_wrap=True, overflow="ellipsis")]
     if len(activity.ranks) > 1:
-        lines += ["", "RANK     OPENS/s   HITS     FETCHED/s   WAIT P99"]
-        shown = list(activity.ranks.items())[:_MOST_RANKS]
-        lines += [_rank(activity, rank, found) for rank, found in shown]
-        if len(activity.ranks) > len(shown):
-            lines.append(f"... and {len(activity.ranks) - len(shown)} ranks more")
-    lines += ["", f"{_counted(len(activity.flights), 'fetch')} in flight"]
-    lines += [_flight(flight) for flight in activity.flights[:_MOST_FLIGHTS]]
-    if len(activity.flights) > _MOST_FLIGHTS:
-        lines.append(f"... and {len(activity.flights) - _MOST_FLIGHTS} more")
+        titles = ["RANK", "OPENS/s", "HITS", "FETCHED/s", "WAIT P99"]
+        rows = [_rank(activity, rank, found) for rank, found in activity.ranks.items()]
+        parts.append(_table(titles, rows, titles))
+    flights = len(activity.flights)
+    parts.append(Text(f"{flights:,} fetch{'' if flights == 1 else 'es'} in flight"))
+    if flights:
+        parts.append(
+            _table(
+                ["SHARD", "DONE", "RATE", "WHO"], map(_flight, activity.flights), ["DONE", "RATE"]
+            )
+        )
     if activity.waits:
-        lines += ["", f"{'WAITS':<{_NAME + 2}} {'WHO':<20}{'FOR WHOM':<20}{'SINCE':>8}  HOW FAR"]
-        lines += [_waiting(waiting) for waiting in activity.waits[:_MOST_WAITS]]
-    if len(activity.waits) > _MOST_WAITS:
-        lines.append(f"... and {len(activity.waits) - _MOST_WAITS} more wait")
-    return lines
+        titles = ["WAITS", "WHO", "FOR WHOM", "SINCE", "HOW FAR"]
+        parts.append(_table(titles, map(_waiting, activity.waits), ["SINCE", "HOW FAR"]))
+    return Group(*parts)
+
+
+def _table(titles: list[str], rows: Iterable[list[str]], right: Container[str]) -> Table:
+    every = list(rows)
+    shown: list[list[Text]] = [[Text(printable(cell)) for cell in row] for row in every[:_MOST]]
+    if len(every) > _MOST:
+        shown.append([Text(f"... and {len(every) - _MOST:,} more")])
+    return text_table(titles, shown, right)
 
 
 def _rates(activity: Activity) -> list[str]:
     total = activity.total
-    rate = "-" if total.hit_rate is None else f"{total.hit_rate:.1%}"
     opens = total.opens / activity.seconds if activity.seconds else 0.0
-    p99 = total.all_waits.percentile(0.99)
-    wait = "-" if p99 is None else _short(p99)
     others = [f"{name} {activity.rate(name):,.1f}/s" for name in ("misses", "bypassed", "failed")]
     fetched, evicted = (format_rate(activity.rate(f"bytes_{n}")) for n in ("origin", "evicted"))
     return [
-        f"opens     {opens:>10,.1f}/s    hits {rate:>6}    wait p99 {wait}",
+        f"opens     {opens:>10,.1f}/s    hits {_hits(total):>6}    wait p99 {_p99(total)}",
         f"coalesced {activity.rate('coalesced'):>10,.1f}/s    {'    '.join(others)}",
         f"read      {format_rate(activity.rate('bytes_opened')):>12}    fetched {fetched}    "
         f"evicted {evicted}",
@@ -148,56 +456,50 @@ def _rates(activity: Activity) -> list[str]:
 
 
 def _gauge(tier: TierUse) -> str:
-    used = f"{counted(tier.entries, 'shard')}, {format_bytes(tier.used)}"
-    name = printable(tier.directory)
-    if not tier.limit:
+    used = f"{counted(tier.shards, 'shard')}, {format_bytes(tier.bytes)}"
+    name = printable(tier.dir)
+    if not tier.max_size:
         return f"{name}  {used}"
-    share = tier.used / tier.limit
+    share = tier.bytes / tier.max_size
     full = round(_GAUGE * min(1.0, share))
     bar = "#" * full + "-" * (_GAUGE - full)
-    return f"{name}  [{bar}] {share:4.0%}  {used} of {format_bytes(tier.limit)}"
+    return f"{name}  [{bar}] {share:4.0%}  {used} of {format_bytes(tier.max_size)}"
 
 
-def _rank(activity: Activity, rank: str, found: Stats) -> str:
+def _rank(activity: Activity, rank: str, found: Stats) -> list[str]:
     seconds = activity.seconds or 1.0
-    rate = "-" if found.hit_rate is None else f"{found.hit_rate:.1%}"
-    p99 = found.all_waits.percentile(0.99)
-    wait = "-" if p99 is None else _short(p99)
     fetched = format_rate(found.counters["bytes_origin"] / seconds)
-    return f"{rank:<6}{found.opens / seconds:>10,.1f}   {rate:>6}   {fetched:>11}   {wait:>8}"
+    return [rank, f"{found.opens / seconds:,.1f}", _hits(found), fetched, _p99(found)]
 
 
-def _flight(flight: Flight) -> str:
-    share = f"{flight.written / flight.size:4.0%}" if flight.size else "   ?"
+def _flight(flight: Flight) -> list[str]:
+    share = f"{flight.written / flight.size:.0%}" if flight.size else "?"
     rate = "" if flight.rate is None else format_rate(flight.rate)
-    who = "" if flight.holder is None else _who(flight.holder)
-    return f"  {_name(flight.url):<{_NAME}} {share}  {rate:>10}  {who}".rstrip()
+    return [flight.url, share, rate, str(flight.holder or "")]
 
 
-def _waiting(waiting: Waiting) -> str:
+def _waiting(waiting: Waiting) -> list[str]:
     holder = waiting.holder
-    whom = "?" if holder is None else _who(holder)
-    if holder is not None and holder.host != waiting.wait.waiter.host:
-        whom += f" on {printable(holder.host)}"
-    far = f"{waiting.written / waiting.size:.0%}" if waiting.size and waiting.written else "0%"
-    if waiting.written is None:
+    whom = str(holder or "?")
+    if holder is not None and holder.host != waiting.waiter.host:
+        whom += f" on {holder.host}"
+    far = (
+        f"{waiting.written_bytes / waiting.size:.0%}"
+        if waiting.size and waiting.written_bytes
+        else "0%"
+    )
+    if waiting.written_bytes is None:
         far = "?"
-    who, since = _who(waiting.wait.waiter), _short(waiting.seconds)
-    return f"  {_name(waiting.wait.url):<{_NAME}} {who:<20}{whom:<20}{since:>8}  {far}"
+    return [waiting.url, str(waiting.waiter), whom, _short(waiting.seconds), far]
 
 
-def _name(url: str) -> str:
-    name = printable(url)
-    return name if len(name) <= _NAME else "..." + name[3 - _NAME :]
+def _hits(found: Stats) -> str:
+    return "-" if found.hit_rate is None else f"{found.hit_rate:.1%}"
 
 
-def _who(holder: Holder) -> str:
-    rank = "" if holder.rank is None else f"rank {holder.rank}, "
-    return f"{rank}pid {holder.pid}"
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" + ("" if number == 1 else "es")
+def _p99(found: Stats) -> str:
+    seconds = found.all_waits.percentile(0.99)
+    return "-" if seconds is None else _short(seconds)
 
 
 def _short(seconds: float) -> str:

@@ -7,34 +7,22 @@ import functools
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from shardcache.cli.arguments import dry_run_option, share
-from shardcache.cli.filters import matches_glob
-from shardcache.cli.invocation import Invocation, command
-from shardcache.cli.output import Column, Console, counted, printable
-from shardcache.cli.statusline import Rate, StatusLine, share_done
+from shardcache.cache import Cache
+from shardcache.cli.entries import matches_glob
+from shardcache.cli.main import ExitCode, Invocation, command, dry_run_option, parsed
+from shardcache.cli.output import Console, counted, printable
+from shardcache.cli.progress import Display, Position, Rate
+from shardcache.errors import ConfigError
 from shardcache.store.verify import Finding, State, VerifyStatus
-from shardcache.units import (
-    format_bytes,
-    format_duration,
-    format_rate,
-)
-
-if TYPE_CHECKING:
-    from shardcache.cache import Cache
+from shardcache.units import format_bytes, format_duration, format_rate, parse_limit
 
 __all__ = ["verify_command"]
 
-_SOME_FAILED, _DAMAGED = 3, 4
-_STYLES: dict[State, str] = {State.DAMAGED: "red"}
 _LABEL = max(len(state) for state in State)
-_COLUMNS = [
-    Column(name)
-    for name in ("state", "url", "reason", "size", "set_aside", "key", "version", "dir")
-]
 _TEXTS = {
     State.DAMAGED: "damaged",
     State.CHANGED: "changed at the origin",
@@ -42,6 +30,22 @@ _TEXTS = {
     State.UNREACHABLE: "whose origin could not be asked",
     State.UNCHECKED: "that could not be checked",
 }
+
+
+def _share(text: str) -> float:
+    """A percentage as a part of 1.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    found = None
+    with contextlib.suppress(ConfigError):
+        found = parse_limit(text)
+    if found is None or not found.percent:
+        raise ConfigError(
+            f"{text!r} is no share. Write a percentage above 0% and up to 100%, such as 5%."
+        )
+    return found.percent / 100
 
 
 @command(
@@ -61,7 +65,8 @@ _TEXTS = {
 @dry_run_option("With --repair: say what would be set aside.")
 @click.option(
     "--sample",
-    callback=share,
+    callback=parsed(_share),
+    default="100%",
     metavar="PERCENT",
     help="Look at a random share of the shards only, such as 5%.",
 )
@@ -101,8 +106,8 @@ def verify_command(
                 status=(status := VerifyStatus()),
                 stop=signals.stop,
             )
-            line = StatusLine(console, _progress(status, by_bytes=not quick))
-            with contextlib.closing(findings), line:
+            display = Display(console, _progress(status, by_bytes=not quick))
+            with contextlib.closing(findings), display:
                 for finding in findings:
                     found.take(finding)
     asked: dict[str, Any] = {"quick": quick, "remote": remote, "repair": repair, "dry_run": dry_run}
@@ -112,7 +117,7 @@ def verify_command(
 
 
 def _is_empty(console: Console, cache: Cache) -> bool:
-    if cache.dir.exists() and not (cache.dir.is_dir() and not any(cache.dir.iterdir())):
+    if cache.dir.exists() and any(cache.dir.iterdir()):
         return False
     console.hint(f"Nothing was cached in {cache.dir} yet.")
     return True
@@ -132,12 +137,12 @@ class _Found:
         self._bytes = self._set_aside = 0
 
     @property
-    def exit_code(self) -> int:
+    def exit_code(self) -> ExitCode:
         """See `verify_command`."""
         if any(self._counts[state] for state in (State.DAMAGED, State.CHANGED, State.GONE)):
-            return _DAMAGED
+            return ExitCode.DAMAGED
         unknown = self._counts[State.UNCHECKED] + self._counts[State.UNREACHABLE]
-        return _SOME_FAILED if unknown else 0
+        return ExitCode.SOME_FAILED if unknown else ExitCode.DONE
 
     def take(self, finding: Finding) -> None:
         """Count it; say at once what is not as it should be."""
@@ -174,7 +179,7 @@ class _Found:
                 **{state.value: count for state, count in counts.items()},
                 "set_aside": self._set_aside,
             }
-            console.table("verify", "finding", _COLUMNS, self._rows, summary=summary)
+            console.table("verify", "finding", [], self._rows, summary=summary)
         if counts[State.DAMAGED] and not asked["repair"]:
             console.hint("Pass --repair to set damaged shards aside; readers fetch them anew.")
         if counts[State.CHANGED]:
@@ -203,7 +208,8 @@ class _Found:
 def _line(console: Console, finding: Finding) -> str:
     """``damaged      s3://lab/a.tar  its bytes changed since they were fetched``."""
     state = finding.state
-    label = console.styled(f"{state.value:<{_LABEL}}", _STYLES.get(state, "yellow"), sys.stdout)
+    style = "red" if state is State.DAMAGED else "yellow"
+    label = console.styled(f"{state.value:<{_LABEL}}", style, sys.stdout)
     name = finding.url or finding.entry.directory
     aside = " (set aside)" if finding.set_aside else ""
     return f"{label}  {printable(name)}  {printable(finding.reason)}{aside}"
@@ -223,7 +229,7 @@ def _row(finding: Finding) -> dict[str, Any]:
     }
 
 
-def _progress(status: VerifyStatus, *, by_bytes: bool) -> Callable[[float], str]:
+def _progress(status: VerifyStatus, *, by_bytes: bool) -> Callable[[float], Position]:
     """``28%, 512/1,848 shards, 256.0 GB of 924.3 GB, 2.9 GB/s, ETA 0:03:50``.
 
     Args:
@@ -232,9 +238,9 @@ def _progress(status: VerifyStatus, *, by_bytes: bool) -> Callable[[float], str]
     """
     known = Rate()
 
-    def text(now: float) -> str:
+    def look(now: float) -> Position:
         if not status.shards:
-            return "looking for shards"
+            return Position(None, ["looking for shards"])
         done, total = status.done, status.shards
         if by_bytes:
             done, total = status.passed, status.bytes
@@ -242,6 +248,6 @@ def _progress(status: VerifyStatus, *, by_bytes: bool) -> Callable[[float], str]
         parts = [f"{status.done:,}/{status.shards:,} shards"]
         if by_bytes:
             parts += [f"{format_bytes(done)} of {format_bytes(total)}", format_rate(rate)]
-        return share_done(done, total, rate, parts)
+        return Position.of(done, total, rate, parts)
 
-    return text
+    return look

@@ -15,7 +15,7 @@ import pytest
 from shardcache.cache import Cache
 from shardcache.cli.charts import Series, bars, gauge, line
 from shardcache.cli.page import Report, page
-from shardcache.stats.activity import TierUse
+from shardcache.cli.top import TierUse
 from shardcache.stats.database import Fetch, Sample
 from tests.support.clitools import run_process
 from tests.support.tars import make_tar
@@ -135,7 +135,7 @@ def test_it_says_what_was_counted() -> None:
         for n in range(60)
     ]
     samples.append(sample(NOON, evicted_max_size=2, bytes_evicted=500, errors_origin=1))
-    text = " ".join(Reader(page(report(samples, tiers=[TierUse("/ssd", 250, 1000, 7)]))).text)
+    text = " ".join(Reader(page(report(samples, tiers=[TierUse(1, "/ssd", 7, 250, 1000)]))).text)
     for fact in (
         "90.0%",
         "600",
@@ -156,7 +156,9 @@ def test_how_full_it_was_is_reckoned_back_from_what_is_there() -> None:
         sample(NOON + 60, bytes_stored=200, bytes_evicted=100, hits=1),
         sample(NOON + 180, bytes_evicted=300),
     ]
-    found = report(samples, tiers=[TierUse("/ssd", 400, 900, 7), TierUse("/ram", 150, 600, 3)])
+    found = report(
+        samples, tiers=[TierUse(1, "/ssd", 7, 400, 900), TierUse(1, "/ram", 3, 150, 600)]
+    )
     told = found.as_dict()
     assert told["cached_bytes"] == 550
     assert [row["cached_bytes"] for row in told["over_time"]] == [750, 850, 850, 550]
@@ -170,17 +172,17 @@ def test_how_full_it_was_is_reckoned_back_from_what_is_there() -> None:
 
 def test_a_limit_that_is_far_away_is_not_drawn_and_an_empty_cache_has_no_line() -> None:
     samples = [sample(NOON, bytes_stored=700)]
-    far = page(report(samples, tiers=[TierUse("/ssd", 700, 10_000, 7)]))
-    none = page(report(samples, tiers=[TierUse("/ssd", 700, None, 7)]))
+    far = page(report(samples, tiers=[TierUse(1, "/ssd", 7, 700, 10_000)]))
+    none = page(report(samples, tiers=[TierUse(1, "/ssd", 7, 700, None)]))
     assert "Bytes in the cache" in far and "Bytes in the cache" in none
     assert "stroke-dasharray" not in far + none
-    empty = page(report(samples, tiers=[TierUse("/ssd", 0, 1000, 0)]))
+    empty = page(report(samples, tiers=[TierUse(1, "/ssd", 0, 0, 1000)]))
     assert "Bytes in the cache" not in empty
 
 
 def test_what_was_removed_by_hand_makes_nothing_less_than_nothing() -> None:
     samples = [sample(NOON, bytes_stored=100), sample(NOON + 60, bytes_stored=900)]
-    rows = report(samples, tiers=[TierUse("/ssd", 50, None, 1)]).as_dict()["over_time"]
+    rows = report(samples, tiers=[TierUse(1, "/ssd", 1, 50, None)]).as_dict()["over_time"]
     assert [row["cached_bytes"] for row in rows] == [0, 50]
 
 

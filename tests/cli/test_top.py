@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from shardcache.cache import Cache
-from shardcache.cli.top import frame
-from shardcache.stats.activity import Watcher
-from tests.support.clitools import Command, Screen, run_process
+from shardcache.cli.output import Console
+from shardcache.cli.top import Watcher, frame
+from tests.support.clitools import Screen, run_process
 from tests.support.fakes import FakeClock, MemoryOrigin
 from tests.support.storetools import begin, metadata_for, wait_until
 from tests.support.tars import make_tar
@@ -46,8 +44,8 @@ def test_rates_are_of_what_was_counted_meanwhile(
     second = watcher.look()
     assert (second.seconds, second.total.hits, second.rate("hits")) == (2.0, 10, 5.0)
     assert second.total.misses == 0 and second.total.hit_rate == 1.0
-    assert (second.tiers[0].entries, second.tiers[0].used) == (1, len(DATA))
-    assert second.tiers[0].limit == 2 * len(DATA) and second.processes == 1
+    assert (second.tiers[0].shards, second.tiers[0].bytes) == (1, len(DATA))
+    assert second.tiers[0].max_size == 2 * len(DATA) and second.processes == 1
     clock.sleep(2.0)
     assert watcher.look().rate("hits") == 2.5  # over four seconds: the rate does not jump
     for _ in range(4):
@@ -72,7 +70,11 @@ def test_counting_anew_makes_no_rate_negative(
 
 
 def test_a_fetch_in_flight_is_shown_with_who_makes_it(
-    make_cache: Make, origin: MemoryOrigin, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+    make_cache: Make,
+    origin: MemoryOrigin,
+    clock: FakeClock,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("SHARDCACHE_RANK", "3")
     origin.objects[URL] = DATA
@@ -88,7 +90,8 @@ def test_a_fetch_in_flight_is_shown_with_who_makes_it(
         assert (flight.url, flight.size) == (URL, whole)
         assert flight.holder is not None
         assert (flight.holder.pid, flight.holder.rank) == (os.getpid(), 3)
-        lines = frame(watcher.look(), str(cache.dir))
+        Console().render(frame(watcher.look(), str(cache.dir)))
+        lines = capsys.readouterr().out.splitlines()
         assert "1 fetch in flight" in lines
         assert lines[-1].split()[0] == URL
         assert "100%" in lines[-1] and f"rank 3, pid {os.getpid()}" in lines[-1]
@@ -99,7 +102,8 @@ def test_a_fetch_in_flight_is_shown_with_who_makes_it(
     wait_until(lambda: not watcher.look().flights)
     left = begin(cache.node_layout, metadata_for("s3://lab/dead.tar", DATA))
     left.close()  # as of a process that was killed
-    assert "0 fetches in flight" in frame(watcher.look(), str(cache.dir))
+    Console().render(frame(watcher.look(), str(cache.dir)))
+    assert "0 fetches in flight" in capsys.readouterr().out
 
 
 def test_what_is_counted_seldom_is_counted_seldom(
@@ -108,12 +112,12 @@ def test_what_is_counted_seldom_is_counted_seldom(
     origin.objects[URL] = DATA
     cache = make_cache()
     watcher = Watcher(cache, clock)
-    assert watcher.look().tiers[0].entries == 0
+    assert watcher.look().tiers[0].shards == 0
     cache.fetch(URL)
     clock.sleep(4.0)
-    assert watcher.look().tiers[0].entries == 0
+    assert watcher.look().tiers[0].shards == 0
     clock.sleep(2.0)
-    assert watcher.look().tiers[0].entries == 1
+    assert watcher.look().tiers[0].shards == 1
 
 
 # -- the command --------------------------------------------------------------------
@@ -134,24 +138,6 @@ def test_without_a_terminal_every_look_is_printed(used: Path) -> None:
     assert "1 shard, 20.5 KB" in said
 
 
-def test_machines_get_a_line_for_each_look(used: Path) -> None:
-    arguments = ("top", "--count", "2", "--interval", "0.2", "--format", "jsonl")
-    code, said, _ = run_process(*arguments, directory=used)
-    looks = [json.loads(line) for line in said.splitlines()]
-    assert code == 0 and [look["type"] for look in looks] == ["activity"] * 2
-    assert looks[0]["tiers"][0]["shards"] == 1 and looks[0]["at"].endswith("+00:00")
-
-
-def test_it_ends_when_it_is_interrupted(used: Path) -> None:
-    with Command("top", "--interval", "0.2", directory=used) as command:
-        assert command.process.stdout is not None
-        while "in flight" not in command.process.stdout.readline():
-            pass
-        command.process.send_signal(signal.SIGINT)
-        code, _, errors = command.end()
-    assert code == 130 and "Traceback" not in errors
-
-
 def test_on_a_terminal_it_draws_on_a_screen_of_its_own_and_leaves_the_last_look(
     used: Path,
 ) -> None:
@@ -162,9 +148,3 @@ def test_on_a_terminal_it_draws_on_a_screen_of_its_own_and_leaves_the_last_look(
     assert begin in text and end in text
     assert "in flight" in text[text.index(begin) : text.index(end)]
     assert "0 fetches in flight" in text[text.index(end) :]
-
-
-@pytest.mark.parametrize("wrong", [("--interval", "0"), ("--count", "0"), ("--interval", "x")])
-def test_what_makes_no_sense_is_refused(used: Path, wrong: tuple[str, str]) -> None:
-    code, _, errors = run_process("top", *wrong, directory=used)
-    assert code == 2 and "Traceback" not in errors

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from shardcache.cache import Cache
-from shardcache.cli.top import frame
+from shardcache.cli.output import Console
+from shardcache.cli.top import Watcher, frame
 from shardcache.clock import SYSTEM_CLOCK
 from shardcache.layout import Layout, is_wait_name, list_names
 from shardcache.locks.flock import Holder, KeyLock
 from shardcache.locks.sessions import Wait, WaitNote, live_waits, parse_wait, remove_dead_waits
-from shardcache.stats.activity import Watcher
 from shardcache.store.root import make_root
 from shardcache.urls import parse_url
 from tests.support.clitools import run_process
@@ -208,7 +208,10 @@ def test_what_a_note_says_can_be_shown(layout: Layout) -> None:
 
 
 def test_top_shows_who_waits_for_whom_since_when_and_how_far(
-    make_cache: MakeCache, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
+    make_cache: MakeCache,
+    origin: MemoryOrigin,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A process that fetches, and one that waits for it: all of it real but the origin."""
     origin.objects[URL] = DATA
@@ -227,14 +230,15 @@ def test_top_shows_who_waits_for_whom_since_when_and_how_far(
         thread.start()
         watcher = Watcher(cache, SYSTEM_CLOCK)
         (waiting,) = wait_until(lambda: watcher.look().waits)
-        assert waiting.wait.waiter.pid == os.getpid() and waiting.seconds >= 0.4
+        assert waiting.waiter.pid == os.getpid() and waiting.seconds >= 0.4
         assert waiting.holder is not None
-        assert (waiting.holder.pid, waiting.size, waiting.written) == (
+        assert (waiting.holder.pid, waiting.size, waiting.written_bytes) == (
             fetcher,
             len(DATA),
             len(DATA),
         )
-        lines = frame(watcher.look(), str(cache.dir))
+        Console().render(frame(watcher.look(), str(cache.dir)))
+        lines = capsys.readouterr().out.splitlines()
         (place,) = (n for n, line in enumerate(lines) if line.startswith("WAITS"))
         assert lines[place].split() == ["WAITS", "WHO", "FOR", "WHOM", "SINCE", "HOW", "FAR"]
         assert lines[place + 1].split()[0] == URL
@@ -252,7 +256,8 @@ def test_top_shows_who_waits_for_whom_since_when_and_how_far(
         thread.join()
     assert results == [DATA]
     wait_until(lambda: not watcher.look().waits)  # its thread looks now and then
-    assert not any(line.startswith("WAITS") for line in frame(watcher.look(), ""))
+    Console().render(frame(watcher.look(), ""))
+    assert "WAITS" not in capsys.readouterr().out
 
 
 def _fetch_slowly(parent: Parent, make_cache: MakeCache) -> None:

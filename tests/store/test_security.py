@@ -558,7 +558,7 @@ def test_a_hostile_sidecar_is_a_miss_and_is_replaced(make_cache, origin, kind: s
     assert command("--dir", cache.dir, "clean")[0] == 0
 
 
-@pytest.mark.parametrize("form", [(), ("--format", "tsv"), ("--json",), ("--format", "jsonl")])
+@pytest.mark.parametrize("form", [(), ("--json",), ("--format", "jsonl")])
 @pytest.mark.parametrize("arguments", [("ls",), ("ls", "--long"), ("clean", "-v", "--all", "-y")])
 def test_no_text_of_a_sidecar_reaches_a_terminal_as_it_is(
     make_cache, origin, form: tuple[str, ...], arguments: tuple[str, ...]

@@ -126,9 +126,9 @@ def slow(s3, bucket, s3_environment, proxy):
 class Screen:
     """A command on a pseudo-terminal, and all it wrote there."""
 
-    def __init__(self, *arguments, directory, environment=()):
+    def __init__(self, *arguments, directory, environment=(), columns=100):
         self.leader, follower = pty.openpty()
-        fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
+        fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
         self.command = Command(
             *arguments,
             directory=directory,

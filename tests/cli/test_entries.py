@@ -1,0 +1,244 @@
+"""``shardcache ls``, ``rm``, ``pin``, ``unpin`` and ``clean``."""
+# ruff: noqa: F401, F811  (fixtures are imported, and shadowed by arguments)
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from shardcache.cache import Cache
+from shardcache.layout import Layout
+from tests.support.clitools import data, run, spec, warm
+
+# -- ls ------------------------------------------------------------------------
+
+
+def test_ls_is_a_table_with_a_summary(run, warm, bucket, data):
+    code, out, err = run("ls")
+    lines = out.splitlines()
+    assert (code, err) == (0, "")
+    assert lines[0].split() == ["SHARD", "SIZE", "USED", "FETCHED", "STATE"]
+    assert [line.split()[0] for line in lines[1:5]] == warm
+    assert re.fullmatch(r"4 shards, [\d.]+ KB; [\d.]+ KB evictable", lines[5])
+
+
+def test_ls_shows_the_limit_and_what_is_in_use(run, warm, monkeypatch, tmp_path):
+    monkeypatch.setenv("SHARDCACHE_MAX_SIZE", "1MB")
+    with Cache(tmp_path / "cache") as cache, cache.open(warm[0]):
+        _, out, _ = run("ls")
+    lines = out.splitlines()
+    assert [line.split()[-1] for line in lines[1:5]] == ["in_use", "ok", "ok", "ok"]
+    assert re.fullmatch(r"4 shards, [\d.]+ KB of 1.0 MB \(\d+%\); [\d.]+ KB evictable", lines[5])
+
+
+def test_ls_counts_what_a_live_session_uses_as_not_evictable(run, warm, tmp_path):
+    with Cache(tmp_path / "cache") as cache:
+        time.sleep(0.01)
+        cache.fetch(warm[0])
+        found = json.loads(run("ls", "--json")[1])
+    assert 0 < found["summary"]["evictable_bytes"] < found["summary"]["bytes"]
+
+
+def test_ls_selects_sorts_and_limits(run, warm, bucket):
+    _, out, _ = run("ls", "train-000[12].tar")
+    assert len(out.splitlines()) == 4
+    assert out.splitlines()[-1].startswith("2 of 4 shards, ")
+    _, out, _ = run("ls", f"s3://{bucket}/*", "--sort", "url:desc", "--limit", "1")
+    assert warm[3] in out
+    assert warm[0] not in out
+    assert run("ls", "none*")[1].startswith("0 of 4 shards")
+    code, _, err = run("ls", "--sort", "nothing")
+    assert code == 2 and "--sort" in err and ":desc" in err
+
+
+def test_ls_json_has_raw_values(run, warm, data):
+    found = json.loads(run("ls", "--json")[1])
+    shard = found["shards"][0]
+    assert shard["url"] == warm[0]
+    assert shard["size"] == len(data["train-0000.tar"])
+    assert re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00$", shard["fetched_at"])
+    assert Path(shard["path"]).read_bytes() == data["train-0000.tar"]
+    assert found["summary"]["shards"] == 4
+
+
+def test_ls_shows_damaged_entries(run, warm, tmp_path):
+    with Cache(tmp_path / "cache") as cache:
+        truncated, scribbled, gone = (cache.entry(url) for url in warm[:3])
+    os.chmod(truncated.data, 0o600)
+    os.truncate(truncated.data, 3)
+    (scribbled.path / "meta.json").write_text("{")
+    (gone.path / "meta.json").unlink()
+    code, out, _ = run("ls")
+    assert code == 0
+    assert [line.split()[-1] for line in out.splitlines()[1:5]].count("damaged") == 3
+
+
+def test_ls_long_shows_paths(run, warm, tmp_path):
+    assert str(tmp_path / "cache") in run("ls", "-l")[1]
+
+
+def test_ls_of_nothing(run, tmp_path):
+    code, out, err = run("ls")
+    assert (code, out) == (0, "0 shards, 0 B\n")
+    assert "Nothing was cached" in err
+    assert json.loads(run("ls", "--json")[1])["shards"] == []
+    assert run("ls", "--partial")[1].startswith("0 partials")
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "model.ckpt").write_text("precious")
+    code, _, err = run("ls")
+    assert code == 2
+    assert "is not a shardcache directory" in err
+
+
+def test_a_cache_that_is_just_being_made_is_empty(run, tmp_path):
+    made = Layout.of_root(tmp_path / "cache")
+    made.make()  # the manifest comes last
+    code, out, err = run("ls", "--partial", "--json", "--dir", tmp_path / "cache")
+    assert (code, json.loads(out)["partials"]) == (0, []), err
+    (tmp_path / "cache" / "precious").touch()
+    assert run("ls", "--dir", tmp_path / "cache")[0] == 2
+
+
+# -- removing ------------------------------------------------------------------
+
+
+def test_clean_removes_what_is_over_the_limit(run, warm, data):
+    limit = sum(map(len, data.values())) - 1
+    code, out, _ = run("clean", "-n", "--max-size", limit)
+    assert code == 0
+    first, second = out.splitlines()
+    assert re.fullmatch(r"would remove 1 shard, [\d.]+ KB: 1 over --max-size", first)
+    assert re.fullmatch(r"would keep 3 shards, [\d.]+ KB \(\d+% of [\d.]+ KB\)", second)
+    assert len(json.loads(run("ls", "--json")[1])["shards"]) == 4
+    code, out, _ = run("clean", "--max-size", limit)
+    assert out.startswith("removed 1 shard, ")
+    assert len(json.loads(run("ls", "--json")[1])["shards"]) == 3
+    assert run("clean")[1].startswith("nothing to remove; kept 3 shards, ")
+
+
+def test_clean_tells_each_reason(run, warm, tmp_path, monkeypatch):
+    with Cache(tmp_path / "cache") as cache:
+        for age, url in zip((10, 30), warm[:2], strict=True):
+            meta = cache.entry(url).path / "meta.json"
+            then = time.time() - age * 86400
+            os.utime(meta, (then, then))
+    orphan = tmp_path / "cache/v1/partial" / f"{'a' * 32}.{'b' * 24}.{'c' * 32}"
+    orphan.mkdir()
+    (orphan / "x.tar").write_bytes(b"x")
+    monkeypatch.setenv("SHARDCACHE_MAX_AGE", "14d")
+    _, out, _ = run("clean", "-n")
+    assert "would remove 2 shards" in out
+    assert "1 older than 14d, 1 orphan" in out
+    assert "2 older than 7d" in run("clean", "-n", "--max-age", "7d")[1]
+    assert run("clean", "--orphans")[1].splitlines()[0].endswith("1 orphan")
+    assert not orphan.exists()
+    assert run("clean", "-q", "--max-age", "7d") == (0, "", "")
+
+
+def test_clean_json_lists_each_removal(run, warm):
+    found = json.loads(run("clean", "--max-size", "1", "--json")[1])
+    assert [r["reason"] for r in found["removals"]] == ["max_size"] * 4
+    assert found["summary"]["kept"] == 0
+    assert found["summary"]["dry_run"] is False
+
+
+def test_clean_warns_when_limits_cannot_be_met(run, warm, tmp_path):
+    with Cache(tmp_path / "cache") as cache, contextlib.ExitStack() as stack:
+        for url in warm:
+            stack.enter_context(cache.open(url))
+        code, _, err = run("clean", "-q", "--max-size", "1")
+    assert code == 0
+    assert err.startswith("warning: ")
+    assert "in use" in err
+
+
+def test_clean_all_needs_a_yes(run, warm):
+    code, _, err = run("clean", "--all")
+    assert code == 2
+    assert "-y" in err
+    assert run("clean", "--all", "-n")[0] == 0
+    assert len(json.loads(run("ls", "--json")[1])["shards"]) == 4
+    assert run("clean", "--all", "-y")[0] == 0
+    assert json.loads(run("ls", "--json")[1])["shards"] == []
+    assert run("clean", "--all", "--max-size", "1", "-y")[0] == 2
+
+
+def test_clean_touches_only_a_cache(run, tmp_path):
+    code, out, err = run("clean")
+    assert (code, out) == (0, "")
+    assert "nothing to clean" in err
+    assert run("clean", "-q") == (0, "", "")
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "model.ckpt").write_text("precious")
+    code, _, err = run("clean", "--all", "-y")
+    assert code == 2
+    assert (tmp_path / "cache" / "model.ckpt").exists()
+
+
+def test_rm_needs_a_yes(run, warm, bucket):
+    code, _, err = run("rm", warm[0])
+    assert code == 2
+    assert "-y" in err
+    assert run("rm", "-n", warm[0])[1].startswith("would remove 1 shard, ")
+    assert run("path", warm[0])[0] == 0
+    code, out, _ = run("rm", "-y", f"s3://{bucket}/train-{{0000..0001}}.tar")
+    assert (code, out.startswith("removed 2 shards, ")) == (0, True)
+    assert run("path", warm[0])[0] == 1
+    code, out, err = run("rm", "-y", warm[0], warm[2])
+    assert code == 1
+    assert f"error: {warm[0]} is not cached" in err
+    assert run("path", warm[2])[0] == 1
+
+
+def test_rm_of_what_is_being_read_is_exit_6(run, warm, tmp_path):
+    with Cache(tmp_path / "cache") as cache, cache.open(warm[0]):
+        code, _, err = run("rm", "-y", warm[0])
+        assert code == 6
+        assert "is pinned or being read" in err
+        found = json.loads(run("rm", "-n", "--json", warm[0], warm[1])[1])
+    assert [row["state"] for row in found["shards"]] == ["in_use", "removed"]
+
+
+def test_pinned_shards_stay_until_they_are_unpinned(run, warm, bucket, tmp_path):
+    code, out, err = run("pin", f"s3://{bucket}/train-{{0000..0001}}.tar", "--for", "3d")
+    assert (code, out, err) == (0, "pinned 2 shards for 3d\n", "")
+    states = [line.split()[-1] for line in run("ls")[1].splitlines()[1:5]]
+    assert states == ["pinned", "pinned", "ok", "ok"]
+    assert [row["state"] for row in json.loads(run("ls", "--json")[1])["shards"]] == states
+    code, _, err = run("rm", "-y", warm[0])
+    assert code == 6 and "shardcache unpin" in err
+    assert "kept 2 shards" in run("clean", "--all", "-y")[1]
+    code, out, err = run("unpin", *warm[:3])
+    assert (code, out) == (1, "unpinned 2 shards\n")
+    assert err.splitlines() == [f"error: {warm[2]} was not pinned in {tmp_path / 'cache'}"]
+    assert run("rm", "-y", warm[0])[0] == 0
+
+
+def test_a_shard_can_be_pinned_before_it_is_cached(run, warm, bucket):
+    missing = f"s3://{bucket}/later.tar"
+    code, out, err = run("pin", missing, warm[0])
+    assert (code, out) == (0, "pinned 2 shards until they are unpinned\n")
+    assert "1 of them is not cached yet" in err
+    found = json.loads(run("pin", missing, warm[0], "--json", "--for", "90s")[1])
+    assert found["shards"] == [
+        {"url": missing, "state": "not_cached"},
+        {"url": warm[0], "state": "cached"},
+    ]
+    summary = found["summary"]
+    assert (summary["pinned"], summary["not_cached"], summary["seconds"]) == (2, 1, 90.0)
+    found = json.loads(run("unpin", missing, "--json")[1])
+    assert found["shards"] == [{"url": missing, "state": "unpinned"}]
+
+
+@pytest.mark.parametrize(
+    "arguments", [("pin",), ("unpin",), ("pin", "s3://b/a.tar", "--for", "long"), ("pin", "x://y")]
+)
+def test_what_cannot_be_pinned_is_a_usage_error(run, arguments):
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "") and err.startswith("error: ")

@@ -1,0 +1,372 @@
+"""The frame of the command line: options, help, exit codes, errors, signals."""
+# ruff: noqa: F401, F811  (fixtures are imported, and shadowed by arguments)
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+import shardcache
+from shardcache.cache import Cache
+from shardcache.cli.main import _COMMANDS, ExitCode, command_line
+from tests.support.clitools import Command, data, run, slow, spec, wait_until, warm
+from tests.support.storetools import tree
+
+URL = "s3://b/x.tar"
+
+
+def params(command, kind):
+    found = command_line.get_command(click.Context(command_line), command)
+    assert found is not None
+    return [param for param in found.params if isinstance(param, kind)]
+
+
+# -- options -------------------------------------------------------------------
+
+
+def test_global_options_stand_before_or_after(run, warm):
+    after = json.loads(run("ls", "--json")[1])
+    before = json.loads(run("--json", "ls")[1])
+    both = json.loads(run("--format", "jsonl", "ls", "--format", "json")[1])
+    assert after["shards"] == before["shards"] == both["shards"]
+
+
+def test_version_and_help(run):
+    version = (0, f"shardcache {shardcache.__version__}\n", "")
+    assert run("--version") == run("ls", "--version") == version
+    code, out, _ = run("--help")
+    assert code == 0 and "Exit codes:\n    0    done" in out
+    assert all(re.search(rf"^  {name} +\S", out, re.M) for name in _COMMANDS)
+
+
+@pytest.mark.parametrize("command", list(_COMMANDS))
+def test_every_command_has_help_with_examples_that_parse(run, command):
+    code, out, _ = run(command, "-h")
+    assert code == 0 and "Usage: shardcache" in out and "--dir DIR" in out
+    lines = out.split("Examples:")[1].strip().splitlines()
+    assert any(command in line.split() for line in lines)
+    for line in lines:
+        line = line.replace("$(", " ").replace(')"', " ").replace('"', " ")
+        words = shlex.split(re.split(r" [|>] ", line)[0])
+        begin = next(n for n, word in enumerate(words) if word.endswith("shardcache"))
+        with command_line.make_context("shardcache", words[begin + 1 :]) as outer:
+            left = [*outer._protected_args, *outer.args]
+            name, inner, rest = command_line.resolve_command(outer, left)
+            assert name is not None and inner is not None
+            if name == "recipe" and "-o" in rest:
+                rest[rest.index("-o") + 1] = "/"  # where systemd is, there is the other one
+            inner.make_context(name, rest, parent=outer).close()
+
+
+#: Values that no number, size, duration, rate, percentage, order or choice has.
+WRONG = ["", " ", "x", "-1", "12 parsecs", "\x1b[2J", "\udcff", "9" * 9000]
+#: Options whose values are names or places, where more is right than wrong.
+FREE = {"FILE", "DIR", "DIRECTORY", "LIST", "URL", "SPEC", "NAME", "NAMES", "ADDRESS"}
+FREE |= {"KEY=VALUE", "KEY[=VALUE][:EFFECT]"}
+
+
+@pytest.mark.parametrize("command", list(_COMMANDS))
+def test_a_wrong_value_is_refused_by_the_name_of_its_option(run, tmp_path, command):
+    for option in params(command, click.Option):
+        if option.is_flag or option.count or option.hidden or option.metavar in FREE:
+            continue
+        for value in WRONG:
+            code, out, err = run(command, option.opts[-1], value)
+            assert (code, out) == (2, ""), (option.name, value[:20], err)
+            assert err.startswith("error: ") and len(err.splitlines()) == 1
+            assert option.opts[-1] in err and "\x1b" not in err, (option.name, value[:20], err)
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("lss", "Did you mean ls?"),
+        ("nonsense", "Known: prewarm, "),
+        ("ls --nope", "--nope"),
+        ("ls --format tsv", "tsv"),
+        ("--config folder ls", "folder"),
+        ("--dir folder ls", "is not a shardcache directory"),
+        ("--dir folder/file ls", "is not a directory"),
+        ("clean --all --max-size 1B", "--all"),
+        ("clean --all --orphans", "--all"),
+        ("clean --min-free 200%", "--min-free"),
+        ("verify -n", "--repair"),
+        ("verify --sample 0%", "such as 5%"),
+        ("verify --sample 5GB", "such as 5%"),
+        ("stats --zero --by rank", "--zero"),
+        ("stats --format prometheus --since 1h", "prometheus"),
+        ("top --json --count 2", "--count"),
+        ("top --interval 0", "--interval"),
+        ("prewarm", "Which shards?"),
+        ("prewarm -f folder", "folder"),
+        ("prewarm s3://b/{0..3.tar", "s3://b/{0..3.tar"),
+        ("rm", "URL"),
+        ("path a b", "b"),
+        ("pin gopher://x/y.tar", "gopher"),
+        ("unpin s3:///x", "s3:///x"),
+        ("rm -y pipe:true", "pipe:"),
+        ("path http://[::1", "http://["),
+    ],
+)
+def test_a_usage_error_is_one_sentence_and_touches_nothing(run, tmp_path, monkeypatch, line, said):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "file").write_text("precious")
+    monkeypatch.chdir(tmp_path)
+    before = tree(tmp_path)
+    code, out, err = run(*shlex.split(line))
+    assert (code, out) == (2, ""), err
+    assert err.startswith("error: ") and said in err and len(err.splitlines()) == 1
+    assert tree(tmp_path) == before
+
+
+# -- exit codes ----------------------------------------------------------------
+
+
+def damage(cache, url):
+    path = cache.entry(url).data
+    path.chmod(0o600)
+    path.write_bytes(b"x" * path.stat().st_size)
+
+
+#: Command line -> exit code; ``{0}`` to ``{2}`` are cached, ``{3}`` is, and damaged.
+ENDS = {
+    "prewarm {0}": ExitCode.DONE,
+    "path {0}": ExitCode.DONE,
+    "stats": ExitCode.DONE,
+    "prewarm s3://{bucket}/nothing-*.tar": ExitCode.FAILED,
+    "path s3://{bucket}/absent.tar": ExitCode.FAILED,
+    "rm -y s3://{bucket}/absent.tar": ExitCode.FAILED,
+    "unpin {0}": ExitCode.FAILED,
+    "prewarm ftp://x/y.tar": ExitCode.USAGE,
+    "prewarm {0} s3://{bucket}/absent.tar": ExitCode.SOME_FAILED,
+    "prewarm --check s3://{bucket}/absent.tar": ExitCode.DAMAGED,
+    "verify": ExitCode.DAMAGED,
+    "prewarm s3://{bucket}/large.tar": ExitCode.FULL,
+    "path --fetch s3://{bucket}/large.tar": ExitCode.FULL,
+    "report -o /dev/full": ExitCode.FULL,
+    "rm -y {0}": ExitCode.BUSY,
+    "clean --no-wait": ExitCode.BUSY,
+    "verify train-0000.tar --remote": ExitCode.SOME_FAILED,
+}
+
+
+def test_exit_codes(run, warm, bucket, s3, proxy, tmp_path, monkeypatch):
+    monkeypatch.setenv("SHARDCACHE_ATTEMPTS", "1")
+    with contextlib.ExitStack() as stack:
+        cache = stack.enter_context(Cache(tmp_path / "cache", min_free=0))
+        damage(cache, warm[3])
+        s3.put(bucket, "large.tar", cache.entry(warm[0]).data.read_bytes())
+        stack.enter_context(cache.open(warm[0]))
+        stack.enter_context(cache._here().home.space().sole_cleaner(wait=True))
+        for line, expected in ENDS.items():
+            words = [word.format(*warm, bucket=bucket) for word in line.split()]
+            with monkeypatch.context() as small:
+                if "large.tar" in line:
+                    small.setenv("SHARDCACHE_MAX_SIZE", "1kB")
+                if "--remote" in words:
+                    proxy.close()
+                code, _, err = run(*words)
+            assert code == expected, (line, err)
+            assert "Traceback" not in err
+    assert {*ENDS.values()} == {code for code in ExitCode if code < 128}
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (OSError(errno.EIO, "Input/output error", "/disk/x"), ExitCode.FAILED),
+        (OSError(errno.ENOSPC, "No space left on device", "/disk/x"), ExitCode.FULL),
+        (OSError(errno.EDQUOT, "Quota exceeded", "/disk/x"), ExitCode.FULL),
+    ],
+)
+def test_a_fault_of_the_disk_is_one_sentence(run, monkeypatch, error, code):
+    def fail(self, url):
+        raise error
+
+    monkeypatch.setattr(Cache, "path", fail)
+    assert run("path", URL) == (code, "", f"error: /disk/x: {error.strerror}\n")
+    assert "Traceback" in run("path", URL, "-vv")[2]
+
+
+def test_a_directory_that_cannot_be_used_is_a_matter_of_configuration(run, tmp_path, monkeypatch):
+    assert run("--dir", "/dev/null/x", "prewarm", URL)[0] == 2
+
+    def denied(self, url):
+        raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "cache" / "v1"))
+
+    monkeypatch.setattr(Cache, "path", denied)
+    assert run("path", URL)[0] == 2
+
+
+def test_the_librarys_log_is_shown_as_asked(run, monkeypatch):
+    def noisy(self, url):
+        for level in (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR):
+            logging.getLogger("shardcache.cache").log(level, "said at %d", level)
+            logging.getLogger("shardcache.origins.retry").log(level, "retry at %d", level)
+        return Path("/x")
+
+    monkeypatch.setattr(Cache, "path", noisy)
+    assert run("path", URL, "-q")[2].splitlines() == ["error: said at 40"]
+    assert run("path", URL)[2].splitlines() == ["warning: said at 30", "error: said at 40"]
+    assert {"info: said at 20", "warning: retry at 30"} <= {*run("path", URL, "-v")[2].splitlines()}
+    assert "debug: said at 10" in run("-v", "path", URL, "-v")[2]
+
+
+# -- config and dir ------------------------------------------------------------
+
+
+def test_config_tells_value_and_source(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("SHARDCACHE_MAX_SIZE", "5GB")
+    code, out, _ = run("config")
+    assert code == 0
+    assert re.search(r"^max_size +5GB +environment SHARDCACHE_MAX_SIZE$", out, re.M)
+    assert re.search(r"^attempts +5 +default$", out, re.M)
+    assert out.splitlines()[-1].endswith(" options, 3 set")
+    file = tmp_path / "job.toml"
+    file.write_text('attempts = 7\nstorage_options = {secret = "hush"}\n')
+    found = json.loads(run("config", "--config", file, "--json")[1])
+    rows = {row["option"]: row for row in found["options"]}
+    assert (rows["attempts"]["value"], rows["attempts"]["source"]) == ("7", f"file {file}")
+    assert "hush" not in json.dumps(found)
+
+
+def test_dir_prints_the_directory_whatever_else_is_broken(run, tmp_path, monkeypatch):
+    for name in ("SHARDCACHE_MAX_SIZE", "SHARDCACHE_TYPO", "WDS_CACHE_SIZE"):
+        monkeypatch.setenv(name, "?")
+    assert run("dir") == (0, f"{tmp_path / 'cache'}\n", "")
+    assert run("--dir", "/elsewhere", "dir") == (0, "/elsewhere\n", "")
+    code, _, err = run("ls")
+    assert code == 2 and "SHARDCACHE_" in err
+    for name in ("SHARDCACHE_MAX_SIZE", "SHARDCACHE_TYPO", "WDS_CACHE_SIZE", "SHARDCACHE_DIR"):
+        monkeypatch.delenv(name)
+    code, _, err = run("dir")
+    assert code == 2 and "--dir" in err and "SHARDCACHE_DIR" in err
+
+
+def test_a_stated_directory_or_file_outranks_a_broken_environment(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("SHARDCACHE_DIR", "$NOT_SET_ANYWHERE/x")
+    monkeypatch.setenv("SHARDCACHE_CONFIG", "/no/such/file.toml")
+    assert run("ls")[0] == 2
+    (tmp_path / "job.toml").write_text("")
+    assert run("ls", "--dir", tmp_path / "c", "--config", tmp_path / "job.toml")[0] == 0
+
+
+# -- signals -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, ExitCode.INTERRUPTED), (signal.SIGTERM, ExitCode.TERMINATED)],
+)
+def test_a_signal_ends_a_command_with_one_sentence(run, tmp_path, number, code):
+    with Command("top", "--interval", "0.2", directory=tmp_path / "cache") as command:
+        while "in flight" not in command.process.stdout.readline():
+            pass
+        command.process.send_signal(number)
+        ended, _, err = command.end()
+    assert (ended, err.strip()) == (code, "error: interrupted")
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["INT", "TERM"]
+)
+def test_the_first_signal_leaves_partials_that_are_resumed(
+    slow, proxy, run, tmp_path, number, code
+):
+    directory = tmp_path / "cache"
+    with Command("prewarm", slow, "-j", "2", directory=directory) as command:
+        wait_until(lambda: written(run) >= 2 << 20, command)
+        command.process.send_signal(number)
+        ended, out, err = command.end()
+    assert ended == code and "Traceback" not in err
+    assert "3 not done because the run was interrupted" in out
+    assert "run the same command" in err
+    kept = json.loads(run("ls", "--partial", "--json")[1])
+    assert {partial["state"] for partial in kept["partials"]} == {"orphan"}
+    proxy.resume()
+    code, out, _ = run("prewarm", slow, "--json")
+    found = json.loads(out)
+    total = sum(shard["size"] for shard in found["shards"])
+    assert code == 0
+    assert found["summary"]["received_bytes"] <= total - kept["summary"]["written_bytes"]
+
+
+def written(run):
+    return json.loads(run("ls", "--partial", "--json")[1])["summary"]["written_bytes"]
+
+
+STUBBORN = """
+import sys
+from shardcache.cache import Cache
+from shardcache.cli.main import main
+
+Cache.cancel = lambda self: print("calling off", file=sys.stderr, flush=True)
+sys.exit(main())
+"""
+
+
+def test_the_second_signal_ends_at_once(slow, run, tmp_path):
+    python = [sys.executable, "-c", STUBBORN]
+    directory = tmp_path / "cache"
+    with Command("prewarm", slow, "--no-progress", directory=directory, python=python) as command:
+        wait_until(lambda: written(run), command)
+        command.process.send_signal(signal.SIGINT)
+        assert "calling off" in command.process.stderr.readline()
+        command.process.send_signal(signal.SIGTERM)
+        code, out, err = command.end()
+    assert code == 143
+    assert "Warmed" not in out and "run the same command" not in err
+
+
+def test_an_ignored_interrupt_stays_ignored(run, monkeypatch):
+    def interrupted(self, url):
+        signal.raise_signal(signal.SIGINT)
+        return Path("/x")
+
+    monkeypatch.setattr(Cache, "path", interrupted)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert run("path", URL)[:2] == (0, "/x\n")
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        code, _, err = run("path", URL)
+        assert (code, err.strip()) == (130, "error: interrupted")
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+# -- as a process --------------------------------------------------------------
+
+
+def test_help_and_dir_import_nothing_heavy(tmp_path):
+    code = (
+        "import sys; from shardcache.cli.main import main\n"
+        "for args in (['--help'], ['--dir', '/x', 'dir']): main(args)\n"
+        "heavy = {'botocore', 's3fs', 'webdataset', 'torch', 'rich', 'fsspec', 'tenacity'}\n"
+        "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    assert done.stderr.strip() == "[]"
+
+
+def test_streams_that_are_closed_or_hung_up_on_are_survived(warm, tmp_path):
+    with Command("ls", directory=tmp_path / "cache") as command:
+        command.process.stdout.close()
+        assert command.process.wait(60) == 0
+        assert command.process.stderr.read() == ""
+    shell = f"exec {sys.executable} -m shardcache --dir {tmp_path / 'cache'} ls >&- 2>&-"
+    assert subprocess.run(["sh", "-c", shell], stdin=subprocess.DEVNULL).returncode == 0

@@ -1,0 +1,382 @@
+"""``shardcache prewarm`` and ``path``: what they print, and how they end."""
+# ruff: noqa: F401, F811  (fixtures are imported, and shadowed by arguments)
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shardcache.cache import Cache
+from shardcache.cli.output import Console
+from shardcache.cli.prewarm import plan_text, summary_text, tell_failures
+from shardcache.cli.progress import Progress, Tally
+from shardcache.errors import AccessDeniedError, ShardNotFoundError
+from shardcache.fetch.transfer import FetchStatus
+from shardcache.prewarm.plan import PrewarmPlan
+from shardcache.prewarm.report import (
+    Finished,
+    Outcome,
+    Planned,
+    PrewarmReport,
+    ShardResult,
+    Started,
+    Stopped,
+    Stopping,
+)
+from shardcache.urls import parse_url
+from tests.support.clitools import data, run, spec, warm
+from tests.support.tars import make_tar
+
+# -- prewarm -------------------------------------------------------------------
+
+
+def test_prewarm_says_what_it_needs_and_what_it_did(run, spec):
+    code, out, err = run("prewarm", spec)
+    need, warmed = out.splitlines()
+    assert code == 0
+    assert re.fullmatch(
+        r"Need 4 shards, [\d.]+ KB: 0 cached, 4 to fetch \([\d.]+ KB\); free .*  ok", need
+    )
+    assert re.fullmatch(r"Warmed 4 of 4 shards \([\d.]+ KB\) in .*/s\.", warmed)
+    assert err == ""
+    code, out, err = run("prewarm", spec)
+    assert "4 cached, nothing to fetch" in out
+    assert "All 4 shards cached" in out
+
+
+def test_prewarm_says_nothing_when_quiet(run, spec):
+    assert run("prewarm", "-q", spec) == (0, "", "")
+
+
+def test_missing_shard_is_exit_3_and_named(run, spec, bucket):
+    code, out, err = run("prewarm", spec, f"s3://{bucket}/absent.tar")
+    assert code == 3
+    assert "Warmed 4 of 5 shards" in out
+    assert "1 failed" in out
+    assert f"failed  s3://{bucket}/absent.tar: not found" in err
+    assert "--max-failures 1" in err
+    assert run("prewarm", spec, f"s3://{bucket}/absent.tar", "--max-failures", "1")[0] == 0
+
+
+def test_what_does_not_fit_is_exit_5_and_nothing_is_fetched(run, spec, proxy, monkeypatch):
+    monkeypatch.setenv("SHARDCACHE_MAX_SIZE", "100kB")
+    code, out, err = run("prewarm", spec)
+    assert code == 5
+    assert "does not fit" in out
+    assert err.startswith("error: ")
+    assert "--best-effort" in err
+    assert proxy.summary() == {}
+    assert run("prewarm", "-n", spec)[0] == 5
+    code, out, err = run("prewarm", "--best-effort", spec)
+    assert code == 0
+    assert "left out for want of room" in out
+
+
+def test_full_disk_is_exit_5(run, spec, monkeypatch):
+    from shardcache.store.partial import Partial
+
+    def full(self, *args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Partial, "write", full)
+    code, _, err = run("prewarm", spec, "-j", "1")
+    assert code == 5
+    assert "no room for" in err
+
+
+def test_deadline_is_exit_3_unless_best_effort_will_do(run, spec, proxy):
+    proxy.pause(after=20_000)  # listings pass
+    code, out, err = run("prewarm", spec, "--deadline", "500ms", "-q")
+    assert (code, out) == (3, "")
+    assert "4 shards not done because the deadline is over" in err
+    assert run("prewarm", spec, "--deadline", "500ms", "--best-effort")[0] == 0
+
+
+def test_check_asks_nobody_and_exits_4_when_shards_are_missing(run, spec, proxy):
+    code, out, _ = run("prewarm", "--check", spec)
+    assert (code, out) == (4, "0 of 4 shards cached (0 B); 4 missing\n")
+    assert proxy.requests() == []
+    run("prewarm", spec)
+    code, out, _ = run("prewarm", "--check", spec)
+    assert code == 0
+    assert out.startswith("4 of 4 shards cached (")
+
+
+def test_dry_run_fetches_nothing(run, spec, tmp_path):
+    code, out, _ = run("prewarm", "-n", spec)
+    assert code == 0
+    assert "4 to fetch" in out
+    assert not (tmp_path / "cache").exists()
+
+
+def test_specs_come_from_files_and_stdin(run, spec, bucket, tmp_path, monkeypatch):
+    import io
+
+    listing = tmp_path / "shards.txt"
+    listing.write_text(f"# the training set\n\n  {spec}  \n")
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"s3://{bucket}/train-0000.tar\n"))
+    code, out, _ = run("prewarm", "-f", listing, "-f", "-")
+    assert code == 0
+    assert "Need 4 shards" in out
+    code, _, err = run("prewarm", "-f", tmp_path / "none")
+    assert (code, "cannot be read" in err) == (2, True)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    assert run("prewarm", "-f", tmp_path / "binary")[0] == 2
+
+
+def test_prefixes_and_globs_are_listed(run, spec, bucket):
+    assert run("prewarm", f"s3://{bucket}/")[0] == 0
+    assert "4 of 4" in run("prewarm", "--check", f"s3://{bucket}/train-*.tar")[1]
+    code, _, err = run("prewarm", f"s3://{bucket}/nothing-*.tar")
+    assert code == 1
+    assert "nothing matches" in err
+
+
+def test_prewarm_json_accounts_for_every_shard(run, spec, bucket, data):
+    code, out, _ = run("prewarm", spec, f"s3://{bucket}/absent.tar", "--json")
+    found = json.loads(out)
+    assert code == 3
+    assert (found["schema"], found["command"]) == (1, "prewarm")
+    assert [shard["outcome"] for shard in found["shards"]] == ["fetched"] * 4 + ["failed"]
+    assert found["shards"][0]["size"] == len(data["train-0000.tar"])
+    assert found["shards"][4]["error_type"] == "ShardNotFoundError"
+    assert found["summary"]["received_bytes"] == sum(map(len, data.values()))
+    assert found["summary"]["plan"]["to_fetch"] == 5
+
+
+def test_prewarm_json_lines_come_as_it_happens(run, spec):
+    _, out, _ = run("prewarm", spec, "--format", "jsonl")
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert [line["type"] for line in lines] == ["plan", *["shard"] * 4, "summary"]
+    assert lines[-1]["fetched"] == 4
+    _, out, _ = run("prewarm", spec, "--check", "--format", "jsonl")
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert [line["type"] for line in lines] == [*["shard"] * 4, "summary"]
+
+
+def test_prewarm_without_shards_is_a_usage_error(run):
+    code, _, err = run("prewarm")
+    assert code == 2
+    assert err.startswith("error: Which shards?")
+
+
+def test_jobs_raise_the_connections(run, spec, monkeypatch):
+    made = []
+    from_config = Cache.from_config.__func__
+
+    def spy(cls, config, **options):
+        made.append(config)
+        return from_config(cls, config, **options)
+
+    monkeypatch.setattr(Cache, "from_config", classmethod(spy))
+    assert run("prewarm", spec, "-j", "40")[0] == 0
+    assert (made[0].connections, made[0].strict) == (40, True)
+
+
+def test_bad_credentials_are_told_once(run, spec, monkeypatch):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    code, _, err = run("prewarm", spec)
+    assert code == 3
+    assert err.count("AWS_SECRET_ACCESS_KEY") == 1
+    assert "Traceback" not in err
+
+
+# -- path ---
+
+
+def test_path_prints_a_path_and_nothing_else(run, warm, data):
+    code, out, err = run("path", warm[1])
+    assert (code, err) == (0, "")
+    assert Path(out.rstrip("\n")).read_bytes() == data["train-0001.tar"]
+    assert json.loads(run("path", warm[1], "--json")[1])["path"] == out.strip()
+
+
+def test_path_of_what_is_not_cached_is_exit_1(run, spec, bucket):
+    url = f"s3://{bucket}/train-0000.tar"
+    code, out, err = run("path", url)
+    assert (code, out) == (1, "")
+    assert re.fullmatch(rf"error: {url} is not cached in .*\. Pass --fetch to fetch it\.\n", err)
+
+
+def test_path_fetches_on_request(run, spec, bucket, data):
+    code, out, err = run("path", "--fetch", f"s3://{bucket}/train-0002.tar")
+    assert (code, err) == (0, "")
+    assert Path(out.strip()).read_bytes() == data["train-0002.tar"]
+    code, out, err = run("path", "--fetch", f"s3://{bucket}/none.tar")
+    assert (code, out) == (1, "")
+    assert "not found" in err
+
+
+def test_path_of_a_local_shard_is_itself(run, tmp_path):
+    shard = tmp_path / "x.tar"
+    shard.write_bytes(make_tar(1))
+    assert run("path", shard) == (0, f"{shard}\n", "")
+
+
+# -- progress ------------------------------------------------------------------
+
+
+def shards(count):
+    return tuple(parse_url(f"s3://b/x-{n}.tar") for n in range(count))
+
+
+def make_plan(count, *, sizes=None, cached=0, **more):
+    wanted = shards(count)
+    have = {s.key: type("E", (), {"size": 100})() for s in wanted[:cached]}
+    known = {s.key: 1000 for s in wanted[cached:]} if sizes is None else sizes
+    fields = {"free": 10**9, "evict": 0, "missing": 0, **more}
+    return PrewarmPlan(wanted, have, known, **fields)
+
+
+def test_sums_follow_events_and_running_fetches():
+    plan = make_plan(4, cached=1)
+    tally = Tally(plan)
+    tally.snapshot(0.0)
+    for shard in plan.shards[:3]:
+        status = FetchStatus()
+        tally.note(Started(shard, status))
+    tally.note(Finished(plan.shards[0], ShardResult("u", Outcome.CACHED, 100)))
+    tally.note(Finished(plan.shards[1], ShardResult("u", Outcome.FETCHED, 1000, received=1000)))
+    status.written = status.received = 500
+    snapshot = tally.snapshot(1.0)
+    assert (snapshot.done, snapshot.total) == (1, 3)
+    assert (snapshot.bytes_done, snapshot.bytes_total) == (1500, 3000)
+    assert snapshot.rate == 1500.0
+    assert snapshot.eta == 1.0
+    assert (snapshot.checked, snapshot.cached) == (1, 1)
+    assert tally.position(1.0).line() == "50%, 1/3 shards, 1.5 of 3.0 KB, 1.5 KB/s, ETA 0:00:01"
+
+
+def test_unknown_sizes_are_supposed_to_be_like_the_known_ones():
+    wanted = shards(4)
+    tally = Tally(make_plan(4, sizes={s.key: 1000 for s in wanted[:2]}))
+    assert tally.snapshot(0.0).bytes_total == 4000
+    assert "about 4.0 KB" in tally.position(0.0).line()
+    tally.note(Finished(wanted[3], ShardResult("u", Outcome.FETCHED, 4000)))
+    snapshot = tally.snapshot(1.0)
+    assert (snapshot.bytes_total, snapshot.estimated) == (8000, True)
+    tally.note(Finished(wanted[2], ShardResult("u", Outcome.FAILED)))
+    snapshot = tally.snapshot(2.0)
+    assert (snapshot.bytes_total, snapshot.estimated, snapshot.failed) == (6000, False, 1)
+
+
+def test_without_any_size_the_estimate_is_open():
+    tally = Tally(make_plan(3, sizes={}))
+    snapshot = tally.snapshot(0.0)
+    assert snapshot.bytes_total is None
+    assert snapshot.fraction == 0.0
+    assert "ETA -:--:--" in tally.position(1.0).line()
+
+
+def test_a_run_of_hits_is_complete_from_the_start():
+    tally = Tally(make_plan(2, cached=2))
+    snapshot = tally.snapshot(0.0)
+    assert (snapshot.fraction, snapshot.eta) == (1.0, 0.0)
+    assert "0 of 2 cached ones checked" in tally.position(1.0).line()
+
+
+def test_lines_come_now_and_then_where_nothing_is_redrawn(capsys, monkeypatch):
+    monkeypatch.setattr("shardcache.cli.progress.LINE_EVERY", 0.02)
+    with Progress(Console()) as progress:
+        progress(Planned(make_plan(2)))
+        while not (said := capsys.readouterr().err):
+            pass
+    assert said.startswith("0%, 0/2 shards, ")
+
+
+def test_the_display_shows_running_shards():
+    plan = make_plan(14, cached=1)
+    tally = Tally(plan)
+    for number, shard in enumerate(plan.shards[:12]):
+        status = FetchStatus(size=1000 if number else None, written=500, received=500)
+        status.retries = 2 if number == 3 else 0
+        tally.note(Started(shard, status))
+    tally.note(Stopping(Stopped.DEADLINE))
+    position = tally.position(0.0)
+    assert {"0/13 shards", "stopping", "0 of 1 cached ones checked"} <= set(position.parts)
+    assert "x-0.tar" in position.details[0] and "checking" in position.details[0]
+    assert " 50%" in position.details[0] and "retry 2" in position.details[1]
+    assert position.details[-1].strip() == "and 4 more"
+
+
+# -- what is said of a prewarm -------------------------------------------------
+
+
+def test_plans_in_words():
+    assert plan_text(make_plan(3)) == (
+        "Need 3 shards, 3.0 KB: 0 cached, 3 to fetch (3.0 KB); free 1.0 GB  ok"
+    )
+    assert plan_text(make_plan(1, cached=1)) == ("Need 1 shard, 100 B: 1 cached, nothing to fetch")
+    assert "free 1.0 GB, 5 B of older shards make room  ok" in plan_text(make_plan(2, evict=5))
+    assert plan_text(make_plan(2, missing=7)).endswith("does not fit: 7 B too many")
+    assert "sizes unknown" in plan_text(make_plan(2, sizes={}))
+    partly = plan_text(make_plan(3, sizes={shards(1)[0].key: 9}))
+    assert "at least 9 B" in partly
+    assert "(9 B and 2 of unknown size)" in partly
+    left = make_plan(3, missing=1, left_out=frozenset({shards(1)[0].key}))
+    assert plan_text(left).endswith("1 do not fit and are left out")
+
+
+def result(number, outcome, **more):
+    return ShardResult(f"s3://b/x-{number}.tar", outcome, 1000, **more)
+
+
+def test_summaries_in_words():
+    results = (
+        result(0, Outcome.CACHED),
+        result(1, Outcome.FETCHED, received=1000, retries=1),
+        result(2, Outcome.COALESCED),
+        result(3, Outcome.LINKED),
+        result(4, Outcome.FAILED, error=ValueError()),
+        result(5, Outcome.NOT_STARTED),
+        result(6, Outcome.CANCELLED),
+        result(7, Outcome.LEFT_OUT),
+    )
+    report = PrewarmReport(make_plan(8), results, 2.0, Stopped.DEADLINE)
+    assert summary_text(report) == (
+        "Warmed 3 of 7 shards (3.0 KB) in 2.0 s, 500 B/s; 1 failed, 1 retried, "
+        "1 fetched by other processes, 1 linked, 1 left out for want of room, "
+        "2 not done because the deadline is over."
+    )
+    all_there = PrewarmReport(make_plan(1, cached=1), (result(0, Outcome.CACHED),), 0.1)
+    assert summary_text(all_there) == "All 1 shard cached (100 B)."
+
+
+def failures(count, stopped=None):
+    denied = [
+        result(n, Outcome.FAILED, error=AccessDeniedError(f"s3://b/x-{n}.tar: denied (403)"))
+        for n in range(count)
+    ]
+    lost = result(90, Outcome.FAILED, error=ShardNotFoundError("s3://b/x-90.tar: not found (404)"))
+    odd = result(91, Outcome.FAILED, error=OSError(28, "No space left on device"))
+    return PrewarmReport(make_plan(1), (*denied, lost, odd), 1.0, stopped)
+
+
+def test_one_reason_is_told_once(capsys):
+    tell_failures(Console(), failures(9), None)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        "  failed  s3://b/x-0.tar: denied (403)",
+        "  failed  8 more for the same reason: x-1.tar, x-2.tar, x-3.tar, x-4.tar, x-5.tar, ...",
+        "  failed  s3://b/x-90.tar: not found (404)",
+        "  failed  s3://b/x-91.tar: the local disk failed: No space left on device",
+        "  To accept that many failures, pass --max-failures 11.",
+    ]
+    tell_failures(Console(verbosity=1), failures(9), 3)
+    assert len(capsys.readouterr().err.splitlines()) == 11
+
+
+def test_a_quiet_run_that_ends_early_says_so(capsys):
+    early = replace(
+        failures(0), results=(result(1, Outcome.NOT_STARTED),), stopped=Stopped.DEADLINE
+    )
+    tell_failures(Console(quiet=True), early, None)
+    assert capsys.readouterr().err == "warning: 1 shard not done because the deadline is over\n"
+    tell_failures(Console(), replace(early, stopped=Stopped.REQUESTED), None)
+    assert "run the same command" in capsys.readouterr().err

@@ -13,8 +13,7 @@ switched while it runs:
   or hangs; once, several times, or always;
 * names made elsewhere (directly below ``backing``, or on another mount of it)
   come into sight late; what is removed elsewhere turns stale; absent names are
-  remembered by the kernel;
-* the power fails, and what was not fsynced is gone.
+  remembered by the kernel.
 
 The kernel itself asks once more when ``open`` or ``stat`` say ESTALE: two of them
 in a row reach the caller as one.
@@ -58,15 +57,11 @@ class Shim:
         backing: the directory behind it, where "another node" works.
     """
 
-    def __init__(self, root: Path, backing: Path, grave: Path | None) -> None:
+    def __init__(self, root: Path, backing: Path) -> None:
         self.root = root
         self.backing = backing
         command = [sys.executable, "-I", "-S", "-c", _DAEMON, str(backing), str(root)]
-        self._process = subprocess.Popen(
-            [*command, str(grave)] if grave else command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         try:
             answer = self._hear()
             if "error" in answer:
@@ -91,11 +86,11 @@ class Shim:
         return self._hear()
 
     def set(self, **settings: Any) -> None:
-        """Change `nodes.Settings`, or ``killable``: whether a signal ends what hangs."""
+        """Change `daemon.Settings`, or ``killable``: whether a signal ends what hangs."""
         self.ask("set", **settings)
 
     def fail(self, op: str, pattern: str = "*", **fault: Any) -> int:
-        """Add a `faults.Rule` for one or several operations; returns its number."""
+        """Add a `daemon.Rule` for one or several operations; returns its number."""
         return self.ask("fail", ops=op.split(), pattern=pattern, **fault)["rule"]
 
     def heal(self) -> None:
@@ -113,14 +108,6 @@ class Shim:
     def calls(self, op: str) -> int:
         """How many requests of a kind there were."""
         return self.ask("status")["calls"].get(op, 0)
-
-    def lose_power(
-        self, data: str = "zeros", *, names: int | None = 0, seed: int = 0, spare: str = ""
-    ) -> dict[str, int]:
-        """The machine is off, at once; see `powerloss.Unsynced.lose`. Ends this mount."""
-        lost = self.ask("lose", data=data, names=names, seed=seed, spare=spare)["lost"]
-        self.close()
-        return lost
 
     def crash(self) -> None:
         """The process dies, and the mount stays: every call says ENOTCONN."""
@@ -146,18 +133,17 @@ class Shim:
 
 
 @contextlib.contextmanager
-def mounted(directory: Path, *, power: bool = False, name: str = "net") -> Iterator[Shim]:
+def mounted(directory: Path, *, name: str = "net") -> Iterator[Shim]:
     """A fresh mount ``directory``/``name`` of ``directory``/backing, which may exist.
 
     Args:
         directory: where.
-        power: whether `Shim.lose_power` will be asked for.
         name: of the mountpoint; several of one directory are several nodes.
     """
-    root, backing, grave = (directory / part for part in (name, "backing", "grave"))
-    for path in (root, backing, grave):
+    root, backing = directory / name, directory / "backing"
+    for path in (root, backing):
         path.mkdir(exist_ok=True)
-    shim = Shim(root, backing, grave if power else None)
+    shim = Shim(root, backing)
     try:
         yield shim
     finally:

@@ -9,7 +9,6 @@ import os
 import pickle
 import stat
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -482,17 +481,6 @@ def test_cleaning_leaves_what_it_did_not_make(make_cache: MakeCache) -> None:
     for canary in canaries:
         assert canary.read_bytes() == b"precious"
     assert (outside / "precious").read_bytes() == b"precious"
-
-
-def test_importing_is_light() -> None:
-    code = (
-        "import sys; import shardcache; "
-        "heavy = {'s3fs', 'botocore', 'webdataset', 'click', 'rich', 'fsspec', 'torch', 'numpy', "
-        "'aiohttp', 'urllib3', 'tenacity', 'filelock', 'asyncio'}; "
-        "print(sorted(heavy & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 def test_lock_timeout_error_is_a_timeout() -> None:

@@ -129,18 +129,3 @@ def test_links_within_the_repository_lead_somewhere(file: str) -> None:
     text = (ROOT / file).read_text("utf-8")
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
         assert ((ROOT / file).parent / target).exists(), target
-
-
-def test_importing_stays_light() -> None:
-    """By what it brings along, of which each costs about a millisecond."""
-
-    def modules(code: str) -> set[str]:
-        command = [sys.executable, "-c", f"{code}; import sys; print(*sys.modules)"]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        return set(done.stdout.split())
-
-    brought = modules("import shardcache") - modules("pass")
-    assert len(brought) < 147, sorted(brought)
-    heavy = {"asyncio", "botocore", "click", "filelock", "fsspec", "http", "rich", "s3fs", "ssl"}
-    heavy |= {"subprocess", "tenacity", "torch", "urllib3", "webdataset", "xxhash"}
-    assert not heavy & {name.partition(".")[0] for name in brought}

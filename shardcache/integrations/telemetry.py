@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardcache.cache import Cache
 from shardcache.errors import ConfigError
@@ -36,6 +37,13 @@ logger = logging.getLogger(__name__)
 _Counts = tuple[Mapping[str, int], Mapping[str, int]]
 #: A value, and what it is of.
 _Points = Iterable[tuple[float, dict[str, str]]]
+#: Caches that are observed, and whether each stands for its node.
+_Observed = weakref.WeakKeyDictionary[Cache, bool]
+
+#: By the provider that their metrics go to; None is the global one. Of two instruments of one
+#: name, OpenTelemetry drops the second, so all caches share one set.
+_observed: dict[MeterProvider | None, _Observed] = {}
+_guard = threading.Lock()
 
 
 def observe(
@@ -43,13 +51,14 @@ def observe(
 ) -> None:
     """Offer what a cache counts as observable metrics named ``shardcache.*``.
 
-    For each cache once. The cache is not kept by it.
+    Each value bears the cache's directory as the attribute ``dir``; caches of one directory are
+    added up. The cache is not kept by it.
 
     Args:
         cache: whose.
         node: all that the processes of this node have counted, by any configuration of the
-            directory, and not what this process has: from the files in ``stats``, which takes
-            some milliseconds per collection. One process of a node is to do so.
+            directory, and not what this process has: from the directory's database, which
+            takes some milliseconds per collection. One process of a node is to do so.
         meter_provider: the default is the one that is set globally.
 
     Raises:
@@ -63,18 +72,19 @@ def observe(
         ) from None
     if not cache.config.stats:
         raise ConfigError("this cache counts nothing: its option stats is off. Switch it on.")
+    with _guard:
+        known = _observed.get(meter_provider)
+        if known is not None:
+            known[cache] = node
+            return
+        caches = _observed[meter_provider] = weakref.WeakKeyDictionary({cache: node})
     meter = get_meter("shardcache", __version__, meter_provider)
-    source = _of_node if node else _of_process
-    held = weakref.ref(cache)
     for name, unit, about, points in _METRICS:
-        read = functools.partial(_read, held, source, points, Observation)
+        read = functools.partial(_read, caches, points, Observation)
         meter.create_observable_counter(f"shardcache.{name}", [read], unit, about)
-    if not node:
-        read = functools.partial(
-            _read, held, Cache.under_way, lambda count: [(count, {})], Observation
-        )
-        about = "Shards that the process fetches or waits for."
-        meter.create_observable_gauge("shardcache.fetches.active", [read], "{shard}", about)
+    read = functools.partial(_read, caches, None, Observation)
+    about = "Shards that the process fetches or waits for."
+    meter.create_observable_gauge("shardcache.fetches.active", [read], "{shard}", about)
 
 
 def _of_process(cache: Cache) -> _Counts:
@@ -89,19 +99,34 @@ def _of_node(cache: Cache) -> _Counts:
 
 
 def _read(
-    held: weakref.ref[Cache],
-    source: Callable[[Cache], Any],
-    points: Callable[[Any], _Points],
+    observed: _Observed,
+    points: Callable[[_Counts], _Points] | None,
     make: type[Observation],
     options: CallbackOptions,
 ) -> list[Observation]:
-    """The values of a metric; none where the cache is gone, or its files cannot be read."""
-    cache = held()
-    try:
-        return [] if cache is None else [make(*point) for point in points(source(cache))]
-    except OSError as exn:
-        logger.debug("no metrics: %s", exn)
-        return []
+    """The values of a metric; without ``points``, of the fetches that are under way.
+
+    None of a directory whose database cannot be read.
+    """
+    caches = list(observed.items())
+    nodes = {str(cache.dir): cache for cache, node in caches if node}
+    found: dict[tuple[tuple[str, str], ...], float] = {}
+    for cache, node in caches:
+        place = str(cache.dir)
+        if place in nodes and (points is None or nodes[place] is not cache):
+            continue  # what one process counts is in what its node counts
+        try:
+            if points is None:
+                values: _Points = [(cache.under_way(), {})]
+            else:
+                values = list(points(_of_node(cache) if node else _of_process(cache)))
+        except OSError as exn:
+            logger.debug("no metrics: %s", exn)
+            continue
+        for value, labels in values:
+            attributes = (*labels.items(), ("dir", place))
+            found[attributes] = found.get(attributes, 0) + value
+    return [make(value, dict(attributes)) for attributes, value in found.items()]
 
 
 def _one(name: str) -> Callable[[_Counts], _Points]:

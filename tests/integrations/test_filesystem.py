@@ -80,13 +80,6 @@ def test_a_chain_without_an_origin_is_refused() -> None:
         ShardCacheFileSystem(skip_instance_cache=True)
 
 
-def test_pandas_style_readers_get_bytes(url: str, default: Path) -> None:
-    import tarfile
-
-    with fsspec.open(url) as stream, tarfile.open(fileobj=stream) as archive:
-        assert len(archive.getnames()) == 8
-
-
 def requests(proxy: Proxy) -> list[tuple[str, str]]:
     return [(r.method, r.path) for r in proxy.requests()]
 
@@ -104,18 +97,6 @@ def test_what_it_says_of_a_shard_is_the_same_before_and_after_it_is_cached(
     assert after == {key: before[key] for key in ("name", "size", "type", "ETag")}
     assert after["ETag"].startswith('"')
     assert fs.info(url) == fs.info(f"s3://{path}") == after  # whichever way it is named
-
-
-def test_what_is_gone_between_two_looks_is_described_as_far_as_known(
-    url: str, default: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def gone(entry: object) -> None:
-        raise FileNotFoundError("evicted")
-
-    fs, path = fsspec.url_to_fs(url)
-    fs.cat_file(path)
-    monkeypatch.setattr("shardcache.store.entry.Entry.metadata", gone)
-    assert fs.info(path) == {"name": path, "size": len(SHARD), "type": "file"}
 
 
 def test_buckets_are_directories(url: str, default: Path) -> None:
@@ -145,21 +126,6 @@ def test_listing_costs_what_the_origin_takes_for_it(
         assert listed() == [f"{bucket}/{name}" for name in all_of_them]
         costs.append(len(requests(proxy)))
     assert costs == [1, 1]  # a walk asks for each directory
-
-
-def test_a_wrong_cache_is_told_of_and_not_taken_for_an_unknown_shard(
-    url: str, tmp_path: Path
-) -> None:
-    fs, path = fsspec.url_to_fs(url, shardcache={"dir": str(tmp_path), "no_such": 1})
-    with pytest.raises(ConfigError, match="no_such"):
-        fs.info(path)
-
-
-def test_its_urls_lead_back(url: str, default: Path) -> None:
-    fs, path = fsspec.url_to_fs(url)
-    assert fs.unstrip_protocol(path) == url
-    again, there = fsspec.url_to_fs(fs.unstrip_protocol(path))
-    assert again.cat_file(there) == SHARD
 
 
 def test_the_path_may_stand_in_the_first_link(url: str, default: Path, proxy: Proxy) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
 import sys
 import types
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shardcache import Cache, ConfigError, TransferError
+from shardcache import Cache, ConfigError
 from shardcache.integrations.lightning import ShardCacheCallback, ShardCacheHooks
 from tests.support.fakes import MemoryOrigin
 from tests.support.tars import make_tar
@@ -52,13 +51,6 @@ def test_setup_has_the_first_shards_fetched(
     cache = make_cache()
     ShardCacheHooks(cache, SHARDS, prewarm=prewarm).setup(stage="fit")
     assert cached(cache) == urls(count)
-
-
-@pytest.mark.parametrize("shards", [SHARDS, urls(4), ["s3://lab/train-{0000..0001}.tar"]])
-def test_shards_are_a_specification_or_several(make_cache: MakeCache, shards: object) -> None:
-    cache = make_cache()
-    ShardCacheHooks(cache, shards, prewarm=2).setup()
-    assert cached(cache) == urls(2)
 
 
 @pytest.mark.parametrize(
@@ -143,49 +135,10 @@ def test_an_epoch_is_told_by_itself(make_cache: MakeCache) -> None:
     assert len(module.logged) == 3
 
 
-def test_what_cannot_be_counted_stops_nothing(
-    make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def broken(*arguments: object) -> None:
-        raise OSError("the disk is gone")
-
-    cache, module = make_cache(), Module()
-    hooks = ShardCacheHooks(cache)
-    hooks.setup()
-    monkeypatch.setattr(Cache, "stats", broken)
-    with caplog.at_level(logging.WARNING):
-        hooks.on_train_epoch_end(None, module)
-    assert "the disk is gone" in caplog.text
-    assert module.logged == []
-
-
-def test_a_listing_that_fails_stops_nothing(
-    make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(*arguments: object) -> None:
-        raise TransferError("s3://lab/: no answer")
-
-    monkeypatch.setattr("shardcache.prewarm.plan.Listing.matches", refuse)
-    with caplog.at_level(logging.WARNING):
-        ShardCacheHooks(make_cache(), "s3://lab/*.tar").setup()
-    assert "s3://lab/: no answer" in caplog.text
-
-
 @pytest.mark.parametrize("prewarm", [-1, 2.5, "all"])
 def test_what_is_no_number_of_shards_is_refused(make_cache: MakeCache, prewarm: object) -> None:
     with pytest.raises(ConfigError, match="Give a number of shards"):
         ShardCacheHooks(make_cache(), SHARDS, prewarm=prewarm)
-
-
-def test_hooks_leave_the_cache_open(make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, closed = make_cache(), []
-    monkeypatch.setattr(Cache, "close", lambda self: closed.append(self))
-    hooks = ShardCacheHooks(cache, SHARDS, prewarm=1)
-    stream = cache.open(urls(4)[3])
-    hooks.setup()
-    hooks.on_train_epoch_end(None, Module())
-    assert stream.read() == make_tar(3)
-    assert closed == []
 
 
 def test_without_lightning_the_callback_says_what_to_install(
@@ -202,23 +155,3 @@ def test_without_lightning_the_callback_says_what_to_install(
 def _absent(name: str) -> None:
     package = name.partition(".")[0]
     raise ModuleNotFoundError(f"No module named {package!r}", name=package)
-
-
-def test_a_package_that_is_broken_is_not_called_absent(
-    make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(name: str) -> None:
-        raise ModuleNotFoundError("No module named 'torchmetrics'", name="torchmetrics")
-
-    for name in ("lightning.pytorch", "pytorch_lightning"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setattr("importlib.import_module", broken)
-    with pytest.raises(ModuleNotFoundError, match="torchmetrics"):
-        ShardCacheCallback(make_cache(), SHARDS)
-
-
-def test_the_module_imports_neither_package() -> None:
-    code = "import shardcache.lightning, shardcache.wids, sys; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    heavy = {"lightning", "pytorch_lightning", "torch", "wids", "webdataset", "fsspec"}
-    assert not heavy & {name.partition(".")[0] for name in done.stdout.split()}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,9 +15,8 @@ import pytest
 from shardcache import telemetry
 from shardcache.cache import Cache
 from shardcache.errors import ConfigError
-from shardcache.stats.counters import COUNTERS, Counters
-from shardcache.stats.database import compact
-from tests.support.fakes import FakeClock, MemoryOrigin
+from shardcache.stats.counters import COUNTERS
+from tests.support.fakes import MemoryOrigin
 from tests.support.storetools import Parent, forked
 from tests.support.tars import make_tar
 
@@ -36,19 +35,22 @@ class Collector:
     def __init__(self) -> None:
         self.reader = export.InMemoryMetricReader()
         self.provider = sdk.MeterProvider(metric_readers=[self.reader])
+        self.dirs: set[str] = set()
 
     def collect(self) -> Values:
-        """(name, value of the label or "") -> value."""
+        """(name, value of the label or "") -> value, of all caches together."""
         found = self.reader.get_metrics_data()
         if found is None:
             return {}
-        return {
-            (metric.name, next(iter(point.attributes.values()), "")): point.value
-            for resource in found.resource_metrics
-            for scope in resource.scope_metrics
-            for metric in scope.metrics
-            for point in metric.data.data_points
-        }
+        values: Values = Counter()
+        for resource in found.resource_metrics:
+            for scope in resource.scope_metrics:
+                for metric in scope.metrics:
+                    for point in metric.data.data_points:
+                        labels = dict(point.attributes)
+                        self.dirs.add(labels.pop("dir"))
+                        values[metric.name, next(iter(labels.values()), "")] += point.value
+        return values
 
 
 @pytest.fixture
@@ -94,6 +96,24 @@ def test_it_is_what_was_counted_at_the_moment_of_the_collection(
     assert collector.collect()["shardcache.opens", "hits"] == 3 * len(URLS) - 1
 
 
+def test_all_caches_of_a_process_are_counted_each_by_its_directory(
+    make_cache: MakeCache, cache: Cache, collector: Collector, tmp_path: Path
+) -> None:
+    other = make_cache(dir=tmp_path / "other", fill="complete")
+    again = make_cache(dir=tmp_path / "other", fill="complete")
+    for each in (cache, other, again, cache):
+        telemetry.observe(each, meter_provider=collector.provider)
+        read(each)
+    found = collector.collect()
+    assert collector.dirs == {str(cache.dir), str(other.dir)}
+    assert found["shardcache.opens", "misses"] == 2 * len(URLS)
+    assert found["shardcache.opens", "hits"] == 2 * len(URLS)
+    other.close()
+    telemetry.observe(again, node=True, meter_provider=collector.provider)
+    found = collector.collect()
+    assert found["shardcache.opens", "misses"] == 2 * len(URLS)  # the other is in what it counts
+
+
 def test_every_counter_is_in_a_metric(collector: Collector) -> None:
     asked: set[str] = set()
 
@@ -106,16 +126,6 @@ def test_every_counter_is_in_a_metric(collector: Collector) -> None:
         list(points((Counters(), {})))
     tiers = {name for name in COUNTERS if name.startswith("hits_tier")}
     assert asked == set(COUNTERS) - tiers - {"fetches_upstream", "bypassed_full"}
-
-
-def test_what_was_counted_before_anybody_collected_is_not_lost(
-    cache: Cache, collector: Collector
-) -> None:
-    """The last collection of a program comes when its cache is closed."""
-    telemetry.observe(cache, meter_provider=collector.provider)
-    read(cache, 2)
-    cache.close()
-    assert collector.collect()["shardcache.opens", "hits"] == len(URLS)
 
 
 def test_nothing_falls_when_the_cache_is_closed_and_used_again(
@@ -153,18 +163,6 @@ def test_of_a_node_other_processes_are_counted_too(
     assert found["shardcache.opens", "misses"] == found["shardcache.opens", "hits"] == len(URLS)
 
 
-def test_of_a_node_what_is_long_ago_counts_too(
-    cache: Cache, collector: Collector, tmp_path: Path
-) -> None:
-    """A sum that falls after thirty days would be taken for a new one."""
-    now, layout = time.time(), cache.node_layout
-    old = Counters(lambda: layout, FakeClock(now=now - 90 * 86_400))
-    old.add({"misses": 5})
-    compact(layout, now)
-    telemetry.observe(cache, node=True, meter_provider=collector.provider)
-    assert collector.collect()["shardcache.opens", "misses"] == 5
-
-
 def test_a_child_does_not_count_for_its_parent(cache: Cache, collector: Collector) -> None:
     telemetry.observe(cache, meter_provider=collector.provider)
     read(cache)
@@ -200,7 +198,6 @@ def test_fetches_in_hand_are_a_gauge(
 def test_a_cache_that_is_gone_is_not_kept(tmp_path: Path, collector: Collector) -> None:
     cache = Cache(tmp_path / "other", min_free=0)
     telemetry.observe(cache, meter_provider=collector.provider)
-    telemetry.observe(cache, node=True, meter_provider=collector.provider)
     held = weakref.ref(cache)
     collector.collect()
     del cache

@@ -48,17 +48,6 @@ def test_a_name_is_a_link_to_the_shard_which_is_there(make_cache: MakeCache, lin
     assert len(os.listdir(links)) == len(URLS)
 
 
-def test_shards_of_one_name_have_links_of_their_own(
-    make_cache: MakeCache, origin: MemoryOrigin, links: Path
-) -> None:
-    origin.objects["s3://lab/other/train-0000.tar"] = make_tar(9)
-    names = LocalNames(make_cache(), links)
-    first, second = names(URLS[0]), names("s3://lab/other/train-0000.tar")
-    assert first != second
-    assert Path(first).read_bytes() == make_tar(0)
-    assert Path(second).read_bytes() == make_tar(9)
-
-
 @pytest.mark.locks_work("flock")
 def test_the_shard_that_was_named_last_is_pinned(make_cache: MakeCache, links: Path) -> None:
     cache = make_cache()

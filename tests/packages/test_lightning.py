@@ -13,7 +13,6 @@ PROGRAM = """
 import importlib, sys, time
 import torch, webdataset as wds
 import shardcache
-from shardcache.integrations.lightning import ShardCacheCallback
 
 package = importlib.import_module(sys.argv[1])
 SHARDS = "s3://bucket/train-{0000..0003}.tar"
@@ -53,11 +52,12 @@ if __name__ == "__main__":
         cache.attach(dataset).map(decoded), batch_size=6, num_workers=2, persistent_workers=True,
         multiprocessing_context=sys.argv[4],
     )
+    Callback = shardcache.lightning.ShardCacheCallback
     logger = importlib.import_module(sys.argv[1] + ".loggers").CSVLogger("logs", version=0)
     trainer = package.Trainer(
         max_epochs=2, accelerator="cpu", logger=logger, devices=int(sys.argv[2]),
         strategy=sys.argv[3], log_every_n_steps=1,
-        callbacks=[ShardCacheCallback(cache, SHARDS, prewarm=2, makedirs=["traces/epoch"])],
+        callbacks=[Callback(cache, SHARDS, prewarm=2, makedirs=["traces/epoch"])],
         enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
     )
     trainer.fit(Model(), loader)
@@ -99,8 +99,7 @@ def test_one_callback_serves_trainers_of_both_packages(bench: Bench) -> None:
 import pickle
 import lightning.pytorch, pytorch_lightning
 import shardcache
-from shardcache.integrations.lightning import ShardCacheCallback
-
+ShardCacheCallback = shardcache.lightning.ShardCacheCallback
 callback = ShardCacheCallback(shardcache.Cache(), "s3://bucket/train-0000.tar", makedirs=["x"])
 again = pickle.loads(pickle.dumps(callback))
 for one in (callback, again):

@@ -11,7 +11,7 @@ from tests.packages.conftest import Bench
 PROGRAM = """
 import sys
 import torch, wids
-import shardcache.integrations.wids
+import shardcache
 
 def key(sample):
     return sample["__key__"]
@@ -48,7 +48,7 @@ def test_workers_read_every_sample_and_share_one_fetch_per_shard(method: str, be
 def test_a_shard_that_was_evicted_is_fetched_again(bench: Bench) -> None:
     code = """
 import wids
-import shardcache.integrations.wids
+import shardcache
 cache = shardcache.Cache()
 names = shardcache.wids.LocalNames(cache, "links")
 shards = [{"url": f"s3://bucket/train-{n:04d}.tar", "nsamples": 6} for n in range(2)]

@@ -1,0 +1,49 @@
+"""What a bare ``import shardcache`` gives, and what it costs."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+
+import shardcache
+
+HEAVY = {
+    *("webdataset", "wids", "torch", "numpy", "lightning", "pytorch_lightning", "opentelemetry"),
+    *("botocore", "s3fs", "fsspec", "aiohttp", "urllib3", "asyncio", "http", "ssl", "subprocess"),
+    *("rich", "click", "tenacity", "filelock", "xxhash"),
+}
+
+
+def fresh(code: str) -> object:
+    """What an interpreter of its own prints, read as Python."""
+    command = [sys.executable, "-c", f"import sys, shardcache\n{code}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return ast.literal_eval(done.stdout)
+
+
+def test_importing_brings_nothing_heavy_and_shows_the_public_names() -> None:
+    names, modules = fresh("print((dir(shardcache), list(sys.modules)))")
+    assert names == sorted(shardcache.__all__)
+    assert {"wds", "sync", "wids", "lightning", "telemetry"} <= set(names)
+    assert not HEAVY & {module.partition(".")[0] for module in modules}
+
+
+def test_what_is_loaded_on_first_use_needs_no_import_of_its_own() -> None:
+    code = """
+found = [shardcache.wids.LocalNames, shardcache.lightning.ShardCacheHooks,
+         shardcache.telemetry.observe, shardcache.sync.wait_for]
+light = list(sys.modules)
+from shardcache import wids, sync
+found += [shardcache.wds.attach, shardcache.wds.tar_samples]
+print((all(map(callable, found)), wids is shardcache.wids, light))"""
+    usable, same, light = fresh(code)
+    assert usable and same
+    packages = {"lightning", "pytorch_lightning", "torch", "wids", "webdataset", "fsspec"}
+    assert not packages & {module.partition(".")[0] for module in light}
+
+
+def test_every_public_name_is_there_and_others_are_not() -> None:
+    for name in shardcache.__all__:
+        assert getattr(shardcache, name) is not None
+    assert not hasattr(shardcache, "filesystem")

@@ -237,7 +237,7 @@ link("up")
 directory = Path(sys.argv[1])
 data = make_tar(3, 2000, 2000)
 (directory / "s3").mkdir()
-with S3Server(directory=directory / "s3") as server, Proxy(server.endpoint_url) as proxy:
+with S3Server(directory=directory / "s3") as server, Proxy(server) as proxy:
     server.create_bucket("lab")
     server.put("lab", "a.tar", data)
     server.put("lab", "b.tar", data)

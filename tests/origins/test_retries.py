@@ -30,7 +30,7 @@ from shardcache.origins.retry import BASE, CAP, RETRY_AFTER_CAP, RetryPolicy
 from tests.fetch.test_faults import MIB, SIZE, Lab, bucket, lab, page, shard  # noqa: F401 - fixtures
 from tests.origins.test_generic import Server, web  # noqa: F401 - a fixture
 from tests.support.fakes import FakeClock
-from tests.support.faultproxy import Fault, Rule
+from tests.support.proxy import Fault, Rule
 from tests.support.tars import make_tar
 
 # -- pauses -----------------------------------------------------------------------------
@@ -117,7 +117,7 @@ def test_a_throttled_crowd_does_not_come_back_as_a_crowd(
     for number in range(crowd):
         first, second = lab.proxy.of(lab.path_of(f"{number}.tar"))
         assert (first.status, second.status) in [(503, 206), (503, 200)]  # one part is all
-        waits.append(second.arrived - first.arrived)
+        waits.append(second.started - first.started)
     waits.sort()
     assert waits[0] >= 1.0
     assert waits[-crowd // 8] - waits[crowd // 8] > 0.15  # of 0.375 expected
@@ -277,7 +277,7 @@ def test_credentials_that_are_no_better_are_an_error_after_one_more_request(
     with pytest.raises(AccessDeniedError, match="AWS_ACCESS_KEY_ID") as caught:
         lab.cache(connections=1).open(lab.url())  # the new key is unknown to the server
     assert lab.url() in str(caught.value) and "canary" not in str(caught.value)
-    assert [r.status for r in lab.proxy.requests] == [400, 403]
+    assert [r.status for r in lab.proxy.requests()] == [400, 403]
     assert seller.asked == 2
 
 
@@ -294,7 +294,7 @@ def test_a_shard_that_was_replaced_since_it_was_listed_arrives_as_it_is_now(
     lab.proxy.script(put)
     report = lab.cache().prewarm(f"s3://{lab.bucket}/a.*")
     assert (put.fired, report.fetched, report.failed) == (1, 1, 0)
-    assert lab.proxy.requests[0].path.rstrip("/") == lab.bucket  # the listing
+    assert lab.proxy.requests()[0].path.rstrip("/") == lab.bucket  # the listing
     lab.expect(lab.caches[0], version=2, size=size)
 
 

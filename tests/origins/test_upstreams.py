@@ -331,7 +331,7 @@ def test_a_second_object_store_saves_the_first_one(
     for number in range(4):
         s3.put(bucket, f"train/{number}.tar", make_tar(number, members=40, size=50_000))
         urls.append(f"s3://{bucket}/train/{number}.tar")
-    with Proxy(near.endpoint_url) as to_near:
+    with Proxy(near) as to_near:
         digests = []
         for name, write_back in (("a", True), ("b", False), ("c", False)):
             upstream = store(near, to_near.endpoint_url, write_back=write_back)

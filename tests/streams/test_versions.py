@@ -17,7 +17,7 @@ from shardcache.errors import ShardNotFoundError, TransferError
 from shardcache.origins.base import TransientError
 from tests.support.clitools import data, run, spec, warm
 from tests.support.fakes import Fault, MemoryOrigin
-from tests.support.proxy import Proxy, traffic
+from tests.support.proxy import Proxy
 from tests.support.storetools import PATIENCE
 from tests.support.tars import make_tar
 
@@ -152,7 +152,7 @@ def test_a_prewarm_that_refreshes_fetches_what_was_replaced_and_says_how_much(
     found = json.loads(out)["summary"]
     assert (code, found["refreshed"], found["fetched"], found["cached"]) == (0, 2, 2, 2)
     assert found["plan"]["outdated"] == 2
-    fetches = {name: one.object_fetches for name, one in traffic(proxy.requests()).items()}
+    fetches = {name: one.object_fetches for name, one in proxy.summary().items()}
     assert fetches == {f"{bucket}/train-{n:04d}.tar": n % 2 for n in range(4)}
     code, out, _ = run(*arguments)
     assert code == 0 and "All 4 shards cached" in out

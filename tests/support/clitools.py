@@ -94,7 +94,7 @@ class Command:
         self.process.communicate()
 
     def end(self):
-        out, err = self.process.communicate(timeout=60)
+        out, err = self.process.communicate(timeout=150)
         return self.process.returncode, out, err
 
 

@@ -68,7 +68,7 @@ def bucket(s3: S3Server, request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def proxy(s3: S3Server) -> Iterator[Proxy]:
     """Counts what passes between the test and the server."""
-    with Proxy(s3.endpoint_url) as found:
+    with Proxy(s3) as found:
         yield found
 
 

@@ -1,6 +1,464 @@
-"""A recording proxy before an S3 server."""
+"""A proxy before a real S3 server that records what passes, and breaks it by a script.
 
-from shardcache.cli.meter import Meter as Proxy
-from shardcache.cli.meter import traffic
+    client --> Proxy (the first `Rule` that matches fires its `Fault`) --> server
 
-__all__ = ["Proxy", "traffic"]
+A request without a fault is passed on as it came: Host and Authorization are the client's, so
+its signature stays valid. A fault that changes the request (another range, another object, no
+If-Match) signs it anew with the server's keys: the answer is the server's own, to another
+question. One thread serves each connection; a proxy may be used from any thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import select
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import BinaryIO, Literal, NamedTuple, Self
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from shardcache.cli.demo import S3Server
+
+Headers = list[tuple[str, str]]
+_PIECE = 256 * 1024
+#: Payload is sent in pieces of this many seconds' worth when its rate is limited.
+_TICK = 0.02
+#: What SigV4 makes anew.
+_NOT_PASSED_ON = ("host", "authorization", "x-amz-date", "x-amz-content-sha256")
+#: Parameters that leave a GET a read of the object; any other asks for something else.
+_READ_PARAMETERS = (
+    *("versionId", "x-id", "response-"),
+    *("X-Amz-", "AWSAccessKeyId", "Signature", "Expires"),
+)
+
+
+class Answer(NamedTuple):
+    """A response that a fault gives in place of the server's."""
+
+    status: int
+    headers: Headers
+    body: bytes
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """What goes wrong with one exchange; everything that is not set goes right."""
+
+    name: str  # for the record and for messages
+    before: Callable[[], object] | None = None  # called first; may change objects on the server
+    delay: float = 0.0  # seconds before the first byte of the answer
+    hang_up: Literal["", "close", "reset", "stall"] = ""  # instead of any answer; reset is RST
+    strip: tuple[str, ...] = ()  # request headers that do not reach the server
+    span: tuple[int, int] | None = None  # (start, stop) the server is asked for instead
+    path: str | None = None  # bucket/key the server is asked for instead
+    answer: Answer | None = None  # is given instead of asking the server
+    headers: Mapping[str, str | None] = field(default_factory=dict)  # new ones; None removes
+    body: Callable[[bytes], bytes] | None = None  # changes the payload, and its stated length
+    lie: bool = False  # the stated length stays what the server said
+    chunked: bool = False  # sent in chunks, without Content-Length
+    extra: bytes = b""  # sent behind the answer
+    cut: int | None = None  # bytes of payload after which the connection ends, by `how`
+    how: Literal["close", "reset", "stall"] = "close"
+    rate: float | None = None  # payload bytes per second
+    leave: bool = False  # close the connection after a complete answer, unannounced
+
+
+_NONE = Fault(name="")
+
+
+@dataclass
+class Rule:
+    """Which requests meet a fault."""
+
+    fault: Fault
+    method: str | None = "GET"  # None for any
+    path: str | None = None  # their bucket/key, or None for any
+    start: int | None = None  # first byte of their Range, or None for any
+    skip: int = 0  # that many matching requests are left alone first
+    times: int | None = 1  # how often it fires; None for always
+    seen: int = 0  # matching requests so far
+    fired: int = 0
+
+    def fires(self, request: Request) -> bool:
+        """Whether this request meets the fault; counts it."""
+        matches = (
+            self.method in (None, request.method)
+            and self.path in (None, request.path)
+            and (self.start is None or (request.range or (0,))[0] == self.start)
+        )
+        self.seen += matches
+        if not matches or self.seen <= self.skip or self.fired == self.times:
+            return False
+        self.fired += 1
+        return True
+
+    def __str__(self) -> str:
+        count = "always" if self.times is None else f"{self.times}x"
+        return f"{self.fault.name} ({self.method} {self.start} +{self.skip} {count})"
+
+
+@dataclass
+class Request:
+    """One request as the proxy saw it, finished or still in flight."""
+
+    method: str
+    path: str  # unquoted bucket/key
+    range: tuple[int, int | None] | None  # asked for, the second exclusive; (-n, None): the last n
+    reads_object: bool  # neither a listing nor a sub-resource such as ?acl
+    started: float  # `time.monotonic` when its head was complete
+    fault: str | None = None  # the fault it met
+    status: int = 0  # of the answer; 0 for none
+    first: int | None = None  # offset in the object of the answer's first byte
+    body_bytes: int = 0  # bytes of payload handed over; never behind what the client has read
+    aborted: bool = False  # either side ended before the answer did
+
+    @property
+    def is_object_fetch(self) -> bool:
+        """Whether the answer begins with byte 0 of the object: a resumed fetch counts once."""
+        return (
+            self.method == "GET"
+            and self.reads_object
+            and self.status in (200, 206)
+            and self.first == 0
+        )
+
+
+@dataclass
+class Traffic:
+    """What one object cost."""
+
+    gets: int = 0  # successful or not
+    heads: int = 0
+    object_fetches: int = 0  # how often somebody was sent its first byte
+    body_bytes: int = 0  # of successful GETs
+    failed: int = 0  # answered with 4xx or 5xx, or aborted
+
+
+class _HungUpError(Exception):
+    """The connection is over."""
+
+
+class Proxy:
+    """See the module. Use as a context manager.
+
+    Args:
+        server: where requests are passed on to.
+        tls: a server's context: clients then connect by https.
+
+    Attributes:
+        endpoint_url: where clients connect.
+        throttle: payload bytes per second and connection; None for no limit.
+    """
+
+    def __init__(self, server: S3Server, tls: ssl.SSLContext | None = None) -> None:
+        self._keys = (server.access_key, server.secret_key)
+        self._upstream = urlsplit(server.endpoint_url)
+        self._tls = tls
+        self._lock = threading.Lock()
+        self._rules: list[Rule] = []
+        self._requests: list[Request] = []
+        self._limit: int | None = None  # bytes of each body that may pass
+        self._clients: dict[socket.socket, threading.Thread] = {}
+        self._listener: socket.socket | None = None
+        self._acceptor: threading.Thread | None = None
+        self._address = ("127.0.0.1", 0)
+        self.throttle: float | None = None
+
+    def __enter__(self) -> Self:
+        self.listen()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property
+    def endpoint_url(self) -> str:
+        return f"{'https' if self._tls else 'http'}://127.0.0.1:{self._address[1]}"
+
+    @property
+    def open(self) -> int:
+        """How many connections there are now."""
+        return len(self._clients)
+
+    # -- what passed ---------------------------------------------------------
+
+    def requests(self) -> list[Request]:
+        """Every request since the start, `reset` or `script`, in order of arrival."""
+        return list(self._requests)
+
+    def of(self, path: str, method: str = "GET") -> list[Request]:
+        """The requests for one object."""
+        return [r for r in self.requests() if (r.path, r.method) == (path, method)]
+
+    def fetches(self, path: str) -> int:
+        """How often an object was begun."""
+        return sum(r.is_object_fetch for r in self.of(path))
+
+    def summary(self) -> dict[str, Traffic]:
+        """What each object cost, by ``bucket/key``, in order of first use."""
+        summed: dict[str, Traffic] = {}
+        for r in self.requests():
+            if r.method in ("GET", "HEAD") and r.reads_object:
+                found = summed.setdefault(r.path, Traffic())
+                found.gets += r.method == "GET"
+                found.heads += r.method == "HEAD"
+                found.object_fetches += r.is_object_fetch
+                found.body_bytes += r.body_bytes if r.status in (200, 206) else 0
+                found.failed += r.status >= 400 or r.aborted
+        return summed
+
+    def reset(self) -> None:
+        """Forget all requests so far, also those in flight."""
+        self._requests = []
+
+    # -- what goes wrong -----------------------------------------------------
+
+    def script(self, *rules: Rule) -> None:
+        """Set the rules, the first that matches wins, and forget all requests so far."""
+        self._rules = list(rules)
+        self.reset()
+
+    def pause(self, after: int = 0) -> None:
+        """Freeze every body, now and to come, once ``after`` bytes of it have passed."""
+        self._limit = after
+
+    def resume(self) -> None:
+        """Let bodies flow again."""
+        self._limit = None
+
+    def refuse(self) -> None:
+        """Refuse new connections until `listen`."""
+        listener, self._listener = self._listener, None
+        if listener is not None and self._acceptor is not None:
+            # Wakes the acceptor; a forked child may hold the descriptor and with it the port.
+            listener.shutdown(socket.SHUT_RDWR)
+            self._acceptor.join()
+            listener.close()
+
+    def listen(self) -> None:
+        """Accept connections, at the same port as before."""
+        self._listener = socket.create_server(self._address, backlog=256)
+        self._address = self._listener.getsockname()
+        self._acceptor = threading.Thread(target=self._accept, args=(self._listener,), daemon=True)
+        self._acceptor.start()
+
+    def cut(self) -> None:
+        """End all connections, as a server that restarts does."""
+        with self._lock:
+            clients = dict(self._clients)
+        for client in clients:
+            with contextlib.suppress(OSError):  # it has ended already
+                client.shutdown(socket.SHUT_RDWR)
+        for thread in clients.values():
+            thread.join()
+
+    def close(self) -> None:
+        """Cut all connections and wait until nothing is left."""
+        self.refuse()
+        self.cut()
+
+    # -- one connection ------------------------------------------------------
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                client, _ = listener.accept()
+            except OSError:
+                if self._listener is not listener:
+                    return
+                time.sleep(_TICK)  # out of descriptors
+                continue
+            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            thread = threading.Thread(target=self._serve, args=(client,), daemon=True)
+            with self._lock:
+                self._clients[client] = thread
+                thread.start()
+
+    def _serve(self, client: socket.socket) -> None:
+        spoken = client
+        try:
+            # An end is how keep-alive finishes; what it cut short is in the record.
+            with contextlib.suppress(_HungUpError, OSError, http.client.HTTPException):
+                if self._tls is not None:
+                    spoken = self._tls.wrap_socket(client, server_side=True)
+                with spoken.makefile("rb") as source:
+                    while self._exchange(spoken, source):
+                        pass
+        finally:
+            with self._lock:
+                del self._clients[client]
+            spoken.close()
+
+    def _exchange(self, client: socket.socket, source: BinaryIO) -> bool:
+        """Serve one request; whether the connection lives on."""
+        words = source.readline().decode("latin-1").split()
+        if len(words) != 3:
+            return False
+        method, target, _ = words
+        headers = _read_headers(source)
+        fields = {name.lower(): value for name, value in headers}
+        if fields.get("expect"):
+            client.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+            headers = [(name, value) for name, value in headers if name.lower() != "expect"]
+        payload = source.read(int(fields.get("content-length", 0)))
+        request = _request(method, target, fields.get("range", ""))
+        with self._lock:
+            fault = next((rule.fault for rule in self._rules if rule.fires(request)), _NONE)
+            request.fault = fault.name or None
+            self._requests.append(request)
+        try:
+            if fault.before is not None:
+                fault.before()
+            if fault.hang_up:
+                _finish(client, fault.hang_up)
+            if fault.answer is not None:
+                time.sleep(fault.delay)
+                given = fault.answer
+                self._respond(client, request, given, iter([given.body]), fault)
+            else:
+                self._ask(client, request, target, headers, payload, fault)
+        except BaseException:
+            request.aborted = True
+            raise
+        return not fault.leave and fields.get("connection", "").lower() != "close"
+
+    def _ask(
+        self,
+        client: socket.socket,
+        request: Request,
+        target: str,
+        headers: Headers,
+        payload: bytes,
+        fault: Fault,
+    ) -> None:
+        if fault.strip or fault.span or fault.path:
+            target, headers = self._sign(request.method, target, headers, fault)
+        host, port = str(self._upstream.hostname), self._upstream.port
+        with contextlib.closing(http.client.HTTPConnection(host, port, 60)) as server:
+            server.putrequest(request.method, target, skip_host=True, skip_accept_encoding=True)
+            for name, value in headers:
+                server.putheader(name, value)
+            server.endheaders(payload)
+            found = server.getresponse()
+            time.sleep(fault.delay)
+            hop = ("connection", "transfer-encoding")
+            kept = [(n, v) for n, v in found.getheaders() if n.lower() not in hop]
+            body: Iterator[bytes] = iter(lambda: found.read(_PIECE), b"")
+            if fault is not _NONE or (found.length is None and request.method != "HEAD"):
+                whole = found.read()
+                body = iter([whole])
+                if found.length is None:
+                    kept = [*kept, ("Content-Length", str(len(whole)))]
+            answer = Answer(found.status, kept, b"", found.reason)
+            self._respond(client, request, answer, body, fault)
+
+    def _sign(
+        self, method: str, target: str, headers: Headers, fault: Fault
+    ) -> tuple[str, Headers]:
+        from botocore.auth import S3SigV4Auth
+        from botocore.awsrequest import AWSRequest
+        from botocore.credentials import Credentials
+
+        dropped = {*_NOT_PASSED_ON, *(name.lower() for name in fault.strip)}
+        kept = {name: value for name, value in headers if name.lower() not in dropped}
+        if fault.span is not None:
+            kept["Range"] = f"bytes={fault.span[0]}-{fault.span[1] - 1}"
+        target = f"/{fault.path}" if fault.path else target
+        signed = AWSRequest(method, f"{self._upstream.geturl()}{target}", headers=kept)
+        S3SigV4Auth(Credentials(*self._keys), "s3", "us-east-1").add_auth(signed)
+        return target, [("Host", self._upstream.netloc), *signed.headers.items()]
+
+    def _respond(
+        self,
+        client: socket.socket,
+        request: Request,
+        answer: Answer,
+        body: Iterator[bytes],
+        fault: Fault,
+    ) -> None:
+        changes = dict(fault.headers)
+        if fault is not _NONE:  # all of the body is in one piece
+            whole = next(body, b"")
+            changed = fault.body(whole) if fault.body is not None else whole
+            body = iter([changed[: fault.cut]])
+            if fault.chunked:
+                changes |= {"Content-Length": None, "Transfer-Encoding": "chunked"}
+            elif fault.answer is not None or (len(changed) != len(whole) and not fault.lie):
+                changes["Content-Length"] = str(len(changed))
+        replaced = {name.lower() for name in changes}
+        headers = [(n, v) for n, v in answer.headers if n.lower() not in replaced]
+        headers += [(name, value) for name, value in changes.items() if value is not None]
+        said = {name.lower(): value for name, value in headers}.get("content-range", "bytes 0-")
+        request.first = int(said.split()[-1].partition("-")[0]) if said[6:7].isdigit() else None
+        request.status = answer.status
+        head = [f"HTTP/1.1 {answer.status} {answer.reason or '-'}"]
+        head += [f"{name}: {value}" for name, value in headers]
+        client.sendall("\r\n".join([*head, "", ""]).encode("latin-1"))
+        if request.method != "HEAD":
+            for piece in body:
+                self._send(client, request, piece, fault)
+        if fault.cut is not None:
+            _finish(client, fault.how)
+        end = b"0\r\n\r\n" if fault.chunked and request.method != "HEAD" else b""
+        client.sendall(end + fault.extra)
+
+    def _send(self, client: socket.socket, request: Request, data: bytes, fault: Fault) -> None:
+        view = memoryview(data)
+        while view:
+            rate, limit = fault.rate or self.throttle, self._limit
+            room = len(view) if rate is None else max(1, int(rate * _TICK))
+            if limit is not None:
+                room = min(room, max(0, limit - request.body_bytes))
+            if not room:
+                if _gone(client, _TICK):
+                    raise _HungUpError
+                continue
+            piece, view = view[:room], view[room:]
+            request.body_bytes += len(piece)
+            client.sendall(b"%x\r\n%b\r\n" % (len(piece), bytes(piece)) if fault.chunked else piece)
+            if rate is not None and _gone(client, len(piece) / rate):
+                raise _HungUpError
+
+
+def _read_headers(source: BinaryIO) -> Headers:
+    found: Headers = []
+    while (line := source.readline().decode("latin-1").rstrip("\r\n")) != "":
+        name, _, value = line.partition(":")
+        found.append((name, value.strip()))
+    return found
+
+
+def _request(method: str, target: str, asked: str) -> Request:
+    raw, _, query = target.partition("?")
+    path = unquote(raw).removeprefix("/")
+    names = [name for name, _ in parse_qsl(query, keep_blank_values=True)]
+    reads = bool(path.partition("/")[2]) and all(n.startswith(_READ_PARAMETERS) for n in names)
+    span: tuple[int, int | None] | None = None
+    if asked.startswith("bytes="):
+        first, _, last = asked.removeprefix("bytes=").partition("-")
+        span = (int(first), int(last) + 1 if last else None) if first else (-int(last), None)
+    return Request(method, path, span, reads, time.monotonic())
+
+
+def _gone(client: socket.socket, seconds: float | None) -> bool:
+    """Wait; whether the client hung up meanwhile."""
+    poller = select.poll()
+    poller.register(client, select.POLLRDHUP | select.POLLHUP | select.POLLERR)
+    return bool(poller.poll(None if seconds is None else seconds * 1000.0))
+
+
+def _finish(client: socket.socket, how: str) -> None:
+    """End the connection before its time."""
+    if how == "stall":
+        _gone(client, None)
+    if how == "reset":
+        # Lingering for 0 seconds: close() then sends RST in place of FIN.
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    raise _HungUpError

@@ -1,27 +1,263 @@
-"""The races of training scripts, before and after; see `racestories`.
+"""Four races of training scripts, replayed by real processes on several nodes.
 
-Before, what another node makes never comes into sight and rank 0 never gets there, so that no
-pace of the machine mends it. After, nodes see one another's names after a moment. Set
-``RACES_SLOW=15`` to have rank 0 late by as much as it was.
+A node is a mount of `fuse.shim` over one tree: what another one makes is seen there after a delay,
+and that it was absent is remembered. Each story is told twice: *before*, with what scripts do
+(`os.makedirs`, `os.path.exists`, a lock file), and *after*, with `shardcache.sync`.
+``RACES_RUNS=100`` tells each so often, ``RACES_SLOW=15`` has rank 0 late by so many seconds.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
+from filelock import FileLock
 
-from tests.stress import races
-from tests.stress.fuse.shim import needs_fuse
-from tests.stress.racestories import STORIES, stage
+from shardcache import sync
+from tests.stress.fuse.shim import Shim, mounted, needs_fuse
+from tests.support.storetools import PATIENCE, Child, Parent, crowd, wait_until
+
+#: Files of the program that many nodes copy.
+CODE = {"train.py": "import model\n" * 200, "model.py": "x = 1\n" * 500, "conf/a.yaml": "lr: 1\n"}
+SUBDIRECTORIES = ("weights", "optimizer", "rng")
+SHARD = b"shard" * 2000
+#: Seconds in which a second runner would have shown itself; nothing fails for want of them.
+_MOMENT = 0.4
+
+
+@dataclass
+class Stage:
+    """The nodes, and how slow things are.
+
+    Attributes:
+        nodes: mounts of one tree.
+        delay: seconds until a node sees what another one made, and for which it remembers
+            that a name was absent.
+        slow: seconds by which rank 0 is late.
+        ranks: how many processes make one directory.
+    """
+
+    nodes: list[Shim]
+    delay: float = 0.5
+    slow: float = 1.0
+    ranks: int = 32
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    def fresh(self) -> list[Path]:
+        """A directory that all nodes see, as each of them names it."""
+        name = f"run-{next(self._numbers)}"
+        for node in self.nodes:
+            node.set(delay=0.0, negative=0.0)
+        (self.nodes[0].root / name).mkdir()
+        found = [node.root / name for node in self.nodes]
+        wait_until(lambda: all(path.is_dir() for path in found))
+        for node in self.nodes:
+            node.set(delay=self.delay, negative=self.delay)
+        return found
+
+
+@contextlib.contextmanager
+def stage(directory: Path, nodes: int = 2, **settings: Any) -> Iterator[Stage]:
+    """Mount the nodes."""
+    with contextlib.ExitStack() as stack:
+        names = [f"node{number}" for number in range(nodes)]
+        yield Stage([stack.enter_context(mounted(directory, name=n)) for n in names], **settings)
+
+
+def _try(parent: Parent, function: Callable[..., Any], *args: Any) -> None:
+    """Say what came of it: nothing, or the error."""
+    try:
+        function(*args)
+    except (OSError, AssertionError, RuntimeError) as exn:
+        parent.say(f"{type(exn).__name__}: {exn}"[:300])
+    else:
+        parent.say(None)
+
+
+def _troubles(children: list[Child]) -> list[str]:
+    return [said for child in children if (said := child.hear()) is not None]
+
+
+# -- one trace directory ---------------------------------------------------------------
+
+
+def trace_directory(stage: Stage, after: bool) -> list[str]:
+    """Ranks make one trace directory, and each writes its file into it."""
+    roots = stage.fresh()
+
+    def work(parent: Parent, number: int) -> None:
+        path = roots[number % len(roots)] / "traces" / "step-100"
+        path.exists()  # as scripts ask first; from now on its absence is remembered
+        parent.say("ready")
+        parent.hear()
+        _try(parent, trace, path, number)
+
+    def trace(path: Path, number: int) -> None:
+        if after:
+            sync.makedirs(path)
+        else:
+            os.makedirs(path, exist_ok=True)
+        (path / f"rank-{number}.json").write_text("{}")
+
+    with crowd(stage.ranks, work) as children:
+        for child in children:
+            child.hear()
+        for child in children:
+            child.tell()
+        return _troubles(children)
+
+
+# -- a slow rank 0 -----------------------------------------------------------------------
+
+
+def slow_rank_zero(stage: Stage, after: bool) -> list[str]:
+    """Rank 0 makes three directories for a checkpoint, late; seven others write into them."""
+    roots = stage.fresh()
+
+    def work(parent: Parent, number: int) -> None:
+        checkpoint = roots[number % len(roots)]  # which is there, as of an earlier run
+        if number == 0:
+            parent.say("ready")
+            time.sleep(stage.slow)
+            for name in SUBDIRECTORIES:
+                (checkpoint / name).mkdir()
+            parent.say(None)
+        else:
+            parent.hear()
+            _try(parent, save, checkpoint, number)
+
+    def save(checkpoint: Path, number: int) -> None:
+        places = [checkpoint / name for name in SUBDIRECTORIES]
+        if after:
+            sync.wait_for(places, by="rank 0", timeout=stage.slow + PATIENCE)
+        else:
+            while not checkpoint.exists():
+                time.sleep(0.01)
+        for place in places:
+            (place / f"rank-{number}.pt").write_bytes(b"0")
+
+    with crowd(8, work) as children:
+        children[0].hear()
+        for child in children[1:]:
+            child.tell()
+        troubles = _troubles(children[1:])
+        # Before, they have failed while rank 0 still sleeps.
+        return troubles or _troubles(children[:1])
+
+
+# -- one code directory --------------------------------------------------------------------
+
+
+def code_directory(stage: Stage, after: bool) -> list[str]:
+    """A rank on each node copies the program to where all nodes will run it."""
+    roots = stage.fresh()
+    source = roots[0].with_name(f"{roots[0].name}-source")
+    for name, text in CODE.items():
+        path = stage.nodes[0].backing / source.name / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    def work(parent: Parent, number: int) -> None:
+        node = stage.nodes[number % len(stage.nodes)]
+        parent.say("ready")
+        parent.hear()
+        _try(parent, start, node.backing / source.name, roots[number % len(roots)])
+
+    def start(source: Path, root: Path) -> None:
+        code = root / "code"
+        if after:
+            sync.once("code", copy, source, code, dir=root, job="race")
+            sync.wait_for([code / name for name in CODE], by="the rank that copies the code")
+        elif not code.exists():
+            copy(source, code)
+        for name, text in CODE.items():
+            assert (code / name).read_text() == text, f"{name} is not whole"
+
+    def copy(source: Path, code: Path) -> None:
+        shutil.copytree(source, code)
+
+    with crowd(2 * len(stage.nodes), work) as children:
+        for child in children:
+            child.hear()
+        for child in children:
+            child.tell()
+        return _troubles(children)
+
+
+# -- a lock file that vanishes ---------------------------------------------------------------
+
+
+def vanishing_lock(stage: Stage, after: bool) -> list[str]:
+    """Two Slurm jobs share a cache, and an epilog removes the lock file while one fetches."""
+    roots = stage.fresh()
+
+    def work(parent: Parent, number: int) -> None:
+        os.environ["SLURM_JOB_ID"] = str(1000 + number)
+        root = roots[number % len(roots)]
+        shard = root / "shard.tar"
+        parent.hear()
+        if after:
+            sync.once("shard.tar", fetch, parent, shard, dir=root, job="cache", timeout=PATIENCE)
+            sync.wait_for(shard)
+        else:
+            with FileLock(root / "shard.tar.lock"):
+                if not shard.exists():
+                    fetch(parent, shard)
+        try:
+            parent.say("has it" if shard.read_bytes() == SHARD else "has something else")
+        except OSError as exn:  # the other one has replaced it, and the new one is not seen yet
+            parent.say(f"{type(exn).__name__}: {exn}")
+
+    def fetch(parent: Parent, shard: Path) -> None:
+        parent.say("fetches")
+        parent.hear()
+        with sync.atomic_write(shard) as file:
+            file.write(SHARD)
+
+    def vanish() -> None:
+        names = ["shard.tar.lock", "claim.0"]
+        found = [path for name in names for path in (roots[0]).rglob(name)]
+        assert found, "there is no lock file"
+        for path in found:
+            path.unlink()
+
+    with crowd(2, work) as (first, second):
+        assert first.ask() == "fetches"
+        vanish()
+        second.tell()
+        # Before, the second one gets a new lock at once. After, it says nothing until it has it.
+        early = second.speaks(_MOMENT if after else PATIENCE)
+        both = early and second.hear() == "fetches"
+        for child in (first, second) if both else (first,):
+            child.tell()
+        results = [first.hear(), second.hear()]
+    troubles = ["both jobs fetched it at the same time"] if both else []
+    return troubles + [said for said in results if said != "has it"]
+
+
+STORIES: dict[str, Callable[[Stage, bool], list[str]]] = {
+    "many ranks make one trace directory": trace_directory,
+    "rank 0 is late, others wait for three directories": slow_rank_zero,
+    "many nodes make one code directory": code_directory,
+    "a lock file vanishes under jobs that share a cache": vanishing_lock,
+}
 
 _NEVER = 3600.0
-_SLOW = float(os.environ.get("RACES_SLOW", "1"))
+_RUNS, _SLOW = int(os.environ.get("RACES_RUNS", "1")), float(os.environ.get("RACES_SLOW", "1"))
 
 
+@pytest.mark.parametrize("run", range(_RUNS))
 @pytest.mark.parametrize("name", STORIES)
-def test_before(tmp_path: Path, name: str) -> None:
+def test_before(tmp_path: Path, name: str, run: int) -> None:
+    """What others make never comes into sight and rank 0 never gets there: no pace mends it."""
     needs_fuse()
     with stage(tmp_path, 2, delay=_NEVER, slow=_NEVER, ranks=16) as place:
         troubles = STORIES[name](place, False)
@@ -29,21 +265,9 @@ def test_before(tmp_path: Path, name: str) -> None:
     assert all("Error: " in text or "both jobs fetched" in text for text in troubles), troubles
 
 
+@pytest.mark.parametrize("run", range(_RUNS))
 @pytest.mark.parametrize("name", STORIES)
-def test_after(tmp_path: Path, name: str) -> None:
+def test_after(tmp_path: Path, name: str, run: int) -> None:
     needs_fuse()
     with stage(tmp_path, 3, delay=0.4, slow=_SLOW) as place:
         assert STORIES[name](place, True) == []
-
-
-def test_the_benchmark_counts_them(capsys: pytest.CaptureFixture[str]) -> None:
-    needs_fuse()
-    with pytest.raises(SystemExit, match="2"):
-        races.main(["--runs", "1", "moon"])
-    assert "no story has these words; there are: 64 ranks" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="0"):
-        races.main(["--runs", "1", "lock", "file"])
-    assert capsys.readouterr().out.splitlines()[-1] == (
-        "| a lock file vanishes under jobs that share a cache | 1/1 "
-        "| both jobs fetched it at the same time (1) | 0/1 |"
-    )

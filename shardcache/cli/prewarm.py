@@ -302,7 +302,9 @@ def _prewarm_ray(
 ) -> int:
     from shardcache.prewarm.ray import prewarm_nodes
 
-    console, nodes, told = invocation.console, list[NodeReport](), set[int]()
+    console = invocation.console
+    nodes: list[NodeReport] = []
+    planned, ended = set[int](), set[int]()
     stated = invocation.stated_directory
     check, began, rate = options["check"], time.monotonic(), Rate()
 
@@ -314,10 +316,13 @@ def _prewarm_ray(
             console.said(f"{counted(len(current), 'node')}: {', '.join(n.name for n in current)}")
         nodes[:] = current
         for node in current:
-            if node.plan is not None and node.number not in told and not check:
-                told.add(node.number)
+            if node.plan is not None and node.number not in planned and not check:
+                planned.add(node.number)
                 console.said(f"{node.name}  {plan_text(node.plan)}")
                 console.line("plan", {"node": node.name, **plan_record(node.plan)})
+            if node.ended and node.number not in ended:
+                ended.add(node.number)
+                console.said(f"{node.name}  {_node_text(node, options)}")
 
     with invocation.signals.graceful(), Display(console, look):
         prewarm_nodes(
@@ -335,8 +340,6 @@ def _prewarm_ray(
     codes = [_node_code(node, options) for node in nodes]
     good, seconds = codes.count(0), time.monotonic() - began
     received = sum(node.received for node in nodes)
-    for node in nodes:
-        console.said(f"{node.name}  {_node_text(node, options)}")
     done = "All cached on" if check else "Planned for" if options["dry_run"] else "Warmed"
     console.said(
         f"{done} {good:,} of {counted(len(nodes), 'node')} in {format_duration(seconds)}, "
@@ -363,12 +366,16 @@ def _prewarm_ray(
             },
         }
         console.table("prewarm", "shard", [], rows, summary=summary)
+    why: dict[tuple[str, str], list[str]] = {}
     for node in nodes:
         if node.error is not None:
-            word = "lost" if node.lost else "failed"
-            console.detail(word, "red", f"{node.name}: {_reason(node.error)}")
-        tell_failures(console, node.report, options["max_failures"], of=f"{node.name}: ")
-    if any(node.lost for node in nodes):
+            key = "lost" if node.lost else "failed", _reason(node.error)
+            why.setdefault(key, []).append(node.name)
+        for line in _failures(node.report, everything=console.verbosity > 0):
+            why.setdefault(("failed", line), []).append(node.name)
+    for (word, reason), names in why.items():
+        console.detail(word, "red", f"{', '.join(names)}: {reason}")
+    if any(node.lost or node.interrupted for node in nodes):
         console.hint("What was fetched is kept; run the same command again for what is missing.")
     bad = set(codes) - {0}
     # 2, 4 and 5 are the command's own if they are true of all nodes that are not done.
@@ -532,29 +539,31 @@ def summary_text(report: PrewarmReport) -> str:
     return f"{text}; {told}." if told else f"{text}."
 
 
-def tell_failures(
-    console: Console, report: PrewarmReport, max_failures: int | None, of: str = ""
-) -> None:
+def tell_failures(console: Console, report: PrewarmReport, max_failures: int | None) -> None:
     """Print why shards are not cached; on stderr, and also when quiet."""
-    failed = [r for r in report.results if r.outcome is Outcome.FAILED]
-    alike: dict[str, list[ShardResult]] = {}
-    for result in failed:
-        assert result.error is not None
-        reason = _reason(result.error)
-        name = result.url.partition("://")[2]
-        alike.setdefault(reason.replace(name, ""), []).append(result)
-    for group in alike.values():
-        for line in _group_text(group, everything=console.verbosity > 0):
-            console.detail("failed", "red", f"{of}{line}")
-    if failed and max_failures is None and report.stopped is None:
-        console.hint(f"  To accept that many failures, pass --max-failures {len(failed)}.")
+    for line in _failures(report, everything=console.verbosity > 0):
+        console.detail("failed", "red", line)
+    if report.failed and max_failures is None and report.stopped is None:
+        console.hint(f"  To accept that many failures, pass --max-failures {report.failed}.")
     if report.stopped is None or not report.not_started:
         return
     if report.stopped is Stopped.REQUESTED:
-        console.hint(f"{of}What was fetched is kept; run the same command to go on.")
+        console.hint("What was fetched is kept; run the same command to go on.")
     elif console.quiet or not console.human:
         why = _WHY[report.stopped]
-        console.warning(f"{of}{counted(report.not_started, 'shard')} not done because {why}")
+        console.warning(f"{counted(report.not_started, 'shard')} not done because {why}")
+
+
+def _failures(report: PrewarmReport, *, everything: bool) -> Iterator[str]:
+    """Why shards failed; of many that failed alike only the first, and the others' names."""
+    alike: dict[str, list[ShardResult]] = {}
+    for result in report.results:
+        if result.outcome is Outcome.FAILED:
+            assert result.error is not None
+            reason = _reason(result.error).replace(result.url.partition("://")[2], "")
+            alike.setdefault(reason, []).append(result)
+    for group in alike.values():
+        yield from _group_text(group, everything=everything)
 
 
 def _group_text(group: list[ShardResult], *, everything: bool) -> Iterator[str]:

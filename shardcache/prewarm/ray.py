@@ -71,6 +71,7 @@ class NodeReport:
         received: bytes that came over the network.
         written: bytes of shards that are not yet cached, as far as they were fetched.
         ended: whether there will be no more news.
+        interrupted: whether it was cancelled.
         error: why the node is not done, other than by single shards.
     """
 
@@ -206,8 +207,8 @@ def _prewarm_nodes(
                 except StopIteration:
                     node.ended = True
                 except ray.exceptions.RayError as exn:
-                    node.ended = True
-                    if not stop.is_set():
+                    node.ended, node.interrupted = True, end is not None
+                    if end is None:
                         node.error = _lost(ray, alive[node.number]["NodeID"], exn)
                 if node.ended:
                     del streams[stream]
@@ -215,9 +216,9 @@ def _prewarm_nodes(
     finally:
         for stream in streams:
             ray.cancel(stream)
-    for node in nodes:
-        node.interrupted = stop.is_set() and node._own is None and node.error is None
-        node.ended = True
+    for number in streams.values():  # they did not end in time
+        nodes[number].ended = nodes[number].interrupted = True
+    on_news(nodes)
     return tuple(nodes)
 
 
@@ -301,7 +302,7 @@ def _prewarm_here(order: _Order, share: Share | None) -> Iterator[_News]:
     """The task of one node: an ordinary prewarm in a thread, and news of it.
 
     `ray.cancel` raises KeyboardInterrupt in it. Then it ends the prewarm, and waits until the
-    fetches have released their partials.
+    fetches have released their partials. Ray delivers no news of it any more.
     """
     events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
     stop = threading.Event()

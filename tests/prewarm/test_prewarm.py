@@ -221,10 +221,22 @@ def test_reports_are_frozen(make_cache, origin, listed):
         report.results[0].size = 1
 
 
-def test_a_string_is_a_shard_specification(make_cache, origin, listed):
+@pytest.mark.parametrize("several", [False, True])
+def test_a_specification_is_expanded_wherever_it_stands(make_cache, origin, listed, several):
     cache = make_cache()
-    fill(origin, names(3))
-    assert cache.prewarm("s3://b/train-{0000..0002}.tar").fetched == 3
+    urls = fill(origin, names(4))
+    spec = "s3://b/train-{0000..0003}.tar"
+    report = cache.prewarm([spec] if several else spec)
+    assert [result.url for result in report.results] == urls
+    assert report.fetched == 4
+
+
+def test_what_was_parsed_is_not_expanded_again(make_cache, origin, listed):
+    """A name that a listing found may hold braces itself."""
+    cache = make_cache()
+    (url,) = fill(origin, ["s3://b/odd-{0..1}.tar"])
+    assert cache.prewarm([cache.parse(url)]).fetched == 1
+    assert cache.prewarm([r"s3://b/odd-\{0..1\}.tar"]).cached == 1
 
 
 def test_a_missing_shard_does_not_stop_the_others(make_cache, origin, listed):

@@ -1,6 +1,6 @@
 """A Ray cluster of several node processes on this machine, as a process of its own.
 
-Run as ``python -m tests.support.raycluster DIRECTORY``. Each line of standard input is an order::
+Run as ``python -m tests.support.raycluster``. Each line of standard input is an order::
 
     {"add": NAME, "environment": {...}}   starts a raylet with that environment
     {"kill": NAME}                        SIGKILL for it and all that it started
@@ -71,13 +71,18 @@ class RayCluster:
         self._directory = tempfile.mkdtemp(prefix="ray", dir="/tmp")
         environment = {k: v for k, v in os.environ.items() if not k.startswith("AWS_")}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.raycluster", self._directory],
+            [sys.executable, "-m", "tests.support.raycluster"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
             cwd=ROOT,
-            env={**environment, **_SETTINGS, "PYTHONPATH": str(ROOT)},
+            env={
+                **environment,
+                **_SETTINGS,
+                "RAY_TMPDIR": self._directory,
+                "PYTHONPATH": str(ROOT),
+            },
             start_new_session=True,
         )
         self.address = ""
@@ -110,7 +115,7 @@ class RayCluster:
         self._ask(kill=name)
 
 
-def main(directory: str) -> None:
+def main() -> None:
     from ray.cluster_utils import Cluster
 
     out = os.fdopen(os.dup(1), "w")
@@ -120,14 +125,12 @@ def main(directory: str) -> None:
         for line in sys.stdin:
             order = json.loads(line)
             if name := order.get("add"):
-                options = {} if cluster.head_node else {"temp_dir": directory}
                 nodes[name] = cluster.add_node(
                     node_name=name,
                     num_cpus=1,
                     include_dashboard=False,
                     object_store_memory=_MEMORY,
                     env_vars=order["environment"],
-                    **options,
                 )
             else:
                 raylet = nodes.pop(order["kill"]).all_processes["raylet"][0].process
@@ -142,4 +145,4 @@ def main(directory: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

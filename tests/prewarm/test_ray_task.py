@@ -1,0 +1,126 @@
+"""What runs on each node of a Ray cluster, here without Ray; tests/stress/test_ray.py has both."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardcache.cache import Cache
+from shardcache.errors import CacheFullError, ConfigError, ShardCacheError, ShardNotFoundError
+from shardcache.prewarm import ray as module
+from shardcache.prewarm.plan import Share
+from shardcache.prewarm.ray import NodeReport, _Order, _prewarm_here
+from shardcache.prewarm.report import Outcome, Stopped
+from tests.support.tars import make_tar
+
+
+@pytest.fixture
+def order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., _Order]:
+    """Four shards on a mount that is cached, and what a node is told of them."""
+    monkeypatch.setenv("SHARDCACHE_CACHE_LOCAL", "1")
+    monkeypatch.setenv("SHARDCACHE_MIN_FREE", "0")
+    monkeypatch.setattr(module, "_NEWS_EVERY", 0.05)
+    (tmp_path / "data").mkdir()
+    for number in range(4):
+        (tmp_path / "data" / f"{number}.tar").write_bytes(make_tar(number))
+
+    def order(spec: str = "{0..3}.tar", settings: Any = None, **options: Any) -> _Order:
+        settings = {"dir": tmp_path / "cache", **(settings or {})}
+        return _Order((f"file://{tmp_path}/data/{spec}",), settings, None, options)
+
+    return order
+
+
+def taken(order: _Order, share: Share | None = None) -> NodeReport:
+    """What the driver knows of the node in the end; all that was sent can be sent."""
+    node = NodeReport("node-a", 0)
+    for news in _prewarm_here(order, share):
+        node._take(pickle.loads(pickle.dumps(news)))
+    return node
+
+
+def test_a_node_tells_its_plan_each_shard_and_its_report(order: Any) -> None:
+    node = taken(order())
+    assert node.plan is not None and len(node.plan.shards) == 4
+    assert node.report.fetched == len(node.results) == 4 and node.error is None
+    assert node.received == node.report.received
+    assert taken(order()).report.cached == 4
+
+
+def test_a_node_has_the_shards_of_its_ranks(order: Any) -> None:
+    assert [url[-5:] for url in taken(order(), Share(1, 2)).results] == ["1.tar", "3.tar"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "spec", "kind"),
+    [
+        ({"max_size": "1kB"}, "{0..3}.tar", CacheFullError),
+        ({"policy": "odd"}, "{0..3}.tar", ConfigError),
+        ({}, "nothing-*.tar", ShardNotFoundError),
+    ],
+)
+def test_a_node_that_can_do_nothing_says_why(
+    order: Any, settings: Any, spec: str, kind: type[Exception]
+) -> None:
+    node = taken(order(spec, settings))
+    assert type(node.error) is kind and not node.lost
+
+
+def test_errors_that_cannot_be_sent_are_sent_as_text(
+    order: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Strange(Exception):
+        """Cannot be pickled: it is no name of a module."""
+
+    def strange(self: Cache, shard: Any, status: Any) -> Any:
+        raise Strange("odd")
+
+    monkeypatch.setattr(Cache, "fetch_shard", strange)
+    report = taken(order()).report
+    assert report.failed == 4
+    assert {str(result.error) for result in report.results} == {"Strange: odd"}
+    assert {type(result.error) for result in report.results} == {ShardCacheError}
+
+
+def test_a_task_that_is_cancelled_ends_its_prewarm(
+    order: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `ray.cancel` does it: an exception where the task is."""
+    begun = threading.Event()
+    real = Cache.fetch_shard
+
+    def slow(self: Cache, shard: Any, status: Any) -> Any:
+        found = real(self, shard, status)
+        begun.set()
+        return found
+
+    monkeypatch.setattr(Cache, "fetch_shard", slow)
+    before = threading.active_count()
+    stream = _prewarm_here(order(jobs=1, limit_rate="64kB"), None)
+    node = NodeReport("node-a", 0)
+    while not begun.is_set():
+        node._take(next(stream))
+    with pytest.raises(KeyboardInterrupt):
+        stream.throw(KeyboardInterrupt)  # type: ignore[attr-defined]
+    assert threading.active_count() <= before
+    node.interrupted = True
+    report = node.report  # of what it had told
+    assert report.stopped is Stopped.REQUESTED
+    assert len(report.results) == (0 if node.plan is None else 4)
+
+
+def test_of_a_node_that_is_lost_what_it_told_is_known(order: Any) -> None:
+    taken(order("{0..1}.tar"))
+    stream = _prewarm_here(order("{0..3}.tar", limit_rate="64kB", jobs=1), None)
+    node = NodeReport("node-a", 0)
+    while node.plan is None:
+        node._take(next(stream))
+    stream.close()  # type: ignore[attr-defined]
+    outcomes = [result.outcome for result in node.report.results]
+    assert outcomes[:2] == [Outcome.CACHED] * 2
+    assert set(outcomes[2:]) <= {Outcome.FETCHED, Outcome.NOT_STARTED}

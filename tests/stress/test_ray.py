@@ -1,0 +1,228 @@
+"""``prewarm --ray`` on a real Ray cluster of three raylets, each with a cache of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardcache.cli.demo import S3Server
+from shardcache.layout import Layout
+from shardcache.store.sweeping import in_flight
+from tests.support.proxy import Proxy
+from tests.support.raycluster import RayCluster
+from tests.support.tars import make_tar
+
+pytest.importorskip("ray", reason="pip install 'shardcache[ray]'")
+pytestmark = pytest.mark.timeout(900)  # a busy machine starts raylets slowly
+
+NODES = ["node-a", "node-b", "node-c"]
+SMALL, BIG = make_tar(1, 20), make_tar(2, 3000, 700)
+#: The proxy lets through so many bytes: all of the small shards, and a MiB or two of the big ones.
+HANGS_AFTER = 2_500_000
+SECONDS = 300.0
+
+
+class Cluster:
+    """The raylets, their caches, and the S3 server behind a recording proxy."""
+
+    def __init__(self, raylets: RayCluster, s3: S3Server, proxy: Proxy, root: Path) -> None:
+        self.raylets, self.s3, self.proxy, self.root = raylets, s3, proxy, root
+
+    def add(self, name: str) -> None:
+        self.raylets.add(
+            name,
+            {
+                **self.s3.environment(),
+                "AWS_ENDPOINT_URL_S3": self.proxy.endpoint_url,
+                "AWS_EC2_METADATA_DISABLED": "true",
+                "SHARDCACHE_DIR": str(self.root / name),
+                "SHARDCACHE_MIN_FREE": "0",
+            },
+        )
+
+    def cached(self, name: str, bucket: str) -> list[str]:
+        """Names of the shards of a bucket that a node has published."""
+        urls = [
+            json.loads(path.read_text())["url"]
+            for path in (self.root / name).glob("v1/objects/*/*/*/meta.json")
+        ]
+        return sorted(url.rpartition("/")[2] for url in urls if url.startswith(f"s3://{bucket}/"))
+
+    def fetched(self, name: str) -> int:
+        """Bytes on disk of the shards that live processes of a node fetch."""
+        found = in_flight(Layout.of_root(self.root / name))
+        return sum(each.occupied for each in found if each.live)
+
+    def writes(self, name: str) -> bool:
+        """Whether a live process fetches on a node."""
+        return any(found.live for found in in_flight(Layout.of_root(self.root / name)))
+
+    def fetches(self, start: int) -> list[str]:
+        """Paths of the objects asked for from their first byte on, since request ``start``."""
+        return [r.path for r in self.proxy.requests()[start:] if r.is_object_fetch]
+
+    def prewarm(self, *arguments: str) -> subprocess.Popen[str]:
+        """The command, on a machine that has neither a cache nor credentials of its own."""
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+        return subprocess.Popen(
+            [sys.executable, "-m", "shardcache", "prewarm", "--ray", *arguments],
+            env={**environment, "RAY_ADDRESS": self.raylets.address},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.1)
+
+
+def end(command: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = command.communicate(timeout=SECONDS)
+    return command.returncode, out, err
+
+
+def summary(out: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(out)["summary"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def cluster(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    root = tmp_path_factory.mktemp("nodes")
+    with Proxy(s3.endpoint_url) as proxy, RayCluster() as raylets:
+        found = Cluster(raylets, s3, proxy, root)
+        for name in NODES:
+            found.add(name)
+        yield found
+        proxy.resume()
+
+
+@pytest.fixture
+def spec(cluster: Cluster, s3: S3Server, bucket: str) -> Iterator[str]:
+    """Two small shards that come at once, and two big ones that hang."""
+    for name, content in (("small", SMALL), ("big", BIG)):
+        for number in range(2):
+            s3.put(bucket, f"{name}-{number}.tar", content)
+    cluster.proxy.pause(after=HANGS_AFTER)
+    yield f"s3://{bucket}/{{small,big}}-{{0..1}}.tar"
+    cluster.proxy.resume()
+
+
+def half_done(cluster: Cluster, bucket: str) -> Callable[[], bool]:
+    """Whether all nodes have published the small shards and written some of the big ones."""
+    return lambda: all(
+        cluster.cached(name, bucket) == ["small-0.tar", "small-1.tar"]
+        and cluster.fetched(name) >= 1 << 20
+        for name in NODES
+    )
+
+
+def test_one_command_fills_the_cache_of_every_node(
+    cluster: Cluster, s3: S3Server, bucket: str
+) -> None:
+    names = [f"{number}.tar" for number in range(4)]
+    for number, name in enumerate(names):
+        s3.put(bucket, name, make_tar(number, 20))
+    start = len(cluster.proxy.requests())
+    code, out, err = end(cluster.prewarm(f"s3://{bucket}/{{0..3}}.tar"))
+    assert (code, err) == (0, "")
+    assert out.startswith("3 nodes: node-a, node-b, node-c\n")
+    for node in NODES:
+        assert f"{node}  Need 4 shards" in out
+        assert f"{node}  Warmed 4 of 4 shards" in out
+        assert cluster.cached(node, bucket) == names
+    assert out.splitlines()[-1].startswith("Warmed 3 of 3 nodes in ")
+    assert sorted(cluster.fetches(start)) == sorted(f"{bucket}/{name}" for name in names * 3)
+
+
+def test_a_shard_that_no_node_can_fetch_is_a_failure_of_that_shard_alone(
+    cluster: Cluster, s3: S3Server, bucket: str
+) -> None:
+    s3.put(bucket, "0.tar", make_tar(0, 20))
+    code, out, err = end(cluster.prewarm(f"s3://{bucket}/{{0,absent}}.tar", "--json"))
+    assert code == 3
+    nodes = summary(out)["nodes"]
+    assert [(node["fetched"], node["failed"], node["error"]) for node in nodes.values()] == [
+        (1, 1, None)
+    ] * 3
+    assert "failed  node-a, node-b, node-c: s3://" in err and "absent.tar: not found" in err
+    code, out, err = end(cluster.prewarm(f"s3://{bucket}/{{0,absent}}.tar", "--check", "--json"))
+    assert code == 4 and [node["cached"] for node in summary(out)["nodes"].values()] == [1] * 3
+
+
+def test_each_node_gets_the_shards_of_its_ranks(
+    cluster: Cluster, s3: S3Server, bucket: str
+) -> None:
+    names = [f"{number}.tar" for number in range(6)]
+    for number, name in enumerate(names):
+        s3.put(bucket, name, make_tar(number, 20))
+    command = cluster.prewarm(f"s3://{bucket}/{{0..5}}.tar", "--shard-by-node", "--json")
+    code, out, err = end(command)
+    assert code == 0, err
+    for name, node in summary(out)["nodes"].items():
+        assert cluster.cached(name, bucket) == names[node["number"] :: 3]
+
+
+def test_a_node_that_is_killed_is_named_and_the_others_complete(
+    cluster: Cluster, spec: str, bucket: str
+) -> None:
+    names = ["big-0.tar", "big-1.tar", "small-0.tar", "small-1.tar"]
+    command = cluster.prewarm(spec, "--json")
+    wait_until(half_done(cluster, bucket))
+    cluster.raylets.kill("node-c")
+    cluster.proxy.resume()
+    code, out, err = end(command)
+    assert code == 3
+    nodes = summary(out)["nodes"]
+    assert {name: node["lost"] for name, node in nodes.items()} == {
+        "node-a": False,
+        "node-b": False,
+        "node-c": True,
+    }
+    assert "lost  node-c: the node died" in err
+    assert cluster.cached("node-a", bucket) == cluster.cached("node-b", bucket) == names
+    assert cluster.cached("node-c", bucket) == ["small-0.tar", "small-1.tar"]
+
+    cluster.add("node-c")
+    start = len(cluster.proxy.requests())
+    code, out, err = end(cluster.prewarm(spec, "--json"))
+    assert code == 0, err
+    nodes = summary(out)["nodes"]
+    assert [node["cached"] for node in nodes.values()] == [4, 4, 2]
+    assert cluster.cached("node-c", bucket) == names
+    assert cluster.fetches(start) == []  # node-c resumed what it had of the big ones
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
+)
+def test_when_the_command_ends_the_work_on_all_nodes_ends(
+    cluster: Cluster, spec: str, bucket: str, number: signal.Signals, code: int
+) -> None:
+    command = cluster.prewarm(spec, "--json")
+    wait_until(half_done(cluster, bucket))
+    assert all(cluster.writes(name) for name in NODES)
+    command.send_signal(number)
+    ended, out, err = end(command)
+    assert ended == code, err
+    if number != signal.SIGKILL:
+        nodes = summary(out)["nodes"].values()
+        assert all(node["interrupted"] for node in nodes)
+    wait_until(lambda: not any(cluster.writes(name) for name in NODES))
+    for name in NODES:  # and what was fetched is kept
+        assert cluster.cached(name, bucket) == ["small-0.tar", "small-1.tar"]

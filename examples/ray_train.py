@@ -13,32 +13,9 @@ from typing import Any
 
 import fsspec
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-import shardcache
 from shardcache.prewarm import expand
-
-
-@ray.remote(num_cpus=0)
-def prewarm(directory: str, urls: list[str]) -> tuple[int, int]:
-    """On the node where this runs: shards that are there now, and shards that are not."""
-    with shardcache.Cache(directory) as cache:
-        report = cache.prewarm(urls, best_effort=True)
-    there = report.cached + report.fetched + report.coalesced + report.linked
-    return there, len(urls) - there
-
-
-def prewarm_nodes(directory: str, urls: list[str]) -> None:
-    """One task pinned to each node."""
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    tasks = [
-        prewarm.options(
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        ).remote(directory, urls)
-        for node in nodes
-    ]
-    for node, (there, absent) in zip(nodes, ray.get(tasks), strict=True):
-        print(f"{node['NodeManagerHostname']}: {there} shards cached, {absent} not")
+from shardcache.prewarm.ray import prewarm_nodes
 
 
 def batches(directory: str, urls: list[str], size: int) -> Iterator[dict[str, Any]]:
@@ -60,7 +37,10 @@ def main() -> None:
 
     ray.init(address=options.address, log_to_driver=False, include_dashboard=False)
     urls = expand([options.shards])
-    prewarm_nodes(options.dir, urls)
+    for node in prewarm_nodes(options.shards, settings={"dir": options.dir}, best_effort=True):
+        report = node.report
+        there = report.cached + report.fetched + report.coalesced + report.linked
+        print(f"{node.name}: {there} shards cached, {len(urls) - there} not")
     for epoch in range(1, options.epochs + 1):
         keys = [
             key

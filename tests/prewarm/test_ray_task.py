@@ -53,7 +53,8 @@ def test_a_node_tells_its_plan_each_shard_and_its_report(order: Any) -> None:
 
 
 def test_a_node_has_the_shards_of_its_ranks(order: Any) -> None:
-    assert [url[-5:] for url in taken(order(), Share(1, 2)).results] == ["1.tar", "3.tar"]
+    report = taken(order(), Share(1, 2)).report
+    assert [result.url[-5:] for result in report.results] == ["1.tar", "3.tar"]
 
 
 @pytest.mark.parametrize(

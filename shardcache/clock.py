@@ -12,8 +12,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
 
-__all__ = ["SYSTEM_CLOCK", "Clock", "SystemClock", "boot_id", "rfc3339", "utc"]
-
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _LAST_SECOND = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
 

@@ -1,15 +1,18 @@
-"""Descriptors that neither an interrupt nor a fork can lose.
+"""Opening files safely, and who may do what with them: one user, or all users of one group.
 
-The lock on a file lives as long as its open file does, so a descriptor whose number
-is lost keeps its lock until the process ends, and one that a forked child shares
-keeps it longer than that.
+Permission bits are set explicitly, so that no umask takes any away; where a group shares a
+cache, a directory gets its name only when every member may use it, so that no member meets
+one that is closed to it for a moment.
 
-* `open_file`: a file to read, owned by an object from the first moment.
-* `open_owned`, `dup_owned`: files whose flock says "this process is writing", as
-  numbers that are closed when they are lost, and in a forked child before any of its
-  code runs.
+    private    directories 0700   files 0600   published data 0400   notices 0600
+    shared     directories 2770   files 0660   published data 0440   notices 0640
 
-Safe between threads.
+The set-group-id bit gives everything that is made below a directory its group. Members trust
+each other: any of them may remove or replace what another one stored.
+
+A lock on a file lives as long as its open file does, also in a forked child. So files whose
+flock says "this process writes" are made by `open_exclusive` and `dup_exclusive`, and a forked
+child closes them before any of its code runs. Safe between threads.
 """
 
 from __future__ import annotations
@@ -30,20 +33,7 @@ from typing import TypeVar
 from shardcache.config import group_name
 from shardcache.errors import ConfigError
 
-__all__ = [
-    "PRIVATE",
-    "Modes",
-    "disown",
-    "dup_owned",
-    "is_alone",
-    "list_directory",
-    "open_file",
-    "open_owned",
-    "random_token",
-    "settle",
-    "sync_directory",
-]
-
+File = TypeVar("File", bound=io.FileIO)
 
 #: A sweeper may remove a directory that is not named yet, others may remove its parent as
 #: empty; not this often in a row.
@@ -226,12 +216,18 @@ class Modes:
                 f"is in it, then: chmod o-w {path}"
             )
         if self.group is None:
-            if found.st_uid == os.geteuid():
-                return None
-            return (
-                f"{path} belongs to user {found.st_uid} and this process is user {os.geteuid()}; "
-                "use a directory of your own, or share one: shared_group"
-            )
+            if found.st_uid != os.geteuid():
+                return (
+                    f"{path} belongs to user {found.st_uid} and this process is user "
+                    f"{os.geteuid()}; use a directory of your own, or share one: shared_group"
+                )
+            if found.st_mode & stat.S_IWGRP:
+                return (
+                    f"{path} can be written by the group {group_name(found.st_gid)}, whose members "
+                    f"could plant shards in it; look at what is in it, then: chmod g-w {path} (or "
+                    "share it with them: shared_group)"
+                )
+            return None
         name = group_name(self.group)
         if found.st_gid == self.group and self.directory & ~found.st_mode == 0:
             return None
@@ -244,87 +240,53 @@ class Modes:
 
 PRIVATE = Modes()
 
-
-File = TypeVar("File", bound=io.FileIO)
-
-# What a forked child closes, by number. A fork waits for the guard, so that no descriptor
-# is open but not yet registered. It is reentrant because a signal handler may fork.
-_owned: dict[int, weakref.ref[io.FileIO]] = {}
-_owned_guard = threading.RLock()
+#: What a forked child closes. A fork waits for the guard, so that no file is open and not in here.
+_exclusive: weakref.WeakSet[io.FileIO] = weakref.WeakSet()
+_guard = threading.RLock()  # reentrant because a signal handler may fork
 
 
-class _Owned(int):
-    """The number of a file that is closed, and its lock freed, when the number is lost.
-
-    An interrupt can strike between any two instructions: after a file was locked, and
-    before anybody has written down that it was.
-    """
-
-    file: io.FileIO
-
-
-def open_owned(path: str | os.PathLike[str], flags: int, modes: Modes = PRIVATE) -> int:
+def open_exclusive(path: str | os.PathLike[str], flags: int, modes: Modes = PRIVATE) -> io.FileIO:
     """Open a file, never through a symbolic link, that a forked child must not keep.
 
     Raises:
         OSError: as `os.open`.
     """
-    # O_NONBLOCK: somebody may have put a named pipe there.
-    flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    with _owned_guard:
-        # `map`: no signal is looked for between the two calls; see `open_file`.
-        opened = map(os.open, (path,), (flags,), (modes.file,))
-        fd = _own(next(map(io.FileIO, opened, ("r+",))))
+    with _guard:
+        file = open_file(path, io.FileIO, flags, modes.file)
+        _exclusive.add(file)
     if flags & os.O_EXCL:
         try:
-            settle(fd, modes.file)
-        except BaseException:
-            disown(fd)
+            settle(file.fileno(), modes.file)
+        except OSError:
+            file.close()
             raise
-    return fd
+    return file
 
 
-def dup_owned(fd: int) -> int:
+def dup_exclusive(file: io.FileIO) -> io.FileIO:
     """Another descriptor of an open file, which a forked child must not keep either.
 
     Raises:
-        OSError: ``fd`` is closed, or there are too many.
+        OSError: ``file`` is closed, or there are too many.
     """
-    with _owned_guard:
-        return _own(next(map(io.FileIO, map(os.dup, (fd,)), ("r+",))))
+    with _guard:
+        if file.closed:
+            raise OSError(errno.EBADF, "it is closed")
+        copy = io.FileIO(os.dup(file.fileno()))
+        _exclusive.add(copy)
+    return copy
 
 
-def _own(file: io.FileIO) -> _Owned:
-    fd = _Owned(file.fileno())
-    fd.file = file
-    _owned[int(fd)] = weakref.ref(file)
-    return fd
-
-
-def disown(fd: int) -> None:
-    """Close a descriptor that `open_owned` or `dup_owned` made; in a forked child, nothing."""
-    if isinstance(fd, _Owned):
-        with _owned_guard:
-            if not fd.file.closed:
-                _owned.pop(int(fd), None)
-                fd.file.close()
-
-
-def _drop_in_child() -> None:
-    global _owned_guard
-    _owned_guard = threading.RLock()  # the old one belongs to a thread that is not here
-    for found in _owned.values():
-        file = found()
-        if file is not None:
-            with contextlib.suppress(OSError):  # a failing disk; the others must be closed too
-                file.close()
-    _owned.clear()
+def _close_in_child() -> None:
+    for file in _exclusive:
+        with contextlib.suppress(OSError):  # a failing disk; the others must be closed too
+            file.close()
+    _exclusive.clear()
+    _guard.release()
 
 
 os.register_at_fork(
-    before=lambda: _owned_guard.acquire(),
-    after_in_parent=lambda: _owned_guard.release(),
-    after_in_child=_drop_in_child,
+    before=_guard.acquire, after_in_parent=_guard.release, after_in_child=_close_in_child
 )
 
 
@@ -336,28 +298,21 @@ def open_file(
 ) -> File:
     """Open a file, never through a symbolic link, waiting for nobody.
 
-    An interrupt can strike between any two instructions, and a number that `os.open`
-    returned just before is lost: open, and locked, until the process ends. `map` makes
-    both calls without a look for signals in between; the object closes the file when
-    it goes away, however that comes about. And it is faster than two statements.
-
     Args:
         path: the file.
-        kind: a class of files without an ``__init__`` of its own, which could be interrupted.
+        kind: a class of files.
         access: whether to read or to write; what the object thinks does not matter to flock.
         mode: of a file that is made.
 
     Raises:
         OSError: as `os.open`; IsADirectoryError for a directory.
     """
-    found: dict[str, int] = {}
-    flags = access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    fds = map(found.setdefault, ("fd",), map(os.open, (path,), (flags,), (mode,)))
+    # O_NONBLOCK: somebody may have put a named pipe there.
+    fd = os.open(path, access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, mode)
     try:
-        return next(map(kind, fds))
-    except IsADirectoryError:
-        if found:  # opened, and not closed by `kind`
-            os.close(found["fd"])
+        return kind(fd)
+    except OSError:
+        os.close(fd)
         raise
 
 
@@ -367,14 +322,11 @@ def list_directory(path: str | os.PathLike[str]) -> list[str]:
     Raises:
         OSError: it is missing, something else, or cannot be listed.
     """
-    found: dict[str, int] = {}
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-    fds = map(found.setdefault, ("fd",), map(os.open, (path,), (flags,)))
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        return next(map(os.listdir, fds))
+        return os.listdir(fd)  # noqa: PTH208 - names are enough
     finally:
-        if found:
-            os.close(found["fd"])
+        os.close(fd)
 
 
 def is_alone(fd: int) -> bool:

@@ -31,26 +31,6 @@ from pathlib import Path
 
 from shardcache.files import PRIVATE, Modes, list_directory, open_file, random_token, settle
 
-__all__ = [
-    "Layout",
-    "is_evicted_name",
-    "is_key",
-    "is_lease_name",
-    "is_lock_name",
-    "is_pin_name",
-    "is_quarantined_name",
-    "is_rank_name",
-    "is_temporary_name",
-    "is_unnamed",
-    "is_uses_name",
-    "is_wait_name",
-    "parse_entry_name",
-    "parse_partial_name",
-    "read_file",
-    "replace_file",
-]
-
-
 _KEY = re.compile(r"[0-9a-f]{32}\Z")
 _ENTRY = re.compile(r"([0-9a-f]{24})-(0|[1-9a-f][0-9a-f]{0,15})\Z")
 _PARTIAL = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{24})\.([0-9a-f]{32})\Z")
@@ -422,7 +402,7 @@ def _replace(path: Path, data: bytes, mode: int, via: Path, sync: bool) -> bool:
     write_new(temporary, data, mode, sync=sync)
     try:
         temporary.replace(path)
-    except BaseException as exn:
+    except OSError as exn:
         swept = isinstance(exn, FileNotFoundError) and not os.path.lexists(temporary)
         if swept and is_directory(via) and is_directory(path.parent):
             return False
@@ -445,16 +425,15 @@ def write_new(path: Path, data: bytes, mode: int, *, sync: bool = False) -> None
             file is left.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-    # `map`: an interrupt cannot lose the descriptor, see `descriptors`.
-    raw = next(map(io.FileIO, map(os.open, (path,), (flags,), (mode,)), ("w",)))
+    fd = os.open(path, flags, mode)
     try:
-        with io.BufferedWriter(raw) as file:
+        with open(fd, "wb") as file:
             settle(file.fileno(), mode)
             file.write(data)
             if sync:
                 file.flush()
                 os.fsync(file.fileno())
-    except BaseException:
+    except OSError:
         with contextlib.suppress(OSError):  # its directory went away; the first error counts
             path.unlink()
         raise

@@ -31,9 +31,6 @@ from typing import Literal
 
 from shardcache.errors import ConfigError
 
-__all__ = ["JOB_VARIABLE", "RANK_VARIABLE", "Ranks", "Source", "detect", "local_world_size"]
-__all__ += ["safe_name"]
-
 Source = Literal["torch", "slurm", "openmpi", "pmi", "explicit", "none"]
 
 #: Set by hand, these win over every launcher.

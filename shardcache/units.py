@@ -17,25 +17,6 @@ from dataclasses import dataclass
 
 from shardcache.errors import ConfigError
 
-__all__ = [
-    "MAX_BYTES",
-    "MAX_SECONDS",
-    "Limit",
-    "exact_bytes",
-    "exact_duration",
-    "format_age",
-    "format_bytes",
-    "format_clock",
-    "format_duration",
-    "format_rate",
-    "parse_bool",
-    "parse_bytes",
-    "parse_choice",
-    "parse_count",
-    "parse_duration",
-    "parse_limit",
-]
-
 #: The largest file offset (a signed 64-bit off_t): no size beyond it can exist.
 MAX_BYTES = 2**63 - 1
 #: 100 years. Python's locks refuse time-outs from 292 years on (2^63 ns).

@@ -156,10 +156,10 @@ done = []
 def prepare():
     time.sleep(0.2)
     import filelock
-    from shardcache.files import open_owned
+    from shardcache.files import open_exclusive
     from shardcache.files import PRIVATE
     with filelock.FileLock(sys.argv[1]):
-        os.close(open_owned(sys.argv[1] + "2", os.O_RDWR | os.O_CREAT | os.O_EXCL, PRIVATE))
+        open_exclusive(sys.argv[1] + "2", os.O_RDWR | os.O_CREAT | os.O_EXCL, PRIVATE).close()
     done.append(True)
 in_background(prepare)
 pid = os.fork()

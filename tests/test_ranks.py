@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import re
 import subprocess
 import sys
@@ -165,11 +164,6 @@ def test_a_heterogeneous_step_counts_all_its_parts() -> None:
     assert (detect(environ).rank, detect(environ).world_size) == (9, 12)
 
 
-def test_a_step_without_slurm_ntasks_is_counted_by_the_step() -> None:
-    environ = {**SLURM, "SLURM_NTASKS": ""}
-    assert detect(environ).world_size == 8
-
-
 @pytest.mark.parametrize("inner", [OPENMPI, PMI])
 @pytest.mark.parametrize("outer", [SLURM, BATCH])
 def test_mpirun_inside_a_slurm_job_is_the_inner_launcher(outer: Env, inner: Env) -> None:
@@ -260,17 +254,6 @@ def test_a_rank_outside_its_world_is_refused(launcher: Env, rank: str, size: str
             detect({**launcher, rank: number})
     with pytest.raises(ConfigError, match=f"{size}=0"):
         detect({**launcher, size: "0"})
-
-
-def test_ranks_pickle_and_cannot_be_changed() -> None:
-    found = detect(TORCH)
-    assert pickle.loads(pickle.dumps(found)) == found
-    with pytest.raises(AttributeError):
-        found.rank = 0  # type: ignore[misc]
-
-
-def test_the_variables_set_by_hand_are_no_unknown_options() -> None:
-    assert {ranks.RANK_VARIABLE, ranks.JOB_VARIABLE} <= OTHER_VARIABLES
 
 
 @pytest.mark.parametrize("job", ["901593", "run-7", "a.b_c-D", "x" * 64, "_", "0-1"])

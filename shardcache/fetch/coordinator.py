@@ -198,10 +198,7 @@ class Coordinator:
                 try:
                     return self._fill(url, lock, holder, status)
                 finally:
-                    try:
-                        lock.release()
-                    finally:  # Ctrl-C may have struck the first, and nobody else has the lock
-                        lock.release()
+                    lock.release()
             if not patient():
                 return None
             if waiter.stale:

@@ -30,7 +30,6 @@ from shardcache.errors import (
 )
 from shardcache.fetch.blocks import Blocks, FetchStatus, Pace, skip
 from shardcache.fetch.connections import Lane, Lanes
-from shardcache.files import disown
 from shardcache.origins.base import (
     Body,
     ObjectInfo,
@@ -171,7 +170,8 @@ class Job:
 
     def _lead(self, first: Body | None) -> None:
         """The calling thread's share of the work."""
-        fd = self.partial.handle()
+        file = self.partial.handle()
+        fd = file.fileno()
         try:
             if first is not None:
                 self._receive_part(0, first.stop, fd, first)
@@ -182,17 +182,18 @@ class Job:
         except CancelledError:
             logger.debug("%s: called off", self.url)
         finally:
-            disown(fd)
+            file.close()
 
     def _work(self, part: Part, lane: Lane) -> None:
         """A helper's share: it came with a lane, and goes when others need that more."""
         try:
-            fd = self.partial.handle()
+            file = self.partial.handle()
+            fd = file.fileno()
             try:
                 self._receive_part(*part, fd, None)
                 self._take_parts(fd, until=lambda: self.engine.lanes.crowded)
             finally:
-                disown(fd)
+                file.close()
         finally:
             lane.give_back()
 

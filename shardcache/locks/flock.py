@@ -38,19 +38,6 @@ from shardcache.layout import read_file
 if TYPE_CHECKING:
     from filelock import FileLock
 
-__all__ = [
-    "Holder",
-    "KeyLock",
-    "is_file",
-    "is_free",
-    "lock_exclusive",
-    "lock_shared",
-    "parse_holder",
-    "pin",
-    "read_holder",
-    "seize",
-]
-
 logger = logging.getLogger(__name__)
 
 #: What a filesystem answers that does not do flock at all. Such a lock is
@@ -307,7 +294,7 @@ class KeyLock:
         self._lock = lock
         try:
             self.update(holder)
-        except BaseException:
+        except OSError:
             self.release()
             raise
         return True
@@ -332,11 +319,7 @@ class KeyLock:
             logger.debug("%s: no record of its holder: %s", self.path, exn)
 
     def release(self) -> None:
-        """Let the next one go on; harmless when the lock is not held, or is the parent's.
-
-        An interrupt in here leaves what a second call needs to finish it, so a
-        caller that calls twice (`try: release() finally: release()`) frees it surely.
-        """
+        """Let the next one go on; harmless when the lock is not held, or is the parent's."""
         self._fds.clear()
         if self._lock is not None and self._pid == os.getpid():
             self._lock.release(force=True)

@@ -25,23 +25,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from shardcache.files import Modes, disown, is_alone, open_file, open_owned, random_token
+from shardcache.files import Modes, is_alone, open_exclusive, open_file, random_token
 from shardcache.layout import IDLE_GRACE, Layout, is_key, is_wait_name, list_names
 from shardcache.locks.flock import Holder, is_free, lock_exclusive, parse_holder
-
-__all__ = [
-    "LiveSession",
-    "Session",
-    "Wait",
-    "WaitNote",
-    "dead_sessions",
-    "live_sessions",
-    "live_waits",
-    "oldest_live_session",
-    "parse_wait",
-    "remove_dead_sessions",
-    "remove_dead_waits",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -77,11 +63,10 @@ class Session:
         job: as `LiveSession.job`.
     """
 
-    _fd = -1  # until it is registered; `__init__` may be interrupted
+    _file: io.FileIO | None = None  # until it is registered
 
     def __init__(self, layout: Layout, started: float, job: str | None = None) -> None:
         self.path = layout.sessions / f"{random_token()}.session"
-        self._pid = os.getpid()
         try:
             self._register(started, layout.modes, b"" if job is None else job.encode())
         except OSError as exn:
@@ -93,49 +78,37 @@ class Session:
         modes.make_directory(directory, levels=0)
         for _ in range(_ATTEMPTS):
             temporary = directory / f".starting-{random_token()}"
-            fd = open_owned(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, modes)
-            try:
-                if lock_exclusive(fd):
-                    with contextlib.suppress(OSError):  # full; then all that it may use stays
-                        os.write(fd, job)
-                    os.utime(fd, (started, started))
-                    temporary.rename(self.path)
-                    self._fd = fd
-                    return
-            except FileNotFoundError:
-                logger.debug("%s was swept before it was locked", temporary.name)
-            except BaseException:
-                temporary.unlink(missing_ok=True)
-                raise
-            finally:
-                if self._fd != fd:
-                    disown(fd)
+            with contextlib.ExitStack() as stack:
+                file = open_exclusive(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, modes)
+                stack.callback(file.close)
+                stack.callback(temporary.unlink, missing_ok=True)
+                try:
+                    if lock_exclusive(file.fileno()):
+                        with contextlib.suppress(OSError):  # full; then all that it may use stays
+                            os.write(file.fileno(), job)
+                        os.utime(file.fileno(), (started, started))
+                        temporary.rename(self.path)
+                        self._file = file
+                        stack.pop_all()
+                        return
+                except FileNotFoundError:
+                    logger.debug("%s was swept before it was locked", temporary.name)
         raise OSError(errno.EBUSY, "something keeps removing its file", str(self.path))
 
     def close(self) -> None:
         """End the session. In a forked child, nothing: it is the parent's."""
-        fd, self._fd = self._fd, -1
-        if fd < 0 or self._pid != os.getpid():
+        if self._file is None or self._file.closed:
             return
         try:
             self.path.unlink(missing_ok=True)
         except OSError as exn:  # read-only by now; unlocked, it counts as dead anyway
             logger.debug("cannot remove %s: %s", self.path, exn)
         with contextlib.suppress(OSError):  # closed all the same, and nothing was written
-            disown(fd)
+            self._file.close()
 
     def __del__(self) -> None:
         # Few programs close what they use to their end; its file need not wait for a sweeper.
         self.close()
-
-
-def oldest_live_session(layout: Layout) -> float | None:
-    """When the oldest live session began, in seconds since the epoch; None if there is none.
-
-    Raises:
-        OSError: the filesystem is failing.
-    """
-    return min((session.started for session in live_sessions(layout)), default=None)
 
 
 def live_sessions(layout: Layout) -> list[LiveSession]:
@@ -267,12 +240,10 @@ class WaitNote:
     Nothing is raised: what cannot be noted is not.
     """
 
-    _fd = -1  # until it is made; an interrupt may strike before
-
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._path = layout.new_wait()
-        self._pid = os.getpid()
+        self._file: io.FileIO | None = None
         self._said: Wait | None = None
 
     def say(self, wait: Wait) -> None:
@@ -282,33 +253,31 @@ class WaitNote:
         self._said = wait
         text = wait.encode()
         try:
-            if self._fd < 0:
+            if self._file is None:
                 self._make()
-            if self._fd >= 0:
-                os.pwrite(self._fd, text, 0)
-                os.ftruncate(self._fd, len(text))
+            if self._file is not None:
+                os.pwrite(self._file.fileno(), text, 0)
+                os.ftruncate(self._file.fileno(), len(text))
         except OSError as exn:
             logger.debug("%s: %s", self._path, exn)
 
     def _make(self) -> None:
-        fd = open_owned(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._layout.modes)
-        try:
-            if lock_exclusive(fd):
-                self._fd = fd
-        finally:
-            if self._fd != fd:
-                disown(fd)
-                self._path.unlink(missing_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+        file = open_exclusive(self._path, flags, self._layout.modes)
+        if lock_exclusive(file.fileno()):
+            self._file = file
+        else:
+            file.close()
+            self._path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """It is over. In a forked child, nothing: it is the parent's."""
-        fd, self._fd = self._fd, -1
-        if fd < 0 or self._pid != os.getpid():
+        if self._file is None or self._file.closed:
             return
         with contextlib.suppress(OSError):  # read-only by now; unlocked, it counts as dead
             self._path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # closed all the same, and nothing is to be kept
-            disown(fd)
+            self._file.close()
 
 
 def live_waits(layout: Layout) -> Iterator[Wait]:

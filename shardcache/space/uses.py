@@ -23,7 +23,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from shardcache.files import disown, is_alone, open_file, open_owned, settle
+from shardcache.files import is_alone, open_exclusive, open_file, settle
 from shardcache.layout import Layout, is_uses_name, list_names
 from shardcache.locks.sessions import LiveSession
 
@@ -52,13 +52,10 @@ def job_name(job: str | None, started: float) -> str:
 def note_use(layout: Layout, job: str, key: str) -> None:
     """Note that a job uses an entry. Where that cannot be written, nothing is said of it."""
     try:
-        fd = open_owned(layout.uses(job), os.O_RDWR | os.O_CREAT, layout.modes)
-        try:
-            if is_alone(fd):
-                settle(fd, layout.modes.file)
-                os.pwrite(fd, _USED, _slot(key))
-        finally:
-            disown(fd)
+        with open_exclusive(layout.uses(job), os.O_RDWR | os.O_CREAT, layout.modes) as file:
+            if is_alone(file.fileno()):
+                settle(file.fileno(), layout.modes.file)
+                os.pwrite(file.fileno(), _USED, _slot(key))
     except OSError as exn:
         logger.debug("cannot note a use of %s: %s", key, exn)
 

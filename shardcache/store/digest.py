@@ -24,19 +24,6 @@ from functools import cache, lru_cache
 from shardcache.errors import IntegrityError
 from shardcache.origins.base import Checksum
 
-__all__ = [
-    "BLOCK",
-    "Comparison",
-    "MismatchError",
-    "block_digest",
-    "can_check",
-    "check_archive",
-    "file_checksum",
-    "file_digest",
-    "tree_digest",
-]
-
-
 #: Bytes of a block, and of the one buffer each connection needs. 1 MiB per read
 #: is where larger reads stop paying (TRANSFER measurements: smaller chunks cost
 #: 20-30 %), and a killed fetch loses at most one block per connection.

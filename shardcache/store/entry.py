@@ -34,24 +34,6 @@ from shardcache.locks.flock import is_file, pin, seize
 from shardcache.origins.base import ObjectInfo
 from shardcache.store.entrystream import EntryStream
 
-__all__ = [
-    "MAX_BYTES",
-    "SCHEMA",
-    "DamagedError",
-    "Entry",
-    "Metadata",
-    "Opened",
-    "below",
-    "hold",
-    "lacks",
-    "open_data",
-    "read_sidecar",
-    "readable",
-    "scan",
-    "versions",
-]
-
-
 SCHEMA = 1
 #: A sidecar is about 700 bytes; URLs are at most some kilobytes.
 MAX_BYTES = 64 * 1024
@@ -403,8 +385,8 @@ def open_data(directory: str, path: str, size: int, grace: float | None) -> Open
         if exn.errno in UNREADABLE:
             raise DamagedError(f"its data file cannot be opened ({exn.strerror})") from exn
         raise
-    good = False
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(file.close)
         fd = _fileno(file)
         # A miss would be fetched in vain as long as the name is taken.
         stuck = grace is None and not pin(fd, path)
@@ -415,11 +397,8 @@ def open_data(directory: str, path: str, size: int, grace: float | None) -> Open
             return None
         if found.st_size != size or not stat.S_ISREG(found.st_mode):
             raise DamagedError(f"its data file has {found.st_size} bytes, not {size}")
-        good = True
-        return Opened(file, path, directory, size, stuck)
-    finally:
-        if not good:
-            file.close()
+        stack.pop_all()
+    return Opened(file, path, directory, size, stuck)
 
 
 @contextlib.contextmanager

@@ -28,8 +28,6 @@ from shardcache.urls import ShardURL
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-__all__ = ["EntryStream", "Keeper", "Rest"]
-
 logger = logging.getLogger(__name__)
 
 # Looked up once: `super()` costs as much as all the rest that is added to a read.

@@ -14,6 +14,7 @@ before it is believed. A writer that lost its partial this way without knowing
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
@@ -26,13 +27,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardcache.files import (
-    PRIVATE,
     Modes,
-    disown,
-    dup_owned,
+    dup_exclusive,
     is_alone,
+    open_exclusive,
     open_file,
-    open_owned,
     sync_directory,
 )
 from shardcache.layout import (
@@ -49,24 +48,6 @@ from shardcache.layout import (
 from shardcache.locks.flock import is_file, is_free
 from shardcache.store.digest import BLOCK, block_digest
 from shardcache.store.entry import MAX_BYTES, DamagedError, Metadata
-
-__all__ = [
-    "Growing",
-    "LostError",
-    "Partial",
-    "Progress",
-    "create_locked",
-    "is_ours_alone",
-    "is_same",
-    "open_locked",
-    "parse_header",
-    "read_header",
-    "read_progress",
-    "read_records",
-    "same_bytes",
-    "write_record",
-]
-
 
 _MAGIC = b"SHCPROG1"
 _HEADER = struct.Struct("<8sQQQQ")
@@ -228,7 +209,7 @@ class Growing:
         self.data = open_file(path / basename, io.FileIO)
         try:
             self._progress = open_file(path / PROGRESS, io.FileIO)
-        except BaseException:  # it is being published: its progress file went first
+        except OSError:  # it is being published: its progress file went first
             self.data.close()
             raise
 
@@ -280,47 +261,44 @@ def same_bytes(one: io.FileIO, other: io.FileIO, size: int) -> bool:
 _LOCK_PATIENCE = (0.001, 0.01)
 
 
-def create_locked(path: Path, layout: Layout) -> int | None:
+def _create_locked(path: Path, layout: Layout) -> io.FileIO | None:
     """Make a data file with its exclusive lock, or None if a sweeper has that."""
-    fd = open_owned(path, _MAKE, layout.modes)
-    ours = False
-    try:
-        locked = layout.grace is not None or is_free(fd) is not False
-        ours = locked and is_file(path, fd)
-        return fd if ours else None
-    finally:
-        if not ours:
-            disown(fd)
+    file = open_exclusive(path, _MAKE, layout.modes)
+    with contextlib.ExitStack() as stack:
+        stack.callback(file.close)
+        locked = layout.grace is not None or is_free(file.fileno()) is not False
+        if not (locked and is_file(path, file.fileno())):
+            return None
+        stack.pop_all()
+    return file
 
 
-def open_locked(path: Path, grace: float | None) -> int | None:
+def _open_locked(path: Path, grace: float | None) -> io.FileIO | None:
     """Open a data file for writing with its exclusive lock, or None if it is somebody's.
 
     Args:
         path: the file.
         grace: as `Layout.grace`; then nothing is locked.
     """
-    fd = open_owned(path, os.O_RDWR)
-    ours = False
-    try:
-        answer = is_free(fd) if grace is None else None
+    file = open_exclusive(path, os.O_RDWR)
+    with contextlib.ExitStack() as stack:
+        stack.callback(file.close)
+        answer = is_free(file.fileno()) if grace is None else None
         for seconds in _LOCK_PATIENCE:
             if answer is not False:
                 break
             time.sleep(seconds)
-            answer = is_free(fd)
+            answer = is_free(file.fileno())
         if answer is None:
             answer = is_idle(path.parent, grace or IDLE_GRACE)
-        # Between open and flock a sweeper may have won: then the name is gone,
-        # or is another file.
-        ours = answer and is_file(path, fd) and is_ours_alone(fd)
-        return fd if ours else None
-    finally:
-        if not ours:
-            disown(fd)
+        # Between open and flock a sweeper may have won: then the name is gone, or is another file.
+        if not (answer and is_file(path, file.fileno()) and _is_ours_alone(file.fileno())):
+            return None
+        stack.pop_all()
+    return file
 
 
-def is_ours_alone(fd: int) -> bool:
+def _is_ours_alone(fd: int) -> bool:
     """Whether an open file may be written, and sealed, which its owner alone can do."""
     return is_alone(fd) and os.fstat(fd).st_uid == os.geteuid()
 
@@ -342,27 +320,20 @@ class Partial:
     """A partial that this process writes. Made by `create` or `claim`."""
 
     def __init__(
-        self,
-        path: Path,
-        name: str,
-        metadata: Metadata,
-        fd: int,
-        progress_fd: int,
-        modes: Modes = PRIVATE,
+        self, data: Path, metadata: Metadata, file: io.FileIO, progress: io.FileIO, modes: Modes
     ):
-        self.path = path
-        self._modes = modes
-        self.data = path / name
+        self.path = data.parent
+        self.data = data
         self.metadata = metadata
-        self.fd = fd
-        self._progress_fd = progress_fd
+        self._modes = modes
+        self._file = file
+        self._progress = progress
         self._digests: dict[int, tuple[bytes, int]] = {}
         self._written = 0
         self._contiguous = 0  # blocks
         self._guard = threading.Lock()
         self._total = metadata.info.size
         self.confirmed = True
-        self._pid = os.getpid()
 
     @classmethod
     def create(cls, layout: Layout, metadata: Metadata, basename: str) -> Partial:
@@ -380,34 +351,28 @@ class Partial:
                 layout.mend(layout.partial)
                 continue
             try:
-                fd = create_locked(path / basename, layout)
-                if fd is None:  # a sweeper is looking at it right now
+                file = _create_locked(path / basename, layout)
+                if file is None:  # a sweeper is looking at it right now
                     shutil.rmtree(path, ignore_errors=True)
                     continue
-                return cls._begin(path, basename, metadata, fd, layout.modes)
+                return cls._begin(path / basename, metadata, file, layout.modes)
             except FileNotFoundError:
                 continue  # swept between two of our calls
-            except BaseException:
+            except OSError:
                 shutil.rmtree(path, ignore_errors=True)
                 raise
         raise LostError(f"{layout.partial} is being emptied faster than it can be filled")
 
     @classmethod
-    def _begin(
-        cls, path: Path, basename: str, metadata: Metadata, fd: int, modes: Modes
-    ) -> Partial:
-        try:
-            replace_file(path / META, metadata.encode(), modes.file, via=path.parent)
-            progress_fd = open_owned(path / PROGRESS, _MAKE, modes)
-        except BaseException:
-            disown(fd)
-            raise
-        partial = cls(path, basename, metadata, fd, progress_fd, modes)
-        try:
+    def _begin(cls, data: Path, metadata: Metadata, file: io.FileIO, modes: Modes) -> Partial:
+        with contextlib.ExitStack() as stack:
+            stack.callback(file.close)
+            replace_file(data.parent / META, metadata.encode(), modes.file, via=data.parent.parent)
+            progress = open_exclusive(data.parent / PROGRESS, _MAKE, modes)
+            stack.callback(progress.close)
+            partial = cls(data, metadata, file, progress, modes)
             partial._write_header()
-        except BaseException:
-            partial.close()
-            raise
+            stack.pop_all()
         return partial
 
     @classmethod
@@ -423,39 +388,44 @@ class Partial:
         parsed = parse_partial_name(path.name)
         if parsed is None or not is_directory(path):
             return None
-        progress_fd = -1
         mine = layout.new_partial(*parsed)
-        fd = None
-        try:
-            fd = open_locked(path / basename, layout.grace)
-            if fd is None:
+        with contextlib.ExitStack() as stack:
+            try:
+                file = _open_locked(path / basename, layout.grace)
+                if file is None:
+                    return None
+                stack.callback(file.close)
+                path.rename(mine)  # the claim: of two, one finds the old name gone
+                metadata = _read_sidecar(mine, parsed)
+                if metadata.info.size is None:
+                    raise DamagedError("its size is unknown, so it cannot be resumed")
+                progress = open_exclusive(mine / PROGRESS, os.O_RDWR)
+                stack.callback(progress.close)
+                if not _is_ours_alone(progress.fileno()):
+                    raise DamagedError("its progress file is also somewhere else")
+                partial = cls(mine / basename, metadata, file, progress, layout.modes)
+                partial._prove()
+            except (DamagedError, OSError) as exn:
+                if isinstance(exn, OSError) and exn.errno not in _NOT_RESUMABLE:
+                    raise
+                shutil.rmtree(mine, ignore_errors=True)
                 return None
-            path.rename(mine)  # the claim: of two, one finds the old name gone
-            metadata = _read_sidecar(mine, parsed)
-            if metadata.info.size is None:
-                raise DamagedError("its size is unknown, so it cannot be resumed")
-            progress_fd = open_owned(mine / PROGRESS, os.O_RDWR)
-            if not is_ours_alone(progress_fd):
-                raise DamagedError("its progress file is also somewhere else")
-            partial = cls(mine, basename, metadata, fd, progress_fd, layout.modes)
-            partial._prove()
-        except BaseException as exn:
-            _drop(fd, progress_fd)
-            gone = isinstance(exn, OSError) and exn.errno in _NOT_RESUMABLE
-            if not (gone or isinstance(exn, DamagedError)):
-                raise
-            shutil.rmtree(mine, ignore_errors=True)
-            return None
+            stack.pop_all()
         return partial
+
+    @property
+    def fd(self) -> int:
+        """The descriptor of the data file, for as long as this is open."""
+        return self._file.fileno()
 
     def _prove(self) -> None:
         """Believe just those recorded blocks whose bytes have the recorded digest."""
-        header = read_header(self._progress_fd)
+        header = read_header(self._progress.fileno())
         if header.total is None or header.total != self._total:
             raise DamagedError("its progress file describes another object")
         self.confirmed = False
         buffer = memoryview(bytearray(BLOCK))
-        for index, digest, length in read_records(self._progress_fd, header.total):
+        for index, digest, length in read_records(self._progress.fileno(), header.total):
             got = os.preadv(self.fd, [buffer[:length]], index * BLOCK)
             if got == length and block_digest(buffer[:length]) == digest:
                 self._digests[index] = (digest, length)
@@ -484,9 +454,9 @@ class Partial:
             OSError: as `write`.
         """
         with self._guard:
-            if self._progress_fd < 0:
+            if self._progress.closed:
                 return  # the fetch was called off; its last workers do not matter
-            write_record(self._progress_fd, index, digest, length)
+            write_record(self._progress.fileno(), index, digest, length)
             if index not in self._digests:
                 self._written += length
             self._digests[index] = (digest, length)
@@ -502,7 +472,7 @@ class Partial:
             OSError: as `write`.
         """
         with self._guard:
-            if self._progress_fd >= 0 and self._contiguous == 0:
+            if not self._progress.closed and self._contiguous == 0:
                 self._write_header(early=count)
 
     def restart(self) -> None:
@@ -514,8 +484,8 @@ class Partial:
         with self._guard:
             self._digests.clear()
             self._written = self._contiguous = 0
-            if self._progress_fd >= 0:
-                os.ftruncate(self._progress_fd, 0)
+            if not self._progress.closed:
+                os.ftruncate(self._progress.fileno(), 0)
                 os.ftruncate(self.fd, 0)
                 self._write_header()
 
@@ -526,7 +496,7 @@ class Partial:
     def _write_header(self, early: int = 0) -> None:
         # Who follows is given nothing of a version that may have been replaced since.
         shown = max(self.watermark, early) if self.confirmed else 0
-        Progress(self._total, shown, self._written).write(self._progress_fd)
+        Progress(self._total, shown, self._written).write(self._progress.fileno())
 
     def confirm(self) -> None:
         """Say that the origin still has this version: what was resumed may be read.
@@ -537,7 +507,7 @@ class Partial:
         if not self.confirmed:
             with self._guard:
                 self.confirmed = True
-                if self._progress_fd >= 0:
+                if not self._progress.closed:
                     self._write_header()
 
     @property
@@ -570,31 +540,21 @@ class Partial:
                 yield start, min(index * BLOCK, self._total)
                 start = None
 
-    def read_block(self, index: int, buffer: memoryview) -> None:
-        """Read a block back.
-
-        Raises:
-            OSError: the disk fails, or the block is not whole.
-        """
-        got = os.preadv(self.fd, [buffer], index * BLOCK)
-        if got != len(buffer):
-            raise OSError(errno.EIO, f"block {index} has {got} bytes, not {len(buffer)}")
-
     def set_total(self, total: int) -> None:
         """State the size, where the origin told it only by ending."""
         with self._guard:
-            if self._progress_fd < 0:
+            if self._progress.closed:
                 return
             self._total = total
             self._write_header()
 
-    def handle(self) -> int:
-        """Another descriptor of the data file for a worker, to be given to `locks.disown`.
+    def handle(self) -> io.FileIO:
+        """Another descriptor of the data file, for a worker to close.
 
         It shares the writer's flock: the partial counts as live until the last
         worker has let go, and a descriptor can never be reused under a worker.
         """
-        return dup_owned(self.fd)
+        return dup_exclusive(self._file)
 
     def seal(self, metadata: Metadata, *, sync: bool) -> None:
         """Make the directory what an entry must be, ready to be renamed.
@@ -617,22 +577,13 @@ class Partial:
         self.metadata = metadata
 
     def close(self) -> None:
-        """Let go; what is there stays for the next one to resume. In a forked child, nothing."""
-        if self._pid != os.getpid():
-            return
+        """Let go; what is there stays for the next one to resume."""
         with self._guard:
-            fd, self.fd = self.fd, -1
-            progress_fd, self._progress_fd = self._progress_fd, -1
-        _drop(fd, progress_fd)
+            self._file.close()
+            self._progress.close()
 
     def discard(self) -> None:
         """Remove it, then let go. In a forked child, nothing: it is the parent's."""
-        if self.fd >= 0 and self._pid == os.getpid():
+        if not self._file.closed:
             shutil.rmtree(self.path, ignore_errors=True)
             self.close()
-
-
-def _drop(*fds: int | None) -> None:
-    for fd in fds:
-        if fd is not None and fd >= 0:
-            disown(fd)

@@ -28,9 +28,6 @@ from shardcache.layout import (
     write_new,
 )
 
-__all__ = ["check_group", "check_layout", "check_links", "check_root"]
-__all__ += ["identity", "is_cache", "is_foreign", "make_root"]
-
 #: Device and inode.
 Identity = tuple[int, int]
 

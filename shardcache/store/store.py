@@ -257,7 +257,7 @@ class Store:
                 continue
             try:
                 self._quarantine.trust(directory, opened.fd, key, size)
-            except BaseException:
+            except (DamagedError, OSError):
                 opened.close()
                 raise
             self._remember(key, str(directory), opened.path, size)

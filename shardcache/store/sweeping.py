@@ -43,17 +43,6 @@ from shardcache.layout import (
 from shardcache.locks.flock import is_file, is_free, lock_exclusive
 from shardcache.store.partial import Progress, read_progress
 
-__all__ = [
-    "InFlight",
-    "in_flight",
-    "remove_dead_leases",
-    "remove_free_locks",
-    "remove_leftover",
-    "remove_quarantined",
-    "remove_temporaries",
-    "remove_unnamed",
-]
-
 logger = logging.getLogger(__name__)
 
 #: What opening a file answers when it is gone or none of ours: a planted symbolic

@@ -44,8 +44,6 @@ from shardcache.store.entry import (
 )
 from shardcache.urls import ShardURL, redact
 
-__all__ = ["Answer", "Checks", "Drift", "Finding", "State", "VerifyStatus", "differs", "verify"]
-
 
 class State(StrEnum):
     """What is known of an entry now. The last three need ``remote``."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import shutil
 import signal
@@ -14,13 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from shardcache.files import disown
 from shardcache.layout import Layout
-from shardcache.locks import sessions as module
 from shardcache.locks.sessions import (
     Session,
     dead_sessions,
-    oldest_live_session,
+    live_sessions,
     remove_dead_sessions,
 )
 from shardcache.store.root import make_root
@@ -29,7 +26,6 @@ from tests.support.storetools import (
     Parent,
     crowd,
     forked,
-    no_descriptor_free,
     no_descriptor_left,
     refusing,
 )
@@ -45,21 +41,25 @@ def layout(tmp_path: Path) -> Layout:
     return make_root(tmp_path / "cache", "test")
 
 
+def oldest(layout: Layout) -> float | None:
+    return min((session.started for session in live_sessions(layout)), default=None)
+
+
 def names(layout: Layout) -> list[str]:
     return sorted(os.listdir(layout.sessions))
 
 
 @pytest.mark.locks_work("flock")
 def test_the_oldest_session_counts(layout: Layout) -> None:
-    assert oldest_live_session(layout) is None
+    assert oldest(layout) is None
     with no_descriptor_left():
         young, old = Session(layout, 2000.0), Session(layout, 1000.5)
-        assert oldest_live_session(layout) == 1000.5
+        assert oldest(layout) == 1000.5
         old.close()
         old.close()
-        assert oldest_live_session(layout) == 2000.0
+        assert oldest(layout) == 2000.0
         young.close()
-    assert oldest_live_session(layout) is None
+    assert oldest(layout) is None
     assert names(layout) == []
 
 
@@ -73,10 +73,10 @@ def test_a_dead_process_does_not_count_and_a_stopped_one_does(layout: Layout) ->
     with forked(work) as child:
         name = child.hear()
         child.kill(signal.SIGSTOP)
-        assert oldest_live_session(layout) == 1000.0
+        assert oldest(layout) == 1000.0
         child.kill()
         assert names(layout) == [name]
-        assert oldest_live_session(layout) is None
+        assert oldest(layout) is None
     assert names(layout) == []
 
 
@@ -98,9 +98,9 @@ def test_a_dead_jobs_session_does_not_live_on_in_its_workers(layout: Layout) -> 
         assert child.hear() == "runs"
         worker = child.ask()
         try:
-            assert oldest_live_session(layout) == 1000.0
+            assert oldest(layout) == 1000.0
             child.kill()
-            assert oldest_live_session(layout) is None
+            assert oldest(layout) is None
             os.kill(worker, 0)
         finally:
             os.kill(worker, signal.SIGKILL)
@@ -115,7 +115,7 @@ def test_a_session_is_never_seen_without_its_lock_or_its_time(layout: Layout) ->
         seen = set()
         end = time.monotonic() + 1.0
         while time.monotonic() < end:
-            seen.add(oldest_live_session(layout))
+            seen.add(oldest(layout))
             remove_dead_sessions(layout)
         parent.say(seen)
 
@@ -125,7 +125,7 @@ def test_a_session_is_never_seen_without_its_lock_or_its_time(layout: Layout) ->
         end = time.monotonic() + 1.0
         while time.monotonic() < end:
             session = Session(layout, 1000.0 + number)
-            lost += session._fd < 0 or not session.path.exists()
+            lost += session._file is None or not session.path.exists()
             session.close()
         parent.say(lost)
 
@@ -137,44 +137,11 @@ def test_a_session_is_never_seen_without_its_lock_or_its_time(layout: Layout) ->
     assert names(layout) == []
 
 
-@pytest.mark.locks_work("flock")
-def test_a_session_that_is_swept_before_it_is_locked_is_made_again(
-    layout: Layout, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = module.lock_exclusive
-    swept = 0
-
-    def sweep(fd: int) -> bool:
-        nonlocal swept
-        swept += 1
-        if swept == 1:
-            os.unlink(os.readlink(f"/proc/self/fd/{fd}"))
-        return real(fd) and swept != 2  # the second time it is being looked at
-
-    monkeypatch.setattr(module, "lock_exclusive", sweep)
-    with no_descriptor_left():
-        session = Session(layout, 1000.0)
-        monkeypatch.undo()
-        assert oldest_live_session(layout) == 1000.0
-        session.close()
-    remove_dead_sessions(layout)
-    assert names(layout) == []
-
-
 @pytest.mark.locks_work("answers")
 def test_sessions_killed_on_the_way_to_their_names_are_swept(layout: Layout) -> None:
     (layout.sessions / f".starting-{'0' * 32}").touch()
-    assert oldest_live_session(layout) is None
+    assert oldest(layout) is None
     remove_dead_sessions(layout)
-    assert names(layout) == []
-
-
-@pytest.mark.locks_work("answers")
-def test_a_session_whose_pid_lives_on_is_dead_without_its_lock(layout: Layout) -> None:
-    # What a reused pid looks like: the process of that number lives, the lock is free.
-    session = Session(layout, 1000.0)
-    disown(session._fd)
-    assert oldest_live_session(layout) is None
     assert names(layout) == []
 
 
@@ -186,7 +153,7 @@ def test_what_is_no_session_stays_and_does_not_count(layout: Layout, tmp_path: P
     (layout.sessions / f"{'1' * 32}.session").mkdir()
     before = names(layout)
     with no_descriptor_left():
-        assert oldest_live_session(layout) is None
+        assert oldest(layout) is None
         remove_dead_sessions(layout)
     assert names(layout) == before and victim.exists()
 
@@ -200,7 +167,7 @@ def test_a_session_that_cannot_be_asked_counts_as_live(
     os.utime(path, (1000, 1000))
     concerns = lambda p, *a, **k: str(p) == str(path)  # noqa: E731
     monkeypatch.setattr(os, "open", refusing(number, when=concerns, real=os.open))
-    assert oldest_live_session(layout) == 1000.0
+    assert oldest(layout) == 1000.0
     assert path.exists()
     lstat = Path.lstat
 
@@ -210,28 +177,7 @@ def test_a_session_that_cannot_be_asked_counts_as_live(
         return lstat(self)
 
     monkeypatch.setattr(Path, "lstat", gone)
-    assert oldest_live_session(layout) is None
-
-
-@pytest.mark.locks_work("flock")
-def test_want_of_descriptors_is_an_error_and_no_answer(layout: Layout) -> None:
-    session = Session(layout, 1000.0)
-    with no_descriptor_free(), pytest.raises(OSError) as caught:
-        oldest_live_session(layout)
-    assert caught.value.errno == errno.EMFILE
-    real = os.open
-
-    def scarce(path, flags, *args, **kw):
-        if str(path).endswith(".session"):
-            raise OSError(errno.EMFILE, "too many")
-        return real(path, flags, *args, **kw)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "open", scarce)
-        with pytest.raises(OSError):
-            oldest_live_session(layout)
-    assert oldest_live_session(layout) == 1000.0
-    session.close()
+    assert oldest(layout) is None
 
 
 def test_a_cache_that_cannot_be_written_has_no_session_and_no_error(
@@ -252,53 +198,11 @@ def test_a_cache_that_cannot_be_written_has_no_session_and_no_error(
 @pytest.mark.locks_work("flock")
 def test_a_removed_directory_is_made_again(layout: Layout) -> None:
     layout.sessions.rmdir()
-    assert oldest_live_session(layout) is None
+    assert oldest(layout) is None
     remove_dead_sessions(layout)
     session = Session(layout, 1000.0)
-    assert oldest_live_session(layout) == 1000.0
+    assert oldest(layout) == 1000.0
     session.close()
-
-
-@pytest.mark.locks_work("answers")
-def test_locks_that_lie_never_make_starting_endless(
-    layout: Layout, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_ATTEMPTS", 5)
-    monkeypatch.setattr(
-        fcntl, "flock", lambda *a: (_ for _ in ()).throw(OSError(errno.EWOULDBLOCK, "busy"))
-    )
-    with no_descriptor_left():
-        session = Session(layout, 1000.0)
-        session.close()
-    monkeypatch.undo()
-    remove_dead_sessions(layout)
-    assert names(layout) == []
-
-
-def test_a_disk_that_fails_at_the_end_of_a_session_is_no_error(
-    layout: Layout, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(fd: int) -> None:
-        disown(fd)
-        raise OSError(errno.EIO, "closing")
-
-    with no_descriptor_left():
-        session = Session(layout, 1000.0)
-        monkeypatch.setattr(module, "disown", fail)
-        session.close()
-        session.close()
-    assert names(layout) == []
-
-
-def test_closing_on_a_disk_that_turned_read_only_ends_the_session(
-    layout: Layout,
-) -> None:
-    with no_descriptor_left():
-        session = Session(layout, 1000.0)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(os, "unlink", refusing(errno.EROFS, real=os.unlink))
-            session.close()
-    assert oldest_live_session(layout) is None
 
 
 def test_a_program_that_closes_nothing_ends_without_a_word_and_without_a_session(

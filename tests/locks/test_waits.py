@@ -85,17 +85,6 @@ def test_a_wait_of_half_a_second_is_noted_and_the_note_goes_with_it(
     assert (wait.waiter.pid, wait.waiter.started) == (os.getpid(), clock.now)
 
 
-def test_a_wait_that_ends_with_an_error_leaves_no_note(layout: Layout) -> None:
-    config = Cache(dir=layout.base.parent, min_free=0, lock_timeout=30).config
-    lock, clock = hold(layout), FakeClock()
-    found: list[int] = []
-    clock.on_sleep.append(lambda: found.append(len(notes(layout))))
-    with Cache.from_config(config, clock=clock) as cache, pytest.raises(TimeoutError):
-        cache.fetch(URL)
-    assert found[-1] == 1 and not notes(layout)
-    lock.release()
-
-
 def test_who_waits_no_longer_but_fetches_is_not_said_to_wait(
     patient: tuple[Cache, FakeClock], origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,14 +102,6 @@ def test_who_waits_no_longer_but_fetches_is_not_said_to_wait(
     assert cache.open(URL).read() == DATA
     assert clock.elapsed > 100 and noted == [0]
     lock.release()
-
-
-def test_who_need_not_wait_makes_no_note(
-    patient: tuple[Cache, FakeClock], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(WaitNote, "say", None)
-    cache, _ = patient
-    assert cache.open(URL).read() == cache.open(URL).read() == DATA
 
 
 def test_a_killed_process_is_not_said_to_wait_and_its_note_is_swept(layout: Layout) -> None:
@@ -159,15 +140,6 @@ def test_a_child_does_not_take_the_note_of_its_parent(layout: Layout) -> None:
     assert not notes(layout)
 
 
-def test_what_is_said_last_is_what_is_read(layout: Layout) -> None:
-    note = WaitNote(layout)
-    note.say(WAIT)
-    shorter = Wait(URL, WAIT.key, WAIT.waiter, None)
-    note.say(shorter)
-    assert list(live_waits(layout)) == [shorter]
-    note.close()
-
-
 @pytest.mark.parametrize("how", ["gone", "a link", "no file"])
 def test_where_it_cannot_be_noted_one_waits_all_the_same(
     layout: Layout, tmp_path: Path, how: str
@@ -200,11 +172,6 @@ def test_where_it_cannot_be_noted_one_waits_all_the_same(
 def test_what_is_no_note_is_not_shown(text: bytes) -> None:
     assert parse_wait(text) is None
     assert parse_wait(WAIT.encode()) == WAIT
-
-
-def test_what_a_note_says_can_be_shown(layout: Layout) -> None:
-    wait = parse_wait(WAIT.encode().replace(b"s3://lab", rb"s3:\u001b[31m//lab"))
-    assert wait is not None and wait.url.isprintable()
 
 
 def test_top_shows_who_waits_for_whom_since_when_and_how_far(

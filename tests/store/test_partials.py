@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import random
 import shutil
@@ -13,15 +12,12 @@ import struct
 import threading
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardcache.files import disown
 from shardcache.layout import META, PROGRESS, Layout, parse_partial_name
-from shardcache.store import partial as datalocks
 from shardcache.store import partial as module
 from shardcache.store.digest import BLOCK, block_digest
 from shardcache.store.entry import Metadata
@@ -31,7 +27,6 @@ from shardcache.store.partial import (
     Progress,
     read_progress,
     read_records,
-    write_record,
 )
 from tests.support.storetools import (
     Parent,
@@ -40,10 +35,8 @@ from tests.support.storetools import (
     fill,
     forked,
     metadata_for,
-    needs_root,
     no_descriptor_left,
     payload,
-    public_directory,
     refusing,
     wait_until,
 )
@@ -121,12 +114,11 @@ def test_blocks_from_many_threads_are_all_recorded(layout: Layout) -> None:
     partial = begin(layout, metadata_for(data=data))
 
     def work(number: int) -> None:
-        fd = partial.handle()
-        for index in range(number, 16, 4):
-            block = memoryview(data)[index * BLOCK : (index + 1) * BLOCK]
-            partial.write(index * BLOCK, block, fd)
-            partial.record(index, block_digest(block), BLOCK)
-        disown(fd)
+        with partial.handle() as file:
+            for index in range(number, 16, 4):
+                block = memoryview(data)[index * BLOCK : (index + 1) * BLOCK]
+                partial.write(index * BLOCK, block, file.fileno())
+                partial.record(index, block_digest(block), BLOCK)
 
     threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
     for thread in threads:
@@ -135,16 +127,6 @@ def test_blocks_from_many_threads_are_all_recorded(layout: Layout) -> None:
         thread.join()
     assert read_progress(partial.path) == Progress(16 * BLOCK, 16 * BLOCK, 16 * BLOCK)
     assert partial.data.read_bytes() == data
-    assert list(partial.missing()) == []
-    partial.discard()
-
-
-def test_an_unknown_size_is_stated_when_it_is_known(layout: Layout) -> None:
-    partial = begin(layout, metadata_for(data=DATA, size=None))
-    assert read_progress(partial.path) == Progress(None, 0, 0)
-    fill(partial, DATA)
-    partial.set_total(SIZE)
-    assert read_progress(partial.path) == Progress(SIZE, SIZE, SIZE)
     assert list(partial.missing()) == []
     partial.discard()
 
@@ -167,17 +149,6 @@ def test_a_fetch_that_starts_over_forgets_every_block(layout: Layout) -> None:
     partial.discard()  # it may be somebody else's by now
     assert partial.path.exists()
     shutil.rmtree(partial.path)
-
-
-def test_blocks_are_read_back_whole_or_not_at_all(layout: Layout) -> None:
-    partial = begin(layout, metadata_for(data=DATA))
-    fill(partial, DATA)
-    buffer = memoryview(bytearray(777))
-    partial.read_block(3, buffer)
-    assert bytes(buffer) == DATA[3 * BLOCK :]
-    with pytest.raises(OSError, match="777 bytes"):
-        partial.read_block(3, memoryview(bytearray(778)))
-    partial.discard()
 
 
 def test_a_short_write_is_carried_on_and_an_empty_one_ends(
@@ -214,7 +185,7 @@ def test_a_write_that_fails_is_an_error_and_nothing_is_recorded(
 
 def test_workers_that_come_late_write_nowhere(layout: Layout) -> None:
     partial = begin(layout, metadata_for(data=DATA, size=None))
-    fd = partial.handle()
+    file = partial.handle()
     partial.close()
     before = (partial.path / PROGRESS).read_bytes()
     partial.record(0, b"x" * 16, BLOCK)
@@ -222,41 +193,26 @@ def test_workers_that_come_late_write_nowhere(layout: Layout) -> None:
     assert (partial.path / PROGRESS).read_bytes() == before
     with pytest.raises(OSError):
         partial.handle()
-    disown(fd)
+    file.close()
 
 
 @pytest.mark.locks_work("flock")
 def test_a_partial_counts_as_live_until_its_last_worker_let_go(layout: Layout) -> None:
     partial = begin(layout, metadata_for(data=DATA))
-    fd = partial.handle()
+    file = partial.handle()
     partial.close()
     assert Partial.claim(layout, partial.path, NAME) is None
-    disown(fd)
+    file.close()
     claimed = Partial.claim(layout, partial.path, NAME)
     assert claimed is not None
     claimed.discard()
     assert remains(layout) == []
 
 
-def test_the_missing_directory_is_made(tmp_path: Path) -> None:
-    (tmp_path / "v1").mkdir()
-    partial = begin(Layout(tmp_path / "v1"), metadata_for(data=DATA))
-    assert partial.data.is_file()
-    assert partial.path.parent == tmp_path / "v1" / "partial"
-    partial.discard()
-
-
 def test_a_missing_namespace_is_not_made_on_the_way(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         begin(Layout(tmp_path / "v1"), metadata_for(data=DATA))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_name_taken_by_a_file_is_an_os_error_and_nothing_stays(layout: Layout) -> None:
-    layout.partial.rmdir()
-    layout.partial.touch()
-    with no_descriptor_left(), pytest.raises(NotADirectoryError):
-        begin(layout, metadata_for(data=DATA))
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE])
@@ -276,27 +232,6 @@ def test_a_disk_that_fails_leaves_nothing(
     assert remains(layout) == []
 
 
-def test_the_first_failure_counts_where_nothing_can_be_removed_either(
-    layout: Layout, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "pwrite", refusing(errno.ENOSPC, real=os.pwrite))
-    monkeypatch.setattr(os, "rmdir", refusing(errno.EIO, real=os.rmdir))
-    with no_descriptor_left(), pytest.raises(OSError) as caught:
-        begin(layout, metadata_for(data=DATA))
-    assert caught.value.errno == errno.ENOSPC
-
-
-def test_an_interrupt_leaves_nothing(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*args: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(fcntl, "flock", interrupt)
-    with no_descriptor_left(), pytest.raises(KeyboardInterrupt):
-        begin(layout, metadata_for(data=DATA))
-    monkeypatch.undo()
-    assert remains(layout) == []
-
-
 @pytest.mark.parametrize("step", ["mkdir", "lock", "meta"])
 def test_a_new_partial_that_is_swept_is_made_again(
     layout: Layout, monkeypatch: pytest.MonkeyPatch, step: str
@@ -310,16 +245,16 @@ def test_a_new_partial_that_is_swept_is_made_again(
             shutil.rmtree(path)
 
     if step == "mkdir":
-        real_open = datalocks.open_owned
+        real_open = module.open_exclusive
         monkeypatch.setattr(
-            datalocks,
-            "open_owned",
+            module,
+            "open_exclusive",
             lambda path, *args: (sweep(path.parent), real_open(path, *args))[1],
         )
     elif step == "lock":
-        real_lock = datalocks.is_free
+        real_lock = module.is_free
         monkeypatch.setattr(
-            datalocks,
+            module,
             "is_free",
             lambda fd: (sweep(Path(os.readlink(f"/proc/self/fd/{fd}")).parent), real_lock(fd))[1],
         )
@@ -337,24 +272,6 @@ def test_a_new_partial_that_is_swept_is_made_again(
         assert swept == 2
         assert remains(layout) == [partial.path.name]
         partial.close()
-
-
-def test_a_sweeper_that_holds_the_new_file_is_waited_out(
-    layout: Layout, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answers = iter([False, False, True])
-    monkeypatch.setattr(datalocks, "is_free", lambda fd: next(answers))
-    with no_descriptor_left():
-        partial = begin(layout, metadata_for(data=DATA))
-        assert remains(layout) == [partial.path.name]
-        partial.discard()
-
-
-def test_a_sweeper_gone_mad_is_reported(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datalocks, "is_free", lambda fd: False)
-    with no_descriptor_left(), pytest.raises(LostError, match="emptied"):
-        begin(layout, metadata_for(data=DATA))
-    assert remains(layout) == []
 
 
 # -- sealing -------------------------------------------------------------------
@@ -463,18 +380,6 @@ def test_only_blocks_whose_bytes_are_proven_are_believed(
 
 
 @pytest.mark.locks_work("answers")
-def test_a_record_of_part_of_a_block_is_not_believed(layout: Layout) -> None:
-    path = left_behind(layout, [0])
-    with open(path / NAME, "r+b") as data, open(path / PROGRESS, "r+b") as progress:
-        data.seek(BLOCK)
-        data.write(DATA[BLOCK : BLOCK + 100])
-        write_record(progress.fileno(), 1, block_digest(DATA[BLOCK : BLOCK + 100]), 100)
-    partial = Partial.claim(layout, path, NAME)
-    assert partial is not None and partial.written == partial.watermark == BLOCK
-    partial.discard()
-
-
-@pytest.mark.locks_work("answers")
 def test_a_truncated_progress_file_of_absurd_size_is_not_read_whole(layout: Layout) -> None:
     path = left_behind(layout, [0, 1])
     os.truncate(path / PROGRESS, 1 << 40)
@@ -510,14 +415,14 @@ def test_a_data_file_that_was_replaced_before_its_lock_is_not_taken(
     layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = left_behind(layout, [0])
-    real = datalocks.is_free
+    real = module.is_free
 
     def replace_first(fd: int) -> bool:
         (path / NAME).unlink()
         (path / NAME).write_bytes(b"another's")
         return real(fd)
 
-    monkeypatch.setattr(datalocks, "is_free", replace_first)
+    monkeypatch.setattr(module, "is_free", replace_first)
     with no_descriptor_left():
         assert Partial.claim(layout, path, NAME) is None
     assert (path / NAME).read_bytes() == b"another's"
@@ -555,10 +460,6 @@ def test_a_directory_of_another_name_is_never_claimed(layout: Layout, name: str)
     left_behind(layout, [0]).rename(layout.partial / name)
     assert Partial.claim(layout, layout.partial / name, NAME) is None
     assert sorted(os.listdir(layout.partial / name)) == [NAME, META, PROGRESS]
-
-
-def test_what_is_not_there_is_not_claimed(layout: Layout) -> None:
-    assert Partial.claim(layout, layout.new_partial("0" * 32, "0" * 24), NAME) is None
 
 
 @pytest.mark.locks_work("answers")
@@ -606,65 +507,15 @@ def test_what_a_killed_writer_had_half_written_is_not_published(layout: Layout, 
 
 
 @pytest.mark.locks_work("answers")
-@pytest.mark.parametrize("opens", [datalocks, module], ids=["data", "progress"])
 def test_want_of_descriptors_is_an_error_and_removes_nothing(
-    layout: Layout, monkeypatch: pytest.MonkeyPatch, opens: ModuleType
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = left_behind(layout, [0])
-    monkeypatch.setattr(opens, "open_owned", refusing(errno.EMFILE, real=None))
+    monkeypatch.setattr(module, "open_exclusive", refusing(errno.EMFILE, real=None))
     with pytest.raises(OSError):
         Partial.claim(layout, path, NAME)
     (left,) = remains(layout)  # perhaps with the name of who wanted to claim it
     assert sorted(os.listdir(layout.partial / left)) == [NAME, META, PROGRESS]
-
-
-@pytest.mark.parametrize("claiming", [True, False])
-def test_a_lock_that_fails_leaves_no_descriptor(
-    layout: Layout, monkeypatch: pytest.MonkeyPatch, claiming: bool
-) -> None:
-    path = left_behind(layout, [0])
-    monkeypatch.setattr(datalocks, "is_free", refusing(errno.EIO, real=None))
-    with no_descriptor_left(), pytest.raises(OSError) as caught:
-        if claiming:
-            Partial.claim(layout, path, NAME)
-        else:
-            begin(layout, metadata_for(data=DATA))
-    assert caught.value.errno == errno.EIO  # its frames are still there, and hold nothing
-
-
-@pytest.mark.locks_work("flock")
-def test_what_is_free_is_claimed_without_a_pause_and_what_is_not_after_short_ones(
-    layout: Layout, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = left_behind(layout, [0])
-    naps: list[float] = []
-    monkeypatch.setattr(datalocks.time, "sleep", naps.append)
-    partial = Partial.claim(layout, path, NAME)
-    assert partial is not None
-    assert naps == []
-    assert Partial.claim(layout, partial.path, NAME) is None
-    assert 0 < sum(naps) < 0.1
-    partial.discard()
-
-
-@needs_root
-def test_a_sealed_leftover_does_not_stop_the_next_fetch() -> None:
-    # Read-only data cannot be opened for writing, unless by root.
-    def leave(parent: Parent, path: Path) -> None:
-        os.setegid(65534)
-        os.seteuid(65534)
-        layout = Layout(path / "v1")
-        layout.make()
-        partial = begin(layout, metadata_for(data=DATA))
-        fill(partial, DATA)
-        partial.seal(metadata_for(data=DATA), sync=False)
-        partial.close()
-        parent.say(Partial.claim(layout, partial.path, NAME))
-
-    with public_directory() as public:
-        os.chown(public, 65534, 65534)
-        with forked(leave, public) as child:
-            assert child.hear() is None
 
 
 # -- other processes -----------------------------------------------------------
@@ -698,7 +549,7 @@ def test_a_writers_child_does_not_keep_its_partial_alive(layout: Layout) -> None
         worker = partial.handle()
         pid = os.fork()
         if pid == 0:
-            disown(worker)
+            worker.close()
             partial.close()
             parent.say(str(partial.path))
             signal.alarm(120)

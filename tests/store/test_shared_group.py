@@ -17,15 +17,12 @@ import pytest
 
 from shardcache import ConfigError
 from shardcache.cli.main import main
-from shardcache.config import group_name
 from shardcache.errors import ShardCacheError
-from shardcache.fetch.waiting import Waiter
-from shardcache.files import PRIVATE, Modes
-from shardcache.layout import MANIFEST, Layout
+from shardcache.files import Modes
+from shardcache.layout import Layout
 from shardcache.locks.mounts import node_namespace
-from shardcache.store.root import check_root, make_root
 from tests.support.fakes import Fault, MemoryOrigin
-from tests.support.storetools import Parent, needs_root, public_directory, wait_until
+from tests.support.storetools import Parent, needs_root, wait_until
 from tests.support.tars import make_tar
 from tests.support.users import (
     ANNA,
@@ -59,6 +56,9 @@ def expected(name: str, path: Path, modes: dict[str, int]) -> int:
     return modes["published" if "/objects/" in name and path.suffix == ".tar" else "file"]
 
 
+# -- permissions ---------------------------------------------------------------
+
+
 def killed_midway(parent: Parent, root: Path, options: dict[str, object]) -> None:
     """Fetch half a shard and wait for the signal."""
     origin = MemoryOrigin(objects=dict(SHARDS), chunk=100)
@@ -68,9 +68,6 @@ def killed_midway(parent: Parent, root: Path, options: dict[str, object]) -> Non
     wait_until(lambda: origin.delivered >= 500)
     parent.say()
     parent.hear()
-
-
-# -- permissions ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("umask", UMASKS)
@@ -154,28 +151,6 @@ def test_one_fetches_the_other_hits_touches_and_evicts(
     assert list(root.rglob("*.tar")) == []
 
 
-def test_what_one_reads_the_other_does_not_evict(area: Path) -> None:
-    root = area / "cache"
-
-    def read(parent: Parent) -> None:
-        with open_cache(root, shared_group=GROUP) as cache:
-            cache.fetch(URL)
-            with cache.open(URL) as stream:
-                parent.say()
-                parent.hear()
-                parent.say(stream.read() == SHARDS[URL])
-
-    def evict() -> tuple[int, int]:
-        with open_cache(root, shared_group=GROUP) as cache:
-            return cache.remove(URL)
-
-    with running(ANNA, read) as child:
-        child.hear()
-        assert ask(BELA, evict) == (0, 1)
-        assert child.ask() is True
-    assert ask(BELA, evict) == (len(SHARDS[URL]), 0)
-
-
 def test_one_sweeps_what_the_other_left_when_it_was_killed(area: Path) -> None:
     root = area / "cache"
     with running(ANNA, killed_midway, root, {"shared_group": GROUP}) as child:
@@ -227,45 +202,6 @@ def test_half_a_shard_is_resumed_by_its_own_user_only(area: Path) -> None:
         shutil.rmtree(root)
 
 
-def test_members_wait_for_each_others_fetch(area: Path) -> None:
-    root = area / "cache"
-
-    def slowly(parent: Parent) -> None:
-        origin = MemoryOrigin(objects=dict(SHARDS), chunk=100)
-        go = threading.Event()
-        origin.faults.append(Fault(after=500, wait=go))
-        with open_cache(root, origin, shared_group=GROUP) as cache:
-            thread = threading.Thread(target=cache.fetch, args=(URL,))
-            thread.start()
-            wait_until(lambda: origin.delivered >= 500)
-            parent.say()
-            parent.hear()
-            go.set()
-            thread.join()
-        parent.say(len(origin.requests))
-
-    def wait(parent: Parent) -> None:
-        origin = MemoryOrigin(objects=dict(SHARDS))
-        pause = Waiter.pause
-
-        def say_and_pause(waiter: Waiter) -> None:
-            Waiter.pause = pause
-            parent.say(waiter.describe())
-            pause(waiter)
-
-        Waiter.pause = say_and_pause
-        with open_cache(root, origin, shared_group=GROUP) as cache:
-            _, outcome = cache.fetch_shard(cache.parse(URL))
-        parent.say((str(outcome), len(origin.requests)))
-
-    with running(ANNA, slowly, umask=0o077) as anna:
-        anna.hear()
-        with running(BELA, wait, umask=0) as bela:
-            assert "process" in bela.hear()
-            assert anna.ask() == 1
-            assert bela.hear() == ("coalesced", 0)
-
-
 def test_many_of_both_make_one_cache_and_fetch_every_shard_once(area: Path) -> None:
     root = area / "cache"
 
@@ -282,98 +218,6 @@ def test_many_of_both_make_one_cache_and_fetch_every_shard_once(area: Path) -> N
     assert all(right for one in found for _, right, _ in one)
     requests = [sum(one[n][2] for one in found) for n in range(len(SHARDS))]
     assert requests == [1] * len(SHARDS)
-
-
-def test_a_sibling_namespace_of_another_user_is_shared(area: Path) -> None:
-    root = area / "cache"
-    ask(ANNA, lambda: fetch(root, shared_group=GROUP, isolation="rank"))
-    had = ask(BELA, lambda: fetch(root, shared_group=GROUP, isolation="job"))
-    # Linking to a file that one may not write is refused by the kernel, where
-    # protected_hardlinks is set; then theirs is read.
-    assert had == [("linked", True, 0)]
-
-
-def test_a_lock_whose_maker_was_killed_before_opening_it_to_the_group(
-    area: Path,
-) -> None:
-    root = area / "cache"
-    ask(ANNA, lambda: fetch(root, "s3://lab/1.tar", shared_group=GROUP))
-    layout = Layout.of_root(root)
-
-    def make() -> Path:
-        with open_cache(root, shared_group=GROUP) as cache:
-            path = layout.key_lock(cache.parse(URL).key)
-            Modes.of(GROUP).make_directory(path.parent)
-            os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
-            return path
-
-    path = ask(ANNA, make)
-    assert ask(BELA, lambda: fetch(root, shared_group=GROUP)) == [("fetched", True, 1)]
-
-    def sweep() -> None:
-        with open_cache(root, shared_group=GROUP) as cache:
-            cache.clean(limits=False)
-
-    ask(BELA, sweep)
-    assert path.exists()
-    ask(ANNA, sweep)
-    assert not path.exists()
-
-
-def test_a_partial_whose_data_was_not_opened_to_the_group_goes_when_it_is_old(
-    area: Path,
-) -> None:
-    root = area / "cache"
-    with running(ANNA, killed_midway, root, {"shared_group": GROUP}) as child:
-        child.hear()
-        child.kill()
-    (left,) = Layout.of_root(root).partial.iterdir()
-    (left / "0.tar").chmod(0o600)
-
-    def sweep() -> int:
-        with open_cache(root, shared_group=GROUP) as cache:
-            return len(cache.clean(limits=False).removed)
-
-    assert ask(BELA, sweep) == 0  # its writer may be alive
-    for path in left.iterdir():
-        os.utime(path, (1, 1))
-    assert ask(BELA, sweep) == 1
-    assert not left.exists()
-
-
-def test_a_directory_that_is_closed_to_members_stops_nobody(area: Path) -> None:
-    root = area / "cache"
-    with running(ANNA, killed_midway, root, {"shared_group": GROUP}) as child:
-        child.hear()
-        child.kill()
-    (left,) = Layout.of_root(root).partial.iterdir()
-    left.chmod(0o700)
-    had = ask(BELA, lambda: fetch(root, shared_group=GROUP, max_size="1MB"))
-    assert had == [("fetched", True, 1)]
-    assert left.exists()
-
-
-def test_directories_that_were_never_named_are_swept(area: Path) -> None:
-    root = area / "cache"
-    ask(ANNA, lambda: fetch(root, shared_group=GROUP))
-    layout = Layout.of_root(root)
-    (prefix,) = layout.objects.iterdir()
-    left = [
-        directory / f".new.{'0' * 32}"
-        for directory in (root, layout.base, layout.objects, layout.partial, layout.locks, prefix)
-    ]
-    kept = layout.objects / ".new.notours"
-    for path in [*left, kept]:
-        path.mkdir(mode=0o700)
-        os.chown(path, ANNA.uid, GROUP)
-
-    def sweep() -> None:
-        with open_cache(root, shared_group=GROUP) as cache:
-            cache.clean(limits=False)
-
-    ask(BELA, sweep)
-    assert [path for path in left if path.exists()] == []
-    assert kept.exists()
 
 
 def test_sessions_on_the_node_are_shared_too(area: Path) -> None:
@@ -408,31 +252,6 @@ def test_sessions_on_the_node_are_shared_too(area: Path) -> None:
     finally:
         for path in filter(None, found):
             shutil.rmtree(path, ignore_errors=True)
-
-
-@pytest.mark.parametrize("step", ["mkdir", "chown", "chmod", "rename"])
-def test_killed_while_a_root_is_made_the_next_member_makes_it(
-    area: Path,
-    step: str,
-) -> None:
-    root = area / "cache"
-
-    def die(*args: object, **kw: object) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def make(parent: Parent) -> None:
-        place = Path if step in ("mkdir", "rename") else os
-        setattr(place, step, die)
-        open_cache(root, shared_group=GROUP)
-        parent.say("survived")
-
-    if step == "chown":  # not needed where the group comes from above
-        area.chmod(0o1777)
-    with running(ANNA, make) as child, contextlib.suppress(EOFError):
-        child.hear()
-        raise AssertionError("it was not killed")
-    assert not root.exists()
-    assert ask(BELA, lambda: fetch(root, shared_group=GROUP)) == [("fetched", True, 1)]
 
 
 # -- refusals ------------------------------------------------------------------
@@ -471,17 +290,6 @@ def test_a_root_that_the_group_does_not_share_is_refused_with_the_command_that_m
 
     subprocess.run(command, shell=True, check=True)
     assert ask(BELA, lambda: fetch(root, shared_group=GROUP)) == [("fetched", True, 1)]
-
-
-def test_a_root_that_everybody_may_write_is_refused_for_a_group_too(
-    area: Path,
-) -> None:
-    root = area / "cache"
-    root.mkdir()
-    os.chown(root, ANNA.uid, GROUP)
-    root.chmod(0o2777)
-    with pytest.raises(AssertionError, match="can be written by every user"):
-        ask(ANNA, lambda: fetch(root, shared_group=GROUP))
 
 
 @pytest.mark.parametrize("inner", ["v1", "v1/objects", "v1/partial", "v1/locks"])
@@ -537,20 +345,6 @@ def test_a_shared_cache_is_not_used_without_its_group_nor_the_other_way_round(
             ask(ANNA, lambda root=root, options=options: fetch(root, **options))
 
 
-def test_a_damaged_manifest_leaves_the_rest_of_the_checks(area: Path) -> None:
-    root = area / "cache"
-    ask(ANNA, lambda: fetch(root, shared_group=GROUP))
-    for damage in (b"", b"[" * 70_000, b"[]", b"\xff", b'{"shared_group": null}'):
-        (root / MANIFEST).write_bytes(damage)
-        if damage.startswith(b"{"):
-            with pytest.raises(AssertionError, match="ConfigError"):
-                ask(BELA, lambda: fetch(root, shared_group=GROUP))
-        else:
-            assert ask(BELA, lambda: fetch(root, shared_group=GROUP)) == [("hit", True, 0)]
-            with pytest.raises(AssertionError, match="belongs to user"):
-                ask(BELA, lambda: fetch(root))
-
-
 def test_a_group_that_is_none_and_one_that_we_are_not_in(area: Path) -> None:
     for name in ("no such group", "", "-1", str(2**32 - 1), True, 1.5):
         with pytest.raises(ConfigError, match="shared_group"):
@@ -568,19 +362,3 @@ def test_a_group_that_is_none_and_one_that_we_are_not_in(area: Path) -> None:
 
     text = ask(ANNA, refuse)
     assert text.startswith("ConfigError: this process is not in the group") and "log in" in text
-
-
-def test_permissions_have_one_meaning() -> None:
-    assert Modes.of(None) is PRIVATE
-    assert group_name(0) == "root" and group_name(GROUP) == str(GROUP)
-    assert group_name(2**40) == str(2**40)
-    with public_directory() as public:
-        layout = make_root(public / "cache", "1", Modes.of(GROUP))
-        assert layout.modes == layout.rank("a").modes == Modes.of(GROUP)
-        check_root(public / "cache", Modes.of(GROUP))
-        with pytest.raises(FileExistsError):
-            Modes.of(GROUP).new_directory(layout.base)
-        (public / "file").touch()
-        with pytest.raises(FileExistsError):
-            Modes.of(GROUP).make_directory(public / "file")
-        assert {path.name for path in public.iterdir()} == {"cache", "file"}

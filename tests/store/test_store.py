@@ -11,24 +11,18 @@ import stat
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from shardcache.files import Modes
-from shardcache.layout import META, Layout, is_quarantined_name
+from shardcache.layout import META, is_quarantined_name
 from shardcache.locks import flock as locks
-from shardcache.locks.flock import lock_shared
 from shardcache.store import entry as entry_module
 from shardcache.store import store as module
 from shardcache.store import store as quarantine
 from shardcache.store.digest import BLOCK
-from shardcache.store.entry import DamagedError, Entry, Metadata
+from shardcache.store.entry import DamagedError, Entry
 from shardcache.store.partial import LostError, Partial
 from shardcache.store.store import Opened, Store
 from shardcache.store.sweeping import in_flight, remove_leftover, remove_temporaries
@@ -99,15 +93,6 @@ def test_nothing_is_visible_before_it_is_published(store: Store) -> None:
     partial.discard()
 
 
-def test_an_open_entry_knows_where_it_is(store: Store) -> None:
-    entry = publish(store)
-    opened = pin(store)
-    assert opened.path == str(entry.data) and opened.directory == str(entry.path)
-    assert Store.entry_at(opened) == entry
-    assert store.owning(entry).layout == store.layout
-    opened.close()
-
-
 def test_the_newest_version_is_opened(store: Store) -> None:
     for number, data in enumerate((b"old", b"newer", b"newest"), 1):
         entry = publish(store, data=data)
@@ -176,22 +161,6 @@ def test_a_lost_answer_to_the_rename_is_no_failure(store: Store) -> None:
     assert read(store) == b"shard"
 
 
-def test_directories_that_vanish_all_the_time_end_in_an_error(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Modes, "make_directory", lambda self, path: None)
-    partial = begin(store.layout, metadata_for())
-    with pytest.raises(LostError, match="faster"):
-        store.publish(partial, metadata_for())
-    partial.discard()
-
-
-def test_publishing_makes_the_directories_it_needs(store: Store) -> None:
-    shutil.rmtree(store.layout.objects)
-    publish(store)
-    assert read(store) == b"shard"
-
-
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
 def test_a_disk_that_fails_publishes_nothing(
     store: Store, monkeypatch: pytest.MonkeyPatch, number: int
@@ -220,16 +189,6 @@ def test_with_sync_the_names_are_on_the_disk_too(
     assert synced[-2:] == [str(path.parent), str(path.parent.parent)]
 
 
-def test_the_memory_of_a_store_is_bounded(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_REMEMBERED", 3)
-    urls = [f"s3://lab/{n}.tar" for n in range(10)]
-    for url in urls:
-        publish(store, url, url.encode())
-    for url in urls * 2:
-        assert read(store, url) == url.encode()
-        assert len(store._known) <= 3
-
-
 def test_a_known_entry_is_opened_without_a_listing(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,22 +199,6 @@ def test_a_known_entry_is_opened_without_a_listing(
     monkeypatch.setattr(module, "versions", None)
     for url in urls:
         assert read(store, url) == url.encode()
-
-
-def test_what_was_published_here_needs_no_look_at_its_sidecar(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    metadata = metadata_for("s3://lab/a.tar", b"shard")
-    for number in range(2):  # the second one finds that of the first in its place
-        partial = begin(store.layout, metadata)
-        fill(partial, b"shard")
-        store.publish(partial, metadata)
-        partial.close()
-        assert (metadata.key in store._known) == (number == 0)
-        with monkeypatch.context() as patch:
-            if number == 0:
-                patch.setattr(module, "versions", None)
-            assert read(store) == b"shard"
 
 
 # -- damage --------------------------------------------------------------------
@@ -321,49 +264,6 @@ def test_only_damaged_versions_are_set_aside(
     assert read(store) == b"old"
 
 
-def test_a_missing_quarantine_is_made(store: Store) -> None:
-    os.truncate(publish(store).data, 1)
-    store.layout.quarantine.rmdir()
-    assert store.quarantine(KEY, "test") == 1
-
-
-def test_setting_aside_what_goes_away_meanwhile_is_nothing(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    entry = publish(store)
-    os.truncate(entry.data, 1)
-    real = Path.rename
-
-    def gone(self: Path, target: Path) -> Path:
-        shutil.rmtree(self, ignore_errors=True)
-        return real(self, target)
-
-    monkeypatch.setattr(Path, "rename", gone)
-    assert store.quarantine(KEY, "test") == 0
-    assert not store._set_aside(entry.path, None, "test")
-
-
-def test_a_quarantine_that_cannot_be_kept_ends(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    entry = publish(store)
-    os.truncate(entry.data, 1)
-    store.layout.quarantine.rmdir()
-    monkeypatch.setattr(Layout, "mend", lambda self, directory: None)
-    assert store.quarantine(KEY, "test") == 0
-    assert entry.path.exists()
-
-
-@pytest.mark.locks_work("flock")
-def test_an_entry_that_is_being_evicted_is_not_set_aside(store: Store) -> None:
-    entry = publish(store)
-    (entry.path / META).unlink()
-    fd = os.open(entry.data, os.O_RDONLY)
-    fcntl.flock(fd, fcntl.LOCK_EX)
-    assert store.quarantine(KEY, "test") == 0
-    os.close(fd)
-
-
 @pytest.mark.parametrize("name", [NAME, META])
 def test_a_file_that_cannot_be_read_is_damage(
     store: Store, monkeypatch: pytest.MonkeyPatch, name: str
@@ -406,22 +306,6 @@ def test_a_stale_handle_is_looked_up_afresh(store: Store, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(os, "open", stale)
     assert read(store) == b"shard"
-
-
-def test_a_lock_that_fails_leaks_no_descriptor(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    entry = publish(store)
-    monkeypatch.setattr(fcntl, "flock", refusing(errno.EIO, real=fcntl.flock))
-    with no_descriptor_left():
-        for call in (
-            lambda: read(store),
-            lambda: store.evict(entry),
-            lambda: store.is_pinned(entry),
-        ):
-            with pytest.raises(OSError):
-                call()
-    assert entry.path.exists()
 
 
 @pytest.mark.locks_work("files")
@@ -475,14 +359,6 @@ def test_bytes_lost_in_a_power_failure_are_seen(store: Store) -> None:
     assert store.quarantine(KEY, "test") == 1
 
 
-def test_without_verification_an_old_boot_is_trusted(store: Store) -> None:
-    entry = publish(store)
-    entry.data.chmod(0o600)
-    entry.data.write_bytes(b"shxrd")
-    reboot(entry)
-    assert read(Store(store.layout, verify_after_boot=False)) == b"shxrd"
-
-
 def test_a_read_only_cache_is_verified_every_time(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -510,49 +386,6 @@ def test_only_entries_in_their_places_are_listed(store: Store, tmp_path: Path) -
     assert list(store.entries()) == [entry] == list(store.entries_of(KEY))
     assert entry.used == 1234.0
     assert read(again(store)) == b"shard"
-
-
-def test_an_entry_without_sidecar_counts_as_never_used(store: Store) -> None:
-    entry = publish(store)
-    (entry.path / META).unlink()
-    assert next(store.entries()).used == 0.0
-
-
-def test_a_missing_or_misplaced_directory_has_no_entries(store: Store) -> None:
-    shutil.rmtree(store.layout.objects)
-    assert list(store.entries()) == list(store.entries_of(KEY)) == []
-    store.layout.objects.mkdir()
-    (store.layout.objects / KEY[:2]).mkdir()
-    store.layout.key_dir(KEY).touch()
-    assert list(store.entries()) == list(store.entries_of(KEY)) == []
-    assert read(store) is None
-
-
-def test_an_entry_that_goes_away_while_it_is_listed_is_left_out(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    entries = [publish(store, data=data) for data in (b"1", b"22")]
-    real = entry_module._children
-
-    def vanish(key_dir):
-        found = real(key_dir)
-        shutil.rmtree(entries[0].path)
-        return found
-
-    monkeypatch.setattr(entry_module, "_children", vanish)
-    assert [e.size for e in store.entries_of(KEY)] == [2]
-
-
-def test_an_entry_tells_why_it_has_no_data(store: Store) -> None:
-    entry = publish(store)
-    entry.data.unlink()
-    with pytest.raises(DamagedError):
-        _ = entry.data
-    shutil.rmtree(entry.path)
-    with pytest.raises(FileNotFoundError):
-        _ = entry.data
-    with pytest.raises(FileNotFoundError):
-        entry.metadata()
 
 
 def test_an_entry_replaced_while_it_is_looked_at_is_not_taken_for_damaged(
@@ -604,22 +437,6 @@ def test_an_entry_is_opened_again_while_it_is_what_it_was(store: Store) -> None:
         assert store.open_again(path) is None
 
 
-def test_an_entry_evicted_while_its_sidecar_is_looked_for_is_read_all_the_same(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    entry = publish(store)
-
-    def evicted(directory: Path) -> bytes:
-        shutil.rmtree(directory)
-        raise FileNotFoundError
-
-    monkeypatch.setattr(quarantine, "read_sidecar", evicted)
-    opened = pin(store)
-    assert os.pread(opened.fd, 9, 0) == b"shard"
-    opened.close()
-    assert not entry.path.exists()
-
-
 @pytest.mark.parametrize("level", ["entry", "key", "prefix"])
 def test_nothing_is_published_behind_a_planted_link(
     store: Store, tmp_path: Path, level: str
@@ -667,29 +484,6 @@ def test_who_publishes_late_supersedes_only_what_was_there_before(
     assert read(again(store)) == (b"theirs" if dropped else b"ours")
 
 
-def test_an_entry_in_the_way_that_is_evicted_meanwhile_is_no_longer_in_the_way(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    old = publish(store)
-    real = Store._set_aside
-
-    def evicted(self: Store, *args: Any) -> bool:
-        monkeypatch.setattr(Store, "_set_aside", real)
-        shutil.rmtree(old.path)
-        return False
-
-    monkeypatch.setattr(Store, "_set_aside", evicted)
-    publish(store)
-    assert read(store) == b"shard"
-
-
-def test_what_is_gone_is_not_set_aside(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = publish(store).path
-    shutil.rmtree(gone)
-    monkeypatch.setattr(module, "versions", lambda *_: [(gone, 5)])
-    assert store.quarantine(KEY, "test") == 0
-
-
 @pytest.mark.parametrize("kind", ["link", "hard link"])
 def test_noting_a_use_touches_nobody_elses_file(store: Store, tmp_path: Path, kind: str) -> None:
     victim = tmp_path / "victim"
@@ -703,33 +497,6 @@ def test_noting_a_use_touches_nobody_elses_file(store: Store, tmp_path: Path, ki
         os.link(victim, entry.path / META)
     store.touch(str(entry.path), 9.0)
     assert victim.stat().st_mtime == 1
-
-
-@pytest.mark.locks_work("answers")
-def test_an_entry_that_cannot_be_removed_is_out_of_sight_all_the_same(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    entry = publish(store)
-    monkeypatch.setattr(os, "rmdir", refusing(errno.EIO, real=os.rmdir))
-    assert store.evict(entry)
-    assert read(again(store)) is None
-
-
-@pytest.mark.locks_work("answers")
-def test_an_entry_that_others_evicted_is_looked_for_once(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    entry = publish(store)
-    tried: list[Path] = []
-
-    def rename(self: Path, target: Path) -> Path:
-        tried.append(target)
-        shutil.rmtree(entry.path)
-        raise FileNotFoundError
-
-    monkeypatch.setattr(Path, "rename", rename)
-    assert not store.evict(entry)
-    assert len(tried) == 1
 
 
 def test_an_entry_that_another_node_made_and_this_one_cannot_see_is_waited_for(
@@ -900,35 +667,6 @@ def test_an_entry_is_safe_from_its_publication_to_the_writers_end(store: Store) 
     assert store.evict(entry)
 
 
-@pytest.mark.locks_work("answers")
-def test_of_two_versions_only_one_goes_and_both_evictors_say_so(store: Store) -> None:
-    old, new = publish(store, data=b"old"), publish(store, data=b"newer")
-    real = Path.rmdir
-
-    def both(self: Path) -> None:  # the other evictor is quicker
-        real(self)
-        real(self)
-
-    assert store.evict(old) and new.path.exists()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "rmdir", both)
-        assert store.evict(new)
-    assert not new.path.parent.exists()
-
-
-@pytest.mark.locks_work("answers")
-def test_a_missing_partial_directory_does_not_stop_eviction(store: Store) -> None:
-    entry = publish(store)
-    store.layout.partial.rmdir()
-    assert store.evict(entry)
-    with pytest.MonkeyPatch.context() as patch:
-        entry = publish(store)
-        store.layout.partial.rmdir()
-        patch.setattr(Layout, "mend", lambda self, directory: None)
-        assert not store.evict(entry)
-    assert entry.path.exists()
-
-
 @pytest.mark.parametrize("says", DAMAGE)
 @pytest.mark.locks_work("answers")
 def test_damaged_entries_can_be_evicted(store: Store, says: str, tmp_path: Path) -> None:
@@ -940,16 +678,6 @@ def test_damaged_entries_can_be_evicted(store: Store, says: str, tmp_path: Path)
     assert not entry.path.exists() and list(store.layout.partial.iterdir()) == []
     if says == "a link":
         assert (entry.path.parent / "moved").read_bytes() == b"shard"
-
-
-def test_an_entry_evicted_between_look_and_rename_was_not_ours(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    entry = publish(store)
-    real = locks.is_free
-    monkeypatch.setattr(locks, "is_free", lambda fd: (shutil.rmtree(entry.path), real(fd))[1])
-    with no_descriptor_left():
-        assert not store.evict(entry)
 
 
 @pytest.mark.locks_work("answers")
@@ -995,21 +723,6 @@ def test_an_evictor_that_holds_the_file_is_a_miss_and_no_wait(
     assert not locks.pin(other, str(data))
     assert naps == []
     os.close(other)
-    os.close(fd)
-
-
-@pytest.mark.locks_work("answers")
-def test_somebody_who_only_looks_does_not_make_a_hit_a_miss(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    entry = publish(store)
-    fd = os.open(entry.data, os.O_RDONLY)
-    fcntl.flock(fd, fcntl.LOCK_EX)  # as `is_pinned` does, for a moment
-    monkeypatch.setattr(time, "sleep", lambda seconds: fcntl.flock(fd, fcntl.LOCK_UN))
-    assert read(store) == b"shard"
-    opened = pin(store)
-    assert not opened.stuck
-    opened.close()
     os.close(fd)
 
 
@@ -1087,36 +800,6 @@ def test_many_readers_and_evictors_and_publishers_never_see_a_wrong_byte(store: 
     assert list(store.layout.quarantine.iterdir()) == []
 
 
-def test_of_many_publishers_of_one_version_one_entry_stays(store: Store) -> None:
-    data = payload(3000)
-
-    def work(parent: Parent, number: int) -> None:
-        mine = again(store)
-        while (url := parent.hear()) is not None:
-            partial = begin(mine.layout, metadata_for(url, data))
-            fill(partial, data)
-            parent.say()
-            parent.hear()
-            path = mine.publish(partial, metadata_for(url, data))
-            partial.close()
-            parent.say((str(path), read(mine, url) == data))
-
-    with crowd(4, work) as children:
-        for round_ in range(10):
-            url = f"s3://lab/{round_}.tar"
-            for child in children:
-                child.tell(url)
-            for child in children:
-                child.hear()
-            for child in children:
-                child.tell()
-            found = {child.hear() for child in children}
-            assert len(found) == 1 and next(iter(found))[1]
-    assert len(list(store.entries())) == 10
-    assert list(store.layout.partial.iterdir()) == []
-    assert list(store.layout.quarantine.iterdir()) == []
-
-
 # -- siblings ------------------------------------------------------------------
 
 
@@ -1142,41 +825,6 @@ def test_a_link_is_an_entry_of_its_own_with_the_same_bytes(store: Store, sibling
     assert list(sibling.layout.partial.iterdir()) == []
 
 
-@pytest.mark.parametrize("number", [errno.EXDEV, errno.EPERM, errno.EMLINK])
-def test_a_filesystem_that_cannot_link_says_so(
-    store: Store, sibling: Store, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    entry = publish(store)
-    opened = pin(store)
-    monkeypatch.setattr(os, "link", refusing(number, real=os.link))
-    assert not sibling.link(opened, entry.metadata(), NAME)
-    opened.close()
-    assert list(sibling.layout.partial.iterdir()) == []
-
-
-def test_an_entry_that_is_gone_cannot_be_linked(store: Store, sibling: Store) -> None:
-    entry = publish(store)
-    metadata = entry.metadata()
-    opened = pin(store)
-    shutil.rmtree(entry.path)
-    assert not sibling.link(opened, metadata, NAME)
-    shutil.rmtree(sibling.layout.partial)
-    assert not sibling.link(opened, metadata, NAME)
-    opened.close()
-
-
-def test_a_disk_that_fails_while_linking_is_an_error(
-    store: Store, sibling: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    entry = publish(store)
-    opened = pin(store)
-    monkeypatch.setattr(os, "link", refusing(errno.ENOSPC, real=os.link))
-    with pytest.raises(OSError):
-        sibling.link(opened, entry.metadata(), NAME)
-    opened.close()
-    assert list(sibling.layout.partial.iterdir()) == []
-
-
 @pytest.mark.locks_work("flock")
 def test_a_link_in_the_making_is_not_swept_while_its_source_is_read(
     store: Store, sibling: Store, monkeypatch: pytest.MonkeyPatch
@@ -1199,235 +847,6 @@ def test_a_link_in_the_making_is_not_swept_while_its_source_is_read(
 # -- the machine ---------------------------------------------------------------
 
 DAMAGES = ("data", "size", "sidecar", "no sidecar")
-
-
-class StoreMachine(RuleBasedStateMachine):
-    """Two namespaces, a few shards of a few versions, against dictionaries."""
-
-    @initialize()
-    def begin(self) -> None:
-        self.root = Path(os.environ["STORE_MACHINE"]) / os.urandom(8).hex()
-        self.stores = [make_store(self.root / name) for name in ("one", "two")]
-        # (store, url) -> version number -> [bytes, what is wrong with it, rank]
-        self.model: dict[tuple[int, str], dict[int, list]] = {}
-        self.known: dict[tuple[int, str], int] = {}
-        self.pins: list[tuple[int, str, int, bytes, int]] = []
-        self.clock = 0
-
-    stores_ = st.sampled_from([0, 1])
-    urls_ = st.sampled_from(["s3://lab/a.tar", "s3://lab/b.tar"])
-    numbers_ = st.integers(1, 3)
-
-    def entry(self, store: int, url: str, number: int) -> Entry:
-        data = self.model[store, url][number][0]
-        info = metadata_for(url, data).info
-        return Entry.at(
-            self.stores[store].layout.entry(parse_url(url).key, info.version, len(data))
-        )
-
-    def rank(self, store: int, url: str, number: int) -> int:
-        self.clock += 1
-        path = self.entry(store, url, number).path
-        os.utime(path, (self.clock, self.clock))
-        return self.clock
-
-    @rule(store=stores_, url=urls_, number=numbers_)
-    def publish(self, store: int, url: str, number: int) -> None:
-        data = payload(10 * number, number)
-        versions = self.model.setdefault((store, url), {})
-        publish(self.stores[store], url, data)
-        self.known.pop((store, url), None)
-        if number not in versions or versions[number][1] is not None:
-            versions[number] = [data, None, 0]
-            versions[number][2] = self.rank(store, url, number)
-
-    @rule(store=stores_, url=urls_)
-    def look(self, store: int, url: str) -> None:
-        expected = self.expected(store, url)
-        if isinstance(expected, str):
-            with pytest.raises(DamagedError):
-                read(self.stores[store], url)
-        else:
-            assert read(self.stores[store], url) == expected
-
-    def expected(self, store: int, url: str) -> bytes | str | None:
-        """Bytes, or "damaged", or None; remembers what a store remembers."""
-        versions = self.model.get((store, url), {})
-        known = self.known.get((store, url))
-        if known in versions and versions[known][1] != "data":
-            # The sidecar of what this store has opened before is not read again.
-            return "damaged" if versions[known][1] == "size" else versions[known][0]
-        if not versions:
-            self.known.pop((store, url), None)
-            return None
-        newest = max(versions, key=lambda number: versions[number][2])
-        if versions[newest][1] is not None:
-            self.known.pop((store, url), None)
-            return "damaged"
-        self.known[store, url] = newest
-        return versions[newest][0]
-
-    @rule(store=stores_, url=urls_)
-    def pin(self, store: int, url: str) -> None:
-        expected = self.expected(store, url)
-        if isinstance(expected, bytes):
-            opened = pin(self.stores[store], url)
-            number = self.known[store, url]
-            self.pins.append((store, url, number, expected, opened.file))
-
-    @precondition(lambda self: self.pins)
-    @rule(data=st.data())
-    def unpin(self, data) -> None:
-        _, _, _, _, file = self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1)))
-        file.close()
-
-    def inode_pinned(self, store: int, url: str, number: int) -> bool:
-        entry = self.entry(store, url, number)
-        if self.model[store, url][number][1] == "data":
-            return False
-        inode = entry.data.stat().st_ino
-        return any(os.fstat(file.fileno()).st_ino == inode for *_, file in self.pins)
-
-    @rule(store=stores_, url=urls_, number=numbers_)
-    def evict(self, store: int, url: str, number: int) -> None:
-        versions = self.model.get((store, url), {})
-        if number not in versions:
-            return
-        entry = self.entry(store, url, number)
-        pinned = self.inode_pinned(store, url, number)
-        assert self.stores[store].is_pinned(entry) == pinned
-        assert self.stores[store].evict(entry) != pinned
-        if not pinned:
-            del versions[number]
-
-    @rule(store=stores_, url=urls_, number=numbers_, damage=st.sampled_from(DAMAGES))
-    def damage(self, store: int, url: str, number: int, damage: str) -> None:
-        versions = self.model.get((store, url), {})
-        if number not in versions or versions[number][1] is not None:
-            return
-        entry = self.entry(store, url, number)
-        before = entry.path.stat().st_mtime_ns
-        if damage == "data":
-            entry.data.unlink()
-        elif damage == "size":
-            # A copy, as a link of the other store may share the inode.
-            data = entry.data
-            data.unlink()
-            data.write_bytes(versions[number][0][:-1])
-        elif damage == "sidecar":
-            (entry.path / META).write_bytes(b"{}")
-        else:
-            (entry.path / META).unlink()
-        os.utime(entry.path, ns=(before, before))
-        versions[number][1] = damage
-
-    @rule(store=stores_, url=urls_)
-    def quarantine(self, store: int, url: str) -> None:
-        versions = self.model.get((store, url), {})
-        bad = [number for number, row in versions.items() if row[1] is not None]
-        assert self.stores[store].quarantine(parse_url(url).key, "machine") == len(bad)
-        self.known.pop((store, url), None)
-        for number in bad:
-            del versions[number]
-
-    @rule(store=stores_, url=urls_)
-    def link(self, store: int, url: str) -> None:
-        other = 1 - store
-        expected = self.expected(store, url)
-        if not isinstance(expected, bytes):
-            return
-        number = self.known[store, url]
-        entry = self.entry(store, url, number)
-        opened = pin(self.stores[store], url)
-        try:
-            metadata = metadata_for(url, expected)
-            name = parse_url(url).basename
-            assert self.stores[other].link(opened, metadata, name)
-        finally:
-            opened.close()
-        rows = self.model.setdefault((other, url), {})
-        if number not in rows:  # what is there stays, damaged or not
-            rows[number] = [expected, None, 0]
-            rows[number][2] = self.rank(other, url, number)
-            assert self.entry(other, url, number).data.samefile(entry.data)
-
-    @rule(store=stores_, url=urls_, number=numbers_, now=st.integers(0, 2**31))
-    def touch(self, store: int, url: str, number: int, now: int) -> None:
-        row = self.model.get((store, url), {}).get(number)
-        if row is not None:
-            entry = self.entry(store, url, number)
-            self.stores[store].touch(str(entry.path), float(now))
-            expected = 0.0 if row[1] == "no sidecar" else float(now)
-            assert Entry.at(entry.path).used == expected
-
-    @rule(store=stores_)
-    def restart(self, store: int) -> None:
-        self.stores[store] = again(self.stores[store])
-        for key in [key for key in self.known if key[0] == store]:
-            del self.known[key]
-
-    @rule(store=stores_)
-    def crash(self, store: int) -> None:
-        partial = begin(self.stores[store].layout, metadata_for(data=b"crash"))
-        partial.close()
-
-    @rule(store=stores_)
-    def sweep(self, store: int) -> None:
-        layout = self.stores[store].layout
-        for found in in_flight(layout):
-            assert not found.live
-            assert remove_leftover(layout, found.path)
-        assert list(layout.partial.iterdir()) == []
-
-    @invariant()
-    def what_is_listed_is_what_is_there(self) -> None:
-        for number, store in enumerate(self.stores):
-            expected = {
-                self.entry(at, url, version).path
-                for (at, url), versions in self.model.items()
-                if at == number
-                for version in versions
-            }
-            assert {entry.path for entry in store.entries()} == expected
-
-    @invariant()
-    def what_is_pinned_reads_the_same(self) -> None:
-        for _, _, _, expected, file in self.pins:
-            assert os.pread(file.fileno(), 1000, 0) == expected
-
-    def teardown(self) -> None:
-        for *_, file in self.pins:
-            file.close()
-        shutil.rmtree(self.root, ignore_errors=True)
-
-
-@pytest.mark.locks_work("flock")
-def test_the_store_behaves_like_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hypothesis.stateful import run_state_machine_as_test
-
-    monkeypatch.setenv("STORE_MACHINE", str(tmp_path))
-    logging.getLogger("shardcache.store.store").setLevel(logging.ERROR)
-    try:
-        run_state_machine_as_test(
-            StoreMachine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None)
-        )
-    finally:
-        logging.getLogger("shardcache.store.store").setLevel(logging.NOTSET)
-
-
-def test_a_sidecar_keeps_a_path_that_is_no_text(store: Store) -> None:
-    url = os.fsdecode(b"/data/\xff.tar")
-    metadata = replace(metadata_for(data=b"x"), url=url)
-    assert Metadata.decode(metadata.encode()).url == url
-
-
-def test_the_pin_is_a_shared_lock(store: Store) -> None:
-    publish(store)
-    opened = pin(store)
-    fd = os.open(opened.path, os.O_RDONLY)
-    assert lock_shared(fd)
-    os.close(fd)
-    opened.close()
 
 
 def test_a_scan_finds_all_that_was_published(store: Store) -> None:

@@ -14,15 +14,13 @@ from pathlib import Path
 import pytest
 
 from shardcache.files import Modes, random_token
-from shardcache.layout import IDLE_GRACE, META, PROGRESS, Layout, is_evicted_name, is_idle
+from shardcache.layout import IDLE_GRACE, META, Layout
 from shardcache.locks.flock import Holder, KeyLock
 from shardcache.store import sweeping
 from shardcache.store.partial import LostError, Partial, Progress
 from shardcache.store.root import make_root
 from shardcache.store.sweeping import (
-    InFlight,
     in_flight,
-    remove_dead_leases,
     remove_free_locks,
     remove_leftover,
     remove_quarantined,
@@ -113,21 +111,6 @@ def test_the_living_reserve_all_they_will_occupy_and_the_dead_what_they_do(
     unknown.discard()
 
 
-def test_a_partial_without_progress_yet_is_seen_as_it_is(layout: Layout) -> None:
-    path = layout.new_partial(KEY, "0" * 24)
-    path.mkdir()
-    [found] = in_flight(layout)
-    assert (found.live, found.occupied, found.progress, found.reserved) == (False, 0, None, 0)
-
-
-@pytest.mark.locks_work("answers")
-def test_two_who_look_at_once_both_see_the_dead_as_dead(layout: Layout) -> None:
-    path = left_behind(layout)
-    with sweeping._held(path, None, shared=True):
-        [found] = in_flight(layout)
-    assert not found.live
-
-
 @pytest.mark.locks_work("flock")
 def test_an_entry_on_its_way_out_lives_while_it_is_read(layout: Layout) -> None:
     path = half_evicted(layout)
@@ -138,13 +121,6 @@ def test_an_entry_on_its_way_out_lives_while_it_is_read(layout: Layout) -> None:
     assert not remove_leftover(layout, path)
     os.close(fd)
     assert remove_leftover(layout, path)
-
-
-def test_a_missing_directory_is_empty(tmp_path: Path) -> None:
-    layout = Layout(tmp_path / "absent")
-    assert list(in_flight(layout)) == []
-    assert list(remove_quarantined(layout)) == []
-    assert remove_free_locks(layout) == 0
 
 
 # -- removing ------------------------------------------------------------------
@@ -199,19 +175,6 @@ def test_what_is_not_ours_stays(layout: Layout, tmp_path: Path) -> None:
     assert tree(tmp_path) == before
 
 
-def test_a_planted_link_goes_and_what_it_points_at_stays(layout: Layout, tmp_path: Path) -> None:
-    victim = tmp_path / "victim"
-    victim.mkdir()
-    (victim / "model.ckpt").write_text("mine")
-    path = left_behind(layout)
-    (path / "a.tar").unlink()
-    (path / "a.tar").symlink_to(victim / "model.ckpt")
-    (path / "more").symlink_to(victim)
-    with no_descriptor_left():
-        assert remove_leftover(layout, path)
-    assert (victim / "model.ckpt").read_text() == "mine"
-
-
 @pytest.mark.locks_work("answers")
 def test_a_pipe_or_a_socket_in_the_way_does_not_stop_a_sweep(layout: Layout) -> None:
     path = left_behind(layout)
@@ -225,60 +188,6 @@ def test_a_pipe_or_a_socket_in_the_way_does_not_stop_a_sweep(layout: Layout) -> 
             os.chdir(old)
         with no_descriptor_left():
             assert sweep(layout) == 1
-
-
-@pytest.mark.locks_work("answers")
-def test_a_partial_that_went_away_is_not_removed(layout: Layout) -> None:
-    path = left_behind(layout)
-    doomed = half_evicted(layout)
-    assert remove_leftover(layout, path) and remove_leftover(layout, doomed)
-    assert not remove_leftover(layout, path) and not remove_leftover(layout, doomed)
-
-
-def test_a_partial_that_is_claimed_before_the_rename_stays(
-    layout: Layout, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = left_behind(layout)
-    moved = layout.new_partial(KEY, "0" * 24)
-    real = sweeping._held
-
-    def held(*args, **kw):
-        context = real(*args, **kw)
-
-        class Claimed:
-            def __enter__(self):
-                found = context.__enter__()
-                path.rename(moved)
-                return found
-
-            def __exit__(self, *exc):
-                return context.__exit__(*exc)
-
-        return Claimed()
-
-    monkeypatch.setattr(sweeping, "_held", held)
-    assert not remove_leftover(layout, path)
-    assert (moved / "a.tar").read_bytes() == DATA
-
-
-@pytest.mark.locks_work("answers")
-def test_a_disk_that_fails_is_an_error(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = left_behind(layout)
-    monkeypatch.setattr(os, "rename", refusing(errno.EROFS, real=os.rename))
-    with no_descriptor_left(), pytest.raises(OSError) as caught:
-        remove_leftover(layout, path)
-    assert caught.value.errno == errno.EROFS
-
-
-@pytest.mark.locks_work("answers")
-def test_a_partial_that_cannot_be_removed_is_not_said_to_be(
-    layout: Layout, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = left_behind(layout)
-    monkeypatch.setattr(os, "unlink", refusing(errno.EIO, real=os.unlink))
-    assert not remove_leftover(layout, path)
-    monkeypatch.undo()
-    assert sweep(layout) == 1
 
 
 @pytest.mark.locks_work("files")
@@ -305,19 +214,6 @@ def test_want_of_descriptors_removes_nothing_that_lives(layout: Layout) -> None:
     live.discard()
 
 
-def test_data_that_may_not_be_opened_counts_as_live(
-    layout: Layout, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = left_behind(layout)
-    data = str(path / "a.tar")
-    monkeypatch.setattr(
-        os, "open", refusing(errno.EACCES, when=lambda p, *a, **k: str(p) == data, real=os.open)
-    )
-    [found] = in_flight(layout)
-    assert found.live
-    assert not remove_leftover(layout, path)
-
-
 def test_quarantined_entries_go_and_say_how_much_that_frees(layout: Layout) -> None:
     entry = layout.entry(KEY, "0" * 24, 5000)
     path = layout.new_quarantined(entry)
@@ -330,94 +226,7 @@ def test_quarantined_entries_go_and_say_how_much_that_frees(layout: Layout) -> N
     assert not path.exists()
 
 
-def test_quarantined_entries_that_cannot_be_removed_are_not_said_to_be(
-    layout: Layout, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = layout.new_quarantined(layout.entry(KEY, "0" * 24, 5000))
-    path.mkdir()
-    monkeypatch.setattr(os, "rmdir", refusing(errno.EIO, real=os.rmdir))
-    assert list(remove_quarantined(layout)) == []
-    assert path.exists()
-
-
-@pytest.mark.parametrize("live", [True, False])
-@pytest.mark.parametrize("key", [KEY, ""])
-@pytest.mark.parametrize("total", [None, 3, 9])
-def test_what_is_reserved_is_what_will_be_there_in_the_end(
-    layout: Layout, live: bool, key: str, total: int | None
-) -> None:
-    found = InFlight(layout.base, key, live, 5, Progress(total, 0, 0) if key else None)
-    on_its_way_out = 0 if live else 5  # in somebody's hand, or left by the dead
-    fetched = 9 if live and total == 9 else 5
-    assert found.reserved == (fetched if key else on_its_way_out)
-    assert InFlight(layout.base, KEY, live, 5, None).reserved == 5
-
-
-@pytest.mark.locks_work
-def test_only_the_data_file_tells_whether_a_partial_lives(layout: Layout) -> None:
-    path = left_behind(layout)
-    (path / ".meta.json.0").touch()
-    readers = [open(path / name, "rb") for name in (META, PROGRESS, ".meta.json.0")]  # noqa: SIM115
-    try:
-        for reader in readers:
-            fcntl.flock(reader, fcntl.LOCK_EX)
-        with no_descriptor_left():
-            [found] = in_flight(layout)
-        assert not found.live
-    finally:
-        for reader in readers:
-            reader.close()
-
-
-@pytest.mark.parametrize("order", [sorted, lambda names: sorted(names, reverse=True)])
-def test_what_a_partial_occupies_is_its_data(
-    layout: Layout, monkeypatch: pytest.MonkeyPatch, order
-) -> None:
-    left_behind(layout)
-    real = sweeping.list_names
-    monkeypatch.setattr(sweeping, "list_names", lambda path: order(real(path)))
-    [found] = in_flight(layout)
-    assert found.occupied == len(DATA)
-
-
-def test_a_partial_that_somebody_else_took_was_not_removed_by_us(
-    layout: Layout, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = left_behind(layout)
-    real = Path.rename
-
-    def taken(self: Path, target: Path) -> Path:
-        real(self, layout.new_partial(KEY, "0" * 24))
-        return real(self, target)
-
-    monkeypatch.setattr(Path, "rename", taken)
-    assert remove_leftover(layout, path) is False
-    assert len(os.listdir(layout.partial)) == 1
-
-
 # -- what network filesystems and groups leave ---------------------------------
-
-
-@pytest.mark.locks_work("files")
-def test_leases_that_nobody_renews_go_with_their_records(layout: Layout) -> None:
-    directory = layout.base / "locks" / KEY[:2]
-    directory.mkdir(parents=True)
-    other = "0" * 32 if not KEY.startswith("00") else "1" * 32
-    dead = [layout.lease(KEY), layout.lease_record(KEY)]
-    live = layout.lease(KEY[:2] + "f" * 30)
-    stays = [live, directory / "my.lease", directory / f"{other}.lease", layout.key_lock(KEY)]
-    stays.append(layout.base / "locks" / "budget.lease")
-    stays.append(layout.base / "locks" / f"{other}.lease")
-    for path in (*dead, *stays):
-        path.touch()
-        if path != live:
-            os.utime(path, (1, 1))
-    assert remove_dead_leases(layout) == 2
-    assert not any(path.exists() for path in dead)
-    assert all(path.exists() for path in stays)
-    os.utime(live, (time.time() - 100, time.time() - 100))
-    assert remove_dead_leases(replace(layout, grace=1000.0)) == 0
-    assert remove_dead_leases(replace(layout, grace=50.0)) == 1
 
 
 @pytest.mark.locks_work("files")
@@ -537,29 +346,6 @@ def test_a_writer_paused_anywhere_in_create_keeps_what_it_makes(
 originals: dict[str, object] = {}
 
 
-@pytest.mark.locks_work("flock")
-def test_a_writer_that_comes_between_a_sweepers_look_and_its_grip_keeps_its_partial(
-    layout: Layout,
-) -> None:
-    path = layout.new_partial(KEY, "0" * 24)
-    path.mkdir()
-    fds: list[int] = []
-
-    def first_write() -> None:
-        if not fds:
-            fds.append(os.open(path / "a.tar", os.O_RDWR | os.O_CREAT | os.O_EXCL))
-            assert sweeping.lock_exclusive(fds[0])
-            (path / META).write_bytes(b"{}")
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("rmdir", "rename"):
-            real = getattr(os, name)
-            patch.setattr(os, name, lambda *a, _real=real, **k: (first_write(), _real(*a, **k))[1])
-        assert not remove_leftover(layout, path)
-    assert fds and sorted(os.listdir(path)) == ["a.tar", META]
-    os.close(fds[0])
-
-
 @pytest.mark.locks_work("answers")
 def test_of_a_sweeper_and_a_claimer_one_wins(layout: Layout) -> None:
     def run_sweeper(parent: Parent, number: int) -> None:
@@ -601,10 +387,6 @@ def test_without_flock_only_what_is_long_idle_counts_as_dead(
     assert not remove_leftover(layout, live)
     assert sweep(layout) == 2
     assert [p.name for p in layout.partial.iterdir()] == [live.name]
-
-
-def test_idleness_of_what_is_gone_is_no_error(layout: Layout) -> None:
-    assert is_idle(layout.partial / "absent")
 
 
 # -- lock files ----------------------------------------------------------------
@@ -674,31 +456,6 @@ def test_a_lock_file_replaced_after_it_was_opened_is_not_removed(
     holder.release()
 
 
-@pytest.mark.locks_work("files")
-def test_a_lock_file_that_goes_away_or_may_not_be_opened_is_passed_over(
-    layout: Layout, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = layout.key_lock("ab" * 16)
-    path.parent.mkdir()
-    path.touch()
-    real = sweeping.lock_exclusive
-    monkeypatch.setattr(sweeping, "lock_exclusive", lambda fd: (path.unlink(), real(fd))[1])
-    assert remove_free_locks(layout) == 0
-    monkeypatch.undo()
-    path.parent.mkdir(exist_ok=True)
-    path.touch()
-    for number, raises in ((errno.EACCES, False), (errno.ENOENT, False), (errno.EMFILE, True)):
-        with pytest.MonkeyPatch.context() as patch:
-            when = lambda p, *a, **k: str(p) == str(path)  # noqa: E731
-            patch.setattr(os, "open", refusing(number, when=when, real=os.open))
-            if raises:
-                with pytest.raises(OSError):
-                    remove_free_locks(layout)
-            else:
-                assert remove_free_locks(layout) == 0
-    assert path.exists()
-
-
 @pytest.mark.locks_work
 def test_mutual_exclusion_holds_while_free_locks_are_removed_in_a_loop(
     layout: Layout, tmp_path: Path
@@ -743,16 +500,6 @@ def test_mutual_exclusion_holds_while_free_locks_are_removed_in_a_loop(
     assert removed > 0 and sum(taken for taken, _ in found) > 0
 
 
-def test_an_evicted_leftover_keeps_its_name(layout: Layout) -> None:
-    # A sweep that fails half-way must not grow the directory by renaming again.
-    path = half_evicted(layout)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "unlink", refusing(errno.EIO, real=os.unlink))
-        assert not remove_leftover(layout, path)
-    assert [p.name for p in layout.partial.iterdir()] == [path.name]
-    assert is_evicted_name(path.name)
-
-
 @pytest.mark.locks_work("answers")
 def test_files_whose_writers_died_before_naming_them_go(layout: Layout) -> None:
     def write(parent: Parent) -> None:
@@ -769,23 +516,3 @@ def test_files_whose_writers_died_before_naming_them_go(layout: Layout) -> None:
     assert remove_temporaries(layout) == 1
     assert remove_temporaries(layout) == 0
     assert list(layout.partial.iterdir()) == []
-
-
-def test_only_files_of_our_grammar_go_as_temporary(layout: Layout) -> None:
-    token = "0" * 32
-    (layout.partial / f".new.{token}").mkdir()
-    (layout.partial / f".notes.{token}").symlink_to("/etc/hostname")
-    (layout.partial / ".meta.json.backup").touch()
-    (layout.partial / f"meta.json.{token}").touch()
-    before = tree(layout.partial)
-    assert remove_temporaries(layout) == 0
-    assert tree(layout.partial) == before
-
-
-@pytest.mark.locks_work("answers")
-def test_remains_without_meta_or_progress_are_seen(layout: Layout) -> None:
-    path = left_behind(layout)
-    (path / PROGRESS).write_bytes(b"x")
-    (path / META).unlink()
-    [found] = in_flight(layout)
-    assert found.progress is None and not found.live and found.occupied > 0

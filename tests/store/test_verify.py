@@ -14,18 +14,15 @@ from typing import Any
 import pytest
 
 from shardcache.cache import Cache
-from shardcache.errors import ConfigError
 from shardcache.fetch.coordinator import Coordinator
 from shardcache.origins.base import ObjectInfo, TransientError
-from shardcache.origins.filesystem import FsspecOrigin
 from shardcache.store import verify as engine
 from shardcache.store.entry import Entry
 from shardcache.store.store import Store
 from shardcache.store.verify import Finding, State, VerifyStatus, differs
-from shardcache.urls import ShardURL
 from tests.support.fakes import MemoryOrigin
 from tests.support.shop import Shop
-from tests.support.storetools import forked, no_descriptor_left, payload, refusing, tree
+from tests.support.storetools import forked, payload, refusing, tree
 
 Make = Callable[..., Cache]
 
@@ -91,28 +88,6 @@ def test_a_byte_that_changed_is_found_wherever_it_is(shop: Shop, at: int) -> Non
         assert states(cache) == ["damaged"] + ["ok"] * 5
 
 
-def test_a_byte_in_any_block_of_a_large_shard_is_found(make_cache: Make, origin: Any) -> None:
-    data = payload(3 * 1024 * 1024 + 1)
-    origin.objects = {"s3://lab/a.bin": data}
-    cache = make_cache()
-    entry = cache.fetch("s3://lab/a.bin")
-    for at in (1 << 20, (2 << 20) - 1, 3 << 20):
-        flip(entry, at)
-        assert states(cache) == ["damaged"], at
-        flip(entry, at)
-        assert states(cache) == ["ok"]
-
-
-@pytest.mark.parametrize("change", [-1, -40_960, 1])
-@pytest.mark.parametrize("quick", [False, True])
-def test_a_file_of_another_length_is_damaged(shop: Shop, change: int, quick: bool) -> None:
-    os.truncate(shop.entries()[shop.urls[0]].data, shop.size + change)
-    with opened(shop) as cache:
-        finding = found(cache, quick=quick)[f"file://{shop.urls[0]}"]
-        assert finding.state is State.DAMAGED
-        assert f"{shop.size + change} bytes, not {shop.size}" in finding.reason
-
-
 def test_quick_does_not_read_and_so_misses_a_changed_byte(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,15 +151,6 @@ def test_an_entry_that_no_reader_would_be_given_is_damaged_and_repaired(
         assert len(read(cache, shop.urls[0])) == shop.size
 
 
-def test_what_cannot_be_opened_for_want_of_descriptors_is_not_called_damaged(
-    shop: Shop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine, "open_data", refusing(errno.EMFILE, real=None))
-    with opened(shop) as cache:
-        assert states(cache, repair=True) == ["unchecked"] * 6
-    assert len(shop.entries()) == 6
-
-
 # -- what is looked at -----------------------------------------------------------------
 
 
@@ -194,36 +160,6 @@ def test_a_sample_is_a_share_of_the_shards_and_never_none(
 ) -> None:
     with opened(shop) as cache:
         assert len(found(cache, sample=share)) == count
-
-
-def test_every_shard_may_be_in_a_sample(shop: Shop) -> None:
-    seen: set[str | None] = set()
-    with opened(shop) as cache:
-        for _ in range(500):  # (5/6)**500 is nothing that happens
-            seen |= set(found(cache, sample=0.1, quick=True))
-            if len(seen) == 6:
-                break
-    assert len(seen) == 6
-
-
-@pytest.mark.parametrize("share", [0, -0.1, 1.01, float("nan")])
-def test_a_share_that_is_none_is_refused(shop: Shop, share: float) -> None:
-    with opened(shop) as cache, pytest.raises(ConfigError, match="no share"):
-        cache.verify(sample=share)
-
-
-def test_a_directory_that_is_no_cache_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("mine")
-    with Cache(tmp_path) as cache, pytest.raises(ConfigError, match="not a shardcache directory"):
-        cache.verify()
-
-
-def test_a_choice_by_name_also_finds_an_entry_without_a_sidecar(shop: Shop) -> None:
-    (shop.entries()[shop.urls[3]].path / "meta.json").unlink()
-    with opened(shop) as cache:
-        assert states(cache, wanted="3.tar".__eq__) == ["damaged"]
-        assert states(cache, wanted=f"file://{shop.urls[1]}".__eq__) == ["ok"]
-        assert states(cache, wanted="".__eq__) == []
 
 
 def test_every_tier_is_looked_at(tmp_path: Path) -> None:
@@ -272,21 +208,6 @@ def test_every_namespace_is_looked_at_and_a_file_of_several_names_read_once(
     assert states(linked[0]) == ["damaged"] * 4 + ["ok"] * 5
 
 
-def test_an_origin_is_asked_once_for_the_copies_of_all_namespaces(
-    shop: Shop, linked: list[Cache], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
-    real = FsspecOrigin.stat
-
-    def stat(self: FsspecOrigin, url: ShardURL) -> ObjectInfo:
-        asked.append(str(url))
-        return real(self, url)
-
-    monkeypatch.setattr(FsspecOrigin, "stat", stat)
-    assert states(linked[0], remote=True) == ["ok"] * (6 + 3)
-    assert sorted(asked) == sorted(f"file://{url}" for url in shop.urls)
-
-
 def test_no_reader_links_a_damaged_copy_that_another_namespace_still_had(
     shop: Shop, linked: list[Cache]
 ) -> None:
@@ -305,19 +226,6 @@ def test_no_reader_links_a_damaged_copy_that_another_namespace_still_had(
 # -- repair ----------------------------------------------------------------------------
 
 
-def test_what_is_set_aside_is_fetched_anew_by_who_knew_where_it_was(shop: Shop) -> None:
-    url = shop.urls[4]
-    with shop.worker() as worker, opened(shop) as cache:
-        shop.expect(worker, url)
-        flip(shop.entries()[url], 30_000)
-        assert worker.ask("read", url) != [shop.digests[url], True]
-        assert found(cache, repair=True)[f"file://{url}"].set_aside
-        shop.expect(worker, url)
-        assert states(cache) == ["ok"] * 6
-    quarantined = list((shop.path / "v1" / "quarantine").iterdir())
-    assert len(quarantined) == 1
-
-
 def test_without_repair_nothing_is_written(shop: Shop) -> None:
     for url in shop.urls[2:]:
         shop.use(url, 1_000_000.0)
@@ -331,15 +239,6 @@ def test_without_repair_nothing_is_written(shop: Shop) -> None:
     with opened(shop) as cache:
         assert states(cache) == ["damaged"] * 2 + ["ok"] * 4
     assert (tree(shop.path), times()) == before
-
-
-def test_repair_does_not_count_as_a_use_of_what_is_sound(shop: Shop) -> None:
-    flip(shop.entries()[shop.urls[0]], 1)
-    for url in shop.urls:
-        shop.use(url, 1_000_000.0)
-    with opened(shop) as cache:
-        assert states(cache, repair=True) == ["damaged"] + ["ok"] * 5
-        assert {entry.used for entry in cache.entries()} == {1_000_000.0}
 
 
 def test_who_reads_a_damaged_entry_reads_on_while_it_is_set_aside(shop: Shop) -> None:
@@ -359,28 +258,6 @@ def test_who_reads_a_damaged_entry_reads_on_while_it_is_set_aside(shop: Shop) ->
             assert found(cache, repair=True)[f"file://{url}"].set_aside
             assert cache.path(url) is None
             assert begin + child.ask() == damaged
-
-
-@pytest.mark.locks_work("flock")
-def test_what_another_process_fetches_is_left_to_it(shop: Shop) -> None:
-    url = shop.urls[0]
-    flip(shop.entries()[url], 30_000)
-
-    def fetcher(parent: Any) -> None:
-        with opened(shop) as cache:
-            store = cache._here().home.store
-            with cache._here().coordinator().sole(store, cache.parse(url).key) as alone:
-                parent.say(alone)
-                parent.hear()
-
-    with forked(fetcher) as child, opened(shop) as cache:
-        assert child.hear() is True
-        finding = found(cache, repair=True)[f"file://{url}"]
-        assert (finding.state, finding.set_aside) == (State.DAMAGED, False)
-        assert finding.reason.endswith("; not set aside: another process fetches it")
-        child.tell()
-        child.wait()
-        assert found(cache, repair=True)[f"file://{url}"].set_aside
 
 
 def test_a_disk_that_cannot_be_written_is_said_beside_the_damage(
@@ -438,27 +315,6 @@ def test_what_is_evicted_meanwhile_is_left_out(shop: Shop) -> None:
             status = VerifyStatus()
 
 
-def test_a_shard_that_came_in_place_of_a_damaged_one_is_not_set_aside(
-    shop: Shop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    url = shop.urls[0]
-    entry = shop.entries()[url]
-    flip(entry, 9)
-
-    def replace() -> None:
-        with opened(shop) as other:
-            other._here().store_of(entry).condemn(entry.path, "test")
-            other.fetch(url)
-
-    with opened(shop) as cache:
-        during_reads(monkeypatch, replace)
-        assert found(cache, wanted=f"file://{url}".__eq__, repair=True) == {}
-        path = cache.path(url)
-        assert path is not None
-        assert path.parent == entry.path
-        assert path.read_bytes() == Path(url).read_bytes()
-
-
 def test_nor_one_that_came_while_the_lock_was_waited_for(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -480,60 +336,6 @@ def test_nor_one_that_came_while_the_lock_was_waited_for(
     with opened(shop) as cache:
         assert found(cache, wanted=f"file://{url}".__eq__, repair=True) == {}
         assert cache.path(url) == entry.path / "0.tar"
-
-
-def test_once_stopped_it_ends_and_tells_nothing_half_done(
-    shop: Shop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stop = threading.Event()
-    real = engine.read_blocks
-
-    def reading(fd: int) -> Iterator[memoryview]:
-        stop.set()
-        return iter(real(fd))
-
-    monkeypatch.setattr(engine, "read_blocks", reading)
-    with opened(shop) as cache:
-        assert found(cache, stop=stop) == {}
-
-
-def test_no_descriptor_is_left_of_what_is_sound_damaged_or_gone(shop: Shop) -> None:
-    entries = shop.entries()
-    flip(entries[shop.urls[0]], 1)
-    (entries[shop.urls[1]].path / "meta.json").unlink()
-    shutil.rmtree(entries[shop.urls[2]].path)
-    with opened(shop) as cache:
-        cache._here().coordinator()  # which keeps some
-        for options in ({"quick": True}, {}, {"repair": True}):
-            with no_descriptor_left():
-                assert len(states(cache, **options)) == 5
-
-
-def test_who_looks_at_no_more_findings_need_not_wait_for_the_others(
-    shop: Shop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = engine.read_blocks
-    with opened(shop) as cache:
-        first = next(iter(cache.entries())).directory
-
-        def endless(fd: int) -> Iterator[memoryview]:
-            if os.readlink(f"/proc/self/fd/{fd}").startswith(first):
-                yield from real(fd)
-            else:
-                while True:
-                    yield memoryview(b"")
-
-        monkeypatch.setattr(engine, "read_blocks", endless)
-        findings = cache.verify()
-        assert next(findings).entry.directory == first
-        findings.close()
-
-
-def test_who_looks_at_no_more_findings_leaves_nothing_open(shop: Shop) -> None:
-    with opened(shop) as cache, no_descriptor_left():
-        findings = cache.verify()
-        assert next(findings).state is State.OK
-        findings.close()
 
 
 # -- the origin ------------------------------------------------------------------------
@@ -575,35 +377,6 @@ def test_what_changed_or_went_at_the_origin_is_told_apart(lab: Cache, origin: Me
     assert len(list(lab.entries())) == 20
 
 
-def test_damage_counts_before_what_the_origin_has(lab: Cache, origin: MemoryOrigin) -> None:
-    entry = lab.entry("s3://lab/3.bin")
-    assert entry is not None
-    flip(entry, 5)
-    origin.objects["s3://lab/3.bin"] = b"new"
-    assert found(lab, remote=True)["s3://lab/3.bin"].state is State.DAMAGED
-
-
-def test_drift_is_not_repaired(lab: Cache, origin: MemoryOrigin) -> None:
-    origin.objects["s3://lab/3.bin"] = b"new"
-    finding = found(lab, remote=True, repair=True)["s3://lab/3.bin"]
-    assert (finding.state, finding.set_aside) == (State.CHANGED, False)
-    assert lab.path("s3://lab/3.bin") is not None
-
-
-def test_an_old_version_beside_the_one_that_readers_get_is_no_drift(
-    lab: Cache, origin: MemoryOrigin, tmp_path: Path
-) -> None:
-    old = lab.entry("s3://lab/3.bin")
-    assert old is not None
-    shutil.copytree(old.path, tmp_path / "old")
-    lab.remove("s3://lab/3.bin")
-    origin.objects["s3://lab/3.bin"] = payload(60_000)
-    lab.fetch("s3://lab/3.bin")
-    shutil.copytree(tmp_path / "old", old.path)
-    os.utime(old.path, (1e9, 1e9))
-    assert states(lab, remote=True) == ["ok"] * 21
-
-
 def test_a_silent_origin_is_left_alone_after_some_shards(
     lab: Cache, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -622,25 +395,6 @@ def test_a_silent_origin_is_left_alone_after_some_shards(
     assert "not asked: 3 shards before it got no answer" in reasons
     assert any("no answer from" in reason for reason in reasons)
     assert not any("secret" in reason or "abc" in reason for reason in reasons)
-
-
-def test_an_origin_is_asked_again_as_often_as_attempts_say(
-    make_cache: Make, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    origin.objects = {"s3://lab/a.bin": b"data"}
-    cache = make_cache(attempts=2)
-    cache.fetch("s3://lab/a.bin")
-    real, failures = origin.stat, [TransientError("busy")]
-
-    def once_busy(url: Any) -> ObjectInfo:
-        if failures:
-            raise failures.pop()
-        return real(url)
-
-    monkeypatch.setattr(origin, "stat", once_busy)
-    monkeypatch.setattr("shardcache.origins.retry.BASE", 0.0)
-    assert states(cache, remote=True) == ["ok"]
-    assert not failures
 
 
 def test_another_endpoint_is_not_asked_for_what_did_not_come_from_it(
@@ -672,8 +426,3 @@ A = ObjectInfo(size=5, etag='"a"', version_id="v1", modified="monday")
 )
 def test_versions_are_compared_by_the_best_that_both_have(now: ObjectInfo, same: bool) -> None:
     assert (differs(A, now) is None) is same
-
-
-def test_versions_that_nothing_tells_apart_are_not_called_the_same() -> None:
-    with pytest.raises(ValueError, match="nothing that tells"):
-        differs(A, ObjectInfo(5))

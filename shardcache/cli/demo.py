@@ -450,10 +450,8 @@ class _Job:
 
         from shardcache.cache import Cache
 
-        spec = self.spec(SHARDS)
-        dataset = webdataset.WebDataset(
-            spec, shardshuffle=False, nodesplitter=webdataset.split_by_node
-        )
+        options = {"shardshuffle": False, "nodesplitter": webdataset.split_by_node}
+        dataset = webdataset.WebDataset(self.spec(SHARDS), **options)
         with Cache(self._cache) as cache:
             answer.send([sample["__key__"] for sample in cache.attach(dataset)])
 

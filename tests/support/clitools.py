@@ -8,7 +8,6 @@ import os
 import pty
 import re
 import select
-import signal
 import struct
 import subprocess
 import sys
@@ -81,8 +80,6 @@ class Command:
             [*python, *map(str, arguments)],
             env=environ,
             text=True,
-            # A test run started in the background hands down SIGINT ignored.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
             **options,
         )
 

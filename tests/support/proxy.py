@@ -14,7 +14,6 @@ import contextlib
 import http.client
 import select
 import socket
-import ssl
 import struct
 import threading
 import time
@@ -150,17 +149,15 @@ class Proxy:
 
     Args:
         server: where requests are passed on to.
-        tls: a server's context: clients then connect by https.
 
     Attributes:
         endpoint_url: where clients connect.
         throttle: payload bytes per second and connection; None for no limit.
     """
 
-    def __init__(self, server: S3Server, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, server: S3Server) -> None:
         self._keys = (server.access_key, server.secret_key)
         self._upstream = urlsplit(server.endpoint_url)
-        self._tls = tls
         self._lock = threading.Lock()
         self._rules: list[Rule] = []
         self._requests: list[Request] = []
@@ -180,7 +177,7 @@ class Proxy:
 
     @property
     def endpoint_url(self) -> str:
-        return f"{'https' if self._tls else 'http'}://127.0.0.1:{self._address[1]}"
+        return f"http://127.0.0.1:{self._address[1]}"
 
     @property
     def open(self) -> int:
@@ -282,19 +279,16 @@ class Proxy:
                 thread.start()
 
     def _serve(self, client: socket.socket) -> None:
-        spoken = client
         try:
             # An end is how keep-alive finishes; what it cut short is in the record.
-            with contextlib.suppress(_HungUpError, OSError, http.client.HTTPException):
-                if self._tls is not None:
-                    spoken = self._tls.wrap_socket(client, server_side=True)
-                with spoken.makefile("rb") as source:
-                    while self._exchange(spoken, source):
-                        pass
+            ended = contextlib.suppress(_HungUpError, OSError, http.client.HTTPException)
+            with ended, client.makefile("rb") as source:
+                while self._exchange(client, source):
+                    pass
         finally:
             with self._lock:
                 del self._clients[client]
-            spoken.close()
+            client.close()
 
     def _exchange(self, client: socket.socket, source: BinaryIO) -> bool:
         """Serve one request; whether the connection lives on."""

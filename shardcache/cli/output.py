@@ -25,6 +25,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
+from shardcache.units import format_duration
+
 if TYPE_CHECKING:
     from rich.console import Console as Terminal
     from rich.console import RenderableType
@@ -39,6 +41,7 @@ __all__ = [
     "counted",
     "printable",
     "short_date",
+    "short_duration",
     "text_table",
 ]
 
@@ -292,6 +295,11 @@ def short_date(seconds: float, now: float) -> str:
     return then.strftime("%b %d %H:%M" if recent else "%b %d  %Y")
 
 
+def short_duration(seconds: float) -> str:
+    """``120 us``, ``1.2 s``."""
+    return f"{seconds * 1e6:.0f} us" if seconds < 0.001 else format_duration(seconds)
+
+
 def printable(text: str) -> str:
     """``text`` in one line, with control characters and lone surrogates escaped."""
     if text.isprintable():
@@ -300,7 +308,12 @@ def printable(text: str) -> str:
 
 
 def _fields(record: Any) -> dict[str, Any]:
-    return dataclasses.asdict(record) if dataclasses.is_dataclass(record) else dict(record)  # type: ignore[arg-type]
+    if hasattr(record, "as_dict"):
+        found: dict[str, Any] = record.as_dict()
+        return found
+    if dataclasses.is_dataclass(record):
+        return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+    return dict(record)
 
 
 def _json(value: Any) -> str:
@@ -312,7 +325,7 @@ def _raw(value: Any) -> Any:
         return value.astimezone(UTC).isoformat(timespec="milliseconds")
     if isinstance(value, Path | BaseException):
         return str(value)
-    raise TypeError(f"{type(value).__name__} has no JSON form")
+    return _fields(value)
 
 
 def _is_terminal(stream: TextIO | None) -> bool:

@@ -6,26 +6,32 @@ and how: nothing when quiet or with ``--no-progress``, no bar without a terminal
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
+
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
 from shardcache.cli.output import Console, printable
-from shardcache.prewarm.report import Event, Finished, Outcome, Planned, Started, Stopping
+from shardcache.prewarm.report import Event, Outcome, Planned, Started, Stopping
 from shardcache.units import format_bytes, format_clock, format_rate
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from shardcache.fetch.transfer import FetchStatus
     from shardcache.prewarm.plan import PrewarmPlan
     from shardcache.urls import ShardURL
 
-__all__ = ["Display", "Position", "Progress", "Rate", "Snapshot", "Tally", "live_display"]
+__all__ = ["Display", "Position", "Progress", "Rate"]
 
 #: Seconds between two lines where nothing can be redrawn: a log of an hour has 360.
 LINE_EVERY = 10.0
@@ -76,7 +82,7 @@ class Position:
             rate: of them, per second.
             parts: what else there is to say.
         """
-        left = (total - done) / rate if rate else float("inf")
+        left = (total - done) / rate if rate else math.inf
         return cls(done / total if total else 0.0, [*parts, f"ETA {format_clock(left)}"])
 
     def line(self) -> str:
@@ -86,11 +92,6 @@ class Position:
 
     def drawing(self) -> RenderableType:
         """The same with a bar, and the details below."""
-        from rich.console import Group
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-        from rich.text import Text
-
         grid = Table.grid(padding=(0, 2))
         bar = ProgressBar(
             total=1.0,
@@ -105,7 +106,7 @@ class Position:
 
 
 class Display:
-    """Shows where a command is while the context lasts.
+    """Shows where a command is while the context lasts; lines printed meanwhile appear above it.
 
     Args:
         console: decides whether and how.
@@ -115,13 +116,19 @@ class Display:
     def __init__(self, console: Console, look: Callable[[float], Position]) -> None:
         self._console = console
         self._look = look
-        self._live: Any = None
+        self._live: Live | None = None
         self._ended = threading.Event()
         self._lines = threading.Thread(target=self._print, name="shardcache-progress", daemon=True)
 
     def __enter__(self) -> Self:
         if self._console.live:
-            self._live = live_display(self._console, lambda: self._now().drawing())
+            self._live = Live(
+                get_renderable=lambda: self._now().drawing(),
+                console=self._console.terminal(sys.stderr),
+                refresh_per_second=_REDRAWS_PER_SECOND,
+                transient=True,
+                redirect_stdout=sys.stdout.isatty(),
+            )
             self._live.start()
         elif self._console.progress:
             self._lines.start()
@@ -143,22 +150,6 @@ class Display:
             self._console.hint(self._now().line())
 
 
-def live_display(console: Console, render: Callable[[], RenderableType]) -> Any:
-    """What ``render`` returns, redrawn on standard error until it is stopped.
-
-    Lines printed meanwhile appear above it.
-    """
-    from rich.live import Live
-
-    return Live(
-        get_renderable=render,
-        console=console.terminal(sys.stderr),
-        refresh_per_second=_REDRAWS_PER_SECOND,
-        transient=True,
-        redirect_stdout=sys.stdout.isatty(),
-    )
-
-
 # -- prewarm -----------------------------------------------------------------------
 
 
@@ -168,191 +159,118 @@ class _Active:
 
     shard: ShardURL
     status: FetchStatus
-    cached: bool
     rate: Rate = field(default_factory=Rate)
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """Where the whole run is.
-
-    Attributes:
-        done: shards that are finished, of those to fetch.
-        total: shards to fetch.
-        bytes_done: bytes of them on disk.
-        bytes_total: bytes of them altogether, or None while nothing is known of them.
-        estimated: whether that supposes that unknown sizes are like the known ones.
-        rate: bytes per second from the network.
-        checked: shards of those already cached that were looked at.
-        cached: how many those are.
-        failed: shards that failed.
-    """
-
-    done: int
-    total: int
-    bytes_done: int
-    bytes_total: int | None
-    estimated: bool
-    rate: float
-    checked: int
-    cached: int
-    failed: int
-
-    @property
-    def eta(self) -> float:
-        """Seconds to go; infinite while nobody knows."""
-        if self.done >= self.total:
-            return 0.0
-        if self.bytes_total is None or self.rate <= 0:
-            return float("inf")
-        return max(0, self.bytes_total - self.bytes_done) / self.rate
-
-    @property
-    def fraction(self) -> float:
-        """From 0 to 1; by bytes where they are known."""
-        if self.bytes_total:
-            return min(1.0, self.bytes_done / self.bytes_total)
-        return self.done / self.total if self.total else 1.0
-
-    def amount(self) -> str:
-        """``256.0 of 369.0 GB``, or what has come so far."""
-        done = format_bytes(self.bytes_done)
-        if self.bytes_total is None:
-            return done
-        total = format_bytes(self.bytes_total)
-        if done.rpartition(" ")[2] == total.rpartition(" ")[2]:
-            done = done.rpartition(" ")[0]
-        return f"{done} of {'about ' if self.estimated else ''}{total}"
-
-
-class Tally:
-    """Adds up what events and running fetches say; safe between one writer and one reader."""
-
-    def __init__(self, plan: PrewarmPlan) -> None:
-        self._plan = plan
-        self._total = len(plan.to_fetch) - len(plan.left_out)
-        self._active: dict[str, _Active] = {}
-        self._rate = Rate()
-        self._unknown = plan.unknown
-        self._known_bytes = sum(n for key, n in plan.sizes.items() if key not in plan.left_out)
-        self._done = self._bytes = self._received = self._checked = self._failed = 0
-        self.stopping = False
-
-    def note(self, event: Event) -> None:
-        """Take an event in."""
-        if isinstance(event, Started):
-            cached = event.shard.key in self._plan.cached
-            self._active[event.shard.key] = _Active(event.shard, event.status, cached)
-        elif isinstance(event, Stopping):
-            self.stopping = True
-        elif isinstance(event, Finished):
-            result = event.result
-            # Out first: for an instant too little is counted, never too much.
-            self._active.pop(event.shard.key, None)
-            self._received += result.received
-            if event.shard.key in self._plan.cached and result.outcome is Outcome.CACHED:
-                self._checked += 1
-            else:
-                self._done += 1
-                self._failed += result.outcome is Outcome.FAILED
-                # What will not come is done with, too: the estimate is for the rest.
-                self._bytes += result.size or 0
-                if self._plan.size_of(event.shard) is None:
-                    self._unknown -= 1
-                    self._known_bytes += result.size or 0
-
-    def active(self) -> list[_Active]:
-        """The shards that workers have in hand."""
-        return list(self._active.values())
-
-    def snapshot(self, now: float) -> Snapshot:
-        """The sums at ``now``, in monotonic seconds."""
-        active = self.active()
-        received = self._received + sum(a.status.received for a in active)
-        total = max(self._total, self._done)
-        known = total - self._unknown
-        bytes_total = None
-        if self._known_bytes or not self._unknown:
-            bytes_total = self._known_bytes * total // max(1, known)
-        return Snapshot(
-            done=self._done,
-            total=total,
-            bytes_done=self._bytes + sum(a.status.written for a in active),
-            bytes_total=bytes_total,
-            estimated=self._unknown > 0,
-            rate=self._rate.update(now, received),
-            checked=self._checked,
-            cached=len(self._plan.cached),
-            failed=self._failed,
-        )
-
-    def position(self, now: float) -> Position:
-        """The same for people."""
-        found, active = self.snapshot(now), self.active()
-        parts = [f"{found.done:,}/{found.total:,} shards", found.amount()]
-        if found.checked < found.cached:
-            parts.append(f"{found.checked:,} of {found.cached:,} cached ones checked")
-        if found.total:
-            eta = "stopping" if self.stopping else f"ETA {format_clock(found.eta)}"
-            parts += [format_rate(found.rate), eta]
-        if found.failed:
-            parts.append(f"{found.failed:,} failed")
-        return Position(found.fraction, parts, _running(active, now))
 
 
 class Progress:
     """Shows a prewarm while its context lasts; give it to ``on_event``.
+
+    One thread hands in events, the display's thread looks.
 
     Args:
         console: decides whether and how.
     """
 
     def __init__(self, console: Console) -> None:
-        self._console = console
-        self._tally: Tally | None = None
-        self._display: Display | None = None
+        self._display = Display(console, self.position)
+        self._stack = ExitStack()
+        self._active: dict[str, _Active] = {}
+        self._rate = Rate()
+        self._plan: PrewarmPlan | None = None
+        self._unknown = self._known_bytes = 0
+        self._done = self._bytes = self._received = self._checked = self._failed = 0
+        self._stopping = False
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._display is not None:
-            self._display.__exit__(*exc)
+        self._stack.close()
 
     def __call__(self, event: Event) -> None:
         """Take an event; drawing begins with the plan."""
+        plan = self._plan
         if isinstance(event, Planned):
-            self._tally = Tally(event.plan)
-            self._display = Display(self._console, self._tally.position)
-            self._display.__enter__()
-        elif self._tally is not None:
-            self._tally.note(event)
+            plan = self._plan = event.plan
+            self._unknown = plan.unknown
+            sizes = plan.sizes.items()
+            self._known_bytes = sum(n for key, n in sizes if key not in plan.left_out)
+            self._stack.enter_context(self._display)
+        elif isinstance(event, Started):
+            self._active[event.shard.key] = _Active(event.shard, event.status)
+        elif isinstance(event, Stopping):
+            self._stopping = True
+        elif plan is not None:
+            result, key = event.result, event.shard.key
+            # Out first: for an instant too little is counted, never too much.
+            self._active.pop(key, None)
+            self._received += result.received
+            if key in plan.cached and result.outcome is Outcome.CACHED:
+                self._checked += 1
+                return
+            self._done += 1
+            self._failed += result.outcome is Outcome.FAILED
+            # What will not come is done with, too: the estimate is for the rest.
+            self._bytes += result.size or 0
+            if plan.size_of(event.shard) is None:
+                self._unknown -= 1
+                self._known_bytes += result.size or 0
+
+    def position(self, now: float) -> Position:
+        """Where the run is at ``now``, in monotonic seconds.
+
+        Shards of unknown size are supposed to be like the others.
+        """
+        plan, active = self._plan, list(self._active.values())
+        assert plan is not None
+        rate = self._rate.update(now, self._received + sum(a.status.received for a in active))
+        shards = max(len(plan.to_fetch) - len(plan.left_out), self._done)
+        written = self._bytes + sum(a.status.written for a in active)
+        total = 0
+        if known := shards - self._unknown:
+            total = self._known_bytes * shards // known
+        parts = [f"{self._done:,}/{shards:,} shards", _amount(written, total, self._unknown > 0)]
+        if self._checked < len(plan.cached):
+            parts.append(f"{self._checked:,} of {len(plan.cached):,} cached ones checked")
+        if shards:
+            done = self._done >= shards
+            left = 0.0 if done else (total - written) / rate if total and rate else math.inf
+            eta = "stopping" if self._stopping else f"ETA {format_clock(max(0.0, left))}"
+            parts += [format_rate(rate), eta]
+        if self._failed:
+            parts.append(f"{self._failed:,} failed")
+        fraction = min(1.0, written / total) if total else self._done / shards if shards else 1.0
+        return Position(fraction, parts, _running(active, plan, now))
 
 
-def _running(active: list[_Active], now: float) -> list[str]:
-    shown = active[:_SHOWN]
-    names = [_name(one) for one in shown]
-    width = max(map(len, names), default=0)
-    cells = [
-        f"{name:<{width}}  {_state(one, now):<20}" for name, one in zip(names, shown, strict=True)
-    ]
-    lines = ["   " + "   ".join(cells[index : index + 2]) for index in range(0, len(cells), 2)]
+def _amount(written: int, total: int, estimated: bool) -> str:
+    """``256.0 of 369.0 GB``, or what has come so far."""
+    if not total:
+        return format_bytes(written)
+    number, _, unit = format_bytes(written).rpartition(" ")
+    whole = format_bytes(total)
+    start = number if whole.endswith(f" {unit}") else f"{number} {unit}"
+    return f"{start} of {'about ' if estimated else ''}{whole}"
+
+
+def _running(active: list[_Active], plan: PrewarmPlan, now: float) -> list[str]:
+    cells = []
+    for one in active[:_SHOWN]:
+        name, status = printable(one.shard.basename), one.status
+        rate = one.rate.update(now, status.received)
+        if len(name) > _LONGEST_NAME:
+            name = f"…{name[1 - _LONGEST_NAME :]}"
+        if status.size is None:
+            # Either it is still connecting, or another process has the shard's lock.
+            state = "checking" if one.shard.key in plan.cached else "waiting"
+        else:
+            share = status.written / status.size if status.size else 1.0
+            retries = f"  retry {status.retries}" if status.retries else ""
+            state = f"{share:4.0%}  {format_rate(rate)}{retries}"
+        cells.append((name, state))
+    width = max((len(name) for name, _ in cells), default=0)
+    texts = [f"{name:<{width}}  {state:<20}" for name, state in cells]
+    lines = ["   " + "   ".join(texts[n : n + 2]).rstrip() for n in range(0, len(texts), 2)]
     if len(active) > _SHOWN:
         lines.append(f"   and {len(active) - _SHOWN} more")
-    return [line.rstrip() for line in lines]
-
-
-def _name(one: _Active) -> str:
-    name = printable(one.shard.basename)
-    return name if len(name) <= _LONGEST_NAME else f"…{name[1 - _LONGEST_NAME :]}"
-
-
-def _state(one: _Active, now: float) -> str:
-    status = one.status
-    rate = one.rate.update(now, status.received)
-    if status.size is None:
-        # Either it is still connecting, or another process has the shard's lock.
-        return "checking" if one.cached else "waiting"
-    share = status.written / status.size if status.size else 1.0
-    retries = f"  retry {status.retries}" if status.retries else ""
-    return f"{share:4.0%}  {format_rate(rate)}{retries}"
+    return lines

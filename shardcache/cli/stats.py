@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import click
 
 from shardcache.cli.main import ExitCode, Invocation, command, since_option
-from shardcache.cli.output import Column, counted, short_date
+from shardcache.cli.output import Column, Console, counted, short_date, short_duration
 from shardcache.clock import utc
+from shardcache.stats.database import Sample
 from shardcache.stats.prometheus import exposition
 from shardcache.stats.summary import OUTCOMES, Stats, Waits, by_hour, by_rank, summed
-from shardcache.units import format_bytes, format_duration
+from shardcache.units import format_bytes
 
 __all__ = ["stats_command"]
 
@@ -61,91 +62,66 @@ def stats_command(invocation: Invocation, since: float | None, by: str | None, z
         elif prometheus:
             console.data(exposition(summed(cache.samples(ever=True)), str(cache.dir)).rstrip())
         elif by is not None:
-            _show_rows(invocation, cache.samples(since), by)
+            _show_rows(console, cache.samples(since), by)
         else:
             found = cache.stats(since)
-            console.record("stats", found.as_dict(), _human(found))
+            console.record("stats", found, _human(found))
     return ExitCode.DONE
 
 
 def _human(found: Stats) -> str:
-    if not found.opens and not found.counters["fetches"]:
+    if not found.opens and not found.fetches:
         return "Nothing was counted."
     lines = [f"Opens         {found.opens:>13,}"]
     for name in OUTCOMES:
-        if found.counters[name] or name in _ALWAYS:
-            lines.append(f"  {name.capitalize():<12}{_share(found.counters[name], found.opens)}")
-    read, origin = found.counters["bytes_opened"], found.counters["bytes_origin"]
-    parts = [f"Read through the cache {format_bytes(read)}", f"Fetched {format_bytes(origin)}"]
-    if found.counters["bytes_upstream"]:
-        parts.append(f"From upstreams {format_bytes(found.counters['bytes_upstream'])}")
+        if (count := found.counters[name]) or name in _ALWAYS:
+            share = count / found.opens if found.opens else 0.0
+            lines.append(f"  {name.capitalize():<12}{count:>13,} / {found.opens:,} ({share:6.2%})")
+    parts = [
+        f"Read through the cache {format_bytes(found.bytes_opened)}",
+        f"Fetched {format_bytes(found.bytes_origin)}",
+    ]
+    if found.bytes_upstream:
+        parts.append(f"From upstreams {format_bytes(found.bytes_upstream)}")
     parts.append(f"Saved {format_bytes(found.bytes_saved)} of egress")
     lines.append("    ".join(parts))
-    tiers = [found.counters[f"hits_tier_{number}"] for number in (1, 2, 3)]
-    if any(tiers):
-        each = [f"tier {number} {n:,}" for number, n in enumerate(tiers, 1) if n]
-        lines.append("Hits by tier  " + "   ".join(each))
+    if tiers := _each(found, "hits_tier_", "tier {} {:,}"):
+        lines.append("Hits by tier  " + "   ".join(tiers))
     lines.append("Wait for data   " + _percentiles(found.all_waits))
     for wait, text in _WAITS.items():
         if found.waits[wait].count:
             lines.append(f"  {text:<18}{_percentiles(found.waits[wait])}")
-    evicted = f"Evicted {found.evicted:,}"
-    if found.evicted:
-        evicted += f" ({format_bytes(found.counters['bytes_evicted'])}: {_reasons(found)})"
-    lines.append(f"{evicted}    Retries {found.counters['retries']:,}    {_errors(found)}")
+    evicted, errors = f"Evicted {found.evicted:,}", f"Errors {found.errors:,}"
+    if reasons := _each(found, "evicted_", "{1:,} {0}"):
+        evicted += f" ({format_bytes(found.bytes_evicted)}: {', '.join(reasons)})"
+    if kinds := _each(found, "errors_", "{1:,} {0}"):
+        errors += f" ({', '.join(kinds)})"
+    lines.append(f"{evicted}    Retries {found.retries:,}    {errors}")
     return "\n".join(lines)
 
 
-def _share(count: int, total: int) -> str:
-    share = count / total if total else 0.0
-    return f"{count:>13,} / {total:,} ({share:6.2%})"
+def _each(found: Stats, prefix: str, form: str) -> list[str]:
+    """The counters whose names begin so and that counted something, by what follows."""
+    names = [name for name, n in found.counters.items() if n and name.startswith(prefix)]
+    return [form.format(name.removeprefix(prefix), found.counters[name]) for name in names]
 
 
 def _percentiles(waits: Waits) -> str:
-    found = [(name, waits.percentile(share)) for name, share in (("p50", 0.5), ("p99", 0.99))]
-    shown = [f"{name} {_short(seconds)}" for name, seconds in found if seconds is not None]
-    return "  ".join(shown) or "none"
+    p50, p99 = waits.percentile(0.5), waits.percentile(0.99)
+    if p50 is None or p99 is None:
+        return "none"
+    return f"p50 {short_duration(p50)}  p99 {short_duration(p99)}"
 
 
-def _short(seconds: float) -> str:
-    if seconds < 0.001:
-        return f"{seconds * 1e6:.0f} us"
-    return format_duration(seconds)
-
-
-def _reasons(found: Stats) -> str:
-    names = [name for name in found.counters if name.startswith("evicted_")]
-    each = [
-        f"{found.counters[name]:,} {name.removeprefix('evicted_')}"
-        for name in names
-        if found.counters[name]
-    ]
-    return ", ".join(each)
-
-
-def _errors(found: Stats) -> str:
-    names = [name for name in found.counters if name.startswith("errors_")]
-    each = [
-        f"{found.counters[name]:,} {name.removeprefix('errors_')}"
-        for name in names
-        if found.counters[name]
-    ]
-    return f"Errors {found.errors:,}" + (f" ({', '.join(each)})" if each else "")
-
-
-def _show_rows(invocation: Invocation, samples: Any, by: str) -> None:
+def _show_rows(console: Console, samples: Sequence[Sample], by: str) -> None:
     now = time.time()
-    groups: Mapping[Any, Stats] = by_rank(samples) if by == "rank" else by_hour(samples)
-    rows: list[dict[str, Any]] = [{by: name, **_row(found)} for name, found in groups.items()]
-    total = summed(samples)
-    first = Column(by, by.upper(), lambda rank: "-" if rank is None else str(rank))
     if by == "rank":
-        for row in rows:
-            row["rank"] = None if row["rank"] == "-" else int(row["rank"])
+        groups = by_rank(samples).items()
+        rows = [{"rank": None if r == "-" else int(r), **_row(found)} for r, found in groups]
+        first = Column("rank", "RANK", lambda rank: "-" if rank is None else str(rank))
     else:
-        first = Column(by, "HOUR", lambda hour: short_date(hour.timestamp(), now))
-        for row in rows:
-            row["hour"] = utc(row["hour"])
+        rows = [{"hour": utc(hour), **_row(found)} for hour, found in by_hour(samples).items()]
+        first = Column("hour", "HOUR", lambda hour: short_date(hour.timestamp(), now))
     columns = [
         first,
         Column("opens", "OPENS", "{:,}".format, right=True),
@@ -155,16 +131,19 @@ def _show_rows(invocation: Invocation, samples: Any, by: str) -> None:
         Column("bypassed", "BYPASSED", "{:,}".format, right=True),
         Column("bytes_origin", "FETCHED", format_bytes, right=True),
         Column("bytes_saved", "SAVED", format_bytes, right=True),
-        Column(
-            "wait_p99_seconds", "WAIT P99", lambda s: "-" if s is None else _short(s), right=True
-        ),
+        Column("wait_p99_seconds", "WAIT P99", _wait, right=True),
     ]
+    total = summed(samples)
     footer = f"{counted(total.opens, 'open')}, {_rate(total.hit_rate)} hits"
-    invocation.console.table("stats", by, columns, rows, summary=total.as_dict(), footer=footer)
+    console.table("stats", by, columns, rows, summary=total, footer=footer)
 
 
 def _rate(rate: float | None) -> str:
     return "-" if rate is None else f"{rate:.2%}"
+
+
+def _wait(seconds: float | None) -> str:
+    return "-" if seconds is None else short_duration(seconds)
 
 
 def _row(found: Stats) -> dict[str, Any]:

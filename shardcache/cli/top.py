@@ -12,20 +12,20 @@ import sys
 import time
 from collections import deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
 
 import click
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from shardcache.cache import Cache
 from shardcache.cli.main import ExitCode, Invocation, command
-from shardcache.cli.output import counted, printable, text_table
+from shardcache.cli.output import Console, counted, printable, short_duration, text_table
 from shardcache.clock import SYSTEM_CLOCK, Clock, utc
 from shardcache.layout import parse_partial_name
 from shardcache.locks.flock import Holder, read_holder
@@ -35,7 +35,7 @@ from shardcache.stats.summary import Stats, Waits, by_rank, rank_records, summed
 from shardcache.store.entry import DamagedError, Metadata, read_sidecar
 from shardcache.store.partial import Progress, read_progress
 from shardcache.store.sweeping import in_flight
-from shardcache.units import format_bytes, format_duration, format_rate
+from shardcache.units import format_bytes, format_rate
 
 __all__ = ["Activity", "TierUse", "Watcher", "frame", "tier_uses", "top_command"]
 
@@ -54,15 +54,7 @@ _MOST = 12
 
 @dataclass(frozen=True, slots=True)
 class TierUse:
-    """How full a tier is, as JSON has it.
-
-    Attributes:
-        tier: its number; 1 is filled first.
-        dir: its directory.
-        shards: how many entries it has.
-        bytes: of those.
-        max_size: most bytes that it may have; None where free space limits it.
-    """
+    """How full a tier is; ``max_size`` is None where free space alone limits it."""
 
     tier: int
     dir: str
@@ -73,7 +65,7 @@ class TierUse:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """Who fetches or waits."""
+    """A process that fetches."""
 
     pid: int
     host: str
@@ -85,10 +77,6 @@ class Process:
         """The process that a lock's record names."""
         return cls(holder.pid, holder.host, holder.rank, holder.job)
 
-    def __str__(self) -> str:
-        rank = "" if self.rank is None else f"rank {self.rank}, "
-        return f"{rank}pid {self.pid}"
-
 
 @dataclass(frozen=True, slots=True)
 class Flight:
@@ -97,16 +85,17 @@ class Flight:
     Attributes:
         url: of the shard; its key where nothing says the URL.
         size: bytes that it will have, once known.
-        written: bytes on disk.
-        rate: bytes per second since the last look; None on the first.
-        holder: who fetches it, where that is known.
+        written_bytes: how many are on disk.
+        bytes_per_second: since the last look; None on the first.
+        pid, rank: of the process that fetches it, where they are known.
     """
 
     url: str
     size: int | None
-    written: int
-    rate: float | None
-    holder: Process | None
+    written_bytes: int
+    bytes_per_second: float | None
+    pid: int | None
+    rank: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,16 +104,19 @@ class Waiting:
 
     Attributes:
         url: of the shard.
-        waiter: who waits.
+        pid, host, rank, job: of the process that waits.
         since: when that began.
         seconds: how long by now.
-        holder: for whom; None where that is not known.
-        written_bytes: how much is there, where that is known.
+        holder: the process that fetches; None where that is not known.
+        written_bytes: how much is on disk, where that is known.
         size: bytes that the shard will have, likewise.
     """
 
     url: str
-    waiter: Process
+    pid: int
+    host: str
+    rank: int | None
+    job: str | None
     since: datetime
     seconds: float
     holder: Process | None
@@ -137,22 +129,22 @@ class Activity:
     """One look.
 
     Attributes:
-        at: when, seconds since the epoch.
+        at: when that was.
         seconds: over which rates are taken; None on the first look.
         processes: how many use the cache.
         total: what was counted meanwhile.
-        ranks: the same by rank.
-        flights: fetches in flight, the furthest first.
+        by_rank: the same by rank.
+        fetches: those in flight, the furthest first.
         tiers: how full they are.
         waits: who waits for whom, the longest first.
     """
 
-    at: float
+    at: datetime
     seconds: float | None
     processes: int
     total: Stats
-    ranks: Mapping[str, Stats]
-    flights: Sequence[Flight]
+    by_rank: Mapping[str, Stats]
+    fetches: Sequence[Flight]
     tiers: Sequence[TierUse]
     waits: Sequence[Waiting]
 
@@ -162,30 +154,8 @@ class Activity:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: times, numbers of things, bytes and seconds."""
-        return {
-            "at": utc(self.at),
-            "seconds": self.seconds,
-            "processes": self.processes,
-            "total": self.total.as_dict(),
-            "ranks": rank_records(self.ranks),
-            "fetches": [
-                {
-                    "url": flight.url,
-                    "size": flight.size,
-                    "written_bytes": flight.written,
-                    "bytes_per_second": flight.rate,
-                    "pid": flight.holder.pid if flight.holder else None,
-                    "rank": flight.holder.rank if flight.holder else None,
-                }
-                for flight in self.flights
-            ],
-            "waits": [
-                {name: value for name, value in asdict(each).items() if name != "waiter"}
-                | asdict(each.waiter)
-                for each in self.waits
-            ],
-            "tiers": [asdict(tier) for tier in self.tiers],
-        }
+        found = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {**found, "ranks": rank_records(found.pop("by_rank"))}
 
 
 class Watcher:
@@ -200,7 +170,6 @@ class Watcher:
         self._cache = cache
         self._clock = clock
         self._looks: deque[tuple[float, Stats, dict[str, Stats]]] = deque()
-        self._looked_at = 0.0
         self._written: dict[str, int] = {}
         self._tiers: list[TierUse] = []
         self._count_at = 0.0
@@ -217,20 +186,20 @@ class Watcher:
         # Processes write once a second: over a shorter time rates would jump.
         while len(self._looks) > 1 and now - self._looks[1][0] >= _SMOOTH:
             self._looks.popleft()
-        before = self._looks[0] if self._looks else (now, total, ranks)
-        first = not self._looks
+        first, nothing = not self._looks, summed([])
+        began, total_before, ranks_before = self._looks[0] if self._looks else (now, total, ranks)
+        last = self._looks[-1][0] if self._looks else now
         self._looks.append((now, total, ranks))
-        since, self._looked_at = self._looked_at, now
         changed = {
-            rank: _difference(each, before[2].get(rank, summed([]))) for rank, each in ranks.items()
+            rank: _difference(each, ranks_before.get(rank, nothing)) for rank, each in ranks.items()
         }
         return Activity(
-            at=self._clock.time(),
-            seconds=None if first else max(1e-3, now - before[0]),
+            at=utc(self._clock.time()),
+            seconds=None if first else max(1e-3, now - began),
             processes=len(live_sessions(self._cache.node_layout)),
-            total=_difference(total, before[1]),
-            ranks={rank: each for rank, each in changed.items() if each.opens},
-            flights=self._flights(None if first else max(1e-3, now - since)),
+            total=_difference(total, total_before),
+            by_rank={rank: each for rank, each in changed.items() if each.opens},
+            fetches=self._flights(None if first else max(1e-3, now - last)),
             tiers=self._tier_uses(now),
             waits=self._waits(),
         )
@@ -250,13 +219,14 @@ class Watcher:
                     Flight(
                         url=_url(found.path, found.key),
                         size=found.progress.total if found.progress else None,
-                        written=done,
-                        rate=rate,
-                        holder=Process.of(holder) if holder else None,
+                        written_bytes=done,
+                        bytes_per_second=rate,
+                        pid=holder.pid if holder else None,
+                        rank=holder.rank if holder else None,
                     )
                 )
         self._written = written
-        return sorted(flights, key=lambda flight: (-flight.written, flight.url))
+        return sorted(flights, key=lambda flight: (-flight.written_bytes, flight.url))
 
     def _waits(self) -> list[Waiting]:
         now, stores = self._clock.time(), self._cache.stores()
@@ -264,14 +234,18 @@ class Watcher:
         found = []
         for store in stores:
             for wait in live_waits(store.layout):
+                waiter = wait.waiter
                 holder = read_holder(store.layout.holder(wait.key)) or wait.holder
                 progress = _progress(holder, partials)
                 found.append(
                     Waiting(
                         url=wait.url,
-                        waiter=Process.of(wait.waiter),
-                        since=utc(wait.waiter.started),
-                        seconds=max(0.0, now - wait.waiter.started),
+                        pid=waiter.pid,
+                        host=waiter.host,
+                        rank=waiter.rank,
+                        job=waiter.job,
+                        since=utc(waiter.started),
+                        seconds=max(0.0, now - waiter.started),
                         holder=Process.of(holder) if holder else None,
                         written_bytes=progress.written if progress else None,
                         size=progress.total if progress else None,
@@ -365,69 +339,60 @@ def top_command(invocation: Invocation, interval: float, count: int | None) -> i
         if (count or 1) > 1:
             raise click.UsageError("--json is one object: give --format jsonl with --count.")
         count = 1
-    cache = invocation.cache(looking=True)
-    with cache:
+    with invocation.cache(looking=True) as cache:
+        title = f"shardcache top  {printable(str(cache.dir))}"
         looks = _looks(Watcher(cache, SYSTEM_CLOCK), interval, count)
         if console.human and console.live:
-            _draw(invocation, looks, cache)
+            _draw(console, looks, title)
         else:
             for activity in looks:
                 if console.human:
-                    console.render(frame(activity, str(cache.dir)))
+                    console.render(frame(activity, title))
                     console.data("")
                     console.flush()
                 elif console.format == "jsonl":
-                    console.line("activity", activity.as_dict())
+                    console.line("activity", activity)
                 else:
-                    console.record("top", activity.as_dict(), "")
+                    console.record("top", activity, "")
     return ExitCode.DONE
 
 
 def _looks(watcher: Watcher, interval: float, count: int | None) -> Iterator[Activity]:
     watcher.look()  # rates are of what changes from now on
-    for number in itertools.count(1):
+    for _ in itertools.count() if count is None else range(count):
         time.sleep(interval)
         yield watcher.look()
-        if number == count:
-            return
 
 
-def _draw(invocation: Invocation, looks: Iterator[Activity], cache: Cache) -> None:
-    last: Group | None = None
+def _draw(console: Console, looks: Iterator[Activity], title: str) -> None:
+    """Redraw each look on a screen of its own; the last one stays."""
+    shown: RenderableType = Text(f"{title}  looking ...")
     try:
         with Live(
-            f"shardcache top  {printable(str(cache.dir))}  looking ...",
-            console=invocation.console.terminal(sys.stdout),
-            screen=True,
-            auto_refresh=False,
+            shown, console=console.terminal(sys.stdout), screen=True, auto_refresh=False
         ) as live:
             for activity in looks:
-                last = frame(activity, str(cache.dir))
-                live.update(last, refresh=True)
+                shown = frame(activity, title)
+                live.update(shown, refresh=True)
     finally:
-        if last is not None:
-            invocation.console.render(last)
+        console.render(shown)
 
 
-def frame(activity: Activity, directory: str) -> Group:
+def frame(activity: Activity, title: str) -> RenderableType:
     """One look, as people read it."""
-    at = datetime.fromtimestamp(activity.at).astimezone()
     processes = f"{activity.processes:,} process" + ("" if activity.processes == 1 else "es")
-    lines = [f"shardcache top  {printable(directory)}  {at:%H:%M:%S}  {processes}", ""]
+    lines = [f"{title}  {activity.at.astimezone():%H:%M:%S}  {processes}", ""]
     lines += [*_rates(activity), "", *map(_gauge, activity.tiers), ""]
-    parts: list[Any] = [Text("\n".join(lines), no_wrap=True, overflow="ellipsis")]
-    if len(activity.ranks) > 1:
+    parts: list[RenderableType] = [Text("\n".join(lines), no_wrap=True, overflow="ellipsis")]
+    if len(activity.by_rank) > 1:
         titles = ["RANK", "OPENS/s", "HITS", "FETCHED/s", "WAIT P99"]
-        rows = [_rank(activity, rank, found) for rank, found in activity.ranks.items()]
+        rows = [_rank(activity, rank, found) for rank, found in activity.by_rank.items()]
         parts.append(_table(titles, rows, titles))
-    flights = len(activity.flights)
+    flights = len(activity.fetches)
     parts.append(Text(f"{flights:,} fetch{'' if flights == 1 else 'es'} in flight"))
     if flights:
-        parts.append(
-            _table(
-                ["SHARD", "DONE", "RATE", "WHO"], map(_flight, activity.flights), ["DONE", "RATE"]
-            )
-        )
+        titles = ["SHARD", "DONE", "RATE", "WHO"]
+        parts.append(_table(titles, map(_flight, activity.fetches), ["DONE", "RATE"]))
     if activity.waits:
         titles = ["WAITS", "WHO", "FOR WHOM", "SINCE", "HOW FAR"]
         parts.append(_table(titles, map(_waiting, activity.waits), ["SINCE", "HOW FAR"]))
@@ -468,29 +433,28 @@ def _gauge(tier: TierUse) -> str:
 
 def _rank(activity: Activity, rank: str, found: Stats) -> list[str]:
     seconds = activity.seconds or 1.0
-    fetched = format_rate(found.counters["bytes_origin"] / seconds)
+    fetched = format_rate(found.bytes_origin / seconds)
     return [rank, f"{found.opens / seconds:,.1f}", _hits(found), fetched, _p99(found)]
 
 
 def _flight(flight: Flight) -> list[str]:
-    share = f"{flight.written / flight.size:.0%}" if flight.size else "?"
-    rate = "" if flight.rate is None else format_rate(flight.rate)
-    return [flight.url, share, rate, str(flight.holder or "")]
+    share = f"{flight.written_bytes / flight.size:.0%}" if flight.size else "?"
+    rate = "" if flight.bytes_per_second is None else format_rate(flight.bytes_per_second)
+    return [flight.url, share, rate, _who(flight)]
 
 
 def _waiting(waiting: Waiting) -> list[str]:
-    holder = waiting.holder
-    whom = str(holder or "?")
-    if holder is not None and holder.host != waiting.waiter.host:
+    holder, written = waiting.holder, waiting.written_bytes
+    whom = "?" if holder is None else _who(holder)
+    if holder is not None and holder.host != waiting.host:
         whom += f" on {holder.host}"
-    far = (
-        f"{waiting.written_bytes / waiting.size:.0%}"
-        if waiting.size and waiting.written_bytes
-        else "0%"
-    )
-    if waiting.written_bytes is None:
-        far = "?"
-    return [waiting.url, str(waiting.waiter), whom, _short(waiting.seconds), far]
+    far = "?" if written is None or not waiting.size else f"{written / waiting.size:.0%}"
+    return [waiting.url, _who(waiting), whom, short_duration(waiting.seconds), far]
+
+
+def _who(process: Flight | Waiting | Process) -> str:
+    rank = "" if process.rank is None else f"rank {process.rank}, "
+    return "" if process.pid is None else f"{rank}pid {process.pid}"
 
 
 def _hits(found: Stats) -> str:
@@ -499,8 +463,4 @@ def _hits(found: Stats) -> str:
 
 def _p99(found: Stats) -> str:
     seconds = found.all_waits.percentile(0.99)
-    return "-" if seconds is None else _short(seconds)
-
-
-def _short(seconds: float) -> str:
-    return f"{seconds * 1e6:.0f} us" if seconds < 0.001 else format_duration(seconds)
+    return "-" if seconds is None else short_duration(seconds)

@@ -15,7 +15,7 @@ import pytest
 from shardcache.cache import Cache
 from shardcache.cli.output import Console
 from shardcache.cli.prewarm import plan_text, summary_text, tell_failures
-from shardcache.cli.progress import Progress, Tally
+from shardcache.cli.progress import Progress
 from shardcache.errors import AccessDeniedError, ShardNotFoundError
 from shardcache.fetch.transfer import FetchStatus
 from shardcache.prewarm.plan import PrewarmPlan
@@ -234,71 +234,54 @@ def make_plan(count, *, sizes=None, cached=0, **more):
     return PrewarmPlan(wanted, have, known, **fields)
 
 
-def test_sums_follow_events_and_running_fetches():
+def followed(plan):
+    progress = Progress(Console(progress=False))
+    progress(Planned(plan))
+    return progress
+
+
+def test_progress_follows_events_and_running_fetches():
     plan = make_plan(4, cached=1)
-    tally = Tally(plan)
-    tally.snapshot(0.0)
+    progress = followed(plan)
+    progress.position(0.0)
     for shard in plan.shards[:3]:
         status = FetchStatus()
-        tally.note(Started(shard, status))
-    tally.note(Finished(plan.shards[0], ShardResult("u", Outcome.CACHED, 100)))
-    tally.note(Finished(plan.shards[1], ShardResult("u", Outcome.FETCHED, 1000, received=1000)))
+        progress(Started(shard, status))
+    progress(Finished(plan.shards[0], ShardResult("u", Outcome.CACHED, 100)))
+    progress(Finished(plan.shards[1], ShardResult("u", Outcome.FETCHED, 1000, received=1000)))
     status.written = status.received = 500
-    snapshot = tally.snapshot(1.0)
-    assert (snapshot.done, snapshot.total) == (1, 3)
-    assert (snapshot.bytes_done, snapshot.bytes_total) == (1500, 3000)
-    assert snapshot.rate == 1500.0
-    assert snapshot.eta == 1.0
-    assert (snapshot.checked, snapshot.cached) == (1, 1)
-    assert tally.position(1.0).line() == "50%, 1/3 shards, 1.5 of 3.0 KB, 1.5 KB/s, ETA 0:00:01"
+    assert progress.position(1.0).line() == "50%, 1/3 shards, 1.5 of 3.0 KB, 1.5 KB/s, ETA 0:00:01"
 
 
 def test_unknown_sizes_are_supposed_to_be_like_the_known_ones():
     wanted = shards(4)
-    tally = Tally(make_plan(4, sizes={s.key: 1000 for s in wanted[:2]}))
-    assert tally.snapshot(0.0).bytes_total == 4000
-    assert "about 4.0 KB" in tally.position(0.0).line()
-    tally.note(Finished(wanted[3], ShardResult("u", Outcome.FETCHED, 4000)))
-    snapshot = tally.snapshot(1.0)
-    assert (snapshot.bytes_total, snapshot.estimated) == (8000, True)
-    tally.note(Finished(wanted[2], ShardResult("u", Outcome.FAILED)))
-    snapshot = tally.snapshot(2.0)
-    assert (snapshot.bytes_total, snapshot.estimated, snapshot.failed) == (6000, False, 1)
+    progress = followed(make_plan(4, sizes={s.key: 1000 for s in wanted[:2]}))
+    assert "about 4.0 KB" in progress.position(0.0).line()
+    progress(Finished(wanted[3], ShardResult("u", Outcome.FETCHED, 4000)))
+    assert "1/4 shards, 4.0 of about 8.0 KB" in progress.position(1.0).line()
+    progress(Finished(wanted[2], ShardResult("u", Outcome.FAILED)))
+    line = progress.position(2.0).line()
+    assert "2/4 shards, 4.0 of 6.0 KB" in line and line.endswith("1 failed")
 
 
-def test_without_any_size_the_estimate_is_open():
-    tally = Tally(make_plan(3, sizes={}))
-    snapshot = tally.snapshot(0.0)
-    assert snapshot.bytes_total is None
-    assert snapshot.fraction == 0.0
-    assert "ETA -:--:--" in tally.position(1.0).line()
-
-
-def test_a_run_of_hits_is_complete_from_the_start():
-    tally = Tally(make_plan(2, cached=2))
-    snapshot = tally.snapshot(0.0)
-    assert (snapshot.fraction, snapshot.eta) == (1.0, 0.0)
-    assert "0 of 2 cached ones checked" in tally.position(1.0).line()
-
-
-def test_lines_come_now_and_then_where_nothing_is_redrawn(capsys, monkeypatch):
-    monkeypatch.setattr("shardcache.cli.progress.LINE_EVERY", 0.02)
-    with Progress(Console()) as progress:
-        progress(Planned(make_plan(2)))
-        while not (said := capsys.readouterr().err):
-            pass
-    assert said.startswith("0%, 0/2 shards, ")
+def test_without_any_size_or_anything_to_fetch_there_is_no_estimate():
+    assert followed(make_plan(3, sizes={})).position(0.0).line() == (
+        "0%, 0/3 shards, 0 B, 0 B/s, ETA -:--:--"
+    )
+    assert followed(make_plan(2, cached=2)).position(0.0).line() == (
+        "100%, 0/0 shards, 0 B, 0 of 2 cached ones checked"
+    )
 
 
 def test_the_display_shows_running_shards():
     plan = make_plan(14, cached=1)
-    tally = Tally(plan)
+    progress = followed(plan)
     for number, shard in enumerate(plan.shards[:12]):
         status = FetchStatus(size=1000 if number else None, written=500, received=500)
         status.retries = 2 if number == 3 else 0
-        tally.note(Started(shard, status))
-    tally.note(Stopping(Stopped.DEADLINE))
-    position = tally.position(0.0)
+        progress(Started(shard, status))
+    progress(Stopping(Stopped.DEADLINE))
+    position = progress.position(0.0)
     assert {"0/13 shards", "stopping", "0 of 1 cached ones checked"} <= set(position.parts)
     assert "x-0.tar" in position.details[0] and "checking" in position.details[0]
     assert " 50%" in position.details[0] and "retry 2" in position.details[1]

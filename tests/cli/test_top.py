@@ -85,12 +85,11 @@ def test_a_fetch_in_flight_is_shown_with_who_makes_it(
         assert stream.read(10) == DATA[:10]
         watcher = Watcher(cache, clock)
         whole = len(DATA)
-        wait_until(lambda: watcher.look().flights[0].written == whole)
-        (flight,) = watcher.look().flights
+        wait_until(lambda: watcher.look().fetches[0].written_bytes == whole)
+        (flight,) = watcher.look().fetches
         assert (flight.url, flight.size) == (URL, whole)
-        assert flight.holder is not None
-        assert (flight.holder.pid, flight.holder.rank) == (os.getpid(), 3)
-        Console().render(frame(watcher.look(), str(cache.dir)))
+        assert (flight.pid, flight.rank) == (os.getpid(), 3)
+        Console().render(frame(watcher.look(), "top"))
         lines = capsys.readouterr().out.splitlines()
         assert "1 fetch in flight" in lines
         assert lines[-1].split()[0] == URL
@@ -99,10 +98,10 @@ def test_a_fetch_in_flight_is_shown_with_who_makes_it(
         gate.set()
         stream.read()
         stream.close()
-    wait_until(lambda: not watcher.look().flights)
+    wait_until(lambda: not watcher.look().fetches)
     left = begin(cache.node_layout, metadata_for("s3://lab/dead.tar", DATA))
     left.close()  # as of a process that was killed
-    Console().render(frame(watcher.look(), str(cache.dir)))
+    Console().render(frame(watcher.look(), "top"))
     assert "0 fetches in flight" in capsys.readouterr().out
 
 

@@ -197,14 +197,14 @@ def test_top_shows_who_waits_for_whom_since_when_and_how_far(
         thread.start()
         watcher = Watcher(cache, SYSTEM_CLOCK)
         (waiting,) = wait_until(lambda: watcher.look().waits)
-        assert waiting.waiter.pid == os.getpid() and waiting.seconds >= 0.4
+        assert waiting.pid == os.getpid() and waiting.seconds >= 0.4
         assert waiting.holder is not None
         assert (waiting.holder.pid, waiting.size, waiting.written_bytes) == (
             fetcher,
             len(DATA),
             len(DATA),
         )
-        Console().render(frame(watcher.look(), str(cache.dir)))
+        Console().render(frame(watcher.look(), "top"))
         lines = capsys.readouterr().out.splitlines()
         (place,) = (n for n, line in enumerate(lines) if line.startswith("WAITS"))
         assert lines[place].split() == ["WAITS", "WHO", "FOR", "WHOM", "SINCE", "HOW", "FAR"]
@@ -223,7 +223,7 @@ def test_top_shows_who_waits_for_whom_since_when_and_how_far(
         thread.join()
     assert results == [DATA]
     wait_until(lambda: not watcher.look().waits)  # its thread looks now and then
-    Console().render(frame(watcher.look(), ""))
+    Console().render(frame(watcher.look(), "top"))
     assert "WAITS" not in capsys.readouterr().out
 
 

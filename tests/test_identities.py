@@ -1,8 +1,7 @@
 """Process ids and host names mean nothing: reused, equal, or not visible to others.
 
 Containers on one node share a cache, and each has a pid namespace, and often the host name,
-of its own or of another. Who lives is told by flock alone. Also here: a network of its own
-that goes down in the middle of a fetch.
+of its own or of another. Who lives is told by flock alone.
 """
 
 from __future__ import annotations
@@ -214,78 +213,3 @@ def test_the_pid_of_a_dead_holder_may_belong_to_anybody(
     assert json.loads(done.stdout) == [[DIGEST, True], []]
     # All bytes were there: the successor resumed, and asked the origin for none again.
     assert sum(t.body_bytes for t in proxy.summary().values()) == len(DATA)
-
-
-# -- a network that goes down ------------------------------------------------------------
-
-#: Runs in a network namespace of its own, with a real server in it.
-OUTAGE = """
-import hashlib, json, os, subprocess, sys, tempfile
-from pathlib import Path
-from shardcache.cli.demo import S3Server
-from shardcache.store.digest import BLOCK
-from tests.support.proxy import Proxy
-from shardcache.store.partial import read_progress
-from tests.support.tars import make_tar
-from tests.support.storetools import wait_until
-from tests.support.workers import Worker
-
-def link(state):
-    subprocess.run(["ip", "link", "set", "lo", state], check=True)
-
-link("up")
-directory = Path(sys.argv[1])
-data = make_tar(3, 2000, 2000)
-(directory / "s3").mkdir()
-with S3Server(directory=directory / "s3") as server, Proxy(server) as proxy:
-    server.create_bucket("lab")
-    server.put("lab", "a.tar", data)
-    server.put("lab", "b.tar", data)
-    os.environ.update({**server.environment(), "AWS_ENDPOINT_URL_S3": proxy.endpoint_url})
-    cache = {"dir": directory / "cache", "connections": 1}
-    with Worker(timeout=1, attempts=2, **cache) as worker, Worker(timeout=1, **cache) as patient:
-        proxy.pause(after=len(data) // 2)
-        worker.tell("read", "s3://lab/a.tar")
-        partials = directory / "cache/v1/partial"
-        wait_until(lambda: any(
-            found.written >= BLOCK for found in map(read_progress, partials.glob("*")) if found
-        ))  # a block can be resumed
-        link("down")
-        proxy.resume()
-        lost = worker.hear()[0]
-        unreachable = worker.ask("read", "s3://lab/b.tar")
-        kept = [name for name in os.listdir(partials)]
-        # Somebody with more attempts sees the link come back.
-        patient.tell("read", "s3://lab/b.tar")
-        assert patient.process.poll() is None
-        link("up")
-        healed = patient.hear()[0]
-        proxy.reset()
-        again = worker.ask("read", "s3://lab/a.tar")
-        received = sum(t.body_bytes for t in proxy.summary().values())
-print(json.dumps({
-    "digest": hashlib.sha256(data).hexdigest(), "size": len(data), "lost": lost,
-    "unreachable": unreachable, "kept": len(kept), "healed": healed, "again": again,
-    "received": received,
-}))
-"""
-
-
-def test_a_network_that_goes_down_is_an_error_in_time_and_no_loss(tmp_path: Path) -> None:
-    done = subprocess.run(
-        ["unshare", "--net", "--kill-child", "--fork", sys.executable, "-c", OUTAGE, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=150,
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["lost"]["error"] == "TransferTimeoutError"
-    assert "s3://lab/a.tar" in found["lost"]["message"]
-    assert found["unreachable"]["error"] in ("TransferError", "TransferTimeoutError")
-    assert "does not answer" in found["unreachable"]["message"]
-    assert found["kept"] == 1
-    good = [found["digest"], True]
-    assert found["healed"] == good and found["again"] == good
-    assert found["received"] < found["size"]  # it was resumed

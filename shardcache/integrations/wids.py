@@ -87,7 +87,6 @@ class LocalNames:
         temporary.symlink_to(target)
         try:
             temporary.replace(link)
-        except BaseException:
+        finally:
             temporary.unlink(missing_ok=True)
-            raise
         return str(link)

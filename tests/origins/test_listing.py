@@ -53,14 +53,6 @@ def test_expansion_is_that_of_webdataset(spec, monkeypatch):
     assert expand([spec]) == list(dict.fromkeys(expand_urls(spec)))
 
 
-def test_duplicates_are_dropped_and_order_is_kept():
-    assert expand(["s3://b/{2,1}.tar", "s3://b/{0..2}.tar"]) == [
-        "s3://b/2.tar",
-        "s3://b/1.tar",
-        "s3://b/0.tar",
-    ]
-
-
 def test_missing_variable_is_named():
     with pytest.raises(ConfigError, match="WDS_NOWHERE"):
         expand(["${NOWHERE}/x.tar"])
@@ -96,10 +88,6 @@ def test_malformed_spec_with_a_secret_does_not_show_it():
 )
 def test_what_needs_a_listing(url, pattern):
     assert is_pattern(url) is pattern
-
-
-def test_without_a_cache_patterns_stay_as_they_are():
-    assert expand(["s3://b/*.tar", "s3://b/p/"]) == ["s3://b/*.tar", "s3://b/p/"]
 
 
 @pytest.fixture

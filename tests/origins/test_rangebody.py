@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
-import random
-import socket
 import socketserver
 import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from shardcache import AccessDeniedError, Cache, ConfigError, TransferError
+from shardcache import AccessDeniedError, ConfigError
 from shardcache.origins.base import ObjectInfo, Origin, TransientError, VersionChangedError
-from shardcache.origins.http import WebOrigin, _Reader, content_range, retry_after
-from shardcache.origins.s3 import S3Origin, _translate
+from shardcache.origins.http import WebOrigin
+from shardcache.origins.s3 import S3Origin
 from shardcache.urls import ShardURL, parse_url
-from tests.support.storetools import PATIENCE
 
 
 class Scripted(socketserver.ThreadingTCPServer):
@@ -180,62 +176,6 @@ def test_a_connection_that_is_cut_at_once_is_transient(serve, connect) -> None:
     assert len(server.heads) == 1
 
 
-def test_only_one_layer_repeats_requests(serve, tmp_path) -> None:
-    """The SDK's own retries would multiply ours."""
-    server = serve(answer("503 Slow Down"))
-    options = {"key": "AK", "secret": "SK", "config_kwargs": {"s3": {"addressing_style": "path"}}}
-    cache = Cache(
-        tmp_path / "cache", min_free=0, attempts=3, endpoint_url=server.url, storage_options=options
-    )
-    with pytest.raises(TransferError, match="3 attempts failed"):
-        cache.open("s3://lab/a.tar")
-    assert len(server.heads) == 3
-
-
-def test_expired_credentials_are_renewed_once(serve) -> None:
-    from shardcache import AccessDeniedError
-
-    body = b"<Error><Code>ExpiredToken</Code><Message>expired</Message></Error>"
-    server = serve(answer("400 Bad Request", body, Content_Type="application/xml"))
-    origin = S3Origin(
-        {"key": "AK", "secret": "SK", "config_kwargs": {"s3": {"addressing_style": "path"}}},
-        endpoint_url=server.url,
-        connections=2,
-        timeout=20,
-    )
-    with pytest.raises(AccessDeniedError, match="log in again"):
-        origin.open(parse_url("s3://lab/a.tar"), 0, 10)
-    assert len(server.heads) == 2
-
-
-def test_a_length_that_is_not_stated_is_read_to_the_end(serve) -> None:
-    server = serve(b'HTTP/1.1 200 OK\r\nETag: "v1"\r\nConnection: close\r\n\r\n' + b"z" * 50)
-    origin = WebOrigin(connections=2, timeout=20)
-    body = origin.open(parse_url(f"{server.url}/a.tar"), 0, 10)
-    buffer = memoryview(bytearray(1000))
-    received = b""
-    while count := body.readinto(buffer):
-        received += bytes(buffer[:count])
-    body.close()
-    assert received == b"z" * 50
-    assert body.stop is None
-    assert body.info.size is None
-
-
-def test_content_range_is_checked_against_the_end_of_the_object() -> None:
-    assert content_range("bytes 90-99/100", 10, 90, 200) == (100, 100)
-    assert content_range("bytes 0-99/100", None, 0, None) == (100, 100)
-    with pytest.raises(TransientError):
-        content_range(None, 10, 0, 10)
-
-
-def test_retry_after_is_a_number_of_seconds_or_nothing() -> None:
-    assert retry_after({"retry-after": "2.5"}) == 2.5
-    assert retry_after({"retry-after": "-1"}) == 0
-    assert retry_after({"retry-after": "Wed, 21 Oct 2026 07:28:00 GMT"}) is None
-    assert retry_after({}) is None
-
-
 def s3_origin(server: Scripted, **options: object) -> S3Origin:
     config = {"s3": {"addressing_style": "path"}, **options}
     keys = {"key": "AK", "secret": "SK", "endpoint_url": server.url, "config_kwargs": config}
@@ -317,12 +257,6 @@ def test_a_weak_validator_is_compared_but_not_insisted_on(connect, serve) -> Non
     again.close()
 
 
-def test_dates_that_are_none_are_reported_as_what_they_are(serve) -> None:
-    server = serve(answer("200 OK", b"hello", Last_Modified="yesterday"))
-    with pytest.raises(ConfigError, match="is not S3"):
-        s3_origin(server).open(SHARD, 0, 5)
-
-
 def test_a_gateway_that_redirects_costs_one_request(serve) -> None:
     """botocore would look for the bucket's region, be redirected, and look again."""
     server = serve(answer("301 Moved Permanently", Location="https://elsewhere.invalid/"))
@@ -352,14 +286,6 @@ def test_a_refusal_names_its_cause(serve, answered: bytes, says: str) -> None:
     with pytest.raises(AccessDeniedError, match=says):
         s3_origin(server).open(SHARD, 0, 5)
     assert len(server.heads) == 1
-
-
-def test_a_login_that_expired_is_told_from_a_wrong_option() -> None:
-    from botocore.exceptions import TokenRetrievalError
-
-    expired = TokenRetrievalError(provider="sso", error_msg="Token has expired")
-    with pytest.raises(AccessDeniedError, match="aws sso login"):
-        _translate(expired, SHARD, "https://s3.invalid")
 
 
 def test_a_server_that_redirects_in_a_circle_costs_six_requests(serve) -> None:
@@ -393,73 +319,3 @@ def test_a_proxy_that_wants_a_login_is_asked_once(serve, monkeypatch: pytest.Mon
 
 
 # -- pieces ----------------------------------------------------------------------
-
-
-class Records:
-    """A connection that brings a TLS record with each call, or an error at last."""
-
-    def __init__(self, sock: socket.socket, error: Exception | None = None) -> None:
-        self._sock, self._error = sock, error
-        self.calls = 0
-
-    def fileno(self) -> int:
-        return self._sock.fileno()
-
-    def forget(self) -> None:
-        self._error = None
-
-    def readinto1(self, buffer: memoryview) -> int:
-        self.calls += 1
-        count = self._sock.recv_into(buffer[:16384])
-        if count == 0 and self._error is not None:
-            raise self._error
-        return count
-
-
-@pytest.fixture
-def line() -> Iterator[tuple[socket.socket, socket.socket]]:
-    here, there = socket.socketpair()
-    here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-    with here, there:
-        yield here, there
-
-
-def test_records_that_are_there_are_taken_together(line) -> None:
-    data = random.Random(1).randbytes(100_000)
-    line[0].sendall(data)
-    buffer = memoryview(bytearray(1 << 20))
-    reader = _Reader(Records(line[1]))
-    assert reader.read(buffer) == len(data)
-    assert buffer[: len(data)] == data
-
-
-def test_nothing_is_waited_for_that_has_not_come(line) -> None:
-    line[1].settimeout(PATIENCE)
-    buffer = memoryview(bytearray(1 << 20))
-    records = Records(line[1])
-    for piece in (b"a" * 10, b"b" * 16384, b"c"):
-        line[0].sendall(piece)
-        assert _Reader(records).read(buffer) == len(piece)
-    assert records.calls == 3
-
-
-def test_of_what_is_there_no_more_is_taken_than_fits_or_than_is_good(line) -> None:
-    line[0].setblocking(False)
-    with contextlib.suppress(BlockingIOError):
-        line[0].send(bytes(600_000))
-    reader = _Reader(Records(line[1]))
-    assert reader.read(memoryview(bytearray(20_000))) == 20_000
-    there = line[1].recv(1 << 20, socket.MSG_PEEK)
-    assert reader.read(memoryview(bytearray(1 << 20))) == min(len(there), 1 << 18)
-
-
-def test_what_came_before_the_end_comes_first(line) -> None:
-    line[0].sendall(bytes(40_000))
-    line[0].close()
-    buffer = memoryview(bytearray(1 << 20))
-    records = Records(line[1], OSError("reset"))
-    reader = _Reader(records)
-    assert reader.read(buffer) == 40_000
-    records.forget()  # as a socket does
-    with pytest.raises(OSError, match="reset"):
-        reader.read(buffer)

@@ -13,7 +13,6 @@ import json
 import random
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import fsspec
@@ -23,7 +22,6 @@ import webdataset as wds
 from shardcache import AccessDeniedError, Cache, TransferError
 from shardcache.cli.demo import S3Server
 from shardcache.fetch.job import FetchStatus
-from shardcache.origins import retry
 from shardcache.origins.base import TransientError
 from shardcache.origins.http import retry_after
 from shardcache.origins.retry import BASE, CAP, RETRY_AFTER_CAP, RetryPolicy
@@ -97,32 +95,6 @@ def test_what_retry_after_may_say(said: str, seconds: float | None) -> None:
     assert retry_after({"retry-after": said}) == seconds
 
 
-def test_a_throttled_crowd_does_not_come_back_as_a_crowd(
-    lab: Lab,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(retry, "BASE", 0.5)
-    crowd = 48
-    urls = [lab.put(f"{number}.tar", size=20_480) for number in range(crowd)]
-    busy = page(503, "SlowDown", **{"Retry-After": "1"})
-    rules = [
-        Rule(Fault(name="503", answer=busy), path=lab.path_of(f"{n}.tar")) for n in range(crowd)
-    ]
-    lab.proxy.script(*rules)
-    cache = lab.cache(connections=crowd)
-    with ThreadPoolExecutor(crowd) as threads:
-        list(threads.map(cache.fetch, urls))
-    assert [rule.fired for rule in rules] == [1] * crowd
-    waits = []
-    for number in range(crowd):
-        first, second = lab.proxy.of(lab.path_of(f"{number}.tar"))
-        assert (first.status, second.status) in [(503, 206), (503, 200)]  # one part is all
-        waits.append(second.started - first.started)
-    waits.sort()
-    assert waits[0] >= 1.0
-    assert waits[-crowd // 8] - waits[crowd // 8] > 0.15  # of 0.375 expected
-
-
 # -- one layer --------------------------------------------------------------------------
 
 
@@ -189,17 +161,6 @@ def test_so_it_is_for_a_shard_that_is_streamed(lab: Lab) -> None:  # noqa: F811
     with pytest.raises(TransferError, match="3 attempts failed"):
         cache.open(lab.url())
     assert lab.gets() == 1 + 3
-
-
-def test_so_it_is_for_web_servers(web: Server, tmp_path: Any) -> None:  # noqa: F811
-    web.files["/a.tar"] = make_tar(1)
-    web.status["/a.tar"] = 503
-    with (
-        Cache(tmp_path / "cache", min_free=0, attempts=3) as cache,
-        pytest.raises(TransferError, match="3 attempts failed"),
-    ):
-        cache.open(f"{web.url}/a.tar")
-    assert [method for method, _ in web.requests] == ["GET"] * 3
 
 
 # -- credentials that expire ------------------------------------------------------------

@@ -10,9 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +18,8 @@ import pytest
 
 from shardcache.cache import Cache
 from shardcache.cli.demo import S3Server
-from shardcache.clock import SYSTEM_CLOCK
 from shardcache.config import Config, StorageOptions, Upstream
-from shardcache.errors import ConfigError, IntegrityError, TransferError
-from shardcache.origins import upstream as upstreams
-from shardcache.origins.base import VersionChangedError
-from shardcache.store.entry import Metadata
-from shardcache.store.partial import Partial
+from shardcache.errors import ConfigError, TransferError
 from tests.support.fakes import Fault, MemoryOrigin
 from tests.support.proxy import Proxy
 from tests.support.storetools import no_descriptor_left
@@ -99,20 +92,6 @@ def test_a_cluster_pays_its_origin_once(node: Make, origin: MemoryOrigin, nas: P
     assert requests(origin) == before
 
 
-def test_what_an_upstream_has_is_not_written_again(
-    node: Make, origin: MemoryOrigin, nas: Path
-) -> None:
-    for _ in range(2):
-        cache = node(writes(nas))
-        assert read(cache) == DATA
-        cache.close()
-        found = [path.stat().st_ino for path in sorted((nas / "lab/train").iterdir())]
-    cache = node(writes(nas))
-    read(cache)
-    cache.close()
-    assert [path.stat().st_ino for path in sorted((nas / "lab/train").iterdir())] == found
-
-
 def test_a_copy_that_somebody_else_made_is_taken_as_it_is(
     node: Make, origin: MemoryOrigin, nas: Path
 ) -> None:
@@ -158,30 +137,6 @@ def test_a_damaged_copy_is_not_used_and_the_reader_does_not_notice(
     assert version(other) == version(first)
     assert "damaged" in caplog.text or "is not used" in caplog.text
     assert list((other.dir / "v1/partial").iterdir()) == []
-
-
-def test_who_follows_a_damaged_copy_is_told_and_nobody_else(
-    node: Make, origin: MemoryOrigin, nas: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where the origin itself sends damaged bytes."""
-    real, follows = Partial.discard, threading.Event()
-
-    def discard(partial: Partial) -> None:
-        assert follows.wait(30)
-        real(partial)
-
-    first = node(writes(nas))
-    read(first)
-    first.close()
-    (nas / "lab/train/0.tar").write_bytes(DATA[:1000] + bytes(24) + DATA[1024:])
-    other = node(nas)
-    monkeypatch.setattr(Partial, "discard", discard)
-    with other.open(URL) as stream:
-        assert stream.read(10) == DATA[:10]
-        follows.set()
-        with pytest.raises(IntegrityError, match="Read it again"):
-            stream.read()
-    assert read(other) == DATA and version(other) == version(first)
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"null", b"\xff" * 100, b"x" * 100_000])
@@ -362,14 +317,6 @@ def test_a_store_that_is_down_is_asked_twice_and_then_left_alone(
     assert len(warnings) == 1 and "left alone for a while" in warnings[0]
 
 
-def test_what_no_upstream_and_no_origin_has_is_not_found(
-    near: S3Server, node: Make, nas: Path
-) -> None:
-    cache = node(nas, store(near, near.endpoint_url))
-    with pytest.raises(FileNotFoundError):
-        read(cache, "s3://lab/none.tar")
-
-
 def test_an_origin_that_is_down_is_not_needed_for_what_an_upstream_has(
     node: Make, origin: MemoryOrigin, nas: Path
 ) -> None:
@@ -383,20 +330,6 @@ def test_an_origin_that_is_down_is_not_needed_for_what_an_upstream_has(
 
 
 # -- configuration ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("given", "urls"),
-    [
-        ("none", []),
-        ("/nas/shards", ["/nas/shards"]),
-        ("/nas/shards, s3://shards/cache", ["/nas/shards", "s3://shards/cache"]),
-        (["/nas", {"url": "gs://b/x", "write_back": True}], ["/nas", "gs://b/x (write_back)"]),
-        ([Upstream("/nas")], ["/nas"]),
-    ],
-)
-def test_upstreams_are_given_as_text_lists_and_tables(tmp_path: Path, given, urls) -> None:
-    assert [str(each) for each in Config(tmp_path, upstreams=given).upstreams] == urls
 
 
 @pytest.mark.parametrize(
@@ -439,41 +372,3 @@ def test_secrets_of_an_upstream_are_neither_shown_nor_pickled(tmp_path: Path) ->
         check=True,
     )
     assert b"hush" not in done.stdout and b"s3://b/x (write_back)" in done.stdout
-
-
-def test_a_copys_sidecar_is_an_entrys(node: Make, nas: Path) -> None:
-    cache = node(writes(nas))
-    read(cache)
-    cache.close()
-    said = Metadata.decode((nas / f"lab/train/{SIDECAR}").read_bytes())
-    assert (said.url, said.size) == (URL, len(DATA))
-
-
-def test_a_copy_is_never_read_on_with_for_another_version(
-    node: Make, origin: MemoryOrigin, nas: Path
-) -> None:
-    """Of a fetch that somebody else began: it is of the version that the origin had then."""
-    first = node(writes(nas))
-    read(first)
-    first.close()
-    cache = node(nas)
-    (near,) = cache._here().origins.nearer(cache.parse(URL))
-    known = first.entry(URL).metadata().info
-    body = near.open(cache.parse(URL), 10, 20, known)
-    body.close()
-    other = replace(known, etag='"another"')
-    with pytest.raises(VersionChangedError):
-        near.open(cache.parse(URL), 10, 20, other)
-
-
-def test_one_failure_between_successes_closes_no_upstream(
-    node: Make, origin: MemoryOrigin, nas: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place = upstreams._Place(Upstream(str(nas), write_back=True), node().config, SYSTEM_CLOCK)
-    cache = node()
-    entry = cache.fetch(URL)
-    shard = cache.parse(URL)
-    for _ in range(3):
-        place.failed(OSError("once"))
-        shutil.rmtree(nas / "lab", ignore_errors=True)
-        assert place.write(shard, entry.data, entry.metadata().encode())

@@ -197,26 +197,6 @@ def test_samples_are_those_of_webdatasets_expander_and_grouper(seed: int) -> Non
     judge(run.seen(ours), run.seen(theirs))
 
 
-def test_such_runs_meet_what_they_are_to_meet() -> None:
-    met = set()
-    for seed in range(300):
-        run = Run(seed)
-        for event in run.seen(
-            lambda data, files, groups, run=run: tar_samples(
-                data, files, **run.options, **run.grouping, group_handler=groups
-            )
-        ):
-            met.add(event[:2] if isinstance(event, tuple) else "sample")
-    assert met >= {
-        "sample",
-        ("files", tarfile.ReadError),
-        ("files", KeyError),
-        ("files", RuntimeError),
-        ("groups", ValueError),
-        ("groups", AttributeError),
-    }
-
-
 @given(name=st.text("ab./_\n-A\u00e4", max_size=12))
 @example("a/.b")
 @example("a.b\n")
@@ -243,16 +223,6 @@ def test_what_is_no_opened_shard_is_refused_in_the_same_way(source: Any) -> None
             told.append((type(exn), exn.args))
         seen.append(told)
     assert seen[0] == seen[1] != [()]
-
-
-def test_the_expander_takes_the_arguments_of_webdatasets() -> None:
-    theirs = inspect.signature(tariterators.tar_file_expander).parameters
-    ours = inspect.signature(tar_files).parameters
-    assert list(ours) == list(theirs)
-    assert [p.default for p in ours.values()][2:] == [p.default for p in theirs.values()][2:]
-    grouper = inspect.signature(tariterators.group_by_keys).parameters
-    known = {*inspect.signature(tar_samples).parameters, "handler"}
-    assert set(grouper) <= known
 
 
 # -- in pipelines ----------------------------------------------------------------------
@@ -334,28 +304,6 @@ def test_stages_that_are_not_webdatasets_own_stay() -> None:
     quicken(pipeline)
     assert isinstance(pipeline[0], FastTar) and pipeline[0].groups is None
     assert isinstance(pipeline[1], FilterFunction)
-
-
-def test_positional_arguments_reach_their_places() -> None:
-    pipeline = [
-        pipelinefilter(tariterators.tar_file_expander)(_answer, _select, _rename, None),
-        pipelinefilter(tariterators.group_by_keys)(_keys, False, {"txt"}, _answer),
-    ]
-    stock = list(pipeline)
-    quicken(pipeline)
-    assert pipeline[0].files == {
-        "handler": _answer,
-        "select_files": _select,
-        "rename_files": _rename,
-        "eof_value": None,
-    }
-    sources = [{"url": "u", "stream": io.BytesIO(make_tar(1))} for _ in range(2)]
-    again = [{"url": "u", "stream": io.BytesIO(make_tar(1))} for _ in range(2)]
-    assert list(pipeline[0](sources)) == list(stock[1](stock[0](again)))
-
-
-def _answer(exn: Exception) -> bool:
-    return True
 
 
 def test_a_hand_made_pipeline_takes_the_stage_as_it_is(make_cache: MakeCache) -> None:

@@ -142,32 +142,6 @@ def test_what_is_no_archive_is_refused_in_the_words_of_tarfile(data: bytes) -> N
     same(data)
 
 
-def test_no_stream_at_all_is_refused_as_by_tarfile() -> None:
-    with pytest.raises(ValueError, match="nothing to open"):
-        next(iter(TarWalk(_Nothing())))
-
-
-class _Nothing:
-    def read(self, size: int) -> bytes:
-        raise AssertionError("read")
-
-    def __bool__(self) -> bool:
-        return False
-
-
-@pytest.mark.parametrize("name", ["BZh91AY&SY.txt", "BZh.txt", "]"])
-def test_a_name_that_looks_compressed_is_what_tarfile_takes_it_for(name: str) -> None:
-    same(small(tarfile.USTAR_FORMAT, (name, "b.txt")))
-
-
-def test_in_an_encoding_that_may_fail_tarfile_reads_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tarwalk, "_ENCODING_IS_SAFE", False)
-    data = small(tarfile.PAX_FORMAT)
-    same(data)
-    walk = TarWalk(io.BytesIO(data))
-    assert all(type(walk._odd) is tarfile.TarInfo for _ in walk)
-
-
 def test_global_headers_rule_all_that_follows() -> None:
     for headers in ({"comment": "x"}, {"path": "all/one.txt"}, {"size": "3"}):
         first = tarfile.TarInfo.create_pax_global_header(headers)
@@ -274,21 +248,6 @@ def test_ordinary_archives_need_no_tarfile(form: int, monkeypatch: pytest.Monkey
         list(members(io.BytesIO(b"\xff" + data)))
 
 
-@pytest.mark.skipif(GNU_TAR is None, reason="there is no tar command")
-@pytest.mark.parametrize("form", ["v7", "oldgnu", "gnu", "ustar", "posix"])
-def test_directories_and_links_of_the_tar_command_need_no_tarfile(
-    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "d").mkdir()
-    (tmp_path / "d" / "a.txt").write_bytes(b"x" * 700)
-    (tmp_path / "d" / "z.txt").symlink_to("a.txt")
-    command = [str(GNU_TAR), f"--format={form}", "-cf", "-", "-C", str(tmp_path), "d"]
-    data = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
-    if form != "posix":  # there a link has an extended header
-        forbid_tarfile(monkeypatch)
-    assert list(members(io.BytesIO(data))) == [("d/a.txt", b"x" * 700)]
-
-
 @pytest.mark.parametrize("form", FORMATS)
 def test_nothing_is_read_beyond_a_member_until_the_next_is_asked_for(form: int) -> None:
     stream = io.BytesIO(small(form))
@@ -336,23 +295,6 @@ def test_a_header_that_lies_about_its_size_costs_no_memory() -> None:
         assert tracemalloc.get_traced_memory()[1] < 4 * tarwalk._PIECE
     finally:
         tracemalloc.stop()
-
-
-def test_large_members_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tarwalk, "_PIECE", 1000)
-    data = make_tar(5, size=3500)
-    for length in (len(data), 3000):
-        same(data[:length])
-
-
-def test_many_odd_members_are_not_remembered() -> None:
-    odd = tarfile.TarInfo.create_pax_global_header({"path": "a.txt"})
-    info = tarfile.TarInfo("b.txt")
-    info.size = 3
-    member = info.tobuf() + b"abc".ljust(BLOCK, b"\0")
-    walk = TarWalk(io.BytesIO(odd + member * 500))
-    names = [name for name in walk if walk.read() == b"abc" and len(walk._archive.members) <= 1]
-    assert names == ["a.txt"] * 500
 
 
 def test_a_read_error_takes_no_member_along_that_was_whole() -> None:

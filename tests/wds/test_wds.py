@@ -15,7 +15,7 @@ from webdataset import tariterators
 import shardcache
 from shardcache import Cache, ConfigError, ShardNotFoundError
 from shardcache.cli.demo import S3Server
-from shardcache.wds.attach import CachedOpen, attach, register, url_opener
+from shardcache.wds.attach import attach, register, url_opener
 from tests.support.fakes import MemoryOrigin
 from tests.support.proxy import Proxy
 from tests.support.tars import make_tar
@@ -82,13 +82,6 @@ def test_attach_replaces_webdatasets_own_cache(make_cache: MakeCache, tmp_path: 
     dataset = wds.WebDataset(SPEC, shardshuffle=False, cache_dir=str(tmp_path))
     assert keys(make_cache().attach(dataset)) == expected_keys()
     assert list(tmp_path.glob("*.tar")) == []
-
-
-def test_attach_twice_uses_the_second_cache(make_cache: MakeCache, tmp_path: Path) -> None:
-    first, second = make_cache(), make_cache(dir=tmp_path / "second")
-    dataset = second.attach(first.attach(wds.WebDataset(SPEC, shardshuffle=False)))
-    assert keys(dataset) == expected_keys()
-    assert list(first.entries()) == []
 
 
 def test_attach_finds_the_opener_in_hand_made_pipelines(make_cache: MakeCache) -> None:
@@ -227,18 +220,6 @@ def test_a_shard_that_was_dropped_is_not_pinned_while_the_next_is_fetched(
     assert not any(pinned)
 
 
-def test_the_stage_says_what_it_is(make_cache: MakeCache) -> None:
-    assert "shardcache.Cache" in repr(CachedOpen(make_cache()))
-
-
-def test_resampled_lists_are_endless_and_fine(make_cache: MakeCache, origin: MemoryOrigin) -> None:
-    dataset = make_cache().attach(
-        wds.WebDataset(SPEC, resampled=True, shardshuffle=False).with_epoch(100)
-    )
-    assert len(list(dataset)) == 100
-    assert sum(start == 0 for _, start, _ in origin.requests) <= SHARDS
-
-
 @pytest.mark.parametrize(
     ("method", "persistent"),
     [("fork", False), ("fork", True), ("spawn", False), ("forkserver", True)],
@@ -276,13 +257,6 @@ def test_dataloader_workers_share_one_fetch_per_shard(
 def test_url_opener_needs_a_cache() -> None:
     with pytest.raises(TypeError):
         next(url_opener([{"url": "s3://lab/a.tar"}]))
-
-
-def test_url_opener_asks_the_handler_about_what_is_no_url_too(make_cache: MakeCache) -> None:
-    seen: list[Exception] = []
-    url = Path("train-0000.tar")
-    assert list(make_cache().url_opener([url], lambda exn: seen.append(exn) or True)) == []
-    assert isinstance(seen[0], ConfigError)
 
 
 def test_a_pipeline_composed_further_reads_through_the_cache(

@@ -143,18 +143,15 @@ class WorkingSet:
         self._capacity = capacity
         self._entries: dict[str, Entry] = {}
         self._live: dict[str, float] = {}
-        self._used: dict[str, set[str]] = {}
 
     def begin(self, job: str, at: int) -> None:
         self._live[job] = _date(at)
-        self._used[job] = set()
 
     def end(self, job: str, at: int) -> None:
         del self._live[job]
 
     def read(self, job: str, shard: int, at: int) -> bool:
         key, now = f"{shard:032x}", _date(at)
-        self._used[job].add(key)
         hit = key in self._entries
         if hit or self._has_room(now):
             self._entries[key] = Entry(f"/{key}", key, "0" * 24, 1, now)
@@ -163,17 +160,13 @@ class WorkingSet:
     def _has_room(self, now: float) -> bool:
         if len(self._entries) < self._capacity:
             return True
-        policy = Policy(since=min(self._live.values()), released=self._is_released)
+        policy = Policy(since=min(self._live.values()))
         limits = Limits(max_size=self._capacity)
         chosen = plan(self._entries.values(), limits, now, reserved=1, policy=policy)
         if chosen.suffices:
             for victim in chosen.victims:
-                del self._entries[victim.entry.key]
+                del self._entries[victim.entries[0].key]
         return chosen.suffices
-
-    def _is_released(self, key: str, used: float) -> bool:
-        users = {job for job, keys in self._used.items() if key in keys}
-        return bool(users) and not users & self._live.keys()
 
 
 def _date(step: int) -> float:

@@ -6,7 +6,7 @@
            partial/evict.<key>.<random>/          an entry on its way out
            partial/.<name>.<random>               a file on its way to its name
            locks/<aa>/<key>.lock  quarantine/  sessions/  ranks/<name>/ (a tree like this one)
-           sessions/<random>.session  sessions/<random>.wait  sessions/<job>.uses
+           sessions/<random>.session  sessions/<random>.wait
            pins/<key>.pin
 
 This module alone makes and recognizes these names. A name that does not match was not made
@@ -36,7 +36,6 @@ _ENTRY = re.compile(r"([0-9a-f]{24})-(0|[1-9a-f][0-9a-f]{0,15})\Z")
 _PARTIAL = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{24})\.([0-9a-f]{32})\Z")
 _EVICTED = re.compile(r"evict\.([0-9a-f]{32})\.([0-9a-f]{32})\Z")
 _LOCK = re.compile(r"([0-9a-f]{32})\.lock\Z")
-_USES = re.compile(r"[0-9a-f]{32}\.uses\Z")
 _WAIT = re.compile(r"[0-9a-f]{32}\.wait\Z")
 _PIN = re.compile(r"[0-9a-f]{32}\.pin\Z")
 _LEASE = re.compile(r"[0-9a-f]{32}\.(lease|holder)\Z")
@@ -91,11 +90,6 @@ def is_lease_name(name: str) -> bool:
 def is_pin_name(name: str) -> bool:
     """Whether ``name`` is that of a shard's pin."""
     return _PIN.match(name) is not None
-
-
-def is_uses_name(name: str) -> bool:
-    """Whether ``name`` is that of a job's map of uses."""
-    return _USES.match(name) is not None
 
 
 def is_wait_name(name: str) -> bool:
@@ -245,6 +239,11 @@ class Layout:
         return (self.local or self.base) / "sessions"
 
     @property
+    def usage(self) -> Path:
+        """How many bytes the cache holds; see `space.budget`."""
+        return (self.local or self.base) / "usage"
+
+    @property
     def stats(self) -> Path:
         """The database of what processes count; made with the first row."""
         return (self.local or self.base) / "stats.db"
@@ -267,10 +266,6 @@ class Layout:
         """The namespace of one rank or job."""
         local = None if self.local is None else self.local / "ranks" / name
         return replace(self, base=self.ranks / name, local=local)
-
-    def uses(self, job: str) -> Path:
-        """The map of what a job has used; ``job`` is 32 hexadecimal digits."""
-        return self.sessions / f"{job}.uses"
 
     def new_wait(self) -> Path:
         """A name for the note of somebody who waits."""

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from shardcache.fetch.coordinator import Coordinator
     from shardcache.fetch.transfer import Fetcher
     from shardcache.origins.resolve import Origins
+    from shardcache.space.clean import Housekeeper
     from shardcache.space.eviction import Victim
-    from shardcache.space.housekeeping import Housekeeper
 
 __all__ = ["Process", "Processes", "in_background"]
 
@@ -69,7 +69,6 @@ class Process:
             tier.evicted = self._count_eviction
         self._look_at = 0.0  # of the monotonic clock: when they want to be asked again
         self._touched: dict[str, float] = {}
-        self._unused: set[str] = set()  # of those, what this job only saw to
         self.reading = Breaker(clock)
         self.writing = Breaker(clock)
 
@@ -233,7 +232,7 @@ class Process:
 
     def _make_coordinator(self) -> Coordinator:
         from shardcache.fetch.coordinator import Coordinator, Place
-        from shardcache.space.housekeeping import Housekeeper
+        from shardcache.space.clean import Housekeeper
 
         config = self._config
         for housekeeper in self._housekeepers:
@@ -282,7 +281,7 @@ class Process:
         self.counters.hit(opened.size, now - begun, now, tier)
 
     def _count_eviction(self, victim: Victim) -> None:
-        self.counters.evicted(victim.reason.value, victim.entry.size)
+        self.counters.evicted(victim.reason.value, victim.size)
 
     def disk_failed(self, breaker: Breaker, exn: OSError) -> None:
         """Count a fault; after too many the disk is left alone for a while.
@@ -311,28 +310,15 @@ class Process:
             verb = "written" if breaker is self.writing else "read"
             logger.info("%s can be %s again", self._config.dir, verb)
 
-    def touch(self, opened: Opened, *, use: bool = True) -> None:
-        """Note a use of an entry, on its first use here and then at most every interval.
-
-        Args:
-            opened: the entry.
-            use: whether this job uses it, and has not only seen to it that it is there.
-        """
+    def touch(self, opened: Opened) -> None:
+        """Note a use of an entry, on its first use here and then at most every interval."""
         now, directory = self._clock.monotonic(), opened.directory
         last = self._touched.get(directory)
         if now >= self._look_at:
             self.keep_house()
         if last is None or now - last >= self._config.touch_interval:
             self._touched[directory] = now
-            tier = self.tier_of(directory)
-            tier.store.touch(directory, self._clock.time())
-            if use and self.writing.closed:
-                tier.note_use(directory.split("/")[-2])
-            else:
-                self._unused.add(directory)
-        elif use and directory in self._unused:
-            self._unused.discard(directory)
-            self.tier_of(directory).note_use(directory.split("/")[-2])
+            self.tier_of(directory).store.touch(directory, self._clock.time())
 
     def cancel(self) -> None:
         """Call off all fetches of this process; they raise, and can be resumed."""

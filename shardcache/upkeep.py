@@ -196,7 +196,7 @@ class Upkeep:
         found = False
         for tier in self._here().present:
             found |= pins.unpin(tier.namespaces.node, key)
-            tier.space().something_went()
+            tier.space().recount()
         return found
 
     def remove(self, url: str, *, dry_run: bool = False) -> tuple[int, int]:
@@ -219,7 +219,7 @@ class Upkeep:
             pinned = key in pinned_keys(tier.namespaces.node, now)
             removed, in_use = cleaning.remove(tier.stores(), key, pinned=pinned, dry_run=dry_run)
             if removed and not dry_run:
-                tier.space().something_went()
+                tier.space().recount()
                 count = {"evicted_asked": len(removed)}
                 count["bytes_evicted"] = sum(removal.size for removal in removed)
                 self._here().counters.add(count)

@@ -16,8 +16,7 @@ from shardcache.cli.places import SILENCE, Answer, Place
 from shardcache.config import Config
 from shardcache.locks.mounts import MEMORY_TYPES, Mount
 from shardcache.space.eviction import ENTRY_INODES
-from shardcache.space.memory import Headroom
-from shardcache.space.volume import Volume
+from shardcache.space.memory import Headroom, Volume
 from shardcache.units import format_bytes, format_duration
 
 __all__ = ["Finding", "Level", "check_answer", "check_cleaners", "check_filesystem"]

@@ -23,7 +23,7 @@ from shardcache.cli.output import counted
 from shardcache.cli.progress import Display, Position, Rate
 from shardcache.space.clean import CleanReport, CleanStatus
 from shardcache.space.eviction import Reason, Removal
-from shardcache.space.volume import Volume
+from shardcache.space.memory import Volume
 from shardcache.units import Limit, exact_duration, format_bytes, parse_duration, parse_limit
 
 __all__ = ["clean_command"]

@@ -29,9 +29,9 @@ from shardcache.layout import Layout
 from shardcache.locks.flock import read_holder
 from shardcache.prewarm.plan import expand
 from shardcache.ranks import detect
+from shardcache.space.memory import Volume
 from shardcache.space.pins import pinned_keys
 from shardcache.space.policy import Policy
-from shardcache.space.volume import Volume
 from shardcache.store.entry import DamagedError, Metadata, read_sidecar
 from shardcache.store.root import check_links, is_cache
 from shardcache.store.store import Entry, Namespaces, Store
@@ -319,7 +319,7 @@ def _evictable(cache: Cache, shards: list[_Shard], now: float) -> int:
         shard.size
         for shard in shards
         if shard.state not in ("pinned", "in_use")
-        and not policy.protects(shard.key, shard.used_at.timestamp(), now)
+        and not policy.protects(shard.used_at.timestamp(), now)
     )
 
 

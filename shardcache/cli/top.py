@@ -30,9 +30,10 @@ from shardcache.clock import SYSTEM_CLOCK, Clock, utc
 from shardcache.layout import parse_partial_name
 from shardcache.locks.flock import Holder, read_holder
 from shardcache.locks.sessions import live_sessions, live_waits
-from shardcache.space.volume import Volume
+from shardcache.space.eviction import linked
+from shardcache.space.memory import Volume
 from shardcache.stats.summary import Stats, Waits, by_rank, rank_records, summed
-from shardcache.store.entry import DamagedError, Metadata, read_sidecar
+from shardcache.store.entry import DamagedError, Entry, Metadata, read_sidecar
 from shardcache.store.partial import Progress, read_progress
 from shardcache.store.sweeping import in_flight
 from shardcache.units import format_bytes, format_rate
@@ -268,17 +269,18 @@ def tier_uses(cache: Cache) -> list[TierUse]:
         OSError: a directory cannot be read.
     """
     configs = {os.fspath(config.dir): config for config in cache.config.by_tier()}
-    sizes: dict[str, list[int]] = {directory: [] for directory in configs}
+    entries: dict[str, list[Entry]] = {directory: [] for directory in configs}
     for entry in cache.entries():
         home = next((d for d in configs if entry.directory.startswith(f"{d}/")), None)
         if home is not None:
-            sizes[home].append(entry.size)
+            entries[home].append(entry)
     found = []
     for number, (directory, config) in enumerate(configs.items(), 1):
         exists = Path(directory).is_dir()
         limit = Volume.of(Path(directory)).budget(config) if exists else None
-        inside = sizes[directory]
-        found.append(TierUse(number, directory, len(inside), sum(inside), limit))
+        shards = linked(entries[directory])
+        used = sum(links[0].size for links in shards)
+        found.append(TierUse(number, directory, len(shards), used, limit))
     return found
 
 

@@ -317,7 +317,7 @@ class Coordinator:
         for place in self._places:
             for entry in place.store.entries_of(url.key):
                 if entry.version in outdated and place.store.evict(entry):
-                    place.space.something_went()
+                    place.space.recount()
 
     def _look_again(
         self, url: ShardURL, lock: _AnyLock | None, outdated: Collection[str]

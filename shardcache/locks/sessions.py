@@ -23,7 +23,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from shardcache.files import Modes, is_alone, open_exclusive, open_file, random_token
 from shardcache.layout import IDLE_GRACE, Layout, is_key, is_wait_name, list_names
@@ -38,20 +37,6 @@ _STARTING = re.compile(r"\.starting-[0-9a-f]{32}\Z")
 _ATTEMPTS = 100
 #: What opening a session says that ended meanwhile, or is nothing of ours.
 _NONE_OF_OURS = (errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENXIO)
-_JOB = re.compile(rb"[0-9a-f]{32}\Z")
-_MAX_RECORD = 64
-
-
-class LiveSession(NamedTuple):
-    """A session of a process that lives.
-
-    Attributes:
-        started: when its job began to use the cache, seconds since the epoch.
-        job: the name of the job's map of uses (`uses`); None if it keeps none.
-    """
-
-    started: float
-    job: str | None
 
 
 class Session:
@@ -60,20 +45,19 @@ class Session:
     Args:
         layout: the node's namespace.
         started: when the job began to use the cache, seconds since the epoch.
-        job: as `LiveSession.job`.
     """
 
     _file: io.FileIO | None = None  # until it is registered
 
-    def __init__(self, layout: Layout, started: float, job: str | None = None) -> None:
+    def __init__(self, layout: Layout, started: float) -> None:
         self.path = layout.sessions / f"{random_token()}.session"
         try:
-            self._register(started, layout.modes, b"" if job is None else job.encode())
+            self._register(started, layout.modes)
         except OSError as exn:
             # A cache that cannot be written evicts nothing, so nobody needs to know of us.
             logger.debug("no session could be registered: %s", exn)
 
-    def _register(self, started: float, modes: Modes, job: bytes) -> None:
+    def _register(self, started: float, modes: Modes) -> None:
         directory = self.path.parent
         modes.make_directory(directory, levels=0)
         for _ in range(_ATTEMPTS):
@@ -84,8 +68,6 @@ class Session:
                 stack.callback(temporary.unlink, missing_ok=True)
                 try:
                     if lock_exclusive(file.fileno()):
-                        with contextlib.suppress(OSError):  # full; then all that it may use stays
-                            os.write(file.fileno(), job)
                         os.utime(file.fileno(), (started, started))
                         temporary.rename(self.path)
                         self._file = file
@@ -111,8 +93,8 @@ class Session:
         self.close()
 
 
-def live_sessions(layout: Layout) -> list[LiveSession]:
-    """Every session of a process that lives; dead ones are removed.
+def live_sessions(layout: Layout) -> list[float]:
+    """When each live session began, in seconds since the epoch; dead ones are removed.
 
     Raises:
         OSError: the filesystem is failing.
@@ -144,8 +126,8 @@ def dead_sessions(layout: Layout) -> int:
     return dead
 
 
-def remove_dead_sessions(layout: Layout) -> list[LiveSession]:
-    """Remove what processes that are gone left in ``sessions``; returns the sessions that live.
+def remove_dead_sessions(layout: Layout) -> None:
+    """Remove what processes that are gone left in ``sessions``.
 
     Raises:
         OSError: the filesystem is failing.
@@ -153,17 +135,16 @@ def remove_dead_sessions(layout: Layout) -> list[LiveSession]:
     for name in list_names(layout.sessions):
         if _STARTING.match(name):
             _look(layout.sessions / name)
-    return live_sessions(layout)
+    live_sessions(layout)
 
 
-def _look(path: Path) -> LiveSession | None:
-    """A session, or None if it is dead; then it is removed."""
+def _look(path: Path) -> float | None:
+    """When a session began, or None if it is dead; then it is removed."""
     try:
         file = open_file(path, io.FileIO, os.O_RDWR)
     except OSError as exn:
         if exn.errno in (errno.EROFS, errno.EACCES):  # cannot tell, so it may be alive
-            modified = _modified(path)
-            return None if modified is None else LiveSession(modified, None)
+            return _modified(path)
         if exn.errno in _NONE_OF_OURS:
             return None  # ended meanwhile, or nothing of ours
         raise
@@ -171,8 +152,7 @@ def _look(path: Path) -> LiveSession | None:
         free = is_free(file.fileno())
         found = os.fstat(file.fileno())
         if free is False:
-            job = os.pread(file.fileno(), _MAX_RECORD, 0)
-            return LiveSession(found.st_mtime, job.decode() if _JOB.match(job) else None)
+            return found.st_mtime
         # Without flock nobody can tell. It does not count, or dead ones would count for
         # ever, but it stays for a while: its owner may need it when flock is back.
         if free or time.time() - found.st_ctime > IDLE_GRACE:

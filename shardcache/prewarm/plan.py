@@ -22,9 +22,9 @@ from shardcache.config import Config
 from shardcache.errors import ConfigError, ShardCacheError
 from shardcache.origins.listing import Listing, is_pattern, refuse_local
 from shardcache.ranks import detect
-from shardcache.space.eviction import Limits, plan
+from shardcache.space.eviction import Limits, plan, total_bytes
+from shardcache.space.memory import Volume
 from shardcache.space.policy import Policy
-from shardcache.space.volume import Volume
 from shardcache.store.entry import DamagedError
 from shardcache.store.store import Entry, Namespaces
 from shardcache.store.sweeping import in_flight
@@ -383,7 +383,7 @@ class _Room:
         )
         free = spare
         if limit is not None:
-            free = min(free, limit - others - sum(entry.size for entry in entries))
+            free = min(free, limit - others - total_bytes(entries))
         return cls(need, max(0, free), chosen.freed, chosen.missing)
 
 

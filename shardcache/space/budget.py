@@ -1,70 +1,131 @@
 """Room for a shard before its first byte is written.
 
-The reservation is the live partial itself: it states its final size and
-vanishes with its process. Admission reads what is published and what is in
-flight, evicts if it must and may, and makes the partial, all under the node's
-budget lock; so many processes keep one budget. Where locks do not work, each
-process may overshoot by the shards that others admit at the same moment. What is
-published is not counted anew for each admission, see `ledger`.
+The node keeps one number, ``usage``: bytes of all shards and of all fetches in flight. It is read
+and written under the budget lock only: an admission adds its shard's size, an eviction subtracts.
+So many processes keep one budget. A fetch that fails leaves its bytes in the number, and what else
+changes the cache is not in it, so entries and partials are counted again whenever the number is
+older than 20 times what counting took, and than a minute at most: counting takes a twentieth of the
+time, whatever the size of the cache. `clean` has it counted anew.
+
+Where locks do not work, each process may overshoot by what others admit at the same moment. Nodes
+that share a directory do not share the number: they count each time.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import logging
-import math
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from shardcache.clock import Clock
+from shardcache.breaker import FULL
+from shardcache.clock import Clock, boot_id
 from shardcache.config import Config
-from shardcache.errors import CacheFullError
-from shardcache.layout import Layout
-from shardcache.space.eviction import EvictionPlan, Limits, Victim, apply, plan, sweep
-from shardcache.space.ledger import Ledger, Refusal, State
-from shardcache.space.pins import remove_expired
+from shardcache.errors import CacheFullError, LockTimeoutError
+from shardcache.files import is_alone, open_file, settle
+from shardcache.layout import Layout, read_file
+from shardcache.locks.flock import Holder, KeyLock, read_holder
+from shardcache.space.eviction import (
+    EvictionPlan,
+    Limits,
+    Victim,
+    apply,
+    linked,
+    plan,
+    sweep,
+)
+from shardcache.space.memory import Volume, is_memory
 from shardcache.space.policy import Policy
-from shardcache.space.shortage import fits, no_room, not_free_yet
-from shardcache.space.spacelocks import budget_lock, sole_cleaner
-from shardcache.space.volume import Pending, Volume, is_memory
-from shardcache.stats.database import compact
 from shardcache.store.partial import Partial
 from shardcache.store.store import Entry, Store
-from shardcache.store.sweeping import in_flight
-from shardcache.units import format_bytes
+from shardcache.store.sweeping import InFlight, in_flight
+from shardcache.units import format_bytes, format_duration
 
 __all__ = ["Space"]
 
 logger = logging.getLogger(__name__)
 
+#: For how long a count is believed: so many times what it took, and so many seconds at most.
+_BELIEVED, _LONGEST = 20, 60.0
 #: Times that victims may come into use, or vanish, between plan and eviction.
-_PLANS = 5
+_PLANS = 6
 #: What a fetch makes at most: a partial of five names, a lock with its directory, the
 #: directories of the key, the budget lock.
 _FETCH_INODES = 10
-#: Bytes of those beside the data, in whole blocks.
-_OVERHEAD = 64 * 1024
 #: There is ample room where so many shards of a size would find some, beside an eighth of the
 #: volume: no node fetches more at once.
 _AMPLE = 1024
-#: Of so many entries, one goes along with those that must: otherwise a full cache would be looked
-#: through for every newcomer.
+#: Of so many entries, one goes along with those that must: otherwise a full cache would be listed
+#: for every newcomer.
 _EACH = 100
+#: Seconds to wait for the budget lock. It is held for one count and the evictions that follow;
+#: after this long something is wrong with its holder, and going on risks only an overshoot.
+_BUDGET_SECONDS = 60.0
+_BUDGET_POLL = 0.01
+_CLEAN_POLL = 0.1
+_ANNOUNCE_EVERY = 10.0
+_MAX_USAGE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Usage:
+    """The number, and how far it is to be believed.
+
+    Attributes:
+        held: bytes of entries, and of fetches in flight when they will be complete.
+        until: until when to believe it, of the monotonic clock, which all processes share.
+        evictable: bytes of `held` that can be evicted at most; None where nobody has looked.
+    """
+
+    held: int
+    until: float
+    evictable: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Need:
+    """What one more shard takes.
+
+    Attributes:
+        size: its bytes that are not reserved yet.
+        limit: bytes that the cache may hold; None where only free space limits it.
+        short: bytes that the volume lacks to keep its free space.
+        inodes: likewise inodes.
+    """
+
+    size: int
+    limit: int | None
+    short: int
+    inodes: int
+
+    def over(self, usage: _Usage) -> int:
+        """Bytes that have to go first."""
+        over = 0 if self.limit is None else usage.held + self.size - self.limit
+        return max(over, self.short)
+
+    def limits(self, spare: int = 0) -> Limits:
+        """What must hold once they are gone, and ``spare`` bytes more."""
+        limit = None if self.limit is None else self.limit - spare
+        return Limits(limit, self.short + spare if self.short else 0, self.inodes)
 
 
 class Space:
     """The budget of one root.
 
     Args:
-        node: the node's layout, where budget lock and sessions are.
+        node: the node's layout, where budget lock, usage and sessions are.
         stores: lists all namespaces of the root.
         config: limits.
         clock: time.
-        through: entries are looked at through this, which may take its time.
+        through: entries are listed through this, which may take its time.
         begun: wall and monotonic time of a moment long ago, by which it is seen if the wall
             clock is set.
-        evicted: is told of every entry that went.
+        evicted: is told of every shard that went.
     """
 
     def __init__(
@@ -77,18 +138,18 @@ class Space:
         begun: tuple[float, float] | None = None,
         evicted: Callable[[Victim], None] = lambda victim: None,
     ) -> None:
-        self._node = node
+        self.node = node
+        self.clock = clock
         self._stores = stores
         self._config = config
-        self._clock = clock
         self._through = through
         self.evicted = evicted
         self._begun = (clock.time(), clock.monotonic()) if begun is None else begun
-        self._pending = Pending(node.named_lock("pending"), node.modes, clock)
-        self._ledger = Ledger(node.named_lock("ledger"), node.modes, clock)
         # Of this process only one thread at a time asks for the lock of all: they would
         # find each other's, and look for it again and again.
         self._turn = threading.Lock()
+
+    # -- admission -----------------------------------------------------------------
 
     def admit(
         self,
@@ -98,20 +159,20 @@ class Space:
         *,
         reserved: bool = False,
     ) -> Partial:
-        """Find room for ``size`` bytes and make the partial that reserves it.
+        """Reserve room for a shard, evict others if need be, and make its partial.
 
         Args:
             url: of the shard.
             size: bytes; None where the origin does not tell.
             make: makes the partial.
-            reserved: whether what ``make`` returns is live already, and reserves them.
+            reserved: whether what ``make`` returns is live already, and counts.
 
         Raises:
             CacheFullError: there is no room and nothing may be evicted.
             OSError: the disk fails.
         """
         need = 0 if reserved else size or 0
-        volume = Volume.of(self._node.base)
+        volume = Volume.of(self.node.base)
         limit = volume.budget(self._config)
         if limit is not None and need > limit:
             raise CacheFullError(
@@ -121,9 +182,41 @@ class Space:
             )
         if size is not None and limit is None and self._is_ample(volume, need):
             return make()
-        with self._turn, budget_lock(self._node, self._clock):
-            self._find_room(url, need, size)
+        with self._turn, self._budget_lock():
+            self._reserve(url, need, self._read() if size is not None and not reserved else None)
             return make()
+
+    def refuses(self, url: str, size: int) -> CacheFullError | None:
+        """Why there is no room for a shard, if that was found just now; asks nobody."""
+        usage = self._read()
+        if usage is None or usage.evictable is None:
+            return None
+        need = self._need(size, self._flights())
+        return self._refusal(url, need, usage)
+
+    def make_room(self, url: str, size: int) -> None:
+        """Free ``size`` bytes, or inodes, after the disk said that it is full.
+
+        Raises:
+            CacheFullError: nothing may go.
+            OSError: the disk fails.
+        """
+        with self._budget_lock():
+            self.recount()
+            needed = max(1, size) - self._sweep()
+            volume = Volume.of(self.node.base)
+            inodes = volume.lacks_inodes(_FETCH_INODES)
+            if inodes:
+                needed = size - volume.free  # then it is not the bytes that are short
+            if needed > 0 or inodes:
+                chosen = self.plan(Limits(free_needed=max(0, needed), inodes_needed=inodes))
+                if not chosen.suffices:
+                    raise _no_room(url, chosen.missing, chosen.missing_inodes)
+                self._evict(chosen)
+
+    def recount(self) -> None:
+        """Have the next admission count what the cache holds."""
+        self._write(None)
 
     def _is_ample(self, volume: Volume, need: int) -> bool:
         """Whether there is room whatever others reserve: nobody needs to be asked then.
@@ -134,133 +227,136 @@ class Space:
         names = self._inode_floor(volume) + _AMPLE * _FETCH_INODES
         return volume.free >= wanted and not volume.lacks_inodes(names)
 
-    def refuses(self, url: str, size: int) -> CacheFullError | None:
-        """Why there is no room for a shard, if that was found just now; asks nobody."""
-        if self._node.grace is not None:
-            return None
-        return self._refused(url, size, self._ledger.read())
+    def _reserve(self, url: str, size: int, usage: _Usage | None) -> None:
+        """Add a shard to the number, once there is room for it; under the lock.
 
-    def _refused(self, url: str, need: int, state: State | None) -> CacheFullError | None:
-        refusal = state.refusal if state is not None else None
-        if refusal is None or not refusal.covers(need, self._terms):
-            return None
-        return no_room(url, refusal.missing_for(need), refusal.missing_inodes)
+        Args:
+            url: of the shard.
+            size: bytes.
+            usage: the number; None to count.
 
-    @property
-    def _terms(self) -> str:
-        config = self._config
-        limits = config.max_size, config.ephemeral_limit, config.min_free
-        return f"{limits} {config.policy} {config.protect_for}"
-
-    def _find_room(self, url: str, need: int, size: int | None) -> None:
-        # Nodes that share a directory do not share a ledger.
-        shared = self._node.grace is not None
-        for attempt in range(_PLANS):
-            limits, reserved, known = self._shortage(url, need)
-            if limits.max_size is None and not limits.free_needed and not limits.inodes_needed:
+        Raises:
+            CacheFullError: there is no room and nothing may be evicted.
+        """
+        found: list[Entry] | None = None
+        swept = False
+        for _ in range(_PLANS):
+            flights = self._flights()
+            need = self._need(size, flights)
+            if need.limit is None and not need.short and not need.inodes:
+                return  # nothing limits the number, so nobody needs it
+            if usage is not None and (refusal := self._refusal(url, need, usage)) is not None:
+                raise refusal
+            if usage is None or not all(flight.is_measured for flight in flights):
+                usage, found = self._count(flights)
+            if need.over(usage) <= 0 and not need.inodes:
+                self._write(replace(usage, held=usage.held + size))
                 return
-            state = None if shared else self._ledger.read()
-            if (refused := self._refused(url, need, state)) is not None:
-                raise refused
-            if size is not None and fits(size, limits, state):
-                self._ledger.admitted(size)
-                return
-            chosen = self._choose(limits, reserved)
-            if attempt == 0 and not (not chosen.victims and chosen.suffices) and self._sweep():
-                continue  # what dead processes left goes first
-            full = chosen.kept_bytes + reserved if known and size is not None else math.inf
-            entries = chosen.kept + len(chosen.victims)
+            if found is None:
+                usage, found = self._count(flights)
+                continue
+            if not swept:  # what dead processes left goes first
+                swept, usage = True, None if self._sweep() else usage
+                if usage is None:
+                    continue
+            chosen = self._choose(need, usage, found)
             if not chosen.suffices:
-                missing = chosen.missing, chosen.missing_inodes
-                refusal = Refusal(need, *missing, self._terms)
-                self._note(State(entries, full + chosen.freed - need, refusal))
-                raise no_room(url, *missing)
-            if self._apply(chosen) == len(chosen.victims):
-                self._note(State(entries, full))
+                self._write(replace(usage, evictable=chosen.freed))
+                raise _no_room(url, chosen.missing, chosen.missing_inodes)
+            if self._evict(chosen) and len(self._stores()) == 1:
+                self._write(replace(usage, held=usage.held - chosen.freed + size))
                 return
-            logger.info("%s: entries came into use while room was made", url)
-        raise no_room(url, chosen.missing, chosen.missing_inodes)
+            # They came into use meanwhile, or another rank has linked them: see what is there.
+            usage, found = None, None
+        raise _no_room(url, 0, 0)
 
-    def _note(self, state: State) -> None:
-        if self._node.grace is None:
-            self._ledger.looked(state)
-
-    def _choose(self, limits: Limits, reserved: int) -> EvictionPlan:
+    def _choose(self, need: _Need, usage: _Usage, found: list[Entry]) -> EvictionPlan:
         """What has to go for a newcomer, and a little more if there is much."""
-        found = list(self._through(entry for store in self._stores() for entry in store.entries()))
-        chosen = self.plan(limits, reserved=reserved, found=found)
+        # Fetches in flight, and the newcomer.
+        reserved = usage.held + need.size - sum(links[0].size for links in linked(found))
+        chosen = self.plan(need.limits(), reserved=reserved, found=found)
         if not chosen.victims or not chosen.suffices or len(found) < _EACH:
             return chosen
         spare = (chosen.kept_bytes + chosen.freed) // _EACH
-        further = replace(
-            limits,
-            max_size=None if limits.max_size is None else limits.max_size - spare,
-            free_needed=limits.free_needed + spare if limits.free_needed else 0,
-        )
-        more = self.plan(further, reserved=reserved, found=found)
+        more = self.plan(need.limits(spare), reserved=reserved, found=found)
         return more if more.suffices else chosen
 
-    def _shortage(self, url: str, need: int) -> tuple[Limits, int, bool]:
-        """What room for ``need`` bytes more takes.
-
-        Returns:
-            The limits to keep, the bytes in flight with those, and whether all that is in
-            flight says how much it will be.
-        """
-        volume = Volume.of(self._node.base)
-        # Before the entries are listed: what is published in between counts twice,
-        # not never.
-        found = [f for store in self._stores() for f in in_flight(store.layout)]
-        reserved = sum(f.reserved for f in found)
-        unwritten = reserved - sum(f.occupied for f in found)
+    def _need(self, size: int, flights: Iterable[InFlight]) -> _Need:
+        volume = Volume.of(self.node.base)
+        unwritten = sum(flight.reserved - flight.occupied for flight in flights)
         floor = self._config.min_free.of(volume.size)
-        short = max(0, floor + need + unwritten - volume.free)
-        # Without the floor: whether it can be written at all.
-        tight = need + unwritten + _OVERHEAD > volume.free
-        if (short or tight) and (pending := self._pending.left(volume.free)):
-            if tight:
-                raise not_free_yet(url, pending)
-            short = max(0, short - pending)
-        limits = Limits(
-            max_size=volume.budget(self._config),
-            free_needed=short,
-            inodes_needed=volume.lacks_inodes(self._inode_floor(volume) + _FETCH_INODES),
+        return _Need(
+            size,
+            volume.budget(self._config),
+            max(0, floor + size + unwritten - volume.free),
+            volume.lacks_inodes(self._inode_floor(volume) + _FETCH_INODES),
         )
-        return limits, reserved + need, all(f.is_measured for f in found)
+
+    def _refusal(self, url: str, need: _Need, usage: _Usage) -> CacheFullError | None:
+        if usage.evictable is None or self._config.policy != "working-set":
+            return None
+        missing = need.over(usage) - usage.evictable
+        return _no_room(url, missing, 0) if missing > 0 else None
+
+    # -- the number ----------------------------------------------------------------
+
+    def _flights(self) -> list[InFlight]:
+        return [flight for store in self._stores() for flight in in_flight(store.layout)]
+
+    def _count(self, flights: Iterable[InFlight]) -> tuple[_Usage, list[Entry]]:
+        """Count anew; ``flights`` were listed before: what is published since counts twice."""
+        begun = self.clock.monotonic()
+        found = list(self._through(entry for store in self._stores() for entry in store.entries()))
+        held = sum(links[0].size for links in linked(found)) + sum(f.reserved for f in flights)
+        now = self.clock.monotonic()
+        believed = min(_LONGEST, _BELIEVED * (now - begun))
+        if not all(flight.is_measured for flight in flights):
+            believed = 0.0  # who knows how many bytes they will have
+        return _Usage(held, now + believed), found
+
+    def _read(self) -> _Usage | None:
+        """The number; None if it is missing or too old."""
+        if self.node.grace is not None:
+            return None
+        try:
+            boot, held, until, evictable = json.loads(read_file(self.node.usage, _MAX_USAGE))
+            left = float(until) - self.clock.monotonic()
+            if boot != boot_id() or not 0 < left <= _LONGEST:
+                return None
+            return _Usage(int(held), until, None if evictable is None else int(evictable))
+        except (OSError, ValueError, TypeError, OverflowError, RecursionError) as exn:
+            logger.debug("%s: %s", self.node.usage, exn)
+            return None
+
+    def _write(self, usage: _Usage | None) -> None:
+        """Write the number, in its place; who is killed meanwhile leaves none that can be read."""
+        if self.node.grace is not None or (usage is None and not self.node.usage.exists()):
+            return
+        record = b""
+        if usage is not None:
+            values = [boot_id(), usage.held, usage.until, usage.evictable]
+            record = json.dumps(values).encode()
+        mode = self.node.modes.file
+        try:
+            with open_file(self.node.usage, io.FileIO, os.O_WRONLY | os.O_CREAT, mode) as file:
+                if is_alone(file.fileno()):
+                    settle(file.fileno(), mode)
+                    os.ftruncate(file.fileno(), 0)
+                    os.write(file.fileno(), record)
+        except OSError as exn:  # full, read-only: the next one counts
+            logger.debug("%s: %s", self.node.usage, exn)
+
+    # -- limits and plans ----------------------------------------------------------
 
     def _inode_floor(self, volume: Volume) -> int:
         """Inodes that stay free: the share that stays free of the bytes."""
         min_free = self._config.min_free
         return 0 if min_free.percent is None else min_free.of(volume.inodes)
 
-    def make_room(self, url: str, size: int) -> None:
-        """Free ``size`` bytes, or inodes, after the disk said that it is full.
-
-        Raises:
-            CacheFullError: nothing may go.
-            OSError: the disk fails.
-        """
-        with budget_lock(self._node, self._clock):
-            needed = max(1, size) - self._sweep()
-            volume = Volume.of(self._node.base)
-            inodes = volume.lacks_inodes(_FETCH_INODES)
-            if inodes:
-                needed = size - volume.free  # then it is not the bytes that are short
-            if needed > 0:
-                pending = self._pending.left(volume.free)
-                if pending >= needed:
-                    raise not_free_yet(url, pending)
-                needed -= pending
-            if needed > 0 or inodes:
-                chosen = self.plan(Limits(free_needed=max(0, needed), inodes_needed=inodes))
-                if not chosen.suffices:
-                    raise no_room(url, chosen.missing, chosen.missing_inodes)
-                self._apply(chosen)
-
     @property
     def is_pressed(self) -> bool | None:
         """Whether less memory is free than should be; None where it is none. OSError: gone."""
-        return self.limits().free_needed > 0 if is_memory(self._node.base) else None
+        return self.limits().free_needed > 0 if is_memory(self.node.base) else None
 
     def relieve(self) -> int:
         """Give memory back that the job has come to need; bytes.
@@ -268,37 +364,18 @@ class Space:
         Whatever the policy says: an entry can be fetched again, a job that the kernel killed has
         ended. Entries that are read or pinned stay. OSError: the filesystem is failing.
         """
-        with budget_lock(self._node, self._clock):
+        with self._budget_lock():
             if not self.is_pressed:
                 return 0
             limits = Limits(free_needed=self.limits().free_needed)
             chosen = self.plan(limits, protect=False)
-            self._apply(chosen)
+            self._evict(chosen)
+            self.recount()
             return chosen.freed
-
-    def _sweep(self) -> int:
-        """Remove what dead processes left; returns bytes freed."""
-        freed = 0
-        for store in self._stores():
-            for removal in sweep(store):
-                logger.info("removed %s, %d bytes", removal.name, removal.size)
-                freed += removal.size
-        return freed
-
-    def _apply(self, chosen: EvictionPlan) -> int:
-        """Evict what was chosen; returns how many really went."""
-        store = self._stores()[0]
-        before = Volume.of(self._node.base).free
-        gone = [v for victim in chosen.victims for v in apply(store.owning(victim.entry), [victim])]
-        for victim in gone:
-            self.evicted(victim)
-        freed = sum(victim.entry.size for victim in gone)
-        self._pending.note(freed, before, Volume.of(self._node.base).free)
-        return len(gone)
 
     def reserved(self) -> int:
         """Bytes that the fetches in flight will occupy."""
-        return sum(f.reserved for store in self._stores() for f in in_flight(store.layout))
+        return sum(flight.reserved for flight in self._flights())
 
     def limits(self) -> Limits:
         """The configured limits as they stand on this filesystem now.
@@ -306,7 +383,7 @@ class Space:
         Raises:
             OSError: the filesystem does not answer.
         """
-        volume = Volume.of(self._node.base)
+        volume = Volume.of(self.node.base)
         return Limits(
             max_size=volume.budget(self._config),
             free_needed=max(0, self._config.min_free.of(volume.size) - volume.free),
@@ -333,48 +410,128 @@ class Space:
         stores = self._stores()
         if found is None:
             found = self._through(entry for store in stores for entry in store.entries())
-        now = self._clock.time()
+        now = self.clock.time()
         wall, monotonic = self._begun
-        steady = wall + self._clock.monotonic() - monotonic
+        steady = wall + self.clock.monotonic() - monotonic
         return plan(
             found,
             limits,
             now,
             reserved=reserved,
-            policy=Policy.now(self._config, self._node, now, steady=steady, jobs=protect),
+            policy=Policy.now(self._config, self.node, now, steady=steady, jobs=protect),
             in_use=lambda entry: stores[0].owning(entry).is_pinned(entry),
         )
 
+    def _sweep(self) -> int:
+        """Remove what dead processes left; returns bytes freed."""
+        freed = 0
+        for store in self._stores():
+            for removal in sweep(store):
+                logger.info("removed %s, %d bytes", removal.name, removal.size)
+                freed += removal.size
+        return freed
+
+    def _evict(self, chosen: EvictionPlan) -> bool:
+        """Evict what was chosen; returns whether all of it went."""
+        gone = 0
+        for victim in apply(self._stores()[0], chosen.victims):
+            self.evicted(victim)
+            gone += 1
+        return gone == len(chosen.victims)
+
+    # -- locks ---------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _budget_lock(self) -> Iterator[None]:
+        """Hold the node's budget lock, or go on without it after a minute, with a warning."""
+        lock = KeyLock(self.node.named_lock("budget"), self.node.modes)
+        what = "holds the budget lock"
+        try:
+            if not self._wait_for(lock, what, _BUDGET_SECONDS, _BUDGET_POLL):
+                logger.warning(
+                    "waiting for %s: %s %s; going on without it",
+                    format_duration(_BUDGET_SECONDS),
+                    read_holder(lock.path) or "somebody",
+                    what,
+                )
+            yield
+        finally:
+            lock.release()
+
     def sole_cleaner(self, *, wait: bool) -> AbstractContextManager[None]:
-        """Hold the lock of those who clean the root; see `spacelocks.sole_cleaner`.
+        """Hold the lock of those who clean the root.
 
         Args:
             wait: whether to wait for another one, ``lock_timeout`` at most.
-        """
-        seconds = self._config.lock_timeout if wait else 0.0
-        return sole_cleaner(self._node, self._clock, seconds)
-
-    def something_went(self) -> None:
-        """Let newcomers ask again for room that was refused."""
-        self._ledger.forget()
-
-    def compact_counts(self) -> None:
-        """Keep small what was counted; see `history.compact`.
 
         Raises:
-            OSError: the filesystem is read-only or failing.
+            LockTimeoutError: another one cleans it.
+            OSError: the disk fails.
         """
-        compact(self._node, self._clock.time())
+        # Where the root is another user's, the lock would be that user's from then on.
+        if self._is_foreign():
+            return contextlib.nullcontext()
+        return self._cleaner_lock(self._config.lock_timeout if wait else 0.0)
 
-    def forget_expired_pins(self) -> None:
-        """Remove pins whose time is over.
+    @contextlib.contextmanager
+    def _cleaner_lock(self, seconds: float) -> Iterator[None]:
+        lock = KeyLock(self.node.named_lock("clean"), self.node.modes)
+        if not self._wait_for(lock, "cleans the cache", seconds, _CLEAN_POLL):
+            root, who = self.node.base.parent, read_holder(lock.path) or "another process"
+            raise LockTimeoutError(
+                f"{root} is being cleaned by {who}; nothing was removed. Try again when that has "
+                "ended.",
+                dir=root,
+            )
+        try:
+            yield
+        finally:
+            lock.release()
 
-        Raises:
-            OSError: the filesystem is read-only or failing.
-        """
-        remove_expired(self._node, self._clock.time())
+    def _is_foreign(self) -> bool:
+        if self.node.modes.group is not None:
+            return False
+        try:
+            return os.lstat(self.node.locks).st_uid != os.geteuid()
+        except FileNotFoundError:
+            return False
 
-    def date(self, entries: Iterable[Entry]) -> None:
-        """Say of entries that were last used in the future that it was now."""
-        for entry in entries:
-            self._stores()[0].touch(str(entry.path), self._clock.time())
+    def _wait_for(self, lock: KeyLock, what: str, seconds: float, poll: float) -> bool:
+        """Take a lock and say whom it is waited for; False if it did not come free in time."""
+        holder = Holder.this_process(rank=None, job=None, now=self.clock.time())
+        begun = announced = self.clock.monotonic()
+        while not _take(lock, holder):
+            now = self.clock.monotonic()
+            if now - begun >= seconds:
+                return False
+            if now - announced >= _ANNOUNCE_EVERY:
+                announced = now
+                waited, who = format_duration(now - begun), read_holder(lock.path) or "somebody"
+                logger.warning("waiting for %s: %s %s", waited, who, what)
+            self.clock.sleep(min(poll, max(0.001, seconds)))
+        return True
+
+
+def _take(lock: KeyLock, holder: Holder) -> bool:
+    try:
+        return lock.try_acquire(holder)
+    except OSError as exn:
+        if exn.errno not in FULL:
+            raise
+        # There is no room for its file; without it there will not be any.
+        logger.info("going on without %s: %s", lock.path.name, exn)
+        return True
+
+
+def _no_room(url: str, missing: int, missing_inodes: int) -> CacheFullError:
+    wanted = []
+    if missing:
+        wanted.append(format_bytes(missing))
+    if missing_inodes:
+        wanted.append(f"{missing_inodes} inodes (names of files, see df -i)")
+    return CacheFullError(
+        f"no room for {url}: {' and '.join(wanted) or 'some'} more would have to go, and "
+        "the rest is in use or was used since the running jobs began. Raise max_size, "
+        "free the disk, or let the shard be streamed.",
+        url=url,
+    )

@@ -5,19 +5,20 @@ run shows exactly what a run would do. `apply` carries a plan out and reports
 what really went: an entry that somebody began to read in between stays.
 
 What is being read is never a victim, and what else stays and what goes first is said by a
-`policy.Policy`.
+`policy.Policy`. What several ranks link is one file: it counts once, is as young as its latest
+use, and goes with all its links or stays.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
 from shardcache.locks.sessions import remove_dead_sessions, remove_dead_waits
 from shardcache.space.policy import Policy, is_dated, tells_time
-from shardcache.space.uses import remove_stale_maps
+from shardcache.store.entry import DamagedError
 from shardcache.store.store import Entry, Store
 from shardcache.store.sweeping import (
     InFlight,
@@ -30,8 +31,8 @@ from shardcache.store.sweeping import (
     remove_unnamed,
 )
 
-__all__ = ["ENTRY_INODES", "EvictionPlan", "Limits", "Reason", "Removal", "Victim"]
-__all__ += ["apply", "plan", "sweep"]
+__all__ = ["ENTRY_INODES", "EvictionPlan", "Limits", "Links", "Reason", "Removal", "Victim"]
+__all__ += ["apply", "linked", "plan", "sweep", "total_bytes"]
 
 logger = logging.getLogger(__name__)
 
@@ -71,25 +72,34 @@ class Limits:
     everything: bool = False
 
 
+#: The entries that are links of one file: the same version of a shard in several namespaces.
+Links = tuple[Entry, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """An entry to remove, and why."""
+    """A file to remove, with all entries that are links of it, and why."""
 
-    entry: Entry
+    entries: Links
     reason: Reason
+
+    @property
+    def size(self) -> int:
+        """Bytes that are free when its last link is gone."""
+        return self.entries[0].size
 
 
 @dataclass(frozen=True, slots=True)
 class EvictionPlan:
-    """What would be removed and kept.
+    """What would be removed and kept; what several entries link counts once.
 
     Attributes:
         victims: in the order in which they go.
-        kept: number of entries that stay.
+        kept: number of shards that stay.
         kept_bytes: bytes of those.
         missing: bytes that cannot be found; 0 when every limit is met.
         missing_inodes: likewise inodes.
-        undated: those that stay and were last used in the future; dated now, their age
+        undated: entries that stay and were last used in the future; dated now, their age
             begins to count.
     """
 
@@ -108,7 +118,7 @@ class EvictionPlan:
     @property
     def freed(self) -> int:
         """Bytes of all victims."""
-        return sum(victim.entry.size for victim in self.victims)
+        return sum(victim.size for victim in self.victims)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +128,41 @@ class Removal:
     name: str
     size: int
     reason: Reason
+
+
+def linked(entries: Iterable[Entry]) -> list[Links]:
+    """Group entries by the file that they are links of.
+
+    Names tell most of it: only entries of one key, version and size in several namespaces are
+    looked at.
+    """
+    named: dict[tuple[str, str, int], list[Entry]] = {}
+    for entry in entries:
+        named.setdefault((entry.key, entry.version, entry.size), []).append(entry)
+    found: list[Links] = []
+    for alike in named.values():
+        if len(alike) == 1:
+            found.append((alike[0],))
+            continue
+        files: dict[object, list[Entry]] = {}
+        for entry in sorted(alike):
+            files.setdefault(_file_of(entry), []).append(entry)
+        found += map(tuple, files.values())
+    return found
+
+
+def _file_of(entry: Entry) -> object:
+    """What tells an entry's file from others; the entry's own place where it is gone."""
+    try:
+        found = entry.data.lstat()
+    except (OSError, DamagedError):
+        return entry.directory
+    return found.st_dev, found.st_ino
+
+
+def total_bytes(entries: Iterable[Entry]) -> int:
+    """Bytes of entries; what several of them link counts once."""
+    return sum(links[0].size for links in linked(entries))
 
 
 def plan(
@@ -140,56 +185,56 @@ def plan(
         in_use: asked only of entries that would otherwise go.
     """
     found = list(entries)
-    total = sum(entry.size for entry in found)
+    files = linked(found)
+    total = sum(links[0].size for links in files)
     over = max(0, total + reserved - limits.max_size) if limits.max_size is not None else 0
     short = limits.free_needed
     inodes = limits.inodes_needed
-    asked = limits.everything or limits.max_age is not None
-    if not asked and max(over, short, inodes) <= 0:  # nobody goes, whoever would be the first
-        ahead = [e for e in found if not is_dated(e.used, now)] if tells_time(now) else []
-        return EvictionPlan((), len(found), total, 0, tuple(ahead))
-    # The path last: two namespaces may have one version each, of the same age.
     superseded = policy.superseded(found)
-    in_order = sorted(
-        found,
-        key=lambda e: (
-            *(e not in superseded, is_dated(e.used, now)),
-            *(policy.order(e), e.key, e.version, e.directory),
-        ),
-    )
+
+    def turn(links: Links) -> tuple[object, ...]:
+        first, used = links[0], _used(links)
+        order = used if policy.kind != "fifo" else min(e.published for e in links)
+        # The directory last: two namespaces may have copies of their own, of the same age.
+        ahead = first not in superseded, is_dated(used, now), order
+        return (*ahead, first.key, first.version, first.directory)
+
     victims: list[Victim] = []
     undated: list[Entry] = []
-    for entry in in_order:
-        if not is_dated(entry.used, now) and tells_time(now):
-            undated.append(entry)
-        reason = _reason(entry, limits, now, over, short, inodes)
-        if reason is None:
-            continue
-        kept = entry not in superseded and policy.keeps(entry, now)
-        if kept or in_use(entry):
-            continue
-        victims.append(Victim(entry, reason))
-        over -= entry.size
-        short -= entry.size
-        inodes -= ENTRY_INODES
-    gone = {victim.entry for victim in victims}
-    freed = sum(entry.size for entry in gone)
+    asked = limits.everything or limits.max_age is not None
+    needed = asked or max(over, short, inodes) > 0
+    for links in sorted(files, key=turn) if needed else files:
+        reason = _reason(_used(links), limits, now, over, short, inodes)
+        protected = links[0] not in superseded and any(policy.keeps(e, now) for e in links)
+        if reason is not None and not protected and not any(map(in_use, links)):
+            victims.append(Victim(links, reason))
+            over -= links[0].size
+            short -= links[0].size
+            inodes -= ENTRY_INODES * len(links)
+        elif tells_time(now):
+            undated += [entry for entry in links if not is_dated(entry.used, now)]
+    freed = sum(victim.size for victim in victims)
     return EvictionPlan(
         tuple(victims),
-        len(in_order) - len(victims),
+        len(files) - len(victims),
         total - freed,
         max(0, over, short),
-        tuple(entry for entry in undated if entry not in gone),
+        tuple(undated),
         max(0, inodes),
     )
 
 
+def _used(links: Links) -> float:
+    """When any of them was last used."""
+    return max(entry.used for entry in links)
+
+
 def _reason(
-    entry: Entry, limits: Limits, now: float, over: int, short: int, inodes: int
+    used: float, limits: Limits, now: float, over: int, short: int, inodes: int
 ) -> Reason | None:
     if limits.everything:
         return Reason.ALL
-    if limits.max_age is not None and now - entry.used > limits.max_age:
+    if limits.max_age is not None and now - used > limits.max_age:
         return Reason.MAX_AGE
     if over > 0:
         return Reason.MAX_SIZE
@@ -198,27 +243,19 @@ def _reason(
     return Reason.INODES if inodes > 0 else None
 
 
-def apply(store: Store, chosen: Sequence[Victim]) -> Iterator[Victim]:
-    """Evict; yields what really went, as it goes.
+def apply(store: Store, chosen: Iterable[Victim]) -> Iterator[Victim]:
+    """Evict; yields what went with its last link, as it goes.
 
     Raises:
         OSError: the filesystem is read-only or failing.
     """
     for victim in chosen:
-        if store.evict(victim.entry):
-            logger.info(
-                "evicted %s, %d bytes (%s)",
-                victim.entry.key,
-                victim.entry.size,
-                victim.reason.value,
-                extra={
-                    "event": "evicted",
-                    "key": victim.entry.key,
-                    "bytes": victim.entry.size,
-                    "reason": victim.reason.value,
-                },
-            )
-            yield victim
+        if not all(store.owning(entry).evict(entry) for entry in victim.entries):
+            continue  # somebody reads it by now, or removed it
+        key, size, reason = victim.entries[0].key, victim.size, victim.reason.value
+        say = {"event": "evicted", "key": key, "bytes": size, "reason": reason}
+        logger.info("evicted %s, %d bytes (%s)", key, size, reason, extra=say)
+        yield victim
 
 
 def sweep(
@@ -246,8 +283,7 @@ def sweep(
     for path, size in remove_quarantined(layout, dry_run=dry_run):
         yield Removal(str(path), size, Reason.QUARANTINED)
     if not dry_run:
-        sessions = remove_dead_sessions(layout)
-        remove_stale_maps(layout, sessions)
+        remove_dead_sessions(layout)
         removed = remove_temporaries(layout) + remove_unnamed(layout)
         removed += remove_free_locks(layout) + remove_dead_leases(layout)
         removed += remove_dead_waits(layout)

@@ -1,4 +1,4 @@
-"""What the cgroups of this process leave it: memory, which is what a RAM disk may take, and CPUs.
+"""What a filesystem has left, and for a RAM disk what the cgroups of this process leave it.
 
 What is written to a tmpfs is memory of the cgroup that its writer is in. At the cgroup's limit
 nobody is told ENOSPC: the kernel kills, and in a container all of it goes. The limits of every
@@ -14,14 +14,17 @@ scheduler/sched-bwc.rst; cgroups(7) for ``/proc/self/cgroup``.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from shardcache.locks.mounts import read_mounts
+from shardcache.config import Config
+from shardcache.locks.mounts import MEMORY_TYPES, mount_of, read_mounts
 
-__all__ = ["Headroom", "cpu_quota", "headroom", "limited_levels", "memory_headroom"]
+__all__ = ["Headroom", "Volume", "cpu_quota", "headroom", "is_memory", "limited_levels"]
+__all__ += ["memory_headroom"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +36,71 @@ _FILE_CACHE = ("inactive_file", "active_file")
 #: begin, and to look at all levels costs more than a small shard.
 _LIMITED = 5.0
 _limited: tuple[float, list[tuple[Path, _Version]]] | None = None
+#: What a pod may write locally includes its logs and all else that its containers write.
+_EPHEMERAL_SHARE = 0.9
+#: (path, device) -> whether it is a RAM disk. Other mounts under one path are other devices.
+_memory: dict[tuple[str, int], bool] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Volume:
+    """A filesystem, as it is now.
+
+    Attributes:
+        size: bytes; of a RAM disk no more than the cgroup of this process may have.
+        free: bytes that this user may still write; of a RAM disk no more than what that
+            cgroup leaves.
+        inodes: how many there are; 0 where the filesystem makes them as it needs them.
+        free_inodes: how many this user may still make.
+    """
+
+    size: int
+    free: int
+    inodes: int
+    free_inodes: int
+
+    @classmethod
+    def of(cls, path: Path) -> Volume:
+        """The filesystem under ``path``.
+
+        Raises:
+            OSError: it does not answer.
+        """
+        found = os.statvfs(path)
+        size, free = found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail
+        if is_memory(path) and (memory := memory_headroom()) is not None:
+            if size == 0:  # ramfs, which states nothing
+                size, free = memory.limit, memory.free
+            size, free = min(size, memory.limit), min(free, memory.free)
+        return cls(size, free, found.f_files, found.f_favail)
+
+    def budget(self, config: Config) -> int | None:
+        """Most bytes that a cache on it may hold; None where only free space limits it."""
+        limits = []
+        if config.max_size is not None:
+            limits.append(config.max_size.of(self.size))
+        if config.ephemeral_limit is not None:
+            limits.append(int(config.ephemeral_limit * _EPHEMERAL_SHARE))
+        return min(limits, default=None)
+
+    def lacks_inodes(self, wanted: int) -> int:
+        """How many of ``wanted`` inodes there are too few."""
+        return max(0, wanted - self.free_inodes) if self.inodes else 0
+
+
+def is_memory(path: Path) -> bool:
+    """Whether what is written there is memory.
+
+    Raises:
+        OSError: it cannot be looked at.
+    """
+    # Asked with every admission, and seldom new.
+    key = str(path), path.stat().st_dev
+    found = _memory.get(key)
+    if found is None:
+        mount = mount_of(path)
+        found = _memory[key] = mount is not None and mount.type in MEMORY_TYPES
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,10 @@
 An epoch is one scan over the dataset, and evicting what this epoch has read to make room for
 what it reads next gives a cache that never hits: with half of the data in it, LRU and FIFO hit
 not once where shards come in order. So a running job keeps what it has: every entry used since
-the oldest live session began (`sessions`), unless only jobs that have ended used it (`uses`), or
-nobody did for ``protect_for``. If nothing may go, the newcomer is streamed. The first of two jobs
-therefore keeps its working set, and the second one gets what is free and what ended jobs left;
-when the first one ends, the second one takes over what it had.
+the oldest live session began (`sessions`), unless nobody used it for ``protect_for``. If nothing
+may go, the newcomer is streamed. The first of two jobs therefore keeps its working set, and the
+second one gets what is free. Last uses are dates and do not say whose use it was: what a job used
+beside another one stays until that one ends, too, or nobody used it for ``protect_for``.
 
 Where an object was replaced and both versions are there, the older one goes before anything else:
 nobody is given it any more.
@@ -26,7 +26,7 @@ future too.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,7 +34,6 @@ from shardcache.config import Config
 from shardcache.layout import Layout
 from shardcache.locks.sessions import live_sessions
 from shardcache.space.pins import pinned_keys
-from shardcache.space.uses import released
 from shardcache.store.entry import Entry
 
 __all__ = ["Policy", "is_dated", "tells_time"]
@@ -59,10 +58,6 @@ def is_dated(date: float, now: float) -> bool:
     return date <= now + SKEW
 
 
-def _nobody(key: str, used: float) -> bool:
-    return False
-
-
 @dataclass(frozen=True, slots=True)
 class Policy:
     """See the module.
@@ -71,14 +66,12 @@ class Policy:
         kind: which one.
         since: when the oldest live session began; None if there is none.
         recent: an entry that was last used before that may go; seconds since the epoch.
-        released: whether a key, last used then, was used by a job that has ended.
         pinned: keys that a user pinned.
     """
 
     kind: Literal["working-set", "lru", "fifo"] = "working-set"
     since: float | None = None
     recent: float = -math.inf
-    released: Callable[[str, float], bool] = _nobody
     pinned: frozenset[str] = frozenset()
 
     @classmethod
@@ -107,20 +100,12 @@ class Policy:
         pinned = pinned_keys(node, now)
         if config.policy != "working-set" or not jobs:
             return cls(config.policy, pinned=pinned)
-        sessions = live_sessions(node)
         return cls(
             config.policy,
-            min((session.started for session in sessions), default=None),
+            min(live_sessions(node), default=None),
             min(now, now if steady is None else steady) - config.protect_for,
-            released(node, sessions) if sessions else _nobody,
             pinned,
         )
-
-    def order(self, entry: Entry) -> float:
-        """The date by which the oldest goes first, in seconds since the epoch."""
-        if self.kind != "fifo":
-            return entry.used
-        return entry.published
 
     def superseded(self, entries: Sequence[Entry]) -> frozenset[Entry]:
         """Those that have a newer version beside them."""
@@ -138,13 +123,13 @@ class Policy:
 
     def keeps(self, entry: Entry, now: float) -> bool:
         """Whether an entry stays, whatever it costs."""
-        return entry.key in self.pinned or self.protects(entry.key, entry.used, now)
+        return entry.key in self.pinned or self.protects(entry.used, now)
 
-    def protects(self, key: str, used: float, now: float) -> bool:
-        """Whether an entry stays since a running job uses it."""
+    def protects(self, used: float, now: float) -> bool:
+        """Whether an entry that was last used then stays because a running job uses it."""
         if self.kind != "working-set" or not _falls_into(used, self.since, now):
             return False
-        return used > self.recent and not self.released(key, used)
+        return used > self.recent
 
 
 def _falls_into(used: float, since: float | None, now: float) -> bool:

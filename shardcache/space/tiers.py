@@ -15,7 +15,6 @@ from shardcache.config import Config
 from shardcache.files import Modes
 from shardcache.locks.sessions import Session
 from shardcache.ranks import Ranks
-from shardcache.space.uses import job_name, note_use
 from shardcache.store.root import Identity, check_layout, identity, is_cache, make_root
 from shardcache.store.store import Entry, Namespaces, Store
 from shardcache.units import format_duration
@@ -62,7 +61,6 @@ class Tier:
         self._started = started
         self._begun = clock.time(), clock.monotonic()
         self._warn = warn
-        self._job = job_name(ranks.job, started)
         self._session: Session | None = None
         self._identity: Identity | None = None
 
@@ -108,7 +106,7 @@ class Tier:
                 self.config.dir,
                 format_duration(layout.grace),
             )
-        self._session = Session(self.namespaces.node, self._started, self._job)
+        self._session = Session(self.namespaces.node, self._started)
 
     def check(self) -> None:
         """Refuse to clean what somebody else could tamper with. Root may clean for others.
@@ -146,11 +144,6 @@ class Tier:
     def owns(self, directory: str) -> bool:
         """Whether an entry's directory is in it."""
         return directory.startswith(f"{self.namespaces.node.base}/")
-
-    def note_use(self, key: str) -> None:
-        """Note that this job uses an entry."""
-        if self._session is not None:
-            note_use(self.namespaces.node, self._job, key)
 
     def end_session(self) -> None:
         """Use it no longer."""

@@ -357,7 +357,7 @@ class Opener:
         use: bool = True,
     ) -> None:
         try:
-            process.touch(obtained.opened, use=use)
+            process.touch(obtained.opened)
             if use:
                 self._count(process, obtained.outcome, obtained.opened.size, begun)
             if logger.isEnabledFor(logging.DEBUG):

@@ -28,7 +28,7 @@ from shardcache.breaker import FULL
 from shardcache.config import Config
 from shardcache.layout import META, Layout
 from shardcache.space.eviction import ENTRY_INODES, Limits, Reason, plan
-from shardcache.space.volume import Volume
+from shardcache.space.memory import Volume
 from tests.stress.fuse.shim import Shim, mounted, needs_fuse
 from tests.support.disktools import disk, remount, unmount
 from tests.support.fakes import FakeClock, MemoryOrigin

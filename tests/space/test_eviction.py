@@ -80,7 +80,7 @@ def test_a_plan_meets_the_limits_or_says_exactly_what_is_missing(
     found = plan(
         entries, limits, NOW, reserved=reserved, policy=Policy(since=protect_since), in_use=in_use
     )
-    gone = [victim.entry for victim in found.victims]
+    gone = [entry for victim in found.victims for entry in victim.entries]
     kept = [entry for entry in entries if entry not in gone]
 
     # What stays is what is left over, to the byte.
@@ -109,14 +109,15 @@ def test_a_plan_meets_the_limits_or_says_exactly_what_is_missing(
 
     # Nothing goes that need not, and the least recently used goes first.
     for victim in found.victims:
-        old = limits.max_age is not None and NOW - victim.entry.used > limits.max_age
+        old = limits.max_age is not None and NOW - victim.entries[0].used > limits.max_age
         assert (victim.reason is Reason.ALL) == limits.everything
         if not limits.everything:
             assert (victim.reason is Reason.MAX_AGE) == old
     needless = [v for v in found.victims if v.reason in (Reason.MAX_SIZE, Reason.MIN_FREE)]
     if needless:
-        without_last = found.freed - needless[-1].entry.size
-        later = sum(v.entry.size for v in found.victims if turn(v.entry) > turn(needless[-1].entry))
+        last = needless[-1].entries[0]
+        without_last = found.freed - last.size
+        later = sum(v.size for v in found.victims if turn(v.entries[0]) > turn(last))
         total = sum(entry.size for entry in entries)
         still = limits.free_needed - (without_last - later)
         if limits.max_size is not None:
@@ -124,7 +125,7 @@ def test_a_plan_meets_the_limits_or_says_exactly_what_is_missing(
         assert still > 0
     assert [turn(e) for e in gone] == sorted(turn(e) for e in gone)
     if needless and free_to_go:
-        assert max(turn(v.entry) for v in needless) <= min(turn(entry) for entry in free_to_go)
+        assert max(turn(v.entries[0]) for v in needless) <= min(turn(entry) for entry in free_to_go)
 
 
 @given(shelves(), limits_, st.integers(0, 300), st.none() | st.floats(0, 2 * NOW), st.data())
@@ -161,8 +162,8 @@ def test_what_really_went_is_reported(store: Store) -> None:
     fcntl.flock(fd, fcntl.LOCK_SH)
     gone = entries[2]
     store.evict(gone)
-    chosen = [Victim(entry, Reason.MAX_SIZE) for entry in entries]
-    assert [v.entry for v in apply(store, chosen)] == [entries[0], entries[3]]
+    chosen = [Victim((entry,), Reason.MAX_SIZE) for entry in entries]
+    assert [v.entries for v in apply(store, chosen)] == [(entries[0],), (entries[3],)]
     assert [e.key for e in store.entries()] == [entries[1].key]
     os.close(fd)
 

@@ -14,7 +14,7 @@ import pytest
 from shardcache.cache import Cache
 from shardcache.layout import Layout
 from shardcache.locks.flock import Holder, KeyLock
-from shardcache.space import housekeeping as module
+from shardcache.space import clean as module
 from tests.support.shop import Shop
 from tests.support.storetools import begin, fill, metadata_for, payload, wait_until
 

@@ -365,9 +365,9 @@ import json, os, sys, time
 with open(sys.argv[1] + "/cgroup.procs", "w") as file:
     file.write(str(os.getpid()))
 from shardcache import Cache
-from shardcache.space import housekeeping
+from shardcache.space import clean
 from shardcache.space.memory import memory_headroom
-housekeeping._GLANCE = 0.01
+clean._GLANCE = 0.01
 held = []
 def read(url):
     with cache.open(url) as stream:

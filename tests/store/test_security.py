@@ -20,12 +20,9 @@ import pytest
 
 from shardcache import Cache, ConfigError, LockTimeoutError, ShardCacheError
 from shardcache.cli.main import main
-from shardcache.clock import SYSTEM_CLOCK
 from shardcache.files import random_token
 from shardcache.layout import MANIFEST, META, PROGRESS, Layout
 from shardcache.locks.flock import Holder, KeyLock
-from shardcache.space.ledger import Ledger, State
-from shardcache.space.volume import Pending
 from shardcache.store.root import check_root, make_root
 from shardcache.wds.attach import url_opener
 from tests.support.storetools import (
@@ -348,10 +345,7 @@ class Scene:
         self.quarantined = aside
 
     def take_notes(self) -> None:
-        path = self.layout.named_lock("pending")
-        Pending(path, self.layout.modes, SYSTEM_CLOCK).note(100, 50, 50)
-        path = self.layout.named_lock("ledger")
-        Ledger(path, self.layout.modes, SYSTEM_CLOCK).looked(State(100, 5000))
+        self.layout.usage.write_text("[]")
 
     def cache(self, **options: Any) -> Cache:
         # With a budget, or nobody would ask for its lock.
@@ -382,8 +376,7 @@ class Scene:
             "lock": layout.key_lock(self.shard.key),
             "other lock": layout.key_lock(self.other.key),
             "budget": layout.named_lock("budget"),
-            "pending": layout.named_lock("pending"),
-            "ledger": layout.named_lock("ledger"),
+            "usage": layout.usage,
             "session": self.session,
             "partial data": next(p for p in self.partial.iterdir() if p.suffix == ".tar"),
             "partial sidecar": self.partial / META,
@@ -403,8 +396,8 @@ class Scene:
 
 DIRECTORIES = ["v1", "objects", "partials", "quarantine", "locks", "sessions", "ranks", "rank",
                "prefix", "key", "entry", "partial", "aside", "lock prefix"]  # fmt: skip
-FILES = ["data", "sidecar", "manifest", "flock note", "lock", "other lock", "budget", "pending",
-         "ledger", "session", "partial data", "partial sidecar", "progress"]  # fmt: skip
+FILES = ["data", "sidecar", "manifest", "flock note", "lock", "other lock", "budget",
+         "usage", "session", "partial data", "partial sidecar", "progress"]  # fmt: skip
 #: Without these there is no cache to speak of: refused until somebody has looked.
 ESSENTIAL = {"v1", "objects", "partials", "quarantine", "locks", "sessions", "manifest"}
 CASES = [(name, kind) for name in DIRECTORIES for kind in ("link", "empty", "pipe")]

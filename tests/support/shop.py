@@ -41,6 +41,15 @@ class Shop:
                 entry.metadata().url.removeprefix("file://"): entry for entry in cache.entries()
             }
 
+    def links(self) -> dict[str, list[Entry]]:
+        """As `entries`, of all namespaces."""
+        found: dict[str, list[Entry]] = {}
+        with Cache(self.path, cache_local=True) as cache:
+            for entry in cache.entries():
+                url = entry.metadata().url.removeprefix("file://")
+                found.setdefault(url, []).append(entry)
+        return found
+
     def use(self, url: str, when: float) -> None:
         """Give an entry a last use."""
         os.utime(self.entries()[url].path / "meta.json", (when, when))

@@ -1,17 +1,27 @@
-"""What the cgroups of a process leave of the memory, told by the kernel's files."""
+"""What a filesystem has left, and of a RAM disk what the cgroups of the process leave."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from shardcache.locks.mounts import parse_mountinfo
-from shardcache.space import memory as cgroups
-from shardcache.space.memory import Headroom, cpu_quota, headroom, limited_levels, memory_headroom
+from shardcache.config import Config
+from shardcache.locks.mounts import Mount, parse_mountinfo
+from shardcache.space import memory as module
+from shardcache.space.memory import (
+    Headroom,
+    Volume,
+    cpu_quota,
+    headroom,
+    limited_levels,
+    memory_headroom,
+)
 from tests.support.disktools import disk, limited_group, needs_mounts
 
 GIB = 1 << 30
@@ -68,11 +78,6 @@ def test_the_page_cache_counts_as_free(tmp_path: Path) -> None:
         member = "0::/job\n" if version is V2 else "5:memory:/job\n0::/\n"
         found = told(member, mountinfo(point, name, options))
         assert found == Headroom(8 * GIB, 5 * GIB), name
-
-
-def test_more_used_than_allowed_leaves_nothing(tmp_path: Path) -> None:
-    level(tmp_path / "job", V2, GIB, 2 * GIB)
-    assert told("0::/job\n", mountinfo(tmp_path, "cgroup2")) == Headroom(GIB, 0)
 
 
 def test_without_a_limit_there_is_none(tmp_path: Path) -> None:
@@ -133,11 +138,11 @@ def test_what_is_left_is_asked_each_time_and_where_a_limit_is_now_and_then(
     membership.write_text("0::/job\n")
     mounts = parse_mountinfo(mountinfo(tmp_path, "cgroup2"))
     asked: list[None] = []
-    monkeypatch.setattr(cgroups, "_MEMBERSHIP", membership)
-    monkeypatch.setattr(cgroups, "read_mounts", lambda text: asked.append(text) or mounts)
-    monkeypatch.setattr(cgroups, "_limited", None)
+    monkeypatch.setattr(module, "_MEMBERSHIP", membership)
+    monkeypatch.setattr(module, "read_mounts", lambda text: asked.append(text) or mounts)
+    monkeypatch.setattr(module, "_limited", None)
     now = [100.0]
-    monkeypatch.setattr(cgroups.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     assert memory_headroom() == Headroom(2 * GIB, GIB)
     level(tmp_path / "job", V2, GIB, GIB // 4)
     level(tmp_path, V2, GIB // 2, GIB // 4)
@@ -217,3 +222,46 @@ def test_a_process_in_a_cgroup_sees_what_its_ram_disk_takes(group: Path, tmp_pat
     limit, free, later = map(int, done.stdout.split())
     assert limit == 256 << 20 and 0 < free < limit
     assert 24 << 20 < free - later < 64 << 20
+
+
+# -- volumes ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("max_size", "ephemeral", "budget"),
+    [
+        (None, None, None),
+        ("100GB", None, 100 * 10**9),
+        ("10%", None, 100 * 10**9),
+        (None, "50GB", 45 * 10**9),
+        ("100GB", "50GB", 45 * 10**9),
+        ("40GB", "50GB", 40 * 10**9),
+    ],
+)
+def test_a_cache_keeps_to_the_tighter_of_its_limits(
+    tmp_path: Path, max_size: str | None, ephemeral: str | None, budget: int | None
+) -> None:
+    """What Kubernetes allows a pod is not all for the cache."""
+    config = Config(tmp_path, max_size=max_size, ephemeral_limit=ephemeral)
+    assert Volume(10**12, 10**11, 0, 0).budget(config) == budget
+
+
+@pytest.mark.parametrize(
+    ("kind", "memory", "size", "free"),
+    [
+        ("ext4", Headroom(100, 10), 8000, 6000),
+        ("tmpfs", None, 8000, 6000),
+        ("tmpfs", Headroom(10_000, 9000), 8000, 6000),
+        ("tmpfs", Headroom(5000, 1000), 5000, 1000),
+        ("tmpfs", Headroom(10_000, 1000), 8000, 1000),
+    ],
+)
+def test_a_ram_disk_has_no_more_than_its_cgroup_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind, memory, size, free
+) -> None:
+    monkeypatch.setattr(module, "_memory", {})
+    monkeypatch.setattr(module, "mount_of", lambda path: Mount("/", kind, "x", frozenset()))
+    monkeypatch.setattr(module, "memory_headroom", lambda: memory)
+    found = SimpleNamespace(f_frsize=10, f_blocks=800, f_bavail=600, f_files=0, f_favail=0)
+    monkeypatch.setattr(os, "statvfs", lambda path: found)
+    assert Volume.of(tmp_path) == Volume(size, free, 0, 0)

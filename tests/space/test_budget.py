@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from shardcache.clock import SYSTEM_CLOCK
 from shardcache.config import Config
 from shardcache.errors import CacheFullError
-from shardcache.layout import Layout
 from shardcache.locks.flock import Holder, KeyLock
 from shardcache.locks.sessions import Session
 from shardcache.space import budget as module
 from shardcache.space.budget import Space
 from shardcache.space.eviction import Limits
 from shardcache.store.digest import BLOCK
+from shardcache.store.entry import Entry
 from shardcache.store.partial import Partial
 from shardcache.store.root import make_root
 from shardcache.store.store import Store
@@ -31,12 +32,10 @@ from tests.support.storetools import (
     crowd,
     fill,
     forked,
-    make_store,
     metadata_for,
     no_descriptor_left,
     payload,
     publish,
-    read,
 )
 
 GB = 10**9
@@ -134,27 +133,6 @@ def test_what_the_running_job_used_is_not_evicted_for_its_own_newcomer(make) -> 
     assert not entry.path.exists()
 
 
-@pytest.mark.locks_work("flock")
-def test_when_there_is_no_room_nothing_is_evicted_in_vain(make) -> None:
-    bench = make(max_size=100)
-    idle = publish(bench.store, "s3://lab/idle.tar", bytes(10), used=1.0)
-    busy = publish(bench.store, "s3://lab/busy.tar", bytes(80), used=2.0)
-    shard = parse_url("s3://lab/busy.tar")
-    opened = bench.store.open(shard.key, shard.basename)
-    with pytest.raises(CacheFullError):
-        bench.admit("s3://lab/new.tar", 40)
-    assert idle.path.exists() and busy.path.exists()
-    opened.close()
-
-
-def test_without_limits_nothing_is_listed_and_nothing_goes(make, monkeypatch) -> None:
-    bench = make()
-    entry = publish(bench.store, used=1.0)
-    monkeypatch.setattr(Store, "entries", lambda self: pytest.fail("a scan"))
-    bench.admit("s3://lab/new.tar", GB).discard()
-    assert entry.path.exists()
-
-
 @pytest.mark.locks_work("files")
 @pytest.mark.parametrize(
     ("size", "free", "options", "asks"),
@@ -177,16 +155,6 @@ def test_where_there_is_ample_room_nobody_is_asked(make, size, free, options, as
     bench.space._stores = lambda: looks.append(1) or bench.stores
     bench.admit("s3://lab/new.tar", size).discard()
     assert bench.layout.named_lock("budget").exists() is bool(looks) is asks
-
-
-@pytest.mark.locks_work("files")
-def test_where_inodes_are_few_there_is_no_ample_room(make, monkeypatch) -> None:
-    bench = make()
-    for free, asks in ((10_240, False), (10_239, True)):
-        found = SimpleNamespace(f_frsize=1, f_blocks=GB, f_bavail=GB, f_files=20_000, f_favail=free)
-        monkeypatch.setattr(os, "statvfs", lambda path, found=found: found)
-        bench.admit("s3://lab/new.tar", 1000).discard()
-        assert bench.layout.named_lock("budget").exists() is asks
 
 
 @pytest.mark.locks_work("flock")
@@ -249,13 +217,6 @@ def test_what_dead_processes_left_goes_before_any_entry(make) -> None:
     assert not any(path.exists() for path in orphans)
 
 
-def test_what_dead_processes_left_stays_while_there_is_room(make) -> None:
-    bench = make(max_size=30 * MIB)
-    orphan = left_behind(bench)
-    bench.admit("s3://lab/new.tar", 2 * MIB).discard()
-    assert orphan.exists()
-
-
 @pytest.mark.locks_work("flock")
 def test_entries_that_come_into_use_are_replaced_in_the_plan(make, monkeypatch) -> None:
     bench = make(max_size=100)
@@ -275,32 +236,6 @@ def test_entries_that_come_into_use_are_replaced_in_the_plan(make, monkeypatch) 
     assert bench.used() == 100
     partial.discard()
     opened[0].close()
-
-
-def test_entries_that_always_come_into_use_end_in_an_error(make, monkeypatch) -> None:
-    bench = make(max_size=100)
-    publish(bench.store, data=bytes(80), used=1.0)
-    monkeypatch.setattr(module, "apply", lambda store, chosen: iter(()))
-    with no_descriptor_left(), pytest.raises(CacheFullError):
-        bench.admit("s3://lab/new.tar", 40)
-
-
-@pytest.mark.locks_work("answers")
-def test_a_namespace_that_appears_meanwhile_is_counted_and_evicted_from(
-    make, monkeypatch, tmp_path: Path
-) -> None:
-    bench = make(max_size=100)
-    real = bench.space._choose
-    late = make_store(bench.layout.base / "ranks" / "late")
-    entry = publish(late, data=bytes(90), used=1.0)
-
-    def choose(*args):
-        bench.stores = [bench.store, late]
-        return real(*args)
-
-    monkeypatch.setattr(bench.space, "_choose", choose)
-    bench.admit("s3://lab/new.tar", 40).discard()
-    assert not entry.path.exists()
 
 
 def test_an_error_of_the_maker_frees_the_budget_lock(make) -> None:
@@ -339,23 +274,6 @@ def test_a_full_disk_frees_what_is_needed(make) -> None:
     assert [entry.path.exists() for entry in entries] == [False, False, True, True]
 
 
-@pytest.mark.locks_work("answers")
-def test_a_disk_without_inodes_loses_one_entry_at_least(make) -> None:
-    bench = make()
-    entries = [publish(bench.store, f"s3://lab/{n}.tar", bytes(30), used=n + 1.0) for n in range(2)]
-    bench.space.make_room("s3://lab/new.tar", 0)
-    assert [entry.path.exists() for entry in entries] == [False, True]
-
-
-@pytest.mark.locks_work("answers")
-def test_what_a_sweep_frees_need_not_be_evicted(make) -> None:
-    bench = make()
-    entry = publish(bench.store, used=1.0)
-    orphan = left_behind(bench)
-    bench.space.make_room("s3://lab/new.tar", MIB // 2)
-    assert entry.path.exists() and not orphan.exists()
-
-
 @pytest.mark.locks_work("flock")
 def test_a_full_disk_with_nothing_to_evict_is_an_error(make) -> None:
     bench = make()
@@ -372,65 +290,175 @@ def test_the_configured_limits_as_they_stand(make) -> None:
     assert make().space.limits() == Limits()
 
 
+# -- the number ----------------------------------------------------------------
+
+
+class Library(Bench):
+    """200 entries of 1,000 bytes in a cache for 210; to list them takes 0.1 s."""
+
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch, grace: float | None = None):
+        super().__init__(path, monkeypatch, max_size=210_000)
+        for number in range(200):
+            publish(self.store, f"s3://lab/{number:04d}.tar", bytes(1000), used=number + 1.0)
+        self.counts = 0
+        node = replace(self.layout, grace=grace)
+        self.space = Space(node, lambda: self.stores, self.config, self.clock, self._list)
+
+    def _list(self, entries: Iterator[Entry]) -> Iterator[Entry]:
+        self.counts += 1
+        self.clock.sleep(0.1)
+        return entries
+
+    def fetch(self, number: int, size: int = 1000) -> None:
+        url, data = f"s3://lab/{number:04d}.tar", bytes(size)
+        partial = self.admit(url, size)
+        fill(partial, data)
+        path = self.store.publish(partial, metadata_for(url, data))
+        os.utime(path / "meta.json", (self.clock.time(), self.clock.time()))
+        partial.close()
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Library:
+    return Library(tmp_path, monkeypatch)
+
+
+def test_what_fits_costs_no_count_and_the_budget_holds(library: Library) -> None:
+    for number in range(200, 210):
+        library.fetch(number)
+    assert (library.counts, library.used()) == (1, 210_000)
+    library.fetch(210)
+    # One made room for this one, two more are one in a hundred of 201,000 bytes.
+    assert (library.counts, library.used()) == (2, 207_000)
+    for number in range(211, 214):
+        library.fetch(number)
+    assert (library.counts, library.used()) == (2, 210_000)
+
+
+def test_of_a_small_cache_no_more_goes_than_must(make) -> None:
+    bench = make(max_size=20_000)
+    for number in range(25):
+        publish(bench.store, f"s3://lab/{number}.tar", bytes(1000), used=number + 1.0)
+    bench.admit("s3://lab/new.tar", 1000).discard()
+    assert bench.used() == 19_000
+
+
+def test_what_others_publish_without_asking_is_seen_after_a_while(library: Library) -> None:
+    library.fetch(200)
+    for number in range(300, 309):
+        publish(library.store, f"s3://lab/{number:04d}.tar", bytes(1000), used=1.0)
+    library.clock.sleep(2.1)  # 20 times 0.1
+    library.fetch(201)
+    assert library.counts == 2 and library.used() <= 210_000
+
+
+def test_what_was_refused_is_refused_without_a_count_for_a_while(library: Library) -> None:
+    session = Session(library.layout, 0.5)
+    for _ in range(3):
+        with pytest.raises(CacheFullError, match=r"1.0 KB more would have to go"):
+            library.admit("s3://lab/x.tar", 11_000)
+    assert library.counts == 1
+    assert library.space.refuses("s3://lab/x.tar", 13_000)
+    assert not library.space.refuses("s3://lab/x.tar", 10_000)
+    library.fetch(401, 10_000)  # less than was refused: that is there
+    with pytest.raises(CacheFullError):
+        library.fetch(402)
+    assert library.counts == 1
+    session.close()
+    library.space.recount()
+    library.fetch(400, 11_000)
+    assert library.used() <= 210_000
+
+
+def test_a_reservation_counts_although_its_fetch_failed_until_the_next_count(
+    library: Library,
+) -> None:
+    library.admit("s3://lab/a.tar", 9000).discard()
+    library.fetch(200)
+    assert (library.counts, library.used()) == (1, 201_000)
+    library.fetch(201, 2000)
+    assert library.counts == 2
+    assert library.used() == 203_000  # nothing had to go
+
+
+def test_shards_of_unknown_size_are_counted_as_they_grow(library: Library) -> None:
+    library.fetch(200)
+    partial = library.admit("s3://lab/unknown.tar", None)
+    for number, size in ((201, 5000), (202, 9000)):
+        partial.write(0, memoryview(bytes(size)))
+        library.fetch(number)
+        assert library.used() <= 210_000
+    partial.discard()
+
+
+def test_nodes_that_share_a_directory_count_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = Library(tmp_path, monkeypatch, grace=3600.0)
+    for number in range(200, 204):
+        library.fetch(number)
+    assert library.counts == 4 and not library.layout.usage.exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"{}", b'["BOOT"]', b'["BOOT", "x", 1e9, null]', b'["BOOT", 1e999, 0, 0]', b"\xff"],
+)
+def test_a_number_that_makes_no_sense_is_counted_anew(library: Library, text: bytes) -> None:
+    library.fetch(200)
+    boot = library.layout.usage.read_bytes().split(b'"')[1]
+    library.layout.usage.write_bytes(text.replace(b"BOOT", boot))
+    library.fetch(201)
+    assert library.counts == 2
+
+
+def test_the_number_is_written_through_no_link(library: Library, tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("precious")
+    library.layout.usage.symlink_to(tmp_path / "mine")
+    library.fetch(200)
+    assert (tmp_path / "mine").read_text() == "precious"
+
+
 # -- many processes ------------------------------------------------------------
 
 
 @pytest.mark.locks_work
-def test_many_processes_admitting_at_once_keep_one_budget(tmp_path: Path) -> None:
-    root = tmp_path / "cache"
-    layout = make_root(root, "test")
-    limit, shard = 8 * MIB, MIB
-    config = Config(root, max_size=limit, min_free=0)
+def test_many_processes_keep_the_budget_at_every_moment(tmp_path: Path) -> None:
+    layout = make_root(tmp_path / "cache", "test")
+    config = Config(tmp_path / "cache", max_size=60_000, min_free=0)
+    done = tmp_path / "done"
 
     def work(parent: Parent, number: int) -> None:
         store = Store(layout)
-        space = Space(layout, lambda: [store], config, module_clock())
+        space = Space(layout, lambda: [store], config, SYSTEM_CLOCK)
         parent.hear()
-        got = refused = 0
-        for n in range(12):
-            url = f"s3://lab/{number}-{n}.tar"
-            data = payload(shard, n)
+        for n in range(15):
+            url, data = f"s3://lab/{number}-{n}.tar", bytes(1000)
             metadata = metadata_for(url, data)
-            try:
-                partial = space.admit(url, shard, lambda u=url, m=metadata: begin(layout, m))
-            except CacheFullError:
-                refused += 1
-                continue
+            partial = space.admit(url, 1000, lambda m=metadata: begin(layout, m))
             fill(partial, data)
             store.publish(partial, metadata)
             partial.close()
-            got += 1
-        parent.say((got, refused))
+        parent.say()
 
     def watch(parent: Parent, number: int) -> None:
         store = Store(layout)
         most = 0
         parent.hear()
-        end = time.monotonic() + 1.5
-        while time.monotonic() < end:
+        while not done.exists():
             # Entries first: what is published in between is missed, never counted twice.
             entries = list(store.entries())
-            flying = [f for f in in_flight(layout) if f.key]
-            there = [e for e in entries if e.path.exists()]
-            most = max(most, sum(e.size for e in there) + sum(f.reserved for f in flying))
+            flying = sum(f.reserved for f in in_flight(layout) if f.key)
+            most = max(most, sum(e.size for e in entries if e.path.exists()) + flying)
         parent.say(most)
 
-    with crowd(4, work) as workers, crowd(1, watch) as watchers:
-        for child in (*workers, *watchers):
+    with crowd(16, work) as workers, crowd(1, watch) as (watcher,):
+        for child in (watcher, *workers):
             child.tell()
-        results = [worker.hear() for worker in workers]
-        watchers[0].hear()
-    assert sum(got for got, _ in results) >= 8
-    store = Store(layout)
-    entries = list(store.entries())
-    assert sum(entry.size for entry in entries) <= limit
-    assert all(read(store, entry.metadata().url) is not None for entry in entries)
-
-
-def module_clock():
-    from shardcache.clock import SYSTEM_CLOCK
-
-    return SYSTEM_CLOCK
+        for worker in workers:
+            worker.hear()
+        done.touch()
+        assert 30_000 < watcher.hear() <= 60_000
 
 
 @pytest.mark.locks_work
@@ -442,7 +470,7 @@ def test_reservations_of_many_processes_never_exceed_the_budget(tmp_path: Path) 
 
     def work(parent: Parent, number: int) -> None:
         store = Store(layout)
-        space = Space(layout, lambda: [store], config, module_clock())
+        space = Space(layout, lambda: [store], config, SYSTEM_CLOCK)
         parent.hear()
         held = []
         for n in range(5):
@@ -479,14 +507,3 @@ def test_the_reservation_of_a_killed_process_is_free_at_once(make) -> None:
             bench.admit("s3://lab/b.tar", 8 * MIB)
         child.kill()
         bench.admit("s3://lab/b.tar", 8 * MIB).discard()
-
-
-@pytest.mark.locks_work("answers")
-def test_a_namespace_of_a_rank_counts_towards_the_budget(make) -> None:
-    bench = make(max_size=100)
-    rank = Store(Layout(bench.layout.base).rank("job-0"))
-    rank.layout.make()
-    bench.stores.append(rank)
-    entry = publish(rank, data=bytes(80), used=1.0)
-    bench.admit("s3://lab/new.tar", 40).discard()
-    assert not entry.path.exists()

@@ -84,13 +84,22 @@ class DamagedCache(RuleBasedStateMachine):
 
     @rule(at=st.integers(0, 1 << 20), kind=st.sampled_from(KINDS), seed=st.integers(0, 1 << 30))
     def damage(self, at: int, kind: str, seed: int) -> None:
-        """Any file of the root; data and sidecars are most of them."""
+        """Any file of the root."""
         files = sorted(p for p in self.root.rglob("*") if p.is_file() and not p.is_symlink())
-        if not files:
-            return
-        path = files[at % len(files)]
-        if path.name == "manifest.json" and kind in ("link", "pipe", "directory"):
-            return  # that is refused
+        if files:
+            path = files[at % len(files)]
+            if path.name != "manifest.json" or kind not in ("link", "pipe", "directory"):
+                self.spoil(path, kind, seed)  # else it is refused
+
+    @rule(name=names, meta=st.booleans(), kind=st.sampled_from(KINDS), seed=st.integers(0, 1 << 30))
+    def damage_and_read(self, name: str, meta: bool, kind: str, seed: int) -> None:
+        """What is read back next."""
+        self.read(name)
+        if path := self.cache.path(self.url(name)):  # else it was streamed
+            self.spoil(path.with_name("meta.json") if meta else path, kind, seed)
+            self.read(name)
+
+    def spoil(self, path: Path, kind: str, seed: int) -> None:
         draw = random.Random(seed)
         content = bytearray(path.read_bytes())
         if kind == "flip" and content:

@@ -1,0 +1,97 @@
+"""Naive variants of the cache, each in a copy of the package, each found by the tests named here.
+
+A variant is one line written as one would at first. Where the line has moved, the variant says so:
+give it its new place.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+HOME = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One line of the package, and what it becomes; then these arguments of Python fail.
+
+    Attributes:
+        file: below ``shardcache``.
+        line: a regular expression that is found once.
+        naive: its replacement.
+        found_by: a run that ends with 1 on the variant, and with 0 on the package.
+    """
+
+    file: str
+    line: str
+    naive: str
+    found_by: str
+
+
+VARIANTS = {
+    "the final name is written directly": Variant(
+        "store/store.py",
+        r"partial\.path\.rename\(entry\)",
+        r"shutil.copytree(partial.path, entry); shutil.rmtree(partial.path)",
+        "-m tests.stress.crash --every 10 --part kills --scenario resume",
+    ),
+    "the temporary name is shared": Variant(
+        "layout.py",
+        r"(/partial/\{key\}\.\{version\}\.)\{random_token\(\)\}",
+        r"\g<1>" + "0" * 32,
+        "-m pytest -x tests/stress/test_stopped.py",
+    ),
+    "ranges are asked for without If-Match": Variant(
+        "origins/s3.py",
+        r'arguments\["IfMatch"\] = pin\.etag',
+        "pass",
+        "-m pytest -x tests/origins/test_s3.py",
+    ),
+    "only the size is checked": Variant(
+        "store/store.py",
+        r"if file_digest\(fd\) != metadata\.digest:",
+        "if False:",
+        "-m pytest -x tests/stress/test_fuzz.py -k Damaged",
+    ),
+    "the least recently used goes, in use or not": Variant(
+        "locks/flock.py",
+        r"(def seize\(.*\n)(?=    \"\"\")",
+        r"\1    return True\n",
+        "-m pytest -x tests/store/test_store.py",
+    ),
+    "the endpoint is left out of the key": Variant(
+        "urls.py",
+        r'identity = f"\{canonical\}\\0\{own\}"',
+        "pass",
+        "-m pytest -x tests/test_urls.py",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_naive_variant_is_found(name: str, tmp_path: Path) -> None:
+    variant = VARIANTS[name]
+    for part in ("shardcache", "tests", "pyproject.toml"):
+        source = HOME / part
+        copy = shutil.copytree if source.is_dir() else shutil.copy
+        copy(source, tmp_path / part)
+    path = tmp_path / "shardcache" / variant.file
+    text, count = re.subn(variant.line, variant.naive, path.read_text("utf-8"))
+    assert count == 1, f"{variant.file} has {count} lines like {variant.line}"
+    path.write_text(text, "utf-8")
+    done = subprocess.run(
+        [sys.executable, *variant.found_by.split()],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1, f"nothing found it:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"

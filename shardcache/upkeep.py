@@ -148,16 +148,17 @@ class Upkeep:
         from shardcache.store.verify import Checks, verify
 
         self._require_cache()
-        checks = Checks(quick=quick, remote=remote, repair=repair, sample=sample)
+        checks = Checks(quick=quick, remote=remote, sample=sample)
         config, process = self.config, self._here()
         origins = process.origins if process.ready else Origins(config, self._clock)
         policy = RetryPolicy(config.attempts, config.deadline, self._clock)
         return verify(
-            process,
+            process.stores(),
             origins,
             policy,
             self.parse,
             checks=checks,
+            sole=process.coordinator().sole if repair else None,
             wanted=wanted,
             status=status,
             stop=stop,

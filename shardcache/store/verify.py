@@ -20,8 +20,9 @@ import os
 import random
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -31,7 +32,6 @@ from shardcache.locks.flock import is_file
 from shardcache.origins.base import ObjectInfo
 from shardcache.origins.resolve import Origins
 from shardcache.origins.retry import RetryPolicy
-from shardcache.runtime import Process
 from shardcache.store.digest import block_digest, read_blocks, tree_digest
 from shardcache.store.entry import (
     DamagedError,
@@ -42,6 +42,7 @@ from shardcache.store.entry import (
     read_sidecar,
     readable,
 )
+from shardcache.store.store import Store
 from shardcache.urls import ShardURL, redact
 
 
@@ -63,7 +64,6 @@ class Checks:
     Attributes:
         quick: compare sizes, read no data.
         remote: ask the origin of each shard which version it has.
-        repair: set damaged entries aside.
         sample: share of the shards to look at, above 0 and up to 1; at least one is.
 
     Raises:
@@ -72,7 +72,6 @@ class Checks:
 
     quick: bool = False
     remote: bool = False
-    repair: bool = False
     sample: float = 1.0
 
     def __post_init__(self) -> None:
@@ -141,26 +140,28 @@ class Answer(StrEnum):
 
 
 class Drift:
-    """Asks origins.
+    """Asks origins which version of a shard they have.
+
+    One request for a description per shard; nothing of the shard itself is fetched. An origin
+    that does not answer is left alone after a few shards: asking it for each of thousands, with
+    all retries, would take days and tell nothing more.
 
     Args:
         origins: where shards come from.
         policy: how often each is asked.
         parse: names the shard of a sidecar's URL.
+
+    Attributes:
         sleep: how to wait between attempts; may raise.
     """
 
     def __init__(
-        self,
-        origins: Origins,
-        policy: RetryPolicy,
-        parse: Callable[[str], ShardURL],
-        sleep: Callable[[float], None],
+        self, origins: Origins, policy: RetryPolicy, parse: Callable[[str], ShardURL]
     ) -> None:
+        self.policy = policy
+        self.parse = parse
+        self.sleep: Callable[[float], None] = policy.clock.sleep
         self._origins = origins
-        self._policy = policy
-        self._parse = parse
-        self._sleep = sleep
         self._guard = threading.Lock()
         self._silent: Counter[str] = Counter()
 
@@ -173,7 +174,7 @@ class Drift:
         if metadata.url.startswith("pipe:"):
             return Answer.UNREACHABLE, "it is what a command wrote, which states no version"
         try:
-            shard = self._parse(metadata.url)
+            shard = self.parse(metadata.url)
         except ConfigError as exn:
             return Answer.UNREACHABLE, exn.message
         if shard.key != metadata.key:
@@ -197,8 +198,8 @@ class Drift:
 
     def _ask(self, shard: ShardURL) -> ObjectInfo:
         origin = self._origins.of(shard)
-        attempts = self._policy.started(str(shard))
-        return attempts.call(lambda: origin.stat(shard), sleep=self._sleep)
+        attempts = self.policy.started(str(shard))
+        return attempts.call(lambda: origin.stat(shard), sleep=self.sleep)
 
 
 def differs(then: ObjectInfo, now: ObjectInfo) -> str | None:
@@ -235,12 +236,13 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def verify(
-    process: Process,
+    stores: Sequence[Store],
     origins: Origins,
     policy: RetryPolicy,
     parse: Callable[[str], ShardURL],
     *,
     checks: Checks,
+    sole: Callable[[Store, str], AbstractContextManager[bool]] | None = None,
     wanted: Callable[[str], bool] | None = None,
     status: VerifyStatus | None = None,
     stop: threading.Event | None = None,
@@ -248,27 +250,27 @@ def verify(
     """Look at every entry; yields what was found of each, in no order.
 
     Args:
-        process: whose cache.
+        stores: of every namespace and tier.
         origins: where shards come from.
         policy: how often an origin is asked.
         parse: names the shard of a URL.
         checks: what to do.
+        sole: damaged entries are set aside while it holds the lock of their key (False if
+            somebody else has it); None to leave them.
         wanted: says of a URL whether its shard is to be looked at, or of the data file's name
             where the sidecar does not tell the URL; None takes all.
         status: is kept up to date.
         stop: ends it early once set; entries that are not done with yield nothing.
 
     Raises:
-        ConfigError: with ``repair``, the directory must not be used.
-        OSError: a directory cannot be read, or with ``repair`` and ``strict`` not be written.
+        OSError: a directory cannot be read.
     """
     status = status or VerifyStatus()
-    if checks.repair:
-        process.coordinator()  # with its errors, before anything is read
-    shards = _chosen(process, wanted, checks.sample)
+    shards = _chosen(stores, wanted, checks.sample)
     status.shards = sum(map(len, shards))
     status.bytes = sum(entry.size for entries in shards for entry in entries)
-    verifier = _Verifier(process, origins, policy, parse, checks, status, stop)
+    drift = Drift(origins, policy, parse)
+    verifier = _Verifier(stores, drift, checks, sole, status, stop)
     pool = ThreadPoolExecutor(_AT_ONCE, "shardcache-verify")
     pending: deque[Future[list[Finding]]] = deque()
     try:
@@ -286,11 +288,11 @@ def verify(
 
 
 def _chosen(
-    process: Process, wanted: Callable[[str], bool] | None, sample: float
+    stores: Sequence[Store], wanted: Callable[[str], bool] | None, sample: float
 ) -> list[list[Entry]]:
     """The entries to look at, those of one shard together."""
     shards: dict[str, list[Entry]] = {}
-    for store in process.stores():
+    for store in stores:
         for entry in store.entries():
             if wanted is None or wanted(_name(entry)):
                 shards.setdefault(entry.key, []).append(entry)
@@ -332,8 +334,8 @@ class _Verifier:
     """Looks at shards; safe between threads.
 
     Args:
-        process, checks, parse, status, stop: as for `verify`.
-        origins, policy: likewise.
+        stores, checks, sole, status, stop: as for `verify`.
+        drift: asks origins.
 
     Attributes:
         ended: set once nobody reads what it finds.
@@ -341,28 +343,30 @@ class _Verifier:
 
     def __init__(
         self,
-        process: Process,
-        origins: Origins,
-        policy: RetryPolicy,
-        parse: Callable[[str], ShardURL],
+        stores: Sequence[Store],
+        drift: Drift,
         checks: Checks,
+        sole: Callable[[Store, str], AbstractContextManager[bool]] | None,
         status: VerifyStatus,
         stop: threading.Event | None,
     ) -> None:
         self.ended = threading.Event()
-        self._process = process
-        self._drift = Drift(origins, policy, parse, self._sleep)
-        self._clock = policy.clock
-        self._parse = parse
+        self._stores = {store.layout.base: store for store in stores}
+        self._drift = drift
+        self._drift.sleep = self._sleep
         self._checks = checks
+        self._sole = sole
         self._status = status
         self._stop = stop or self.ended
+
+    def _store_of(self, entry: Entry) -> Store:
+        return self._stores[entry.path.parents[3]]  # objects/<aa>/<key>/<entry>
 
     def _sleep(self, seconds: float) -> None:
         while seconds > 0:
             self._go_on()
             nap = min(seconds, _SLICE)
-            self._clock.sleep(nap)
+            self._drift.policy.clock.sleep(nap)
             seconds -= nap
         self._go_on()
 
@@ -411,9 +415,9 @@ class _Verifier:
     def _check_data(self, entry: Entry, metadata: Metadata, copies: _Copies) -> None:
         data = entry.data
         with contextlib.suppress(ConfigError):  # of a scheme that is no longer allowed
-            if data.name != self._parse(metadata.url).basename:
+            if data.name != self._drift.parse(metadata.url).basename:
                 raise DamagedError("its data file is missing")
-        grace = self._process.store_of(entry).layout.grace
+        grace = self._store_of(entry).layout.grace
         opened = open_data(entry.directory, str(data), entry.size, grace)
         if opened is None:
             raise FileNotFoundError(errno.ENOENT, "it was evicted", str(data))
@@ -439,7 +443,7 @@ class _Verifier:
 
     def _superseded(self, entry: Entry) -> bool:
         """Whether readers are given another version of the shard, of the same namespace."""
-        newest = next(self._process.store_of(entry).entries_of(entry.key), entry)
+        newest = next(self._store_of(entry).entries_of(entry.key), entry)
         return newest.directory != entry.directory
 
     def _at_origin(self, metadata: Metadata, copies: _Copies) -> tuple[State, str]:
@@ -463,11 +467,11 @@ class _Verifier:
         entry = finding.entry
         if not is_file(entry.directory, fd):
             return None
-        if not self._checks.repair:
+        if self._sole is None:
             return finding
-        store = self._process.store_of(entry)
+        store = self._store_of(entry)
         try:
-            with self._process.coordinator().sole(store, entry.key) as alone:
+            with self._sole(store, entry.key) as alone:
                 if alone:
                     # Whoever publishes has this lock, so what has the name now, keeps it.
                     reason = f"found by verify: {finding.reason}"

@@ -20,6 +20,7 @@ the environment and files and writes nothing.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -244,11 +245,21 @@ def _limit(value: Any) -> Limit:
     return limit
 
 
-def _room(value: object) -> Limit:
-    limit = _limit(value)
-    if not (limit.bytes or limit.percent):
-        raise refuse(value, "leaves no room", f'more than 0, or "{NONE}" for no limit')
-    return limit
+def _above_zero(parse: Callable[[Any], Any], reason: str, accepted: str) -> Callable[[Any], Any]:
+    """As ``parse``, for values that must not be nothing."""
+
+    def parsed(value: Any) -> Any:
+        found = parse(value)
+        if found in (0, Limit(bytes=0), Limit(percent=0.0)):
+            raise refuse(value, reason, accepted)
+        return found
+
+    return parsed
+
+
+_room = _above_zero(_limit, "leaves no room", f'more than 0, or "{NONE}" for no limit')
+_size = _above_zero(units.parse_bytes, "leaves no room", "a size of more than 0")
+_some_time = _above_zero(units.parse_duration, "is no time at all", "a duration of more than 0")
 
 
 def _part_size(value: Any) -> int:
@@ -258,37 +269,30 @@ def _part_size(value: Any) -> int:
     return size
 
 
-def _size(value: Any) -> int:
-    size = units.parse_bytes(value)
-    if size == 0:
-        raise refuse(value, "leaves no room", "a size of more than 0")
-    return size
-
-
-def _some_time(value: Any) -> float:
-    seconds = units.parse_duration(value)
-    if seconds <= 0:
-        raise refuse(value, "is no time at all", "a duration of more than 0")
-    return seconds
-
-
 def _function(value: object) -> Callable[[Path], None]:
     if not callable(value):
         raise refuse(value, "cannot be called", "a function of the path of a fetched file")
     return value
 
 
+def _items(value: object, what: str, accepted: str) -> list[Any]:
+    """The items of a list, or of text that separates them by commas."""
+    if isinstance(value, str):
+        return [] if value.strip().lower() == NONE else value.split(",")
+    if not isinstance(value, list | tuple | set | frozenset):
+        raise refuse(value, f"is no list of {what}", accepted)
+    return list(value)
+
+
 def _schemes(value: object) -> tuple[str, ...]:
     accepted = 'URL schemes such as "pipe", separated by commas or as a list'
-    if isinstance(value, str):
-        value = [] if value.strip().lower() == NONE else value.split(",")
-    if not isinstance(value, list | tuple | set | frozenset):
-        raise refuse(value, "is no list of schemes", accepted)
-    schemes = {item: item.strip().lower() if isinstance(item, str) else "" for item in value}
-    for item, scheme in schemes.items():
+    found = set()
+    for item in _items(value, "schemes", accepted):
+        scheme = item.strip().lower() if isinstance(item, str) else ""
         if not _SCHEME.fullmatch(scheme):
             raise refuse(item, "is no scheme", accepted)
-    return tuple(sorted(set(schemes.values())))
+        found.add(scheme)
+    return tuple(sorted(found))
 
 
 def _tiers(value: object) -> tuple[TierOption, ...]:
@@ -296,11 +300,7 @@ def _tiers(value: object) -> tuple[TierOption, ...]:
         "directories, each with =SIZE if it is to hold no more (/dev/shm/shards=50GB), as a list "
         "or separated by commas; as tables with dir, max_size and min_free in code and TOML"
     )
-    if isinstance(value, str):
-        value = [] if value.strip().lower() == NONE else value.split(",")
-    if not isinstance(value, list | tuple):
-        raise refuse(value, "is no list of tiers", accepted)
-    return tuple(_tier(item, accepted) for item in value)
+    return tuple(_tier(item, accepted) for item in _items(value, "tiers", accepted))
 
 
 def _tier(item: object, accepted: str) -> TierOption:
@@ -328,11 +328,7 @@ def _upstreams(value: object) -> tuple[Upstream, ...]:
         "directories or URLs, as a list or separated by commas; as tables with url, write_back, "
         "endpoint_url and storage_options in code and TOML"
     )
-    if isinstance(value, str):
-        value = [] if value.strip().lower() == NONE else value.split(",")
-    if not isinstance(value, list | tuple):
-        raise refuse(value, "is no list of upstreams", accepted)
-    return tuple(_upstream(item, accepted) for item in value)
+    return tuple(_upstream(item, accepted) for item in _items(value, "upstreams", accepted))
 
 
 def _upstream(item: object, accepted: str) -> Upstream:
@@ -371,19 +367,17 @@ def _storage_options(value: object) -> StorageOptions:
 
 def _group(value: object) -> int:
     accepted = "the name of a group that this machine knows, or its number"
-    if isinstance(value, str) and not value.strip().isdecimal():
+    number = value if isinstance(value, int) and not isinstance(value, bool) else -1
+    if isinstance(value, str):
         import grp
 
-        try:
-            return grp.getgrnam(value.strip()).gr_gid
-        except (KeyError, ValueError) as exn:
-            raise refuse(value, "is no group", accepted) from exn
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise refuse(value, "is no group", accepted)
+        text = value.strip()
+        with contextlib.suppress(KeyError, ValueError):
+            number = int(text) if text.isdecimal() else grp.getgrnam(text).gr_gid
     # The highest number says "leave it as it is", chown(2).
-    if not 0 <= int(value) < _NO_GROUP:
+    if not 0 <= number < _NO_GROUP:
         raise refuse(value, "is no group", accepted)
-    return int(value)
+    return number
 
 
 def _endpoint(value: object) -> str:

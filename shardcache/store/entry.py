@@ -181,10 +181,18 @@ class Entry(NamedTuple):
         """Read the sidecar.
 
         Raises:
-            DamagedError: it is not one of ours.
+            DamagedError: it is missing, or is not this entry's.
             OSError: it cannot be read, or the entry is gone.
         """
-        return Metadata.decode(read_sidecar(self.path))
+        try:
+            metadata = Metadata.decode(read_sidecar(self.directory))
+        except FileNotFoundError as exn:
+            if lacks(self.path, META.__eq__):
+                raise DamagedError("it has no sidecar") from exn
+            raise
+        if (metadata.key, metadata.info.version, metadata.size) != self[1:4]:
+            raise DamagedError("its sidecar describes another shard")
+        return metadata
 
     @property
     def data(self) -> Path:

@@ -50,7 +50,6 @@ from shardcache.store.entry import (
     hold,
     lacks,
     open_data,
-    read_sidecar,
     readable,
     scan,
     versions,
@@ -62,7 +61,6 @@ __all__ = [
     "Entry",
     "Namespaces",
     "Opened",
-    "Quarantine",
     "Store",
     "Stores",
     "own_layout",
@@ -70,113 +68,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
-
-class Quarantine:
-    """Judges the entries of one namespace.
-
-    Args:
-        layout: where.
-        boot: of this machine; entries of another one are hashed before they are trusted.
-            Empty to trust them all.
-    """
-
-    def __init__(self, layout: Layout, boot: str) -> None:
-        self._layout = layout
-        self._boot = boot
-
-    def trust(self, directory: Path, fd: int, key: str, size: int) -> None:
-        """Check an entry that this process sees for the first time.
-
-        Args:
-            directory: the entry's.
-            fd: of its open data file.
-            key, size: what it must be of.
-
-        Raises:
-            DamagedError: it is not; it must not be used.
-            OSError: the disk fails.
-        """
-        with readable():
-            self._check(directory, fd, key, size)
-
-    def _check(self, directory: Path, fd: int, key: str, size: int) -> None:
-        try:
-            metadata = Metadata.decode(read_sidecar(directory))
-        except FileNotFoundError as exn:
-            if lacks(directory, META.__eq__):
-                raise DamagedError("it has no sidecar") from exn
-            return  # evicted while we look; the open file is good
-        named = Entry.at(directory)
-        if (metadata.key, metadata.info.version, metadata.size) != (key, named.version, size):
-            raise DamagedError("its sidecar describes another shard")
-        if self._boot and metadata.boot != self._boot:
-            if file_digest(fd) != metadata.digest:
-                raise DamagedError("its bytes changed since they were fetched")
-            try:
-                trusted = metadata.trusted_since(self._boot).encode()
-                modes, via = self._layout.modes, self._layout.partial
-                replace_file(directory / META, trusted, modes.file, via=via)
-            except OSError as exn:  # read-only or full: verify again next time
-                logger.debug("cannot note that %s was verified: %s", directory.name, exn)
-
-    def judge(self, directory: Path, basename: str | None, reason: str) -> bool:
-        """Set an entry aside if it is damaged, or has another data file than ``basename``.
-
-        Call with the key's lock held.
-
-        Args:
-            directory: the entry's.
-            basename: its data file must have this name; None for any.
-            reason: why it is looked at, for the log.
-
-        Returns:
-            Whether this call set it aside.
-
-        Raises:
-            OSError: the disk fails.
-        """
-        entry = Entry.at(directory)
-        try:
-            data = entry.data
-            opened = open_data(str(directory), str(data), entry.size, self._layout.grace)
-            if opened is None:
-                return False  # being evicted
-            if opened.stuck:
-                opened.close()
-                return False  # likewise: who evicts it must not find another in its place
-            try:
-                self.trust(directory, opened.fd, entry.key, entry.size)
-            finally:
-                opened.close()
-            if basename in (None, data.name):
-                return False
-        except FileNotFoundError:
-            return False
-        except DamagedError as exn:
-            reason = f"{reason}: {exn}"
-        return self.take(directory, reason)
-
-    def take(self, directory: Path, reason: str) -> bool:
-        """Set an entry aside, sound or not; call with the key's lock held.
-
-        Returns:
-            Whether this call did it.
-
-        Raises:
-            OSError: the disk fails.
-        """
-        for _ in range(_ATTEMPTS):
-            try:
-                directory.rename(self._layout.new_quarantined(directory))
-            except FileNotFoundError:
-                if not is_directory(directory):
-                    return False
-                self._layout.mend(self._layout.quarantine)
-                continue
-            logger.info("set aside a damaged entry: %s (%s)", directory.name, reason)
-            return True
-        return False
 
 
 #: The directories of a key come and go with its entries; not this often in a row.
@@ -209,7 +100,7 @@ class Store:
     def __init__(self, layout: Layout, *, verify_after_boot: bool = True) -> None:
         self.layout = layout
         self._grace = layout.grace
-        self._quarantine = Quarantine(layout, boot_id() if verify_after_boot else "")
+        self._boot = boot_id() if verify_after_boot else ""
         # key -> (directory, data file, size). A dict's own operations are
         # atomic; a stale row costs one failed open.
         self._known: dict[str, tuple[str, str, int]] = {}
@@ -256,7 +147,7 @@ class Store:
                     raise DamagedError("its data file is missing")
                 continue
             try:
-                self._quarantine.trust(directory, opened.fd, key, size)
+                self._trust(directory, opened.fd)
             except (DamagedError, OSError):
                 opened.close()
                 raise
@@ -385,14 +276,75 @@ class Store:
             for directory, _size in versions(self.layout, key)
         )
 
+    def _trust(self, directory: Path, fd: int) -> None:
+        """Check an entry that this process sees for the first time.
+
+        Its sidecar must describe it. If it was fetched under another boot of this machine, its
+        bytes must be those that were fetched: after a power failure a rename may have survived
+        whose data did not.
+
+        Args:
+            directory: the entry's.
+            fd: of its open data file.
+
+        Raises:
+            DamagedError: it must not be used.
+            OSError: the disk fails.
+        """
+        with readable():
+            try:
+                metadata = Entry.at(directory).metadata()
+            except FileNotFoundError:
+                return  # evicted while we look; the open file is good
+            if not self._boot or metadata.boot == self._boot:
+                return
+            if file_digest(fd) != metadata.digest:
+                raise DamagedError("its bytes changed since they were fetched")
+        try:
+            trusted = metadata.trusted_since(self._boot).encode()
+            modes, via = self.layout.modes, self.layout.partial
+            replace_file(directory / META, trusted, modes.file, via=via)
+        except OSError as exn:  # read-only or full: verify again next time
+            logger.debug("cannot note that %s was verified: %s", directory.name, exn)
+
     def _set_aside(self, directory: Path, basename: str | None, reason: str) -> bool:
-        aside = self._quarantine.judge(directory, basename, reason)
-        if aside:
-            self._known.pop(directory.parent.name, None)
-        return aside
+        """Set an entry aside if it is damaged, or has another data file than ``basename``.
+
+        Call with the key's lock held, so that an entry fetched in its place is not taken for it.
+
+        Args:
+            directory: the entry's.
+            basename: its data file must have this name; None for any.
+            reason: why it is looked at, for the log.
+
+        Returns:
+            Whether this call set it aside.
+
+        Raises:
+            OSError: the disk fails.
+        """
+        entry = Entry.at(directory)
+        try:
+            data = entry.data
+            opened = self._open(entry.directory, str(data), entry.size)
+            if opened is None:
+                return False  # being evicted
+            with opened.file:
+                if opened.stuck:
+                    return False  # likewise: who evicts it must not find another in its place
+                self._trust(directory, opened.fd)
+            if basename in (None, data.name):
+                return False
+        except FileNotFoundError:
+            return False
+        except DamagedError as exn:
+            reason = f"{reason}: {exn}"
+        return self.condemn(directory, reason)
 
     def condemn(self, directory: Path, reason: str) -> bool:
-        """Set an entry aside; call with the key's lock held.
+        """Set an entry aside, sound or not: rename it into the quarantine.
+
+        Call with the key's lock held. Whoever has the entry open reads on.
 
         Returns:
             Whether this call did it.
@@ -401,7 +353,17 @@ class Store:
             OSError: the disk fails.
         """
         self._known.pop(directory.parent.name, None)
-        return self._quarantine.take(directory, reason)
+        for _ in range(_ATTEMPTS):
+            try:
+                directory.rename(self.layout.new_quarantined(directory))
+            except FileNotFoundError:
+                if not is_directory(directory):
+                    return False
+                self.layout.mend(self.layout.quarantine)
+                continue
+            logger.info("set aside a damaged entry: %s (%s)", directory.name, reason)
+            return True
+        return False
 
     def touch(self, directory: str, now: float) -> None:
         """Note a use. A cache that cannot be written keeps its old times."""

@@ -27,7 +27,6 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from shardcache.errors import ConfigError, ShardCacheError, ShardNotFoundError, TransferError
-from shardcache.layout import META
 from shardcache.locks.flock import is_file
 from shardcache.origins.base import ObjectInfo
 from shardcache.origins.resolve import Origins
@@ -37,9 +36,7 @@ from shardcache.store.entry import (
     DamagedError,
     Entry,
     Metadata,
-    lacks,
     open_data,
-    read_sidecar,
     readable,
 )
 from shardcache.store.store import Store
@@ -399,7 +396,7 @@ class _Verifier:
             fd = os.open(entry.directory, _DIRECTORY)
             opened.callback(os.close, fd)
             with readable():
-                metadata = _sidecar(entry)
+                metadata = entry.metadata()
                 url = metadata.url
                 self._check_data(entry, metadata, copies)
             if not self._checks.remote or self._superseded(entry):
@@ -481,22 +478,3 @@ class _Verifier:
         except OSError as exn:
             reason = f"not set aside: {exn.strerror or exn}"
         return replace(finding, reason=f"{finding.reason}; {reason}")
-
-
-def _sidecar(entry: Entry) -> Metadata:
-    """The sidecar of an entry.
-
-    Raises:
-        DamagedError: it is missing, or is not this entry's.
-        OSError: it cannot be read, or the entry is gone.
-    """
-    try:
-        metadata = Metadata.decode(read_sidecar(entry.directory))
-    except FileNotFoundError as exn:
-        if lacks(entry.path, META.__eq__):
-            raise DamagedError("it has no sidecar") from exn
-        raise
-    said = (metadata.key, metadata.info.version, metadata.size)
-    if said != (entry.key, entry.version, entry.size):
-        raise DamagedError("its sidecar describes another shard")
-    return metadata

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import rich.table  # noqa: F401 - before users change: the standard library is closed to them
 
 from shardcache import ConfigError
 from shardcache.cli.main import main

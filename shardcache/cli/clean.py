@@ -19,7 +19,7 @@ from shardcache.cli.main import (
     parsed,
     yes_option,
 )
-from shardcache.cli.output import counted
+from shardcache.cli.output import Console, counted
 from shardcache.cli.progress import Display, Position, Rate
 from shardcache.space.clean import CleanReport, CleanStatus
 from shardcache.space.eviction import Reason, Removal
@@ -88,8 +88,7 @@ def clean_command(
     cache, console = invocation.cache(), invocation.console
     if not cache.dir.exists():
         console.hint(f"{cache.dir} does not exist; there is nothing to clean.")
-        if not console.human:
-            _show(invocation, cache, CleanReport((), 0, 0, 0, dry_run), given)
+        _show(console, cache, CleanReport((), 0, 0, 0, dry_run), given)
         return ExitCode.DONE
     if everything and not dry_run:
         invocation.confirm(f"Remove every shard in {cache.dir}?", yes)
@@ -105,7 +104,7 @@ def clean_command(
                 wait=wait,
                 status=status,
             )
-        _show(invocation, cache, report, given)
+        _show(console, cache, report, given)
     return ExitCode.DONE
 
 
@@ -127,27 +126,22 @@ def _progress(status: CleanStatus) -> Callable[[float], Position]:
     return look
 
 
-def _show(invocation: Invocation, cache: Cache, report: CleanReport, given: dict[str, Any]) -> None:
-    console = invocation.console
-    if console.human:
-        if console.verbosity:
-            for removal in report.removed:
-                console.said(f"{removal.name}  {format_bytes(removal.size)}  {removal.reason}")
-        for line in _clean_text(cache, report, given):
-            console.said(line)
-    else:
-        # As lines of JSON they are printed already.
-        rows = [] if console.format == "jsonl" else list(map(_row, report.removed))
-        summary = {
-            "dry_run": report.dry_run,
-            "removed": len(report.removed),
-            "removed_bytes": report.freed,
-            "kept": report.kept,
-            "kept_bytes": report.kept_bytes,
-            "missing_bytes": report.missing,
-            "missing_inodes": report.missing_inodes,
-        }
-        console.table("clean", "removal", [], rows, summary=summary)
+def _show(console: Console, cache: Cache, report: CleanReport, given: dict[str, Any]) -> None:
+    # As lines of JSON they are printed already.
+    rows = [] if console.format == "jsonl" else map(_row, report.removed)
+    for removal in report.removed if console.verbosity else ():
+        console.said(f"{removal.name}  {format_bytes(removal.size)}  {removal.reason}")
+    summary = {
+        "dry_run": report.dry_run,
+        "removed": len(report.removed),
+        "removed_bytes": report.freed,
+        "kept": report.kept,
+        "kept_bytes": report.kept_bytes,
+        "missing_bytes": report.missing,
+        "missing_inodes": report.missing_inodes,
+    }
+    text = _clean_text(cache, report, given) if cache.dir.exists() else ""
+    console.table("clean", "removal", [], rows, summary=summary, footer=text)
     if report.missing or report.missing_inodes:
         inodes = counted(report.missing_inodes, "inode")
         console.warning(
@@ -156,18 +150,18 @@ def _show(invocation: Invocation, cache: Cache, report: CleanReport, given: dict
         )
 
 
-def _clean_text(cache: Cache, report: CleanReport, given: dict[str, Any]) -> list[str]:
+def _clean_text(cache: Cache, report: CleanReport, given: dict[str, Any]) -> str:
     removed, kept = ("would remove", "would keep") if report.dry_run else ("removed", "kept")
     rest = f"{kept} {counted(report.kept, 'shard')}, {format_bytes(report.kept_bytes)}"
-    limit = _limit(cache, given)
+    changes = {name: str(value) for name, value in given.items() if name == "max_size"}
+    limit = Volume.of(cache.dir).budget(cache.config.replace(**changes))
     if limit:
         rest += f" ({report.kept_bytes / limit:.0%} of {format_bytes(limit)})"
     if not report.removed:
-        return [f"nothing to remove; {rest}"]
-    count = counted(len(report.removed), "shard")
-    text = f"{removed} {count}, {format_bytes(report.freed)}"
+        return f"nothing to remove; {rest}"
+    text = f"{removed} {counted(len(report.removed), 'shard')}, {format_bytes(report.freed)}"
     reasons = _reasons(cache, report, given)
-    return [f"{text}: {reasons}" if reasons else text, rest]
+    return f"{text}: {reasons}\n{rest}" if reasons else f"{text}\n{rest}"
 
 
 def _reasons(cache: Cache, report: CleanReport, given: dict[str, Any]) -> str:
@@ -187,8 +181,3 @@ def _reasons(cache: Cache, report: CleanReport, given: dict[str, Any]) -> str:
     if damaged := report.count(Reason.QUARANTINED):
         found.append(f"{damaged:,} damaged")
     return ", ".join(found)
-
-
-def _limit(cache: Cache, given: dict[str, Any]) -> int | None:
-    changes = {name: str(value) for name, value in given.items() if name == "max_size"}
-    return Volume.of(cache.dir).budget(cache.config.replace(**changes))

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
@@ -22,9 +22,8 @@ from shardcache.cli.main import (
     urls_argument,
     yes_option,
 )
-from shardcache.cli.output import Column, counted, short_date
+from shardcache.cli.output import Column, Console, counted, short_date
 from shardcache.clock import utc
-from shardcache.errors import ConfigError
 from shardcache.layout import Layout
 from shardcache.locks.flock import read_holder
 from shardcache.prewarm.plan import expand
@@ -107,37 +106,13 @@ class _Partial:
     dir: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Totals:
-    """Of the whole cache, whatever is shown of it."""
-
-    shards: int
-    bytes: int
-    max_size: int | None
-    evictable_bytes: int
-    matching: int
-    shown: int
-
-    def text(self, shown_bytes: int) -> str:
-        """``1,848 shards, 924.3 GB of 1.0 TB (92%); 41.0 GB evictable``."""
-        text = f"{counted(self.shards, 'shard')}, {format_bytes(self.bytes)}"
-        if self.max_size is not None:
-            text += f" of {format_bytes(self.max_size)} ({self.bytes / self.max_size:.0%})"
-        if self.shards:
-            text += f"; {format_bytes(self.evictable_bytes)} evictable"
-        if self.matching != self.shards:
-            text = f"{self.shown:,} of {text}; shown {format_bytes(shown_bytes)}"
-        return text
-
-
-_Row = TypeVar("_Row", _Shard, _Partial)
-#: What ``--sort`` knows -> field of a `_Shard` and of a `_Partial`.
+#: What ``--sort`` knows -> field of a row; partials have ``begun_at`` alone.
 _SORTED_BY = {
-    "url": ("url", "url"),
-    "size": ("size", "size"),
-    "used": ("used_at", "begun_at"),
-    "fetched": ("fetched_at", "begun_at"),
-    "state": ("state", "state"),
+    "url": "url",
+    "size": "size",
+    "used": "used_at",
+    "fetched": "fetched_at",
+    "state": "state",
 }
 
 
@@ -156,9 +131,8 @@ _SORTED_BY = {
 @click.option("--limit", type=click.IntRange(0), metavar="N", help="Show the first N only.")
 @click.option(
     "--sort",
-    "order",
+    type=click.Choice([f"{field}{turn}" for field in _SORTED_BY for turn in ("", ":asc", ":desc")]),
     default="url",
-    callback=parsed(lambda text: _Order.parse(text)),
     metavar="FIELD[:desc]",
     help="Order by url, size, used, fetched or state.  [default: url]",
 )
@@ -166,7 +140,7 @@ _SORTED_BY = {
 def ls_command(
     invocation: Invocation,
     glob: str | None,
-    order: _Order,
+    sort: str,
     limit: int | None,
     partial: bool,
     long: bool,
@@ -179,56 +153,29 @@ def ls_command(
     With --partial: live (being fetched) and orphan (left by a dead process, will
     be resumed or swept).
     """
-    cache = invocation.cache(looking=True)
-    known = is_cache(cache.dir)
-    if not known:
-        invocation.console.hint(f"Nothing was cached in {cache.dir} yet.")
-    with cache:
-        if partial:
-            partials = list(_partials(cache)) if known else []
-            _show_partials(invocation, partials, order.select(partials, glob), limit, long)
+    list_rows, show = (_partials, _show_partials) if partial else (_shards, _show_shards)
+    with invocation.cache(looking=True) as cache:
+        every: list[Any] = []
+        if is_cache(cache.dir):
+            every = list(list_rows(cache))
         else:
-            shards = list(_shards(cache)) if known else []
-            _show_shards(invocation, cache, shards, order.select(shards, glob), limit, long)
+            invocation.console.hint(f"Nothing was cached in {cache.dir} yet.")
+        found = [row for row in every if glob is None or matches_glob(glob, row.url or "")]
+        show(invocation.console, cache, every, _ordered(found, sort), limit, long)
     return ExitCode.DONE
 
 
-@dataclass(frozen=True, slots=True)
-class _Order:
-    """The value of ``--sort``."""
+def _ordered(rows: list[Any], sort: str) -> list[Any]:
+    """Rows as ``--sort`` says; unknown values come last. A time sorts as its age."""
+    field, _, turn = sort.partition(":")
 
-    field: str
-    reverse: bool
+    def value(row: Any) -> Any:
+        found = getattr(row, _SORTED_BY[field], getattr(row, "begun_at", None))
+        return -found.timestamp() if isinstance(found, datetime) else found
 
-    @classmethod
-    def parse(cls, text: str) -> _Order:
-        """Read ``FIELD``, ``FIELD:asc`` or ``FIELD:desc``.
-
-        Raises:
-            ConfigError: it is something else.
-        """
-        field, _, direction = text.strip().partition(":")
-        if field not in _SORTED_BY or direction not in ("", "asc", "desc"):
-            raise ConfigError(
-                f"{text!r} is not an order. Write one of {', '.join(_SORTED_BY)}, and :desc to "
-                "turn it round."
-            )
-        return cls(field, direction == "desc")
-
-    def select(self, rows: list[_Row], glob: str | None) -> list[_Row]:
-        """The rows that a glob means, in order; unknown values come last.
-
-        A time sorts as its age: what was used last is first.
-        """
-        found = [row for row in rows if glob is None or matches_glob(glob, row.url or "")]
-
-        def value(row: _Row) -> Any:
-            found = getattr(row, _SORTED_BY[self.field][isinstance(row, _Partial)])
-            return -found.timestamp() if isinstance(found, datetime) else found
-
-        known = sorted((row for row in found if value(row) is not None), key=lambda r: str(r.url))
-        known.sort(key=value, reverse=self.reverse)
-        return known + [row for row in found if value(row) is None]
+    known = sorted((row for row in rows if value(row) is not None), key=lambda row: str(row.url))
+    known.sort(key=value, reverse=turn == "desc")
+    return known + [row for row in rows if value(row) is None]
 
 
 def _shards(cache: Cache) -> Iterator[_Shard]:
@@ -283,7 +230,7 @@ def _data_path(entry: Entry) -> str | None:
 
 
 def _show_shards(
-    invocation: Invocation,
+    console: Console,
     cache: Cache,
     every: list[_Shard],
     found: list[_Shard],
@@ -300,17 +247,26 @@ def _show_shards(
     ]
     if long:
         columns += [Column("version", "VERSION"), Column("path", "PATH", lambda path: path or "-")]
-    shown = found[:limit]
-    totals = _Totals(
-        shards=len(every),
-        bytes=sum(shard.size for shard in every),
-        max_size=Volume.of(cache.dir).budget(cache.config) if every else None,
-        evictable_bytes=_evictable(cache, every, now),
-        matching=len(found),
-        shown=len(shown),
-    )
-    footer = totals.text(sum(shard.size for shard in shown))
-    invocation.console.table("ls", "shard", columns, shown, summary=totals, footer=footer)
+    shown, size = found[:limit], sum(shard.size for shard in every)
+    most = Volume.of(cache.dir).budget(cache.config) if every else None
+    evictable = _evictable(cache, every, now)
+    footer = f"{counted(len(every), 'shard')}, {format_bytes(size)}"
+    if most is not None:
+        footer += f" of {format_bytes(most)} ({size / most:.0%})"
+    if every:
+        footer += f"; {format_bytes(evictable)} evictable"
+    if len(found) != len(every):
+        shown_bytes = format_bytes(sum(shard.size for shard in shown))
+        footer = f"{len(shown):,} of {footer}; shown {shown_bytes}"
+    summary = {
+        "shards": len(every),
+        "bytes": size,
+        "max_size": most,
+        "evictable_bytes": evictable,
+        "matching": len(found),
+        "shown": len(shown),
+    }
+    console.table("ls", "shard", columns, shown, summary=summary, footer=footer)
 
 
 def _evictable(cache: Cache, shards: list[_Shard], now: float) -> int:
@@ -354,7 +310,8 @@ def _partial(cache: Cache, store: Store, found: InFlight) -> _Partial:
 
 
 def _show_partials(
-    invocation: Invocation,
+    console: Console,
+    cache: Cache,
     every: list[_Partial],
     found: list[_Partial],
     limit: int | None,
@@ -386,7 +343,7 @@ def _show_partials(
         f"{counted(len(every), 'partial')}, {format_bytes(written)}: {live:,} live, "
         f"{counted(len(every) - live, 'orphan')}"
     )
-    invocation.console.table("ls", "partial", columns, shown, summary=summary, footer=footer)
+    console.table("ls", "partial", columns, shown, summary=summary, footer=footer)
 
 
 # -- rm ----------------------------------------------------------------------------
@@ -426,20 +383,18 @@ def rm_command(invocation: Invocation, urls: tuple[str, ...], yes: bool, dry_run
                 state = "in_use" if in_use else "removed"
             rows.append({"url": str(shard), "size": freed, "state": state})
     count, freed = _count(rows), sum(row["size"] for row in rows)
-    console = invocation.console
-    if console.human:
-        if count("removed") or not count("not_cached"):
-            verb = "would remove" if dry_run else "removed"
-            console.said(f"{verb} {counted(count('removed'), 'shard')}, {format_bytes(freed)}")
-    else:
-        summary = {
-            "dry_run": dry_run,
-            "removed": count("removed"),
-            "removed_bytes": freed,
-            "in_use": count("in_use"),
-            "not_cached": count("not_cached"),
-        }
-        console.table("rm", "shard", [], rows, summary=summary)
+    console, text = invocation.console, ""
+    if count("removed") or not count("not_cached"):
+        verb = "would remove" if dry_run else "removed"
+        text = f"{verb} {counted(count('removed'), 'shard')}, {format_bytes(freed)}"
+    summary = {
+        "dry_run": dry_run,
+        "removed": count("removed"),
+        "removed_bytes": freed,
+        "in_use": count("in_use"),
+        "not_cached": count("not_cached"),
+    }
+    console.table("rm", "shard", [], rows, summary=summary, footer=text)
     for row in rows:
         if row["state"] == "in_use":
             console.error(
@@ -500,14 +455,12 @@ def pin_command(invocation: Invocation, urls: tuple[str, ...], seconds: float | 
             rows.append({"url": str(shard), "state": state})
     absent = _count(rows)("not_cached")
     console = invocation.console
-    if console.human:
-        for row in rows if console.verbosity else ():
-            console.said(f"{row['url']}  {row['state'].replace('_', ' ')}")
-        until = "until they are unpinned" if seconds is None else f"for {exact_duration(seconds)}"
-        console.said(f"pinned {counted(len(rows), 'shard')} {until}")
-    else:
-        summary = {"pinned": len(rows), "not_cached": absent, "seconds": seconds}
-        console.table("pin", "shard", [], rows, summary=summary)
+    for row in rows if console.verbosity else ():
+        console.said(f"{row['url']}  {row['state'].replace('_', ' ')}")
+    until = "until they are unpinned" if seconds is None else f"for {exact_duration(seconds)}"
+    text = f"pinned {counted(len(rows), 'shard')} {until}"
+    summary = {"pinned": len(rows), "not_cached": absent, "seconds": seconds}
+    console.table("pin", "shard", [], rows, summary=summary, footer=text)
     if absent:
         are = "is" if absent == 1 else "are"
         console.hint(f"{absent:,} of them {are} not cached yet, and kept once fetched.")
@@ -534,12 +487,9 @@ def unpin_command(invocation: Invocation, urls: tuple[str, ...]) -> int:
             for shard in _expand_shards(cache, urls).values()
         ]
     count = _count(rows)
-    console = invocation.console
-    if console.human:
-        console.said(f"unpinned {counted(count('unpinned'), 'shard')}")
-    else:
-        summary = {"unpinned": count("unpinned"), "not_pinned": count("not_pinned")}
-        console.table("unpin", "shard", [], rows, summary=summary)
+    console, text = invocation.console, f"unpinned {counted(count('unpinned'), 'shard')}"
+    summary = {"unpinned": count("unpinned"), "not_pinned": count("not_pinned")}
+    console.table("unpin", "shard", [], rows, summary=summary, footer=text)
     for row in rows:
         if row["state"] == "not_pinned":
             console.error(f"{row['url']} was not pinned in {cache.dir}")

@@ -195,10 +195,10 @@ class Console:
         Args:
             command: named in JSON.
             noun: what a row is, in the singular.
-            columns: what people see of a row; machines get all of it.
+            columns: what people see of a row, if they see rows at all; machines get all of it.
             rows: dataclasses or mappings of raw values.
             summary: totals for machines, likewise.
-            footer: the same for people.
+            footer: the same for people; without columns a word of success, as in `said`.
         """
         records = [_fields(row) for row in rows]
         if self.format == "json":
@@ -209,10 +209,10 @@ class Console:
                 self.line(noun, record)
             self.line("summary", summary)
         else:
-            if records:
+            if records and columns:
                 self._human_table(columns, records)
             if footer:
-                self.data(footer)
+                (self.data if columns else self.said)(footer)
         self.flush()
 
     def _human_table(self, columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> None:

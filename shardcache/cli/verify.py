@@ -93,8 +93,9 @@ def verify_command(
     if dry_run and not repair:
         raise click.UsageError("-n goes with --repair; without it nothing is changed anyway.")
     console, signals = invocation.console, invocation.signals
-    found = _Found(console)
-    begun = time.monotonic()
+    counts = dict.fromkeys(State, 0)
+    wrong: list[Finding] = []
+    size, begun, status = 0, time.monotonic(), VerifyStatus()
     with invocation.cache() as cache, signals.graceful():
         if not _is_empty(console, cache):
             findings = cache.verify(
@@ -103,17 +104,45 @@ def verify_command(
                 remote=remote,
                 repair=repair and not dry_run,
                 sample=sample,
-                status=(status := VerifyStatus()),
+                status=status,
                 stop=signals.stop,
             )
             display = Display(console, _progress(status, by_bytes=not quick))
             with contextlib.closing(findings), display:
                 for finding in findings:
-                    found.take(finding)
-    asked: dict[str, Any] = {"quick": quick, "remote": remote, "repair": repair, "dry_run": dry_run}
-    asked |= {"sample": sample, "interrupted": signals.stop.is_set()}
-    found.report(time.monotonic() - begun, asked)
-    return found.exit_code
+                    counts[finding.state] += 1
+                    size += 0 if finding.state is State.UNCHECKED else finding.entry.size
+                    if finding.state is not State.OK:
+                        wrong.append(finding)
+                        console.line("finding", _row(finding))
+                        if console.human:
+                            console.data(_line(console, finding))
+    seconds = time.monotonic() - begun
+    summary: dict[str, Any] = {
+        "quick": quick,
+        "remote": remote,
+        "repair": repair,
+        "dry_run": dry_run,
+        "sample": sample,
+        "interrupted": signals.stop.is_set(),
+        "verified": sum(counts.values()) - counts[State.UNCHECKED],
+        "verified_bytes": size,
+        "seconds": round(seconds, 3),
+        **{state.value: count for state, count in counts.items()},
+        "set_aside": sum(finding.set_aside for finding in wrong),
+    }
+    # As lines of JSON they are printed already.
+    rows = [] if console.format == "jsonl" else map(_row, wrong)
+    text = _summary_text(counts, summary, seconds)
+    console.table("verify", "finding", [], rows, summary=summary, footer=text)
+    if counts[State.DAMAGED] and not repair:
+        console.hint("Pass --repair to set damaged shards aside; readers fetch them anew.")
+    if counts[State.CHANGED]:
+        console.hint("`shardcache rm URL` removes a changed one; readers fetch the new version.")
+    if counts[State.DAMAGED] or counts[State.CHANGED] or counts[State.GONE]:
+        return ExitCode.DAMAGED
+    unknown = counts[State.UNCHECKED] or counts[State.UNREACHABLE]
+    return ExitCode.SOME_FAILED if unknown else ExitCode.DONE
 
 
 def _is_empty(console: Console, cache: Cache) -> bool:
@@ -123,86 +152,20 @@ def _is_empty(console: Console, cache: Cache) -> bool:
     return True
 
 
-class _Found:
-    """What was found so far, and what is said of it.
-
-    Args:
-        console: where that goes.
-    """
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._counts = dict.fromkeys(State, 0)
-        self._rows: list[dict[str, Any]] = []
-        self._bytes = self._set_aside = 0
-
-    @property
-    def exit_code(self) -> ExitCode:
-        """See `verify_command`."""
-        if any(self._counts[state] for state in (State.DAMAGED, State.CHANGED, State.GONE)):
-            return ExitCode.DAMAGED
-        unknown = self._counts[State.UNCHECKED] + self._counts[State.UNREACHABLE]
-        return ExitCode.SOME_FAILED if unknown else ExitCode.DONE
-
-    def take(self, finding: Finding) -> None:
-        """Count it; say at once what is not as it should be."""
-        self._counts[finding.state] += 1
-        if finding.state is not State.UNCHECKED:
-            self._bytes += finding.entry.size
-        if finding.state is State.OK:
-            return
-        self._set_aside += finding.set_aside
-        console = self._console
-        if console.human:
-            console.data(_line(console, finding))
-        elif console.format == "jsonl":
-            console.line("finding", _row(finding))
-        else:
-            self._rows.append(_row(finding))
-
-    def report(self, seconds: float, asked: Mapping[str, Any]) -> None:
-        """Say what it came to.
-
-        Args:
-            seconds: how long it took.
-            asked: the options.
-        """
-        console, counts = self._console, self._counts
-        if console.human:
-            console.said(self._text(seconds, asked))
-        else:
-            summary = {
-                **asked,
-                "verified": self._verified,
-                "verified_bytes": self._bytes,
-                "seconds": round(seconds, 3),
-                **{state.value: count for state, count in counts.items()},
-                "set_aside": self._set_aside,
-            }
-            console.table("verify", "finding", [], self._rows, summary=summary)
-        if counts[State.DAMAGED] and not asked["repair"]:
-            console.hint("Pass --repair to set damaged shards aside; readers fetch them anew.")
-        if counts[State.CHANGED]:
-            console.hint(
-                "`shardcache rm URL` removes a changed one; readers fetch the new version."
-            )
-
-    @property
-    def _verified(self) -> int:
-        return sum(self._counts.values()) - self._counts[State.UNCHECKED]
-
-    def _text(self, seconds: float, asked: Mapping[str, Any]) -> str:
-        what = "compared the sizes of" if asked["quick"] else "verified"
-        if asked["interrupted"]:
-            what = f"interrupted: {what}"
-        text = f"{what} {counted(self._verified, 'shard')}, {format_bytes(self._bytes)}"
-        wrong = [f"{n:,} {_TEXTS[s]}" for s, n in self._counts.items() if n and s in _TEXTS]
-        if self._counts[State.DAMAGED]:
-            if asked["dry_run"]:
-                wrong[0] += ", to be set aside"
-            elif asked["repair"]:
-                wrong[0] += f", {self._set_aside:,} set aside"
-        return f"{text} in {format_duration(seconds)}: {', '.join(wrong) or 'nothing is wrong'}"
+def _summary_text(counts: Mapping[State, int], summary: Mapping[str, Any], seconds: float) -> str:
+    what = "compared the sizes of" if summary["quick"] else "verified"
+    if summary["interrupted"]:
+        what = f"interrupted: {what}"
+    size = format_bytes(summary["verified_bytes"])
+    wrong = [f"{n:,} {_TEXTS[state]}" for state, n in counts.items() if n and state in _TEXTS]
+    if counts[State.DAMAGED] and summary["dry_run"]:
+        wrong[0] += ", to be set aside"
+    elif counts[State.DAMAGED] and summary["repair"]:
+        wrong[0] += f", {summary['set_aside']:,} set aside"
+    return (
+        f"{what} {counted(summary['verified'], 'shard')}, {size} in {format_duration(seconds)}: "
+        f"{', '.join(wrong) or 'nothing is wrong'}"
+    )
 
 
 def _line(console: Console, finding: Finding) -> str:

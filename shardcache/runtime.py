@@ -332,8 +332,7 @@ class Process:
             housekeeper.close()
         if self.ready is not None:
             self.fetchings.close()
-            if not self.copier.drain(self._config.lock_timeout):
-                self.copier.drop()
+            self.copier.close()
         for tier in self.tiers:
             tier.end_session()
         self.counters.flush()

@@ -127,6 +127,7 @@ class Fetching:
         obtained, self.obtained = self.obtained, None
         if obtained is not None:
             obtained.opened.close()
+        self.status.drop_answer()
 
     def tell(self) -> None:
         """Wake all who wait."""
@@ -292,6 +293,9 @@ class Fetchings:
             del self._running[fetching.shard.key]
 
 
+#: Seconds that `Cache.close` waits for copies: a shard or two to a NAS. A job that ends is not to
+#: be kept by an upstream that hangs, and what is not copied is fetched from the origin.
+LAST_COPIES = 5.0
 #: Entries that may wait; what is fetched faster than it can be copied is left to others.
 _MOST = 10_000
 
@@ -308,6 +312,7 @@ class Copier:
         self._store_of = store_of
         self._origins = origins
         self._waiting: deque[tuple[ShardURL, str]] = deque(maxlen=_MOST)
+        self._copying: list[tuple[ShardURL, str]] = []
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
@@ -336,6 +341,21 @@ class Copier:
         with self._changed:
             return self._changed.wait_for(lambda: self._thread is None, seconds)
 
+    def close(self) -> None:
+        """Let the last copies end, for a few seconds; the others are left to other fetches."""
+        if self.drain(LAST_COPIES):
+            return
+        with self._changed:
+            left = [url for url, _ in (*self._copying, *self._waiting)]
+            self._waiting.clear()
+        if left:
+            logger.warning(
+                "%d shards were not copied to an upstream before the cache was closed: %s. "
+                "Whoever fetches them next copies them.",
+                len(left),
+                ", ".join(map(str, left[:3])) + (", ..." if len(left) > 3 else ""),
+            )
+
     def drop(self) -> None:
         """Copy no more than what is under way."""
         with self._changed:
@@ -349,10 +369,13 @@ class Copier:
                     self._changed.notify_all()
                     return
                 url, path = self._waiting.popleft()
+                self._copying = [(url, path)]
             try:
                 self._copy(url, path)
             except (OSError, DamagedError) as exn:
                 logger.info("%s: not copied to an upstream: %s", url, exn)
+            finally:
+                self._copying = []
 
     def _copy(self, url: ShardURL, path: str) -> None:
         entry = Entry.at(Path(path).parent)

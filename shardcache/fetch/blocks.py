@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -47,6 +47,8 @@ class FetchStatus:
         near: whether it comes from an upstream, not from its origin.
         throttle: how fast it may be, together with others.
         outdated: versions that are wanted no longer, even if they are on disk.
+        roomless: whether there may be no room for it.
+        answers: the origin's first answer, where the shard could not be stored: at most one.
     """
 
     size: int | None = None
@@ -60,12 +62,31 @@ class FetchStatus:
     near: bool = False
     throttle: Throttle | None = None
     outdated: frozenset[str] = frozenset()
+    roomless: bool = False
+    answers: list[Body] = field(default_factory=list)
 
     def grows_in(self, partial: Path) -> None:
         """From now on this is where the shard grows."""
         if partial != self.partial:
             self.partial = partial
             self.tell()
+
+    def offer(self, answer: Body) -> None:
+        """Keep an answer for whoever reads the shard past the cache."""
+        self.drop_answer()
+        self.answers.append(answer)
+
+    def take_answer(self) -> Body | None:
+        """The answer that was kept; the caller closes it. One of several threads gets it."""
+        try:
+            return self.answers.pop()
+        except IndexError:
+            return None
+
+    def drop_answer(self) -> None:
+        """Close the answer that nobody took."""
+        if (answer := self.take_answer()) is not None:
+            answer.close()
 
     def tell(self) -> None:
         """Say that there is more."""

@@ -63,6 +63,9 @@ _PRIVATE_FETCHES = 2
 #: Fetches ahead, per node: as many as keep a fast link busy with eight connections each,
 #: few beside what the workers of a node wait for.
 _AHEAD_FETCHES = 16
+#: Bytes of a shard whose size nobody knows yet. Where there is no room for so many it may have to
+#: be streamed, which is to cost one request.
+_USUAL = 64 << 20
 #: An entry may vanish between publish and open, a partial may be taken away by
 #: locks that lie; not this often in a row.
 _TRIES = 5
@@ -169,6 +172,7 @@ class Coordinator:
                 raise
             # At whichever step: the partial is gone by now, and so is the lock.
             logger.info("%s: the disk is full (%s); making room", url, exn)
+            status.drop_answer()
             self._space.make_room(str(url), status.size or 0)
             return self._get(url, status, patient)
 
@@ -471,17 +475,19 @@ class Intake:
                 if not full or len(places) == 1:
                     raise
                 logger.info("%s: %s is full (%s)", url, places[0].store.layout.base, exn)
+                status.drop_answer()
                 places.popleft()
 
     def _ask_for_room(self, url: ShardURL, status: FetchStatus) -> None:
         """Ask no origin for what there is no room for, as far as both are known."""
-        size = self._fetcher.likely_size(url, status.listed)
-        if size is None:
-            return
+        known = self._fetcher.likely_size(url, status.listed)
+        size = _USUAL if known is None else known
         answers = [place.space.refuses(str(url), size) for place in self._places]
         refusals = [answer for answer in answers if answer is not None]
-        if len(refusals) == len(answers):
+        if known is not None and len(refusals) == len(answers):
             raise refusals[-1]
+        small = all((most := p.space.limits().max_size) and most < size for p in self._places)
+        status.roomless = small or len(refusals) == len(answers)
 
     def _place_of(self, partial: Partial) -> Place:
         """Where a partial lies."""

@@ -52,6 +52,9 @@ logger = logging.getLogger(__name__)
 _PROGRESS = 64 * 1024
 #: Bytes of one answer that make its speed worth knowing.
 _TELLING = 4 * BLOCK
+#: Seconds that a shard whose bytes are all there waits for what the origin states of it. An
+#: answer takes milliseconds; the checksum is one more proof, and readers wait for the shard.
+_LAST_ANSWER = 5.0
 #: Seconds that an interrupted caller waits for all its workers to notice.
 _FAREWELL = 5.0
 
@@ -120,6 +123,9 @@ class Job:
         self.comparison.stated = self.pin.checksum if described else None
         self.described = described or not origin.states_checksums
         self.helpers = True  # as long as threads can be started
+        self.arrived = threading.Event()  # all bytes are there, or never will be
+        self.describer: threading.Thread | None = None
+        self.first_stop: int | None = None
         status.size = self.pin.size
         status.written = partial.written
         status.grows_in(partial.path)
@@ -134,12 +140,13 @@ class Job:
         threads = self.threads
         try:
             self._plan(first)
-            if not self.described:
-                self.spawn(self._learn_checksum)
+            if not self.described and self.spawn(self._learn_checksum):
+                self.describer = threads.pop()
             self._lead(first)
             lane.give_back()
             for thread in threads:  # a helper may bring another one
                 thread.join()
+            self._await_checksum()
             if self.error is not None:
                 raise self.error
             return self._finish()
@@ -151,12 +158,16 @@ class Job:
 
     def _plan(self, first: Body | None) -> None:
         size = self.pin.size
+        self.first_stop = first.stop if first is not None else None
         if size is None:
             return  # one stream of unknown length: the first body is all
         if first is None:
             self.parts.extend(self.partial.missing())
-        elif first.stop is not None and first.stop < size:
-            self.parts.append((first.stop, size))
+            return
+        if self.status.roomless and first.stop == size and self.pin.identifiable:
+            self.first_stop = min(size, self.engine.lanes.part())
+        if self.first_stop is not None and self.first_stop < size:
+            self.parts.append((self.first_stop, size))
 
     def _bring_helpers(self) -> None:
         """Let more threads take parts, while there are some and there are lanes to spare."""
@@ -174,7 +185,7 @@ class Job:
         fd = file.fileno()
         try:
             if first is not None:
-                self._receive_part(0, first.stop, fd, first)
+                self._receive_part(0, self.first_stop, fd, first)
             elif (part := self._next_part()) is not None:
                 self._bring_helpers()  # how long the shard is was known before
                 self._receive_part(*part, fd, None)
@@ -301,7 +312,7 @@ class Job:
     def _learn_checksum(self) -> None:
         """Ask what the origin states of the whole object, beside the transfer."""
         try:
-            stated = self.attempts.call(lambda: self.origin.stat(self.url), sleep=self.sleep)
+            stated = self.attempts.call(lambda: self.origin.stat(self.url), sleep=self._nap)
         except (AccessDeniedError, ConfigError, ShardNotFoundError, TransferError) as exn:
             # Describing may be forbidden, or not be known, where reading is allowed.
             logger.info("%s: no checksum to compare with: %s", self.url, exn)
@@ -311,6 +322,17 @@ class Job:
                 return  # a gateway that names versions only where it sends bytes
             raise VersionChangedError(str(self.url))
         self.comparison.stated = stated.checksum
+
+    def _nap(self, seconds: float) -> None:
+        """Sleep between two questions for the checksum; when all bytes are there, give up."""
+        if self.arrived.wait(seconds):
+            raise CancelledError
+
+    def _await_checksum(self) -> None:
+        """Wait for an answer that is on its way, and for no further one."""
+        self.arrived.set()
+        if self.describer is not None:
+            self.describer.join(_LAST_ANSWER)
 
     def _finish(self) -> Fetched:
         if not self.origin.pins:
@@ -408,6 +430,7 @@ class Job:
             if self.error is None:
                 self.error = exn
             self.stop.set()
+            self.arrived.set()
             bodies = list(self.bodies)
         for body in bodies:
             body.abort()

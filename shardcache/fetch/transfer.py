@@ -145,25 +145,33 @@ class Fetcher:
                 job = Job(self, origin, url, resume, attempts, status)
                 return self._run(job, None, watch, lane)
             body, described = attempts.call(
-                lambda: self._first(origin, url, status.listed), sleep=watch.sleep
+                lambda: self._first(origin, url, status), sleep=watch.sleep
             )
             self._sizes.learn(url, body.info.size)
             try:
                 watch.check()
                 partial = target(body.info)
-            except BaseException:
+            except OSError:  # there is no room: whoever streams the shard reads this answer
+                if status.near:
+                    body.close()
+                else:
+                    status.offer(body)
+                raise
+            except Exception:
                 body.close()
                 raise
             job = Job(self, origin, url, partial, attempts, status, described=described)
             return self._run(job, body, watch, lane)
 
-    def _first(self, origin: Origin, url: ShardURL, listed: int | None) -> tuple[Body, bool]:
+    def _first(self, origin: Origin, url: ShardURL, status: FetchStatus) -> tuple[Body, bool]:
         """The first answer, and whether it said all there is to know of the object."""
         part = self.lanes.part()
         asked = self.clock.monotonic()
-        body = self._whole(origin, url, part, listed)
+        body = self._whole(origin, url, part, status.listed)
         described = body is not None
-        body = body or origin.open(url, 0, part)
+        # Where there may be no room all is asked for: the shard is then streamed from this
+        # answer. If it can be stored after all, the answer is cut off after its first part.
+        body = body or origin.open(url, 0, None if status.roomless else part)
         self.lanes.answered(self.clock.monotonic() - asked)
         if body.info.identifiable or body.stop in (None, body.info.size):
             return body, described

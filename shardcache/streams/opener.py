@@ -35,8 +35,9 @@ from shardcache.errors import (
     ShardNotFoundError,
     TransferError,
 )
+from shardcache.fetch.blocks import FetchStatus
 from shardcache.locks.flock import is_file
-from shardcache.origins.base import ObjectInfo
+from shardcache.origins.base import Body, ObjectInfo
 from shardcache.runtime import Process
 from shardcache.store.entry import DamagedError, Entry
 from shardcache.store.store import Opened, Store
@@ -45,8 +46,6 @@ from shardcache.urls import ShardURL
 if TYPE_CHECKING:
     from shardcache.fetch.background import Run, Share
     from shardcache.fetch.coordinator import Obtained
-    from shardcache.fetch.transfer import FetchStatus
-    from shardcache.origins.base import ObjectInfo
     from shardcache.streams.sources import OriginStream
 
 __all__ = [
@@ -99,20 +98,23 @@ class Opener:
         """
         process = self._here()
         share = None
+        status = None
         begun = self._clock.monotonic()
         began = ahead is not None and ahead.began
         try:
             opened = self._hit(process, shard)
             if opened is None:
-                share = self._begin(process, shard, finish, ahead)
+                status = FetchStatus()
+                share = self._begin(process, shard, finish, ahead, status)
                 if share is None:
-                    obtained = self._get(process, shard, None, self._gated)
+                    obtained = self._get(process, shard, status, self._gated)
                     assert obtained is not None  # it waits for others
                     opened = self._used(process, shard, obtained, begun)
             else:
                 self._count_found(process, opened, begun, began=began)
         except (ShardCacheError, OSError) as exn:
-            return io.BufferedReader(self.past(shard, exn, 0, None), _BUFFER), None
+            past = self.past(shard, exn, 0, None, status or FetchStatus())
+            return io.BufferedReader(past, _BUFFER), None
         if opened is None:
             assert share is not None
             waited = self._clock.monotonic() - begun
@@ -130,11 +132,20 @@ class Opener:
             raise
 
     def _begin(
-        self, process: Process, shard: ShardURL, finish: bool, ahead: Share | None
+        self,
+        process: Process,
+        shard: ShardURL,
+        finish: bool,
+        ahead: Share | None,
+        status: FetchStatus,
     ) -> Share | None:
         """The fetch to follow or to wait for; None where the calling thread is to do it."""
-        if ahead is not None and ahead.fetching is not None and is_final(ahead.fetching.error):
-            raise ahead.fetching.error  # asking again would cost another request
+        before = None if ahead is None else ahead.fetching
+        if before is not None and before.error is not None:
+            if (answer := before.status.take_answer()) is not None:
+                status.offer(answer)
+            if answer is not None or is_final(before.error):
+                raise before.error  # asking again would cost another request
         if self._config.fill == "complete" and ahead is None:
             return None
         try:
@@ -240,14 +251,20 @@ class Opener:
         self._here().counters.opened(outcome, size, waited)
 
     def past(
-        self, shard: ShardURL, fault: Exception, start: int, pin: ObjectInfo | None
+        self,
+        shard: ShardURL,
+        fault: Exception,
+        start: int,
+        pin: ObjectInfo | None,
+        status: FetchStatus,
     ) -> OriginStream:
         """See `following.Host.past`."""
         process = self._here()
         counts = {kind: 1} if (kind := kind_of(fault)) else {}
         try:
-            stream = self._past(process, shard, fault, start, pin)
+            stream = self._past(process, shard, fault, start, pin, status)
         except Exception:
+            status.drop_answer()
             process.counters.add({"failed": 1, **counts})
             raise
         process.counters.add({"bypassed": 1, **counts})
@@ -260,6 +277,7 @@ class Opener:
         fault: Exception,
         start: int,
         pin: ObjectInfo | None,
+        status: FetchStatus,
     ) -> OriginStream:
         cause = None
         if self._config.strict:
@@ -274,7 +292,9 @@ class Opener:
         else:
             raise fault
         try:
-            return self._healer.stream(shard, start=start, pin=pin)
+            fresh = start == 0 and pin is None
+            answer = status.take_answer() if fresh else None
+            return self._healer.stream(shard, start=start, pin=pin, answer=answer)
         except ShardNotFoundError:
             raise
         except (ShardCacheError, OSError) as exn:
@@ -302,7 +322,11 @@ class Opener:
         Raises:
             As `Cache.open` with ``strict``.
         """
-        return self._obtain(self._here(), shard, status, gated=False, use=use)
+        status = FetchStatus() if status is None else status
+        try:
+            return self._obtain(self._here(), shard, status, gated=False, use=use)
+        finally:
+            status.drop_answer()
 
     def pin(self, shard: ShardURL) -> Opened:
         """An entry that is under its path and cannot leave it; raises as `obtain`."""
@@ -330,7 +354,7 @@ class Opener:
         self,
         process: Process,
         shard: ShardURL,
-        status: FetchStatus | None,
+        status: FetchStatus,
         *,
         gated: bool,
         use: bool,
@@ -338,7 +362,7 @@ class Opener:
         from shardcache.fetch.coordinator import Obtained, Outcome
 
         begun = self._clock.monotonic()
-        opened = self._find(process, shard, gated, status.outdated if status else ())
+        opened = self._find(process, shard, gated, status.outdated)
         if opened is not None:
             obtained: Obtained | None = Obtained(opened, Outcome.HIT)
         else:
@@ -389,13 +413,10 @@ class Opener:
         self,
         process: Process,
         shard: ShardURL,
-        status: FetchStatus | None,
+        status: FetchStatus,
         gated: bool,
         patient: Callable[[], bool] = lambda: True,
     ) -> Obtained | None:
-        from shardcache.fetch.blocks import FetchStatus
-
-        status = status or FetchStatus()
         obtained = None
         begun = self._clock.monotonic()
         try:
@@ -528,6 +549,7 @@ class Healer:
         start: int = 0,
         pin: ObjectInfo | None = None,
         version: str | None = None,
+        answer: Body | None = None,
     ) -> OriginStream:
         """A shard from its origin; raises as `bypass.OriginStream`.
 
@@ -542,7 +564,7 @@ class Healer:
         process.coordinator()
         fetcher = process.fetcher
         how = shard, fetcher.policy, self._clock, fetcher.timeout
-        if start == 0 and pin is None and version is None:
+        if start == 0 and pin is None and version is None and answer is None:
             for near in process.origins.nearer(shard):
                 try:
                     stream = NearStream(near, process.origins.of(shard), *how)
@@ -550,7 +572,9 @@ class Healer:
                     return stream
                 except (ShardCacheError, OSError) as exn:
                     logger.info("%s: not from %s: %s", shard, near.name, exn)
-        rest = OriginStream(process.origins.of(shard), *how, start=start, pin=pin, version=version)
+        rest = OriginStream(
+            process.origins.of(shard), *how, start=start, pin=pin, version=version, answer=answer
+        )
         rest.gave = lambda count: _count(process, "bytes_origin", count)
         return rest
 

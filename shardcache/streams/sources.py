@@ -14,7 +14,7 @@ import io
 from typing import TYPE_CHECKING, TypeVar
 
 from shardcache.clock import Clock
-from shardcache.errors import IntegrityError, TransferError
+from shardcache.errors import IntegrityError, ShardCacheError, TransferError
 from shardcache.fetch.blocks import Pace, skip
 from shardcache.origins.base import Body, ObjectInfo, Origin, TransientError, VersionChangedError
 from shardcache.origins.retry import RetryPolicy
@@ -52,6 +52,7 @@ class OriginStream(io.RawIOBase):
         start: offset of the first byte.
         pin: the version to insist on.
         version: its name (`ObjectInfo.version`), where no more is known of it.
+        answer: what the origin has sent already, from the first byte on.
 
     Attributes:
         gave: called when it is closed, with how many bytes were read.
@@ -72,6 +73,7 @@ class OriginStream(io.RawIOBase):
         start: int = 0,
         pin: ObjectInfo | None = None,
         version: str | None = None,
+        answer: Body | None = None,
     ) -> None:
         super().__init__()
         self.gave: Callable[[int], None] | None = None
@@ -82,10 +84,13 @@ class OriginStream(io.RawIOBase):
         self._timeout = timeout
         self._attempts = policy.started(str(url))
         self._position = start
+        self._error: ShardCacheError | None = None
         self._over = False  # of an object of unknown size: its end was met
-        self._body: Body | None = None  # first: a stream that fails here is closed too
+        self._body = answer  # first: a stream that fails here is closed too
         try:
-            if pin is None:
+            if answer is not None:
+                self._info = answer.info
+            elif pin is None:
                 self._body = self._call(lambda: self._begin(version))
                 self._info = self._body.info
             else:
@@ -116,11 +121,24 @@ class OriginStream(io.RawIOBase):
     def readinto(self, buffer: WriteableBuffer) -> int:
         """See `io.RawIOBase.readinto`.
 
+        An error is final: `io.BufferedReader` drops what it holds when one passes through it, so
+        that a reader who went on would miss bytes.
+
         Raises:
             TransferError: the origin is gone, or the object changed under us.
+            IntegrityError: a copy in an upstream is damaged; another read asks the origin.
         """
         view = memoryview(buffer).cast("B")
-        if not view or self._ended():
+        if self._error is not None:
+            raise self._error
+        try:
+            return self._fill(view) if view else 0
+        except ShardCacheError as exn:
+            self._error = exn
+            raise
+
+    def _fill(self, view: memoryview) -> int:
+        if self._ended():
             return 0
         self._pace.wake()
         try:
@@ -173,6 +191,8 @@ class OriginStream(io.RawIOBase):
 
     def _attempt(self, view: memoryview) -> int:
         try:
+            if self._body is not None and self._position == self._body.stop:
+                self._drop()  # it was a part
             if self._body is None:
                 self._body = self._reopen()
             count = self._body.readinto(view)
@@ -253,15 +273,8 @@ class NearStream(OriginStream):
         self._checked = False
         super().__init__(near, url, policy, clock, timeout)
 
-    def readinto(self, buffer: WriteableBuffer) -> int:
-        """See `io.RawIOBase.readinto`.
-
-        Raises:
-            IntegrityError: the copy is damaged; another read asks the origin.
-            TransferError: as `OriginStream`.
-        """
-        view = memoryview(buffer).cast("B")
-        if view and not self._block:
+    def _fill(self, view: memoryview) -> int:
+        if not self._block:
             self._block = self._next_block()
         count = min(len(view), len(self._block))
         view[:count], self._block = self._block[:count], self._block[count:]
@@ -275,20 +288,20 @@ class NearStream(OriginStream):
         if filled:
             self._digests.append(block_digest(block[:filled]))
         if self._position == self._info.size and not self._checked:
-            self._check()  # again, if it was refused: what is damaged has no end
+            self._check()
             self._checked = True
         return block[:filled]
 
     def _read(self, view: memoryview) -> int:
         try:
-            return super().readinto(view)
+            return super()._fill(view)
         except TransferError:
             if self._origin is not self._near or self._near.digest is None:
                 raise
         self._drop()
         self._origin = self._beyond
         self._attempts = self._policy.started(str(self._url))
-        return super().readinto(view)
+        return super()._fill(view)
 
     def _check(self) -> None:
         if self._near.digest in (None, tree_digest(self._digests)):

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 from shardcache.errors import IntegrityError, ShardCacheError, TransferError
 from shardcache.fetch.background import Fetching, Share
+from shardcache.fetch.blocks import FetchStatus
 from shardcache.origins.base import ObjectInfo
 from shardcache.store.digest import check_archive
 from shardcache.store.entry import DamagedError, Entry
@@ -81,9 +82,16 @@ class Host(Protocol):
         ...
 
     def past(
-        self, shard: ShardURL, fault: Exception, start: int, pin: ObjectInfo | None
+        self,
+        shard: ShardURL,
+        fault: Exception,
+        start: int,
+        pin: ObjectInfo | None,
+        status: FetchStatus,
     ) -> io.RawIOBase:
         """The rest of the shard from its origin; the reader needs no more of the cache.
+
+        ``status`` is of the fetch that failed: it may have kept the origin's answer.
 
         Raises:
             Exception: ``fault``, where faults are to be seen.
@@ -181,6 +189,8 @@ class FollowStream(io.RawIOBase):
         view = memoryview(buffer).cast("B")
         if not view:
             return 0
+        if self._error is not None:  # final; see `OriginStream.readinto`
+            raise self._error
         while self._final is None:
             if self._position < self._trail.limit:
                 count = self._read(view[: self._trail.limit - self._position])
@@ -325,8 +335,10 @@ class FollowStream(io.RawIOBase):
         """Past the cache where that is what failed; else it is the end."""
         pin = self._trail.info if self._trail.given else None
         self._outcome = None  # who gives the rest notes it
+        fetching = self._share.fetching if self._share is not None else None
+        status = FetchStatus() if fetching is None else fetching.status
         try:
-            self._final = self._host.past(self._shard, exn, self._position, pin)
+            self._final = self._host.past(self._shard, exn, self._position, pin, status)
         except Exception as raised:
             self._error = raised
             raise

@@ -75,7 +75,11 @@ class Bench:
 
     def fetch(self, url: ShardURL = URL, **options: object) -> Fetched:
         options.setdefault("target", self.target)
-        return self.fetcher.fetch(self.origin, url, **options)
+        status = options.setdefault("status", FetchStatus())
+        try:
+            return self.fetcher.fetch(self.origin, url, **options)
+        finally:
+            status.drop_answer()
 
     def left(self) -> list[str]:
         return os.listdir(self.layout.partial)

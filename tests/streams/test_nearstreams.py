@@ -10,7 +10,9 @@ import pytest
 
 from shardcache.cache import Cache
 from shardcache.errors import IntegrityError, TransferError
-from tests.support.fakes import MemoryOrigin
+from shardcache.origins.base import TransientError
+from shardcache.origins.filesystem import FsspecBody
+from tests.support.fakes import Fault, MemoryOrigin
 from tests.support.storetools import no_descriptor_left
 from tests.support.tars import make_tar
 
@@ -37,7 +39,9 @@ def copy(make_cache: Make, origin: MemoryOrigin, tmp_path: Path) -> Path:
 @pytest.fixture
 def full(make_cache: Make, tmp_path: Path, copy: Path) -> Cache:
     """A cache without room for it."""
-    return make_cache(dir=tmp_path / "full", upstreams=[tmp_path / "nas"], max_size=1000)
+    return make_cache(
+        dir=tmp_path / "full", upstreams=[tmp_path / "nas"], max_size=1000, attempts=1
+    )
 
 
 def read(cache: Cache) -> bytes:
@@ -98,6 +102,40 @@ def test_where_it_is_replaced_on_the_way_the_rest_comes_from_the_origin(
         assert begin + stream.read() == DATA
     starts = [start for _, start, _ in origin.requests]
     assert starts and min(starts) >= MIB
+
+
+@pytest.mark.parametrize("piece", [10_007, 2 * MIB])
+def test_a_reader_that_goes_on_after_an_error_is_given_no_later_bytes(
+    full: Cache, copy: Path, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch, piece: int
+) -> None:
+    """The copy goes away in the midst of a block, and the origin is down for a moment."""
+    got = bytearray()
+    real = FsspecBody.readinto
+    served = 0
+
+    def readinto(self: FsspecBody, buffer: memoryview) -> int:
+        nonlocal served
+        if served >= MIB + MIB // 2:
+            raise TransientError("the NAS hangs")
+        count = real(self, buffer[: MIB // 4])
+        served += count
+        return count
+
+    with full.open(URL) as stream:
+        monkeypatch.setattr(FsspecBody, "readinto", readinto)
+        origin.faults.append(Fault(None, TransientError("503")))
+        errors = 0
+        while errors < 3:
+            try:
+                if not (found := stream.read(piece)):
+                    break
+                got += found
+            except TransferError:
+                errors += 1
+    assert errors == 3
+    assert DATA.startswith(bytes(got))
+    monkeypatch.undo()
+    assert read(full) == DATA
 
 
 def test_where_both_are_replaced_it_is_an_error_and_no_splice(

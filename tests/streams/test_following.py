@@ -276,7 +276,6 @@ def test_an_error_stays_an_error(make_cache: MakeCache, origin: MemoryOrigin) ->
     origin.faults.append(Fault(after=BLOCK, error=TransientError("reset")))
     origin.faults.append(Fault(after=None))
     with one(make_cache).open(URL) as stream:
-        assert stream.read(BLOCK) == DATA[:BLOCK]
         for _ in range(2):
             with pytest.raises(TransferError):
                 stream.read()

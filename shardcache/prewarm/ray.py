@@ -19,14 +19,15 @@ import os
 import queue
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TextIO
 
 from shardcache import config as configuration
 from shardcache.cache import Cache
@@ -271,9 +272,28 @@ def _connected() -> Iterator[Any]:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)  # Ray sets its own
     try:
-        yield ray
+        with redirect_stdout(_WithoutRay(sys.stdout)):
+            yield ray
     finally:
         ray.shutdown()
+
+
+class _WithoutRay:
+    """Standard output without Ray's own lines.
+
+    A thread of Ray's prints there that a node died, even with ``log_to_driver=False``. Our report
+    says it, too, and standard output may be JSON that a program reads.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        ours = not threading.current_thread().name.startswith("ray_")
+        return self._stream.write(text) if ours else len(text)
 
 
 # -- on the nodes --------------------------------------------------------------

@@ -3,7 +3,8 @@
 Run as ``python -m tests.support.raycluster``. Each line of standard input is an order::
 
     {"add": NAME, "environment": {...}}   starts a raylet with that environment
-    {"kill": NAME}                        SIGKILL for it and all that it started
+    {"kill": NAME}                        SIGKILL for it and all that it started, until the
+                                          cluster has noticed
 
 and is answered by one line. The cluster ends with its standard input. `RayCluster` is the test's
 side; it also ends, by process id, whatever did not end by itself.
@@ -33,6 +34,7 @@ _SETTINGS = {
 }
 _MEMORY = 80 << 20
 _FAREWELL = 30.0
+_NOTICED = 300.0
 
 
 def started(pid: int) -> int | None:
@@ -133,11 +135,14 @@ def main() -> None:
                     env_vars=order["environment"],
                 )
             else:
-                raylet = nodes.pop(order["kill"]).all_processes["raylet"][0].process
+                node = nodes.pop(order["kill"])
+                raylet = node.all_processes["raylet"][0].process
                 below = descendants(raylet.pid)
                 raylet.kill()
                 kill(below)
                 raylet.wait()
+                cluster.worker_nodes.discard(node)
+                cluster.wait_for_nodes(_NOTICED)  # the cluster knows that it is dead
             out.write(json.dumps({"address": cluster.address}) + "\n")
             out.flush()
     finally:

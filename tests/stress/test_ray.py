@@ -104,7 +104,7 @@ def summary(out: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def cluster(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     root = tmp_path_factory.mktemp("nodes")
-    with Proxy(s3.endpoint_url) as proxy, RayCluster() as raylets:
+    with Proxy(s3) as proxy, RayCluster() as raylets:
         found = Cluster(raylets, s3, proxy, root)
         for name in NODES:
             found.add(name)
@@ -139,7 +139,7 @@ def test_one_command_fills_the_cache_of_every_node(
     for number, name in enumerate(names):
         s3.put(bucket, name, make_tar(number, 20))
     start = len(cluster.proxy.requests())
-    code, out, err = end(cluster.prewarm(f"s3://{bucket}/{{0..3}}.tar"))
+    code, out, err = end(cluster.prewarm(f"s3://{bucket}/{{0..3}}.tar", "--no-progress"))
     assert (code, err) == (0, "")
     assert out.startswith("3 nodes: node-a, node-b, node-c\n")
     for node in NODES:

@@ -42,7 +42,7 @@ def layout(tmp_path: Path) -> Layout:
 
 
 def oldest(layout: Layout) -> float | None:
-    return min((session.started for session in live_sessions(layout)), default=None)
+    return min(live_sessions(layout), default=None)
 
 
 def names(layout: Layout) -> list[str]:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardcache.layout import Layout, is_link, temporary_name, write_new
+from shardcache.layout import Layout, refuse_links, temporary_name, write_new
 from shardcache.threads import undivided
 
 if TYPE_CHECKING:
@@ -241,8 +241,7 @@ def _opened(
         if not path.exists() and not create:
             yield None
             return
-        if is_link(path):
-            raise OSError(errno.ELOOP, "it is a link, which the cache does not follow", str(path))
+        refuse_links(*layout.directories, path)
         try:
             if create:
                 _make(layout, path)

@@ -25,7 +25,6 @@ import logging
 import math
 import os
 import socket
-import stat
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,7 +32,7 @@ from typing import TYPE_CHECKING
 
 from shardcache.breaker import DISK_FAULTS, FULL
 from shardcache.files import PRIVATE, Modes, is_alone
-from shardcache.layout import read_file
+from shardcache.layout import is_directory, read_file
 
 if TYPE_CHECKING:
     from filelock import FileLock
@@ -235,21 +234,17 @@ class KeyLock:
     def try_acquire(self, holder: Holder) -> bool:
         """Take the lock if it is free, and say in it who we are.
 
-        A filesystem without flock grants it to everybody (see the module), and so does
-        anything that is in the place of the lock file.
+        A filesystem without flock grants it to everybody (see the module).
 
         Raises:
             OSError: the lock file cannot be made (read-only, full, denied).
         """
         from filelock import FileLock, Timeout
 
-        planted, made = _look_at(self.path)
-        if planted:
-            logger.warning("%s is no lock file; going on without. Remove it.", self.path)
-            return True
         # On demand, because most keys never need one: <locks>, or <locks>/<aa>. Here, because
         # filelock would make everything that is missing, and as the umask says.
         parent = self.path.parent
+        made = is_directory(parent)
         levels = int(parent.name != "locks")
         patience = iter(_PATIENCE if self._modes.group is not None else ())
         lock = FileLock(
@@ -324,17 +319,3 @@ class KeyLock:
         if self._lock is not None and self._pid == os.getpid():
             self._lock.release(force=True)
         self._lock = None
-
-
-def _look_at(path: Path) -> tuple[bool, bool]:
-    """Whether something else than a lock file is there (a link, a pipe, a device), and
-    whether the directory for it is there.
-    """
-    made = False
-    try:
-        if not stat.S_ISDIR(os.lstat(path.parent).st_mode):
-            return True, False
-        made = True
-        return not stat.S_ISREG(os.lstat(path).st_mode), made
-    except FileNotFoundError:
-        return False, made

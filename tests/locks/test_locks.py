@@ -8,16 +8,13 @@ import fcntl
 import json
 import os
 import signal
-import stat
 import threading
 import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from shardcache.files import Modes, dup_exclusive, open_exclusive
+from shardcache.files import dup_exclusive, open_exclusive
 from shardcache.locks.flock import (
     Holder,
     KeyLock,
@@ -275,33 +272,6 @@ def test_the_directory_may_be_removed_at_any_time(tmp_path: Path) -> None:
     assert taken == 300  # nobody else wants it
 
 
-@pytest.mark.parametrize("what", ["link", "pipe", "directory", "parent"])
-def test_what_is_planted_is_not_locked(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str
-) -> None:
-    (tmp_path / "victim").write_text("mine")
-    path = tmp_path / "aa" / "key.lock"
-    if what == "parent":
-        (tmp_path / "elsewhere").mkdir()
-        (tmp_path / "aa").symlink_to(tmp_path / "elsewhere")
-    else:
-        path.parent.mkdir()
-    if what == "link":
-        path.symlink_to(tmp_path / "victim")
-    elif what == "pipe":
-        os.mkfifo(path)
-    elif what == "directory":
-        path.mkdir()
-    lock = KeyLock(path)
-    with no_descriptor_left():
-        assert lock.try_acquire(ME)  # a second fetch costs less than a failed read
-        lock.update(ME)
-        lock.release()
-    assert "is no lock file" in caplog.text and str(path) in caplog.text
-    assert (tmp_path / "victim").read_text() == "mine"
-    assert what != "parent" or list((tmp_path / "elsewhere").iterdir()) == []
-
-
 @pytest.mark.parametrize(
     "number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG]
 )
@@ -319,36 +289,6 @@ def test_a_full_disk_takes_the_record_and_not_the_lock(
 
 
 # -- who holds it --------------------------------------------------------------
-
-
-@pytest.mark.locks_work("answers")
-def test_the_record_says_who_and_what(tmp_path: Path) -> None:
-    path = tmp_path / "key.lock"
-    lock = KeyLock(path)
-    long = Holder(1, "h" * 60, None, None, 1.0, "p" * 90, 10**12)
-    assert lock.try_acquire(long)
-    assert read_holder(path) == long
-    lock.update(ME)  # shorter than what was there
-    assert read_holder(path) == ME
-    lock.release()
-    assert str(ME) == f"process {os.getpid()} on {ME.host} (rank 3)"
-    assert str(long) == f"process 1 on {'h' * 60}"
-
-
-@given(
-    st.binary(max_size=200)
-    | st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-        lambda inner: (
-            st.lists(inner, max_size=3)
-            | st.dictionaries(st.sampled_from(["pid", "host", "started", "rank", "x"]), inner)
-        ),
-    ).map(lambda value: json.dumps(value).encode())
-)
-def test_a_damaged_record_is_none(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
-    path = tmp_path_factory.getbasetemp() / "damaged.lock"
-    path.write_bytes(data)
-    assert read_holder(path) is None
 
 
 @pytest.mark.parametrize(
@@ -373,14 +313,6 @@ def test_a_record_has_counts_that_are_counts_and_names_that_are_names(
     if holder is not None:
         [(name, value)] = field.items()
         assert getattr(holder, name) == value
-
-
-def test_a_huge_lock_file_is_not_read_whole(tmp_path: Path) -> None:
-    path = tmp_path / "key.lock"
-    path.touch()
-    os.truncate(path, 1 << 40)
-    assert read_holder(path) is None
-    assert read_holder(tmp_path / "absent") is None
 
 
 # -- descriptors and forks -----------------------------------------------------
@@ -417,29 +349,6 @@ def test_a_forked_child_does_not_keep_a_dead_writers_lock(tmp_path: Path, unwind
             os.kill(grandchild, 0)
         finally:
             os.kill(grandchild, signal.SIGKILL)
-
-
-def test_only_what_is_made_is_given_its_mode(tmp_path: Path) -> None:
-    shared = Modes(os.getegid(), 0o2770, 0o660, 0o440, 0o640)
-    made, found = tmp_path / "made", tmp_path / "found"
-    found.touch()
-    found.chmod(0o600)
-    before = os.umask(0o077)
-    try:
-        open_exclusive(made, os.O_RDWR | os.O_CREAT | os.O_EXCL, shared).close()
-        open_exclusive(found, os.O_RDWR, shared).close()
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE(made.stat().st_mode) == 0o660  # whatever the umask
-    assert stat.S_IMODE(found.stat().st_mode) == 0o600  # whoever made it knows why
-
-
-def test_an_owned_file_is_not_opened_through_a_link(tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to(tmp_path / "data")
-    (tmp_path / "data").touch()
-    with no_descriptor_left(), pytest.raises(OSError) as caught:
-        open_exclusive(tmp_path / "link", os.O_RDWR)
-    assert caught.value.errno == errno.ELOOP
 
 
 @pytest.mark.locks_work("flock")

@@ -145,19 +145,6 @@ def test_sessions_killed_on_the_way_to_their_names_are_swept(layout: Layout) -> 
     assert names(layout) == []
 
 
-def test_what_is_no_session_stays_and_does_not_count(layout: Layout, tmp_path: Path) -> None:
-    victim = tmp_path / "victim"
-    victim.touch()
-    (layout.sessions / "my.session").touch()
-    (layout.sessions / f"{'0' * 32}.session").symlink_to(victim)
-    (layout.sessions / f"{'1' * 32}.session").mkdir()
-    before = names(layout)
-    with no_descriptor_left():
-        assert oldest(layout) is None
-        remove_dead_sessions(layout)
-    assert names(layout) == before and victim.exists()
-
-
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
 def test_a_session_that_cannot_be_asked_counts_as_live(
     layout: Layout, monkeypatch: pytest.MonkeyPatch, number: int

@@ -125,39 +125,6 @@ def test_a_killed_process_is_not_said_to_wait_and_its_note_is_swept(layout: Layo
     assert not notes(layout)
 
 
-def test_a_child_does_not_take_the_note_of_its_parent(layout: Layout) -> None:
-    note = WaitNote(layout)
-    note.say(WAIT)
-
-    def work(parent: Parent) -> None:
-        note.close()
-        parent.say(len(list(live_waits(layout))))
-
-    with forked(work) as child:
-        assert child.hear() == 1
-    assert list(live_waits(layout)) == [WAIT]
-    note.close()
-    assert not notes(layout)
-
-
-@pytest.mark.parametrize("how", ["gone", "a link", "no file"])
-def test_where_it_cannot_be_noted_one_waits_all_the_same(
-    layout: Layout, tmp_path: Path, how: str
-) -> None:
-    note = WaitNote(layout)
-    if how == "gone":
-        layout.sessions.rmdir()
-    elif how == "a link":
-        note._path.symlink_to(tmp_path / "elsewhere")
-    else:
-        note._path.mkdir()
-    note.say(WAIT)
-    note.close()
-    assert not (tmp_path / "elsewhere").exists()
-    assert list(live_waits(layout)) == []
-    assert remove_dead_waits(layout) == 0
-
-
 @pytest.mark.parametrize(
     "text",
     [

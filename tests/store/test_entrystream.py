@@ -21,9 +21,7 @@ from shardcache.breaker import Breaker
 from shardcache.clock import SYSTEM_CLOCK
 from shardcache.config import Config
 from shardcache.layout import META, Layout
-from shardcache.locks.flock import Holder, KeyLock
 from shardcache.origins.base import ObjectInfo
-from shardcache.store import entrystream
 from shardcache.store.digest import BLOCK
 from shardcache.store.entrystream import EntryStream
 from shardcache.urls import parse_url
@@ -113,27 +111,6 @@ def test_a_fault_of_the_disk_is_not_seen_by_the_reader(
         assert bool(origin.requests) == fetched
 
 
-@pytest.mark.parametrize(
-    "number", [errno.EUCLEAN, errno.ENODEV, errno.ENXIO, errno.EBADMSG, errno.EREMOTEIO]
-)
-def test_whatever_a_failing_disk_says(cache: Cache, shim: Shim, number: int) -> None:
-    fail(shim, cache, "read", TAR, error=number, times=-1, skip=2)
-    with cache.open(URL) as stream:
-        assert stream.read() == DATA
-    assert cache.path(URL) is None
-
-
-def test_want_of_memory_is_no_fault_of_the_file(cache: Cache, shim: Shim) -> None:
-    with cache.open(URL) as stream:
-        for how in (lambda: stream.read(10_240), stream.read):
-            fail(shim, cache, "read", TAR, error=errno.ENOMEM)
-            with pytest.raises(OSError) as caught:
-                how()
-            assert caught.value.errno == errno.ENOMEM
-        assert stream.read() == DATA
-    assert cache.path(URL) is not None
-
-
 def test_positions_hold_across_a_fault(cache: Cache, shim: Shim, origin: MemoryOrigin) -> None:
     fail(shim, cache, "read", TAR, error=errno.EIO, times=-1, skip=3)
     with cache.open(URL) as stream:
@@ -169,32 +146,6 @@ def test_two_versions_are_never_spliced(cache: Cache, shim: Shim, origin: Memory
         assert stream.read() == NEWER
 
 
-def test_who_has_read_and_begins_again_is_given_the_same_version_or_none(
-    cache: Cache, shim: Shim, origin: MemoryOrigin
-) -> None:
-    origin.objects[URL] = NEWER
-    with cache.open(URL) as stream:
-        assert stream.read(10) == DATA[:10]
-        stream.seek(2 * PART)
-        assert stream.read(10) == DATA[2 * PART : 2 * PART + 10]
-        fail(shim, cache, "read", TAR, error=errno.EIO, times=-1)
-        stream.seek(0)
-        with pytest.raises(TransferError, match="replaced"):
-            stream.read()
-
-
-def test_before_its_first_byte_a_shard_may_be_of_any_version(
-    cache: Cache, shim: Shim, origin: MemoryOrigin
-) -> None:
-    origin.objects[URL] = NEWER + b"longer"
-    fail(shim, cache, "read", TAR, error=errno.EIO, times=-1)
-    with cache.open(URL) as stream:
-        assert stream.read(10) == NEWER[:10]
-        assert stream.seek(0, os.SEEK_END) == len(NEWER) + 6
-        stream.seek(-10, os.SEEK_END)
-        assert stream.read() == (NEWER + b"longer")[-10:]
-
-
 def test_a_version_is_known_by_its_name_when_the_sidecar_is_gone_too(
     cache: Cache, shim: Shim, origin: MemoryOrigin
 ) -> None:
@@ -206,19 +157,6 @@ def test_a_version_is_known_by_its_name_when_the_sidecar_is_gone_too(
         assert stream.read() == DATA[PART:]
         origin.objects[URL] = NEWER
         stream.seek(0)
-        with pytest.raises(TransferError, match="replaced"):
-            stream.read()
-
-
-def test_another_version_is_known_by_its_name_when_the_sidecar_is_gone_too(
-    cache: Cache, shim: Shim, origin: MemoryOrigin
-) -> None:
-    origin.objects[URL] = NEWER
-    with cache.open(URL) as stream:
-        stream.read(1000)
-        (next(cache.entries()).path / META).unlink()
-        fail(shim, cache, "read", TAR, error=errno.EIO, times=-1)
-        stream.seek(PART)
         with pytest.raises(TransferError, match="replaced"):
             stream.read()
 
@@ -248,15 +186,6 @@ def test_an_object_without_versions_is_not_continued(
     with cache.open(URL) as stream:  # nothing was given: all of it is of one version
         assert stream.read() == DATA
     shim.heal()
-
-
-def test_an_origin_that_is_gone_too_is_an_error_that_says_so(
-    cache: Cache, shim: Shim, origin: MemoryOrigin
-) -> None:
-    fail(shim, cache, "read", TAR, error=errno.EIO, times=-1, skip=2)
-    origin.objects.clear()
-    with cache.open(URL) as stream, pytest.raises(FileNotFoundError, match=URL):
-        stream.read()
 
 
 def test_with_strict_the_fault_is_raised_and_the_entry_set_aside(
@@ -295,15 +224,6 @@ def test_a_stale_handle_is_opened_once_more(
     assert cache.path(URL) is not None
 
 
-def test_a_handle_that_stays_stale_is_not_opened_for_ever(
-    cache: Cache, shim: Shim, origin: MemoryOrigin
-) -> None:
-    fail(shim, cache, "read", TAR, error=errno.ESTALE, times=-1, skip=3)
-    with cache.open(URL) as stream:
-        assert in_pieces(stream) == DATA
-    assert len(origin.requests) == 1
-
-
 def test_a_stale_handle_of_an_entry_that_is_gone_is_continued_from_the_origin(
     cache: Cache, shim: Shim, origin: MemoryOrigin
 ) -> None:
@@ -317,46 +237,6 @@ def test_a_stale_handle_of_an_entry_that_is_gone_is_continued_from_the_origin(
 
 
 # -- who is set aside --------------------------------------------------------------------
-
-
-def test_what_has_taken_the_place_of_a_bad_entry_is_not_set_aside(
-    cache: Cache, shim: Shim, origin: MemoryOrigin
-) -> None:
-    with cache.open(URL) as stream:
-        stream.read(1000)
-        bad = next(cache.entries())
-        bad.path.rename(cache.dir / "v1" / "elsewhere")
-        cache.fetch(URL)  # another process met it before us
-        good = next(cache.entries())
-        assert good.path == bad.path
-        fail(shim, cache, "read", "v1/elsewhere/*", error=errno.EIO, times=-1)
-        assert stream.read() == DATA[1000:]
-    assert good.path.exists()
-    assert os.listdir(Layout.of_root(cache.dir).quarantine) == []
-
-
-def test_a_shard_that_somebody_fetches_is_left_to_them(
-    cache: Cache, shim: Shim, origin: MemoryOrigin
-) -> None:
-    lock = KeyLock(Layout.of_root(cache.dir).key_lock(cache.parse(URL).key))
-    assert lock.try_acquire(Holder.this_process(rank=None, job=None, now=1.0))
-    fail(shim, cache, "read", TAR, error=errno.EIO, times=-1)
-    with cache.open(URL) as stream:
-        assert stream.read() == DATA
-    assert next(cache.entries()).path.exists()
-    lock.release()
-
-
-def test_an_entry_that_cannot_be_set_aside_is_read_past_each_time(
-    cache: Cache, shim: Shim, origin: MemoryOrigin, caplog
-) -> None:
-    fail(shim, cache, "read", TAR, error=errno.EIO, times=-1, skip=2)
-    fail(shim, cache, "rename", "v1/objects/*", error=errno.EROFS, times=-1)
-    for _ in range(2):
-        with cache.open(URL) as stream:
-            assert stream.read() == DATA
-    assert len(origin.requests) == 2
-    assert len(warnings(caplog)) == 1
 
 
 def test_a_fault_heals_where_flock_means_nothing(
@@ -453,22 +333,6 @@ steps = st.lists(
 )
 
 
-def test_a_disk_that_fails_when_all_is_read_is_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "data"
-    path.write_bytes(SMALL)
-
-    def fail(file: io.FileIO) -> None:
-        io.FileIO.close(file)
-        raise OSError(errno.EIO, "closing")
-
-    monkeypatch.setattr(entrystream, "_close", fail)
-    with io.BufferedReader(EntryStream(os.open(path, os.O_RDONLY))) as stream:
-        assert stream.read() == SMALL
-    assert stream.closed and stream.raw.closed
-
-
 @given(steps, st.sampled_from([1, 64, 4096]))
 @settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
 def test_a_stream_is_the_shard_wherever_and_whenever_its_file_is_cut(
@@ -560,15 +424,3 @@ def test_a_disk_that_cannot_be_read_is_left_alone_for_a_while(
     assert all(reading(cache, url) for url in urls[3:])
     # One for the fault, one when the disk was first left alone.
     assert len([w for w in warnings(caplog) if "not read" in w]) == 1
-
-
-def test_faults_with_successes_between_them_are_bad_spots_and_no_bad_disk(
-    slow: tuple[Cache, FakeClock, list[str]], shim: Shim, caplog
-) -> None:
-    cache, _, urls = slow
-    for url in urls[:4]:
-        shim.fail("read", f"{cache.dir.name}/*/{Path(url).name}", error=errno.EIO, times=-1)
-        reading(cache, url)
-        assert reading(cache, urls[5])
-    assert cache._here().reading.closed
-    assert [w for w in warnings(caplog) if "not read" in w] == []

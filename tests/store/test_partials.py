@@ -209,12 +209,6 @@ def test_a_partial_counts_as_live_until_its_last_worker_let_go(layout: Layout) -
     assert remains(layout) == []
 
 
-def test_a_missing_namespace_is_not_made_on_the_way(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        begin(Layout(tmp_path / "v1"), metadata_for(data=DATA))
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE])
 @pytest.mark.parametrize("call", ["open", "pwrite", "mkdir"])
 @pytest.mark.parametrize("name", [NAME, META, PROGRESS])
@@ -379,15 +373,6 @@ def test_only_blocks_whose_bytes_are_proven_are_believed(
         partial.discard()
 
 
-@pytest.mark.locks_work("answers")
-def test_a_truncated_progress_file_of_absurd_size_is_not_read_whole(layout: Layout) -> None:
-    path = left_behind(layout, [0, 1])
-    os.truncate(path / PROGRESS, 1 << 40)
-    partial = Partial.claim(layout, path, NAME)
-    assert partial is not None and partial.written == 2 * BLOCK
-    partial.discard()
-
-
 @pytest.mark.parametrize(
     "damage",
     [
@@ -409,57 +394,6 @@ def test_useless_remains_are_removed(layout: Layout, damage) -> None:
     with no_descriptor_left():
         assert Partial.claim(layout, path, NAME) is None
     assert remains(layout) == []
-
-
-def test_a_data_file_that_was_replaced_before_its_lock_is_not_taken(
-    layout: Layout, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = left_behind(layout, [0])
-    real = module.is_free
-
-    def replace_first(fd: int) -> bool:
-        (path / NAME).unlink()
-        (path / NAME).write_bytes(b"another's")
-        return real(fd)
-
-    monkeypatch.setattr(module, "is_free", replace_first)
-    with no_descriptor_left():
-        assert Partial.claim(layout, path, NAME) is None
-    assert (path / NAME).read_bytes() == b"another's"
-
-
-@pytest.mark.locks_work("answers")
-def test_a_partial_of_unknown_size_is_not_resumed(layout: Layout) -> None:
-    partial = begin(layout, metadata_for(data=DATA, size=None))
-    fill(partial, DATA, iter([0]))
-    partial.close()
-    assert Partial.claim(layout, partial.path, NAME) is None
-    assert remains(layout) == []
-
-
-@pytest.mark.parametrize("plant", ["link", "directory", "nothing", "other name"])
-def test_what_has_no_data_file_of_ours_is_left_to_the_sweeper(layout: Layout, plant: str) -> None:
-    victim = layout.base / "victim"
-    victim.write_text("mine")
-    path = left_behind(layout, [0])
-    (path / NAME).unlink()
-    if plant == "link":
-        (path / NAME).symlink_to(victim)
-    elif plant == "directory":
-        (path / NAME).mkdir()
-    elif plant == "other name":
-        (path / "b.tar").touch()
-    with no_descriptor_left():
-        assert Partial.claim(layout, path, NAME) is None
-    assert path.exists()
-    assert victim.read_text() == "mine"
-
-
-@pytest.mark.parametrize("name", ["model.ckpt", "evict." + "0" * 32 + "." + "0" * 32])
-def test_a_directory_of_another_name_is_never_claimed(layout: Layout, name: str) -> None:
-    left_behind(layout, [0]).rename(layout.partial / name)
-    assert Partial.claim(layout, layout.partial / name, NAME) is None
-    assert sorted(os.listdir(layout.partial / name)) == [NAME, META, PROGRESS]
 
 
 @pytest.mark.locks_work("answers")
@@ -636,9 +570,3 @@ def test_a_killed_writer_never_leaves_more_than_it_wrote(layout: Layout) -> None
             if not any(a <= start < b for a, b in partial.missing()):
                 assert found[start : start + BLOCK] == data[start : start + BLOCK]
         partial.discard()
-
-
-def test_progress_that_cannot_be_read_is_none(layout: Layout) -> None:
-    assert read_progress(layout.partial / "absent") is None
-    (layout.partial / PROGRESS).write_bytes(b"SHCPROG1" + bytes(56))
-    assert read_progress(layout.partial) is None

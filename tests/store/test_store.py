@@ -8,11 +8,8 @@ import logging
 import os
 import shutil
 import stat
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,14 +22,11 @@ from shardcache.store.digest import BLOCK
 from shardcache.store.entry import DamagedError, Entry
 from shardcache.store.partial import LostError, Partial
 from shardcache.store.store import Opened, Store
-from shardcache.store.sweeping import in_flight, remove_leftover, remove_temporaries
+from shardcache.store.sweeping import in_flight, remove_leftover
 from shardcache.urls import parse_url
-from tests.stress.brokenflock import locks_work
 from tests.support.storetools import (
     Parent,
-    age,
     begin,
-    crowd,
     fill,
     forked,
     make_store,
@@ -437,29 +431,6 @@ def test_an_entry_is_opened_again_while_it_is_what_it_was(store: Store) -> None:
         assert store.open_again(path) is None
 
 
-@pytest.mark.parametrize("level", ["entry", "key", "prefix"])
-def test_nothing_is_published_behind_a_planted_link(
-    store: Store, tmp_path: Path, level: str
-) -> None:
-    victim = tmp_path / "victim"
-    victim.mkdir()
-    metadata = metadata_for(URL, b"shard")
-    entry = store.layout.entry(metadata.key, metadata.info.version, metadata.size)
-    link = {"entry": entry, "key": entry.parent, "prefix": entry.parent.parent}[level]
-    link.parent.mkdir(parents=True, exist_ok=True)
-    link.symlink_to(victim)
-    with pytest.raises(OSError):
-        publish(store)
-    sibling = make_store(tmp_path / "sibling")
-    publish(sibling)
-    opened = pin(sibling)
-    with pytest.raises(OSError):
-        store.link(opened, metadata, NAME)
-    opened.close()
-    assert list(victim.iterdir()) == []
-    assert link.is_symlink()
-
-
 @pytest.mark.parametrize("theirs", ["sound", "known", "damaged", "the same"])
 def test_who_publishes_late_supersedes_only_what_was_there_before(
     store: Store, theirs: str
@@ -484,21 +455,6 @@ def test_who_publishes_late_supersedes_only_what_was_there_before(
     assert read(again(store)) == (b"theirs" if dropped else b"ours")
 
 
-@pytest.mark.parametrize("kind", ["link", "hard link"])
-def test_noting_a_use_touches_nobody_elses_file(store: Store, tmp_path: Path, kind: str) -> None:
-    victim = tmp_path / "victim"
-    victim.touch()
-    os.utime(victim, (1, 1))
-    entry = publish(store)
-    (entry.path / META).unlink()
-    if kind == "link":
-        (entry.path / META).symlink_to(victim)
-    else:
-        os.link(victim, entry.path / META)
-    store.touch(str(entry.path), 9.0)
-    assert victim.stat().st_mtime == 1
-
-
 def test_an_entry_that_another_node_made_and_this_one_cannot_see_is_waited_for(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -517,83 +473,10 @@ def test_an_entry_that_another_node_made_and_this_one_cannot_see_is_waited_for(
 # -- killed on the way ---------------------------------------------------------
 
 
-def killed_at_line(
-    number: int, function: Callable[..., object], prepare: Callable[[], Any] = lambda: None
-) -> bool:
-    """Run ``function(prepare())`` in a process that dies before its ``number``-th line of ours.
-
-    Returns:
-        False if it has fewer lines.
-    """
-    ours = (os.path.dirname(module.__file__), shutil.__file__)
-
-    def work(parent: Parent) -> None:
-        left = number
-
-        def trace(frame: Any, event: str, argument: Any) -> Any:
-            nonlocal left
-            if not frame.f_code.co_filename.startswith(ours):
-                return None
-            left -= event == "line"
-            if left == 0:
-                os._exit(9)
-            return trace
-
-        prepared = prepare()
-        sys.settrace(trace)
-        function(prepared)
-
-    with forked(work) as child:
-        status = child.wait()
-        assert status in (0, 9)
-        return status == 9
-
-
 def filled(store: Store) -> Partial:
     partial = begin(store.layout, metadata_for(URL, b"shard"))
     fill(partial, b"shard")
     return partial
-
-
-def recover(store: Store) -> None:
-    """What the next process does, and the next sweep leaves."""
-    publish(store, data=b"shard")
-    assert read(again(store)) == b"shard"
-    age(store.layout.base)
-    for found in list(in_flight(store.layout)):
-        assert not found.live
-        assert remove_leftover(store.layout, found.path)
-    remove_temporaries(store.layout)
-    assert os.listdir(store.layout.partial) == []
-
-
-def test_a_writer_killed_at_any_line_leaves_a_whole_entry_or_none(store: Store) -> None:
-    seen = set()
-    number = 1
-    metadata = metadata_for(URL, b"shard")
-    while killed_at_line(number, lambda p: store.publish(p, metadata), lambda: filled(store)):
-        found = read(again(store))
-        seen.add(found)
-        if found is not None:
-            [entry] = store.entries()
-            assert entry.metadata() == metadata
-        recover(store)
-        assert all(store.evict(entry) for entry in list(store.entries()))
-        number += 1
-    assert seen == {None, b"shard"}
-
-
-def test_an_evictor_killed_at_any_line_leaves_a_whole_entry_or_none(store: Store) -> None:
-    seen = set()
-    number = 1
-    entry = publish(store, data=b"shard")
-    age(entry.path)
-    while killed_at_line(number, lambda _: store.evict(entry)):
-        seen.add(read(again(store)))
-        assert [found.metadata().size for found in store.entries()] in ([], [5])
-        recover(store)
-        number += 1
-    assert seen == {None, b"shard"}
 
 
 # -- pins and eviction ---------------------------------------------------------
@@ -739,65 +622,6 @@ def test_an_evictor_that_does_not_go_on_is_no_miss(store: Store) -> None:
         assert file.read() == b"shard"
     assert read(store) is None
     os.close(fd)
-
-
-def test_many_readers_and_evictors_and_publishers_never_see_a_wrong_byte(store: Store) -> None:
-    contents = {n: payload(2000 + n, n) for n in range(3)}
-    urls = {n: f"s3://lab/{n}.tar" for n in contents}
-
-    def run_reader(parent: Parent, number: int) -> None:
-        parent.hear()
-        mine, hits = again(store), 0
-        end = time.monotonic() + 1.5
-        while time.monotonic() < end:
-            for n, url in urls.items():
-                shard = parse_url(url)
-                opened = mine.open(shard.key, shard.basename)
-                if opened is None:
-                    continue
-                hits += 1
-                # In use is safe: under its path for as long as it is open.
-                held = locks_work("flock")
-                if held and os.path.samestat(os.fstat(opened.fd), os.stat(opened.path)):
-                    time.sleep(0.0005)
-                    assert os.path.samestat(os.fstat(opened.fd), os.stat(opened.path))
-                assert os.pread(opened.fd, 4000, 0) == contents[n]
-                opened.close()
-        parent.say(hits)
-
-    def run_evictor(parent: Parent, number: int) -> None:
-        parent.hear()
-        mine, evicted = again(store), 0
-        end = time.monotonic() + 1.5
-        while time.monotonic() < end:
-            for entry in mine.entries():
-                evicted += mine.evict(entry)
-        parent.say(evicted)
-
-    def run_publisher(parent: Parent, number: int) -> None:
-        parent.hear()
-        mine, published = again(store), 0
-        end = time.monotonic() + 1.5
-        while time.monotonic() < end:
-            for n, url in urls.items():
-                publish(mine, url, contents[n])
-                published += 1
-        parent.say(published)
-
-    with (
-        crowd(2, run_reader) as readers,
-        crowd(1, run_evictor) as evictors,
-        crowd(2, run_publisher) as publishers,
-    ):
-        children = [*readers, *evictors, *publishers]
-        for child in children:
-            child.tell()
-        counts = [child.hear() for child in children]
-    assert all(counts) or not locks_work("answers")  # then nothing so fresh is evicted
-    age(store.layout.partial)
-    for found in in_flight(store.layout):
-        assert remove_leftover(store.layout, found.path)
-    assert list(store.layout.quarantine.iterdir()) == []
 
 
 # -- siblings ------------------------------------------------------------------

@@ -6,14 +6,11 @@ import errno
 import fcntl
 import os
 import signal
-import socket
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from shardcache.files import Modes, random_token
 from shardcache.layout import IDLE_GRACE, META, Layout
 from shardcache.locks.flock import Holder, KeyLock
 from shardcache.store import sweeping
@@ -25,7 +22,6 @@ from shardcache.store.sweeping import (
     remove_leftover,
     remove_quarantined,
     remove_temporaries,
-    remove_unnamed,
 )
 from tests.support.storetools import (
     Parent,
@@ -92,37 +88,6 @@ def test_looking_tells_the_living_from_the_dead_and_changes_nothing(layout: Layo
     live.discard()
 
 
-@pytest.mark.locks_work("flock")
-def test_the_living_reserve_all_they_will_occupy_and_the_dead_what_they_do(
-    layout: Layout,
-) -> None:
-    big = 50_000_000
-    live = begin(layout, metadata_for(data=DATA, size=big))
-    unknown = begin(layout, metadata_for(data=DATA, size=None))
-    found = {f.path: f for f in in_flight(layout)}
-    assert found[live.path].reserved == big
-    assert found[live.path].occupied == 0
-    fill(live, DATA)
-    assert found[unknown.path].reserved == found[unknown.path].occupied
-    live.close()
-    [left] = [f for f in in_flight(layout) if f.path == live.path]
-    assert left.reserved == left.occupied == 5000
-    live.discard()
-    unknown.discard()
-
-
-@pytest.mark.locks_work("flock")
-def test_an_entry_on_its_way_out_lives_while_it_is_read(layout: Layout) -> None:
-    path = half_evicted(layout)
-    fd = os.open(path / "a.tar", os.O_RDONLY)
-    fcntl.flock(fd, fcntl.LOCK_SH)
-    [found] = in_flight(layout)
-    assert found.live
-    assert not remove_leftover(layout, path)
-    os.close(fd)
-    assert remove_leftover(layout, path)
-
-
 # -- removing ------------------------------------------------------------------
 
 
@@ -175,21 +140,6 @@ def test_what_is_not_ours_stays(layout: Layout, tmp_path: Path) -> None:
     assert tree(tmp_path) == before
 
 
-@pytest.mark.locks_work("answers")
-def test_a_pipe_or_a_socket_in_the_way_does_not_stop_a_sweep(layout: Layout) -> None:
-    path = left_behind(layout)
-    os.mkfifo(path / "pipe")
-    with socket.socket(socket.AF_UNIX) as server:
-        old = os.getcwd()
-        os.chdir(path)  # the address must be short
-        try:
-            server.bind("socket")
-        finally:
-            os.chdir(old)
-        with no_descriptor_left():
-            assert sweep(layout) == 1
-
-
 @pytest.mark.locks_work("files")
 def test_want_of_descriptors_removes_nothing_that_lives(layout: Layout) -> None:
     live = begin(layout, metadata_for(data=DATA))
@@ -227,28 +177,6 @@ def test_quarantined_entries_go_and_say_how_much_that_frees(layout: Layout) -> N
 
 
 # -- what network filesystems and groups leave ---------------------------------
-
-
-@pytest.mark.locks_work("files")
-def test_directories_that_never_got_their_name_go_where_a_group_makes_them(layout: Layout) -> None:
-    prefix = layout.objects / "ab"
-    layout.ranks.mkdir(exist_ok=True)
-    for path in (prefix, prefix / "mine", layout.objects / "mine"):
-        path.mkdir()
-    places = [layout.base.parent, layout.base, layout.partial, layout.objects, layout.ranks, prefix]
-    unnamed = [place / f".new.{random_token()}" for place in places]
-    strange = layout.objects / "mine" / f".new.{random_token()}"
-    full = prefix / f".new.{random_token()}"
-    for path in (*unnamed, strange, full):
-        path.mkdir()
-    (full / "kept").touch()
-    before = tree(layout.base.parent)
-    assert remove_unnamed(layout) == 0
-    assert tree(layout.base.parent) == before
-    shared = replace(layout, modes=Modes(os.getegid(), 0o2770, 0o660, 0o440, 0o640))
-    assert remove_unnamed(shared) == len(unnamed)
-    gone = {str(path.relative_to(layout.base.parent)) for path in unnamed}
-    assert set(tree(layout.base.parent)) == set(before) - gone
 
 
 # -- other processes -----------------------------------------------------------
@@ -312,35 +240,6 @@ def test_sweepers_never_take_a_partial_from_a_writer_that_just_makes_it(layout: 
     assert [lost for _, lost in results] == [0, 0]
     sweep(layout)
     assert list(layout.partial.iterdir()) == []
-
-
-@pytest.mark.locks_work("flock")
-def test_a_writer_paused_anywhere_in_create_keeps_what_it_makes(
-    layout: Layout, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The same race step by step: a sweep before and after each system call.
-    for step in range(1, 12):
-        calls = 0
-        with pytest.MonkeyPatch.context() as patch:
-            for name in ("mkdir", "open", "lstat", "rename", "pwrite"):
-                real = getattr(os, name)
-
-                def paused(*args, _real=real, _step=step, **kw):
-                    nonlocal calls
-                    calls += 1
-                    if calls == _step:
-                        with pytest.MonkeyPatch.context() as inner:
-                            inner.setattr(os, "open", originals["open"])
-                            sweep(layout)
-                    return _real(*args, **kw)
-
-                originals[name] = real
-                patch.setattr(os, name, paused)
-            partial = begin(layout, metadata_for(data=DATA))
-        fill(partial, DATA)
-        partial.seal(metadata_for(data=DATA), sync=False)
-        assert partial.data.read_bytes() == DATA
-        partial.discard()
 
 
 originals: dict[str, object] = {}

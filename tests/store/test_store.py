@@ -20,7 +20,7 @@ from shardcache.store import store as module
 from shardcache.store import store as quarantine
 from shardcache.store.digest import BLOCK
 from shardcache.store.entry import DamagedError, Entry
-from shardcache.store.partial import LostError, Partial
+from shardcache.store.partial import LostError
 from shardcache.store.store import Opened, Store
 from shardcache.store.sweeping import in_flight, remove_leftover
 from shardcache.urls import parse_url
@@ -471,12 +471,6 @@ def test_an_entry_that_another_node_made_and_this_one_cannot_see_is_waited_for(
 
 
 # -- killed on the way ---------------------------------------------------------
-
-
-def filled(store: Store) -> Partial:
-    partial = begin(store.layout, metadata_for(URL, b"shard"))
-    fill(partial, b"shard")
-    return partial
 
 
 # -- pins and eviction ---------------------------------------------------------

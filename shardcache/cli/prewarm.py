@@ -387,7 +387,7 @@ def _node_code(node: NodeReport, options: Mapping[str, Any]) -> int:
         return _exit_code(node.report, options)
     if isinstance(node.error, CacheFullError):
         return ExitCode.FULL
-    return 2 if isinstance(node.error, ConfigError) else ExitCode.SOME_FAILED
+    return ExitCode.USAGE if isinstance(node.error, ConfigError) else ExitCode.SOME_FAILED
 
 
 def _node_text(node: NodeReport, options: Mapping[str, Any]) -> str:

@@ -16,8 +16,7 @@ from typing import Any, BinaryIO
 
 import fsspec
 
-from benchmarks.results import Row, machine, median, save, table
-from benchmarks.table import measure
+from benchmarks.results import Row, machine, measure, median, save, table
 from shardcache import Cache
 
 __all__ = ["main", "report"]

@@ -1,7 +1,7 @@
 """Every benchmark, one page: ``python -m benchmarks.report``, or ``make bench``.
 
 Runs hits, cleaning, epochs and transfers in steps, one after another, each in a process of its
-own, keeps their figures in ``--results`` and writes ``docs/benchmarks.md`` and ``docs/*.svg`` from
+own, keeps their figures in ``--results`` and writes ``docs/benchmarks.md`` from
 all that are there. All of it takes hours: ``--missing`` goes on where a run ended, ``--only``
 takes names of pages or steps, ``--render`` writes the page alone. It is generated only: no figure
 in it was typed.
@@ -16,7 +16,6 @@ from pathlib import Path
 
 from benchmarks import cleaning, epochs, hits, transfers
 from benchmarks.links import ROOT, TARGETS
-from benchmarks.plots import write_charts
 from benchmarks.results import Row, end_in_order, load, say, table
 
 __all__ = ["PAGES", "main", "render"]
@@ -98,13 +97,12 @@ def _machine(results: dict[str, Row]) -> str:
 
 
 def render(results: dict[str, Row], folder: Path) -> Path:
-    """Write the page and its charts; returns the page.
+    """Write the page; returns it.
 
     Args:
         results: by name of `PAGES`, as far as they were run.
         folder: where to.
     """
-    charts = write_charts(results, folder)
     parts = [_ABOUT]
     if any(facts.get("quick") for facts in results.values()):
         parts.append("**A quick run: small objects, one round. These figures mean nothing.**\n")
@@ -113,11 +111,8 @@ def render(results: dict[str, Row], folder: Path) -> Path:
         if name not in results:
             parts.append(f"## {heading}\n\nNot run. `python -m {module}` runs it.\n")
             continue
-        own = [chart for chart in charts if chart.partition("-")[0] == name]
-        shown = "\n".join(f"![{chart}]({chart}.svg)" for chart in own)
         parts.append(
-            f"## {heading}\n\n`python -m {module}`\n\n{about}\n\n{shown}\n\n"
-            f"{tables(results[name])}\n"
+            f"## {heading}\n\n`python -m {module}`\n\n{about}\n\n{tables(results[name])}\n"
         )
     page = folder / "benchmarks.md"
     page.write_text("\n".join(parts), "utf-8")
@@ -163,7 +158,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help=f"some of {', '.join(PAGES)}, {steps}")
     parser.add_argument("--repeats", type=int, help="rounds of each")
     parser.add_argument("--results", type=Path, default=ROOT / ".benchmarks", help="figures")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="page and charts")
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="page")
     arguments = parser.parse_args()
     end_in_order()
     chosen = [name for name in arguments.only.split(",") if name] or list(PAGES)

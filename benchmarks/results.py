@@ -14,7 +14,7 @@ import shutil
 import signal
 import statistics
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,8 @@ from typing import Any
 from shardcache.locks.mounts import mount_of
 
 __all__ = [
-    *("Row", "cpu_model", "end_in_order", "load", "machine", "median", "save", "say", "table"),
-    "touched_pages",
+    *("Row", "cpu_model", "end_in_order", "load", "machine", "measure", "median", "save", "say"),
+    *("show", "table", "touched_pages"),
 ]
 
 Row = dict[str, Any]
@@ -124,3 +124,34 @@ def touched_pages(directory: Path, count: int) -> Iterator[None]:
         yield
     finally:
         path.unlink()
+
+
+def measure(contestants: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
+    """Run every contestant in turn, ``repeats`` times, after one uncounted round.
+
+    Interleaved, so that a drift of the machine hits all of them alike.
+
+    Args:
+        contestants: name to a function that runs once and returns its figure.
+        repeats: counted rounds.
+    """
+    figures: dict[str, list[float]] = {name: [] for name in contestants}
+    for round_number in range(repeats + 1):
+        for name, function in contestants.items():
+            figure = function()
+            if round_number:
+                figures[name].append(figure)
+            sys.stderr.write(f"  {name}: {figure:.4g}\n")
+    return figures
+
+
+def show(title: str, unit: str, figures: Mapping[str, list[float]], reference: str) -> None:
+    """Print a table: median, spread, and the median of the pairwise ratios to ``reference``."""
+    print(f"\n### {title}\n\n{os.cpu_count()} cores, {cpu_model()}\n")
+    print(f"| | median ({unit}) | min - max | x {reference} |\n|---|---|---|---|")
+    for name, values in figures.items():
+        ratios = [a / b for a, b in zip(values, figures[reference], strict=True)]
+        print(
+            f"| {name} | {statistics.median(values):.4g} | {min(values):.4g} - {max(values):.4g} "
+            f"| {statistics.median(ratios):.2f} |"
+        )

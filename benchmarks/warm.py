@@ -21,7 +21,7 @@ from pathlib import Path
 
 import webdataset as wds
 
-from benchmarks.table import measure, show
+from benchmarks.results import measure, show
 from shardcache import Cache
 
 #: Bytes of a whole set: long enough to measure, and at home in any page cache.

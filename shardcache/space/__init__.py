@@ -1,1 +1,12 @@
-"""space."""
+"""What may be stored, and what goes first.
+
+    budget     room for a newcomer: one number under the budget lock
+    eviction   which shards would go, and removing them
+    policy     what running jobs keep; pins, what users keep
+    memory     what a filesystem and the cgroups leave
+    tiers      one directory of a cache: namespaces, session, budget
+    clean      making room on request, and beside a job
+
+Uses the store, the locks, and `stats.database`. Others import `budget.Space`, `tiers.Tier`,
+`clean.clean`, `eviction.Limits`, `eviction.Reason`, `memory.Volume`, `policy.Policy` and `pins`.
+"""

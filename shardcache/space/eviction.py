@@ -21,7 +21,6 @@ from shardcache.space.policy import Policy, is_dated, tells_time
 from shardcache.store.entry import DamagedError
 from shardcache.store.store import Entry, Store
 from shardcache.store.sweeping import (
-    InFlight,
     in_flight,
     remove_dead_leases,
     remove_free_locks,
@@ -258,9 +257,7 @@ def apply(store: Store, chosen: Iterable[Victim]) -> Iterator[Victim]:
         yield victim
 
 
-def sweep(
-    store: Store, *, dry_run: bool = False, only: Callable[[InFlight], bool] = lambda found: True
-) -> Iterator[Removal]:
+def sweep(store: Store, *, dry_run: bool = False) -> Iterator[Removal]:
     """Remove what dead processes left, quarantined entries, and lock files of idle keys.
 
     Yields what had bytes of its own; lock files and sessions of dead processes
@@ -269,14 +266,13 @@ def sweep(
     Args:
         store: where.
         dry_run: only say what would go.
-        only: which leftovers; the default is all.
 
     Raises:
         OSError: the filesystem is read-only or failing.
     """
     layout = store.layout
     for found in in_flight(layout):
-        if found.live or not only(found):
+        if found.live:
             continue
         if dry_run or remove_leftover(layout, found.path):
             yield Removal(str(found.path), found.occupied, Reason.ORPHAN)

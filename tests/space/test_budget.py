@@ -17,7 +17,6 @@ from shardcache.locks.flock import Holder, KeyLock
 from shardcache.locks.sessions import Session
 from shardcache.space import budget as module
 from shardcache.space.budget import Space
-from shardcache.space.eviction import Limits
 from shardcache.store.digest import BLOCK
 from shardcache.store.entry import Entry
 from shardcache.store.partial import Partial
@@ -207,7 +206,6 @@ def test_a_resumed_partial_is_admitted_by_asking_for_nothing_more(make) -> None:
     claimed.discard()
 
 
-@pytest.mark.locks_work("answers")
 def test_what_dead_processes_left_goes_before_any_entry(make) -> None:
     bench = make(max_size=3 * MIB)
     entry = publish(bench.store, data=bytes(1000), used=1.0)
@@ -282,12 +280,6 @@ def test_a_full_disk_with_nothing_to_evict_is_an_error(make) -> None:
     with no_descriptor_left(), pytest.raises(CacheFullError):
         bench.space.make_room("s3://lab/new.tar", 10)
     session.close()
-
-
-def test_the_configured_limits_as_they_stand(make) -> None:
-    bench = make(max_size="50%", min_free="20%", max_age="1h")
-    assert bench.space.limits() == Limits(max_size=500 * GB, free_needed=100 * GB, max_age=3600.0)
-    assert make().space.limits() == Limits()
 
 
 # -- the number ----------------------------------------------------------------

@@ -111,34 +111,6 @@ def test_a_dry_run_touches_nothing_and_says_what_the_run_will_do(bench: Bench, c
     assert real.freed == sum(removal.size for removal in real.removed)
 
 
-@pytest.mark.locks_work("answers")
-def test_the_limits_are_met_by_the_oldest_in_all_namespaces(bench: Bench) -> None:
-    shelve(bench)
-    report = bench.clean(Limits(max_size=2500))
-    assert report.count(Reason.MAX_SIZE) == 2 and report.missing == 0
-    assert report.kept_bytes == 2500
-    assert {e.metadata().url for e in bench.store.entries()} == {
-        "s3://lab/2.tar",
-        "s3://lab/3.tar",
-    }
-    assert len(list(bench.rank.entries())) == 1
-
-
-@pytest.mark.locks_work("answers")
-def test_orphans_do_not_push_entries_out(bench: Bench) -> None:
-    shelve(bench)
-    report = bench.clean(Limits(max_size=4500))
-    assert report.count(Reason.MAX_SIZE) == 0
-    assert report.count(Reason.ORPHAN) == 1 and report.count(Reason.QUARANTINED) == 1
-
-
-@pytest.mark.locks_work("answers")
-def test_bytes_that_a_sweep_frees_are_not_evicted_again(bench: Bench) -> None:
-    shelve(bench)
-    report = bench.clean(Limits(free_needed=MIB // 2))
-    assert report.count(Reason.MIN_FREE) == 0 and report.missing == 0
-
-
 def test_orphans_stay_when_asked(bench: Bench) -> None:
     shelve(bench)
     report = bench.clean(Limits(max_size=100), orphans=False)

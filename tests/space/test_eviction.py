@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardcache.layout import Layout
 from shardcache.locks.flock import Holder, KeyLock
 from shardcache.locks.sessions import Session
 from shardcache.space.eviction import Limits, Reason, Victim, apply, plan, sweep
@@ -128,17 +127,6 @@ def test_a_plan_meets_the_limits_or_says_exactly_what_is_missing(
         assert max(turn(v.entries[0]) for v in needless) <= min(turn(entry) for entry in free_to_go)
 
 
-@given(shelves(), limits_, st.integers(0, 300), st.none() | st.floats(0, 2 * NOW), st.data())
-def test_a_plan_depends_on_nothing_but_its_arguments(
-    entries, limits, reserved, protect_since, data
-) -> None:
-    def make(order: list[Entry]):
-        policy = Policy(since=protect_since)
-        return plan(iter(order), limits, NOW, reserved=reserved, policy=policy)
-
-    assert make(entries) == make(entries) == make(data.draw(st.permutations(entries)))
-
-
 def test_a_plan_over_nothing_is_empty_and_says_what_is_missing() -> None:
     assert plan([], Limits(), NOW).victims == ()
     assert plan([], Limits(max_size=10), NOW, reserved=25).missing == 15
@@ -197,24 +185,12 @@ def test_a_sweep_removes_what_the_dead_left_and_says_so(store: Store) -> None:
     session.close()
 
 
-@pytest.mark.locks_work("answers")
-def test_a_sweep_takes_only_what_it_is_told(store: Store) -> None:
-    partial = begin(store.layout, metadata_for(data=b"x"))
-    partial.close()
-    assert list(sweep(store, only=lambda found: found.key == "other")) == []
-    assert len(list(sweep(store, only=lambda found: found.key == partial.metadata.key))) == 1
-
-
 def test_a_partial_claimed_during_a_sweep_is_not_reported(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begin(store.layout, metadata_for(data=b"x")).close()
     monkeypatch.setattr("shardcache.space.eviction.remove_leftover", lambda layout, path: False)
     assert list(sweep(store)) == []
-
-
-def test_sweeping_a_namespace_that_is_not_there_is_nothing(tmp_path: Path) -> None:
-    assert list(sweep(Store(Layout(tmp_path / "absent")))) == []
 
 
 def _key(url: str) -> str:

@@ -94,15 +94,6 @@ def test_a_cache_is_brought_a_little_below_its_limit(full: Shop, at_once, rounds
     assert set(full.entries()) == {full.urls[n] for n in (0, 2, 3, 4)}
 
 
-def test_what_the_job_uses_stays(shop: Shop, at_once, rounds) -> None:
-    with opened(shop, max_size=5 * shop.size) as cache:
-        for url in shop.urls:
-            read(cache, url)
-        wait_until(lambda: bool(rounds))
-        settled()
-        assert len(shop.entries()) == 5
-
-
 def test_a_process_looks_seldom_and_the_first_time_not_at_once(
     full: Shop, rounds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,21 +160,6 @@ def test_a_disk_that_fails_meanwhile_is_no_error_of_the_job(
         read(cache, full.urls[1])
     assert "cleaning beside the job failed" in caplog.text
     assert not [r for r in caplog.records if r.levelno > logging.INFO]
-
-
-def test_without_threads_to_be_had_nothing_is_cleaned(
-    full: Shop, at_once, rounds, monkeypatch: pytest.MonkeyPatch
-) -> None:
-
-    def refused(self) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with opened(full, fill="complete") as cache:
-        cache.prepare_here()
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", refused)
-            read(cache, full.urls[0])
-    assert rounds == []
 
 
 def test_the_end_of_a_process_does_not_wait_for_a_round(

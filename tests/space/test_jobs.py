@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import random
+import shutil
 import time
 from pathlib import Path
 
 import pytest
 
 from shardcache.cache import Cache
-from shardcache.errors import ConfigError
+from tests.support.disktools import disk, needs_mounts
 from tests.support.shop import Shop
+from tests.support.tars import make_tar
 
 pytestmark = pytest.mark.locks_work
 
@@ -93,6 +96,38 @@ def test_under_other_policies_a_job_evicts_its_own(shop: Shop, policy: str, gone
         assert numbers(shop) == sorted({0, 1, 2, 3} - {gone})
 
 
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_half_of_the_data_gives_half_of_the_hits_in_whatever_order(
+    shop: Shop, shuffled: bool
+) -> None:
+    chance, size = random.Random(7), 5 * shop.size
+    with Cache(shop.path, cache_local=True, min_free=0, max_size=size) as cache:
+        for _ in range(4):
+            urls = chance.sample(shop.urls, 10) if shuffled else shop.urls
+            for url in urls:
+                with cache.open(url) as stream:
+                    assert len(stream.read()) == shop.size
+        found = cache.stats()
+    assert (found.misses, found.hits, found.bypassed) == (5, 3 * 5, 4 * 5)
+
+
+@needs_mounts
+def test_what_is_to_stay_free_stays_free(tmp_path: Path) -> None:
+    files = []
+    for number in range(20):
+        files.append(tmp_path / f"{number}.tar")
+        files[-1].write_bytes(make_tar(number, members=10, size=50_000))
+    with (
+        disk(tmp_path / "ram", "size=16m") as ram,
+        Cache(ram / "cache", cache_local=True, min_free="4MB") as cache,
+    ):
+        for file in files:
+            with cache.open(str(file)) as stream:
+                assert stream.read() == file.read_bytes()
+            assert shutil.disk_usage(ram).free >= 4_000_000
+        assert 5 < sum(str(file) in cache for file in files) < 16
+
+
 # -- pins ------------------------------------------------------------------------
 
 
@@ -125,12 +160,3 @@ def test_a_pin_ends_with_its_time(shop: Shop) -> None:
         assert cache.clean(everything=True).kept == 1
         assert numbers(shop) == [1]
         assert len(list((shop.path / "v1/pins").iterdir())) == 1
-
-
-def test_what_is_read_where_it_lies_cannot_be_pinned(shop: Shop) -> None:
-    with Cache(shop.path) as cache:
-        with pytest.raises(ConfigError, match="cache_local"):
-            cache.pin(shop.urls[0])
-        with pytest.raises(ConfigError, match="not a shardcache directory"):
-            cache.unpin(shop.urls[0])
-    assert not shop.path.exists()

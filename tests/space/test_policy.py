@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from shardcache.space.policy import Policy
 from shardcache.store.entry import Entry
 from shardcache.store.root import make_root
 from shardcache.urls import parse_url
-from tests.support.storetools import no_descriptor_left, refusing
+from tests.support.storetools import no_descriptor_left
 
 NOW = 1_800_000_000.0  # 2027
 DAY = 86_400.0
@@ -62,25 +61,6 @@ def test_what_a_policy_keeps(kind, used, since, protect_for, stays) -> None:
 def test_what_is_pinned_stays_under_every_policy(kind) -> None:
     policy = Policy(kind, pinned=frozenset({KEYS[1]}))
     assert [policy.keeps(entry(key, used=0.0), NOW) for key in KEYS[:3]] == [False, True, False]
-
-
-@pytest.mark.locks_work("flock")
-def test_the_policy_of_the_moment_is_of_the_jobs_that_run_and_of_what_is_pinned(
-    layout: Layout,
-) -> None:
-    pin(layout, parse_url("s3://lab/a.tar"), None)
-    for kind in ("working-set", "lru", "fifo"):
-        options = config(layout, policy=kind, protect_for="2h")
-        before = Policy.now(options, layout, NOW)
-        session = Session(layout, NOW - 100)
-        during = Policy.now(options, layout, NOW)
-        session.close()
-        assert before.kind == during.kind == kind
-        assert len(before.pinned) == 1 and before.since is None
-        assert during.since == (NOW - 100 if kind == "working-set" else None)
-        assert during.recent == (NOW - 7200 if kind == "working-set" else -math.inf)
-        assert Policy.now(options, layout, NOW, jobs=False).pinned == before.pinned
-        assert Policy.now(options, layout, NOW, jobs=False).since is None
 
 
 @pytest.mark.locks_work("flock")
@@ -142,16 +122,6 @@ def test_a_pin_holds_no_secret(layout: Layout) -> None:
     pin(layout, parse_url(signed), None)
     [path] = layout.pins.iterdir()
     assert "abc" not in path.read_text() and "part=1" in json.loads(path.read_text())["url"]
-
-
-def test_a_pin_on_a_disk_that_is_full_is_an_error_and_leaves_nothing(
-    layout: Layout, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr("shardcache.layout.io.BufferedWriter", refusing(28, real=None))
-        with pytest.raises(OSError, match="ENOSPC"):
-            pin(layout, URL, None)
-    assert pins(layout) == [] and list(layout.partial.iterdir()) == []
 
 
 def test_a_directory_of_pins_that_is_a_link_is_not_followed(layout: Layout, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import logging
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -101,14 +100,6 @@ def test_a_pin_holds_in_every_tier(shop: Shop, ram: Path) -> None:
         assert cache.unpin(shop.urls[0]) is False
 
 
-def test_a_tier_is_another_jobs_only_one(shop: Shop, ram: Path) -> None:
-    with opened(shop, ram, 2 * shop.size) as cache:
-        for url in shop.urls[:3]:
-            cache.fetch(url)
-    with Cache(ram, cache_local=True, min_free=0) as cache:
-        assert [url in cache for url in shop.urls[:3]] == [True, True, False]
-
-
 @pytest.mark.locks_work("flock")
 def test_jobs_of_all_tiers_are_running_jobs_in_each(shop: Shop, ram: Path) -> None:
     with (
@@ -142,16 +133,6 @@ def test_a_tier_that_was_never_a_directory_is_a_mistake(shop: Shop, ram: Path) -
     assert ram.read_text() == "a file"
 
 
-def test_a_shard_of_unknown_size_goes_where_most_room_is(
-    make_cache: Make, origin: MemoryOrigin, ram: Path
-) -> None:
-    origin.sizes = False
-    origin.objects["s3://lab/a.tar"] = make_tar(0, members=3)
-    cache = make_cache(tiers=[f"{ram}=1GB"])
-    assert read(cache, "s3://lab/a.tar") == origin.objects["s3://lab/a.tar"]
-    assert place(cache, ram, "s3://lab/a.tar") == "home"
-
-
 def test_a_damaged_entry_of_one_tier_does_not_hide_a_good_one_of_another(
     shop: Shop, ram: Path
 ) -> None:
@@ -164,14 +145,6 @@ def test_a_damaged_entry_of_one_tier_does_not_hide_a_good_one_of_another(
     with opened(shop, ram, None) as cache:
         Path(url).unlink()
         assert len(read(cache, url)) == shop.size
-
-
-def test_a_damaged_entry_is_set_aside_in_its_tier_and_fetched_again(shop: Shop, ram: Path) -> None:
-    url = shop.urls[0]
-    with opened(shop, ram, None) as cache:
-        os.truncate(cache.fetch(url).data, 100)
-        assert read(cache, url) == Path(url).read_bytes()
-        assert len(list(Layout.of_root(ram).quarantine.iterdir())) == 1
 
 
 @pytest.mark.locks_work("flock")
@@ -287,27 +260,6 @@ def test_prewarming_counts_the_room_of_all_tiers(shop: Shop, ram: Path) -> None:
         assert list(cache.entries()) == []
         assert cache.prewarm(shop.urls[:5]).failed == 0
         assert len(list(cache.entries())) == 5
-
-
-def test_threads_fill_tiers_without_getting_in_each_others_way(shop: Shop, ram: Path) -> None:
-    with opened(shop, ram, 2 * shop.size) as cache:
-        errors: list[BaseException] = []
-
-        def work(order: list[str]) -> None:
-            try:
-                for url in order:
-                    assert read(cache, url) == Path(url).read_bytes()
-            except BaseException as exn:
-                errors.append(exn)
-
-        threads = [
-            threading.Thread(target=work, args=(shop.urls[n:] + shop.urls[:n],)) for n in range(6)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert errors == []
 
 
 # -- memory ----------------------------------------------------------------------
@@ -441,16 +393,6 @@ def test_tiers_are_given_as_text_lists_and_tables(given: Any, shown: str) -> Non
     assert [one.dir for one in faster] == [tier.dir for tier in config.tiers]
     assert [one.min_free for one in faster] == [tier.min_free for tier in config.tiers]
     assert all(one.tiers == () for one in faster)
-
-
-def test_limits_are_each_tiers_own() -> None:
-    config = Config(
-        "/home/cache", tiers=["/ram=50GB"], max_size="1TB", max_age="7d", ephemeral_limit="5GB"
-    )
-    ram, home = config.by_tier()
-    assert (str(ram.max_size), str(home.max_size)) == ("50GB", "1TB")
-    assert (ram.max_age, ram.ephemeral_limit) == (home.max_age, None)
-    assert home.ephemeral_limit == 5 * 10**9
 
 
 @pytest.mark.parametrize(

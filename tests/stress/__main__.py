@@ -19,7 +19,7 @@ LOCK_TESTS = [
     "tests/test_cache.py",
     "tests/fetch/test_coordination.py",
     "tests/store/test_partials.py",
-    "tests/space/test_space.py",
+    "tests/space/test_budget.py",
 ]
 FAULTS = ["refused", "lying", "deleted"]
 

@@ -73,6 +73,12 @@ VARIANTS = {
         "pass",
         "-m pytest -x tests/test_urls.py",
     ),
+    "links are counted once per rank": Variant(
+        "space/budget.py",
+        r"sum\(links\[0\]\.size for links in linked\(found\)\)(?= \+)",
+        "sum(entry.size for entry in found)",
+        "-m pytest -x tests/space/test_links.py",
+    ),
 }
 
 

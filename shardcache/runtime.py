@@ -257,7 +257,7 @@ class Process:
         return self.reading.closed and self.writing.closed
 
     def keep_house(self) -> None:
-        """Have the cache cleaned in the background if that is due; see `housekeeping`."""
+        """Have the cache cleaned in the background if that is due; see `space.clean`."""
         if not self._is_well:
             return
         for housekeeper in self._housekeepers:

@@ -16,7 +16,7 @@ import pytest
 from shardcache.layout import Layout
 from shardcache.ranks import Ranks
 from shardcache.stats import counters as module
-from shardcache.stats.counters import BUCKETS, WAITS, Counters, bucket_of, bucket_range
+from shardcache.stats.counters import BUCKETS, Counters, bucket_of, bucket_range
 from shardcache.stats.database import compact, samples, zero
 from shardcache.stats.summary import Stats, Waits, by_hour, by_rank, summed
 from shardcache.store.root import make_root
@@ -77,12 +77,6 @@ def test_percentiles_are_of_what_was_waited() -> None:
     assert 0.001 < waits.percentile(0.98) <= 0.0015
     assert 1.0 < waits.percentile(0.99) <= 1.5
     assert Waits({}).percentile(0.5) is None
-
-
-def test_all_waits_are_known_by_name() -> None:
-    assert set(WAITS) == set(summed([]).waits)
-    with pytest.raises(AttributeError):
-        summed([]).nonsense  # noqa: B018
 
 
 # -- counting ------------------------------------------------------------------
@@ -388,10 +382,7 @@ def test_minutes_become_hours(layout: Layout, day: Stats) -> None:
         assert by_rank(samples(layout)) == ranks and by_hour(samples(layout)) == hours
     compact(layout, NOON + 9 * HOUR)
     assert len(samples(layout)) == 6 and total(layout) == day
-
-
-def test_what_is_too_old_is_in_one_row_and_in_no_window(layout: Layout, day: Stats) -> None:
-    for days in (31, 62):
+    for days in (31, 62):  # what is too old is one row, and in no window
         compact(layout, NOON + days * 24 * HOUR)
         assert samples(layout) == []
         assert total(layout, ever=True).counters == day.counters

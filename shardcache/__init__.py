@@ -9,8 +9,7 @@ ds = cache.attach(wds.WebDataset("s3://bucket/train-{0000..2047}.tar", shardshuf
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from shardcache.cache import Cache
-from shardcache.defaults import default_cache, url_opener
+from shardcache.cache import Cache, default_cache, url_opener
 from shardcache.errors import (
     AccessDeniedError,
     CacheFullError,

@@ -437,7 +437,7 @@ def test_cancel_ends_a_fetch_in_another_thread(make_cache: MakeCache, origin: Me
 def test_the_default_cache_comes_from_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardcache.defaults._default", None)
+    monkeypatch.setattr("shardcache.cache._default", None)
     monkeypatch.setenv("SHARDCACHE_DIR", str(tmp_path / "default"))
     assert default_cache().dir == tmp_path / "default"
     assert default_cache() is default_cache()

@@ -93,8 +93,7 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
     def cache(self) -> Cache:
         """The cache behind this filesystem."""
         if self._cache is None:
-            from shardcache.cache import Cache
-            from shardcache.defaults import default_cache
+            from shardcache.cache import Cache, default_cache
 
             options = dict(self._options)
             if self._target_options:

@@ -30,7 +30,7 @@ def url(s3: S3Server, bucket: str, s3_environment: dict, proxy: Proxy) -> str:
 
 @pytest.fixture
 def default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("shardcache.defaults._default", None)
+    monkeypatch.setattr("shardcache.cache._default", None)
     monkeypatch.setenv("SHARDCACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("SHARDCACHE_MIN_FREE", "0")
     return tmp_path / "cache"

@@ -30,7 +30,7 @@ def data(
     s3.create_bucket("bucket")
     monkeypatch.setenv("SHARDCACHE_DIR", str(tmp_path / "shards"))
     monkeypatch.setenv("SHARDCACHE_MIN_FREE", "0")
-    monkeypatch.setattr("shardcache.defaults._default", None)
+    monkeypatch.setattr("shardcache.cache._default", None)
     return DataSet(s3, "bucket", proxy)
 
 

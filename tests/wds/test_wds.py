@@ -168,7 +168,7 @@ def test_the_module_level_opener_uses_the_default_cache(
     make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = make_cache()
-    monkeypatch.setattr("shardcache.defaults._default", cache)
+    monkeypatch.setattr("shardcache.cache._default", cache)
     sample = next(shardcache.url_opener([{"url": "s3://lab/train-0000.tar"}]))
     assert sample["stream"].read() == make_tar(0, MEMBERS)
 

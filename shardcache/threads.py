@@ -64,7 +64,7 @@ def start(function: Callable[[], object], name: str, *, whole: bool = False) -> 
     _ours[thread] = whole
     try:
         thread.start()
-    except BaseException:
+    except RuntimeError:
         _ours.pop(thread, None)
         raise
     return thread

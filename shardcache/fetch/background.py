@@ -84,7 +84,6 @@ class Fetching:
         shard: which.
         status: how far it is.
         done: whether it ended.
-        started: whether there is, or was, a thread that ends it.
         obtained: the entry, pinned until the last has left.
         error: what it ended with, if that was an error.
     """
@@ -97,7 +96,6 @@ class Fetching:
         self._run = run
         self._table = table
         self.obtained: Obtained | None = None
-        self.started = False
         self._changed = threading.Condition()
         self._changes = 0
         # Under the table's lock:
@@ -111,7 +109,6 @@ class Fetching:
         Raises:
             RuntimeError: the process must not have more threads.
         """
-        self.started = True
         name = f"shardcache-{self.shard.key[:8]}-fetch"
         threads.start(self._work, name)
 
@@ -201,7 +198,7 @@ class Fetchings:
             # Not under the lock: starting waits for the new thread, which may want the lock.
             try:
                 begun.start()
-            except BaseException as exn:
+            except RuntimeError as exn:
                 begun.error = exn
                 self.ended(begun)
                 share.leave(abandon=True)
@@ -247,8 +244,7 @@ class Fetchings:
     def _tell_the_end(self, fetching: Fetching) -> None:
         # Not under the lock: who waits may be leaving another fetch, by garbage collection.
         fetching.tell()
-        # The two refer to one another. An interrupt that strikes while the last one leaves must
-        # not keep the entry pinned until the garbage collector comes.
+        # The two refer to one another; the entry must not stay pinned until a garbage collection.
         fetching.status.listener = None
 
     def leave(self, share: Share, abandon: bool) -> None:
@@ -259,14 +255,8 @@ class Fetchings:
                 return
             fetching.wanted -= 1
             fetching.finish &= not abandon
-            # An interrupt between `join` and the start: others may wait for it already.
-            if never := share.began and not fetching.started:
-                fetching.done = True
-                self._remove(fetching)
-            elif fetching.wanted == 0:
+            if fetching.wanted == 0:
                 self._unwanted(fetching)
-        if never:
-            self._tell_the_end(fetching)
 
     def _unwanted(self, fetching: Fetching) -> None:
         if fetching.done:

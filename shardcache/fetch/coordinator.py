@@ -352,7 +352,7 @@ class Coordinator:
             except OSError as exn:  # full or read-only: theirs is as good to read
                 logger.info("%s: not linked, but read where it is: %s", url, exn)
                 return other
-            except BaseException:
+            except Exception:
                 other.close()
                 raise
             if opened is None:
@@ -504,7 +504,7 @@ class Intake:
             sync = self._config.fsync == "fsync"
             store = self._place_of(partial).store
             entry = store.publish(partial, metadata, sync=sync, known=known)
-        except BaseException:
+        except Exception:
             partial.discard()
             raise
         partial.close()
@@ -529,7 +529,7 @@ class Intake:
             # Claimed, it is live again and counts with its final size: nothing to add.
             size = partial.metadata.info.size
             return space.admit(str(url), size, lambda: partial, reserved=True)
-        except BaseException:
+        except Exception:
             partial.close()
             raise
 
@@ -554,7 +554,7 @@ class Intake:
                 places.popleft()
         try:
             right.tell(partial, info.size)
-        except BaseException:
+        except Exception:
             partial.discard()  # or its lock would reserve room until this process ends
             raise
         return partial

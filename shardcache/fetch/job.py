@@ -271,7 +271,7 @@ class Job:
                 if not self.origin.pins:  # then its answer says nothing of the version
                     self._look_at_version()
                 self.partial.confirm()
-            except BaseException:
+            except Exception:
                 body.close()
                 raise
         return body

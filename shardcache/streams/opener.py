@@ -122,14 +122,10 @@ class Opener:
         return io.BufferedReader(opened.file, _BUFFER), opened.path
 
     def _count_found(self, process: Process, opened: Opened, begun: float, *, began: bool) -> None:
-        try:
-            if began:  # it would not be there if it had not been fetched for this reader
-                self._count(process, "fetched", opened.size, begun)
-            else:
-                process.count_hit(opened, begun)
-        except BaseException:  # an interrupt: a pin that nobody holds would stay
-            opened.close()
-            raise
+        if began:  # it would not be there if it had not been fetched for this reader
+            self._count(process, "fetched", opened.size, begun)
+        else:
+            process.count_hit(opened, begun)
 
     def _begin(
         self,
@@ -160,13 +156,11 @@ class Opener:
         from shardcache.streams.stream import FollowStream  # here: it brings the engine along
 
         stream = FollowStream(shard, self, share, began=began, waited=waited)
-        begun = False
         try:
             stream.start(whole=self._config.fill == "complete")
-            begun = True
-        finally:
-            if not begun:
-                stream.abandon()
+        except Exception:
+            stream.abandon()
+            raise
         return io.BufferedReader(stream, _BUFFER), stream.path
 
     def _run(self, process: Process, shard: ShardURL, *, ahead: bool = False) -> Run:
@@ -226,14 +220,10 @@ class Opener:
             except (DamagedError, OSError):
                 opened = self._find(process, shard, self._gated)  # sees it too, and deals with it
         if opened is not None:
-            try:
-                process.touch(opened)
-                if logger.isEnabledFor(logging.DEBUG):  # what it says is not made for nobody
-                    say = {"event": "hit", "shard": str(shard), "bytes": opened.size}
-                    logger.debug("%s: hit", shard, extra=say)
-            except BaseException:  # an interrupt: a pin that nobody holds would stay
-                opened.close()
-                raise
+            process.touch(opened)
+            if logger.isEnabledFor(logging.DEBUG):  # what it says is not made for nobody
+                say = {"event": "hit", "shard": str(shard), "bytes": opened.size}
+                logger.debug("%s: hit", shard, extra=say)
             opened.file.guard(self._healer, shard, opened.path, opened.size, process.reading)
         return opened
 
@@ -380,16 +370,12 @@ class Opener:
         *,
         use: bool = True,
     ) -> None:
-        try:
-            process.touch(obtained.opened)
-            if use:
-                self._count(process, obtained.outcome, obtained.opened.size, begun)
-            if logger.isEnabledFor(logging.DEBUG):
-                say = {"event": str(obtained.outcome), "shard": str(shard)}
-                logger.debug("%s: %s", shard, obtained.outcome, extra=say)
-        except BaseException:  # an interrupt: a pin that nobody holds would stay
-            obtained.opened.close()
-            raise
+        process.touch(obtained.opened)
+        if use:
+            self._count(process, obtained.outcome, obtained.opened.size, begun)
+        if logger.isEnabledFor(logging.DEBUG):
+            say = {"event": str(obtained.outcome), "shard": str(shard)}
+            logger.debug("%s: %s", shard, obtained.outcome, extra=say)
 
     def _count(self, process: Process, outcome: str, size: int, begun: float) -> None:
         process.counters.opened(outcome, size, self._clock.monotonic() - begun)
@@ -425,20 +411,15 @@ class Opener:
             fetched = obtained is not None and obtained.outcome == "fetched"
             if fetched or status.received:
                 seconds = self._clock.monotonic() - begun
-                try:
-                    process.counters.fetched(
-                        shard,
-                        size=status.size or (status.written if fetched else 0),
-                        received=status.received,
-                        seconds=seconds,
-                        retries=status.retries,
-                        upstream=status.near,
-                        done=fetched,
-                    )
-                except BaseException:  # an interrupt: a pin that nobody holds would stay
-                    if obtained is not None:
-                        obtained.opened.close()
-                    raise
+                process.counters.fetched(
+                    shard,
+                    size=status.size or (status.written if fetched else 0),
+                    received=status.received,
+                    seconds=seconds,
+                    retries=status.retries,
+                    upstream=status.near,
+                    done=fetched,
+                )
         return obtained
 
     def _acquire(

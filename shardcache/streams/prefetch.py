@@ -84,7 +84,7 @@ class Lookahead:
         self._url = url
         self._count = count
         self._coming: deque[Coming] = deque()
-        self._ended: BaseException | None = None
+        self._ended: Exception | None = None
 
     def __iter__(self) -> Iterator[Coming]:
         """The items, in order.
@@ -109,7 +109,7 @@ class Lookahead:
             return None
         try:
             item = next(self._data)
-        except BaseException as exn:  # noqa: BLE001 - raised when its turn comes
+        except Exception as exn:  # noqa: BLE001 - raised when its turn comes
             self._ended = exn
             return None
         self._coming.append(Coming(self._cache, item, self._url))

@@ -184,7 +184,7 @@ class OriginStream(io.RawIOBase):
             if version is not None:
                 self._insist(body.info, version)
             skip(body, self._position)
-        except BaseException:
+        except Exception:
             body.close()
             raise
         return body
@@ -213,7 +213,7 @@ class OriginStream(io.RawIOBase):
             if body.info.version != self._info.version:
                 raise VersionChangedError(str(self._url))
             skip(body, self._position)
-        except BaseException:
+        except Exception:
             body.close()
             raise
         self._pace = Pace(self._clock, self._timeout, self._attempts)

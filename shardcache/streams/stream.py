@@ -323,7 +323,7 @@ class FollowStream(io.RawIOBase):
             self._trail.prove_entry(file, Entry.at(Path(opened.directory)).version)
             file.seek(self._position)
             self._told(opened.size)
-        except BaseException:
+        except Exception:
             opened.close()
             raise
         self._final = file

@@ -19,7 +19,6 @@ from shardcache.layout import Layout
 from shardcache.locks.flock import Holder, KeyLock, read_holder
 from shardcache.origins.base import TransientError
 from shardcache.store.digest import BLOCK
-from shardcache.store.entry import DamagedError
 from shardcache.store.partial import Partial
 from shardcache.store.store import Store
 from tests.support.fakes import FakeClock, Fault, MemoryOrigin
@@ -120,62 +119,6 @@ def test_a_stuck_holder_is_passed_by_after_stale_after_and_keeps_its_lock(
     text = caplog.text
     assert "process 4711 on node-7 (rank 3) has been fetching it for 10" in text
     assert "fetching it here too" in text
-
-
-@pytest.mark.locks_work
-def test_who_waits_reads_what_is_there_whether_or_not_the_lock_is_free(
-    tmp_path: Path, origin: MemoryOrigin, make_cache: MakeCache
-) -> None:
-    done = make_cache(dir=tmp_path / "elsewhere").fetch(URL)
-    cache, clock = patient(tmp_path, origin)
-    lock = hold(cache)
-    store = Store(Layout.of_root(cache.dir))
-
-    def publish() -> None:
-        clock.on_sleep.clear()
-        target = store.layout.entry(done.key, done.version, done.size)
-        target.parent.mkdir(parents=True)
-        shutil.copytree(done.path, target)
-
-    clock.on_sleep.append(publish)
-    assert cache.fetch_shard(cache.parse(URL))[1] == "coalesced"
-    assert len(clock.naps) == 1
-    lock.release()
-
-
-@pytest.mark.locks_work
-@pytest.mark.parametrize("stuck", [True, False])
-def test_damage_is_set_aside_by_who_has_the_lock(
-    tmp_path: Path, origin: MemoryOrigin, stuck: bool
-) -> None:
-    cache, _ = patient(tmp_path, origin, stale_after=1)
-    damaged = cache.fetch(URL)
-    os.chmod(damaged.data, 0o600)
-    os.truncate(damaged.data, 10)
-    newer = make_tar(2)
-    origin.objects[URL] = newer
-    lock = hold(cache) if stuck else None
-    assert read(cache) == newer
-    aside = os.listdir(Layout.of_root(cache.dir).quarantine)
-    assert len(aside) == (not stuck)
-    assert damaged.path.exists() == stuck
-    if lock is not None:
-        lock.release()
-
-
-@pytest.mark.locks_work
-def test_one_at_a_time_has_a_shard_alone(make_cache: MakeCache) -> None:
-    cache = make_cache()
-    coordinator = cache._here().coordinator()
-    store, shard = coordinator.store, cache.parse(URL)
-    with coordinator.sole(store, shard.key) as held:
-        assert held
-        with coordinator.sole(store, shard.key) as too:
-            assert not too
-        lock = KeyLock(store.layout.key_lock(shard.key))
-        assert not lock.try_acquire(Holder(1, "x", None, None, 0.0))
-    assert lock.try_acquire(Holder(1, "x", None, None, 0.0))
-    lock.release()
 
 
 @pytest.mark.locks_work
@@ -558,45 +501,6 @@ def test_a_damaged_copy_of_a_sibling_is_not_shared(
     os.truncate(entry.data, 10)
     assert read(make_cache(**ranks({}, monkeypatch, 1))) == DATA
     assert fetches(origin) == 2
-
-
-@pytest.mark.parametrize("error", [FileNotFoundError(), DamagedError("its sidecar is none")])
-def test_a_siblings_copy_that_cannot_be_had_leaves_the_next_one(
-    make_cache: MakeCache,
-    origin: MemoryOrigin,
-    monkeypatch: pytest.MonkeyPatch,
-    error: Exception,
-) -> None:
-    for rank in (0, 1):
-        make_cache(**ranks({}, monkeypatch, rank)).fetch(URL)
-    cache = make_cache(**ranks({}, monkeypatch, 2))
-    origin.requests.clear()
-    real = Store.link
-
-    def link(self: Store, *args: object) -> bool:
-        monkeypatch.setattr(Store, "link", real)
-        raise error
-
-    monkeypatch.setattr(Store, "link", link)
-    assert cache.fetch_shard(cache.parse(URL))[1] == "linked"
-    assert origin.requests == []
-
-
-@pytest.mark.locks_work("answers")
-def test_an_interrupt_while_a_copy_is_linked_is_an_interrupt(
-    make_cache: MakeCache, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    entry = make_cache(**ranks({}, monkeypatch, 0)).fetch(URL)
-    cache = make_cache(**ranks({}, monkeypatch, 1))
-
-    def link(self: Store, *args: object) -> bool:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Store, "link", link)
-    with pytest.raises(KeyboardInterrupt):
-        cache.fetch(URL)
-    store = Store(Layout(entry.path.parents[3]))
-    assert not store.is_pinned(entry)
 
 
 def test_where_links_are_impossible_the_siblings_copy_is_read(

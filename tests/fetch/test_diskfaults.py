@@ -23,16 +23,14 @@ from typing import Any
 
 import pytest
 
-from shardcache import Cache, CacheFullError, ConfigError, TransferError
+from shardcache import Cache, CacheFullError, TransferError
 from shardcache.breaker import FULL
 from shardcache.config import Config
 from shardcache.layout import META, Layout
-from shardcache.space.eviction import ENTRY_INODES, Limits, Reason, plan
-from shardcache.space.memory import Volume
 from tests.stress.fuse.shim import Shim, mounted, needs_fuse
 from tests.support.disktools import disk, remount, unmount
 from tests.support.fakes import FakeClock, MemoryOrigin
-from tests.support.storetools import Parent, forked, needs_root, no_descriptor_left, wait_until
+from tests.support.storetools import needs_root, no_descriptor_left, wait_until
 from tests.support.tars import make_tar
 
 URL = "s3://lab/train-0000.tar"
@@ -218,25 +216,6 @@ def test_a_disk_that_cannot_be_written_is_left_alone_for_a_while(
     assert len([r for r in caplog.records if "can be written again" in r.getMessage()]) == 1
 
 
-def test_a_missing_object_does_not_end_the_pause_nor_lengthen_it(
-    shim: Shim, origin: MemoryOrigin, tmp_path: Path
-) -> None:
-    clock = FakeClock()
-    config = Config(shim.root / tmp_path.name, min_free=0, locks="flock")
-    urls = shards(origin, 5)
-    with Cache.from_config(config, clock=clock) as cache:
-        cache._here().coordinator()
-        cache._here().origins.add("s3", origin)
-        shim.fail("create", f"{cache.dir.name}/*", error=errno.EIO, times=-1)
-        for url in urls[:3]:
-            read(cache, url, origin)
-        shim.heal()
-        clock.sleep(60)
-        with pytest.raises(FileNotFoundError):
-            cache.open("s3://lab/none.tar")  # this one tried
-        assert read(cache, urls[4], origin)
-
-
 # -- room ------------------------------------------------------------------------------------
 
 
@@ -257,33 +236,6 @@ def test_a_full_disk_is_filled_no_further_and_stays_usable(
         stored = [read(second, url, origin) for url in reversed(urls)]
         assert stored[:7] == [True] * 7  # five of them in the place of others
         second.close()
-
-
-@needs_root
-def test_room_that_others_take_is_no_fault(
-    make_cache: MakeCache, origin: MemoryOrigin, tmp_path: Path, caplog
-) -> None:
-    """The disk is full although the plan said that it is not: at the write."""
-    urls = shards(origin, 3, MIB)
-    with disk(tmp_path / "disk", "size=8m") as path:
-        cache = make_cache(dir=path / "cache", min_free=0)
-        read(cache, urls[0], origin)
-        long_ago(cache)
-        real = Layout.new_partial
-
-        def beaten(self: Layout, key: str, version: str) -> Path:
-            if not (path / "hog").exists():
-                (path / "hog").write_bytes(bytes(6 * MIB + MIB // 2))
-            return real(self, key, version)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Layout, "new_partial", beaten)
-            assert read(cache, urls[1], origin)
-        assert urls[0] not in cache  # it made room
-        assert not read(cache, urls[2], origin)  # now nothing may go
-        assert len(warnings(caplog)) == 1
-        assert leftovers(cache) == []
-        cache.close()
 
 
 @needs_root
@@ -310,136 +262,6 @@ def test_a_disk_without_inodes_makes_room_by_number(
         assert [r for r in caplog.records if "(inodes)" in r.getMessage()]
         assert not [r for r in caplog.records if "the disk is full" in r.getMessage()]
         second.close()
-
-
-@needs_root
-def test_inodes_that_others_take_are_found_by_eviction(
-    make_cache: MakeCache, origin: MemoryOrigin, tmp_path: Path
-) -> None:
-    """None is left for so much as a lock."""
-    urls = shards(origin, 10)
-    with disk(tmp_path / "disk", "size=32m,nr_inodes=120") as path:
-        cache = make_cache(dir=path / "cache", min_free=0)
-        for url in urls[:9]:
-            read(cache, url, origin)
-        long_ago(cache)
-        number = 0
-        with contextlib.suppress(OSError):
-            while True:
-                (path / str(number)).touch()
-                number += 1
-        assert Volume.of(path).free_inodes == 0
-        assert read(cache, urls[9], origin)
-        assert leftovers(cache) == []
-        assert len(list(cache.entries())) >= 5
-        cache.close()
-
-
-@needs_root
-def test_the_floor_counts_inodes(
-    make_cache: MakeCache, origin: MemoryOrigin, tmp_path: Path
-) -> None:
-    urls = shards(origin, 40)
-    with disk(tmp_path / "disk", "size=32m,nr_inodes=200") as path:
-        cache = make_cache(dir=path / "cache", min_free="50%")
-        stored = [read(cache, url, origin) for url in urls]
-        assert 5 < sum(stored) < 30
-        assert 100 <= Volume.of(path).free_inodes < 100 + 12
-        (path / "taken").mkdir()
-        for number in range(30):
-            (path / "taken" / str(number)).touch()
-        long_ago(cache)
-        cache.close()
-        dry = cache.clean(dry_run=True)
-        wet = cache.clean()
-        assert [r.name for r in dry.removed] == [r.name for r in wet.removed]
-        assert wet.count(Reason.INODES) == len(wet.removed) < sum(stored)
-        assert Volume.of(path).free_inodes >= 100
-        cache.close()
-
-
-def test_a_plan_frees_inodes_by_the_entry_and_says_how_many_are_missing(
-    make_cache: MakeCache, origin: MemoryOrigin
-) -> None:
-    cache = make_cache()
-    for url in shards(origin, 4):
-        cache.fetch(url)
-    entries = sorted(cache.entries(), key=lambda entry: (entry.used, entry.key))
-    now = time.time()
-    found = plan(entries, Limits(inodes_needed=ENTRY_INODES + 1), now)
-    assert [victim.reason for victim in found.victims] == [Reason.INODES] * 2
-    assert found.suffices and found.missing_inodes == 0
-    found = plan(entries, Limits(inodes_needed=100), now)
-    assert len(found.victims) == 4 and not found.suffices
-    assert (found.missing, found.missing_inodes) == (0, 100 - 4 * ENTRY_INODES)
-    assert plan(entries, Limits(), now).victims == ()
-
-
-def test_a_filesystem_that_counts_no_inodes_lacks_none() -> None:
-    assert Volume(100, 10, inodes=0, free_inodes=0).lacks_inodes(50) == 0
-    assert Volume(100, 10, inodes=60, free_inodes=20).lacks_inodes(50) == 30
-
-
-@needs_root
-@pytest.mark.parametrize("min_free", [0, "2MB"])
-def test_evicted_files_that_somebody_has_open_do_not_empty_the_cache(
-    make_cache: MakeCache, origin: MemoryOrigin, tmp_path: Path, caplog, min_free: object
-) -> None:
-    """A program that opens shards by their paths, and pins nothing."""
-    urls = shards(origin, 20, MIB)
-    with disk(tmp_path / "disk", "size=16m") as path:
-        cache = make_cache(dir=path / "cache", min_free=min_free)
-        for url in urls[:10]:
-            assert read(cache, url, origin)
-        long_ago(cache)
-        readers = [os.open(entry.data, os.O_RDONLY) for entry in cache.entries()]
-        hog = path / "hog"
-        hog.write_bytes(bytes(Volume.of(path).free - 3 * MIB))
-        for url in urls[10:]:
-            begun = origin.delivered
-            read(cache, url, origin)
-        # What cannot be stored is not fetched to see that (and nothing was stored last).
-        assert origin.delivered - begun == len(origin.objects[url])
-        # Room for one or two newcomers, and what was evicted for the third.
-        old = [url for url in urls[:10] if url in cache]
-        assert len(old) >= 8
-        assert len([w for w in warnings(caplog) if "open by their paths" in w]) == 1
-        # What comes back is used, and no more is evicted for it.
-        for reader in readers:
-            os.close(reader)
-        hog.unlink()
-        assert read(cache, urls[-1], origin)
-        assert [url for url in urls[:10] if url in cache] == old
-        cache.close()
-
-
-@needs_root
-def test_what_one_process_evicted_in_vain_all_of_the_node_know(
-    make_cache: MakeCache, origin: MemoryOrigin, tmp_path: Path
-) -> None:
-    urls = shards(origin, 20, MIB)
-    with disk(tmp_path / "disk", "size=16m") as path:
-        cache = make_cache(dir=path / "cache", min_free=0)
-        for url in urls[:10]:
-            assert read(cache, url, origin)
-        long_ago(cache)
-        cache.close()
-        readers = [os.open(entry.data, os.O_RDONLY) for entry in cache.entries()]
-        (path / "hog").write_bytes(bytes(Volume.of(path).free - MIB // 2))
-
-        def job(parent: Parent, number: int) -> None:
-            mine = make_cache(dir=path / "cache", min_free=0)
-            mine._here().coordinator()
-            mine._here().origins.add("s3", origin)
-            parent.say(read(mine, urls[10 + number], origin))
-
-        for number in range(6):
-            with forked(job, number) as child:
-                assert not child.hear()
-        assert len([url for url in urls[:10] if url in cache]) >= 8
-        for reader in readers:
-            os.close(reader)
-        cache.close()
 
 
 # -- limits of the process -----------------------------------------------------------------
@@ -666,60 +488,6 @@ def test_a_lost_manifest_is_written_again(make_cache: MakeCache, origin: MemoryO
     (cache.dir / "manifest.json").unlink()
     assert read(cache, urls[1], origin)
     assert cache.clean(everything=True).removed  # what bears none is not touched
-
-
-def test_every_process_of_a_job_begins_anew_together(
-    make_cache: MakeCache, origin: MemoryOrigin, ram: Path
-) -> None:
-    urls = shards(origin, 4)
-    cache = make_cache(dir=ram / "cache")
-    read(cache, urls[0], origin)
-
-    def worker(parent: Parent) -> None:
-        mine = make_cache(dir=ram / "cache")
-        while parent.hear():
-            parent.say([read(mine, url, origin) for url in urls])
-
-    with forked(worker) as one, forked(worker) as two:
-        assert one.ask(True) == two.ask(True) == [True] * 4
-        unmount(ram)
-        with disk(ram, "size=32m"):
-            one.tell(True)
-            two.tell(True)
-            assert one.hear() == two.hear() == [True] * 4
-            assert len(list(cache.entries())) == 4
-            one.kill()
-            two.kill()
-            cache.close()
-
-
-def test_what_has_taken_the_place_of_a_ram_disk_is_checked_like_any_root(
-    make_cache: MakeCache, origin: MemoryOrigin, ram: Path, caplog
-) -> None:
-    """Under the mountpoint is a directory that everybody may write."""
-    urls = shards(origin, 5)
-    cache = make_cache(dir=ram)
-    assert read(cache, urls[0], origin)
-    unmount(ram)
-    ram.chmod(0o777)
-    assert [read(cache, url, origin) for url in urls] == [False] * 5
-    assert os.listdir(ram) == []
-    # That it is gone, and that nothing can take its place.
-    assert len(warnings(caplog)) == 2
-    assert "can be written by every user" in warnings(caplog)[1]
-    with pytest.raises((OSError, ConfigError)):
-        cache.fetch(urls[0])
-    assert os.listdir(ram) == []
-    strict = make_cache(dir=ram / "mine", strict=True)
-    assert read(strict, urls[0], origin)
-    shutil.rmtree(ram / "mine")
-    (ram / "mine").mkdir()
-    (ram / "mine").chmod(0o777)
-    with pytest.raises(ConfigError, match="written by every user"):
-        strict.open(urls[1])
-    assert os.listdir(ram / "mine") == []
-    strict.close()
-    cache.close()
 
 
 def test_a_root_that_comes_back_as_somebody_elses_is_not_read(

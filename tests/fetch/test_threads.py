@@ -14,7 +14,7 @@ import pytest
 from shardcache import threads
 from shardcache.origins import s3
 from shardcache.origins.s3 import S3Origin
-from tests.support.storetools import PATIENCE, forked, wait_until
+from tests.support.storetools import PATIENCE, forked
 
 #: Seconds that something takes which a fork has to wait for.
 LONG = 0.4
@@ -47,18 +47,6 @@ def test_a_fork_waits_until_a_thread_that_has_ended_is_gone(ends_slowly) -> None
         assert child.hear() == "here"
 
 
-def test_threads_that_end_are_forgotten_by_the_next(ends_slowly) -> None:
-    slow = threads.start(ends_slowly, "shardcache-test")
-    slow.join()
-    others = [threads.start(lambda: None, "shardcache-test") for _ in range(20)]
-    assert slow in threads._ours
-    for other in others:
-        other.join()
-    wait_until(lambda: not any(map(is_there, [slow, *others])))
-    last = threads.start(lambda: None, "shardcache-test")
-    assert [each for each in threads._ours if each.name == "shardcache-test"] == [last]
-
-
 def test_a_fork_waits_for_no_thread_that_goes_on() -> None:
     end = threading.Event()
     thread = threads.start(lambda: end.wait(PATIENCE), "shardcache-test")
@@ -88,49 +76,6 @@ def test_a_fork_waits_for_what_is_not_to_be_divided() -> None:
         assert child.hear() == ([True], {})
     thread.join()
     assert threads._undivided == {}
-
-
-def test_who_is_in_it_may_fork(monkeypatch: pytest.MonkeyPatch) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr(threads, "_BEFORE_FORK", 0.2)
-    monkeypatch.setattr(threads.time, "sleep", slept.append)
-    with threads.undivided(), threads.undivided():
-        with forked(lambda parent: parent.say(dict(threads._undivided))) as child:
-            assert child.hear() == {}
-        assert threads._undivided == {threading.get_ident(): 2}
-    assert threads._undivided == {}
-    assert slept == []  # it has not waited for itself
-
-
-def test_a_child_that_leaves_it_has_no_trouble() -> None:
-    read, write = os.pipe()
-    with threads.undivided():
-        pid = os.fork()
-    if pid == 0:
-        with threads.undivided():
-            os.write(write, repr(len(threads._undivided)).encode())
-        os._exit(len(threads._undivided))
-    os.close(write)
-    assert os.read(read, 10) == b"1"
-    os.close(read)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-
-
-def test_nothing_of_the_kind_begins_just_before_a_fork() -> None:
-    inside = threading.Event()
-
-    def work() -> None:
-        with threads.undivided():
-            inside.set()
-
-    threads._wait()  # what a fork calls first
-    try:
-        thread = threads.start(work, "shardcache-test")
-        assert not inside.wait(0.1)
-    finally:
-        threads._go_on()  # and last
-    assert inside.wait(PATIENCE)
-    thread.join()
 
 
 def test_a_fork_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,19 +120,6 @@ def test_a_client_of_s3_is_made_in_one_piece(monkeypatch: pytest.MonkeyPatch) ->
     with forked(lambda parent: parent.say(list(made))) as child:
         assert child.hear() == [True]
     thread.join()
-
-
-def test_a_thread_that_cannot_be_started_is_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refuse(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    before = set(threads._ours)
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    with pytest.raises(RuntimeError, match="can't start"):
-        threads.start(lambda: None, "shardcache-test", whole=True)
-    assert set(threads._ours) <= before
 
 
 def test_what_spells_the_names_of_hosts_is_there_before_a_thread_is() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import errno
 import hashlib
 import os
 import threading
@@ -23,7 +22,6 @@ from shardcache.errors import (
     TransferError,
     TransferTimeoutError,
 )
-from shardcache.fetch.connections import Lanes
 from shardcache.fetch.job import Fetched, FetchStatus
 from shardcache.fetch.transfer import Fetcher
 from shardcache.layout import Layout
@@ -115,14 +113,6 @@ def test_every_byte_arrives_once(bench: Bench) -> None:
     fetched.partial.discard()
 
 
-def test_the_first_request_is_the_only_one_for_a_small_object(bench: Bench) -> None:
-    bench.origin.objects[str(URL)] = b"small"
-    fetched = bench.fetch()
-    assert contents(fetched) == b"small"
-    assert len(bench.origin.requests) == 1
-    fetched.partial.discard()
-
-
 @pytest.mark.parametrize("size", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1])
 def test_sizes_around_a_block(bench: Bench, size: int) -> None:
     bench.origin.objects[str(URL)] = payload(size)
@@ -155,15 +145,6 @@ def test_progress_resets_the_attempts(bench: Bench) -> None:
     fetched.partial.discard()
 
 
-def test_an_origin_that_never_answers_is_asked_attempts_times(bench: Bench) -> None:
-    bench.origin.faults.extend(Fault(after=None) for _ in range(10))
-    with pytest.raises(TransferError, match=r"3 attempts failed") as caught:
-        bench.fetch()
-    assert len(bench.origin.requests) == 3
-    assert str(URL) in str(caught.value)
-    assert bench.left() == []
-
-
 def test_attempts_without_progress_in_the_middle_end_and_leave_a_resumable_partial(
     bench: Bench,
 ) -> None:
@@ -186,13 +167,6 @@ def test_attempts_without_progress_in_the_middle_end_and_leave_a_resumable_parti
     fetched.partial.discard()
 
 
-def test_retry_after_is_honoured_and_jittered(bench: Bench) -> None:
-    bench.origin.faults.append(Fault(after=None, error=TransientError("busy", retry_after=7.0)))
-    fetched = bench.fetch()
-    assert 7.0 <= bench.clock.elapsed <= 7.25
-    fetched.partial.discard()
-
-
 @pytest.mark.parametrize(("asked", "least", "most"), [(None, 0.0, 0.25), (7.0, 7.0, 7.25)])
 def test_those_who_are_refused_together_come_back_apart(
     bench: Bench, asked: float | None, least: float, most: float
@@ -208,64 +182,6 @@ def test_those_who_are_refused_together_come_back_apart(
     assert len(set(pauses)) == 10
     assert all(least <= pause <= most for pause in pauses)
     assert max(pauses) - min(pauses) > 0.02
-
-
-def test_a_missing_object_costs_one_request(bench: Bench) -> None:
-    bench.origin.objects.clear()
-    with pytest.raises(ShardNotFoundError):
-        bench.fetch()
-    assert len(bench.origin.requests) == 1
-    assert bench.left() == []
-
-
-def test_an_object_replaced_in_mid_fetch_is_fetched_anew_and_never_spliced(bench: Bench) -> None:
-    gate = threading.Event()
-    for _ in range(3):
-        bench.origin.faults.append(Fault(after=0, wait=gate))
-    bench.origin.faults.append(Fault(after=None, error=TransientError("try again")))
-
-    def replace() -> None:
-        bench.origin.objects[str(URL)] = payload(seed=2)
-        gate.set()
-
-    timer = threading.Timer(0.1, replace)
-    timer.start()
-    fetched = bench.fetch()
-    timer.join()
-    assert contents(fetched) in (payload(seed=1), payload(seed=2))
-    assert fetched.info.etag == f'"{hashlib.md5(contents(fetched)).hexdigest()}"'
-    assert len(bench.left()) == 1
-    fetched.partial.discard()
-
-
-def test_an_origin_that_ignores_the_pin_is_not_spliced(bench: Bench) -> None:
-    real = bench.origin.open
-
-    def forgetful(url, start, stop, pin=None):
-        if pin is not None:
-            bench.origin.objects[str(URL)] = payload(seed=2)
-        return real(url, start, stop)
-
-    bench.origin.open = forgetful
-    fetched = bench.fetch()
-    assert contents(fetched) == payload(seed=2)
-    assert fetched.info.etag == f'"{hashlib.md5(payload(seed=2)).hexdigest()}"'
-    fetched.partial.discard()
-
-
-def test_an_object_that_never_stands_still_is_reported(bench: Bench) -> None:
-    seeds = iter(range(10, 1000))
-    real = bench.origin.open
-
-    def unsteady(url, start, stop, pin=None):
-        if pin is not None:
-            bench.origin.objects[str(URL)] = payload(seed=next(seeds))
-        return real(url, start, stop, pin)
-
-    bench.origin.open = unsteady
-    with pytest.raises(TransferError, match="changed 4 times"):
-        bench.fetch()
-    assert bench.left() == []
 
 
 def test_an_unpinned_origin_is_described_again_at_the_end(bench: Bench) -> None:
@@ -383,13 +299,6 @@ def test_a_byte_flipped_on_the_way_is_fetched_again(bench: Bench) -> None:
     fetched.partial.discard()
 
 
-def test_bytes_that_never_match_are_not_published(bench: Bench) -> None:
-    bench.origin.checksums[str(URL)] = Checksum("crc32", crc32(b"something else"))
-    with pytest.raises(IntegrityError, match="damaged"):
-        bench.fetch()
-    assert bench.left() == []
-
-
 def test_a_target_that_refuses_ends_the_fetch_after_one_request(bench: Bench) -> None:
     def refuse(info: ObjectInfo) -> Partial:
         raise CacheFullError(f"no room for {info.size}")
@@ -397,19 +306,6 @@ def test_a_target_that_refuses_ends_the_fetch_after_one_request(bench: Bench) ->
     with pytest.raises(CacheFullError):
         bench.fetch(target=refuse)
     assert len(bench.origin.requests) == 1
-
-
-def test_a_full_disk_surfaces_as_it_is_and_leaves_nothing(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(self, offset, data, fd=None):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(Partial, "write", full)
-    with pytest.raises(OSError, match="No space left") as caught:
-        bench.fetch()
-    assert not isinstance(caught.value, TransferError)
-    assert bench.left() == []
 
 
 def test_cancelling_ends_a_silent_fetch_and_keeps_what_came(bench: Bench) -> None:
@@ -499,22 +395,6 @@ def test_no_descriptor_is_left(bench: Bench) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_worker_that_fails_in_a_thread_of_its_own_fails_the_fetch(bench: Bench) -> None:
-    calls: list[int] = []
-    real = bench.origin.open
-
-    def fail_later(url, start, stop, pin=None):
-        calls.append(start)
-        if start >= 2 * BLOCK:
-            raise ShardNotFoundError(f"{url} vanished", url=str(url))
-        return real(url, start, stop, pin)
-
-    bench.origin.open = fail_later
-    with pytest.raises(ShardNotFoundError):
-        bench.fetch()
-    assert len(bench.left()) == 1  # kept: what came is good
-
-
 def test_what_comes_after_an_abort_is_not_believed(bench: Bench) -> None:
     """A connection that is aborted behind TLS goes on with ciphertext."""
     bench.origin.objects[str(URL)] = payload(4 * BLOCK)
@@ -556,44 +436,6 @@ def test_what_comes_after_an_abort_is_not_believed(bench: Bench) -> None:
     fetched.partial.discard()
 
 
-def test_what_is_resumed_comes_over_several_connections(bench: Bench) -> None:
-    left = bench.target(bench.origin.info(URL))
-    left.close()
-    resumed = Partial.claim(bench.layout, left.path, URL.basename)
-    assert resumed is not None
-    others = threading.Event()
-    bench.origin.faults.append(Fault(after=0, wait=others))
-    real = bench.origin.open
-
-    def open_(url, start, stop, pin=None):
-        if len(bench.origin.requests) == 2:
-            others.set()  # the first waits for the third: it is not the only one
-        return real(url, start, stop, pin)
-
-    bench.origin.open = open_
-    fetched = bench.fetch(resume=resumed)
-    assert contents(fetched) == payload()
-    assert len(bench.origin.requests) == 3
-    fetched.partial.discard()
-
-
-@pytest.mark.parametrize(("seconds", "lanes"), [(0.0, 4), (0.0069, 7), (5.0, 16)])
-def test_the_first_answer_tells_how_many_connections_there_are(
-    bench: Bench, seconds: float, lanes: int
-) -> None:
-    bench.fetcher.lanes = Lanes(64, 2 * BLOCK)
-    real = bench.origin.open
-
-    def open_(url, start, stop, pin=None):
-        bench.clock.elapsed += seconds
-        return real(url, start, stop, pin)
-
-    bench.origin.open = open_
-    fetched = bench.fetch()
-    assert bench.fetcher.lanes.limit == lanes
-    fetched.partial.discard()
-
-
 def test_a_process_that_may_start_no_threads_fetches_alone(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -604,77 +446,6 @@ def test_a_process_that_may_start_no_threads_fetches_alone(
     fetched = bench.fetch()
     assert contents(fetched) == payload()
     fetched.partial.discard()
-
-
-def test_a_fetch_that_fails_before_its_first_byte_gives_the_connection_back(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bodies = []
-    real = bench.origin.open
-
-    def open_(*arguments):
-        bodies.append(real(*arguments))
-        return bodies[-1]
-
-    def no_descriptor(self: Partial) -> int:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    bench.origin.open = open_
-    bench.origin.states_checksums = False
-    bench.origin.objects[str(URL)] = payload(BLOCK)
-    monkeypatch.setattr(Partial, "handle", no_descriptor)
-    with pytest.raises(OSError, match="Too many open files"):
-        bench.fetch()
-    assert [body.closed for body in bodies] == [True]
-
-
-def test_a_second_interrupt_while_workers_end_leaves_nothing_locked(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    bench.origin.states_checksums = False
-    bench.origin.objects[str(URL)] = payload(4 * BLOCK)
-    bench.origin.faults.append(Fault(after=BLOCK, error=KeyboardInterrupt()))
-    real = threading.Thread.join
-
-    def interrupted(self: threading.Thread, timeout: float | None = None) -> None:
-        real(self, timeout)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(threading.Thread, "join", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        bench.fetch()
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_workers_that_hear_nothing_share_one_farewell(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waits: list[float] = []
-    gate = threading.Event()
-    real = bench.origin.open
-    join = threading.Thread.join
-
-    def silent(url, start, stop, pin=None):
-        if start:
-            gate.wait(30)
-        return real(url, start, stop, pin)
-
-    def noted(self: threading.Thread, timeout: float | None = None) -> None:
-        waits.append(timeout)
-        join(self, min(timeout, 0.01))
-
-    bench.origin.open = silent
-    bench.origin.states_checksums = False
-    bench.origin.faults.append(Fault(after=BLOCK + 10, error=KeyboardInterrupt()))
-    now = iter(range(0, 1000, 4))
-    monkeypatch.setattr("shardcache.fetch.job.time.monotonic", lambda: float(next(now)))
-    monkeypatch.setattr(threading.Thread, "join", noted)
-    with pytest.raises(KeyboardInterrupt):
-        bench.fetch()
-    monkeypatch.undo()
-    gate.set()
-    assert waits == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -774,19 +545,6 @@ def test_what_is_longer_than_it_was_listed_takes_no_other_request(describing: Be
     fetched.partial.discard()
 
 
-@pytest.mark.parametrize("listed", [BLOCK, None])
-def test_what_comes_in_another_form_is_asked_for_again(
-    describing: Bench, listed: int | None
-) -> None:
-    describing.fetch().partial.discard()
-    describing.origin.requests.clear()
-    describing.origin.encoded = True
-    fetched = describing.fetch(status=FetchStatus(listed=listed))
-    assert contents(fetched) == payload(BLOCK + 9)
-    assert describing.origin.requests == [(str(URL), 0, None), (str(URL), 0, 2 * BLOCK)]
-    fetched.partial.discard()
-
-
 def test_what_has_no_version_comes_in_one_answer_though_it_was_listed(describing: Bench) -> None:
     """Its parts could be of different versions."""
     origin = describing.origin
@@ -815,35 +573,4 @@ def test_a_shard_is_asked_for_as_its_neighbour_was(describing: Bench) -> None:
     assert fetched.checked == "crc32"
     assert origin.requests == [(str(URL), 0, 2 * BLOCK), (str(neighbour), 0, None)]
     assert origin.stats == [str(URL)]
-    fetched.partial.discard()
-
-
-def test_after_a_large_shard_the_next_comes_in_parts(describing: Bench) -> None:
-    describing.origin.objects[str(URL)] = payload(3 * BLOCK)
-    describing.origin.checksums.clear()
-    for _ in range(2):
-        describing.fetch().partial.discard()
-    assert {stop for _, start, stop in describing.origin.requests if start == 0} == {2 * BLOCK}
-
-
-def test_guesses_that_were_wrong_twice_are_made_no_more(describing: Bench) -> None:
-    origin = describing.origin
-    origin.checksums.clear()
-    sizes = {"a": 9, "b": 3 * BLOCK, "c": 9, "d": 3 * BLOCK, "e": 9, "f": 9, "g": 9}
-    for name, size in sizes.items():
-        origin.objects[str(beside(name))] = payload(size)
-        fetched = describing.fetch(beside(name))
-        assert contents(fetched) == payload(size)
-        fetched.partial.discard()
-    asked = [url.rpartition("/")[2] for url, _, stop in origin.requests if stop is None]
-    assert asked == ["b", "d"]
-
-
-@pytest.mark.parametrize("listed", [None, 2 * BLOCK + 1])
-def test_what_is_large_or_not_listed_comes_in_parts(describing: Bench, listed: int | None) -> None:
-    describing.origin.objects[str(URL)] = payload(2 * BLOCK + 1)
-    describing.origin.checksums.clear()
-    fetched = describing.fetch(status=FetchStatus(listed=listed))
-    assert contents(fetched) == payload(2 * BLOCK + 1)
-    assert describing.origin.requests[0] == (str(URL), 0, 2 * BLOCK)
     fetched.partial.discard()

@@ -493,26 +493,6 @@ def test_a_stream_that_was_read_holds_its_entry(make_cache: MakeCache) -> None:
     assert len(cache.clean(everything=True).removed) == 1
 
 
-def test_an_interrupted_open_calls_its_fetch_off(
-    make_cache: MakeCache, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    origin.objects[URL] = make_tar(1, members=30, size=BLOCK)
-    hold = Hold(origin, 0)
-    cache = one(make_cache)
-    from shardcache.fetch.background import Fetching
-
-    def interrupt(self: Fetching, *, whole: bool) -> None:
-        wait_until(lambda: self.status.partial is not None)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Fetching, "wait_begun", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        cache.open(URL)
-    hold.release()
-    wait_until(lambda: not [t for t in threading.enumerate() if "shardcache" in t.name])
-    assert URL not in cache
-
-
 def test_a_fetch_that_fails_just_when_it_is_looked_at_is_not_begun_again(
     make_cache: MakeCache, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
 ) -> None:

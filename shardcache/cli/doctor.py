@@ -1,199 +1,409 @@
-"""The machine against the configuration: what would go wrong, before a job finds out.
+"""``shardcache doctor``: the machine against the configuration.
 
-    places (a killable child each) --.
-    machine (kernel, environment) ----+--> checks (pure) --> findings
-    reach (the origin, with a URL) --'
-
-A check that fails itself is a finding of its own, a warning. No finding shows a credential.
-Nothing is made, changed or left, and no dead mount is waited for.
+Eight checks: who may write the directory, its filesystem and the kind of locks there, space,
+memory, inodes, CPUs, credentials and endpoint, and with ``--url`` a timed read. Each finding is
+ok, warn or fail, with what to do. Nothing is made or changed. A check that hangs on a dead mount is
+left behind after ten seconds; one that fails itself is a warning.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import queue
+import resource
+import shlex
+import stat
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
-from itertools import chain
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Literal
 
-from shardcache.cli import checkup, machine
-from shardcache.cli.checkup import Finding
-from shardcache.cli.cleaners import TMPFILES, Reaper, Rule, read_rules, reapers
-from shardcache.cli.machine import Machine
-from shardcache.cli.places import SILENCE, Place, look
-from shardcache.cli.reach import read_origin
+import click
+
+from shardcache.cli.main import Invocation, command
+from shardcache.cli.output import counted, printable
 from shardcache.config import Config
-from shardcache.urls import redact
+from shardcache.errors import ConfigError, ShardCacheError
+from shardcache.locks.mounts import MEMORY_TYPES, mount_of
+from shardcache.ranks import detect, local_world_size
+from shardcache.units import format_bytes, format_duration, format_rate
+from shardcache.urls import parse_url, redact
 
-__all__ = ["examine", "unconfigured"]
+__all__ = ["doctor_command"]
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
-#: Seconds for all that is asked of an origin. Its own time-outs end it much earlier; a path on
-#: a dead mount has none.
-_ORIGIN = 180.0
-_AGAIN = "Run it again with -vv for the details; the other findings hold without this one."
+Level = Literal["ok", "warn", "fail"]
+Findings = Iterator["Finding"]
+
+_FAILED = 4
+_STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
+#: Seconds for a check of this machine, and for all that is asked of an origin.
+_PATIENCE = 10.0
+_ORIGIN_PATIENCE = 180.0
+#: Bytes that the timed read takes, and seconds after which it ends.
+_READ_BYTES = 8 << 20
+_READ_SECONDS = 20.0
+#: Directories that cleaners of temporary files empty: tmpfiles.d(5), tmpreaper(8), tmpwatch(8).
+_TEMPORARY = ("/tmp", "/var/tmp")  # noqa: S108 - named, not used
+#: Open files of Python, torch and a GPU's driver, and of eight DataLoader workers, with the pipes
+#: and descriptors of tensors on their way (torch.multiprocessing, "file_descriptor").
+_OPEN_FILES = 64 + 8 * 32
 
 
 @dataclass(frozen=True, slots=True)
-class _Surroundings:
-    """Facts that are the same for every place."""
+class Finding:
+    """What a check found.
 
-    machine: Machine | None
-    rules: list[Rule]
-    reapers: list[Reaper]
-
-
-def unconfigured(message: str) -> Finding:
-    """That there is no configuration to examine, and why."""
-    return Finding("fail", "configuration", "configuration", "it cannot be used", redact(message))
-
-
-def examine(
-    config: Config | None,
-    *,
-    whole: bool = True,
-    url: str | None = None,
-    environ: Mapping[str, str] | None = None,
-    tmpfiles: Iterable[Path] = TMPFILES,
-    silence: float = SILENCE,
-) -> Iterator[Finding]:
-    """Every finding, as soon as it is known.
-
-    Args:
-        config: what is configured; None where that cannot be told.
-        whole: whether it is all of that; if not, no origin is asked.
-        url: a shard to read the start of.
-        environ: the environment; the default is that of this process.
-        tmpfiles: where the configuration of systemd-tmpfiles is.
-        silence: seconds after which a filesystem that says nothing counts as dead.
+    Attributes:
+        level: ``ok``; ``warn``: it works, but not well or not for long; ``fail``.
+        check: which check.
+        subject: what it looked at.
+        found: what it found.
+        fix: what to do, in one sentence; empty if ok.
     """
-    env = os.environ if environ is None else environ
-    findings = _examine(config, env, tmpfiles, silence)
-    if url is not None:
-        findings = chain(findings, _examine_origin(config if whole else None, url))
-    for finding in findings:
-        subject, found, fix = map(redact, (finding.subject, finding.found, finding.fix))
-        yield replace(finding, subject=subject, found=found, fix=fix)
+
+    level: Level
+    check: str
+    subject: str
+    found: str
+    fix: str = ""
 
 
-def _examine(
-    config: Config | None,
-    environ: Mapping[str, str],
-    tmpfiles: Iterable[Path],
-    silence: float,
-) -> Iterator[Finding]:
-    surroundings, troubles = _gather(environ, tmpfiles)
-    yield from troubles
-    if config is not None:
-        yield from _examine_places(config, surroundings, silence)
-    here = surroundings.machine
-    if here is not None:
-        if config is not None:
-            settings = config
-            yield from _guarded("files", "open files", lambda: machine.check_files(here, settings))
-        yield from _guarded("cpus", "CPUs", lambda: machine.check_cpus(here))
-        yield from _guarded("clock", "clock", lambda: machine.check_clock(here))
-    yield from _guarded(
-        "environment", "environment", lambda: machine.check_environment(environ, config)
-    )
+@command(
+    "doctor",
+    short="Check the machine against the configuration.",
+    examples="""
+        shardcache doctor
+        shardcache doctor --url s3://lab/train-0000.tar
+        shardcache --dir /local/nvme/shards doctor --json
+    """,
+)
+@click.option("--url", metavar="URL", help="Also read the start of this shard, and time it.")
+def doctor_command(invocation: Invocation, url: str | None) -> int:
+    """Check the machine against the configuration.
+
+    Looks at the directories and their filesystems, at memory, limits and CPUs, at the
+    credentials and the endpoint in force, and with --url at the origin. Each finding is ok, warn
+    or fail, with what to do about it. Makes nothing and leaves nothing. Exit code 4 if a
+    check failed; warnings do not count.
+    """
+    console = invocation.console
+    rows = []
+    for finding in _examine(invocation, url):
+        row = {name: redact(text) for name, text in asdict(finding).items()}
+        rows.append(row)
+        if console.human and not (console.quiet and finding.level == "ok"):
+            level = console.styled(f"{finding.level:<4}", _STYLES[finding.level], sys.stdout)
+            text = f"{row['subject']}  {row['found']}"
+            if finding.fix:
+                text = f"{text.rstrip('.')}. {row['fix']}"
+            console.data(f"{level}  {printable(text)}")
+    levels = Counter(row["level"] for row in rows)
+    if console.human:
+        console.said(f"{levels['fail']} failed, {counted(levels['warn'], 'warning')}")
+    else:
+        summary: dict[str, Any] = {level: levels[level] for level in _STYLES}
+        console.table("doctor", "finding", [], rows, summary=summary)
+    return _FAILED if levels["fail"] else 0
 
 
-def _gather(
-    environ: Mapping[str, str], tmpfiles: Iterable[Path]
-) -> tuple[_Surroundings, list[Finding]]:
-    here, trouble = _gathered("machine", "this machine", lambda: Machine.now(environ))
-    rules, more = _gathered("cleaners", "tmpfiles.d", lambda: read_rules(tmpfiles))
-    installed, most = _gathered("cleaners", "tmpreaper", lambda: reapers(environ))
-    return _Surroundings(here, rules or [], installed or []), [*trouble, *more, *most]
-
-
-def _examine_places(config: Config, around: _Surroundings, silence: float) -> Iterator[Finding]:
-    places: list[Place] = []
+def _examine(invocation: Invocation, url: str | None) -> Findings:
+    try:
+        config = invocation.loaded().config
+    except ConfigError as exn:
+        yield Finding("fail", "configuration", "configuration", "it cannot be used", exn.message)
+        return
     for tier in config.by_tier():
-        place, trouble = _gathered("filesystem", os.fspath(tier.dir), partial(look, tier, silence))
-        yield from trouble
-        if place is not None:
-            places.append(place)
-            yield from _judge(place, tier, around)
-    yield from _guarded("tiers", os.fspath(config.dir), lambda: checkup.check_tiers(places))
+        where = os.fspath(tier.dir)
+        for check in (_owner, _filesystem, _space, _memory, _inodes):
+            found = _run(check, where, _PATIENCE, tier)
+            yield from found
+            dead = any(finding.found.startswith("no answer") for finding in found)
+            if dead or (check is _owner and any(finding.level == "fail" for finding in found)):
+                break  # the other checks could say nothing
+    yield from _run(_cpus, "CPUs", _PATIENCE)
+    yield from _run(_files, "open files", _PATIENCE, config)
+    yield from _run(_credentials, "S3", _PATIENCE, config)
+    if url is not None:
+        yield from _run(_read, redact(url), _ORIGIN_PATIENCE, config, url)
 
 
-def _judge(place: Place, config: Config, around: _Surroundings) -> Iterator[Finding]:
-    dead = list(checkup.check_answer(place))
-    yield from dead
-    if dead:
-        return
-    checks: dict[str, Callable[[], Iterable[Finding]]] = {
-        "filesystem": lambda: checkup.check_filesystem(place),
-        "locks": lambda: checkup.check_locks(place, config),
-        "space": lambda: checkup.check_space(place, config),
-        "inodes": lambda: checkup.check_inodes(place, config),
-        "cleaners": lambda: checkup.check_cleaners(place, around.rules, around.reapers),
-        "leftovers": lambda: checkup.check_leftovers(place),
-    }
-    here = around.machine
-    if here is not None:
-        checks |= {
-            "memory": lambda: checkup.check_memory(place, config, here.memory, here.memory_of),
-            "kubernetes": lambda: checkup.check_kubernetes(place, config, here.pod),
-            "isolation": lambda: checkup.check_isolation(place, config, here.ranks),
-        }
-    for name, check in checks.items():
-        yield from _guarded(name, place.directory, check)
-
-
-def _examine_origin(config: Config | None, url: str) -> Iterator[Finding]:
-    if config is None:
-        yield Finding(
-            "warn",
-            "origin",
-            "origin",
-            "not read: it is not known how",
-            "Correct the configuration.",
-        )
-        return
-    said: queue.SimpleQueue[Finding | None] = queue.SimpleQueue()
-
-    def tell() -> None:
-        for finding in read_origin(config, url):
-            said.put(finding)
+def _run(
+    check: Callable[..., Findings], subject: str, patience: float, *args: object
+) -> list[Finding]:
+    """What a check finds; where it hangs or fails itself, one finding that says so."""
+    name, found = check.__name__.lstrip("_"), list[Finding]()
+    failure = list[Exception]()
 
     def ask() -> None:
-        for finding in (*_gathered("origin", "origin", tell)[1], None):
-            said.put(finding)
+        try:
+            found.extend(check(*args))
+        except Exception as exn:
+            logger.debug("the check %s failed", name, exc_info=True)
+            failure.append(exn)
 
     # A daemon: a path on a dead mount would keep this process from ending.
-    threading.Thread(target=ask, name="doctor-origin", daemon=True).start()
-    end = time.monotonic() + _ORIGIN
+    thread = threading.Thread(target=ask, name=f"doctor-{name}", daemon=True)
+    thread.start()
+    thread.join(patience)
+    if thread.is_alive():
+        fix = "Have the filesystem mounted anew (its server may be down), or check the network."
+        return [Finding("fail", name, subject, f"no answer within {patience:g} s", fix)]
+    if failure:
+        fix = "Run it again with -vv for the details; the other findings hold without this one."
+        text = f"could not be checked: {type(failure[0]).__name__}: {failure[0]}"
+        return [*found, Finding("warn", name, subject, text, fix)]
+    return found
+
+
+def _nearest(directory: Path) -> Path:
+    """The directory, or the nearest one above it that exists."""
+    return next(path for path in (directory, *directory.parents) if path.exists())
+
+
+def _owner(tier: Config) -> Findings:
+    """Whose the directory is, and who may write it."""
+    from shardcache.files import Modes
+    from shardcache.store.root import check_root, is_foreign
+
+    where, near = os.fspath(tier.dir), _nearest(tier.dir)
     try:
-        while (finding := said.get(timeout=max(0.0, end - time.monotonic()))) is not None:
-            yield finding
-    except queue.Empty:
+        modes = Modes.of(tier.shared_group)
+        if near == tier.dir and near.is_dir():
+            check_root(tier.dir, modes)
+    except ConfigError as exn:
+        text, _, fix = exn.message.partition("; ")
+        yield Finding("fail", "owner", where, text, fix or "Use another directory.")
+        return
+    if not near.is_dir():
+        fix = "Point dir at a directory, or at a name in one."
+        yield Finding("fail", "owner", where, f"{near} is not a directory", fix)
+    elif os.statvfs(near).f_flag & os.ST_RDONLY:
+        fix = f"mount -o remount,rw {shlex.quote(str(near))}, or use another disk."
+        yield Finding("fail", "owner", where, f"{near} is read-only", fix)
+    elif not os.access(near, os.W_OK | os.X_OK):
+        fix = "Let this user write there, or point dir at a directory that it may write."
+        yield Finding("fail", "owner", where, f"nothing can be written in {near}", fix)
+    elif near == tier.dir and is_foreign(tier.dir):
+        fix = f"Give the cache a directory of its own, such as {tier.dir / 'shards'}."
+        yield Finding("warn", "owner", where, "no cache, but other things are in it", fix)
+    else:
+        state = "will be made"
+        if near == tier.dir:
+            state = f"mode {stat.S_IMODE(near.stat().st_mode):o}"
+        yield Finding("ok", "owner", where, f"writable, {state}")
+
+
+def _filesystem(tier: Config) -> Findings:
+    """Which filesystem it is, how the cache locks there, and who empties it."""
+    where, mount = os.fspath(tier.dir), mount_of(tier.dir)
+    kind = "unknown filesystem" if mount is None else mount.type
+    local = mount is not None and mount.is_local
+    locks = tier.locks if tier.locks != "auto" else "flock" if local else "lease"
+    text = f"{kind}, {'local' if local else 'network'}, locks by {locks}"
+    if tier.locks == "flock" and not local:
+        fix = "Remove the option locks (SHARDCACHE_LOCKS): leases work there."
+        yield Finding("fail", "filesystem", where, f"{text}, which other nodes do not see", fix)
+    elif not local:
+        fix = "Point dir at a local disk (NVMe) if there is one."
+        yield Finding("warn", "filesystem", where, text, fix)
+    else:
+        yield Finding("ok", "filesystem", where, text)
+    real = Path(os.path.realpath(tier.dir))
+    if parent := next((name for name in _TEMPORARY if real.is_relative_to(name)), None):
+        text = f"under {parent}, where systemd-tmpfiles, tmpreaper or tmpwatch may delete shards"
+        fix = f"Add to /etc/tmpfiles.d/shardcache.conf: x {real}"
+        yield Finding("warn", "filesystem", where, text, fix)
+
+
+def _space(tier: Config) -> Findings:
+    """max_size and min_free against the disk and what is free on it."""
+    from shardcache.layout import Layout
+    from shardcache.store.entry import scan
+
+    where, found = os.fspath(tier.dir), os.statvfs(_nearest(tier.dir))
+    size, available = found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail
+    if size == 0:
+        return  # ramfs states nothing
+    held = sum(entry.size for entry in scan(Layout.of_root(tier.dir)))
+    floor = tier.min_free.of(size)
+    room, limit = max(0, available - floor) + held, tier.max_size and tier.max_size.of(size)
+    keeps = f"min_free keeps {format_bytes(floor)}"
+    text = f"{format_bytes(available)} of {format_bytes(size)} free, {keeps}"
+    if limit:
+        text += f", max_size is {format_bytes(limit)}"
+    if room == 0:
+        fix = "Make room on that disk, set a smaller min_free, or point dir at another disk."
+        yield Finding("fail", "space", where, f"{text}: nothing can be stored", fix)
+    elif limit and limit > size - floor:
+        fix = f"Set max_size to no more than {format_bytes(max(0, size - floor))}."
+        yield Finding("warn", "space", where, f"{text}: more than the disk can hold", fix)
+    elif limit and limit > room:
+        text += f": only {format_bytes(room)} can be held now"
+        fix = "Remove what else is on that disk, or set max_size to what there is."
+        yield Finding("warn", "space", where, text, fix)
+    else:
+        yield Finding("ok", "space", where, text)
+
+
+def _memory(tier: Config) -> Findings:
+    """A RAM disk against its size and the memory that it would take."""
+    from shardcache.space.memory import memory_headroom
+
+    where, mount = os.fspath(tier.dir), mount_of(tier.dir)
+    if mount is None or mount.type not in MEMORY_TYPES:
+        return
+    cgroup = memory_headroom()
+    pages = os.sysconf("SC_PAGE_SIZE")
+    memory = cgroup.limit if cgroup else pages * os.sysconf("SC_PHYS_PAGES")
+    left = cgroup.free if cgroup else pages * os.sysconf("SC_AVPHYS_PAGES")
+    found = os.statvfs(_nearest(tier.dir))
+    disk = found.f_frsize * found.f_blocks
+    whose = "the cgroup's memory" if cgroup else "this machine's memory"
+    limit = tier.max_size.of(disk) if tier.max_size else None
+    text = f"RAM disk of {format_bytes(disk)}, {format_bytes(left)} of {whose} free"
+    most = min(size for size in (disk, memory) if size)
+    if limit is None:
         yield Finding(
-            "fail", "origin", "origin", f"no answer within {_ORIGIN:g} s",
-            "Check the endpoint, the network and, for a path, its mount.",
-        )  # fmt: skip
+            "ok", "memory", where, f"{text}; no max_size: it shrinks when memory is short"
+        )
+    elif limit > most:
+        text = (
+            f"max_size is {format_bytes(limit)}, but {mount.point} has {format_bytes(disk)} and "
+            f"{whose} is {format_bytes(memory)}"
+        )
+        fix = (
+            f"Set max_size well below {format_bytes(most)}, or give the job more memory and "
+            "remount with a larger size= (Kubernetes: sizeLimit of the emptyDir)."
+        )
+        yield Finding("fail", "memory", where, text, fix)
+    else:
+        yield Finding("ok", "memory", where, f"max_size {format_bytes(limit)}, {text}")
 
 
-def _guarded(check: str, subject: str, ask: Callable[[], Iterable[Finding]]) -> list[Finding]:
-    """What a check finds; a warning where it fails itself."""
-    found, trouble = _gathered(check, subject, lambda: list(ask()))
-    return trouble if found is None else found
+def _inodes(tier: Config) -> Findings:
+    """Whether files can still be made there: five for a shard."""
+    where, found = os.fspath(tier.dir), os.statvfs(_nearest(tier.dir))
+    if not found.f_files:
+        return  # made as they are needed
+    floor = tier.min_free.of(found.f_files) if tier.min_free.percent is not None else 0
+    text = f"{found.f_favail:,} of {found.f_files:,} inodes free"
+    if found.f_favail - floor >= 5:
+        yield Finding("ok", "inodes", where, text)
+    else:
+        fix = "Remove small files on that disk (df -i), or make the filesystem with more inodes."
+        yield Finding("fail", "inodes", where, f"{text}, min_free keeps {floor:,}", fix)
 
 
-def _gathered(check: str, subject: str, ask: Callable[[], T]) -> tuple[T | None, list[Finding]]:
-    """What ``ask`` returns; where it fails, None and a warning."""
+def _cpus() -> Findings:
+    """The CPUs that may be used against the DataLoader workers that are likely to be started."""
+    from shardcache.space.memory import cpu_quota
+
     try:
-        return ask(), []
-    except Exception as exn:  # whatever it is, the other checks still count
-        logger.debug("the check %s failed", check, exc_info=True)
-        reason = f"{type(exn).__name__}: {exn}" if str(exn) else type(exn).__name__
-        return None, [Finding("warn", check, subject, f"could not be checked: {reason}", _AGAIN)]
+        ranks, slurm = local_world_size() or 1, detect().source == "slurm"
+    except ConfigError as exn:
+        yield Finding("fail", "cpus", "ranks", "the environment states no rank", exn.message)
+        return
+    there, usable, quota = os.cpu_count() or 1, float(len(os.sched_getaffinity(0))), cpu_quota()
+    if quota is not None:
+        usable = min(usable, quota)
+    # srun binds each task to CPUs of its own.
+    each = usable if slurm and usable < there else usable / ranks
+    text = f"{usable:g} of {there} usable, {each:.3g} for each of {counted(ranks, 'rank')}"
+    fix = (
+        "Ask the scheduler for more CPUs (Slurm: --cpus-per-task, Kubernetes: limits.cpu), or "
+        f"start at most {max(1, int(each) - 1)} DataLoader workers per rank (num_workers)."
+    )
+    if each < 2 or usable < there / 2:
+        yield Finding("warn", "cpus", "CPUs", text, fix)
+    else:
+        yield Finding("ok", "cpus", "CPUs", text)
+
+
+def _files(config: Config) -> Findings:
+    """The limit of open files against what a job and the cache open."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES + config.connections + 4 * (config.prefetch + 1)
+    if limit == resource.RLIM_INFINITY or limit >= wanted:
+        yield Finding("ok", "files", "open files", f"{wanted:,} are enough for 8 workers")
+    else:
+        text = f"limit {limit:,}, but a job with 8 DataLoader workers needs {wanted:,}"
+        fix = "Raise it where the job is started: ulimit -n 65536 (systemd: LimitNOFILE=65536)."
+        level: Level = "fail" if limit < wanted - 8 * 32 else "warn"
+        yield Finding(level, "files", "open files", text, fix)
+
+
+def _credentials(config: Config) -> Findings:
+    """Which credentials and which endpoint S3 shards are read with."""
+    from shardcache.origins.endpoints import credential_source, endpoint_of, scheme_options
+
+    endpoint = endpoint_of(config) or "AWS"
+    keys = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+    missing = [name for name in keys if not os.environ.get(name)]
+    if len(missing) == 1:
+        fix = f"Set {missing[0]} as well, or unset the other and use a profile or a role."
+        text = f"{missing[0]} is not set, but the other key variable is"
+        yield Finding("warn", "credentials", "environment", text, fix)
+    source = credential_source(scheme_options(config, "s3"))
+    if source is None:
+        fix = "Set AWS_PROFILE or AWS_ACCESS_KEY_ID, give the node a role, or set anon."
+        yield Finding("warn", "credentials", "S3", f"endpoint {endpoint}, no credentials", fix)
+    else:
+        yield Finding("ok", "credentials", "S3", f"endpoint {endpoint}, credentials from {source}")
+
+
+def _read(config: Config, text: str) -> Findings:
+    """Read the start of a shard as the cache would, and time it."""
+    from shardcache.clock import SYSTEM_CLOCK
+    from shardcache.origins.base import VersionChangedError
+    from shardcache.origins.endpoints import endpoint_of
+    from shardcache.origins.resolve import Origins
+    from shardcache.origins.retry import RetryPolicy
+
+    try:
+        url = parse_url(text, endpoint=endpoint_of(config), allow_schemes=config.allow_schemes)
+    except ShardCacheError as exn:
+        # What is secret in a command cannot be told.
+        shown = "pipe:" if text.startswith("pipe:") else text
+        yield Finding("fail", "read", shown, "it names no shard", exn.message)
+        return
+
+    def read() -> tuple[int, float, float, Any]:
+        began = time.monotonic()
+        body = origins.of(url).open(url, 0, _READ_BYTES)
+        try:
+            buffer, size, first = memoryview(bytearray(1 << 20)), 0, 0.0
+            while size < _READ_BYTES and time.monotonic() - began < _READ_SECONDS:
+                count = body.readinto(buffer[: _READ_BYTES - size])
+                first = first or time.monotonic() - began
+                if not count:
+                    break
+                size += count
+            return size, first, time.monotonic() - began, body.info
+        finally:
+            body.close()
+
+    origins = Origins(config)
+    try:
+        origins.prepare(url)
+        # One hiccup is none, and an operator wants no more patience than that.
+        retry = RetryPolicy(2, config.deadline, SYSTEM_CLOCK).started(str(url))
+        size, first, seconds, info = retry.call(read, sleep=time.sleep)
+    except (ShardCacheError, VersionChangedError) as exn:
+        yield Finding("fail", "read", str(url), "the read failed", str(exn))
+        return
+    found = (
+        f"{format_bytes(size)} in {format_duration(seconds)} "
+        f"({format_rate(size / max(seconds, 1e-9))}), first byte after {format_duration(first)}, "
+        f"ETag {info.etag or 'none'}"
+    )
+    if info.identifiable:
+        yield Finding("ok", "read", str(url), found)
+    else:
+        fix = "Have the server state ETag or Last-Modified: without them no fetch can be resumed."
+        yield Finding("warn", "read", str(url), found, fix)

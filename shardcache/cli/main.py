@@ -99,7 +99,7 @@ _COMMANDS = {
     "recipe": "recipe",
     "config": "config",
     "dir": "config",
-    "doctor": "doctorcommand",
+    "doctor": "doctor",
     "demo": "demo",
 }
 _BY_ERROR: tuple[tuple[type[Exception], ExitCode], ...] = (

@@ -1,60 +1,46 @@
-"""``shardcache recipe``: a ready file that has the cache cleaned."""
+"""``shardcache recipe``: a ready file for cron, systemd, Slurm or Kubernetes.
+
+The files are those in ``templates``. What stands in them for a path or a value is quoted as its
+format has it: crontab(5), systemd.service(5) "Command lines", bash(1), YAML.
+"""
 
 from __future__ import annotations
 
 import getpass
+import json
 import os
+import shlex
+import string
 import sys
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import click
 
 from shardcache.cli.main import Invocation, command
-from shardcache.cli.manifests import Pod, room_for
-from shardcache.cli.recipes import RECIPES, Recipe, Setting
-from shardcache.config import Config, Loaded, describe
+from shardcache.config import Loaded, describe
 from shardcache.errors import ConfigError
-from shardcache.units import parse_bytes
+from shardcache.urls import redact
 
-__all__ = ["recipe_command"]
+__all__ = ["KINDS", "recipe_command", "render"]
 
-
-def _size(context: click.Context, parameter: click.Parameter, value: Any) -> int | None:
-    """The callback of an option that takes a size of more than nothing."""
-    if value is None:
-        return None
-    try:
-        size = parse_bytes(value)
-    except ConfigError as exn:
-        raise click.BadParameter(exn.message, context, parameter) from exn
-    if size == 0:
-        raise click.BadParameter("it is nothing.", context, parameter)
-    return size
-
-
-#: Given otherwise, or not in a variable.
-_NO_VARIABLE = frozenset({"dir", "storage_options", "upstreams", "validate"})
-
-
-_POD = ("k8s", "k8s-daemonset", "k8s-pod")
-#: Options of pods, and which kinds they are for.
-_FOR = {
-    "prewarm": ("slurm", *_POD),
-    "image": _POD,
-    "nodes": ("k8s",),
-    "volume": ("k8s-pod",),
-    "room": ("k8s-pod",),
-    "cpu": _POD,
-    "memory": _POD,
-    "user": _POD,
-    "secret": _POD,
-    "service_account": _POD,
-    "toleration": _POD,
-    "node_selector": _POD,
-    "namespace": _POD,
+#: The files of each kind; those of the second tuple are for shards to prewarm.
+KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "cron": (("crontab",), ()),
+    "systemd": (("shardcache-clean.service", "shardcache-clean.timer"), ()),
+    "slurm": (("epilog.sh",), ("prolog.sh", "job.sh")),
+    "k8s": (("shardcache.yaml",), ()),
 }
+#: Given by --dir, or not to be told in a variable.
+_NO_VARIABLE = frozenset({"dir", "storage_options", "upstreams", "validate"})
+#: The shell is process 1, which signals reach; what it runs ends with it.
+_LOOP = """\
+child=
+trap 'test -z "$child" || kill "$child" 2>/dev/null; wait; exit 0' TERM INT
+run() { "$@" & child=$!; wait "$child"; code=$?; child=; return "$code"; }
+while :; do
+"""
 
 
 @command(
@@ -64,12 +50,10 @@ _FOR = {
         shardcache recipe cron
         shardcache recipe systemd -o /etc/systemd/system
         shardcache recipe slurm --prewarm 's3://lab/train-{0000..0127}.tar'
-        shardcache recipe k8s --image lab/train:17 --nodes 8 --prewarm s3://lab/train/
-        shardcache recipe k8s-daemonset --image lab/train:17 --secret s3 --toleration gpu
-        shardcache recipe k8s-pod --image lab/train:17 --volume memory --room 50GB
+        shardcache recipe k8s --image lab/train:17 --prewarm s3://lab/train/
     """,
 )
-@click.argument("kind", type=click.Choice(list(RECIPES)))
+@click.argument("kind", type=click.Choice(list(KINDS)))
 @click.option(
     "-o",
     "--output",
@@ -81,124 +65,142 @@ _FOR = {
     "--prewarm",
     multiple=True,
     metavar="SPEC",
-    help="slurm, k8s*: shards to fetch before a job starts; may be given again.",
+    help="slurm, k8s: shards to fetch before a job starts; may be given again.",
 )
-@click.option("--image", metavar="NAME", help="k8s*: a container with shardcache.")
-@click.option(
-    "--nodes",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="k8s: on how many nodes the cache is.  [default: 1]",
-)
-@click.option(
-    "--volume",
-    type=click.Choice(["hostpath", "emptydir", "memory"]),
-    help="k8s-pod: the node's directory, or the pod's, on disk or in memory.  [default: hostpath]",
-)
-@click.option(
-    "--room", callback=_size, metavar="SIZE", help="k8s-pod: how much the pod's own volume holds."
-)
-@click.option(
-    "--cpu",
-    type=click.FloatRange(min=0, min_open=True, max=1024),
-    metavar="CPUS",
-    help="k8s*: processors of a container.  [default: 2]",
-)
-@click.option(
-    "--memory",
-    callback=_size,
-    metavar="SIZE",
-    help="k8s*: memory of a container, beside a volume in memory.  [default: 2GiB]",
-)
-@click.option(
-    "--user",
-    type=click.IntRange(0, 2**31 - 1),
-    metavar="UID",
-    help="k8s*: who runs it and owns the cache.  [default: the image's]",
-)
-@click.option(
-    "--secret",
-    multiple=True,
-    metavar="NAME",
-    help="k8s*: a Secret whose keys become variables; may be given again.",
-)
-@click.option("--service-account", metavar="NAME", help="k8s*: which has access to the origin.")
-@click.option(
-    "--toleration",
-    multiple=True,
-    metavar="KEY[=VALUE][:EFFECT]",
-    help="k8s*: a taint of the nodes, * for all; may be given again.",
-)
-@click.option(
-    "--node-selector",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="k8s*: a label of the nodes; may be given again.",
-)
-@click.option("--namespace", metavar="NAME", help="k8s*: where it is put.")
-def recipe_command(invocation: Invocation, kind: str, output: Path | None, **given: Any) -> int:
-    """Print a file that has this cache cleaned every hour, or after every job.
+@click.option("--image", metavar="NAME", help="k8s: a container image with shardcache in it.")
+def recipe_command(
+    invocation: Invocation,
+    kind: str,
+    output: Path | None,
+    prewarm: tuple[str, ...],
+    image: str | None,
+) -> int:
+    """Print a file that cleans this cache every hour, or after every job.
 
     With the directory and the options that are set now, as variables; storage options,
-    which may be secret, are left out. For Kubernetes also: a Job that prewarms each node
-    once (k8s --prewarm), a DaemonSet that keeps each node warm and clean, and a pod to
-    train in.
+    which may be secret, are left out. Slurm: an epilog, and with --prewarm a prolog and lines for
+    a batch script. Kubernetes: a DaemonSet that keeps the cache of each node clean, and with
+    --prewarm warm.
     """
-    chosen = {name: value for name, value in given.items() if value not in (None, ())}
-    for name in chosen:
-        if kind not in _FOR[name]:
-            option = f"--{name.replace('_', '-')}"
-            elsewhere = "; run `shardcache prewarm` first" if name == "prewarm" else ""
-            raise click.UsageError(f"{option} is for {', '.join(_FOR[name])}{elsewhere}.")
+    if prewarm and kind not in ("slurm", "k8s"):
+        raise click.UsageError("--prewarm is for slurm and k8s; run `shardcache prewarm` first.")
+    if image and kind != "k8s":
+        raise click.UsageError("--image is for k8s.")
     loaded = invocation.loaded()
-    recipes = RECIPES[kind](
-        Setting(
-            [sys.executable, "-m", "shardcache"],
-            os.fspath(loaded.config.dir),
-            getpass.getuser(),
-            _environment(loaded),
-            chosen.pop("prewarm", ()),
-            _pod(kind, loaded.config, chosen),
-        )
+    files = render(
+        kind,
+        [sys.executable, "-m", "shardcache"],
+        os.fspath(loaded.config.dir),
+        _environment(loaded),
+        prewarm,
+        image or "IMAGE",
     )
     console = invocation.console
     if output is not None:
-        _write(invocation, output, recipes)
-        if not console.human:
-            _tell(invocation, kind, recipes, output)
-    elif console.human:
-        for number, recipe in enumerate(recipes):
-            if len(recipes) > 1:
-                console.data(f"{chr(10) if number else ''}# -- {recipe.name}")
-            console.data(recipe.text.rstrip("\n"))
-    else:
-        _tell(invocation, kind, recipes)
+        _write(invocation, output, files)
+    if not console.human:
+        rows = [
+            {"name": n, "path": output and str(output.absolute() / n), "text": t}
+            for n, t in files.items()
+        ]
+        console.record("recipe", {"kind": kind, "files": rows}, "")
+    elif output is None:
+        for number, (name, text) in enumerate(files.items()):
+            if len(files) > 1:
+                console.data(f"{chr(10) if number else ''}# -- {name}")
+            console.data(text.rstrip("\n"))
     return 0
 
 
-def _pod(kind: str, config: Config, chosen: dict[str, Any]) -> Pod:
-    """What is told of a pod.
+def render(
+    kind: str,
+    program: Sequence[str],
+    directory: str,
+    environment: Mapping[str, str],
+    prewarm: Sequence[str] = (),
+    image: str = "IMAGE",
+) -> dict[str, str]:
+    """Fill in the templates of a kind.
+
+    Args:
+        kind: one of `KINDS`.
+        program: how the command line is run on the machine, by absolute path.
+        directory: of the cache.
+        environment: options, by variable.
+        prewarm: shards that a job needs before it starts.
+        image: of a container.
+
+    Returns:
+        Text by file name.
 
     Raises:
-        ConfigError: something that Kubernetes would not take, or limits that do not agree.
+        ConfigError: a shard was given with a credential, which would be in the file.
     """
-    names = {
-        "secret": "secrets",
-        "service_account": "account",
-        "toleration": "tolerations",
-        "node_selector": "selector",
+    for spec in prewarm:
+        if redact(spec) != spec:
+            raise ConfigError(
+                f"{redact(spec)} was given with a credential, which would be in the file. Leave it "
+                "out of the URL."
+            )
+    clean = ["clean", "--quiet", "--no-wait"]
+    warm = ["prewarm", "--quiet", "--best-effort", "--deadline", "5m", "--", *prewarm]
+    share = ["prewarm", "--quiet", "--shard-by-node", "--", *prewarm]
+    run = [*program, "--dir", directory]
+    steps = _LOOP
+    container = ["python", "-m", "shardcache", "--dir", directory]
+    if prewarm:
+        fill = shlex.join([*container, "prewarm", "--best-effort", "--", *prewarm])
+        steps += f"  run {fill} || :\n"
+    steps += f"  run {shlex.join([*container, *clean])} || [ $? -eq 6 ] || echo 'not cleaned' >&2\n"
+    steps += "  run sleep 3600\ndone\n"
+    variables = list(environment.items())
+    env = [{"name": name, "value": _kubernetes(value)} for name, value in variables]
+    fields = {
+        "plain_dir": directory,
+        "user": getpass.getuser(),
+        "cron_variables": "".join(f"{name}={_cron_value(value)}\n" for name, value in variables),
+        "cron_clean": shlex.join([*run, *clean]).replace("%", "\\%"),
+        "unit_dir": _unit_word(directory),
+        "unit_path": directory.replace("%", "%%"),
+        "unit_variables": "".join(f"Environment={_unit_word(f'{n}={v}')}\n" for n, v in variables),
+        "unit_clean": " ".join(map(_unit_word, [*run, *clean])),
+        "sh_dir": shlex.quote(directory),
+        "sh_variables": "".join(f"export {n}={shlex.quote(v)}\n" for n, v in variables),
+        "sh_clean": shlex.join([*run, *clean]),
+        "sh_prewarm": shlex.join([*run, *warm]),
+        "sh_prewarm_share": shlex.join([*run, *share]),
+        "and_warm": " and warm" if prewarm else "",
+        "yaml_dir": _yaml(directory),
+        "yaml_image": _yaml(image),
+        "yaml_script": _yaml(_kubernetes(steps)),
+        "yaml_env": _yaml(env),
     }
-    pod = Pod(**{names.get(name, name): value for name, value in chosen.items()})
-    if kind not in _POD:
-        return pod
-    if config.tiers:
-        raise ConfigError(
-            "a pod has one volume for the cache, and tiers would be without. Leave tiers out; with "
-            "k8s-pod, --volume memory is a cache in memory."
-        )
-    limit = config.max_size
-    size, percent = (None, False) if limit is None else (limit.bytes, limit.percent is not None)
-    return replace(pod, room=room_for(pod, size, percent, config.ephemeral_limit))
+    always, with_shards = KINDS[kind]
+    folder = resources.files("shardcache.cli") / "templates"
+    return {
+        name: string.Template((folder / name).read_text("utf-8")).substitute(fields)
+        for name in (*always, *(with_shards if prewarm else ()))
+    }
+
+
+def _cron_value(value: str) -> str:
+    return f'"{value}"' if value != value.strip() or "#" in value else value
+
+
+def _unit_word(text: str) -> str:
+    """A word of a command line in a unit: no specifiers, variables or escapes of its own."""
+    plain = text.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
+    return f'"{plain}"' if plain != text or not text or any(c in text for c in " \t';") else text
+
+
+def _yaml(value: object) -> str:
+    """JSON, which is YAML, too."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _kubernetes(text: str) -> str:
+    """Text in which Kubernetes expands no ``$(X)``."""
+    return text.replace("$", "$$")
 
 
 def _environment(loaded: Loaded) -> dict[str, str]:
@@ -209,34 +211,20 @@ def _environment(loaded: Loaded) -> dict[str, str]:
     }
 
 
-def _tell(
-    invocation: Invocation, kind: str, recipes: list[Recipe], directory: Path | None = None
-) -> None:
-    files = [
-        {
-            "name": recipe.name,
-            "path": None if directory is None else str(directory.absolute() / recipe.name),
-            "text": recipe.text,
-        }
-        for recipe in recipes
-    ]
-    invocation.console.record("recipe", {"kind": kind, "files": files}, "")
-
-
-def _write(invocation: Invocation, directory: Path, recipes: list[Recipe]) -> None:
-    """Write all of them, or none.
+def _write(invocation: Invocation, directory: Path, files: Mapping[str, str]) -> None:
+    """Write all files, or none.
 
     Raises:
-        UsageError: one is there already.
+        UsageError: one exists already.
         OSError: the directory cannot be written.
     """
-    taken = [recipe.name for recipe in recipes if os.path.lexists(directory / recipe.name)]
+    taken = [name for name in files if os.path.lexists(directory / name)]
     if taken:
         raise click.UsageError(f"{', '.join(taken)} is there already in {directory}; remove it.")
-    for recipe in recipes:
-        path = directory / recipe.name
+    for name, text in files.items():
+        path = directory / name
         with path.open("x", encoding="utf-8") as file:
-            file.write(recipe.text)
-        if recipe.text.startswith("#!"):
+            file.write(text)
+        if text.startswith("#!"):
             path.chmod(0o755)
         invocation.console.hint(f"wrote {path}")

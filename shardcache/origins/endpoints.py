@@ -106,3 +106,26 @@ def _ask_botocore(
         # Making the client fails for the same reason, and says so to those who need it.
         logger.debug("the configuration of AWS cannot be read: %s", type(exn).__name__)
         return None
+
+
+def credential_source(options: Mapping[str, Any]) -> str | None:
+    """Say where the credentials for S3 come from, such as ``env`` or ``shared-credentials-file``.
+
+    Args:
+        options: as s3fs takes them; see `s3.S3Origin`.
+
+    Returns:
+        None if there are none.
+    """
+    import botocore.session
+    from botocore.exceptions import BotoCoreError
+
+    if options.get("anon"):
+        return "nowhere: requests are anonymous (anon)"
+    if options.get("key"):
+        return "storage_options"
+    try:
+        found = botocore.session.Session(profile=options.get("profile")).get_credentials()
+    except BotoCoreError as exn:
+        return f"nowhere: {exn}"
+    return None if found is None else str(found.method)

@@ -4,42 +4,42 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import kubernetes_validate
 import pytest
 import yaml
 
-from shardcache.cli.manifests import Pod
-from shardcache.cli.recipes import RECIPES, Recipe, Setting
+from shardcache.cli.recipe import KINDS, render
+from shardcache.errors import ConfigError
 from tests.support.clitools import run_process
 
-ODD = '/mnt/50%/it\'s "a" $HOME disk; #1'
-PLAIN = Setting(
-    ["/opt/venv/bin/python", "-m", "shardcache"],
-    "/local/nvme/shards",
-    "trainer",
-    {"SHARDCACHE_MAX_SIZE": "800GB"},
-)
+ODD = '/mnt/50%/it\'s "a" $HOME $(X) disk; #1'
+PLAIN: dict[str, Any] = {
+    "program": ["/opt/venv/bin/python", "-m", "shardcache"],
+    "directory": "/local/nvme/shards",
+    "environment": {"SHARDCACHE_MAX_SIZE": "800GB"},
+}
 
 
-def odd(python: str = sys.executable) -> Setting:
-    return Setting(
-        [python, "-m", "shardcache"],
-        ODD,
-        "root",
-        {"SHARDCACHE_MAX_SIZE": "80%", "SHARDCACHE_ALLOW_SCHEMES": "pipe, x#y"},
-        prewarm=("s3://lab/it's-{000..127}.tar",),
-        pod=Pod("lab/train:17", 3),
-    )
+def odd(python: str = sys.executable) -> dict[str, Any]:
+    return {
+        "program": [python, "-m", "shardcache"],
+        "directory": ODD,
+        "environment": {"SHARDCACHE_MAX_SIZE": "80%", "SHARDCACHE_ALLOW_SCHEMES": "pipe, x#y"},
+        "prewarm": ("s3://lab/it's-$(X)-{000..127}.tar",),
+        "image": "lab/train:17",
+    }
 
 
 @pytest.fixture(params=["plain", "odd"])
-def setting(request: pytest.FixtureRequest) -> Setting:
+def setting(request: pytest.FixtureRequest) -> dict[str, Any]:
     return PLAIN if request.param == "plain" else odd()
 
 
@@ -63,11 +63,11 @@ def called(notes: Path) -> list[tuple[list[str], dict[str, str]]]:
 # -- cron ------------------------------------------------------------------------
 
 
-def test_a_crontab_that_cron_takes(setting: Setting, tmp_path: Path) -> None:
+def test_a_crontab_that_cron_takes(setting: dict[str, Any], tmp_path: Path) -> None:
     if shutil.which("crontab") is None:
         pytest.skip("cron is not installed")
-    [recipe] = RECIPES["cron"](setting)
-    (tmp_path / "crontab").write_text(recipe.text)
+    [text] = render("cron", **setting).values()
+    (tmp_path / "crontab").write_text(text)
     done = subprocess.run(
         ["crontab", "-n", tmp_path / "crontab"], capture_output=True, text=True, check=False
     )
@@ -77,8 +77,8 @@ def test_a_crontab_that_cron_takes(setting: Setting, tmp_path: Path) -> None:
 @pytest.mark.parametrize("code", [0, 6, 1])
 def test_what_cron_runs_is_the_command_on_the_directory(tmp_path: Path, code: int) -> None:
     program, notes = spy(tmp_path)
-    [recipe] = RECIPES["cron"](odd(str(program)))
-    line = recipe.text.splitlines()[-1]
+    [text] = render("cron", **odd(str(program))).values()
+    line = text.splitlines()[-1]
     minute, *stars, rest = line.split(" ", 5)
     assert 0 <= int(minute) < 60 and stars == ["*"] * 4
     assert "%" not in rest.replace("\\%", "")  # an end of the line, to cron
@@ -96,15 +96,14 @@ def test_what_cron_runs_is_the_command_on_the_directory(tmp_path: Path, code: in
 # -- systemd ---------------------------------------------------------------------
 
 
-def test_units_that_systemd_takes(setting: Setting, tmp_path: Path) -> None:
+def test_units_that_systemd_takes(setting: dict[str, Any], tmp_path: Path) -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd is not installed")
-    recipes = RECIPES["systemd"](setting)
-    for recipe in recipes:
-        text = recipe.text.replace("/opt/venv/bin/python", sys.executable)
-        (tmp_path / recipe.name).write_text(text)
+    files = render("systemd", **setting)
+    for name, text in files.items():
+        (tmp_path / name).write_text(text.replace("/opt/venv/bin/python", sys.executable))
     done = subprocess.run(
-        ["systemd-analyze", "verify", *(tmp_path / recipe.name for recipe in recipes)],
+        ["systemd-analyze", "verify", *(tmp_path / name for name in files)],
         capture_output=True,
         text=True,
         check=False,
@@ -114,27 +113,27 @@ def test_units_that_systemd_takes(setting: Setting, tmp_path: Path) -> None:
 
 
 def test_a_unit_says_the_same_as_the_command_line() -> None:
-    service, timer = RECIPES["systemd"](PLAIN)
-    assert "SuccessExitStatus=6\n" in service.text  # busy: somebody else cleans it
+    files = render("systemd", **PLAIN)
+    service = files["shardcache-clean.service"]
+    assert "SuccessExitStatus=6\n" in service  # busy: another process cleans it
     assert (
         "ExecStart=/opt/venv/bin/python -m shardcache --dir /local/nvme/shards clean --quiet "
-        "--no-wait\n" in service.text
+        "--no-wait\n" in service
     )
-    assert "User=trainer\nEnvironment=SHARDCACHE_MAX_SIZE=800GB\n" in service.text
-    assert (service.name, timer.name) == ("shardcache-clean.service", "shardcache-clean.timer")
-    odd_service = RECIPES["systemd"](odd("/usr/bin/python3"))[0].text
-    assert '--dir "/mnt/50%%/it\'s \\"a\\" $$HOME disk; #1" clean' in odd_service
+    assert "\nEnvironment=SHARDCACHE_MAX_SIZE=800GB\n" in service
+    strange = render("systemd", **odd("/usr/bin/python3"))["shardcache-clean.service"]
+    assert '--dir "/mnt/50%%/it\'s \\"a\\" $$HOME $$(X) disk; #1" clean' in strange
 
 
 # -- Slurm -----------------------------------------------------------------------
 
 
-def test_scripts_that_bash_and_shellcheck_take(setting: Setting, tmp_path: Path) -> None:
-    recipes = RECIPES["slurm"](setting)
-    assert len(recipes) == (2 if setting.prewarm else 1)
-    for recipe in recipes:
-        path = tmp_path / recipe.name
-        path.write_text(recipe.text)
+def test_scripts_that_bash_and_shellcheck_take(setting: dict[str, Any], tmp_path: Path) -> None:
+    files = render("slurm", **setting)
+    assert len(files) == (3 if "prewarm" in setting else 1)
+    for name, text in files.items():
+        path = tmp_path / name
+        path.write_text(text)
         subprocess.run(["bash", "-n", path], check=True)
         checker = Path(sys.executable).with_name("shellcheck")
         done = subprocess.run(
@@ -156,60 +155,79 @@ def test_slurm_never_sees_a_failure_and_the_log_does(tmp_path: Path, code: int) 
     (bin_ / "logger").chmod(0o755)
     directory = tmp_path / "ca $che"
     directory.mkdir()
-    setting = Setting(
-        [str(program)], str(directory), "root", {"SHARDCACHE_MAX_SIZE": "80%"}, ("s3://lab/{0..9}",)
+    files = render(
+        "slurm", [str(program)], str(directory), {"SHARDCACHE_MAX_SIZE": "80%"}, ["s3://lab/{0..9}"]
     )
     environment = {"PATH": f"{bin_}:/usr/sbin:/usr/bin:/sbin:/bin", "CODE": str(code)}
     environment |= {"SLURM_JOB_USER": "root", "SLURM_JOB_ID": "4711"}
-    for recipe in RECIPES["slurm"](setting):
-        (tmp_path / recipe.name).write_text(recipe.text)
+    for name in ("epilog.sh", "prolog.sh"):
+        (tmp_path / name).write_text(files[name])
         done = subprocess.run(
-            ["bash", tmp_path / recipe.name], env=environment, capture_output=True, check=False
+            ["bash", tmp_path / name], env=environment, capture_output=True, check=False
         )
         assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
     (cleaned, options), (prewarmed, _) = called(notes)
     assert options == {"SHARDCACHE_MAX_SIZE": "80%"}
     assert cleaned == ["--dir", str(directory), "clean", "--quiet", "--no-wait"]
     assert prewarmed[2:] == [
-        *("prewarm", "--quiet", "--best-effort", "--deadline", "5m", "s3://lab/{0..9}")
+        *("prewarm", "--quiet", "--best-effort", "--deadline", "5m", "--", "s3://lab/{0..9}")
     ]
     said = log.read_text() if log.exists() else ""
     assert ("cleaning after job 4711 failed" in said) is (code == 1)
     assert ("prewarming for job 4711 ended with" in said) is (code != 0)
 
 
+def test_a_batch_script_fills_each_node_with_its_own_shards(tmp_path: Path) -> None:
+    program, notes = spy(tmp_path)
+    (tmp_path / "srun").write_text('#!/bin/sh\n[ "$1" = --ntasks-per-node=1 ] && shift && "$@"\n')
+    (tmp_path / "srun").chmod(0o755)
+    text = render("slurm", [str(program)], ODD, {}, ["s3://lab/{0..9}"])["job.sh"]
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    subprocess.run(["bash", "-c", text], check=True, env=environment)
+    [(arguments, _)] = called(notes)
+    assert arguments[:3] == ["--dir", ODD, "prewarm"]
+    assert "--shard-by-node" in arguments and arguments[-1] == "s3://lab/{0..9}"
+
+
 def test_without_a_cache_an_epilog_does_nothing(tmp_path: Path) -> None:
     program, notes = spy(tmp_path)
-    setting = Setting([str(program)], str(tmp_path / "none"), "root", {})
-    [recipe] = RECIPES["slurm"](setting)
-    (tmp_path / recipe.name).write_text(recipe.text)
-    subprocess.run(["bash", tmp_path / recipe.name], check=True, env={})
+    text = render("slurm", [str(program)], str(tmp_path / "none"), {})["epilog.sh"]
+    subprocess.run(["bash", "-c", text], check=True, env={})
     assert not notes.exists()
 
 
 # -- Kubernetes ------------------------------------------------------------------
 
 
-def test_a_cron_job_that_kubernetes_takes(setting: Setting) -> None:
-    recipe = RECIPES["k8s"](setting)[0]
-    found = yaml.safe_load(recipe.text)
+def kubelet(text: str) -> str:
+    """What a container is given: k8s.io/kubernetes/third_party/forked/golang/expansion."""
+    return re.sub(
+        r"\$\$|\$\(([^)]*)\)", lambda found: "$" if found[0] == "$$" else "EXPANDED", text
+    )
+
+
+def test_a_daemon_set_that_kubernetes_takes(setting: dict[str, Any], tmp_path: Path) -> None:
+    found = yaml.safe_load(render("k8s", **setting)["shardcache.yaml"])
     kubernetes_validate.validate(found, "1.31", strict=True)
-    pod = found["spec"]["jobTemplate"]["spec"]["template"]["spec"]
+    pod = found["spec"]["template"]["spec"]
     [container] = pod["containers"]
-    assert container["command"][3:5] == ["--dir", setting.directory]
-    assert container["image"] == setting.pod.image
-    assert {row["name"]: row["value"] for row in container["env"]} == setting.environment
-    assert container["volumeMounts"][0]["mountPath"] == setting.directory
-    job = found["spec"]["jobTemplate"]["spec"]
-    assert job["parallelism"] == job["completions"] == setting.pod.nodes
-
-
-def test_without_options_there_is_no_environment() -> None:
-    setting = Setting(["python"], "/c", "me", {})
-    found = yaml.safe_load(RECIPES["k8s"](setting)[0].text)
-    kubernetes_validate.validate(found, "1.31", strict=True)
-    [container] = found["spec"]["jobTemplate"]["spec"]["template"]["spec"]["containers"]
-    assert "env" not in container
+    assert container["image"] == setting.get("image", "IMAGE")
+    assert {row["name"]: kubelet(row["value"]) for row in container["env"]} == setting[
+        "environment"
+    ]
+    assert container["volumeMounts"][0]["mountPath"] == setting["directory"]
+    assert pod["volumes"][0]["hostPath"]["path"] == setting["directory"]
+    _, notes = spy(tmp_path)
+    (tmp_path / "sleep").write_text("#!/bin/sh\nkill $PPID\n")
+    (tmp_path / "sleep").chmod(0o755)
+    shell, *arguments = map(kubelet, container["command"])
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    subprocess.run([shell, *arguments], check=True, env=environment, timeout=60)
+    ran = [arguments[2:] for arguments, _ in called(notes)]
+    specs = setting.get("prewarm", ())
+    warm = [["--dir", setting["directory"], "prewarm", "--best-effort", "--", *specs]]
+    clean = [["--dir", setting["directory"], "clean", "--quiet", "--no-wait"]]
+    assert ran == (warm if specs else []) + clean
 
 
 # -- the command -----------------------------------------------------------------
@@ -251,7 +269,7 @@ def test_files_are_written_whole_and_never_over_others(tmp_path: Path) -> None:
 def test_a_recipe_is_an_object_to_machines(tmp_path: Path) -> None:
     code, out, _ = run_process("recipe", "k8s", "--json", directory=tmp_path / "cache")
     found = json.loads(out)
-    assert code == 0 and [file["name"] for file in found["files"]] == ["shardcache-clean.yaml"]
+    assert code == 0 and [file["name"] for file in found["files"]] == ["shardcache.yaml"]
 
 
 @pytest.mark.parametrize(
@@ -261,7 +279,8 @@ def test_what_is_no_recipe_is_a_usage_error(tmp_path: Path, arguments: tuple[str
     assert run_process(*arguments, directory=tmp_path / "cache")[0] == 2
 
 
-def test_recipes_are_named_files() -> None:
-    for make in RECIPES.values():
-        for recipe in make(PLAIN):
-            assert isinstance(recipe, Recipe) and recipe.text.endswith("\n")
+def test_a_credential_is_refused() -> None:
+    for kind in KINDS:
+        with pytest.raises(ConfigError, match="with a credential") as caught:
+            render(kind, **PLAIN, prewarm=["https://me:hush@host/a.tar"])
+        assert "hush" not in str(caught.value)

@@ -103,7 +103,8 @@ def test_a_wheel_holds_the_types_the_command_and_the_way_in_for_fsspec(tmp_path:
         declared = archive.read(entry_points).decode()
     assert "shardcache/py.typed" in names
     assert "shardcache = shardcache.cli.main:main" in declared
-    assert "shardcache = shardcache.integrations.fsspec.ShardCacheFileSystem" in declared
+    assert "shardcache = shardcache.integrations.fsspec:ShardCacheFileSystem" in declared
+    assert {f"shardcache/cli/templates/{name}" for name in ("report.html", "crontab")} <= set(names)
     assert not [name for name in names if name.startswith(("tests/", "benchmarks/"))]
 
 

@@ -241,9 +241,8 @@ def _waits(total: Stats) -> str:
 
 
 def _tier(tier: TierUse) -> str:
-    limit = (
-        "no limit but free space" if tier.max_size is None else f"of {format_bytes(tier.max_size)}"
-    )
+    size = tier.max_size
+    limit = "no limit but free space" if size is None else f"of {format_bytes(size)}"
     share = f" ({tier.bytes / size:.0%})" if size else ""
     text = f"{tier.dir}: {tier.shards:,} shards, {format_bytes(tier.bytes)} {limit}{share}"
     return f"<p>{html.escape(text)}</p>"

@@ -35,6 +35,7 @@ from shardcache.store.entry import DamagedError
 from shardcache.store.root import check_links, is_cache, make_root
 from shardcache.store.store import Entry, Opened, Store
 from shardcache.streams.opener import Opener
+from shardcache.streams.prefetch import Lookahead
 from shardcache.units import parse_duration
 from shardcache.urls import ShardURL, parse_url
 from shardcache.version import __version__
@@ -200,7 +201,7 @@ class Cache:
         Args:
             shard: which.
             finish: whether a fetch goes on to its end when the stream is closed before.
-            ahead: what `begin_ahead` returned for it.
+            ahead: the fetch that was begun for it; see `lookahead`.
         """
         if shard.is_local and not self.config.cache_local:
             path = str(shard.local_path)
@@ -212,11 +213,23 @@ class Cache:
                 ) from exn
         return self._opener.open(shard, finish=finish, ahead=ahead)
 
-    def begin_ahead(self, shard: ShardURL) -> Opened | Share | None:
-        """Pin a shard that will be opened soon, or begin to fetch it; see `lookahead`."""
-        if shard.is_local and not self.config.cache_local:
-            return None
-        return self._opener.ahead(shard)
+    def lookahead(self, data: Iterable[Any], url: Callable[[Any], str]) -> Lookahead:
+        """The items of a list, whose next ``prefetch`` shards are fetched before they are opened.
+
+        Args:
+            data: the list; it may be endless.
+            url: tells the URL of an item.
+        """
+
+        def begin(item: Any) -> Opened | Share | None:
+            shard = self.parse(url(item))
+            local = shard.is_local and not self.config.cache_local
+            return None if local else self._opener.ahead(shard)
+
+        def open_item(item: Any, share: Share | None) -> tuple[BinaryIO, str | None]:
+            return self.open_shard(self.parse(url(item)), finish=False, ahead=share)
+
+        return Lookahead(data, begin, open_item, self.config.prefetch)
 
     @contextlib.contextmanager
     def pinned(self, url: str) -> Iterator[Path]:

@@ -52,7 +52,7 @@ from shardcache.store.store import Opened, Store, Stores
 from shardcache.urls import ShardURL
 from shardcache.version import __version__
 
-__all__ = ["Coordinator", "Intake", "Obtained", "Outcome", "Place", "Right"]
+__all__ = ["Claim", "Coordinator", "Filler", "Obtained", "Outcome", "Place"]
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class Coordinator:
         self._warn = warn
         self._siblings = siblings
         self._fetcher = fetcher
-        self._intake = Intake(places, fetcher=fetcher, origins=origins, config=config, clock=clock)
+        self._filler = Filler(places, fetcher=fetcher, origins=origins, config=config, clock=clock)
         self._space = places[-1].space
         self._config = config
         self._ranks = ranks
@@ -297,7 +297,7 @@ class Coordinator:
             if linked is not None:
                 return Obtained(linked, Outcome.LINKED)
             try:
-                entry = self._intake.fetch(url, Right(lock, holder), status)
+                entry = self._filler.fetch(url, Claim(lock, holder), status)
             except LostError as exn:
                 self._warn("lost", "%s: %s; starting over", url, exn)
                 continue
@@ -362,7 +362,7 @@ class Coordinator:
         return None
 
 
-class Right:
+class Claim:
     """Why a process fetches a key: it has its lock, or has waited for too long.
 
     Args:
@@ -397,7 +397,7 @@ class Place:
     space: Space
 
 
-class Intake:
+class Filler:
     """See the module.
 
     Args:
@@ -423,7 +423,7 @@ class Intake:
         self._config = config
         self._clock = clock
 
-    def fetch(self, url: ShardURL, right: Right, status: FetchStatus) -> Path:
+    def fetch(self, url: ShardURL, claim: Claim, status: FetchStatus) -> Path:
         """Fetch and publish; the entry's directory.
 
         Raises:
@@ -440,7 +440,7 @@ class Intake:
         for upstream in () if status.outdated else self._origins.nearer(url):
             try:
                 status.near = True
-                fetched = self._fetch(upstream, url, right, status)
+                fetched = self._fetch(upstream, url, claim, status)
                 if upstream.digest in (None, fetched.digest):
                     return self._publish(url, fetched, known)
                 fetched.partial.discard()
@@ -451,21 +451,21 @@ class Intake:
             except ShardCacheError as exn:
                 logger.info("%s: not from %s: %s", url, upstream.name, exn)
         status.near = False
-        return self._publish(url, self._fetch(self._origins.of(url), url, right, status), known)
+        return self._publish(url, self._fetch(self._origins.of(url), url, claim, status), known)
 
-    def _fetch(self, origin: Origin, url: ShardURL, right: Right, status: FetchStatus) -> Fetched:
+    def _fetch(self, origin: Origin, url: ShardURL, claim: Claim, status: FetchStatus) -> Fetched:
         places = deque(self._places)
         while True:
             resume = self._resume(url)
             if resume is not None:
-                right.tell(resume, resume.metadata.info.size)
+                claim.tell(resume, resume.metadata.info.size)
             else:
                 self._ask_for_room(url, status)
             try:
                 return self._fetcher.fetch(
                     origin,
                     url,
-                    target=lambda info: self._target(url, info, right, places),
+                    target=lambda info: self._target(url, info, claim, places),
                     resume=resume,
                     status=status,
                 )
@@ -534,7 +534,7 @@ class Intake:
             raise
 
     def _target(
-        self, url: ShardURL, info: ObjectInfo, right: Right, places: deque[Place]
+        self, url: ShardURL, info: ObjectInfo, claim: Claim, places: deque[Place]
     ) -> Partial:
         """Begin a partial in the first place that has room; those before it are taken off."""
         metadata = self._metadata(url, info, info.size or 0)
@@ -553,7 +553,7 @@ class Intake:
                 logger.debug("%s: not into %s: %s", url, layout.base, exn)
                 places.popleft()
         try:
-            right.tell(partial, info.size)
+            claim.tell(partial, info.size)
         except Exception:
             partial.discard()  # or its lock would reserve room until this process ends
             raise

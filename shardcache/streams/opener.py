@@ -6,11 +6,11 @@
       |
     wait, link or fetch --- the disk was not writable lately ----> past the cache
       | it fails ------------------------------------------------> past the cache
-    an `entrystream.EntryStream`; or, with ``fill="follow"``, which does all but the first
-    step in the background, a `following.FollowStream`
+    an `EntryStream`; or, with ``fill="follow"``, which does all but the first
+    step in the background, a `stream.FollowStream`
 
 With ``strict`` there is no way past: faults are raised, as they are where a path is asked for
-(`obtaining`). Safe between threads and across forks.
+(`Opener.obtain`). Safe between threads and across forks.
 """
 
 from __future__ import annotations
@@ -197,16 +197,16 @@ class Opener:
             logger.debug("%s: not fetched ahead: %s", shard, exn)
             return None
 
-    # -- for `following.FollowStream` --------------------------------------------
+    # -- for `stream.FollowStream` --------------------------------------------
 
     def join(self, shard: ShardURL) -> Share:
-        """See `following.Host.join`."""
+        """See `stream.Host.join`."""
         process = self._here()
         process.coordinator()  # of a child that has just been forked
         return process.fetchings.join(shard, self._run(process, shard))
 
     def hit(self, shard: ShardURL) -> Opened | None:
-        """See `following.Host.hit`."""
+        """See `stream.Host.hit`."""
         return self._hit(self._here(), shard)
 
     def _hit(self, process: Process, shard: ShardURL) -> Opened | None:
@@ -228,7 +228,7 @@ class Opener:
         return opened
 
     def reopen(self, shard: ShardURL, opened: Opened) -> Opened | None:
-        """See `following.Host.reopen`."""
+        """See `stream.Host.reopen`."""
         process = self._here()
         store = process.store_of(Store.entry_at(opened))
         again = store.open_again(opened.path)
@@ -237,7 +237,7 @@ class Opener:
         return again
 
     def followed(self, shard: ShardURL, outcome: str, size: int, waited: float) -> None:
-        """See `following.Host.followed`."""
+        """See `stream.Host.followed`."""
         self._here().counters.opened(outcome, size, waited)
 
     def past(
@@ -248,7 +248,7 @@ class Opener:
         pin: ObjectInfo | None,
         status: FetchStatus,
     ) -> OriginStream:
-        """See `following.Host.past`."""
+        """See `stream.Host.past`."""
         process = self._here()
         counts = {kind: 1} if (kind := kind_of(fault)) else {}
         try:
@@ -532,7 +532,7 @@ class Healer:
         version: str | None = None,
         answer: Body | None = None,
     ) -> OriginStream:
-        """A shard from its origin; raises as `bypass.OriginStream`.
+        """A shard from its origin; raises as `sources.OriginStream`.
 
         From its first byte, and where any version will do, from a nearer copy if there is one.
         """

@@ -17,10 +17,12 @@ from shardcache.errors import ShardCacheError
 from shardcache.store.entry import Opened
 
 if TYPE_CHECKING:
-    from shardcache.cache import Cache
     from shardcache.fetch.background import Share
 
 __all__ = ["Coming", "Lookahead"]
+
+Begin = Callable[[Any], "Opened | Share | None"]
+OpenItem = Callable[[Any, "Share | None"], tuple[BinaryIO, str | None]]
 
 
 class Coming:
@@ -30,16 +32,16 @@ class Coming:
         item: as it was in the list.
     """
 
-    def __init__(self, cache: Cache, item: Any, url: Callable[[Any], str]) -> None:
+    def __init__(self, item: Any, begin: Begin, open_item: OpenItem) -> None:
         self.item = item
-        self._cache = cache
-        self._url = url
+        self._begin = begin
+        self._open = open_item
         self._held: Opened | Share | None = None
 
     def begin(self) -> None:
         """Begin to fetch it; what goes wrong is told to who opens it."""
         try:
-            self._held = self._cache.begin_ahead(self._cache.parse(self._url(self.item)))
+            self._held = self._begin(self.item)
         except ShardCacheError:
             self._held = None
 
@@ -51,9 +53,7 @@ class Coming:
         """
         held = self._held
         try:
-            shard = self._cache.parse(self._url(self.item))
-            share = None if isinstance(held, Opened) else held
-            return self._cache.open_shard(shard, finish=False, ahead=share)
+            return self._open(self.item, None if isinstance(held, Opened) else held)
         finally:
             self.drop()
 
@@ -70,18 +70,16 @@ class Lookahead:
     """The items of a list, with the next ``count`` shards on their way.
 
     Args:
-        cache: fetches them.
         data: the list; it is asked for items earlier than without a look ahead.
-        url: the URL in an item.
+        begin: pins the shard of an item, or begins to fetch it.
+        open_item: opens the shard of an item, given what was begun for it.
         count: how many; 0 for none.
     """
 
-    def __init__(
-        self, cache: Cache, data: Iterable[Any], url: Callable[[Any], str], count: int
-    ) -> None:
-        self._cache = cache
+    def __init__(self, data: Iterable[Any], begin: Begin, open_item: OpenItem, count: int) -> None:
         self._data = iter(data)
-        self._url = url
+        self._begin = begin
+        self._open = open_item
         self._count = count
         self._coming: deque[Coming] = deque()
         self._ended: Exception | None = None
@@ -112,7 +110,7 @@ class Lookahead:
         except Exception as exn:  # noqa: BLE001 - raised when its turn comes
             self._ended = exn
             return None
-        self._coming.append(Coming(self._cache, item, self._url))
+        self._coming.append(Coming(item, self._begin, self._open))
         return self._coming[-1]
 
     def top_up(self) -> None:

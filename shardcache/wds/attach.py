@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardcache.errors import ConfigError
-from shardcache.streams.prefetch import Lookahead
 from shardcache.urls import redact
 from shardcache.wds.samples import quicken, restore, tar_files, tar_samples
 
@@ -53,7 +52,7 @@ def url_opener(
         Whatever ``handler`` raises; by default see `Cache.open`.
     """
     handle = _reraise if handler is None else handler
-    ahead = Lookahead(cache, data, _url_of, cache.config.prefetch)
+    ahead = cache.lookahead(data, _url_of)
     for coming in ahead:
         item = coming.item
         sample: dict[str, Any] = item if isinstance(item, dict) else {"url": item}

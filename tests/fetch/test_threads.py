@@ -12,8 +12,6 @@ import time
 import pytest
 
 from shardcache import threads
-from shardcache.origins import s3
-from shardcache.origins.s3 import S3Origin
 from tests.support.storetools import PATIENCE, forked
 
 #: Seconds that something takes which a fork has to wait for.
@@ -97,29 +95,6 @@ def test_a_fork_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
         end.set()
         for thread in stuck:
             thread.join()
-
-
-def test_a_client_of_s3_is_made_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, made = threading.Event(), []
-
-    def make(*args, **kwargs):
-        begun.set()
-        time.sleep(LONG)
-        made.append(True)
-        raise OSError("enough")
-
-    monkeypatch.setattr(s3, "make_client", make)
-    origin = S3Origin({}, connections=1, timeout=1)
-
-    def prepare() -> None:
-        with pytest.raises(OSError, match="enough"):
-            origin.prepare()
-
-    thread = threads.start(prepare, "shardcache-test")
-    assert begun.wait(PATIENCE)
-    with forked(lambda parent: parent.say(list(made))) as child:
-        assert child.hear() == [True]
-    thread.join()
 
 
 def test_what_spells_the_names_of_hosts_is_there_before_a_thread_is() -> None:

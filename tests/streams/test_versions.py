@@ -134,11 +134,10 @@ class Silent:
         raise self.error
 
 
-@pytest.mark.parametrize("processes", [1, 2])
 def test_a_prewarm_that_refreshes_fetches_what_was_replaced_and_says_how_much(
-    run: Any, spec: str, warm: list[str], s3: S3Server, bucket: str, proxy: Proxy, processes: int
+    run: Any, spec: str, warm: list[str], s3: S3Server, bucket: str, proxy: Proxy
 ) -> None:
-    arguments = ["prewarm", "--refresh", spec, "--processes", processes]
+    arguments = ["prewarm", "--refresh", spec]
     code, out, _ = run(*arguments)
     assert code == 0 and "All 4 shards cached" in out
     for number in (1, 3):

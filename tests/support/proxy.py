@@ -363,6 +363,8 @@ class Proxy:
         dropped = {*_NOT_PASSED_ON, *(name.lower() for name in fault.strip)}
         kept = {name: value for name, value in headers if name.lower() not in dropped}
         if fault.span is not None:
+            for name in [name for name in kept if name.lower() == "range"]:
+                del kept[name]
             kept["Range"] = f"bytes={fault.span[0]}-{fault.span[1] - 1}"
         target = f"/{fault.path}" if fault.path else target
         signed = AWSRequest(method, f"{self._upstream.geturl()}{target}", headers=kept)

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from shardcache.fetch.background import Share
     from shardcache.fetch.transfer import FetchStatus
     from shardcache.options import Handler, Options, PrewarmOptions
-    from shardcache.prewarm.report import PrewarmReport
+    from shardcache.results import PrewarmReport
     from shardcache.space.clean import CleanReport, CleanStatus
     from shardcache.stats.database import Sample
     from shardcache.stats.summary import Stats

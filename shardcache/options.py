@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 if TYPE_CHECKING:
     from shardcache.config import TierOption, Upstream
-    from shardcache.prewarm.report import Event
+    from shardcache.results import Event
 
 __all__ = ["Handler", "Options", "PrewarmOptions"]
 

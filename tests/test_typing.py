@@ -15,7 +15,7 @@ from shardcache import options
 from shardcache.cache import Cache
 from shardcache.config import Config, TierOption, Upstream
 from shardcache.prewarm import run as prewarm
-from shardcache.prewarm.report import Event
+from shardcache.results import Event
 from shardcache.stats.counters import COUNTERS
 from shardcache.stats.summary import Stats, summed
 

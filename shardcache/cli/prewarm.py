@@ -17,17 +17,18 @@ from shardcache.cli.output import Console, counted
 from shardcache.cli.progress import Display, Position, Progress, Rate
 from shardcache.errors import CacheFullError, ConfigError, ShardCacheError, ShardNotFoundError
 from shardcache.fetch.connections import parse_rate
-from shardcache.prewarm.plan import PrewarmPlan, expand, own_share
-from shardcache.prewarm.report import (
+from shardcache.prewarm.plan import expand, own_share
+from shardcache.prewarm.run import JOBS, prewarm
+from shardcache.results import (
     Event,
     Finished,
     Outcome,
     Planned,
+    PrewarmPlan,
     PrewarmReport,
     ShardResult,
     Stopped,
 )
-from shardcache.prewarm.run import JOBS, prewarm
 from shardcache.units import (
     Limit,
     format_bytes,

@@ -23,12 +23,12 @@ from rich.table import Table
 from rich.text import Text
 
 from shardcache.cli.output import Console, printable
-from shardcache.prewarm.report import Event, Outcome, Planned, Started, Stopping
+from shardcache.results import Event, Outcome, Planned, Started, Stopping
 from shardcache.units import format_bytes, format_clock, format_rate
 
 if TYPE_CHECKING:
     from shardcache.fetch.transfer import FetchStatus
-    from shardcache.prewarm.plan import PrewarmPlan
+    from shardcache.results import PrewarmPlan
     from shardcache.urls import ShardURL
 
 __all__ = ["Display", "Position", "Progress", "Rate"]

@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,13 +22,13 @@ from shardcache.config import Config
 from shardcache.errors import ConfigError, ShardCacheError
 from shardcache.origins.listing import Listing, is_pattern, refuse_local
 from shardcache.ranks import detect
+from shardcache.results import PrewarmPlan
 from shardcache.space.eviction import Limits, plan, total_bytes
 from shardcache.space.memory import Volume
 from shardcache.space.policy import Policy
 from shardcache.store.entry import DamagedError
 from shardcache.store.store import Entry, Namespaces
 from shardcache.store.sweeping import in_flight
-from shardcache.units import format_bytes
 from shardcache.urls import ShardURL, redact
 
 if TYPE_CHECKING:
@@ -206,65 +206,6 @@ def wanted_shards(cache: Cache, wanted: Iterable[str | ShardURL]) -> tuple[Shard
 
 
 # -- plans ---------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class PrewarmPlan:
-    """What is cached, what has to be fetched, and how much room there is.
-
-    Attributes:
-        shards: all wanted shards in order, each once.
-        cached: the entries of those that are cached, by key.
-        sizes: bytes of those to fetch, by key, as far as they are known.
-        free: bytes that can be stored without removing anything.
-        evict: bytes that will be evicted to make room.
-        missing: bytes too many for the cache; 0 if all known sizes fit.
-        left_out: keys of the shards that find no room; empty unless asked for.
-        outdated: cached versions that the origin has replaced, by key. Their shards count as not
-            cached. Empty unless asked for.
-        unconfirmed: why it is unknown whether the origin has replaced a shard, by key.
-    """
-
-    shards: tuple[ShardURL, ...]
-    cached: Mapping[str, Entry]
-    sizes: Mapping[str, int]
-    free: int
-    evict: int
-    missing: int
-    left_out: frozenset[str] = frozenset()
-    outdated: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    unconfirmed: Mapping[str, Exception] = field(default_factory=dict)
-
-    def __repr__(self) -> str:
-        return (
-            f"<PrewarmPlan: {len(self.shards):,} shards, {len(self.cached):,} cached, "
-            f"{format_bytes(self.fetch_bytes)} to fetch, {format_bytes(self.free)} free>"
-        )
-
-    @property
-    def to_fetch(self) -> tuple[ShardURL, ...]:
-        """The shards that are not cached."""
-        return tuple(shard for shard in self.shards if shard.key not in self.cached)
-
-    @property
-    def fetch_bytes(self) -> int:
-        """Bytes to fetch, as far as sizes are known."""
-        return sum(self.sizes.values())
-
-    @property
-    def cached_bytes(self) -> int:
-        """Bytes that are cached already."""
-        return sum(entry.size for entry in self.cached.values())
-
-    @property
-    def unknown(self) -> int:
-        """How many shards have an unknown size."""
-        return len(self.shards) - len(self.cached) - len(self.sizes)
-
-    def size_of(self, shard: ShardURL) -> int | None:
-        """Bytes of a shard, or None while unknown."""
-        entry = self.cached.get(shard.key)
-        return entry.size if entry is not None else self.sizes.get(shard.key)
 
 
 def make_plan(

@@ -33,18 +33,19 @@ from shardcache import config as configuration
 from shardcache.cache import Cache
 from shardcache.errors import ConfigError, ShardCacheError
 from shardcache.fetch.transfer import FetchStatus
-from shardcache.prewarm.plan import PrewarmPlan, Share, expand
-from shardcache.prewarm.report import (
+from shardcache.prewarm.plan import Share, expand
+from shardcache.prewarm.run import JOBS, prewarm
+from shardcache.results import (
     Event,
     Finished,
     Outcome,
     Planned,
+    PrewarmPlan,
     PrewarmReport,
     ShardResult,
     Started,
     Stopped,
 )
-from shardcache.prewarm.run import JOBS, prewarm
 
 __all__ = ["NodeReport", "prewarm_nodes"]
 

@@ -40,12 +40,14 @@ from shardcache.fetch.connections import Throttle, parse_rate
 from shardcache.fetch.transfer import FetchStatus
 from shardcache.files import Modes
 from shardcache.layout import Layout
-from shardcache.prewarm.plan import PrewarmPlan, make_plan, wanted_shards
-from shardcache.prewarm.report import (
+from shardcache.prewarm.plan import make_plan, wanted_shards
+from shardcache.ranks import detect
+from shardcache.results import (
     Event,
     Finished,
     Outcome,
     Planned,
+    PrewarmPlan,
     PrewarmReport,
     ShardResult,
     Started,
@@ -53,7 +55,6 @@ from shardcache.prewarm.report import (
     Stopping,
     is_full,
 )
-from shardcache.ranks import detect
 from shardcache.store.root import make_root
 from shardcache.store.store import Namespaces
 from shardcache.units import format_bytes

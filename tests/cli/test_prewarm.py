@@ -18,11 +18,11 @@ from shardcache.cli.prewarm import plan_text, summary_text, tell_failures
 from shardcache.cli.progress import Progress
 from shardcache.errors import AccessDeniedError, ShardNotFoundError
 from shardcache.fetch.transfer import FetchStatus
-from shardcache.prewarm.plan import PrewarmPlan
-from shardcache.prewarm.report import (
+from shardcache.results import (
     Finished,
     Outcome,
     Planned,
+    PrewarmPlan,
     PrewarmReport,
     ShardResult,
     Started,

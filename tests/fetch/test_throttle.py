@@ -17,7 +17,7 @@ from shardcache.cache import Cache
 from shardcache.errors import ConfigError
 from shardcache.fetch import connections as module
 from shardcache.fetch.connections import Throttle, parse_rate
-from shardcache.prewarm.report import Started, Stopped
+from shardcache.results import Started, Stopped
 from tests.support.clitools import run, run_process
 from tests.support.storetools import PATIENCE, Parent, forked
 from tests.support.tars import make_tar

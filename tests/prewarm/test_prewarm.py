@@ -23,8 +23,8 @@ from shardcache.errors import (
 from shardcache.origins.listing import Listing
 from shardcache.prewarm import run as module
 from shardcache.prewarm.plan import make_plan, wanted_shards
-from shardcache.prewarm.report import Finished, Outcome, Planned, Started, Stopped, Stopping
 from shardcache.prewarm.run import prewarm
+from shardcache.results import Finished, Outcome, Planned, Started, Stopped, Stopping
 from shardcache.store.partial import Partial
 from shardcache.store.sweeping import in_flight
 from tests.support.fakes import Fault

@@ -15,7 +15,7 @@ from shardcache.errors import CacheFullError, ConfigError, ShardCacheError, Shar
 from shardcache.prewarm import ray as module
 from shardcache.prewarm.plan import Share
 from shardcache.prewarm.ray import NodeReport, _Order, _prewarm_here
-from shardcache.prewarm.report import Outcome, Stopped
+from shardcache.results import Outcome, Stopped
 from tests.support.tars import make_tar
 
 

@@ -21,7 +21,7 @@ import shardcache
 from shardcache import Cache, ShardCacheError, wds
 from shardcache.config import Config
 from shardcache.fetch.transfer import FetchStatus
-from shardcache.prewarm.report import Event, Finished, Outcome, Planned, PrewarmReport, ShardResult
+from shardcache.results import Event, Finished, Outcome, Planned, PrewarmReport, ShardResult
 from shardcache.space.clean import CleanReport
 from shardcache.space.eviction import Reason, Removal
 from shardcache.stats.summary import Stats, Waits

@@ -1,4 +1,4 @@
-"""What a prewarm tells: events while it runs, a result per shard, totals.
+"""What `Cache.prewarm` gives back: its plan, events while it runs, a result per shard, totals.
 
 All are frozen values, safe to hand to any thread, with one exception: the thread that fetches
 goes on writing the `FetchStatus` of a `Started` event.
@@ -7,12 +7,13 @@ goes on writing the `FetchStatus` of a `Started` event.
 from __future__ import annotations
 
 import errno
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from shardcache.fetch.transfer import FetchStatus
-from shardcache.prewarm.plan import PrewarmPlan
-from shardcache.units import format_duration
+from shardcache.store.entry import Entry
+from shardcache.units import format_bytes, format_duration
 from shardcache.urls import ShardURL
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Finished",
     "Outcome",
     "Planned",
+    "PrewarmPlan",
     "PrewarmReport",
     "ShardResult",
     "Started",
@@ -29,6 +31,65 @@ __all__ = [
 ]
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class PrewarmPlan:
+    """What is cached, what has to be fetched, and how much room there is.
+
+    Attributes:
+        shards: all wanted shards in order, each once.
+        cached: the entries of those that are cached, by key.
+        sizes: bytes of those to fetch, by key, as far as they are known.
+        free: bytes that can be stored without removing anything.
+        evict: bytes that will be evicted to make room.
+        missing: bytes too many for the cache; 0 if all known sizes fit.
+        left_out: keys of the shards that find no room; empty unless asked for.
+        outdated: cached versions that the origin has replaced, by key. Their shards count as not
+            cached. Empty unless asked for.
+        unconfirmed: why it is unknown whether the origin has replaced a shard, by key.
+    """
+
+    shards: tuple[ShardURL, ...]
+    cached: Mapping[str, Entry]
+    sizes: Mapping[str, int]
+    free: int
+    evict: int
+    missing: int
+    left_out: frozenset[str] = frozenset()
+    outdated: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    unconfirmed: Mapping[str, Exception] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return (
+            f"<PrewarmPlan: {len(self.shards):,} shards, {len(self.cached):,} cached, "
+            f"{format_bytes(self.fetch_bytes)} to fetch, {format_bytes(self.free)} free>"
+        )
+
+    @property
+    def to_fetch(self) -> tuple[ShardURL, ...]:
+        """The shards that are not cached."""
+        return tuple(shard for shard in self.shards if shard.key not in self.cached)
+
+    @property
+    def fetch_bytes(self) -> int:
+        """Bytes to fetch, as far as sizes are known."""
+        return sum(self.sizes.values())
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes that are cached already."""
+        return sum(entry.size for entry in self.cached.values())
+
+    @property
+    def unknown(self) -> int:
+        """How many shards have an unknown size."""
+        return len(self.shards) - len(self.cached) - len(self.sizes)
+
+    def size_of(self, shard: ShardURL) -> int | None:
+        """Bytes of a shard, or None while unknown."""
+        entry = self.cached.get(shard.key)
+        return entry.size if entry is not None else self.sizes.get(shard.key)
 
 
 class Outcome(StrEnum):

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardcache.errors import ConfigError
 from shardcache.urls import redact
-from shardcache.wds.prefetch import Lookahead
 from shardcache.wds.samples import quicken, restore, tar_files, tar_samples
 
 if TYPE_CHECKING:

@@ -12,13 +12,12 @@ per process.
 from __future__ import annotations
 
 import logging
-import re
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from http.client import HTTPException
-from typing import Any, NoReturn, TypeVar
-from urllib.parse import quote, urlsplit
+from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
 from shardcache.errors import AccessDeniedError, ConfigError, ShardNotFoundError
 from shardcache.origins.base import (
@@ -44,7 +43,6 @@ from shardcache.version import __version__
 __all__ = ["S3Origin", "make_client"]
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 _EXPIRED = frozenset(
     {"ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired"}
@@ -69,24 +67,6 @@ _HINTS = {
 _PAGES = ("text/html", "text/xml", "application/xml")
 #: Checksums, the ones that cost least first.
 _CHECKSUMS = ("crc32", "crc32c", "crc64nvme", "sha256", "sha1")
-
-#: Arguments of ``get_object`` as headers; of these one request differs from the next.
-_HEADERS = {"Range": "range", "IfMatch": "if-match", "ChecksumMode": "x-amz-checksum-mode"}
-#: What is said of all requests of a client, and is in its first one.
-_CONSTANT = frozenset({"RequestPayer"})
-#: Headers that belong to one request.
-_OWN = frozenset(
-    {"authorization", "x-amz-date", "x-amz-security-token", "x-amz-content-sha256"}
-    | {*_HEADERS.values(), "amz-sdk-invocation-id", "amz-sdk-request"}
-)
-_SIGNED = re.compile(r"AWS4-HMAC-SHA256 Credential=.*/([^/,]+)/s3/aws4_request,")
-#: Answers that botocore may know what to do about: look for the bucket in another region.
-_ELSEWHERE = frozenset({301, 302, 303, 307, 308})
-_OTHER_REGION = "AuthorizationHeaderMalformed"
-#: Of an error's text, which is XML of some hundred bytes.
-_MOST = 64 * 1024
-_CODE = re.compile(rb"<Code>([A-Za-z0-9.]{1,100})</Code>")
-_MESSAGE = re.compile(rb"<Message>([^<]{1,1000})</Message>")
 
 #: Botocore's loaders with all they have read, by where they look for descriptions. The first
 #: client of a process takes a fifth of a second, most of it for a megabyte of JSON that describes
@@ -120,23 +100,14 @@ class S3Origin:
         self._endpoint = endpoint_url
         self._connections = connections
         self._timeout = timeout
-        self._client: _Client | None = None
+        self._client: Any = None
         self._guard = threading.Lock()
         self._extra: dict[str, Any] = {}
         if self._options.get("requester_pays"):
             self._extra["RequestPayer"] = "requester"
 
-    @property
-    def endpoint(self) -> str:
-        """The URL of the server that is asked, without credentials.
-
-        Raises:
-            ConfigError: the client cannot be set up.
-        """
-        return self.client().place
-
-    def client(self) -> _Client:
-        """The client, made if need be.
+    def client(self) -> Any:
+        """The client of botocore, made if need be.
 
         Raises:
             ConfigError: it cannot be set up.
@@ -144,13 +115,11 @@ class S3Origin:
         with self._guard:
             if self._client is None:
                 with undivided():  # a fork: it imports, and makes a context of OpenSSL
-                    self._client = _Client(
-                        make_client(
-                            self._options,
-                            endpoint_url=self._endpoint,
-                            connections=self._connections,
-                            timeout=self._timeout,
-                        )
+                    self._client = make_client(
+                        self._options,
+                        endpoint_url=self._endpoint,
+                        connections=self._connections,
+                        timeout=self._timeout,
                     )
             return self._client
 
@@ -164,19 +133,20 @@ class S3Origin:
         # Also where it is all of it: what a gateway compresses on its way is no such range.
         span = f"bytes={start}-" if stop is None else f"bytes={start}-{stop - 1}"
         try:
-            answer = self._get(url, {**arguments, "Range": span})
+            answer = self._call("get_object", url, Range=span, **arguments)
         except _EmptyObjectError:
             # No range of an empty object is satisfiable; ask for all of it.
-            answer = self._get(url, arguments)
+            answer = self._call("get_object", url, **arguments)
         return _body(answer, url, start, stop)
 
     def whole(self, url: ShardURL, most: int, listed: int | None) -> RangeBody | None:
         """See `base.WholeOrigin.whole`. A range is answered without a checksum."""
-        answer = self._get(url, {**self._arguments(url, None), "ChecksumMode": "ENABLED"})
+        arguments = self._arguments(url, None)
+        answer = self._call("get_object", url, ChecksumMode="ENABLED", **arguments)
         body = _body(answer, url, 0, None)
         size = body.info.size
         # What a gateway compresses on its way has another size than it has; no range is.
-        plain = size == listed or not answer.headers.get("content-encoding")
+        plain = size == listed or not answer.get("ContentEncoding")
         if size is None or body.stop != size or not plain:
             body.close()
             return None
@@ -185,11 +155,8 @@ class S3Origin:
 
     def stat(self, url: ShardURL) -> ObjectInfo:
         """See `base.Origin.stat`."""
-        bucket, key = url.bucket_and_key()
-        arguments = {**self._arguments(url, None), "ChecksumMode": "ENABLED"}
-        answer = self._call(
-            url, lambda c: c.botocore.head_object(Bucket=bucket, Key=key, **arguments)
-        )
+        arguments = self._arguments(url, None)
+        answer = self._call("head_object", url, ChecksumMode="ENABLED", **arguments)
         headers = answer["ResponseMetadata"]["HTTPHeaders"]
         size = content_length(headers)
         if size is None:  # then it cannot be compared with any version
@@ -202,9 +169,7 @@ class S3Origin:
         Raises:
             As `base.Origin.open`.
         """
-        bucket, prefix = url.bucket_and_key()
-        arguments = {"Bucket": bucket, "Prefix": prefix, **self._extra, **options}
-        page: dict[str, Any] = self._call(url, lambda c: c.botocore.list_objects_v2(**arguments))
+        page: dict[str, Any] = self._call("list_objects_v2", url, **self._extra, **options)
         return page
 
     def _arguments(self, url: ShardURL, pin: ObjectInfo | None) -> dict[str, Any]:
@@ -213,146 +178,40 @@ class S3Origin:
             return {**self._extra, "VersionId": version}
         return dict(self._extra)
 
-    def _get(self, url: ShardURL, arguments: dict[str, Any]) -> _Answer:
-        bucket, key = url.bucket_and_key()
-        return self._call(url, lambda client: client.get(bucket, key, arguments))
-
     @unchained
-    def _call(self, url: ShardURL, ask: Callable[[_Client], T]) -> T:
+    def _call(self, operation: str, url: ShardURL, **arguments: Any) -> Any:
         from botocore.exceptions import BotoCoreError, ClientError
         from botocore.parsers import ResponseParserError
         from urllib3.exceptions import HTTPError
 
+        bucket, key = url.bucket_and_key()
+        arguments["Bucket"] = bucket
+        arguments["Prefix" if operation == "list_objects_v2" else "Key"] = key
         for renewed in (False, True):
             client = self.client()
+            place = redact(str(client.meta.endpoint_url))
             try:
-                return ask(client)
+                return getattr(client, operation)(**arguments)
             except (BotoCoreError, ClientError, OSError) as exn:
                 if not renewed and _code(exn) in _EXPIRED:
                     logger.info("credentials expired; asking the chain for new ones")
                     self._forget(client)
                     continue
-                _translate(exn, url, client.place)
+                _translate(exn, url, place)
             except (HTTPError, HTTPException) as exn:  # botocore reads errors unguarded
-                raise TransientError(
-                    f"{client.place} broke off its answer: {redact(str(exn))}"
-                ) from None
+                raise TransientError(f"{place} broke off its answer: {redact(str(exn))}") from None
             except (ResponseParserError, ValueError, RuntimeError, OverflowError) as exn:
                 raise ConfigError(
-                    f"{url}: what {client.place} answers is not S3: {redact(str(exn))}. "
+                    f"{url}: what {place} answers is not S3: {redact(str(exn))}. "
                     "Check endpoint_url.",
                     url=str(url),
                 ) from None
         raise AssertionError("unreachable")  # pragma: no cover
 
-    def _forget(self, client: _Client) -> None:
+    def _forget(self, client: Any) -> None:
         with self._guard:
             if self._client is client:
                 self._client = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """Of a GetObject: its status, its headers by names in lower case, its bytes unread."""
-
-    status: int
-    headers: Mapping[str, str]
-    raw: Any
-
-
-@dataclass(frozen=True, slots=True)
-class _Template:
-    """What the requests for one bucket have in common; no region: not signed."""
-
-    prefix: str
-    headers: Mapping[str, str]
-    region: str | None
-
-
-class _Client:
-    """A client of botocore whose GetObject costs half.
-
-    Botocore works each request out anew: parameters, endpoint rules, events, a model of the
-    answer. That takes a millisecond of processor time, which is most of what a small shard costs.
-    So the first request for a bucket is botocore's own, and is looked at as it leaves; the next
-    ones differ from it in their key, range and condition alone, are signed by botocore's signer
-    and sent by its HTTP session, with all that concerns TLS, proxies, time-outs and credentials.
-    What looks unusual in the first request (another kind of signature, an access point), or is
-    answered as if the bucket had moved, is left to botocore.
-    """
-
-    def __init__(self, botocore: Any) -> None:
-        self.botocore = botocore
-        self.place = redact(str(botocore.meta.endpoint_url))
-        self._templates: dict[str, _Template] = {}
-        self._last = threading.local()
-        try:  # not botocore's promise; without them every request goes the long way
-            self._credentials = botocore._request_signer._credentials
-            self._session = botocore._endpoint.http_session
-        except AttributeError as exn:
-            logger.debug("all requests are left to this botocore: %s", exn)
-            return
-        botocore.meta.events.register_last("before-send.s3.GetObject", self._look)
-
-    def _look(self, request: Any, **_: Any) -> None:
-        self._last.request = request
-
-    def get(self, bucket: str, key: str, arguments: Mapping[str, str]) -> _Answer:
-        """Ask for an object.
-
-        Args:
-            bucket: its bucket.
-            key: its name.
-            arguments: of ``get_object``.
-
-        Raises:
-            botocore's errors, as ``get_object``.
-        """
-        template = self._templates.get(bucket)
-        if template is not None and arguments.keys() <= _HEADERS.keys() | _CONSTANT:
-            answer = self._session.send(self._request(template, key, arguments))
-            if answer.status_code < 300:
-                headers = {name.lower(): value for name, value in answer.raw.headers.items()}
-                return _Answer(answer.status_code, headers, answer.raw)
-            error = _error(answer)
-            elsewhere = answer.status_code in _ELSEWHERE or _code(error) == _OTHER_REGION
-            if not elsewhere:
-                raise error
-            self._templates.pop(bucket, None)
-        response = self.botocore.get_object(Bucket=bucket, Key=key, **arguments)
-        self._learn(bucket, key)
-        meta = response["ResponseMetadata"]
-        return _Answer(meta["HTTPStatusCode"], meta["HTTPHeaders"], response["Body"]._raw_stream)
-
-    def _learn(self, bucket: str, key: str) -> None:
-        """Remember what the calling thread's last request, which was answered, was like."""
-        request = self._last.__dict__.pop("request", None)
-        name = quote(key, safe="/~")
-        if request is None or not request.url.endswith(f"/{name}"):
-            return  # another version, or not the usual way to address it
-        said = {name.lower(): _text(value) for name, value in request.headers.items()}
-        signature = said.get("authorization")
-        signed = _SIGNED.match(signature or "")
-        if signature is not None and signed is None:
-            return
-        headers = {name: value for name, value in said.items() if name not in _OWN}
-        region = signed[1] if signed else None
-        self._templates[bucket] = _Template(request.url.removesuffix(name), headers, region)
-
-    def _request(self, template: _Template, key: str, arguments: Mapping[str, str]) -> Any:
-        from botocore.auth import S3SigV4Auth
-        from botocore.awsrequest import AWSRequest
-
-        own = {_HEADERS[name]: value for name, value in arguments.items() if name in _HEADERS}
-        place = template.prefix + quote(key, safe="/~")
-        request = AWSRequest("GET", place, headers={**template.headers, **own})
-        if template.region is not None:
-            request.context.update(client_config=self.botocore.meta.config, signing={})
-            credentials = self._credentials.get_frozen_credentials()
-            S3SigV4Auth(credentials, "s3", template.region).add_auth(request)
-        prepared = request.prepare()
-        prepared.stream_output = True
-        return prepared
 
 
 def make_client(
@@ -437,16 +296,18 @@ class _EmptyObjectError(TransientError):
     """416 for a range that starts at 0; in answer to anything else it is mere trouble."""
 
 
-def _body(answer: _Answer, url: ShardURL, start: int, stop: int | None) -> RangeBody:
+def _body(answer: Mapping[str, Any], url: ShardURL, start: int, stop: int | None) -> RangeBody:
+    meta, raw = answer["ResponseMetadata"], answer["Body"]._raw_stream
+    status, headers = meta["HTTPStatusCode"], meta["HTTPHeaders"]
     try:
-        if answer.status not in (200, 206):
-            raise ConfigError(f"{url}: {answer.status} is no answer to a read. Check endpoint_url.")
-        body = range_body(answer.status, answer.headers, answer.raw, start, stop, _info)
-        page = answer.headers.get("content-type", "")
-        if answer.status == 200 and not body.info.identifiable and page.startswith(_PAGES):
+        if status not in (200, 206):
+            raise ConfigError(f"{url}: {status} is no answer to a read. Check endpoint_url.")
+        body = range_body(status, headers, raw, start, stop, _info)
+        page = headers.get("content-type", "")
+        if status == 200 and not body.info.identifiable and page.startswith(_PAGES):
             raise TransientError(f"a page of {page} came in place of the object")
     except Exception:
-        answer.raw.close()
+        raw.close()
         raise
     return body
 
@@ -460,27 +321,6 @@ def _info(headers: Mapping[str, str], size: int | None) -> ObjectInfo:
                 break
     version = headers.get("x-amz-version-id")
     return replace(object_info(headers, size), version_id=version, checksum=checksum)
-
-
-def _text(value: Any) -> str:
-    return value.decode("ascii") if isinstance(value, bytes) else str(value)
-
-
-def _error(answer: Any) -> Exception:
-    """What botocore would have raised."""
-    from botocore.exceptions import ClientError
-
-    text = answer.raw.read(_MOST)
-    answer.raw.close()
-    code, message = _CODE.search(text), _MESSAGE.search(text)
-    said = {
-        "Code": code[1].decode() if code else str(answer.status_code),
-        "Message": message[1].decode("utf-8", "replace") if message else "",
-    }
-    headers = {name.lower(): value for name, value in answer.raw.headers.items()}
-    meta = {"HTTPStatusCode": answer.status_code, "HTTPHeaders": headers}
-    error: Exception = ClientError({"Error": said, "ResponseMetadata": meta}, "GetObject")
-    return error
 
 
 def _code(exn: Exception) -> str:

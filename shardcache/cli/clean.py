@@ -11,22 +11,13 @@ from typing import Any
 import click
 
 from shardcache.cache import Cache
-from shardcache.cli.main import (
-    ExitCode,
-    Invocation,
-    command,
-    dry_run_option,
-    parsed,
-    yes_option,
-)
+from shardcache.cli.main import DURATION, SIZE, ExitCode, Invocation, command
 from shardcache.cli.output import Console, counted
 from shardcache.cli.progress import Display, Position, Rate
 from shardcache.space.clean import CleanReport, CleanStatus
 from shardcache.space.eviction import Reason, Removal
 from shardcache.space.memory import Volume
-from shardcache.units import Limit, exact_duration, format_bytes, parse_duration, parse_limit
-
-__all__ = ["clean_command"]
+from shardcache.units import Limit, exact_duration, format_bytes
 
 
 @command(
@@ -39,31 +30,16 @@ __all__ = ["clean_command"]
         shardcache clean --all -y
     """,
 )
-@dry_run_option("Say what would go, remove nothing.")
-@yes_option("Do not ask before --all.")
+@click.option("-n", "--dry-run", is_flag=True, help="Say what would go, remove nothing.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask before --all.")
 @click.option("--all", "everything", is_flag=True, help="Remove all that nobody is reading.")
 @click.option(
     "--wait/--no-wait", default=True, help="Wait for another clean, or exit with 6 (default: wait)."
 )
 @click.option("--orphans", is_flag=True, help="Only what dead processes left.")
-@click.option(
-    "--max-age",
-    callback=parsed(parse_duration),
-    metavar="DURATION",
-    help="Remove what was unused for so long, such as 14d.",
-)
-@click.option(
-    "--min-free",
-    callback=parsed(parse_limit),
-    metavar="SIZE",
-    help="Space to be free afterwards, such as 100GB or 10%.",
-)
-@click.option(
-    "--max-size",
-    callback=parsed(parse_limit),
-    metavar="SIZE",
-    help="Most the cache may hold, such as 800GB or 80%.",
-)
+@click.option("--max-age", type=DURATION, help="Remove what was unused for so long, such as 14d.")
+@click.option("--min-free", type=SIZE, help="Space to be free afterwards, such as 100GB or 10%.")
+@click.option("--max-size", type=SIZE, help="Most the cache may hold, such as 800GB or 80%.")
 def clean_command(
     invocation: Invocation,
     max_size: Limit | None,

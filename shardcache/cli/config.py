@@ -8,8 +8,6 @@ from shardcache.cli.main import ExitCode, Invocation, command
 from shardcache.cli.output import Column
 from shardcache.config import describe, options
 
-__all__ = ["config_command", "dir_command"]
-
 
 @command(
     "config",

@@ -41,8 +41,6 @@ from shardcache.cli.output import Column
 from shardcache.errors import ConfigError, ShardCacheError
 from shardcache.units import format_bytes, format_duration
 
-__all__ = ["Report", "S3Server", "Step", "demo_command", "run"]
-
 SHARDS = 16
 SAMPLES = 320
 #: 320 samples of 100 kB and their tar headers: shards of 32 MB.

@@ -33,8 +33,6 @@ from shardcache.ranks import detect, local_world_size
 from shardcache.units import format_bytes, format_duration, format_rate
 from shardcache.urls import parse_url, redact
 
-__all__ = ["doctor_command"]
-
 logger = logging.getLogger(__name__)
 
 Level = Literal["ok", "warn", "fail"]

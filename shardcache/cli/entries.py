@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import os
 import time
-from collections.abc import Callable, Container, Iterable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator
 from datetime import datetime
 from typing import Any
 
 import click
 
 from shardcache.cache import Cache
-from shardcache.cli.main import (
-    ExitCode,
-    Invocation,
-    command,
-    dry_run_option,
-    parsed,
-    urls_argument,
-    yes_option,
-)
-from shardcache.cli.output import Column, Console, counted, short_date
+from shardcache.cli.main import DURATION, ExitCode, Invocation, command, urls_argument
+from shardcache.cli.output import Column, counted, short_date
 from shardcache.clock import utc
 from shardcache.layout import Layout
 from shardcache.locks.flock import read_holder
@@ -35,11 +28,11 @@ from shardcache.store.entry import DamagedError, Metadata, read_sidecar
 from shardcache.store.root import check_links, is_cache
 from shardcache.store.store import Entry, Namespaces, Store
 from shardcache.store.sweeping import InFlight, in_flight
-from shardcache.units import exact_duration, format_age, format_bytes, parse_duration
+from shardcache.units import exact_duration, format_age, format_bytes
 from shardcache.urls import ShardURL, redact
 
-__all__ = ["ls_command", "matches_glob", "pin_command", "rm_command", "unpin_command"]
-
+#: A shard or a fetch as it is printed: raw values by name.
+_Row = dict[str, Any]
 _STATE_STYLES = {
     "pinned": "cyan",
     "in_use": "cyan",
@@ -68,42 +61,6 @@ def _expand_shards(cache: Cache, urls: Iterable[str]) -> dict[str, ShardURL]:
 
 
 # -- ls ----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Shard:
-    """A shard in the cache, as ``ls`` prints it; what cannot be read of a damaged one is None."""
-
-    url: str | None
-    size: int
-    used_at: datetime
-    fetched_at: datetime | None
-    state: str
-    tier: int
-    key: str
-    version: str
-    path: str | None
-    etag: str | None
-    digest: str | None
-    checked: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Partial:
-    """A fetch in flight, or what a dead process left of one, as ``ls --partial`` prints it."""
-
-    url: str | None
-    size: int | None
-    written_bytes: int
-    share: float | None
-    state: str
-    begun_at: datetime | None
-    holder: str | None
-    pid: int | None
-    rank: int | None
-    tier: int
-    key: str
-    dir: str
 
 
 #: What ``--sort`` knows -> field of a row; partials have ``begun_at`` alone.
@@ -153,57 +110,80 @@ def ls_command(
     With --partial: live (being fetched) and orphan (left by a dead process, will
     be resumed or swept).
     """
-    list_rows, show = (_partials, _show_partials) if partial else (_shards, _show_shards)
+    console = invocation.console
     with invocation.cache(looking=True) as cache:
-        every: list[Any] = []
+        every: list[_Row] = []
         if is_cache(cache.dir):
-            every = list(list_rows(cache))
+            every = list(_partials(cache) if partial else _shards(cache))
         else:
-            invocation.console.hint(f"Nothing was cached in {cache.dir} yet.")
-        found = [row for row in every if glob is None or matches_glob(glob, row.url or "")]
-        show(invocation.console, cache, every, _ordered(found, sort), limit, long)
+            console.hint(f"Nothing was cached in {cache.dir} yet.")
+        found = [row for row in every if glob is None or matches_glob(glob, row["url"] or "")]
+        shown = _ordered(found, sort)[:limit]
+        columns = _partial_columns(long) if partial else _shard_columns(long)
+        summary, footer = _sum_partials(every) if partial else _sum_shards(cache, every)
+        if len(found) != len(every) and not partial:
+            shown_bytes = format_bytes(sum(row["size"] for row in shown))
+            footer = f"{len(shown):,} of {footer}; shown {shown_bytes}"
+        summary |= {"matching": len(found), "shown": len(shown)}
+        noun = "partial" if partial else "shard"
+        console.table("ls", noun, columns, shown, summary=summary, footer=footer)
     return ExitCode.DONE
 
 
-def _ordered(rows: list[Any], sort: str) -> list[Any]:
+def _ordered(rows: list[_Row], sort: str) -> list[_Row]:
     """Rows as ``--sort`` says; unknown values come last. A time sorts as its age."""
     field, _, turn = sort.partition(":")
 
-    def value(row: Any) -> Any:
-        found = getattr(row, _SORTED_BY[field], getattr(row, "begun_at", None))
+    def value(row: _Row) -> Any:
+        found = row.get(_SORTED_BY[field], row.get("begun_at"))
         return -found.timestamp() if isinstance(found, datetime) else found
 
-    known = sorted((row for row in rows if value(row) is not None), key=lambda row: str(row.url))
+    known = sorted((row for row in rows if value(row) is not None), key=lambda row: str(row["url"]))
     known.sort(key=value, reverse=turn == "desc")
     return known + [row for row in rows if value(row) is None]
 
 
-def _shards(cache: Cache) -> Iterator[_Shard]:
+def _tier(cache: Cache, path: str) -> int:
+    """The number of the tier in which something is: 1 is the first that is filled."""
+    tiers = cache.config.by_tier()
+    inside = (n for n, tier in enumerate(tiers, 1) if path.startswith(f"{tier.dir}{os.sep}"))
+    return next(inside, len(tiers))
+
+
+def _age(moment: datetime | None) -> str:
+    return "-" if moment is None else format_age(time.time() - moment.timestamp())
+
+
+def _shards(cache: Cache) -> Iterator[_Row]:
+    """The shards in the cache; what cannot be read of a damaged one is None."""
     store = (namespaces := Namespaces(cache.config, detect())).own
     pinned = pinned_keys(namespaces.node, time.time())
     for entry in cache.entries():
         metadata: Metadata | None = None
+        path: str | None = None
         state = "damaged"
+        with contextlib.suppress(DamagedError, OSError):
+            path = str(entry.data)
         try:
             metadata = entry.metadata()
             state = _state(store, entry, metadata, pinned)
         except (DamagedError, OSError):
             if not entry.path.exists():
                 continue  # evicted while we look
-        yield _Shard(
-            url=metadata.url if metadata else None,
-            size=entry.size,
-            used_at=utc(entry.used),
-            fetched_at=utc(metadata.fetched_at) if metadata else None,
-            state=state,
-            tier=_tier(cache, entry.directory),
-            key=entry.key,
-            version=entry.version,
-            path=_data_path(entry),
-            etag=metadata.info.etag if metadata else None,
-            digest=metadata.digest if metadata else None,
-            checked=metadata.checked if metadata else None,
-        )
+        yield {
+            "url": metadata.url if metadata else None,
+            "size": entry.size,
+            "used_at": utc(entry.used),
+            "fetched_at": utc(metadata.fetched_at) if metadata else None,
+            "state": state,
+            "tier": _tier(cache, entry.directory),
+            "key": entry.key,
+            "version": entry.version,
+            "path": path,
+            "etag": metadata.info.etag if metadata else None,
+            "digest": metadata.digest if metadata else None,
+            "checked": metadata.checked if metadata else None,
+        }
 
 
 def _state(store: Store, entry: Entry, metadata: Metadata, pinned: Container[str]) -> str:
@@ -215,135 +195,102 @@ def _state(store: Store, entry: Entry, metadata: Metadata, pinned: Container[str
     return "in_use" if store.is_pinned(entry) else "ok"
 
 
-def _tier(cache: Cache, path: str) -> int:
-    """The number of the tier in which something is: 1 is the first that is filled."""
-    tiers = cache.config.by_tier()
-    inside = (n for n, tier in enumerate(tiers, 1) if path.startswith(f"{tier.dir}{os.sep}"))
-    return next(inside, len(tiers))
-
-
-def _data_path(entry: Entry) -> str | None:
-    try:
-        return str(entry.data)
-    except (OSError, DamagedError):
-        return None
-
-
-def _show_shards(
-    console: Console,
-    cache: Cache,
-    every: list[_Shard],
-    found: list[_Shard],
-    limit: int | None,
-    long: bool,
-) -> None:
+def _shard_columns(long: bool) -> list[Column]:
     now = time.time()
     columns = [
         Column("url", "SHARD", lambda url: url or "?"),
         Column("size", "SIZE", format_bytes, right=True),
-        Column("used_at", "USED", lambda t: format_age(now - t.timestamp()), right=True),
+        Column("used_at", "USED", _age, right=True),
         Column("fetched_at", "FETCHED", lambda t: short_date(t.timestamp(), now) if t else "-"),
         Column("state", "STATE", style=_STATE_STYLES.get),
     ]
     if long:
         columns += [Column("version", "VERSION"), Column("path", "PATH", lambda path: path or "-")]
-    shown, size = found[:limit], sum(shard.size for shard in every)
-    most = Volume.of(cache.dir).budget(cache.config) if every else None
-    evictable = _evictable(cache, every, now)
-    footer = f"{counted(len(every), 'shard')}, {format_bytes(size)}"
+    return columns
+
+
+def _sum_shards(cache: Cache, shards: list[_Row]) -> tuple[_Row, str]:
+    """What the shards come to, for machines and for people."""
+    size, now = sum(shard["size"] for shard in shards), time.time()
+    policy = Policy.now(cache.config, Namespaces(cache.config, detect()).node, now)
+    evictable = sum(
+        shard["size"]
+        for shard in shards
+        if shard["state"] not in ("pinned", "in_use")
+        and not policy.protects(shard["used_at"].timestamp(), now)
+    )
+    footer = f"{counted(len(shards), 'shard')}, {format_bytes(size)}"
+    most = Volume.of(cache.dir).budget(cache.config) if shards else None
     if most is not None:
         footer += f" of {format_bytes(most)} ({size / most:.0%})"
-    if every:
+    if shards:
         footer += f"; {format_bytes(evictable)} evictable"
-    if len(found) != len(every):
-        shown_bytes = format_bytes(sum(shard.size for shard in shown))
-        footer = f"{len(shown):,} of {footer}; shown {shown_bytes}"
     summary = {
-        "shards": len(every),
+        "shards": len(shards),
         "bytes": size,
         "max_size": most,
         "evictable_bytes": evictable,
-        "matching": len(found),
-        "shown": len(shown),
     }
-    console.table("ls", "shard", columns, shown, summary=summary, footer=footer)
+    return summary, footer
 
 
-def _evictable(cache: Cache, shards: list[_Shard], now: float) -> int:
-    policy = Policy.now(cache.config, Namespaces(cache.config, detect()).node, now)
-    return sum(
-        shard.size
-        for shard in shards
-        if shard.state not in ("pinned", "in_use")
-        and not policy.protects(shard.used_at.timestamp(), now)
-    )
-
-
-def _partials(cache: Cache) -> Iterator[_Partial]:
+def _partials(cache: Cache) -> Iterator[_Row]:
+    """The fetches in flight, and what dead processes left of theirs."""
     for store in cache.stores():
         for found in in_flight(store.layout):
             if found.key:  # the others are entries on their way out
                 yield _partial(cache, store, found)
 
 
-def _partial(cache: Cache, store: Store, found: InFlight) -> _Partial:
-    try:
-        metadata: Metadata | None = Metadata.decode(read_sidecar(found.path))
-    except (OSError, DamagedError):
-        metadata = None
+def _partial(cache: Cache, store: Store, found: InFlight) -> _Row:
+    metadata: Metadata | None = None
+    with contextlib.suppress(DamagedError, OSError):
+        metadata = Metadata.decode(read_sidecar(found.path))
     holder = read_holder(store.layout.holder(found.key)) if found.live else None
     progress = found.progress
-    return _Partial(
-        url=metadata.url if metadata else None,
-        size=progress.total if progress else None,
-        written_bytes=progress.written if progress else 0,
-        share=progress.written / progress.total if progress and progress.total else None,
-        state="live" if found.live else "orphan",
-        begun_at=utc(metadata.fetched_at) if metadata else None,
-        holder=str(holder) if holder else None,
-        pid=holder.pid if holder else None,
-        rank=holder.rank if holder else None,
-        tier=_tier(cache, str(found.path)),
-        key=found.key,
-        dir=str(found.path),
-    )
+    return {
+        "url": metadata.url if metadata else None,
+        "size": progress.total if progress else None,
+        "written_bytes": progress.written if progress else 0,
+        "share": progress.written / progress.total if progress and progress.total else None,
+        "state": "live" if found.live else "orphan",
+        "begun_at": utc(metadata.fetched_at) if metadata else None,
+        "holder": str(holder) if holder else None,
+        "pid": holder.pid if holder else None,
+        "rank": holder.rank if holder else None,
+        "tier": _tier(cache, str(found.path)),
+        "key": found.key,
+        "dir": str(found.path),
+    }
 
 
-def _show_partials(
-    console: Console,
-    cache: Cache,
-    every: list[_Partial],
-    found: list[_Partial],
-    limit: int | None,
-    long: bool,
-) -> None:
-    now = time.time()
+def _partial_columns(long: bool) -> list[Column]:
     columns = [
         Column("url", "SHARD", lambda url: url or "?"),
         Column("size", "SIZE", lambda size: "-" if size is None else format_bytes(size), True),
         Column("written_bytes", "WRITTEN", format_bytes, right=True),
         Column("share", "DONE", lambda share: "-" if share is None else f"{share:.0%}", True),
-        Column("begun_at", "BEGUN", lambda t: format_age(now - t.timestamp()) if t else "-", True),
+        Column("begun_at", "BEGUN", _age, right=True),
         Column("state", "STATE", style=_STATE_STYLES.get),
     ]
     if long:
         columns += [Column("holder", "HOLDER", lambda h: h or "-"), Column("dir", "DIRECTORY")]
-    live = sum(partial.state == "live" for partial in every)
-    written = sum(partial.written_bytes for partial in every)
-    shown = found[:limit]
+    return columns
+
+
+def _sum_partials(partials: list[_Row]) -> tuple[_Row, str]:
+    """What the partials come to, for machines and for people."""
+    live = sum(partial["state"] == "live" for partial in partials)
+    orphans = len(partials) - live
+    written = sum(partial["written_bytes"] for partial in partials)
     summary = {
-        "partials": len(every),
+        "partials": len(partials),
         "live": live,
-        "orphans": len(every) - live,
+        "orphans": orphans,
         "written_bytes": written,
-        "matching": len(found),
-        "shown": len(shown),
     }
-    footer = (
-        f"{counted(len(every), 'partial')}, {format_bytes(written)}: {live:,} live, "
-        f"{counted(len(every) - live, 'orphan')}"
-    )
-    console.table("ls", "partial", columns, shown, summary=summary, footer=footer)
+    whole = f"{counted(len(partials), 'partial')}, {format_bytes(written)}"
+    return summary, f"{whole}: {live:,} live, {counted(orphans, 'orphan')}"
 
 
 # -- rm ----------------------------------------------------------------------------
@@ -358,9 +305,9 @@ def _show_partials(
         shardcache rm -n s3://lab/train-0412.tar
     """,
 )
-@dry_run_option("Say what would go, remove nothing.")
-@yes_option("Do not ask.")
-@urls_argument()
+@click.option("-n", "--dry-run", is_flag=True, help="Say what would go, remove nothing.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@urls_argument
 def rm_command(invocation: Invocation, urls: tuple[str, ...], yes: bool, dry_run: bool) -> int:
     """Remove shards, all cached versions of them.
 
@@ -369,7 +316,7 @@ def rm_command(invocation: Invocation, urls: tuple[str, ...], yes: bool, dry_run
     """
     cache = invocation.cache(looking=True)
     shards = _expand_shards(cache, urls)
-    rows: list[dict[str, Any]] = []
+    rows: list[_Row] = []
     with cache:
         sizes = _sizes(cache, shards)
         if sizes and not dry_run:
@@ -382,17 +329,17 @@ def rm_command(invocation: Invocation, urls: tuple[str, ...], yes: bool, dry_run
                 freed, in_use = cache.remove(shard.raw, dry_run=dry_run)
                 state = "in_use" if in_use else "removed"
             rows.append({"url": str(shard), "size": freed, "state": state})
-    count, freed = _count(rows), sum(row["size"] for row in rows)
+    states, freed = Counter(row["state"] for row in rows), sum(row["size"] for row in rows)
     console, text = invocation.console, ""
-    if count("removed") or not count("not_cached"):
+    if states["removed"] or not states["not_cached"]:
         verb = "would remove" if dry_run else "removed"
-        text = f"{verb} {counted(count('removed'), 'shard')}, {format_bytes(freed)}"
+        text = f"{verb} {counted(states['removed'], 'shard')}, {format_bytes(freed)}"
     summary = {
         "dry_run": dry_run,
-        "removed": count("removed"),
+        "removed": states["removed"],
         "removed_bytes": freed,
-        "in_use": count("in_use"),
-        "not_cached": count("not_cached"),
+        "in_use": states["in_use"],
+        "not_cached": states["not_cached"],
     }
     console.table("rm", "shard", [], rows, summary=summary, footer=text)
     for row in rows:
@@ -403,13 +350,9 @@ def rm_command(invocation: Invocation, urls: tuple[str, ...], yes: bool, dry_run
             )
         elif row["state"] == "not_cached":
             console.error(f"{row['url']} is not cached in {cache.dir}")
-    if count("in_use"):
+    if states["in_use"]:
         return ExitCode.BUSY
-    return ExitCode.FAILED if count("not_cached") else ExitCode.DONE
-
-
-def _count(rows: list[dict[str, Any]]) -> Callable[[str], int]:
-    return lambda state: sum(row["state"] == state for row in rows)
+    return ExitCode.FAILED if states["not_cached"] else ExitCode.DONE
 
 
 def _sizes(cache: Cache, keys: Iterable[str]) -> dict[str, int]:
@@ -435,11 +378,10 @@ def _sizes(cache: Cache, keys: Iterable[str]) -> dict[str, int]:
 @click.option(
     "--for",
     "seconds",
-    callback=parsed(parse_duration),
-    metavar="DURATION",
+    type=DURATION,
     help="Keep them for so long, such as 3d; without it until `unpin`.",
 )
-@urls_argument()
+@urls_argument
 def pin_command(invocation: Invocation, urls: tuple[str, ...], seconds: float | None) -> int:
     """Keep shards: no limit, no `clean --all` and no `rm` removes them.
 
@@ -447,13 +389,13 @@ def pin_command(invocation: Invocation, urls: tuple[str, ...], seconds: float | 
     a shard again sets the time anew.
     """
     cache = invocation.cache()
-    rows: list[dict[str, Any]] = []
+    rows: list[_Row] = []
     with cache:
         for shard in _expand_shards(cache, urls).values():
             cache.pin(shard.raw, seconds)
             state = "cached" if shard.raw in cache else "not_cached"
             rows.append({"url": str(shard), "state": state})
-    absent = _count(rows)("not_cached")
+    absent = sum(row["state"] == "not_cached" for row in rows)
     console = invocation.console
     for row in rows if console.verbosity else ():
         console.said(f"{row['url']}  {row['state'].replace('_', ' ')}")
@@ -474,7 +416,7 @@ def pin_command(invocation: Invocation, urls: tuple[str, ...], seconds: float | 
         shardcache unpin 's3://lab/val-{0000..0031}.tar'
     """,
 )
-@urls_argument()
+@urls_argument
 def unpin_command(invocation: Invocation, urls: tuple[str, ...]) -> int:
     """Keep shards no longer than the limits say.
 
@@ -482,15 +424,15 @@ def unpin_command(invocation: Invocation, urls: tuple[str, ...]) -> int:
     """
     cache = invocation.cache()
     with cache:
-        rows: list[dict[str, Any]] = [
+        rows: list[_Row] = [
             {"url": str(shard), "state": "unpinned" if cache.unpin(shard.raw) else "not_pinned"}
             for shard in _expand_shards(cache, urls).values()
         ]
-    count = _count(rows)
-    console, text = invocation.console, f"unpinned {counted(count('unpinned'), 'shard')}"
-    summary = {"unpinned": count("unpinned"), "not_pinned": count("not_pinned")}
+    states = Counter(row["state"] for row in rows)
+    console, text = invocation.console, f"unpinned {counted(states['unpinned'], 'shard')}"
+    summary = {"unpinned": states["unpinned"], "not_pinned": states["not_pinned"]}
     console.table("unpin", "shard", [], rows, summary=summary, footer=text)
     for row in rows:
         if row["state"] == "not_pinned":
             console.error(f"{row['url']} was not pinned in {cache.dir}")
-    return ExitCode.FAILED if count("not_pinned") else ExitCode.DONE
+    return ExitCode.FAILED if states["not_pinned"] else ExitCode.DONE

@@ -39,24 +39,11 @@ from shardcache.errors import (
     LockTimeoutError,
     ShardCacheError,
 )
-from shardcache.units import parse_duration
+from shardcache.units import parse_duration, parse_limit
 from shardcache.version import __version__
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache
-
-__all__ = [
-    "ExitCode",
-    "Invocation",
-    "Signals",
-    "command",
-    "dry_run_option",
-    "main",
-    "parsed",
-    "since_option",
-    "urls_argument",
-    "yes_option",
-]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -339,41 +326,30 @@ class _ConsoleHandler(logging.Handler):
 # -- options and commands ------------------------------------------------------------
 
 
-def parsed(parse: Callable[[str], Any]) -> Callable[..., Any]:
-    """The callback of an option whose text ``parse`` reads; its ConfigError names the option."""
+class Parsed(click.ParamType):  # type: ignore[type-arg]
+    """The type of an option whose text ``parse`` reads; its ConfigError names the option."""
 
-    def callback(context: click.Context, parameter: click.Parameter, value: str | None) -> Any:
+    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
+        self.name = name
+        self._parse = parse
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Read the text of the option."""
         try:
-            return None if value is None else parse(value)
+            return self._parse(value)
         except ConfigError as exn:
-            raise click.BadParameter(exn.message, context, parameter) from exn
-
-    return callback
+            self.fail(exn.message, param, ctx)
 
 
-def dry_run_option(help: str) -> Callable[[_Function], _Function]:
-    """``-n``."""
-    return click.option("-n", "--dry-run", is_flag=True, help=help)
+DURATION = Parsed("DURATION", parse_duration)
+SIZE = Parsed("SIZE", parse_limit)
 
-
-def yes_option(help: str) -> Callable[[_Function], _Function]:
-    """``-y``."""
-    return click.option("-y", "--yes", is_flag=True, help=help)
-
-
-def since_option() -> Callable[[_Function], _Function]:
-    """``--since``, in seconds."""
-    return click.option(
-        "--since",
-        callback=parsed(parse_duration),
-        metavar="DURATION",
-        help="Only what was counted since then, such as 24h.  [default: 30 days]",
-    )
-
-
-def urls_argument() -> Callable[[_Function], _Function]:
-    """Shards by name, at least one."""
-    return click.argument("urls", nargs=-1, required=True, metavar="URL...")
+urls_argument = click.argument("urls", nargs=-1, required=True, metavar="URL...")
+since_option = click.option(
+    "--since",
+    type=DURATION,
+    help="Only what was counted since then, such as 24h.  [default: 30 days]",
+)
 
 
 def _take(context: click.Context, parameter: click.Parameter, value: Any) -> None:

@@ -33,18 +33,6 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-__all__ = [
-    "FORMATS",
-    "SCHEMA",
-    "Column",
-    "Console",
-    "counted",
-    "printable",
-    "short_date",
-    "short_duration",
-    "text_table",
-]
-
 #: Version of the JSON and JSON lines output.
 SCHEMA = 1
 FORMATS = ("human", "json", "jsonl")
@@ -283,9 +271,9 @@ def text_table(
     return table
 
 
-def counted(number: int, noun: str) -> str:
+def counted(number: int, noun: str, plural: str = "") -> str:
     """``1 shard``, ``1,848 shards``."""
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 def short_date(seconds: float, now: float) -> str:
@@ -295,9 +283,16 @@ def short_date(seconds: float, now: float) -> str:
     return then.strftime("%b %d %H:%M" if recent else "%b %d  %Y")
 
 
-def short_duration(seconds: float) -> str:
-    """``120 us``, ``1.2 s``."""
+def short_duration(seconds: float | None) -> str:
+    """``120 us``, ``1.2 s``; ``-`` where it is unknown."""
+    if seconds is None:
+        return "-"
     return f"{seconds * 1e6:.0f} us" if seconds < 0.001 else format_duration(seconds)
+
+
+def percentage(share: float | None, decimals: int = 1) -> str:
+    """``98.6%``; ``-`` where it is unknown."""
+    return "-" if share is None else f"{share:.{decimals}%}"
 
 
 def printable(text: str) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardcache.cli.main import ExitCode, Invocation, command, dry_run_option, parsed
+from shardcache.cli.main import DURATION, SIZE, ExitCode, Invocation, Parsed, command
 from shardcache.cli.output import Console, counted
 from shardcache.cli.progress import Display, Position, Progress, Rate
 from shardcache.errors import CacheFullError, ConfigError, ShardCacheError, ShardNotFoundError
@@ -29,20 +29,10 @@ from shardcache.results import (
     ShardResult,
     Stopped,
 )
-from shardcache.units import (
-    Limit,
-    format_bytes,
-    format_duration,
-    format_rate,
-    parse_duration,
-    parse_limit,
-)
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache
     from shardcache.prewarm.ray import NodeReport
-
-__all__ = ["path_command", "prewarm_command"]
 
 #: Shards named that failed like another one; ``-v`` and the other formats tell all.
 _NAMED = 5
@@ -71,11 +61,10 @@ _WHY = {
         shardcache prewarm --ray 's3://lab/train-{0000..2047}.tar'
     """,
 )
-@dry_run_option("Say what would be fetched, fetch nothing.")
+@click.option("-n", "--dry-run", is_flag=True, help="Say what would be fetched, fetch nothing.")
 @click.option(
     "--limit-rate",
-    callback=parsed(parse_rate),
-    metavar="RATE",
+    type=Parsed("RATE", parse_rate),
     help="Most bytes per second, such as 50MB, of all connections together.",
 )
 @click.option("--best-effort", is_flag=True, help="Leave out what does not fit; do not refuse.")
@@ -85,16 +74,10 @@ _WHY = {
     metavar="N",
     help="Accept up to N failed shards, stop at the next.",
 )
-@click.option(
-    "--deadline",
-    callback=parsed(parse_duration),
-    metavar="DURATION",
-    help="Stop after this long, such as 5m.",
-)
+@click.option("--deadline", type=DURATION, help="Stop after this long, such as 5m.")
 @click.option(
     "--max-size",
-    callback=parsed(parse_limit),
-    metavar="SIZE",
+    type=SIZE,
     help="What the cache may hold, such as 800GB or 80%, instead of the configured size.",
 )
 @click.option("--check", is_flag=True, help="Only tell whether all is cached (exit 4 if not).")

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from shardcache.results import PrewarmPlan
     from shardcache.urls import ShardURL
 
-__all__ = ["Display", "Position", "Progress", "Rate"]
-
 #: Seconds between two lines where nothing can be redrawn: a log of an hour has 360.
 LINE_EVERY = 10.0
 _REDRAWS_PER_SECOND = 5

@@ -23,8 +23,6 @@ from shardcache.config import Loaded, describe
 from shardcache.errors import ConfigError
 from shardcache.urls import redact
 
-__all__ = ["KINDS", "recipe_command", "render"]
-
 #: The files of each kind; those of the second tuple are for shards to prewarm.
 KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "cron": (("crontab",), ()),

@@ -23,16 +23,15 @@ from typing import Any
 import click
 
 from shardcache.cli.main import Invocation, command, since_option
+from shardcache.cli.output import percentage, short_duration
 from shardcache.cli.top import TierUse, tier_uses
 from shardcache.clock import utc
 from shardcache.config import describe
 from shardcache.errors import ConfigError
 from shardcache.stats.database import Fetch, Sample, fetches
 from shardcache.stats.summary import OUTCOMES, Stats, by_rank, rank_records, summed
-from shardcache.units import format_bytes, format_duration
+from shardcache.units import format_bytes
 from shardcache.version import __version__
-
-__all__ = ["report_command"]
 
 #: Seconds of an interval of the charts, and how many there are at most.
 _STEPS = (60, 300, 900, 3600, 4 * 3600, 24 * 3600, 7 * 24 * 3600)
@@ -74,7 +73,7 @@ class _Report:
         shardcache report --json
     """,
 )
-@since_option()
+@since_option
 @click.option(
     "-o",
     "--output",
@@ -216,12 +215,12 @@ def _page(report: _Report) -> str:
 
 def _cards(total: Stats) -> dict[str, str]:
     return {
-        "hits": _share(total.hit_rate),
+        "hits": percentage(total.hit_rate),
         "opens": f"{total.opens:,}",
         "read through the cache": format_bytes(total.bytes_opened),
         "fetched": format_bytes(total.bytes_origin),
         "saved": format_bytes(total.bytes_saved),
-        "99 % waited less": _seconds(total.all_waits.percentile(0.99)),
+        "99 % waited less": short_duration(total.all_waits.percentile(0.99)),
         "evicted": f"{total.evicted:,}",
         "errors": f"{total.errors:,}",
     }
@@ -234,7 +233,7 @@ def _waits(total: Stats) -> str:
         "network": "for its own fetch",
     }
     rows = [
-        (text, f"{found.count:,}", *(_seconds(found.percentile(p)) for p in (0.5, 0.9, 0.99)))
+        (text, f"{found.count:,}", *(short_duration(found.percentile(p)) for p in (0.5, 0.9, 0.99)))
         for text, found in ((text, total.waits[wait]) for wait, text in what.items())
     ]
     return _table(("waited", "times", "p50", "p90", "p99"), rows)
@@ -265,9 +264,9 @@ def _ranks(ranks: Mapping[str, Stats]) -> str:
         (
             rank,
             f"{found.opens:,}",
-            _share(found.hit_rate),
+            percentage(found.hit_rate),
             format_bytes(found.bytes_origin),
-            _seconds(found.all_waits.percentile(0.99)),
+            short_duration(found.all_waits.percentile(0.99)),
         )
         for rank, found in ranks.items()
     ]
@@ -280,16 +279,6 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
         f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows
     )
     return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
-
-
-def _seconds(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value * 1e6:.0f} us" if value < 0.001 else format_duration(value)
 
 
 # -- charts --------------------------------------------------------------------------------

@@ -9,14 +9,12 @@ from typing import Any
 import click
 
 from shardcache.cli.main import ExitCode, Invocation, command, since_option
-from shardcache.cli.output import Column, Console, counted, short_date, short_duration
+from shardcache.cli.output import Column, Console, counted, percentage, short_date, short_duration
 from shardcache.clock import utc
 from shardcache.stats.database import Sample
 from shardcache.stats.prometheus import exposition
 from shardcache.stats.summary import OUTCOMES, Stats, Waits, by_hour, by_rank, summed
 from shardcache.units import format_bytes
-
-__all__ = ["stats_command"]
 
 #: Shown even where there were none.
 _ALWAYS = ("hits", "coalesced", "misses")
@@ -35,7 +33,7 @@ _WAITS = {"disk": "for the disk", "lock": "for others", "network": "for the netw
     """,
     formats=("prometheus",),
 )
-@since_option()
+@since_option
 @click.option("--by", type=click.Choice(["rank", "hour"]), help="One row for each.")
 @click.option("--zero", is_flag=True, help="Begin to count anew.")
 def stats_command(invocation: Invocation, since: float | None, by: str | None, zero: bool) -> int:
@@ -126,24 +124,16 @@ def _show_rows(console: Console, samples: Sequence[Sample], by: str) -> None:
         first,
         Column("opens", "OPENS", "{:,}".format, right=True),
         Column("hits", "HITS", "{:,}".format, right=True),
-        Column("hit_rate", "HIT RATE", _rate, right=True),
+        Column("hit_rate", "HIT RATE", lambda rate: percentage(rate, 2), right=True),
         Column("misses", "MISSES", "{:,}".format, right=True),
         Column("bypassed", "BYPASSED", "{:,}".format, right=True),
         Column("bytes_origin", "FETCHED", format_bytes, right=True),
         Column("bytes_saved", "SAVED", format_bytes, right=True),
-        Column("wait_p99_seconds", "WAIT P99", _wait, right=True),
+        Column("wait_p99_seconds", "WAIT P99", short_duration, right=True),
     ]
     total = summed(samples)
-    footer = f"{counted(total.opens, 'open')}, {_rate(total.hit_rate)} hits"
+    footer = f"{counted(total.opens, 'open')}, {percentage(total.hit_rate, 2)} hits"
     console.table("stats", by, columns, rows, summary=total, footer=footer)
-
-
-def _rate(rate: float | None) -> str:
-    return "-" if rate is None else f"{rate:.2%}"
-
-
-def _wait(seconds: float | None) -> str:
-    return "-" if seconds is None else short_duration(seconds)
 
 
 def _row(found: Stats) -> dict[str, Any]:

@@ -25,7 +25,14 @@ from rich.text import Text
 
 from shardcache.cache import Cache
 from shardcache.cli.main import ExitCode, Invocation, command
-from shardcache.cli.output import Console, counted, printable, short_duration, text_table
+from shardcache.cli.output import (
+    Console,
+    counted,
+    percentage,
+    printable,
+    short_duration,
+    text_table,
+)
 from shardcache.clock import SYSTEM_CLOCK, Clock, utc
 from shardcache.layout import parse_partial_name
 from shardcache.locks.flock import Holder, read_holder
@@ -37,8 +44,6 @@ from shardcache.store.entry import DamagedError, Entry, Metadata, read_sidecar
 from shardcache.store.partial import Progress, read_progress
 from shardcache.store.sweeping import in_flight
 from shardcache.units import format_bytes, format_rate
-
-__all__ = ["Activity", "TierUse", "Watcher", "frame", "tier_uses", "top_command"]
 
 #: To count what is there takes 40 us per entry: it is done again after so many times as long.
 _SELDOM = 20
@@ -382,7 +387,7 @@ def _draw(console: Console, looks: Iterator[Activity], title: str) -> None:
 
 def frame(activity: Activity, title: str) -> RenderableType:
     """One look, as people read it."""
-    processes = f"{activity.processes:,} process" + ("" if activity.processes == 1 else "es")
+    processes = counted(activity.processes, "process", "processes")
     lines = [f"{title}  {activity.at.astimezone():%H:%M:%S}  {processes}", ""]
     lines += [*_rates(activity), "", *map(_gauge, activity.tiers), ""]
     parts: list[RenderableType] = [Text("\n".join(lines), no_wrap=True, overflow="ellipsis")]
@@ -390,9 +395,9 @@ def frame(activity: Activity, title: str) -> RenderableType:
         titles = ["RANK", "OPENS/s", "HITS", "FETCHED/s", "WAIT P99"]
         rows = [_rank(activity, rank, found) for rank, found in activity.by_rank.items()]
         parts.append(_table(titles, rows, titles))
-    flights = len(activity.fetches)
-    parts.append(Text(f"{flights:,} fetch{'' if flights == 1 else 'es'} in flight"))
-    if flights:
+    flights = counted(len(activity.fetches), "fetch", "fetches")
+    parts.append(Text(f"{flights} in flight"))
+    if activity.fetches:
         titles = ["SHARD", "DONE", "RATE", "WHO"]
         parts.append(_table(titles, map(_flight, activity.fetches), ["DONE", "RATE"]))
     if activity.waits:
@@ -415,7 +420,8 @@ def _rates(activity: Activity) -> list[str]:
     others = [f"{name} {activity.rate(name):,.1f}/s" for name in ("misses", "bypassed", "failed")]
     fetched, evicted = (format_rate(activity.rate(f"bytes_{n}")) for n in ("origin", "evicted"))
     return [
-        f"opens     {opens:>10,.1f}/s    hits {_hits(total):>6}    wait p99 {_p99(total)}",
+        f"opens     {opens:>10,.1f}/s    hits {percentage(total.hit_rate):>6}    "
+        f"wait p99 {_p99(total)}",
         f"coalesced {activity.rate('coalesced'):>10,.1f}/s    {'    '.join(others)}",
         f"read      {format_rate(activity.rate('bytes_opened')):>12}    fetched {fetched}    "
         f"evicted {evicted}",
@@ -436,7 +442,13 @@ def _gauge(tier: TierUse) -> str:
 def _rank(activity: Activity, rank: str, found: Stats) -> list[str]:
     seconds = activity.seconds or 1.0
     fetched = format_rate(found.bytes_origin / seconds)
-    return [rank, f"{found.opens / seconds:,.1f}", _hits(found), fetched, _p99(found)]
+    return [
+        rank,
+        f"{found.opens / seconds:,.1f}",
+        percentage(found.hit_rate),
+        fetched,
+        _p99(found),
+    ]
 
 
 def _flight(flight: Flight) -> list[str]:
@@ -459,10 +471,5 @@ def _who(process: Flight | Waiting | Process) -> str:
     return "" if process.pid is None else f"{rank}pid {process.pid}"
 
 
-def _hits(found: Stats) -> str:
-    return "-" if found.hit_rate is None else f"{found.hit_rate:.1%}"
-
-
 def _p99(found: Stats) -> str:
-    seconds = found.all_waits.percentile(0.99)
-    return "-" if seconds is None else short_duration(seconds)
+    return short_duration(found.all_waits.percentile(0.99))

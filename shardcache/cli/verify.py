@@ -13,14 +13,12 @@ import click
 
 from shardcache.cache import Cache
 from shardcache.cli.entries import matches_glob
-from shardcache.cli.main import ExitCode, Invocation, command, dry_run_option, parsed
+from shardcache.cli.main import ExitCode, Invocation, Parsed, command
 from shardcache.cli.output import Console, counted, printable
 from shardcache.cli.progress import Display, Position, Rate
 from shardcache.errors import ConfigError
 from shardcache.store.verify import Finding, State, VerifyStatus
 from shardcache.units import format_bytes, format_duration, format_rate, parse_limit
-
-__all__ = ["verify_command"]
 
 _LABEL = max(len(state) for state in State)
 _TEXTS = {
@@ -62,12 +60,11 @@ def _share(text: str) -> float:
 @click.option("--quick", is_flag=True, help="Compare sizes only, read no data.")
 @click.option("--remote", is_flag=True, help="Ask origins, too: does each still have that version?")
 @click.option("--repair", is_flag=True, help="Set damaged shards aside, to be fetched anew.")
-@dry_run_option("With --repair: say what would be set aside.")
+@click.option("-n", "--dry-run", is_flag=True, help="With --repair: say what would be set aside.")
 @click.option(
     "--sample",
-    callback=parsed(_share),
+    type=Parsed("PERCENT", _share),
     default="100%",
-    metavar="PERCENT",
     help="Look at a random share of the shards only, such as 5%.",
 )
 @click.argument("glob", required=False)

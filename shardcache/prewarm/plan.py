@@ -34,8 +34,6 @@ from shardcache.urls import ShardURL, redact
 if TYPE_CHECKING:
     from shardcache.cache import Cache
 
-__all__ = ["PrewarmPlan", "Share", "expand", "make_plan", "own_share", "wanted_shards"]
-
 #: Origins are asked about so many shards at a time. Each question is a round trip and no more.
 _QUESTIONS = 16
 _VARIABLE = re.compile(r"\$\{(\w+)\}")

@@ -47,8 +47,6 @@ from shardcache.results import (
     Stopped,
 )
 
-__all__ = ["NodeReport", "prewarm_nodes"]
-
 #: Seconds between two pieces of news of a node.
 _NEWS_EVERY = 1.0
 #: Seconds between two looks for news and for a stop.

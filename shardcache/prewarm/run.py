@@ -64,8 +64,6 @@ from shardcache.version import __version__
 if TYPE_CHECKING:
     from shardcache.cache import Cache
 
-__all__ = ["JOBS", "prewarm"]
-
 #: Shards at a time unless the caller says otherwise.
 JOBS = 32
 #: So many refusals by one bucket, without a success, are believed for all of it. One would be

@@ -29,6 +29,7 @@ from shardcache.results import (
     ShardResult,
     Stopped,
 )
+from shardcache.units import Limit, format_bytes, format_duration, format_rate
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache

@@ -36,7 +36,8 @@ from shardcache.urls import parse_url, redact
 logger = logging.getLogger(__name__)
 
 Level = Literal["ok", "warn", "fail"]
-Findings = Iterator["Finding"]
+#: What a check says: level, what it found, and what to do (empty if ok).
+Answers = Iterator[tuple[Level, str, str]]
 
 _FAILED = 4
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
@@ -110,7 +111,7 @@ def doctor_command(invocation: Invocation, url: str | None) -> int:
     return _FAILED if levels["fail"] else 0
 
 
-def _examine(invocation: Invocation, url: str | None) -> Findings:
+def _examine(invocation: Invocation, url: str | None) -> Iterator[Finding]:
     try:
         config = invocation.loaded().config
     except ConfigError as exn:
@@ -128,11 +129,13 @@ def _examine(invocation: Invocation, url: str | None) -> Findings:
     yield from _run(_files, "open files", _PATIENCE, config)
     yield from _run(_credentials, "S3", _PATIENCE, config)
     if url is not None:
-        yield from _run(_read, redact(url), _ORIGIN_PATIENCE, config, url)
+        # What is secret in a command cannot be told.
+        subject = "pipe:" if url.startswith("pipe:") else redact(url)
+        yield from _run(_read, subject, _ORIGIN_PATIENCE, config, url)
 
 
 def _run(
-    check: Callable[..., Findings], subject: str, patience: float, *args: object
+    check: Callable[..., Answers], subject: str, patience: float, *args: object
 ) -> list[Finding]:
     """What a check finds; where it hangs or fails itself, one finding that says so."""
     name, found = check.__name__.lstrip("_"), list[Finding]()
@@ -140,7 +143,8 @@ def _run(
 
     def ask() -> None:
         try:
-            found.extend(check(*args))
+            for level, text, fix in check(*args):
+                found.append(Finding(level, name, subject, text, fix))
         except Exception as exn:
             logger.debug("the check %s failed", name, exc_info=True)
             failure.append(exn)
@@ -164,67 +168,67 @@ def _nearest(directory: Path) -> Path:
     return next(path for path in (directory, *directory.parents) if path.exists())
 
 
-def _owner(tier: Config) -> Findings:
+def _owner(tier: Config) -> Answers:
     """Whose the directory is, and who may write it."""
     from shardcache.files import Modes
     from shardcache.store.root import check_root, is_foreign
 
-    where, near = os.fspath(tier.dir), _nearest(tier.dir)
+    near = _nearest(tier.dir)
     try:
         modes = Modes.of(tier.shared_group)
         if near == tier.dir and near.is_dir():
             check_root(tier.dir, modes)
     except ConfigError as exn:
         text, _, fix = exn.message.partition("; ")
-        yield Finding("fail", "owner", where, text, fix or "Use another directory.")
+        yield "fail", text, fix or "Use another directory."
         return
     if not near.is_dir():
         fix = "Point dir at a directory, or at a name in one."
-        yield Finding("fail", "owner", where, f"{near} is not a directory", fix)
+        yield "fail", f"{near} is not a directory", fix
     elif os.statvfs(near).f_flag & os.ST_RDONLY:
         fix = f"mount -o remount,rw {shlex.quote(str(near))}, or use another disk."
-        yield Finding("fail", "owner", where, f"{near} is read-only", fix)
+        yield "fail", f"{near} is read-only", fix
     elif not os.access(near, os.W_OK | os.X_OK):
         fix = "Let this user write there, or point dir at a directory that it may write."
-        yield Finding("fail", "owner", where, f"nothing can be written in {near}", fix)
+        yield "fail", f"nothing can be written in {near}", fix
     elif near == tier.dir and is_foreign(tier.dir):
         fix = f"Give the cache a directory of its own, such as {tier.dir / 'shards'}."
-        yield Finding("warn", "owner", where, "no cache, but other things are in it", fix)
+        yield "warn", "no cache, but other things are in it", fix
     else:
         state = "will be made"
         if near == tier.dir:
             state = f"mode {stat.S_IMODE(near.stat().st_mode):o}"
-        yield Finding("ok", "owner", where, f"writable, {state}")
+        yield "ok", f"writable, {state}", ""
 
 
-def _filesystem(tier: Config) -> Findings:
+def _filesystem(tier: Config) -> Answers:
     """Which filesystem it is, how the cache locks there, and who empties it."""
-    where, mount = os.fspath(tier.dir), mount_of(tier.dir)
+    mount = mount_of(tier.dir)
     kind = "unknown filesystem" if mount is None else mount.type
     local = mount is not None and mount.is_local
     locks = tier.locks if tier.locks != "auto" else "flock" if local else "lease"
     text = f"{kind}, {'local' if local else 'network'}, locks by {locks}"
     if tier.locks == "flock" and not local:
         fix = "Remove the option locks (SHARDCACHE_LOCKS): leases work there."
-        yield Finding("fail", "filesystem", where, f"{text}, which other nodes do not see", fix)
+        yield "fail", f"{text}, which other nodes do not see", fix
     elif not local:
         fix = "Point dir at a local disk (NVMe) if there is one."
-        yield Finding("warn", "filesystem", where, text, fix)
+        yield "warn", text, fix
     else:
-        yield Finding("ok", "filesystem", where, text)
+        yield "ok", text, ""
     real = Path(os.path.realpath(tier.dir))
     if parent := next((name for name in _TEMPORARY if real.is_relative_to(name)), None):
         text = f"under {parent}, where systemd-tmpfiles, tmpreaper or tmpwatch may delete shards"
         fix = f"Add to /etc/tmpfiles.d/shardcache.conf: x {real}"
-        yield Finding("warn", "filesystem", where, text, fix)
+        yield "warn", text, fix
 
 
-def _space(tier: Config) -> Findings:
+def _space(tier: Config) -> Answers:
     """max_size and min_free against the disk and what is free on it."""
     from shardcache.layout import Layout
     from shardcache.store.entry import scan
 
-    where, found = os.fspath(tier.dir), os.statvfs(_nearest(tier.dir))
+    found = os.statvfs(_nearest(tier.dir))
     size, available = found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail
     if size == 0:
         return  # ramfs states nothing
@@ -237,23 +241,23 @@ def _space(tier: Config) -> Findings:
         text += f", max_size is {format_bytes(limit)}"
     if room == 0:
         fix = "Make room on that disk, set a smaller min_free, or point dir at another disk."
-        yield Finding("fail", "space", where, f"{text}: nothing can be stored", fix)
+        yield "fail", f"{text}: nothing can be stored", fix
     elif limit and limit > size - floor:
         fix = f"Set max_size to no more than {format_bytes(max(0, size - floor))}."
-        yield Finding("warn", "space", where, f"{text}: more than the disk can hold", fix)
+        yield "warn", f"{text}: more than the disk can hold", fix
     elif limit and limit > room:
         text += f": only {format_bytes(room)} can be held now"
         fix = "Remove what else is on that disk, or set max_size to what there is."
-        yield Finding("warn", "space", where, text, fix)
+        yield "warn", text, fix
     else:
-        yield Finding("ok", "space", where, text)
+        yield "ok", text, ""
 
 
-def _memory(tier: Config) -> Findings:
+def _memory(tier: Config) -> Answers:
     """A RAM disk against its size and the memory that it would take."""
     from shardcache.space.memory import memory_headroom
 
-    where, mount = os.fspath(tier.dir), mount_of(tier.dir)
+    mount = mount_of(tier.dir)
     if mount is None or mount.type not in MEMORY_TYPES:
         return
     cgroup = memory_headroom()
@@ -267,9 +271,7 @@ def _memory(tier: Config) -> Findings:
     text = f"RAM disk of {format_bytes(disk)}, {format_bytes(left)} of {whose} free"
     most = min(size for size in (disk, memory) if size)
     if limit is None:
-        yield Finding(
-            "ok", "memory", where, f"{text}; no max_size: it shrinks when memory is short"
-        )
+        yield "ok", f"{text}; no max_size: it shrinks when memory is short", ""
     elif limit > most:
         text = (
             f"max_size is {format_bytes(limit)}, but {mount.point} has {format_bytes(disk)} and "
@@ -279,33 +281,33 @@ def _memory(tier: Config) -> Findings:
             f"Set max_size well below {format_bytes(most)}, or give the job more memory and "
             "remount with a larger size= (Kubernetes: sizeLimit of the emptyDir)."
         )
-        yield Finding("fail", "memory", where, text, fix)
+        yield "fail", text, fix
     else:
-        yield Finding("ok", "memory", where, f"max_size {format_bytes(limit)}, {text}")
+        yield "ok", f"max_size {format_bytes(limit)}, {text}", ""
 
 
-def _inodes(tier: Config) -> Findings:
+def _inodes(tier: Config) -> Answers:
     """Whether files can still be made there: five for a shard."""
-    where, found = os.fspath(tier.dir), os.statvfs(_nearest(tier.dir))
+    found = os.statvfs(_nearest(tier.dir))
     if not found.f_files:
         return  # made as they are needed
     floor = tier.min_free.of(found.f_files) if tier.min_free.percent is not None else 0
     text = f"{found.f_favail:,} of {found.f_files:,} inodes free"
     if found.f_favail - floor >= 5:
-        yield Finding("ok", "inodes", where, text)
+        yield "ok", text, ""
     else:
         fix = "Remove small files on that disk (df -i), or make the filesystem with more inodes."
-        yield Finding("fail", "inodes", where, f"{text}, min_free keeps {floor:,}", fix)
+        yield "fail", f"{text}, min_free keeps {floor:,}", fix
 
 
-def _cpus() -> Findings:
+def _cpus() -> Answers:
     """The CPUs that may be used against the DataLoader workers that are likely to be started."""
     from shardcache.space.memory import cpu_quota
 
     try:
         ranks, slurm = local_world_size() or 1, detect().source == "slurm"
     except ConfigError as exn:
-        yield Finding("fail", "cpus", "ranks", "the environment states no rank", exn.message)
+        yield "fail", "the environment states no rank", exn.message
         return
     there, usable, quota = os.cpu_count() or 1, float(len(os.sched_getaffinity(0))), cpu_quota()
     if quota is not None:
@@ -318,25 +320,25 @@ def _cpus() -> Findings:
         f"start at most {max(1, int(each) - 1)} DataLoader workers per rank (num_workers)."
     )
     if each < 2 or usable < there / 2:
-        yield Finding("warn", "cpus", "CPUs", text, fix)
+        yield "warn", text, fix
     else:
-        yield Finding("ok", "cpus", "CPUs", text)
+        yield "ok", text, ""
 
 
-def _files(config: Config) -> Findings:
+def _files(config: Config) -> Answers:
     """The limit of open files against what a job and the cache open."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES + config.connections + 4 * (config.prefetch + 1)
     if limit == resource.RLIM_INFINITY or limit >= wanted:
-        yield Finding("ok", "files", "open files", f"{wanted:,} are enough for 8 workers")
+        yield "ok", f"{wanted:,} are enough for 8 workers", ""
     else:
         text = f"limit {limit:,}, but a job with 8 DataLoader workers needs {wanted:,}"
         fix = "Raise it where the job is started: ulimit -n 65536 (systemd: LimitNOFILE=65536)."
         level: Level = "fail" if limit < wanted - 8 * 32 else "warn"
-        yield Finding(level, "files", "open files", text, fix)
+        yield level, text, fix
 
 
-def _credentials(config: Config) -> Findings:
+def _credentials(config: Config) -> Answers:
     """Which credentials and which endpoint S3 shards are read with."""
     from shardcache.origins.endpoints import credential_source, endpoint_of, scheme_options
 
@@ -346,16 +348,16 @@ def _credentials(config: Config) -> Findings:
     if len(missing) == 1:
         fix = f"Set {missing[0]} as well, or unset the other and use a profile or a role."
         text = f"{missing[0]} is not set, but the other key variable is"
-        yield Finding("warn", "credentials", "environment", text, fix)
+        yield "warn", text, fix
     source = credential_source(scheme_options(config, "s3"))
     if source is None:
         fix = "Set AWS_PROFILE or AWS_ACCESS_KEY_ID, give the node a role, or set anon."
-        yield Finding("warn", "credentials", "S3", f"endpoint {endpoint}, no credentials", fix)
+        yield "warn", f"endpoint {endpoint}, no credentials", fix
     else:
-        yield Finding("ok", "credentials", "S3", f"endpoint {endpoint}, credentials from {source}")
+        yield "ok", f"endpoint {endpoint}, credentials from {source}", ""
 
 
-def _read(config: Config, text: str) -> Findings:
+def _read(config: Config, text: str) -> Answers:
     """Read the start of a shard as the cache would, and time it."""
     from shardcache.clock import SYSTEM_CLOCK
     from shardcache.origins.base import VersionChangedError
@@ -366,9 +368,7 @@ def _read(config: Config, text: str) -> Findings:
     try:
         url = parse_url(text, endpoint=endpoint_of(config), allow_schemes=config.allow_schemes)
     except ShardCacheError as exn:
-        # What is secret in a command cannot be told.
-        shown = "pipe:" if text.startswith("pipe:") else text
-        yield Finding("fail", "read", shown, "it names no shard", exn.message)
+        yield "fail", "it names no shard", exn.message
         return
 
     def read() -> tuple[int, float, float, Any]:
@@ -393,7 +393,7 @@ def _read(config: Config, text: str) -> Findings:
         retry = RetryPolicy(2, config.deadline, SYSTEM_CLOCK).started(str(url))
         size, first, seconds, info = retry.call(read, sleep=time.sleep)
     except (ShardCacheError, VersionChangedError) as exn:
-        yield Finding("fail", "read", str(url), "the read failed", str(exn))
+        yield "fail", "the read failed", str(exn)
         return
     found = (
         f"{format_bytes(size)} in {format_duration(seconds)} "
@@ -401,7 +401,7 @@ def _read(config: Config, text: str) -> Findings:
         f"ETag {info.etag or 'none'}"
     )
     if info.identifiable:
-        yield Finding("ok", "read", str(url), found)
+        yield "ok", found, ""
     else:
         fix = "Have the server state ETag or Last-Modified: without them no fetch can be resumed."
-        yield Finding("warn", "read", str(url), found, fix)
+        yield "warn", found, fix

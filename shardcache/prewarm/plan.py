@@ -14,7 +14,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardcache.clock import SYSTEM_CLOCK
@@ -308,7 +307,8 @@ class _Room:
                     resumable += found.occupied  # part of `need`, and on disk already
                 else:
                     others += found.reserved
-        volume = Volume.of(_existing(config.dir))
+        above = (config.dir, *config.dir.parents)
+        volume = Volume.of(next(path for path in above if path.exists()))
         spare = volume.free - config.min_free.of(volume.size) + resumable
         limit = volume.budget(config)
         now = SYSTEM_CLOCK.time()
@@ -337,10 +337,3 @@ def _left_out(missing: list[ShardURL], sizes: Mapping[str, int], room: _Room) ->
         else:
             out.add(shard.key)
     return frozenset(out)
-
-
-def _existing(path: Path) -> Path:
-    """``path``, or the nearest directory above it that is there."""
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return path

@@ -69,7 +69,6 @@ class NodeReport:
         plan: what the node has to do, once it has told.
         results: by URL, the shards that it is done with.
         received: bytes that came over the network.
-        written: bytes of shards that are not yet cached, as far as they were fetched.
         ended: whether there will be no more news.
         interrupted: whether it was cancelled.
         error: why the node is not done, other than by single shards.
@@ -80,7 +79,6 @@ class NodeReport:
     plan: PrewarmPlan | None = None
     results: dict[str, ShardResult] = field(default_factory=dict)
     received: int = 0
-    written: int = 0
     ended: bool = False
     interrupted: bool = False
     error: Exception | None = None
@@ -109,7 +107,7 @@ class NodeReport:
         return PrewarmReport(plan, results, 0.0, stopped)
 
     def _take(self, news: _News) -> None:
-        self.received, self.written = news.received, news.written
+        self.received = news.received
         for each in news.events:
             if isinstance(each, Planned):
                 self.plan = each.plan
@@ -310,11 +308,10 @@ class _Order:
 
 @dataclass(frozen=True, slots=True)
 class _News:
-    """What happened on a node since the last news, and bytes received and written by now."""
+    """What happened on a node since the last news, and bytes received by now."""
 
     events: tuple[_Event, ...]
     received: int
-    written: int
 
 
 def _prewarm_here(order: _Order, share: Share | None) -> Iterator[_News]:
@@ -344,10 +341,7 @@ def _prewarm_here(order: _Order, share: Share | None) -> Iterator[_News]:
                     running.pop(event.shard.key, None)
                     received += event.result.received
                 news.append(_portable(event))
-            now = running.values()
-            yield _News(
-                tuple(news), received + sum(s.received for s in now), sum(s.written for s in now)
-            )
+            yield _News(tuple(news), received + sum(s.received for s in running.values()))
     finally:
         stop.set()
         thread.join()

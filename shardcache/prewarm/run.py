@@ -23,6 +23,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardcache import threads
@@ -72,10 +73,8 @@ _REFUSALS = 3
 #: Seconds between two looks at stop requests and the deadline.
 _TICK = 0.1
 #: Seconds that running fetches have to end once they are cancelled. They take milliseconds,
-#: unless they still connect or wait for another process. Those have no bytes to keep, so they
-#: get less time.
-_FAREWELL = 10.0
-_FAREWELL_UNBEGUN = 2.0
+#: unless they still connect or wait for another process.
+_FAREWELL = 5.0
 #: What `Cache.fetch_shard` says -> outcome.
 _OUTCOMES = {
     "hit": Outcome.CACHED,
@@ -215,37 +214,34 @@ def _unconfirmed(plan: PrewarmPlan, shard: ShardURL) -> ShardResult:
     return ShardResult(str(shard), Outcome.FAILED, plan.size_of(shard), error=error)
 
 
+@dataclass
 class _Run:
     """The pool of threads of one prewarm; see the module. Used once.
 
     Attributes:
+        cache, plan, jobs, max_failures, best_effort, stop: as `prewarm` was told.
+        emit: called with each event.
+        end: monotonic seconds at which running fetches are cut short.
+        throttle: of all connections together.
         stopped: why no further shard was started, or None.
     """
 
-    def __init__(
-        self,
-        cache: Cache,
-        plan: PrewarmPlan,
-        *,
-        jobs: int,
-        max_failures: int | None,
-        best_effort: bool,
-        emit: Callable[[Event], None],
-        end: float | None,
-        stop: threading.Event,
-        throttle: Throttle | None,
-    ) -> None:
-        self._cache = cache
-        self._plan = plan
-        self._max_failures = max_failures
-        self._best_effort = best_effort
-        self._emit = emit
-        self._end = end
-        self._stop = stop
-        self._throttle = throttle
+    cache: Cache
+    plan: PrewarmPlan
+    jobs: int
+    max_failures: int | None
+    best_effort: bool
+    emit: Callable[[Event], None]
+    end: float | None
+    stop: threading.Event
+    throttle: Throttle | None
+    stopped: Stopped | None = None
+
+    def __post_init__(self) -> None:
+        plan = self.plan
         done = plan.left_out | plan.unconfirmed.keys()
         self._todo = deque(shard for shard in plan.shards if shard.key not in done)
-        self._jobs = min(jobs, len(self._todo))
+        self.jobs = min(self.jobs, len(self._todo))
         self._working = 0
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()  # None: a thread ended
         self._running: dict[str, tuple[ShardURL, FetchStatus, float]] = {}
@@ -255,7 +251,7 @@ class _Run:
             if shard.key in plan.unconfirmed
         }
         self._guard = threading.Lock()  # of all below
-        self._alone = self._jobs == 1
+        self._alone = self.jobs == 1
         self._found_no_room = False
         self._refused: Counter[tuple[str, bool]] = Counter()  # (scope, was it a TransferError)
         self._succeeded: set[str] = set()
@@ -263,7 +259,6 @@ class _Run:
         self._failures = 0
         self._left_out = 0
         self._cut_at: float | None = None
-        self.stopped: Stopped | None = None
 
     def run(self) -> None:
         """Work until everything is done or the run is stopped.
@@ -273,7 +268,7 @@ class _Run:
         """
         self._touch_cached()
         try:
-            self._work_with(self._jobs)
+            self._work_with(self.jobs)
             if self._todo:
                 # A shard that is just being published counts as in flight and as cached. So the
                 # first shard that finds no room is tried again alone before it is believed.
@@ -281,21 +276,21 @@ class _Run:
                 self._work_with(1)
         finally:
             if self._working:  # something was raised
-                self._emit = _ignore
+                self.emit = _ignore
                 with self._guard:
                     self._halt(Stopped.REQUESTED, cut=True)
                 self._attend()
 
     def _touch_cached(self) -> None:
         """Use the cached shards, so that none is evicted to make room for the others."""
-        store = Namespaces(self._cache.config, detect()).own
+        store = Namespaces(self.cache.config, detect()).own
         now = SYSTEM_CLOCK.time()
-        for entry in self._plan.cached.values():
+        for entry in self.plan.cached.values():
             store.touch(str(entry.path), now)
 
     def results(self) -> tuple[ShardResult, ...]:
         """One per shard, in the order they were asked for."""
-        return tuple(self._results.get(s.key) or self._not_done(s) for s in self._plan.shards)
+        return tuple(self._results.get(s.key) or self._not_done(s) for s in self.plan.shards)
 
     def _not_done(self, shard: ShardURL) -> ShardResult:
         if shard.key in self._running:
@@ -306,9 +301,9 @@ class _Run:
                 url=str(shard),
             )
             return self._result(shard, Outcome.CANCELLED, status, began, error)
-        full = shard.key in self._plan.left_out or self._left_out >= _REFUSALS
+        full = shard.key in self.plan.left_out or self._left_out >= _REFUSALS
         outcome = Outcome.LEFT_OUT if full else Outcome.NOT_STARTED
-        return ShardResult(str(shard), outcome, self._plan.size_of(shard))
+        return ShardResult(str(shard), outcome, self.plan.size_of(shard))
 
     # -- the calling thread ----------------------------------------------------
 
@@ -326,11 +321,11 @@ class _Run:
             self._watch()
             if self.stopped is not announced and self.stopped is not None:
                 announced = self.stopped
-                self._emit(Stopping(announced))
+                self.emit(Stopping(announced))
             if self._cut_at is not None:
                 # Again and again: a fetch may begin between two of these calls.
-                self._cache.cancel()
-                if SYSTEM_CLOCK.monotonic() - self._cut_at > self._farewell():
+                self.cache.cancel()
+                if SYSTEM_CLOCK.monotonic() - self._cut_at > _FAREWELL:
                     self._working = 0
 
     def _take_events(self) -> None:
@@ -351,19 +346,15 @@ class _Run:
             elif isinstance(event, Finished):
                 self._running.pop(event.shard.key, None)
                 self._results[event.shard.key] = event.result
-            self._emit(event)
-
-    def _farewell(self) -> float:
-        begun = any(status.size is not None for _, status, _ in self._running.values())
-        return _FAREWELL if begun else min(_FAREWELL, _FAREWELL_UNBEGUN)
+            self.emit(event)
 
     def _watch(self) -> None:
         with self._guard:
             if self._cut_at is not None:
                 return
-            if self._stop.is_set():
+            if self.stop.is_set():
                 self._halt(Stopped.REQUESTED, cut=True)
-            elif self._end is not None and SYSTEM_CLOCK.monotonic() >= self._end:
+            elif self.end is not None and SYSTEM_CLOCK.monotonic() >= self.end:
                 self._halt(Stopped.DEADLINE, cut=True)
 
     def _halt(self, reason: Stopped, *, cut: bool) -> None:
@@ -379,9 +370,9 @@ class _Run:
         try:
             while (shard := self._next()) is not None:
                 status = FetchStatus(
-                    listed=self._plan.size_of(shard),
-                    outdated=self._plan.outdated.get(shard.key, frozenset()),
-                    throttle=self._throttle,
+                    listed=self.plan.size_of(shard),
+                    outdated=self.plan.outdated.get(shard.key, frozenset()),
+                    throttle=self.throttle,
                 )
                 self._events.put(Started(shard, status))
                 result = self._fetch(shard, status)
@@ -399,7 +390,7 @@ class _Run:
         with self._guard:
             while self._todo and (self._alone or not self._found_no_room):
                 shard = self._todo.popleft()
-                if shard.key in self._plan.cached or not (self._given_up & {_HERE, _bucket(shard)}):
+                if shard.key in self.plan.cached or not (self._given_up & {_HERE, _bucket(shard)}):
                     return shard
                 self.stopped = self.stopped or Stopped.REFUSED
             return None
@@ -408,13 +399,13 @@ class _Run:
         began = SYSTEM_CLOCK.monotonic()
         error: Exception | None = None
         try:
-            entry, how = self._cache.fetch_shard(shard, status)
+            entry, how = self.cache.fetch_shard(shard, status)
             status.size = entry.size
             outcome = _OUTCOMES[how]
         except FetchCancelledError as exn:
             outcome, error = Outcome.CANCELLED, exn
         except Exception as exn:  # noqa: BLE001 - the error of one shard belongs into its result
-            room = self._best_effort and is_full(exn)
+            room = self.best_effort and is_full(exn)
             outcome, error = (Outcome.LEFT_OUT if room else Outcome.FAILED), exn
         return self._result(shard, outcome, status, began, error)
 
@@ -426,7 +417,7 @@ class _Run:
         began: float,
         error: Exception | None,
     ) -> ShardResult:
-        size = self._plan.size_of(shard) if status.size is None else status.size
+        size = self.plan.size_of(shard) if status.size is None else status.size
         seconds = SYSTEM_CLOCK.monotonic() - began
         received, retries = status.received, status.retries
         return ShardResult(str(shard), outcome, size, seconds, received, retries, error)
@@ -448,7 +439,7 @@ class _Run:
         else:
             self._count_refusal(shard, error)
             self._failures += 1
-            if self._max_failures is not None and self._failures > self._max_failures:
+            if self.max_failures is not None and self._failures > self.max_failures:
                 self._halt(Stopped.FAILURES, cut=True)
 
     def _count_refusal(self, shard: ShardURL, error: Exception) -> None:
@@ -456,7 +447,7 @@ class _Run:
         scope, patience = _bucket(shard), _REFUSALS
         broken = isinstance(error, TransferError)
         if broken:
-            patience = max(_REFUSALS, self._jobs)  # all of the first wave, at least
+            patience = max(_REFUSALS, self.jobs)  # all of the first wave, at least
         elif isinstance(error, ShardNotFoundError):
             return
         elif isinstance(error, OSError) and not isinstance(error, ShardCacheError):

@@ -372,7 +372,7 @@ def test_interrupt_is_passed_on_after_the_fetches_have_let_go(make_cache, origin
 
 def test_fetch_that_does_not_end_is_reported_as_cut_short(make_cache, origin, listed, monkeypatch):
     """A worker that waits for another process's lock cannot be called off."""
-    monkeypatch.setattr("shardcache.prewarm.run._FAREWELL_UNBEGUN", 0.2)
+    monkeypatch.setattr("shardcache.prewarm.run._FAREWELL", 0.2)
     cache = make_cache()
     urls = fill(origin, names(2))
     release = threading.Event()

@@ -11,6 +11,4 @@ if hypothesis.settings.default.deadline is not None:  # a slow machine is no fai
 pytest_plugins = [
     "tests.support.fixtures",
     "tests.support.clitools",
-    "tests.stress.brokenflock",
-    "tests.support.users",
 ]

@@ -1,5 +1,5 @@
 """`shardcache doctor`: real disks, limits and servers, each with the finding it deserves."""
-# ruff: noqa: F401, F811  (fixtures are imported, and shadowed by arguments)
+# ruff: noqa: F401  (fixtures are imported, and shadowed by arguments)
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from shardcache.cache import Cache
 from shardcache.cli import doctor
-from tests.support.clitools import data, run, run_process, spec
+from tests.support.clitools import run_process
 from tests.support.disktools import disk, needs_mounts, remount
 from tests.support.shop import Shop
 from tests.support.storetools import tree

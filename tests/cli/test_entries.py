@@ -1,5 +1,4 @@
 """``shardcache ls``, ``rm``, ``pin``, ``unpin`` and ``clean``."""
-# ruff: noqa: F401, F811  (fixtures are imported, and shadowed by arguments)
 
 from __future__ import annotations
 
@@ -14,7 +13,6 @@ import pytest
 
 from shardcache.cache import Cache
 from shardcache.layout import Layout
-from tests.support.clitools import data, run, spec, warm
 
 # -- ls ------------------------------------------------------------------------
 

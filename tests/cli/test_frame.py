@@ -1,5 +1,4 @@
 """The frame of the command line: options, help, exit codes, errors, signals."""
-# ruff: noqa: F401, F811  (fixtures are imported, and shadowed by arguments)
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ import pytest
 import shardcache
 from shardcache.cache import Cache
 from shardcache.cli.main import _COMMANDS, ExitCode, command_line
-from tests.support.clitools import Command, data, run, slow, spec, wait_until, warm
+from tests.support.clitools import Command, wait_until
 from tests.support.storetools import tree
 
 URL = "s3://b/x.tar"

@@ -1,5 +1,4 @@
 """``--json`` and ``--format jsonl``: the keys and types that scripts rely on, of every command."""
-# ruff: noqa: F401, F811  (fixtures are imported, and shadowed by arguments)
 
 from __future__ import annotations
 
@@ -13,7 +12,6 @@ import pytest
 
 from shardcache.cache import Cache
 from shardcache.cli.main import _COMMANDS
-from tests.support.clitools import data, run, spec, warm
 
 TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00")
 NUMBER = int | float

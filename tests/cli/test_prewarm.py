@@ -1,5 +1,5 @@
 """``shardcache prewarm`` and ``path``: what they print, and how they end."""
-# ruff: noqa: F401, F811  (fixtures are imported, and shadowed by arguments)
+# ruff: noqa: F401  (fixtures are imported, and shadowed by arguments)
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ from shardcache.results import (
     Stopping,
 )
 from shardcache.urls import parse_url
-from tests.support.clitools import data, run, spec, warm
 from tests.support.tars import make_tar
 
 # -- prewarm -------------------------------------------------------------------

@@ -1,5 +1,4 @@
 """The page of charts: everything in one file, and the figures are those that were counted."""
-# ruff: noqa: F401, F811  (fixtures are imported, and shadowed by arguments)
 
 from __future__ import annotations
 
@@ -11,7 +10,6 @@ from html.parser import HTMLParser
 import pytest
 
 from shardcache.cache import Cache
-from tests.support.clitools import data, run, spec
 from tests.support.shop import Shop
 
 

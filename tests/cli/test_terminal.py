@@ -1,5 +1,4 @@
 """The command line on a terminal, and without one."""
-# ruff: noqa: F401, F811  (fixtures are imported, and shadowed by arguments)
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ import signal
 
 import pytest
 
-from tests.support.clitools import Screen, data, run, run_process, slow, spec, warm
+from tests.support.clitools import Screen, run_process
 
 
 def test_without_a_terminal_there_is_no_bar_no_escape_and_no_prompt(spec, bucket, tmp_path):

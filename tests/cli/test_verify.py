@@ -1,5 +1,5 @@
 """``shardcache verify``: what it prints, and how it ends."""
-# ruff: noqa: F401, F811  (fixtures are imported, and shadowed by arguments)
+# ruff: noqa: F401  (fixtures are imported, and shadowed by arguments)
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from shardcache.cache import Cache
 from shardcache.store import verify
-from tests.support.clitools import SHARDS, Command, Screen, data, run, run_process, spec, warm
+from tests.support.clitools import SHARDS, Command, Screen, run_process
 from tests.support.storetools import tree
 
 SOUND = r"verified 4 shards, [\d.]+ KB in [\d.]+ m?s: nothing is wrong\n"

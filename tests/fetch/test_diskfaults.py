@@ -1,7 +1,7 @@
 """Disks that are full, read-only, failing or gone: reads go on, with one warning.
 
-The faults are real: small filesystems, limits of the process, remounts and unmounts, and a
-FUSE filesystem that answers with an error where no other way makes a kernel do it.
+The faults are real: small filesystems, limits of the process, remounts and unmounts. What a disk
+answers at single steps is in tests/stress/test_failing_disk.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,13 +23,11 @@ from typing import Any
 import pytest
 
 from shardcache import Cache, CacheFullError, TransferError
-from shardcache.breaker import FULL
 from shardcache.config import Config
 from shardcache.layout import META, Layout
-from tests.stress.fuse.shim import Shim, mounted, needs_fuse
 from tests.support.disktools import disk, remount, unmount
 from tests.support.fakes import FakeClock, MemoryOrigin
-from tests.support.storetools import needs_root, no_descriptor_left, wait_until
+from tests.support.storetools import few_descriptors, needs_root, wait_until
 from tests.support.tars import make_tar
 
 URL = "s3://lab/train-0000.tar"
@@ -68,152 +65,6 @@ def long_ago(cache: Cache) -> None:
     """As if jobs that are over had used what is there."""
     for entry in cache.entries():
         os.utime(entry.path / META, (1_735_700_000 + entry.used % 1000,) * 2)
-
-
-# -- errors at every step ------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shim]:
-    needs_fuse()
-    with mounted(tmp_path_factory.mktemp("shim")) as made:
-        yield made
-
-
-#: step -> (operation, path below the root)
-STEPS = {
-    "directory of the lock": ("mkdir", "v1/locks/*"),
-    "lock": ("create", "v1/locks/*"),
-    "record of the lock": ("write", "v1/locks/*"),
-    "budget lock": ("create open", "v1/locks/budget.lock"),
-    "partial": ("mkdir", "v1/partial/*"),
-    "data file": ("create", "v1/partial/*.tar"),
-    "data": ("write", "v1/partial/*.tar"),
-    "progress file": ("create", "v1/partial/*/progress"),
-    "progress": ("write", "v1/partial/*/progress"),
-    "sidecar": ("create", "v1/partial/*meta.json*"),
-    "sidecar's bytes": ("write", "v1/partial/*meta.json*"),
-    "sidecar's name": ("rename rename2", "v1/partial/*meta.json*"),
-    "sync": ("fsync fsyncdir", "v1/partial/*"),
-    "permissions": ("setattr", "v1/partial/*.tar"),
-    "directory of the key": ("mkdir", "v1/objects/*"),
-    "publishing": ("rename rename2", "v1/objects/*"),
-}
-#: Steps without which a shard is stored all the same; the second where there is no room.
-SPARE = {"record of the lock", "budget lock"}
-
-
-def is_spare(step: str, number: int) -> bool:
-    return step in SPARE and (step == "record of the lock" or number in FULL)
-
-
-@pytest.fixture
-def on_shim(shim: Shim, make_cache: MakeCache, origin: MemoryOrigin, tmp_path: Path) -> Iterator:
-    """Makes the cache of this test on the shim."""
-    origin.objects[URL] = SMALL
-    origin.objects[OLD] = make_tar(2, members=1, size=20_000)
-
-    def make(**options: object) -> Cache:
-        options = {"locks": "flock", "fsync": "fsync", **options}
-        return make_cache(dir=shim.root / tmp_path.name, **options)
-
-    yield make
-    shim.heal()
-
-
-@pytest.mark.parametrize(
-    ("step", "number"),
-    [(step, number) for number in (errno.ENOSPC, errno.EIO) for step in STEPS]
-    + [(s, n) for n in (errno.EDQUOT, errno.EROFS) for s in ("lock", "data", "publishing")],
-    ids=lambda value: errno.errorcode.get(value, value),
-)
-def test_a_disk_that_refuses_a_step_costs_no_read(
-    on_shim: MakeCache, shim: Shim, origin: MemoryOrigin, caplog, step: str, number: int
-) -> None:
-    cache = on_shim(max_size="100TB")  # without a budget nobody asks for its lock
-    operation, pattern = STEPS[step]
-    rule = shim.fail(operation, f"{cache.dir.name}/{pattern}", error=number, times=-1)
-    with no_descriptor_left():
-        stored = [read(cache, URL, origin) for _ in range(2)]
-    assert shim.struck(rule) >= 1
-    assert stored == [is_spare(step, number)] * 2
-    assert len(warnings(caplog)) == (not is_spare(step, number)), warnings(caplog)
-    assert leftovers(cache) == []
-    shim.heal()
-    fresh = on_shim()  # it does not know of faults
-    assert read(fresh, URL, origin)
-    assert leftovers(cache) == []
-
-
-@pytest.mark.parametrize("step", [step for step in STEPS if step not in SPARE])
-def test_a_full_disk_is_tried_once_more_when_there_is_room(
-    on_shim: MakeCache, shim: Shim, origin: MemoryOrigin, caplog, step: str
-) -> None:
-    cache = on_shim()
-    cache.fetch(OLD)
-    long_ago(cache)
-    operation, pattern = STEPS[step]
-    number = errno.ENOSPC if len(step) % 2 else errno.EDQUOT
-    rule = shim.fail(operation, f"{cache.dir.name}/{pattern}", error=number, times=1)
-    origin.requests.clear()
-    assert read(cache, URL, origin)
-    assert shim.struck(rule) == 1
-    assert OLD not in cache
-    assert warnings(caplog) == []
-    assert leftovers(cache) == []
-    assert len(origin.requests) <= 2
-
-
-def test_with_strict_faults_are_raised(on_shim: MakeCache, shim: Shim) -> None:
-    cache = on_shim(strict=True)
-    shim.fail("create", f"{cache.dir.name}/v1/partial/*", error=errno.EIO, times=-1)
-    for _ in range(5):  # no breaker hides them
-        with pytest.raises(OSError) as caught:
-            cache.open(URL)
-        assert caught.value.errno == errno.EIO and not isinstance(caught.value, TransferError)
-
-
-def test_a_disk_that_cannot_be_written_is_left_alone_for_a_while(
-    shim: Shim, origin: MemoryOrigin, tmp_path: Path, caplog
-) -> None:
-    caplog.set_level(logging.INFO)
-    clock = FakeClock()
-    config = Config(shim.root / tmp_path.name, min_free=0, locks="flock")
-    urls = shards(origin, 8)
-
-    def tries() -> int:
-        # A shard has been streamed before the fetch beside it has given up altogether; and
-        # after a minute somebody looks whether there is something to clean.
-        busy = ("-fetch", "-clean")
-        wait_until(lambda: not any(t.name.endswith(busy) for t in threading.enumerate()))
-        return shim.calls("create") + shim.calls("mkdir")
-
-    with Cache.from_config(config, clock=clock) as cache:
-        cache._here().coordinator()
-        cache._here().origins.add("s3", origin)
-        assert read(cache, urls[0], origin)
-        shim.fail("create mkdir", f"{cache.dir.name}/*", error=errno.EIO, times=-1)
-        stored = [read(cache, url, origin) for url in urls[1:4]]
-        assert stored == [False] * 3
-        assert len(warnings(caplog)) == 2  # of the fault, and of what follows from it
-        assert "It is not written for 1m, then tried again" in warnings(caplog)[1]
-        asked = tries()
-        assert not read(cache, urls[4], origin)
-        assert read(cache, urls[0], origin)  # hits are hits
-        assert tries() == asked
-        clock.sleep(60)
-        assert not read(cache, urls[4], origin)  # one tries
-        tried = tries()
-        assert tried > asked
-        assert not read(cache, urls[5], origin)
-        assert tries() == tried
-        shim.heal()
-        assert not read(cache, urls[5], origin)
-        clock.sleep(120)
-        assert read(cache, urls[5], origin)
-        assert all(read(cache, url, origin) for url in urls)
-    assert len(warnings(caplog)) == 2
-    assert len([r for r in caplog.records if "can be written again" in r.getMessage()]) == 1
 
 
 # -- room ------------------------------------------------------------------------------------
@@ -284,26 +135,6 @@ def test_a_file_that_may_not_grow_so_large_is_streamed(
     assert len(warnings(caplog)) == 1 and "File too large" in warnings(caplog)[0]
     assert leftovers(cache) == []
     assert read(cache, URL, origin)
-
-
-@contextlib.contextmanager
-def few_descriptors(left: int) -> Iterator[None]:
-    """No more than ``left`` files can be opened."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    highest = max(int(fd) for fd in os.listdir("/proc/self/fd"))
-    hoard: list[int] = []
-    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1 + left, hard))
-    try:
-        with contextlib.suppress(OSError):
-            while True:
-                hoard.append(os.dup(0))
-        for _ in range(left):
-            os.close(hoard.pop())
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        for fd in hoard:
-            os.close(fd)
 
 
 @pytest.mark.parametrize("left", range(12))

@@ -12,7 +12,6 @@ import gzip
 import os
 import random
 import re
-import tarfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -41,6 +40,7 @@ from shardcache.store.digest import file_digest
 from shardcache.store.partial import Partial
 from tests.support.proxy import Answer, Fault, Proxy, Rule
 from tests.support.storetools import wait_until
+from tests.support.tars import tar_of
 
 MIB = 1 << 20
 #: Five parts, the last one short.
@@ -52,12 +52,10 @@ _LINE = 64
 @lru_cache(maxsize=64)
 def shard(key: str, version: int, size: int = SIZE) -> bytes:
     """A tar archive whose every line of 64 bytes states key, version and offset."""
-    info = tarfile.TarInfo(f"{key}.v{version}.txt")
-    info.size = size - 512 - 1024
-    head = info.tobuf(tarfile.USTAR_FORMAT)
     name = f"{key} version {version} at "
     lines = (f"{name}{at:012d}".ljust(_LINE - 1, ".") + "\n" for at in range(512, size, _LINE))
-    return head + "".join(lines).encode()[: info.size] + bytes(1024)
+    data = "".join(lines).encode()[: size - 512 - 1024]
+    return tar_of([(f"{key}.v{version}.txt", data)], whole_records=False)
 
 
 def difference(found: bytes, expected: bytes) -> str:

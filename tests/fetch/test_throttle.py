@@ -1,5 +1,4 @@
 """A rate is kept by all connections, threads and processes of a prewarm together."""
-# ruff: noqa: F401, F811  (fixtures are imported, and shadowed by arguments)
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from shardcache.errors import ConfigError
 from shardcache.fetch import connections as module
 from shardcache.fetch.connections import Throttle, parse_rate
 from shardcache.results import Started, Stopped
-from tests.support.clitools import run, run_process
+from tests.support.clitools import run_process
 from tests.support.storetools import PATIENCE, Parent, forked
 from tests.support.tars import make_tar
 

@@ -7,7 +7,7 @@ import csv
 import pytest
 
 from tests.packages.conftest import Bench
-from tests.support.trainingtools import shard
+from tests.support.tars import sample_tar as shard
 
 PROGRAM = """
 import importlib, sys, time

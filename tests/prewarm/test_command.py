@@ -1,5 +1,4 @@
 """``shardcache prewarm``: its list of shards, its options, and what it suggests."""
-# ruff: noqa: F401, F811  (fixtures are imported, and shadowed by arguments)
 
 from __future__ import annotations
 
@@ -8,8 +7,6 @@ import json
 import sys
 
 import pytest
-
-from tests.support.clitools import data, run, spec
 
 
 @pytest.mark.parametrize("options", [[], ["--check"], ["-n"], ["--ray"]])

@@ -10,38 +10,30 @@ import signal
 import stat
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import rich.table  # noqa: F401 - before users change: the standard library is closed to them
 
-from shardcache import ConfigError
+from shardcache import Cache, ConfigError
 from shardcache.cli.main import main
 from shardcache.errors import ShardCacheError
 from shardcache.files import Modes
 from shardcache.layout import Layout
 from shardcache.locks.mounts import node_namespace
 from tests.support.fakes import Fault, MemoryOrigin
-from tests.support.storetools import Parent, needs_root, wait_until
+from tests.support.storetools import Parent, needs_root, public_directory, wait_until
 from tests.support.tars import make_tar
-from tests.support.users import (
-    ANNA,
-    BELA,
-    GROUP,
-    OTHER_GROUP,
-    OUTSIDER,
-    SHARDS,
-    URL,
-    User,
-    ask,
-    fetch,
-    modes_of,
-    open_cache,
-    running,
-)
+from tests.support.users import ANNA, BELA, GROUP, User, ask, running
 
 pytestmark = needs_root
+
+OTHER_GROUP = 64998
+OUTSIDER = User(64993, ())
+SHARDS = {f"s3://lab/{n}.tar": make_tar(n) for n in range(8)}
+URL = "s3://lab/0.tar"
 
 UMASKS = [0, 0o022, 0o077, 0o777]
 SHARED = {"directory": 0o2770, "file": 0o660, "published": 0o440, "notice": 0o640}
@@ -55,6 +47,51 @@ def expected(name: str, path: Path, modes: dict[str, int]) -> int:
     if path.name in NOTICES:
         return modes["notice"]
     return modes["published" if "/objects/" in name and path.suffix == ".tar" else "file"]
+
+
+def open_cache(root: Path, origin: MemoryOrigin | None = None, **options: Any) -> Cache:
+    """A cache of `SHARDS` that needs no server."""
+    origin = origin or MemoryOrigin(objects=dict(SHARDS))
+    cache = Cache(root, **{"min_free": 0, "strict": True, **options})
+    process = cache._here()
+    process.coordinator()
+    process.origins.add("s3", origin)
+    return cache
+
+
+def fetch(root: Path, *urls: str, **options: Any) -> list[tuple[str, bool, int]]:
+    """How each shard was had, whether its bytes are right, and how many requests that cost."""
+    found = []
+    origin = MemoryOrigin(objects=dict(SHARDS))
+    with open_cache(root, origin, **options) as cache:
+        for url in urls or (URL,):
+            before = len(origin.requests)
+            _, outcome = cache.fetch_shard(cache.parse(url))
+            with cache.open(url) as stream:
+                right = stream.read() == SHARDS[url]
+            found.append((str(outcome), right, len(origin.requests) - before))
+    return found
+
+
+def modes_of(root: Path) -> dict[str, int]:
+    """The mode of everything below a directory, and of it."""
+    paths = [root, *root.rglob("*")]
+    return {
+        str(path.relative_to(root.parent)): stat.S_IMODE(path.lstat().st_mode) for path in paths
+    }
+
+
+@pytest.fixture
+def area(tmp_path: Path) -> Iterator[Path]:
+    """A directory where members of the group may make caches, and others may look."""
+    # All of what the children need is loaded here: they may not read this checkout.
+    fetch(tmp_path / "warm-up")
+    with public_directory() as public:
+        directory = public / "lab"
+        directory.mkdir()
+        os.chown(directory, 0, GROUP)
+        directory.chmod(0o2775)
+        yield directory
 
 
 # -- permissions ---------------------------------------------------------------

@@ -27,11 +27,11 @@ from shardcache.urls import parse_url
 from tests.support.storetools import (
     Parent,
     begin,
+    few_descriptors,
     fill,
     forked,
     make_store,
     metadata_for,
-    no_descriptor_free,
     no_descriptor_left,
     payload,
     publish,
@@ -306,7 +306,7 @@ def test_a_stale_handle_is_looked_up_afresh(store: Store, monkeypatch: pytest.Mo
 def test_want_of_descriptors_damages_and_evicts_nothing(store: Store) -> None:
     entry = publish(store)
     before = tree(store.layout.base)
-    with no_descriptor_free():
+    with few_descriptors(0):
         for call in (
             lambda: store.open(KEY, NAME),
             lambda: store.evict(entry),

@@ -27,10 +27,10 @@ from tests.support.storetools import (
     Parent,
     begin,
     crowd,
+    few_descriptors,
     fill,
     forked,
     metadata_for,
-    no_descriptor_free,
     no_descriptor_left,
     payload,
     refusing,
@@ -145,7 +145,7 @@ def test_want_of_descriptors_removes_nothing_that_lives(layout: Layout) -> None:
     live = begin(layout, metadata_for(data=DATA))
     fill(live, DATA)
     before = tree(layout.base)
-    with no_descriptor_free(), pytest.raises(OSError) as caught:
+    with few_descriptors(0), pytest.raises(OSError) as caught:
         remove_leftover(layout, live.path)
     assert caught.value.errno == errno.EMFILE
     real = os.open

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bz2
 import gzip
-import io
 import lzma
 import os
 import tarfile
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 
 from shardcache.errors import IntegrityError
 from shardcache.store.digest import check_archive
-from tests.support.tars import make_tar
+from tests.support.tars import make_tar, tar_of
 
 URL = "s3://lab/train-0000.tar"
 PAGE = b"<?xml version='1.0'?><Error><Code>SlowDown</Code></Error>" + b" " * 600
@@ -34,12 +33,7 @@ def check(path: Path, data: bytes, name: str = "train.tar") -> None:
 @pytest.mark.parametrize("style", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 @pytest.mark.parametrize("name", ["a.txt", "dir/" * 20 + "x" * 90 + ".txt", "\u00e9\u4e2d.txt"])
 def test_archives_of_every_style_pass(tmp_path: Path, style: int, name: str) -> None:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w", format=style) as archive:
-        info = tarfile.TarInfo(name)
-        info.size = 3
-        archive.addfile(info, io.BytesIO(b"abc"))
-    check(tmp_path, buffer.getvalue())
+    check(tmp_path, tar_of([(name, b"abc")], style))
 
 
 @given(

@@ -15,13 +15,10 @@ from shardcache.cache import Cache
 from shardcache.cli.demo import S3Server
 from shardcache.errors import ShardNotFoundError, TransferError
 from shardcache.origins.base import TransientError
-from tests.support.clitools import data, run, spec, warm
 from tests.support.fakes import Fault, MemoryOrigin
 from tests.support.proxy import Proxy
 from tests.support.storetools import PATIENCE
 from tests.support.tars import make_tar
-
-__all__ = ["data", "run", "spec", "warm"]
 
 Make = Callable[..., Cache]
 URL = "s3://lab/a.tar"

@@ -27,16 +27,16 @@ FAULTS = ["refused", "lying", "deleted"]
 def steps(full: bool) -> dict[str, list[str]]:
     """What is run, by what it is called: arguments of Python."""
     pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    every = ["--full"] if full else []
+    locks = [*pytest, "-p", "tests.stress.brokenflock"]
     minutes = "30" if full else "2"
     found = {
         "crash points": ["-m", "tests.stress.crash", *([] if full else ["--every", "40"])],
         "storm": ["-m", "tests.stress.storm", "--minutes", minutes],
         "storm, flock lies": ["-m", "tests.stress.storm", "--minutes", minutes, "--flock", "lying"],
-        "tests of tests/stress": [*pytest, *every, "tests/stress"],
+        "tests of tests/stress": [*pytest, "tests/stress"],
     }
     for fault in FAULTS:
-        found[f"tests with locks {fault}"] = [*pytest, "--flock", fault, *LOCK_TESTS]
+        found[f"tests with locks {fault}"] = [*locks, "--flock", fault, *LOCK_TESTS]
     return found
 
 

@@ -1,8 +1,7 @@
 """Runs any part of the suite with locks that fail; a pytest plugin.
 
-    pytest --flock refused tests/test_cache.py
-    pytest --flock lying ...
-    pytest --flock deleted ...
+    python -m pytest -p tests.stress.brokenflock --flock refused tests/test_cache.py
+    (or "lying", or "deleted")
 
 Locks only save bandwidth: what a test says of bytes, visibility, crashes and errors
 must hold without them. "refused" and "lying" replace `fcntl.flock` here and in every
@@ -38,12 +37,6 @@ _UNTRUE = {"refused": {"flock", "answers"}, "lying": {"flock"}, "deleted": {"fil
 _CLAIMS = ("flock", "answers", "files")
 
 
-def locks_work(claim: str) -> bool:
-    """Whether a test may make one of the claims above, in this process and now."""
-    how = os.environ.get("BROKEN_FLOCK")
-    return how is None or claim not in _UNTRUE[how]
-
-
 def broken_environment(how: str) -> dict[str, str]:
     """Of Python children whose flock is "refused" or "lying"."""
     path = os.pathsep.join([str(_SITE), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -52,17 +45,9 @@ def broken_environment(how: str) -> dict[str, str]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--flock", choices=sorted(_UNTRUE), help="run with locks that fail")
-    parser.addoption("--full", action="store_true", help="run the cases marked `full`, too")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line(
-        "markers",
-        "locks_work(*claims): claims that locks do their work; see tests.stress.brokenflock",
-    )
-    config.addinivalue_line(
-        "markers", "full: one more case of a test that has been shown; left out without --full"
-    )
     how = config.getoption("--flock")
     if how is not None:
         os.environ["BROKEN_FLOCK"] = how
@@ -72,10 +57,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--full"):
-        left_out = [item for item in items if item.get_closest_marker("full")]
-        items[:] = [item for item in items if item not in set(left_out)]
-        config.hook.pytest_deselected(items=left_out)
     how = config.getoption("--flock")
     if how is None:
         return

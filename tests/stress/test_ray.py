@@ -17,8 +17,8 @@ import pytest
 from shardcache.cli.demo import S3Server
 from shardcache.layout import Layout
 from shardcache.store.sweeping import in_flight
+from tests.stress.raycluster import RayCluster
 from tests.support.proxy import Proxy
-from tests.support.raycluster import RayCluster
 from tests.support.tars import make_tar
 
 pytest.importorskip("ray", reason="pip install 'shardcache[ray]'")

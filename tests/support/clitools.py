@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import pty
 import re
@@ -104,11 +103,6 @@ def wait_until(condition, command):
     while not condition():
         assert command.process.poll() is None, command.end()
         time.sleep(0.02)
-
-
-def written(directory):
-    found = run_process("ls", "--partial", "--json", directory=directory)
-    return sum(partial["written_bytes"] for partial in json.loads(found[1])["partials"])
 
 
 @pytest.fixture

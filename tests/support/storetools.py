@@ -172,16 +172,18 @@ def no_descriptor_left() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def no_descriptor_free() -> Iterator[None]:
-    """Every `open` fails with EMFILE."""
+def few_descriptors(left: int) -> Iterator[None]:
+    """No more than ``left`` files can be opened."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(int(fd) for fd in os.listdir("/proc/self/fd"))
     hoard: list[int] = []
-    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1 + left, hard))
     try:
         with contextlib.suppress(OSError):
             while True:
                 hoard.append(os.dup(0))
+        for _ in range(left):
+            os.close(hoard.pop())
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

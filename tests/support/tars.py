@@ -4,17 +4,52 @@ from __future__ import annotations
 
 import io
 import tarfile
+from collections.abc import Iterable
+
+
+def tar_of(
+    members: Iterable[tuple[str, bytes]],
+    style: int = tarfile.DEFAULT_FORMAT,
+    *,
+    whole_records: bool = True,
+) -> bytes:
+    """A tar archive of files, given by name and content.
+
+    Args:
+        members: the files, in order.
+        style: a format of `tarfile`.
+        whole_records: pad with zeros to a multiple of 10,240 bytes, as the tar command does.
+    """
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=style) as archive:
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+        end = archive.offset + 2 * tarfile.BLOCKSIZE
+    return buffer.getvalue() if whole_records else buffer.getvalue()[:end]
 
 
 def make_tar(seed: int, members: int = 4, size: int = 1000) -> bytes:
     """A shard whose every byte depends on ``seed``; the same for the same arguments."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as archive:
-        for number in range(members):
-            pattern = f"{seed}/{number}/".encode()
-            data = (pattern * (size // len(pattern) + 1))[:size]
-            for suffix in ("txt", "cls"):
-                info = tarfile.TarInfo(f"{seed:04d}-{number:05d}.{suffix}")
-                info.size = len(data)
-                archive.addfile(info, io.BytesIO(data))
-    return buffer.getvalue()
+
+    def content(number: int) -> bytes:
+        pattern = f"{seed}/{number}/".encode()
+        return (pattern * (size // len(pattern) + 1))[:size]
+
+    return tar_of(
+        (f"{seed:04d}-{number:05d}.{suffix}", content(number))
+        for number in range(members)
+        for suffix in ("txt", "cls")
+    )
+
+
+def sample_tar(seed: int, samples: int = 6) -> bytes:
+    """Pairs of ``.txt`` and ``.cls``, such as every reader of WebDataset's format decodes."""
+    found = []
+    for number in range(samples):
+        text = f"sample {number} of shard {seed}, " * 30
+        label = str((seed + number) % 10)
+        name = f"{seed:04d}-{number:05d}"
+        found += [(f"{name}.txt", text.encode()), (f"{name}.cls", label.encode())]
+    return tar_of(found)

@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import os
 import subprocess
 import sys
-import tarfile
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
 from shardcache.cli.demo import S3Server
 from tests.support.proxy import Proxy
+from tests.support.tars import sample_tar
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
-
-
-def shard(seed: int, members: int = 6) -> bytes:
-    """Pairs of ``.txt`` and ``.cls``, such as every reader of WebDataset's format decodes."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as archive:
-        for number in range(members):
-            text = f"sample {number} of shard {seed}, " * 30
-            for suffix, data in (("txt", text.encode()), ("cls", str((seed + number) % 10))):
-                content = data if isinstance(data, bytes) else data.encode()
-                info = tarfile.TarInfo(f"{seed:04d}-{number:05d}.{suffix}")
-                info.size = len(content)
-                archive.addfile(info, io.BytesIO(content))
-    return buffer.getvalue()
 
 
 class DataSet:
@@ -47,7 +32,7 @@ class DataSet:
         self, server: S3Server, bucket: str, proxy: Proxy, shards: int = 4, members: int = 6
     ) -> None:
         for seed in range(shards):
-            server.put(bucket, f"train-{seed:04d}.tar", shard(seed, members))
+            server.put(bucket, f"train-{seed:04d}.tar", sample_tar(seed, members))
         self.bucket = bucket
         self.spec = f"s3://{bucket}/train-{{0000..{shards - 1:04d}}}.tar"
         self.paths = [f"{bucket}/train-{seed:04d}.tar" for seed in range(shards)]

@@ -27,7 +27,7 @@ from shardcache.wds.attach import tar_files, tar_samples
 from shardcache.wds.samples import FastTar, _base_plus_ext, _is_meta, quicken, restore
 from tests.support.fakes import MemoryOrigin
 from tests.support.tars import make_tar
-from tests.support.tartools import BLOCK, FORMATS, EndlessError, OnlyRead, archive, damaged
+from tests.wds.archives import BLOCK, FORMATS, EndlessError, OnlyRead, archive, damaged
 
 MakeCache = Callable[..., Cache]
 SEEDS = st.integers(0, 2**32)

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 
 from shardcache.wds import tar as tarwalk
 from shardcache.wds.tar import TarWalk, members
-from tests.support.tars import make_tar
-from tests.support.tartools import (
+from tests.support.tars import make_tar, tar_of
+from tests.wds.archives import (
     BLOCK,
     FORMATS,
     OnlyRead,
@@ -267,20 +267,15 @@ def test_streams_are_never_closed() -> None:
 
 
 def test_members_that_are_not_read_are_passed_over() -> None:
-    made = io.BytesIO()
-    with tarfile.open(fileobj=made, mode="w") as tar:
-        for number, size in enumerate((100_000, 5, 70_000, 512)):
-            info = tarfile.TarInfo(f"{number}.bin")
-            info.size = size
-            tar.addfile(info, io.BytesIO(bytes([number]) * size))
-    for stream in (made, buffered(made.getvalue()), OnlyRead(made.getvalue())):
-        made.seek(0)
+    sizes = (100_000, 5, 70_000, 512)
+    data = tar_of((f"{number}.bin", bytes([number]) * size) for number, size in enumerate(sizes))
+    for stream in (io.BytesIO(data), buffered(data), OnlyRead(data)):
         walk = TarWalk(stream)
         assert [walk.read() for name in walk if name in ("1.bin", "3.bin")] == [
             b"\1" * 5,
             b"\3" * 512,
         ]
-    same(made.getvalue()[:60_000], 0xFF)
+    same(data[:60_000], 0xFF)
 
 
 def test_a_header_that_lies_about_its_size_costs_no_memory() -> None:

@@ -17,16 +17,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import hashlib
 import importlib
-import io
 import logging
 import multiprocessing
 import os
 import random
 import shutil
 import sys
-import tarfile
 import tempfile
 import time
 import traceback
@@ -40,6 +37,8 @@ from shardcache import Cache
 from shardcache.errors import ShardCacheError
 from tests.stress import machine
 from tests.stress.crash.strace import PATIENCE, Run, Strike, trace, unavailable
+from tests.support.storetools import payload
+from tests.support.tars import tar_of
 
 MIB = 1 << 20
 BIG = "big.tar"
@@ -61,18 +60,16 @@ LOOKS = {
 }  # fmt: skip
 
 
-def _shard(seed: int, size: int) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as archive:
-        info = tarfile.TarInfo("000000.bin")
-        info.size = size
-        archive.addfile(info, io.BytesIO(hashlib.shake_128(b"%d" % seed).digest(size)))
-    return buffer.getvalue()
-
-
 #: The first has several blocks, the others one.
-SHARDS = {BIG: _shard(0, 3 * MIB + 4321)} | {
-    f"{name}.tar": _shard(seed, 5000 * seed) for seed, name in enumerate("abcd", 1)
+SHARDS = {
+    name: tar_of([("000000.bin", payload(size))])
+    for name, size in {
+        BIG: 3 * MIB + 4321,
+        "a.tar": 5000,
+        "b.tar": 10_000,
+        "c.tar": 15_000,
+        "d.tar": 20_000,
+    }.items()
 }
 
 

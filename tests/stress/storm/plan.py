@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import random
 import re
-import tarfile
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from tests.support.tars import tar_of
 
 KIB, MIB = 1 << 10, 1 << 20
 _LINE, _BLOCK, _HEAD, _END = 64, 4096, 512, 1024
@@ -96,12 +97,11 @@ class Storm:
     def data(self, name: str, version: int) -> bytes:
         """One version of a shard: a tar archive with one member."""
         size = self.size(name, version)
-        info = tarfile.TarInfo(f"{name}.v{version}.txt")
-        info.size = size - _HEAD - _END
         blocks = b"".join(
             _line(name, version, at) * (_BLOCK // _LINE) for at in range(0, size, _BLOCK)
         )
-        return info.tobuf(tarfile.USTAR_FORMAT) + blocks[_HEAD : size - _END] + bytes(_END)
+        member = f"{name}.v{version}.txt", blocks[_HEAD : size - _END]
+        return tar_of([member], whole_records=False)
 
     def examine(self, name: str, data: bytes) -> tuple[int | None, str | None]:
         """The version that the first line states, and what is wrong with the bytes, or None."""

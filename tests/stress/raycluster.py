@@ -1,6 +1,6 @@
 """A Ray cluster of several node processes on this machine, as a process of its own.
 
-Run as ``python -m tests.support.raycluster``. Each line of standard input is an order::
+Run as ``python -m tests.stress.raycluster``. Each line of standard input is an order::
 
     {"add": NAME, "environment": {...}}   starts a raylet with that environment
     {"kill": NAME}                        SIGKILL for it and all that it started, until the
@@ -73,7 +73,7 @@ class RayCluster:
         self._directory = tempfile.mkdtemp(prefix="ray", dir="/tmp")
         environment = {k: v for k, v in os.environ.items() if not k.startswith("AWS_")}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.raycluster"],
+            [sys.executable, "-m", "tests.stress.raycluster"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

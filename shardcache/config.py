@@ -21,6 +21,8 @@ the environment and files and writes nothing.
 from __future__ import annotations
 
 import contextlib
+import grp
+import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,22 +34,7 @@ from shardcache import units
 from shardcache.errors import ConfigError
 from shardcache.units import Limit
 
-__all__ = [
-    "OTHER_VARIABLES",
-    "Config",
-    "Loaded",
-    "Option",
-    "Setting",
-    "StorageOptions",
-    "TierOption",
-    "Upstream",
-    "describe",
-    "load",
-    "names_only",
-    "options",
-    "redact",
-]
-
+logger = logging.getLogger(__name__)
 
 #: Names of storage options that hold credentials in s3fs, gcsfs, adlfs, botocore and
 #: aiohttp, and of HTTP headers that do.
@@ -147,38 +134,27 @@ class Upstream:
 
 
 def _without_secrets(items: Mapping[Any, object]) -> dict[Any, object]:
-    kept: dict[Any, object] = {}
+    kept = {}
     for name, value in items.items():
-        if isinstance(name, str) and _SECRET.search(name):
-            _say_left_out(name)
-        else:
-            kept[name] = _public(name, value)
-    return kept
+        kept[name] = None if _SECRET.search(str(name)) else _public(value)
+        if kept[name] != value:
+            logger.warning(
+                "storage option %s is left out of a pickle, or a part of it; who reads it needs "
+                "credentials of its own (environment, profile, role)",
+                name,
+            )
+    return {name: value for name, value in kept.items() if not _SECRET.search(str(name))}
 
 
-def _public(name: object, value: object) -> object:
+def _public(value: object) -> object:
     """A value without the credentials inside it: those of tables, lists and URLs."""
     if isinstance(value, Mapping):
         return _without_secrets(value)
     if type(value) is list or type(value) is tuple:
-        items = [_public(name, item) for item in value]
-        return items if isinstance(value, list) else tuple(items)
+        return type(value)(map(_public, value))
     if isinstance(value, str) and "://" in value:  # of a proxy, an endpoint
-        public = re.sub(r"[?#].*", "", USERINFO.sub(r"\1", value), flags=re.DOTALL)
-        if public != value:
-            _say_left_out(f"{name}, in part,")
-        return public
+        return re.sub(r"[?#].*", "", USERINFO.sub(r"\1", value), flags=re.DOTALL)
     return value
-
-
-def _say_left_out(name: str) -> None:
-    import logging  # `import shardcache.config` stays light
-
-    logging.getLogger(__name__).warning(
-        "storage option %s is left out of a pickle; who reads it needs credentials of its own "
-        "(environment, profile, role)",
-        name,
-    )
 
 
 def names_only(items: Mapping[str, object]) -> str:
@@ -269,7 +245,7 @@ def _part_size(value: Any) -> int:
     return size
 
 
-def _function(value: object) -> Callable[[Path], None]:
+def _function(value: object) -> object:
     if not callable(value):
         raise refuse(value, "cannot be called", "a function of the path of a fetched file")
     return value
@@ -369,8 +345,6 @@ def _group(value: object) -> int:
     accepted = "the name of a group that this machine knows, or its number"
     number = value if isinstance(value, int) and not isinstance(value, bool) else -1
     if isinstance(value, str):
-        import grp
-
         text = value.strip()
         with contextlib.suppress(KeyError, ValueError):
             number = int(text) if text.isdecimal() else grp.getgrnam(text).gr_gid
@@ -391,8 +365,6 @@ def _endpoint(value: object) -> str:
 
 def group_name(gid: int) -> str:
     """What people call a group; its number where it has no name here."""
-    import grp
-
     try:
         return grp.getgrgid(gid).gr_name
     except (KeyError, OverflowError):
@@ -424,13 +396,8 @@ SOME_TIME = Kind("duration", _some_time, units.exact_duration)
 CALL = Kind("function", _function, lambda value: getattr(value, "__name__", "function"))
 LIST = Kind("list", _schemes, ", ".join)
 TABLE = Kind("table", _storage_options, names_only)
-ISOLATION = _choice("node", "rank", "job")
-LOCKS = _choice("auto", "flock", "lease")
-FILL = _choice("follow", "complete")
 TIERS = Kind("list", _tiers, lambda value: ", ".join(map(str, value)))
 UPSTREAMS = Kind("list", _upstreams, lambda value: ", ".join(map(str, value)))
-POLICY = _choice("working-set", "lru", "fifo")
-FSYNC = _choice("verify-after-boot", "fsync", "none")
 ROOM = Kind("size or %", _room)
 LIMIT = Kind("size or %", _limit)
 SIZE = Kind("size", _size, units.exact_bytes)
@@ -480,14 +447,20 @@ class Config:
         TIERS, (), "Faster places in front of dir, filled first, such as /dev/shm/shards=50GB."
     )
     policy: Literal["working-set", "lru", "fifo"] = _opt(
-        POLICY, "working-set", "What goes first; working-set keeps what running jobs use."
+        _choice("working-set", "lru", "fifo"),
+        "working-set",
+        "What goes first; working-set keeps what running jobs use.",
     )
     protect_for: float = _opt(
         SOME_TIME, 86400.0, "Unused for so long, an entry of a running job may go, too."
     )
-    isolation: Literal["node", "rank", "job"] = _opt(ISOLATION, "node", "Who shares one copy.")
+    isolation: Literal["node", "rank", "job"] = _opt(
+        _choice("node", "rank", "job"), "node", "Who shares one copy."
+    )
     fill: Literal["follow", "complete"] = _opt(
-        FILL, "follow", "Read a shard while it is fetched, or when all of it is there."
+        _choice("follow", "complete"),
+        "follow",
+        "Read a shard while it is fetched, or when all of it is there.",
     )
     prefetch: int = _opt(count(64, 0), 2, "Shards fetched ahead of the one that is read.")
     connections: int = _opt(count(256), 32, "Most connections to the origin per process.")
@@ -504,10 +477,14 @@ class Config:
         CALL, None, "Called on each fetched shard before it is published; in code only."
     )
     fsync: Literal["verify-after-boot", "fsync", "none"] = _opt(
-        FSYNC, "verify-after-boot", "What guards entries against a crash of the machine."
+        _choice("verify-after-boot", "fsync", "none"),
+        "verify-after-boot",
+        "What guards entries against a crash of the machine.",
     )
     locks: Literal["auto", "flock", "lease"] = _opt(
-        LOCKS, "auto", "How to lock; auto is flock on local filesystems, else leases among nodes."
+        _choice("auto", "flock", "lease"),
+        "auto",
+        "How to lock; auto is flock on local filesystems, else leases among nodes.",
     )
     touch_interval: float = _opt(TIME, 600.0, "Last use is recorded at most this often.")
     stats: bool = _opt(BOOL, True, "Count hits, bytes and waits for `shardcache stats`.")

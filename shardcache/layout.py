@@ -26,86 +26,57 @@ import os
 import re
 import stat
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardcache.files import PRIVATE, Modes, list_directory, open_file, random_token, settle
 
-_KEY = re.compile(r"[0-9a-f]{32}\Z")
-_ENTRY = re.compile(r"([0-9a-f]{24})-(0|[1-9a-f][0-9a-f]{0,15})\Z")
-_PARTIAL = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{24})\.([0-9a-f]{32})\Z")
-_EVICTED = re.compile(r"evict\.([0-9a-f]{32})\.([0-9a-f]{32})\Z")
-_LOCK = re.compile(r"([0-9a-f]{32})\.lock\Z")
-_WAIT = re.compile(r"[0-9a-f]{32}\.wait\Z")
-_PIN = re.compile(r"[0-9a-f]{32}\.pin\Z")
-_LEASE = re.compile(r"[0-9a-f]{32}\.(lease|holder)\Z")
-_TEMPORARY = re.compile(r"\.[A-Za-z0-9.]+\.[0-9a-f]{32}\Z")
-# What `ranks.safe_name` makes.
-_RANK = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}\Z")
-_QUARANTINED = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{24})-([0-9a-f]{1,16})\.([0-9a-f]{32})\Z")
+_KEY = "[0-9a-f]{32}"
+_RANDOM = "[0-9a-f]{32}"
+_VERSION = "[0-9a-f]{24}"
+_ENTRY = re.compile(rf"({_VERSION})-(0|[1-9a-f][0-9a-f]{{0,15}})")
+_PARTIAL = re.compile(rf"({_KEY})\.({_VERSION})\.{_RANDOM}")
 
 
 def parse_entry_name(name: str) -> tuple[str, int] | None:
     """(version, size in bytes) of an entry's directory name, or None."""
-    match = _ENTRY.match(name)
-    return (match.group(1), int(match.group(2), 16)) if match else None
+    match = _ENTRY.fullmatch(name)
+    return (match[1], int(match[2], 16)) if match else None
 
 
 def parse_partial_name(name: str) -> tuple[str, str] | None:
     """(key, version) of a partial's directory name, or None."""
-    match = _PARTIAL.match(name)
-    return (match.group(1), match.group(2)) if match else None
+    match = _PARTIAL.fullmatch(name)
+    return (match[1], match[2]) if match else None
 
 
-def is_evicted_name(name: str) -> bool:
-    """Whether the directory is an entry on its way out."""
-    return _EVICTED.match(name) is not None
+def _recognizer(pattern: str) -> Callable[[str], bool]:
+    compiled = re.compile(pattern)
+    return lambda name: compiled.fullmatch(name) is not None
 
 
-def is_quarantined_name(name: str) -> bool:
-    """Whether the directory is a damaged entry that was set aside."""
-    return _QUARANTINED.match(name) is not None
-
-
-def is_temporary_name(name: str) -> bool:
-    """Whether ``name`` is that of a file that `layout.replace_file` is writing."""
-    return _TEMPORARY.match(name) is not None
-
-
-def is_key(name: str) -> bool:
-    """Whether ``name`` is a key."""
-    return _KEY.match(name) is not None
-
-
-def is_lock_name(name: str) -> bool:
-    """Whether ``name`` is that of a key's lock file."""
-    return _LOCK.match(name) is not None
-
-
-def is_lease_name(name: str) -> bool:
-    """Whether ``name`` is that of a key's lease or of the record beside it."""
-    return _LEASE.match(name) is not None
-
-
-def is_pin_name(name: str) -> bool:
-    """Whether ``name`` is that of a shard's pin."""
-    return _PIN.match(name) is not None
-
-
-def is_wait_name(name: str) -> bool:
-    """Whether ``name`` is that of the note of somebody who waits."""
-    return _WAIT.match(name) is not None
-
-
-def is_unnamed(name: str) -> bool:
-    """Whether ``name`` is that of a directory on its way to its own, see `modes`."""
-    return name.startswith(".new.") and is_temporary_name(name)
-
-
-def is_rank_name(name: str) -> bool:
-    """Whether ``name`` is that of a rank's or a job's namespace."""
-    return _RANK.match(name) is not None
-
+# Each says whether a name is that of ...
+#: a key;
+is_key = _recognizer(_KEY)
+#: a key's lock file;
+is_lock_name = _recognizer(rf"{_KEY}\.lock")
+#: a key's lease, or of the record beside it;
+is_lease_name = _recognizer(rf"{_KEY}\.(lease|holder)")
+#: a shard's pin;
+is_pin_name = _recognizer(rf"{_KEY}\.pin")
+#: the note of somebody who waits;
+is_wait_name = _recognizer(rf"{_RANDOM}\.wait")
+#: an entry on its way out;
+is_evicted_name = _recognizer(rf"evict\.{_KEY}\.{_RANDOM}")
+#: a damaged entry that was set aside;
+is_quarantined_name = _recognizer(rf"{_KEY}\.{_VERSION}-[0-9a-f]{{1,16}}\.{_RANDOM}")
+#: a file that `replace_file` is writing;
+is_temporary_name = _recognizer(rf"\.[A-Za-z0-9.]+\.{_RANDOM}")
+#: a directory on its way to its own name, see `files.Modes.new_directory`;
+is_unnamed = _recognizer(rf"\.new\.{_RANDOM}")
+#: the namespace of a rank or a job, as `ranks.safe_name` makes it.
+is_rank_name = _recognizer(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 
 META = "meta.json"
 PROGRESS = "progress"

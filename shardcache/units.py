@@ -10,10 +10,12 @@ Everything here is pure and may be called from any thread.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from shardcache.errors import ConfigError
 
@@ -22,18 +24,17 @@ MAX_BYTES = 2**63 - 1
 #: 100 years. Python's locks refuse time-outs from 292 years on (2^63 ns).
 MAX_SECONDS = 36_500 * 86_400.0
 
-_PREFIXES = "KMGTPE"
-_DECIMAL = tuple(f"{prefix}B" for prefix in _PREFIXES)
-_BINARY = tuple(f"{prefix}iB" for prefix in _PREFIXES)
+_DECIMAL = ("KB", "MB", "GB", "TB", "PB", "EB")
+_BINARY = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+_SIZE_UNITS = {"": 1, "b": 1}
+for _power, _prefix in enumerate("kmgtpe", 1):
+    _SIZE_UNITS |= dict.fromkeys((_prefix, f"{_prefix}b"), 1000**_power)
+    _SIZE_UNITS |= dict.fromkeys((f"{_prefix}i", f"{_prefix}ib"), 1024**_power)
 #: No size or duration needs more; int() refuses beyond 4300 digits anyway.
 _MAX_TEXT = 64
-
-_NUMBER_AND_REST = re.compile(r"([0-9.]+(?:e[+]?[0-9]+)?)\s*(.*)", re.IGNORECASE | re.DOTALL)
 # The exponent needs a digit behind it, so that 1E stays one exabyte.
 _SIZE = re.compile(
-    r"(?=\.?[0-9])(?P<whole>[0-9]*)(?:\.(?P<part>[0-9]*))?(?:e[+]?(?P<power>[0-9]{1,2}))?\s*"
-    r"(?:(?P<prefix>[kmgtpe])(?P<binary>i?))?b?",
-    re.IGNORECASE,
+    r"(-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e\+?[0-9]{1,2})?)\s*([a-z]*)", re.IGNORECASE | re.ASCII
 )
 _DURATION_UNITS = (
     ("w", "w", 604_800),
@@ -50,13 +51,8 @@ _DURATION = re.compile(
     ),
     re.IGNORECASE,
 )
-
-_TRUTHS = {"1": True, "true": True, "yes": True, "on": True} | {
-    "0": False,
-    "false": False,
-    "no": False,
-    "off": False,
-}
+_TRUTHS = dict.fromkeys(("1", "true", "yes", "on"), True)
+_TRUTHS |= dict.fromkeys(("0", "false", "no", "off"), False)
 
 _ACCEPT_SIZE = (
     "a whole number of bytes, or a number with KB, MB, GB, TB, PB (powers of 1000) "
@@ -76,6 +72,22 @@ def _refuse(value: object, noun: str, reason: str, accepted: str) -> ConfigError
     return ConfigError(f"{shown} is not {noun}: {reason}. Accepted: {accepted}.")
 
 
+def _why_not(value: object, number: object, most: float) -> str | None:
+    """What is wrong with ``number``, which ``value`` stands for, as a size or a duration."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        return f"it is a {type(value).__name__}"
+    if number is None:
+        return (
+            "it is empty" if not str(value).strip() else "it does not read as a number with a unit"
+        )
+    assert isinstance(number, int | float | Fraction)
+    if isinstance(number, float) and not math.isfinite(number):
+        return "it is not finite"
+    if number < 0:
+        return "it is negative"
+    return "it is too large" if number > most else None
+
+
 def parse_bytes(value: str | int | float) -> int:
     """Bytes from a number or from text such as ``800GB``, ``1.5 TB``, ``1GiB``, ``512k``.
 
@@ -86,53 +98,21 @@ def parse_bytes(value: str | int | float) -> int:
         ConfigError: negative, not finite, empty, an unknown unit, a fraction of a
             byte, or more than `MAX_BYTES`.
     """
-    if isinstance(value, str):
-        size = _bytes_of_text(value)
-    elif isinstance(value, bool) or not isinstance(value, int | float):
-        raise _refuse(value, "a size", f"it is a {type(value).__name__}", _ACCEPT_SIZE)
-    elif not math.isfinite(value):
-        raise _refuse(value, "a size", "it is not finite", _ACCEPT_SIZE)
-    elif value != int(value):
-        raise _refuse(value, "a size", "there is no fraction of a byte", _ACCEPT_SIZE)
-    else:
-        size = int(value)
-    if size < 0:
-        raise _refuse(value, "a size", "it is negative", _ACCEPT_SIZE)
-    if size > MAX_BYTES:
-        raise _refuse(value, "a size", "it is more than 8 EiB", _ACCEPT_SIZE)
-    return size
-
-
-def _bytes_of_text(text: str) -> int:
-    stripped = text.strip()
-    found = _SIZE.fullmatch(stripped) if len(stripped) <= _MAX_TEXT else None
-    if found is None:
-        raise _refuse(text, "a size", _why_no_size(stripped), _ACCEPT_SIZE)
-    part = found["part"] or ""
+    number: float | Fraction | None
     unit = 1
-    if found["prefix"]:
-        base = 1024 if found["binary"] else 1000
-        for _ in range(_PREFIXES.index(found["prefix"].upper()) + 1):
-            unit *= base
-    # Integers throughout: 9.2EB in floating point would be off by hundreds of bytes.
-    scaled = int(f"{found['whole']}{part}{'0' * int(found['power'] or 0)}") * unit
-    size, rest = divmod(scaled, int(f"1{'0' * len(part)}"))
-    if rest and unit == 1:
-        raise _refuse(text, "a size", "there is no fraction of a byte", _ACCEPT_SIZE)
-    return size
-
-
-def _why_no_size(text: str) -> str:
-    if not text:
-        return "it is empty"
-    if text.startswith(("-", "\N{MINUS SIGN}")):
-        return "it is negative"
-    if len(text) > _MAX_TEXT:
-        return "it is too long"
-    found = _NUMBER_AND_REST.fullmatch(text)
-    if found and found[2] and found[1].count(".") <= 1:
-        return f"{found[2]!r} is no unit of size"
-    return "it does not read as a number with a unit"
+    if isinstance(value, str):
+        found = _SIZE.fullmatch(value.strip()) if len(value) <= _MAX_TEXT else None
+        unit = _SIZE_UNITS.get(found[2].lower(), 0) if found else 0
+        # Exact: 9.2EB in floating point would be off by hundreds of bytes.
+        number = Fraction(found[1]) * unit if found and unit else None
+    else:
+        number = value
+    reason = _why_not(value, number, MAX_BYTES)
+    if reason is None and unit == 1 and number != int(number or 0):
+        reason = "there is no fraction of a byte"
+    if reason is not None:
+        raise _refuse(value, "a size", reason, _ACCEPT_SIZE)
+    return int(number or 0)
 
 
 def format_bytes(n: float) -> str:
@@ -173,38 +153,26 @@ def parse_duration(value: str | float) -> float:
     Raises:
         ConfigError: negative, not finite, empty, an unknown unit, or above `MAX_SECONDS`.
     """
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise _refuse(value, "a duration", f"it is a {type(value).__name__}", _ACCEPT_DURATION)
-    seconds = _seconds_of_text(value) if isinstance(value, str) else value
-    if isinstance(seconds, float) and not math.isfinite(seconds):
-        raise _refuse(value, "a duration", "it is not finite", _ACCEPT_DURATION)
-    if seconds < 0:
-        raise _refuse(value, "a duration", "it is negative", _ACCEPT_DURATION)
-    # Compared before it is converted: float() refuses an int beyond 1e308.
-    if seconds > MAX_SECONDS:
-        raise _refuse(value, "a duration", "it is more than 100 years", _ACCEPT_DURATION)
+    number = _seconds_of_text(value.strip()) if isinstance(value, str) else value
+    reason = _why_not(value, number, MAX_SECONDS)
+    if reason is not None:
+        raise _refuse(value, "a duration", reason, _ACCEPT_DURATION)
     # 0.0 + turns -0.0 into 0.0.
-    return 0.0 + float(seconds)
+    return 0.0 + float(number or 0)
 
 
-def _seconds_of_text(text: str) -> float:
-    stripped = text.strip()
-    if not stripped:
-        raise _refuse(text, "a duration", "it is empty", _ACCEPT_DURATION)
-    try:
-        return float(stripped)
-    except ValueError:
-        found = _DURATION.fullmatch(stripped) if len(stripped) <= _MAX_TEXT else None
-        if found is None:
-            negative = stripped.startswith(("-", "\N{MINUS SIGN}"))
-            reason = "it is negative" if negative else "it does not read as numbers with units"
-            raise _refuse(text, "a duration", reason, _ACCEPT_DURATION) from None
-        # Divided, not multiplied by 0.001: 350/1000 is the float 0.35, 350*0.001 is not.
-        return sum(
-            float(found[name]) * factor if factor else float(found[name]) / 1000
-            for name, _, factor in _DURATION_UNITS
-            if found[name]
-        )
+def _seconds_of_text(text: str) -> float | None:
+    with contextlib.suppress(ValueError):
+        return float(text)
+    found = _DURATION.fullmatch(text) if 0 < len(text) <= _MAX_TEXT else None
+    if found is None:
+        return None
+    # Divided, not multiplied by 0.001: 350/1000 is the float 0.35, 350*0.001 is not.
+    return sum(
+        float(found[name]) * factor if factor else float(found[name]) / 1000
+        for name, _, factor in _DURATION_UNITS
+        if found[name]
+    )
 
 
 def exact_duration(seconds: float) -> str:

@@ -165,7 +165,6 @@ class Cache:
             As `open` with ``strict``.
         """
         import filelock  # noqa: F401 - what is imported on first use, for `import shardcache`
-        import tenacity  # noqa: F401
         import xxhash  # noqa: F401
 
         import shardcache.streams.stream  # noqa: F401

@@ -1,13 +1,11 @@
 """Which origin reads which URL.
 
-Origins are made on first use and belong to the process that made them: after a
-fork the child makes its own, because sockets, event loops and locks must not be
-shared with the parent.
+Origins are made on first use and belong to the process that made them: a forked child makes an
+`Origins` of its own, because sockets, event loops and locks must not be shared with the parent.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +18,7 @@ from shardcache.origins.endpoints import scheme_options
 from shardcache.urls import ShardURL
 
 if TYPE_CHECKING:
-    from shardcache.origins.upstream import UpstreamOrigin, Upstreams
+    from shardcache.origins.upstream import Place, UpstreamOrigin
 
 __all__ = ["Origins"]
 
@@ -36,8 +34,7 @@ class Origins:
     def __init__(self, config: Config, clock: Clock = SYSTEM_CLOCK) -> None:
         self._config = config
         self._clock = clock
-        self._upstreams: Upstreams | None = None
-        self._pid = os.getpid()
+        self._places: list[Place] | None = None
         self._guard = threading.Lock()
         self._made: dict[str, Origin] = {}
 
@@ -47,11 +44,6 @@ class Origins:
         Raises:
             ConfigError: its client cannot be set up.
         """
-        if self._pid != os.getpid():  # one thread only: we are just forked
-            self._guard = threading.Lock()
-            self._made = {}
-            self._upstreams = None
-            self._pid = os.getpid()
         with self._guard:
             origin = self._made.get(url.scheme)
             if origin is None:
@@ -59,9 +51,10 @@ class Origins:
             return origin
 
     def nearer(self, url: ShardURL) -> Iterator[UpstreamOrigin]:
-        """Where the shard is to be had before its origin is asked, in order; see `upstreams`."""
-        upstreams = self._ready_upstreams()
-        return iter(()) if upstreams is None else upstreams.sources(url)
+        """The shard in each upstream that has it; each is asked when its turn comes."""
+        for place in self._upstreams():
+            if (found := place.find(url)) is not None:
+                yield found
 
     def write_back(self, url: ShardURL, data: Path, sidecar: bytes) -> None:
         """Copy what was fetched to the upstreams that are to have it; nothing is raised.
@@ -71,24 +64,25 @@ class Origins:
             data: its bytes.
             sidecar: what is known of them, as an entry's sidecar has it.
         """
-        upstreams = self._ready_upstreams()
-        if upstreams is not None:
-            upstreams.write_back(url, data, sidecar)
+        for place in self._upstreams():
+            if place.writes:
+                place.write(url, data, sidecar)
 
     @property
     def copies(self) -> bool:
         """Whether an upstream is to have what was fetched."""
         return any(upstream.write_back for upstream in self._config.upstreams)
 
-    def _ready_upstreams(self) -> Upstreams | None:
+    def _upstreams(self) -> list[Place]:
         if not self._config.upstreams:
-            return None
+            return []
         with self._guard:
-            if self._upstreams is None:
-                from shardcache.origins.upstream import Upstreams
+            if self._places is None:
+                from shardcache.origins.upstream import Place
 
-                self._upstreams = Upstreams(self._config, self._clock)
-            return self._upstreams
+                config, clock = self._config, self._clock
+                self._places = [Place(each, config, clock) for each in config.upstreams]
+            return self._places
 
     def prepare(self, url: ShardURL) -> None:
         """Make the client that reading ``url`` takes, where it takes long.

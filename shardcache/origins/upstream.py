@@ -12,7 +12,7 @@ An upstream is believed: a shard that was replaced at its origin is served as th
 One that fails or is silent is left alone for a minute, then longer (`breaker`); nothing that goes
 wrong with it is an error. Shards with a query or a version in their URL are not looked for.
 
-`Upstreams` belongs to the process that made it, and may be used by its threads.
+A `Place` belongs to the process that made it, and may be used by its threads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -39,7 +39,7 @@ from shardcache.origins.filesystem import FsspecOrigin
 from shardcache.origins.s3 import S3Origin
 from shardcache.urls import ShardURL, parse_url, redact
 
-__all__ = ["UpstreamOrigin", "Upstreams"]
+__all__ = ["Place", "UpstreamOrigin"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -87,7 +87,7 @@ class UpstreamOrigin:
     """
 
     def __init__(
-        self, place: _Place, copy: ShardURL, found: ObjectInfo, sidecar: _Sidecar | None
+        self, place: Place, copy: ShardURL, found: ObjectInfo, sidecar: _Sidecar | None
     ) -> None:
         self.name = place.name
         self.pins = place.origin.pins
@@ -120,7 +120,7 @@ class UpstreamOrigin:
         return self._info
 
 
-class _Place:
+class Place:
     """One upstream.
 
     Attributes:
@@ -151,7 +151,7 @@ class _Place:
         else:
             self.origin = FsspecOrigin(self._scheme, self._options, timeout=timeout)
 
-    def copy_of(self, url: ShardURL) -> ShardURL | None:
+    def _copy_of(self, url: ShardURL) -> ShardURL | None:
         """Where it would keep a shard; None if such a shard is not looked for."""
         name = url.canonical.partition("://")[2].lstrip("/")
         parts = name.split("/")
@@ -159,15 +159,14 @@ class _Place:
             return None
         if any(part in ("", ".", "..") or len(part.encode()) > _MAX_NAME for part in parts):
             return None
-        return self._named(name)
+        return self._parse(f"{self._base}/{name}")
 
-    def _named(self, name: str) -> ShardURL:
-        allowed = {self._scheme}
-        return parse_url(f"{self._base}/{name}", endpoint=self._endpoint, allow_schemes=allowed)
+    def _parse(self, url: str) -> ShardURL:
+        return parse_url(url, endpoint=self._endpoint, allow_schemes={self._scheme})
 
     def find(self, url: ShardURL) -> UpstreamOrigin | None:
         """A shard as it has it, or None."""
-        copy = self.copy_of(url)
+        copy = self._copy_of(url)
         if copy is None or copy.key in self.distrusted or not self._breaker.allows():
             return None
         found = self._asked(lambda: self.origin.stat(copy))
@@ -185,22 +184,8 @@ class _Place:
             return None
         return UpstreamOrigin(self, copy, found, sidecar)
 
-    def has(self, url: ShardURL) -> bool:
-        """Whether it has a shard, asked once and without patience.
-
-        Raises:
-            AccessDeniedError, ConfigError, TransientError, VersionChangedError: it cannot tell.
-        """
-        copy = self.copy_of(url)
-        try:
-            return copy is not None and self.origin.stat(copy).size is not None
-        except ShardNotFoundError:
-            return False
-
     def _read_sidecar(self, copy: ShardURL) -> bytes:
-        url = parse_url(
-            f"{copy.raw}{_SIDECAR}", endpoint=self._endpoint, allow_schemes={self._scheme}
-        )
+        url = self._parse(f"{copy.raw}{_SIDECAR}")
         said, buffer = b"", memoryview(bytearray(_MOST))
         with contextlib.closing(self.origin.open(url, 0, _MOST)) as body:
             while len(said) < _MOST and (count := body.readinto(buffer)):
@@ -214,13 +199,12 @@ class _Place:
             self._breaker.succeeded()
             return None
         except _REFUSALS as exn:
-            self.failed(exn)
+            self._failed(exn)
             return None
         self._breaker.succeeded()
         return answer
 
-    def failed(self, exn: Exception) -> None:
-        """Note a failure; after some in a row it is left alone for a while."""
+    def _failed(self, exn: Exception) -> None:
         if self._breaker.failed():
             logger.warning(
                 "the upstream %s is left alone for a while, shards come from elsewhere: %s",
@@ -230,15 +214,15 @@ class _Place:
         else:
             logger.info("the upstream %s: %s", self.name, exn)
 
-    def write(self, url: ShardURL, data: Path, sidecar: bytes) -> bool:
-        """Copy an entry there, its sidecar last; whether that was done."""
-        copy = self.copy_of(url)
+    def write(self, url: ShardURL, data: Path, sidecar: bytes) -> None:
+        """Copy an entry there unless it is there, its sidecar last; nothing is raised."""
+        copy = self._copy_of(url)
         if copy is None or not self._breaker.allows():
-            return False
+            return
         self.distrusted.discard(copy.key)
         there = self.find(url)
         if there is not None and there.digest == _Sidecar.decode(sidecar).digest:
-            return False
+            return
         try:
             if self._scheme == "file":
                 path = copy.local_path
@@ -249,10 +233,9 @@ class _Place:
             else:
                 self._put(copy, data, sidecar)
         except Exception as exn:  # noqa: BLE001 - every filesystem has its own exceptions
-            self.failed(OSError(redact(f"it cannot be written: {type(exn).__name__}: {exn}")))
-            return False
-        self._breaker.succeeded()
-        return True
+            self._failed(OSError(redact(f"it cannot be written: {type(exn).__name__}: {exn}")))
+        else:
+            self._breaker.succeeded()
 
     def _put(self, copy: ShardURL, data: Path, sidecar: bytes) -> None:
         import fsspec
@@ -275,36 +258,3 @@ def _write_file(path: Path, source: BinaryIO) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-class Upstreams:
-    """All upstreams of a configuration, in order.
-
-    Args:
-        config: which.
-        clock: time.
-    """
-
-    def __init__(self, config: Config, clock: Clock) -> None:
-        self._places = [_Place(upstream, config, clock) for upstream in config.upstreams]
-
-    def sources(self, url: ShardURL) -> Iterator[UpstreamOrigin]:
-        """The shard in each upstream that has it; each is asked when its turn comes."""
-        for place in self._places:
-            found = place.find(url)
-            if found is not None:
-                yield found
-
-    def answers(self, url: ShardURL) -> Iterator[tuple[str, bool | Exception]]:
-        """Name of each upstream, and whether it has the shard, or why it does not tell."""
-        for place in self._places:
-            try:
-                yield place.name, place.has(url)
-            except _REFUSALS as exn:
-                yield place.name, exn
-
-    def write_back(self, url: ShardURL, data: Path, sidecar: bytes) -> None:
-        """Copy an entry to every upstream that wants it and has it not; nothing is raised."""
-        for place in self._places:
-            if place.writes:
-                place.write(url, data, sidecar)

@@ -353,7 +353,7 @@ def test_dir_imports_nothing_heavy_and_help_no_client():
     """`dir` runs at the start of every job."""
     code = (
         "import sys; from shardcache.cli.main import main; main(sys.argv[1:])\n"
-        "heavy = {'botocore', 's3fs', 'webdataset', 'torch', 'rich', 'fsspec', 'tenacity'}\n"
+        "heavy = {'botocore', 's3fs', 'webdataset', 'torch', 'rich', 'fsspec'}\n"
         "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
     )
     for words, expected in ((["--dir", "/x", "dir"], "[]"), (["--help"], "['rich']")):

@@ -11,7 +11,7 @@ import shardcache
 HEAVY = {
     *("webdataset", "wids", "torch", "numpy", "lightning", "pytorch_lightning", "opentelemetry"),
     *("botocore", "s3fs", "fsspec", "aiohttp", "urllib3", "asyncio", "http", "ssl", "subprocess"),
-    *("rich", "click", "tenacity", "filelock", "xxhash"),
+    *("rich", "click", "filelock", "xxhash"),
 }
 
 

@@ -220,7 +220,7 @@ def test_an_upstream_that_cannot_be_written_is_a_warning_and_no_more(
     for number in range(5):
         assert read(cache, f"s3://lab/{number}.tar") == origin.objects[f"s3://lab/{number}.tar"]
     cache.close()
-    assert len([r for r in caplog.records if r.levelno == logging.WARNING]) == 1
+    assert caplog.text.count("left alone for a while") == 1
     assert (nas / "lab").read_text() == "somebody's file"
 
 
@@ -313,8 +313,7 @@ def test_a_store_that_is_down_is_asked_twice_and_then_left_alone(
     for url in urls:
         assert read(cache, url) == origin.objects[url]
     cache.close()
-    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert len(warnings) == 1 and "left alone for a while" in warnings[0]
+    assert caplog.text.count("left alone for a while") == 1
 
 
 def test_an_origin_that_is_down_is_not_needed_for_what_an_upstream_has(

@@ -13,11 +13,9 @@ belongs to one thread, apart from `RangeBody.abort`, which any other may call.
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import math
 import re
-import select
 import threading
 import urllib.request
 from collections.abc import Callable, Mapping
@@ -46,9 +44,6 @@ _REDIRECTS = 5
 TRANSIENT_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 # As many digits as 64 bits need: Python refuses to read numbers of thousands.
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19})\Z")
-#: Bytes of one TLS record at most (RFC 8446, section 5.1), and how many are taken together.
-_RECORD = 1 << 14
-_PIECES = 1 << 18
 _LENGTH = re.compile(r"[0-9]{1,19}\Z")
 
 
@@ -105,43 +100,6 @@ def retry_after(headers: Mapping[str, str]) -> float | None:
     return max(0.0, seconds) if math.isfinite(seconds) else None
 
 
-class _Reader:
-    """A response's bytes as they come, in pieces of some size.
-
-    Behind TLS one call brings one record, and what is done for each piece costs as much as
-    deciphering it. So what is there already is taken along; nothing is waited for twice.
-
-    Args:
-        stream: the connection's.
-    """
-
-    def __init__(self, stream: io.BufferedReader) -> None:
-        self._stream = stream
-        self._poll: select.poll | None = None
-        self._error: Exception | None = None
-
-    def read(self, buffer: memoryview) -> int:
-        """At least a byte, or 0 at the end."""
-        if self._error is not None:
-            raise self._error
-        count = last = self._stream.readinto1(buffer)
-        most = min(len(buffer), _PIECES)
-        while 0 < last <= _RECORD and count < most and self._is_ready():
-            try:
-                last = self._stream.readinto1(buffer[count:])
-            except (OSError, ValueError) as exn:
-                self._error = exn  # a socket says only once that it was reset
-                break
-            count += last
-        return count
-
-    def _is_ready(self) -> bool:
-        if self._poll is None:
-            self._poll = select.poll()
-            self._poll.register(self._stream.fileno(), select.POLLIN)
-        return bool(self._poll.poll(0))
-
-
 class RangeBody:
     """One response's bytes; see `base.Body`.
 
@@ -165,7 +123,7 @@ class RangeBody:
         response = getattr(self._raw, "_fp", None)
         self._response: HTTPResponse | None = None
         if isinstance(response, HTTPResponse) and response.length is not None:
-            self._response, self._reader = response, _Reader(response.fp)
+            self._response = response
 
     def end_at(self, stop: int) -> None:
         """Deliver nothing from that offset on; before anything was read, and its end is known."""
@@ -199,7 +157,7 @@ class RangeBody:
             data = self._raw.read(len(buffer))
             buffer[: len(data)] = data
             return len(data)
-        count = self._reader.read(buffer)
+        count: int = response.fp.readinto1(buffer)
         # The bookkeeping of http.client.HTTPResponse.readinto: at its end the
         # response must count as read, or the connection could not be reused.
         assert response.length is not None

@@ -316,6 +316,3 @@ def test_a_proxy_that_wants_a_login_is_asked_once(serve, monkeypatch: pytest.Mon
     with pytest.raises(AccessDeniedError, match="407"):
         WebOrigin(connections=2, timeout=20).open(parse_url("https://shards.invalid/a"), 0, 5)
     assert len(server.heads) == 1
-
-
-# -- pieces ----------------------------------------------------------------------

@@ -155,14 +155,6 @@ def test_so_many_attempts_are_so_many_requests(
     assert lab.gets() == 3
 
 
-def test_so_it_is_for_a_shard_that_is_streamed(lab: Lab) -> None:  # noqa: F811
-    cache = lab.cache(attempts=3, connections=1, max_size="1MiB")
-    lab.proxy.script(Rule(FAULTS["503"], skip=1, times=None))  # the first tells that it is too big
-    with pytest.raises(TransferError, match="3 attempts failed"):
-        cache.open(lab.url())
-    assert lab.gets() == 1 + 3
-
-
 # -- credentials that expire ------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""WebDataset's ways in: `attach`, `url_opener`, `tar_samples`, `register`.
+"""WebDataset's ways in: `attach`, `url_opener`, `register`.
 
 WebDataset's pipeline is a list of stages; the one that turns URLs into streams
 (``StreamingOpen``, ``FileCache``, ``url_opener``) is replaced by ours, and those
@@ -17,19 +17,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardcache.errors import ConfigError
 from shardcache.urls import redact
-from shardcache.wds.samples import quicken, restore, tar_files, tar_samples
+from shardcache.wds.samples import quicken, reraise, restore
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache
     from shardcache.options import Handler
 
-__all__ = ["CachedOpen", "attach", "register", "tar_files", "tar_samples", "url_opener"]
+__all__ = ["CachedOpen", "attach", "register", "url_opener"]
 
 _Pipeline = TypeVar("_Pipeline")
-
-
-def _reraise(exn: Exception) -> bool:
-    raise exn
 
 
 def url_opener(
@@ -51,7 +47,7 @@ def url_opener(
     Raises:
         Whatever ``handler`` raises; by default see `Cache.open`.
     """
-    handle = _reraise if handler is None else handler
+    handle = reraise if handler is None else handler
     ahead = cache.lookahead(data, _url_of)
     for coming in ahead:
         item = coming.item
@@ -94,9 +90,6 @@ class CachedOpen:
         """Run the stage; see `url_opener`."""
         return url_opener(data, self.handler, cache=self.cache)
 
-    def __repr__(self) -> str:
-        return f"<CachedOpen {self.cache!r}>"
-
 
 def attach(dataset: _Pipeline, cache: Cache, *, fast_tar: bool = True) -> _Pipeline:
     """Make a pipeline read its shards through ``cache``.
@@ -126,9 +119,9 @@ def attach(dataset: _Pipeline, cache: Cache, *, fast_tar: bool = True) -> _Pipel
             f"attach() takes a WebDataset or a DataPipeline, not {type(dataset).__name__}"
         )
     for index, stage in enumerate(pipeline):
-        replacement = _replacement(stage, cache, fast_tar)
+        replacement = _replacement(stage, cache)
         if replacement is not None:
-            pipeline[index] = replacement
+            pipeline[index : index + 1] = replacement
             (quicken if fast_tar else restore)(pipeline)
             cache.prepare(_first_url(pipeline))
             return dataset
@@ -145,53 +138,28 @@ def _first_url(pipeline: list[Any]) -> str | None:
     return urls[0] if isinstance(urls, list) and urls and isinstance(urls[0], str) else None
 
 
-def _replacement(stage: Any, cache: Cache, fast_tar: bool) -> Any:
+def _replacement(stage: Any, cache: Cache) -> list[Any] | None:
+    """The stages that take the place of one that opens URLs; None if it is another one."""
     from webdataset import cache as wds_cache
     from webdataset import tariterators
     from webdataset.filters import FilterFunction
 
     if isinstance(stage, (wds_cache.StreamingOpen, wds_cache.FileCache, CachedOpen)):
-        return CachedOpen(cache, stage.handler)
+        return [CachedOpen(cache, stage.handler)]
     if stage is tariterators.url_opener:
-        return CachedOpen(cache)
+        return [CachedOpen(cache)]
     if isinstance(stage, FilterFunction):
+        handler = stage.kw.get("handler", next(iter(stage.args), None))
         if stage.f is tariterators.url_opener:
-            return CachedOpen(cache, stage.kw.get("handler", next(iter(stage.args), None)))
-        if stage.f is tariterators.tarfile_samples:
-            return _TarSamples(cache, stage.args, stage.kw, fast_tar)
-    if isinstance(stage, _TarSamples):
-        return _TarSamples(cache, stage.args, stage.kw, fast_tar)
+            return [CachedOpen(cache, handler)]
+        if stage.f is tariterators.tarfile_samples:  # it opens, expands and groups
+            grouping = {} if handler is None else {"handler": handler}
+            return [
+                CachedOpen(cache, handler),
+                FilterFunction(tariterators.tar_file_expander, *stage.args, **stage.kw),
+                FilterFunction(tariterators.group_by_keys, **grouping),
+            ]
     return None
-
-
-class _TarSamples:
-    """``tarfile_to_samples`` with its first step, the opener, replaced, or with ``fast`` all."""
-
-    def __init__(self, cache: Cache, args: tuple[Any, ...], kw: dict[str, Any], fast: bool) -> None:
-        self.cache = cache
-        self.args = args
-        self.kw = kw
-        self.fast = fast
-
-    def __call__(self, data: Iterable[Any]) -> Any:
-        return self._samples(data, *self.args, **self.kw)
-
-    def _samples(
-        self,
-        src: Iterable[Any],
-        handler: Handler = _reraise,
-        select_files: Any = None,
-        rename_files: Any = None,
-    ) -> Any:
-        from webdataset import tariterators
-
-        streams = url_opener(src, handler, cache=self.cache)
-        if self.fast and not tariterators.trace:
-            return tar_samples(streams, handler, select_files, rename_files)
-        files = tariterators.tar_file_expander(
-            streams, handler=handler, select_files=select_files, rename_files=rename_files
-        )
-        return tariterators.group_by_keys(files, handler=handler)
 
 
 def register(scheme: str, cache: Cache) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from shardcache.wds.tar import TarWalk
 
-__all__ = ["FastTar", "quicken", "restore", "tar_files", "tar_samples"]
+__all__ = ["FastTar", "quicken", "reraise", "restore", "tar_files", "tar_samples"]
 
 Handler = Callable[[Exception], bool]
 Keys = Callable[[str], tuple[str | None, str | None]]
@@ -33,13 +33,14 @@ _is_meta = re.compile(r"__[^/]*__($|/)").match
 _File = tuple[str, bytes, Any, Any] | None
 
 
-def _reraise(exn: Exception) -> bool:
+def reraise(exn: Exception) -> bool:
+    """The default handler."""
     raise exn
 
 
 def tar_files(
     data: Iterable[dict[str, Any]],
-    handler: Handler = _reraise,
+    handler: Handler = reraise,
     select_files: Callable[[str], bool] | None = None,
     rename_files: Callable[[str], str] | None = None,
     eof_value: Any = {},  # noqa: B006 - yielded as it is, as by the function it replaces
@@ -71,7 +72,7 @@ def tar_files(
 
 def tar_samples(
     data: Iterable[dict[str, Any]],
-    handler: Handler = _reraise,
+    handler: Handler = reraise,
     select_files: Callable[[str], bool] | None = None,
     rename_files: Callable[[str], str] | None = None,
     eof_value: Any = {},  # noqa: B006 - only whether it is None matters
@@ -114,9 +115,6 @@ def _expanded(
         url = source["url"]
         local_path = source.get("local_path")
         try:
-            # Asserts as WebDataset has them: a handler may be told of these too.
-            assert isinstance(source, dict)
-            assert "stream" in source
             stream = source["stream"]
             walk = TarWalk(stream)
             for name in walk:
@@ -212,19 +210,10 @@ class FastTar:
 
     def __call__(self, data: Iterable[Any]) -> Iterator[Any]:
         """Run the stage; see `tar_files` and `tar_samples`."""
-        from webdataset import tariterators
-
-        if tariterators.trace:  # it is printed by the functions themselves
-            for stage in self.stock:
-                data = stage(data)
-            return iter(data)
         if self.groups is None:
             return tar_files(data, **self.files)
-        groups = {"handler": _reraise} | self.groups
+        groups = {"handler": reraise} | self.groups
         return tar_samples(data, **self.files, group_handler=groups.pop("handler"), **groups)
-
-    def __repr__(self) -> str:
-        return f"<FastTar {self.files} {self.groups}>"
 
 
 def quicken(pipeline: list[Any]) -> None:
@@ -255,7 +244,7 @@ def _grouping(
     keys: Any = None,
     lcase: bool = True,
     suffixes: Any = None,
-    handler: Handler = _reraise,
+    handler: Handler = reraise,
 ) -> None:
     """What ``group_by_keys`` takes; for `_arguments`."""
 

@@ -26,7 +26,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 from zlib import adler32
 
-__all__ = ["TarWalk", "members"]
+__all__ = ["TarWalk"]
 
 _BLOCK = 512
 _ZEROS = bytes(_BLOCK)
@@ -69,13 +69,6 @@ _EXTENDED = (b"x", b"L")
 #: Name, size and type in a plain header.
 _Fields = tuple[str, int, bytes]
 _Take = Callable[[int], bytes]
-
-
-def members(stream: Any) -> Iterator[tuple[str, bytes]]:
-    """Yield name and data of each regular file of an archive; as `TarWalk`."""
-    walk = TarWalk(stream)
-    for name in walk:
-        yield name, walk.read()
 
 
 class TarWalk:

@@ -15,7 +15,7 @@ from webdataset import tariterators
 import shardcache
 from shardcache import Cache, ConfigError, ShardNotFoundError
 from shardcache.cli.demo import S3Server
-from shardcache.wds.attach import attach, register, url_opener
+from shardcache.wds.attach import attach, register
 from tests.support.fakes import MemoryOrigin
 from tests.support.proxy import Proxy
 from tests.support.tars import make_tar
@@ -133,11 +133,6 @@ def test_url_opener_keeps_keys_and_accepts_plain_urls(make_cache: MakeCache) -> 
     assert Path(plain["local_path"]).read_bytes() == make_tar(0, MEMBERS)
 
 
-def test_url_opener_leaves_the_stream_open_after_yield(make_cache: MakeCache) -> None:
-    sample = next(make_cache().url_opener([{"url": "s3://lab/train-0000.tar"}]))
-    assert sample["stream"].read() == make_tar(0, MEMBERS)
-
-
 def test_url_opener_asks_the_handler_with_the_url_in_args(make_cache: MakeCache) -> None:
     seen: list[Exception] = []
     urls = [{"url": "s3://lab/none.tar"}, {"url": "s3://lab/train-0001.tar"}]
@@ -153,15 +148,6 @@ def test_url_opener_asks_the_handler_with_the_url_in_args(make_cache: MakeCache)
     assert list(make_cache().url_opener(urls, handler=lambda exn: False)) == []
     with pytest.raises(ShardNotFoundError):
         list(make_cache().url_opener(urls))
-
-
-def test_url_opener_takes_the_place_of_webdatasets_own(make_cache: MakeCache) -> None:
-    cache = make_cache()
-    streams = cache.url_opener(
-        wds.SimpleShardList(SPEC), handler=wds.reraise_exception, verbose=True
-    )
-    files = tariterators.tar_file_expander(streams, handler=wds.reraise_exception)
-    assert keys(tariterators.group_by_keys(files)) == expected_keys()
 
 
 def test_the_module_level_opener_uses_the_default_cache(
@@ -252,11 +238,6 @@ def test_dataloader_workers_share_one_fetch_per_shard(
     assert {path: t.object_fetches for path, t in traffic.items()} == {
         f"{bucket}/train-{seed:04d}.tar": 1 for seed in range(SHARDS)
     }
-
-
-def test_url_opener_needs_a_cache() -> None:
-    with pytest.raises(TypeError):
-        next(url_opener([{"url": "s3://lab/a.tar"}]))
 
 
 def test_a_pipeline_composed_further_reads_through_the_cache(

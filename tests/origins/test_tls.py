@@ -2,44 +2,22 @@
 
 from __future__ import annotations
 
-import http.server
 import shutil
 import ssl
 import subprocess
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from shardcache import Cache, ConfigError
+from tests.origins.test_generic import served
 from tests.support.tars import make_tar
 
 SHARD = make_tar(11)
 
 if shutil.which("openssl") is None:
     pytest.skip("the openssl command makes the test's certificate", allow_module_level=True)
-
-
-class _Handler(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self) -> None:
-        self._answer(SHARD)
-
-    def do_HEAD(self) -> None:
-        self._answer(b"")
-
-    def _answer(self, body: bytes) -> None:
-        self.send_response(206 if body else 200)
-        self.send_header("ETag", '"v1"')
-        self.send_header("Content-Length", str(len(SHARD)))
-        self.send_header("Content-Range", f"bytes 0-{len(SHARD) - 1}/{len(SHARD)}")
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *args: object) -> None:
-        """Say nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -65,18 +43,9 @@ def secure(authority: tuple[Path, Path]) -> Iterator[str]:
     """An https server's URL."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(*authority)
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-    server.daemon_threads = True
-    # The handshake belongs to the connection's thread: one that fails must not stop the server.
-    server.socket = context.wrap_socket(
-        server.socket, server_side=True, do_handshake_on_connect=False
-    )
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"https://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with served(context) as server:
+        server.files = {"/a.tar": SHARD, "/lab/a.tar": SHARD}
+        yield server.url.replace("http:", "https:")
 
 
 def read(cache: Cache, url: str) -> bytes:
@@ -101,17 +70,12 @@ def test_an_untrusted_certificate_is_a_configuration_error(secure: str, tmp_path
         Cache(tmp_path / "cache", min_free=0).open(f"{secure}/a.tar")
 
 
-def test_a_ca_bundle_of_the_environment_is_used(
+def test_a_ca_bundle_of_the_options_or_the_environment_is_used(
     secure: str, authority: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    cache = s3_cache(tmp_path / "options", secure, verify=str(authority[0]))
+    assert read(cache, "s3://lab/a.tar") == SHARD
     monkeypatch.setenv("AWS_CA_BUNDLE", str(authority[0]))
     monkeypatch.setenv("SSL_CERT_FILE", str(authority[0]))
     assert read(s3_cache(tmp_path, secure), "s3://lab/a.tar") == SHARD
     assert read(Cache(tmp_path / "web", min_free=0), f"{secure}/a.tar") == SHARD
-
-
-def test_a_ca_bundle_of_the_options_is_used(
-    secure: str, authority: tuple[Path, Path], tmp_path: Path
-) -> None:
-    cache = s3_cache(tmp_path, secure, verify=str(authority[0]))
-    assert read(cache, "s3://lab/a.tar") == SHARD

@@ -43,12 +43,10 @@ def test_without_faults_it_is_a_directory(shim: Shim) -> None:
     os.utime(path, (1e9, 2e9))
     path.rename(shim.root / "a" / "b" / "file")
     (shim.root / "link").hardlink_to(shim.root / "a" / "b" / "file")
-    (shim.root / "soft").symlink_to("link")
     for side in (shim.root, shim.backing):
-        assert sorted(os.listdir(side)) == ["a", "link", "soft"]
+        assert sorted(os.listdir(side)) == ["a", "link"]
         found = (side / "a" / "b" / "file").stat()
         assert (found.st_size, found.st_nlink, found.st_mtime) == (2_000_000, 2, 2e9)
-        assert (side / "soft").read_bytes() == b"x" * 2_000_000
     with open(shim.root / "link", "rb") as file:
         (shim.root / "link").unlink()
         assert len(file.read()) == 2_000_000  # as on any disk
@@ -122,12 +120,3 @@ def test_two_mounts_are_two_nodes_that_see_each_other_late(tmp_path: Path) -> No
             (here.root / "file").unlink()
             with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
                 file.read()
-
-
-def test_a_process_that_dies_leaves_a_dead_mount(tmp_path: Path) -> None:
-    needs_fuse()
-    with mounted(tmp_path) as shim:
-        shim.crash()
-        with pytest.raises(OSError, match=os.strerror(errno.ENOTCONN)):
-            os.listdir(shim.root)
-    assert os.listdir(tmp_path / "net") == []

@@ -6,6 +6,7 @@ directory are two nodes.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -41,7 +42,10 @@ def partials(shim: Shim) -> list[Path]:
 
 def under_way(shim: Shim) -> bool:
     """Whether a fetch has written something."""
-    return any(path.stat().st_size for path in (shim.backing / "cache").glob("v1/partial/*/*.tar"))
+    with contextlib.suppress(FileNotFoundError):  # a partial goes while it is looked at
+        files = (shim.backing / "cache").glob("v1/partial/*/*.tar")
+        return any(path.stat().st_size for path in files)
+    return False
 
 
 def swept(far: Far, shim: Shim) -> bool:
@@ -274,21 +278,6 @@ def test_nodes_that_see_each_others_names_late_get_it_and_share_it(
         with far.cache(root) as cache:
             wait_until(lambda cache=cache: cache.path(far.url()))
             assert far.read(cache)
-
-
-@pytest.mark.parametrize("done", [True, False])
-def test_a_directory_that_is_said_to_be_there_fails_no_read(
-    far: Far, shim: Shim, done: bool
-) -> None:
-    for skip in range(60):
-        with far.cache(shim.root / str(skip)) as cache:
-            rule = shim.fail("mkdir", error=errno.EEXIST, done=done, skip=skip)
-            assert far.read(cache, 1), skip
-            struck = shim.struck(rule)
-            shim.heal()
-        if not struck:
-            return
-    pytest.fail("a fetch makes no sixty directories")
 
 
 def test_an_entry_that_another_node_evicts_is_read_to_its_end(

@@ -24,12 +24,6 @@ def nodes(tmp_path: Path) -> Iterator[tuple[Shim, Shim]]:
         yield one, two
 
 
-def test_no_permission_is_an_error_at_once(tmp_path: Path, nodes: tuple[Shim, Shim]) -> None:
-    nodes[0].fail("mkdir", "x", error=errno.EACCES, times=-1)
-    with pytest.raises(PermissionError):
-        sync.makedirs(nodes[0].root / "x" / "y", timeout=None)
-
-
 @pytest.mark.parametrize("done", [True, False])
 @pytest.mark.parametrize("number", [errno.EEXIST, errno.ENOENT])
 def test_a_lie_about_a_mkdir_is_not_believed(
@@ -38,17 +32,6 @@ def test_a_lie_about_a_mkdir_is_not_believed(
     rule = nodes[0].fail("mkdir", "*", error=number, done=done, times=3)
     assert sync.makedirs(nodes[0].root / "a" / "b").is_dir()
     assert nodes[0].struck(rule) >= 2
-
-
-def test_a_directory_of_another_node_is_seen_before_makedirs_returns(
-    nodes: tuple[Shim, Shim],
-) -> None:
-    one, two = nodes
-    assert not (two.root / "a").exists()
-    two.set(delay=1.0, negative=1.0)
-    (one.root / "a").mkdir()
-    sync.makedirs(two.root / "a")
-    assert os.path.isdir(two.root / "a") and os.listdir(two.root) == ["a"]
 
 
 def test_one_that_never_comes_into_sight_ends_in_an_error_that_says_so(
@@ -74,26 +57,6 @@ def test_a_remembered_absence_does_not_count(nodes: tuple[Shim, Shim]) -> None:
     assert path.read_text() == "there"  # and from now on for everybody on this node
 
 
-def test_a_wait_ends_when_another_node_makes_the_last_of_several(
-    nodes: tuple[Shim, Shim],
-) -> None:
-    one, two = nodes
-    paths = [two.root / "ckpt" / name for name in "abc"]
-    two.set(negative=3600.0)
-
-    def wait(parent: Parent) -> None:
-        assert not paths[0].exists()
-        parent.say("begun")
-        parent.say([str(path) for path in sync.wait_for(paths, timeout=PATIENCE, kind="directory")])
-
-    with forked(wait) as child:
-        assert child.hear() == "begun"
-        for path in paths:
-            assert not child.speaks(0.05)
-            (one.root / "ckpt" / path.name).mkdir(parents=True)
-        assert child.hear() == [str(path) for path in paths]
-
-
 def test_a_rename_whose_answer_is_lost_counts_and_one_that_failed_does_not(
     nodes: tuple[Shim, Shim],
 ) -> None:
@@ -108,43 +71,7 @@ def test_a_rename_whose_answer_is_lost_counts_and_one_that_failed_does_not(
     assert path.read_bytes() == b"whole" and os.listdir(nodes[0].root) == ["a"]
 
 
-def test_bytes_are_synced_before_they_have_their_name(tmp_path: Path) -> None:
-    needs_fuse()
-    with mounted(tmp_path, power=True) as shim:
-        (shim.root / "a").write_bytes(b"old")
-        with sync.atomic_write(shim.root / "a") as file:
-            file.write(b"new" * 1000)
-        shim.lose_power("zeros", names=None)
-    assert (tmp_path / "backing" / "a").read_bytes() == b"new" * 1000
-
-
 # -- once and barrier ------------------------------------------------------------------------
-
-
-def test_of_ranks_on_two_nodes_one_works_and_a_lock_file_that_vanishes_lets_nobody_in(
-    nodes: tuple[Shim, Shim],
-) -> None:
-    for shim in nodes:
-        shim.set(delay=0.3, negative=0.3)
-    one, two = nodes
-    with forked(at_work, one.root, 60.0, "first") as first:
-        assert first.hear() == "at work"
-        (found,) = one.root.rglob("claim.0")
-        found.unlink()
-        with forked(at_work, two.root, 60.0, "second") as second:
-            assert not second.speaks(0.8)
-            first.tell()
-            assert first.hear() == second.hear() == "first"
-
-
-def test_when_the_runner_is_killed_another_node_takes_over(nodes: tuple[Shim, Shim]) -> None:
-    with forked(at_work, nodes[0].root, 60.0, "first") as first:
-        assert first.hear() == "at work"
-        with forked(at_work, nodes[1].root, 60.0, "second") as second:
-            first.kill()
-            assert second.hear() == "at work"
-            second.tell()
-            assert second.hear() == "second"
 
 
 def test_a_runner_of_another_machine_is_dead_when_its_lease_is_over(

@@ -20,7 +20,7 @@ import os
 import select
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +60,6 @@ def resolve(path):
         owner = getattr(owner, each)
     return owner, name
 
-for path, value in json.loads(os.environ.get("CONSTANTS", "{}")).items():
-    owner, name = resolve(path)
-    assert hasattr(owner, name), path
-    setattr(owner, name, value)
-
 if os.environ.get("STOP_AT"):
     import functools, signal
     when, _, place = os.environ["STOP_AT"].partition(" ")
@@ -103,9 +98,6 @@ for line in sys.stdin:
         elif command == "clean":
             report = cache.clean(**arguments[0])
             answer = [[r.name, str(r.reason)] for r in report.removed]
-        elif command == "outcome":
-            entry, outcome = cache.fetch_shard(cache.parse(arguments[0]))
-            answer = [str(outcome), str(entry.path)]
         elif command == "who":
             answer = [os.getpid(), os.uname().nodename]
         elif command == "time":
@@ -152,7 +144,6 @@ class Worker:
         clock: its wall clock.
         stop_at: "before" or "after", and a call of the library as ``module:name``, where it
             stops itself the first time.
-        constants: values for constants of the library, by ``module:name``.
         prefix: a command that starts it.
         options: of its cache.
     """
@@ -162,11 +153,9 @@ class Worker:
         clock: Clock | None = None,
         *,
         stop_at: str = "",
-        constants: Mapping[str, float] | None = None,
         prefix: Sequence[str] = (),
         **options: Any,
     ) -> None:
-        settings = {"STOP_AT": stop_at, "CONSTANTS": json.dumps(constants or {})}
         self.process = subprocess.Popen(
             [
                 *prefix,
@@ -178,7 +167,7 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**os.environ, **settings, **(clock.environment if clock else {})},
+            env={**os.environ, "STOP_AT": stop_at, **(clock.environment if clock else {})},
         )
 
     def __enter__(self) -> Worker:
@@ -197,11 +186,6 @@ class Worker:
     def stopped(self) -> None:
         """Wait until it has stopped."""
         wait_until(lambda: self.state == "T")
-
-    def end(self) -> str:
-        """Let it end; what it wrote to its standard error."""
-        _, err = self.process.communicate(timeout=PATIENCE)
-        return err.decode()
 
     def tell(self, *command: Any) -> None:
         assert self.process.stdin is not None

@@ -19,7 +19,6 @@ import stat
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -243,15 +242,6 @@ class Files(Nodes):
         mode, _umask = request.unpack("<II")
         return self._make(request, name, lambda fd: os.mkdir(name, mode & 0o7777, dir_fd=fd))
 
-    def mknod(self, request: Request) -> bytes:
-        (name,) = request.names(16)
-        mode, device, _umask, _ = request.unpack("<IIII")
-        return self._make(request, name, lambda fd: os.mknod(name, mode, device, dir_fd=fd))
-
-    def symlink(self, request: Request) -> bytes:
-        name, target = request.names(0)
-        return self._make(request, name, lambda fd: os.symlink(target, name, dir_fd=fd))
-
     def link(self, request: Request) -> bytes:
         (name,) = request.names(8)
         source = self.proc(request.unpack("<Q")[0])
@@ -303,9 +293,6 @@ class Files(Nodes):
             self.removed.add(key_of(there))
         self.know(news.key, new, found)
         return b""
-
-    def readlink(self, request: Request) -> bytes:
-        return os.fsencode(os.readlink("", dir_fd=self.nodes[request.node].fd))
 
     # -- attributes ----------------------------------------------------------------
 
@@ -413,7 +400,6 @@ class Rule:
         pattern: shell pattern of paths relative to the mount; either of two.
         error: errno that is answered.
         done: whether the operation is carried out first.
-        hang: never answer.
         times: how many requests it strikes; -1 is all.
         skip: how many it lets pass first.
         struck: how many it has struck.
@@ -423,7 +409,6 @@ class Rule:
     pattern: str
     error: int = 0
     done: bool = False
-    hang: bool = False
     times: int = 1
     skip: int = 0
     struck: int = 0
@@ -535,8 +520,6 @@ _THREADS = 4
 #: Where the name begins in the arguments of operations on (directory, name).
 _NAME_AT = {
     Op.LOOKUP: 0,
-    Op.SYMLINK: 0,
-    Op.MKNOD: 16,
     Op.MKDIR: 8,
     Op.UNLINK: 0,
     Op.RMDIR: 0,
@@ -545,7 +528,7 @@ _NAME_AT = {
     Op.RENAME: 8,
     Op.RENAME2: 16,
 }
-_ENTERING = (Op.LOOKUP, Op.CREATE, Op.MKDIR, Op.MKNOD, Op.SYMLINK, Op.LINK)
+_ENTERING = (Op.LOOKUP, Op.CREATE, Op.MKDIR, Op.LINK)
 
 
 class Daemon:
@@ -555,7 +538,6 @@ class Daemon:
         self.files = Files(backing)
         self.mountpoint = mountpoint
         self.faults = Faults()
-        self.calls: Counter[str] = Counter()
         self._operations: dict[int, Callable[[Request], bytes]] = {
             op: getattr(self.files, op.name.lower())
             for op in Op
@@ -587,7 +569,6 @@ class Daemon:
             self.channel.reply(request.unique, error=errno.ENOSYS)
             return
         name = Op(request.op).name.lower().removesuffix("2")
-        self.calls[name] += 1
         try:
             data = self._carry_out(name, operation, request)
         except HangError:
@@ -607,8 +588,6 @@ class Daemon:
         rule = self.faults.strike(name, lambda: self._paths(request))
         if rule is None:
             return operation(request)
-        if rule.hang:
-            raise HangError
         if rule.done:
             data = operation(request)
             # The kernel never hears of the inode and the handle in this answer.
@@ -649,7 +628,6 @@ class Daemon:
         return answer | {
             "hanging": len(self.hanging),
             "struck": self.faults.struck(),
-            "calls": dict(self.calls),
         }
 
 

@@ -10,7 +10,7 @@ switched while it runs:
 
 * flock works, is refused, lies, or is never answered;
 * any operation on chosen paths fails, is carried out while its answer is lost,
-  or hangs; once, several times, or always;
+  once, several times, or always;
 * names made elsewhere (directly below ``backing``, or on another mount of it)
   come into sight late; what is removed elsewhere turns stale; absent names are
   remembered by the kernel.
@@ -104,10 +104,6 @@ class Shim:
     def hanging(self) -> int:
         """How many requests hang now."""
         return self.ask("status")["hanging"]
-
-    def calls(self, op: str) -> int:
-        """How many requests of a kind there were."""
-        return self.ask("status")["calls"].get(op, 0)
 
     def crash(self) -> None:
         """The process dies, and the mount stays: every call says ENOTCONN."""

@@ -372,7 +372,7 @@ class Cache:
         max_size: int | str | None = None,
         min_free: int | str | None = None,
         max_age: float | str | None = None,
-        orphans: bool = True,
+        orphans: bool = False,
         limits: bool = True,
         everything: bool = False,
         dry_run: bool = False,
@@ -383,7 +383,8 @@ class Cache:
 
         Args:
             max_size, min_free, max_age: instead of the configured limits.
-            orphans: sweep what dead processes left.
+            orphans: also remove the partials that dead processes left within the last hour,
+                which otherwise stay to be resumed.
             limits: apply limits; False sweeps only.
             everything: remove all that nobody uses.
             dry_run: touch nothing, tell what would go.

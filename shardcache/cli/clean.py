@@ -36,7 +36,7 @@ from shardcache.units import Limit, exact_duration, format_bytes
 @click.option(
     "--wait/--no-wait", default=True, help="Wait for another clean, or exit with 6 (default: wait)."
 )
-@click.option("--orphans", is_flag=True, help="Only what dead processes left.")
+@click.option("--orphans", is_flag=True, help="Only what dead processes left, however new.")
 @click.option("--max-age", type=DURATION, help="Remove what was unused for so long, such as 14d.")
 @click.option("--min-free", type=SIZE, help="Space to be free afterwards, such as 100GB or 10%.")
 @click.option("--max-size", type=SIZE, help="Most the cache may hold, such as 800GB or 80%.")
@@ -54,7 +54,8 @@ def clean_command(
     """Bring the cache within its limits, and sweep what dead processes left.
 
     Without options the configured limits hold. What is being read, and what was
-    used since the oldest running job began, stays.
+    used since the oldest running job began, stays. Partials younger than an hour
+    stay, too, so that an interrupted prewarm resumes; --orphans removes them.
     """
     limits = {"max_size": max_size, "min_free": min_free, "max_age": max_age}
     given = {name: value for name, value in limits.items() if value is not None}
@@ -74,6 +75,7 @@ def clean_command(
         with Display(console, _progress(status)):
             report = cache.clean(
                 **options,
+                orphans=orphans,
                 limits=bool(given) or not orphans,
                 everything=everything,
                 dry_run=dry_run,

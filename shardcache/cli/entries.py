@@ -122,8 +122,9 @@ def ls_command(
         columns = _partial_columns(long) if partial else _shard_columns(long)
         summary, footer = _sum_partials(every) if partial else _sum_shards(cache, every)
         if len(found) != len(every) and not partial:
-            shown_bytes = format_bytes(sum(row["size"] for row in shown))
-            footer = f"{len(shown):,} of {footer}; shown {shown_bytes}"
+            files = _by_file(shown)
+            shown_bytes = format_bytes(sum(links[0]["size"] for links in files))
+            footer = f"{len(files):,} of {footer}; shown {shown_bytes}"
         summary |= {"matching": len(found), "shown": len(shown)}
         noun = "partial" if partial else "shard"
         console.table("ls", noun, columns, shown, summary=summary, footer=footer)
@@ -211,27 +212,44 @@ def _shard_columns(long: bool) -> list[Column]:
 
 def _sum_shards(cache: Cache, shards: list[_Row]) -> tuple[_Row, str]:
     """What the shards come to, for machines and for people."""
-    size, now = sum(shard["size"] for shard in shards), time.time()
+    now = time.time()
     policy = Policy.now(cache.config, Namespaces(cache.config, detect()).node, now)
+    files = _by_file(shards)
+    size = sum(links[0]["size"] for links in files)
     evictable = sum(
-        shard["size"]
-        for shard in shards
-        if shard["state"] not in ("pinned", "in_use")
-        and not policy.protects(shard["used_at"].timestamp(), now)
+        links[0]["size"]
+        for links in files
+        if not any(
+            link["state"] in ("pinned", "in_use")
+            or policy.protects(link["used_at"].timestamp(), now)
+            for link in links
+        )
     )
-    footer = f"{counted(len(shards), 'shard')}, {format_bytes(size)}"
+    footer = f"{counted(len(files), 'shard')}, {format_bytes(size)}"
     most = Volume.of(cache.dir).budget(cache.config) if shards else None
     if most is not None:
         footer += f" of {format_bytes(most)} ({size / most:.0%})"
     if shards:
         footer += f"; {format_bytes(evictable)} evictable"
     summary = {
-        "shards": len(shards),
+        "shards": len(files),
         "bytes": size,
         "max_size": most,
         "evictable_bytes": evictable,
     }
     return summary, footer
+
+
+def _by_file(shards: list[_Row]) -> list[list[_Row]]:
+    """The rows of shards by file: several ranks may link one, which occupies its bytes once."""
+    files: dict[object, list[_Row]] = {}
+    for number, shard in enumerate(shards):
+        file: object = number
+        with contextlib.suppress(OSError, TypeError):  # damaged, or evicted while we look
+            found = os.lstat(shard["path"])
+            file = found.st_dev, found.st_ino
+        files.setdefault(file, []).append(shard)
+    return list(files.values())
 
 
 def _partials(cache: Cache) -> Iterator[_Row]:

@@ -35,6 +35,8 @@ INTERVAL = 300.0
 _FIRST = 60.0
 #: Seconds between two looks at how much memory is left.
 _GLANCE = 2.0
+#: Seconds for which the partials of dead processes stay: an interrupted prewarm resumes them.
+_KEEP_PARTIALS = 3600.0
 #: The part of ``max_size`` that a round leaves.
 _SOFT = 0.95
 #: So many entries are looked at in a row (about 4 ms), then so many seconds nothing is done.
@@ -120,7 +122,7 @@ def clean(
     stores: Sequence[Store],
     limits: Limits,
     *,
-    orphans: bool = True,
+    orphans: bool = False,
     dry_run: bool = False,
     status: CleanStatus | None = None,
 ) -> CleanReport:
@@ -130,7 +132,7 @@ def clean(
         space: of the tier.
         stores: its namespaces.
         limits: what must hold afterwards.
-        orphans: sweep what dead processes left.
+        orphans: also remove the partials that dead processes left within the last hour.
         dry_run: touch nothing, tell what would go.
         status: is kept up to date.
 
@@ -139,11 +141,11 @@ def clean(
     """
     status = status or CleanStatus()
     removed: list[Removal] = []
-    if orphans or limits.everything:
-        for store in stores:
-            for removal in sweep(store, dry_run=dry_run):
-                removed.append(removal)
-                status.went(removal)
+    keep = 0.0 if orphans or limits.everything else _KEEP_PARTIALS
+    for store in stores:
+        for removal in sweep(store, keep=keep, dry_run=dry_run):
+            removed.append(removal)
+            status.went(removal)
     # Leftovers count as in flight, and their bytes come free, in a dry run too.
     swept = {reason: sum(r.size for r in removed if r.reason is reason) for reason in Reason}
     reserved = space.reserved() - (swept[Reason.ORPHAN] if dry_run else 0)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
+from shardcache.layout import is_idle
 from shardcache.locks.sessions import remove_dead_sessions, remove_dead_waits
 from shardcache.space.policy import Policy, is_dated, tells_time
 from shardcache.store.entry import DamagedError
@@ -257,7 +258,7 @@ def apply(store: Store, chosen: Iterable[Victim]) -> Iterator[Victim]:
         yield victim
 
 
-def sweep(store: Store, *, dry_run: bool = False) -> Iterator[Removal]:
+def sweep(store: Store, *, keep: float = 0.0, dry_run: bool = False) -> Iterator[Removal]:
     """Remove what dead processes left, quarantined entries, and lock files of idle keys.
 
     Yields what had bytes of its own; lock files and sessions of dead processes
@@ -265,6 +266,7 @@ def sweep(store: Store, *, dry_run: bool = False) -> Iterator[Removal]:
 
     Args:
         store: where.
+        keep: seconds for which the partials of dead processes stay, to be resumed.
         dry_run: only say what would go.
 
     Raises:
@@ -272,7 +274,7 @@ def sweep(store: Store, *, dry_run: bool = False) -> Iterator[Removal]:
     """
     layout = store.layout
     for found in in_flight(layout):
-        if found.live:
+        if found.live or (keep and found.occupied and found.key and not is_idle(found.path, keep)):
             continue
         if dry_run or remove_leftover(layout, found.path):
             yield Removal(str(found.path), found.occupied, Reason.ORPHAN)

@@ -57,8 +57,10 @@ class Bench:
             SYSTEM_CLOCK,
         )
 
-    def clean(self, limits: Limits | None = None, **options: bool) -> CleanReport:
-        return clean(self.space, self.stores, limits or Limits(), **options)
+    def clean(
+        self, limits: Limits | None = None, *, orphans: bool = True, dry_run: bool = False
+    ) -> CleanReport:
+        return clean(self.space, self.stores, limits or Limits(), orphans=orphans, dry_run=dry_run)
 
     def leave(self, url: str = "s3://lab/orphan.tar", size: int = MIB) -> Path:
         data = payload(size)
@@ -111,11 +113,14 @@ def test_a_dry_run_touches_nothing_and_says_what_the_run_will_do(bench: Bench, c
     assert real.freed == sum(removal.size for removal in real.removed)
 
 
-def test_orphans_stay_when_asked(bench: Bench) -> None:
-    shelve(bench)
-    report = bench.clean(Limits(max_size=100), orphans=False)
-    assert report.count(Reason.ORPHAN) == 0
-    assert len(list(bench.layout.partial.iterdir())) == 1
+def test_a_dead_process_s_partial_stays_an_hour_to_be_resumed(bench: Bench) -> None:
+    partial = bench.leave()
+    for age, removed in ((0.0, 0), (3500.0, 0), (3700.0, 1)):
+        then = SYSTEM_CLOCK.time() - age
+        for path in partial.iterdir():
+            os.utime(path, (then, then))
+        assert bench.clean(orphans=False).count(Reason.ORPHAN) == removed
+    assert not partial.exists()
 
 
 @pytest.mark.locks_work("flock")

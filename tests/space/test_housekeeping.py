@@ -70,10 +70,13 @@ def read(cache: Cache, url: str) -> None:
 
 
 def orphan(shop: Shop) -> Path:
+    """A partial that nobody resumed for long."""
     data = payload(100_000)
     partial = begin(Layout.of_root(shop.path), metadata_for("s3://lab/orphan.tar", data))
     fill(partial, data)
     partial.close()
+    for path in partial.path.iterdir():
+        os.utime(path, (LONG_AGO, LONG_AGO))
     return partial.path
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 
 from shardcache.cache import Cache
+from shardcache.units import format_bytes
+from tests.support.clitools import run_process
 from tests.support.shop import Shop
 from tests.support.storetools import Child, Parent, crowd
 
@@ -46,6 +49,11 @@ def test_four_ranks_that_link_three_shards_fetch_each_once(shop: Shop) -> None:
         found = cache.stats()
         assert (found.fetches, found.linked, found.hits, found.bypassed) == (3, 9, 12, 1)
         assert len({entry.data.stat().st_ino for entry in cache.entries()}) == 3
+    code, said, _ = run_process("ls", "--json", directory=shop.path)
+    found = json.loads(said)
+    assert (code, len(found["shards"])) == (0, 12)
+    assert (found["summary"]["shards"], found["summary"]["bytes"]) == (3, 3 * shop.size)
+    assert f"3 shards, {format_bytes(3 * shop.size)}" in run_process("ls", directory=shop.path)[1]
 
 
 def test_a_shard_goes_with_all_its_links(shop: Shop) -> None:

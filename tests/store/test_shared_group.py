@@ -200,7 +200,7 @@ def test_one_sweeps_what_the_other_left_when_it_was_killed(area: Path) -> None:
 
     def sweep() -> int:
         with open_cache(root, shared_group=GROUP) as cache:
-            return len(cache.clean(limits=False).removed)
+            return len(cache.clean(orphans=True, limits=False).removed)
 
     assert ask(BELA, sweep) == 1
     assert list(layout.partial.iterdir()) == list(layout.sessions.iterdir()) == []
@@ -225,7 +225,7 @@ def test_half_a_shard_is_resumed_by_its_own_user_only(area: Path) -> None:
         origin = MemoryOrigin(objects=big)
         with open_cache(root, origin, shared_group=GROUP) as cache, cache.open(URL) as stream:
             right = stream.read() == big[URL]
-            cache.clean(limits=False)
+            cache.clean(orphans=True, limits=False)
         return origin.delivered, right
 
     for user, delivered in ((ANNA, size - half), (BELA, size)):

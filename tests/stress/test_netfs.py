@@ -54,7 +54,7 @@ def swept(far: Far, shim: Shim) -> bool:
     if directory.exists():
         age(directory)
     with far.cache(shim.root / "cache") as cache:
-        cache.clean(limits=False)
+        cache.clean(orphans=True, limits=False)
     return partials(shim) == []
 
 
@@ -103,7 +103,7 @@ def test_a_killed_fetch_is_no_burden_and_a_sweep_harms_none_under_way(
         child.tell()
         wait_until(lambda: under_way(shim))
         with far.cache(root) as cache:
-            cache.clean(limits=False)
+            cache.clean(orphans=True, limits=False)
             cache.clean(everything=True)
         assert partials(shim)
         far.rate(FAST)

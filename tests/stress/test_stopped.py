@@ -60,7 +60,7 @@ def test_a_stopped_fetch_is_passed_by_and_does_no_harm_when_it_goes_on(
         assert published(root) == before  # the same inode: nothing was overwritten
         assert far.read(cache) and far.fetches() == 2
         stopped.wait()
-        cache.clean(limits=False)
+        cache.clean(orphans=True, limits=False)
     assert not list(root.glob("v1/partial/*"))
 
 

@@ -204,7 +204,7 @@ class Worker:
 
     def _sweep(self) -> None:
         with self.call("clean"):
-            self.cache.clean(limits=False)
+            self.cache.clean(orphans=True, limits=False)
 
     def _restart(self) -> None:
         with self.call("restart"):

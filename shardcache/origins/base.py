@@ -1,9 +1,6 @@
 """What the fetch engine asks of the place a shard comes from.
 
-An origin opens byte ranges of one version of an object and says what it knows
-of that version; it neither retries nor writes files. Every implementation may
-be used by several threads at once, in the process that made it (`origins`
-makes new ones after a fork).
+Every origin may be used by several threads at once, in the process that made it.
 """
 
 from __future__ import annotations
@@ -16,18 +13,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 from shardcache.urls import ShardURL
-
-__all__ = [
-    "Body",
-    "Checksum",
-    "ObjectInfo",
-    "Origin",
-    "TransientError",
-    "VersionChangedError",
-    "WholeOrigin",
-    "unchained",
-]
-
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -1,13 +1,9 @@
 """Shards behind any fsspec filesystem: gs, az, hf, memory, slow mounts.
 
-fsspec has no way to insist on a version, so `FsspecOrigin.pins` is false: the
-engine describes the object again after the last byte and starts over if it
-changed meanwhile.
-
-A filesystem object is made on first use, in the process that uses it: async
-ones do not survive a fork. Filesystems know no common time-out, and a hung mount
-cannot be interrupted, so every call is made in a thread that its caller gives up
-on after ``timeout``.
+fsspec has no way to insist on a version, so `FsspecOrigin.pins` is false: the engine describes the
+object again after the last byte and starts over if it changed meanwhile. Filesystems know no common
+time-out, and a hung mount cannot be interrupted, so every call is made in a thread that its caller
+gives up on after ``timeout``.
 """
 
 from __future__ import annotations
@@ -79,11 +75,8 @@ class FsspecOrigin:
             worker.close()
             raise
         if not seekable:
-            start = 0
-        if info.size is None or stop is None or not seekable:
-            stop = info.size
-        else:
-            stop = min(stop, info.size)
+            start, stop = 0, None
+        stop = info.size if info.size is None or stop is None else min(stop, info.size)
         return FsspecBody(self, url, info, start, stop, file, worker)
 
     @unchained
@@ -278,8 +271,7 @@ class FsspecBody:
     @unchained
     def readinto(self, buffer: memoryview) -> int:
         """See `base.Body.readinto`."""
-        if self._left is not None:
-            buffer = buffer[: self._left]
+        buffer = buffer[: self._left]
         if not buffer:
             return 0
         size = len(buffer)  # not into it: who is given up on may still read

@@ -28,17 +28,6 @@ from shardcache.origins.base import ObjectInfo, TransientError, VersionChangedEr
 from shardcache.urls import ShardURL, redact
 from shardcache.version import __version__
 
-__all__ = [
-    "TRANSIENT_STATUS",
-    "RangeBody",
-    "WebOrigin",
-    "content_length",
-    "content_range",
-    "object_info",
-    "range_body",
-    "retry_after",
-]
-
 _REDIRECTS = 5
 #: Answers that another attempt may not get: time-outs, throttling, trouble inside.
 TRANSIENT_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
@@ -55,34 +44,6 @@ def _hide_signatures(record: logging.LogRecord) -> bool:
 
 for _name in ("urllib3.connection", "urllib3.connectionpool"):
     logging.getLogger(_name).addFilter(_hide_signatures)
-
-
-def content_range(
-    text: str | None, length: int | None, start: int, stop: int | None
-) -> tuple[int, int]:
-    """Check a 206 answer against what was asked.
-
-    Args:
-        text: its Content-Range.
-        length: its Content-Length, if stated.
-        start: first byte asked for.
-        stop: behind the last byte asked for, or None for all the rest.
-
-    Returns:
-        Size of the object, and the offset behind the last byte that will come.
-
-    Raises:
-        TransientError: it is another range, or not the length of that range.
-    """
-    match = _CONTENT_RANGE.match(text or "")
-    if match:
-        first, last, total = (int(group) for group in match.groups())
-        wanted = total if stop is None else min(total, stop)
-        if first == start <= last and last + 1 == wanted and length in (None, wanted - start):
-            return total, wanted
-    raise TransientError(
-        f"asked for bytes {start} to {stop}, the origin sent {text!r} with {length} bytes"
-    )
 
 
 def content_length(headers: Mapping[str, str]) -> int | None:
@@ -207,18 +168,25 @@ def range_body(
     Args:
         status, headers: of the answer; names of headers in lower case.
         raw: the `urllib3` response, unread.
-        start, stop: as for `content_range`.
+        start: first byte asked for.
+        stop: behind the last byte asked for, or None for all the rest.
         describe: tells the version from the headers and the size.
 
     Raises:
-        TransientError: as `content_range`.
+        TransientError: it is another range, or not the length of that range.
     """
     length = content_length(headers)
-    if status == 206:
-        total, end = content_range(headers.get("content-range"), length, start, stop)
-        return RangeBody(describe(headers, total), start, end, raw)
-    # The range was ignored: all bytes will come, from the first.
-    return RangeBody(describe(headers, length), 0, length, raw)
+    if status != 206:  # the range was ignored: all bytes will come, from the first
+        return RangeBody(describe(headers, length), 0, length, raw)
+    text = headers.get("content-range")
+    if match := _CONTENT_RANGE.match(text or ""):
+        first, last, total = (int(group) for group in match.groups())
+        wanted = total if stop is None else min(total, stop)
+        if first == start <= last and last + 1 == wanted and length in (None, wanted - start):
+            return RangeBody(describe(headers, total), start, wanted, raw)
+    raise TransientError(
+        f"asked for bytes {start} to {stop}, the origin sent {text!r} with {length} bytes"
+    )
 
 
 class WebOrigin:

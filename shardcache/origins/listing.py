@@ -10,11 +10,13 @@ A `Listing` belongs to one thread of one process; clients are made on first use.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 from shardcache.clock import SYSTEM_CLOCK
 from shardcache.config import Config
@@ -131,7 +133,8 @@ class Listing:
                 logger.info("%s: %d shards so far", redact(pattern), len(urls))
             page = self._page(bucket, prefix, self._config.attempts, options)
             base = root[: len(root) - len(prefix)]
-            urls += [f"{base}{key}" for key, _ in page.keys if wanted(key.removeprefix(prefix))]
+            names = [key for key, _ in page.keys if not key.endswith("/")]  # no "directories"
+            urls += [f"{base}{key}" for key in names if wanted(key.removeprefix(prefix))]
         return urls
 
     def _other_matches(self, pattern: str) -> list[str]:
@@ -186,8 +189,9 @@ class Listing:
                 if isinstance(exn, TransferError):
                     break  # it would be as silent for the next bucket, and cost as long
         for shard in shards:
-            if shard.is_local and (found := _local_size(shard)) is not None:
-                sizes[shard.key] = found
+            if shard.is_local:
+                with contextlib.suppress(OSError):  # the fetch will say what is wrong with it
+                    sizes[shard.key] = shard.local_path.stat().st_size
         return sizes
 
     def _listed(
@@ -209,7 +213,7 @@ class Listing:
             yield from page.keys
             if not page.token:
                 return
-            last = page.last
+            last = page.keys[-1][0] if page.keys else ""
 
     def _page(self, bucket: str, prefix: str, attempts: int, options: dict[str, str]) -> _Page:
         where = f"s3://{bucket}/{prefix}"
@@ -224,8 +228,8 @@ class Listing:
             )
         origin = self._s3
         try:
-            return self._retried(
-                where, attempts, lambda: _Page(origin.list_page(url, MaxKeys=_PAGE, **options))
+            answer = self._retried(
+                where, attempts, lambda: origin.list_page(url, MaxKeys=_PAGE, **options)
             )
         except AccessDeniedError as exn:
             raise AccessDeniedError(
@@ -233,17 +237,12 @@ class Listing:
                 "train-{000..127}.tar, need no listing.",
                 url=where,
             ) from exn
+        keys = [(str(c["Key"]), int(c["Size"])) for c in answer.get("Contents") or []]
+        return _Page(keys, str(answer.get("NextContinuationToken") or ""))
 
     def _retried(self, what: str, attempts: int, function: Callable[[], T]) -> T:
         policy = RetryPolicy(attempts, self._config.deadline, SYSTEM_CLOCK)
         return policy.started(what).call(function, sleep=SYSTEM_CLOCK.sleep)
-
-
-def _local_size(shard: ShardURL) -> int | None:
-    try:
-        return shard.local_path.stat().st_size
-    except OSError:
-        return None  # the fetch will say what is wrong with it
 
 
 def _split(pattern: str) -> tuple[str, Callable[[str], bool], bool]:
@@ -282,17 +281,9 @@ def _regex(glob: str) -> str:
     return text
 
 
+@dataclass(frozen=True, slots=True)
 class _Page:
-    """One answer of ListObjectsV2.
+    """One answer of ListObjectsV2: its keys with their sizes, and what asks for the next one."""
 
-    Attributes:
-        keys: (key, size in bytes), without the markers of "directories".
-        last: the last key, markers included.
-        token: asks for the next page; empty on the last.
-    """
-
-    def __init__(self, response: Mapping[str, Any]) -> None:
-        found = [(str(c["Key"]), int(c["Size"])) for c in response.get("Contents") or []]
-        self.keys = [(key, size) for key, size in found if not key.endswith("/")]
-        self.last = found[-1][0] if found else ""
-        self.token = str(response.get("NextContinuationToken") or "")
+    keys: list[tuple[str, int]]
+    token: str

@@ -195,7 +195,9 @@ class S3Origin:
             except (BotoCoreError, ClientError, OSError) as exn:
                 if not renewed and _code(exn) in _EXPIRED:
                     logger.info("credentials expired; asking the chain for new ones")
-                    self._forget(client)
+                    with self._guard:
+                        if self._client is client:
+                            self._client = None
                     continue
                 _translate(exn, url, place)
             except (HTTPError, HTTPException) as exn:  # botocore reads errors unguarded
@@ -207,11 +209,6 @@ class S3Origin:
                     url=str(url),
                 ) from None
         raise AssertionError("unreachable")  # pragma: no cover
-
-    def _forget(self, client: Any) -> None:
-        with self._guard:
-            if self._client is client:
-                self._client = None
 
 
 def make_client(
@@ -330,14 +327,6 @@ def _code(exn: Exception) -> str:
     return str(response.get("Error", {}).get("Code", ""))
 
 
-def _login_errors() -> tuple[type[Exception], ...]:
-    """What botocore raises when somebody has to log in again; the last is not in old ones."""
-    from botocore import exceptions
-
-    names = ("SSOError", "TokenRetrievalError", "LoginError")
-    return tuple(getattr(exceptions, name) for name in names if hasattr(exceptions, name))
-
-
 def _translate(exn: Exception, url: ShardURL, place: str) -> NoReturn:
     """Raise what the engine understands instead of what botocore says.
 
@@ -357,7 +346,9 @@ def _translate(exn: Exception, url: ShardURL, place: str) -> NoReturn:
         ) from None
     if isinstance(exn, (exceptions.ParamValidationError, exceptions.InvalidRegionError)):
         raise ConfigError(f"{url} is not a valid S3 object: {redact(str(exn))}") from None
-    if isinstance(exn, (exceptions.CredentialRetrievalError, *_login_errors())):
+    # What says that somebody has to log in again; the last is not in old versions of botocore.
+    names = ("CredentialRetrievalError", "SSOError", "TokenRetrievalError", "LoginError")
+    if isinstance(exn, tuple(getattr(exceptions, n) for n in names if hasattr(exceptions, n))):
         raise AccessDeniedError(
             f"{url} cannot be read: credentials could not be had: {redact(str(exn))}. "
             "Log in again (aws sso login), or check the role and the profile.",

@@ -44,12 +44,15 @@ def urls(count: int) -> list[str]:
     return [f"s3://lab/train-{n:04d}.tar" for n in range(count)]
 
 
-@pytest.mark.parametrize(("prewarm", "count"), [(2, 2), (0, 0), (None, 4), (99, 4)])
-def test_setup_has_the_first_shards_fetched(
-    make_cache: MakeCache, prewarm: int | None, count: int
+@pytest.mark.parametrize(
+    ("stage", "prewarm", "count"),
+    [("fit", 2, 2), ("fit", 0, 0), ("fit", None, 4), ("fit", 99, 4), ("validate", 2, 0)],
+)
+def test_training_has_the_first_shards_fetched_before(
+    make_cache: MakeCache, stage: str, prewarm: int | None, count: int
 ) -> None:
     cache = make_cache()
-    ShardCacheHooks(cache, SHARDS, prewarm=prewarm).setup(stage="fit")
+    ShardCacheHooks(cache, SHARDS, prewarm=prewarm).setup(stage=stage)
     assert cached(cache) == urls(count)
 
 
@@ -76,13 +79,6 @@ def test_one_rank_of_each_node_prewarms(
     cache = make_cache()
     ShardCacheHooks(cache, SHARDS, prewarm=1).setup(trainer, None, "fit")
     assert len(cached(cache)) == expected
-
-
-@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
-def test_only_training_prewarms(make_cache: MakeCache, stage: str) -> None:
-    cache = make_cache()
-    ShardCacheHooks(cache, SHARDS).setup(stage=stage)
-    assert cached(cache) == []
 
 
 def test_directories_are_made_whoever_comes_first(make_cache: MakeCache, tmp_path: Path) -> None:

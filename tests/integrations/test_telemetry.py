@@ -15,7 +15,6 @@ import pytest
 from shardcache import telemetry
 from shardcache.cache import Cache
 from shardcache.errors import ConfigError
-from shardcache.stats.counters import COUNTERS
 from tests.support.fakes import MemoryOrigin
 from tests.support.storetools import Parent, forked
 from tests.support.tars import make_tar
@@ -114,20 +113,6 @@ def test_all_caches_of_a_process_are_counted_each_by_its_directory(
     assert found["shardcache.opens", "misses"] == 2 * len(URLS)  # the other is in what it counts
 
 
-def test_every_counter_is_in_a_metric(collector: Collector) -> None:
-    asked: set[str] = set()
-
-    class Counters(dict[str, int]):
-        def __missing__(self, name: str) -> int:
-            asked.add(name)
-            return 0
-
-    for *_, points in telemetry._METRICS:
-        list(points((Counters(), {})))
-    tiers = {name for name in COUNTERS if name.startswith("hits_tier")}
-    assert asked == set(COUNTERS) - tiers - {"fetches_upstream", "bypassed_full"}
-
-
 def test_nothing_falls_when_the_cache_is_closed_and_used_again(
     make_cache: MakeCache, cache: Cache, collector: Collector, origin: MemoryOrigin
 ) -> None:
@@ -206,14 +191,11 @@ def test_a_cache_that_is_gone_is_not_kept(tmp_path: Path, collector: Collector) 
     assert collector.collect() == {}
 
 
-def test_a_cache_that_counts_nothing_says_so(make_cache: MakeCache) -> None:
+def test_what_cannot_be_observed_says_why(
+    make_cache: MakeCache, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ConfigError, match="stats"):
         telemetry.observe(make_cache(stats=False))
-
-
-def test_without_the_package_it_says_what_to_install(
-    cache: Cache, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.metrics", None)
     with pytest.raises(ConfigError, match=r"shardcache\[otel\]"):
         telemetry.observe(cache)

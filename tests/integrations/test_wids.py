@@ -66,23 +66,14 @@ def test_the_shard_that_was_named_last_is_pinned(make_cache: MakeCache, links: P
     names.close()
 
 
-def test_a_link_that_leads_nowhere_is_made_anew(make_cache: MakeCache, links: Path) -> None:
-    cache = make_cache()
-    names = LocalNames(cache, links)
-    name = Path(names(URLS[0]))
-    names.close()
-    name.unlink()
-    name.symlink_to(links / "gone")
-    assert names(URLS[0]) == str(name)
-    assert name.read_bytes() == make_tar(0)
-    assert os.listdir(links) == [name.name]
-
-
-def test_a_file_in_the_way_is_replaced_and_a_directory_is_not(
+def test_what_is_in_the_way_is_replaced_unless_it_is_a_directory(
     make_cache: MakeCache, links: Path
 ) -> None:
     names = LocalNames(make_cache(), links)
     name = Path(names(URLS[0]))
+    name.unlink()
+    name.symlink_to(links / "gone")
+    assert Path(names(URLS[0])).read_bytes() == make_tar(0)
     name.unlink()
     name.write_bytes(b"what a download left")
     assert Path(names(URLS[0])).read_bytes() == make_tar(0)

@@ -30,17 +30,6 @@ def test_a_command_runs_once_and_its_output_is_cached(cache: Cache, tmp_path: Pa
     assert (tmp_path / "log").read_text() == "ran\n"
 
 
-def test_a_command_that_recovers_is_cached_whole(cache: Cache, tmp_path: Path) -> None:
-    (tmp_path / "a.tar").write_bytes(SHARD)
-    flag = tmp_path / "flag"
-    url = (
-        f"pipe:if [ -e {flag} ]; then cat {tmp_path}/a.tar; "
-        f"else touch {flag}; head -c 900 {tmp_path}/a.tar; exit 1; fi"
-    )
-    with cache.open(url) as stream:
-        assert stream.read() == SHARD
-
-
 def test_a_second_run_that_says_less_leaves_nothing_of_the_first(
     cache: Cache, tmp_path: Path
 ) -> None:

@@ -210,20 +210,6 @@ def test_names_that_could_lead_elsewhere_are_not_looked_for(
     ]
 
 
-def test_an_upstream_that_cannot_be_written_is_a_warning_and_no_more(
-    node: Make, origin: MemoryOrigin, nas: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for number in range(5):
-        origin.objects[f"s3://lab/{number}.tar"] = make_tar(number, members=2)
-    (nas / "lab").write_text("somebody's file")
-    cache = node(writes(nas))
-    for number in range(5):
-        assert read(cache, f"s3://lab/{number}.tar") == origin.objects[f"s3://lab/{number}.tar"]
-    cache.close()
-    assert caplog.text.count("left alone for a while") == 1
-    assert (nas / "lab").read_text() == "somebody's file"
-
-
 def test_a_copy_that_is_interrupted_is_not_there(
     node: Make, nas: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

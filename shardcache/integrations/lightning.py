@@ -1,7 +1,7 @@
 """Hooks for Lightning: directories, the first shards, and what the cache did, in the logger.
 
-    from shardcache.integrations.lightning import ShardCacheCallback
-    trainer = Trainer(callbacks=[ShardCacheCallback(cache, "s3://bucket/train-{0000..2047}.tar")])
+    hooks = shardcache.lightning.ShardCacheCallback(cache, "s3://bucket/train-{0000..2047}.tar")
+    trainer = Trainer(callbacks=[hooks])
 
 Works with ``lightning`` and with ``pytorch_lightning``. Neither is imported by this module: a
 callback derives from ``Callback`` of whichever is there when it is made. Without either, the

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shardcache import Cache, ConfigError
-from shardcache.integrations.lightning import ShardCacheCallback, ShardCacheHooks
+from shardcache import Cache, ConfigError, lightning
 from tests.support.fakes import MemoryOrigin
 from tests.support.tars import make_tar
 
@@ -52,7 +51,7 @@ def test_training_has_the_first_shards_fetched_before(
     make_cache: MakeCache, stage: str, prewarm: int | None, count: int
 ) -> None:
     cache = make_cache()
-    ShardCacheHooks(cache, SHARDS, prewarm=prewarm).setup(stage=stage)
+    lightning.ShardCacheHooks(cache, SHARDS, prewarm=prewarm).setup(stage=stage)
     assert cached(cache) == urls(count)
 
 
@@ -77,18 +76,18 @@ def test_one_rank_of_each_node_prewarms(
         monkeypatch.setenv(name, value)
     trainer = types.SimpleNamespace(**({} if local_rank is None else {"local_rank": local_rank}))
     cache = make_cache()
-    ShardCacheHooks(cache, SHARDS, prewarm=1).setup(trainer, None, "fit")
+    lightning.ShardCacheHooks(cache, SHARDS, prewarm=1).setup(trainer, None, "fit")
     assert len(cached(cache)) == expected
 
 
 def test_directories_are_made_whoever_comes_first(make_cache: MakeCache, tmp_path: Path) -> None:
     wanted = [tmp_path / "traces" / "epoch", str(tmp_path / "checkpoints")]
     for _ in range(2):
-        ShardCacheHooks(make_cache(), makedirs=wanted).setup(stage="test")
+        lightning.ShardCacheHooks(make_cache(), makedirs=wanted).setup(stage="test")
     assert all(Path(path).is_dir() for path in wanted)
     (tmp_path / "file").touch()
     with pytest.raises(FileExistsError):
-        ShardCacheHooks(make_cache(), makedirs=[tmp_path / "file"]).setup()
+        lightning.ShardCacheHooks(make_cache(), makedirs=[tmp_path / "file"]).setup()
 
 
 def test_what_cannot_be_prewarmed_is_a_warning(
@@ -97,17 +96,17 @@ def test_what_cannot_be_prewarmed_is_a_warning(
     del origin.objects["s3://lab/train-0001.tar"]
     cache = make_cache()
     with caplog.at_level(logging.WARNING):
-        ShardCacheHooks(cache, SHARDS, prewarm=3).setup()
+        lightning.ShardCacheHooks(cache, SHARDS, prewarm=3).setup()
         assert "train-0001.tar" in caplog.text
         caplog.clear()
-        ShardCacheHooks(cache, "s3://lab/{0..tar").setup()
+        lightning.ShardCacheHooks(cache, "s3://lab/{0..tar").setup()
         assert "are not prewarmed" in caplog.text
     assert cached(cache) == ["s3://lab/train-0000.tar", "s3://lab/train-0002.tar"]
 
 
 def test_an_epoch_is_told_by_itself(make_cache: MakeCache) -> None:
     cache, module = make_cache(fill="complete"), Module()
-    hooks = ShardCacheHooks(cache, SHARDS, prewarm=1)
+    hooks = lightning.ShardCacheHooks(cache, SHARDS, prewarm=1)
     hooks.on_train_epoch_end(None, module)
     assert module.logged == []  # nothing was set up: since when?
     hooks.setup()
@@ -125,7 +124,7 @@ def test_an_epoch_is_told_by_itself(make_cache: MakeCache) -> None:
         assert options == {"rank_zero_only": True}
     hooks.on_train_epoch_end(None, module)
     assert "shardcache/hit_rate" not in module.logged[-1][0]  # of nothing
-    silent = ShardCacheHooks(cache, log=False)
+    silent = lightning.ShardCacheHooks(cache, log=False)
     silent.setup()
     silent.on_train_epoch_end(None, module)
     assert len(module.logged) == 3
@@ -134,7 +133,7 @@ def test_an_epoch_is_told_by_itself(make_cache: MakeCache) -> None:
 @pytest.mark.parametrize("prewarm", [-1, 2.5, "all"])
 def test_what_is_no_number_of_shards_is_refused(make_cache: MakeCache, prewarm: object) -> None:
     with pytest.raises(ConfigError, match="Give a number of shards"):
-        ShardCacheHooks(make_cache(), SHARDS, prewarm=prewarm)
+        lightning.ShardCacheHooks(make_cache(), SHARDS, prewarm=prewarm)
 
 
 def test_without_lightning_the_callback_says_what_to_install(
@@ -145,7 +144,7 @@ def test_without_lightning_the_callback_says_what_to_install(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr("importlib.import_module", _absent)
     with pytest.raises(ConfigError, match="pip install lightning"):
-        ShardCacheCallback(make_cache(), SHARDS)
+        lightning.ShardCacheCallback(make_cache(), SHARDS)
 
 
 def _absent(name: str) -> None:

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shardcache import Cache, CacheFullError, ShardNotFoundError
-from shardcache.integrations.wids import LocalNames
+from shardcache import Cache, CacheFullError, ShardNotFoundError, wids
 from tests.support.fakes import MemoryOrigin
 from tests.support.tars import make_tar
 
@@ -37,7 +36,7 @@ def pinned(cache: Cache) -> list[str]:
 
 def test_a_name_is_a_link_to_the_shard_which_is_there(make_cache: MakeCache, links: Path) -> None:
     cache = make_cache()
-    names = LocalNames(cache, links)
+    names = wids.LocalNames(cache, links)
     for seed, url in enumerate(URLS):
         name = Path(names(url))
         assert name.parent == links
@@ -51,7 +50,7 @@ def test_a_name_is_a_link_to_the_shard_which_is_there(make_cache: MakeCache, lin
 @pytest.mark.locks_work("flock")
 def test_the_shard_that_was_named_last_is_pinned(make_cache: MakeCache, links: Path) -> None:
     cache = make_cache()
-    names = LocalNames(cache, links)
+    names = wids.LocalNames(cache, links)
     for url in URLS:
         names(url)
         assert pinned(cache) == [url]
@@ -69,7 +68,7 @@ def test_the_shard_that_was_named_last_is_pinned(make_cache: MakeCache, links: P
 def test_what_is_in_the_way_is_replaced_unless_it_is_a_directory(
     make_cache: MakeCache, links: Path
 ) -> None:
-    names = LocalNames(make_cache(), links)
+    names = wids.LocalNames(make_cache(), links)
     name = Path(names(URLS[0]))
     name.unlink()
     name.symlink_to(links / "gone")
@@ -86,17 +85,17 @@ def test_what_is_in_the_way_is_replaced_unless_it_is_a_directory(
 
 def test_what_cannot_be_had_leaves_no_link_and_no_pin(make_cache: MakeCache, links: Path) -> None:
     cache = make_cache()
-    names = LocalNames(cache, links)
+    names = wids.LocalNames(cache, links)
     with pytest.raises(ShardNotFoundError):
         names("s3://lab/none.tar")
     with pytest.raises(CacheFullError):
-        LocalNames(make_cache(max_size=100, dir=links.parent / "small"), links)(URLS[0])
+        wids.LocalNames(make_cache(max_size=100, dir=links.parent / "small"), links)(URLS[0])
     assert not links.exists()
     assert list(cache.entries()) == []
 
 
 def test_names_travel_with_their_cache(make_cache: MakeCache, links: Path) -> None:
-    names = LocalNames(make_cache(), str(links))
+    names = wids.LocalNames(make_cache(), str(links))
     name = names(URLS[0])
     again = pickle.loads(pickle.dumps(names))
     assert again.directory == links

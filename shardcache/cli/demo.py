@@ -84,7 +84,6 @@ class S3Server:
             another server on the same port is not mistaken for this one.
         secret_key: its secret.
         directory: the data directory, removed at the end.
-        pid: the server's process.
     """
 
     def __init__(self, directory: Path | None = None) -> None:
@@ -92,7 +91,6 @@ class S3Server:
         self.secret_key = secrets.token_hex(20)
         self.endpoint_url = ""
         self.directory = Path()
-        self.pid = 0
         self._parent = directory
         self._metrics_port = 0
         self._stack = contextlib.ExitStack()
@@ -141,11 +139,10 @@ class S3Server:
             "AWS_EC2_METADATA_DISABLED": "true",
         }
 
-    def client(self, endpoint_url: str | None = None, *, timeout: float = 60.0) -> Any:
+    def client(self, *, timeout: float = 60.0) -> Any:
         """Make a botocore S3 client, path-style, untouched by the user's configuration.
 
         Args:
-            endpoint_url: of a proxy before this server.
             timeout: seconds to wait for a connection or for more bytes.
         """
         # Here, so that this module loads without botocore.
@@ -157,7 +154,7 @@ class S3Server:
         session = botocore.session.Session({**files, "profile": (None, None, None, None)})
         return session.create_client(
             "s3",
-            endpoint_url=endpoint_url or self.endpoint_url,
+            endpoint_url=self.endpoint_url,
             region_name="us-east-1",
             aws_access_key_id=self.access_key,
             aws_secret_access_key=self.secret_key,
@@ -228,7 +225,6 @@ class S3Server:
                 env=environment,
                 start_new_session=True,  # Ctrl-C is for the owner, who then stops it
             )
-        self.pid = process.pid
         try:
             yield process
         finally:

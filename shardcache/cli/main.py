@@ -503,16 +503,13 @@ def _run(invocation: Invocation, arguments: Sequence[str] | None) -> int:
         interrupted = invocation.signals.received is not None
         invocation.console.error("interrupted" if interrupted else "nothing was done")
         return ExitCode.FAILED
-    except (ShardCacheError, OSError) as exn:
-        invocation.console.error(_sentence(exn), exn)
+    except ShardCacheError as exn:
+        invocation.console.error(exn.message, exn)
         return _exit_code(exn, invocation)
-
-
-def _sentence(exn: ShardCacheError | OSError) -> str:
-    if isinstance(exn, ShardCacheError):
-        return exn.message
-    what = exn.strerror or str(exn) or type(exn).__name__
-    return f"{exn.filename}: {what}" if exn.filename else what
+    except OSError as exn:
+        what = exn.strerror or str(exn) or type(exn).__name__
+        invocation.console.error(f"{exn.filename}: {what}" if exn.filename else what, exn)
+        return _exit_code(exn, invocation)
 
 
 def _exit_code(exn: ShardCacheError | OSError, invocation: Invocation) -> ExitCode:

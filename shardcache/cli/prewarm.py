@@ -541,27 +541,20 @@ def tell_failures(console: Console, report: PrewarmReport, max_failures: int | N
 
 def _failures(report: PrewarmReport, *, everything: bool) -> Iterator[str]:
     """Why shards failed; of many that failed alike only the first, and the others' names."""
-    alike: dict[str, list[ShardResult]] = {}
+    alike: dict[str, list[tuple[str, str]]] = {}
     for result in report.results:
-        if result.outcome is Outcome.FAILED:
-            assert result.error is not None
-            reason = _reason(result.error).replace(result.url.partition("://")[2], "")
-            alike.setdefault(reason, []).append(result)
+        if result.outcome is Outcome.FAILED and result.error is not None:
+            reason = _reason(result.error)
+            name = result.url.partition("://")[2]
+            alike.setdefault(reason.replace(name, ""), []).append((result.url, reason))
     for group in alike.values():
-        yield from _group_text(group, everything=everything)
-
-
-def _group_text(group: list[ShardResult], *, everything: bool) -> Iterator[str]:
-    """Failures for one reason: it is told once, the other shards by name."""
-    shown = group if everything else group[:1]
-    for result in shown:
-        assert result.error is not None
-        reason = _reason(result.error)
-        yield reason if result.url in reason else f"{result.url}: {reason}"
-    rest = [result.url.rpartition("/")[2] for result in group[len(shown) :]]
-    if rest:
-        names = ", ".join(rest[:_NAMED]) + (", ..." if len(rest) > _NAMED else "")
-        yield f"{len(rest):,} more for the same reason: {names}"
+        shown = group if everything else group[:1]
+        for url, reason in shown:
+            yield reason if url in reason else f"{url}: {reason}"
+        rest = [url.rpartition("/")[2] for url, _ in group[len(shown) :]]
+        if rest:
+            names = ", ".join(rest[:_NAMED]) + (", ..." if len(rest) > _NAMED else "")
+            yield f"{len(rest):,} more for the same reason: {names}"
 
 
 # -- path ----------------------------------------------------------------------

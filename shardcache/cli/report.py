@@ -45,16 +45,7 @@ _GREY = "#80868e"
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """What the page is made of.
-
-    Attributes:
-        node: name of the machine.
-        made: when, in seconds since the epoch.
-        samples: what was counted.
-        fetches: what was fetched.
-        tiers: how full they are.
-        settings: options that are set: name, value, where they come from.
-    """
+    """What the page is made of; a setting has a name, a value, and where it comes from."""
 
     node: str
     made: float

@@ -45,9 +45,6 @@ from shardcache.store.partial import Progress, read_progress
 from shardcache.store.sweeping import in_flight
 from shardcache.units import format_bytes, format_rate
 
-#: To count what is there takes 40 us per entry: it is done again after so many times as long.
-_SELDOM = 20
-_LEAST = 5.0
 #: Seconds over which rates are taken, if so much is known.
 _SMOOTH = 5.0
 #: Seconds of statistics that a look reads: what a process writes may be a minute old.
@@ -177,8 +174,6 @@ class Watcher:
         self._clock = clock
         self._looks: deque[tuple[float, Stats, dict[str, Stats]]] = deque()
         self._written: dict[str, int] = {}
-        self._tiers: list[TierUse] = []
-        self._count_at = 0.0
 
     def look(self) -> Activity:
         """What goes on now.
@@ -206,7 +201,7 @@ class Watcher:
             total=_difference(total, total_before),
             by_rank={rank: each for rank, each in changed.items() if each.opens},
             fetches=self._flights(None if first else max(1e-3, now - last)),
-            tiers=self._tier_uses(now),
+            tiers=tier_uses(self._cache),
             waits=self._waits(),
         )
 
@@ -258,13 +253,6 @@ class Watcher:
                     )
                 )
         return sorted(found, key=lambda each: (-each.seconds, each.url))
-
-    def _tier_uses(self, now: float) -> list[TierUse]:
-        if now >= self._count_at:
-            self._tiers = tier_uses(self._cache)
-            took = self._clock.monotonic() - now
-            self._count_at = self._clock.monotonic() + max(_LEAST, _SELDOM * took)
-        return self._tiers
 
 
 def tier_uses(cache: Cache) -> list[TierUse]:

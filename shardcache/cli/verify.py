@@ -11,7 +11,6 @@ from typing import Any
 
 import click
 
-from shardcache.cache import Cache
 from shardcache.cli.entries import matches_glob
 from shardcache.cli.main import ExitCode, Invocation, Parsed, command
 from shardcache.cli.output import Console, counted, printable
@@ -94,7 +93,9 @@ def verify_command(
     wrong: list[Finding] = []
     size, begun, status = 0, time.monotonic(), VerifyStatus()
     with invocation.cache() as cache, signals.graceful():
-        if not _is_empty(console, cache):
+        if not cache.dir.exists() or not any(cache.dir.iterdir()):
+            console.hint(f"Nothing was cached in {cache.dir} yet.")
+        else:
             findings = cache.verify(
                 None if glob is None else functools.partial(matches_glob, glob),
                 quick=quick,
@@ -140,13 +141,6 @@ def verify_command(
         return ExitCode.DAMAGED
     unknown = counts[State.UNCHECKED] or counts[State.UNREACHABLE]
     return ExitCode.SOME_FAILED if unknown else ExitCode.DONE
-
-
-def _is_empty(console: Console, cache: Cache) -> bool:
-    if cache.dir.exists() and any(cache.dir.iterdir()):
-        return False
-    console.hint(f"Nothing was cached in {cache.dir} yet.")
-    return True
 
 
 def _summary_text(counts: Mapping[State, int], summary: Mapping[str, Any], seconds: float) -> str:

@@ -43,8 +43,9 @@ def test_ls_counts_what_a_live_session_uses_as_not_evictable(run, warm, tmp_path
     assert 0 < found["summary"]["evictable_bytes"] < found["summary"]["bytes"]
 
 
-def test_ls_selects_sorts_and_limits(run, warm, bucket):
-    _, out, _ = run("ls", "train-000[12].tar")
+def test_ls_selects_sorts_and_limits(run, warm, bucket, tmp_path):
+    _, out, _ = run("ls", "-l", "train-000[12].tar")
+    assert str(tmp_path / "cache") in out
     assert len(out.splitlines()) == 4
     assert out.splitlines()[-1].startswith("2 of 4 shards, ")
     _, out, _ = run("ls", f"s3://{bucket}/*", "--sort", "url:desc", "--limit", "1")
@@ -77,21 +78,12 @@ def test_ls_shows_damaged_entries(run, warm, tmp_path):
     assert [line.split()[-1] for line in out.splitlines()[1:5]].count("damaged") == 3
 
 
-def test_ls_long_shows_paths(run, warm, tmp_path):
-    assert str(tmp_path / "cache") in run("ls", "-l")[1]
-
-
-def test_ls_of_nothing(run, tmp_path):
+def test_ls_of_nothing(run):
     code, out, err = run("ls")
     assert (code, out) == (0, "0 shards, 0 B\n")
     assert "Nothing was cached" in err
     assert json.loads(run("ls", "--json")[1])["shards"] == []
     assert run("ls", "--partial")[1].startswith("0 partials")
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / "model.ckpt").write_text("precious")
-    code, _, err = run("ls")
-    assert code == 2
-    assert "is not a shardcache directory" in err
 
 
 def test_a_cache_that_is_just_being_made_is_empty(run, tmp_path):
@@ -137,13 +129,6 @@ def test_clean_tells_each_reason(run, warm, tmp_path, monkeypatch):
     assert run("clean", "--orphans")[1].splitlines()[0].endswith("1 orphan")
     assert not orphan.exists()
     assert run("clean", "-q", "--max-age", "7d") == (0, "", "")
-
-
-def test_clean_json_lists_each_removal(run, warm):
-    found = json.loads(run("clean", "--max-size", "1", "--json")[1])
-    assert [r["reason"] for r in found["removals"]] == ["max_size"] * 4
-    assert found["summary"]["kept"] == 0
-    assert found["summary"]["dry_run"] is False
 
 
 def test_clean_warns_when_limits_cannot_be_met(run, warm, tmp_path):
@@ -232,11 +217,3 @@ def test_a_shard_can_be_pinned_before_it_is_cached(run, warm, bucket):
     assert (summary["pinned"], summary["not_cached"], summary["seconds"]) == (2, 1, 90.0)
     found = json.loads(run("unpin", missing, "--json")[1])
     assert found["shards"] == [{"url": missing, "state": "unpinned"}]
-
-
-@pytest.mark.parametrize(
-    "arguments", [("pin",), ("unpin",), ("pin", "s3://b/a.tar", "--for", "long"), ("pin", "x://y")]
-)
-def test_what_cannot_be_pinned_is_a_usage_error(run, arguments):
-    code, out, err = run(*arguments)
-    assert (code, out) == (2, "") and err.startswith("error: ")

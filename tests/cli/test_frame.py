@@ -108,7 +108,13 @@ def test_a_wrong_value_is_refused_by_the_name_of_its_option(run, tmp_path, comma
         ("stats --format prometheus --since 1h", "prometheus"),
         ("top --json --count 2", "--count"),
         ("top --interval 0", "--interval"),
+        ("recipe anacron", "anacron"),
+        ("recipe cron --prewarm s3://b/a", "--prewarm"),
+        ("pin", "URL"),
+        ("unpin", "URL"),
+        ("pin s3://b/a.tar --for long", "--for"),
         ("prewarm", "Which shards?"),
+        ("prewarm -f folder/file", "There is no shard in folder/file"),
         ("prewarm -f folder", "folder"),
         ("prewarm s3://b/{0..3.tar", "s3://b/{0..3.tar"),
         ("rm", "URL"),
@@ -121,7 +127,7 @@ def test_a_wrong_value_is_refused_by_the_name_of_its_option(run, tmp_path, comma
 )
 def test_a_usage_error_is_one_sentence_and_touches_nothing(run, tmp_path, monkeypatch, line, said):
     (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "file").write_text("precious")
+    (tmp_path / "folder" / "file").write_text("# precious")
     monkeypatch.chdir(tmp_path)
     before = tree(tmp_path)
     code, out, err = run(*shlex.split(line))
@@ -151,6 +157,7 @@ ENDS = {
     "prewarm ftp://x/y.tar": ExitCode.USAGE,
     "prewarm {0} s3://{bucket}/absent.tar": ExitCode.SOME_FAILED,
     "prewarm --check s3://{bucket}/absent.tar": ExitCode.DAMAGED,
+    "prewarm -f list": ExitCode.USAGE,
     "verify": ExitCode.DAMAGED,
     "prewarm s3://{bucket}/large.tar": ExitCode.FULL,
     "path --fetch s3://{bucket}/large.tar": ExitCode.FULL,

@@ -16,18 +16,32 @@ from shardcache.cli.main import _COMMANDS
 TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00")
 NUMBER = int | float
 
-PREWARMED = {
-    "url": str,
-    "outcome": str,
-    "size": int | NoneType,
-    "seconds": NUMBER,
-    "received_bytes": int,
-    "retries": int,
-    "error": str | NoneType,
-    "error_type": str | NoneType,
+KINDS = {
+    "text": str,
+    "maybe_text": str | NoneType,
+    "whole": int,
+    "maybe_whole": int | NoneType,
+    "number": NUMBER,
+    "flag": bool,
+    "time": TIME,
 }
-OPENS = {"opens": int, "hits": int, "hit_rate": NUMBER, "misses": int, "bytes_origin": int}
-TIER = {"tier": int, "dir": str, "shards": int, "bytes": int, "max_size": int | NoneType}
+
+
+def keys(**names: str) -> dict[str, Any]:
+    """Names of keys by the kind of their values."""
+    return {name: KINDS[kind] for kind, each in names.items() for name in each.split()}
+
+
+PREWARMED = keys(
+    text="url outcome",
+    maybe_text="error error_type",
+    whole="received_bytes retries",
+    maybe_whole="size",
+    number="seconds",
+)
+PLAN = keys(whole="shards to_fetch free_bytes missing_bytes")
+OPENS = keys(whole="opens hits misses bytes_origin", number="hit_rate")
+TIER = keys(whole="tier shards bytes", text="dir", maybe_whole="max_size")
 #: Command line -> exit code and what is printed; ``{0}`` and ``{1}`` are URLs of cached shards.
 SHAPES: dict[str, tuple[int, dict[str, Any]]] = {
     "prewarm {0} s3://{bucket}/absent.tar": (
@@ -35,14 +49,9 @@ SHAPES: dict[str, tuple[int, dict[str, Any]]] = {
         {
             "shards": [PREWARMED],
             "summary": {
-                "fetched": int,
-                "cached": int,
-                "failed": int,
-                "bytes": int,
-                "received_bytes": int,
+                **keys(whole="fetched cached failed bytes received_bytes", maybe_text="stopped"),
                 "seconds": NUMBER,
-                "stopped": str | NoneType,
-                "plan": {"shards": int, "to_fetch": int, "free_bytes": int, "missing_bytes": int},
+                "plan": PLAN,
             },
         },
     ),
@@ -50,142 +59,97 @@ SHAPES: dict[str, tuple[int, dict[str, Any]]] = {
         0,
         {
             "shards": [
-                {
-                    "url": str,
-                    "size": int,
-                    "used_at": TIME,
-                    "fetched_at": TIME,
-                    "state": str,
-                    "tier": int,
-                    "key": str,
-                    "version": str,
-                    "path": str,
-                    "etag": str,
-                    "digest": str,
-                }
+                keys(
+                    text="url state key version path etag digest",
+                    whole="size tier",
+                    time="used_at fetched_at",
+                )
             ],
-            "summary": {
-                "shards": int,
-                "bytes": int,
-                "max_size": int | NoneType,
-                "evictable_bytes": int,
-                "matching": int,
-                "shown": int,
-            },
+            "summary": keys(
+                whole="shards bytes evictable_bytes matching shown", maybe_whole="max_size"
+            ),
         },
     ),
     "ls --partial": (
         0,
         {
-            "partials": [{"state": str, "written_bytes": int, "key": str, "dir": str}],
-            "summary": {"partials": int, "live": int, "orphans": int, "written_bytes": int},
+            "partials": [keys(text="state key dir", whole="written_bytes")],
+            "summary": keys(whole="partials live orphans written_bytes"),
         },
     ),
-    "path {0}": (0, {"url": str, "path": str}),
+    "path {0}": (0, keys(text="url path")),
     "pin {0} s3://lab/absent.tar --for 3d": (
         0,
         {
-            "shards": [{"url": str, "state": str}],
-            "summary": {"pinned": int, "not_cached": int, "seconds": float},
+            "shards": [keys(text="url state")],
+            "summary": keys(whole="pinned not_cached", number="seconds"),
         },
     ),
     "unpin {0}": (
         0,
-        {"shards": [{"url": str, "state": str}], "summary": {"unpinned": int, "not_pinned": int}},
+        {"shards": [keys(text="url state")], "summary": keys(whole="unpinned not_pinned")},
     ),
     "verify": (
         4,
         {
             "findings": [
-                {
-                    "state": str,
-                    "url": str,
-                    "reason": str,
-                    "size": int,
-                    "set_aside": bool,
-                    "key": str,
-                    "version": str,
-                    "dir": str,
-                }
+                keys(text="state url reason key version dir", whole="size", flag="set_aside")
             ],
-            "summary": {
-                "verified": int,
-                "verified_bytes": int,
-                "ok": int,
-                "damaged": int,
-                "changed": int,
-                "gone": int,
-                "unreachable": int,
-                "unchecked": int,
-                "set_aside": int,
-                "seconds": NUMBER,
-                "interrupted": bool,
-            },
+            "summary": keys(
+                whole="verified verified_bytes ok damaged changed gone unreachable unchecked "
+                "set_aside",
+                number="seconds",
+                flag="interrupted",
+            ),
         },
     ),
     "stats": (
         0,
         {
             **OPENS,
-            "since": TIME,
-            "until": TIME,
-            "coalesced": int,
-            "bypassed": int,
-            "failed": int,
-            "bytes_opened": int,
-            "bytes_saved": int,
-            "evicted": int,
-            "errors": int,
-            "waits": {"all": {"count": int, "seconds": NUMBER, "p50": NUMBER, "p99": NUMBER}},
+            **keys(whole="coalesced bypassed failed bytes_opened bytes_saved evicted errors"),
+            **keys(time="since until"),
+            "waits": {"all": keys(whole="count", number="seconds p50 p99")},
         },
     ),
     "stats --by hour": (0, {"hours": [{"hour": TIME, **OPENS}], "summary": OPENS}),
     "stats --by rank": (0, {"ranks": [{"rank": int | NoneType, **OPENS}], "summary": OPENS}),
-    "stats --zero": (0, {"zeroed": bool}),
+    "stats --zero": (0, keys(flag="zeroed")),
     "top --interval 0.2": (
         0,
         {
-            "at": TIME,
-            "seconds": NUMBER,
-            "processes": int,
-            "ranks": list,
-            "fetches": list,
-            "waits": list,
+            **keys(time="at", number="seconds", whole="processes"),
+            **dict.fromkeys(("ranks", "fetches", "waits"), list),
             "tiers": [TIER],
-            "total": {"opens": int},
+            "total": keys(whole="opens"),
         },
     ),
     "report": (0, {"tiers": [TIER]}),
     "config": (
         0,
         {
-            "options": [{"option": str, "value": str, "source": str, "default": str, "help": str}],
-            "summary": {"options": int, "set": int},
+            "options": [keys(text="option value source default help")],
+            "summary": keys(whole="options set"),
         },
     ),
-    "dir": (0, {"dir": str}),
-    "doctor": (0, {"findings": [{"level": str, "found": str}], "summary": {"fail": int}}),
-    "recipe cron": (0, {"kind": str, "files": [{"name": str, "text": str}]}),
+    "dir": (0, keys(text="dir")),
+    "doctor": (0, {"findings": [keys(text="level found")], "summary": keys(whole="fail")}),
+    "recipe cron": (0, {"kind": str, "files": [keys(text="name text")]}),
     "clean -n --all": (
         0,
         {
-            "removals": [{"dir": str, "size": int, "reason": str}],
-            "summary": {
-                "dry_run": bool,
-                "removed": int,
-                "removed_bytes": int,
-                "kept": int,
-                "kept_bytes": int,
-                "missing_bytes": int,
-                "missing_inodes": int,
-            },
+            "removals": [keys(text="dir reason", whole="size")],
+            "summary": keys(
+                flag="dry_run",
+                whole="removed removed_bytes kept kept_bytes missing_bytes missing_inodes",
+            ),
         },
     ),
     "rm -n {0} s3://lab/absent.tar": (
         1,
         {
-            "shards": [{"url": str, "size": int, "state": str}],
-            "summary": {"dry_run": bool, "removed": int, "removed_bytes": int, "not_cached": int},
+            "shards": [keys(text="url state", whole="size")],
+            "summary": keys(flag="dry_run", whole="removed removed_bytes not_cached"),
         },
     ),
 }

@@ -47,9 +47,6 @@ def test_prewarm_says_what_it_needs_and_what_it_did(run, spec):
     code, out, err = run("prewarm", spec)
     assert "4 cached, nothing to fetch" in out
     assert "All 4 shards cached" in out
-
-
-def test_prewarm_says_nothing_when_quiet(run, spec):
     assert run("prewarm", "-q", spec) == (0, "", "")
 
 
@@ -107,64 +104,6 @@ def test_check_asks_nobody_and_exits_4_when_shards_are_missing(run, spec, proxy)
     assert out.startswith("4 of 4 shards cached (")
 
 
-def test_dry_run_fetches_nothing(run, spec, tmp_path):
-    code, out, _ = run("prewarm", "-n", spec)
-    assert code == 0
-    assert "4 to fetch" in out
-    assert not (tmp_path / "cache").exists()
-
-
-def test_specs_come_from_files_and_stdin(run, spec, bucket, tmp_path, monkeypatch):
-    import io
-
-    listing = tmp_path / "shards.txt"
-    listing.write_text(f"# the training set\n\n  {spec}  \n")
-    monkeypatch.setattr(sys, "stdin", io.StringIO(f"s3://{bucket}/train-0000.tar\n"))
-    code, out, _ = run("prewarm", "-f", listing, "-f", "-")
-    assert code == 0
-    assert "Need 4 shards" in out
-    code, _, err = run("prewarm", "-f", tmp_path / "none")
-    assert (code, "cannot be read" in err) == (2, True)
-    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    assert run("prewarm", "-f", tmp_path / "binary")[0] == 2
-
-
-def test_prefixes_and_globs_are_listed(run, spec, bucket):
-    assert run("prewarm", f"s3://{bucket}/")[0] == 0
-    assert "4 of 4" in run("prewarm", "--check", f"s3://{bucket}/train-*.tar")[1]
-    code, _, err = run("prewarm", f"s3://{bucket}/nothing-*.tar")
-    assert code == 1
-    assert "nothing matches" in err
-
-
-def test_prewarm_json_accounts_for_every_shard(run, spec, bucket, data):
-    code, out, _ = run("prewarm", spec, f"s3://{bucket}/absent.tar", "--json")
-    found = json.loads(out)
-    assert code == 3
-    assert (found["schema"], found["command"]) == (1, "prewarm")
-    assert [shard["outcome"] for shard in found["shards"]] == ["fetched"] * 4 + ["failed"]
-    assert found["shards"][0]["size"] == len(data["train-0000.tar"])
-    assert found["shards"][4]["error_type"] == "ShardNotFoundError"
-    assert found["summary"]["received_bytes"] == sum(map(len, data.values()))
-    assert found["summary"]["plan"]["to_fetch"] == 5
-
-
-def test_prewarm_json_lines_come_as_it_happens(run, spec):
-    _, out, _ = run("prewarm", spec, "--format", "jsonl")
-    lines = [json.loads(line) for line in out.splitlines()]
-    assert [line["type"] for line in lines] == ["plan", *["shard"] * 4, "summary"]
-    assert lines[-1]["fetched"] == 4
-    _, out, _ = run("prewarm", spec, "--check", "--format", "jsonl")
-    lines = [json.loads(line) for line in out.splitlines()]
-    assert [line["type"] for line in lines] == [*["shard"] * 4, "summary"]
-
-
-def test_prewarm_without_shards_is_a_usage_error(run):
-    code, _, err = run("prewarm")
-    assert code == 2
-    assert err.startswith("error: Which shards?")
-
-
 def test_jobs_raise_the_connections(run, spec, monkeypatch):
     made = []
     from_config = Cache.from_config.__func__
@@ -189,33 +128,22 @@ def test_bad_credentials_are_told_once(run, spec, monkeypatch):
 # -- path ---
 
 
-def test_path_prints_a_path_and_nothing_else(run, warm, data):
-    code, out, err = run("path", warm[1])
-    assert (code, err) == (0, "")
-    assert Path(out.rstrip("\n")).read_bytes() == data["train-0001.tar"]
-    assert json.loads(run("path", warm[1], "--json")[1])["path"] == out.strip()
-
-
-def test_path_of_what_is_not_cached_is_exit_1(run, spec, bucket):
-    url = f"s3://{bucket}/train-0000.tar"
+def test_path_prints_a_path_and_nothing_else_and_fetches_on_request(
+    run, spec, bucket, data, tmp_path
+):
+    url = f"s3://{bucket}/train-0002.tar"
     code, out, err = run("path", url)
     assert (code, out) == (1, "")
     assert re.fullmatch(rf"error: {url} is not cached in .*\. Pass --fetch to fetch it\.\n", err)
-
-
-def test_path_fetches_on_request(run, spec, bucket, data):
-    code, out, err = run("path", "--fetch", f"s3://{bucket}/train-0002.tar")
+    code, out, err = run("path", "--fetch", url)
     assert (code, err) == (0, "")
-    assert Path(out.strip()).read_bytes() == data["train-0002.tar"]
+    assert Path(out.rstrip("\n")).read_bytes() == data["train-0002.tar"]
+    assert run("path", url) == (0, out, "")
     code, out, err = run("path", "--fetch", f"s3://{bucket}/none.tar")
-    assert (code, out) == (1, "")
-    assert "not found" in err
-
-
-def test_path_of_a_local_shard_is_itself(run, tmp_path):
+    assert (code, out, "not found" in err) == (1, "", True)
     shard = tmp_path / "x.tar"
     shard.write_bytes(make_tar(1))
-    assert run("path", shard) == (0, f"{shard}\n", "")
+    assert run("path", shard) == (0, f"{shard}\n", "")  # of a local shard, itself
 
 
 # -- progress ------------------------------------------------------------------
@@ -352,13 +280,3 @@ def test_one_reason_is_told_once(capsys):
     ]
     tell_failures(Console(verbosity=1), failures(9), 3)
     assert len(capsys.readouterr().err.splitlines()) == 11
-
-
-def test_a_quiet_run_that_ends_early_says_so(capsys):
-    early = replace(
-        failures(0), results=(result(1, Outcome.NOT_STARTED),), stopped=Stopped.DEADLINE
-    )
-    tell_failures(Console(quiet=True), early, None)
-    assert capsys.readouterr().err == "warning: 1 shard not done because the deadline is over\n"
-    tell_failures(Console(), replace(early, stopped=Stopped.REQUESTED), None)
-    assert "run the same command" in capsys.readouterr().err

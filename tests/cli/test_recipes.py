@@ -266,19 +266,6 @@ def test_files_are_written_whole_and_never_over_others(tmp_path: Path) -> None:
     assert code == 0 and os.access(directory / "epilog.sh", os.X_OK)
 
 
-def test_a_recipe_is_an_object_to_machines(tmp_path: Path) -> None:
-    code, out, _ = run_process("recipe", "k8s", "--json", directory=tmp_path / "cache")
-    found = json.loads(out)
-    assert code == 0 and [file["name"] for file in found["files"]] == ["shardcache.yaml"]
-
-
-@pytest.mark.parametrize(
-    "arguments", [("recipe",), ("recipe", "anacron"), ("recipe", "cron", "--prewarm", "s3://b/a")]
-)
-def test_what_is_no_recipe_is_a_usage_error(tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    assert run_process(*arguments, directory=tmp_path / "cache")[0] == 2
-
-
 def test_a_credential_is_refused() -> None:
     for kind in KINDS:
         with pytest.raises(ConfigError, match="with a credential") as caught:

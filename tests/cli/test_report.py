@@ -5,32 +5,11 @@ from __future__ import annotations
 import json
 import re
 import sys
-from html.parser import HTMLParser
 
 import pytest
 
 from shardcache.cache import Cache
 from tests.support.shop import Shop
-
-
-class Page(HTMLParser):
-    """Collects what a page refers to, and its text."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: set[str] = set()
-        self.links: list[str] = []
-        self.text = ""
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.links += [
-            value or "" for name, value in attrs if name in ("src", "href", "xlink:href")
-        ]
-
-    def handle_data(self, data: str) -> None:
-        self.text += data + " "
 
 
 @pytest.fixture
@@ -50,9 +29,9 @@ def test_the_page_needs_nothing_from_elsewhere_and_shows_what_json_tells(run, sh
     page = tmp_path / "report.html"
     code, out, err = run("--dir", shop.path, "report", "-o", page)
     assert (code, err) == (0, "") and f"wrote {page}" in out
-    found = Page(page.read_text())
-    assert "svg" in found.tags and not {"script", "link", "img", "iframe"} & found.tags
-    assert [link for link in found.links if not link.startswith("#")] == []
+    html = page.read_text()
+    assert "<svg" in html and not re.search(r"<(script|link|img|iframe)\b", html)
+    assert not re.search(r"""\b(src|href)=["'][^#]""", html)
     code, out, _ = run("--dir", shop.path, "report", "--json")
     told = json.loads(out)
     total = told["total"]
@@ -60,7 +39,7 @@ def test_the_page_needs_nothing_from_elsewhere_and_shows_what_json_tells(run, sh
     assert total["hits"] == sum(row["hits"] for row in told["over_time"])
     assert told["over_time"][-1]["cached_bytes"] == told["cached_bytes"] == 4 * shop.size
     assert [row["url"] for row in told["refetched"]] == [f"file://{shop.urls[0]}"]
-    text = re.sub(r"\s+", " ", found.text)
+    text = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", html))
     assert f"{total['hit_rate']:.1%} hits" in text
     for fact in ("12 opens", f"{shop.path}: 4 shards", "Fetched more than once", "asked 1"):
         assert fact in text, fact

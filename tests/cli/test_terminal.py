@@ -53,15 +53,6 @@ def test_a_terminal_without_progress(spec, tmp_path, environment, options):
     assert "\x1b" not in text
 
 
-def test_no_color_leaves_the_progress_plain(slow, proxy, tmp_path):
-    screen = Screen("prewarm", slow, directory=tmp_path / "cache", environment={"NO_COLOR": "1"})
-    with screen:
-        screen.read(until=r"big-0\.tar +\d+%")
-        proxy.resume()
-        text = screen.read()
-    assert not re.search(r"\x1b\[[\d;]*m", text)
-
-
 def test_a_narrow_terminal_folds_names_and_loses_nothing(run, warm, tmp_path):
     with Screen(
         "ls", directory=tmp_path / "cache", environment={"NO_COLOR": "1"}, columns=60

@@ -105,20 +105,6 @@ def test_a_fetch_in_flight_is_shown_with_who_makes_it(
     assert "0 fetches in flight" in capsys.readouterr().out
 
 
-def test_what_is_counted_seldom_is_counted_seldom(
-    make_cache: Make, origin: MemoryOrigin, clock: FakeClock
-) -> None:
-    origin.objects[URL] = DATA
-    cache = make_cache()
-    watcher = Watcher(cache, clock)
-    assert watcher.look().tiers[0].shards == 0
-    cache.fetch(URL)
-    clock.sleep(4.0)
-    assert watcher.look().tiers[0].shards == 0
-    clock.sleep(2.0)
-    assert watcher.look().tiers[0].shards == 1
-
-
 # -- the command --------------------------------------------------------------------
 
 

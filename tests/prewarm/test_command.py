@@ -30,10 +30,14 @@ def test_a_list_holds_what_the_command_line_takes(run, bucket, data, s3_environm
         f"  s3://{bucket}/train-0003.tar",
     ]
     for number, line in enumerate(lines[1:]):
-        (tmp_path / "list").write_text(f"{lines[0]}\n{line}\n")
+        (tmp_path / "list").write_text(f"{lines[0]}\n\n{line}\n")
         asked = ["-f", tmp_path / "list"], [line.strip()]
         found = [json.loads(run("prewarm", "-n", "--json", *each)[1])["shards"] for each in asked]
         assert found[0] == found[1] and len(found[0]) == [2, 1, 4, 1][number]
+    assert not (tmp_path / "cache").exists()
+    (tmp_path / "list").write_bytes(b"\xff\xfe\x00")
+    code, _, err = run("prewarm", "-f", tmp_path / "list")
+    assert (code, "not UTF-8" in err) == (2, True)
 
 
 def test_max_size_is_what_the_cache_may_hold(run, spec, data):

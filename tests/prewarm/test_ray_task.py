@@ -16,6 +16,7 @@ from shardcache.prewarm import ray as module
 from shardcache.prewarm.plan import Share
 from shardcache.prewarm.ray import NodeReport, _Order, _prewarm_here
 from shardcache.results import Outcome, Stopped
+from tests.support.storetools import wait_until
 from tests.support.tars import make_tar
 
 
@@ -108,7 +109,7 @@ def test_a_task_that_is_cancelled_ends_its_prewarm(
         node._take(next(stream))
     with pytest.raises(KeyboardInterrupt):
         stream.throw(KeyboardInterrupt)  # type: ignore[attr-defined]
-    assert threading.active_count() <= before
+    wait_until(lambda: threading.active_count() <= before)
     node.interrupted = True
     report = node.report  # of what it had told
     assert report.stopped is Stopped.REQUESTED

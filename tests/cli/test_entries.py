@@ -9,8 +9,6 @@ import re
 import time
 from pathlib import Path
 
-import pytest
-
 from shardcache.cache import Cache
 from shardcache.layout import Layout
 

@@ -10,7 +10,7 @@ it can be set at any moment:
 * ``libfaketime``: all of libc, and with it the clocks of every library.
 
 Timestamps of files stay the kernel's, as they do on a machine where one process, or one
-container, is wrong about the time. The monotonic clock stays right unless asked otherwise.
+container, is wrong about the time. The monotonic clock stays right.
 """
 
 from __future__ import annotations
@@ -111,10 +111,9 @@ for line in sys.stdin:
 class Clock:
     """The wall clock of some processes, in seconds away from the truth."""
 
-    def __init__(self, path: Path, how: str = "python", *, monotonic: bool = False) -> None:
+    def __init__(self, path: Path, how: str = "python") -> None:
         self.path = path
         self.how = how
-        self.monotonic = monotonic  # whether that is wrong too; only libfaketime can
         self.set(0)
 
     def set(self, seconds: int) -> None:
@@ -132,8 +131,8 @@ class Clock:
             "FAKETIME_TIMESTAMP_FILE": str(self.path),
             "FAKETIME_NO_CACHE": "1",
             "NO_FAKE_STAT": "1",
-            "DONT_FAKE_MONOTONIC": "0" if self.monotonic else "1",
-            "FAKETIME_DONT_FAKE_MONOTONIC": "0" if self.monotonic else "1",
+            "DONT_FAKE_MONOTONIC": "1",
+            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
         }
 
 
@@ -204,9 +203,3 @@ class Worker:
         """What it answers."""
         self.tell(*command)
         return self.hear()[0]
-
-    def time(self, *command: Any) -> tuple[Any, float]:
-        """What it answers, and after how many seconds of its monotonic clock."""
-        self.tell(*command)
-        answer, seconds = self.hear()
-        return answer, seconds

@@ -13,7 +13,6 @@ import contextlib
 import ctypes
 import hashlib
 import heapq
-import json
 import mmap
 import os
 import random
@@ -351,11 +350,7 @@ def storm(seconds: float, seed: int, *, workers: int = 8, lying: bool = False) -
 def show(verdict: Mapping[str, Any]) -> None:
     print(f"{machine()}\n\n| | |\n|---|--:|")
     for name, figure in verdict["figures"].items():
-        print(
-            f"| {name} | {figure:,.1f} |"
-            if isinstance(figure, float)
-            else f"| {name} | {figure:,} |"
-        )
+        print(f"| {name} | {round(figure, 1):,} |")
     for text in verdict["violations"][:20]:
         print(f"\n{text}")
     print(f"\n{len(verdict['violations'])} violations" if verdict["violations"] else "\nAll held.")
@@ -367,14 +362,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 31))
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--flock", choices=["working", "lying"], default="working")
-    parser.add_argument("--json", type=Path, help="write figures and violations")
     given = parser.parse_args()
     if given.flock == "lying" and "BROKEN_FLOCK" not in os.environ:
         os.execve(sys.executable, sys.orig_argv, broken_environment("lying"))
     lying = given.flock == "lying"
     verdict = vars(storm(given.minutes * 60, given.seed, workers=given.workers, lying=lying))
-    if given.json:
-        given.json.write_text(json.dumps(verdict))
     print(f"seed {given.seed}")
     show(verdict)
     return 1 if verdict["violations"] else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import io
 import logging
 import os
@@ -383,12 +384,13 @@ def test_a_forked_child_reads_through_the_parents_cache(
     assert parent_session <= sessions()
 
 
-def open_paths() -> list[str]:
-    """Of the descriptors of this process."""
+def paths_open_for_writing() -> list[str]:
+    """Of the descriptors of this process; one that only reads holds no lock of a fetch."""
     paths = []
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # of the listing itself
-            paths.append(os.readlink(f"/proc/self/fd/{name}"))
+            if fcntl.fcntl(int(name), fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY:
+                paths.append(os.readlink(f"/proc/self/fd/{name}"))
     return paths
 
 
@@ -407,7 +409,8 @@ def test_a_fork_while_another_thread_fetches_leaves_the_child_free(
     pid = os.fork()
     if pid == 0:
         try:
-            held = [path for path in open_paths() if "/partial/" in path or ".lock" in path]
+            paths = paths_open_for_writing()
+            held = [path for path in paths if "/partial/" in path or ".lock" in path]
             os.write(told, repr(held).encode())
         finally:
             os._exit(0)

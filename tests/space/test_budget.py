@@ -206,6 +206,7 @@ def test_a_resumed_partial_is_admitted_by_asking_for_nothing_more(make) -> None:
     claimed.discard()
 
 
+@pytest.mark.locks_work("answers")
 def test_what_dead_processes_left_goes_before_any_entry(make) -> None:
     bench = make(max_size=3 * MIB)
     entry = publish(bench.store, data=bytes(1000), used=1.0)
@@ -315,6 +316,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Library:
     return Library(tmp_path, monkeypatch)
 
 
+@pytest.mark.locks_work("answers")
 def test_what_fits_costs_no_count_and_the_budget_holds(library: Library) -> None:
     for number in range(200, 210):
         library.fetch(number)
@@ -327,6 +329,7 @@ def test_what_fits_costs_no_count_and_the_budget_holds(library: Library) -> None
     assert (library.counts, library.used()) == (2, 210_000)
 
 
+@pytest.mark.locks_work("answers")
 def test_of_a_small_cache_no_more_goes_than_must(make) -> None:
     bench = make(max_size=20_000)
     for number in range(25):
@@ -335,6 +338,7 @@ def test_of_a_small_cache_no_more_goes_than_must(make) -> None:
     assert bench.used() == 19_000
 
 
+@pytest.mark.locks_work("answers")
 def test_what_others_publish_without_asking_is_seen_after_a_while(library: Library) -> None:
     library.fetch(200)
     for number in range(300, 309):
@@ -344,6 +348,7 @@ def test_what_others_publish_without_asking_is_seen_after_a_while(library: Libra
     assert library.counts == 2 and library.used() <= 210_000
 
 
+@pytest.mark.locks_work("flock", "answers")
 def test_what_was_refused_is_refused_without_a_count_for_a_while(library: Library) -> None:
     session = Session(library.layout, 0.5)
     for _ in range(3):
@@ -373,6 +378,7 @@ def test_a_reservation_counts_although_its_fetch_failed_until_the_next_count(
     assert library.used() == 203_000  # nothing had to go
 
 
+@pytest.mark.locks_work("flock", "answers")
 def test_shards_of_unknown_size_are_counted_as_they_grow(library: Library) -> None:
     library.fetch(200)
     partial = library.admit("s3://lab/unknown.tar", None)

@@ -276,6 +276,20 @@ def test_a_root_that_others_could_tamper_with_is_refused_with_the_fix(
     assert {p: p.lstat().st_mtime_ns for p in public.rglob("*")} == before
 
 
+def test_statistics_of_a_reader_follow_no_planted_link(origin, make_cache, tmp_path: Path) -> None:
+    origin.objects["s3://lab/a.tar"] = SHARDS["a.tar"]
+    cache = make_cache()
+    cache.fetch("s3://lab/a.tar")
+    (cache.dir / "v1").rename(tmp_path / "elsewhere")
+    (cache.dir / "v1").symlink_to(tmp_path / "elsewhere")
+    for path in (tmp_path / "elsewhere").glob("stats.db*"):
+        path.unlink()
+    with cache.open("s3://lab/a.tar") as stream:
+        assert stream.read() == SHARDS["a.tar"]
+    cache.close()
+    assert not list((tmp_path / "elsewhere").glob("stats.db*"))
+
+
 @needs_root
 def test_a_link_on_the_way_that_another_user_planted_is_refused(public: Path) -> None:
     (public / "real").mkdir()

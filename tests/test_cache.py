@@ -26,6 +26,7 @@ from shardcache.store.digest import BLOCK
 from shardcache.store.store import Store
 from shardcache.streams.opener import Opener
 from tests.support.fakes import Fault, MemoryOrigin
+from tests.support.storetools import wait_until
 from tests.support.tars import make_tar
 
 URL = "s3://lab/train-0000.tar"
@@ -402,9 +403,7 @@ def test_a_fork_while_another_thread_fetches_leaves_the_child_free(
     origin.faults.append(Fault(after=BLOCK, wait=gate))
     thread = threading.Thread(target=read, args=(cache,))
     thread.start()
-    layout = Layout.of_root(cache.dir)
-    while not any(True for _ in layout.partial.iterdir()):
-        pass
+    wait_until(lambda: origin.delivered >= BLOCK)
     ready, told = os.pipe()
     pid = os.fork()
     if pid == 0:

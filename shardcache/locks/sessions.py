@@ -104,28 +104,6 @@ def live_sessions(layout: Layout) -> list[float]:
     return [session for session in found if session is not None]
 
 
-def dead_sessions(layout: Layout) -> int:
-    """How many sessions processes that are gone have left; only looks.
-
-    Raises:
-        OSError: the filesystem is failing.
-    """
-    dead = 0
-    for name in list_names(layout.sessions):
-        if not _NAME.match(name):
-            continue
-        try:
-            file = open_file(layout.sessions / name, io.FileIO)
-        except OSError as exn:
-            if exn.errno in (*_NONE_OF_OURS, errno.EACCES):
-                continue
-            raise
-        with file:
-            # Shared: two who look do not take each other for the session's process.
-            dead += is_free(file.fileno(), shared=True) is True
-    return dead
-
-
 def remove_dead_sessions(layout: Layout) -> None:
     """Remove what processes that are gone left in ``sessions``.
 

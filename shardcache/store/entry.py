@@ -12,7 +12,7 @@ import json
 import os
 import stat
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -127,10 +127,6 @@ class Metadata:
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as exn:
             reason = f"{type(exn).__name__}: {exn}"[:200]
             raise DamagedError(f"its sidecar cannot be read ({reason})") from exn
-
-    def trusted_since(self, boot: str) -> Metadata:
-        """The same, known good during ``boot``."""
-        return replace(self, boot=boot)
 
 
 def _text(record: dict[str, Any], name: str) -> str:
@@ -282,19 +278,16 @@ def versions(layout: Layout, key: str) -> list[tuple[Path, int]]:
     """
     found = []
     key_dir = layout.key_dir(key)
-    for child, _version, size in _children(key_dir) if is_directory(key_dir.parent) else ():
+    if not (is_directory(key_dir.parent) and is_directory(key_dir)):
+        return []
+    for child, _version, size in _listed(key_dir):
         with contextlib.suppress(FileNotFoundError):  # evicted meanwhile
             found.append((child.stat(follow_symlinks=False).st_mtime_ns, child.path, size))
     return [(Path(path), size) for _, path, size in sorted(found, reverse=True)]
 
 
-def _children(key_dir: Path | str) -> list[tuple[os.DirEntry[str], str, int]]:
-    """(directory, version, size) of the entries of a key; symbolic links are none."""
-    return _listed(key_dir) if is_directory(key_dir) else []
-
-
 def _listed(key_dir: Path | str) -> list[tuple[os.DirEntry[str], str, int]]:
-    """As `_children` of what is known to be a directory."""
+    """(directory, version, size) of the entries of a key; symbolic links are none."""
     return [
         (child, *parsed)
         for child in _scanned(key_dir)

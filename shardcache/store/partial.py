@@ -114,15 +114,6 @@ def parse_header(data: bytes) -> Progress:
     return Progress(None if total == _UNKNOWN else total, watermark, written)
 
 
-def write_record(fd: int, index: int, digest: bytes, length: int) -> None:
-    """Record that block ``index`` is on disk.
-
-    Raises:
-        OSError: the disk fails.
-    """
-    os.pwrite(fd, _RECORD.pack(digest, length), _record_at(index))
-
-
 def read_records(fd: int, total: int) -> Iterator[tuple[int, bytes, int]]:
     """(index, digest, length) of the recorded blocks of a shard of ``total`` bytes.
 
@@ -456,7 +447,7 @@ class Partial:
         with self._guard:
             if self._progress.closed:
                 return  # the fetch was called off; its last workers do not matter
-            write_record(self._progress.fileno(), index, digest, length)
+            os.pwrite(self._progress.fileno(), _RECORD.pack(digest, length), _record_at(index))
             if index not in self._digests:
                 self._written += length
             self._digests[index] = (digest, length)

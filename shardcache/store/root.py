@@ -241,7 +241,13 @@ def check_group(root: Path, modes: Modes) -> None:
     """
     manifest = _manifest(root)
     if manifest is None:
-        _check_manifest(root)
+        path = root / MANIFEST
+        if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+            raise ConfigError(
+                f"{path} is a symbolic link or another thing that no manifest is. Look at who made "
+                "it, and remove it.",
+                dir=root,
+            )
         return
     _check_schema(root, manifest)
     stated = manifest.get(_GROUP)
@@ -272,16 +278,6 @@ def _check_schema(root: Path, manifest: dict[str, Any]) -> None:
         raise ConfigError(
             f"{root} was made by shardcache {library}, which keeps it in a way that this one does "
             f"not know (schema {schema}). Upgrade shardcache, or use another directory.",
-            dir=root,
-        )
-
-
-def _check_manifest(root: Path) -> None:
-    path = root / MANIFEST
-    if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
-        raise ConfigError(
-            f"{path} is a symbolic link or another thing that no manifest is. Look at who made "
-            "it, and remove it.",
             dir=root,
         )
 

@@ -57,15 +57,7 @@ from shardcache.store.entry import (
 from shardcache.store.partial import LostError, Partial
 from shardcache.store.root import check_group, check_links
 
-__all__ = [
-    "Entry",
-    "Namespaces",
-    "Opened",
-    "Store",
-    "Stores",
-    "own_layout",
-    "rank_layouts",
-]
+__all__ = ["Entry", "Namespaces", "Opened", "Store", "Stores", "own_layout"]
 
 logger = logging.getLogger(__name__)
 
@@ -301,7 +293,7 @@ class Store:
             if file_digest(fd) != metadata.digest:
                 raise DamagedError("its bytes changed since they were fetched")
         try:
-            trusted = metadata.trusted_since(self._boot).encode()
+            trusted = replace(metadata, boot=self._boot).encode()
             modes, via = self.layout.modes, self.layout.partial
             replace_file(directory / META, trusted, modes.file, via=via)
         except OSError as exn:  # read-only or full: verify again next time

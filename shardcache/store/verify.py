@@ -127,15 +127,6 @@ class VerifyStatus:
 _SILENT = 3
 
 
-class Answer(StrEnum):
-    """What an origin says of a version that is cached."""
-
-    SAME = "same"
-    CHANGED = "changed"
-    GONE = "gone"
-    UNREACHABLE = "unreachable"
-
-
 class Drift:
     """Asks origins which version of a shard they have.
 
@@ -162,33 +153,33 @@ class Drift:
         self._guard = threading.Lock()
         self._silent: Counter[str] = Counter()
 
-    def now(self, metadata: Metadata) -> ObjectInfo | tuple[Answer, str]:
+    def now(self, metadata: Metadata) -> ObjectInfo | tuple[State, str]:
         """What the origin has under the URL of a sidecar now, or why that is not known.
 
         Raises:
             Whatever ``sleep`` raises.
         """
         if metadata.url.startswith("pipe:"):
-            return Answer.UNREACHABLE, "it is what a command wrote, which states no version"
+            return State.UNREACHABLE, "it is what a command wrote, which states no version"
         try:
             shard = self.parse(metadata.url)
         except ConfigError as exn:
-            return Answer.UNREACHABLE, exn.message
+            return State.UNREACHABLE, exn.message
         if shard.key != metadata.key:
-            return Answer.UNREACHABLE, "it came from another endpoint than the one configured"
+            return State.UNREACHABLE, "it came from another endpoint than the one configured"
         place = f"{shard.scheme} {'/'.join(str(shard).split('/')[:3])}"
         if self._silent[place] >= _SILENT:
-            return Answer.UNREACHABLE, f"not asked: {_SILENT} shards before it got no answer"
+            return State.UNREACHABLE, f"not asked: {_SILENT} shards before it got no answer"
         try:
             found = self._ask(shard)
         except ShardNotFoundError:
-            return Answer.GONE, "the origin has it no longer"
+            return State.GONE, "the origin has it no longer"
         except TransferError as exn:
             with self._guard:
                 self._silent[place] += 1
-            return Answer.UNREACHABLE, redact(str(exn.__cause__ or exn))
+            return State.UNREACHABLE, redact(str(exn.__cause__ or exn))
         except ShardCacheError as exn:
-            return Answer.UNREACHABLE, exn.message
+            return State.UNREACHABLE, exn.message
         with self._guard:
             self._silent[place] = 0
         return found
@@ -323,7 +314,7 @@ class _Copies:
     """
 
     digests: dict[tuple[int, int], str] = field(default_factory=dict)
-    now: ObjectInfo | tuple[Answer, str] | None = None
+    now: ObjectInfo | tuple[State, str] | None = None
     read: int = 0
 
 
@@ -447,8 +438,7 @@ class _Verifier:
         if copies.now is None:
             copies.now = self._drift.now(metadata)
         if isinstance(copies.now, tuple):
-            answer, reason = copies.now
-            return State(answer), reason
+            return copies.now
         try:
             difference = differs(metadata.info, copies.now)
         except ValueError as exn:

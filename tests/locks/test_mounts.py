@@ -16,7 +16,6 @@ from shardcache.cache import Cache
 from shardcache.layout import IDLE_GRACE, Layout
 from shardcache.locks import mounts
 from shardcache.locks.mounts import (
-    LOCAL_TYPES,
     Mount,
     mount_of,
     node_namespace,
@@ -90,10 +89,6 @@ def test_no_table_is_no_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setattr("shardcache.locks.mounts._MOUNTINFO", tmp_path / "absent")
     assert mount_of(tmp_path) is None
     assert mount_of(tmp_path, "") is None
-
-
-def test_unknown_types_are_not_local() -> None:
-    assert not LOCAL_TYPES & {"nfs", "nfs4", "lustre", "gpfs", "cifs", "9p", "ceph", "fuse"}
 
 
 @needs_root

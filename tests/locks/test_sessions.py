@@ -16,7 +16,6 @@ import pytest
 from shardcache.layout import Layout
 from shardcache.locks.sessions import (
     Session,
-    dead_sessions,
     live_sessions,
     remove_dead_sessions,
 )
@@ -208,19 +207,3 @@ print(sum(name.endswith(".session") for name in found))
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert (done.stdout, done.stderr) == ("1\n", "")
     assert os.listdir(tmp_path / "cache/v1/sessions") == []
-
-
-@pytest.mark.locks_work("flock", "answers")
-def test_dead_sessions_are_counted_without_removing_them(layout: Layout) -> None:
-    def work(parent: Parent) -> None:
-        session = Session(layout, 1000.0)
-        parent.say(session.path.name)
-        parent.hear()
-
-    with forked(work) as child:
-        name = child.hear()
-        assert dead_sessions(layout) == 0
-        child.kill()
-        (layout.sessions / f"{'a' * 32}.session").symlink_to("/etc/passwd")
-        assert dead_sessions(layout) == 1
-        assert name in names(layout)

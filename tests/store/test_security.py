@@ -314,9 +314,6 @@ def refusal(root: Path) -> str:
     return ""
 
 
-# -- what is planted inside ------------------------------------------------------
-
-
 # -- what a damaged or hostile record may say ------------------------------------
 
 

@@ -9,6 +9,7 @@ import os
 import shutil
 import stat
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -324,7 +325,7 @@ def test_want_of_descriptors_damages_and_evicts_nothing(store: Store) -> None:
 
 
 def reboot(entry: Entry) -> None:
-    (entry.path / META).write_bytes(entry.metadata().trusted_since("another boot").encode())
+    (entry.path / META).write_bytes(replace(entry.metadata(), boot="another boot").encode())
 
 
 def test_an_entry_of_another_boot_is_hashed_once(
@@ -468,9 +469,6 @@ def test_an_entry_that_another_node_made_and_this_one_cannot_see_is_waited_for(
     assert len(naps) == 100
     assert naps[:10] == [0] * 10  # as quick as a race is over
     assert sum(naps) == pytest.approx(4.5)  # as long as it is worth
-
-
-# -- killed on the way ---------------------------------------------------------
 
 
 # -- pins and eviction ---------------------------------------------------------
@@ -660,11 +658,6 @@ def test_a_link_in_the_making_is_not_swept_while_its_source_is_read(
     assert sibling.link(opened, entry.metadata(), NAME)
     opened.close()
     assert read(sibling) == b"shard"
-
-
-# -- the machine ---------------------------------------------------------------
-
-DAMAGES = ("data", "size", "sidecar", "no sidecar")
 
 
 def test_a_scan_finds_all_that_was_published(store: Store) -> None:

@@ -176,9 +176,6 @@ def test_quarantined_entries_go_and_say_how_much_that_frees(layout: Layout) -> N
     assert not path.exists()
 
 
-# -- what network filesystems and groups leave ---------------------------------
-
-
 # -- other processes -----------------------------------------------------------
 
 
@@ -240,9 +237,6 @@ def test_sweepers_never_take_a_partial_from_a_writer_that_just_makes_it(layout: 
     assert [lost for _, lost in results] == [0, 0]
     sweep(layout)
     assert list(layout.partial.iterdir()) == []
-
-
-originals: dict[str, object] = {}
 
 
 @pytest.mark.locks_work("answers")

@@ -41,11 +41,6 @@ def test_only_faults_in_a_row_open_it(breaker: Breaker) -> None:
     assert breaker.left == 60
 
 
-def test_some_faults_need_no_repetition(breaker: Breaker) -> None:
-    assert breaker.failed(at_once=True)
-    assert not breaker.allows()
-
-
 def test_after_the_pause_one_caller_tries(breaker: Breaker, clock: FakeClock) -> None:
     break_it(breaker)
     clock.sleep(59.9)
@@ -70,15 +65,6 @@ def test_the_pause_doubles_up_to_its_limit(breaker: Breaker, clock: FakeClock) -
     assert pauses == [60, 120, 240, 480, 600, 600]
 
 
-def test_late_faults_do_not_lengthen_a_pause_and_late_successes_do_not_end_it(
-    breaker: Breaker, clock: FakeClock
-) -> None:
-    break_it(breaker)
-    clock.sleep(10)
-    assert not breaker.failed() and not breaker.succeeded()
-    assert breaker.left == 50 and not breaker.allows()
-
-
 def test_a_try_without_an_answer_is_passed_on(breaker: Breaker, clock: FakeClock) -> None:
     break_it(breaker)
     clock.sleep(60)
@@ -88,25 +74,6 @@ def test_a_try_without_an_answer_is_passed_on(breaker: Breaker, clock: FakeClock
     breaker.undecided()
     breaker.undecided()
     assert breaker.allows()
-
-
-def test_a_try_that_never_answers_does_not_shut_the_disk_for_good(
-    breaker: Breaker, clock: FakeClock
-) -> None:
-    break_it(breaker)
-    clock.sleep(60)
-    assert breaker.allows()
-    clock.sleep(59)
-    assert not breaker.allows()
-    clock.sleep(1)
-    assert breaker.allows()
-
-
-def test_undecided_callers_change_nothing_while_all_is_well(breaker: Breaker) -> None:
-    breaker.failed()
-    breaker.undecided()
-    assert breaker.faults and breaker.closed
-    assert not breaker.failed() and breaker.failed()  # the row went on
 
 
 def test_of_many_threads_one_tries(breaker: Breaker, clock: FakeClock) -> None:

@@ -5,12 +5,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import io
-import logging
 import os
 import pickle
 import stat
-import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,10 +15,8 @@ from pathlib import Path
 import pytest
 
 from shardcache import Cache, CacheFullError, ConfigError, ShardNotFoundError, default_cache
-from shardcache.errors import LockTimeoutError
 from shardcache.layout import Layout
 from shardcache.origins.base import TransientError
-from shardcache.runtime import Process
 from shardcache.store.digest import BLOCK
 from shardcache.store.store import Store
 from shardcache.streams.opener import Opener
@@ -56,15 +51,6 @@ def test_same_names_in_different_prefixes_never_mix(
     for _ in range(2):
         assert read(cache, "s3://lab/train/0.tar") == make_tar(10)
         assert read(cache, "s3://lab/val/0.tar") == make_tar(20)
-
-
-def test_the_same_bucket_name_on_two_endpoints_is_two_objects(
-    make_cache: MakeCache, origin: MemoryOrigin
-) -> None:
-    assert read(make_cache(endpoint_url="http://one:9000")) == DATA
-    origin.objects[URL] = OTHER_DATA
-    assert read(make_cache(endpoint_url="http://two:9000")) == OTHER_DATA
-    assert read(make_cache(endpoint_url="http://one:9000")) == DATA
 
 
 def test_the_stream_is_named_by_its_local_path(make_cache: MakeCache) -> None:
@@ -128,15 +114,6 @@ def test_path_tells_without_fetching(make_cache: MakeCache, origin: MemoryOrigin
     assert URL in cache
 
 
-def test_entries_describe_themselves(make_cache: MakeCache) -> None:
-    cache = make_cache()
-    read(cache)
-    (entry,) = cache.entries()
-    metadata = entry.metadata()
-    assert (metadata.url, metadata.size, entry.size) == (URL, len(DATA), len(DATA))
-    assert entry == cache.entry(URL)
-
-
 def test_a_missing_shard_is_named_and_costs_one_request(
     make_cache: MakeCache, origin: MemoryOrigin
 ) -> None:
@@ -171,85 +148,7 @@ def test_local_files_are_cached_on_request(make_cache: MakeCache, tmp_path: Path
     assert read(cache, str(file)) == DATA
 
 
-# -- faults of the cache -----------------------------------------------------------
-
-
-def unwritable(tmp_path: Path) -> Path:
-    """A directory in which nothing can be made, for root too: a file is in the way."""
-    (tmp_path / "file").write_text("in the way")
-    return tmp_path / "file" / "cache"
-
-
-def test_a_directory_that_is_a_file_is_refused(make_cache: MakeCache, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="not a directory"):
-        Cache(unwritable(tmp_path)).open(URL)
-
-
-@pytest.fixture
-def readonly(tmp_path: Path) -> Path:
-    """A read-only filesystem (tmpfs remounted), which stops root too."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting needs root")
-    path = tmp_path / "ro"
-    path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64m,mode=0700", "shardcache-test", str(path)]
-    subprocess.run(mount, check=True)
-    try:
-        yield path
-    finally:
-        subprocess.run(["umount", "-l", str(path)], check=True)
-
-
-def remount(path: Path, option: str) -> None:
-    subprocess.run(["mount", "-o", f"remount,{option}", str(path)], check=True)
-
-
-def test_an_unwritable_directory_streams_with_one_warning(
-    make_cache: MakeCache, readonly: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    remount(readonly, "ro")
-    with caplog.at_level(logging.WARNING):
-        cache = make_cache(dir=readonly / "cache")
-        assert [read(cache), read(cache, OTHER), read(cache)] == [DATA, OTHER_DATA, DATA]
-    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert len([w for w in warnings if "Read-only" in w]) <= 2
-    assert any("cannot be written" in w for w in warnings)
-
-
-def test_an_unwritable_directory_raises_when_strict(make_cache: MakeCache, readonly: Path) -> None:
-    remount(readonly, "ro")
-    with pytest.raises(OSError, match="Read-only file system") as caught:
-        make_cache(dir=readonly / "cache", strict=True)
-    assert caught.value.errno == errno.EROFS
-
-
-def test_a_read_only_cache_serves_hits_and_streams_misses(
-    make_cache: MakeCache, origin: MemoryOrigin, readonly: Path
-) -> None:
-    writer = make_cache(dir=readonly / "cache")
-    read(writer)
-    writer.close()
-    remount(readonly, "ro")
-    origin.requests.clear()
-    cache = make_cache(dir=readonly / "cache")
-    assert read(cache) == DATA
-    assert origin.requests == []
-    stream, path = cache.open_shard(cache.parse(OTHER))
-    with stream:
-        assert stream.read() == OTHER_DATA
-    assert path is None
-
-
-def test_a_shard_on_a_full_filesystem_is_streamed(
-    make_cache: MakeCache, origin: MemoryOrigin, readonly: Path
-) -> None:
-    remount(readonly, "size=1m")
-    cache = make_cache(dir=readonly / "cache", min_free=0)
-    stream, path = cache.open_shard(cache.parse(URL))
-    with stream:
-        assert stream.read() == DATA
-    assert path is None
-    assert os.listdir(Layout.of_root(cache.dir).partial) == []
+# -- when there is no room ---------------------------------------------------------
 
 
 def test_a_shard_larger_than_the_budget_is_streamed_at_once(
@@ -306,21 +205,6 @@ def test_a_stream_whose_object_is_replaced_ends_in_an_error_not_a_splice(
     with stream:
         stream.read(1000)
         origin.objects[URL] = OTHER_DATA
-        with pytest.raises(OSError, match="was replaced while it was streamed"):
-            stream.read()
-
-
-def test_a_stream_of_unknown_size_that_is_replaced_ends_in_an_error_too(
-    make_cache: MakeCache, origin: MemoryOrigin
-) -> None:
-    cache = make_cache(max_size=1000)
-    origin.sizes = False
-    stream = io.BufferedReader(cache._opener._healer.stream(cache.parse(URL)))
-    with stream:
-        origin.faults.clear()
-        stream.read(10)
-        origin.objects[URL] = OTHER_DATA
-        stream.raw._drop()  # the connection breaks
         with pytest.raises(OSError, match="was replaced while it was streamed"):
             stream.read()
 
@@ -493,49 +377,6 @@ def test_cleaning_leaves_what_it_did_not_make(make_cache: MakeCache) -> None:
     for canary in canaries:
         assert canary.read_bytes() == b"precious"
     assert (outside / "precious").read_bytes() == b"precious"
-
-
-def test_lock_timeout_error_is_a_timeout() -> None:
-    assert issubclass(LockTimeoutError, TimeoutError)
-
-
-def test_threads_that_come_first_at_once_share_one_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    together = threading.Barrier(4)
-    real = Process.__init__
-
-    def met(self: Process, *parts: object) -> None:
-        together.wait(10)
-        real(self, *parts)
-
-    monkeypatch.setattr(Process, "__init__", met)
-    cache = Cache(tmp_path / "cache")
-    found: list[Process] = []
-    threads = [threading.Thread(target=lambda: found.append(cache._here())) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 4
-    assert len({id(process) for process in found}) == 1
-
-
-def test_a_forked_child_makes_its_own_and_drops_its_parents(make_cache: MakeCache) -> None:
-    cache = make_cache()
-    parents = cache._here()
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        own = cache._here()
-        kept = list(cache._processes._made.values())
-        os.write(writing, b"y" if own is not parents and kept == [own] else b"n")
-        os._exit(0)
-    os.waitpid(pid, 0)
-    os.close(writing)
-    assert os.read(reading, 1) == b"y"
-    os.close(reading)
-    assert cache._here() is parents
 
 
 def test_a_hit_needs_few_system_calls_to_be_read(make_cache: MakeCache) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import errno
-import inspect
 import pickle
 
 import pytest
@@ -72,20 +71,3 @@ def test_the_builtin_a_caller_would_catch_catches_it(cls, builtin, number) -> No
 def test_an_integrity_error_is_no_os_error() -> None:
     # It must not be taken for a fault of the local disk and streamed around.
     assert not issubclass(IntegrityError, OSError)
-
-
-def test_every_class_of_the_module_is_public_and_derives_from_one() -> None:
-    classes = {
-        name
-        for name, value in vars(errors).items()
-        if inspect.isclass(value) and value.__module__ == errors.__name__
-    }
-    assert classes == set(errors.__all__)
-    assert all(issubclass(cls, ShardCacheError) for cls in ALL)
-
-
-def test_an_error_without_arguments_has_an_empty_message() -> None:
-    exn = ShardCacheError("x")
-    exn.args = ()
-    assert str(exn) == ""
-    assert str(pickle.loads(pickle.dumps(exn))) == ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import logging
 import re
 from collections.abc import Callable
@@ -55,20 +54,6 @@ def only(log: pytest.LogCaptureFixture, event: str) -> logging.LogRecord:
     return found
 
 
-def test_a_module_that_logs_has_one_logger_of_its_name() -> None:
-    for path in (HERE / "shardcache").rglob("*.py"):
-        tree = ast.parse(path.read_text())
-        made = [
-            node
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "logger"
-        ]
-        used = [n for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id == "logger"]
-        assert len(made) == (1 if used else 0), path.name
-        assert len(used) != 1, f"{path.name} has a logger and says nothing"
-        assert all(ast.unparse(n.value) == "logging.getLogger(__name__)" for n in made), path.name
-
-
 def test_a_miss_and_a_hit_say_what_they_are(
     make_cache: MakeCache, origin: MemoryOrigin, log: pytest.LogCaptureFixture
 ) -> None:
@@ -80,20 +65,6 @@ def test_a_miss_and_a_hit_say_what_they_are(
     assert (told["shard"], told["bytes"], told["source"]) == (URL, len(DATA), "origin")
     assert fields(only(log, "hit")) == {"event": "hit", "shard": URL, "bytes": len(DATA)}
     assert [one.levelname for one in log.records if one.levelno >= logging.INFO] == ["INFO"]
-
-
-def test_a_hit_makes_nothing_of_what_nobody_reads(
-    make_cache: MakeCache,
-    origin: MemoryOrigin,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    origin.objects[URL] = DATA
-    cache = make_cache()
-    cache.open(URL).read()
-    caplog.set_level("INFO", "shardcache")
-    monkeypatch.setattr("shardcache.streams.opener.logger.debug", None)
-    cache.open(URL).read()
 
 
 def test_who_waits_says_for_whom(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import subprocess
 import sys
 import threading
@@ -14,10 +13,9 @@ import pytest
 
 from shardcache.cache import Cache
 from shardcache.errors import ConfigError
-from shardcache.origins.s3 import make_client
 from shardcache.runtime import in_background
 from tests.support.fakes import MemoryOrigin
-from tests.support.storetools import PATIENCE, forked, wait_until
+from tests.support.storetools import wait_until
 
 
 def is_preparing() -> bool:
@@ -30,14 +28,6 @@ def _ended() -> Iterator[None]:
     wait_until(lambda: not is_preparing())
 
 
-def test_it_runs_beside_the_caller() -> None:
-    go, done = threading.Event(), threading.Event()
-    in_background(lambda: go.wait(PATIENCE) and done.set())
-    assert not done.is_set()
-    go.set()
-    assert done.wait(PATIENCE)
-
-
 def test_what_fails_is_left_to_who_needs_it(caplog: pytest.LogCaptureFixture) -> None:
     def fail() -> None:
         raise ConfigError("no such profile")
@@ -46,50 +36,6 @@ def test_what_fails_is_left_to_who_needs_it(caplog: pytest.LogCaptureFixture) ->
         in_background(fail)
         wait_until(lambda: caplog.messages == ["not prepared: no such profile"])
     assert [record.levelname for record in caplog.records] == ["DEBUG"]
-
-
-def test_where_no_thread_can_be_started_nothing_is_prepared(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refuse(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    in_background(lambda: pytest.fail("run"))
-    assert not is_preparing()
-
-
-def test_a_fork_waits_until_it_has_ended() -> None:
-    """A child would wait for ever for an import that a thread of its parent had begun."""
-    going, ended = threading.Event(), []
-
-    def prepare() -> None:
-        going.set()
-        threading.Event().wait(0.3)
-        ended.append(True)
-
-    in_background(prepare)
-    assert going.wait(PATIENCE)
-    assert ended == []
-
-    def look(parent) -> None:
-        parent.say((list(ended), is_preparing()))
-
-    with forked(look) as child:
-        assert child.hear() == ([True], False)
-
-
-def test_a_preparation_may_fork_itself() -> None:
-    codes: list[int] = []
-
-    def prepare() -> None:
-        pid = os.fork()
-        if pid == 0:
-            os._exit(3)
-        codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-
-    in_background(prepare)
-    wait_until(lambda: codes == [3])
 
 
 # -- of a cache ------------------------------------------------------------------
@@ -129,24 +75,6 @@ def test_attaching_prepares_for_the_first_shard(make_cache, monkeypatch) -> None
     cache.attach(wds.WebDataset(["s3://lab/e.tar"], resampled=True))
     cache.attach(wds.DataPipeline(lambda: iter(()), wds.tariterators.url_opener))
     assert asked == ["s3://lab/a.tar", "s3://lab/c.tar", "s3://lab/e.tar", None]
-
-
-def test_the_description_of_s3_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    import botocore.loaders
-
-    read: list[str] = []
-    real = botocore.loaders.JSONFileLoader.load_file
-
-    def load(self, path):
-        read.append(Path(path).name)
-        return real(self, path)
-
-    options = {"anon": True, "client_kwargs": {"region_name": "us-east-1"}}
-    make_client(options, endpoint_url="http://127.0.0.1:9", connections=1, timeout=1)
-    monkeypatch.setattr(botocore.loaders.JSONFileLoader, "load_file", load)
-    make_client(options, endpoint_url="http://127.0.0.1:9", connections=1, timeout=1)
-    assert [name for name in read if name.startswith("service")] == []
 
 
 FORK = """

@@ -103,6 +103,17 @@ def progress(directory: Path) -> int:
     return max((p.written for p in found if p), default=0)
 
 
+@pytest.fixture
+def url(s3: S3Server, bucket: str, proxy: Proxy) -> str:
+    s3.put(bucket, "a.tar", SHARD)
+    proxy.reset()
+    return f"s3://{bucket}/a.tar"
+
+
+def fetches(proxy: Proxy) -> int:
+    return sum(traffic.object_fetches for traffic in proxy.summary().values())
+
+
 @pytest.mark.locks_work
 def test_eight_processes_and_four_cold_shards_cost_four_object_fetches(
     s3: S3Server, bucket: str, proxy: Proxy, tmp_path: Path, readers: Readers
@@ -130,11 +141,8 @@ def test_eight_processes_and_four_cold_shards_cost_four_object_fetches(
 
 @pytest.mark.locks_work
 def test_killing_the_fetching_process_half_way_costs_the_others_little(
-    s3: S3Server, bucket: str, proxy: Proxy, tmp_path: Path, readers: Readers
+    url: str, proxy: Proxy, tmp_path: Path, readers: Readers
 ) -> None:
-    s3.put(bucket, "a.tar", SHARD)
-    proxy.reset()
-    url = f"s3://{bucket}/a.tar"
     victim = readers.start(tmp_path / "cache", [url])
     others = [readers.start(tmp_path / "cache", [url]) for _ in range(3)]
     proxy.pause(len(SHARD) // 4)  # of each part: half-way through both
@@ -154,10 +162,8 @@ def test_killing_the_fetching_process_half_way_costs_the_others_little(
 
 
 def test_a_stopped_holder_is_passed_by_and_does_no_harm_when_it_wakes(
-    s3: S3Server, bucket: str, proxy: Proxy, tmp_path: Path, readers: Readers
+    url: str, proxy: Proxy, tmp_path: Path, readers: Readers
 ) -> None:
-    s3.put(bucket, "a.tar", SHARD)
-    url = f"s3://{bucket}/a.tar"
     holder = readers.start(tmp_path / "cache", [url])
     other = readers.start(tmp_path / "cache", [url], stale_after=1)
     proxy.pause(len(SHARD) // 4)
@@ -179,16 +185,13 @@ def rank_environment(rank: int) -> dict[str, str]:
 
 
 def test_ranks_apart_share_bytes_by_hard_link_and_do_not_wait(
-    s3: S3Server, bucket: str, proxy: Proxy, tmp_path: Path, readers: Readers
+    url: str, proxy: Proxy, tmp_path: Path, readers: Readers
 ) -> None:
-    s3.put(bucket, "a.tar", SHARD)
-    proxy.reset()
-    url = f"s3://{bucket}/a.tar"
     for rank in (0, 1):
         process = readers.start(tmp_path / "cache", [url], rank_environment(rank), isolation="rank")
         readers.go(process)
         assert readers.results(process) == [[url, DIGEST, True]]
-    assert proxy.summary()[f"{bucket}/a.tar"].object_fetches == 1
+    assert fetches(proxy) == 1
     entries = list(Cache(tmp_path / "cache").entries())
     assert {e.path.parents[3].name for e in entries} == {"77-0", "77-1"}
     assert len({e.data.stat().st_ino for e in entries}) == 1
@@ -196,11 +199,8 @@ def test_ranks_apart_share_bytes_by_hard_link_and_do_not_wait(
 
 @pytest.mark.locks_work
 def test_ranks_of_one_job_share_a_namespace_of_their_own(
-    s3: S3Server, bucket: str, proxy: Proxy, tmp_path: Path, readers: Readers
+    url: str, proxy: Proxy, tmp_path: Path, readers: Readers
 ) -> None:
-    s3.put(bucket, "a.tar", SHARD)
-    proxy.reset()
-    url = f"s3://{bucket}/a.tar"
     started = [
         readers.start(tmp_path / "cache", [url], rank_environment(rank), isolation="job")
         for rank in (0, 1)
@@ -209,21 +209,18 @@ def test_ranks_of_one_job_share_a_namespace_of_their_own(
         readers.go(process)
     for process in started:
         assert readers.results(process) == [[url, DIGEST, True]]
-    assert proxy.summary()[f"{bucket}/a.tar"].object_fetches == 1
+    assert fetches(proxy) == 1
     (entry,) = Cache(tmp_path / "cache").entries()
     assert entry.path.parents[3].name == "77"
 
 
 def test_the_node_uses_what_an_isolated_rank_fetched(
-    s3: S3Server, bucket: str, proxy: Proxy, tmp_path: Path, readers: Readers
+    url: str, proxy: Proxy, tmp_path: Path, readers: Readers
 ) -> None:
-    s3.put(bucket, "a.tar", SHARD)
-    proxy.reset()
-    url = f"s3://{bucket}/a.tar"
     first = readers.start(tmp_path / "cache", [url], rank_environment(0), isolation="rank")
     readers.go(first)
     readers.results(first)
     second = readers.start(tmp_path / "cache", [url])
     readers.go(second)
     assert readers.results(second) == [[url, DIGEST, True]]
-    assert proxy.summary()[f"{bucket}/a.tar"].object_fetches == 1
+    assert fetches(proxy) == 1

@@ -38,10 +38,6 @@ def test_the_generated_parts_are_current() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_every_command_is_known_to_this_test() -> None:
-    assert [c.split()[0] for c in commands()] == ["make", "shardcache", "shardcache", "pip"]
-
-
 def test_the_three_lines_train_from_s3(
     s3: S3Server, bucket: str, s3_environment: dict, tmp_path: Path
 ) -> None:
@@ -80,17 +76,6 @@ def test_prewarm_and_cron_lines_run_as_they_stand(
         assert done.returncode == 0, (line, done.stderr)
     assert done.stdout == done.stderr == ""  # cron mails whatever is printed
     assert len(list(shardcache.Cache(tmp_path / "cache").entries())) == 3
-
-
-def test_make_demo_is_what_the_demo_tests_run() -> None:
-    done = subprocess.run(
-        ["make", "--dry-run", "--no-print-directory", "demo"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.strip().splitlines()[-1].endswith("bin/shardcache demo")
 
 
 def test_a_wheel_holds_the_types_the_command_and_the_way_in_for_fsspec(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import fsspec
 import pytest
 
-from shardcache import Cache, ConfigError, ShardCacheError, errors
+from shardcache import Cache, ConfigError, ShardCacheError
 from shardcache.cli.main import main
 from shardcache.config import Loaded, describe, options
 from shardcache.wds.attach import CachedOpen, url_opener
@@ -261,17 +261,6 @@ def test_a_proxy_with_a_login(watch: Watch, monkeypatch: pytest.MonkeyPatch, pro
     watch.assert_clean()
 
 
-def test_a_worker_that_is_spawned_gets_what_others_do_not(
-    watch: Watch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache = Cache(watch.root, storage_options={"secret": CANARY})
-    shard = cache.parse(f"https://h/a.tar?sig={CANARY}")
-    watch.seen.append(pickle.dumps([cache, shard]).decode("latin-1"))
-    watch.assert_clean()
-    monkeypatch.setattr("multiprocessing.context.get_spawning_popen", object)
-    assert pickle.dumps([cache, shard]).count(CANARY.encode()) == 2
-
-
 FORMATS = [("--format", name) for name in ("human", "json", "jsonl")]
 
 
@@ -340,18 +329,6 @@ def test_a_file_of_options_that_is_broken(
             Cache(watch.root)
         watch.error(caught.value)
     watch.assert_clean()
-
-
-def test_every_error_shows_what_it_was_given_and_no_more() -> None:
-    """They take redacted URLs; nothing in them digs for another one."""
-    for name in errors.__all__:
-        kind = getattr(errors, name)
-        exn = kind("s3://lab/a.tar: said. Do it.", url="s3://lab/a.tar")
-        exn.args += ("s3://lab/a.tar",)
-        again = pickle.loads(pickle.dumps(exn))
-        for one in (exn, again):
-            assert str(one) == "s3://lab/a.tar: said. Do it."
-            assert vars(one)["url"] == "s3://lab/a.tar"
 
 
 @pytest.mark.parametrize("error", [OSError, ValueError, FileNotFoundError, PermissionError])

@@ -29,7 +29,6 @@ from tests.support.storetools import (
     begin,
     crowd,
     fill,
-    make_store,
     metadata_for,
     payload,
     publish,
@@ -46,7 +45,6 @@ class Bench:
         self.root = path / "cache"
         self.layout = make_root(self.root, "test")
         self.store = Store(self.layout)
-        self.rank = make_store(self.layout.base / "ranks" / "job-0")
         self.rank = Store(self.layout.rank("job-0"))
         self.rank.layout.make()
         self.stores = [self.store, self.rank]

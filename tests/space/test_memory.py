@@ -37,10 +37,9 @@ def level(
     directory.mkdir(parents=True, exist_ok=True)
     (directory / limit_name).write_text(f"{limit}\n")
     (directory / used_name).write_text(f"{used}\n")
-    own = "" if prefix else None
     rows = [f"anon {used - cache}", "shmem 4096"]
     rows += [f"{prefix}inactive_file {cache // 2}", f"{prefix}active_file {cache - cache // 2}"]
-    if own is not None:  # v1 states the level alone, too
+    if prefix:  # v1 states the level alone, too
         rows += ["inactive_file 0", "active_file 0"]
     (directory / "memory.stat").write_text("\n".join(rows) + "\n")
 

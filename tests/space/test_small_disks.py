@@ -175,6 +175,6 @@ def test_cleaners_readers_and_fetchers_beside_each_other(shelf: Shelf) -> None:
     assert watch.most <= shelf.limit + 4096 * len(urls)
     layout = Layout.of_root(shelf.cache)
     with shelf.open() as cache:
-        cache.clean()
+        cache.clean(orphans=True)
         assert list(layout.partial.iterdir()) == [] == list(layout.quarantine.iterdir())
         assert sum(entry.size for entry in cache.entries()) <= shelf.limit

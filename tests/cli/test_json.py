@@ -209,7 +209,7 @@ def test_json_has_the_keys_and_types_that_scripts_rely_on(run, used, bucket):
         ("prewarm {0}", ["plan", "shard", "summary"]),
         ("prewarm --check {0}", ["shard", "summary"]),
         ("verify --repair", ["finding", "summary"]),
-        ("clean --max-size 1B", ["removal"] * 5 + ["summary"]),
+        ("clean --max-size 1B", ["removal"] * 4 + ["summary"]),
         ("rm -y {0}", ["shard", "summary"]),
         ("top --count 2 --interval 0.2", ["activity"] * 2),
     ],

@@ -7,17 +7,18 @@ origin, by raising `TransientError`; nothing else is retried.
 
 from __future__ import annotations
 
-import itertools
 import logging
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from shardcache.clock import Clock
 from shardcache.errors import TransferError, TransferTimeoutError
 from shardcache.origins.base import TransientError
 from shardcache.urls import redact
+
+if TYPE_CHECKING:
+    from tenacity import RetryCallState
 
 __all__ = ["RetryPolicy"]
 
@@ -77,42 +78,81 @@ class Attempts:
             TransferError, TransferTimeoutError: the last attempt failed too.
             Whatever else ``function`` or ``sleep`` raises, at once.
         """
-        for attempt in itertools.count(1):
-            try:
-                return function()
-            except TransientError as exn:
-                pause = _pause(attempt, exn.retry_after)
-                late = self.end is not None and self.policy.clock.monotonic() + pause > self.end
-                if late or attempt >= self.policy.attempts:
-                    raise self._failure(exn, attempt, late) from exn
-                self.retries += 1
-                logger.warning(
-                    "%s: %s; attempt %d of %d failed, next in %.1f s",
-                    self.what,
-                    redact(str(exn)),
-                    attempt,
-                    self.policy.attempts,
-                    pause,
-                    extra={"event": "retry", "shard": self.what, "attempt": attempt},
-                )
-            sleep(pause)  # not within the handler: it may raise, which is no part of the failure
-        raise AssertionError("unreachable")  # pragma: no cover
+        try:
+            return function()
+        except TransientError as exn:
+            failed = [exn]
+        from tenacity import Retrying, retry_if_exception_type
 
-    def _failure(self, cause: TransientError, attempts: int, late: bool) -> TransferError:
-        limit = f"{attempts} attempt{'s' if attempts > 1 else ''} failed"
-        if late:
+        def attempt() -> T:
+            if failed:  # the first, which needed none of what follows
+                raise failed.pop()
+            return ours[0][0]()
+
+        # Tenacity's objects refer to each other and go with the next collection of garbage.
+        # They must not keep the fetch, whose partial is locked for as long as it lives.
+        ours = [(function, sleep)]
+        retrying = Retrying(
+            retry=retry_if_exception_type(TransientError),
+            stop=self._exhausted,
+            wait=_pause,
+            sleep=lambda seconds: ours[0][1](seconds),
+            before_sleep=self._note,
+            retry_error_callback=self._give_up,
+        )
+        try:
+            return retrying(attempt)
+        finally:
+            ours.clear()
+
+    def _exhausted(self, state: RetryCallState) -> bool:
+        return state.attempt_number >= self.policy.attempts or self._expired(state)
+
+    def _expired(self, state: RetryCallState) -> bool:
+        if self.end is None:
+            return False
+        return self.policy.clock.monotonic() + state.upcoming_sleep > self.end
+
+    def _note(self, state: RetryCallState) -> None:
+        self.retries += 1
+        pause = state.next_action.sleep if state.next_action else 0.0
+        logger.warning(
+            "%s: %s; attempt %d of %d failed, next in %.1f s",
+            self.what,
+            redact(str(_cause(state))),
+            state.attempt_number,
+            self.policy.attempts,
+            pause,
+            extra={"event": "retry", "shard": self.what, "attempt": state.attempt_number},
+        )
+
+    def _give_up(self, state: RetryCallState) -> NoReturn:
+        cause = _cause(state)
+        count = state.attempt_number
+        timed_out = isinstance(cause, TransientError) and cause.timed_out
+        if self.end is not None and self._expired(state):
+            kind: type[TransferError] = TransferTimeoutError
             limit = f"the deadline of {self.policy.deadline:g} s is over"
-        kind = TransferTimeoutError if late or cause.timed_out else TransferError
-        return kind(
+        else:
+            kind = TransferTimeoutError if timed_out else TransferError
+            limit = f"{count} attempt{'s' if count > 1 else ''} failed"
+        raise kind(
             f"{self.what} could not be fetched: {redact(str(cause))} ({limit}). "
             "Check the endpoint and the network, then try again; what was fetched is kept.",
             url=self.what,
-            attempts=attempts,
-        )
+            attempts=count,
+        ) from cause
 
 
-def _pause(attempt: int, asked: float | None) -> float:
-    """Seconds before the next attempt; ``asked`` by the server, if it did."""
-    jitter = random.uniform(0, min(CAP, BASE * 2.0 ** (attempt - 1)))  # noqa: S311 - no secret
+def _cause(state: RetryCallState) -> BaseException | None:
+    return state.outcome.exception() if state.outcome else None
+
+
+def _pause(state: RetryCallState) -> float:
+    from tenacity import wait_random_exponential
+
+    jitter: float = wait_random_exponential(multiplier=BASE, max=CAP)(state)
+    cause = _cause(state)
+    asked = cause.retry_after if isinstance(cause, TransientError) else None
     # Spread the herd that was told the same number of seconds.
     return jitter if asked is None else min(asked, RETRY_AFTER_CAP) + jitter

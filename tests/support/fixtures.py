@@ -130,9 +130,11 @@ def make_cache(
 
 @pytest.fixture(autouse=True)
 def _no_thread_left() -> Iterator[None]:
-    """Every fetch ends its threads."""
+    """Every fetch ends its threads; those that another test left are not this one's fault."""
+    before = set(threading.enumerate())
     yield
-    left = [t for t in threading.enumerate() if t.name.startswith("shardcache-")]
+    names = threading.enumerate()
+    left = [t for t in names if t.name.startswith("shardcache-") and t not in before]
     for thread in left:
-        thread.join(10)
+        thread.join(60)
     assert not [t for t in left if t.is_alive()]

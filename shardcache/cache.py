@@ -617,6 +617,15 @@ class Cache:
         if (process := self._processes.made()) is not None:
             process.cancel()
 
+    def wait_for_copies(self, seconds: float) -> bool:
+        """Wait until the upstreams have the shards that this process fetched; whether they do.
+
+        Args:
+            seconds: to wait at most.
+        """
+        process = self._processes.made()
+        return process is None or process.ready is None or process.copier.drain(seconds)
+
     def close(self) -> None:
         """End this process's session; the cache can be used again afterwards."""
         self._processes.close()

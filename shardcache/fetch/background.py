@@ -286,8 +286,6 @@ class Fetchings:
 #: Seconds that `Cache.close` waits for copies: a shard or two to a NAS. A job that ends is not to
 #: be kept by an upstream that hangs, and what is not copied is fetched from the origin.
 LAST_COPIES = 5.0
-#: Entries that may wait; what is fetched faster than it can be copied is left to others.
-_MOST = 10_000
 
 
 class Copier:
@@ -301,7 +299,7 @@ class Copier:
     def __init__(self, store_of: Callable[[Entry], Store], origins: Origins) -> None:
         self._store_of = store_of
         self._origins = origins
-        self._waiting: deque[tuple[ShardURL, str]] = deque(maxlen=_MOST)
+        self._waiting: deque[tuple[ShardURL, str]] = deque()
         self._copying: list[tuple[ShardURL, str]] = []
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None

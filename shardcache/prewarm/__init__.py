@@ -1,10 +1,10 @@
-"""Filling a cache before a job: the plan, the run, the report; all nodes of a Ray cluster.
+"""Filling a cache before a job: the plan, the run, and all nodes of a Ray cluster.
 
     from shardcache.prewarm import expand, prewarm
 
 `plan` expands shard specifications and compares them with what is cached, `run` fetches what is
-missing, `report` has the events and results of a run, `ray` runs a prewarm on every node of a
-cluster. Uses `cache` and the rooms below it; of those above, the command line shows the progress.
+missing, `ray` runs a prewarm on every node of a cluster. Uses `cache` and the rooms below it; what
+a prewarm gives back is in `shardcache.results`.
 """
 
 from shardcache.prewarm.plan import expand

@@ -274,6 +274,9 @@ class _Run:
                 # first shard that finds no room is tried again alone before it is believed.
                 self._alone = True
                 self._work_with(1)
+            # Closing the cache would leave most copies to others.
+            while self.stopped is None and not self.cache.wait_for_copies(_TICK):
+                self._watch()
         finally:
             if self._working:  # something was raised
                 self.emit = _ignore

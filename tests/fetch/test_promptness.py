@@ -84,3 +84,21 @@ def test_closing_waits_for_copies_to_an_upstream_only_so_long_and_names_what_was
     [said] = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert "4 shards" in said and URL in said
     hangs.set()
+
+
+def test_a_prewarm_ends_when_the_upstream_has_what_was_fetched(
+    make_cache: Make, origin: MemoryOrigin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardcache.fetch.background.LAST_COPIES", 0.0)
+    urls = [f"s3://lab/{number}.tar" for number in range(3)]
+    origin.objects.update(dict.fromkeys(urls, DATA))
+    with make_cache(upstreams=[{"url": str(tmp_path / "nas"), "write_back": True}]) as cache:
+        copy = cache._here().origins.write_back
+
+        def slow_copy(*arguments: Any) -> None:
+            time.sleep(0.2)
+            copy(*arguments)
+
+        monkeypatch.setattr(cache._here().origins, "write_back", slow_copy)
+        cache.prewarm(urls)
+        assert len(list((tmp_path / "nas").rglob("*.tar"))) == len(urls)

@@ -330,20 +330,21 @@ class Space:
 
     def _write(self, usage: _Usage | None) -> None:
         """Write the number, in its place; who is killed meanwhile leaves none that can be read."""
-        if self.node.grace is not None or (usage is None and not self.node.usage.exists()):
+        if self.node.grace is not None:
             return
         record = b""
         if usage is not None:
             values = [boot_id(), usage.held, usage.until, usage.evictable]
             record = json.dumps(values).encode()
         mode = self.node.modes.file
+        create = os.O_CREAT if usage is not None else 0
         try:
-            with open_file(self.node.usage, io.FileIO, os.O_WRONLY | os.O_CREAT, mode) as file:
+            with open_file(self.node.usage, io.FileIO, os.O_WRONLY | create, mode) as file:
                 if is_alone(file.fileno()):
                     settle(file.fileno(), mode)
                     os.ftruncate(file.fileno(), 0)
                     os.write(file.fileno(), record)
-        except OSError as exn:  # full, read-only: the next one counts
+        except OSError as exn:  # absent, full, read-only: the next one counts
             logger.debug("%s: %s", self.node.usage, exn)
 
     # -- limits and plans ----------------------------------------------------------

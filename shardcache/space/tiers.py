@@ -150,3 +150,5 @@ class Tier:
         session, self._session = self._session, None
         if session is not None:
             session.close()
+            # What this job used may go now: a refusal that was noted is out of date.
+            self.space().recount()

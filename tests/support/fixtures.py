@@ -94,6 +94,8 @@ def _own_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in list(os.environ):
         if name.startswith(("SHARDCACHE_", "AWS_", "WDS_", "SLURM_", "OMPI_", "PMI_")):
             monkeypatch.delenv(name)
+    for name in ("COLUMNS", "LINES"):  # of whoever started the tests: pseudo-terminals differ
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "no-config"))
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "no-aws-config"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "no-aws-credentials"))

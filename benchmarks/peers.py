@@ -30,8 +30,8 @@ from typing import Any
 from benchmarks import commands
 from benchmarks.buckets import BUCKET, Workload
 from benchmarks.links import ROOT, Target
+from shardcache.config import __version__
 from shardcache.errors import ShardCacheError
-from shardcache.version import __version__
 
 __all__ = ["PEERS", "WARM", "Peer", "Run", "clean_environment", "run", "versions"]
 

@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from shardcache.cache import Cache, default_cache, url_opener
+from shardcache.config import __version__
 from shardcache.errors import (
     AccessDeniedError,
     CacheFullError,
@@ -21,7 +22,6 @@ from shardcache.errors import (
     TransferError,
     TransferTimeoutError,
 )
-from shardcache.version import __version__
 
 if TYPE_CHECKING:
     from shardcache import sync, wds

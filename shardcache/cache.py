@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, Unpack
 
 from shardcache import config as configuration
 from shardcache.clock import SYSTEM_CLOCK, Clock
-from shardcache.config import Config
+from shardcache.config import Config, __version__
 from shardcache.errors import (
     ConfigError,
     ShardNotFoundError,
@@ -38,7 +38,6 @@ from shardcache.streams.opener import Opener
 from shardcache.streams.prefetch import Lookahead
 from shardcache.units import parse_duration
 from shardcache.urls import ShardURL, parse_url
-from shardcache.version import __version__
 
 if TYPE_CHECKING:
     from shardcache.fetch.background import Share

@@ -34,6 +34,9 @@ from shardcache import units
 from shardcache.errors import ConfigError
 from shardcache.units import Limit
 
+#: The version of this library; pyproject.toml says the same, and a test compares them.
+__version__ = "0.1.0"
+
 logger = logging.getLogger(__name__)
 
 #: Names of storage options that hold credentials in s3fs, gcsfs, adlfs, botocore and

@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from shardcache import threads
-from shardcache.breaker import Breaker, fault_kind, is_disk_fault
 from shardcache.clock import Clock
 from shardcache.config import Config
 from shardcache.errors import ConfigError
+from shardcache.files import Breaker, fault_kind, is_disk_fault
 from shardcache.ranks import Ranks
 from shardcache.space.tiers import Tier
 from shardcache.stats.counters import Counters, blank

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardcache.breaker import DISK_FAULTS, FULL, OWN_LIMITS, Breaker, is_disk_fault
 from shardcache.errors import CacheFullError, TransferError
+from shardcache.files import DISK_FAULTS, FULL, OWN_LIMITS, Breaker, is_disk_fault
 from tests.support.fakes import FakeClock
 
 

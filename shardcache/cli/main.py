@@ -31,7 +31,7 @@ import click
 
 from shardcache import config as configuration
 from shardcache.cli.output import FORMATS, Console
-from shardcache.config import Loaded
+from shardcache.config import Loaded, __version__
 from shardcache.errors import (
     CacheFullError,
     ConfigError,
@@ -40,7 +40,6 @@ from shardcache.errors import (
     ShardCacheError,
 )
 from shardcache.units import parse_duration, parse_limit
-from shardcache.version import __version__
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache

@@ -26,12 +26,11 @@ from shardcache.cli.main import Invocation, command, since_option
 from shardcache.cli.output import percentage, short_duration
 from shardcache.cli.top import TierUse, tier_uses
 from shardcache.clock import utc
-from shardcache.config import describe
+from shardcache.config import __version__, describe
 from shardcache.errors import ConfigError
 from shardcache.stats.database import Fetch, Sample, fetches
 from shardcache.stats.summary import OUTCOMES, Stats, by_rank, rank_records, summed
 from shardcache.units import format_bytes
-from shardcache.version import __version__
 
 #: Seconds of an interval of the charts, and how many there are at most.
 _STEPS = (60, 300, 900, 3600, 4 * 3600, 24 * 3600, 7 * 24 * 3600)

@@ -25,9 +25,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
-from shardcache.breaker import FULL
 from shardcache.clock import Clock, boot_id
-from shardcache.config import Config
+from shardcache.config import Config, __version__
 from shardcache.errors import (
     CacheFullError,
     FetchCancelledError,
@@ -37,6 +36,7 @@ from shardcache.errors import (
 )
 from shardcache.fetch.transfer import Fetched, Fetcher, FetchStatus
 from shardcache.fetch.waiting import Waiter
+from shardcache.files import FULL
 from shardcache.layout import Layout, is_directory, list_names, parse_partial_name
 from shardcache.locks.flock import Holder, KeyLock
 from shardcache.locks.lease import KeyLease
@@ -50,7 +50,6 @@ from shardcache.store.entry import DamagedError, Metadata, read_sidecar, version
 from shardcache.store.partial import LostError, Partial
 from shardcache.store.store import Opened, Store, Stores
 from shardcache.urls import ShardURL
-from shardcache.version import __version__
 
 __all__ = ["Claim", "Coordinator", "Filler", "Obtained", "Outcome", "Place"]
 

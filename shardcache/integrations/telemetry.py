@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from shardcache.cache import Cache
+from shardcache.config import __version__
 from shardcache.errors import ConfigError
 from shardcache.stats.counters import BUCKETS, COUNTERS, WAITS, wait_index
 from shardcache.stats.summary import OUTCOMES, summed
-from shardcache.version import __version__
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation

@@ -30,8 +30,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardcache.breaker import DISK_FAULTS, FULL
-from shardcache.files import PRIVATE, Modes, is_alone
+from shardcache.files import DISK_FAULTS, FULL, PRIVATE, Modes, is_alone
 from shardcache.layout import is_directory, read_file
 
 if TYPE_CHECKING:

@@ -23,10 +23,10 @@ from http.client import HTTPException, HTTPResponse
 from typing import Any
 from urllib.parse import unquote, urljoin, urlsplit, urlunsplit
 
+from shardcache.config import __version__
 from shardcache.errors import AccessDeniedError, ConfigError, ShardNotFoundError
 from shardcache.origins.base import ObjectInfo, TransientError, VersionChangedError, unchained
 from shardcache.urls import ShardURL, redact
-from shardcache.version import __version__
 
 _REDIRECTS = 5
 #: Answers that another attempt may not get: time-outs, throttling, trouble inside.

@@ -19,6 +19,7 @@ from http.client import HTTPException
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
+from shardcache.config import __version__
 from shardcache.errors import AccessDeniedError, ConfigError, ShardNotFoundError
 from shardcache.origins.base import (
     Checksum,
@@ -38,7 +39,6 @@ from shardcache.origins.http import (
 )
 from shardcache.threads import undivided
 from shardcache.urls import ShardURL, redact
-from shardcache.version import __version__
 
 __all__ = ["S3Origin", "make_client"]
 

@@ -28,11 +28,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from shardcache.breaker import Breaker
 from shardcache.clock import Clock
 from shardcache.config import Config, Upstream
 from shardcache.errors import AccessDeniedError, ConfigError, ShardNotFoundError
-from shardcache.files import random_token
+from shardcache.files import Breaker, random_token
 from shardcache.origins.base import Body, ObjectInfo, Origin, TransientError, VersionChangedError
 from shardcache.origins.endpoints import s3_endpoint
 from shardcache.origins.filesystem import FsspecOrigin

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 
 from shardcache import threads
 from shardcache.clock import SYSTEM_CLOCK
+from shardcache.config import __version__
 from shardcache.errors import (
     AccessDeniedError,
     CacheFullError,
@@ -60,7 +61,6 @@ from shardcache.store.root import make_root
 from shardcache.store.store import Namespaces
 from shardcache.units import format_bytes
 from shardcache.urls import ShardURL
-from shardcache.version import __version__
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache

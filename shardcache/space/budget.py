@@ -23,11 +23,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
-from shardcache.breaker import FULL
 from shardcache.clock import Clock, boot_id
 from shardcache.config import Config
 from shardcache.errors import CacheFullError, LockTimeoutError
-from shardcache.files import is_alone, open_file, settle
+from shardcache.files import FULL, is_alone, open_file, settle
 from shardcache.layout import Layout, read_file
 from shardcache.locks.flock import Holder, KeyLock, read_holder
 from shardcache.space.eviction import (

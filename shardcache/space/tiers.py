@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from shardcache.clock import Clock
-from shardcache.config import Config
+from shardcache.config import Config, __version__
 from shardcache.files import Modes
 from shardcache.locks.sessions import Session
 from shardcache.ranks import Ranks
 from shardcache.store.root import Identity, check_layout, identity, is_cache, make_root
 from shardcache.store.store import Entry, Namespaces, Store
 from shardcache.units import format_duration
-from shardcache.version import __version__
 
 if TYPE_CHECKING:
     from shardcache.space.budget import Space

@@ -20,8 +20,8 @@ import logging
 import os
 from typing import TYPE_CHECKING, Protocol
 
-from shardcache.breaker import Breaker, is_disk_fault
 from shardcache.errors import TransferError
+from shardcache.files import Breaker, is_disk_fault
 from shardcache.origins.base import ObjectInfo
 from shardcache.urls import ShardURL
 

@@ -23,7 +23,6 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TypeGuard
 
-from shardcache.breaker import Breaker, fault_kind
 from shardcache.clock import Clock
 from shardcache.config import Config
 from shardcache.errors import (
@@ -36,6 +35,7 @@ from shardcache.errors import (
     TransferError,
 )
 from shardcache.fetch.blocks import FetchStatus
+from shardcache.files import Breaker, fault_kind
 from shardcache.locks.flock import is_file
 from shardcache.origins.base import Body, ObjectInfo
 from shardcache.runtime import Process

@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardcache import Cache
-from shardcache.breaker import Breaker
 from shardcache.clock import SYSTEM_CLOCK
+from shardcache.files import Breaker
 from shardcache.origins.base import ObjectInfo
 from shardcache.store.digest import BLOCK
 from shardcache.store.entrystream import EntryStream

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from shardcache.breaker import Breaker
 from shardcache.cache import Cache
+from shardcache.files import Breaker
 from shardcache.layout import Layout
 from shardcache.stats import counters as module
 from shardcache.stats.counters import COUNTERS, Counters

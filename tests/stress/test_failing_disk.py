@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from shardcache import Cache, TransferError
-from shardcache.breaker import FULL
+from shardcache.files import FULL
 from shardcache.layout import META, Layout
 from tests.stress.fuse.shim import Shim, mounted, needs_fuse
 from tests.support.fakes import MemoryOrigin

@@ -293,7 +293,7 @@ def test_the_first_signal_leaves_partials_that_are_resumed(
 ):
     directory = tmp_path / "cache"
     with Command("prewarm", slow, "-j", "2", directory=directory) as command:
-        wait_until(lambda: written(run) >= 2 << 20, command)
+        wait_until(lambda: written(run) >= 1 << 20, command)
         command.process.send_signal(number)
         ended, out, err = command.end()
     assert ended == code and "Traceback" not in err

@@ -59,12 +59,14 @@ _ON_FIRST_USE = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name in _ON_FIRST_USE:
-        module = importlib.import_module(_ON_FIRST_USE[name])
-        globals()[name] = module
-        return module
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # a type checker shall see that a name is misspelt
+
+    def __getattr__(name: str) -> Any:
+        if name in _ON_FIRST_USE:
+            module = importlib.import_module(_ON_FIRST_USE[name])
+            globals()[name] = module
+            return module
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -22,8 +22,8 @@ from typing import Any
 
 import fsspec
 
-from benchmarks.links import ROOT
 from benchmarks.results import Row, end_in_order, machine, median, save, say, table
+from benchmarks.servers.links import ROOT
 from shardcache import Cache
 
 __all__ = ["TASKS", "main", "make_entries", "report"]

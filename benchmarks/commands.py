@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.buckets import BUCKET
-from benchmarks.links import Target
+from benchmarks.servers.links import Target
 from shardcache import Cache
 
 __all__ = ["TUNED_RCLONE", "Job", "cached", "curl", "prewarm", "rclone", "rclone_environment"]

@@ -24,12 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import network
 from benchmarks.buckets import BUCKET, PREFIX
 from benchmarks.epochwork import WAYS
-from benchmarks.links import ROOT, S3_DELAY, S3_RATE, TARGETS, Target, link
 from benchmarks.peers import clean_environment, versions
 from benchmarks.results import Row, end_in_order, machine, median, save, say, table, touched_pages
+from benchmarks.servers import network
+from benchmarks.servers.links import ROOT, S3_DELAY, S3_RATE, TARGETS, Target, link
 
 __all__ = ["LINKS", "Sizes", "main", "report"]
 

@@ -29,7 +29,7 @@ from typing import Any
 
 from benchmarks import commands
 from benchmarks.buckets import BUCKET, Workload
-from benchmarks.links import ROOT, Target
+from benchmarks.servers.links import ROOT, Target
 from shardcache.config import __version__
 from shardcache.errors import ShardCacheError
 

@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 
 from benchmarks import cleaning, epochs, hits, transfers
-from benchmarks.links import ROOT, TARGETS
 from benchmarks.results import Row, end_in_order, load, say, table
+from benchmarks.servers.links import ROOT, TARGETS
 
 __all__ = ["PAGES", "main", "render"]
 

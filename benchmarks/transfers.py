@@ -21,11 +21,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks import network
 from benchmarks.buckets import PREFIX, WORKLOADS, Workload, write_bucket
-from benchmarks.links import TARGETS, Target, UnavailableError, target
 from benchmarks.peers import PEERS, WARM, Peer, run, versions
 from benchmarks.results import Row, end_in_order, machine, median, save, say, table, touched_pages
+from benchmarks.servers import network
+from benchmarks.servers.links import TARGETS, Target, UnavailableError, target
 
 __all__ = ["Choice", "choose", "main", "measure", "report"]
 

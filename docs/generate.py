@@ -20,7 +20,7 @@ README = Path(__file__).resolve().parent.parent / "README.md"
 
 def options_table() -> str:
     rows = ["| option | value | default | |", "|---|---|---|---|"]
-    for option in config.options():
+    for option in config.describe(config.load({"dir": "/"}, {}, [])):
         kind = option.type.replace("|", "\\|")
         rows.append(f"| `{option.name}` | {kind} | {option.default} | {option.help} |")
     return "\n".join(rows)
@@ -48,7 +48,7 @@ def exit_codes() -> str:
     return "\n".join(rows + [f"| {code} | {code.meaning} |" for code in ExitCode])
 
 
-#: Options every command takes; told once, not fourteen times.
+#: Options that every command takes; listed once, below all commands.
 GLOBAL: set[str] = set()
 
 

@@ -9,8 +9,6 @@ ds = cache.attach(wds.WebDataset("s3://bucket/train-{0000..2047}.tar", shardshuf
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from shardcache.cache import Cache, default_cache, url_opener
-from shardcache.config import __version__
 from shardcache.errors import (
     AccessDeniedError,
     CacheFullError,
@@ -25,6 +23,8 @@ from shardcache.errors import (
 
 if TYPE_CHECKING:
     from shardcache import sync, wds
+    from shardcache.cache import Cache, default_cache, url_opener
+    from shardcache.config import __version__
     from shardcache.integrations import lightning, telemetry, wids
 
 __all__ = [
@@ -48,12 +48,16 @@ __all__ = [
     "wids",
 ]
 
-# Loaded when first used: `import shardcache` stays light, and Lightning, OpenTelemetry and wids
-# are needed only by those who use them.
+#: What is loaded when it is first used: `import shardcache` stays light, and what Lightning,
+#: OpenTelemetry and wids bring is needed only by those who use them.
 _ON_FIRST_USE = {
+    "Cache": "shardcache.cache",
+    "__version__": "shardcache.config",
+    "default_cache": "shardcache.cache",
     "lightning": "shardcache.integrations.lightning",
     "sync": "shardcache.sync",
     "telemetry": "shardcache.integrations.telemetry",
+    "url_opener": "shardcache.cache",
     "wds": "shardcache.wds",
     "wids": "shardcache.integrations.wids",
 }
@@ -62,11 +66,12 @@ _ON_FIRST_USE = {
 if not TYPE_CHECKING:  # a type checker shall see that a name is misspelt
 
     def __getattr__(name: str) -> Any:
-        if name in _ON_FIRST_USE:
-            module = importlib.import_module(_ON_FIRST_USE[name])
-            globals()[name] = module
-            return module
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name not in _ON_FIRST_USE:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = importlib.import_module(_ON_FIRST_USE[name])
+        found = module if module.__name__.endswith(f".{name}") else getattr(module, name)
+        globals()[name] = found
+        return found
 
 
 def __dir__() -> list[str]:

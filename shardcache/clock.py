@@ -1,53 +1,20 @@
-"""Time as the library sees it, so that tests can own it; and which boot of the machine this is.
+"""Time as the library sees it, which tests replace here; and which boot of the machine this is.
 
-Durations and time-outs use ``monotonic``; ``time`` (wall clock) is for people
-and for "last used" ordering only. No decision about liveness rests on either.
+Durations and time-outs use ``monotonic``. ``time``, the wall clock, is for people and for the
+order of last uses. No decision about who is alive rests on either.
 """
 
 from __future__ import annotations
 
 import functools
-import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Protocol
+from time import monotonic, sleep, time
+
+__all__ = ["boot_id", "monotonic", "rfc3339", "sleep", "time", "utc"]
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _LAST_SECOND = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
-
-
-class Clock(Protocol):
-    """The three calls the library makes about time; seconds throughout."""
-
-    def monotonic(self) -> float:
-        """Seconds on a clock that never goes back."""
-        ...
-
-    def time(self) -> float:
-        """Seconds since the epoch, for records and last-use ordering."""
-        ...
-
-    def sleep(self, seconds: float) -> None:
-        """Give up the processor for about ``seconds``."""
-        ...
-
-
-class SystemClock:
-    """The machine's own clocks."""
-
-    # The function itself: a hit asks for the time, and is counted in microseconds.
-    monotonic = staticmethod(time.monotonic)
-
-    def time(self) -> float:
-        """See `Clock.time`."""
-        return time.time()
-
-    def sleep(self, seconds: float) -> None:
-        """See `Clock.sleep`."""
-        time.sleep(seconds)
-
-
-SYSTEM_CLOCK = SystemClock()
 
 
 def utc(seconds: float) -> datetime:

@@ -1,20 +1,14 @@
 """Every option of the library: its type, its default, its help, and where it was set.
 
-One declaration per option serves the keyword arguments of ``Cache``, the keys of the
-TOML files, the ``SHARDCACHE_*`` variables, the table in the README and the command
-``shardcache config``. Precedence, first wins, key by key::
+One declaration serves the keyword arguments of ``Cache``, the keys of the TOML files, the
+``SHARDCACHE_*`` variables, the table in the README and ``shardcache config``. First wins, key by
+key::
 
     argument > SHARDCACHE_* > TOML files > WDS_CACHE, WDS_CACHE_SIZE > default
 
-Invariants:
-
-* A `Config` that exists is valid: every way in goes through the same parsers.
-* Nothing is ignored silently: an unknown key, variable or argument is an error.
-* No repr, row or error shows a value of ``storage_options``. A pickle leaves secrets out,
-  except on the way into a process that multiprocessing is spawning.
-
-`Config` is immutable and safe to share between threads and processes; `load` reads
-the environment and files and writes nothing.
+A `Config` that exists is valid. An unknown key, variable or argument is an error. No repr, row or
+error shows a value of ``storage_options``, and no pickle holds a secret, except on the way into a
+process that multiprocessing is spawning.
 """
 # ruff: noqa: RUF009  (_opt is dataclasses.field with the help beside the default)
 
@@ -22,10 +16,11 @@ from __future__ import annotations
 
 import contextlib
 import grp
+import itertools
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, MISSING, Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -39,114 +34,49 @@ __version__ = "0.1.0"
 
 logger = logging.getLogger(__name__)
 
-#: Names of storage options that hold credentials in s3fs, gcsfs, adlfs, botocore and
-#: aiohttp, and of HTTP headers that do.
-_SECRET = re.compile(
-    r"(key$|key_?id$|secret|token|passw|passphrase|credential|sas|connection_string|cookie|"
-    r"signature|(^|[_-])auth($|[_-]|oriz))",
-    re.I,
+# Patterns are compiled when first used: `import shardcache` stays light.
+#: Storage options and HTTP headers that hold credentials: of s3fs, gcsfs, adlfs, botocore, aiohttp.
+_CREDENTIALS = (
+    r"(?i)(key$|key_?id$|secret|token|passw|passphrase|credential|sas|connection_string|cookie|"
+    r"signature|(^|[_-])auth($|[_-]|oriz))"
 )
-
-_HIDDEN = "***"
 # Greedy up to the last @: a password may hold / and @ of its own.
-USERINFO = re.compile(r"^([a-z][a-z0-9+.-]*://)?.*@", re.IGNORECASE | re.DOTALL)
+_USERINFO = r"(?is)^([a-z][a-z0-9+.-]*://)?.*@"
+_QUERY = r"(?s)[?#].*"
+_HIDDEN = "***"
 
 
-class StorageOptions(Mapping[str, object]):
-    """Options for fsspec or S3 (key, secret, token, ...) that never print their values.
+class StorageOptions(dict[str, object]):
+    """Options for fsspec or S3 (key, secret, token, ...) that never print their values."""
 
-    An immutable copy of the mapping it is made from; equal to any mapping with the
-    same items. ``dict(options)`` gives what fsspec takes, in clear.
-    """
-
-    __slots__ = ("_items",)
-
-    def __init__(self, items: Mapping[str, object] | None = None) -> None:
-        self._items = dict(items or {})
-
-    def __getitem__(self, key: str) -> object:
-        """The value itself, in clear."""
-        return self._items[key]
-
-    def __iter__(self) -> Iterator[str]:
-        """The names."""
-        return iter(self._items)
-
-    def __len__(self) -> int:
-        """How many there are."""
-        return len(self._items)
-
-    def __hash__(self) -> int:
-        """By names only: values need not be hashable."""
-        return hash(frozenset(self._items))
+    def __hash__(self) -> int:  # type: ignore[override]  # names only: values may be anything
+        return hash(frozenset(self))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """In clear for a process that multiprocessing is spawning, else without secrets.
 
-        A spawned worker has to read the same bucket and its pickle goes through a
-        pipe to a child; any other pickle may end up in a file or on a wire. This is
-        how `multiprocessing.process.AuthenticationString` tells the two apart.
+        A spawned worker has to read the same bucket, and its pickle goes through a pipe. Any other
+        pickle may end up in a file. `multiprocessing.process.AuthenticationString` does the same.
         """
         from multiprocessing.context import get_spawning_popen
 
-        if get_spawning_popen() is not None:
-            return StorageOptions, (self._items,)
-        return StorageOptions, (_without_secrets(self._items),)
+        items = dict(self)
+        return StorageOptions, (items if get_spawning_popen() else _without_secrets(items),)
 
     def __repr__(self) -> str:
-        """Names, with every value hidden."""
-        return f"StorageOptions({names_only(self)})"
-
-
-@dataclass(frozen=True, slots=True)
-class TierOption:
-    """A directory in front of ``dir``, with limits of its own; see `tier`.
-
-    Attributes:
-        dir: where.
-        max_size: most it may hold.
-        min_free: space that stays free on its filesystem.
-    """
-
-    dir: Path
-    max_size: Limit | None = None
-    min_free: Limit = Limit(percent=5.0)
-
-    def __str__(self) -> str:
-        return str(self.dir) if self.max_size is None else f"{self.dir}={self.max_size}"
-
-
-@dataclass(frozen=True, slots=True)
-class Upstream:
-    """Where copies of shards are, or are to be kept; see `upstreams`.
-
-    Attributes:
-        url: a directory, or ``scheme://...`` of a store.
-        write_back: whether what was fetched is copied there.
-        endpoint_url: of an S3 store that is not AWS.
-        storage_options: its own, for S3 or fsspec.
-    """
-
-    url: str
-    write_back: bool = False
-    endpoint_url: str | None = None
-    storage_options: StorageOptions = field(default_factory=StorageOptions)
-
-    def __str__(self) -> str:
-        return redact(self.url) + (" (write_back)" if self.write_back else "")
+        return f"StorageOptions({_names_only(self)})"
 
 
 def _without_secrets(items: Mapping[Any, object]) -> dict[Any, object]:
-    kept = {}
-    for name, value in items.items():
-        kept[name] = None if _SECRET.search(str(name)) else _public(value)
-        if kept[name] != value:
+    kept = {n: _public(value) for n, value in items.items() if not re.search(_CREDENTIALS, str(n))}
+    for name in items:
+        if kept.get(name) != items[name]:
             logger.warning(
                 "storage option %s is left out of a pickle, or a part of it; who reads it needs "
                 "credentials of its own (environment, profile, role)",
                 name,
             )
-    return {name: value for name, value in kept.items() if not _SECRET.search(str(name))}
+    return kept
 
 
 def _public(value: object) -> object:
@@ -156,72 +86,56 @@ def _public(value: object) -> object:
     if type(value) is list or type(value) is tuple:
         return type(value)(map(_public, value))
     if isinstance(value, str) and "://" in value:  # of a proxy, an endpoint
-        return re.sub(r"[?#].*", "", USERINFO.sub(r"\1", value), flags=re.DOTALL)
+        return re.sub(_QUERY, "", re.sub(_USERINFO, r"\1", value))
     return value
 
 
-def names_only(items: Mapping[str, object]) -> str:
-    """The names in a table, with every value hidden."""
+def _names_only(items: Mapping[str, object]) -> str:
     return ", ".join(f"{key}={_HIDDEN}" for key in items)
 
 
-def redact(text: str) -> str:
+def _redact(text: str) -> str:
     """``text`` without what stands before an ``@``, and a URL without its query."""
-    shown = USERINFO.sub(rf"\1{_HIDDEN}@", text)
-    return re.sub(r"[?#].*", f"?{_HIDDEN}", shown, flags=re.DOTALL) if "://" in shown else shown
+    shown = re.sub(_USERINFO, rf"\1{_HIDDEN}@", text)
+    return re.sub(_QUERY, f"?{_HIDDEN}", shown) if "://" in shown else shown
 
+
+# -- values: each parser takes what people write, and returns what the library reads ---------------
 
 MIB = 1 << 20
 NONE = "none"
-_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
-_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})", re.ASCII)
-_ENDPOINT = re.compile(
-    r"https?://(\[[0-9a-f:.]+\]|[^/?#@:\s\[\]]+)(:[0-9]{1,5})?(/[^?#@\s]*)?",
-    re.IGNORECASE,
-)
-
-
+_SCHEME = r"[a-z][a-z0-9+.-]*"
+_VARIABLE = r"(?a)\$(?:(\w+)|\{(\w+)\})"
+_ENDPOINT = r"(?i)https?://(\[[0-9a-f:.]+\]|[^/?#@:\s\[\]]+)(:[0-9]{1,5})?(/[^?#@\s]*)?"
+#: The highest group number, which says "leave it as it is", chown(2).
 _NO_GROUP = (1 << 32) - 1
-_CREDENTIALS_BELONG = (
-    "http:// or https://, a host, a port if need be; credentials belong into the environment "
-    "(AWS_ACCESS_KEY_ID), a profile or storage_options"
-)
 
 
-def refuse(value: object, reason: str, accepted: str) -> ConfigError:
+def _refuse(value: object, reason: str, accepted: str) -> ConfigError:
     """The error for a value that cannot be used; the caller raises it."""
     # Of other types only the name: they may hold anything, secrets included.
     shown = f"a {type(value).__name__}"
     if isinstance(value, str | int | float | Path):
-        shown = repr(redact(str(value))[:80])
+        shown = repr(_redact(str(value))[:80])
     return ConfigError(f"{shown} {reason}. Accepted: {accepted}.")
 
 
-def _directory(value: object, environ: Mapping[str, str] = os.environ, base: str = "") -> Path:
+def _directory(value: object, base: str = "") -> Path:
     accepted = "a local directory; ~ and $VARIABLES in it are expanded"
     text = str(value) if isinstance(value, str | Path) else ""
     if not text.strip() or "\0" in text:
-        raise refuse(value, "is not a path", accepted)
+        raise _refuse(value, "is not a path", accepted)
     if "://" in text:
-        raise refuse(value, "is a URL", accepted)
-    for found in _VARIABLE.finditer(text):
-        if not environ.get(name := found[1] or found[2]):
+        raise _refuse(value, "is a URL", accepted)
+    for found in re.finditer(_VARIABLE, text):
+        name = found[1] or found[2]
+        if not os.environ.get(name):
             # os.path.expandvars keeps it: a directory called "$SCRATCH" would be the result.
-            raise refuse(value, f"names ${name}, which is not set", accepted)
-    text = _VARIABLE.sub(lambda found: environ[found[1] or found[2]], text)
-    if (text == "~" or text.startswith("~/")) and environ.get("HOME"):
-        text = environ["HOME"] + text[1:]
-    text = os.path.expanduser(text)  # noqa: PTH111  Path.expanduser raises RuntimeError
+            raise _refuse(value, f"names ${name}, which is not set", accepted)
+    text = os.path.expanduser(os.path.expandvars(text))  # noqa: PTH111  pathlib's raises
     if text.startswith("~"):
-        raise refuse(value, "names a home directory that is not known", accepted)
+        raise _refuse(value, "names a home directory that is not known", accepted)
     return Path(base, text).absolute()
-
-
-def _limit(value: Any) -> Limit:
-    limit = units.parse_limit(value)
-    if limit is None:
-        raise refuse(value, "is no limit", "a size or a percentage, 0 for none")
-    return limit
 
 
 def _above_zero(parse: Callable[[Any], Any], reason: str, accepted: str) -> Callable[[Any], Any]:
@@ -230,27 +144,22 @@ def _above_zero(parse: Callable[[Any], Any], reason: str, accepted: str) -> Call
     def parsed(value: Any) -> Any:
         found = parse(value)
         if found in (0, Limit(bytes=0), Limit(percent=0.0)):
-            raise refuse(value, reason, accepted)
+            raise _refuse(value, reason, accepted)
         return found
 
     return parsed
 
 
-_room = _above_zero(_limit, "leaves no room", f'more than 0, or "{NONE}" for no limit')
-_size = _above_zero(units.parse_bytes, "leaves no room", "a size of more than 0")
-_some_time = _above_zero(units.parse_duration, "is no time at all", "a duration of more than 0")
-
-
 def _part_size(value: Any) -> int:
     size = units.parse_bytes(value)
     if size % MIB or not MIB <= size <= 1024 * MIB:
-        raise refuse(value, "cannot be used", "a multiple of 1MiB from 1MiB to 1GiB")
+        raise _refuse(value, "cannot be used", "a multiple of 1MiB from 1MiB to 1GiB")
     return size
 
 
 def _function(value: object) -> object:
     if not callable(value):
-        raise refuse(value, "cannot be called", "a function of the path of a fetched file")
+        raise _refuse(value, "cannot be called", "a function of the path of a fetched file")
     return value
 
 
@@ -259,19 +168,37 @@ def _items(value: object, what: str, accepted: str) -> list[Any]:
     if isinstance(value, str):
         return [] if value.strip().lower() == NONE else value.split(",")
     if not isinstance(value, list | tuple | set | frozenset):
-        raise refuse(value, f"is no list of {what}", accepted)
+        raise _refuse(value, f"is no list of {what}s", accepted)
     return list(value)
 
 
 def _schemes(value: object) -> tuple[str, ...]:
     accepted = 'URL schemes such as "pipe", separated by commas or as a list'
     found = set()
-    for item in _items(value, "schemes", accepted):
+    for item in _items(value, "scheme", accepted):
         scheme = item.strip().lower() if isinstance(item, str) else ""
-        if not _SCHEME.fullmatch(scheme):
-            raise refuse(item, "is no scheme", accepted)
+        if not re.fullmatch(_SCHEME, scheme):
+            raise _refuse(item, "is no scheme", accepted)
         found.add(scheme)
     return tuple(sorted(found))
+
+
+def _tables(made: Any, what: str, value: object, accepted: str) -> tuple[Any, ...]:
+    """A list of ``made``, whose items are tables of its fields, or text for its ``of_text``."""
+    names = {option.name for option in fields(made)}
+
+    def one(item: object) -> object:
+        if isinstance(item, made):
+            return item
+        table = item if isinstance(item, Mapping) else {}
+        if isinstance(item, str | Path):
+            table = made.of_text(str(item).strip())
+        given = {name: value for name, value in table.items() if value is not None}
+        if not names.issuperset(given) or not given.get(fields(made)[0].name):
+            raise _refuse(item, f"is no {what}", accepted)
+        return made(**given)
+
+    return tuple(map(one, _items(value, what, accepted)))
 
 
 def _tiers(value: object) -> tuple[TierOption, ...]:
@@ -279,27 +206,7 @@ def _tiers(value: object) -> tuple[TierOption, ...]:
         "directories, each with =SIZE if it is to hold no more (/dev/shm/shards=50GB), as a list "
         "or separated by commas; as tables with dir, max_size and min_free in code and TOML"
     )
-    return tuple(_tier(item, accepted) for item in _items(value, "tiers", accepted))
-
-
-def _tier(item: object, accepted: str) -> TierOption:
-    if isinstance(item, TierOption):
-        return item
-    table: Mapping[str, object]
-    if isinstance(item, Mapping):
-        table = item
-    else:
-        text = str(item) if isinstance(item, str | Path) else ""
-        path, _, size = text.strip().partition("=")
-        table = {"dir": path, **({"max_size": size} if size else {})}
-    if set(table) - {"dir", "max_size", "min_free"} or not table.get("dir"):
-        raise refuse(item, "is no tier", accepted)
-    max_size, min_free = table.get("max_size"), table.get("min_free")
-    return TierOption(
-        _directory(table["dir"]),
-        None if max_size is None else _room(max_size),
-        *(() if min_free is None else (_limit(min_free),)),
-    )
+    return _tables(TierOption, "tier", value, accepted)
 
 
 def _upstreams(value: object) -> tuple[Upstream, ...]:
@@ -307,62 +214,53 @@ def _upstreams(value: object) -> tuple[Upstream, ...]:
         "directories or URLs, as a list or separated by commas; as tables with url, write_back, "
         "endpoint_url and storage_options in code and TOML"
     )
-    return tuple(_upstream(item, accepted) for item in _items(value, "upstreams", accepted))
+    return _tables(Upstream, "upstream", value, accepted)
 
 
-def _upstream(item: object, accepted: str) -> Upstream:
-    if isinstance(item, Upstream):
-        return item
-    table = item if isinstance(item, Mapping) else {"url": item}
-    unknown = set(table) - {"url", "write_back", "endpoint_url", "storage_options"}
-    url = table.get("url")
-    if unknown or not isinstance(url, str | Path) or not str(url).strip():
-        raise refuse(item, "is no upstream", accepted)
-    text = str(url).strip()
+def _store(value: object) -> str:
+    """A directory, or the URL of a store."""
+    accepted = "a directory, or scheme://... of a store, without a query"
+    text = str(value).strip() if isinstance(value, str | Path) else ""
     if "://" not in text:
-        text = os.fspath(_directory(text))
-    elif not _SCHEME.fullmatch(text.partition("://")[0].lower()) or "?" in text:
-        raise refuse(text, "is no upstream", accepted)
-    elif USERINFO.match(text) and not text.startswith(("abfs", "az", "oci")):
-        raise refuse(text, "has a part before an @", "credentials belong into storage_options")
-    endpoint, write_back = table.get("endpoint_url"), table.get("write_back", False)
-    if not isinstance(write_back, bool | str):
-        raise refuse(write_back, "is neither true nor false", accepted)
-    return Upstream(
-        text,
-        units.parse_bool(write_back),
-        None if endpoint is None else _endpoint(endpoint),
-        _storage_options(table.get("storage_options", {})),
-    )
+        return os.fspath(_directory(text))
+    if not re.fullmatch(_SCHEME, text.partition("://")[0].lower()) or "?" in text:
+        raise _refuse(text, "is no store", accepted)
+    if re.match(_USERINFO, text) and not text.startswith(("abfs", "az", "oci")):
+        raise _refuse(text, "has a part before an @", "credentials belong into storage_options")
+    return text
 
 
 def _storage_options(value: object) -> StorageOptions:
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return value if isinstance(value, StorageOptions) else StorageOptions(value)
+        return StorageOptions(value)
     # Not even a string is shown: it may be a secret in the wrong place.
     accepted = "a dict in code, a [storage_options] table in TOML"
     raise ConfigError(f"a {type(value).__name__} is no table of names. Accepted: {accepted}.")
 
 
 def _group(value: object) -> int:
-    accepted = "the name of a group that this machine knows, or its number"
     number = value if isinstance(value, int) and not isinstance(value, bool) else -1
     if isinstance(value, str):
         text = value.strip()
         with contextlib.suppress(KeyError, ValueError):
             number = int(text) if text.isdecimal() else grp.getgrnam(text).gr_gid
-    # The highest number says "leave it as it is", chown(2).
     if not 0 <= number < _NO_GROUP:
-        raise refuse(value, "is no group", accepted)
+        accepted = "the name of a group that this machine knows, or its number"
+        raise _refuse(value, "is no group", accepted)
     return number
 
 
 def _endpoint(value: object) -> str:
+    accepted = "http:// or https://, a host, a port if need be"
     text = value.strip() if isinstance(value, str) else ""
-    if USERINFO.match(text):
-        raise refuse(value, "has a part before an @, which S3 does not use", _CREDENTIALS_BELONG)
-    if not _ENDPOINT.fullmatch(text):
-        raise refuse(value, "is no endpoint", "http:// or https://, a host, a port if need be")
+    if re.match(_USERINFO, text):
+        accepted += (
+            "; credentials belong into the environment (AWS_ACCESS_KEY_ID), a profile or "
+            "storage_options"
+        )
+        raise _refuse(value, "has a part before an @, which S3 does not use", accepted)
+    if not re.fullmatch(_ENDPOINT, text):
+        raise _refuse(value, "is no endpoint", accepted)
     return text
 
 
@@ -382,14 +280,13 @@ class Kind(NamedTuple):
     show: Callable[[Any], str] = str
 
 
-def count(most: int, least: int = 1) -> Kind:
-    """Whole numbers from ``least`` to ``most``."""
+def _count(most: int, least: int = 1) -> Kind:
     return Kind(f"{least} to {most}", lambda value: units.parse_count(value, least, most))
 
 
-def _choice(*names: str) -> Kind:
-    return Kind(" or ".join(names), lambda value: units.parse_choice(value, names))
-
+_room = _above_zero(units.parse_limit, "leaves no room", f'more than 0, or "{NONE}" for no limit')
+_size = _above_zero(units.parse_bytes, "leaves no room", "a size of more than 0")
+_some_time = _above_zero(units.parse_duration, "is no time at all", "a duration of more than 0")
 
 PATH = Kind("path", _directory)
 BOOL = Kind("bool", units.parse_bool, lambda value: str(value).lower())
@@ -398,15 +295,75 @@ SOME_TIME = Kind("duration", _some_time, units.exact_duration)
 # Not the repr: a functools.partial would print its arguments.
 CALL = Kind("function", _function, lambda value: getattr(value, "__name__", "function"))
 LIST = Kind("list", _schemes, ", ".join)
-TABLE = Kind("table", _storage_options, names_only)
-TIERS = Kind("list", _tiers, lambda value: ", ".join(map(str, value)))
-UPSTREAMS = Kind("list", _upstreams, lambda value: ", ".join(map(str, value)))
+TABLE = Kind("table", _storage_options, _names_only)
 ROOM = Kind("size or %", _room)
-LIMIT = Kind("size or %", _limit)
+LIMIT = Kind("size or %", units.parse_limit)
 SIZE = Kind("size", _size, units.exact_bytes)
 PART_SIZE = Kind("size", _part_size, units.exact_bytes)
-ENDPOINT = Kind("URL", _endpoint, redact)
+ENDPOINT = Kind("URL", _endpoint, _redact)
 GROUP = Kind("name or number", _group, group_name)
+STORE = Kind("path or URL", _store, _redact)
+TIERS = Kind("list", _tiers, lambda value: ", ".join(map(str, value)))
+UPSTREAMS = Kind("list", _upstreams, lambda value: ", ".join(map(str, value)))
+
+
+def _opt(kind: Kind, default: Any, help: str) -> Any:
+    return field(default=default, metadata={"kind": kind, "help": help})
+
+
+def _choose(help: str, *names: str) -> Any:
+    """One of some names, of which the first is the default."""
+    kind = Kind(" or ".join(names), lambda value: units.parse_choice(value, names))
+    return _opt(kind, names[0], help)
+
+
+def _parse_all(made: Any) -> None:
+    """Parse every field of a dataclass whose fields are made by `_opt`."""
+    for option in fields(made):
+        value = _parse(option, getattr(made, option.name), "argument")
+        object.__setattr__(made, option.name, value)
+
+
+@dataclass(frozen=True, slots=True)
+class TierOption:
+    """A directory in front of ``dir``, with limits of its own; see the option ``tiers``."""
+
+    dir: Path = _opt(PATH, MISSING, "Where.")
+    max_size: Limit | None = _opt(ROOM, None, "Most it may hold.")
+    min_free: Limit = _opt(LIMIT, Limit(percent=5.0), "Space on its filesystem that stays free.")
+
+    def __post_init__(self) -> None:
+        _parse_all(self)
+
+    @staticmethod
+    def of_text(text: str) -> dict[str, str]:
+        """The fields that ``DIRECTORY=SIZE`` states."""
+        directory, _, size = text.partition("=")
+        return {"dir": directory, **({"max_size": size} if size else {})}
+
+    def __str__(self) -> str:
+        return str(self.dir) if self.max_size is None else f"{self.dir}={self.max_size}"
+
+
+@dataclass(frozen=True, slots=True)
+class Upstream:
+    """Where copies of shards are, or are to be kept; see the option ``upstreams``."""
+
+    url: str = _opt(STORE, MISSING, "A directory, or scheme://... of a store.")
+    write_back: bool = _opt(BOOL, False, "Whether what was fetched is copied there.")
+    endpoint_url: str | None = _opt(ENDPOINT, None, "Of an S3 store that is not AWS.")
+    storage_options: StorageOptions = _opt(TABLE, StorageOptions(), "Its own, for S3 or fsspec.")
+
+    def __post_init__(self) -> None:
+        _parse_all(self)
+
+    @staticmethod
+    def of_text(text: str) -> dict[str, str]:
+        """The fields that a URL states."""
+        return {"url": text}
+
+    def __str__(self) -> str:
+        return _redact(self.url) + (" (write_back)" if self.write_back else "")
 
 
 _PREFIX = "SHARDCACHE_"
@@ -418,14 +375,10 @@ OTHER_VARIABLES = frozenset(
 _WDS_VARIABLES = {"dir": "WDS_CACHE", "max_size": "WDS_CACHE_SIZE"}
 #: Kubernetes puts the address of every Service into the environment of the pods beside
 #: it ("service links"); a Service called "shardcache" or "shardcache-x" is no typo.
-_SERVICE_LINK = re.compile(
+_SERVICE_LINK = (
     rf"{_PREFIX}(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|"
     r"PORT(_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
 )
-
-
-def _opt(kind: Kind, default: Any, help: str) -> Any:
-    return field(default=default, metadata={"kind": kind, "help": help})
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -449,28 +402,22 @@ class Config:
     tiers: tuple[TierOption, ...] = _opt(
         TIERS, (), "Faster places in front of dir, filled first, such as /dev/shm/shards=50GB."
     )
-    policy: Literal["working-set", "lru", "fifo"] = _opt(
-        _choice("working-set", "lru", "fifo"),
-        "working-set",
-        "What goes first; working-set keeps what running jobs use.",
+    policy: Literal["working-set", "lru", "fifo"] = _choose(
+        "What goes first; working-set keeps what running jobs use.", "working-set", "lru", "fifo"
     )
     protect_for: float = _opt(
         SOME_TIME, 86400.0, "Unused for so long, an entry of a running job may go, too."
     )
-    isolation: Literal["node", "rank", "job"] = _opt(
-        _choice("node", "rank", "job"), "node", "Who shares one copy."
+    isolation: Literal["node", "rank", "job"] = _choose(
+        "Who shares one copy.", "node", "rank", "job"
     )
-    fill: Literal["follow", "complete"] = _opt(
-        _choice("follow", "complete"),
-        "follow",
-        "Read a shard while it is fetched, or when all of it is there.",
+    fill: Literal["follow", "complete"] = _choose(
+        "Read a shard while it is fetched, or when all of it is there.", "follow", "complete"
     )
-    prefetch: int = _opt(count(64, 0), 2, "Shards fetched ahead of the one that is read.")
-    connections: int = _opt(count(256), 32, "Most connections to the origin per process.")
-    part_size: int | None = _opt(
-        PART_SIZE, None, "Bytes per request; the default suits the link, 8 to 64 MiB."
-    )
-    attempts: int = _opt(count(100), 5, "Tries before a transient error counts as final.")
+    prefetch: int = _opt(_count(64, 0), 2, "Shards fetched ahead of the one that is read.")
+    connections: int = _opt(_count(256), 32, "Most connections to the origin per process.")
+    part_size: int | None = _opt(PART_SIZE, None, "Bytes per request; 16 MiB unless it is set.")
+    attempts: int = _opt(_count(100), 5, "Tries before a transient error counts as final.")
     deadline: float | None = _opt(SOME_TIME, None, "Most time for the whole fetch of a shard.")
     timeout: float = _opt(SOME_TIME, 30.0, "No byte for so long is a failed attempt.")
     lock_timeout: float = _opt(TIME, 1800.0, "Longest wait for another process's fetch.")
@@ -479,15 +426,14 @@ class Config:
     validate: Callable[[Path], None] | None = _opt(
         CALL, None, "Called on each fetched shard before it is published; in code only."
     )
-    fsync: Literal["verify-after-boot", "fsync", "none"] = _opt(
-        _choice("verify-after-boot", "fsync", "none"),
-        "verify-after-boot",
-        "What guards entries against a crash of the machine.",
+    fsync: Literal["verify-after-boot", "fsync", "none"] = _choose(
+        "What guards entries against a crash of the machine.", "verify-after-boot", "fsync", "none"
     )
-    locks: Literal["auto", "flock", "lease"] = _opt(
-        _choice("auto", "flock", "lease"),
-        "auto",
+    locks: Literal["auto", "flock", "lease"] = _choose(
         "How to lock; auto is flock on local filesystems, else leases among nodes.",
+        "auto",
+        "flock",
+        "lease",
     )
     touch_interval: float = _opt(TIME, 600.0, "Last use is recorded at most this often.")
     stats: bool = _opt(BOOL, True, "Count hits, bytes and waits for `shardcache stats`.")
@@ -505,16 +451,18 @@ class Config:
     )
 
     def __post_init__(self) -> None:
-        """Bring every value to its type."""
-        for option in fields(self):
-            value = _parse(option, getattr(self, option.name), "argument")
-            object.__setattr__(self, option.name, value)
-        _check_apart([*(tier.dir for tier in self.tiers), self.dir])
+        _parse_all(self)
+        for one, other in itertools.combinations([*(t.dir for t in self.tiers), self.dir], 2):
+            if one.is_relative_to(other) or other.is_relative_to(one):
+                raise ConfigError(
+                    f"the tiers {one} and {other} are not apart. Give each a directory of its own.",
+                    option="tiers",
+                )
 
     def replace(self, **changes: object) -> Config:
         """A copy with ``changes``, validated like the original; None clears an option."""
         for name in changes:
-            _check_known(name, "argument", _FIELDS)
+            _check_known(name, "argument")
         return replace(self, **changes)  # type: ignore[arg-type]  # __post_init__ parses them
 
     def by_tier(self) -> tuple[Config, ...]:
@@ -522,13 +470,9 @@ class Config:
         alone = replace(self, tiers=()) if self.tiers else self
         faster = [
             replace(
-                alone,
-                dir=tier.dir,
-                max_size=tier.max_size,
-                min_free=tier.min_free,
-                ephemeral_limit=None,
+                alone, dir=t.dir, max_size=t.max_size, min_free=t.min_free, ephemeral_limit=None
             )
-            for tier in self.tiers
+            for t in self.tiers
         ]
         return (*faster, alone)
 
@@ -542,36 +486,10 @@ class Config:
 _FIELDS: dict[str, Field[Any]] = {option.name: option for option in fields(Config)}
 
 
-def _check_apart(directories: Sequence[Path]) -> None:
-    """Refuse tiers that are one directory, or inside each other."""
-    for number, one in enumerate(directories):
-        for other in directories[number + 1 :]:
-            if one == other or one in other.parents or other in one.parents:
-                raise ConfigError(
-                    f"the tiers {one} and {other} are not apart. Give each a directory of its own.",
-                    option="tiers",
-                )
+# -- where values come from ------------------------------------------------------------------------
 
 
-class Option(NamedTuple):
-    """One row of the generated table of options."""
-
-    name: str
-    type: str
-    default: str
-    help: str
-
-
-class Setting(NamedTuple):
-    """One option in force: its value as text, secrets hidden, and who set it."""
-
-    name: str
-    value: str
-    source: str
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(NamedTuple):
     """A `Config` and, for each option, the source of its value.
 
     A source is ``argument``, ``environment NAME``, ``file PATH`` or ``default``.
@@ -585,7 +503,7 @@ class _Given(NamedTuple):
     name: str
     value: object
     source: str
-    base: str = ""
+    base: str = ""  # what a relative ``dir`` is relative to
 
 
 def load(
@@ -595,23 +513,24 @@ def load(
 ) -> Loaded:
     """The options in force for ``explicit`` arguments, ``environ`` and TOML ``files``.
 
+    In the environment and in TOML the text ``none`` clears an option that may be unset.
+
     Args:
         explicit: options given in code; a value of None means "not given".
         environ: the environment (default ``os.environ``); empty variables are not set.
         files: exactly these files, which must exist, instead of the usual places
             (``$SHARDCACHE_CONFIG``, ``./shardcache.toml``, the user's, ``/etc``).
 
-    In the environment and in TOML the text ``none`` clears an option that may be unset.
-
     Raises:
         ConfigError: an unknown name, a value that cannot be used, a file that cannot be
             read, or no ``dir`` anywhere.
     """
     env = os.environ if environ is None else environ
+    arguments = (_Given(*item, "argument") for item in (explicit or {}).items())
     given: dict[str, _Given] = {}
-    from_files = (item for file in _files(env, files) for item in _from_file(*file))
-    for layer in (_arguments(explicit or {}), _environment(env), from_files, _from_wds(env)):
-        for item in layer:
+    for item in itertools.chain(arguments, _environment(env), _from_files(env, files), _wds(env)):
+        _check_known(item.name, item.source)
+        if item.value is not None:
             given.setdefault(item.name, item)
     if "dir" not in given:
         raise ConfigError(
@@ -623,95 +542,76 @@ def load(
         )
     values: dict[str, Any] = {}
     for name, item in given.items():
-        context = {"environ": env, "base": item.base} if name == "dir" else {}
+        context = {"base": item.base} if name == "dir" else {}
         values[name] = _parse(_FIELDS[name], item.value, item.source, **context)
     sources = {name: given[name].source if name in given else "default" for name in _FIELDS}
     return Loaded(Config(**values), sources)
 
 
-def _arguments(explicit: Mapping[str, object]) -> Iterator[_Given]:
-    for name, value in explicit.items():
-        _check_known(name, "argument", _FIELDS)
-        if value is not None:
-            yield _Given(name, value, "argument")
-
-
 def _environment(env: Mapping[str, str]) -> Iterator[_Given]:
-    names = {f"{_PREFIX}{name.upper()}": name for name in _FIELDS}
     for variable in sorted(env):
-        if not variable.startswith(_PREFIX) or variable in OTHER_VARIABLES:
-            continue
-        if variable not in names and _SERVICE_LINK.fullmatch(variable):
-            continue
-        _check_known(variable, "environment", (*names, *OTHER_VARIABLES))
-        name, source = names[variable], f"environment {variable}"
-        if name in ("validate", "storage_options"):
-            _refuse_source(name, source)
-        if env[variable].strip():
-            yield _Given(name, env[variable], source)
+        ours = variable.startswith(_PREFIX) and variable not in OTHER_VARIABLES
+        if ours and env[variable].strip() and not re.fullmatch(_SERVICE_LINK, variable):
+            name = variable.removeprefix(_PREFIX).lower()
+            yield _Given(name, env[variable], f"environment {variable}")
 
 
-def _from_wds(env: Mapping[str, str]) -> Iterator[_Given]:
+def _wds(env: Mapping[str, str]) -> Iterator[_Given]:
     for name, variable in _WDS_VARIABLES.items():
         if env.get(variable, "").strip():
             yield _Given(name, env[variable], f"environment {variable}")
 
 
-def _files(env: Mapping[str, str], files: Sequence[Path] | None) -> Iterator[tuple[Path, bool]]:
-    """Files to read, in order, each with whether it has to exist."""
-    if files is not None:
-        yield from ((Path(file), True) for file in files)
-        return
-    if stated := env.get("SHARDCACHE_CONFIG", "").strip():
-        yield Path(stated), True
-    yield Path("shardcache.toml"), False
-    home = env.get("XDG_CONFIG_HOME", "")
-    if not home.startswith("/"):  # the XDG specification: ignore a relative one
-        home = f"{env['HOME']}/.config" if env.get("HOME") else ""
-    if home:
-        yield Path(home, "shardcache", "config.toml"), False
-    yield Path("/etc/shardcache.toml"), False
-
-
-def _from_file(path: Path, required: bool) -> Iterator[_Given]:
-    advice = "Correct the file or name another with --config or SHARDCACHE_CONFIG"
-    try:
-        text = path.read_bytes()
-    except OSError as exn:
+def _from_files(env: Mapping[str, str], files: Sequence[Path] | None) -> Iterator[_Given]:
+    required = [Path(file) for file in files or ()]
+    usual = []
+    if files is None:
+        if stated := env.get("SHARDCACHE_CONFIG", "").strip():
+            required.append(Path(stated))
+        usual.append(Path("shardcache.toml"))
+        home = env.get("XDG_CONFIG_HOME", "")
+        if not home.startswith("/"):  # the XDG specification: ignore a relative one
+            home = f"{env['HOME']}/.config" if env.get("HOME") else ""
+        if home:
+            usual.append(Path(home, "shardcache", "config.toml"))
+        usual.append(Path("/etc/shardcache.toml"))
+    for path in (*required, *usual):
         # os.path.exists, for it takes a directory we may not enter (a $HOME of another
         # user in a container) as "not there", where Path.exists raises.
-        if not required and not os.path.exists(path):  # noqa: PTH110
-            return
-        raise ConfigError(f"{path} cannot be read: {exn.strerror}. {advice}.") from exn
+        if path in required or os.path.exists(path):  # noqa: PTH110
+            for name, value in _table(path).items():
+                source = f"file {path.absolute()}"
+                yield _Given(name, value, source, str(path.absolute().parent))
+
+
+def _table(path: Path) -> dict[str, object]:
     import tomllib  # here: it would be a third of the cost of importing this module
 
+    advice = "Correct the file or name another with --config or SHARDCACHE_CONFIG"
     try:
-        table = tomllib.loads(text.decode())
+        return tomllib.loads(path.read_bytes().decode())
+    except OSError as exn:
+        raise ConfigError(f"{path} cannot be read: {exn.strerror}. {advice}.") from exn
     except ValueError as exn:
         raise ConfigError(f"{path} is not valid TOML: {exn}. {advice}.") from exn
-    path = path.absolute()
-    for name, value in table.items():
-        _check_known(name, f"file {path}", _FIELDS)
-        if name == "validate":
-            _refuse_source(name, f"file {path}")
-        yield _Given(name, value, f"file {path}", str(path.parent))
 
 
-def _refuse_source(name: str, source: str) -> None:
-    where = "in code" if name == "validate" else "in code or as a TOML table"
-    message = f"{name} ({source}) can only be given {where}. Remove it there."
-    raise ConfigError(message, option=name, source=source)
+def _check_known(name: str, source: str) -> None:
+    """Refuse what is no option, or cannot be given there."""
+    if name not in _FIELDS:
+        import difflib  # only a mistake has to wait for it
 
-
-def _check_known(name: str, source: str, known: Iterable[str]) -> None:
-    choices = sorted(known)
-    if name in choices:
-        return
-    import difflib  # only a mistake has to wait for it
-
-    near = difflib.get_close_matches(name, choices, n=1)
-    hint = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(choices)}."
-    raise ConfigError(f"unknown option {name!r} ({source}). {hint}", option=name, source=source)
+        near = difflib.get_close_matches(name, _FIELDS, n=1)
+        hint = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(sorted(_FIELDS))}."
+        raise ConfigError(f"unknown option {name!r} ({source}). {hint}", option=name, source=source)
+    where = None
+    if name == "validate" and source != "argument":
+        where = "in code"
+    if name == "storage_options" and source.startswith("environment"):
+        where = "in code or as a TOML table"
+    if where is not None:
+        message = f"{name} ({source}) can only be given {where}. Remove it there."
+        raise ConfigError(message, option=name, source=source)
 
 
 def _parse(option: Field[Any], value: object, source: str, **context: Any) -> object:
@@ -725,27 +625,31 @@ def _parse(option: Field[Any], value: object, source: str, **context: Any) -> ob
         raise ConfigError(f"{name} ({source}): {exn}", option=name, source=source) from exn
 
 
+# -- what people are shown -------------------------------------------------------------------------
+
+
+class Option(NamedTuple):
+    """One option as text, secrets hidden: what it is, its value in force, and who set it."""
+
+    name: str
+    type: str
+    default: str
+    help: str
+    value: str
+    source: str
+
+
+def describe(loaded: Loaded) -> tuple[Option, ...]:
+    """All options in their order of declaration, with what is in force."""
+    rows = []
+    for name, option in _FIELDS.items():
+        default = "required" if option.default is MISSING else _show(option, option.default)
+        value = _show(option, getattr(loaded.config, name))
+        kind, help = option.metadata["kind"], option.metadata["help"]
+        rows.append(Option(name, kind.text, default, help, value, loaded.sources[name]))
+    return tuple(rows)
+
+
 def _show(option: Field[Any], value: object) -> str:
     unset = value is None or value in ((), {})
     return NONE if unset else str(option.metadata["kind"].show(value))
-
-
-def options() -> tuple[Option, ...]:
-    """All options in their order of declaration, for generated documentation."""
-    return tuple(
-        Option(
-            option.name,
-            option.metadata["kind"].text,
-            "required" if option.default is MISSING else _show(option, option.default),
-            option.metadata["help"],
-        )
-        for option in _FIELDS.values()
-    )
-
-
-def describe(loaded: Loaded) -> tuple[Setting, ...]:
-    """All options with the value in force and its source; secrets are hidden."""
-    return tuple(
-        Setting(name, _show(option, getattr(loaded.config, name)), loaded.sources[name])
-        for name, option in _FIELDS.items()
-    )

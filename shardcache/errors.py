@@ -1,46 +1,15 @@
 """Every error shardcache raises on purpose.
 
-One message argument, the fields as attributes, and a last sentence that says
-what to do next. Each class also derives from the builtin a caller would catch
-without knowing shardcache (``FileNotFoundError``, ``PermissionError``, ...).
-
-Invariants: an error survives pickling, also after ``exn.args += (url,)`` as
-WebDataset's handlers do it; its text holds no credential (callers pass
-redacted URLs only).
+One message, whose last sentence says what to do next. Each class also derives from the builtin a
+caller would catch without knowing shardcache (``FileNotFoundError``, ``PermissionError``, ...). An
+error survives pickling, also after ``exn.args += (url,)`` as WebDataset's handlers do it; its text
+holds no credential (callers pass redacted URLs only).
 """
 
 from __future__ import annotations
 
 import errno
 from typing import Any
-
-__all__ = [
-    "AccessDeniedError",
-    "BarrierTimeoutError",
-    "BoardError",
-    "CacheFullError",
-    "ConfigError",
-    "FetchCancelledError",
-    "InTheWayError",
-    "IntegrityError",
-    "LockTimeoutError",
-    "OnceError",
-    "ShardCacheError",
-    "ShardNotFoundError",
-    "TransferError",
-    "TransferTimeoutError",
-    "WaitTimeoutError",
-]
-
-
-def _rebuild(
-    cls: type[ShardCacheError], args: tuple[Any, ...], state: dict[str, Any]
-) -> ShardCacheError:
-    # __new__ without arguments: OSError would take a second one for strerror.
-    exn = cls.__new__(cls)
-    exn.args = args
-    exn.__dict__.update(state)
-    return exn
 
 
 class ShardCacheError(Exception):
@@ -51,8 +20,8 @@ class ShardCacheError(Exception):
         **fields: facts a program may want; kept as attributes.
     """
 
-    def __init__(self, message: str, **fields: Any) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *grown: object, **fields: Any) -> None:
+        super().__init__(message, *grown)  # what handlers have added, when it is unpickled
         self.__dict__.update(fields)
 
     @property
@@ -63,9 +32,6 @@ class ShardCacheError(Exception):
     def __str__(self) -> str:
         # args may have grown by a URL; the message names the shard already.
         return self.message
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.args, dict(self.__dict__))
 
 
 class ConfigError(ShardCacheError, ValueError):

@@ -6,31 +6,16 @@ goes on writing the `FetchStatus` of a `Started` event.
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
-from shardcache.fetch.transfer import FetchStatus
+from shardcache.fetch.status import FetchStatus
+from shardcache.files import FULL
 from shardcache.store.entry import Entry
-from shardcache.units import format_bytes, format_duration
+from shardcache.units import format_bytes, format_duration, format_rate
 from shardcache.urls import ShardURL
-
-__all__ = [
-    "Event",
-    "Finished",
-    "Outcome",
-    "Planned",
-    "PrewarmPlan",
-    "PrewarmReport",
-    "ShardResult",
-    "Started",
-    "Stopped",
-    "Stopping",
-    "is_full",
-]
-
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -61,10 +46,46 @@ class PrewarmPlan:
     unconfirmed: Mapping[str, Exception] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        return (
-            f"<PrewarmPlan: {len(self.shards):,} shards, {len(self.cached):,} cached, "
-            f"{format_bytes(self.fetch_bytes)} to fetch, {format_bytes(self.free)} free>"
-        )
+        return f"<PrewarmPlan: {self}>"
+
+    def __str__(self) -> str:
+        """Say it, as in ``Need 2,048 shards, 1.0 TB: 1,310 cached, 738 to fetch (369.0 GB)``."""
+        total, fetch, unknown = self.cached_bytes + self.fetch_bytes, self.to_fetch, self.unknown
+        size = f", {'at least ' if unknown else ''}{format_bytes(total)}" if total else ""
+        shards = f"{len(self.shards):,} shard{'' if len(self.shards) == 1 else 's'}"
+        text = f"Need {shards}{size}: {len(self.cached):,} cached"
+        if not fetch:
+            return f"{text}, nothing to fetch"
+        need = format_bytes(self.fetch_bytes)
+        if unknown:
+            is_all = unknown == len(fetch)
+            need = "sizes unknown" if is_all else f"{need} and {unknown:,} of unknown size"
+        if self.outdated:
+            need += f", {len(self.outdated):,} replaced at the origin"
+        text += f", {len(fetch):,} to fetch ({need}); free {format_bytes(self.free)}"
+        if self.left_out:
+            return f"{text}  {len(self.left_out):,} do not fit and are left out"
+        if self.missing:
+            return f"{text}  does not fit: {format_bytes(self.missing)} too many"
+        if self.evict:
+            text += f", {format_bytes(self.evict)} of older shards make room"
+        return f"{text}  ok"
+
+    def as_dict(self) -> dict[str, int]:
+        """Numbers of shards, and bytes, for JSON."""
+        return {
+            "shards": len(self.shards),
+            "cached": len(self.cached),
+            "cached_bytes": self.cached_bytes,
+            "to_fetch": len(self.to_fetch),
+            "to_fetch_bytes": self.fetch_bytes,
+            "unknown_sizes": self.unknown,
+            "free_bytes": self.free,
+            "evict_bytes": self.evict,
+            "missing_bytes": self.missing,
+            "left_out": len(self.left_out),
+            "outdated": len(self.outdated),
+        }
 
     @property
     def to_fetch(self) -> tuple[ShardURL, ...]:
@@ -106,6 +127,9 @@ class Outcome(StrEnum):
     MISSING = "missing"
 
 
+_NEW = (Outcome.FETCHED, Outcome.COALESCED, Outcome.LINKED)
+
+
 class Stopped(StrEnum):
     """Why no further shard was started."""
 
@@ -114,6 +138,17 @@ class Stopped(StrEnum):
     FAILURES = "failures"
     REFUSED = "refused"
     FULL = "full"
+
+    @property
+    def why(self) -> str:
+        """The same in words."""
+        return {
+            "requested": "the run was interrupted",
+            "deadline": "the deadline is over",
+            "failures": "too many failed",
+            "refused": "nothing there could be read",
+            "full": "there is no room",
+        }[self]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +175,20 @@ class ShardResult:
     error: Exception | None = None
 
 
+class _Counted:
+    """An attribute of a report: how many shards ended so."""
+
+    def __init__(self, *outcomes: Outcome) -> None:
+        self._outcomes = outcomes
+
+    def __get__(self, report: PrewarmReport, owner: object = None) -> int:
+        return report.count(*self._outcomes)
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class PrewarmReport:
-    """What a prewarm did.
+    """What a prewarm did. ``cached``, ``fetched``, ``coalesced`` (another process fetched them),
+    ``linked``, ``failed``, ``missing`` and ``not_started`` (or not finished) count shards.
 
     Attributes:
         plan: what had to be done.
@@ -156,57 +202,63 @@ class PrewarmReport:
     seconds: float
     stopped: Stopped | None = None
 
+    cached = _Counted(Outcome.CACHED)
+    fetched = _Counted(Outcome.FETCHED)
+    coalesced = _Counted(Outcome.COALESCED)
+    linked = _Counted(Outcome.LINKED)
+    failed = _Counted(Outcome.FAILED)
+    not_started = _Counted(Outcome.NOT_STARTED, Outcome.CANCELLED)
+    missing = _Counted(Outcome.MISSING)
+
     def __repr__(self) -> str:
-        counts = [f"{n:,} {outcome.value}" for outcome in Outcome if (n := self.count(outcome))]
-        stopped = f", stopped: {self.stopped.value}" if self.stopped else ""
-        took = f"in {format_duration(self.seconds)}"
-        return f"<PrewarmReport: {', '.join(counts) or 'no shards'} {took}{stopped}>"
+        return f"<PrewarmReport: {self}>"
+
+    def __str__(self) -> str:
+        """Say it, as in ``Warmed 737 of 738 shards (368.5 GB) in 2m 08s, 2.9 GB/s; 1 failed.``"""
+        wanted = len(self.results) - self.cached
+        number = wanted or self.cached
+        shards = f"{number:,} shard{'' if number == 1 else 's'}"
+        if not wanted:
+            return f"All {shards} cached ({format_bytes(self.plan.cached_bytes)})."
+        text = f"Warmed {self.count(*_NEW):,} of {shards} ({format_bytes(self.bytes)})"
+        text += f" in {format_duration(self.seconds)}"
+        if self.received and self.seconds > 0:
+            text += f", {format_rate(self.received / self.seconds)}"
+        notes = (
+            (self.refreshed, "replaced at the origin"),
+            (self.failed, "failed"),
+            (self.retried, "retried"),
+            (self.coalesced, "fetched by other processes"),
+            (self.linked, "linked"),
+            (self.count(Outcome.LEFT_OUT), "left out for want of room"),
+            (self.not_started, f"not done because {self.stopped.why if self.stopped else ''}"),
+        )
+        told = ", ".join(f"{number:,} {what}" for number, what in notes if number)
+        return f"{text}; {told}." if told else f"{text}."
+
+    def as_dict(self) -> dict[str, Any]:
+        """Totals for JSON: shards by outcome, bytes, seconds."""
+        return {
+            "plan": self.plan.as_dict(),
+            **{outcome.value: self.count(outcome) for outcome in Outcome},
+            "refreshed": self.refreshed,
+            "retried": self.retried,
+            "bytes": self.bytes,
+            "received_bytes": self.received,
+            "seconds": round(self.seconds, 6),
+            "stopped": self.stopped,
+            "interrupted": self.interrupted,
+        }
 
     def count(self, *outcomes: Outcome) -> int:
         """How many shards ended in one of ``outcomes``."""
         return sum(result.outcome in outcomes for result in self.results)
 
     @property
-    def cached(self) -> int:
-        """Shards that were cached already."""
-        return self.count(Outcome.CACHED)
-
-    @property
-    def fetched(self) -> int:
-        """Shards that this call fetched."""
-        return self.count(Outcome.FETCHED)
-
-    @property
     def refreshed(self) -> int:
         """Shards that were fetched again because their origin had replaced them."""
-        new = (Outcome.FETCHED, Outcome.COALESCED, Outcome.LINKED)
         pairs = zip(self.plan.shards, self.results, strict=True)
-        return sum(s.key in self.plan.outdated and r.outcome in new for s, r in pairs)
-
-    @property
-    def coalesced(self) -> int:
-        """Shards that another process fetched while we waited."""
-        return self.count(Outcome.COALESCED)
-
-    @property
-    def linked(self) -> int:
-        """Shards linked from another rank's or job's namespace."""
-        return self.count(Outcome.LINKED)
-
-    @property
-    def failed(self) -> int:
-        """Shards that could not be fetched."""
-        return self.count(Outcome.FAILED)
-
-    @property
-    def not_started(self) -> int:
-        """Shards that were not tried, or not finished, because the run ended early."""
-        return self.count(Outcome.NOT_STARTED, Outcome.CANCELLED)
-
-    @property
-    def missing(self) -> int:
-        """Shards that are not cached, after a check or a dry run."""
-        return self.count(Outcome.MISSING)
+        return sum(s.key in self.plan.outdated and r.outcome in _NEW for s, r in pairs)
 
     @property
     def retried(self) -> int:
@@ -216,8 +268,7 @@ class PrewarmReport:
     @property
     def bytes(self) -> int:
         """Bytes of the shards that came into the cache."""
-        new = (Outcome.FETCHED, Outcome.COALESCED, Outcome.LINKED)
-        return sum(r.size or 0 for r in self.results if r.outcome in new)
+        return sum(r.size or 0 for r in self.results if r.outcome in _NEW)
 
     @property
     def received(self) -> int:
@@ -270,4 +321,4 @@ Event = Planned | Started | Finished | Stopping
 
 def is_full(exn: BaseException | None) -> bool:
     """Whether a shard failed for want of room, in the budget or on the disk."""
-    return isinstance(exn, OSError) and exn.errno in _FULL
+    return isinstance(exn, OSError) and exn.errno in FULL

@@ -4,13 +4,9 @@ A fork copies the locks that other threads hold at that moment, and nobody in th
 release them: of an import that is half done, and of OpenSSL, which locks what all its users
 share while a context is made and *while a thread that used it ends*. That is after `join` has
 returned: a DataLoader worker that is forked then waits for ever for its first context. So a
-fork waits
-
-* for threads that were started to be waited for (`start` with ``whole``),
-* for pieces of work that are not to be cut in two (`undivided`),
-* for threads of ours that have ended until the kernel, too, says so.
-
-For whatever else a thread may be at, such as a TLS handshake, it does not wait.
+fork waits for pieces of work that are not to be cut in two (`undivided`), and for threads of ours
+that have ended until the kernel, too, says so. For whatever else a thread may be at, such as a TLS
+handshake, it does not wait.
 """
 
 from __future__ import annotations
@@ -36,36 +32,29 @@ _ENDING = 5.0
 #: Modules that take locks of their own before a fork.
 _HOOKS = ("concurrent.futures.thread", "filelock", "shardcache.files")
 
-_ours: dict[threading.Thread, bool] = {}  # with whether a fork waits until it has ended
+_ours: set[threading.Thread] = set()
 _undivided: dict[int, int] = {}  # threads, and how often each of them is inside
 #: Held over a fork, so that nothing undivided begins just before it.
 _gate = threading.RLock()
 
 
-def start(function: Callable[[], object], name: str, *, whole: bool = False) -> threading.Thread:
-    """Call ``function`` in a new thread.
+def start(function: Callable[[], object], name: str) -> threading.Thread:
+    """Call ``function`` in a new thread of this name.
 
     The end of the process does not wait for it: an origin may be silent, and of a shard in
     flight nothing is lost.
-
-    Args:
-        function: what it does.
-        name: of the thread.
-        whole: whether a fork waits until it has ended.
 
     Raises:
         RuntimeError: a limit of processes.
     """
     _wait_before_forks()
-    for other in list(_ours):
-        if _is_gone(other):
-            _ours.pop(other, None)
+    _ours.difference_update([other for other in list(_ours) if _is_gone(other)])
     thread = threading.Thread(target=function, name=name, daemon=True)
-    _ours[thread] = whole
+    _ours.add(thread)
     try:
         thread.start()
     except RuntimeError:
-        _ours.pop(thread, None)
+        _ours.discard(thread)
         raise
     return thread
 
@@ -92,6 +81,11 @@ def _is_gone(thread: threading.Thread) -> bool:
     return not os.path.exists(f"/proc/self/task/{thread.native_id}")  # noqa: PTH110 - in a hook
 
 
+def _is_ending(thread: threading.Thread) -> bool:
+    started = thread.native_id is not None
+    return started and not thread.is_alive() and not _is_gone(thread)
+
+
 @functools.cache
 def _wait_before_forks() -> None:
     """Let forks wait, before anything else is done for them.
@@ -109,25 +103,16 @@ def _wait_before_forks() -> None:
 
 
 def _wait() -> None:
-    me = threading.current_thread()
-    for thread, whole in list(_ours.items()):
-        if whole and thread is not me:
-            thread.join(_BEFORE_FORK)
-    begun = time.monotonic()
+    me, begun = threading.get_ident(), time.monotonic()
     while True:
         _gate.acquire()
         waited = time.monotonic() - begun
-        busy = waited < _BEFORE_FORK and any(each != me.ident for each in list(_undivided))
+        busy = waited < _BEFORE_FORK and any(each != me for each in list(_undivided))
         ending = waited < _ENDING and any(_is_ending(each) for each in list(_ours))
         if not (busy or ending):
             return
         _gate.release()
         time.sleep(_LOOK)
-
-
-def _is_ending(thread: threading.Thread) -> bool:
-    started = thread.native_id is not None
-    return started and not thread.is_alive() and not _is_gone(thread)
 
 
 def _go_on() -> None:

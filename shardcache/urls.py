@@ -9,8 +9,6 @@ Invariants:
   parameters are.
 * Nothing but ``ShardURL.raw`` holds a credential, and ``raw`` is for the origin
   only: never for logs, errors, file names or sidecars.
-
-All functions are pure.
 """
 
 from __future__ import annotations
@@ -24,13 +22,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from shardcache.errors import ConfigError
-
-__all__ = [
-    "DEFAULT_SCHEMES",
-    "ShardURL",
-    "parse_url",
-    "redact",
-]
 
 #: Schemes read without asking. ``pipe`` runs a shell, so it is not among them.
 DEFAULT_SCHEMES = frozenset(
@@ -84,36 +75,28 @@ _REDACT_PARAMETER = re.compile(
 _REDACT_HEADER = re.compile(r"(?i)\b((?:proxy-)?authorization:\s*(?:[a-z]+\s+)?)[^\s\"']+")
 # Secret keys of AWS hold slashes.
 _REDACT_S3_LOGIN = re.compile(r"(?i)\b(s3[an]?://)(?!arn:)[^\s\"'/@]*:[^\s\"'@]*@")
-_REDACT_USERINFO = re.compile(r"(?i)\b([a-z][a-z0-9+.-]*://)([^/\s@\"']+)@")
-_NAMES_BEFORE_AT = ("abfs://", "abfss://", "az://", "oci://")
+# Of these schemes a name without a password is no login.
+_NAMED = "(?:abfss?|az|oci)://"
+_REDACT_NAMED_LOGIN = re.compile(rf"(?i)\b({_NAMED})[^/\s@\"':]*:[^/\s@\"']*@")
+_REDACT_LOGIN = re.compile(rf"(?i)\b(?!{_NAMED})([a-z][a-z0-9+.-]*://)[^/\s@\"']+@")
 
 
 @dataclass(frozen=True, slots=True)
 class ShardURL:
-    """One shard's names.
+    """One shard's names."""
 
-    Attributes:
-        raw: the URL as it was given, signatures included; only origins read it. Empty
-            for a command that came out of a pickle.
-        scheme: lower-case scheme; ``file`` for plain paths.
-        canonical: the identity in words, free of credentials; also what people see.
-        key: 32 hexadecimal digits, blake2b-128 of the canonical URL and endpoint.
-        basename: a safe file name that keeps the shard's own suffix.
-        version_id: the object version that the URL asks for, if it does.
-    """
-
+    #: As it was given, signatures included; only origins read it. Empty for a pickled command.
     raw: str = field(repr=False)
-    scheme: str
-    canonical: str
-    key: str
-    basename: str
-    version_id: str | None = None
+    scheme: str  # lower case; ``file`` for plain paths
+    canonical: str  # the identity in words, free of credentials; also what people see
+    key: str  # 32 hexadecimal digits, blake2b-128 of the canonical URL and endpoint
+    basename: str  # a safe file name that keeps the shard's own suffix
+    version_id: str | None = None  # of the object, where the URL asks for one
 
     def __reduce__(self) -> tuple[Any, ...]:
         """In clear for a process that multiprocessing is spawning, else without credentials.
 
-        As `optionvalues.StorageOptions` does it. A command is left out whole: what is
-        secret in it cannot be told, and half of it must not be run.
+        A command is left out whole: what is secret in it cannot be told.
         """
         from multiprocessing.context import get_spawning_popen
 
@@ -145,10 +128,7 @@ class ShardURL:
 
 
 def parse_url(
-    url: str,
-    *,
-    endpoint: str | None = None,
-    allow_schemes: Collection[str] = (),
+    url: str, *, endpoint: str | None = None, allow_schemes: Collection[str] = ()
 ) -> ShardURL:
     """Name the shard behind ``url``.
 
@@ -177,20 +157,24 @@ def parse_url(
     if scheme != "pipe" and _CHAIN.search(url):
         raise ConfigError(f"{redact(url)} is a chain of URLs; give the cache the origin's own URL")
     if scheme not in DEFAULT_SCHEMES and scheme not in allow_schemes:
-        raise ConfigError(_refusal(url, scheme))
-    return _named(url, scheme, match.end() if match else 0, endpoint)
-
-
-def _named(url: str, scheme: str, rest_at: int, endpoint: str | None) -> ShardURL:
-    rest = url[rest_at:]
+        if scheme == "pipe":
+            raise ConfigError(
+                "'pipe:' URLs run a shell command and are refused; "
+                "pass allow_schemes=['pipe'] if you trust every shard list"
+            )
+        known = ", ".join(sorted(DEFAULT_SCHEMES))
+        raise ConfigError(
+            f"{redact(url)}: the scheme {scheme!r} is not one of {known}; "
+            f"pass allow_schemes=[{scheme!r}] if an fsspec filesystem for it is installed"
+        )
+    rest = url[match.end() if match else 0 :]
     version_id: str | None = None
-    name = "pipe"
     if scheme == "file":
         canonical = name = _file(url, rest)
     elif scheme == "s3":
         canonical, version_id, name = _s3(url, rest)
     elif scheme == "pipe":
-        canonical = _pipe(rest.strip())
+        canonical, name = _pipe(rest.strip()), "pipe"
     else:
         canonical, name = _generic(url, scheme, rest)
     identity = canonical
@@ -215,8 +199,7 @@ def _file(url: str, path: str) -> str:
     if not path:
         raise ConfigError(f"{url!r} names no file")
     try:
-        # Neither symbolic links nor ".." are resolved: behind a link, ".." is
-        # not what it looks like.
+        # Links and ".." stay as they are: behind a link, ".." is not what it looks like.
         return f"file://{Path(path).absolute()}"
     except FileNotFoundError as exn:
         raise ConfigError(f"{url!r} is relative to a directory that was removed") from exn
@@ -239,10 +222,9 @@ def _pipe(command: str) -> str:
     words = (word.rpartition("/")[2] for word in command.split() if "=" not in word)
     program = _UNSAFE.sub("_", next(words, "sh"))
     target = _TARGET.search(command)
+    reads = f" {redact(target.group())}" if target else ""
     digest = hashlib.blake2b(command.encode("utf-8", "surrogateescape"), digest_size=4)
-    return " ".join(
-        [f"pipe:{program}", *([redact(target.group())] if target else []), f"#{digest.hexdigest()}"]
-    )
+    return f"pipe:{program}{reads} #{digest.hexdigest()}"
 
 
 def _s3(url: str, rest: str) -> tuple[str, str | None, str]:
@@ -331,38 +313,15 @@ def _without_auth(query: str) -> str:
 
 
 def _basename(name: str) -> str:
-    safe = _UNSAFE.sub("_", name.rstrip("/").rpartition("/")[2]).lstrip(".")
-    if len(safe) > _MAX_BASENAME:
-        safe = safe[-_MAX_BASENAME:].lstrip(".")
-    if not safe or safe in _RESERVED_NAMES:
-        safe = f"shard-{safe}" if safe else "shard"
-    return safe
-
-
-def _refusal(url: str, scheme: str) -> str:
-    if scheme == "pipe":
-        return (
-            "'pipe:' URLs run a shell command and are refused; "
-            "pass allow_schemes=['pipe'] if you trust every shard list"
-        )
-    known = ", ".join(sorted(DEFAULT_SCHEMES))
-    return (
-        f"{redact(url)}: the scheme {scheme!r} is not one of {known}; "
-        f"pass allow_schemes=[{scheme!r}] if an fsspec filesystem for it is installed"
-    )
+    safe = _UNSAFE.sub("_", name.rstrip("/").rpartition("/")[2])[-_MAX_BASENAME:].lstrip(".")
+    return f"shard-{safe}" if safe in _RESERVED_NAMES else safe or "shard"
 
 
 def redact(text: str) -> str:
     """``text`` without user names, signatures and tokens of any URL in it."""
     text = _REDACT_S3_LOGIN.sub(r"\1", text)
-    text = _REDACT_USERINFO.sub(
-        lambda m: (
-            m.group(0)
-            if m.group(1).lower() in _NAMES_BEFORE_AT and ":" not in m.group(2)
-            else m.group(1)
-        ),
-        text,
-    )
+    text = _REDACT_NAMED_LOGIN.sub(r"\1", text)
+    text = _REDACT_LOGIN.sub(r"\1", text)
     text = _REDACT_HEADER.sub(r"\1***", text)
     return _REDACT_PARAMETER.sub(r"\1***", text)
 

@@ -14,14 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from shardcache import Cache, CacheFullError, ConfigError, ShardNotFoundError, default_cache
+from shardcache import Cache, ConfigError, ShardNotFoundError, default_cache
 from shardcache.layout import Layout
-from shardcache.origins.base import TransientError
 from shardcache.store.digest import BLOCK
 from shardcache.store.store import Store
 from shardcache.streams.opener import Opener
 from tests.support.fakes import Fault, MemoryOrigin
-from tests.support.storetools import wait_until
+from tests.support.storetools import Parent, forked, wait_until
 from tests.support.tars import make_tar
 
 URL = "s3://lab/train-0000.tar"
@@ -40,17 +39,6 @@ def _objects(origin: MemoryOrigin) -> None:
 def read(cache: Cache, url: str = URL) -> bytes:
     with cache.open(url) as stream:
         return stream.read()
-
-
-def test_same_names_in_different_prefixes_never_mix(
-    make_cache: MakeCache, origin: MemoryOrigin
-) -> None:
-    origin.objects["s3://lab/train/0.tar"] = make_tar(10)
-    origin.objects["s3://lab/val/0.tar"] = make_tar(20)
-    cache = make_cache()
-    for _ in range(2):
-        assert read(cache, "s3://lab/train/0.tar") == make_tar(10)
-        assert read(cache, "s3://lab/val/0.tar") == make_tar(20)
 
 
 def test_the_stream_is_named_by_its_local_path(make_cache: MakeCache) -> None:
@@ -88,18 +76,6 @@ def test_an_open_stream_survives_every_form_of_clean(make_cache: MakeCache) -> N
         first = stream.read(1000)
         assert cache.clean(everything=True).removed == ()
         assert first + stream.read() == DATA
-
-
-@pytest.mark.locks_work("answers")
-def test_a_dry_run_touches_nothing_and_tells_what_the_run_does(make_cache: MakeCache) -> None:
-    cache = make_cache()
-    read(cache)
-    read(cache, OTHER)
-    dry = cache.clean(everything=True, dry_run=True)
-    assert len(list(cache.entries())) == 2
-    wet = cache.clean(everything=True)
-    assert [r.name for r in dry.removed] == [r.name for r in wet.removed]
-    assert dry.freed == wet.freed == len(DATA) + len(OTHER_DATA)
 
 
 def test_path_tells_without_fetching(make_cache: MakeCache, origin: MemoryOrigin) -> None:
@@ -151,64 +127,6 @@ def test_local_files_are_cached_on_request(make_cache: MakeCache, tmp_path: Path
 # -- when there is no room ---------------------------------------------------------
 
 
-def test_a_shard_larger_than_the_budget_is_streamed_at_once(
-    make_cache: MakeCache, origin: MemoryOrigin
-) -> None:
-    cache = make_cache(max_size=1000)
-    stream, path = cache.open_shard(cache.parse(URL))
-    with stream:
-        assert stream.read() == DATA
-    assert path is None
-    with pytest.raises(CacheFullError, match="more than the whole cache"):
-        cache.fetch(URL)
-
-
-@pytest.mark.locks_work("flock")
-def test_a_running_job_keeps_what_it_has_when_the_cache_is_full(
-    make_cache: MakeCache, origin: MemoryOrigin
-) -> None:
-    cache = make_cache(max_size=len(DATA) + 1000)
-    read(cache)
-    stream, path = cache.open_shard(cache.parse(OTHER))
-    with stream:
-        assert stream.read() == OTHER_DATA
-    assert path is None
-    assert URL in cache
-
-
-@pytest.mark.locks_work("answers")
-def test_entries_of_finished_jobs_make_room(make_cache: MakeCache, origin: MemoryOrigin) -> None:
-    first = make_cache(max_size=len(DATA) + 1000)
-    entry = first.fetch(URL)
-    first.close()
-    os.utime(entry.path / "meta.json", (1, 1))  # long ago
-    second = make_cache(max_size=len(DATA) + 1000)
-    read(second, OTHER)
-    assert OTHER in second
-    assert URL not in second
-
-
-def test_a_stream_past_the_cache_heals(make_cache: MakeCache, origin: MemoryOrigin) -> None:
-    cache = make_cache(max_size=1000)
-    refused = Fault(after=0, error=TransientError("the fetch that was refused"))
-    origin.faults.extend([refused, Fault(after=100_000, error=TransientError("reset"))])
-    assert read(cache) == DATA
-
-
-def test_a_stream_whose_object_is_replaced_ends_in_an_error_not_a_splice(
-    make_cache: MakeCache, origin: MemoryOrigin
-) -> None:
-    cache = make_cache(max_size=1000)
-    origin.faults.append(Fault(after=0))
-    origin.faults.append(Fault(after=BLOCK, error=TransientError("reset")))
-    stream, _ = cache.open_shard(cache.parse(URL))
-    with stream:
-        stream.read(1000)
-        origin.objects[URL] = OTHER_DATA
-        with pytest.raises(OSError, match="was replaced while it was streamed"):
-            stream.read()
-
-
 def test_a_pin_holds_a_path_and_not_just_a_file(
     make_cache: MakeCache, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,25 +166,14 @@ def test_a_forked_child_reads_through_the_parents_cache(
     cache = make_cache()
     read(cache)
 
-    def sessions() -> set[str]:
-        return {path.name for path in Layout.of_root(cache.dir).sessions.glob("*.session")}
+    def sessions() -> set[Path]:
+        return set(Layout.of_root(cache.dir).sessions.glob("*.session"))
 
-    parent_session = sessions()
-    ready, told = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            good = read(cache) == DATA
-            count = len(sessions())
-            os.write(told, b"ok" if good and count == 2 else f"{good} {count}".encode())
-        finally:
-            os._exit(0)
-    os.close(told)
-    assert os.read(ready, 1000) == b"ok"
-    os.close(ready)
-    os.waitpid(pid, 0)
+    before = sessions()
+    with forked(lambda parent: parent.say((read(cache) == DATA, len(sessions())))) as child:
+        assert child.hear() == (True, 2)
     assert read(cache) == DATA
-    assert parent_session <= sessions()
+    assert before <= sessions()
 
 
 def paths_open_for_writing() -> list[str]:
@@ -288,23 +195,15 @@ def test_a_fork_while_another_thread_fetches_leaves_the_child_free(
     thread = threading.Thread(target=read, args=(cache,))
     thread.start()
     wait_until(lambda: origin.delivered >= BLOCK)
-    ready, told = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            paths = paths_open_for_writing()
-            ours = [path for path in paths if path.startswith(str(cache.dir))]
-            held = [path for path in ours if "/partial/" in path or ".lock" in path]
-            os.write(told, repr(held).encode())
-        finally:
-            os._exit(0)
-    os.close(told)
-    held_by_child = os.read(ready, 1000)
-    os.close(ready)
-    os.waitpid(pid, 0)
+
+    def look(parent: Parent) -> None:
+        ours = [path for path in paths_open_for_writing() if path.startswith(str(cache.dir))]
+        parent.say([path for path in ours if "/partial/" in path or ".lock" in path])
+
+    with forked(look) as child:
+        assert child.hear() == []
     gate.set()
     thread.join()
-    assert held_by_child == b"[]"
     assert URL in cache
 
 
@@ -319,7 +218,7 @@ def test_close_ends_the_session_and_the_cache_goes_on(make_cache: MakeCache) -> 
 def test_cancel_ends_a_fetch_in_another_thread(make_cache: MakeCache, origin: MemoryOrigin) -> None:
     cache = make_cache()
     origin.faults.append(Fault(after=BLOCK, wait=threading.Event()))
-    timer = threading.Timer(0.2, cache.cancel)
+    timer = threading.Timer(0.2, cache._here().cancel)
     timer.start()
     with pytest.raises(OSError, match="called off"):
         cache.fetch(URL)
@@ -352,40 +251,13 @@ def test_cleaning_a_directory_that_is_no_cache_is_refused(tmp_path: Path) -> Non
     assert (tmp_path / "model.ckpt").exists()
 
 
-def test_cleaning_leaves_what_it_did_not_make(make_cache: MakeCache) -> None:
-    cache = make_cache()
-    read(cache)
-    layout = Layout.of_root(cache.dir)
-    canaries = [
-        cache.dir / "model.ckpt",
-        layout.base / "notes.txt",
-        layout.objects / "model.ckpt",
-        layout.objects / "ab" / "not-a-key" / "file",
-        layout.partial / "mine" / "file",
-        layout.quarantine / "mine",
-        layout.sessions / "mine.txt",
-    ]
-    for canary in canaries:
-        canary.parent.mkdir(parents=True, exist_ok=True)
-        canary.write_bytes(b"precious")
-    outside = cache.dir.parent / "outside"
-    outside.mkdir()
-    (outside / "precious").write_bytes(b"precious")
-    (layout.objects / "cd").symlink_to(outside)
-    (layout.partial / f"{'a' * 32}.{'b' * 24}.{'c' * 32}").symlink_to(outside)
-    cache.clean(everything=True)
-    for canary in canaries:
-        assert canary.read_bytes() == b"precious"
-    assert (outside / "precious").read_bytes() == b"precious"
-
-
 def test_a_hit_needs_few_system_calls_to_be_read(make_cache: MakeCache) -> None:
     """Ten kilobytes at a time, as tarfile reads, but not ten kilobytes per system call."""
     cache = make_cache()
     cache.fetch(URL)
     with cache.open(URL) as stream:
         stream.read(10_240)
-        assert os.lseek(stream.fileno(), 0, os.SEEK_CUR) >= 128 * 1024
+        assert stream.raw.tell() >= 128 * 1024
 
 
 def test_what_a_sibling_has_is_read_there_when_our_own_place_is_full(
@@ -399,7 +271,7 @@ def test_what_a_sibling_has_is_read_there_when_our_own_place_is_full(
 
     monkeypatch.setattr(Store, "link", full)
     cache = make_cache(isolation="job")
-    stream, _ = cache.open_shard(cache.parse(URL))
+    stream, _ = cache.opener.open(cache.parse(URL))
     with stream:
         assert stream.read() == DATA
         assert stream.name != URL

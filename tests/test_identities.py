@@ -6,6 +6,7 @@ of its own or of another. Who lives is told by flock alone.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -20,7 +21,7 @@ import pytest
 from shardcache.cli.demo import S3Server
 from shardcache.layout import Layout
 from tests.support.proxy import Proxy
-from tests.support.storetools import wait_until
+from tests.support.storetools import children, wait_until
 from tests.support.tars import make_tar
 from tests.support.workers import Worker
 
@@ -96,7 +97,7 @@ def test_a_holder_of_another_namespace_is_waited_for_and_passed_by_like_any_othe
     url: str, tmp_path: Path, proxy: Proxy, visible: bool
 ) -> None:
     """To its neighbour, process 2 is itself; to the node, something of the kernel's."""
-    stop = "before shardcache.fetch.job:Job._finish"
+    stop = "before shardcache.fetch.job:Job.finish"
     pid = 2 if visible else next(n for n in range(30_000, 2, -1) if not Path(f"/proc/{n}").exists())
     with (
         Worker(prefix=numbered(pid), dir=tmp_path / "cache", stop_at=stop) as holder,
@@ -105,7 +106,7 @@ def test_a_holder_of_another_namespace_is_waited_for_and_passed_by_like_any_othe
     ):
         assert holder.ask("who")[0] == pid
         holder.tell("read", url)
-        (stopped,) = wait_until(lambda: [p for p in children(holder) if state(p) == "T"])
+        (stopped,) = wait_until(lambda: [p for p in below(holder.process.pid) if state(p) == "T"])
         answer = outside.ask("read", url)  # it neither takes it for dead nor fetches beside it
         assert answer["error"] == "LockTimeoutError" and f"process {pid} on" in answer["message"]
         assert fetches(proxy) == 1
@@ -116,19 +117,11 @@ def test_a_holder_of_another_namespace_is_waited_for_and_passed_by_like_any_othe
     assert os.listdir(Layout.of_root(tmp_path / "cache").partial) == []
 
 
-def children(worker: Worker) -> list[int]:
-    """All processes below a worker's, as this namespace numbers them."""
-    found, todo = [], [worker.process.pid]
-    while todo:
-        pid = todo.pop()
-        for task in Path(f"/proc/{pid}/task").glob("*/children"):
-            try:
-                below = [int(word) for word in task.read_text().split()]
-            except (FileNotFoundError, ProcessLookupError):
-                continue  # it has just ended
-            found += below
-            todo += below
-    return found
+def below(pid: int) -> set[int]:
+    """All processes below another, as this namespace numbers them."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+        return {each for child in children(pid) for each in {child, *below(child)}}
+    return set()
 
 
 def state(pid: int) -> str:
@@ -137,28 +130,6 @@ def state(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return "X"
-
-
-@pytest.mark.parametrize("host", ["node-a", "node-b"], ids=["one name", "two names"])
-def test_host_names_are_for_people(url: str, tmp_path: Path, proxy: Proxy, host: str) -> None:
-    stop = "before shardcache.fetch.job:Job._finish"
-    options = {"dir": tmp_path / "cache"}
-    with (
-        Worker(prefix=named("node-a"), stop_at=stop, **options) as first,
-        Worker(
-            prefix=named(host), strict=True, lock_timeout=1, fill="complete", **options
-        ) as second,
-    ):
-        assert first.ask("who")[1] == "node-a"
-        assert second.ask("who") == [second.process.pid, host]
-        first.tell("read", url)
-        first.stopped()
-        answer = second.ask("read", url)
-        assert answer["error"] == "LockTimeoutError" and "on node-a" in answer["message"]
-        os.kill(first.process.pid, signal.SIGCONT)
-        assert first.hear()[0] == [DIGEST, True]
-        assert second.ask("read", url) == [DIGEST, True]
-        assert fetches(proxy) == 1
 
 
 # -- a pid that is used again ------------------------------------------------------------
@@ -174,7 +145,7 @@ def next_pid(pid):
 
 directory, url = sys.argv[1:]
 options = {"dir": directory, "stale_after": 3600, "lock_timeout": 20, "strict": True}
-with Worker(stop_at="before shardcache.fetch.job:Job._finish", **options) as holder:
+with Worker(stop_at="before shardcache.fetch.job:Job.finish", **options) as holder:
     pid = holder.process.pid
     holder.tell("read", url)
     holder.stopped()

@@ -68,18 +68,14 @@ def test_a_miss_and_a_hit_say_what_they_are(
 
 
 def test_who_waits_says_for_whom(
-    tmp_path: Path, origin: MemoryOrigin, log: pytest.LogCaptureFixture
+    make_cache: MakeCache, origin: MemoryOrigin, clock: FakeClock, log: pytest.LogCaptureFixture
 ) -> None:
     origin.objects[URL] = DATA
-    config = Cache(dir=tmp_path / "cache", min_free=0, fill="complete").config
-    clock = FakeClock()
-    with Cache.from_config(config, clock=clock) as cache:
-        cache._here().coordinator()
-        cache._here().origins.add("s3", origin)
-        lock = KeyLock(Layout.of_root(cache.dir).key_lock(cache.parse(URL).key))
-        assert lock.try_acquire(Holder(4711, "node-7", 3, "job", clock.now))
-        clock.on_sleep.append(lambda: lock.release() if clock.elapsed > 15 else None)
-        cache.open(URL).read()
+    cache = make_cache(fill="complete")
+    lock = KeyLock(Layout.of_root(cache.dir).key_lock(cache.parse(URL).key))
+    assert lock.try_acquire(Holder(4711, "node-7", 3, "job", clock.now))
+    clock.on_sleep.append(lambda: lock.release() if clock.elapsed > 15 else None)
+    cache.open(URL).read()
     told = fields(only(log, "waiting"))
     assert (told["shard"], told["holder_pid"], told["holder_host"]) == (URL, 4711, "node-7")
     assert (told["holder_rank"], told["written"], told["size"]) == (3, None, None)

@@ -100,18 +100,13 @@ def test_the_package_installs_what_pip_is_told() -> None:
     assert set(project["optional-dependencies"]) >= {"checksums", "demo", "test", "bench"}
 
 
-@pytest.mark.parametrize(
-    "file",
-    [
-        "README.md",
-        "docs/design.md",
-        "docs/integrations.md",
-        "docs/sync.md",
-        "CONTRIBUTING.md",
-        "examples/README.md",
-    ],
-)
-def test_links_within_the_repository_lead_somewhere(file: str) -> None:
-    text = (ROOT / file).read_text("utf-8")
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
-        assert ((ROOT / file).parent / target).exists(), target
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_names_within_the_repository_is_there(page: Path) -> None:
+    text = page.read_text("utf-8")
+    links = {page.parent / link for link in re.findall(r"\]\((?!https?:)([^)#]+)", text)}
+    folders = "benchmarks|docs|examples|shardcache|tests"
+    links |= {ROOT / name for name in re.findall(rf"`((?:{folders})/[\w./-]+)`", text)}
+    assert [str(link) for link in links if not link.exists()] == []

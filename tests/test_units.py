@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -17,195 +18,142 @@ SECONDS = st.floats(0, units.MAX_SECONDS)
 PERCENTS = st.floats(0, 100)
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("0", 0),
-        ("512", 512),
-        (" 7 B ", 7),
-        ("512k", 512_000),
-        ("512kb", 512_000),
-        ("512KiB", 524_288),
-        ("512kib", 524_288),
-        ("800GB", 800 * 10**9),
-        ("1.5 TB", 1_500_000_000_000),
-        ("1GiB", 2**30),
-        ("1.5GiB", 3 * 2**29),
-        (".5kb", 500),
-        ("0.3KiB", 307),
-        ("1e12", 10**12),
-        ("1.5e3", 1500),
-        ("1E", 10**18),
-        ("1e3KB", 10**6),
-        ("9223372036854775807", 2**63 - 1),
-        (4096, 4096),
-        (8e9, 8 * 10**9),
-    ],
-)
-def test_a_size_reads_as_the_bytes_it_says(text: str | int | float, size: int) -> None:
-    assert units.parse_bytes(text) == size
-    assert type(units.parse_bytes(text)) is int
+READ = {
+    units.parse_bytes: {
+        "0": 0,
+        "512": 512,
+        " 7 B ": 7,
+        "512k": 512_000,
+        "512kb": 512_000,
+        "512KiB": 524_288,
+        "512kib": 524_288,
+        "800GB": 800 * 10**9,
+        "1.5 TB": 1_500_000_000_000,
+        "1GiB": 2**30,
+        "1.5GiB": 3 * 2**29,
+        ".5kb": 500,
+        "0.3KiB": 307,
+        "1e12": 10**12,
+        "1.5e3": 1500,
+        "1E": 10**18,
+        "1e3KB": 10**6,
+        "9223372036854775807": 2**63 - 1,
+        4096: 4096,
+        8e9: 8 * 10**9,
+    },
+    units.parse_duration: {
+        "0": 0.0,
+        "90": 90.0,
+        "90s": 90.0,
+        "1.5": 1.5,
+        "1h30m": 5400.0,
+        "1h 30m": 5400.0,
+        "1H30M": 5400.0,
+        "2m 08s": 128.0,
+        "5min": 300.0,
+        "1.5h": 5400.0,
+        "14d": 1_209_600.0,
+        "1w2d": 777_600.0,
+        "350ms": 0.35,
+        "350 ms": 0.35,
+        "1m5ms": 60.005,
+        90: 90.0,
+        0.25: 0.25,
+    },
+}
+SHOWN = {
+    units.format_bytes: {
+        0: "0 B",
+        999: "999 B",
+        999.6: "1.0 KB",
+        1000: "1.0 KB",
+        999_949: "999.9 KB",
+        999_960: "1.0 MB",
+        924_300_000_000: "924.3 GB",
+        10**12: "1.0 TB",
+        2**63: "9.2 EB",
+        -1500: "-1.5 KB",
+    },
+    units.format_duration: {
+        0: "0 s",
+        0.0002: "0.2 ms",
+        0.35: "350 ms",
+        0.9996: "1.0 s",
+        1.9: "1.9 s",
+        9.96: "10 s",
+        59.6: "1m",
+        128: "2m 08s",
+        1800: "30m",
+        3599.6: "1h",
+        5400: "1h 30m",
+        86_399: "1d",
+        1_209_600: "14d",
+        1_220_400: "14d 3h",
+        -5: "-5.0 s",
+        math.inf: "-",
+        math.nan: "-",
+    },
+    units.format_age: {
+        -5: "just now",
+        0.9: "just now",
+        1: "1s ago",
+        125: "2m ago",
+        23_000: "6h ago",
+        90_000: "1d ago",
+        math.nan: "-",
+    },
+}
 
 
-@pytest.mark.parametrize(
-    ("value", "reason"),
-    [
-        ("", "empty"),
-        ("-1GB", "negative"),
-        (-1, "negative"),
-        ("nan", "does not read"),
-        (math.nan, "not finite"),
-        (math.inf, "not finite"),
-        ("5 parsecs", "does not read"),
-        ("5iB", "does not read"),
-        ("GB", "does not read"),
-        ("1.2.3GB", "does not read"),
-        ("1,5GB", "does not read"),
-        ("1.5", "fraction of a byte"),
-        (1.5, "fraction of a byte"),
-        ("9223372036854775808", "too large"),
-        ("1e99EB", "too large"),
-        ("9" * 5000, "does not read"),
-        (True, "bool"),
-        (None, "NoneType"),
-        (b"1GB", "bytes"),
-    ],
-)
-def test_a_size_that_means_nothing_is_refused_with_what_is_accepted(
-    value: object, reason: str
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        units.parse_bytes(value)  # type: ignore[arg-type]
-    assert reason in str(caught.value)
-    assert "Accepted: a whole number of bytes" in str(caught.value)
-    assert "800GB" in str(caught.value)
-    assert len(str(caught.value)) < 400
+def test_text_reads_as_what_it_says() -> None:
+    for parse, cases in READ.items():
+        for text, value in cases.items():
+            found = parse(text)
+            assert (found, type(found)) == (value, type(value)), text
+
+
+def test_values_are_shown_rounded_and_carry_into_the_next_unit() -> None:
+    for show, cases in SHOWN.items():
+        assert {value: show(value) for value in cases} == cases
+
+
+REFUSED = {
+    units.parse_bytes: {
+        "is empty": [""],
+        "is negative": ["-1GB", -1],
+        "is not finite": [math.nan, math.inf],
+        "does not read": ["nan", "5 parsecs", "5iB", "GB", "1.2.3GB", "1,5GB", "9" * 5000],
+        "fraction of a byte": ["1.5", 1.5],
+        "too large": ["9223372036854775808", "1e99EB"],
+        "is a ": [True, None, b"1GB"],
+    },
+    units.parse_duration: {
+        "is empty": [""],
+        "is negative": ["-3", -0.5],
+        "is not finite": ["nan", "inf", math.nan, math.inf],
+        "does not read": ["30m1h", "1h1h", "5 fortnights", "h", "1:30:00", "101w5300d" * 20],
+        "too large": ["36501d", 10**400],
+        "is a ": [True, None],
+    },
+}
+
+
+@pytest.mark.parametrize("parse", REFUSED, ids=["size", "duration"])
+def test_what_means_nothing_is_refused_with_what_is_accepted(parse: Callable[..., float]) -> None:
+    accepted = {units.parse_bytes: "800GB", units.parse_duration: "1h30m"}[parse]
+    for reason, values in REFUSED[parse].items():
+        for value in values:
+            with pytest.raises(
+                ConfigError, match=f"{reason}.*Accepted: a.* number .*{accepted}"
+            ) as e:
+                parse(value)
+            assert len(str(e.value)) < 400
 
 
 @given(SIZES, SECONDS)
 def test_exact_text_reads_as_the_very_same_value(size: int, seconds: float) -> None:
     assert units.parse_bytes(units.exact_bytes(size)) == size
     assert units.parse_duration(units.exact_duration(seconds)) == seconds
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (999.6, "1.0 KB"),
-        (1000, "1.0 KB"),
-        (999_949, "999.9 KB"),
-        (999_960, "1.0 MB"),
-        (924_300_000_000, "924.3 GB"),
-        (10**12, "1.0 TB"),
-        (2**63, "9.2 EB"),
-        (-1500, "-1.5 KB"),
-    ],
-)
-def test_format_bytes_reads_like_the_command_line(size: float, text: str) -> None:
-    assert units.format_bytes(size) == text
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [
-        ("0", 0.0),
-        ("90", 90.0),
-        ("90s", 90.0),
-        ("1.5", 1.5),
-        ("1h30m", 5400.0),
-        ("1h 30m", 5400.0),
-        ("1H30M", 5400.0),
-        ("2m 08s", 128.0),
-        ("5min", 300.0),
-        ("1.5h", 5400.0),
-        ("14d", 1_209_600.0),
-        ("1w2d", 777_600.0),
-        ("350ms", 0.35),
-        ("350 ms", 0.35),
-        ("1m5ms", 60.005),
-        (90, 90.0),
-        (0.25, 0.25),
-    ],
-)
-def test_a_duration_reads_as_the_seconds_it_says(text: str | float, seconds: float) -> None:
-    assert units.parse_duration(text) == seconds
-    assert type(units.parse_duration(text)) is float
-
-
-@pytest.mark.parametrize(
-    ("value", "reason"),
-    [
-        ("", "empty"),
-        ("-3", "negative"),
-        (-0.5, "negative"),
-        ("nan", "not finite"),
-        ("inf", "not finite"),
-        (math.nan, "not finite"),
-        (math.inf, "not finite"),
-        ("30m1h", "does not read"),
-        ("1h1h", "does not read"),
-        ("5 fortnights", "does not read"),
-        ("h", "does not read"),
-        ("1:30:00", "does not read"),
-        ("101w5300d" * 20, "does not read"),
-        ("36501d", "too large"),
-        (10**400, "too large"),
-        (True, "bool"),
-        (None, "NoneType"),
-    ],
-)
-def test_a_duration_that_means_nothing_is_refused_with_what_is_accepted(
-    value: object, reason: str
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        units.parse_duration(value)  # type: ignore[arg-type]
-    assert reason in str(caught.value)
-    assert "Accepted: a number of seconds" in str(caught.value)
-    assert "1h30m" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0, "0 s"),
-        (0.0002, "0.2 ms"),
-        (0.35, "350 ms"),
-        (0.9996, "1.0 s"),
-        (1.9, "1.9 s"),
-        (9.96, "10 s"),
-        (59.6, "1m"),
-        (128, "2m 08s"),
-        (1800, "30m"),
-        (3599.6, "1h"),
-        (5400, "1h 30m"),
-        (86_399, "1d"),
-        (1_209_600, "14d"),
-        (1_220_400, "14d 3h"),
-        (-5, "-5.0 s"),
-        (math.inf, "-"),
-        (math.nan, "-"),
-    ],
-)
-def test_format_duration_carries_into_the_next_unit(seconds: float, text: str) -> None:
-    assert units.format_duration(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (-5, "just now"),
-        (0.9, "just now"),
-        (1, "1s ago"),
-        (125, "2m ago"),
-        (23_000, "6h ago"),
-        (90_000, "1d ago"),
-        (math.nan, "-"),
-    ],
-)
-def test_format_age_never_speaks_of_the_future(seconds: float, text: str) -> None:
-    assert units.format_age(seconds) == text
 
 
 @given(SIZES)

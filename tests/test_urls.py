@@ -57,41 +57,20 @@ def test_two_paths_never_share_a_key(paths) -> None:
     assert len({key_of(f"/data/{path.lstrip('/')}") for path in paths}) == len(canonical)
 
 
-def test_a_path_through_a_symlink_and_back_is_not_shortened(tmp_path: Path) -> None:
-    (tmp_path / "far" / "deep").mkdir(parents=True)
-    (tmp_path / "near").mkdir()
-    (tmp_path / "near" / "link").symlink_to(tmp_path / "far" / "deep")
-    (tmp_path / "far" / "a.tar").write_text("far")
-    (tmp_path / "near" / "a.tar").write_text("near")
-    through = parse_url(f"{tmp_path}/near/link/../a.tar")
-    assert through.local_path.read_text() == "far"
-    assert through.key != key_of(f"{tmp_path}/near/a.tar")
-
-
-def test_composed_and_decomposed_names_are_two_objects() -> None:
-    assert key_of("s3://b/\u00e9.tar") != key_of("s3://b/e\u0301.tar")
-    assert key_of("s3://b/a%2Fb.tar") != key_of("s3://b/a/b.tar")
-    assert key_of("s3://b/a//b.tar") != key_of("s3://b/a/b.tar")
-    assert key_of("s3://b/x/../b.tar") != key_of("s3://b/b.tar")
-
-
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        ("gs://b/a#1.tar", "gs://b/a#2.tar"),
-        ("oci://bucket-a@space/k.tar", "oci://bucket-b@space/k.tar"),
-        ("abfs://box-a@account/k.tar", "abfs://box-b@account/k.tar"),
+        ("s3://b/\u00e9.tar", "s3://b/e\u0301.tar"),  # composed and decomposed
+        ("s3://b/a%2Fb.tar", "s3://b/a/b.tar"),
+        ("s3://b/x/../b.tar", "s3://b/b.tar"),
+        ("/data/link/../b.tar", "/data/b.tar"),  # behind a link, .. is elsewhere
         ("az://box-a@account/k.tar", "az://box-b@account/k.tar"),
-        ("s3://b/k?&", "s3://b/k"),
         ("s3://b/k?", "s3://b/k"),
         ("https://h/k?a&&b", "https://h/k?a&b"),
         ("s3://b/k", "gs://b/k"),
         ("http://h/k", "https://h/k"),
         ("https://h/k", "https://h:444/k"),
         ("s3://b/k?versionId=1", "s3://b/k?versionId=2"),
-        ("s3://b/k?versionId=1", "s3://b/k"),
-        ("s3://b/k?versionId=1&versionId=2", "s3://b/k?versionId=2"),
-        ("https://h/k?part=1", "https://h/k?part=2"),
     ],
 )
 def test_what_looks_alike_is_two_objects(one: str, other: str) -> None:
@@ -114,8 +93,6 @@ SIGNATURES = {
     "api": ["api_key"],
     "lower": ["x-amz-signature", "x-amz-date"],
 }
-
-
 #: Parts of a signature that give nothing away.
 HARMLESS = {"Expires", "X-Amz-Algorithm", "X-Goog-Algorithm", "sv", "se", "sr", "sp"}
 PLAIN = [
@@ -139,21 +116,10 @@ def test_no_signature_splits_an_object_or_shows(kind: str, plain: str, data) -> 
         pairs.insert(data.draw(st.integers(0, len(pairs))), f"{name}={value}")
     signed = f"{base}?{'&'.join(pairs)}"
     shard, expected = parse_url(signed), parse_url(plain)
-    assert (shard.key, shard.canonical, shard.basename, shard.version_id) == (
-        expected.key,
-        expected.canonical,
-        expected.basename,
-        expected.version_id,
-    )
+    assert replace(shard, raw=plain) == expected
     assert shard.raw == signed
     for text in (str(shard), repr(shard), shard.canonical, shard.basename, redact(signed)):
         assert CANARY.lower() not in text.lower()
-
-
-def test_short_names_are_credentials_only_beside_a_signature() -> None:
-    assert parse_url("https://h/k?se=1&sp=2").canonical == "https://h/k?se=1&sp=2"
-    assert parse_url("https://h/k?expires=1&policy=2").canonical == "https://h/k?expires=1&policy=2"
-    assert parse_url("https://h/k?se=1&sig=2").canonical == "https://h/k"
 
 
 @pytest.mark.parametrize(
@@ -164,6 +130,10 @@ def test_short_names_are_credentials_only_beside_a_signature() -> None:
         (f"s3://AKIA:{CANARY}@bucket/k.tar", "s3://bucket/k.tar"),
         (f"s3://{CANARY}@bucket/k.tar", "s3://bucket/k.tar"),
         (f"s3://bucket/k.tar?token={CANARY}&x=1", "s3://bucket/k.tar?x=1"),
+        # Short names are credentials only beside a signature.
+        ("https://h/k?se=1&sp=2", "https://h/k?se=1&sp=2"),
+        ("https://h/k?expires=1&policy=2", "https://h/k?expires=1&policy=2"),
+        (f"https://h/k?se=1&sig={CANARY}", "https://h/k"),
     ],
 )
 def test_a_login_is_no_part_of_the_identity(signed: str, plain: str) -> None:
@@ -178,16 +148,13 @@ def test_a_login_is_no_part_of_the_identity(signed: str, plain: str) -> None:
     [
         ("S3://bucket/k", "s3://bucket/k"),
         ("s3a://bucket/k", "s3://bucket/k"),
-        ("s3n://bucket/k", "s3://bucket/k"),
         ("gcs://bucket/k", "gs://bucket/k"),
         ("shardcache::s3://bucket/k", "s3://bucket/k"),
         ("HTTPS://H.Example:443/k", "https://h.example/k"),
         ("http://h:80/k", "http://h/k"),
-        ("http://h:/k", "http://h/k"),
         ("http://h", "http://h/"),
         ("https://h/k#part", "https://h/k"),
         ("file:///data/k", "/data/k"),
-        ("file:/data/k", "/data/k"),
         ("/data//x/./k", "/data/x/k"),
     ],
 )
@@ -196,22 +163,13 @@ def test_spellings_of_one_object_share_a_key(one: str, other: str) -> None:
     assert parse_url(one).basename == parse_url(other).basename
 
 
-def test_a_relative_path_is_one_object_with_its_absolute_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert parse_url("a.tar").local_path == tmp_path / "a.tar"
-    assert key_of("a.tar") == key_of("./a.tar") == key_of(f"{tmp_path}/a.tar")
-    assert parse_url("a.tar/.").basename == "a.tar"
-    assert parse_url("a.tar").is_local and not parse_url("s3://b/a.tar").is_local
-
-
-def test_a_relative_path_in_a_removed_directory_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relative_path_is_one_object_with_its_absolute_one(tmp_path, monkeypatch):
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
+    assert parse_url("a.tar").local_path == gone / "a.tar"
+    assert key_of("a.tar") == key_of("./a.tar") == key_of(f"{gone}/a.tar")
+    assert parse_url("a.tar/.").basename == "a.tar"
     gone.rmdir()
     with pytest.raises(ConfigError, match="removed"):
         parse_url("a.tar")
@@ -219,18 +177,12 @@ def test_a_relative_path_in_a_removed_directory_is_refused(
 
 def test_keys_do_not_change_between_releases() -> None:
     # A change here would orphan every entry on every disk.
-    assert key_of("s3://bucket/train-0000.tar") == _KNOWN["s3"]
-    assert key_of("https://h/k?a=1") == _KNOWN["https"]
-    assert key_of("/data/\u00e9.tar") == _KNOWN["file"]
-    assert key_of("s3://b/k", endpoint="http://minio:9000") == _KNOWN["minio"]
+    assert key_of("s3://bucket/train-0000.tar") == "e486067e1fd02cc3f3c6274d88862d12"
+    assert key_of("https://h/k?a=1") == "e412643f52b5e6f880e616d162f49c57"
+    assert key_of("/data/\u00e9.tar") == "4e15c395e5c38908be392c8b443adbb3"
+    minio = key_of("s3://b/k", endpoint="http://minio:9000")
+    assert minio == "17cb8d3ae3d15c660f5a7e7c483708cd"
 
-
-_KNOWN = {
-    "s3": "e486067e1fd02cc3f3c6274d88862d12",
-    "https": "e412643f52b5e6f880e616d162f49c57",
-    "file": "4e15c395e5c38908be392c8b443adbb3",
-    "minio": "17cb8d3ae3d15c660f5a7e7c483708cd",
-}
 
 # -- endpoints -----------------------------------------------------------------
 
@@ -240,6 +192,7 @@ def test_one_bucket_name_on_two_endpoints_is_two_objects() -> None:
     endpoints = [None, "http://minio:9000", "http://minio:9001", "https://ceph", "https://ceph/s3"]
     assert len({key_of(url, endpoint=endpoint) for endpoint in endpoints}) == len(endpoints)
     assert parse_url(url, endpoint="http://minio:9000").canonical == url
+    assert key_of("gs://b/k", endpoint="http://minio:9000") == key_of("gs://b/k")
 
 
 @pytest.mark.parametrize(
@@ -255,17 +208,6 @@ def test_one_bucket_name_on_two_endpoints_is_two_objects() -> None:
 )
 def test_spellings_of_one_endpoint_are_one(one: str | None, other: str | None) -> None:
     assert key_of("s3://lab/a.tar", endpoint=one) == key_of("s3://lab/a.tar", endpoint=other)
-
-
-def test_an_endpoint_concerns_s3_only() -> None:
-    for url in ("gs://b/k", "https://h/k", "/data/k"):
-        assert key_of(url, endpoint="http://minio:9000") == key_of(url)
-
-
-def test_a_malformed_endpoint_is_a_config_error_without_its_password() -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse_url("s3://lab/a.tar", endpoint=f"http://me:{CANARY}@[minio")
-    assert CANARY not in str(caught.value)
 
 
 # -- names on disk -------------------------------------------------------------
@@ -288,12 +230,8 @@ def test_a_basename_is_a_plain_short_file_name(scheme: str, host: str, name: str
         ("s3://b/dir/", "dir"),
         ("s3://b/...", "shard"),
         ("s3://b/meta.json", "shard-meta.json"),
-        ("s3://b/progress", "shard-progress"),
-        ("s3://b/.hidden.tar", "hidden.tar"),
         ("s3://b/" + "x." + "." * 200 + "tar", "tar"),
-        ("https://h", "h"),
         ("https://h/a%2Fb.tar?x=1", "a_2Fb.tar"),
-        ("memory://a.tar", "a.tar"),
     ],
 )
 def test_basenames_keep_the_suffix(url: str, basename: str) -> None:
@@ -317,8 +255,7 @@ def test_bucket_and_key_are_exactly_those_of_the_url(bucket: str, name: str) -> 
     ],
 )
 def test_an_access_point_is_a_bucket(arn: str) -> None:
-    shard = parse_url(f"s3://{arn}/dir/a.tar")
-    assert shard.bucket_and_key() == (arn, "dir/a.tar")
+    assert parse_url(f"s3://{arn}/dir/a.tar").bucket_and_key() == (arn, "dir/a.tar")
     assert redact(f"reading s3://{arn}/a@b.tar") == f"reading s3://{arn}/a@b.tar"
 
 
@@ -329,44 +266,33 @@ def test_an_access_point_is_a_bucket(arn: str) -> None:
     ("url", "says"),
     [
         ("", "empty"),
-        ("shardcache::", "empty"),
         (f"https://h/k?sig={CANARY}\n", "control character"),
         (f"https://h/k?sig=abc\n{CANARY}", "control character"),
-        (f"https://me:abc\t{CANARY}@h/k", "control character"),
         (f"simplecache::https://h/k?sig={CANARY}", "chain"),
-        (f"https://h/k?sig={CANARY}::s3://b/k", "chain"),
         (f"foo://me:{CANARY}@h/k", "scheme"),
         (f"https://me:{CANARY}@[h/k", "not a URL"),
         (f"https://me:{CANARY}@h:99999/k", "not a URL"),
         (f"https://me:{CANARY}@/k", "no host"),
-        (f"https://me:{CANARY}@h:0/k", "no host"),
         (f"gs://?token={CANARY}", "no object"),
-        (f"s3://bucket?token={CANARY}", "no object"),
         (f"s3://AKIA:{CANARY}@/k", "no object"),
         (f"s3://AKIA:a/{CANARY}@bucket/k", "colon"),
         (f"gs://me:{CANARY}@bucket/k", "password"),
-        (f"oci://me:{CANARY}@bucket/k", "password"),
         (f"https://h/{'x' * 9000}?sig={CANARY}", "bytes"),
-        (f"s3://b/\ud800?sig={CANARY}", "UTF-8"),
-        (f"s3://b/\udce9?sig={CANARY}", "UTF-8"),
+        (f"gs://b/\ud800?sig={CANARY}", "UTF-8"),
         ("file://", "no file"),
+        ("s3://b/k", "endpoint .* is not a URL"),
+        (f"https://h/k?sig={CANARY}".encode(), "bytes"),
+        (None, "NoneType"),
         (f"pipe:curl https://h/k?sig={CANARY}", "shell"),
     ],
 )
 def test_a_refusal_says_why_and_shows_no_secret(url: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
-        parse_url(url)
+        parse_url(url, endpoint=f"http://me:{CANARY}@[minio")
     exn = caught.value
     for text in (str(exn), repr(exn), ascii(exn.args)):
         assert CANARY not in text
     assert CANARY.encode() not in pickle.dumps(exn)
-
-
-@pytest.mark.parametrize("url", [f"https://h/k?sig={CANARY}".encode(), None, 7, Path("/x")])
-def test_what_is_no_string_is_refused_by_its_type(url: object) -> None:
-    with pytest.raises(ConfigError, match=type(url).__name__) as caught:
-        parse_url(url)  # type: ignore[arg-type]
-    assert CANARY not in str(caught.value)
 
 
 @given(st.text(max_size=40) | names.map(lambda name: f"s3://{name}"))
@@ -396,58 +322,52 @@ def test_more_schemes_are_allowed_by_name() -> None:
 
 
 def test_a_command_is_told_apart_by_all_of_it_and_shown_without_secrets() -> None:
-    commands = [
-        f"pipe:curl -H 'Authorization: Bearer {CANARY}{n}' https://h/k?sig={CANARY}{n}"
-        for n in (1, 2)
-    ]
-    shards = [parse_url(command, allow_schemes={"pipe"}) for command in commands]
+    command = f"pipe:curl -H 'Authorization: Bearer {CANARY}' https://h/k?sig={CANARY}"
+    shards = [parse_url(command + end, allow_schemes={"pipe"}) for end in "12"]
     assert shards[0].key != shards[1].key
     assert all(CANARY not in str(s) + repr(s) + s.basename for s in shards)
-    assert shards[0].basename == "pipe"
-    assert shards[0].raw == commands[0]
+    assert (shards[0].basename, shards[0].raw) == ("pipe", command + "1")
 
 
 # -- text for people -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", sorted(urls._SECRETS | {"Key-Pair-Id", "Policy"}))
-@pytest.mark.parametrize("mark", ["?", "&", ";", " "])
-def test_every_secret_parameter_is_redacted_anywhere_in_a_text(name: str, mark: str) -> None:
-    text = f"cannot read 'https://h/k?x=1{mark}{name}={CANARY}/+%3D&y=2': refused"
-    found = redact(text)
-    assert CANARY not in found
-    assert "y=2" in found and "refused" in found
+def test_every_secret_parameter_is_redacted_anywhere_in_a_text(name: str) -> None:
+    for mark in "?&; ":
+        text = f"cannot read 'https://h/k?x=1{mark}{name}={CANARY}/+%3D&y=2': refused"
+        found = redact(text)
+        assert CANARY not in found
+        assert "y=2" in found and "refused" in found
 
 
-def test_redacting_leaves_what_is_no_secret() -> None:
-    for text in (
-        "s3://bucket/a@b.tar",
-        "https://h:8080/p@v1/k?versionId=abc",
-        "abfs://box@account/k and oci://bucket@space/k, az://box@a/k",
-        "bucket/key=7/part=3.tar, monkey=1, tokens=3",
-        "user@example.org",
-    ):
-        assert redact(text) == text
-
-
-def test_redacting_works_on_several_urls_of_a_text() -> None:
-    text = f"https://a:{CANARY}@h/k -> s3://AK:x/{CANARY}@b/k; abfs://me:{CANARY}@acc/k"
-    assert redact(text) == "https://h/k -> s3://b/k; abfs://acc/k"
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("s3://bucket/a@b.tar", None),
+        ("https://h:8080/p@v1/k?versionId=abc", None),
+        ("abfs://box@account/k and oci://bucket@space/k, az://box@a/k", None),
+        ("bucket/key=7/part=3.tar, monkey=1, tokens=3, user@example.org", None),
+        (
+            f"https://a:{CANARY}@h/k -> s3://AK:x/{CANARY}@b/k; abfs://me:{CANARY}@acc/k",
+            "https://h/k -> s3://b/k; abfs://acc/k",
+        ),
+    ],
+)
+def test_redacting_leaves_what_is_no_secret(text: str, shown: str | None) -> None:
+    assert redact(text) == (shown or text)
 
 
 @pytest.mark.parametrize(
     "url",
     [
-        f"https://h/k?sig={CANARY}&x=1",
-        f"https://me:{CANARY}@h/k#{CANARY}",
+        f"https://me:{CANARY}@h/k?sig={CANARY}&x=1#{CANARY}",
         f"s3://me:{CANARY}@b/k?versionId=7",
         f"s3://b/k?X-Amz-Signature={CANARY}",
         f"pipe:curl -H 'X-Key: {CANARY}' https://h/k",
     ],
 )
-def test_a_pickle_of_a_shard_url_leaves_credentials_out_unless_a_child_is_spawned(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pickle_of_a_shard_url_leaves_credentials_out_unless_a_child_is_spawned(url, monkeypatch):
     shard = parse_url(url, allow_schemes=["pipe"])
     data = pickle.dumps([shard])
     assert CANARY.encode() not in data

@@ -1,16 +1,14 @@
 """``shardcache doctor``: the machine against the configuration.
 
-Eight checks: who may write the directory, its filesystem and the kind of locks there, space,
-memory, inodes, CPUs, credentials and endpoint, and with ``--url`` a timed read. Each finding is
-ok, warn or fail, with what to do. Nothing is made or changed. A check that hangs on a dead mount is
-left behind after ten seconds; one that fails itself is a warning.
+Eight checks; each finding is ok, warn or fail, with what to do. Nothing is made or changed. A check
+that hangs on a dead mount is left behind after ten seconds; one that fails itself is a warning.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-import resource
 import shlex
 import stat
 import sys
@@ -18,28 +16,35 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 import click
 
-from shardcache.cli.main import Invocation, command
+from shardcache.cli.main import ExitCode, Invocation, command
 from shardcache.cli.output import counted, printable
 from shardcache.config import Config
 from shardcache.errors import ConfigError, ShardCacheError
+from shardcache.files import Modes
+from shardcache.layout import Layout
 from shardcache.locks.mounts import MEMORY_TYPES, mount_of
+from shardcache.origins.base import ObjectInfo, VersionChangedError
+from shardcache.origins.endpoints import credential_source, endpoint_of, scheme_options
+from shardcache.origins.resolve import Origins
+from shardcache.origins.retry import RetryPolicy
 from shardcache.ranks import detect, local_world_size
+from shardcache.space.memory import Volume, cpu_quota, memory_headroom
+from shardcache.store.entry import scan
+from shardcache.store.root import check_root, is_foreign
 from shardcache.units import format_bytes, format_duration, format_rate
 from shardcache.urls import parse_url, redact
 
 logger = logging.getLogger(__name__)
 
-Level = Literal["ok", "warn", "fail"]
-#: What a check says: level, what it found, and what to do (empty if ok).
-Answers = Iterator[tuple[Level, str, str]]
+#: What a check says: ok, warn (it works, but not well or not for long) or fail; what it found; and
+#: what to do, in one sentence, empty if ok.
+Answers = Iterator[tuple[str, str, str]]
 
-_FAILED = 4
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
 #: Seconds for a check of this machine, and for all that is asked of an origin.
 _PATIENCE = 10.0
@@ -49,66 +54,48 @@ _READ_BYTES = 8 << 20
 _READ_SECONDS = 20.0
 #: Directories that cleaners of temporary files empty: tmpfiles.d(5), tmpreaper(8), tmpwatch(8).
 _TEMPORARY = ("/tmp", "/var/tmp")  # noqa: S108 - named, not used
-#: Open files of Python, torch and a GPU's driver, and of eight DataLoader workers, with the pipes
-#: and descriptors of tensors on their way (torch.multiprocessing, "file_descriptor").
-_OPEN_FILES = 64 + 8 * 32
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check found.
+    """What a check said of its subject."""
 
-    Attributes:
-        level: ``ok``; ``warn``: it works, but not well or not for long; ``fail``.
-        check: which check.
-        subject: what it looked at.
-        found: what it found.
-        fix: what to do, in one sentence; empty if ok.
-    """
-
-    level: Level
+    level: str
     check: str
     subject: str
     found: str
-    fix: str = ""
+    fix: str
 
 
-@command(
-    "doctor",
-    short="Check the machine against the configuration.",
-    examples="""
-        shardcache doctor
-        shardcache doctor --url s3://lab/train-0000.tar
-        shardcache --dir /local/nvme/shards doctor --json
-    """,
-)
+@command("doctor")
 @click.option("--url", metavar="URL", help="Also read the start of this shard, and time it.")
-def doctor_command(invocation: Invocation, url: str | None) -> int:
+def doctor_command(invocation: Invocation, url: str | None) -> ExitCode:
     """Check the machine against the configuration.
 
     Looks at the directories and their filesystems, at memory, limits and CPUs, at the
     credentials and the endpoint in force, and with --url at the origin. Each finding is ok, warn
     or fail, with what to do about it. Makes nothing and leaves nothing. Exit code 4 if a
     check failed; warnings do not count.
+
+    \b
+    Examples:
+      shardcache doctor
+      shardcache doctor --url s3://lab/train-0000.tar
+      shardcache --dir /local/nvme/shards doctor --json
     """
-    console = invocation.console
-    rows = []
+    console, findings = invocation.console, list[Finding]()
     for finding in _examine(invocation, url):
-        row = {name: redact(text) for name, text in asdict(finding).items()}
-        rows.append(row)
-        if console.human and not (console.quiet and finding.level == "ok"):
-            level = console.styled(f"{finding.level:<4}", _STYLES[finding.level], sys.stdout)
-            text = f"{row['subject']}  {row['found']}"
-            if finding.fix:
-                text = f"{text.rstrip('.')}. {row['fix']}"
-            console.data(f"{level}  {printable(text)}")
-    levels = Counter(row["level"] for row in rows)
-    if console.human:
-        console.said(f"{levels['fail']} failed, {counted(levels['warn'], 'warning')}")
-    else:
-        summary: dict[str, Any] = {level: levels[level] for level in _STYLES}
-        console.table("doctor", "finding", [], rows, summary=summary)
-    return _FAILED if levels["fail"] else 0
+        findings.append(finding)
+        level, found, fix = finding.level, finding.found, finding.fix
+        if not (console.quiet and level == "ok"):
+            label = console.styled(f"{level:<4}", _STYLES[level], sys.stdout)
+            text = f"{found.rstrip('.')}. {fix}" if fix else found
+            console.data(f"{label}  {printable(f'{finding.subject}  {text}')}")
+    counts = Counter(finding.level for finding in findings)
+    console.said(f"{counts['fail']} failed, {counted(counts['warn'], 'warning')}")
+    summary = {level: counts[level] for level in _STYLES}
+    console.object("doctor", findings=findings, summary=summary)
+    return ExitCode.DAMAGED if counts["fail"] else ExitCode.DONE
 
 
 def _examine(invocation: Invocation, url: str | None) -> Iterator[Finding]:
@@ -118,19 +105,17 @@ def _examine(invocation: Invocation, url: str | None) -> Iterator[Finding]:
         yield Finding("fail", "configuration", "configuration", "it cannot be used", exn.message)
         return
     for tier in config.by_tier():
-        where = os.fspath(tier.dir)
         for check in (_owner, _filesystem, _space, _memory, _inodes):
-            found = _run(check, where, _PATIENCE, tier)
+            found = _run(check, os.fspath(tier.dir), _PATIENCE, tier)
             yield from found
             dead = any(finding.found.startswith("no answer") for finding in found)
-            if dead or (check is _owner and any(finding.level == "fail" for finding in found)):
+            if dead or (check is _owner and found[0].level == "fail"):
                 break  # the other checks could say nothing
     yield from _run(_cpus, "CPUs", _PATIENCE)
-    yield from _run(_files, "open files", _PATIENCE, config)
     yield from _run(_credentials, "S3", _PATIENCE, config)
     if url is not None:
         # What is secret in a command cannot be told.
-        subject = "pipe:" if url.startswith("pipe:") else redact(url)
+        subject = "pipe:" if url.startswith("pipe:") else url
         yield from _run(_read, subject, _ORIGIN_PATIENCE, config, url)
 
 
@@ -139,15 +124,18 @@ def _run(
 ) -> list[Finding]:
     """What a check finds; where it hangs or fails itself, one finding that says so."""
     name, found = check.__name__.lstrip("_"), list[Finding]()
-    failure = list[Exception]()
+
+    def say(level: str, text: str, fix: str) -> None:
+        found.append(Finding(level, name, *map(redact, (subject, text, fix))))
 
     def ask() -> None:
         try:
-            for level, text, fix in check(*args):
-                found.append(Finding(level, name, subject, text, fix))
+            for answer in check(*args):
+                say(*answer)
         except Exception as exn:
             logger.debug("the check %s failed", name, exc_info=True)
-            failure.append(exn)
+            fix = "Run it again with -vv for the details; the other findings hold without this one."
+            say("warn", f"could not be checked: {type(exn).__name__}: {exn}", fix)
 
     # A daemon: a path on a dead mount would keep this process from ending.
     thread = threading.Thread(target=ask, name=f"doctor-{name}", daemon=True)
@@ -155,11 +143,7 @@ def _run(
     thread.join(patience)
     if thread.is_alive():
         fix = "Have the filesystem mounted anew (its server may be down), or check the network."
-        return [Finding("fail", name, subject, f"no answer within {patience:g} s", fix)]
-    if failure:
-        fix = "Run it again with -vv for the details; the other findings hold without this one."
-        text = f"could not be checked: {type(failure[0]).__name__}: {failure[0]}"
-        return [*found, Finding("warn", name, subject, text, fix)]
+        return [Finding("fail", name, redact(subject), f"no answer within {patience:g} s", fix)]
     return found
 
 
@@ -170,13 +154,11 @@ def _nearest(directory: Path) -> Path:
 
 def _owner(tier: Config) -> Answers:
     """Whose the directory is, and who may write it."""
-    from shardcache.files import Modes
-    from shardcache.store.root import check_root, is_foreign
-
     near = _nearest(tier.dir)
+    exists = near == tier.dir and near.is_dir()
     try:
         modes = Modes.of(tier.shared_group)
-        if near == tier.dir and near.is_dir():
+        if exists:
             check_root(tier.dir, modes)
     except ConfigError as exn:
         text, _, fix = exn.message.partition("; ")
@@ -191,13 +173,11 @@ def _owner(tier: Config) -> Answers:
     elif not os.access(near, os.W_OK | os.X_OK):
         fix = "Let this user write there, or point dir at a directory that it may write."
         yield "fail", f"nothing can be written in {near}", fix
-    elif near == tier.dir and is_foreign(tier.dir):
+    elif exists and is_foreign(tier.dir):
         fix = f"Give the cache a directory of its own, such as {tier.dir / 'shards'}."
         yield "warn", "no cache, but other things are in it", fix
     else:
-        state = "will be made"
-        if near == tier.dir:
-            state = f"mode {stat.S_IMODE(near.stat().st_mode):o}"
+        state = f"mode {stat.S_IMODE(near.stat().st_mode):o}" if exists else "will be made"
         yield "ok", f"writable, {state}", ""
 
 
@@ -212,88 +192,72 @@ def _filesystem(tier: Config) -> Answers:
         fix = "Remove the option locks (SHARDCACHE_LOCKS): leases work there."
         yield "fail", f"{text}, which other nodes do not see", fix
     elif not local:
-        fix = "Point dir at a local disk (NVMe) if there is one."
-        yield "warn", text, fix
+        yield "warn", text, "Point dir at a local disk (NVMe) if there is one."
     else:
         yield "ok", text, ""
     real = Path(os.path.realpath(tier.dir))
     if parent := next((name for name in _TEMPORARY if real.is_relative_to(name)), None):
         text = f"under {parent}, where systemd-tmpfiles, tmpreaper or tmpwatch may delete shards"
-        fix = f"Add to /etc/tmpfiles.d/shardcache.conf: x {real}"
-        yield "warn", text, fix
+        yield "warn", text, f"Add to /etc/tmpfiles.d/shardcache.conf: x {real}"
 
 
 def _space(tier: Config) -> Answers:
     """max_size and min_free against the disk and what is free on it."""
-    from shardcache.layout import Layout
-    from shardcache.store.entry import scan
-
-    found = os.statvfs(_nearest(tier.dir))
-    size, available = found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail
-    if size == 0:
-        return  # ramfs states nothing
+    disk = Volume.of(_nearest(tier.dir))
     held = sum(entry.size for entry in scan(Layout.of_root(tier.dir)))
-    floor = tier.min_free.of(size)
-    room, limit = max(0, available - floor) + held, tier.max_size and tier.max_size.of(size)
-    keeps = f"min_free keeps {format_bytes(floor)}"
-    text = f"{format_bytes(available)} of {format_bytes(size)} free, {keeps}"
+    floor, limit = tier.min_free.of(disk.size), disk.budget(tier)
+    room = max(0, disk.free - floor) + held
+    text = f"{format_bytes(disk.free)} of {format_bytes(disk.size)} free, "
+    text += f"min_free keeps {format_bytes(floor)}"
     if limit:
         text += f", max_size is {format_bytes(limit)}"
     if room == 0:
         fix = "Make room on that disk, set a smaller min_free, or point dir at another disk."
         yield "fail", f"{text}: nothing can be stored", fix
-    elif limit and limit > size - floor:
-        fix = f"Set max_size to no more than {format_bytes(max(0, size - floor))}."
+    elif limit and limit > disk.size - floor:
+        fix = f"Set max_size to no more than {format_bytes(max(0, disk.size - floor))}."
         yield "warn", f"{text}: more than the disk can hold", fix
     elif limit and limit > room:
-        text += f": only {format_bytes(room)} can be held now"
         fix = "Remove what else is on that disk, or set max_size to what there is."
-        yield "warn", text, fix
+        yield "warn", f"{text}: only {format_bytes(room)} can be held now", fix
     else:
         yield "ok", text, ""
 
 
 def _memory(tier: Config) -> Answers:
     """A RAM disk against its size and the memory that it would take."""
-    from shardcache.space.memory import memory_headroom
-
     mount = mount_of(tier.dir)
     if mount is None or mount.type not in MEMORY_TYPES:
         return
-    cgroup = memory_headroom()
-    pages = os.sysconf("SC_PAGE_SIZE")
+    cgroup, pages = memory_headroom(), os.sysconf("SC_PAGE_SIZE")
     memory = cgroup.limit if cgroup else pages * os.sysconf("SC_PHYS_PAGES")
     left = cgroup.free if cgroup else pages * os.sysconf("SC_AVPHYS_PAGES")
-    found = os.statvfs(_nearest(tier.dir))
-    disk = found.f_frsize * found.f_blocks
     whose = "the cgroup's memory" if cgroup else "this machine's memory"
+    disk = Volume.of(_nearest(tier.dir)).size
     limit = tier.max_size.of(disk) if tier.max_size else None
+    most = min(disk or memory, memory)
     text = f"RAM disk of {format_bytes(disk)}, {format_bytes(left)} of {whose} free"
-    most = min(size for size in (disk, memory) if size)
     if limit is None:
         yield "ok", f"{text}; no max_size: it shrinks when memory is short", ""
     elif limit > most:
-        text = (
-            f"max_size is {format_bytes(limit)}, but {mount.point} has {format_bytes(disk)} and "
-            f"{whose} is {format_bytes(memory)}"
-        )
+        text = f"max_size is {format_bytes(limit)}, but {mount.point} has {format_bytes(disk)} and "
         fix = (
             f"Set max_size well below {format_bytes(most)}, or give the job more memory and "
             "remount with a larger size= (Kubernetes: sizeLimit of the emptyDir)."
         )
-        yield "fail", text, fix
+        yield "fail", f"{text}{whose} is {format_bytes(memory)}", fix
     else:
         yield "ok", f"max_size {format_bytes(limit)}, {text}", ""
 
 
 def _inodes(tier: Config) -> Answers:
     """Whether files can still be made there: five for a shard."""
-    found = os.statvfs(_nearest(tier.dir))
-    if not found.f_files:
+    disk = Volume.of(_nearest(tier.dir))
+    if not disk.inodes:
         return  # made as they are needed
-    floor = tier.min_free.of(found.f_files) if tier.min_free.percent is not None else 0
-    text = f"{found.f_favail:,} of {found.f_files:,} inodes free"
-    if found.f_favail - floor >= 5:
+    floor = tier.min_free.of(disk.inodes) if tier.min_free.percent is not None else 0
+    text = f"{disk.free_inodes:,} of {disk.inodes:,} inodes free"
+    if disk.free_inodes - floor >= 5:
         yield "ok", text, ""
     else:
         fix = "Remove small files on that disk (df -i), or make the filesystem with more inodes."
@@ -302,16 +266,13 @@ def _inodes(tier: Config) -> Answers:
 
 def _cpus() -> Answers:
     """The CPUs that may be used against the DataLoader workers that are likely to be started."""
-    from shardcache.space.memory import cpu_quota
-
     try:
         ranks, slurm = local_world_size() or 1, detect().source == "slurm"
     except ConfigError as exn:
         yield "fail", "the environment states no rank", exn.message
         return
-    there, usable, quota = os.cpu_count() or 1, float(len(os.sched_getaffinity(0))), cpu_quota()
-    if quota is not None:
-        usable = min(usable, quota)
+    there, quota = os.cpu_count() or 1, cpu_quota()
+    usable = min(len(os.sched_getaffinity(0)), quota or there)
     # srun binds each task to CPUs of its own.
     each = usable if slurm and usable < there else usable / ranks
     text = f"{usable:g} of {there} usable, {each:.3g} for each of {counted(ranks, 'rank')}"
@@ -325,30 +286,14 @@ def _cpus() -> Answers:
         yield "ok", text, ""
 
 
-def _files(config: Config) -> Answers:
-    """The limit of open files against what a job and the cache open."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _OPEN_FILES + config.connections + 4 * (config.prefetch + 1)
-    if limit == resource.RLIM_INFINITY or limit >= wanted:
-        yield "ok", f"{wanted:,} are enough for 8 workers", ""
-    else:
-        text = f"limit {limit:,}, but a job with 8 DataLoader workers needs {wanted:,}"
-        fix = "Raise it where the job is started: ulimit -n 65536 (systemd: LimitNOFILE=65536)."
-        level: Level = "fail" if limit < wanted - 8 * 32 else "warn"
-        yield level, text, fix
-
-
 def _credentials(config: Config) -> Answers:
     """Which credentials and which endpoint S3 shards are read with."""
-    from shardcache.origins.endpoints import credential_source, endpoint_of, scheme_options
-
     endpoint = endpoint_of(config) or "AWS"
     keys = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
     missing = [name for name in keys if not os.environ.get(name)]
     if len(missing) == 1:
         fix = f"Set {missing[0]} as well, or unset the other and use a profile or a role."
-        text = f"{missing[0]} is not set, but the other key variable is"
-        yield "warn", text, fix
+        yield "warn", f"{missing[0]} is not set, but the other key variable is", fix
     source = credential_source(scheme_options(config, "s3"))
     if source is None:
         fix = "Set AWS_PROFILE or AWS_ACCESS_KEY_ID, give the node a role, or set anon."
@@ -359,46 +304,37 @@ def _credentials(config: Config) -> Answers:
 
 def _read(config: Config, text: str) -> Answers:
     """Read the start of a shard as the cache would, and time it."""
-    from shardcache.clock import SYSTEM_CLOCK
-    from shardcache.origins.base import VersionChangedError
-    from shardcache.origins.endpoints import endpoint_of
-    from shardcache.origins.resolve import Origins
-    from shardcache.origins.retry import RetryPolicy
-
     try:
         url = parse_url(text, endpoint=endpoint_of(config), allow_schemes=config.allow_schemes)
     except ShardCacheError as exn:
         yield "fail", "it names no shard", exn.message
         return
+    origins = Origins(config)
 
-    def read() -> tuple[int, float, float, Any]:
-        began = time.monotonic()
-        body = origins.of(url).open(url, 0, _READ_BYTES)
-        try:
-            buffer, size, first = memoryview(bytearray(1 << 20)), 0, 0.0
+    def read() -> tuple[int, float, ObjectInfo]:
+        size, first, buffer = 0, 0.0, bytearray(1 << 20)
+        with contextlib.closing(origins.of(url).open(url, 0, _READ_BYTES)) as body:
             while size < _READ_BYTES and time.monotonic() - began < _READ_SECONDS:
-                count = body.readinto(buffer[: _READ_BYTES - size])
+                count = body.readinto(memoryview(buffer)[: _READ_BYTES - size])
                 first = first or time.monotonic() - began
                 if not count:
                     break
                 size += count
-            return size, first, time.monotonic() - began, body.info
-        finally:
-            body.close()
+            return size, first, body.info
 
-    origins = Origins(config)
     try:
         origins.prepare(url)
+        began = time.monotonic()
         # One hiccup is none, and an operator wants no more patience than that.
-        retry = RetryPolicy(2, config.deadline, SYSTEM_CLOCK).started(str(url))
-        size, first, seconds, info = retry.call(read, sleep=time.sleep)
+        retry = RetryPolicy(2, config.deadline).started(str(url))
+        size, first, info = retry.call(read, sleep=time.sleep)
     except (ShardCacheError, VersionChangedError) as exn:
         yield "fail", "the read failed", str(exn)
         return
+    seconds = max(time.monotonic() - began, 1e-9)
     found = (
-        f"{format_bytes(size)} in {format_duration(seconds)} "
-        f"({format_rate(size / max(seconds, 1e-9))}), first byte after {format_duration(first)}, "
-        f"ETag {info.etag or 'none'}"
+        f"{format_bytes(size)} in {format_duration(seconds)} ({format_rate(size / seconds)}), "
+        f"first byte after {format_duration(first)}, ETag {info.etag or 'none'}"
     )
     if info.identifiable:
         yield "ok", found, ""

@@ -19,7 +19,7 @@ from pathlib import Path
 import click
 
 from shardcache.cli.main import Invocation, command
-from shardcache.config import Loaded, describe
+from shardcache.config import describe
 from shardcache.errors import ConfigError
 from shardcache.urls import redact
 
@@ -32,25 +32,9 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 #: Given by --dir, or not to be told in a variable.
 _NO_VARIABLE = frozenset({"dir", "storage_options", "upstreams", "validate"})
-#: The shell is process 1, which signals reach; what it runs ends with it.
-_LOOP = """\
-child=
-trap 'test -z "$child" || kill "$child" 2>/dev/null; wait; exit 0' TERM INT
-run() { "$@" & child=$!; wait "$child"; code=$?; child=; return "$code"; }
-while :; do
-"""
 
 
-@command(
-    "recipe",
-    short="Print a file for cron, systemd, Slurm or Kubernetes.",
-    examples="""
-        shardcache recipe cron
-        shardcache recipe systemd -o /etc/systemd/system
-        shardcache recipe slurm --prewarm 's3://lab/train-{0000..0127}.tar'
-        shardcache recipe k8s --image lab/train:17 --prewarm s3://lab/train/
-    """,
-)
+@command("recipe")
 @click.argument("kind", type=click.Choice(list(KINDS)))
 @click.option(
     "-o",
@@ -72,42 +56,45 @@ def recipe_command(
     output: Path | None,
     prewarm: tuple[str, ...],
     image: str | None,
-) -> int:
-    """Print a file that cleans this cache every hour, or after every job.
+) -> None:
+    """Print a file for cron, systemd, Slurm or Kubernetes.
 
-    With the directory and the options that are set now, as variables; storage options,
-    which may be secret, are left out. Slurm: an epilog, and with --prewarm a prolog and lines for
-    a batch script. Kubernetes: a DaemonSet that keeps the cache of each node clean, and with
+    It cleans this cache every hour, or after every job, with the directory and the
+    options that are set now, as variables; storage options, which may be secret, are
+    left out. Slurm: an epilog, and with --prewarm a prolog and lines for a batch
+    script. Kubernetes: a DaemonSet that keeps the cache of each node clean, and with
     --prewarm warm.
+
+    \b
+    Examples:
+      shardcache recipe cron
+      shardcache recipe systemd -o /etc/systemd/system
+      shardcache recipe slurm --prewarm 's3://lab/train-{0000..0127}.tar'
+      shardcache recipe k8s --image lab/train:17 --prewarm s3://lab/train/
     """
     if prewarm and kind not in ("slurm", "k8s"):
         raise click.UsageError("--prewarm is for slurm and k8s; run `shardcache prewarm` first.")
     if image and kind != "k8s":
         raise click.UsageError("--image is for k8s.")
     loaded = invocation.loaded()
-    files = render(
-        kind,
-        [sys.executable, "-m", "shardcache"],
-        os.fspath(loaded.config.dir),
-        _environment(loaded),
-        prewarm,
-        image or "IMAGE",
-    )
+    environment = {
+        f"SHARDCACHE_{setting.name.upper()}": setting.value
+        for setting in describe(loaded)
+        if setting.source != "default" and setting.name not in _NO_VARIABLE
+    }
+    program, directory = [sys.executable, "-m", "shardcache"], os.fspath(loaded.config.dir)
+    files = render(kind, program, directory, environment, prewarm, image or "IMAGE")
     console = invocation.console
     if output is not None:
         _write(invocation, output, files)
-    if not console.human:
-        rows = [
-            {"name": n, "path": output and str(output.absolute() / n), "text": t}
-            for n, t in files.items()
-        ]
-        console.record("recipe", {"kind": kind, "files": rows}, "")
-    elif output is None:
+    paths = {name: output and (output / name).absolute() for name in files}
+    rows = [{"name": name, "path": paths[name], "text": text} for name, text in files.items()]
+    console.object("recipe", kind=kind, files=rows)
+    if output is None:
         for number, (name, text) in enumerate(files.items()):
             if len(files) > 1:
                 console.data(f"{chr(10) if number else ''}# -- {name}")
             console.data(text.rstrip("\n"))
-    return 0
 
 
 def render(
@@ -118,67 +105,45 @@ def render(
     prewarm: Sequence[str] = (),
     image: str = "IMAGE",
 ) -> dict[str, str]:
-    """Fill in the templates of a kind.
+    """Fill in the templates of a kind: text by file name.
 
-    Args:
-        kind: one of `KINDS`.
-        program: how the command line is run on the machine, by absolute path.
-        directory: of the cache.
-        environment: options, by variable.
-        prewarm: shards that a job needs before it starts.
-        image: of a container.
-
-    Returns:
-        Text by file name.
-
-    Raises:
-        ConfigError: a shard was given with a credential, which would be in the file.
+    ``program`` is how the command line is run on the machine, by absolute path.
     """
-    for spec in prewarm:
-        if redact(spec) != spec:
-            raise ConfigError(
-                f"{redact(spec)} was given with a credential, which would be in the file. Leave it "
-                "out of the URL."
-            )
-    clean = ["clean", "--quiet", "--no-wait"]
-    warm = ["prewarm", "--quiet", "--best-effort", "--deadline", "5m", "--", *prewarm]
-    share = ["prewarm", "--quiet", "--shard-by-node", "--", *prewarm]
+    if secret := next((redact(spec) for spec in prewarm if redact(spec) != spec), None):
+        raise ConfigError(
+            f"{secret} was given with a credential, which would be in the file. Leave it out."
+        )
+    folder = resources.files("shardcache.cli") / "templates"
+
+    def filled(name: str) -> str:
+        return string.Template((folder / name).read_text("utf-8")).substitute(fields)
+
     run = [*program, "--dir", directory]
-    steps = _LOOP
-    container = ["python", "-m", "shardcache", "--dir", directory]
-    if prewarm:
-        fill = shlex.join([*container, "prewarm", "--best-effort", "--", *prewarm])
-        steps += f"  run {fill} || :\n"
-    steps += f"  run {shlex.join([*container, *clean])} || [ $? -eq 6 ] || echo 'not cleaned' >&2\n"
-    steps += "  run sleep 3600\ndone\n"
     variables = list(environment.items())
-    env = [{"name": name, "value": _kubernetes(value)} for name, value in variables]
     fields = {
         "plain_dir": directory,
         "user": getpass.getuser(),
-        "cron_variables": "".join(f"{name}={_cron_value(value)}\n" for name, value in variables),
-        "cron_clean": shlex.join([*run, *clean]).replace("%", "\\%"),
+        "cron_run": shlex.join(run).replace("%", "\\%"),
+        "cron_variables": "".join(f"{n}={_cron_value(v)}\n" for n, v in variables),
         "unit_dir": _unit_word(directory),
         "unit_path": directory.replace("%", "%%"),
+        "unit_run": " ".join(map(_unit_word, run)),
         "unit_variables": "".join(f"Environment={_unit_word(f'{n}={v}')}\n" for n, v in variables),
-        "unit_clean": " ".join(map(_unit_word, [*run, *clean])),
         "sh_dir": shlex.quote(directory),
+        "sh_run": shlex.join(run),
+        "sh_specs": shlex.join(prewarm),
         "sh_variables": "".join(f"export {n}={shlex.quote(v)}\n" for n, v in variables),
-        "sh_clean": shlex.join([*run, *clean]),
-        "sh_prewarm": shlex.join([*run, *warm]),
-        "sh_prewarm_share": shlex.join([*run, *share]),
+        "pod_run": shlex.join(["python", "-m", "shardcache", "--dir", directory]),
+        "pod_warms": "" if prewarm else ": ",
         "and_warm": " and warm" if prewarm else "",
         "yaml_dir": _yaml(directory),
         "yaml_image": _yaml(image),
-        "yaml_script": _yaml(_kubernetes(steps)),
-        "yaml_env": _yaml(env),
+        "yaml_env": _yaml([{"name": n, "value": _kubernetes(v)} for n, v in variables]),
     }
+    fields["yaml_script"] = _yaml(_kubernetes(filled("loop.sh")))
     always, with_shards = KINDS[kind]
-    folder = resources.files("shardcache.cli") / "templates"
-    return {
-        name: string.Template((folder / name).read_text("utf-8")).substitute(fields)
-        for name in (*always, *(with_shards if prewarm else ()))
-    }
+    names = (*always, *with_shards) if prewarm else always
+    return {name: filled(name) for name in names}
 
 
 def _cron_value(value: str) -> str:
@@ -201,28 +166,14 @@ def _kubernetes(text: str) -> str:
     return text.replace("$", "$$")
 
 
-def _environment(loaded: Loaded) -> dict[str, str]:
-    return {
-        f"SHARDCACHE_{setting.name.upper()}": setting.value
-        for setting in describe(loaded)
-        if setting.source != "default" and setting.name not in _NO_VARIABLE
-    }
-
-
 def _write(invocation: Invocation, directory: Path, files: Mapping[str, str]) -> None:
-    """Write all files, or none.
-
-    Raises:
-        UsageError: one exists already.
-        OSError: the directory cannot be written.
-    """
+    """Write all files, or none."""
     taken = [name for name in files if os.path.lexists(directory / name)]
     if taken:
         raise click.UsageError(f"{', '.join(taken)} is there already in {directory}; remove it.")
     for name, text in files.items():
         path = directory / name
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
+        path.write_text(text, "utf-8")
         if text.startswith("#!"):
             path.chmod(0o755)
         invocation.console.hint(f"wrote {path}")

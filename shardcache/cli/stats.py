@@ -4,70 +4,83 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import click
 
-from shardcache.cli.main import ExitCode, Invocation, command, since_option
-from shardcache.cli.output import Column, Console, counted, percentage, short_date, short_duration
+from shardcache.cli.main import Invocation, command, since_option
+from shardcache.cli.output import Console, counted, percentage, short_date, short_duration
 from shardcache.clock import utc
+from shardcache.stats import database
 from shardcache.stats.database import Sample
 from shardcache.stats.prometheus import exposition
-from shardcache.stats.summary import OUTCOMES, Stats, Waits, by_hour, by_rank, summed
+from shardcache.stats.summary import (
+    OUTCOMES,
+    Stats,
+    Waits,
+    by_hour,
+    by_rank,
+    rank_records,
+    summed,
+)
 from shardcache.units import format_bytes
 
 #: Shown even where there were none.
 _ALWAYS = ("hits", "coalesced", "misses")
+ROW_TITLES = ("OPENS", "HITS", "HIT RATE", "MISSES", "BYPASSED", "FETCHED", "SAVED", "WAIT P99")
 _WAITS = {"disk": "for the disk", "lock": "for others", "network": "for the network"}
 
 
-@command(
-    "stats",
-    short="Show hits, bytes and waits.",
-    examples="""
-        shardcache stats
-        shardcache stats --since 24h --by hour
-        shardcache stats --by rank --json
-        shardcache stats --format prometheus > /var/lib/node_exporter/shardcache.prom
-        shardcache stats --zero
-    """,
-    formats=("prometheus",),
-)
+@command("stats")
 @since_option
 @click.option("--by", type=click.Choice(["rank", "hour"]), help="One row for each.")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["prometheus"]),
+    help="Print for the textfile collector of Prometheus' node exporter.",
+)
 @click.option("--zero", is_flag=True, help="Begin to count anew.")
-def stats_command(invocation: Invocation, since: float | None, by: str | None, zero: bool) -> int:
-    """Show what the cache has done on this node, all processes together.
+def stats_command(
+    invocation: Invocation, since: float | None, by: str | None, form: str | None, zero: bool
+) -> None:
+    """Show hits, bytes and waits of all processes of this node.
 
     A hit was there; a coalesced open waited for a fetch that somebody else had begun; a miss
     was fetched; a bypass was streamed and not stored. Minutes are kept for two hours, hours for
-    30 days. The format prometheus is for the textfile collector of its node exporter.
+    30 days.
+
+    \b
+    Examples:
+      shardcache stats
+      shardcache stats --since 24h --by hour
+      shardcache stats --by rank --json
+      shardcache stats --format prometheus > /var/lib/node_exporter/shardcache.prom
+      shardcache stats --zero
     """
     console = invocation.console
-    prometheus = console.format == "prometheus"
-    if zero and (since is not None or by or prometheus):
+    if zero and (since is not None or by or form):
         raise click.UsageError("--zero goes with nothing else.")
-    if prometheus and (since is not None or by):
+    if form and (since is not None or by or console.json):
         raise click.UsageError("--format prometheus prints everything; Prometheus selects.")
-    cache = invocation.cache(looking=True)
-    with cache:
+    with invocation.cache(looking=True) as cache:
         if zero:
-            cache.zero_stats()
-            if console.human:
-                console.said("counting anew")
-            else:
-                console.record("stats", {"zeroed": True}, "")
-        elif prometheus:
+            process = cache.processes.here()
+            process.counters.flush()
+            database.zero(process.namespaces.node)
+            console.object("stats", zeroed=True)
+            console.said("counting anew")
+        elif form:
             console.data(exposition(summed(cache.samples(ever=True)), str(cache.dir)).rstrip())
         elif by is not None:
             _show_rows(console, cache.samples(since), by)
         else:
             found = cache.stats(since)
-            console.record("stats", found, _human(found))
-    return ExitCode.DONE
+            console.object("stats", found)
+            console.data(human(found))
 
 
-def _human(found: Stats) -> str:
+def human(found: Stats) -> str:
+    """All figures as lines."""
     if not found.opens and not found.fetches:
         return "Nothing was counted."
     lines = [f"Opens         {found.opens:>13,}"]
@@ -75,17 +88,17 @@ def _human(found: Stats) -> str:
         if (count := found.counters[name]) or name in _ALWAYS:
             share = count / found.opens if found.opens else 0.0
             lines.append(f"  {name.capitalize():<12}{count:>13,} / {found.opens:,} ({share:6.2%})")
-    parts = [
-        f"Read through the cache {format_bytes(found.bytes_opened)}",
-        f"Fetched {format_bytes(found.bytes_origin)}",
-    ]
+    upstream = ""
     if found.bytes_upstream:
-        parts.append(f"From upstreams {format_bytes(found.bytes_upstream)}")
-    parts.append(f"Saved {format_bytes(found.bytes_saved)} of egress")
-    lines.append("    ".join(parts))
+        upstream = f"    From upstreams {format_bytes(found.bytes_upstream)}"
+    lines.append(
+        f"Read through the cache {format_bytes(found.bytes_opened)}    "
+        f"Fetched {format_bytes(found.bytes_origin)}{upstream}    "
+        f"Saved {format_bytes(found.bytes_saved)} of egress"
+    )
     if tiers := _each(found, "hits_tier_", "tier {} {:,}"):
         lines.append("Hits by tier  " + "   ".join(tiers))
-    lines.append("Wait for data   " + _percentiles(found.all_waits))
+    lines.append(f"Wait for data   {_percentiles(found.all_waits)}")
     for wait, text in _WAITS.items():
         if found.waits[wait].count:
             lines.append(f"  {text:<18}{_percentiles(found.waits[wait])}")
@@ -106,44 +119,28 @@ def _each(found: Stats, prefix: str, form: str) -> list[str]:
 
 def _percentiles(waits: Waits) -> str:
     p50, p99 = waits.percentile(0.5), waits.percentile(0.99)
-    if p50 is None or p99 is None:
-        return "none"
-    return f"p50 {short_duration(p50)}  p99 {short_duration(p99)}"
+    return f"p50 {short_duration(p50)}  p99 {short_duration(p99)}" if waits.count else "none"
 
 
 def _show_rows(console: Console, samples: Sequence[Sample], by: str) -> None:
-    now = time.time()
-    if by == "rank":
-        groups = by_rank(samples).items()
-        rows = [{"rank": None if r == "-" else int(r), **_row(found)} for r, found in groups]
-        first = Column("rank", "RANK", lambda rank: "-" if rank is None else str(rank))
-    else:
-        rows = [{"hour": utc(hour), **_row(found)} for hour, found in by_hour(samples).items()]
-        first = Column("hour", "HOUR", lambda hour: short_date(hour.timestamp(), now))
-    columns = [
-        first,
-        Column("opens", "OPENS", "{:,}".format, right=True),
-        Column("hits", "HITS", "{:,}".format, right=True),
-        Column("hit_rate", "HIT RATE", lambda rate: percentage(rate, 2), right=True),
-        Column("misses", "MISSES", "{:,}".format, right=True),
-        Column("bypassed", "BYPASSED", "{:,}".format, right=True),
-        Column("bytes_origin", "FETCHED", format_bytes, right=True),
-        Column("bytes_saved", "SAVED", format_bytes, right=True),
-        Column("wait_p99_seconds", "WAIT P99", short_duration, right=True),
-    ]
     total = summed(samples)
-    footer = f"{counted(total.opens, 'open')}, {percentage(total.hit_rate, 2)} hits"
-    console.table("stats", by, columns, rows, summary=total, footer=footer)
+    if by == "rank":
+        groups = by_rank(samples)
+        records = rank_records(groups)
+    else:
+        hours, now = by_hour(samples), time.time()
+        records = [{"hour": utc(hour), **found.as_dict()} for hour, found in hours.items()]
+        groups = {short_date(hour, now): found for hour, found in hours.items()}
+    console.object("stats", {f"{by}s": records, "summary": total})
+    rows = ((name, *row(found)) for name, found in groups.items())
+    console.table([by.upper(), *ROW_TITLES], rows, ROW_TITLES)
+    console.data(f"{counted(total.opens, 'open')}, {percentage(total.hit_rate, 2)} hits")
 
 
-def _row(found: Stats) -> dict[str, Any]:
-    names = ("hits", "coalesced", "linked", "misses", "bypassed", "failed", "bytes_origin")
-    return {
-        "opens": found.opens,
-        "hit_rate": found.hit_rate,
-        **{name: found.counters[name] for name in names},
-        "bytes_saved": found.bytes_saved,
-        "evicted": found.evicted,
-        "errors": found.errors,
-        "wait_p99_seconds": found.all_waits.percentile(0.99),
-    }
+def row(found: Stats) -> tuple[str, ...]:
+    """The cells under `ROW_TITLES`."""
+    counts = (f"{n:,}" for n in (found.misses, found.bypassed))
+    sizes = map(format_bytes, (found.bytes_origin, found.bytes_saved))
+    wait = short_duration(found.all_waits.percentile(0.99))
+    rate = percentage(found.hit_rate, 2)
+    return f"{found.opens:,}", f"{found.hits:,}", rate, *counts, *sizes, wait

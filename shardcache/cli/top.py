@@ -1,8 +1,4 @@
-"""``shardcache top``: rates, fetches in flight and how full the cache is, again and again.
-
-A `Watcher` looks at the cache now and then; rates are what changed between two looks. Looking
-changes nothing and waits for nobody.
-"""
+"""``shardcache top``: rates, fetches in flight and how full the cache is, again and again."""
 
 from __future__ import annotations
 
@@ -11,20 +7,17 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from datetime import datetime
-from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Group, RenderableType
-from rich.live import Live
-from rich.table import Table
-from rich.text import Text
 
+from shardcache import clock
 from shardcache.cache import Cache
-from shardcache.cli.main import ExitCode, Invocation, command
+from shardcache.cli.entries import Row, partials
+from shardcache.cli.main import Invocation, command, number_option
 from shardcache.cli.output import (
     Console,
     counted,
@@ -33,17 +26,20 @@ from shardcache.cli.output import (
     short_duration,
     text_table,
 )
-from shardcache.clock import SYSTEM_CLOCK, Clock, utc
+from shardcache.clock import utc
 from shardcache.layout import parse_partial_name
 from shardcache.locks.flock import Holder, read_holder
 from shardcache.locks.sessions import live_sessions, live_waits
 from shardcache.space.eviction import linked
 from shardcache.space.memory import Volume
-from shardcache.stats.summary import Stats, Waits, by_rank, rank_records, summed
-from shardcache.store.entry import DamagedError, Entry, Metadata, read_sidecar
+from shardcache.stats.database import Sample
+from shardcache.stats.summary import Stats, by_rank, rank_records, summed
 from shardcache.store.partial import Progress, read_progress
-from shardcache.store.sweeping import in_flight
+from shardcache.store.store import Store
 from shardcache.units import format_bytes, format_rate
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 #: Seconds over which rates are taken, if so much is known.
 _SMOOTH = 5.0
@@ -67,254 +63,119 @@ class TierUse:
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
-    """A process that fetches."""
-
-    pid: int
-    host: str
-    rank: int | None
-    job: str | None
-
-    @classmethod
-    def of(cls, holder: Holder) -> Self:
-        """The process that a lock's record names."""
-        return cls(holder.pid, holder.host, holder.rank, holder.job)
-
-
-@dataclass(frozen=True, slots=True)
-class Flight:
-    """A fetch in flight.
-
-    Attributes:
-        url: of the shard; its key where nothing says the URL.
-        size: bytes that it will have, once known.
-        written_bytes: how many are on disk.
-        bytes_per_second: since the last look; None on the first.
-        pid, rank: of the process that fetches it, where they are known.
-    """
-
-    url: str
-    size: int | None
-    written_bytes: int
-    bytes_per_second: float | None
-    pid: int | None
-    rank: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """A process that waits for another one's fetch.
-
-    Attributes:
-        url: of the shard.
-        pid, host, rank, job: of the process that waits.
-        since: when that began.
-        seconds: how long by now.
-        holder: the process that fetches; None where that is not known.
-        written_bytes: how much is on disk, where that is known.
-        size: bytes that the shard will have, likewise.
-    """
-
-    url: str
-    pid: int
-    host: str
-    rank: int | None
-    job: str | None
-    since: datetime
-    seconds: float
-    holder: Process | None
-    written_bytes: int | None
-    size: int | None
-
-
-@dataclass(frozen=True, slots=True)
 class Activity:
-    """One look.
-
-    Attributes:
-        at: when that was.
-        seconds: over which rates are taken; None on the first look.
-        processes: how many use the cache.
-        total: what was counted meanwhile.
-        by_rank: the same by rank.
-        fetches: those in flight, the furthest first.
-        tiers: how full they are.
-        waits: who waits for whom, the longest first.
-    """
+    """What one look at the cache found."""
 
     at: datetime
-    seconds: float | None
-    processes: int
-    total: Stats
+    seconds: float | None  #: over which rates are taken; None on the first look
+    processes: int  #: that use the cache
+    total: Stats  #: what was counted meanwhile
     by_rank: Mapping[str, Stats]
-    fetches: Sequence[Flight]
+    fetches: Sequence[Row]  #: `partials` in flight with ``bytes_per_second``, the furthest first
     tiers: Sequence[TierUse]
-    waits: Sequence[Waiting]
+    waits: Sequence[Row]  #: who waits for whom, the longest first
 
     def rate(self, name: str) -> float:
         """How often a thing was counted per second."""
         return self.total.counters[name] / self.seconds if self.seconds else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: times, numbers of things, bytes and seconds."""
+        """For JSON."""
         found = {each.name: getattr(self, each.name) for each in fields(self)}
         return {**found, "ranks": rank_records(found.pop("by_rank"))}
 
 
 class Watcher:
-    """Looks at a cache now and then; for one thread.
+    """Looks at a cache now and then; rates are what changed between two looks."""
 
-    Args:
-        cache: what is watched.
-        clock: time.
-    """
-
-    def __init__(self, cache: Cache, clock: Clock) -> None:
+    def __init__(self, cache: Cache) -> None:
         self._cache = cache
-        self._clock = clock
-        self._looks: deque[tuple[float, Stats, dict[str, Stats]]] = deque()
+        self._looks: deque[tuple[float, dict[Any, Sample]]] = deque()
         self._written: dict[str, int] = {}
 
     def look(self) -> Activity:
-        """What goes on now.
-
-        Raises:
-            OSError: the directory cannot be read.
-        """
-        now = self._clock.monotonic()
-        found = self._cache.samples(_WINDOW)
-        total, ranks = summed(found), by_rank(found)
+        """What goes on now."""
+        now, looks = clock.monotonic(), self._looks
+        last = looks[-1][0] if looks else now
+        samples = self._cache.samples(_WINDOW)
+        looks.append((now, {(each.start, each.rank, each.job): each for each in samples}))
         # Processes write once a second: over a shorter time rates would jump.
-        while len(self._looks) > 1 and now - self._looks[1][0] >= _SMOOTH:
-            self._looks.popleft()
-        first, nothing = not self._looks, summed([])
-        began, total_before, ranks_before = self._looks[0] if self._looks else (now, total, ranks)
-        last = self._looks[-1][0] if self._looks else now
-        self._looks.append((now, total, ranks))
-        changed = {
-            rank: _difference(each, ranks_before.get(rank, nothing)) for rank, each in ranks.items()
-        }
+        while len(looks) > 2 and now - looks[1][0] >= _SMOOTH:
+            looks.popleft()
+        (began, before), (_, after) = looks[0], looks[-1]
+        changed = [
+            replace(each, counters=each.counters - before[key].counters) if key in before else each
+            for key, each in after.items()
+        ]
         return Activity(
-            at=utc(self._clock.time()),
-            seconds=None if first else max(1e-3, now - began),
-            processes=len(live_sessions(self._cache.node_layout)),
-            total=_difference(total, total_before),
-            by_rank={rank: each for rank, each in changed.items() if each.opens},
-            fetches=self._flights(None if first else max(1e-3, now - last)),
+            at=utc(clock.time()),
+            seconds=max(1e-3, now - began) if len(looks) > 1 else None,
+            processes=len(live_sessions(self._cache.processes.here().namespaces.node)),
+            total=summed(changed),
+            by_rank={rank: each for rank, each in by_rank(changed).items() if each.opens},
+            fetches=self._fetches(now - last),
             tiers=tier_uses(self._cache),
             waits=self._waits(),
         )
 
-    def _flights(self, seconds: float | None) -> list[Flight]:
-        flights, written = [], {}
-        for store in self._cache.stores():
-            for found in in_flight(store.layout):
-                if not found.live or not found.key:
-                    continue
-                name = found.path.name
-                done = written[name] = found.progress.written if found.progress else found.occupied
-                last = self._written.get(name)
-                rate = None if last is None or not seconds else max(0, done - last) / seconds
-                holder = read_holder(store.layout.holder(found.key))
-                flights.append(
-                    Flight(
-                        url=_url(found.path, found.key),
-                        size=found.progress.total if found.progress else None,
-                        written_bytes=done,
-                        bytes_per_second=rate,
-                        pid=holder.pid if holder else None,
-                        rank=holder.rank if holder else None,
-                    )
-                )
-        self._written = written
-        return sorted(flights, key=lambda flight: (-flight.written_bytes, flight.url))
+    def _fetches(self, seconds: float) -> list[Row]:
+        live = [row for row in partials(self._cache) if row["state"] == "live"]
+        before, self._written = self._written, {row["dir"]: row["written_bytes"] for row in live}
+        for row in live:
+            more = row["written_bytes"] - before.get(row["dir"], row["written_bytes"])
+            is_known = row["dir"] in before and seconds
+            row["bytes_per_second"] = max(0, more) / seconds if is_known else None
+            row["url"] = row["url"] or row["key"]
+        return sorted(live, key=lambda row: (-row["written_bytes"], row["url"]))
 
-    def _waits(self) -> list[Waiting]:
-        now, stores = self._clock.time(), self._cache.stores()
-        partials = [store.layout.partial for store in stores]
+    def _waits(self) -> list[Row]:
+        now, stores = clock.time(), self._cache.processes.here().stores()
         found = []
         for store in stores:
             for wait in live_waits(store.layout):
-                waiter = wait.waiter
-                holder = read_holder(store.layout.holder(wait.key)) or wait.holder
-                progress = _progress(holder, partials)
-                found.append(
-                    Waiting(
-                        url=wait.url,
-                        pid=waiter.pid,
-                        host=waiter.host,
-                        rank=waiter.rank,
-                        job=waiter.job,
-                        since=utc(waiter.started),
-                        seconds=max(0.0, now - waiter.started),
-                        holder=Process.of(holder) if holder else None,
-                        written_bytes=progress.written if progress else None,
-                        size=progress.total if progress else None,
-                    )
-                )
-        return sorted(found, key=lambda each: (-each.seconds, each.url))
+                holder = read_holder(store.layout.holder(wait.key))
+                progress = _progress(holder, stores)
+                row = {
+                    "url": wait.url,
+                    **_process(wait.waiter),
+                    "since": utc(wait.waiter.started),
+                    "seconds": max(0.0, now - wait.waiter.started),
+                    "holder": _process(holder) if holder else None,
+                    "written_bytes": progress.written if progress else None,
+                    "size": progress.total if progress else None,
+                }
+                found.append(row)
+        return sorted(found, key=lambda row: (-row["seconds"], row["url"]))
 
 
-def tier_uses(cache: Cache) -> list[TierUse]:
-    """How full each tier is.
-
-    Raises:
-        OSError: a directory cannot be read.
-    """
-    configs = {os.fspath(config.dir): config for config in cache.config.by_tier()}
-    entries: dict[str, list[Entry]] = {directory: [] for directory in configs}
-    for entry in cache.entries():
-        home = next((d for d in configs if entry.directory.startswith(f"{d}/")), None)
-        if home is not None:
-            entries[home].append(entry)
-    found = []
-    for number, (directory, config) in enumerate(configs.items(), 1):
-        exists = Path(directory).is_dir()
-        limit = Volume.of(Path(directory)).budget(config) if exists else None
-        shards = linked(entries[directory])
-        used = sum(links[0].size for links in shards)
-        found.append(TierUse(number, directory, len(shards), used, limit))
-    return found
+def _process(holder: Holder) -> Row:
+    return {"pid": holder.pid, "host": holder.host, "rank": holder.rank, "job": holder.job}
 
 
-def _progress(holder: Holder | None, partials: Sequence[Path]) -> Progress | None:
+def _progress(holder: Holder | None, stores: Sequence[Store]) -> Progress | None:
     """How far a holder is, in whichever tier its partial grows."""
     name = holder.partial if holder else None
     if name is None or parse_partial_name(name) is None:
         return None
-    return next((p for d in partials if (p := read_progress(d / name)) is not None), None)
+    return next(filter(None, (read_progress(each.layout.partial / name) for each in stores)), None)
 
 
-def _url(path: Path, key: str) -> str:
-    try:
-        return Metadata.decode(read_sidecar(path)).url
-    except (DamagedError, OSError):
-        return key
-
-
-def _difference(now: Stats, before: Stats) -> Stats:
-    """What was counted between two looks; nothing is less than before, unless it was zeroed."""
-    counters = {name: max(0, n - before.counters[name]) for name, n in now.counters.items()}
-    waits = {}
-    for name, found in now.waits.items():
-        less = before.waits[name].buckets
-        waits[name] = Waits({b: max(0, n - less.get(b, 0)) for b, n in found.buckets.items()})
-    return Stats(before.until, now.until, counters, waits)
+def tier_uses(cache: Cache) -> list[TierUse]:
+    """How full each tier is."""
+    entries, found = list(cache.entries()), []
+    for number, config in enumerate(cache.config.by_tier(), 1):
+        place = os.fspath(config.dir)
+        files = linked(entry for entry in entries if entry.directory.startswith(f"{place}/"))
+        limit = Volume.of(config.dir).budget(config) if config.dir.is_dir() else None
+        used = sum(links[0].size for links in files)
+        found.append(TierUse(number, place, len(files), used, limit))
+    return found
 
 
 # -- the command -------------------------------------------------------------------
 
 
-@command(
-    "top",
-    short="Watch what goes on.",
-    examples="""
-        shardcache top
-        shardcache top --interval 5
-        shardcache top --count 1
-        shardcache top --format jsonl --interval 10 > watch.jsonl
-    """,
-)
+@command("top")
 @click.option(
     "--interval",
     type=click.FloatRange(0.2, 3600),
@@ -322,34 +183,33 @@ def _difference(now: Stats, before: Stats) -> Stats:
     metavar="SECONDS",
     help="Between two looks.  [default: 2]",
 )
-@click.option("--count", type=click.IntRange(1), metavar="N", help="Look so often, then end.")
-def top_command(invocation: Invocation, interval: float, count: int | None) -> int:
-    """Show rates, fetches in flight and how full the cache is, until it is interrupted.
+@number_option("--count", help="Look so often, then end.")
+def top_command(invocation: Invocation, interval: float, count: int | None) -> None:
+    """Watch rates, fetches in flight and how full the cache is.
 
-    Without a terminal each look is printed below the last one. As JSON it is one look; as
-    JSON lines there is a line for each.
+    Until it is interrupted. Without a terminal each look is printed below the last one. As JSON
+    it is one look, or with --count a line for each.
+
+    \b
+    Examples:
+      shardcache top
+      shardcache top --interval 5
+      shardcache top --count 1
+      shardcache top --json --count 360 --interval 10 > watch.jsonl
     """
     console = invocation.console
-    if console.format == "json":
-        if (count or 1) > 1:
-            raise click.UsageError("--json is one object: give --format jsonl with --count.")
-        count = 1
+    if console.json:
+        count = count or 1
     with invocation.cache(looking=True) as cache:
         title = f"shardcache top  {printable(str(cache.dir))}"
-        looks = _looks(Watcher(cache, SYSTEM_CLOCK), interval, count)
-        if console.human and console.live:
+        looks = _looks(Watcher(cache), interval, count)
+        if console.live and not console.json:
             _draw(console, looks, title)
-        else:
-            for activity in looks:
-                if console.human:
-                    console.render(frame(activity, title))
-                    console.data("")
-                    console.flush()
-                elif console.format == "jsonl":
-                    console.line("activity", activity)
-                else:
-                    console.record("top", activity, "")
-    return ExitCode.DONE
+            return
+        for activity in looks:
+            console.object("top", activity)
+            console.render(frame(activity, title))
+            console.data("")
 
 
 def _looks(watcher: Watcher, interval: float, count: int | None) -> Iterator[Activity]:
@@ -361,11 +221,13 @@ def _looks(watcher: Watcher, interval: float, count: int | None) -> Iterator[Act
 
 def _draw(console: Console, looks: Iterator[Activity], title: str) -> None:
     """Redraw each look on a screen of its own; the last one stays."""
+    from rich.live import Live
+    from rich.text import Text
+
     shown: RenderableType = Text(f"{title}  looking ...")
+    terminal = console.terminal(sys.stdout)
     try:
-        with Live(
-            shown, console=console.terminal(sys.stdout), screen=True, auto_refresh=False
-        ) as live:
+        with Live(shown, console=terminal, screen=True, auto_refresh=False) as live:
             for activity in looks:
                 shown = frame(activity, title)
                 live.update(shown, refresh=True)
@@ -375,31 +237,32 @@ def _draw(console: Console, looks: Iterator[Activity], title: str) -> None:
 
 def frame(activity: Activity, title: str) -> RenderableType:
     """One look, as people read it."""
+    from rich.console import Group
+    from rich.text import Text
+
     processes = counted(activity.processes, "process", "processes")
     lines = [f"{title}  {activity.at.astimezone():%H:%M:%S}  {processes}", ""]
     lines += [*_rates(activity), "", *map(_gauge, activity.tiers), ""]
     parts: list[RenderableType] = [Text("\n".join(lines), no_wrap=True, overflow="ellipsis")]
     if len(activity.by_rank) > 1:
         titles = ["RANK", "OPENS/s", "HITS", "FETCHED/s", "WAIT P99"]
-        rows = [_rank(activity, rank, found) for rank, found in activity.by_rank.items()]
+        seconds = activity.seconds or 1.0
+        rows = (_rank(rank, found, seconds) for rank, found in activity.by_rank.items())
         parts.append(_table(titles, rows, titles))
-    flights = counted(len(activity.fetches), "fetch", "fetches")
-    parts.append(Text(f"{flights} in flight"))
+    parts.append(Text(f"{counted(len(activity.fetches), 'fetch', 'fetches')} in flight"))
     if activity.fetches:
         titles = ["SHARD", "DONE", "RATE", "WHO"]
-        parts.append(_table(titles, map(_flight, activity.fetches), ["DONE", "RATE"]))
+        parts.append(_table(titles, map(_fetch, activity.fetches), ["DONE", "RATE"]))
     if activity.waits:
         titles = ["WAITS", "WHO", "FOR WHOM", "SINCE", "HOW FAR"]
         parts.append(_table(titles, map(_waiting, activity.waits), ["SINCE", "HOW FAR"]))
     return Group(*parts)
 
 
-def _table(titles: list[str], rows: Iterable[list[str]], right: Container[str]) -> Table:
+def _table(titles: list[str], rows: Iterable[list[str]], right: list[str]) -> RenderableType:
     every = list(rows)
-    shown: list[list[Text]] = [[Text(printable(cell)) for cell in row] for row in every[:_MOST]]
-    if len(every) > _MOST:
-        shown.append([Text(f"... and {len(every) - _MOST:,} more")])
-    return text_table(titles, shown, right)
+    more = [[f"... and {len(every) - _MOST:,} more"]] if len(every) > _MOST else []
+    return text_table(titles, every[:_MOST] + more, right)
 
 
 def _rates(activity: Activity) -> list[str]:
@@ -427,36 +290,32 @@ def _gauge(tier: TierUse) -> str:
     return f"{name}  [{bar}] {share:4.0%}  {used} of {format_bytes(tier.max_size)}"
 
 
-def _rank(activity: Activity, rank: str, found: Stats) -> list[str]:
-    seconds = activity.seconds or 1.0
-    fetched = format_rate(found.bytes_origin / seconds)
-    return [
-        rank,
-        f"{found.opens / seconds:,.1f}",
-        percentage(found.hit_rate),
-        fetched,
-        _p99(found),
-    ]
+def _rank(rank: str, found: Stats, seconds: float) -> list[str]:
+    opens, fetched = f"{found.opens / seconds:,.1f}", format_rate(found.bytes_origin / seconds)
+    return [rank, opens, percentage(found.hit_rate), fetched, _p99(found)]
 
 
-def _flight(flight: Flight) -> list[str]:
-    share = f"{flight.written_bytes / flight.size:.0%}" if flight.size else "?"
-    rate = "" if flight.bytes_per_second is None else format_rate(flight.bytes_per_second)
-    return [flight.url, share, rate, _who(flight)]
+def _fetch(row: Row) -> list[str]:
+    rate = row["bytes_per_second"]
+    return [row["url"], _share(row), "" if rate is None else format_rate(rate), _who(row)]
 
 
-def _waiting(waiting: Waiting) -> list[str]:
-    holder, written = waiting.holder, waiting.written_bytes
+def _waiting(row: Row) -> list[str]:
+    holder = row["holder"]
     whom = "?" if holder is None else _who(holder)
-    if holder is not None and holder.host != waiting.host:
-        whom += f" on {holder.host}"
-    far = "?" if written is None or not waiting.size else f"{written / waiting.size:.0%}"
-    return [waiting.url, _who(waiting), whom, short_duration(waiting.seconds), far]
+    if holder is not None and holder["host"] != row["host"]:
+        whom += f" on {holder['host']}"
+    return [row["url"], _who(row), whom, short_duration(row["seconds"]), _share(row)]
 
 
-def _who(process: Flight | Waiting | Process) -> str:
-    rank = "" if process.rank is None else f"rank {process.rank}, "
-    return "" if process.pid is None else f"{rank}pid {process.pid}"
+def _share(row: Row) -> str:
+    written, size = row["written_bytes"], row["size"]
+    return "?" if written is None or not size else f"{written / size:.0%}"
+
+
+def _who(row: Row) -> str:
+    rank = "" if row["rank"] is None else f"rank {row['rank']}, "
+    return "" if row["pid"] is None else f"{rank}pid {row['pid']}"
 
 
 def _p99(found: Stats) -> str:

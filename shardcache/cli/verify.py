@@ -6,18 +6,16 @@ import contextlib
 import functools
 import sys
 import time
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import click
 
 from shardcache.cli.entries import matches_glob
-from shardcache.cli.main import ExitCode, Invocation, Parsed, command
+from shardcache.cli.main import SIZE, ExitCode, Invocation, command, dry_run_option, flag
 from shardcache.cli.output import Console, counted, printable
-from shardcache.cli.progress import Display, Position, Rate
-from shardcache.errors import ConfigError
+from shardcache.cli.progress import Display, of_shards
 from shardcache.store.verify import Finding, State, VerifyStatus
-from shardcache.units import format_bytes, format_duration, format_rate, parse_limit
+from shardcache.units import Limit, format_bytes, format_duration
 
 _LABEL = max(len(state) for state in State)
 _TEXTS = {
@@ -29,70 +27,49 @@ _TEXTS = {
 }
 
 
-def _share(text: str) -> float:
-    """A percentage as a part of 1.
-
-    Raises:
-        ConfigError: it is something else.
-    """
-    found = None
-    with contextlib.suppress(ConfigError):
-        found = parse_limit(text)
-    if found is None or not found.percent:
-        raise ConfigError(
-            f"{text!r} is no share. Write a percentage above 0% and up to 100%, such as 5%."
-        )
-    return found.percent / 100
-
-
-@command(
-    "verify",
-    short="Find damaged shards, and those that changed at the origin.",
-    examples="""
-        shardcache verify
-        shardcache verify 'train-*.tar' --sample 5%
-        shardcache verify --repair -n
-        shardcache verify --repair
-        shardcache verify --quick --remote --json
-    """,
-)
-@click.option("--quick", is_flag=True, help="Compare sizes only, read no data.")
-@click.option("--remote", is_flag=True, help="Ask origins, too: does each still have that version?")
-@click.option("--repair", is_flag=True, help="Set damaged shards aside, to be fetched anew.")
-@click.option("-n", "--dry-run", is_flag=True, help="With --repair: say what would be set aside.")
-@click.option(
-    "--sample",
-    type=Parsed("PERCENT", _share),
-    default="100%",
-    help="Look at a random share of the shards only, such as 5%.",
-)
+@command("verify")
+@flag("--quick", help="Compare sizes only, read no data.")
+@flag("--remote", help="Ask origins, too: does each still have that version?")
+@flag("--repair", help="Set damaged shards aside, to be fetched anew.")
+@dry_run_option
+@click.option("--sample", type=SIZE, metavar="PERCENT", help="Only a random share, such as 5%.")
 @click.argument("glob", required=False)
 def verify_command(
     invocation: Invocation,
     glob: str | None,
-    sample: float,
+    sample: Limit | None,
     dry_run: bool,
     repair: bool,
     remote: bool,
     quick: bool,
 ) -> int:
-    """Read every shard in the cache, and compare it with what was fetched.
+    """Find damaged shards, and those that changed at the origin.
 
-    GLOB is matched against whole URLs, or against the last part of them if it has
-    no slash. With --remote the origin is asked once per shard. What --repair sets
-    aside is fetched anew by its next reader; who reads it now reads on, and `clean`
-    removes it. Jobs may run meanwhile.
+    Every shard is read, and compared with what was fetched. GLOB is matched against
+    whole URLs, or against the last part of them if it has no slash. With --remote the
+    origin is asked once per shard. What --repair sets aside is fetched anew by its next
+    reader; who reads it now reads on, and `clean` removes it. Jobs may run meanwhile.
 
     Exit code 4 if anything is damaged, or with --remote has changed or is gone; 3 if
     nothing is, but something could not be checked.
+
+    \b
+    Examples:
+      shardcache verify
+      shardcache verify 'train-*.tar' --sample 5%
+      shardcache verify --repair -n
+      shardcache verify --repair
+      shardcache verify --quick --remote --json
     """
     if dry_run and not repair:
         raise click.UsageError("-n goes with --repair; without it nothing is changed anyway.")
-    console, signals = invocation.console, invocation.signals
+    if sample is not None and not sample.percent:
+        raise click.BadParameter("write a percentage above 0%, such as 5%", param_hint="--sample")
+    console = invocation.console
     counts = dict.fromkeys(State, 0)
     wrong: list[Finding] = []
     size, begun, status = 0, time.monotonic(), VerifyStatus()
-    with invocation.cache() as cache, signals.graceful():
+    with invocation.cache() as cache, invocation.graceful():
         if not cache.dir.exists() or not any(cache.dir.iterdir()):
             console.hint(f"Nothing was cached in {cache.dir} yet.")
         else:
@@ -101,38 +78,39 @@ def verify_command(
                 quick=quick,
                 remote=remote,
                 repair=repair and not dry_run,
-                sample=sample,
+                sample=((sample and sample.percent) or 100.0) / 100,
                 status=status,
-                stop=signals.stop,
+                stop=invocation.stop,
             )
-            display = Display(console, _progress(status, by_bytes=not quick))
+            display = Display(
+                console,
+                lambda: of_shards(status.done, status.shards, status.passed, status.bytes),
+            )
             with contextlib.closing(findings), display:
                 for finding in findings:
                     counts[finding.state] += 1
                     size += 0 if finding.state is State.UNCHECKED else finding.entry.size
                     if finding.state is not State.OK:
                         wrong.append(finding)
-                        console.line("finding", _row(finding))
-                        if console.human:
-                            console.data(_line(console, finding))
-    seconds = time.monotonic() - begun
+                        console.data(_line(console, finding))
     summary: dict[str, Any] = {
-        "quick": quick,
-        "remote": remote,
-        "repair": repair,
-        "dry_run": dry_run,
-        "sample": sample,
-        "interrupted": signals.stop.is_set(),
+        "interrupted": invocation.stop.is_set(),
         "verified": sum(counts.values()) - counts[State.UNCHECKED],
         "verified_bytes": size,
-        "seconds": round(seconds, 3),
+        "seconds": round(time.monotonic() - begun, 3),
         **{state.value: count for state, count in counts.items()},
         "set_aside": sum(finding.set_aside for finding in wrong),
     }
-    # As lines of JSON they are printed already.
-    rows = [] if console.format == "jsonl" else map(_row, wrong)
-    text = _summary_text(counts, summary, seconds)
-    console.table("verify", "finding", [], rows, summary=summary, footer=text)
+    console.object("verify", findings=wrong, summary=summary)
+    done = "compared the sizes of" if quick else "verified"
+    notes = [f"{n:,} {_TEXTS[state]}" for state, n in counts.items() if n and state in _TEXTS]
+    if counts[State.DAMAGED] and repair:
+        notes[0] += ", to be set aside" if dry_run else f", {summary['set_aside']:,} set aside"
+    console.said(
+        f"{'interrupted: ' if invocation.stop.is_set() else ''}{done} "
+        f"{counted(summary['verified'], 'shard')}, {format_bytes(size)} in "
+        f"{format_duration(summary['seconds'])}: {', '.join(notes) or 'nothing is wrong'}"
+    )
     if counts[State.DAMAGED] and not repair:
         console.hint("Pass --repair to set damaged shards aside; readers fetch them anew.")
     if counts[State.CHANGED]:
@@ -143,22 +121,6 @@ def verify_command(
     return ExitCode.SOME_FAILED if unknown else ExitCode.DONE
 
 
-def _summary_text(counts: Mapping[State, int], summary: Mapping[str, Any], seconds: float) -> str:
-    what = "compared the sizes of" if summary["quick"] else "verified"
-    if summary["interrupted"]:
-        what = f"interrupted: {what}"
-    size = format_bytes(summary["verified_bytes"])
-    wrong = [f"{n:,} {_TEXTS[state]}" for state, n in counts.items() if n and state in _TEXTS]
-    if counts[State.DAMAGED] and summary["dry_run"]:
-        wrong[0] += ", to be set aside"
-    elif counts[State.DAMAGED] and summary["repair"]:
-        wrong[0] += f", {summary['set_aside']:,} set aside"
-    return (
-        f"{what} {counted(summary['verified'], 'shard')}, {size} in {format_duration(seconds)}: "
-        f"{', '.join(wrong) or 'nothing is wrong'}"
-    )
-
-
 def _line(console: Console, finding: Finding) -> str:
     """``damaged      s3://lab/a.tar  its bytes changed since they were fetched``."""
     state = finding.state
@@ -167,41 +129,3 @@ def _line(console: Console, finding: Finding) -> str:
     name = finding.url or finding.entry.directory
     aside = " (set aside)" if finding.set_aside else ""
     return f"{label}  {printable(name)}  {printable(finding.reason)}{aside}"
-
-
-def _row(finding: Finding) -> dict[str, Any]:
-    entry = finding.entry
-    return {
-        "state": finding.state.value,
-        "url": finding.url,
-        "reason": finding.reason,
-        "size": entry.size,
-        "set_aside": finding.set_aside,
-        "key": entry.key,
-        "version": entry.version,
-        "dir": entry.directory,
-    }
-
-
-def _progress(status: VerifyStatus, *, by_bytes: bool) -> Callable[[float], Position]:
-    """``28%, 512/1,848 shards, 256.0 GB of 924.3 GB, 2.9 GB/s, ETA 0:03:50``.
-
-    Args:
-        status: of what runs.
-        by_bytes: whether data is read, so that bytes tell how far it is.
-    """
-    known = Rate()
-
-    def look(now: float) -> Position:
-        if not status.shards:
-            return Position(None, ["looking for shards"])
-        done, total = status.done, status.shards
-        if by_bytes:
-            done, total = status.passed, status.bytes
-        rate = known.update(now, done)
-        parts = [f"{status.done:,}/{status.shards:,} shards"]
-        if by_bytes:
-            parts += [f"{format_bytes(done)} of {format_bytes(total)}", format_rate(rate)]
-        return Position.of(done, total, rate, parts)
-
-    return look

@@ -1,10 +1,9 @@
 """fetch: one fetch per shard and node.
 
 `coordinator` takes the key's lock or waits for whoever holds it (`waiting`), finds room, and
-publishes what `transfer` brings: a `job` per shard, whose parts come over the process's
-`connections` as `blocks`. `background` runs fetches that streams read from meanwhile, and copies
-shards to upstreams.
+publishes what `transfer` brings: a `job` per shard, over the process's `connections`. `background`
+runs fetches that streams read from meanwhile, and copies shards to upstreams.
 
 Uses space, store, locks and origins. Others import `coordinator.Coordinator`, `transfer.Fetcher`,
-`blocks.FetchStatus`, `background.Fetchings`, `connections.Throttle`.
+`status.FetchStatus`, `connections.Throttle`, and `Fetchings` and `Copier` from `background`.
 """

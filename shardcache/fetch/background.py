@@ -22,12 +22,11 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from shardcache import threads
-from shardcache.clock import Clock
-from shardcache.fetch.blocks import FetchStatus
+from shardcache import clock, threads
 from shardcache.fetch.coordinator import Obtained
+from shardcache.fetch.status import FetchStatus
 from shardcache.origins.resolve import Origins
-from shardcache.store.entry import DamagedError
+from shardcache.store.entry import DamagedError, open_data
 from shardcache.store.store import Entry, Store
 from shardcache.urls import ShardURL
 
@@ -64,17 +63,11 @@ class Share:
         return self.fetching is not None and self._pid == os.getpid()
 
     def leave(self, *, abandon: bool = False) -> None:
-        """Want it no longer.
-
-        Args:
-            abandon: it need not be finished.
-        """
+        """Want it no longer; with ``abandon`` it need not be finished."""
         if self.alive:
             self._table.leave(self, abandon)
 
-    def __del__(self) -> None:
-        """Leave."""
-        self.leave()
+    __del__ = leave
 
 
 class Fetching:
@@ -103,16 +96,8 @@ class Fetching:
         self.patient = False
         self.finish = False
 
-    def start(self) -> None:
-        """Begin.
-
-        Raises:
-            RuntimeError: the process must not have more threads.
-        """
-        name = f"shardcache-{self.shard.key[:8]}-fetch"
-        threads.start(self._work, name)
-
-    def _work(self) -> None:
+    def work(self) -> None:
+        """Fetch, in a thread of its own."""
         try:
             self.obtained = self._run(self.status, lambda: self._table.is_patient(self))
         except BaseException as exn:  # noqa: BLE001 - raised by whoever waits for it
@@ -197,7 +182,7 @@ class Fetchings:
         if begun is not None:
             # Not under the lock: starting waits for the new thread, which may want the lock.
             try:
-                begun.start()
+                threads.start(begun.work, f"shardcache-{shard.key[:8]}-fetch")
             except RuntimeError as exn:
                 begun.error = exn
                 self.ended(begun)
@@ -205,14 +190,11 @@ class Fetchings:
                 raise
         return share
 
-    def give_way(self, status: FetchStatus, clock: Clock) -> None:
+    def give_way(self, status: FetchStatus) -> None:
         """Wait for a moment, until what somebody waits for has brought its first bytes.
 
-        What nobody waits for yet would take processor time from the first sample.
-
-        Args:
-            status: of the fetch that nobody waits for; if somebody does, it goes on.
-            clock: time.
+        What nobody waits for yet, with this ``status``, would take processor time from the first
+        sample.
         """
         end = clock.monotonic() + _HEAD_START
         while clock.monotonic() < end:
@@ -239,9 +221,6 @@ class Fetchings:
             fetching.done = True
         if unheard is not None:  # nobody is left to raise it
             logger.info("%s: not fetched in the background: %s", fetching.shard, unheard)
-        self._tell_the_end(fetching)
-
-    def _tell_the_end(self, fetching: Fetching) -> None:
         # Not under the lock: who waits may be leaving another fetch, by garbage collection.
         fetching.tell()
         # The two refer to one another; the entry must not stay pinned until a garbage collection.
@@ -255,15 +234,13 @@ class Fetchings:
                 return
             fetching.wanted -= 1
             fetching.finish &= not abandon
-            if fetching.wanted == 0:
-                self._unwanted(fetching)
-
-    def _unwanted(self, fetching: Fetching) -> None:
-        if fetching.done:
-            fetching.drop()
-        elif not (fetching.finish or fetching.almost):
-            fetching.status.called_off = True
-            self._remove(fetching)  # who comes now begins anew, and resumes
+            if fetching.wanted:
+                return
+            if fetching.done:
+                fetching.drop()
+            elif not (fetching.finish or fetching.almost):
+                fetching.status.called_off = True
+                self._remove(fetching)  # who comes now begins anew, and resumes
 
     def close(self) -> None:
         """Call off what nobody wants any more, also where it was to be finished."""
@@ -289,40 +266,30 @@ LAST_COPIES = 5.0
 
 
 class Copier:
-    """Safe between the threads of one process; it is made anew in another.
+    """Copies entries to upstreams, in one thread; made anew in another process.
 
-    Args:
-        store_of: the store of an entry.
-        origins: knows the upstreams.
+    ``store_of`` tells the store of an entry, ``origins`` knows the upstreams.
     """
 
     def __init__(self, store_of: Callable[[Entry], Store], origins: Origins) -> None:
         self._store_of = store_of
         self._origins = origins
-        self._waiting: deque[tuple[ShardURL, str]] = deque()
-        self._copying: list[tuple[ShardURL, str]] = []
+        self._waiting: deque[tuple[ShardURL, str]] = deque()  # the first is being copied
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
     def add(self, url: ShardURL, path: str) -> None:
-        """Have an entry copied.
-
-        Args:
-            url: the shard.
-            path: of its data.
-        """
+        """Have an entry copied, whose data is at ``path``."""
         if not self._origins.copies:
             return
         with self._changed:
             self._waiting.append((url, path))
             if self._thread is None:
                 try:
-                    thread = threads.start(self._run, "shardcache-copy")
+                    self._thread = threads.start(self._run, "shardcache-copy")
                 except RuntimeError as exn:  # a limit of processes
                     logger.info("%s: not copied to an upstream: %s", url, exn)
                     self._waiting.clear()
-                else:
-                    self._thread = thread
 
     def drain(self, seconds: float) -> bool:
         """Wait until all is copied, or the time is over; whether it is."""
@@ -334,8 +301,8 @@ class Copier:
         if self.drain(LAST_COPIES):
             return
         with self._changed:
-            left = [url for url, _ in (*self._copying, *self._waiting)]
-            self._waiting.clear()
+            left = [url for url, _ in self._waiting]
+        self.drop()
         if left:
             logger.warning(
                 "%d shards were not copied to an upstream before the cache was closed: %s. "
@@ -347,7 +314,8 @@ class Copier:
     def drop(self) -> None:
         """Copy no more than what is under way."""
         with self._changed:
-            self._waiting.clear()
+            while len(self._waiting) > 1:
+                self._waiting.pop()
 
     def _run(self) -> None:
         while True:
@@ -356,18 +324,18 @@ class Copier:
                     self._thread = None
                     self._changed.notify_all()
                     return
-                url, path = self._waiting.popleft()
-                self._copying = [(url, path)]
+                url, path = self._waiting[0]
             try:
                 self._copy(url, path)
             except (OSError, DamagedError) as exn:
                 logger.info("%s: not copied to an upstream: %s", url, exn)
             finally:
-                self._copying = []
+                self._waiting.popleft()
 
     def _copy(self, url: ShardURL, path: str) -> None:
         entry = Entry.at(Path(path).parent)
-        opened = self._store_of(entry).open_again(path)
+        grace = self._store_of(entry).layout.grace
+        opened = open_data(entry.directory, path, entry.size, grace)
         if opened is None:
             return  # evicted
         try:

@@ -1,72 +1,55 @@
-"""One version of one object on its way into one partial: plan, workers, checks.
+"""One version of one object on its way into one partial: parts, blocks, checks.
 
-A `Job` is used once, by the thread that made it; the threads it starts live no
-longer than the call of `Job.run`, apart from one that an origin keeps waiting
-after the job was called off: that one holds descriptors of its own and touches
-nothing else.
+    part -> requests, one after the other until it is complete -> blocks of 1 MiB
+    block: received -> hashed while it is in the processor's cache -> written -> recorded
+
+A `Job` is used once, by the thread that made it. Helpers of `connections` fetch parts beside it;
+one that an origin keeps waiting after the job was called off holds a descriptor of its own and
+touches nothing else.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import logging
 import threading
-import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 from shardcache import threads
-from shardcache.clock import Clock
 from shardcache.errors import (
-    AccessDeniedError,
-    ConfigError,
     FetchCancelledError,
     IntegrityError,
     ShardCacheError,
-    ShardNotFoundError,
-    TransferError,
 )
-from shardcache.fetch.blocks import Blocks, FetchStatus, Pace, skip
-from shardcache.fetch.connections import Lane, Lanes
+from shardcache.fetch.connections import Connections, Work
+from shardcache.fetch.status import FetchStatus
 from shardcache.origins.base import (
     Body,
-    ObjectInfo,
     Origin,
     TransientError,
     VersionChangedError,
+    skip,
 )
 from shardcache.origins.retry import Attempts
-from shardcache.store import digest as digests
-from shardcache.store.digest import BLOCK, Comparison, MismatchError
+from shardcache.store.digest import BLOCK, Comparison, MismatchError, block_digest, tree_digest
 from shardcache.store.partial import Partial
 from shardcache.urls import ShardURL
 
-__all__ = ["Engine", "FetchStatus", "Fetched", "Job"]
+__all__ = ["Fetched", "Job"]
 
 logger = logging.getLogger(__name__)
 
-
 #: Bytes that make an attempt count as progress.
 _PROGRESS = 64 * 1024
-#: Bytes of one answer that make its speed worth knowing.
-_TELLING = 4 * BLOCK
+#: Bytes of a shard that are worth telling its reader of: a sample, as samples go. At the
+#: 80 MB/s that S3 gives a connection a whole block would keep the first one waiting for 13 ms.
+_EARLY = 128 * 1024
 #: Seconds that a shard whose bytes are all there waits for what the origin states of it. An
 #: answer takes milliseconds; the checksum is one more proof, and readers wait for the shard.
 _LAST_ANSWER = 5.0
-#: Seconds that an interrupted caller waits for all its workers to notice.
+#: Seconds that a caller whose fetch failed waits for its helpers to notice.
 _FAREWELL = 5.0
-
-Part = tuple[int, int]
-
-
-class Engine(Protocol):
-    """What a job needs of the `transfer.Fetcher` it runs in."""
-
-    clock: Clock
-    timeout: float
-    lanes: Lanes
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,382 +58,357 @@ class Fetched:
 
     Attributes:
         partial: where it is; the caller publishes and closes it.
-        info: the version.
         size: bytes.
         digest: tree digest.
         checked: the origin's checksum algorithm that the bytes matched, or None.
     """
 
     partial: Partial
-    info: ObjectInfo
     size: int
     digest: str
     checked: str | None
 
 
 class CancelledError(Exception):
-    """Another worker of the same fetch failed."""
+    """Another thread of the same fetch failed."""
+
+
+class _Buffer(threading.local):
+    """The block that a thread receives into: memory is bounded whatever the shard's size."""
+
+    def __init__(self) -> None:
+        self.block = memoryview(bytearray(BLOCK))
+
+
+_buffer = _Buffer()
+
+
+class _Part:
+    """A range of bytes, and how far it is.
+
+    Attributes:
+        stop: behind its last byte; None for an object of unknown size.
+        next: where the block in the buffer begins.
+        filled: bytes of that block.
+        shown: bytes of the shard's first block that may be read before it is whole.
+        body: an answer that already delivers this part.
+    """
+
+    __slots__ = ("body", "complete", "filled", "next", "shown", "stop")
+
+    def __init__(self, start: int, stop: int | None, body: Body | None = None) -> None:
+        self.next = start
+        self.stop = stop
+        self.body = body
+        self.filled = self.shown = 0
+        self.complete = start == stop
+
+    @property
+    def position(self) -> int:
+        """Offset of the next byte wanted."""
+        return self.next + self.filled
 
 
 class Job:
-    """One version of one object on its way into one partial."""
+    """See the module; ``described``: the origin has said all that it states of the object."""
 
     def __init__(
         self,
-        engine: Engine,
+        connections: Connections,
         origin: Origin,
         url: ShardURL,
         partial: Partial,
         attempts: Attempts,
         status: FetchStatus,
         *,
-        described: bool = False,
+        described: bool,
     ) -> None:
-        self.url = url
-        self.status = status
-        self.guard = threading.Lock()
-        self.stop = threading.Event()
-        self.error: BaseException | None = None
-        self.bodies: set[Body] = set()  # answers that are being received
-        self.threads: list[threading.Thread] = []  # beside the caller's
-        self.engine = engine
-        self.origin = origin
-        self.partial = partial
-        self.pin = partial.metadata.info
-        self.attempts = attempts
-        self.parts: deque[Part] = deque()
-        self.comparison = Comparison()
-        self.comparison.stated = self.pin.checksum if described else None
-        self.described = described or not origin.states_checksums
-        self.helpers = True  # as long as threads can be started
-        self.arrived = threading.Event()  # all bytes are there, or never will be
-        self.describer: threading.Thread | None = None
-        self.first_stop: int | None = None
-        status.size = self.pin.size
+        self._connections = connections
+        self._origin = origin
+        self._url = url
+        self._partial = partial
+        self._pin = partial.metadata.info
+        self._attempts = attempts
+        self._status = status
+        self._described = described or not origin.states_checksums
+        self._comparison = Comparison()
+        self._comparison.stated = self._pin.checksum if described else None
+        self._guard = threading.Lock()
+        self._failed = False  # as `_stop`, for who looks often
+        self._stop = threading.Event()
+        self._error: BaseException | None = None
+        self._bodies: set[Body] = set()  # answers that are being received
+        self._describer: threading.Thread | None = None
+        self._work = Work(connections, self._help)
+        status.size = self._pin.size
         status.written = partial.written
         status.grows_in(partial.path)
+        status.on_cancel = self.cancel
 
-    def run(self, first: Body | None, lane: Lane) -> Fetched:
-        """Fetch what is missing, check it, and return it; see `Fetcher.fetch`.
+    def receive(self, first: Body | None) -> None:
+        """Fetch what is missing; with a connection, which is needed no more afterwards.
 
         Args:
             first: an answer that already delivers the object's first bytes.
-            lane: is given back when the calling thread needs it no more.
         """
-        threads = self.threads
+        lead = None
+        if first is not None:
+            lead = _Part(0, self._stop_of(first), first)
+        self._work.parts.extend(self._parts(lead))
+        if not self._described:
+            self._begin_description()
+        if self._work.parts:
+            self._connections.offer(self._work)
         try:
-            self._plan(first)
-            if not self.described and self.spawn(self._learn_checksum):
-                self.describer = threads.pop()
-            self._lead(first)
-            lane.give_back()
-            for thread in threads:  # a helper may bring another one
-                thread.join()
-            self._await_checksum()
-            if self.error is not None:
-                raise self.error
-            return self._finish()
-        except BaseException as exn:
-            self._abandon(threads, exn)
-            if first is not None:
-                first.close()
-            raise
-
-    def _plan(self, first: Body | None) -> None:
-        size = self.pin.size
-        self.first_stop = first.stop if first is not None else None
-        if size is None:
-            return  # one stream of unknown length: the first body is all
-        if first is None:
-            self.parts.extend(self.partial.missing())
-            return
-        if self.status.roomless and first.stop == size and self.pin.identifiable:
-            self.first_stop = min(size, self.engine.lanes.part())
-        if self.first_stop is not None and self.first_stop < size:
-            self.parts.append((self.first_stop, size))
-
-    def _bring_helpers(self) -> None:
-        """Let more threads take parts, while there are some and there are lanes to spare."""
-        while self.parts and self.helpers and (lane := self.engine.lanes.spare()) is not None:
-            part = self._next_part()
-            if part is not None and not self.spawn(functools.partial(self._work, part, lane)):
-                self.parts.appendleft(part)
-                self.helpers = False
-            if part is None or not self.helpers:
-                lane.give_back()
-
-    def _lead(self, first: Body | None) -> None:
-        """The calling thread's share of the work."""
-        file = self.partial.handle()
-        fd = file.fileno()
-        try:
-            if first is not None:
-                self._receive_part(0, self.first_stop, fd, first)
-            elif (part := self._next_part()) is not None:
-                self._bring_helpers()  # how long the shard is was known before
-                self._receive_part(*part, fd, None)
-            self._take_parts(fd)
+            if lead is not None:
+                self._receive(lead)
+            while (part := self._work.take()) is not None:
+                self._receive(_Part(part.start, part.stop))
         except CancelledError:
-            logger.debug("%s: called off", self.url)
-        finally:
-            file.close()
+            logger.debug("%s: called off", self._url)
 
-    def _work(self, part: Part, lane: Lane) -> None:
-        """A helper's share: it came with a lane, and goes when others need that more."""
-        try:
-            file = self.partial.handle()
-            fd = file.fileno()
-            try:
-                self._receive_part(*part, fd, None)
-                self._take_parts(fd, until=lambda: self.engine.lanes.crowded)
-            finally:
-                file.close()
-        finally:
-            lane.give_back()
+    def finish(self) -> Fetched:
+        """Wait for the helpers, and check what came.
 
-    def _take_parts(self, fd: int, until: Callable[[], bool] = lambda: False) -> None:
-        while not until():
-            self.check_stopped()
-            part = self._next_part()
-            if part is None:
-                return
-            self._receive_part(*part, fd, None)
-
-    def _next_part(self) -> Part | None:
-        """The next part that nobody has asked for, first in first out."""
-        with self.guard:
-            if not self.parts:
-                return None
-            start, stop = self.parts.popleft()
-            left = stop - start + sum(end - begin for begin, end in self.parts)
-            end = start + self.engine.lanes.part(left)
-            if end < stop:
-                self.parts.appendleft((end, stop))
-            return start, min(end, stop)
-
-    def _receive_part(self, start: int, stop: int | None, fd: int, body: Body | None) -> None:
-        """Receive one part, over as many connections in turn as it takes."""
-        blocks = Blocks(self, start, stop, fd, body)
-        while not blocks.complete:
-            self.attempts.call(lambda: self._attempt(blocks), sleep=self.sleep)
-        if (unread := blocks.take_body()) is not None:  # of an empty object
-            unread.close()
-
-    def _attempt(self, blocks: Blocks) -> None:
-        before = blocks.position
-        body = blocks.take_body()
-        try:
-            if body is None:
-                body = self._reopen(blocks)
-            self._drain(body, blocks)
-        except TransientError as exn:
-            self.check_stopped()
-            if not self.pin.identifiable:
-                # What comes next may be of another version; this is its only part.
-                self.partial.restart()
-                blocks.rewind()
-                raise
-            if blocks.position - before < _PROGRESS:
-                raise
-            self.attempts.retries += 1
-            logger.info("%s: %s; going on at byte %d", self.url, exn, blocks.position)
-        finally:
-            self.status.retries = self.attempts.retries
-
-    def _reopen(self, blocks: Blocks) -> Body:
-        # An object of unknown size is sent from its start, whatever is asked.
-        pin = self.pin if self.pin.size is not None else None
-        asked = self.engine.clock.monotonic()
-        body = self.origin.open(self.url, blocks.position, blocks.stop, pin)
-        self.engine.lanes.answered(self.engine.clock.monotonic() - asked)
-        if body.info.version != self.pin.version:
-            body.close()
-            raise VersionChangedError(str(self.url))
-        if not self.partial.confirmed:
-            try:
-                if not self.origin.pins:  # then its answer says nothing of the version
-                    self._look_at_version()
-                self.partial.confirm()
-            except Exception:
-                body.close()
-                raise
-        return body
-
-    def _look_at_version(self) -> None:
-        now = self.origin.stat(self.url)
-        if now.version != self.pin.version:
-            raise VersionChangedError(str(self.url))
-
-    def _drain(self, body: Body, blocks: Blocks) -> None:
-        """Receive from one response until its part is complete or it breaks."""
-        with self.guard:
-            self.bodies.add(body)
-        try:
-            skip(body, blocks.position)
-            clock, lanes, throttle = self.engine.clock, self.engine.lanes, self.status.throttle
-            pace = Pace(clock, self.engine.timeout, self.attempts)
-            begun, before = clock.monotonic(), blocks.position
-            while not blocks.complete:
-                self.check_stopped()
-                count = blocks.receive(body)
-                if count == 0 and not blocks.complete:
-                    raise TransientError("the origin ended early")
-                self.status.received += count
-                lanes.received(count)
-                if not blocks.complete:
-                    pace.check(count)
-                if throttle is not None and (seconds := throttle.take(count)):
-                    self.sleep(seconds)
-                    pace.wake()  # that was not the origin's slowness
-            if (total := blocks.position - before) >= _TELLING:
-                lanes.part_done(total, clock.monotonic() - begun)
-        finally:
-            with self.guard:
-                self.bodies.discard(body)
-            body.close()
-
-    def _learn_checksum(self) -> None:
-        """Ask what the origin states of the whole object, beside the transfer."""
-        try:
-            stated = self.attempts.call(lambda: self.origin.stat(self.url), sleep=self._nap)
-        except (AccessDeniedError, ConfigError, ShardNotFoundError, TransferError) as exn:
-            # Describing may be forbidden, or not be known, where reading is allowed.
-            logger.info("%s: no checksum to compare with: %s", self.url, exn)
-            return
-        if stated.version != self.pin.version:
-            if self.pin.etag and not stated.etag:
-                return  # a gateway that names versions only where it sends bytes
-            raise VersionChangedError(str(self.url))
-        self.comparison.stated = stated.checksum
-
-    def _nap(self, seconds: float) -> None:
-        """Sleep between two questions for the checksum; when all bytes are there, give up."""
-        if self.arrived.wait(seconds):
-            raise CancelledError
-
-    def _await_checksum(self) -> None:
-        """Wait for an answer that is on its way, and for no further one."""
-        self.arrived.set()
-        if self.describer is not None:
-            self.describer.join(_LAST_ANSWER)
-
-    def _finish(self) -> Fetched:
-        if not self.origin.pins:
-            self.attempts.call(self._look_at_version, sleep=self.sleep)
-        partial = self.partial
+        Raises:
+            As `Fetcher.fetch`.
+        """
+        self._work.end()
+        self._status.on_cancel = None
+        if self._describer is not None:
+            self._describer.join(_LAST_ANSWER)
+        if self._error is not None:
+            raise self._error
+        if not self._origin.pins:
+            self._attempts.call(self._compare_version, sleep=self._sleep)
+        partial = self._partial
         size = partial.watermark
-        if partial.written != size or (self.pin.size is not None and size != self.pin.size):
+        if partial.written != size or (self._pin.size is not None and size != self._pin.size):
             raise IntegrityError(  # cannot happen; if it does, nothing is published
-                f"{self.url}: {partial.written} of {self.pin.size} bytes arrived, in pieces. "
+                f"{self._url}: {partial.written} of {self._pin.size} bytes arrived, in pieces. "
                 "Please report this.",
-                url=str(self.url),
+                url=str(self._url),
             )
-        checked = self.comparison.compare(partial.fd, size, self.pin.checksum)
-        return Fetched(partial, self.pin, size, digests.tree_digest(partial.digests), checked)
+        checked = self._comparison.compare(partial.fd, size, self._pin.checksum)
+        return Fetched(partial, size, tree_digest(partial.digests), checked)
 
-    def crc(self) -> Callable[[memoryview], int] | None:
-        """See `blocks.Sink.crc`."""
-        return self.comparison.crc()
-
-    def put(self, offset: int, block: memoryview, digest: bytes, crc: int | None, fd: int) -> None:
-        """See `blocks.Sink.put`."""
-        # What a connection delivers after it was aborted is not the object: behind
-        # TLS it is ciphertext. Whoever resumes would believe it.
-        self.check_stopped()
-        index = offset // BLOCK
-        self.comparison.note(index, crc)
-        self.partial.write(offset, block, fd)
-        self.partial.record(index, digest, len(block))
-        self.status.written = self.partial.written
-        self.status.tell()
-        self._bring_helpers()
-
-    def early(self, begun: memoryview, fd: int) -> None:
-        """See `blocks.Sink.early`."""
-        if self.pin.identifiable:  # else it may begin again as another version
-            self.check_stopped()
-            self.partial.write(0, begun, fd)
-            self.partial.show(len(begun))
-            self.status.tell()
-
-    def end(self, total: int) -> None:
-        """See `blocks.Sink.end`."""
-        self.partial.set_total(total)
-
-    def _abandon(self, threads: list[threading.Thread], exn: BaseException) -> None:
-        """Call off everybody and let go of the partial."""
+    def abandon(self, exn: BaseException) -> None:
+        """Call everybody off and let go of the partial: its bytes stay if they are worth it."""
         self.fail(exn)
+        self._status.on_cancel = None  # it knows this fetch: a cycle would keep what should go
         useless = isinstance(exn, (VersionChangedError, MismatchError, IntegrityError))
         local = isinstance(exn, OSError) and not isinstance(exn, ShardCacheError)
-        end = time.monotonic() + _FAREWELL
         try:
-            for thread in threads:
-                thread.join(max(0.0, end - time.monotonic()))
+            self._work.end(_FAREWELL)
         finally:  # a second interrupt must not leave the partial locked
-            if useless or local or self.pin.size is None:
-                self.partial.discard()
+            if useless or local or self._pin.size is None:
+                self._partial.discard()
             else:
-                self.partial.close()
-            self.error = None  # it knows this frame: a cycle would keep what should go
+                self._partial.close()
+            self._error = None  # it knows this frame: likewise
 
-    # -- its threads ---------------------------------------------------------------
+    # -- parts -------------------------------------------------------------------
 
-    def spawn(self, function: Callable[[], None]) -> bool:
-        """Let a thread do it; False if the process must not have more."""
-        name = f"shardcache-{self.url.key[:8]}"
+    def _stop_of(self, first: Body) -> int | None:
+        """Where the part ends that an answer brings; what else it brings is not read."""
+        size, stop = self._pin.size, first.stop
+        if size is not None and self._status.roomless and stop == size and self._pin.identifiable:
+            return min(size, self._connections.part)
+        return stop if size is None or stop is None else min(stop, size)
+
+    def _parts(self, lead: _Part | None) -> Iterator[range]:
+        """What else is missing, cut into parts."""
+        if self._pin.size is None or (lead is not None and lead.stop is None):
+            return  # one answer is all
+        missing = self._partial.missing() if lead is None else [(lead.stop, self._pin.size)]
+        for start, stop in missing:
+            assert start is not None
+            for at in range(start, stop, self._connections.part):
+                yield range(at, min(stop, at + self._connections.part))
+
+    def _help(self, part: range) -> None:
+        """One part, in a helper's thread."""
         try:
-            thread = threads.start(functools.partial(self._guarded, function), name)
-        except RuntimeError as exn:  # a limit of processes; those there are do it all
-            count = len(self.threads) + 1
-            logger.info("%s: fetching with %d threads: %s", self.url, count, exn)
-            return False
-        self.threads.append(thread)
-        return True
-
-    def _guarded(self, function: Callable[[], None]) -> None:
-        try:
-            function()
+            self._check()
+            self._receive(_Part(part.start, part.stop))
         except CancelledError:
-            logger.debug("%s: a worker was called off", self.url)
-        except BaseException as exn:  # noqa: BLE001 - handed to the caller's thread, which raises it
+            logger.debug("%s: a helper was called off", self._url)
+        except BaseException as exn:  # noqa: BLE001 - raised by the caller's thread
             self.fail(exn)
 
+    def _receive(self, part: _Part) -> None:
+        """Receive one part, over as many requests in turn as it takes."""
+        # A descriptor of its own: the partial may be closed, and the number used for another file,
+        # before an origin lets go of a thread that was called off.
+        with self._partial.handle() as file:
+            while not part.complete:
+                self._attempts.call(lambda: self._attempt(part, file.fileno()), sleep=self._sleep)
+        if part.body is not None:  # of an empty object
+            part.body.close()
+            part.body = None
+
+    def _attempt(self, part: _Part, fd: int) -> None:
+        before = part.position
+        body, part.body = part.body, None
+        try:
+            if body is None:
+                body = self._ask(part)
+            self._drain(body, part, fd)
+        except TransientError as exn:
+            self._check()
+            if not self._pin.identifiable:
+                # What comes next may be of another version; this is its only part.
+                self._partial.restart()
+                part.next = part.filled = part.shown = 0
+                raise
+            if part.position - before < _PROGRESS:
+                raise
+            self._attempts.retries += 1
+            logger.info("%s: %s; going on at byte %d", self._url, exn, part.position)
+        finally:
+            self._status.retries = self._attempts.retries
+
+    def _ask(self, part: _Part) -> Body:
+        """Ask for the rest of a part."""
+        # An object of unknown size is sent from its start, whatever is asked.
+        pin = self._pin if self._pin.size is not None else None
+        body = self._origin.open(self._url, part.position, part.stop, pin)
+        try:
+            if body.info.version != self._pin.version:
+                raise VersionChangedError(str(self._url))
+            if not self._partial.confirmed:
+                if not self._origin.pins:  # then its answer says nothing of the version
+                    self._compare_version()
+                self._partial.confirm()
+        except Exception:
+            body.close()
+            raise
+        return body
+
+    def _compare_version(self) -> None:
+        if self._origin.stat(self._url).version != self._pin.version:
+            raise VersionChangedError(str(self._url))
+
+    def _drain(self, body: Body, part: _Part, fd: int) -> None:
+        """Receive from one answer until its part is complete or it breaks.
+
+        In few calls: while Python is at one block, the threads of all other connections wait.
+        """
+        with self._guard:
+            self._bodies.add(body)
+        try:
+            skip(body, part.position)
+            buffer, status, throttle = _buffer.block, self._status, self._status.throttle
+            while not part.complete:
+                if self._failed or status.called_off:
+                    self._check()
+                length = want = BLOCK if part.stop is None else min(BLOCK, part.stop - part.next)
+                if part.next == 0:  # the first bytes early
+                    want = min(want, part.filled + max(_EARLY, part.filled))
+                if throttle is not None:
+                    want = min(want, part.filled + throttle.most)
+                count = body.readinto(buffer[part.filled : want])
+                status.received += count
+                part.filled += count
+                if part.filled == length or (count == 0 and part.stop is None):
+                    self._write(part, buffer[: part.filled], fd)
+                elif count == 0:
+                    raise TransientError("the origin ended early")
+                elif part.next == 0 and part.filled >= part.shown + _EARLY:
+                    self._show(part, buffer[: part.filled], fd)
+                if self._attempts.end is not None and not part.complete:
+                    self._attempts.check()
+                if throttle is not None and (seconds := throttle.take(count)):
+                    self._sleep(seconds)
+                    self._attempts.extend(seconds)
+        finally:
+            with self._guard:
+                self._bodies.discard(body)
+            body.close()
+
+    def _write(self, part: _Part, block: memoryview, fd: int) -> None:
+        """A block is there, or the last of an object of unknown size, which may be empty."""
+        index, count, status = part.next // BLOCK, len(block), self._status
+        if count:
+            if self._comparison.stated is not None:
+                self._comparison.add(index, block)
+            digest = block_digest(block)
+            # What a connection delivers after it was aborted is not the object: behind
+            # TLS it is ciphertext. Whoever resumes would believe it.
+            if self._failed:
+                self._check()
+            self._partial.write(part.next, block, fd)
+            self._partial.record(index, digest, count)
+            status.written = self._partial.written
+            if status.listener is not None:
+                status.listener()
+        part.next += count
+        part.filled = 0
+        part.complete = count < BLOCK if part.stop is None else part.next == part.stop
+
+    def _show(self, part: _Part, block: memoryview, fd: int) -> None:
+        """Let readers have the beginning of the shard's first block."""
+        if self._pin.identifiable:  # or it may begin again as another version
+            self._check()
+            self._partial.write(0, block, fd)
+            self._partial.show(part.filled)
+            part.shown = part.filled
+            self._status.tell()
+
+    # -- what the origin states ----------------------------------------------------
+
+    def _begin_description(self) -> None:
+        """Ask what the origin states of the whole object, beside the transfer.
+
+        Not by a helper: all connections may be busy, and nothing but this waits for the answer.
+        """
+        with contextlib.suppress(RuntimeError):  # a limit of processes: then nothing is compared
+            self._describer = threads.start(self._describe, "shardcache-checksum")
+
+    def _describe(self) -> None:
+        """Once: a checksum is one more proof, and not worth a shard that waits for it."""
+        try:
+            stated = self._origin.stat(self._url)
+        except VersionChangedError as exn:
+            self.fail(exn)
+            return
+        except (ShardCacheError, TransientError) as exn:
+            # Describing may be forbidden, or not be known, where reading is allowed.
+            logger.info("%s: no checksum to compare with: %s", self._url, exn)
+            return
+        if stated.version == self._pin.version:
+            self._comparison.stated = stated.checksum
+        elif stated.etag or not self._pin.etag:  # gateways may name versions only beside bytes
+            self.fail(VersionChangedError(str(self._url)))
+
+    # -- its end -------------------------------------------------------------------
+
     def cancel(self) -> None:
-        """Call the fetch off, from any thread."""
-        self.fail(
-            FetchCancelledError(
-                f"{self.url}: the fetch was called off; what was fetched is kept. Run it again.",
-                url=str(self.url),
-            )
-        )
+        """Call the fetch off, from any thread; its status says so already."""
+        try:
+            self._status.check(str(self._url))
+        except FetchCancelledError as exn:
+            self.fail(exn)
 
     def fail(self, exn: BaseException) -> None:
         """End the work of all with this, if it is the first; from any thread."""
-        with self.guard:
-            if self.error is None:
-                self.error = exn
-            self.stop.set()
-            self.arrived.set()
-            bodies = list(self.bodies)
+        with self._guard:
+            if self._error is None:
+                self._error = exn
+            self._failed = True
+            self._stop.set()
+            bodies = list(self._bodies)
         for body in bodies:
             body.abort()
 
-    def check_stopped(self) -> None:
-        """See whether to go on.
-
-        Raises:
-            CancelledError: the work was called off, by anybody.
-        """
-        if self.status.called_off and not self.stop.is_set():
+    def _check(self) -> None:
+        """Go on, unless the work was called off (CancelledError)."""
+        if self._status.called_off and not self._stop.is_set():
             self.cancel()
-        if self.stop.is_set():
+        if self._stop.is_set():
             raise CancelledError
 
-    def sleep(self, seconds: float) -> None:
-        """Wait, unless the work is called off.
-
-        Raises:
-            CancelledError: it was.
-        """
-        if self.stop.wait(seconds):
+    def _sleep(self, seconds: float) -> None:
+        """Wait, unless the work is called off (CancelledError)."""
+        if self._stop.wait(seconds):
             raise CancelledError

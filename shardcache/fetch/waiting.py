@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from shardcache.clock import Clock
-from shardcache.errors import FetchCancelledError, LockTimeoutError
+from shardcache import clock
+from shardcache.errors import LockTimeoutError
+from shardcache.fetch.status import FetchStatus
 from shardcache.layout import is_directory, parse_partial_name
 from shardcache.locks.flock import Holder, read_holder
 from shardcache.locks.sessions import Wait, WaitNote
@@ -22,7 +23,7 @@ from shardcache.store.partial import Progress, read_progress
 from shardcache.units import format_bytes, format_duration
 from shardcache.urls import ShardURL
 
-__all__ = ["Cancellation", "Waiter", "Watch"]
+__all__ = ["Waiter"]
 
 logger = logging.getLogger(__name__)
 
@@ -42,38 +43,31 @@ class Waiter:
     Args:
         partials: where fetches grow.
         url: the shard.
-        clock: time.
-        watch: raises when the wait is called off.
+        status: is told where the holder's partial is; ends the wait when it is called off.
         record: the file in which the holder says who it is.
         timeout: seconds after which `pause` gives up.
         stale_after: seconds without growth after which the holder is stale.
-        found: is told where the holder's partial is.
-        note: where a long wait is noted.
-        waiter: who waits since when, for the note.
+        note, waiter: where a long wait is noted, and who waits.
     """
 
     def __init__(
         self,
         partials: Sequence[Path],
         url: ShardURL,
-        clock: Clock,
         *,
-        watch: Watch,
+        status: FetchStatus,
         record: Path,
         timeout: float,
         stale_after: float,
-        found: Callable[[Path], None] = lambda _: None,
         note: WaitNote | None = None,
         waiter: Holder | None = None,
     ) -> None:
         self._partials = partials
         self._url = url
-        self._clock = clock
-        self._watch = watch
+        self._status = status
         self._timeout = timeout
         self._stale_after = stale_after
         self._record = record
-        self._found = found
         self._poll = _FIRST_POLL
         self._begun = self._changed = self._announced = clock.monotonic()
         self._seen: tuple[Holder | None, Progress | None] | None = None
@@ -82,12 +76,12 @@ class Waiter:
     @property
     def stale(self) -> bool:
         """Whether the holder's partial has not grown for ``stale_after`` seconds."""
-        return self._clock.monotonic() - self._changed >= self._stale_after
+        return clock.monotonic() - self._changed >= self._stale_after
 
     @property
     def waited(self) -> float:
         """Seconds since the wait began."""
-        return self._clock.monotonic() - self._begun
+        return clock.monotonic() - self._begun
 
     def pause(self) -> None:
         """Sleep a little and look again.
@@ -98,9 +92,10 @@ class Waiter:
         """
         if self._seen is None:
             self._seen = self._look()
-        self._watch.sleep(self._poll * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
+        pause = self._poll * random.uniform(0.5, 1.0)  # noqa: S311 - jitter
+        self._status.sleep(pause, str(self._url))
         self._poll = min(self._poll * 1.5, _LAST_POLL)
-        now = self._clock.monotonic()
+        now = clock.monotonic()
         seen = self._look()
         if seen != self._seen:
             self._changed = now
@@ -124,7 +119,7 @@ class Waiter:
             )
 
         if now - self._begun >= _NOTE_AFTER and self._note is not None and self._waiter is not None:
-            self._note.say(Wait(str(self._url), self._url.key, self._waiter, seen[0]))
+            self._note.say(Wait(str(self._url), self._url.key, self._waiter))
 
     def _look(self) -> tuple[Holder | None, Progress | None]:
         holder = read_holder(self._record)
@@ -134,7 +129,7 @@ class Waiter:
             return holder, None
         places = [directory / name for directory in self._partials]
         partial = next((path for path in places[:-1] if is_directory(path)), places[-1])
-        self._found(partial)
+        self._status.grows_in(partial)
         return holder, read_progress(partial)
 
     def _facts(self) -> dict[str, object]:
@@ -156,87 +151,12 @@ class Waiter:
         holder, progress = self._seen or (None, None)
         if holder is None:
             return "its lock is held by a process that did not say who it is"
-        age = format_duration(max(0.0, self._clock.time() - holder.started))
+        age = format_duration(max(0.0, clock.time() - holder.started))
         text = f"{holder} has been fetching it for {age}"
         if progress is not None and progress.total:
             share = min(1.0, progress.written / progress.total)
             text += f", {share:.0%} of {format_bytes(progress.total)} done"
-        still = self._clock.monotonic() - self._changed
+        still = clock.monotonic() - self._changed
         if still >= _ANNOUNCE_EVERY:
             text += f", nothing new for {format_duration(still)}"
         return text
-
-
-#: Seconds until a sleeper notices.
-_SLICE = 0.25
-
-
-class Cancellation:
-    """What the waits of one process look at."""
-
-    def __init__(self) -> None:
-        self._count = 0
-
-    def call_off(self) -> None:
-        """Let every `Watch` that was made before raise."""
-        self._count += 1
-
-    def watch(
-        self, what: str, clock: Clock, called_off: Callable[[], bool] = lambda: False
-    ) -> Watch:
-        """For one wait that begins now.
-
-        Args:
-            what: the shard, for the error.
-            clock: sleeps.
-            called_off: says whether this one was, alone.
-        """
-        return Watch(self, self._count, what, clock, called_off)
-
-    @property
-    def count(self) -> int:
-        """How often it was called off."""
-        return self._count
-
-
-class Watch:
-    """One wait; made by `Cancellation.watch`."""
-
-    def __init__(
-        self,
-        source: Cancellation,
-        count: int,
-        what: str,
-        clock: Clock,
-        called_off: Callable[[], bool],
-    ) -> None:
-        self._source = source
-        self._called_off = called_off
-        self._count = count
-        self._what = what
-        self._clock = clock
-
-    def check(self) -> None:
-        """Go on.
-
-        Raises:
-            FetchCancelledError: it was called off.
-        """
-        if self._source.count != self._count or self._called_off():
-            raise FetchCancelledError(
-                f"{self._what}: the fetch was called off; what was fetched is kept. Run it again.",
-                url=self._what,
-            )
-
-    def sleep(self, seconds: float) -> None:
-        """Sleep, unless it is called off.
-
-        Raises:
-            FetchCancelledError: it was called off.
-        """
-        while seconds > 0:
-            self.check()
-            nap = min(seconds, _SLICE)
-            self._clock.sleep(nap)
-            seconds -= nap
-        self.check()

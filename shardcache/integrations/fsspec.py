@@ -1,13 +1,11 @@
 """The fsspec way in: ``shardcache::s3://bucket/shard.tar``.
 
-For pandas, Arrow, Hugging Face datasets and everything else that opens URLs
-through fsspec. Reads go through the default cache (``SHARDCACHE_DIR`` and the
-configuration files) or one named in storage options::
+For pandas, Arrow, Hugging Face datasets and everything else that opens URLs through fsspec. Reads
+go through the default cache or one named in storage options::
 
     fsspec.open("shardcache::s3://bucket/a.tar", shardcache={"dir": "/local/nvme/shards"})
 
-Files are whole, local and seekable; writing and listing are the target
-filesystem's business.
+Files are whole, local and seekable; listing is the target filesystem's business.
 """
 
 from __future__ import annotations
@@ -25,8 +23,6 @@ from shardcache.store.entry import DamagedError
 if TYPE_CHECKING:
     from shardcache.cache import Cache
 
-__all__ = ["ShardCacheFileSystem"]
-
 #: What fsspec and its users tell every filesystem, about links of a chain, buffers and listings.
 #: Hugging Face's datasets put ``block_size=0`` there.
 _FSSPEC_OPTIONS = frozenset(
@@ -39,10 +35,7 @@ _FSSPEC_OPTIONS = frozenset(
 
 
 class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
-    """A read-only view of another filesystem through a cache.
-
-    May be used by threads, pickled and forked: neither the cache nor the target filesystem
-    of a parent is used by its child.
+    """A read-only view of another filesystem through a cache, for threads, pickles and forks.
 
     Args:
         target_protocol: what the chain goes on with, such as ``s3``.
@@ -69,17 +62,13 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
         self._target_protocol = target_protocol
         self._given = fs
         self._made: tuple[int, Any] | None = None
-        if fs is not None:
-            target_options = target_options or dict(fs.storage_options)
-        self._target_options = target_options or {}
+        self._target_options = target_options or ({} if fs is None else dict(fs.storage_options))
         self._options = {k: v for k, v in options.items() if k not in _FSSPEC_OPTIONS}
         self._cache: Cache | None = None
 
     @property
     def fs(self) -> Any:
-        """The target filesystem, one of this process: those that do I/O in a thread of their
-        own, as s3fs, refuse to work in a forked child.
-        """
+        """The target filesystem, of this process: s3fs refuses to work in a forked child."""
         import fsspec
 
         if self._given is not None:
@@ -127,22 +116,17 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
 
     def info(self, path: str, **options: Any) -> Any:
         """As the target filesystem; of the version that is cached where there is one."""
-        return self._info_here(path) or self.fs.info(self._path(path), **options)
-
-    def _info_here(self, path: str) -> dict[str, Any] | None:
-        cache = self.cache  # what is wrong with its options is not to be taken for the URL's fault
-        try:
+        cache, entry = self.cache, None  # what is wrong with its options is not the URL's fault
+        with contextlib.suppress(ConfigError):  # a bucket, a chain: the target may know it
             entry = cache.entry(self._url(path))
-        except ConfigError:
-            return None  # a bucket, a chain: nothing that is cached, but the target may know it
         if entry is None:
-            return None
+            return self.fs.info(self._path(path), **options)
         found = {"name": self._path(path), "size": entry.size, "type": "file"}
         with contextlib.suppress(OSError, DamagedError):  # evicted meanwhile: size is all there is
-            etag = entry.metadata().info.etag
             # Readers tell versions apart by it (Hugging Face's datasets their own cache), so it
             # must not come and go with ours.
-            found |= {"ETag": etag} if etag else {}
+            if etag := entry.metadata().info.etag:
+                found["ETag"] = etag
         return found
 
     def ls(self, path: str, detail: bool = True, **options: Any) -> Any:
@@ -170,13 +154,6 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
     ) -> bytes:
         """Bytes of a shard; negative offsets count from the end."""
         with self._open(path) as stream:
-            size = stream.seek(0, io.SEEK_END)
-            first, last = (_offset(start, size, 0), _offset(end, size, size))
+            first, last, _ = slice(start, end).indices(stream.seek(0, io.SEEK_END))
             stream.seek(first)
             return stream.read(max(0, last - first))
-
-
-def _offset(value: int | None, size: int, default: int) -> int:
-    if value is None:
-        return default
-    return max(0, size + value) if value < 0 else min(value, size)

@@ -3,22 +3,17 @@
     hooks = shardcache.lightning.ShardCacheCallback(cache, "s3://bucket/train-{0000..2047}.tar")
     trainer = Trainer(callbacks=[hooks])
 
-Works with ``lightning`` and with ``pytorch_lightning``. Neither is imported by this module: a
-callback derives from ``Callback`` of whichever is there when it is made. Without either, the
-hooks may be called by hand (`ShardCacheHooks`).
+Works with ``lightning`` and with ``pytorch_lightning``: a callback derives from ``Callback`` of
+whichever is there when it is made. Without either, call the hooks by hand (`ShardCacheHooks`).
 
-Invariants:
-    * No hook stops a run: what cannot be prewarmed or counted is a warning, and shards are
-      fetched when they are read.
-    * Nothing is closed: workers of the loaders go on after every hook, and each process ends
-      its own session.
-
-Hooks run in every rank; only the first one of a node prewarms, and only rank 0 logs.
+No hook stops a run: what cannot be prewarmed or counted is a warning. Hooks run in every rank; only
+the first one of a node prewarms, and only rank 0 logs. Nothing is closed, because workers of the
+loaders go on after every hook.
 """
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import logging
 import sys
 from collections.abc import Iterable, Mapping
@@ -32,8 +27,6 @@ from shardcache.stats.summary import Stats
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache
-
-__all__ = ["ShardCacheCallback", "ShardCacheHooks"]
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +75,8 @@ class ShardCacheHooks:
         for path in self.makedirs:
             sync.makedirs(path)
         if stage in (None, "fit"):
-            if _local_rank(trainer) == 0:
+            told = getattr(trainer, "local_rank", None)
+            if (told if isinstance(told, int) else detect().local_rank or 0) == 0:
                 self._warm()
             self._before = self._counted()
 
@@ -95,16 +89,15 @@ class ShardCacheHooks:
     def metrics(self) -> dict[str, float]:
         """What the node's processes did since this was last asked, or since `setup`.
 
-        From end to end of epochs, because Lightning has the loader begin before it says that
-        an epoch begins. Opens, hits per open, bytes that were read through the cache, and
-        bytes that came from the origin. A process writes down a hit once a second, so that the
-        last ones of an epoch may be told with the next.
+        From end to end of epochs, because Lightning has the loader begin before it says that an
+        epoch begins. What workers counted last may be logged with the next epoch: they write it
+        down once a second.
         """
-        before, counted = self._before, self._counted()
-        self._before = counted
-        if counted is None or before is None:
+        before, self._before = self._before, self._counted()
+        if self._before is None or before is None:
             return {}
-        stats = Stats(None, None, {n: max(0, v - before.get(n, 0)) for n, v in counted.items()}, {})
+        changed = {name: max(0, n - before.get(name, 0)) for name, n in self._before.items()}
+        stats = Stats(None, None, {}, **changed)
         found = {
             "shardcache/opens": stats.opens,
             "shardcache/hit_rate": stats.hit_rate,
@@ -136,12 +129,6 @@ class ShardCacheHooks:
                 logger.warning("not prewarmed: %s", result.error)
 
 
-def _local_rank(trainer: Any) -> int:
-    """This process's place on its node; 0 where nobody tells."""
-    told = getattr(trainer, "local_rank", None)
-    return told if isinstance(told, int) else detect().local_rank or 0
-
-
 class ShardCacheCallback(ShardCacheHooks):
     """A ``Callback`` of Lightning with these hooks; see `ShardCacheHooks` for the arguments.
 
@@ -155,14 +142,8 @@ class ShardCacheCallback(ShardCacheHooks):
         return made
 
     def __reduce__(self) -> Any:
-        # The class is made on the fly, so it cannot be named in a pickle.
-        return _again, (type(self).__mro__[1], self.__dict__)
-
-
-def _again(cls: type[ShardCacheCallback], state: dict[str, Any]) -> ShardCacheCallback:
-    made = cls.__new__(cls)
-    made.__dict__.update(state)
-    return made
+        named = type(self).__mro__[1]  # the class itself is made on the fly, and has no name
+        return named.__new__, (named,), self.__dict__
 
 
 def _derived(cls: type[ShardCacheCallback]) -> Any:
@@ -172,13 +153,9 @@ def _derived(cls: type[ShardCacheCallback]) -> Any:
     of the other; of the first that can be imported if none is.
     """
     bases = [sys.modules[name].Callback for name in _PACKAGES if name in sys.modules]
-    for name in _PACKAGES:
-        if not bases:
-            try:
-                bases.append(importlib.import_module(name).Callback)
-            except ModuleNotFoundError as exn:
-                if exn.name is None or not name.startswith(exn.name):
-                    raise
+    installed = (name for name in _PACKAGES if importlib.util.find_spec(name.partition(".")[0]))
+    if not bases and (name := next(installed, None)):
+        bases = [importlib.import_module(name).Callback]
     if not bases:
         raise ConfigError(
             "ShardCacheCallback is a callback of Lightning, which is not installed: pip install "

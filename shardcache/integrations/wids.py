@@ -3,17 +3,11 @@
     names = shardcache.wids.LocalNames(cache, "/local/nvme/wids")
     dataset = wids.ShardListDataset(shards, localname=names)
 
-wids asks for the local name of a shard's URL, takes a lock file beside that name, downloads
-if nothing is there, opens the file, maps it and closes it. A name in the cache itself would
-have foreign lock files in the cache, and a copy would be a second cache that nobody cleans.
-So the names are symbolic links, in a directory of the user's choosing, to shards that are
-fetched before the name is given away; wids never downloads.
-
-The shard that was named last is pinned by each thread, so that it is not evicted between the
-name and the opening; what is mapped can be read to its end whatever becomes of its name.
-
-Any number of processes and threads may use one directory: a link has its name by a rename,
-and two of them for one shard say the same. Picklable, so that it works under spawn.
+wids asks for the local name of a shard's URL, takes a lock file beside that name, downloads if
+nothing is there, opens the file, maps it and closes it. Its lock files do not belong into the
+cache. So the names are symbolic links, in a directory of the user's, to shards that are fetched
+before the name is given away. Each thread pins the shard that it named last, so that it is not
+evicted before it is opened; what is mapped can be read to its end.
 """
 
 from __future__ import annotations
@@ -27,8 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache
-
-__all__ = ["LocalNames"]
 
 
 class LocalNames:
@@ -45,14 +37,8 @@ class LocalNames:
         self.directory = Path(directory)
         self._held = threading.local()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"cache": self.cache, "directory": self.directory}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
-
-    def __repr__(self) -> str:
-        return f"<shardcache.wids.LocalNames {str(self.directory)!r} of {self.cache!r}>"
+    def __reduce__(self) -> Any:
+        return type(self), (self.cache, self.directory)
 
     def __call__(self, url: str) -> str:
         """A path of the shard, which is in the cache and pinned until the next call.
@@ -64,11 +50,8 @@ class LocalNames:
         with contextlib.ExitStack() as pin:
             path = pin.enter_context(self.cache.pinned(url))
             link = self._link(f"{self.cache.parse(url).key}-{path.name}", path.absolute())
-            # Only now: two shards are pinned for a moment rather than none.
-            before = getattr(self._held, "pin", None)
+            self.close()  # only now: two shards are pinned for a moment rather than none
             self._held.pin = pin.pop_all()
-            if before is not None:
-                before.close()
         return link
 
     def close(self) -> None:

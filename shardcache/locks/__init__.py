@@ -5,6 +5,5 @@
     mounts     which filesystem a path is on, as the kernel tells it
     sessions   live processes that use the cache, and who waits for whom
 
-It may use `shardcache.layout`, `shardcache.files` and what is below them. Locks only save
-bandwidth: with locks that fail or vanish shards are fetched twice, never wrongly.
+It may use `shardcache.layout`, `shardcache.files` and what is below them.
 """

@@ -1,9 +1,9 @@
 """One fetch of a key for all nodes that share a directory on a network filesystem.
 
-A lease is a marker file beside the entries, by `filelock.SoftFileLease`, which its holder
-touches every few seconds and which another node may take when it has not seen that for
-`LEASE_SECONDS` of its own monotonic clock. A lease does not exclude: a holder that was
-stopped and wakes goes on. That is all a fetch needs, for locks only save bandwidth.
+A lease is a marker file beside the entries, by `filelock.SoftFileLease`, which its holder touches
+and which another node may take when it has not seen that for `LEASE_SECONDS` of its own monotonic
+clock. A lease does not exclude: a holder that was stopped and wakes goes on. That is all a fetch
+needs, for locks only save bandwidth.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import time
 from typing import TYPE_CHECKING
 
 from shardcache.layout import Layout, replace_file
@@ -24,91 +25,89 @@ logger = logging.getLogger(__name__)
 #: After the death of a node the others wait so long. NFS clients may show a file's
 #: times up to 60 s late (acregmax, nfs(5)): below that a live holder would look dead.
 LEASE_SECONDS = 90.0
+#: What a fetch could not be stored with either. All else grants the lease.
+_REFUSALS = frozenset({errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EDQUOT})
 
 
 class KeyLease:
     """The right to fetch one key, among all nodes; has the methods of `KeyLock`.
 
-    One object must be used for all attempts of a caller: it remembers since when it
-    has not seen the holder's touch. Not for several threads.
-
-    Args:
-        layout: the namespace.
-        key: of the shard.
-        seconds: how long a lease is believed without a touch.
+    One object must be used for all attempts of a caller: it remembers since when it has not seen
+    the holder's touch. After so many ``seconds`` without one the holder counts as dead.
     """
 
     def __init__(self, layout: Layout, key: str, seconds: float = LEASE_SECONDS) -> None:
         self.path = layout.lease(key)
+        self._layout = layout
         self._record = layout.holder(key)
         self._seconds = seconds
-        self._modes = layout.modes
-        self._via = layout.partial
         self._lease: SoftFileLease | None = None
         self._held = False
+        self._seen: tuple[int, int] | None = None  # the holder's marker, since `_since`
+        self._since = 0.0
 
     def try_acquire(self, holder: Holder) -> bool:
-        """Take the lease if it is free or expired, and say who we are.
+        """Take the lease if it is free or expired, and say who we are; raises as `KeyLock`.
 
         A filesystem that cannot do what a lease needs grants it to everybody.
-
-        Raises:
-            OSError: the directory cannot be made (read-only, full, denied).
         """
-        from filelock import Timeout
+        from filelock import SoftFileLease, Timeout
 
-        lease = self._lease = self._lease or self._make()
         try:
-            self._modes.make_directory(self.path.parent, levels=1)
+            modes = self._layout.modes
+            modes.make_directory(self.path.parent, levels=1)
+            lease = self._lease = self._lease or SoftFileLease(
+                self.path,
+                lease_duration=self._seconds,
+                on_compromise=_report,
+                thread_local=False,
+                mode=modes.file,
+            )
             lease.acquire(blocking=False)
         except Timeout:
+            self._break_expired(lease)
             return False
-        except OSError as exn:
-            if exn.errno in (errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EDQUOT):
+        except (OSError, ValueError) as exn:  # or another version of the library holds it
+            if isinstance(exn, OSError) and exn.errno in _REFUSALS:
                 raise
-            logger.warning("%s: going on without a lease: %s", self.path, exn)
-            return True
-        except ValueError as exn:  # another version of the library with another duration
             logger.warning("%s: going on without a lease: %s", self.path, exn)
             return True
         self._held = True
         self.update(holder)
         return True
 
-    def _make(self) -> SoftFileLease:
-        from filelock import SoftFileLease
+    def _break_expired(self, lease: SoftFileLease) -> None:
+        """Remove a marker that nobody touches any more; the next attempt finds the lease free.
 
-        return SoftFileLease(
-            self.path,
-            lease_duration=self._seconds,
-            on_compromise=_report,
-            thread_local=False,
-            mode=self._modes.file,
-        )
+        filelock itself takes over where two names can be exchanged, which NFS refuses.
+        """
+        with contextlib.suppress(OSError):
+            found, now = self.path.stat(), time.monotonic()
+            marker = (found.st_ino, found.st_mtime_ns)
+            if marker != self._seen:
+                self._seen, self._since = marker, now
+            elif now - self._since >= self._seconds:
+                lease.force_break()
 
     def update(self, holder: Holder) -> None:
         """Replace the record of a lease that is held."""
-        if not self._held:
-            return
-        try:
-            replace_file(self._record, holder.encode(), self._modes.file, via=self._via)
-        except OSError as exn:  # it is meant for people
-            logger.debug("%s: cannot say who fetches: %s", self._record, exn)
+        if self._held:
+            mode, via = self._layout.modes.file, self._layout.partial
+            with contextlib.suppress(OSError):  # it is meant for people
+                replace_file(self._record, holder.encode(), mode, via=via)
 
     def release(self) -> None:
         """Let the next one go on; harmless when the lease is not held, and twice."""
-        lease = self._lease
+        lease, self._lease = self._lease, None
         if lease is None or not self._held:
-            self._lease = None
             return
+        self._held = False
         with contextlib.suppress(OSError):  # it is meant for people
             self._record.unlink()
         try:
             lease.release()
         except OSError as exn:  # expires by itself
             logger.info("%s: the lease could not be given back: %s", self.path, exn)
-        self._held = False
-        self._lease = None
 
 
 def _report(compromise: LeaseCompromise) -> None:

@@ -1,16 +1,14 @@
 """Which filesystem a path is on, and so which kind of lock is used there.
 
-On a local filesystem flock(2) tells the truth: lock files are in the cache, a reader's lock is
-its pin, a writer's lock says that it lives. On any other (NFS, Lustre, GPFS, FUSE, unknown) flock
+On a local filesystem flock(2) tells the truth. On any other (NFS, Lustre, GPFS, FUSE, unknown) it
 may be refused, granted to everybody, or hang. There no file of the cache is locked with it:
 
 * a lease beside the entries says who fetches a key, for all nodes (`lease`);
 * how long ago an entry or a partial was touched says whether it is in use (`Layout.grace`);
 * sessions and the budget's lock are in a directory of this node (`Layout.local`).
 
-The type of the mount alone decides; nothing on the filesystem is tried.
-`os.statvfs` and even `os.stat` may hang on a dead server, so the answer comes from
-``/proc/self/mountinfo`` (proc(5)) and the text of the path. Symbolic links in
+The type of the mount alone decides. `os.statvfs` and even `os.stat` may hang on a dead server, so
+the answer comes from ``/proc/self/mountinfo`` (proc(5)) and the text of the path. Symbolic links in
 the path are followed, which asks the filesystems that hold the links.
 """
 
@@ -53,21 +51,13 @@ MEMORY_TYPES = frozenset({"ramfs", "tmpfs"})
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """One line of mountinfo.
+    """One line of mountinfo."""
 
-    Attributes:
-        point: where it is mounted.
-        type: such as ``ext4``, ``nfs4``, ``fuse.juicefs``.
-        source: device or server.
-        options: of the mount and of the filesystem.
-        root: which directory of the filesystem is mounted there.
-    """
-
-    point: str
-    type: str
-    source: str
-    options: frozenset[str]
-    root: str = "/"
+    point: str  #: where it is mounted
+    type: str  #: such as ``ext4``, ``nfs4``, ``fuse.juicefs``
+    source: str  #: device or server
+    options: frozenset[str]  #: of the mount and of the filesystem
+    root: str = "/"  #: which directory of the filesystem is mounted there
 
     @property
     def is_local(self) -> bool:
@@ -75,10 +65,15 @@ class Mount:
         return self.type in LOCAL_TYPES
 
 
-def parse_mountinfo(text: str) -> list[Mount]:
-    """The mounts in the text of a mountinfo file, in its order; lines of another kind are none."""
+def read_mounts() -> list[Mount]:
+    """Every mount that this process sees; none where the kernel does not tell (no /proc)."""
+    try:
+        # surrogateescape: a mount point may have any bytes in its name.
+        table = _MOUNTINFO.read_text("utf-8", "surrogateescape")
+    except OSError:
+        return []
     mounts = []
-    for line in text.splitlines():
+    for line in table.splitlines():
         before, separator, after = line.partition(" - ")
         left, right = before.split(" "), after.split(" ")
         if not separator or len(left) < 6 or len(right) < 3:
@@ -89,40 +84,16 @@ def parse_mountinfo(text: str) -> list[Mount]:
     return mounts
 
 
-def read_mounts(mountinfo: str | None = None) -> list[Mount]:
-    """Every mount that this process sees; none where the kernel does not tell (no Linux, no /proc).
-
-    Args:
-        mountinfo: text to look in instead of the kernel's.
-    """
-    if mountinfo is None:
-        try:
-            # surrogateescape: a mount point may have any bytes in its name.
-            mountinfo = _MOUNTINFO.read_text("utf-8", "surrogateescape")
-        except OSError:
-            return []
-    return parse_mountinfo(mountinfo)
-
-
 def _unescape(text: str) -> str:
     """Undo the kernel's escapes of space, tab, newline and backslash."""
     return _OCTAL.sub(lambda match: chr(int(match.group(1), 8)), text)
 
 
-def mount_of(path: Path | str, mountinfo: str | None = None) -> Mount | None:
-    """The mount that ``path`` is on, whether or not it exists.
-
-    Args:
-        path: any path.
-        mountinfo: text to look in instead of the kernel's.
-
-    Returns:
-        None where the kernel does not tell (no Linux, no /proc).
-    """
-    mounts = read_mounts(mountinfo)
+def mount_of(path: Path | str) -> Mount | None:
+    """The mount of a path, whether or not it exists; None where the kernel does not tell."""
     real = os.path.realpath(path)
     best: Mount | None = None
-    for mount in mounts:
+    for mount in read_mounts():
         inside = mount.point == "/" or real == mount.point or real.startswith(f"{mount.point}/")
         # Of two on one point the later one hides the other.
         if inside and (best is None or len(mount.point) >= len(best.point)):
@@ -136,8 +107,7 @@ def node_namespace(root: Path, locks: str, touch_interval: float, modes: Modes =
     Args:
         root: of the cache.
         locks: the option: ``auto``, ``flock`` or ``lease``.
-        touch_interval: seconds; an entry in use is touched this often, so the grace is at least
-            twice as long.
+        touch_interval: seconds between touches of an entry in use; the grace is twice that or more.
         modes: the permissions of what is made.
     """
     if locks == "auto":
@@ -146,18 +116,19 @@ def node_namespace(root: Path, locks: str, touch_interval: float, modes: Modes =
     if locks == "flock":
         return Layout.of_root(root, modes)
     local = None
-    if os.path.lexists(root / MANIFEST):  # else its name is not settled, and nothing is locked
-        local = node_directory(_identity(root), modes)
+    # Without a manifest its name is not settled, and nothing is locked.
+    if os.path.lexists(root / MANIFEST):
+        try:
+            text = str(json.loads(read_file(root / MANIFEST, _MAX_MANIFEST))["id"])
+        except (OSError, ValueError, KeyError, TypeError):
+            text = os.path.realpath(root)
+        name = blake2b(text.encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()
+        local = node_directory(name, modes)
     return Layout(root / "v1", local, max(IDLE_GRACE, 2 * touch_interval), modes)
 
 
 def node_directory(identity: str, modes: Modes = PRIVATE) -> Path | None:
-    """A directory of ours on this node, the same for all who say ``identity``; None without one.
-
-    Args:
-        identity: sixteen hexadecimal digits.
-        modes: whose it is.
-    """
+    """A directory of ours on this node, the same for all who say ``identity``; None without one."""
     owner = os.geteuid() if modes.group is None else f"g{modes.group}"
     for parent in _NODE_DIRECTORIES:
         mount = mount_of(parent)
@@ -175,13 +146,3 @@ def node_directory(identity: str, modes: Modes = PRIVATE) -> Path | None:
             return directory
         logger.warning("%s is not ours alone; sessions go elsewhere", directory)
     return None
-
-
-def _identity(root: Path) -> str:
-    """What all who use this root call it: the id in its manifest, else its path."""
-    try:
-        manifest = json.loads(read_file(root / MANIFEST, _MAX_MANIFEST))
-        text = str(manifest["id"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        text = os.path.realpath(root)
-    return blake2b(text.encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()

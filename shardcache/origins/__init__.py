@@ -1,8 +1,9 @@
 """Where shards come from: one version-pinned answer per request, errors sorted into two kinds.
 
-    base        what an origin is asked, and what it tells of a version; `TransientError`
+    base        what an origin is asked and tells; what a refusal means
     s3          ``s3://``; endpoints tells which server that is, for the key and for the client
     http        ``http(s)://``, and range answers, S3's too
+    connection  keep-alive connections, proxies, TLS
     filesystem  every fsspec filesystem, with a time-out
     command     ``pipe:``
     upstream    nearer copies, asked first
@@ -10,6 +11,6 @@
     retry       the one layer that repeats a request
     listing     shards behind prefixes and patterns, and their sizes
 
-Origins neither retry nor write files. The room uses `layout`, `files`, `config`, `urls` and what is
-below them; it is the only one that knows botocore, urllib3 and fsspec's filesystems.
+An origin does not retry. What reads shards through botocore, sockets and fsspec's filesystems is
+here. The room uses `files`, `config`, `urls` and what is below them.
 """

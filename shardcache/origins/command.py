@@ -16,7 +16,7 @@ import signal
 import subprocess
 
 from shardcache.errors import ConfigError
-from shardcache.origins.base import ObjectInfo, TransientError, unchained
+from shardcache.origins.base import ObjectInfo, TransientError
 from shardcache.urls import ShardURL
 
 __all__ = ["PipeOrigin"]
@@ -38,7 +38,6 @@ class PipeOrigin:
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
 
-    @unchained
     def open(
         self, url: ShardURL, start: int, stop: int | None, pin: ObjectInfo | None = None
     ) -> PipeBody:
@@ -64,10 +63,12 @@ class PipeOrigin:
 class PipeBody:
     """One run of a command; see `base.Body`."""
 
+    waited = 0.0
+    start = 0
+    stop: int | None = None
+
     def __init__(self, command: str, timeout: float) -> None:
         self.info = ObjectInfo(size=None)
-        self.start = 0
-        self.stop: int | None = None
         self._timeout = timeout
         self._process = subprocess.Popen(  # noqa: S602 - what `pipe:` is, where it is allowed
             command,
@@ -77,7 +78,6 @@ class PipeBody:
             start_new_session=True,  # so that a whole pipeline can be ended
         )
 
-    @unchained
     def readinto(self, buffer: memoryview) -> int:
         """See `base.Body.readinto`; a command that fails fails at its end."""
         output = self._process.stdout
@@ -88,14 +88,14 @@ class PipeBody:
             if not poller.poll(self._timeout * 1000):
                 raise TransientError(f"nothing came for {self._timeout:g} s", timed_out=True)
             count = os.readv(output.fileno(), [buffer])
-        except (OSError, ValueError) as exn:  # ValueError: closed by `abort`
+        except (OSError, ValueError) as exn:  # ValueError: closed by `close`
             raise TransientError(f"reading the command's output failed: {exn}") from exn
         if count == 0:
-            try:
+            status = None
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 status = self._process.wait(_END_SECONDS)
-            except subprocess.TimeoutExpired:
-                # Not "from" it: its text is the command, and passwords in it.
-                raise TransientError("the command closed its output and goes on") from None
+            if status is None:
+                raise TransientError("the command closed its output and goes on")
             if status != 0:
                 raise TransientError(f"the command ended with status {status}")
         return count

@@ -9,7 +9,6 @@ file says something about endpoints. Reads the environment and the files of AWS;
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 from collections.abc import Mapping
@@ -18,20 +17,9 @@ from typing import Any
 
 from shardcache.config import Config
 
-__all__ = ["endpoint_of", "s3_endpoint", "scheme_options"]
+__all__ = ["aws_files", "credential_source", "endpoint_of", "s3_endpoint", "scheme_options"]
 
 logger = logging.getLogger(__name__)
-
-#: Everything that can change what botocore answers.
-_VARIABLES = (
-    *("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS"),
-    *("AWS_PROFILE", "AWS_DEFAULT_PROFILE", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"),
-    "HOME",
-)
-_FILES = {
-    "AWS_CONFIG_FILE": "~/.aws/config",
-    "AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials",
-}
 
 
 def scheme_options(config: Config, scheme: str) -> Mapping[str, Any]:
@@ -61,39 +49,17 @@ def s3_endpoint(options: Mapping[str, Any], endpoint_url: str | None = None) -> 
     passed = passed or (options.get("client_kwargs") or {}).get("endpoint_url")
     if passed:
         return str(passed)
+    named = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or None
     ignore = (options.get("config_kwargs") or {}).get("ignore_configured_endpoint_urls")
-    files = tuple(_text(variable, path) for variable, path in _FILES.items())
-    variables = tuple(os.environ.get(name, "") for name in _VARIABLES)
-    named, named_for_all, ignored = variables[:3]
+    stated = ignore is not None or os.environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS")
     # `ignore_configured_endpoint_urls` in a file is found by the same word.
-    if (
-        ignore is None
-        and not ignored
-        and not any(b"endpoint_url" in text.lower() for text in files)
-    ):
-        return named or named_for_all or None
-    return _ask_botocore(options.get("profile"), ignore, variables, files)
-
-
-def _text(variable: str, path: str) -> bytes:
-    path = os.path.expandvars(os.environ.get(variable, path))
-    try:
-        # os.path: where there is no home (any uid in a container), pathlib raises.
-        return Path(os.path.expanduser(path)).read_bytes()  # noqa: PTH111
-    except OSError:
-        return b""
-
-
-@functools.lru_cache(maxsize=64)
-def _ask_botocore(
-    profile: str | None, ignore: bool | None, variables: tuple[str, ...], files: tuple[bytes, ...]
-) -> str | None:
-    """What the files say; remembered for as long as neither they nor the environment change."""
+    if not stated and b"endpoint_url" not in aws_files().lower():
+        return named
     import botocore.session
     from botocore.exceptions import BotoCoreError
 
     try:
-        session = botocore.session.Session(profile=profile)
+        session = botocore.session.Session(profile=options.get("profile"))
         if ignore is None:
             ignore = session.get_config_variable("ignore_configured_endpoint_urls")
         if ignore:
@@ -101,21 +67,34 @@ def _ask_botocore(
         own = session.get_scoped_config()
         services = session.full_config.get("services", {}).get(own.get("services"), {})
         found = services.get("s3", {}).get("endpoint_url") or own.get("endpoint_url")
-        return variables[0] or variables[1] or found or None
+        return named or found or None
     except (BotoCoreError, OSError, ValueError, AttributeError) as exn:
         # Making the client fails for the same reason, and says so to those who need it.
         logger.debug("the configuration of AWS cannot be read: %s", type(exn).__name__)
         return None
 
 
+def aws_files() -> bytes:
+    """What the configuration files of AWS say; nothing where there are none."""
+    found = b""
+    for variable, usual in (
+        ("AWS_CONFIG_FILE", "~/.aws/config"),
+        ("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"),
+    ):
+        path = os.path.expandvars(os.environ.get(variable, usual))
+        try:
+            # os.path: where there is no home (any uid in a container), pathlib raises.
+            found += Path(os.path.expanduser(path)).read_bytes()  # noqa: PTH111
+        except OSError:
+            continue
+    return found
+
+
 def credential_source(options: Mapping[str, Any]) -> str | None:
-    """Say where the credentials for S3 come from, such as ``env`` or ``shared-credentials-file``.
+    """Where the credentials for S3 come from, such as ``env``; None if there are none.
 
     Args:
         options: as s3fs takes them; see `s3.S3Origin`.
-
-    Returns:
-        None if there are none.
     """
     import botocore.session
     from botocore.exceptions import BotoCoreError

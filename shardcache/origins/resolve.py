@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardcache.clock import SYSTEM_CLOCK, Clock
 from shardcache.config import Config
 from shardcache.origins.base import Origin
 from shardcache.origins.endpoints import scheme_options
@@ -28,33 +27,64 @@ class Origins:
 
     Args:
         config: endpoint, storage options, time-outs, upstreams.
-        clock: time.
     """
 
-    def __init__(self, config: Config, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(self, config: Config) -> None:
         self._config = config
-        self._clock = clock
         self._places: list[Place] | None = None
         self._guard = threading.Lock()
         self._made: dict[str, Origin] = {}
 
     def of(self, url: ShardURL) -> Origin:
-        """The origin of ``url``.
-
-        Raises:
-            ConfigError: its client cannot be set up.
-        """
+        """The origin of ``url``; ConfigError if its client cannot be set up."""
         with self._guard:
-            origin = self._made.get(url.scheme)
-            if origin is None:
-                origin = self._made[url.scheme] = self._make(url.scheme)
-            return origin
+            if url.scheme not in self._made:
+                self._made[url.scheme] = self._make(url.scheme)
+            return self._made[url.scheme]
+
+    def _make(self, scheme: str) -> Origin:
+        # Imported on first use: nobody needs all of them.
+        config = self._config
+        options = scheme_options(config, scheme)
+        if scheme == "s3":
+            from shardcache.origins.s3 import S3Origin
+
+            return S3Origin(options, endpoint_url=config.endpoint_url, timeout=config.timeout)
+        if scheme in ("http", "https"):
+            from shardcache.origins.http import WebOrigin
+
+            return WebOrigin(timeout=config.timeout)
+        if scheme == "pipe":
+            from shardcache.origins.command import PipeOrigin
+
+            return PipeOrigin(config.timeout)
+        from shardcache.origins.filesystem import FsspecOrigin
+
+        return FsspecOrigin(scheme, options, timeout=config.timeout)
+
+    def add(self, scheme: str, origin: Origin) -> None:
+        """Read ``scheme`` from ``origin`` in this process."""
+        with self._guard:
+            self._made[scheme] = origin
+
+    def prepare(self, url: ShardURL) -> None:
+        """Make the client that reading ``url`` takes, where it takes long; raises as `of`."""
+        from shardcache.origins.s3 import S3Origin
+
+        origin = self.of(url)
+        if isinstance(origin, S3Origin):
+            origin.prepare()
 
     def nearer(self, url: ShardURL) -> Iterator[UpstreamOrigin]:
         """The shard in each upstream that has it; each is asked when its turn comes."""
         for place in self._upstreams():
             if (found := place.find(url)) is not None:
                 yield found
+
+    @property
+    def copies(self) -> bool:
+        """Whether an upstream is to have what was fetched."""
+        return any(upstream.write_back for upstream in self._config.upstreams)
 
     def write_back(self, url: ShardURL, data: Path, sidecar: bytes) -> None:
         """Copy what was fetched to the upstreams that are to have it; nothing is raised.
@@ -68,58 +98,12 @@ class Origins:
             if place.writes:
                 place.write(url, data, sidecar)
 
-    @property
-    def copies(self) -> bool:
-        """Whether an upstream is to have what was fetched."""
-        return any(upstream.write_back for upstream in self._config.upstreams)
-
     def _upstreams(self) -> list[Place]:
         if not self._config.upstreams:
             return []
+        from shardcache.origins.upstream import Place
+
         with self._guard:
             if self._places is None:
-                from shardcache.origins.upstream import Place
-
-                config, clock = self._config, self._clock
-                self._places = [Place(each, config, clock) for each in config.upstreams]
+                self._places = [Place(each, self._config) for each in self._config.upstreams]
             return self._places
-
-    def prepare(self, url: ShardURL) -> None:
-        """Make the client that reading ``url`` takes, where it takes long.
-
-        Raises:
-            As `of`.
-        """
-        from shardcache.origins.s3 import S3Origin
-
-        origin = self.of(url)
-        if isinstance(origin, S3Origin):
-            origin.client()
-
-    def add(self, scheme: str, origin: Origin) -> None:
-        """Read ``scheme`` from ``origin`` in this process."""
-        with self._guard:
-            self._made[scheme] = origin
-
-    def _make(self, scheme: str) -> Origin:
-        config = self._config
-        if scheme == "s3":
-            from shardcache.origins.s3 import S3Origin
-
-            return S3Origin(
-                scheme_options(config, "s3"),
-                endpoint_url=config.endpoint_url,
-                connections=config.connections,
-                timeout=config.timeout,
-            )
-        if scheme in ("http", "https"):
-            from shardcache.origins.http import WebOrigin
-
-            return WebOrigin(connections=config.connections, timeout=config.timeout)
-        if scheme == "pipe":
-            from shardcache.origins.command import PipeOrigin
-
-            return PipeOrigin(config.timeout)
-        from shardcache.origins.filesystem import FsspecOrigin
-
-        return FsspecOrigin(scheme, scheme_options(config, scheme), timeout=config.timeout)

@@ -7,18 +7,19 @@ origin, by raising `TransientError`; nothing else is retried.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from shardcache.clock import Clock
+from shardcache import clock
 from shardcache.errors import TransferError, TransferTimeoutError
 from shardcache.origins.base import TransientError
 from shardcache.urls import redact
 
 if TYPE_CHECKING:
-    from tenacity import RetryCallState
+    from tenacity import RetryCallState, Retrying
 
 __all__ = ["RetryPolicy"]
 
@@ -36,36 +37,42 @@ RETRY_AFTER_CAP = 60.0
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How often, how long.
+    """How often, how long."""
 
-    Attributes:
-        attempts: calls in a row without progress before giving up.
-        deadline: seconds for the whole fetch of one shard, or None.
-        clock: whose time that is.
-    """
-
-    attempts: int
-    deadline: float | None
-    clock: Clock
+    attempts: int  # calls in a row without progress
+    deadline: float | None  # seconds for the whole fetch of one shard
 
     def started(self, what: str) -> Attempts:
         """Begin the fetch of one shard; ``what`` names it in errors."""
-        end = None if self.deadline is None else self.clock.monotonic() + self.deadline
+        end = None if self.deadline is None else clock.monotonic() + self.deadline
         return Attempts(self, what, end)
 
 
 @dataclass(slots=True)
 class Attempts:
-    """The retries of one shard's fetch, shared by all its connections.
-
-    Attributes:
-        retries: how many attempts failed and were repeated so far.
-    """
+    """The retries of one shard's fetch, shared by all its connections."""
 
     policy: RetryPolicy
     what: str
     end: float | None
-    retries: int = 0
+    retries: int = 0  # attempts that failed and were repeated so far
+
+    def check(self) -> None:
+        """Raise TransferTimeoutError if the deadline of the whole fetch is over."""
+        if self._is_late(0):
+            raise TransferTimeoutError(
+                f"{self.what} was not fetched within the deadline of {self.policy.deadline:g} s. "
+                "Raise deadline, or run again: what was fetched is kept.",
+                url=self.what,
+            )
+
+    def extend(self, seconds: float) -> None:
+        """Leave time out of the deadline in which nothing was to be received."""
+        if self.end is not None:
+            self.end += seconds
+
+    def _is_late(self, pause: float) -> bool:
+        return self.end is not None and clock.monotonic() + pause > self.end
 
     def call(self, function: Callable[[], T], *, sleep: Callable[[float], None]) -> T:
         """Call ``function`` until it succeeds, within the policy.
@@ -82,60 +89,31 @@ class Attempts:
             return function()
         except TransientError as exn:
             failed = [exn]
-        from tenacity import Retrying, retry_if_exception_type
+        return _retrying()(_attempt, self, function, sleep, failed)  # type: ignore[no-any-return]
 
-        def attempt() -> T:
-            if failed:  # the first, which needed none of what follows
-                raise failed.pop()
-            return ours[0][0]()
+    def _is_over(self, state: RetryCallState) -> bool:
+        return state.attempt_number >= self.policy.attempts or self._is_late(state.upcoming_sleep)
 
-        # Tenacity's objects refer to each other and go with the next collection of garbage.
-        # They must not keep the fetch, whose partial is locked for as long as it lives.
-        ours = [(function, sleep)]
-        retrying = Retrying(
-            retry=retry_if_exception_type(TransientError),
-            stop=self._exhausted,
-            wait=_pause,
-            sleep=lambda seconds: ours[0][1](seconds),
-            before_sleep=self._note,
-            retry_error_callback=self._give_up,
-        )
-        try:
-            return retrying(attempt)
-        finally:
-            ours.clear()
-
-    def _exhausted(self, state: RetryCallState) -> bool:
-        return state.attempt_number >= self.policy.attempts or self._expired(state)
-
-    def _expired(self, state: RetryCallState) -> bool:
-        if self.end is None:
-            return False
-        return self.policy.clock.monotonic() + state.upcoming_sleep > self.end
-
-    def _note(self, state: RetryCallState) -> None:
+    def _rest(self, state: RetryCallState, sleep: Callable[[float], None]) -> None:
         self.retries += 1
-        pause = state.next_action.sleep if state.next_action else 0.0
         logger.warning(
             "%s: %s; attempt %d of %d failed, next in %.1f s",
             self.what,
             redact(str(_cause(state))),
             state.attempt_number,
             self.policy.attempts,
-            pause,
+            state.upcoming_sleep,
             extra={"event": "retry", "shard": self.what, "attempt": state.attempt_number},
         )
+        sleep(state.upcoming_sleep)
 
     def _give_up(self, state: RetryCallState) -> NoReturn:
-        cause = _cause(state)
-        count = state.attempt_number
-        timed_out = isinstance(cause, TransientError) and cause.timed_out
-        if self.end is not None and self._expired(state):
-            kind: type[TransferError] = TransferTimeoutError
+        cause, count = _cause(state), state.attempt_number
+        late = self._is_late(state.upcoming_sleep)
+        limit = f"{count} attempt{'s' if count > 1 else ''} failed"
+        if late:
             limit = f"the deadline of {self.policy.deadline:g} s is over"
-        else:
-            kind = TransferTimeoutError if timed_out else TransferError
-            limit = f"{count} attempt{'s' if count > 1 else ''} failed"
+        kind = TransferTimeoutError if late or cause.timed_out else TransferError
         raise kind(
             f"{self.what} could not be fetched: {redact(str(cause))} ({limit}). "
             "Check the endpoint and the network, then try again; what was fetched is kept.",
@@ -144,15 +122,38 @@ class Attempts:
         ) from cause
 
 
-def _cause(state: RetryCallState) -> BaseException | None:
-    return state.outcome.exception() if state.outcome else None
+def _attempt(_: Attempts, function: Callable[[], T], __: object, failed: list[Exception]) -> T:
+    if failed:  # the first call, which needed nothing of tenacity, not even its import
+        raise failed.pop()
+    return function()
+
+
+@functools.cache
+def _retrying() -> Retrying:
+    """Calls `_attempt`. One for all: made per call, it would keep each fetch, whose partial is
+    locked, until the garbage is collected.
+    """
+    from tenacity import Retrying, retry_if_exception_type
+
+    return Retrying(
+        retry=retry_if_exception_type(TransientError),
+        stop=lambda state: state.args[0]._is_over(state),
+        wait=_pause,
+        sleep=lambda seconds: None,
+        before_sleep=lambda state: state.args[0]._rest(state, state.args[2]),
+        retry_error_callback=lambda state: state.args[0]._give_up(state),
+    )
+
+
+def _cause(state: RetryCallState) -> TransientError:
+    cause = state.outcome and state.outcome.exception()
+    assert isinstance(cause, TransientError)
+    return cause
 
 
 def _pause(state: RetryCallState) -> float:
     from tenacity import wait_random_exponential
 
     jitter: float = wait_random_exponential(multiplier=BASE, max=CAP)(state)
-    cause = _cause(state)
-    asked = cause.retry_after if isinstance(cause, TransientError) else None
-    # Spread the herd that was told the same number of seconds.
-    return jitter if asked is None else min(asked, RETRY_AFTER_CAP) + jitter
+    # Behind what was asked for: it spreads the herd that was told the same number of seconds.
+    return min(_cause(state).retry_after or 0.0, RETRY_AFTER_CAP) + jitter

@@ -1,58 +1,66 @@
 """Shards in S3 and in everything that speaks its protocol.
 
-Built on the synchronous botocore client that s3fs brings along: it knows every way to find
-credentials (environment, profile, SSO, role, web identity, container, instance) and every
-addressing rule. Its retries are off; `retry` is the only layer that repeats a request.
+Botocore, which s3fs brings along, knows every way to find credentials and every addressing rule. It
+is asked once per bucket, by a presigned URL; then requests are signed here (Signature Version 4)
+and go over `connection`. What botocore signs in another way (S3 Express, multi-region access
+points, a ``signature_version`` of the user's) it presigns request by request.
 
 Each range request carries ``If-Match`` (or the version id), and the answer is checked against
-what was asked: status, Content-Range and length. A client may be used by many threads; make one
-per process.
+what was asked: status, Content-Range and length.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import hmac
 import logging
+import os
+import re
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import replace
-from http.client import HTTPException
-from typing import Any, NoReturn
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import parse_qsl, quote, unquote_plus, urlsplit
+from xml.etree import ElementTree
 
-from shardcache.config import __version__
-from shardcache.errors import AccessDeniedError, ConfigError, ShardNotFoundError
-from shardcache.origins.base import (
-    Checksum,
-    ObjectInfo,
-    TransientError,
-    VersionChangedError,
-    unchained,
-)
-from shardcache.origins.endpoints import s3_endpoint
+from shardcache.errors import AccessDeniedError, ConfigError
+from shardcache.origins.base import Checksum, ObjectInfo, TransientError, refusal
+from shardcache.origins.connection import Response, Transport, content_length, tls_context
+from shardcache.origins.endpoints import aws_files, s3_endpoint
 from shardcache.origins.http import (
-    TRANSIENT_STATUS,
+    HEADERS,
     RangeBody,
-    content_length,
+    body_of,
     object_info,
-    range_body,
-    retry_after,
+    open_range,
+    page_of,
+    unanswered,
 )
 from shardcache.threads import undivided
 from shardcache.urls import ShardURL, redact
 
-__all__ = ["S3Origin", "make_client"]
+if TYPE_CHECKING:
+    import ssl
+
+__all__ = ["S3Origin"]
 
 logger = logging.getLogger(__name__)
 
 _EXPIRED = frozenset(
     {"ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired"}
 )
-_DENIED = _EXPIRED | {"InvalidToken"}
-_TRANSIENT_CODES = frozenset(
-    {"InternalError", "RequestTimeout", "RequestTimeoutException", "ServiceUnavailable"}
-    | {"SlowDown", "Throttling", "ThrottlingException", "TooManyRequests"}
-)
+#: Of a bucket in another region.
+_ELSEWHERE = frozenset({"AuthorizationHeaderMalformed", "IllegalLocationConstraintException"})
+#: What codes mean that come with 400.
+_STATUS = {
+    **dict.fromkeys(_EXPIRED | {"InvalidToken"}, 403),
+    **dict.fromkeys(("RequestTimeout", "RequestTimeoutException"), 503),
+    **dict.fromkeys(("Throttling", "ThrottlingException"), 503),
+}
 _HINTS = {
+    **dict.fromkeys(_EXPIRED, "log in again"),
     "InvalidAccessKeyId": "the access key is unknown to this endpoint; check AWS_ACCESS_KEY_ID, "
     "the profile and endpoint_url",
     "SignatureDoesNotMatch": "the secret key does not belong to the access key; check "
@@ -60,18 +68,38 @@ _HINTS = {
     "InvalidToken": "the session token is not valid here; check AWS_SESSION_TOKEN, or log in again",
     "InvalidObjectState": "it is archived (Glacier or Intelligent-Tiering); restore it first",
     "RequestTimeTooSkewed": "this machine's clock is off; synchronise it",
-    "AccessDenied": "these credentials may not read it (a missing object looks the same to "
-    "credentials without s3:ListBucket); check the policy, or pass another profile",
 }
-#: What errors and portals send, with status 200 too. Stores name the version of what they hold.
-_PAGES = ("text/html", "text/xml", "application/xml")
+_MAY_NOT = (
+    "these credentials may not read it (a missing object looks the same to "
+    "credentials without s3:ListBucket); check the policy, or pass another profile"
+)
+#: Kinds of botocore's errors: no credentials, a login that ended, a role that may not be assumed.
+_NO_CREDENTIALS = frozenset(
+    {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "SSOError"}
+    | {"TokenRetrievalError", "LoginError", "ClientError"}
+)
+_CERTIFICATES = (
+    "Set AWS_CA_BUNDLE, or pass storage_options={'client_kwargs': {'verify': '/path/to/ca.pem'}}."
+)
 #: Checksums, the ones that cost least first.
 _CHECKSUMS = ("crc32", "crc32c", "crc64nvme", "sha256", "sha1")
-
-#: Botocore's loaders with all they have read, by where they look for descriptions. The first
-#: client of a process takes a fifth of a second, most of it for a megabyte of JSON that describes
-#: S3's interface; later ones take a tenth of that, those of forked workers as well.
-_loaders: dict[str | None, Any] = {}
+#: Parameters of operations: botocore's names, and those of headers (x-amz-) or of the query.
+_NAMES = {
+    "RequestPayer": "x-amz-request-payer",
+    "ChecksumMode": "x-amz-checksum-mode",
+    "VersionId": "versionId",
+    "Prefix": "prefix",
+    "Delimiter": "delimiter",
+    "MaxKeys": "max-keys",
+    "StartAfter": "start-after",
+    "ContinuationToken": "continuation-token",
+}
+_LISTING = {"list-type": "2", "encoding-type": "url"}
+#: Bytes of a listing; a thousand keys take a megabyte at most.
+_LISTING_BYTES = 16 * 1024 * 1024
+#: Seconds that a URL is signed for by botocore.
+_PRESIGNED = 300
+_UNSIGNED = "UNSIGNED-PAYLOAD"
 
 
 class S3Origin:
@@ -81,232 +109,407 @@ class S3Origin:
         storage_options: as s3fs takes them: key, secret, token, profile, anon,
             requester_pays, endpoint_url, client_kwargs, config_kwargs.
         endpoint_url: overrides the endpoint of storage_options.
-        connections: size of the connection pool.
-        timeout: seconds without a byte before a connection counts as dead.
+        timeout: seconds without enough bytes before a connection counts as dead.
     """
 
     pins = True
     states_checksums = True
 
     def __init__(
-        self,
-        storage_options: Mapping[str, Any],
-        *,
-        endpoint_url: str | None = None,
-        connections: int,
-        timeout: float,
+        self, storage_options: Mapping[str, Any], *, endpoint_url: str | None = None, timeout: float
     ) -> None:
         self._options = dict(storage_options)
         self._endpoint = endpoint_url
-        self._connections = connections
         self._timeout = timeout
-        self._client: Any = None
+        self._made: _Account | None = None
         self._guard = threading.Lock()
-        self._extra: dict[str, Any] = {}
-        if self._options.get("requester_pays"):
-            self._extra["RequestPayer"] = "requester"
 
-    def client(self) -> Any:
-        """The client of botocore, made if need be.
-
-        Raises:
-            ConfigError: it cannot be set up.
-        """
+    def prepare(self) -> _Account:
+        """Make the client of botocore, if need be; ConfigError if it cannot be set up."""
         with self._guard:
-            if self._client is None:
-                with undivided():  # a fork: it imports, and makes a context of OpenSSL
-                    self._client = make_client(
-                        self._options,
-                        endpoint_url=self._endpoint,
-                        connections=self._connections,
-                        timeout=self._timeout,
-                    )
-            return self._client
+            if self._made is None:
+                with undivided():  # a fork: it imports
+                    self._made = _Account(self._options, self._endpoint, self._timeout)
+            return self._made
 
     def open(
         self, url: ShardURL, start: int, stop: int | None, pin: ObjectInfo | None = None
     ) -> RangeBody:
         """See `base.Origin.open`."""
-        arguments = self._arguments(url, pin)
-        if pin is not None and pin.etag and not pin.etag.startswith("W/"):  # those never match
-            arguments["IfMatch"] = pin.etag
-        # Also where it is all of it: what a gateway compresses on its way is no such range.
-        span = f"bytes={start}-" if stop is None else f"bytes={start}-{stop - 1}"
-        try:
-            answer = self._call("get_object", url, Range=span, **arguments)
-        except _EmptyObjectError:
-            # No range of an empty object is satisfiable; ask for all of it.
-            answer = self._call("get_object", url, **arguments)
-        return _body(answer, url, start, stop)
+        version = _version(url, pin)
+        # A range also where it is all: what a gateway compresses on its way is no such range.
+        return open_range(
+            lambda headers: self._ask("get_object", url, headers, version), start, stop, pin, _info
+        )
 
     def whole(self, url: ShardURL, most: int, listed: int | None) -> RangeBody | None:
-        """See `base.WholeOrigin.whole`. A range is answered without a checksum."""
-        arguments = self._arguments(url, None)
-        answer = self._call("get_object", url, ChecksumMode="ENABLED", **arguments)
-        body = _body(answer, url, 0, None)
+        """An object from its start, its checksum in ``info``: a range is answered without one.
+
+        Args:
+            url: the shard.
+            most: bytes to deliver; of a longer one the rest is dropped with the connection.
+            listed: bytes that a listing says it has; None without one.
+
+        Returns:
+            None if it comes in a form in which its size is another one.
+
+        Raises:
+            As `open`.
+        """
+        response = self._ask("get_object", url, {}, {**_version(url), "ChecksumMode": "ENABLED"})
+        body = body_of(response, 0, None, _info)
         size = body.info.size
         # What a gateway compresses on its way has another size than it has; no range is.
-        plain = size == listed or not answer.get("ContentEncoding")
-        if size is None or body.stop != size or not plain:
+        packed = size != listed and response.headers.get("content-encoding")
+        if size is None or body.stop != size or packed:
             body.close()
             return None
-        body.end_at(most)
+        body.stop = min(most, size)
         return body
 
     def stat(self, url: ShardURL) -> ObjectInfo:
         """See `base.Origin.stat`."""
-        arguments = self._arguments(url, None)
-        answer = self._call("head_object", url, ChecksumMode="ENABLED", **arguments)
-        headers = answer["ResponseMetadata"]["HTTPHeaders"]
-        size = content_length(headers)
+        response = self._ask("head_object", url, {}, {**_version(url), "ChecksumMode": "ENABLED"})
+        response.close()
+        size = content_length(response.headers)
         if size is None:  # then it cannot be compared with any version
             raise ConfigError(f"{url}: the origin states no size without sending it", url=str(url))
-        return _info(headers, size)
+        return _info(response.headers, size)
 
-    def list_page(self, url: ShardURL, **options: Any) -> dict[str, Any]:
-        """One answer of ListObjectsV2: the keys that begin as ``url``, which may be a bucket, does.
+    def list_page(self, url: ShardURL, **options: Any) -> tuple[list[tuple[str, int]], str]:
+        """One answer of ListObjectsV2 on the keys that begin as ``url``, maybe a bucket, does.
 
-        Raises:
-            As `base.Origin.open`.
+        Args:
+            url: bucket and prefix.
+            options: Delimiter, MaxKeys, StartAfter, ContinuationToken.
+
+        Returns:
+            Keys with their sizes in bytes, and the token that asks for the next page.
         """
-        page: dict[str, Any] = self._call("list_objects_v2", url, **self._extra, **options)
-        return page
+        response = self._ask("list_objects_v2", url, {}, options)
+        try:
+            page = ElementTree.fromstring(response.read(_LISTING_BYTES))  # noqa: S314 - by expat
+            decode = unquote_plus if page.findtext("{*}EncodingType") == "url" else str
+            keys = [
+                (decode(found.findtext("{*}Key") or ""), int(found.findtext("{*}Size") or 0))
+                for found in page.iterfind("{*}Contents")
+            ]
+        except (ElementTree.ParseError, ValueError) as exn:
+            text = f"{url}: what {self.prepare().place} answers is not S3: {exn}."
+            raise ConfigError(f"{text} Check endpoint_url.", url=str(url)) from None
+        finally:
+            response.close()
+        return keys, page.findtext("{*}NextContinuationToken") or ""
 
-    def _arguments(self, url: ShardURL, pin: ObjectInfo | None) -> dict[str, Any]:
-        version = url.version_id or (pin.version_id if pin else None)
-        if version and version != "null":
-            return {**self._extra, "VersionId": version}
-        return dict(self._extra)
-
-    @unchained
-    def _call(self, operation: str, url: ShardURL, **arguments: Any) -> Any:
-        from botocore.exceptions import BotoCoreError, ClientError
-        from botocore.parsers import ResponseParserError
-        from urllib3.exceptions import HTTPError
-
-        bucket, key = url.bucket_and_key()
-        arguments["Bucket"] = bucket
-        arguments["Prefix" if operation == "list_objects_v2" else "Key"] = key
-        for renewed in (False, True):
-            client = self.client()
-            place = redact(str(client.meta.endpoint_url))
-            try:
-                return getattr(client, operation)(**arguments)
-            except (BotoCoreError, ClientError, OSError) as exn:
-                if not renewed and _code(exn) in _EXPIRED:
-                    logger.info("credentials expired; asking the chain for new ones")
-                    with self._guard:
-                        if self._client is client:
-                            self._client = None
-                    continue
-                _translate(exn, url, place)
-            except (HTTPError, HTTPException) as exn:  # botocore reads errors unguarded
-                raise TransientError(f"{place} broke off its answer: {redact(str(exn))}") from None
-            except (ResponseParserError, ValueError, RuntimeError, OverflowError) as exn:
-                raise ConfigError(
-                    f"{url}: what {place} answers is not S3: {redact(str(exn))}. "
-                    "Check endpoint_url.",
-                    url=str(url),
-                ) from None
-        raise AssertionError("unreachable")  # pragma: no cover
+    def _ask(
+        self, operation: str, url: ShardURL, headers: dict[str, str], parameters: dict[str, Any]
+    ) -> Response:
+        """An answer of 200 or 206; other regions and renewed credentials are tried once each."""
+        if self._options.get("requester_pays"):
+            parameters = {**parameters, "RequestPayer": "requester"}
+        region, renewed = None, False
+        while True:
+            account = self.prepare()
+            asked, response = account.send(operation, url, region, headers, parameters)
+            if response.status in (200, 206):
+                return response
+            code, message, elsewhere = _read_refusal(response)
+            if elsewhere not in (None, asked) and region is None:
+                logger.info("%s is in %s", url, elsewhere)
+                region = elsewhere
+            elif code in _EXPIRED and not renewed:
+                logger.info("credentials expired; asking the chain for new ones")
+                with self._guard:
+                    if self._made is account:
+                        self._made = None
+                renewed = True
+            else:
+                said = f"{account.place} answered {response.status} {code}: {message}"
+                raise refusal(
+                    url,
+                    _STATUS.get(code, response.status),
+                    said,
+                    missing="its bucket does not exist" if code == "NoSuchBucket" else "not found",
+                    hint=_HINTS.get(code, _MAY_NOT),
+                    headers=response.headers,
+                )
 
 
-def make_client(
-    options: Mapping[str, Any], *, endpoint_url: str | None, connections: int, timeout: float
-) -> Any:
-    """A client of botocore for many threads; its retries are off.
+class _Keys(NamedTuple):  # named as botocore's are
+    access_key: str
+    secret_key: str
+    token: str = ""
 
-    Args:
-        options, endpoint_url, connections, timeout: as for `S3Origin`.
 
-    Raises:
-        ConfigError: it cannot be set up.
+class _Bucket(NamedTuple):
+    """How a bucket is reached."""
+
+    base: str  # the URL that keys follow
+    region: str
+    service: str  # that signatures are made for; without one, none are made here
+    client: Any = None  # makes them, where only botocore knows how
+
+
+def _stated_keys(options: Mapping[str, Any], endpoint: str) -> _Keys | None:
+    """The keys, where options or environment state all there is to know; empty ones for anon.
+
+    Botocore takes some tenths of a second to be imported and to make a client, which is a fifth of
+    the time of a prewarm of 3 GB. It is asked for AWS, for profiles, where there are configuration
+    files, and for whatever else is not stated here.
     """
-    import botocore
-    import botocore.exceptions
-    from botocore import UNSIGNED
-    from botocore.config import Config
-
-    client_kwargs = dict(options.get("client_kwargs") or {})
-    settings: dict[str, Any] = {
-        "max_pool_connections": connections + 1,  # and one for the checksum
-        "connect_timeout": min(timeout, 10.0),
-        "read_timeout": timeout,
-        "tcp_keepalive": True,
-        # Whole-object checksums are compared by the engine, which sees all parts.
-        "response_checksum_validation": "when_required",
-        # Botocore's own is put together anew for each request, at a twentieth of its cost.
-        "user_agent": f"shardcache/{__version__} botocore/{botocore.__version__}",
-        **(options.get("config_kwargs") or {}),
-        # Whatever config_kwargs say for s3fs: attempts must not multiply.
-        "retries": {"total_max_attempts": 1, "mode": "standard"},
-        "ignore_configured_endpoint_urls": True,  # `s3_endpoint` has looked at them
-    }
+    profile = os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE")
+    known = {"key", "secret", "token", "anon", "requester_pays", "endpoint_url"}
+    # Botocore knows AWS itself, and for TLS the certificates.
+    plain = re.fullmatch(r"http://[^/?#@]+/?", endpoint)
+    if not plain or profile or options.keys() - known or aws_files():
+        return None
     if options.get("anon"):
-        settings["signature_version"] = UNSIGNED
-    client_kwargs["endpoint_url"] = s3_endpoint(options, endpoint_url)
-    client_kwargs.setdefault("use_ssl", options.get("use_ssl", True))
-    try:
-        session = _session(options.get("profile"))
-        if options.get("key"):
-            session.set_credentials(options["key"], options.get("secret"), options.get("token"))
-        if not client_kwargs.get("region_name") and not session.get_config_variable("region"):
-            # Any region will do: S3 answers with the right one and botocore follows.
-            client_kwargs["region_name"] = "us-east-1"
-        client = session.create_client("s3", config=Config(**settings), **client_kwargs)
-    except (botocore.exceptions.BotoCoreError, ValueError, TypeError) as exn:
-        raise ConfigError(
-            f"the S3 client cannot be set up: {redact(str(exn))}. "
-            "Check endpoint_url, the profile and storage_options.",
-        ) from None
-    if not (urlsplit(client.meta.endpoint_url).hostname or "").endswith(".amazonaws.com"):
-        client.meta.events.register_last("before-parameter-build.s3", _stay)
-    return client
+        return _Keys("", "")
+    if options.get("key"):
+        keys = [options.get(name) or "" for name in ("key", "secret", "token")]
+    else:
+        names = "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"
+        keys = [os.environ.get(name, "") for name in names]
+    return _Keys(*keys) if all(keys[:2]) else None
 
 
-def _session(profile: str | None) -> Any:
-    import botocore.loaders
-    import botocore.session
+class _Account:
+    """Credentials, the buckets they were used for, and connections; arguments as of `S3Origin`.
 
-    session = botocore.session.Session(profile=profile)
-    where = session.get_config_variable("data_path")
-    loader = _loaders.get(where)
-    if loader is None:
-        loader = _loaders[where] = botocore.loaders.create_loader(where)
-        # Botocore looks through the directories of all its 400 services for one name,
-        # which is a third of the time that a client takes.
-        loader.list_available_services = lambda type_name: ["s3"]
-    session.register_component("data_loader", loader)
-    return session
-
-
-def _stay(context: dict[str, Any], **_: Any) -> None:
-    """Keep botocore from looking for a bucket's region where there are none.
-
-    A gateway that answers 301 (a web server in front that wants https) would be asked
-    for the bucket, answer 301, be asked again: some hundred requests per attempt.
+    Attributes:
+        place: the endpoint, for people.
     """
-    context.setdefault("s3_redirect", {})["redirected"] = True
+
+    def __init__(
+        self, options: Mapping[str, Any], endpoint_url: str | None, timeout: float
+    ) -> None:
+        self._endpoint = s3_endpoint(options, endpoint_url) or ""
+        self._buckets: dict[str, _Bucket] = {}
+        self._guard = threading.Lock()
+        self._stated = _stated_keys(options, self._endpoint)
+        if self._stated is not None:
+            self._region = os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
+            self.place = redact(self._endpoint)
+            self._transport = Transport(timeout=timeout)
+        else:
+            self._ask_botocore(options, timeout)
+
+    def _ask_botocore(self, options: Mapping[str, Any], timeout: float) -> None:
+        """Let botocore find credentials, region and settings; its import takes a while."""
+        import botocore.exceptions
+        import botocore.session
+
+        client_kwargs = dict(options.get("client_kwargs") or {})
+        client_kwargs["endpoint_url"] = self._endpoint or None
+        client_kwargs.setdefault("use_ssl", options.get("use_ssl", True))
+        self._client_kwargs = client_kwargs
+        self._client = functools.cache(self._make_client)
+        self._settings: dict[str, Any] = {
+            "connect_timeout": min(timeout, 10.0),
+            "read_timeout": timeout,
+            **(options.get("config_kwargs") or {}),
+            # Whatever config_kwargs say for s3fs: attempts must not multiply.
+            "retries": {"total_max_attempts": 1, "mode": "standard"},
+            "ignore_configured_endpoint_urls": True,  # `s3_endpoint` has looked at them
+        }
+        if options.get("anon"):
+            self._settings["signature_version"] = botocore.UNSIGNED
+        try:
+            session = self._session = botocore.session.Session(profile=options.get("profile"))
+            loader = _loader(session.get_config_variable("data_path"))
+            session.register_component("data_loader", loader)
+            names = "aws_access_key_id", "aws_secret_access_key", "aws_session_token"
+            keys = [client_kwargs.pop(name, None) for name in names]
+            keys = keys if keys[0] else [options.get(name) for name in ("key", "secret", "token")]
+            if keys[0]:
+                session.set_credentials(*keys)
+            # Any region will do: S3 answers with the right one.
+            region = client_kwargs.pop("region_name", None)
+            self._region = region or session.get_config_variable("region") or "us-east-1"
+            client = self._client(self._region)
+        except (botocore.exceptions.BotoCoreError, ValueError, TypeError) as exn:
+            client, reason = None, redact(str(exn))
+        if client is None:
+            raise ConfigError(
+                f"the S3 client cannot be set up: {reason}. "
+                "Check endpoint_url, the profile and storage_options.",
+            )
+        config = client.meta.config
+        self.place = redact(str(client.meta.endpoint_url))
+        self._transport = Transport(
+            timeout=config.read_timeout or timeout,
+            connect_timeout=config.connect_timeout,
+            proxies=config.proxies,
+            context=functools.partial(self._trust, config.client_cert),
+        )
+
+    def _make_client(self, region: str) -> Any:
+        from botocore.config import Config
+
+        config = Config(**self._settings)
+        client = self._session.create_client("s3", region, config=config, **self._client_kwargs)
+        client.meta.events.register_first("choose-signer.s3", _prefer_v4)
+        return client
+
+    def _trust(self, own: str | tuple[str, str] | None) -> ssl.SSLContext:
+        from botocore.httpsession import get_cert_path
+
+        trusted = [self._client_kwargs.get("verify")]
+        trusted += [self._session.get_config_variable("ca_bundle")]
+        trusted += [os.environ.get("REQUESTS_CA_BUNDLE"), True]
+        try:
+            return tls_context(get_cert_path(next(t for t in trusted if t is not None)), own)
+        except OSError as exn:
+            raise ConfigError(
+                "the certificates to trust are not where AWS_CA_BUNDLE or verify say "
+                f"({exn.strerror or type(exn).__name__}). Correct the path."
+            ) from None
+
+    def send(
+        self,
+        operation: str,
+        url: ShardURL,
+        region: str | None,
+        headers: dict[str, str],
+        parameters: dict[str, Any],
+    ) -> tuple[str, Response]:
+        """Sign and send a request: the region it was signed for, and the answer.
+
+        Args:
+            operation, parameters: in botocore's words.
+            url: the shard, or what keys of a listing begin with.
+            region: where the bucket is said to be.
+            headers: what needs no signature.
+        """
+        method = "HEAD" if operation == "head_object" else "GET"
+        name, key = url.bucket_and_key()
+        parameters = {**parameters, "Prefix" if operation == "list_objects_v2" else "Key": key}
+        try:
+            bucket = self._bucket(name, region)
+            if bucket.client is not None:
+                target, signed = _presigned(bucket.client, operation, name, parameters)
+            else:
+                target, signed = _unsigned(bucket.base, parameters)
+            if bucket.service:
+                keys = self._stated or self._session.get_credentials().get_frozen_credentials()
+                signed = _sign(method, target, signed, bucket, keys)
+            response = self._transport.request(method, target, {**HEADERS, **headers, **signed})
+        except Exception as exn:  # noqa: BLE001 - sorted, or raised as it is
+            error = _sorted(exn, url, self.place)
+        else:
+            return bucket.region, response
+        raise error
+
+    def _bucket(self, name: str, region: str | None) -> _Bucket:
+        with self._guard:
+            bucket = self._buckets.get(name)
+            if bucket is None or region not in (None, bucket.region):
+                bucket = self._buckets[name] = self._find(name, region or self._region)
+            return bucket
+
+    def _find(self, name: str, region: str) -> _Bucket:
+        if self._stated is not None:  # as botocore does for an endpoint that is given
+            base = f"{self._endpoint.rstrip('/')}/{quote(name)}"
+            return _Bucket(base, region, "s3" if self._stated.access_key else "")
+        client = self._client(region)
+        url = client.generate_presigned_url("get_object", Params={"Bucket": name, "Key": "k"})
+        parts = urlsplit(url)
+        port = {"http": ":80", "https": ":443"}[parts.scheme]
+        base = f"{parts.scheme}://{parts.netloc.removesuffix(port)}{parts.path.removesuffix('/k')}"
+        if not parts.query:
+            return _Bucket(base, region, "")
+        said = dict(parse_qsl(parts.query))
+        # Express buckets have credentials of their own, by the session.
+        if said.get("X-Amz-Algorithm") != "AWS4-HMAC-SHA256" or "X-Amz-S3session-Token" in said:
+            return _Bucket(base, region, "", client)
+        *_, region, service, _ = said["X-Amz-Credential"].split("/")
+        return _Bucket(base, region, service)
 
 
-class _EmptyObjectError(TransientError):
-    """416 for a range that starts at 0; in answer to anything else it is mere trouble."""
+@functools.cache
+def _loader(where: str | None) -> Any:
+    """Botocore's loader, with all it has read.
+
+    The first client of a process takes a fifth of a second, most of it for a megabyte of JSON
+    that describes S3's interface; later ones take a tenth of that, those of forked workers as well.
+    """
+    import botocore.loaders
+
+    loader = botocore.loaders.create_loader(where)
+    # Botocore looks through the directories of all its 400 services for one name,
+    # which is a third of the time that a client takes.
+    loader.list_available_services = lambda type_name: ["s3"]
+    return loader
 
 
-def _body(answer: Mapping[str, Any], url: ShardURL, start: int, stop: int | None) -> RangeBody:
-    meta, raw = answer["ResponseMetadata"], answer["Body"]._raw_stream
-    status, headers = meta["HTTPStatusCode"], meta["HTTPHeaders"]
-    try:
-        if status not in (200, 206):
-            raise ConfigError(f"{url}: {status} is no answer to a read. Check endpoint_url.")
-        body = range_body(status, headers, raw, start, stop, _info)
-        page = headers.get("content-type", "")
-        if status == 200 and not body.info.identifiable and page.startswith(_PAGES):
-            raise TransientError(f"a page of {page} came in place of the object")
-    except Exception:
-        raw.close()
-        raise
-    return body
+def _prefer_v4(signature_version: Any, **_: Any) -> Any:
+    """Keep botocore from presigning in the oldest way it knows, which is its default."""
+    return "s3v4-query" if signature_version in ("v4-query", "s3v4-query") else None
+
+
+def _presigned(
+    client: Any, operation: str, bucket: str, parameters: dict[str, Any]
+) -> tuple[str, dict[str, str]]:
+    """A URL that botocore signs, and the headers that its signature covers."""
+    target = client.generate_presigned_url(
+        operation, Params={"Bucket": bucket, **parameters}, ExpiresIn=_PRESIGNED
+    )
+    covered = dict(parse_qsl(urlsplit(target).query)).get("X-Amz-SignedHeaders", "").split(";")
+    _, headers = _unsigned("", parameters)
+    return target, {name: value for name, value in headers.items() if name in covered}
+
+
+def _unsigned(base: str, parameters: dict[str, Any]) -> tuple[str, dict[str, str]]:
+    """URL and headers of a request; the query is in the order that signatures want."""
+    given = {_NAMES[name]: str(v) for name, v in parameters.items() if name != "Key"}
+    headers = {name: value for name, value in given.items() if name.startswith("x-amz-")}
+    query = {name: value for name, value in given.items() if name not in headers}
+    if "Key" in parameters:
+        base += f"/{quote(parameters['Key'], safe='/~')}"
+    else:
+        query |= _LISTING
+    pairs = sorted((quote(name, safe="~"), quote(value, safe="~")) for name, value in query.items())
+    text = "&".join(f"{name}={value}" for name, value in pairs)
+    return f"{base}?{text}" if text else base, headers
+
+
+def _sign(
+    method: str, url: str, headers: dict[str, str], bucket: _Bucket, keys: Any
+) -> dict[str, str]:
+    """``headers`` with a signature (AWS Signature Version 4); Range and If-Match need none."""
+    place, slash, rest = url.partition("://")[2].partition("/")
+    path, _, query = rest.partition("?")
+    moment = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    headers = {**headers, "x-amz-content-sha256": _UNSIGNED, "x-amz-date": moment}
+    if keys.token:
+        headers["x-amz-security-token"] = keys.token
+    covered = sorted({**headers, "host": place}.items())
+    names = ";".join(name for name, _ in covered)
+    lines = (f"{name}:{value.strip()}" for name, value in covered)
+    canonical = "\n".join([method, f"{slash}{path}", query, *lines, "", names, _UNSIGNED])
+    scope = f"{moment[:8]}/{bucket.region}/{bucket.service}/aws4_request"
+    digest = hashlib.sha256(canonical.encode()).hexdigest()
+    text = f"AWS4-HMAC-SHA256\n{moment}\n{scope}\n{digest}"
+    key = _signing_key(keys.secret_key, scope)
+    headers["Authorization"] = (
+        f"AWS4-HMAC-SHA256 Credential={keys.access_key}/{scope}, SignedHeaders={names}, "
+        f"Signature={hmac.new(key, text.encode(), 'sha256').hexdigest()}"
+    )
+    return headers
+
+
+@functools.lru_cache(maxsize=16)
+def _signing_key(secret: str, scope: str) -> bytes:
+    """The key of one day, region and service."""
+    key = f"AWS4{secret}".encode()
+    for part in scope.split("/"):
+        key = hmac.digest(key, part.encode(), "sha256")
+    return key
+
+
+def _version(url: ShardURL, pin: ObjectInfo | None = None) -> dict[str, str]:
+    version = url.version_id or (pin.version_id if pin else None)
+    return {"VersionId": version} if version and version != "null" else {}
 
 
 def _info(headers: Mapping[str, str], size: int | None) -> ObjectInfo:
@@ -320,95 +523,37 @@ def _info(headers: Mapping[str, str], size: int | None) -> ObjectInfo:
     return replace(object_info(headers, size), version_id=version, checksum=checksum)
 
 
-def _code(exn: Exception) -> str:
-    response = getattr(exn, "response", None)
-    if not isinstance(response, dict):
-        return ""
-    return str(response.get("Error", {}).get("Code", ""))
+def _read_refusal(response: Response) -> tuple[str, str, str | None]:
+    """S3's code, its message or HTTP's, and the region of a bucket that is elsewhere."""
+    try:
+        found = ElementTree.fromstring(page_of(response))  # noqa: S314 - by expat
+    except ElementTree.ParseError:
+        found = ElementTree.Element("")  # a page of a proxy, or none
+    code = found.findtext(".//{*}Code") or ""
+    message = redact(found.findtext(".//{*}Message") or response.reason)
+    elsewhere = response.status in (301, 302, 307) or code in _ELSEWHERE
+    elsewhere |= response.status == 400 and not code  # which answers a HEAD
+    region = response.headers.get("x-amz-bucket-region") or found.findtext(".//{*}Region")
+    return code, message, region if elsewhere else None
 
 
-def _translate(exn: Exception, url: ShardURL, place: str) -> NoReturn:
-    """Raise what the engine understands instead of what botocore says.
-
-    Not "from" it: botocore's texts name whole URLs, user part included, and would be
-    printed with every traceback.
-    """
-    from botocore import exceptions
-
-    if isinstance(exn, exceptions.ClientError):
-        _translate_response(exn, url, place)
-    if isinstance(exn, (exceptions.NoCredentialsError, exceptions.PartialCredentialsError)):
-        raise AccessDeniedError(
-            f"{url} cannot be read: no AWS credentials were found. Set AWS_PROFILE or "
+def _sorted(exn: Exception, url: ShardURL, place: str) -> Exception:
+    """What it means that a request could not be signed, or had no answer."""
+    if isinstance(exn, (OSError, ValueError, TypeError, AttributeError)):
+        return unanswered(exn, url, place, _CERTIFICATES)
+    if not type(exn).__module__.startswith("botocore"):  # which need not be imported
+        return exn
+    reason = redact(str(exn)).partition("\n")[0]
+    kinds = {kind.__name__ for kind in type(exn).__mro__}
+    said = getattr(exn, "response", {}).get("ResponseMetadata", {})
+    if kinds & {"ConnectionError", "HTTPClientError"} or said.get("HTTPStatusCode", 0) >= 500:
+        return TransientError(f"the source of credentials does not answer: {reason}")
+    if kinds & _NO_CREDENTIALS:
+        return AccessDeniedError(
+            f"{url} cannot be read: {reason}. Log in (aws sso login), set AWS_PROFILE or "
             "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or pass "
             "storage_options={'anon': True} for a public bucket.",
             url=str(url),
-        ) from None
-    if isinstance(exn, (exceptions.ParamValidationError, exceptions.InvalidRegionError)):
-        raise ConfigError(f"{url} is not a valid S3 object: {redact(str(exn))}") from None
-    # What says that somebody has to log in again; the last is not in old versions of botocore.
-    names = ("CredentialRetrievalError", "SSOError", "TokenRetrievalError", "LoginError")
-    if isinstance(exn, tuple(getattr(exceptions, n) for n in names if hasattr(exceptions, n))):
-        raise AccessDeniedError(
-            f"{url} cannot be read: credentials could not be had: {redact(str(exn))}. "
-            "Log in again (aws sso login), or check the role and the profile.",
-            url=str(url),
-        ) from None
-    if isinstance(exn, exceptions.SSLError) and "[Errno 2]" in str(exn):
-        raise ConfigError(
-            f"{url}: the certificates to trust are not where AWS_CA_BUNDLE or verify say. "
-            "Correct the path.",
-            url=str(url),
-        ) from None
-    if isinstance(exn, exceptions.SSLError) and "CERTIFICATE_VERIFY_FAILED" in str(exn):
-        raise ConfigError(
-            f"{url}: the certificate of {place} is not trusted here. Set AWS_CA_BUNDLE, or pass "
-            "storage_options={'client_kwargs': {'verify': '/path/to/ca.pem'}}.",
-            url=str(url),
-        ) from None
-    if isinstance(exn, (exceptions.ConnectionError, exceptions.HTTPClientError, OSError)):
-        timed_out = isinstance(
-            exn, (exceptions.ConnectTimeoutError, exceptions.ReadTimeoutError, TimeoutError)
         )
-        reason = redact(str(exn)).partition("\n")[0]
-        raise TransientError(f"{place} does not answer: {reason}", timed_out=timed_out) from None
-    if isinstance(exn, exceptions.BotoCoreError):
-        raise ConfigError(
-            f"{url} cannot be read from {place}: {redact(str(exn))}", url=str(url)
-        ) from None
-    raise exn
-
-
-def _translate_response(exn: Any, url: ShardURL, place: str) -> NoReturn:
-    code = _code(exn)
-    meta = exn.response.get("ResponseMetadata", {})
-    status = int(meta.get("HTTPStatusCode", 0))
-    headers = meta.get("HTTPHeaders", {})
-    said = redact(str(exn.response.get("Error", {}).get("Message", "")))
-    if status == 412 or code == "PreconditionFailed":
-        raise VersionChangedError(str(url)) from None
-    if status == 416 or code == "InvalidRange":
-        if headers.get("content-range", "bytes */0").endswith("/0"):
-            raise _EmptyObjectError(f"{place} answered {status} {code}") from None
-        raise VersionChangedError(f"{url} became shorter") from None
-    if code in _TRANSIENT_CODES or status in TRANSIENT_STATUS:
-        raise TransientError(
-            f"{place} answered {status} {code}", retry_after=retry_after(headers)
-        ) from None
-    if status == 404:
-        bucket, _ = url.bucket_and_key()
-        what = f"the bucket {bucket} does not exist" if code == "NoSuchBucket" else "not found"
-        raise ShardNotFoundError(
-            f"{url}: {what} at {place} (404). Check the pattern and the endpoint.",
-            url=str(url),
-        ) from None
-    if status in (401, 403) or code in _DENIED:
-        hint = _HINTS.get(code, "log in again" if code in _EXPIRED else _HINTS["AccessDenied"])
-        raise AccessDeniedError(
-            f"{url}: access denied by {place} ({status} {code}): {hint}.", url=str(url)
-        ) from None
-    raise ConfigError(
-        f"{url}: {place} refused the request ({status} {code}: {said}). "
-        "Check the region, the endpoint and the bucket's name.",
-        url=str(url),
-    ) from None
+    text = f"{url} cannot be read from {place}: {reason}. Check the profile and storage_options."
+    return ConfigError(text, url=str(url))

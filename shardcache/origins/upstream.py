@@ -9,7 +9,7 @@ then it is of the version that the origin had, is compared with the digest of th
 began with it can go on at the origin. Of other copies the version is what the upstream says.
 
 An upstream is believed: a shard that was replaced at its origin is served as the upstream has it.
-One that fails or is silent is left alone for a minute, then longer (`breaker`); nothing that goes
+One that fails or is silent is left alone for a minute (`files.Breaker`); nothing that goes
 wrong with it is an error. Shards with a query or a version in their URL are not looked for.
 
 A `Place` belongs to the process that made it, and may be used by its threads.
@@ -18,17 +18,16 @@ A `Place` belongs to the process that made it, and may be used by its threads.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import logging
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from shardcache.clock import Clock
 from shardcache.config import Config, Upstream
 from shardcache.errors import AccessDeniedError, ConfigError, ShardNotFoundError
 from shardcache.files import Breaker, random_token
@@ -56,46 +55,32 @@ _TIMEOUT = 10.0
 _FAILURES = 2
 
 
-@dataclass(frozen=True, slots=True)
-class _Sidecar:
-    """Of an entry's sidecar (`store.entry.Metadata`), what matters for its copy."""
-
-    key: str
-    size: int
-    digest: str
-    info: ObjectInfo
-
-    @classmethod
-    def decode(cls, data: bytes) -> _Sidecar:
-        """Raises ValueError where ``data`` is no sidecar."""
-        try:
-            record = json.loads(data)
-            info = ObjectInfo.from_record(record["object"])
-            return cls(str(record["key"]), record["size"], str(record["digest"]), info)
-        except (KeyError, TypeError, RecursionError) as exn:
-            raise ValueError(f"its sidecar cannot be read ({type(exn).__name__})") from exn
-
-
 class UpstreamOrigin:
-    """One shard as an upstream has it; an `base.Origin` of that shard alone.
+    """One shard as an upstream has it; a `base.Origin` of that shard alone.
 
-    Attributes:
-        name: of the upstream, for people.
-        digest: tree digest that the bytes must have; None where nobody knows.
-        pins, states_checksums: see `base.Origin`.
+    Args:
+        place: the upstream.
+        copy: where it has the shard.
+        found: what it says of that.
+        info, digest: version at the origin and tree digest of the bytes, where a sidecar tells.
     """
 
     def __init__(
-        self, place: Place, copy: ShardURL, found: ObjectInfo, sidecar: _Sidecar | None
+        self,
+        place: Place,
+        copy: ShardURL,
+        found: ObjectInfo,
+        info: ObjectInfo | None = None,
+        digest: str | None = None,
     ) -> None:
         self.name = place.name
+        self.digest = digest
         self.pins = place.origin.pins
-        self.digest = None if sidecar is None else sidecar.digest
+        self.states_checksums = info is not None and info.checksum is not None
         self._place = place
         self._copy = copy
         self._found = found
-        self._info = found if sidecar is None else sidecar.info
-        self.states_checksums = sidecar is not None and self._info.checksum is not None
+        self._info = info or found
 
     def open(
         self, url: ShardURL, start: int, stop: int | None, pin: ObjectInfo | None = None
@@ -107,16 +92,15 @@ class UpstreamOrigin:
         body.info = self._info
         return body
 
+    def stat(self, url: ShardURL) -> ObjectInfo:
+        """See `base.Origin.stat`."""
+        if self._place.origin.stat(self._copy).version != self._found.version:
+            raise VersionChangedError(str(url))
+        return self._info
+
     def distrust(self) -> None:
         """Take this shard from there no more, in this process: it is damaged."""
         self._place.distrusted.add(self._copy.key)
-
-    def stat(self, url: ShardURL) -> ObjectInfo:
-        """See `base.Origin.stat`."""
-        now = self._place.origin.stat(self._copy)
-        if now.version != self._found.version:
-            raise VersionChangedError(str(url))
-        return self._info
 
 
 class Place:
@@ -129,33 +113,28 @@ class Place:
         distrusted: keys of copies that are damaged.
     """
 
-    def __init__(self, upstream: Upstream, config: Config, clock: Clock) -> None:
+    def __init__(self, upstream: Upstream, config: Config) -> None:
         self.name = redact(upstream.url)
         self.writes = upstream.write_back
         self.distrusted: set[str] = set()
         self._base = upstream.url.rstrip("/")
         self._endpoint = upstream.endpoint_url
-        self._options = dict(upstream.storage_options)
+        self._options: dict[str, Any] = dict(upstream.storage_options)
         self._scheme = upstream.url.partition("://")[0].lower() if "://" in upstream.url else "file"
-        self._breaker = Breaker(clock, threshold=_FAILURES)
+        self._breaker = Breaker(threshold=_FAILURES)
         timeout = min(config.timeout, _TIMEOUT)
         self.origin: Origin
         if self._scheme == "s3":
-            self.origin = S3Origin(
-                self._options,
-                endpoint_url=self._endpoint,
-                connections=config.connections,
-                timeout=timeout,
-            )
+            self.origin = S3Origin(self._options, endpoint_url=self._endpoint, timeout=timeout)
         else:
             self.origin = FsspecOrigin(self._scheme, self._options, timeout=timeout)
 
     def _copy_of(self, url: ShardURL) -> ShardURL | None:
         """Where it would keep a shard; None if such a shard is not looked for."""
         name = url.canonical.partition("://")[2].lstrip("/")
-        parts = name.split("/")
-        if url.scheme == "pipe" or url.version_id is not None or "?" in name or not name:
+        if url.scheme == "pipe" or url.version_id is not None or "?" in name:
             return None
+        parts = name.split("/")
         if any(part in ("", ".", "..") or len(part.encode()) > _MAX_NAME for part in parts):
             return None
         return self._parse(f"{self._base}/{name}")
@@ -171,17 +150,18 @@ class Place:
         found = self._asked(lambda: self.origin.stat(copy))
         if found is None or found.size is None:
             return None
-        said = self._asked(lambda: self._read_sidecar(copy))
-        if said is None:
-            return UpstreamOrigin(self, copy, found, None)
+        sidecar = self._asked(lambda: self._read_sidecar(copy))
+        if sidecar is None:
+            return UpstreamOrigin(self, copy, found)
         try:
-            sidecar = _Sidecar.decode(said)
-            if (sidecar.key, sidecar.size) != (url.key, found.size):
+            record = json.loads(sidecar)
+            if (record["key"], record["size"]) != (url.key, found.size):
                 raise ValueError("it is of another shard")
-        except ValueError as exn:
-            logger.info("%s: its copy in %s is not used: %s", url, self.name, exn)
+            info = ObjectInfo.from_record(record["object"])
+            return UpstreamOrigin(self, copy, found, info, str(record["digest"]))
+        except (KeyError, TypeError, ValueError, RecursionError) as exn:
+            logger.info("%s: its copy in %s is not used: its sidecar: %r", url, self.name, exn)
             return None
-        return UpstreamOrigin(self, copy, found, sidecar)
 
     def _read_sidecar(self, copy: ShardURL) -> bytes:
         url = self._parse(f"{copy.raw}{_SIDECAR}")
@@ -195,8 +175,7 @@ class Place:
         try:
             answer = ask()
         except ShardNotFoundError:
-            self._breaker.succeeded()
-            return None
+            answer = None
         except _REFUSALS as exn:
             self._failed(exn)
             return None
@@ -220,7 +199,7 @@ class Place:
             return
         self.distrusted.discard(copy.key)
         there = self.find(url)
-        if there is not None and there.digest == _Sidecar.decode(sidecar).digest:
+        if there is not None and there.digest == json.loads(sidecar)["digest"]:
             return
         try:
             if self._scheme == "file":
@@ -230,22 +209,22 @@ class Place:
                     _write_file(path, source)
                 _write_file(path.with_name(f"{path.name}{_SIDECAR}"), io.BytesIO(sidecar))
             else:
-                self._put(copy, data, sidecar)
+                place = self._writer._strip_protocol(copy.raw)
+                self._writer.put_file(os.fspath(data), place)
+                self._writer.pipe_file(f"{place}{_SIDECAR}", sidecar)
         except Exception as exn:  # noqa: BLE001 - every filesystem has its own exceptions
             self._failed(OSError(redact(f"it cannot be written: {type(exn).__name__}: {exn}")))
         else:
             self._breaker.succeeded()
 
-    def _put(self, copy: ShardURL, data: Path, sidecar: bytes) -> None:
+    @functools.cached_property
+    def _writer(self) -> Any:
         import fsspec
 
-        options: dict[str, Any] = dict(self._options)
+        options = self._options
         if self._scheme == "s3" and (endpoint := s3_endpoint(options, self._endpoint)):
-            options["endpoint_url"] = endpoint
-        filesystem = fsspec.filesystem(self._scheme, skip_instance_cache=True, **options)
-        place = filesystem._strip_protocol(copy.raw)
-        filesystem.put_file(os.fspath(data), place)
-        filesystem.pipe_file(f"{place}{_SIDECAR}", sidecar)
+            options = {**options, "endpoint_url": endpoint}
+        return fsspec.filesystem(self._scheme, skip_instance_cache=True, **options)
 
 
 def _write_file(path: Path, source: BinaryIO) -> None:

@@ -14,24 +14,26 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from shardcache.clock import SYSTEM_CLOCK
-from shardcache.config import Config
+from shardcache import clock
 from shardcache.errors import ConfigError, ShardCacheError
 from shardcache.origins.listing import Listing, is_pattern, refuse_local
-from shardcache.ranks import detect
+from shardcache.ranks import whole_number
 from shardcache.results import PrewarmPlan
-from shardcache.space.eviction import Limits, plan, total_bytes
+from shardcache.space.eviction import Limits, total_bytes
 from shardcache.space.memory import Volume
-from shardcache.space.policy import Policy
+from shardcache.space.tiers import Tier
 from shardcache.store.entry import DamagedError
-from shardcache.store.store import Entry, Namespaces
+from shardcache.store.store import Entry
 from shardcache.store.sweeping import in_flight
+from shardcache.store.verify import differs
 from shardcache.urls import ShardURL, redact
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache
+
+T = TypeVar("T")
 
 #: Origins are asked about so many shards at a time. Each question is a round trip and no more.
 _QUESTIONS = 16
@@ -46,9 +48,6 @@ _LAUNCHERS = (
 )
 
 
-# -- specifications ------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Share:
     """The part of a list of shards that one node's ranks read.
@@ -61,9 +60,6 @@ class Share:
         node: number of the node, from 0 on.
         count: number of nodes.
         ranks: processes of the training run on each node.
-
-    Raises:
-        ConfigError: the numbers contradict each other.
     """
 
     node: int
@@ -81,52 +77,34 @@ class Share:
                 f"{self.count - 1}. Correct --node-rank or --node-count."
             )
 
-    def of(self, urls: Sequence[str]) -> list[str]:
-        """The URLs that this node's ranks read, in the order of the list."""
-        first = self.node * self.ranks
-        mine = range(first, first + self.ranks)
+    def of(self, shards: Sequence[T]) -> list[T]:
+        """The shards that this node's ranks read, in the order of the list."""
         world = self.count * self.ranks
-        return [url for index, url in enumerate(urls) if index % world in mine]
+        return [each for n, each in enumerate(shards) if n % world // self.ranks == self.node]
 
 
-def own_share(
-    node: int | None, count: int | None, ranks: int, environ: Mapping[str, str] = os.environ
-) -> Share:
-    """This node's share.
-
-    Args:
-        node: number of this node, or None to ask the launcher's variables.
-        count: number of nodes, or None likewise.
-        ranks: processes of the training run on each node.
-        environ: the environment.
+def own_share(node: int | None, count: int | None, ranks: int) -> Share:
+    """This node's share; without ``node`` and ``count``, by the launcher's variables.
 
     Raises:
         ConfigError: neither the caller nor a launcher tells, or the numbers are impossible.
     """
     if (node is None) != (count is None):
         raise ConfigError("--node-rank and --node-count go together: give both, or neither.")
-    if node is not None and count is not None:
-        return Share(node, count, ranks)
     for name, counts in _LAUNCHERS:
-        total = next((n for n in counts if environ.get(n, "").strip()), None)
-        if environ.get(name, "").strip() and total is not None:
-            return Share(_whole_number(environ, name), _whole_number(environ, total), ranks)
-    raise ConfigError(
-        "--shard-by-node needs to know which node this is. Run it as a Slurm step "
-        "(srun --ntasks-per-node=1), with --ray, or give --node-rank and --node-count."
-    )
+        if node is None or count is None:
+            node = whole_number(os.environ, name)
+            stated = (whole_number(os.environ, each) for each in counts)
+            count = next((number for number in stated if number is not None), None)
+    if node is None or count is None:
+        raise ConfigError(
+            "--shard-by-node needs to know which node this is. Run it as a Slurm step "
+            "(srun --ntasks-per-node=1), with --ray, or give --node-rank and --node-count."
+        )
+    return Share(node, count, ranks)
 
 
-def _whole_number(environ: Mapping[str, str], name: str) -> int:
-    text = environ[name].strip()
-    if not (text.isascii() and text.isdigit() and len(text) <= 10):
-        raise ConfigError(f"{name}={text[:40]!r} is no whole number. Correct it or unset it.")
-    return int(text)
-
-
-def expand(
-    specs: str | Iterable[str], cache: Cache | None = None, *, share: Share | None = None
-) -> list[str]:
+def expand(specs: str | Iterable[str], cache: Cache | None = None) -> list[str]:
     """The URLs that ``specs`` stand for, each once, in order.
 
     A specification is split at ``::``; ``${X}`` is replaced by the variable ``WDS_X``; then
@@ -136,26 +114,18 @@ def expand(
         specs: one shard specification, or several.
         cache: lists ``s3://bucket/prefix/`` (every tar file below it) and names with ``*`` or
             ``?``. Without a cache those stay as they are.
-        share: keep only the shards that this node reads. As in WebDataset, a shard that is
-            named twice counts twice in the split.
 
     Raises:
         ConfigError: a malformed specification, or a variable that is not set.
         ShardNotFoundError: nothing matches a prefix or a pattern.
         AccessDeniedError, TransferError: it cannot be listed.
     """
-    found: list[str] = []
-    listing = Listing(cache.config) if cache is not None else None
-    for spec in [specs] if isinstance(specs, str) else specs:
-        for url in _expand_braces(spec):
-            if listing is not None and is_pattern(url):
-                found += listing.matches(url)
-            else:
-                found.append(url)
-    return list(dict.fromkeys(found if share is None else share.of(found)))
+    listing = None if cache is None else Listing(cache.config)
+    specs = [specs] if isinstance(specs, str) else specs
+    return list(dict.fromkeys(url for spec in specs for url in _expand(spec, listing)))
 
 
-def _expand_braces(spec: str) -> list[str]:
+def _expand(spec: str, listing: Listing | None) -> list[str]:
     import braceexpand
 
     urls: list[str] = []
@@ -165,12 +135,14 @@ def _expand_braces(spec: str) -> list[str]:
             if part == last:
                 break
         try:
-            urls += braceexpand.braceexpand(part)
+            expanded = list(braceexpand.braceexpand(part))
         except ValueError as exn:
             raise ConfigError(
                 f"{redact(part)}: {redact(str(exn))}. Write ranges as {{0000..0127}}, lists as "
                 "{a,b}, and a brace of the name itself as \\{.",
             ) from exn
+        for url in expanded:
+            urls += listing.matches(url) if listing and is_pattern(url) else [url]
     return urls
 
 
@@ -182,45 +154,46 @@ def _variable(found: re.Match[str]) -> str:
     return value
 
 
-def wanted_shards(cache: Cache, wanted: Iterable[str | ShardURL]) -> tuple[ShardURL, ...]:
+def wanted_shards(
+    cache: Cache,
+    wanted: Iterable[str | ShardURL],
+    listing: Listing,
+    share: Share | None = None,
+) -> tuple[ShardURL, ...]:
     """The shards that are asked for; of two names of one object the first stays.
 
-    Args:
-        cache: of which configuration.
-        wanted: specifications, which `expand` expands, and parsed URLs, which it does not.
+    Specifications are expanded, parsed URLs are not. Of a ``share`` only what this node reads is
+    kept; as in WebDataset, a shard that is named twice counts twice in the split.
 
     Raises:
-        ConfigError: not a URL, or one that this cache does not store.
-        ShardNotFoundError, AccessDeniedError, TransferError: as `expand`.
+        ConfigError: not a URL, or one that this cache does not store; and as `expand`.
     """
-    found: dict[str, ShardURL] = {}
+    shards: list[ShardURL] = []
     for each in wanted:
-        parsed = [each] if isinstance(each, ShardURL) else map(cache.parse, expand(each, cache))
-        for shard in parsed:
-            refuse_local(shard, cache.config)
-            found.setdefault(shard.key, shard)
+        if isinstance(each, ShardURL):
+            shards.append(each)
+        else:
+            shards += map(cache.parse, _expand(each, listing))
+    found: dict[str, ShardURL] = {}
+    for shard in shards if share is None else share.of(shards):
+        refuse_local(shard, cache.config)
+        found.setdefault(shard.key, shard)
     return tuple(found.values())
-
-
-# -- plans ---------------------------------------------------------------------
 
 
 def make_plan(
     cache: Cache,
     shards: tuple[ShardURL, ...],
+    listing: Listing,
     *,
-    best_effort: bool,
-    patience: float | None = None,
+    best_effort: bool = False,
+    ask_sizes: bool = True,
     refresh: bool = False,
 ) -> PrewarmPlan:
     """Compare what is wanted with what is cached.
 
-    Args:
-        cache: where.
-        shards: from `wanted_shards`.
-        best_effort: leave out what does not fit (``left_out``).
-        patience: seconds that the origin has to tell sizes; 0 does not ask it.
-        refresh: ask origins which of the cached shards they have replaced.
+    With ``ask_sizes`` the origin is asked how large the missing shards are, with ``refresh`` which
+    of the cached ones it has replaced; ``best_effort`` leaves out what does not fit.
 
     Raises:
         OSError: the directory cannot be read.
@@ -228,46 +201,64 @@ def make_plan(
     wanted = {shard.key for shard in shards}
     entries = list(cache.entries())
     cached = {entry.key: entry for entry in entries if entry.key in wanted and _is_whole(entry)}
-    outdated: Mapping[str, frozenset[str]] = {}
-    unconfirmed: Mapping[str, Exception] = {}
+    answers: dict[str, frozenset[str] | Exception] = {}
     if refresh:
-        outdated, unconfirmed = _replaced(cache, [s for s in shards if s.key in cached])
-        cached = {key: entry for key, entry in cached.items() if key not in outdated}
+        known = [shard for shard in shards if shard.key in cached]
+        with ThreadPoolExecutor(_QUESTIONS, "shardcache-refresh") as pool:
+            found = pool.map(lambda shard: _outdated(cache, shard), known)
+            answers = {shard.key: answer for shard, answer in zip(known, found, strict=True)}
+    outdated = {key: each for key, each in answers.items() if each and isinstance(each, frozenset)}
+    cached = {key: entry for key, entry in cached.items() if key not in outdated}
     missing = [shard for shard in shards if shard.key not in cached]
     sizes: Mapping[str, int] = {}
-    if missing and patience != 0:
-        sizes = Listing(cache.config).sizes(missing, seconds=patience)
-    room = _Room.in_tiers(cache.config, entries, wanted, sum(sizes.values()))
+    if missing and ask_sizes:
+        sizes = listing.sizes(missing)
+    free = evict = 0
+    need = too_much = sum(sizes.values())
+    for tier in cache.processes.here().tiers:  # what one has no room for is for the next
+        more, freed, too_much = _room(tier, entries, wanted, too_much)
+        free, evict = free + more, evict + freed
+    left_out = set()
+    left = need - too_much
+    for shard in missing if best_effort else ():  # the rest fits; earlier ones go first
+        if (size := sizes.get(shard.key, 0)) <= left:
+            left -= size
+        else:
+            left_out.add(shard.key)
     return PrewarmPlan(
         shards,
         cached,
         sizes,
-        room.free,
-        room.evict,
-        room.missing,
-        left_out=_left_out(missing, sizes, room) if best_effort else frozenset(),
+        free,
+        evict,
+        too_much,
+        left_out=frozenset(left_out),
         outdated=outdated,
-        unconfirmed=unconfirmed,
+        unconfirmed={key: each for key, each in answers.items() if isinstance(each, Exception)},
     )
 
 
-def _replaced(
-    cache: Cache, shards: Sequence[ShardURL]
-) -> tuple[dict[str, frozenset[str]], dict[str, Exception]]:
-    """`PrewarmPlan.outdated` and `unconfirmed`, of cached shards."""
-    outdated: dict[str, frozenset[str]] = {}
-    unconfirmed: dict[str, Exception] = {}
-
-    def ask(shard: ShardURL) -> None:
+def _outdated(cache: Cache, shard: ShardURL) -> frozenset[str] | Exception:
+    """Cached versions of a shard whose origin has another one; or why that is unknown."""
+    process = cache.processes.here()
+    process.coordinator()
+    found = [entry for store in process.stores() for entry in store.entries_of(shard.key)]
+    if not found or shard.scheme == "pipe" or shard.version_id:
+        return frozenset()
+    try:
+        origin, attempts = process.origins.of(shard), process.fetcher.policy.started(str(shard))
+        now = attempts.call(lambda: origin.stat(shard), sleep=clock.sleep)
+    except (ShardCacheError, OSError) as exn:
+        return exn
+    for entry in found:
         try:
-            if versions := cache.outdated(shard):
-                outdated[shard.key] = versions
-        except (ShardCacheError, OSError) as exn:
-            unconfirmed[shard.key] = exn
-
-    with ThreadPoolExecutor(_QUESTIONS, "shardcache-refresh") as pool:
-        list(pool.map(ask, shards))
-    return outdated, unconfirmed
+            if differs(entry.metadata().info, now) is None:
+                return frozenset()
+        except ValueError:  # nothing tells versions apart
+            return frozenset()
+        except (DamagedError, FileNotFoundError):
+            continue
+    return frozenset(entry.version for entry in found)
 
 
 def _is_whole(entry: Entry) -> bool:
@@ -277,63 +268,24 @@ def _is_whole(entry: Entry) -> bool:
         return False
 
 
-@dataclass(frozen=True, slots=True)
-class _Room:
-    """Bytes free, to be evicted, and missing for ``need`` more."""
-
-    need: int
-    free: int
-    evict: int
-    missing: int
-
-    @classmethod
-    def in_tiers(cls, config: Config, entries: list[Entry], wanted: set[str], need: int) -> _Room:
-        """In all tiers together: what one has no room for is for the next."""
-        free = evict = 0
-        left = need
-        for tier in config.by_tier():
-            here = [entry for entry in entries if tier.dir in entry.path.parents]
-            room = cls.of(tier, here, wanted, left)
-            free, evict, left = free + room.free, evict + room.evict, room.missing
-        return cls(need, free, evict, left)
-
-    @classmethod
-    def of(cls, config: Config, entries: list[Entry], wanted: set[str], need: int) -> _Room:
-        namespaces = Namespaces(config, detect())
-        others = resumable = 0
-        for store in namespaces.all():
-            for found in in_flight(store.layout):
-                if found.key in wanted:
-                    resumable += found.occupied  # part of `need`, and on disk already
-                else:
-                    others += found.reserved
-        above = (config.dir, *config.dir.parents)
-        volume = Volume.of(next(path for path in above if path.exists()))
-        spare = volume.free - config.min_free.of(volume.size) + resumable
-        limit = volume.budget(config)
-        now = SYSTEM_CLOCK.time()
-        chosen = plan(
-            entries,
-            Limits(max_size=limit, free_needed=max(0, need - spare)),
-            now,
-            reserved=others + need,
-            policy=Policy.now(config, namespaces.node, now),
-            in_use=lambda entry: entry.key in wanted or namespaces.own.is_pinned(entry),
-        )
-        free = spare
-        if limit is not None:
-            free = min(free, limit - others - total_bytes(entries))
-        return cls(need, max(0, free), chosen.freed, chosen.missing)
-
-
-def _left_out(missing: list[ShardURL], sizes: Mapping[str, int], room: _Room) -> frozenset[str]:
-    """Which shards to give up so that the rest fits; earlier ones go first."""
-    left = room.need - room.missing
-    out = set()
-    for shard in missing:
-        size = sizes.get(shard.key, 0)
-        if size <= left:
-            left -= size
-        else:
-            out.add(shard.key)
-    return frozenset(out)
+def _room(tier: Tier, entries: list[Entry], wanted: set[str], need: int) -> tuple[int, int, int]:
+    """Bytes free, to be evicted, and missing for ``need`` more, in one directory."""
+    config = tier.config
+    here = [entry for entry in entries if tier.owns(entry.directory)]
+    flights = [flight for store in tier.stores() for flight in in_flight(store.layout)]
+    # Part of `need`, and on disk already.
+    resumable = sum(flight.occupied for flight in flights if flight.key in wanted)
+    others = sum(flight.reserved for flight in flights if flight.key not in wanted)
+    above = (config.dir, *config.dir.parents)
+    volume = Volume.of(next(path for path in above if path.exists()))
+    limit = volume.budget(config)
+    free = spare = volume.free - config.min_free.of(volume.size) + resumable
+    kept = total_bytes([entry for entry in here if entry.key in wanted])
+    chosen = tier.space().plan(
+        Limits(max_size=limit, free_needed=max(0, need - spare)),
+        reserved=others + need + kept,
+        found=[entry for entry in here if entry.key not in wanted],
+    )
+    if limit is not None:
+        free = min(free, limit - others - total_bytes(here))
+    return max(0, free), chosen.freed, chosen.missing

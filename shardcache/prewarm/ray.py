@@ -3,36 +3,34 @@
     prewarm_nodes -> one task pinned to each live node -> `prewarm` of that node's cache
                   <- news every second (a streaming generator) <-
 
-Each node has its own cache, its own configuration and its own credentials: those of the
-environment in which ``ray start`` ran there. Shard specifications and the options of the prewarm
-are sent, nothing else. Shards do not travel between nodes.
+Each node has its own cache, configuration and credentials: those of the environment in which
+``ray start`` ran there. Only shard specifications and the options of the prewarm are sent.
 
 A node that fails or dies is reported; the others complete. The nodes that are alive at the start
-take part, and nobody waits for one that joins later. What was fetched stays in the caches, so the
-same call again fetches what is missing.
+take part. What was fetched stays in the caches, so the same call again fetches what is missing.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import queue
 import signal
 import socket
 import sys
 import threading
-import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TextIO
 
+from shardcache import clock
 from shardcache import config as configuration
 from shardcache.cache import Cache
 from shardcache.errors import ConfigError, ShardCacheError
-from shardcache.fetch.transfer import FetchStatus
+from shardcache.fetch.status import FetchStatus
 from shardcache.prewarm.plan import Share, expand
 from shardcache.prewarm.run import JOBS, prewarm
 from shardcache.results import (
@@ -47,16 +45,18 @@ from shardcache.results import (
     Stopped,
 )
 
-#: Seconds between two pieces of news of a node.
-_NEWS_EVERY = 1.0
-#: Seconds between two looks for news and for a stop.
-_TICK = 0.2
+#: Seconds between two pieces of news of a node, and between two looks for them and for a stop.
+_NEWS_EVERY, _TICK = 1.0, 0.2
 #: Seconds that nodes have to end once they are cancelled: what `prewarm` needs, and some more.
 _FAREWELL = 20.0
 #: Ray itself tries for minutes to reach an address where nobody listens.
 _CONNECT_SECONDS = 10.0
-#: What a node tells of its prewarm; a report or an exception comes last.
-_Event = Event | PrewarmReport | Exception
+#: Attributes of a `NodeReport`; of the results those that are new.
+_News = dict[str, Any]
+
+
+class NodeLostError(ShardCacheError):
+    """A node of the cluster, or its task, ended without a report."""
 
 
 @dataclass(slots=True)
@@ -69,6 +69,7 @@ class NodeReport:
         plan: what the node has to do, once it has told.
         results: by URL, the shards that it is done with.
         received: bytes that came over the network.
+        own: the node's own report, once it has told.
         ended: whether there will be no more news.
         interrupted: whether it was cancelled.
         error: why the node is not done, other than by single shards.
@@ -79,10 +80,10 @@ class NodeReport:
     plan: PrewarmPlan | None = None
     results: dict[str, ShardResult] = field(default_factory=dict)
     received: int = 0
+    own: PrewarmReport | None = None
     ended: bool = False
     interrupted: bool = False
     error: Exception | None = None
-    _own: PrewarmReport | None = None
 
     @property
     def lost(self) -> bool:
@@ -92,41 +93,30 @@ class NodeReport:
     @property
     def report(self) -> PrewarmReport:
         """The node's own report, or what it told before it was lost or interrupted."""
-        if self._own is not None:
-            return self._own
+        if self.own is not None:
+            return self.own
         plan = self.plan or PrewarmPlan((), {}, {}, 0, 0, 0)
-        untold = dict.fromkeys(plan.cached, Outcome.CACHED)
-        results = tuple(
-            self.results.get(str(shard))
-            or ShardResult(
-                str(shard), untold.get(shard.key, Outcome.NOT_STARTED), plan.size_of(shard)
-            )
-            for shard in plan.shards
-        )
+        results = []
+        for shard in plan.shards:
+            untold = Outcome.CACHED if shard.key in plan.cached else Outcome.NOT_STARTED
+            result = ShardResult(str(shard), untold, plan.size_of(shard))
+            results.append(self.results.get(result.url, result))
         stopped = Stopped.REQUESTED if self.interrupted else None
-        return PrewarmReport(plan, results, 0.0, stopped)
+        return PrewarmReport(plan, tuple(results), 0.0, stopped)
 
-    def _take(self, news: _News) -> None:
-        self.received = news.received
-        for each in news.events:
-            if isinstance(each, Planned):
-                self.plan = each.plan
-            elif isinstance(each, Finished):
-                self.results[each.result.url] = each.result
-            elif isinstance(each, PrewarmReport):
-                self._own = each
-            elif isinstance(each, Exception):
-                self.error = each
-
-
-class NodeLostError(ShardCacheError):
-    """A node of the cluster, or its task, ended without a report."""
+    def take(self, news: _News) -> None:
+        """Learn what the node tells."""
+        for name, value in news.items():
+            if name == "results":
+                self.results |= {result.url: result for result in value}
+            else:
+                setattr(self, name, value)
 
 
 def prewarm_nodes(
     urls: str | Iterable[str],
     *,
-    settings: Mapping[str, Any] = MappingProxyType({}),
+    settings: Mapping[str, Any] | None = None,
     config_file: str | os.PathLike[str] | None = None,
     ranks_per_node: int | None = None,
     on_news: Callable[[Sequence[NodeReport]], None] = lambda nodes: None,
@@ -160,64 +150,55 @@ def prewarm_nodes(
     expanded = expand(specs)  # a mistake is told once, not by every node
     if any("${" in spec for spec in specs):
         specs = expanded  # the nodes need not know the variables
-    order = _Order(
-        tuple(specs),
-        dict(settings),
-        None if config_file is None else Path(config_file).absolute(),
-        options,
-    )
+    settings = dict(settings or {})
+    file = None if config_file is None else Path(config_file).absolute()
+    stop = stop or threading.Event()
     with _connected() as ray:
-        return _prewarm_nodes(ray, order, ranks_per_node, on_news, stop or threading.Event())
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-
-def _prewarm_nodes(
-    ray: Any,
-    order: _Order,
-    ranks_per_node: int | None,
-    on_news: Callable[[Sequence[NodeReport]], None],
-    stop: threading.Event,
-) -> tuple[NodeReport, ...]:
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    # It asks for no processor, so that a busy cluster is prewarmed, too.
-    task = ray.remote(num_cpus=0, max_retries=0, num_returns="streaming")(_prewarm_here)
-    alive = sorted((node for node in ray.nodes() if node["Alive"]), key=_place)
-    names = [str(node.get("NodeName") or node["NodeManagerAddress"]) for node in alive]
-    nodes, streams = [], {}
-    for number, (node, name) in enumerate(zip(alive, names, strict=True)):
-        unique = name if names.count(name) == 1 else f"{name}/{node['NodeID'][:8]}"
-        nodes.append(NodeReport(unique, number))
-        share = None if ranks_per_node is None else Share(number, len(alive), ranks_per_node)
-        pinned = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        streams[task.options(scheduling_strategy=pinned).remote(order, share)] = number
-    end: float | None = None
-    try:
-        while streams and (end is None or time.monotonic() < end):
-            if stop.is_set() and end is None:
-                end = time.monotonic() + _FAREWELL
-                for stream in streams:
-                    ray.cancel(stream)
-            ready, _ = ray.wait(list(streams), num_returns=len(streams), timeout=_TICK)
-            for stream in ready:
-                node = nodes[streams[stream]]
-                try:
-                    node._take(ray.get(next(stream)))
-                except StopIteration:
-                    node.ended = True
-                except ray.exceptions.RayError as exn:
-                    node.ended, node.interrupted = True, end is not None
-                    if end is None:
-                        node.error = _lost(ray, alive[node.number]["NodeID"], exn)
-                if node.ended:
+        # It asks for no processor, so that a busy cluster is prewarmed, too.
+        task = ray.remote(num_cpus=0, max_retries=0, num_returns="streaming")(_prewarm_here)
+        alive = sorted((node for node in ray.nodes() if node["Alive"]), key=_place)
+        names = [str(node.get("NodeName") or node["NodeManagerAddress"]) for node in alive]
+        nodes, streams = [], {}
+        for number, (node, name) in enumerate(zip(alive, names, strict=True)):
+            unique = name if names.count(name) == 1 else f"{name}/{node['NodeID'][:8]}"
+            nodes.append(NodeReport(unique, number))
+            share = None if ranks_per_node is None else Share(number, len(alive), ranks_per_node)
+            pinned = task.options(
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            )
+            task_of_node = pinned.remote(specs, settings, file, options, share)
+            streams[task_of_node] = nodes[number]
+        end: float | None = None
+        try:
+            while streams and (end is None or clock.monotonic() < end):
+                if stop.is_set() and end is None:
+                    end = clock.monotonic() + _FAREWELL
+                    for stream in streams:
+                        ray.cancel(stream)
+                ready, _ = ray.wait(list(streams), num_returns=len(streams), timeout=_TICK)
+                for stream in ready:
+                    report = streams[stream]
+                    try:
+                        report.take(ray.get(next(stream)))
+                        continue
+                    except StopIteration:
+                        pass
+                    except ray.exceptions.RayError as exn:
+                        report.interrupted = end is not None
+                        if end is None:
+                            report.error = _lost(ray, alive[report.number]["NodeID"], exn)
+                    report.ended = True
                     del streams[stream]
-            on_news(nodes)
-    finally:
-        for stream in streams:
-            ray.cancel(stream)
-    for number in streams.values():  # they did not end in time
-        nodes[number].ended = nodes[number].interrupted = True
-    on_news(nodes)
-    return tuple(nodes)
+                on_news(nodes)
+        finally:
+            for stream in streams:
+                ray.cancel(stream)
+        for report in streams.values():  # they did not end in time
+            report.ended = report.interrupted = True
+        on_news(nodes)
+        return tuple(nodes)
 
 
 def _place(node: Mapping[str, Any]) -> tuple[str, str, str]:
@@ -276,10 +257,9 @@ def _connected() -> Iterator[Any]:
 
 
 class _WithoutRay:
-    """Standard output without Ray's own lines.
+    """Standard output without Ray's own lines: a thread of Ray's prints there that a node died.
 
-    A thread of Ray's prints there that a node died, even with ``log_to_driver=False``. Our report
-    says it, too, and standard output may be JSON that a program reads.
+    Our report says it, too, and standard output may be JSON that a program reads.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -296,91 +276,64 @@ class _WithoutRay:
 # -- on the nodes --------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Order:
-    """What every node has to do; see `prewarm_nodes`."""
-
-    specs: tuple[str, ...]
-    settings: Mapping[str, Any]
-    config_file: Path | None
-    options: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class _News:
-    """What happened on a node since the last news, and bytes received by now."""
-
-    events: tuple[_Event, ...]
-    received: int
-
-
-def _prewarm_here(order: _Order, share: Share | None) -> Iterator[_News]:
+def _prewarm_here(
+    specs: Sequence[str],
+    settings: Mapping[str, Any],
+    config_file: Path | None,
+    options: Mapping[str, Any],
+    share: Share | None,
+) -> Iterator[_News]:
     """The task of one node: an ordinary prewarm in a thread, and news of it.
 
-    `ray.cancel` raises KeyboardInterrupt in it. Then it ends the prewarm, and waits until the
-    fetches have released their partials. Ray delivers no news of it any more.
+    `ray.cancel` raises KeyboardInterrupt in it, which ends the prewarm; Ray delivers no more news.
     """
-    events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+    events: deque[Event] = deque()
     stop = threading.Event()
-    thread = threading.Thread(target=_run, args=(order, share, events.put, stop))
-    thread.start()
     running: dict[str, FetchStatus] = {}
     received = 0
-    try:
-        over = False
-        while not over:
-            thread.join(_NEWS_EVERY)
-            over = not thread.is_alive()
-            news: list[_Event] = []
-            while not events.empty():
-                event = events.get()
-                if isinstance(event, Started):
-                    running[event.shard.key] = event.status
-                    continue
-                if isinstance(event, Finished):
-                    running.pop(event.shard.key, None)
-                    received += event.result.received
-                news.append(_portable(event))
-            yield _News(tuple(news), received + sum(s.received for s in running.values()))
-    finally:
-        stop.set()
-        thread.join()
 
-
-def _run(
-    order: _Order,
-    share: Share | None,
-    tell: Callable[[_Event], None],
-    stop: threading.Event,
-) -> None:
-    try:
-        files = None if order.config_file is None else [order.config_file]
-        loaded = configuration.load(order.settings, files=files)
-        connections = max(loaded.config.connections, order.options.get("jobs", JOBS))
+    def work() -> PrewarmReport:
+        loaded = configuration.load(settings, files=None if config_file is None else [config_file])
+        connections = max(loaded.config.connections, options.get("jobs", JOBS))
         config = loaded.config.replace(strict=True, connections=connections)
-        with Cache.from_config(config, sources=loaded.sources) as cache:
-            shards = [cache.parse(url) for url in expand(order.specs, cache, share=share)]
-            tell(prewarm(cache, shards, on_event=tell, stop=stop, **order.options))
-    except Exception as exn:  # noqa: BLE001 - whatever it is, the node's report names it
-        tell(exn)
+        with Cache.from_config(config) as cache:
+            return prewarm(cache, specs, share=share, on_event=events.append, stop=stop, **options)
+
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(work)
+        try:
+            while True:
+                is_last = bool(wait([future], _NEWS_EVERY).done)
+                news: _News = {"results": []}
+                while events:
+                    match events.popleft():
+                        case Planned(plan):
+                            news["plan"] = plan
+                        case Started(shard, status):
+                            running[shard.key] = status
+                        case Finished(shard, result):
+                            running.pop(shard.key, None)
+                            received += result.received
+                            news["results"].append(_portable(result))
+                if is_last and (error := future.exception()) is not None:
+                    news["error"] = _portable_error(error)
+                elif is_last:
+                    report = future.result()
+                    news["own"] = replace(report, results=tuple(map(_portable, report.results)))
+                news["received"] = received + sum(each.received for each in running.values())
+                yield news
+                if is_last:
+                    return
+        finally:
+            stop.set()
 
 
-def _portable(news: _Event) -> _Event:
-    """The same with errors that can be sent: a pickle of a foreign error may not open."""
-    if isinstance(news, Exception):
-        return _portable_error(news)
-    if isinstance(news, Finished):
-        return replace(news, result=_portable_result(news.result))
-    if isinstance(news, PrewarmReport):
-        return replace(news, results=tuple(map(_portable_result, news.results)))
-    return news
+def _portable(result: ShardResult) -> ShardResult:
+    return replace(result, error=result.error and _portable_error(result.error))
 
 
-def _portable_result(result: ShardResult) -> ShardResult:
-    return result if result.error is None else replace(result, error=_portable_error(result.error))
-
-
-def _portable_error(error: Exception) -> Exception:
+def _portable_error(error: BaseException) -> Exception:
+    """An error that can be sent: a pickle of a foreign one may not open."""
     if isinstance(error, ShardCacheError | OSError):
         return error
     return ShardCacheError(f"{type(error).__name__}: {error}")

@@ -1,8 +1,8 @@
 """One prewarm: expand, plan, refuse what cannot fit, fetch, report.
 
-    wanted_shards -> make_plan -> does it fit? -> a pool of threads: fetch, fetch, ... -> report
+    wanted_shards -> make_plan -> does it fit? -> threads: fetch, fetch, ... -> report
 
-* Only the calling thread reports events; the threads of the pool fetch and hand over results.
+* Only the calling thread reports events; the other threads fetch and hand over results.
 * Every shard ends up in the results exactly once, whatever happened to it.
 * The failure of one shard does not stop the others, unless all shards would fail alike: after
   some refusals (credentials, endpoint, configuration, local disk) without a success the rest of
@@ -18,16 +18,13 @@ from __future__ import annotations
 
 import errno
 import os
-import queue
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardcache import threads
-from shardcache.clock import SYSTEM_CLOCK
+from shardcache import clock, threads
 from shardcache.config import __version__
 from shardcache.errors import (
     AccessDeniedError,
@@ -39,11 +36,11 @@ from shardcache.errors import (
     TransferError,
 )
 from shardcache.fetch.connections import Throttle, parse_rate
-from shardcache.fetch.transfer import FetchStatus
+from shardcache.fetch.status import FetchStatus
 from shardcache.files import Modes
 from shardcache.layout import Layout
-from shardcache.prewarm.plan import make_plan, wanted_shards
-from shardcache.ranks import detect
+from shardcache.origins.listing import Listing
+from shardcache.prewarm.plan import Share, make_plan, wanted_shards
 from shardcache.results import (
     Event,
     Finished,
@@ -58,7 +55,6 @@ from shardcache.results import (
     is_full,
 )
 from shardcache.store.root import make_root
-from shardcache.store.store import Namespaces
 from shardcache.units import format_bytes
 from shardcache.urls import ShardURL
 
@@ -70,12 +66,12 @@ JOBS = 32
 #: So many refusals by one bucket, without a success, are believed for all of it. One would be
 #: too few: to credentials without s3:ListBucket a missing object is a 403.
 _REFUSALS = 3
-#: Seconds between two looks at stop requests and the deadline.
+#: Seconds between two looks at events, stop requests and the deadline.
 _TICK = 0.1
 #: Seconds that running fetches have to end once they are cancelled. They take milliseconds,
 #: unless they still connect or wait for another process.
 _FAREWELL = 5.0
-#: What `Cache.fetch_shard` says -> outcome.
+#: What `Opener.fetch` says -> outcome.
 _OUTCOMES = {
     "hit": Outcome.CACHED,
     "coalesced": Outcome.COALESCED,
@@ -90,6 +86,7 @@ def prewarm(
     cache: Cache,
     urls: str | Iterable[str | ShardURL],
     *,
+    share: Share | None = None,
     jobs: int = JOBS,
     check: bool = False,
     dry_run: bool = False,
@@ -104,9 +101,10 @@ def prewarm(
     """Bring shards into the cache before they are needed.
 
     Args:
-        cache: where to; while this runs, `Cache.cancel` ends it.
+        cache: where to.
         urls: one shard specification or several, see `expand`: URLs, ``{braces}``, globs and
             prefixes. What `Cache.parse` returned is not expanded.
+        share: only the shards that one node's ranks read.
         jobs: most shards at a time.
         check: only tell which shards are cached.
         dry_run: only tell what would be done.
@@ -134,49 +132,39 @@ def prewarm(
     if jobs < 1:
         raise ConfigError(f"jobs is {jobs}. Give at least 1.", option="jobs")
     rate = None if limit_rate is None else parse_rate(limit_rate)
-    began = SYSTEM_CLOCK.monotonic()
-    emit = on_event or _ignore
-    shards = wanted_shards(cache, [urls] if isinstance(urls, str) else urls)
+    began = clock.monotonic()
+    listing = Listing(cache.config, seconds=deadline)
+    shards = wanted_shards(cache, [urls] if isinstance(urls, str) else urls, listing, share)
     looking = check or dry_run
     if not looking:
         _prepare(cache)
     plan = make_plan(
-        cache,
-        shards,
-        best_effort=best_effort,
-        patience=0.0 if check else deadline,
-        refresh=refresh,
+        cache, shards, listing, best_effort=best_effort, ask_sizes=not check, refresh=refresh
     )
-    emit(Planned(plan))
-    if looking:
-        results = tuple(_looked_at(plan, shard) for shard in shards)
-        return PrewarmReport(plan, results, SYSTEM_CLOCK.monotonic() - began)
-    if plan.missing and not best_effort:
-        raise CacheFullError(
-            f"{format_bytes(plan.fetch_bytes)} to fetch, {format_bytes(plan.missing)} more than "
-            f"there is room for in {cache.dir}. Raise max_size, free the disk, ask for fewer "
-            "shards, or take what fits (best_effort, --best-effort).",
-            needed=plan.fetch_bytes,
-            missing=plan.missing,
-        )
-    with ExitStack() as stack:
-        run = _Run(
-            cache,
-            plan,
-            jobs=jobs,
-            max_failures=max_failures,
-            best_effort=best_effort,
-            emit=emit,
-            end=None if deadline is None else began + deadline,
-            stop=stop or threading.Event(),
-            throttle=None if rate is None else stack.enter_context(Throttle(rate)),
-        )
+    run = _Run(
+        cache,
+        plan,
+        jobs=jobs,
+        max_failures=max_failures,
+        best_effort=best_effort,
+        emit=on_event or (lambda event: None),
+        end=None if deadline is None else began + deadline,
+        stop=stop or threading.Event(),
+        throttle=None if rate is None else Throttle(rate),
+    )
+    run.emit(Planned(plan))
+    if not looking:
+        if plan.missing and not best_effort:
+            raise CacheFullError(
+                f"{format_bytes(plan.fetch_bytes)} to fetch, {format_bytes(plan.missing)} more "
+                f"than there is room for in {cache.dir}. Raise max_size, free the disk, ask for "
+                "fewer shards, or take what fits (best_effort, --best-effort).",
+                needed=plan.fetch_bytes,
+                missing=plan.missing,
+            )
         run.run()
-    return PrewarmReport(plan, run.results(), SYSTEM_CLOCK.monotonic() - began, run.stopped)
-
-
-def _ignore(event: Event) -> None:
-    """Tell nobody."""
+    results = run.results(Outcome.MISSING if looking else Outcome.NOT_STARTED)
+    return PrewarmReport(plan, results, clock.monotonic() - began, run.stopped)
 
 
 def _prepare(cache: Cache) -> None:
@@ -185,10 +173,8 @@ def _prepare(cache: Cache) -> None:
         make_root(cache.dir, __version__, Modes.of(cache.config.shared_group))
         if not os.access(Layout.of_root(cache.dir).partial, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, "it cannot be written")
-    except ShardCacheError:
-        raise
     except OSError as exn:
-        if is_full(exn):
+        if is_full(exn) or isinstance(exn, ShardCacheError):
             raise
         raise ConfigError(
             f"{cache.dir} cannot be used for the cache: {exn.strerror or exn}. "
@@ -197,33 +183,12 @@ def _prepare(cache: Cache) -> None:
         ) from exn
 
 
-def _looked_at(plan: PrewarmPlan, shard: ShardURL) -> ShardResult:
-    if shard.key in plan.unconfirmed:
-        return _unconfirmed(plan, shard)
-    outcome = Outcome.MISSING
-    if shard.key in plan.cached:
-        outcome = Outcome.CACHED
-    elif shard.key in plan.left_out:
-        outcome = Outcome.LEFT_OUT
-    return ShardResult(str(shard), outcome, plan.size_of(shard))
-
-
-def _unconfirmed(plan: PrewarmPlan, shard: ShardURL) -> ShardResult:
-    """The result of a cached shard of which the origin told no version."""
-    error = plan.unconfirmed[shard.key]
-    return ShardResult(str(shard), Outcome.FAILED, plan.size_of(shard), error=error)
-
-
-@dataclass
+@dataclass(eq=False)
 class _Run:
-    """The pool of threads of one prewarm; see the module. Used once.
+    """The threads of one prewarm; see the module. Used once.
 
-    Attributes:
-        cache, plan, jobs, max_failures, best_effort, stop: as `prewarm` was told.
-        emit: called with each event.
-        end: monotonic seconds at which running fetches are cut short.
-        throttle: of all connections together.
-        stopped: why no further shard was started, or None.
+    ``end`` is in monotonic seconds, ``stopped`` says why no further shard was started. The other
+    attributes are what `prewarm` was told.
     """
 
     cache: Cache
@@ -238,26 +203,20 @@ class _Run:
     stopped: Stopped | None = None
 
     def __post_init__(self) -> None:
-        plan = self.plan
-        done = plan.left_out | plan.unconfirmed.keys()
-        self._todo = deque(shard for shard in plan.shards if shard.key not in done)
+        done = self.plan.left_out | self.plan.unconfirmed.keys()
+        self._todo = deque(shard for shard in self.plan.shards if shard.key not in done)
         self.jobs = min(self.jobs, len(self._todo))
-        self._working = 0
-        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()  # None: a thread ended
-        self._running: dict[str, tuple[ShardURL, FetchStatus, float]] = {}
-        self._results = {
-            shard.key: _unconfirmed(plan, shard)
-            for shard in plan.shards
-            if shard.key in plan.unconfirmed
-        }
+        self._events: deque[Event] = deque()
+        self._idle = threading.Event()
         self._guard = threading.Lock()  # of all below
+        self._working = self._failures = self._left_out = 0
+        self._running: dict[str, tuple[FetchStatus, float]] = {}
+        self._results: dict[str, ShardResult] = {}
         self._alone = self.jobs == 1
         self._found_no_room = False
         self._refused: Counter[tuple[str, bool]] = Counter()  # (scope, was it a TransferError)
         self._succeeded: set[str] = set()
         self._given_up: set[str] = set()
-        self._failures = 0
-        self._left_out = 0
         self._cut_at: float | None = None
 
     def run(self) -> None:
@@ -266,7 +225,9 @@ class _Run:
         Raises:
             KeyboardInterrupt, and what ``emit`` raises: once the fetches have ended.
         """
-        self._touch_cached()
+        process, now = self.cache.processes.here(), clock.time()
+        for entry in self.plan.cached.values():  # now none is evicted to make room for others
+            process.store_of(entry).touch(entry.directory, now)
         try:
             self._work_with(self.jobs)
             if self._todo:
@@ -275,81 +236,72 @@ class _Run:
                 self._alone = True
                 self._work_with(1)
             # Closing the cache would leave most copies to others.
-            while self.stopped is None and not self.cache.wait_for_copies(_TICK):
+            while process.ready and not (self.stopped or process.copier.drain(_TICK)):
                 self._watch()
-        finally:
-            if self._working:  # something was raised
-                self.emit = _ignore
-                with self._guard:
-                    self._halt(Stopped.REQUESTED, cut=True)
-                self._attend()
+        except BaseException:
+            self.emit = lambda event: None
+            with self._guard:
+                self._halt(Stopped.REQUESTED, cut=True)
+            self._attend()
+            raise
 
-    def _touch_cached(self) -> None:
-        """Use the cached shards, so that none is evicted to make room for the others."""
-        store = Namespaces(self.cache.config, detect()).own
-        now = SYSTEM_CLOCK.time()
-        for entry in self.plan.cached.values():
-            store.touch(str(entry.path), now)
+    def results(self, otherwise: Outcome) -> tuple[ShardResult, ...]:
+        """One per shard, in the order they were asked for; most are ``otherwise`` if not tried."""
+        return tuple(
+            self._results.get(shard.key) or self._not_done(shard, otherwise)
+            for shard in self.plan.shards
+        )
 
-    def results(self) -> tuple[ShardResult, ...]:
-        """One per shard, in the order they were asked for."""
-        return tuple(self._results.get(s.key) or self._not_done(s) for s in self.plan.shards)
-
-    def _not_done(self, shard: ShardURL) -> ShardResult:
-        if shard.key in self._running:
-            _, status, began = self._running[shard.key]
+    def _not_done(self, shard: ShardURL, otherwise: Outcome) -> ShardResult:
+        plan, key = self.plan, shard.key
+        if running := self._running.get(key):
             error = FetchCancelledError(
                 f"{shard}: the fetch did not end when it was called off; "
                 "what was fetched is kept. Run it again.",
                 url=str(shard),
             )
-            return self._result(shard, Outcome.CANCELLED, status, began, error)
-        full = shard.key in self.plan.left_out or self._left_out >= _REFUSALS
-        outcome = Outcome.LEFT_OUT if full else Outcome.NOT_STARTED
-        return ShardResult(str(shard), outcome, self.plan.size_of(shard))
+            return self._result(shard, Outcome.CANCELLED, *running, error)
+        outcome = otherwise
+        if key in plan.unconfirmed:
+            outcome = Outcome.FAILED
+        elif key in plan.left_out or self._left_out >= _REFUSALS:
+            outcome = Outcome.LEFT_OUT
+        elif key in plan.cached and otherwise is Outcome.MISSING:
+            outcome = Outcome.CACHED
+        size = plan.size_of(shard)
+        return ShardResult(str(shard), outcome, size, error=plan.unconfirmed.get(key))
 
     # -- the calling thread ----------------------------------------------------
 
     def _work_with(self, count: int) -> None:
+        self._idle.clear()
         for number in range(count):
+            with self._guard:
+                self._working += 1
             threads.start(self._work, f"shardcache-prewarm-{number}")
-            self._working += 1
         self._attend()
 
     def _attend(self) -> None:
         """Report events, and watch for reasons to stop, until all threads have ended."""
         announced = self.stopped
         while self._working:
-            self._take_events()
+            # A wait for each event would cost more than all else that is done here.
+            self._idle.wait(_TICK)
             self._watch()
+            self._report()
             if self.stopped is not announced and self.stopped is not None:
                 announced = self.stopped
                 self.emit(Stopping(announced))
             if self._cut_at is not None:
                 # Again and again: a fetch may begin between two of these calls.
-                self.cache.cancel()
-                if SYSTEM_CLOCK.monotonic() - self._cut_at > _FAREWELL:
-                    self._working = 0
+                self.cache.processes.here().cancel()
+                if clock.monotonic() - self._cut_at > _FAREWELL:
+                    break
+        self._report()
 
-    def _take_events(self) -> None:
-        """Report what has happened; wait for a moment if nothing has."""
-        timeout = _TICK
-        while self._working:
-            try:
-                event = self._events.get(timeout=timeout)
-            except queue.Empty:
-                return
-            timeout = 0.0
-            if event is None:
-                self._working -= 1
-                continue
-            if isinstance(event, Started):
-                began = SYSTEM_CLOCK.monotonic()
-                self._running[event.shard.key] = (event.shard, event.status, began)
-            elif isinstance(event, Finished):
-                self._running.pop(event.shard.key, None)
-                self._results[event.shard.key] = event.result
-            self.emit(event)
+    def _report(self) -> None:
+        while self._events:
+            self.emit(self._events.popleft())
 
     def _watch(self) -> None:
         with self._guard:
@@ -357,7 +309,7 @@ class _Run:
                 return
             if self.stop.is_set():
                 self._halt(Stopped.REQUESTED, cut=True)
-            elif self.end is not None and SYSTEM_CLOCK.monotonic() >= self.end:
+            elif self.end is not None and clock.monotonic() >= self.end:
                 self._halt(Stopped.DEADLINE, cut=True)
 
     def _halt(self, reason: Stopped, *, cut: bool) -> None:
@@ -365,44 +317,52 @@ class _Run:
         self.stopped = self.stopped or reason
         self._todo.clear()
         if cut and self._cut_at is None:
-            self._cut_at = SYSTEM_CLOCK.monotonic()
+            self._cut_at = clock.monotonic()
 
-    # -- the threads of the pool -----------------------------------------------
+    # -- the other threads -----------------------------------------------------
 
     def _work(self) -> None:
         try:
             while (shard := self._next()) is not None:
+                key, began = shard.key, clock.monotonic()
                 status = FetchStatus(
                     listed=self.plan.size_of(shard),
-                    outdated=self.plan.outdated.get(shard.key, frozenset()),
+                    outdated=self.plan.outdated.get(key, frozenset()),
                     throttle=self.throttle,
                 )
-                self._events.put(Started(shard, status))
-                result = self._fetch(shard, status)
+                self._running[key] = status, began
+                self._events.append(Started(shard, status))
+                result = self._fetch(shard, status, began)
                 with self._guard:
+                    del self._running[key]
                     if is_full(result.error) and not self._alone and self._cut_at is None:
                         self._todo.appendleft(shard)
                         self._found_no_room = True
                         return
+                    self._results[key] = result
                     self._judge(shard, result)
-                self._events.put(Finished(shard, result))
+                self._events.append(Finished(shard, result))
         finally:
-            self._events.put(None)
+            with self._guard:
+                self._working -= 1
+                if not self._working:
+                    self._idle.set()
 
     def _next(self) -> ShardURL | None:
         with self._guard:
             while self._todo and (self._alone or not self._found_no_room):
                 shard = self._todo.popleft()
-                if shard.key in self.plan.cached or not (self._given_up & {_HERE, _bucket(shard)}):
+                if not self._given_up or shard.key in self.plan.cached:
+                    return shard
+                if not self._given_up & {_HERE, _bucket(shard)}:
                     return shard
                 self.stopped = self.stopped or Stopped.REFUSED
             return None
 
-    def _fetch(self, shard: ShardURL, status: FetchStatus) -> ShardResult:
-        began = SYSTEM_CLOCK.monotonic()
+    def _fetch(self, shard: ShardURL, status: FetchStatus, began: float) -> ShardResult:
         error: Exception | None = None
         try:
-            entry, how = self.cache.fetch_shard(shard, status)
+            entry, how = self.cache.opener.fetch(shard, status)
             status.size = entry.size
             outcome = _OUTCOMES[how]
         except FetchCancelledError as exn:
@@ -421,7 +381,7 @@ class _Run:
         error: Exception | None,
     ) -> ShardResult:
         size = self.plan.size_of(shard) if status.size is None else status.size
-        seconds = SYSTEM_CLOCK.monotonic() - began
+        seconds = clock.monotonic() - began
         received, retries = status.received, status.retries
         return ShardResult(str(shard), outcome, size, seconds, received, retries, error)
 

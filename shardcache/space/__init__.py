@@ -7,6 +7,5 @@
     tiers      one directory of a cache: namespaces, session, budget
     clean      making room on request, and beside a job
 
-Uses the store, the locks, and `stats.database`. Others import `budget.Space`, `tiers.Tier`,
-`clean.clean`, `eviction.Limits`, `eviction.Reason`, `memory.Volume`, `policy.Policy` and `pins`.
+Uses the store, the locks, and `stats.database`.
 """

@@ -1,11 +1,11 @@
 """Room for a shard before its first byte is written.
 
-The node keeps one number, ``usage``: bytes of all shards and of all fetches in flight. It is read
-and written under the budget lock only: an admission adds its shard's size, an eviction subtracts.
-So many processes keep one budget. A fetch that fails leaves its bytes in the number, and what else
-changes the cache is not in it, so entries and partials are counted again whenever the number is
-older than 20 times what counting took, and than a minute at most: counting takes a twentieth of the
-time, whatever the size of the cache. `clean` has it counted anew.
+The node keeps one number, ``usage``: bytes of all shards, and of all fetches in flight with their
+final sizes. It is read and written under the budget lock only: an admission adds its shard, an
+eviction subtracts, so many processes keep one budget. A fetch that fails leaves its bytes in the
+number, and what is removed by hand is not subtracted; so entries and partials are counted again
+before anything is evicted or refused, and after a minute. A refusal is believed as long, unless
+somebody cleans the cache or a job ends meanwhile.
 
 Where locks do not work, each process may overshoot by what others admit at the same moment. Nodes
 that share a directory do not share the number: they count each time.
@@ -14,33 +14,24 @@ that share a directory do not share the number: they count each time.
 from __future__ import annotations
 
 import contextlib
-import io
+import functools
 import json
 import logging
+import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
-from shardcache.clock import Clock, boot_id
+from shardcache import clock
+from shardcache.clock import boot_id
 from shardcache.config import Config
 from shardcache.errors import CacheFullError, LockTimeoutError
-from shardcache.files import FULL, is_alone, open_file, settle
-from shardcache.layout import Layout, read_file
+from shardcache.layout import Layout, read_file, replace_file
 from shardcache.locks.flock import Holder, KeyLock, read_holder
-from shardcache.space.eviction import (
-    EvictionPlan,
-    Limits,
-    Victim,
-    apply,
-    linked,
-    plan,
-    sweep,
-)
+from shardcache.space.eviction import EvictionPlan, Limits, Victim, apply, plan, sweep, total_bytes
 from shardcache.space.memory import Volume, is_memory
 from shardcache.space.policy import Policy
-from shardcache.store.partial import Partial
 from shardcache.store.store import Entry, Store
 from shardcache.store.sweeping import InFlight, in_flight
 from shardcache.units import format_bytes, format_duration
@@ -49,8 +40,8 @@ __all__ = ["Space"]
 
 logger = logging.getLogger(__name__)
 
-#: For how long a count is believed: so many times what it took, and so many seconds at most.
-_BELIEVED, _LONGEST = 20, 60.0
+#: Seconds for which a count, and a refusal, is believed.
+_BELIEVED = 60.0
 #: Times that victims may come into use, or vanish, between plan and eviction.
 _PLANS = 6
 #: What a fetch makes at most: a partial of five names, a lock with its directory, the
@@ -65,65 +56,32 @@ _EACH = 100
 #: Seconds to wait for the budget lock. It is held for one count and the evictions that follow;
 #: after this long something is wrong with its holder, and going on risks only an overshoot.
 _BUDGET_SECONDS = 60.0
-_BUDGET_POLL = 0.01
-_CLEAN_POLL = 0.1
+_POLL = 0.01
 _ANNOUNCE_EVERY = 10.0
 _MAX_USAGE = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class _Usage:
-    """The number, and how far it is to be believed.
+    """The number."""
 
-    Attributes:
-        held: bytes of entries, and of fetches in flight when they will be complete.
-        until: until when to believe it, of the monotonic clock, which all processes share.
-        evictable: bytes of `held` that can be evicted at most; None where nobody has looked.
-    """
+    held: int  #: bytes of entries, and of fetches in flight when they will be complete
+    counted: float  #: when, of the monotonic clock, which all processes share
+    most: int | None = None  #: what `held` can be at most, as a refusal found; None without any
 
-    held: int
-    until: float
-    evictable: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Need:
-    """What one more shard takes.
-
-    Attributes:
-        size: its bytes that are not reserved yet.
-        limit: bytes that the cache may hold; None where only free space limits it.
-        short: bytes that the volume lacks to keep its free space.
-        inodes: likewise inodes.
-    """
-
-    size: int
-    limit: int | None
-    short: int
-    inodes: int
-
-    def over(self, usage: _Usage) -> int:
-        """Bytes that have to go first."""
-        over = 0 if self.limit is None else usage.held + self.size - self.limit
-        return max(over, self.short)
-
-    def limits(self, spare: int = 0) -> Limits:
-        """What must hold once they are gone, and ``spare`` bytes more."""
-        limit = None if self.limit is None else self.limit - spare
-        return Limits(limit, self.short + spare if self.short else 0, self.inodes)
+    def refuses(self, url: str, size: int) -> CacheFullError | None:
+        """Why a shard finds no room, as the last refusal tells."""
+        missing = 0 if self.most is None else self.held + size - self.most
+        return _no_room(url, missing) if missing > 0 else None
 
 
 class Space:
     """The budget of one root.
 
     Args:
-        node: the node's layout, where budget lock, usage and sessions are.
+        node: the node's namespace, where budget lock, usage and sessions are.
         stores: lists all namespaces of the root.
         config: limits.
-        clock: time.
-        through: entries are listed through this, which may take its time.
-        begun: wall and monotonic time of a moment long ago, by which it is seen if the wall
-            clock is set.
         evicted: is told of every shard that went.
     """
 
@@ -132,74 +90,57 @@ class Space:
         node: Layout,
         stores: Callable[[], Sequence[Store]],
         config: Config,
-        clock: Clock,
-        through: Callable[[Iterator[Entry]], Iterator[Entry]] = iter,
-        begun: tuple[float, float] | None = None,
         evicted: Callable[[Victim], None] = lambda victim: None,
     ) -> None:
         self.node = node
-        self.clock = clock
-        self._stores = stores
-        self._config = config
-        self._through = through
+        self.stores = stores
         self.evicted = evicted
-        self._begun = (clock.time(), clock.monotonic()) if begun is None else begun
-        # Of this process only one thread at a time asks for the lock of all: they would
-        # find each other's, and look for it again and again.
-        self._turn = threading.Lock()
+        self._config = config
+        # One thread of this process at a time polls the lock of all.
+        self._threads = threading.Lock()
 
     # -- admission -----------------------------------------------------------------
 
-    def admit(
-        self,
-        url: str,
-        size: int | None,
-        make: Callable[[], Partial],
-        *,
-        reserved: bool = False,
-    ) -> Partial:
-        """Reserve room for a shard, evict others if need be, and make its partial.
+    @functools.cached_property
+    def max_size(self) -> int | None:
+        """Most bytes that the cache may hold, on the filesystem as it was when first asked."""
+        return Volume.of(self.node.base).budget(self._config)
+
+    @contextlib.contextmanager
+    def reserved(self, url: str, size: int | None) -> Iterator[None]:
+        """Have room for a shard, by eviction if need be; its partial is made in the body.
 
         Args:
             url: of the shard.
-            size: bytes; None where the origin does not tell.
-            make: makes the partial.
-            reserved: whether what ``make`` returns is live already, and counts.
+            size: bytes; None where the origin does not tell, or its partial is there already.
 
         Raises:
             CacheFullError: there is no room and nothing may be evicted.
             OSError: the disk fails.
         """
-        need = 0 if reserved else size or 0
-        volume = Volume.of(self.node.base)
-        limit = volume.budget(self._config)
-        if limit is not None and need > limit:
-            raise CacheFullError(
-                f"{url} has {format_bytes(need)}, more than the whole cache may hold "
-                f"({format_bytes(limit)}). Raise max_size.",
-                url=url,
-            )
-        if size is not None and limit is None and self._is_ample(volume, need):
-            return make()
-        with self._turn, self._budget_lock():
-            self._reserve(url, need, self._read() if size is not None and not reserved else None)
-            return make()
+        if size is not None:
+            if self.max_size is not None and size > self.max_size:
+                raise CacheFullError(
+                    f"{url} has {format_bytes(size)}, more than the whole cache may hold "
+                    f"({format_bytes(self.max_size)}). Raise max_size.",
+                    url=url,
+                )
+            if self.max_size is None and self._is_ample(Volume.of(self.node.base), size):
+                yield
+                return
+        with self._threads, self._budget_lock():
+            self._reserve(url, size)
+            yield
+            if size is None:
+                self.recount()
 
     def refuses(self, url: str, size: int) -> CacheFullError | None:
-        """Why there is no room for a shard, if that was found just now; asks nobody."""
+        """Why there is no room for a shard, if that was found lately."""
         usage = self._read()
-        if usage is None or usage.evictable is None:
-            return None
-        need = self._need(size, self._flights())
-        return self._refusal(url, need, usage)
+        return None if usage is None else usage.refuses(url, size)
 
     def make_room(self, url: str, size: int) -> None:
-        """Free ``size`` bytes, or inodes, after the disk said that it is full.
-
-        Raises:
-            CacheFullError: nothing may go.
-            OSError: the disk fails.
-        """
+        """Free ``size`` bytes, or inodes, after the disk said that it is full."""
         with self._budget_lock():
             self.recount()
             needed = max(1, size) - self._sweep()
@@ -207,189 +148,153 @@ class Space:
             inodes = volume.lacks_inodes(_FETCH_INODES)
             if inodes:
                 needed = size - volume.free  # then it is not the bytes that are short
-            if needed > 0 or inodes:
-                chosen = self.plan(Limits(free_needed=max(0, needed), inodes_needed=inodes))
-                if not chosen.suffices:
-                    raise _no_room(url, chosen.missing, chosen.missing_inodes)
-                self._evict(chosen)
+            chosen = self.plan(Limits(free_needed=max(0, needed), inodes_needed=inodes))
+            if chosen.missing or chosen.missing_inodes:
+                raise _no_room(url, chosen.missing, chosen.missing_inodes)
+            self._evict(chosen)
+
+    def relieve(self) -> int:
+        """Give memory back that the job has come to need; bytes.
+
+        Whatever the policy says: an entry can be fetched again, a job that the kernel killed has
+        ended. Entries that are read or pinned stay.
+        """
+        with self._budget_lock():
+            chosen = self.plan(Limits(free_needed=self.limits().free_needed), protect=False)
+            freed = self._evict(chosen)
+            self.recount()
+            return freed
+
+    def _reserve(self, url: str, size: int | None) -> None:
+        """Add a shard to the number, once there is room for it; under the lock."""
+        usage = None if size is None else self._read()
+        need = size or 0
+        swept = False
+        for _ in range(_PLANS):
+            limits = self.limits(need)
+            if limits == Limits():
+                return  # nothing limits the number, so nobody needs it
+            found: list[Entry] | None = None
+            if usage is None:
+                usage, found = self._count()
+            elif refusal := usage.refuses(url, need):
+                raise refusal
+            over = 0 if limits.max_size is None else usage.held + need - limits.max_size
+            if max(over, limits.free_needed, limits.inodes_needed) <= 0:
+                self._write(replace(usage, held=usage.held + need))
+                return
+            if found is None:
+                usage = None  # what is evicted or refused is counted first
+                continue
+            if not swept:  # what dead processes left goes first
+                swept = True
+                if self._sweep():
+                    usage = None
+                    continue
+            # One in a hundred goes along; what is missing to that is not missing.
+            entries = total_bytes(found)
+            spare = entries // _EACH if len(found) >= _EACH else 0
+            chosen = self.plan(
+                replace(limits, free_needed=limits.free_needed and limits.free_needed + spare),
+                reserved=usage.held - entries + need + spare,
+                found=found,
+            )
+            missing = max(0, chosen.missing - spare)
+            if missing or chosen.missing_inodes:
+                # What other policies keep is being read, which may end at any moment.
+                if missing and self._config.policy == "working-set":
+                    self._write(replace(usage, most=usage.held + need - missing))
+                raise _no_room(url, missing, chosen.missing_inodes)
+            if self._evict(chosen) == chosen.freed and len(self.stores()) == 1:
+                self._write(replace(usage, held=usage.held - chosen.freed + need))
+                return
+            usage = None  # some came into use meanwhile, or another rank has linked them
+        raise _no_room(url)
+
+    # -- the number ----------------------------------------------------------------
 
     def recount(self) -> None:
         """Have the next admission count what the cache holds."""
         self._write(None)
 
-    def _is_ample(self, volume: Volume, need: int) -> bool:
-        """Whether there is room whatever others reserve: nobody needs to be asked then.
+    def flights(self) -> list[InFlight]:
+        """The fetches in flight, of all namespaces."""
+        return [flight for store in self.stores() for flight in in_flight(store.layout)]
 
-        A look at all fetches in flight costs more than a small shard.
-        """
-        wanted = self._config.min_free.of(volume.size) + _AMPLE * need + volume.size // 8
-        names = self._inode_floor(volume) + _AMPLE * _FETCH_INODES
-        return volume.free >= wanted and not volume.lacks_inodes(names)
-
-    def _reserve(self, url: str, size: int, usage: _Usage | None) -> None:
-        """Add a shard to the number, once there is room for it; under the lock.
-
-        Args:
-            url: of the shard.
-            size: bytes.
-            usage: the number; None to count.
-
-        Raises:
-            CacheFullError: there is no room and nothing may be evicted.
-        """
-        found: list[Entry] | None = None
-        swept = False
-        for _ in range(_PLANS):
-            flights = self._flights()
-            need = self._need(size, flights)
-            if need.limit is None and not need.short and not need.inodes:
-                return  # nothing limits the number, so nobody needs it
-            if usage is not None and (refusal := self._refusal(url, need, usage)) is not None:
-                raise refusal
-            if usage is None or not all(flight.is_measured for flight in flights):
-                usage, found = self._count(flights)
-            if need.over(usage) <= 0 and not need.inodes:
-                self._write(replace(usage, held=usage.held + size))
-                return
-            if found is None:
-                usage, found = self._count(flights)
-                continue
-            if not swept:  # what dead processes left goes first
-                swept, usage = True, None if self._sweep() else usage
-                if usage is None:
-                    continue
-            chosen = self._choose(need, usage, found)
-            if not chosen.suffices:
-                self._write(replace(usage, evictable=chosen.freed))
-                raise _no_room(url, chosen.missing, chosen.missing_inodes)
-            if self._evict(chosen) and len(self._stores()) == 1:
-                self._write(replace(usage, held=usage.held - chosen.freed + size))
-                return
-            # They came into use meanwhile, or another rank has linked them: see what is there.
-            usage, found = None, None
-        raise _no_room(url, 0, 0)
-
-    def _choose(self, need: _Need, usage: _Usage, found: list[Entry]) -> EvictionPlan:
-        """What has to go for a newcomer, and a little more if there is much."""
-        # Fetches in flight, and the newcomer.
-        reserved = usage.held + need.size - sum(links[0].size for links in linked(found))
-        chosen = self.plan(need.limits(), reserved=reserved, found=found)
-        if not chosen.victims or not chosen.suffices or len(found) < _EACH:
-            return chosen
-        spare = (chosen.kept_bytes + chosen.freed) // _EACH
-        more = self.plan(need.limits(spare), reserved=reserved, found=found)
-        return more if more.suffices else chosen
-
-    def _need(self, size: int, flights: Iterable[InFlight]) -> _Need:
-        volume = Volume.of(self.node.base)
-        unwritten = sum(flight.reserved - flight.occupied for flight in flights)
-        floor = self._config.min_free.of(volume.size)
-        return _Need(
-            size,
-            volume.budget(self._config),
-            max(0, floor + size + unwritten - volume.free),
-            volume.lacks_inodes(self._inode_floor(volume) + _FETCH_INODES),
-        )
-
-    def _refusal(self, url: str, need: _Need, usage: _Usage) -> CacheFullError | None:
-        if usage.evictable is None or self._config.policy != "working-set":
-            return None
-        missing = need.over(usage) - usage.evictable
-        return _no_room(url, missing, 0) if missing > 0 else None
-
-    # -- the number ----------------------------------------------------------------
-
-    def _flights(self) -> list[InFlight]:
-        return [flight for store in self._stores() for flight in in_flight(store.layout)]
-
-    def _count(self, flights: Iterable[InFlight]) -> tuple[_Usage, list[Entry]]:
-        """Count anew; ``flights`` were listed before: what is published since counts twice."""
-        begun = self.clock.monotonic()
-        found = list(self._through(entry for store in self._stores() for entry in store.entries()))
-        held = sum(links[0].size for links in linked(found)) + sum(f.reserved for f in flights)
-        now = self.clock.monotonic()
-        believed = min(_LONGEST, _BELIEVED * (now - begun))
+    def _count(self) -> tuple[_Usage, list[Entry]]:
+        """Count anew. Fetches first: what is published meanwhile counts twice, and not never."""
+        counted = clock.monotonic()
+        flights = self.flights()
         if not all(flight.is_measured for flight in flights):
-            believed = 0.0  # who knows how many bytes they will have
-        return _Usage(held, now + believed), found
+            counted = -math.inf  # who knows how many bytes they will have: not to be believed
+        found = [entry for store in self.stores() for entry in store.entries()]
+        held = total_bytes(found) + sum(flight.reserved for flight in flights)
+        return _Usage(held, counted), found
 
     def _read(self) -> _Usage | None:
         """The number; None if it is missing or too old."""
         if self.node.grace is not None:
             return None
         try:
-            boot, held, until, evictable = json.loads(read_file(self.node.usage, _MAX_USAGE))
-            left = float(until) - self.clock.monotonic()
-            if boot != boot_id() or not 0 < left <= _LONGEST:
-                return None
-            return _Usage(int(held), until, None if evictable is None else int(evictable))
-        except (OSError, ValueError, TypeError, OverflowError, RecursionError) as exn:
+            boot, held, counted, most = json.loads(read_file(self.node.usage, _MAX_USAGE))
+            if boot == boot_id() and 0 <= clock.monotonic() - counted < _BELIEVED:
+                return _Usage(int(held), counted, None if most is None else int(most))
+        except (OSError, ValueError, TypeError) as exn:
             logger.debug("%s: %s", self.node.usage, exn)
-            return None
+        return None
 
     def _write(self, usage: _Usage | None) -> None:
-        """Write the number, in its place; who is killed meanwhile leaves none that can be read."""
-        if self.node.grace is not None:
+        path, layout = self.node.usage, self.node
+        if layout.grace is not None:
             return
-        record = b""
-        if usage is not None:
-            values = [boot_id(), usage.held, usage.until, usage.evictable]
-            record = json.dumps(values).encode()
-        mode = self.node.modes.file
-        create = os.O_CREAT if usage is not None else 0
         try:
-            with open_file(self.node.usage, io.FileIO, os.O_WRONLY | create, mode) as file:
-                if is_alone(file.fileno()):
-                    settle(file.fileno(), mode)
-                    os.ftruncate(file.fileno(), 0)
-                    os.write(file.fileno(), record)
-        except OSError as exn:  # absent, full, read-only: the next one counts
-            logger.debug("%s: %s", self.node.usage, exn)
+            if usage is not None:
+                record = json.dumps([boot_id(), usage.held, usage.counted, usage.most]).encode()
+                replace_file(path, record, layout.modes.file, via=layout.partial)
+                return
+        except OSError as exn:  # full, read-only: the next one counts
+            logger.debug("%s: %s", path, exn)
+        with contextlib.suppress(OSError):
+            path.unlink()
 
     # -- limits and plans ----------------------------------------------------------
 
-    def _inode_floor(self, volume: Volume) -> int:
+    def limits(self, newcomer: int | None = None) -> Limits:
+        """The configured limits as they stand on this filesystem now.
+
+        Args:
+            newcomer: bytes of a shard that is to come beside what is in flight; None where none
+                is to come, and what is too old may go.
+        """
+        volume = Volume.of(self.node.base)
+        free, inodes = self._config.min_free.of(volume.size), self._inodes(volume)
+        if newcomer is not None:
+            inodes += _FETCH_INODES
+            free += newcomer
+            if not self._is_ample(volume, newcomer):
+                free += sum(flight.reserved - flight.occupied for flight in self.flights())
+        return Limits(
+            max_size=volume.budget(self._config),
+            free_needed=max(0, free - volume.free),
+            inodes_needed=volume.lacks_inodes(inodes),
+            max_age=self._config.max_age if newcomer is None else None,
+        )
+
+    def _inodes(self, volume: Volume) -> int:
         """Inodes that stay free: the share that stays free of the bytes."""
         min_free = self._config.min_free
         return 0 if min_free.percent is None else min_free.of(volume.inodes)
 
+    def _is_ample(self, volume: Volume, need: int) -> bool:
+        """Whether there is room whatever others reserve: to look costs more than a small shard."""
+        wanted = self._config.min_free.of(volume.size) + _AMPLE * need + volume.size // 8
+        names = self._inodes(volume) + _AMPLE * _FETCH_INODES
+        return volume.free >= wanted and not volume.lacks_inodes(names)
+
     @property
     def is_pressed(self) -> bool | None:
-        """Whether less memory is free than should be; None where it is none. OSError: gone."""
+        """Whether less memory is free than should be; None where it is no RAM disk."""
         return self.limits().free_needed > 0 if is_memory(self.node.base) else None
-
-    def relieve(self) -> int:
-        """Give memory back that the job has come to need; bytes.
-
-        Whatever the policy says: an entry can be fetched again, a job that the kernel killed has
-        ended. Entries that are read or pinned stay. OSError: the filesystem is failing.
-        """
-        with self._budget_lock():
-            if not self.is_pressed:
-                return 0
-            limits = Limits(free_needed=self.limits().free_needed)
-            chosen = self.plan(limits, protect=False)
-            self._evict(chosen)
-            self.recount()
-            return chosen.freed
-
-    def reserved(self) -> int:
-        """Bytes that the fetches in flight will occupy."""
-        return sum(flight.reserved for flight in self._flights())
-
-    def limits(self) -> Limits:
-        """The configured limits as they stand on this filesystem now.
-
-        Raises:
-            OSError: the filesystem does not answer.
-        """
-        volume = Volume.of(self.node.base)
-        return Limits(
-            max_size=volume.budget(self._config),
-            free_needed=max(0, self._config.min_free.of(volume.size) - volume.free),
-            inodes_needed=volume.lacks_inodes(self._inode_floor(volume)),
-            max_age=self._config.max_age,
-        )
 
     def plan(
         self,
@@ -407,126 +312,94 @@ class Space:
             protect: whether what running jobs use stays.
             found: the entries, where they were listed already.
         """
-        stores = self._stores()
+        stores = self.stores()
         if found is None:
-            found = self._through(entry for store in stores for entry in store.entries())
-        now = self.clock.time()
-        wall, monotonic = self._begun
-        steady = wall + self.clock.monotonic() - monotonic
+            found = (entry for store in stores for entry in store.entries())
         return plan(
             found,
             limits,
-            now,
+            Policy.of(self._config, self.node, clock.time(), jobs=protect),
             reserved=reserved,
-            policy=Policy.now(self._config, self.node, now, steady=steady, jobs=protect),
-            in_use=lambda entry: stores[0].owning(entry).is_pinned(entry),
+            in_use=lambda entry: stores[0].is_pinned(entry),
         )
 
     def _sweep(self) -> int:
         """Remove what dead processes left; returns bytes freed."""
         freed = 0
-        for store in self._stores():
+        for store in self.stores():
             for removal in sweep(store):
                 logger.info("removed %s, %d bytes", removal.name, removal.size)
                 freed += removal.size
         return freed
 
-    def _evict(self, chosen: EvictionPlan) -> bool:
-        """Evict what was chosen; returns whether all of it went."""
-        gone = 0
-        for victim in apply(self._stores()[0], chosen.victims):
+    def _evict(self, chosen: EvictionPlan) -> int:
+        """Evict what was chosen; returns bytes freed."""
+        freed = 0
+        for victim in apply(self.stores()[0], chosen.victims):
             self.evicted(victim)
-            gone += 1
-        return gone == len(chosen.victims)
+            freed += victim.size
+        return freed
 
     # -- locks ---------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _budget_lock(self) -> Iterator[None]:
         """Hold the node's budget lock, or go on without it after a minute, with a warning."""
-        lock = KeyLock(self.node.named_lock("budget"), self.node.modes)
-        what = "holds the budget lock"
-        try:
-            if not self._wait_for(lock, what, _BUDGET_SECONDS, _BUDGET_POLL):
-                logger.warning(
-                    "waiting for %s: %s %s; going on without it",
-                    format_duration(_BUDGET_SECONDS),
-                    read_holder(lock.path) or "somebody",
-                    what,
-                )
+        with self._hold("budget", "holds the budget lock", _BUDGET_SECONDS) as other:
+            if other is not None:
+                waited = format_duration(_BUDGET_SECONDS)
+                text = "waiting for %s: %s holds the budget lock; going on without it"
+                logger.warning(text, waited, other)
             yield
-        finally:
-            lock.release()
 
-    def sole_cleaner(self, *, wait: bool) -> AbstractContextManager[None]:
-        """Hold the lock of those who clean the root.
-
-        Args:
-            wait: whether to wait for another one, ``lock_timeout`` at most.
+    @contextlib.contextmanager
+    def sole_cleaner(self, *, wait: bool) -> Iterator[None]:
+        """Hold the lock of those who clean the root; with ``wait``, after ``lock_timeout`` at most.
 
         Raises:
             LockTimeoutError: another one cleans it.
-            OSError: the disk fails.
         """
-        # Where the root is another user's, the lock would be that user's from then on.
-        if self._is_foreign():
-            return contextlib.nullcontext()
-        return self._cleaner_lock(self._config.lock_timeout if wait else 0.0)
+        me = owner = os.geteuid()
+        with contextlib.suppress(FileNotFoundError):
+            owner = os.lstat(self.node.locks).st_uid
+        if owner != me and self.node.modes.group is None:
+            yield  # root for a user: the lock would be root's from then on
+            return
+        seconds = self._config.lock_timeout if wait else 0.0
+        with self._hold("clean", "cleans the cache", seconds) as other:
+            if other is not None:
+                root = self.node.base.parent
+                raise LockTimeoutError(
+                    f"{root} is being cleaned by {other}; nothing was removed. Try again when "
+                    "that has ended.",
+                    dir=root,
+                )
+            yield
 
     @contextlib.contextmanager
-    def _cleaner_lock(self, seconds: float) -> Iterator[None]:
-        lock = KeyLock(self.node.named_lock("clean"), self.node.modes)
-        if not self._wait_for(lock, "cleans the cache", seconds, _CLEAN_POLL):
-            root, who = self.node.base.parent, read_holder(lock.path) or "another process"
-            raise LockTimeoutError(
-                f"{root} is being cleaned by {who}; nothing was removed. Try again when that has "
-                "ended.",
-                dir=root,
-            )
+    def _hold(self, name: str, what: str, seconds: float) -> Iterator[str | None]:
+        """Hold a lock of the node; after so many seconds, tell who has it instead."""
+        lock = KeyLock(self.node.named_lock(name), self.node.modes)
+        holder = Holder.this_process(rank=None, job=None, now=clock.time())
+        begun = announced = clock.monotonic()
         try:
-            yield
+            while not lock.try_acquire(holder):
+                now, other = clock.monotonic(), str(read_holder(lock.path) or "somebody")
+                if now - begun >= seconds:
+                    yield other
+                    return
+                if now - announced >= _ANNOUNCE_EVERY:
+                    announced = now
+                    waited = format_duration(now - begun)
+                    logger.warning("waiting for %s: %s %s", waited, other, what)
+                clock.sleep(_POLL)
+            yield None
         finally:
             lock.release()
 
-    def _is_foreign(self) -> bool:
-        if self.node.modes.group is not None:
-            return False
-        try:
-            return os.lstat(self.node.locks).st_uid != os.geteuid()
-        except FileNotFoundError:
-            return False
 
-    def _wait_for(self, lock: KeyLock, what: str, seconds: float, poll: float) -> bool:
-        """Take a lock and say whom it is waited for; False if it did not come free in time."""
-        holder = Holder.this_process(rank=None, job=None, now=self.clock.time())
-        begun = announced = self.clock.monotonic()
-        while not _take(lock, holder):
-            now = self.clock.monotonic()
-            if now - begun >= seconds:
-                return False
-            if now - announced >= _ANNOUNCE_EVERY:
-                announced = now
-                waited, who = format_duration(now - begun), read_holder(lock.path) or "somebody"
-                logger.warning("waiting for %s: %s %s", waited, who, what)
-            self.clock.sleep(min(poll, max(0.001, seconds)))
-        return True
-
-
-def _take(lock: KeyLock, holder: Holder) -> bool:
-    try:
-        return lock.try_acquire(holder)
-    except OSError as exn:
-        if exn.errno not in FULL:
-            raise
-        # There is no room for its file; without it there will not be any.
-        logger.info("going on without %s: %s", lock.path.name, exn)
-        return True
-
-
-def _no_room(url: str, missing: int, missing_inodes: int) -> CacheFullError:
-    wanted = []
-    if missing:
-        wanted.append(format_bytes(missing))
+def _no_room(url: str, missing: int = 0, missing_inodes: int = 0) -> CacheFullError:
+    wanted = [format_bytes(missing)] if missing else []
     if missing_inodes:
         wanted.append(f"{missing_inodes} inodes (names of files, see df -i)")
     return CacheFullError(

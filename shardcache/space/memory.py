@@ -1,74 +1,60 @@
 """What a filesystem has left, and for a RAM disk what the cgroups of this process leave it.
 
-What is written to a tmpfs is memory of the cgroup that its writer is in. At the cgroup's limit
-nobody is told ENOSPC: the kernel kills, and in a container all of it goes. The limits of every
-level up to the root count, each with what is used at that level. The page cache of files on
-disks counts as free, for the kernel takes that back first; what is in a tmpfs does not.
+What is written to a tmpfs is memory of its writer's cgroup. At the cgroup's limit nobody is told
+ENOSPC: the kernel kills, and in a container all of it goes. The limits of every level up to the
+root count. The page cache of files on disks counts as free, for the kernel takes that back first.
 
-Sources: the kernel's Documentation/admin-guide/cgroup-v2.rst (memory.max, memory.current,
-memory.stat) and cgroup-v1/memory.rst (memory.limit_in_bytes, memory.usage_in_bytes, and the
-``total_`` rows of memory.stat, which include the levels below); cpu.max, and cpu.cfs_quota_us of
-scheduler/sched-bwc.rst; cgroups(7) for ``/proc/self/cgroup``.
+Sources: the kernel's admin-guide/cgroup-v2.rst (memory.max, memory.current, memory.stat, cpu.max)
+and cgroup-v1/memory.rst (the ``total_`` rows include the levels below), scheduler/sched-bwc.rst.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import TypeVar
 
+from shardcache import clock
 from shardcache.config import Config
 from shardcache.locks.mounts import MEMORY_TYPES, mount_of, read_mounts
 
-__all__ = ["Headroom", "Volume", "cpu_quota", "headroom", "is_memory", "limited_levels"]
-__all__ += ["memory_headroom"]
+__all__ = ["Headroom", "Volume", "cpu_quota", "is_memory", "memory_headroom"]
 
 logger = logging.getLogger(__name__)
 
 _MEMBERSHIP = Path("/proc/self/cgroup")
 #: v1 states "no limit" as the largest multiple of a page in a signed 64-bit number.
 _UNLIMITED = 1 << 60
-_FILE_CACHE = ("inactive_file", "active_file")
-#: Seconds for which it holds which levels have a limit: containers are given theirs before they
-#: begin, and to look at all levels costs more than a small shard.
-_LIMITED = 5.0
-_limited: tuple[float, list[tuple[Path, _Version]]] | None = None
 #: What a pod may write locally includes its logs and all else that its containers write.
 _EPHEMERAL_SHARE = 0.9
-#: (path, device) -> whether it is a RAM disk. Other mounts under one path are other devices.
-_memory: dict[tuple[str, int], bool] = {}
+#: Seconds for which an answer of the cgroups is used, and what part of what they left may be
+#: written meanwhile. With small shards, asking for each took 13 % of the time of a prewarm.
+_ASKED_EVERY = 1.0
+_WRITTEN = 1 / 16
+#: device -> when the cgroups were asked, what they left, and what the disk had free then.
+_asked: dict[int, tuple[float, Headroom | None, int]] = {}
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class Volume:
-    """A filesystem, as it is now.
+    """A filesystem, as it is now."""
 
-    Attributes:
-        size: bytes; of a RAM disk no more than the cgroup of this process may have.
-        free: bytes that this user may still write; of a RAM disk no more than what that
-            cgroup leaves.
-        inodes: how many there are; 0 where the filesystem makes them as it needs them.
-        free_inodes: how many this user may still make.
-    """
-
-    size: int
-    free: int
-    inodes: int
-    free_inodes: int
+    size: int  #: bytes; of a RAM disk no more than the cgroup of this process may have
+    free: int  #: bytes that this user may still write; likewise
+    inodes: int  #: how many there are; 0 where the filesystem makes them as it needs them
+    free_inodes: int  #: how many this user may still make
 
     @classmethod
     def of(cls, path: Path) -> Volume:
-        """The filesystem under ``path``.
-
-        Raises:
-            OSError: it does not answer.
-        """
+        """The filesystem under ``path``."""
         found = os.statvfs(path)
         size, free = found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail
-        if is_memory(path) and (memory := memory_headroom()) is not None:
+        if is_memory(path) and (memory := _headroom_beside(path, free)) is not None:
             if size == 0:  # ramfs, which states nothing
                 size, free = memory.limit, memory.free
             size, free = min(size, memory.limit), min(free, memory.free)
@@ -89,130 +75,96 @@ class Volume:
 
 
 def is_memory(path: Path) -> bool:
-    """Whether what is written there is memory.
+    """Whether what is written there is memory."""
+    return _is_memory(str(path), path.stat().st_dev)
 
-    Raises:
-        OSError: it cannot be looked at.
-    """
-    # Asked with every admission, and seldom new.
-    key = str(path), path.stat().st_dev
-    found = _memory.get(key)
-    if found is None:
-        mount = mount_of(path)
-        found = _memory[key] = mount is not None and mount.type in MEMORY_TYPES
-    return found
+
+@functools.cache  # other mounts under one path are other devices
+def _is_memory(path: str, device: int) -> bool:
+    mount = mount_of(path)
+    return mount is not None and mount.type in MEMORY_TYPES
 
 
 @dataclass(frozen=True, slots=True)
 class Headroom:
-    """The tightest limit.
-
-    Attributes:
-        limit: bytes that the cgroup may have.
-        free: bytes of those that may still be taken.
-    """
+    """Of the tightest cgroup: bytes that it may have, and how many may still be taken."""
 
     limit: int
     free: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Version:
-    """Names of the files, and what the rows of ``memory.stat`` begin with."""
+def _headroom_beside(disk: Path, free: int) -> Headroom | None:
+    """What the cgroups leave beside a disk that has so many bytes free; asked now and then.
 
-    limit: str
-    used: str
-    prefix: str
-
-
-_V1 = _Version("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
-_V2 = _Version("memory.max", "memory.current", "")
+    What was written to the disk since then is subtracted; what the job takes itself is not.
+    """
+    now, device = clock.monotonic(), disk.stat().st_dev
+    if device in _asked:
+        then, memory, free_then = _asked[device]
+        written = free_then - free
+        if now - then < _ASKED_EVERY and (memory is None or written <= memory.free * _WRITTEN):
+            return memory and Headroom(memory.limit, memory.free - written)
+    memory = memory_headroom()
+    _asked[device] = now, memory, free
+    return memory
 
 
 def memory_headroom() -> Headroom | None:
-    """What the cgroups leave; None without a limit, or where the kernel does not tell.
-
-    Cheap to ask often: which levels have a limit is looked up every few seconds, what they
-    leave each time.
-    """
-    global _limited
-    known = _limited
-    if known is None or not 0 <= time.monotonic() - known[0] < _LIMITED:
-        known = _limited = time.monotonic(), limited_levels()
-    return headroom(known[1])
+    """What the tightest level leaves; None without a limit, or where the kernel does not tell."""
+    return min(_at_levels("memory", _headroom), key=lambda one: one.free, default=None)
 
 
-def limited_levels(
-    membership: str | None = None, mountinfo: str | None = None
-) -> list[tuple[Path, _Version]]:
-    """The levels that have a limit.
+def cpu_quota() -> float | None:
+    """How many CPUs' time the tightest level allows; otherwise as `memory_headroom`."""
+    return min(_at_levels("cpu", _cpus), default=None)
 
-    Args:
-        membership: text to read instead of ``/proc/self/cgroup``.
-        mountinfo: likewise of ``/proc/self/mountinfo``.
-    """
+
+def _at_levels(controller: str, look: Callable[[Path, bool], _T | None]) -> list[_T]:
+    """What is found at those levels that have a limit."""
     try:
-        if membership is None:
-            membership = _MEMBERSHIP.read_text("utf-8", "surrogateescape")
-        found = _levels("memory", membership, mountinfo)
-        levels = [(directory, _V1 if old else _V2) for directory, old in found]
-        return [level for level in levels if _headroom(*level) is not None]
-    except (OSError, ValueError) as exn:
-        logger.debug("the memory that cgroups leave is not known: %s", exn)
+        found = [look(*level) for level in _levels(controller)]
+    except FileNotFoundError:  # no cgroups, or the level went away
         return []
-
-
-def headroom(levels: Iterable[tuple[Path, _Version]]) -> Headroom | None:
-    """What the tightest of some levels leaves; None where none has a limit."""
-    try:
-        found = [_headroom(*level) for level in levels]
     except (OSError, ValueError) as exn:
-        logger.debug("the memory that cgroups leave is not known: %s", exn)
-        return None
-    return min((one for one in found if one is not None), key=lambda one: one.free, default=None)
-
-
-def cpu_quota(membership: str | None = None, mountinfo: str | None = None) -> float | None:
-    """How many CPUs' time the tightest level allows; None without a limit, or where nobody tells.
-
-    Args:
-        membership: text to read instead of ``/proc/self/cgroup``.
-        mountinfo: likewise of ``/proc/self/mountinfo``.
-    """
-    try:
-        if membership is None:
-            membership = _MEMBERSHIP.read_text("utf-8", "surrogateescape")
-        found = [_cpus(*level) for level in _levels("cpu", membership, mountinfo)]
-    except (OSError, ValueError) as exn:
-        logger.debug("the CPUs that cgroups leave are not known: %s", exn)
-        return None
-    return min((cpus for cpus in found if cpus is not None), default=None)
+        logger.debug("what cgroups leave of %s is not known: %s", controller, exn)
+        return []
+    return [one for one in found if one is not None]
 
 
 def _cpus(directory: Path, old: bool) -> float | None:
-    """What one level allows; None where it has no limit."""
     names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if old else ("cpu.max",)
-    try:
-        words = " ".join((directory / name).read_text("ascii") for name in names).split()
-    except FileNotFoundError:  # the root of v2 has none
+    if not (directory / names[0]).exists():  # the root of v2
         return None
-    quota, period = words
-    if quota in ("max", "-1") or int(period) <= 0:
-        return None
-    return int(quota) / int(period)
+    quota, period = " ".join((directory / name).read_text("ascii") for name in names).split()
+    return None if quota in ("max", "-1") else int(quota) / int(period)
 
 
-def _levels(controller: str, membership: str, mountinfo: str | None) -> Iterator[tuple[Path, bool]]:
+def _headroom(directory: Path, old: bool) -> Headroom | None:
+    names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
+    limit_name, used_name, prefix = names if old else ("memory.max", "memory.current", "")
+    if not (directory / limit_name).exists():  # the root of v2
+        return None
+    stated = (directory / limit_name).read_text("ascii").strip()
+    if stated == "max" or int(stated) >= _UNLIMITED:
+        return None
+    used = int((directory / used_name).read_text("ascii"))
+    rows = dict(row.split() for row in (directory / "memory.stat").read_text("ascii").splitlines())
+    cache = sum(int(rows.get(f"{prefix}{name}_file", 0)) for name in ("inactive", "active"))
+    return Headroom(int(stated), max(0, int(stated) - max(0, used - cache)))
+
+
+@functools.cache  # where a process is does not change; what a level leaves is asked each time
+def _levels(controller: str) -> tuple[tuple[Path, bool], ...]:
     """The directories of our cgroup and of all above it, each with whether it is of v1."""
     paths = {}
-    for line in membership.splitlines():
+    for line in _MEMBERSHIP.read_text("utf-8", "surrogateescape").splitlines():
         _, controllers, path = line.split(":", 2)
         for name in controllers.split(","):
             paths[name] = path
     # What v1 controls, the v2 hierarchy beside it does not.
     old = controller in paths
     path = paths[controller] if old else paths.get("", "/")
-    for mount in read_mounts(mountinfo):
+    for mount in read_mounts():
         ours = mount.type == "cgroup" and controller in mount.options
         if not (ours if old else mount.type == "cgroup2"):
             continue
@@ -224,24 +176,6 @@ def _levels(controller: str, membership: str, mountinfo: str | None) -> Iterator
         if ".." in inside.parts:  # outside of our cgroup namespace
             inside = PurePosixPath("/")
         directory = top / inside.relative_to("/")
-        while directory != top:
-            yield directory, old
-            directory = directory.parent
-        yield top, old
-        return
-
-
-def _headroom(directory: Path, version: _Version) -> Headroom | None:
-    """What one level leaves; None where it has no limit."""
-    try:
-        stated = (directory / version.limit).read_text("ascii").strip()
-        if stated == "max" or int(stated) >= _UNLIMITED:
-            return None
-        used = int((directory / version.used).read_text("ascii"))
-        rows = (directory / "memory.stat").read_text("ascii").splitlines()
-    except FileNotFoundError:  # the root of v2 has none of these
-        return None
-    limit = int(stated)
-    named = dict(row.split(" ", 1) for row in rows)
-    cache = sum(int(named.get(f"{version.prefix}{name}", 0)) for name in _FILE_CACHE)
-    return Headroom(limit, max(0, limit - max(0, used - cache)))
+        above = (level for level in directory.parents if level.is_relative_to(top))
+        return tuple((level, old) for level in (directory, *above))
+    return ()

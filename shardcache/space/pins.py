@@ -1,11 +1,8 @@
 """What a user asked to keep: ``shardcache pin``.
 
 A pin is a small file in ``pins``, named by the shard's key, that says until when. It is of the
-shard and not of its entry: it may be there before the shard is, and stays when another version
-is fetched. A pinned shard is no victim of any policy, of ``clean --all`` nor of ``rm``; a
-damaged entry is set aside all the same, and fetched again.
-
-Safe with any number of processes; the last one that pins a shard says until when.
+shard and not of its entry: it may be there before the shard is, and stays when another version is
+fetched. No policy, no ``clean --all`` and no ``rm`` removes a pinned shard.
 """
 
 from __future__ import annotations
@@ -13,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 from dataclasses import dataclass
 
 from shardcache.layout import Layout, is_pin_name, list_names, read_file, refuse_links, replace_file
@@ -23,19 +19,12 @@ __all__ = ["Pin", "pin", "pinned_keys", "pins", "remove_expired", "unpin"]
 
 logger = logging.getLogger(__name__)
 
-_SCHEMA = 1
 _MAX_RECORD = 16_384
 
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """A user's wish.
-
-    Attributes:
-        key: of the shard.
-        url: the shard, without credentials.
-        until: seconds since the epoch; None without end.
-    """
+    """One pin: of which shard, and until when (seconds since the epoch; None without end)."""
 
     key: str
     url: str
@@ -47,29 +36,15 @@ class Pin:
 
 
 def pin(layout: Layout, shard: ShardURL, until: float | None) -> None:
-    """Keep a shard.
-
-    Args:
-        layout: the node's namespace.
-        shard: which.
-        until: seconds since the epoch; None without end.
-
-    Raises:
-        OSError: the disk is full, read-only or failing.
-    """
+    """Keep a shard until then, in seconds since the epoch; None without end."""
     refuse_links(layout.pins)
     layout.modes.make_directory(layout.pins, levels=0)
-    record = {"schema": _SCHEMA, "url": str(shard), "until": until}
-    data = json.dumps(record).encode()
+    data = json.dumps({"schema": 1, "url": str(shard), "until": until}).encode()
     replace_file(layout.pin(shard.key), data, layout.modes.file, via=layout.partial)
 
 
 def unpin(layout: Layout, key: str) -> bool:
-    """Keep a shard no longer; False if it was not pinned.
-
-    Raises:
-        OSError: the disk is read-only or failing.
-    """
+    """Keep a shard no longer; False if it was not pinned."""
     try:
         layout.pin(key).unlink()
     except FileNotFoundError:
@@ -78,11 +53,7 @@ def unpin(layout: Layout, key: str) -> bool:
 
 
 def pins(layout: Layout) -> list[Pin]:
-    """All pins, expired ones too.
-
-    Raises:
-        OSError: the filesystem is failing.
-    """
+    """All pins, expired ones too."""
     found = []
     for name in list_names(layout.pins):
         if is_pin_name(name):
@@ -92,20 +63,12 @@ def pins(layout: Layout) -> list[Pin]:
 
 
 def pinned_keys(layout: Layout, now: float) -> frozenset[str]:
-    """The keys of all shards that are to be kept.
-
-    Raises:
-        OSError: the filesystem is failing.
-    """
+    """The keys of all shards that are to be kept."""
     return frozenset(pin.key for pin in pins(layout) if pin.holds(now))
 
 
 def remove_expired(layout: Layout, now: float) -> int:
-    """Remove pins that no longer count; returns how many.
-
-    Raises:
-        OSError: the filesystem is read-only or failing.
-    """
+    """Remove pins that no longer count; returns how many."""
     return sum(unpin(layout, pin.key) for pin in pins(layout) if not pin.holds(now))
 
 
@@ -114,13 +77,9 @@ def _read(layout: Layout, key: str) -> Pin:
     try:
         record = json.loads(read_file(layout.pin(key), _MAX_RECORD))
         until = record["until"]
-        if until is not None:
-            until = float(until)
-            if math.isnan(until):
-                raise ValueError("no date")
-        return Pin(key, str(record["url"]), until)
+        return Pin(key, str(record["url"]), None if until is None else float(until))
     except FileNotFoundError:
         raise
-    except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as exn:
+    except (OSError, ValueError, TypeError, KeyError) as exn:
         logger.info("the pin of %s cannot be read (%s); the shard is kept", key, exn)
         return Pin(key, "", None)

@@ -7,16 +7,15 @@ disk, with a manifest, sessions, pins and limits, so that any of them may be ano
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from shardcache.clock import Clock
 from shardcache.config import Config, __version__
 from shardcache.files import Modes
 from shardcache.locks.sessions import Session
 from shardcache.ranks import Ranks
 from shardcache.store.root import Identity, check_layout, identity, is_cache, make_root
-from shardcache.store.store import Entry, Namespaces, Store
+from shardcache.store.store import Namespaces, Store
 from shardcache.units import format_duration
 
 if TYPE_CHECKING:
@@ -27,39 +26,31 @@ __all__ = ["Tier"]
 
 
 class Tier:
-    """See the module; safe between the threads of the process that made it.
+    """See the module.
 
     Args:
         config: options; ``dir`` and the limits are this tier's.
         ranks: who we are.
-        clock: time.
         started: when the job began to use the cache, for the session.
-        warn: says something of a kind once (`process.Process.warn`).
-
-    Attributes:
-        config: as given.
-        namespaces: of the directory.
-        made: whether it could be made, or was there, when it was last tried.
-        evicted: is told of every entry that is evicted here.
+        warn: says something of a kind once (`runtime.Process.warn`).
+        evicted: is told of every shard that is evicted here.
     """
 
     def __init__(
         self,
         config: Config,
         ranks: Ranks,
-        clock: Clock,
         started: float,
         warn: Callable[..., None],
+        evicted: Callable[[Victim], None],
     ) -> None:
         self.config = config
         self.namespaces = Namespaces(config, ranks)
-        self.made = False
-        self.evicted: Callable[[Victim], None] = lambda victim: None
+        self.made = False  #: whether it could be made, or was there, when it was last tried
         self._ranks = ranks
-        self._clock = clock
         self._started = started
-        self._begun = clock.time(), clock.monotonic()
         self._warn = warn
+        self._evicted = evicted
         self._session: Session | None = None
         self._identity: Identity | None = None
 
@@ -87,16 +78,14 @@ class Tier:
         """
         self.end_session()
         self._identity, self.made = None, False
-        modes = Modes.of(self.config.shared_group)
-        node = make_root(self.config.dir, __version__, modes)
+        node = make_root(self.config.dir, __version__, Modes.of(self.config.shared_group))
         # Anew: the directory of this node is named by the manifest.
         self.namespaces = Namespaces(self.config, self._ranks)
-        own = self.namespaces.own.layout
+        own, layout = self.namespaces.own.layout, self.namespaces.node
         if own != node:
             check_layout(own)
             own.make()
         self._identity, self.made = identity(self.config.dir, own), True
-        layout = self.namespaces.node
         if layout.grace is not None and self.config.locks == "auto":
             self._warn(
                 "locking",
@@ -105,15 +94,10 @@ class Tier:
                 self.config.dir,
                 format_duration(layout.grace),
             )
-        self._session = Session(self.namespaces.node, self._started)
+        self._session = Session(layout, self._started)
 
     def check(self) -> None:
-        """Refuse to clean what somebody else could tamper with. Root may clean for others.
-
-        Raises:
-            ConfigError: with what to do.
-            OSError: it cannot be looked at.
-        """
+        """Refuse to clean what somebody else could tamper with. Root may clean for others."""
         node = self.namespaces.node
         if os.geteuid() != 0 or node.base.lstat().st_uid == 0:
             check_layout(node)
@@ -127,27 +111,20 @@ class Tier:
         """Every namespace, our own first."""
         return self.namespaces.all()
 
-    def space(
-        self,
-        config: Config | None = None,
-        through: Callable[[Iterator[Entry]], Iterator[Entry]] = iter,
-    ) -> Space:
+    def space(self, config: Config | None = None) -> Space:
         """The budget, under these limits instead of its own; see `Space`."""
-        from shardcache.space.budget import Space  # here: it brings filelock along
+        from shardcache.space.budget import Space  # `import shardcache` stays light
 
-        node, chosen = self.namespaces.node, self.config if config is None else config
-        return Space(
-            node, self.stores, chosen, self._clock, through, self._begun, lambda v: self.evicted(v)
-        )
+        config = self.config if config is None else config
+        return Space(self.namespaces.node, self.stores, config, self._evicted)
 
     def owns(self, directory: str) -> bool:
         """Whether an entry's directory is in it."""
         return directory.startswith(f"{self.namespaces.node.base}/")
 
     def end_session(self) -> None:
-        """Use it no longer."""
+        """Use it no longer. What this job used may go now."""
         session, self._session = self._session, None
         if session is not None:
             session.close()
-            # What this job used may go now: a refusal that was noted is out of date.
             self.space().recount()

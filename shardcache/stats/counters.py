@@ -1,9 +1,8 @@
 """What one process counts: plain integers in memory, written to the node's database now and then.
 
-A hit adds to four integers. Whoever counts something a second after the last write writes
-(`database`); so does the end of the process. A process that is killed loses what it counted since
-its last write. Nothing here fails: where the database cannot be written, statistics are lost and
-nothing else.
+Whoever counts something a second after the last write writes (`database`); so does the end of the
+process. A process that is killed loses what it counted since its last write. Nothing here fails:
+where the database cannot be written, statistics are lost and nothing else.
 
 Safe between threads. Safe within one thread, too: the garbage collector may close a stream in the
 midst of counting, and that is counted as well. A forked child makes its own `Counters`; those of
@@ -14,65 +13,70 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import sys
 import threading
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 
-from shardcache.clock import Clock
+from shardcache import clock
 from shardcache.layout import Layout
 from shardcache.ranks import Ranks
 from shardcache.stats import database
-from shardcache.stats.database import Fetch
 from shardcache.units import format_bytes, format_duration
 from shardcache.urls import ShardURL
 
-__all__ = ["BUCKETS", "COUNTERS", "WAITS", "Counters", "blank", "bucket_of", "bucket_range"]
-__all__ += ["wait_index"]
+__all__ = ["BUCKETS", "COUNTERS", "WAITS", "Counters", "Counts", "bucket_range"]
 
 logger = logging.getLogger(__name__)
 
-#: What is counted, each under the name that the database has, too.
-COUNTERS = (
-    "hits",
-    "coalesced",
-    "linked",
-    "misses",
-    "bypassed",
-    "failed",
-    "bytes_opened",
-    "bytes_bypassed",
-    "fetches",
-    "fetches_upstream",
-    "fetches_failed",
-    "bytes_origin",
-    "bytes_upstream",
-    "retries",
-    "evicted_max_size",
-    "evicted_min_free",
-    "evicted_inodes",
-    "evicted_max_age",
-    "evicted_all",
-    "evicted_asked",
-    "bytes_evicted",
-    "errors_origin",
-    "errors_integrity",
-    "errors_disk",
-    "bypassed_full",
-    "errors_lock",
-    "hits_tier_1",
-    "hits_tier_2",
-    "hits_tier_3",
-    "wait_us_disk",
-    "wait_us_lock",
-    "wait_us_network",
-    "bytes_stored",
-)
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """What is counted, each under the name that the database has, too."""
+
+    hits: int = 0  #: opens that found the shard
+    coalesced: int = 0  #: opens that waited for a fetch which somebody else had begun
+    linked: int = 0  #: opens that took the copy of another rank or job
+    misses: int = 0  #: opens that fetched the shard
+    bypassed: int = 0  #: opens that were streamed and not stored
+    failed: int = 0  #: opens that raised
+    bytes_opened: int = 0  #: of shards opened through the cache
+    bytes_bypassed: int = 0  #: of shards streamed and not stored
+    fetches: int = 0  #: shards fetched, from wherever
+    fetches_upstream: int = 0  #: of those, from an upstream
+    fetches_failed: int = 0  #: fetches that failed
+    bytes_origin: int = 0  #: that came from the origin
+    bytes_upstream: int = 0  #: that came from upstreams
+    retries: int = 0  #: requests that were repeated
+    evicted_max_size: int = 0  #: entries evicted for max_size
+    evicted_min_free: int = 0  #: for min_free
+    evicted_inodes: int = 0  #: for want of inodes
+    evicted_max_age: int = 0  #: for max_age
+    evicted_all: int = 0  #: because all were to go
+    evicted_asked: int = 0  #: by name
+    bytes_evicted: int = 0  #: of entries evicted or removed
+    errors_origin: int = 0  #: of the origin
+    errors_integrity: int = 0  #: shards that were damaged
+    errors_disk: int = 0  #: of the local disk
+    bypassed_full: int = 0  #: opens that were bypassed for want of room
+    errors_lock: int = 0  #: of locks, and waits that were given up
+    hits_tier_1: int = 0  #: hits in the first tier
+    hits_tier_2: int = 0  #: in the second
+    hits_tier_3: int = 0  #: in the third
+    wait_us_disk: int = 0  #: microseconds that readers waited for the disk
+    wait_us_lock: int = 0  #: for somebody else's fetch
+    wait_us_network: int = 0  #: for their own fetch
+    bytes_stored: int = 0  #: of entries that were stored
+
+
+COUNTERS = tuple(field.name for field in fields(Counts))
 #: What readers wait for: the disk (a hit), another process's fetch, their own fetch.
 WAITS = ("disk", "lock", "network")
-#: Of a histogram: powers of two of a microsecond, each in two halves, up to nineteen hours.
+#: Of a histogram: powers of the root of two of a microsecond, up to nineteen hours.
 BUCKETS = 72
 
 #: Seconds between two writes.
@@ -80,52 +84,24 @@ _INTERVAL = 1.0
 #: Seconds to wait for the database while others write, for a reader and at the end of a process.
 _BUSY = 0.1
 _LAST_BUSY = 2.0
-#: Minutes that are kept in memory while the database cannot be written.
-_MINUTES = 60
-_FETCHES = 10_000
 
-_INDEX = {name: number for number, name in enumerate(COUNTERS)}
-_HITS, _OPENED, _DISK_US = _INDEX["hits"], _INDEX["bytes_opened"], _INDEX["wait_us_disk"]
-_FIRST_TIER, _TIERS = _INDEX["hits_tier_1"], 3
-_NAMES = (*COUNTERS, *(f"{wait}:{bucket}" for wait in WAITS for bucket in range(BUCKETS)))
-#: How an open ended -> its counter, and what its reader waited for.
+_TIERS = tuple(name for name in COUNTERS if name.startswith("hits_tier_"))
+_BUCKETS = {wait: [f"{wait}:{bucket}" for bucket in range(BUCKETS)] for wait in WAITS}
+#: How an open ended -> its counter, and those of what its reader waited for.
 _OUTCOMES = {
-    "hit": ("hits", "disk"),
-    "linked": ("linked", "disk"),
-    "coalesced": ("coalesced", "lock"),
-    "fetched": ("misses", "network"),
+    outcome: (counter, f"wait_us_{wait}", _BUCKETS[wait])
+    for outcome, counter, wait in (
+        ("hit", "hits", "disk"),
+        ("linked", "linked", "disk"),
+        ("coalesced", "coalesced", "lock"),
+        ("fetched", "misses", "network"),
+    )
 }
-
-
-def bucket_of(seconds: float) -> int:
-    """The bucket of a histogram that a wait belongs to."""
-    microseconds = int(seconds * 1e6)
-    if microseconds < 2:
-        return max(0, microseconds)
-    length = microseconds.bit_length()
-    return min(BUCKETS - 1, 2 * (length - 1) + (microseconds >> (length - 2) & 1))
 
 
 def bucket_range(bucket: int) -> tuple[float, float]:
     """The shortest wait of a bucket, and the shortest one that is too long for it; seconds."""
-    if bucket < 2:
-        return bucket / 1e6, (bucket + 1) / 1e6
-    octave, half = divmod(bucket, 2)
-    low = (2 + half) * 2 ** (octave - 1)
-    return low / 1e6, (low + 2 ** (octave - 1)) / 1e6
-
-
-def blank() -> list[int]:
-    """Zeros for everything: the counters in the order of `COUNTERS`, then the histograms."""
-    return [0] * len(_NAMES)
-
-
-def wait_index(wait: str) -> int:
-    """The position at which the histogram of a wait begins in such a list."""
-    return len(COUNTERS) + WAITS.index(wait) * BUCKETS
-
-
-_DISK = wait_index("disk")
+    return 2 ** (bucket / 2) / 1e6 if bucket else 0.0, 2 ** ((bucket + 1) / 2) / 1e6
 
 
 class Counters:
@@ -133,7 +109,6 @@ class Counters:
 
     Args:
         where: the node's namespace of the root; None counts nothing.
-        clock: time.
         ranks: who we are; None outside any job.
         allowed: whether the disk may be written; a failing one is left alone for a while.
     """
@@ -141,84 +116,66 @@ class Counters:
     def __init__(
         self,
         where: Callable[[], Layout] | None,
-        clock: Clock,
         ranks: Ranks | None = None,
         allowed: Callable[[], bool] = lambda: True,
     ) -> None:
         self._where = where
-        self._clock = clock
         self._rank = None if ranks is None or ranks.source == "none" else ranks.rank
         self._job = None if ranks is None else ranks.job
         self._allowed = allowed
         self._pid = os.getpid()
         self._guard = threading.RLock()
         self._writing = threading.Lock()
-        self._row = blank()
-        self._total = blank()  # of all rows before this one
-        self._minute = 0  # of the row, in seconds since the epoch
+        self._written: Counter[str] = Counter()
+        self._row: defaultdict[str, int] = defaultdict(int)  # not written yet, of `_minute`
+        self._minute = 0
         self._due = 0.0  # when to write, of the monotonic clock
-        self._unwritten: dict[int, Counter[str]] = {}
-        self._fetches: list[Fetch] = []
         if where is not None:
             _flush_at_exit(self)
 
-    def hit(self, size: int, seconds: float, now: float, tier: int | None = None) -> None:
-        """Count a hit.
-
-        Args:
-            size: bytes of the shard.
-            seconds: how long it took to open.
-            now: `Clock.monotonic`.
-            tier: in which of several tiers the shard was, from 0.
-        """
-        if self._where is None or self._foreign:
+    def add(self, counts: Mapping[str, int]) -> None:
+        """Count what happened, by the names of `COUNTERS`."""
+        if self._where is None or self._pid != os.getpid():
             return
+        if due := clock.monotonic() >= self._due:
+            self._begin_second()
         with self._guard:
-            if due := now >= self._due:
-                self._begin(now)
-            row = self._row
-            row[_HITS] += 1
-            row[_OPENED] += size
-            row[_DISK + bucket_of(seconds)] += 1
-            row[_DISK_US] += int(seconds * 1e6)
-            if tier is not None and tier < _TIERS:
-                row[_FIRST_TIER + tier] += 1
+            for name, count in counts.items():  # in its midst a stream may be closed, and counted
+                self._row[name] += count
         if due:
             self._write(wait=0.0)
 
-    def add(self, counts: Mapping[str, int], wait: str | None = None, seconds: float = 0.0) -> None:
-        """Count what happened, and how long somebody waited for it.
+    def opened(self, outcome: str, size: int, seconds: float, tier: int | None = None) -> None:
+        """Count an open of so many bytes, what it came to (`_OUTCOMES`), and how long it took.
 
-        Args:
-            counts: by the names of `COUNTERS`.
-            wait: what was waited for, of `WAITS`.
-            seconds: how long.
+        ``tier`` is in which of several tiers the shard was, from 0.
         """
-        if self._where is None or self._foreign:
+        # As `add`, without a table: a hit is to be little more than an open().
+        if self._where is None or self._pid != os.getpid():
             return
-        now = self._clock.monotonic()
+        if due := clock.monotonic() >= self._due:
+            self._begin_second()
+        name, wait_name, buckets = _OUTCOMES[outcome]
+        waited = int(seconds * 1e6)
+        bucket = int(2 * math.log2(waited)) if waited > 1 else 0
         with self._guard:
-            if due := now >= self._due:
-                self._begin(now)
             row = self._row
-            for name, count in counts.items():
-                row[_INDEX[name]] += count
-            if wait is not None:
-                row[wait_index(wait) + bucket_of(seconds)] += 1
-                row[_INDEX[f"wait_us_{wait}"]] += int(seconds * 1e6)
+            row[name] += 1
+            row["bytes_opened"] += size
+            row[wait_name] += waited
+            row[buckets[bucket if bucket < BUCKETS else -1]] += 1
+            if tier is not None and tier < len(_TIERS):
+                row[_TIERS[tier]] += 1
         if due:
             self._write(wait=0.0)
 
-    def opened(self, outcome: str, size: int, seconds: float) -> None:
-        """Count an open.
-
-        Args:
-            outcome: "hit", "linked", "coalesced" or "fetched".
-            size: bytes of the shard.
-            seconds: how long its reader waited.
-        """
-        name, wait = _OUTCOMES[outcome]
-        self.add({name: 1, "bytes_opened": size}, wait, seconds)
+    def _begin_second(self) -> None:
+        """Let others not write at once, too; what an earlier minute counted is written first."""
+        self._due = clock.monotonic() + _INTERVAL
+        minute = int(clock.time() // 60) * 60
+        if self._row and minute != self._minute:
+            self._write(wait=0.0)
+        self._minute = minute
 
     def fetched(
         self,
@@ -235,94 +192,31 @@ class Counters:
 
         Args:
             shard: which.
-            size: bytes of the shard.
-            received: bytes that came over the network.
-            seconds: how long it took.
-            retries: requests that were repeated.
+            size, received: bytes of the shard, and bytes that came over the network.
+            seconds, retries: how long it took, and requests that were repeated.
             upstream: whether it came from an upstream and not from its origin.
             done: whether the shard is stored now.
         """
+        counts = {"fetches" if done else "fetches_failed": 1, "retries": retries}
+        counts["bytes_upstream" if upstream else "bytes_origin"] = received
         if done:
-            source = "upstream" if upstream else "origin"
-            logger.info(
-                "%s: fetched %s from %s in %s",
-                shard,
-                format_bytes(size),
-                "an upstream" if upstream else "its origin",
-                format_duration(seconds),
-                extra={
-                    "event": "fetched",
-                    "shard": str(shard),
-                    "bytes": size,
-                    "seconds": seconds,
-                    "retries": retries,
-                    "source": source,
-                },
-            )
-            if self._where is not None and len(self._fetches) < _FETCHES:
-                fetch = Fetch(self._clock.time(), size, seconds, self._rank, str(shard))
-                self._fetches.append(fetch)
-        self.add(
-            {
-                "fetches" if done else "fetches_failed": 1,
-                "fetches_upstream": int(done and upstream),
-                "bytes_upstream" if upstream else "bytes_origin": received,
-                "retries": retries,
-                "bytes_stored": size if done else 0,
-            }
-        )
-
-    def evicted(self, reason: str, size: int) -> None:
-        """Count a shard that was evicted, and its bytes."""
-        self.add({f"evicted_{reason}": 1, "bytes_evicted": size})
+            counts |= {"fetches_upstream": int(upstream), "bytes_stored": size}
+            source, said = ("upstream", "an upstream") if upstream else ("origin", "its origin")
+            extra = {"event": "fetched", "shard": str(shard), "bytes": size, "seconds": seconds}
+            extra |= {"retries": retries, "source": source}
+            took = format_bytes(size), said, format_duration(seconds)
+            logger.info("%s: fetched %s from %s in %s", shard, *took, extra=extra)
+        self.add(counts)
 
     def flush(self, wait: float = _LAST_BUSY) -> None:
-        """Write what is not written yet.
-
-        Args:
-            wait: seconds to wait for others who write.
-        """
-        if self._where is not None and not self._foreign:
+        """Write what is not written yet; waits so many seconds for others who write."""
+        if self._where is not None and self._pid == os.getpid():
             self._write(wait)
 
-    def snapshot(self) -> list[int]:
-        """Everything counted so far, written or not, in the order of `blank`."""
+    def snapshot(self) -> Counter[str]:
+        """Everything counted so far, written or not, by the names of the database."""
         with self._guard:
-            return [one + other for one, other in zip(self._total, self._row, strict=True)]
-
-    @property
-    def _foreign(self) -> bool:
-        """Whether these are the parent's: its streams may be closed in a forked child, too.
-
-        Asked before the lock is taken, which another thread of the parent may have held.
-        """
-        return self._pid != os.getpid()
-
-    def _begin(self, now: float) -> None:
-        self._due = now + _INTERVAL
-        minute = int(self._clock.time() // 60) * 60
-        if minute != self._minute:
-            self._stage()
-            self._minute = minute
-
-    def _stage(self) -> None:
-        """Move the row to what is to be written for its minute; under the guard."""
-        fresh = blank()
-        row, self._row = self._row, fresh  # the collector does not run in between
-        found: Counter[str] = Counter()
-        for number, count in enumerate(row):
-            if count:
-                self._total[number] += count
-                found[_NAMES[number]] = count
-        if found:
-            self._put_back({self._minute: found}, [])
-
-    def _put_back(self, rows: Mapping[int, Counter[str]], fetches: list[Fetch]) -> None:
-        for minute, found in rows.items():
-            self._unwritten.setdefault(minute, Counter()).update(found)
-        while len(self._unwritten) > _MINUTES:
-            del self._unwritten[min(self._unwritten)]
-        self._fetches[:0] = fetches
+            return Counter(self._written) + Counter(self._row)
 
     def _write(self, wait: float) -> None:
         """Write what is not written yet, unless another thread does so or the disk fails."""
@@ -330,19 +224,21 @@ class Counters:
             return
         try:
             with self._guard:
-                self._stage()
-                rows, self._unwritten = self._unwritten, {}
-                fetches, self._fetches = self._fetches, []
-            if not rows and not fetches:
+                minute, row, self._row = self._minute, self._row, defaultdict(int)
+                self._written.update(row)
+            if not row:
                 return
             assert self._where is not None
             try:
                 layout = self._where()
-                database.add(layout, self._rank, self._job, rows, fetches, busy=max(_BUSY, wait))
+                database.add(layout, self._rank, self._job, minute, row, max(_BUSY, wait))
             except OSError as exn:
                 logger.debug("what was counted is not kept yet: %s", exn)
                 with self._guard:
-                    self._put_back(rows, fetches)
+                    self._written.subtract(row)
+                    self._minute = self._minute if self._row else minute
+                    for name, n in row.items():
+                        self._row[name] += n
         finally:
             self._writing.release()
 
@@ -352,8 +248,7 @@ def _flush_at_exit(counters: Counters) -> None:
     held = weakref.ref(counters)
 
     def flush() -> None:
-        found = held()
-        if found is not None:
+        if (found := held()) is not None:
             found.flush()
 
     atexit.register(flush)

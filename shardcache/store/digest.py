@@ -1,14 +1,8 @@
-"""Digests of shards: our own tree digest, and the checksums origins state.
+"""Digests of shards: our own tree digest, and the checksums that origins state.
 
-The tree digest of a shard is xxh3-128 over the xxh3-128 digests of its 1 MiB
-blocks. Blocks can be hashed in any order by any thread while they are in the
-processor's cache, a resumed fetch can prove the blocks it finds, and damage can
-be located; a digest of the whole stream allows none of these.
-
-CRCs of blocks are joined into the CRC of the object by polynomial arithmetic,
-so a stated checksum costs no second pass over the data.
-
-All functions are pure.
+The tree digest of a shard is xxh3-128 over the xxh3-128 digests of its 1 MiB blocks. Any thread
+can hash blocks in any order while they are in the processor's cache, a resumed fetch can prove
+the blocks it finds, and damage can be located; a digest of the whole stream allows none of these.
 """
 
 from __future__ import annotations
@@ -19,156 +13,95 @@ import hashlib
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache, lru_cache
+from functools import cache
+
+from xxhash import xxh3_128, xxh3_128_digest
 
 from shardcache.errors import IntegrityError
 from shardcache.origins.base import Checksum
 
-#: Bytes of a block, and of the one buffer each connection needs. 1 MiB per read
-#: is where larger reads stop paying (TRANSFER measurements: smaller chunks cost
-#: 20-30 %), and a killed fetch loses at most one block per connection.
+#: Bytes of a block, and of the one buffer each connection needs. 1 MiB per read is where larger
+#: reads stop paying (smaller chunks cost 20-30 %), and a killed fetch loses at most one block per
+#: connection.
 BLOCK = 1 << 20
 
-#: Reversed polynomials and widths: ISO-HDLC, Castagnoli, and NVM Express.
-_POLYNOMIALS = {
-    "crc32": (0xEDB88320, 32),
-    "crc32c": (0x82F63B78, 32),
-    "crc64nvme": (0x9A6C9329AC4BC9B5, 64),
-}
+#: Bytes of each CRC.
+_CRCS = {"crc32": 4, "crc32c": 4, "crc64nvme": 8}
 _HASHES = ("sha256", "sha1")
+_Crc = Callable[[memoryview, int], int]
+_Join = Callable[[int, int, int], int]
 
 
 def block_digest(block: bytes | bytearray | memoryview) -> bytes:
     """xxh3-128 of one block, 16 bytes."""
-    from xxhash import xxh3_128_digest
-
     digest: bytes = xxh3_128_digest(block)
     return digest
 
 
 def tree_digest(blocks: Iterable[bytes]) -> str:
     """The digest of a shard from the digests of its blocks in order, as hex."""
-    from xxhash import xxh3_128
-
-    tree = xxh3_128()
-    for digest in blocks:
-        tree.update(digest)
-    text: str = tree.hexdigest()
+    text: str = xxh3_128(b"".join(blocks)).hexdigest()
     return text
 
 
-def read_blocks(fd: int) -> Iterable[memoryview]:
+def read_blocks(fd: int) -> Iterator[memoryview]:
     """The blocks of an open file from its start; each view is valid until the next."""
     buffer = memoryview(bytearray(BLOCK))
-    offset = 0
-    while True:
-        filled = 0
-        while filled < BLOCK:  # a short read is allowed anywhere but at the end
-            count = os.preadv(fd, [buffer[filled:]], offset + filled)
-            if count == 0:
-                break
-            filled += count
-        if filled:
-            yield buffer[:filled]
-        if filled < BLOCK:
-            return
-        offset += filled
+    offset = filled = 0
+    while count := os.preadv(fd, [buffer[filled:]], offset + filled):
+        filled += count  # a read may be short anywhere
+        if filled == BLOCK:
+            yield buffer
+            offset, filled = offset + BLOCK, 0
+    if filled:
+        yield buffer[:filled]
 
 
 def file_digest(fd: int) -> str:
-    """The tree digest of an open file.
-
-    Raises:
-        OSError: the disk cannot be read.
-    """
+    """The tree digest of an open file."""
     return tree_digest(block_digest(block) for block in read_blocks(fd))
 
 
 @cache
-def _crc(algorithm: str) -> Callable[[memoryview, int], int] | None:
-    if algorithm == "crc32":
-        return zlib.crc32
+def _crc_functions(algorithm: str) -> tuple[_Crc | None, _Join | None]:
+    """What continues a CRC over more bytes, and what makes one CRC of two and a length."""
     try:
         from awscrt import checksums
     except ImportError:
-        return None
-    function: Callable[[memoryview, int], int] | None = getattr(checksums, algorithm, None)
-    return function
+        return zlib.crc32 if algorithm == "crc32" else None, None
+    # Older versions of awscrt join nothing.
+    return getattr(checksums, algorithm, None), getattr(checksums, f"combine_{algorithm}", None)
 
 
 def can_check(checksum: Checksum | None) -> bool:
     """Whether this installation can compute ``checksum``.
 
-    CRC32 and SHA always; CRC32C and CRC64NVME with the ``checksums`` extra.
-    Composite checksums of multipart uploads (``...-3``) are digests of digests
-    and say nothing that a reader of the bytes can check.
+    CRC32 and SHA always; CRC32C and CRC64NVME with the ``checksums`` extra. Composite checksums
+    of multipart uploads (``...-3``) are digests of digests and say nothing that a reader of the
+    bytes can check.
     """
     if checksum is None or "-" in checksum.value:
         return False
-    return checksum.algorithm in _HASHES or (
-        checksum.algorithm in _POLYNOMIALS and _crc(checksum.algorithm) is not None
-    )
-
-
-def crc_function(algorithm: str) -> Callable[[memoryview], int] | None:
-    """The CRC of one block for an algorithm `can_check` accepts; None for hashes."""
-    if algorithm not in _POLYNOMIALS:
-        return None
-    function = _crc(algorithm)
-    if function is None:
-        return None
-    return lambda block: function(block, 0)
-
-
-def join_crcs(algorithm: str, crcs: Iterable[tuple[int, int]]) -> str:
-    """The CRC of a whole object from (crc, length) of its pieces, in base64."""
-    polynomial, width = _POLYNOMIALS[algorithm]
-    total = 0
-    for crc, length in crcs:
-        total = _multiply(_shift(polynomial, width, length), total, polynomial, width) ^ crc
-    return base64.b64encode(total.to_bytes(width // 8, "big")).decode()
-
-
-def _multiply(a: int, b: int, polynomial: int, width: int) -> int:
-    """a times b modulo the polynomial, bits reversed as in the CRC itself."""
-    product = 0
-    bit = 1 << (width - 1)
-    while bit and a:
-        if a & bit:
-            product ^= b
-            a ^= bit
-        bit >>= 1
-        b = (b >> 1) ^ polynomial if b & 1 else b >> 1
-    return product
-
-
-@lru_cache(maxsize=256)  # nearly every piece has the length of a block; last ones differ
-def _shift(polynomial: int, width: int, length: int) -> int:
-    """x to the power of ``8 * length`` modulo the polynomial."""
-    power = 1 << (width - 2)  # x itself, reversed
-    result = 1 << (width - 1)  # 1, reversed
-    exponent = 8 * length
-    while exponent:
-        if exponent & 1:
-            result = _multiply(power, result, polynomial, width)
-        power = _multiply(power, power, polynomial, width)
-        exponent >>= 1
-    return result
+    algorithm = checksum.algorithm
+    return algorithm in _HASHES or (algorithm in _CRCS and _crc_functions(algorithm)[0] is not None)
 
 
 def file_checksum(fd: int, algorithm: str) -> str:
-    """An origin's kind of checksum over an open file, in base64.
-
-    Raises:
-        OSError: the disk cannot be read.
-    """
-    function = crc_function(algorithm)
-    if function is not None:
-        return join_crcs(algorithm, ((function(b), len(b)) for b in read_blocks(fd)))
-    digest = hashlib.new(algorithm, usedforsecurity=False)
+    """An origin's kind of checksum over an open file, in base64."""
+    if algorithm not in _CRCS:
+        digest = hashlib.new(algorithm, usedforsecurity=False)
+        for block in read_blocks(fd):
+            digest.update(block)
+        return base64.b64encode(digest.digest()).decode()
+    (function, _join), value = _crc_functions(algorithm), 0
+    assert function is not None
     for block in read_blocks(fd):
-        digest.update(block)
-    return base64.b64encode(digest.digest()).decode()
+        value = function(block, value)
+    return _encoded(algorithm, value)
+
+
+def _encoded(algorithm: str, crc: int) -> str:
+    return base64.b64encode(crc.to_bytes(_CRCS[algorithm], "big")).decode()
 
 
 class MismatchError(Exception):
@@ -183,113 +116,75 @@ class MismatchError(Exception):
 class Comparison:
     """Compares a shard with the checksum that its origin states of the whole object.
 
-    Blocks arrive in any order: their CRCs are computed while they are warm, joined in the end,
-    and read back where the checksum was not known yet when they came. Other algorithms hash
-    the file. For the threads of one job; `compare` comes after they ended.
-
-    Attributes:
-        stated: what the origin says, once it has said it.
+    Blocks arrive in any order: their CRCs are computed while they are warm and joined in the
+    end. For the threads of one job; `compare` comes after they ended.
     """
 
     def __init__(self) -> None:
+        #: What the origin says, once it has said it.
         self.stated: Checksum | None = None
         self._crcs: dict[int, int] = {}
 
-    def crc(self) -> Callable[[memoryview], int] | None:
-        """What to compute of each block that comes, if that is known by now."""
-        if self.stated is None or not can_check(self.stated):
-            return None
-        return crc_function(self.stated.algorithm)
-
-    def note(self, index: int, crc: int | None) -> None:
-        """Keep what was computed of a block."""
-        if crc is not None:
-            self._crcs[index] = crc
+    def add(self, index: int, block: memoryview) -> None:
+        """Take a block that came, where a CRC of it is known to be of use."""
+        if self.stated is not None and can_check(self.stated):
+            function, join = _crc_functions(self.stated.algorithm)
+            if function is not None and join is not None:
+                self._crcs[index] = function(block, 0)
 
     def compare(self, fd: int, size: int, other: Checksum | None) -> str | None:
-        """Compare a complete shard.
+        """Compare the complete file, or raise MismatchError.
 
-        Args:
-            fd: its open data file.
-            size: bytes of it.
-            other: what came along with the bytes, where nothing was `stated`.
+        Where nothing was `stated`, with ``other``, which came along with the bytes.
 
         Returns:
             The algorithm; None if there is nothing to compare with.
-
-        Raises:
-            MismatchError: they differ.
-            OSError: the disk fails.
         """
         checksum = self.stated or other
         if checksum is None or not can_check(checksum):
             return None
-        crc = crc_function(checksum.algorithm)
-        if crc is None:
-            found = file_checksum(fd, checksum.algorithm)
-        else:
-            found = join_crcs(checksum.algorithm, self._block_crcs(fd, size, crc))
+        algorithm = checksum.algorithm
+        found = self._joined(fd, size, algorithm) or file_checksum(fd, algorithm)
         if found != checksum.value:
             raise MismatchError(checksum, found)
-        return checksum.algorithm
+        return algorithm
 
-    def _block_crcs(
-        self, fd: int, size: int, crc: Callable[[memoryview], int]
-    ) -> Iterator[tuple[int, int]]:
-        """(crc, length) of every block; those that came before we knew are read back."""
-        buffer = memoryview(bytearray(BLOCK))
+    def _joined(self, fd: int, size: int, algorithm: str) -> str | None:
+        """The CRC of all blocks; those that came before it was known are read back."""
+        function, join = _crc_functions(algorithm)
+        if join is None or function is None:
+            return None
+        buffer, total = memoryview(bytearray(BLOCK)), 0
         for start in range(0, size, BLOCK):
-            length = min(BLOCK, size - start)
-            known = self._crcs.get(start // BLOCK)
-            if known is None:
-                if os.preadv(fd, [buffer[:length]], start) != length:
+            block = buffer[: min(BLOCK, size - start)]
+            crc = self._crcs.get(start // BLOCK)
+            if crc is None:
+                if os.preadv(fd, [block], start) != len(block):
                     raise OSError(errno.EIO, f"block {start // BLOCK} is cut short")
-                known = crc(buffer[:length])
-            yield known, length
+                crc = function(block, 0)
+            total = join(total, crc, len(block))
+        return _encoded(algorithm, total)
 
 
-_HEADER = 512
 #: First bytes of what tarfile's "r|*" opens.
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00", b"(\xb5/\xfd")
 _SUFFIXES = (".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst")
 
 
 def check_archive(fd: int, basename: str, url: str) -> None:
-    """Refuse a file named like a tar archive that does not begin like one.
-
-    Args:
-        fd: the open file.
-        basename: its name; other names than tar's are not looked at.
-        url: for the error.
-
-    Raises:
-        IntegrityError: it is something else, an error page for instance.
-        OSError: it cannot be read.
-    """
+    """Refuse (IntegrityError) a file named like a tar archive that does not begin like one."""
     if not basename.lower().endswith(_SUFFIXES):
         return
-    head = os.pread(fd, _HEADER, 0)
-    if not head or head.startswith(_COMPRESSED) or _is_tar_header(head):
-        return
-    raise IntegrityError(
-        f"{url} is no tar archive: it begins with {head[:24]!r}. "
-        "Look at the object; an error page may have been uploaded or served in its place.",
-        url=url,
-    )
+    import tarfile  # here: `import shardcache` stays light
 
-
-def _is_tar_header(head: bytes) -> bool:
-    """POSIX pax: the header's own checksum, bytes 148-155 counted as blanks."""
-    if len(head) < _HEADER:
-        return False
-    if head == bytes(_HEADER):
-        return True  # an archive without members
+    head = os.pread(fd, tarfile.BLOCKSIZE, 0)
+    if head.startswith(_COMPRESSED) or head in (b"", bytes(tarfile.BLOCKSIZE)):
+        return  # the last two are archives without members
     try:
-        stated = int(head[148:156].rstrip(b"\0 ").lstrip(b" ") or b"0", 8)
-    except ValueError:
-        return False
-    # Old writers summed signed bytes; tarfile accepts both.
-    fields = head[:148] + b" " * 8 + head[156:]
-    if stated == sum(fields):
-        return True
-    return stated == sum(byte - 256 if byte > 127 else byte for byte in fields)
+        tarfile.TarInfo.frombuf(head, "utf-8", "surrogateescape")
+    except tarfile.HeaderError as exn:
+        raise IntegrityError(
+            f"{url} is no tar archive: it begins with {head[:24]!r}. "
+            "Look at the object; an error page may have been uploaded or served in its place.",
+            url=url,
+        ) from exn

@@ -1,7 +1,4 @@
-"""An entry: a published shard as it lies on disk.
-
-Entries are values: looking at one says nothing about whether it is still there.
-"""
+"""An entry: a published shard as it lies on disk. An `Entry` is a value: it may be gone already."""
 
 from __future__ import annotations
 
@@ -9,19 +6,20 @@ import contextlib
 import errno
 import io
 import json
+import logging
 import os
 import stat
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardcache.clock import rfc3339
-from shardcache.files import open_file
+from shardcache.files import SAFELY, open_file
 from shardcache.layout import (
-    IDLE_GRACE,
     META,
+    PROGRESS,
     Layout,
     is_directory,
     is_idle,
@@ -30,48 +28,43 @@ from shardcache.layout import (
     parse_entry_name,
     read_file,
 )
-from shardcache.locks.flock import is_file, pin, seize
+from shardcache.locks.flock import is_file, is_free, pin, seize
 from shardcache.origins.base import ObjectInfo
-from shardcache.store.entrystream import EntryStream
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+logger = logging.getLogger(__name__)
 
 SCHEMA = 1
 #: A sidecar is about 700 bytes; URLs are at most some kilobytes.
 MAX_BYTES = 64 * 1024
 #: The year 10000, which `encode` could not write.
 _LAST_SECOND = 253_402_300_800
+#: Fields of a sidecar that are text.
+_TEXTS = ("url", "key", "digest", "checked", "boot", "library")
 
 
 class DamagedError(Exception):
     """An entry, a partial or a sidecar is not what it should be; the text says how."""
 
+    #: Of the entry, where `Store.open` raised it.
+    directory = ""
+
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """One fetched shard.
-
-    Attributes:
-        url: canonical URL, free of credentials.
-        key: key of that URL.
-        info: the version fetched.
-        size: bytes of the data file.
-        digest: tree digest of the data (`digests.tree_digest`), hex; empty while
-            the shard is in flight.
-        checked: the origin's checksum algorithm that the bytes were compared
-            with before publishing, or None where it stated none we can compute.
-        fetched_at: seconds since the epoch.
-        boot: boot during which the bytes were last known good on disk.
-        library: version of shardcache that wrote this.
-    """
+    """The sidecar of a shard."""
 
     url: str
     key: str
     info: ObjectInfo
     size: int
-    digest: str
-    checked: str | None
-    fetched_at: float
-    boot: str
-    library: str
+    digest: str  #: tree digest of the data, hex; empty while the shard is in flight
+    checked: str | None  #: algorithm of the origin's checksum that the bytes were compared with
+    fetched_at: float  #: seconds since the epoch
+    boot: str  #: boot during which the bytes were last known good on disk
+    library: str  #: version of shardcache that wrote this
 
     def encode(self) -> bytes:
         """The sidecar's bytes."""
@@ -87,53 +80,50 @@ class Metadata:
             "boot": self.boot,
             "library": self.library,
         }
-        # A line for each field. `indent` would leave the work to json's encoder in Python,
-        # and every shard has this written twice.
-        lines = (f" {json.dumps(name)}: {json.dumps(value)}" for name, value in record.items())
-        return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+        return f"{json.dumps(record)}\n".encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Metadata:
-        """Read what `encode` wrote.
-
-        Raises:
-            DamagedError: ``data`` is anything else.
-        """
+        """Read what `encode` wrote (DamagedError: it is anything else)."""
         try:
             record = json.loads(data)
             schema = record["schema"]
             if type(schema) is not int or schema != SCHEMA:
                 raise DamagedError(f"its sidecar has schema {str(schema)[:20]}, not {SCHEMA}")
-            fetched = datetime.fromisoformat(_text(record, "fetched_at"))
+            texts = {name: record[name] for name in _TEXTS}
+            for name, text in texts.items():
+                if not isinstance(text, str) and (name, text) != ("checked", None):
+                    raise TypeError(name)
+            fetched, size = datetime.fromisoformat(record["fetched_at"]), record["size"]
             if fetched.tzinfo is None or not 0 <= fetched.timestamp() < _LAST_SECOND:
                 raise ValueError("fetched_at has no time zone, or is no time of ours")
-            checked = record["checked"]
-            size = record["size"]
-            if not (checked is None or isinstance(checked, str)):
-                raise TypeError("checked")
-            if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+            if type(size) is not int or size < 0:
                 raise TypeError("size")
-            return cls(
-                url=_text(record, "url"),
-                key=_text(record, "key"),
-                info=ObjectInfo.from_record(record["object"]),
-                size=size,
-                digest=_text(record, "digest"),
-                checked=checked,
-                fetched_at=fetched.timestamp(),
-                boot=_text(record, "boot"),
-                library=_text(record, "library"),
-            )
+            info = ObjectInfo.from_record(record["object"])
+            return cls(info=info, size=size, fetched_at=fetched.timestamp(), **texts)
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as exn:
             reason = f"{type(exn).__name__}: {exn}"[:200]
             raise DamagedError(f"its sidecar cannot be read ({reason})") from exn
 
 
-def _text(record: dict[str, Any], name: str) -> str:
-    value = record[name]
-    if not isinstance(value, str):
-        raise TypeError(name)
-    return value
+#: What opening says of what is gone, and of a planted link, directory or socket.
+GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
+NOT_DATA = frozenset({errno.ELOOP, errno.EISDIR, errno.ENXIO})
+#: What a disk says of one file that it cannot read. What it says of itself is no damage.
+_UNREADABLE = NOT_DATA | frozenset(
+    {errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EREMOTEIO, errno.EILSEQ, errno.ENODATA}
+)
+
+
+@contextlib.contextmanager
+def readable() -> Iterator[None]:
+    """The body reads an entry; where the disk cannot, the entry is damaged (DamagedError)."""
+    try:
+        yield
+    except OSError as exn:
+        if exn.errno not in _UNREADABLE:
+            raise
+        raise DamagedError(f"it cannot be read ({exn.strerror})") from exn
 
 
 class Entry(NamedTuple):
@@ -158,7 +148,7 @@ class Entry(NamedTuple):
         """The entry in a directory that bears an entry's name."""
         parsed = parse_entry_name(path.name)
         assert parsed is not None
-        return cls(str(path), path.parent.name, parsed[0], parsed[1], _used(path))
+        return cls(str(path), path.parent.name, *parsed, _used(path))
 
     @property
     def path(self) -> Path:
@@ -173,17 +163,18 @@ class Entry(NamedTuple):
         except OSError:
             return 0.0
 
+    @readable()
     def metadata(self) -> Metadata:
         """Read the sidecar.
 
         Raises:
             DamagedError: it is missing, or is not this entry's.
-            OSError: it cannot be read, or the entry is gone.
+            OSError: the entry is gone, or the disk fails.
         """
         try:
-            metadata = Metadata.decode(read_sidecar(self.directory))
+            metadata = Metadata.decode(read_file(f"{self.directory}/{META}", MAX_BYTES))
         except FileNotFoundError as exn:
-            if lacks(self.path, META.__eq__):
+            if is_directory(self.directory):
                 raise DamagedError("it has no sidecar") from exn
             raise
         if (metadata.key, metadata.info.version, metadata.size) != self[1:4]:
@@ -195,111 +186,56 @@ class Entry(NamedTuple):
         """The shard itself.
 
         Raises:
-            OSError: the entry is gone.
             DamagedError: it has no data file.
+            OSError: the entry is gone.
         """
-        for name in list_names(self.path):
-            if _is_data(name):
-                return self.path / name
-        if lacks(self.path, _is_data):
+        path = data_file(self.path)
+        if path is not None:
+            return path
+        if is_directory(self.directory):
             raise DamagedError("it has no data file")
-        raise FileNotFoundError(errno.ENOENT, "the entry is gone", str(self.path))
+        raise FileNotFoundError(errno.ENOENT, "the entry is gone", self.directory)
 
 
-def _is_data(name: str) -> bool:
-    return name != META and not name.startswith(".")
-
-
-def lacks(directory: Path, wanted: Callable[[str], bool]) -> bool:
-    """Whether an entry is in its place, and no name in it is ``wanted``.
-
-    An entry comes and goes with its directory, by rename, so what is missing
-    from one that is in place was never there or was taken out. The descriptor
-    keeps the directory's inode from being that of the entry's successor.
-
-    Raises:
-        OSError: the directory cannot be read.
-    """
-    try:
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    try:
-        missing = not any(wanted(name) for name in os.listdir(fd))  # noqa: PTH208
-        return missing and os.path.samestat(os.fstat(fd), os.lstat(directory))
-    except FileNotFoundError:
-        return False
-    finally:
-        os.close(fd)
-
-
-def read_sidecar(directory: str | Path) -> bytes:
-    """The sidecar of an entry, undecoded.
-
-    Raises:
-        OSError: it is gone or cannot be read.
-        DamagedError: something else is in its place.
-    """
-    try:
-        return read_file(f"{directory}/{META}", MAX_BYTES)
-    except OSError as exn:
-        if exn.errno == errno.ELOOP:
-            raise DamagedError("its sidecar is not a plain file") from exn
-        raise
-
-
-def below(objects: Path, prefix: str) -> list[Entry]:
-    """The entries whose keys begin with ``prefix``, the name of their directory; in no order.
-
-    Entries that go away meanwhile are left out, and so is what does not have
-    the name and the place that we give entries.
-
-    Raises:
-        OSError: a directory cannot be read.
-    """
-    directory = f"{objects}/{prefix}"
-    if not is_directory(directory):  # perhaps one that is not open to us yet (`modes`)
-        return []
-    found = []
-    for place in _scanned(directory):
-        key = place.name
-        if is_key(key) and key.startswith(prefix) and place.is_dir(follow_symlinks=False):
-            for child, version, size in _listed(place.path):
-                path = child.path
-                found.append(Entry(path, key, version, size, _used(path)))
-    return found
+def data_file(directory: Path) -> Path | None:
+    """The shard's own file in the directory of an entry or a partial, if there is one."""
+    for name in list_names(directory):
+        if name not in (META, PROGRESS) and not name.startswith("."):
+            return directory / name
+    return None
 
 
 def versions(layout: Layout, key: str) -> list[tuple[Path, int]]:
-    """(directory, size) of every version of one shard, newest first.
-
-    Raises:
-        OSError: the directory cannot be read.
-    """
-    found = []
+    """(directory, size) of every version of one shard, newest first."""
     key_dir = layout.key_dir(key)
-    if not (is_directory(key_dir.parent) and is_directory(key_dir)):
-        return []
-    for child, _version, size in _listed(key_dir):
-        with contextlib.suppress(FileNotFoundError):  # evicted meanwhile
-            found.append((child.stat(follow_symlinks=False).st_mtime_ns, child.path, size))
-    return [(Path(path), size) for _, path, size in sorted(found, reverse=True)]
+    found = []
+    for name in list_names(key_dir):
+        parsed = parse_entry_name(name)
+        if parsed is not None:
+            with contextlib.suppress(FileNotFoundError):  # evicted meanwhile
+                look = os.lstat(f"{key_dir}/{name}")
+                if stat.S_ISDIR(look.st_mode):
+                    found.append((look.st_mtime_ns, name, parsed[1]))
+    return [(key_dir / name, size) for _, name, size in sorted(found, reverse=True)]
 
 
-def _listed(key_dir: Path | str) -> list[tuple[os.DirEntry[str], str, int]]:
-    """(directory, version, size) of the entries of a key; symbolic links are none."""
-    return [
-        (child, *parsed)
-        for child in _scanned(key_dir)
-        if (parsed := parse_entry_name(child.name)) is not None
-        and child.is_dir(follow_symlinks=False)
-    ]
+def scan(layout: Layout) -> Iterator[Entry]:
+    """Every entry of a namespace, in no order; what has not the name and place of one is none."""
+    for prefix in list_names(layout.objects):
+        directory = f"{layout.objects}/{prefix}"
+        if is_key(prefix * 16) and is_directory(directory):
+            for key in _directories(directory):
+                if is_key(key.name) and key.name.startswith(prefix):
+                    for child in _directories(key.path):
+                        if (parsed := parse_entry_name(child.name)) is not None:
+                            yield Entry(child.path, key.name, *parsed, _used(child.path))
 
 
-def _scanned(directory: Path | str) -> list[os.DirEntry[str]]:
+def _directories(path: str) -> list[os.DirEntry[str]]:
+    """The directories in one that was there just now; a symbolic link is none."""
     try:
-        return list(os.scandir(directory))
-    except (FileNotFoundError, NotADirectoryError):  # it was there just now
+        return [entry for entry in os.scandir(path) if entry.is_dir(follow_symlinks=False)]
+    except (FileNotFoundError, NotADirectoryError):
         return []
 
 
@@ -310,87 +246,69 @@ def _used(directory: Path | str) -> float:
         return 0.0  # no sidecar: the first to go
 
 
-def scan(layout: Layout) -> Iterator[Entry]:
-    """Every entry of a namespace, in no order.
-
-    Entries that go away meanwhile are left out, and so is what does not have
-    the name and the place that we give entries.
-
-    Raises:
-        OSError: a directory cannot be read.
-    """
-    for prefix in list_names(layout.objects):
-        if is_key(prefix * 16):
-            yield from below(layout.objects, prefix)
-
-
-#: What opening a planted link, directory or socket says.
-_NOT_DATA = frozenset({errno.ELOOP, errno.EISDIR, errno.ENXIO})
-#: What a disk says of one file that it cannot read. What it says of itself is no damage.
-UNREADABLE = frozenset(
-    {errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EREMOTEIO, errno.EILSEQ, errno.ENODATA}
-)
-_fileno = io.FileIO.fileno  # what `EntryStream` adds is for later
-_GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
-
-
 @dataclass(slots=True, eq=False)  # not frozen: that would double what making one costs
 class Opened:
-    """A hit: an open, pinned data file, which the caller must close.
+    """A hit: an open, pinned data file, which the caller must close."""
 
-    Attributes:
-        file: unbuffered; it owns the descriptor.
-        path: where the data is.
-        directory: the entry's.
-        size: bytes of it.
-        stuck: somebody began to evict it and does not go on. It can be read to its end
-            all the same, but may leave its path at any time.
-    """
-
-    file: EntryStream
-    path: str
-    directory: str
+    file: io.FileIO  #: unbuffered; it owns the descriptor, and the pin with it
+    path: str  #: where the data is
+    directory: str  #: the entry's
     size: int
+    #: Somebody began to evict it and does not go on. It can be read to its end all the same, but
+    #: may leave its path at any time.
     stuck: bool = False
+    reopened: bool = False  #: in place of one whose handle was stale
 
     @property
     def fd(self) -> int:
         """The descriptor, for as long as `file` is open."""
         return self.file.fileno()
 
+    @property
+    def entry(self) -> Entry:
+        """The entry that it belongs to, in whichever namespace."""
+        return Entry.at(Path(self.directory))
+
+    def readinto(self, buffer: WriteableBuffer, position: int) -> int:
+        """Read bytes from ``position`` on; 0 at the end of the shard."""
+        count = os.preadv(self.file.fileno(), (buffer,), position)
+        if count == 0 and position < self.size and memoryview(buffer).nbytes:
+            raise OSError(errno.EIO, f"the file ends at byte {position} of {self.size}")
+        return count
+
+    def duplicate(self) -> Opened:
+        """Another handle of the same file, under the same pin."""
+        return replace(self, file=io.FileIO(os.dup(self.fd)))
+
     def close(self) -> None:
         """Let go of the entry."""
-        self.file.close()
+        try:
+            self.file.close()
+        except OSError as exn:  # closed all the same; nothing was written that could be lost
+            logger.debug("%s: closing it: %s", self.path, exn)
 
 
 def open_data(directory: str, path: str, size: int, grace: float | None) -> Opened | None:
-    """Open and pin a data file of ``size`` bytes; None if it is gone.
+    """Open the data file of an entry, and pin it where flock tells (no ``grace``).
 
-    Args:
-        directory: the entry's.
-        path: of the data file in it.
-        size: bytes that it must have.
-        grace: as `Layout.grace`; where flock does not tell, nothing is pinned.
-
-    Raises:
-        DamagedError: what is there is no such file.
-        OSError: the disk fails.
+    None if it is gone; DamagedError: it has not ``size`` bytes.
     """
+    fd = -1
     try:
-        file = open_file(path, EntryStream)
+        # As `open_file`, without a call: a hit is opened a million times.
+        fd = os.open(path, os.O_RDONLY | SAFELY)
+        file = io.FileIO(fd)
     except OSError as exn:
-        if exn.errno in _GONE:
+        if fd >= 0:
+            os.close(fd)
+        if exn.errno in GONE:
             return None
-        if exn.errno in _NOT_DATA:
-            raise DamagedError("its data file is a link, a directory or a socket") from exn
-        if exn.errno in UNREADABLE:
-            raise DamagedError(f"its data file cannot be opened ({exn.strerror})") from exn
         raise
-    with contextlib.ExitStack() as stack:
-        stack.callback(file.close)
-        fd = _fileno(file)
+    opened = None
+    try:
         # A miss would be fetched in vain as long as the name is taken.
-        stuck = grace is None and not pin(fd, path)
+        taken = grace is None and is_free(fd, shared=True) is False
+        stuck = taken and not pin(fd, path)
         if stuck and not is_file(path, fd):
             return None
         found = os.fstat(fd)
@@ -398,45 +316,35 @@ def open_data(directory: str, path: str, size: int, grace: float | None) -> Open
             return None
         if found.st_size != size or not stat.S_ISREG(found.st_mode):
             raise DamagedError(f"its data file has {found.st_size} bytes, not {size}")
-        stack.pop_all()
-    return Opened(file, path, directory, size, stuck)
+        opened = Opened(file, path, directory, size, stuck)
+    finally:
+        if opened is None:
+            file.close()
+    return opened
 
 
 @contextlib.contextmanager
-def readable() -> Iterator[None]:
-    """What is done in the body reads an entry; where the disk cannot, that is damaged.
+def hold(directory: Path, grace: float | None, *, shared: bool = False) -> Iterator[bool]:
+    """Hold the lock of the data file in a directory; False if somebody else does, or may do.
 
-    Raises:
-        DamagedError: it cannot be read.
+    Where flock does not tell (``grace``) nothing is locked: free is what was idle for so long.
+    FileNotFoundError: it was evicted meanwhile.
     """
-    try:
-        yield
-    except OSError as exn:
-        if exn.errno not in UNREADABLE:
-            raise
-        raise DamagedError(f"it cannot be read ({exn.strerror})") from exn
-
-
-@contextlib.contextmanager
-def hold(entry: Entry, grace: float | None) -> Iterator[bool]:
-    """Hold the exclusive lock of an entry's data; False if it is pinned.
-
-    Where flock does not tell, what was used within the grace counts as pinned.
-
-    Raises:
-        OSError: the entry is gone, or cannot be opened.
-    """
-    try:
-        data = entry.data
-        file = open_file(data, io.FileIO)
-    except DamagedError:
-        yield True
+    data = data_file(directory)
+    if grace is not None or data is None:
+        yield grace is None or is_idle(directory, grace)
         return
+    try:
+        file = open_file(data)
     except OSError as exn:
-        if exn.errno not in _NOT_DATA:
-            raise
-        yield True  # planted; nobody reads it
+        if exn.errno in NOT_DATA | GONE:
+            yield True  # gone, or planted: nobody reads it
+        elif exn.errno == errno.EACCES:
+            # Another member was killed before it could open its file to the group.
+            yield is_idle(directory)
+        else:
+            raise  # EMFILE for one: not knowing is no reason to remove
         return
     with file:
-        free = seize(file.fileno(), data) if grace is None else None
-        yield is_idle(entry.path, grace or IDLE_GRACE) if free is None else free
+        free = is_free(file.fileno(), shared=True) if shared else seize(file.fileno(), data)
+        yield is_idle(directory) if free is None else free

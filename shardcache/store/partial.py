@@ -1,15 +1,16 @@
 """A shard in flight: its growing data file and the record of what is in it.
 
-A partial is a directory with the files an entry has, and `progress` beside
-them. Which bytes are there is what `progress` says, never the file's size: a
-file with a written tail has its full size and holes.
+A partial is a directory with the data file and `progress`. Which bytes are there is what
+`progress` says, never the file's size: a file with a written tail has its full size and holes.
 
-Who may touch it: the process that holds the exclusive flock on the data file.
-Its threads may write and record different blocks at once. Anybody may read
-`progress`. When the writer dies the flock is free: `claim` takes the partial
-over by renaming it, and whatever `progress` says is proven against the data
-before it is believed. A writer that lost its partial this way without knowing
-(locks that lie) can only write the same bytes of the same version again.
+    progress:  a header, the sidecar as it is known so far, and a record for each block:
+               its digest and its length, zeros while it is not there
+
+Who may touch it: the process that holds the exclusive flock on the data file. Its threads may
+write and record different blocks at once. Anybody may read `progress`. When the writer dies the
+flock is free: `claim` takes the partial over by renaming it, and whatever `progress` says is
+proven against the data before it is believed. A writer that lost its partial this way without
+knowing (locks that lie) can only write the same bytes of the same version again.
 """
 
 from __future__ import annotations
@@ -24,16 +25,10 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
-from shardcache.files import (
-    Modes,
-    dup_exclusive,
-    is_alone,
-    open_exclusive,
-    open_file,
-    sync_directory,
-)
+from shardcache.files import Modes, dup_exclusive, open_exclusive, open_file, sync_directory
 from shardcache.layout import (
     IDLE_GRACE,
     META,
@@ -42,178 +37,113 @@ from shardcache.layout import (
     is_directory,
     is_idle,
     parse_partial_name,
-    read_file,
-    replace_file,
+    write_new,
 )
 from shardcache.locks.flock import is_file, is_free
 from shardcache.store.digest import BLOCK, block_digest
 from shardcache.store.entry import MAX_BYTES, DamagedError, Metadata
 
-_MAGIC = b"SHCPROG1"
-_HEADER = struct.Struct("<8sQQQQ")
-_RECORD = struct.Struct("<16sQ")
-_RECORDS_AT = 64
+_MAGIC = b"SHCPROG2"
+#: Magic, bytes of the shard, where the records begin, and whether what is recorded may be read.
+_HEADER = struct.Struct("<8sQII")
 _UNKNOWN = (1 << 64) - 1
-#: Records read at once: 96 KiB, for a shard of 4 GiB.
-_CHUNK = 4096
+_RECORD = struct.Struct("<16sQ")
+#: Records that a reader looks at in one call: 256 MiB of data.
+_AHEAD = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a fetch is, read from outside.
+    """How far a fetch is."""
 
-    Attributes:
-        total: bytes the shard will have, or None while unknown.
-        watermark: bytes of the contiguous prefix on disk.
-        written: bytes on disk altogether.
-    """
+    total: int | None  #: bytes the shard will have, or None while unknown
+    written: int  #: bytes on disk
 
-    total: int | None
-    watermark: int
-    written: int
 
-    def write(self, fd: int) -> None:
-        """Make this the header of an open progress file.
+def _parse_header(data: bytes) -> tuple[int | None, int, bool]:
+    """Bytes of the shard, where the records begin, and whether what is there may be read."""
+    if len(data) < _HEADER.size:
+        raise DamagedError("its progress file is too short")
+    magic, total, records_at, shown = _HEADER.unpack_from(data)
+    if magic != _MAGIC or records_at > MAX_BYTES:
+        raise DamagedError("its progress file is of another kind")
+    return None if total == _UNKNOWN else total, records_at, bool(shown)
 
-        Raises:
-            OSError: the disk fails.
-        """
-        total = _UNKNOWN if self.total is None else self.total
-        os.pwrite(fd, _HEADER.pack(_MAGIC, BLOCK, total, self.watermark, self.written), 0)
+
+def _records(data: bytes, start: int) -> Iterator[tuple[bytes, int]]:
+    """(digest, length) of each block, from the bytes of a progress file."""
+    stop = start + (len(data) - start) // _RECORD.size * _RECORD.size
+    return _RECORD.iter_unpack(data[start:stop])
 
 
 def read_progress(path: Path) -> Progress | None:
     """The progress of the partial at ``path``; None when it is gone or unreadable."""
     try:
-        return parse_header(read_file(path / PROGRESS, _HEADER.size))
+        with open_file(path / PROGRESS) as file:
+            data = file.readall()
+        total, records_at, _shown = _parse_header(data)
     except (OSError, DamagedError):
         return None
+    return Progress(total, sum(min(length, BLOCK) for _, length in _records(data, records_at)))
 
 
-def read_header(fd: int) -> Progress:
-    """The header of an open progress file.
-
-    Raises:
-        DamagedError: it is none.
-        OSError: the disk fails.
-    """
-    return parse_header(os.pread(fd, _HEADER.size, 0))
+def read_metadata(path: Path) -> Metadata:
+    """What the partial at ``path`` will be, as far as its writer knows."""
+    with open_file(path / PROGRESS) as file:
+        return _parse_metadata(path, os.pread(file.fileno(), MAX_BYTES, 0))
 
 
-def parse_header(data: bytes) -> Progress:
-    """What the first bytes of a progress file say.
-
-    Raises:
-        DamagedError: they are none.
-    """
-    if len(data) != _HEADER.size:
-        raise DamagedError("its progress file is too short")
-    magic, block, total, watermark, written = _HEADER.unpack(data)
-    if magic != _MAGIC or block != BLOCK:
-        raise DamagedError("its progress file is of another kind")
-    return Progress(None if total == _UNKNOWN else total, watermark, written)
-
-
-def read_records(fd: int, total: int) -> Iterator[tuple[int, bytes, int]]:
-    """(index, digest, length) of the recorded blocks of a shard of ``total`` bytes.
-
-    A record whose length is not that of its block is passed over.
-
-    Raises:
-        OSError: the disk fails.
-    """
-    count = -(-total // BLOCK)
-    index = 0
-    while index < count:
-        at = _next_data(fd, _record_at(index))
-        if at is None:
-            return
-        # A file may be damaged and claim any size: what was never written is skipped.
-        index = max(index, (at - _RECORDS_AT) // _RECORD.size)
-        data = os.pread(fd, min(_CHUNK, count - index) * _RECORD.size, _record_at(index))
-        whole = len(data) // _RECORD.size
-        if whole == 0:
-            return
-        for digest, length in _RECORD.iter_unpack(data[: whole * _RECORD.size]):
-            if length == min(BLOCK, total - index * BLOCK):
-                yield index, digest, length
-            index += 1
-
-
-def _record_at(index: int) -> int:
-    return _RECORDS_AT + index * _RECORD.size
-
-
-def _next_data(fd: int, offset: int) -> int | None:
-    """The first offset from ``offset`` on that was written; None if there is none."""
-    try:
-        return os.lseek(fd, offset, os.SEEK_DATA)
-    except OSError as exn:
-        if exn.errno == errno.ENXIO:
-            return None
-        if exn.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-            raise
-        return offset  # a filesystem that does not tell
-
-
-def _read_sidecar(path: Path, expected: tuple[str, str]) -> Metadata:
-    """The sidecar of a partial whose bytes are worth something to others than its writer.
-
-    Args:
-        path: the partial.
-        expected: key and version, as its name has them.
-
-    Raises:
-        DamagedError: it is none.
-        OSError: the disk fails, or there is no sidecar.
-    """
-    metadata = Metadata.decode(read_file(path / META, MAX_BYTES))
-    if expected != (metadata.key, metadata.info.version):
-        raise DamagedError("its sidecar describes another object")
-    if not metadata.info.identifiable:
-        # Its writer may begin again from nothing.
-        raise DamagedError("its version cannot be told from others")
+def _parse_metadata(path: Path, data: bytes) -> Metadata:
+    """The sidecar in the first bytes of the progress file of the partial at ``path``."""
+    _total, records_at, _shown = _parse_header(data)
+    metadata = Metadata.decode(data[_HEADER.size : records_at])
+    if parse_partial_name(path.name) != (metadata.key, metadata.info.version):
+        raise DamagedError("its progress file describes another object")
     return metadata
 
 
-class Growing:
+class PartialSource:
     """A partial as those see it who read it while it grows.
 
     Attributes:
-        path: its directory when it was opened; it may be renamed.
         info: the version it will be.
         data: the data file.
+
+    Raises:
+        DamagedError: it must not be read.
+        OSError: it is gone, or cannot be read.
     """
 
     def __init__(self, path: Path, basename: str) -> None:
-        """Open the partial at ``path`` of a shard whose data file is ``basename``.
-
-        Raises:
-            DamagedError: it cannot be followed.
-            OSError: it is gone, or cannot be read.
-        """
-        parsed = parse_partial_name(path.name)
-        if parsed is None:
-            raise DamagedError("it is no partial")
-        self.path = path
-        self.info = _read_sidecar(path, parsed).info
-        self.data = open_file(path / basename, io.FileIO)
-        try:
-            self._progress = open_file(path / PROGRESS, io.FileIO)
-        except OSError:  # it is being published: its progress file went first
-            self.data.close()
-            raise
+        with contextlib.ExitStack() as stack:
+            self.data = stack.enter_context(open_file(path / basename))
+            self._progress = stack.enter_context(open_file(path / PROGRESS))
+            data = os.pread(self._progress.fileno(), MAX_BYTES, 0)
+            self.info = _parse_metadata(path, data).info
+            self._total, self._records_at, self._shown = _parse_header(data)
+            if not self.info.identifiable:
+                # Its writer may begin again from nothing.
+                raise DamagedError("its version cannot be told from others")
+            stack.pop_all()
+        self._blocks = 0  # whole ones, without a gap
 
     def limit(self) -> int:
-        """Bytes that may be read: what is behind the watermark, without the last block.
-
-        Raises:
-            DamagedError, OSError: the progress file is none.
-        """
-        found = read_header(self._progress.fileno())
-        known = found.watermark if found.total is None else min(found.watermark, found.total)
+        """Bytes that may be read: what is there without a gap, without the last block."""
+        fd = self._progress.fileno()
+        self._shown = self._shown or _parse_header(os.pread(fd, _HEADER.size, 0))[2]
+        if not self._shown:
+            return 0
+        length = BLOCK
+        while length == BLOCK:
+            at = self._records_at + self._blocks * _RECORD.size
+            data, length = os.pread(fd, _AHEAD * _RECORD.size, at), 0
+            for _, length in _records(data, 0):
+                if length != BLOCK:
+                    break
+                self._blocks += 1
+        known = self._blocks * BLOCK + min(length, BLOCK)
         # Of a shard of unknown size any block may be the last.
-        held_back = max(0, (known if found.total is None else found.total) - 1)
+        held_back = max(0, (known if self._total is None else self._total) - 1)
         return min(known, held_back // BLOCK * BLOCK)
 
     @property
@@ -221,86 +151,33 @@ class Growing:
         """Whether it is being published, or was removed."""
         return os.fstat(self._progress.fileno()).st_nlink == 0
 
-    def close(self, *, data: bool = True) -> None:
-        """Let go of it; without ``data`` the data file stays open, for somebody else."""
-        if data:
-            self.data.close()
-        self._progress.close()
-
-
-def is_same(one: io.FileIO, other: io.FileIO) -> bool:
-    """Whether two open files are one."""
-    return os.path.sameopenfile(one.fileno(), other.fileno())
-
-
-def same_bytes(one: io.FileIO, other: io.FileIO, size: int) -> bool:
-    """Whether two files have the same first ``size`` bytes.
-
-    Raises:
-        OSError: one of them cannot be read.
-    """
-    for offset in range(0, size, BLOCK):
-        length = min(BLOCK, size - offset)
-        found = os.pread(one.fileno(), length, offset)
-        if len(found) != length or found != os.pread(other.fileno(), length, offset):
-            return False
-    return True
+    def close(self) -> None:
+        """Let go of it."""
+        for file in (self.data, self._progress):
+            with contextlib.suppress(OSError):  # closed all the same; it was only read
+                file.close()
 
 
 #: Seconds between looks at a lock that is taken: whoever only looks whether a
 #: writer is alive holds it for microseconds, a writer for as long as it lives.
-_LOCK_PATIENCE = (0.001, 0.01)
+_LOCK_PATIENCE = (0.001, 0.01, 0.0)
 
 
-def _create_locked(path: Path, layout: Layout) -> io.FileIO | None:
-    """Make a data file with its exclusive lock, or None if a sweeper has that."""
-    file = open_exclusive(path, _MAKE, layout.modes)
-    with contextlib.ExitStack() as stack:
-        stack.callback(file.close)
-        locked = layout.grace is not None or is_free(file.fileno()) is not False
-        if not (locked and is_file(path, file.fileno())):
-            return None
-        stack.pop_all()
-    return file
-
-
-def _open_locked(path: Path, grace: float | None) -> io.FileIO | None:
-    """Open a data file for writing with its exclusive lock, or None if it is somebody's.
-
-    Args:
-        path: the file.
-        grace: as `Layout.grace`; then nothing is locked.
-    """
-    file = open_exclusive(path, os.O_RDWR)
-    with contextlib.ExitStack() as stack:
-        stack.callback(file.close)
-        answer = is_free(file.fileno()) if grace is None else None
-        for seconds in _LOCK_PATIENCE:
-            if answer is not False:
-                break
-            time.sleep(seconds)
-            answer = is_free(file.fileno())
-        if answer is None:
-            answer = is_idle(path.parent, grace or IDLE_GRACE)
-        # Between open and flock a sweeper may have won: then the name is gone, or is another file.
-        if not (answer and is_file(path, file.fileno()) and _is_ours_alone(file.fileno())):
-            return None
-        stack.pop_all()
-    return file
-
-
-def _is_ours_alone(fd: int) -> bool:
-    """Whether an open file may be written, and sealed, which its owner alone can do."""
-    return is_alone(fd) and os.fstat(fd).st_uid == os.geteuid()
+def _lock(fd: int, layout: Layout) -> bool | None:
+    """Take the lock of a data file; None where nobody can tell who has it."""
+    free = None
+    for seconds in _LOCK_PATIENCE if layout.grace is None else ():
+        free = is_free(fd)
+        if free is not False:
+            break
+        time.sleep(seconds)
+    return free
 
 
 #: What opening the files answers when they are gone, sealed already, or no files
 #: of ours: then there is nothing to resume.
 _NOT_RESUMABLE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ELOOP, errno.EISDIR})
 _MAKE = os.O_RDWR | os.O_CREAT | os.O_EXCL
-#: A sweeper may remove a directory between our mkdir and our flock; it cannot
-#: do so for ever.
-_CREATE_ATTEMPTS = 100
 
 
 class LostError(Exception):
@@ -308,61 +185,49 @@ class LostError(Exception):
 
 
 class Partial:
-    """A partial that this process writes. Made by `create` or `claim`."""
+    """A partial that this process writes; made by `create` or `claim`.
+
+    Attributes:
+        path: its directory.
+        data: the data file.
+        metadata: what the shard will be; its size and digest count once it is sealed.
+        confirmed: whether the origin said that it still has this version.
+        written: bytes on disk altogether.
+    """
 
     def __init__(
         self, data: Path, metadata: Metadata, file: io.FileIO, progress: io.FileIO, modes: Modes
-    ):
+    ) -> None:
         self.path = data.parent
         self.data = data
         self.metadata = metadata
+        self.confirmed = True
+        self.written = 0
         self._modes = modes
         self._file = file
         self._progress = progress
+        self._records_at = 0
         self._digests: dict[int, tuple[bytes, int]] = {}
-        self._written = 0
         self._contiguous = 0  # blocks
         self._guard = threading.Lock()
-        self._total = metadata.info.size
-        self.confirmed = True
 
     @classmethod
     def create(cls, layout: Layout, metadata: Metadata, basename: str) -> Partial:
-        """Make an empty partial, locked by this process.
-
-        Raises:
-            OSError: the disk is full, read-only or failing.
-            LostError: something keeps removing it.
-        """
-        for _ in range(_CREATE_ATTEMPTS):
-            path = layout.new_partial(metadata.key, metadata.info.version)
-            try:
-                layout.modes.new_directory(path)
-            except FileNotFoundError:
-                layout.mend(layout.partial)
-                continue
-            try:
-                file = _create_locked(path / basename, layout)
-                if file is None:  # a sweeper is looking at it right now
-                    shutil.rmtree(path, ignore_errors=True)
-                    continue
-                return cls._begin(path / basename, metadata, file, layout.modes)
-            except FileNotFoundError:
-                continue  # swept between two of our calls
-            except OSError:
-                shutil.rmtree(path, ignore_errors=True)
-                raise
-        raise LostError(f"{layout.partial} is being emptied faster than it can be filled")
-
-    @classmethod
-    def _begin(cls, data: Path, metadata: Metadata, file: io.FileIO, modes: Modes) -> Partial:
+        """Make an empty partial, locked by this process."""
+        path = layout.new_partial(metadata.key, metadata.info.version)
+        layout.modes.make_directory(path, levels=1)
         with contextlib.ExitStack() as stack:
-            stack.callback(file.close)
-            replace_file(data.parent / META, metadata.encode(), modes.file, via=data.parent.parent)
-            progress = open_exclusive(data.parent / PROGRESS, _MAKE, modes)
-            stack.callback(progress.close)
-            partial = cls(data, metadata, file, progress, modes)
-            partial._write_header()
+            stack.callback(shutil.rmtree, path, ignore_errors=True)
+            file = stack.enter_context(open_exclusive(path / basename, _MAKE, layout.modes))
+            if _lock(file.fileno(), layout) is False:
+                raise LostError(f"{path.name} was locked by another process")
+            # Last: sweepers leave alone what has none and is young.
+            progress = stack.enter_context(open_exclusive(path / PROGRESS, _MAKE, layout.modes))
+            partial = cls(path / basename, metadata, file, progress, layout.modes)
+            sidecar = metadata.encode()
+            sidecar += b" " * (-len(sidecar) % 8)  # no record's length crosses two pages
+            partial._records_at = _HEADER.size + len(sidecar)
+            partial._write_header(sidecar)
             stack.pop_all()
         return partial
 
@@ -372,9 +237,6 @@ class Partial:
 
         Useless remains are removed, or left to the sweeper; so is what another user left,
         who alone could make it read-only.
-
-        Raises:
-            OSError: the disk fails.
         """
         parsed = parse_partial_name(path.name)
         if parsed is None or not is_directory(path):
@@ -382,20 +244,23 @@ class Partial:
         mine = layout.new_partial(*parsed)
         with contextlib.ExitStack() as stack:
             try:
-                file = _open_locked(path / basename, layout.grace)
-                if file is None:
+                file = stack.enter_context(open_exclusive(path / basename, os.O_RDWR))
+                free = _lock(file.fileno(), layout)
+                if free is None:
+                    free = is_idle(path, layout.grace or IDLE_GRACE)
+                # Between open and flock a sweeper may have won: then the name is gone.
+                if not (free and is_file(path / basename, file.fileno()) and _is_ours(file)):
                     return None
-                stack.callback(file.close)
                 path.rename(mine)  # the claim: of two, one finds the old name gone
-                metadata = _read_sidecar(mine, parsed)
-                if metadata.info.size is None:
-                    raise DamagedError("its size is unknown, so it cannot be resumed")
-                progress = open_exclusive(mine / PROGRESS, os.O_RDWR)
-                stack.callback(progress.close)
-                if not _is_ours_alone(progress.fileno()):
-                    raise DamagedError("its progress file is also somewhere else")
+                progress = stack.enter_context(open_exclusive(mine / PROGRESS, os.O_RDWR))
+                data = progress.readall() or b""  # None: a named pipe
+                metadata = _parse_metadata(mine, data)
+                if metadata.info.size is None or not metadata.info.identifiable:
+                    raise DamagedError("it is not known what is missing")
+                (mine / META).unlink(missing_ok=True)  # its writer was killed while sealing it
                 partial = cls(mine / basename, metadata, file, progress, layout.modes)
-                partial._prove()
+                partial._records_at = _parse_header(data)[1]
+                partial._prove(_records(data, partial._records_at), metadata.info.size)
             except (DamagedError, OSError) as exn:
                 if isinstance(exn, OSError) and exn.errno not in _NOT_RESUMABLE:
                     raise
@@ -404,32 +269,27 @@ class Partial:
             stack.pop_all()
         return partial
 
+    def _prove(self, records: Iterator[tuple[bytes, int]], total: int) -> None:
+        """Believe just those recorded blocks whose bytes have the recorded digest."""
+        self.confirmed = False
+        self._write_header()
+        buffer = memoryview(bytearray(BLOCK))
+        for index, (digest, length) in zip(range(-(-total // BLOCK)), records, strict=False):
+            block = buffer[: min(BLOCK, total - index * BLOCK)]
+            if length == len(block) == os.preadv(self.fd, [block], index * BLOCK) and (
+                block_digest(block) == digest
+            ):
+                self._note(index, digest, length)
+            elif length:
+                self._write_record(index, bytes(16), 0)
+
     @property
     def fd(self) -> int:
         """The descriptor of the data file, for as long as this is open."""
         return self._file.fileno()
 
-    def _prove(self) -> None:
-        """Believe just those recorded blocks whose bytes have the recorded digest."""
-        header = read_header(self._progress.fileno())
-        if header.total is None or header.total != self._total:
-            raise DamagedError("its progress file describes another object")
-        self.confirmed = False
-        buffer = memoryview(bytearray(BLOCK))
-        for index, digest, length in read_records(self._progress.fileno(), header.total):
-            got = os.preadv(self.fd, [buffer[:length]], index * BLOCK)
-            if got == length and block_digest(buffer[:length]) == digest:
-                self._digests[index] = (digest, length)
-                self._written += length
-        self._advance()
-        self._write_header()
-
     def write(self, offset: int, data: memoryview, fd: int | None = None) -> None:
-        """Put bytes in their place.
-
-        Raises:
-            OSError: ENOSPC, EDQUOT, EIO, ...
-        """
+        """Put bytes in their place."""
         target = self.fd if fd is None else fd
         while data:
             count = os.pwrite(target, data, offset)
@@ -439,67 +299,53 @@ class Partial:
             data = data[count:]
 
     def record(self, index: int, digest: bytes, length: int) -> None:
-        """Say that block ``index`` is on disk. Call after `write`.
-
-        Raises:
-            OSError: as `write`.
-        """
+        """Say that block ``index`` is on disk. Call after `write`."""
         with self._guard:
-            if self._progress.closed:
-                return  # the fetch was called off; its last workers do not matter
-            os.pwrite(self._progress.fileno(), _RECORD.pack(digest, length), _record_at(index))
-            if index not in self._digests:
-                self._written += length
-            self._digests[index] = (digest, length)
-            self._advance()
-            self._write_header()
+            if not self._progress.closed:  # or the fetch was called off; this does not matter
+                self._write_record(index, digest, length)
+                self._note(index, digest, length)
 
     def show(self, count: int) -> None:
         """Say that the first ``count`` bytes of the first block are on disk.
 
         They may be read; they count as written once their block is recorded.
-
-        Raises:
-            OSError: as `write`.
         """
         with self._guard:
-            if not self._progress.closed and self._contiguous == 0:
-                self._write_header(early=count)
+            if not self._progress.closed and 0 not in self._digests:
+                self._write_record(0, bytes(16), count)
 
     def restart(self) -> None:
-        """Forget everything that was written.
-
-        Raises:
-            OSError: the disk fails.
-        """
+        """Forget everything that was written."""
         with self._guard:
             self._digests.clear()
-            self._written = self._contiguous = 0
+            self.written = self._contiguous = 0
             if not self._progress.closed:
-                os.ftruncate(self._progress.fileno(), 0)
+                os.ftruncate(self._progress.fileno(), self._records_at)
                 os.ftruncate(self.fd, 0)
+
+    def confirm(self) -> None:
+        """Say that the origin still has this version: what was resumed may be read."""
+        with self._guard:
+            self.confirmed = True
+            if not self._progress.closed:
                 self._write_header()
 
-    def _advance(self) -> None:
+    def _note(self, index: int, digest: bytes, length: int) -> None:
+        if index not in self._digests:
+            self.written += length
+        self._digests[index] = (digest, length)
         while self._contiguous in self._digests:
             self._contiguous += 1
 
-    def _write_header(self, early: int = 0) -> None:
+    def _write_record(self, index: int, digest: bytes, length: int) -> None:
+        at = self._records_at + index * _RECORD.size
+        os.pwrite(self._progress.fileno(), _RECORD.pack(digest, length), at)
+
+    def _write_header(self, sidecar: bytes = b"") -> None:
+        total = _UNKNOWN if self.metadata.info.size is None else self.metadata.info.size
         # Who follows is given nothing of a version that may have been replaced since.
-        shown = max(self.watermark, early) if self.confirmed else 0
-        Progress(self._total, shown, self._written).write(self._progress.fileno())
-
-    def confirm(self) -> None:
-        """Say that the origin still has this version: what was resumed may be read.
-
-        Raises:
-            OSError: the disk fails.
-        """
-        if not self.confirmed:
-            with self._guard:
-                self.confirmed = True
-                if not self._progress.closed:
-                    self._write_header()
+        header = _HEADER.pack(_MAGIC, total, self._records_at, self.confirmed)
+        os.pwrite(self._progress.fileno(), header + sidecar, 0)
 
     @property
     def watermark(self) -> int:
@@ -509,35 +355,19 @@ class Partial:
         return (self._contiguous - 1) * BLOCK + self._digests[self._contiguous - 1][1]
 
     @property
-    def written(self) -> int:
-        """Bytes on disk altogether."""
-        return self._written
-
-    @property
     def digests(self) -> list[bytes]:
         """The digests of the contiguous blocks, in order."""
         return [self._digests[i][0] for i in range(self._contiguous)]
 
     def missing(self) -> Iterator[tuple[int, int]]:
         """Byte ranges (start, stop) that are not there; needs a known size."""
-        assert self._total is not None
-        start = None
-        blocks = -(-self._total // BLOCK)
-        for index in range(blocks + 1):
-            absent = index < blocks and index not in self._digests
-            if absent and start is None:
-                start = index * BLOCK
-            elif not absent and start is not None:
-                yield start, min(index * BLOCK, self._total)
-                start = None
-
-    def set_total(self, total: int) -> None:
-        """State the size, where the origin told it only by ending."""
-        with self._guard:
-            if self._progress.closed:
-                return
-            self._total = total
-            self._write_header()
+        total = self.metadata.info.size
+        assert total is not None
+        starts = range(0, total, BLOCK)
+        for there, run in groupby(starts, lambda start: start // BLOCK in self._digests):
+            if not there:
+                absent = list(run)
+                yield absent[0], min(absent[-1] + BLOCK, total)
 
     def handle(self) -> io.FileIO:
         """Another descriptor of the data file, for a worker to close.
@@ -548,16 +378,9 @@ class Partial:
         return dup_exclusive(self._file)
 
     def seal(self, metadata: Metadata, *, sync: bool) -> None:
-        """Make the directory what an entry must be, ready to be renamed.
-
-        Raises:
-            OSError: the disk fails.
-            LostError: the partial is no longer under its name.
-        """
+        """Make the directory what an entry must be (LostError: it is another's by now)."""
         try:
-            via = self.path.parent  # what is killed half-way must not be published by a resume
-            data = metadata.encode()
-            replace_file(self.path / META, data, self._modes.file, via=via, sync=sync)
+            write_new(self.path / META, metadata.encode(), self._modes.file, sync=sync)
             (self.path / PROGRESS).unlink()
             os.fchmod(self.fd, self._modes.published)
             if sync:
@@ -578,3 +401,8 @@ class Partial:
         if not self._file.closed:
             shutil.rmtree(self.path, ignore_errors=True)
             self.close()
+
+
+def _is_ours(file: io.FileIO) -> bool:
+    """Whether an open file can be sealed, which its owner alone may do."""
+    return os.fstat(file.fileno()).st_uid == os.geteuid()

@@ -2,31 +2,32 @@
 
     look for the entry --- the disk was not readable lately -----> past the cache
       | miss
-    is the root what it was? --- no: begin anew there
-      |
-    wait, link or fetch --- the disk was not writable lately ----> past the cache
-      | it fails ------------------------------------------------> past the cache
-    an `EntryStream`; or, with ``fill="follow"``, which does all but the first
-    step in the background, a `stream.FollowStream`
+    a `stream.ShardStream` of the fetch, which goes on in the background:
+      is the root what it was? --- no: begin anew there
+        |
+      wait, link or fetch --- the disk was not writable lately --> past the cache
+        | it fails ----------------------------------------------> past the cache
 
 With ``strict`` there is no way past: faults are raised, as they are where a path is asked for
-(`Opener.obtain`). Safe between threads and across forks.
+(`Opener.obtain`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import logging
 import os
 from collections.abc import Callable, Collection
-from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, TypeGuard
+from typing import TYPE_CHECKING, BinaryIO
 
-from shardcache.clock import Clock
+from shardcache import clock
 from shardcache.config import Config
 from shardcache.errors import (
+    AccessDeniedError,
     CacheFullError,
+    ConfigError,
     FetchCancelledError,
     IntegrityError,
     LockTimeoutError,
@@ -34,211 +35,207 @@ from shardcache.errors import (
     ShardNotFoundError,
     TransferError,
 )
-from shardcache.fetch.blocks import FetchStatus
-from shardcache.files import Breaker, fault_kind
+from shardcache.fetch.status import FetchStatus
+from shardcache.files import Breaker, fault_kind, is_disk_fault
 from shardcache.locks.flock import is_file
-from shardcache.origins.base import Body, ObjectInfo
+from shardcache.origins.base import ObjectInfo
 from shardcache.runtime import Process
-from shardcache.store.entry import DamagedError, Entry
-from shardcache.store.store import Opened, Store
+from shardcache.store.entry import DamagedError, Entry, Opened, open_data
+from shardcache.streams.sources import FetchSource, OriginSource, UpstreamSource
+from shardcache.streams.stream import ShardStream
 from shardcache.urls import ShardURL
 
 if TYPE_CHECKING:
-    from shardcache.fetch.background import Run, Share
+    from shardcache.fetch.background import Fetching, Share
     from shardcache.fetch.coordinator import Obtained
-    from shardcache.streams.sources import OriginStream
+    from shardcache.streams.sources import Source
 
-__all__ = [
-    "TOO_MANY_FILES",
-    "Healer",
-    "Opener",
-    "PausedError",
-    "can_open",
-    "exhausted",
-    "gate",
-    "is_final",
-    "kind_of",
-]
+__all__ = ["Opener"]
 
 logger = logging.getLogger(__name__)
 
-
 #: WebDataset reads 10 KiB at a time; with the default buffer each is a system call.
 _BUFFER = 1 << 18
+#: Seconds between looks at an entry that somebody stopped while evicting.
+_STUCK_POLL = 0.25
+#: What the cache says of itself, in the guise of our own errors; the others are the origin's.
+_OF_THE_CACHE = (CacheFullError, LockTimeoutError)
+_TOO_MANY_FILES = {errno.EMFILE: "this process has", errno.ENFILE: "the machine has"}
+
+
+class PausedError(OSError):
+    """The disk failed lately and is left alone."""
+
+
+#: The counter of an error, by its first class that is in here.
+_COUNTERS = {
+    CacheFullError: "bypassed_full",
+    LockTimeoutError: "errors_lock",
+    IntegrityError: "errors_integrity",
+    FetchCancelledError: None,
+    ShardCacheError: "errors_origin",
+    PausedError: None,
+    OSError: "errors_disk",
+}
 
 
 class Opener:
-    """Opens the shards of one cache.
+    """Opens the shards of one cache; safe between threads and across forks.
 
-    Args:
-        config: options.
-        here: the parts of the process that asks.
-        clock: time.
+    ``here`` tells the parts of the process that asks.
     """
 
-    def __init__(self, config: Config, here: Callable[[], Process], clock: Clock) -> None:
-        self._config = config
+    def __init__(self, config: Config, here: Callable[[], Process]) -> None:
+        self.config = config
         self._here = here
-        self._clock = clock
-        self._healer = Healer(config, here, clock)
-        self._gated = not config.strict  # whether a disk that failed is left alone
+
+    # -- streams -----------------------------------------------------------------
 
     def open(
-        self, shard: ShardURL, *, finish: bool = True, ahead: Share | None = None
+        self, shard: ShardURL, *, finish: bool = True, ahead: Opened | Share | None = None
     ) -> tuple[BinaryIO, str | None]:
         """A stream of the shard, and its local path or None while it has none.
 
         Args:
             shard: which.
             finish: whether a fetch goes on to its end when the stream is closed before.
-            ahead: what was begun before anybody asked for the shard.
+            ahead: what `ahead` returned for the shard; it is the stream's now.
 
         Raises:
             As `Cache.open`.
         """
-        process = self._here()
-        share = None
-        status = None
-        begun = self._clock.monotonic()
-        began = ahead is not None and ahead.began
+        if shard.scheme == "file" and self.is_in_place(shard):
+            return _open_in_place(shard)
+        process, begun = self._here(), clock.monotonic()
+        opened, share = (ahead, None) if isinstance(ahead, Opened) else (None, ahead)
+        source: Source
         try:
-            opened = self._hit(process, shard)
-            if opened is None:
-                status = FetchStatus()
-                share = self._begin(process, shard, finish, ahead, status)
-                if share is None:
-                    obtained = self._get(process, shard, status, self._gated)
-                    assert obtained is not None  # it waits for others
-                    opened = self._used(process, shard, obtained, begun)
-            else:
-                self._count_found(process, opened, begun, began=began)
+            # The path that is taken a million times, and is not to call many others.
+            ready = process.ready
+            if opened is None and ready is not None and not process.reading.faults:
+                try:
+                    opened = ready.store.open(shard.key, shard.basename)
+                except (DamagedError, OSError):
+                    opened = self._find(process, shard)  # it deals with that
+            elif opened is None:
+                opened = self._find(process, shard)
+            source = opened or self._miss(process, shard, finish, share, begun)
         except (ShardCacheError, OSError) as exn:
-            past = self.past(shard, exn, 0, None, status or FetchStatus())
-            return io.BufferedReader(past, _BUFFER), None
+            source = self.past(shard, exn, 0, None, FetchStatus())
+        stream = ShardStream(self, shard, source)
         if opened is None:
-            assert share is not None
-            waited = self._clock.monotonic() - begun
-            return self._follow(shard, share, began=began or share.began, waited=waited)
-        return io.BufferedReader(opened.file, _BUFFER), opened.path
-
-    def _count_found(self, process: Process, opened: Opened, begun: float, *, began: bool) -> None:
-        if began:  # it would not be there if it had not been fetched for this reader
-            self._count(process, "fetched", opened.size, begun)
+            stream.wait(whole=self.config.fill == "complete")
+            return io.BufferedReader(stream, _BUFFER), stream.path
+        process.touch(opened)
+        now = clock.monotonic()
+        if share is not None and share.began:  # it would not be there but for this reader
+            process.counters.opened("fetched", opened.size, now - begun)
         else:
-            process.count_hit(opened, begun)
+            tiers = process.tiers
+            tier = tiers.index(process.tier_of(opened.directory)) if len(tiers) > 1 else None
+            process.counters.opened("hit", opened.size, now - begun, tier)
+        if logger.isEnabledFor(logging.DEBUG):  # what it says is not made for nobody
+            say = {"event": "hit", "shard": str(shard), "bytes": opened.size}
+            logger.debug("%s: hit", shard, extra=say)
+        return io.BufferedReader(stream, _BUFFER), opened.path
 
-    def _begin(
-        self,
-        process: Process,
-        shard: ShardURL,
-        finish: bool,
-        ahead: Share | None,
-        status: FetchStatus,
-    ) -> Share | None:
-        """The fetch to follow or to wait for; None where the calling thread is to do it."""
-        before = None if ahead is None else ahead.fetching
-        if before is not None and before.error is not None:
-            if (answer := before.status.take_answer()) is not None:
-                status.offer(answer)
-            if answer is not None or is_final(before.error):
-                raise before.error  # asking again would cost another request
-        if self._config.fill == "complete" and ahead is None:
-            return None
-        try:
-            return process.fetchings.join(shard, self._run(process, shard), finish=finish)
-        except RuntimeError as exn:  # a limit of processes
-            logger.info("%s: fetched without a thread of its own: %s", shard, exn)
-            return None
-
-    def _follow(
-        self, shard: ShardURL, share: Share, *, began: bool, waited: float
-    ) -> tuple[BinaryIO, str | None]:
-        from shardcache.streams.stream import FollowStream  # here: it brings the engine along
-
-        stream = FollowStream(shard, self, share, began=began, waited=waited)
-        try:
-            stream.start(whole=self._config.fill == "complete")
-        except Exception:
-            stream.abandon()
-            raise
-        return io.BufferedReader(stream, _BUFFER), stream.path
-
-    def _run(self, process: Process, shard: ShardURL, *, ahead: bool = False) -> Run:
-        """What a background fetch does."""
-
-        def run(status: FetchStatus, patient: Callable[[], bool]) -> Obtained | None:
-            if not ahead:
-                return read(status, patient)
-            process.fetchings.give_way(status, self._clock)
-            with process.coordinator().ahead_slot() as free:
-                if not free and not patient():
-                    return None
-                return read(status, patient)
-
-        def read(status: FetchStatus, patient: Callable[[], bool]) -> Obtained | None:
-            return self._get(process, shard, status, self._gated, patient)
-
-        return run
+    def _miss(
+        self, process: Process, shard: ShardURL, finish: bool, ahead: Share | None, begun: float
+    ) -> FetchSource:
+        share = ahead
+        if share is None or share.fetching is None or not _is_final(share.fetching):
+            share = self.join(shard, finish=finish)
+        began = share.began or (ahead is not None and ahead.began)
+        if ahead is not None and share is not ahead:
+            ahead.leave()
+        return FetchSource(self, process, shard, share, began, clock.monotonic() - begun)
 
     def ahead(self, shard: ShardURL) -> Opened | Share | None:
-        """Begin to fetch a shard that will be asked for, unless it is there: then pin it.
-
-        Raises:
-            ConfigError: the directory must not be used.
-        """
+        """Begin to fetch a shard that will be asked for, unless it is there: then pin it."""
+        if self.is_in_place(shard):
+            return None
         try:
-            opened = self.hit(shard)
-            if opened is not None:
-                return opened
-            process = self._here()
-            run = self._run(process, shard, ahead=True)
-            return process.fetchings.join(shard, run, ahead=True)
-        except (OSError, RuntimeError) as exn:  # whoever asks for it is told
+            return self.find(shard) or self.join(shard, ahead=True)
+        except OSError as exn:  # whoever asks for it is told
             logger.debug("%s: not fetched ahead: %s", shard, exn)
             return None
 
-    # -- for `stream.FollowStream` --------------------------------------------
+    def join(self, shard: ShardURL, *, ahead: bool = False, finish: bool = False) -> Share:
+        """Want a shard fetched in the background, once for all who want it.
 
-    def join(self, shard: ShardURL) -> Share:
-        """See `stream.Host.join`."""
+        With ``ahead`` nobody waits for it yet; with ``finish`` it is fetched even if all leave.
+        """
         process = self._here()
-        process.coordinator()  # of a child that has just been forked
-        return process.fetchings.join(shard, self._run(process, shard))
+        coordinator = process.coordinator()  # of a child that has just been forked
 
-    def hit(self, shard: ShardURL) -> Opened | None:
-        """See `stream.Host.hit`."""
-        return self._hit(self._here(), shard)
+        def fetch(status: FetchStatus, patient: Callable[[], bool]) -> Obtained | None:
+            if not ahead:
+                return self._get(process, shard, status, patient)
+            process.fetchings.give_way(status)
+            with coordinator.ahead_slot() as free:
+                return self._get(process, shard, status, patient) if free or patient() else None
 
-    def _hit(self, process: Process, shard: ShardURL) -> Opened | None:
-        """A hit: the path that is taken a million times, and is not to call many others."""
-        coordinator = process.ready
-        if coordinator is None or not process.reading.closed:
-            opened = self._find(process, shard, self._gated)
-        else:
-            try:
-                opened = coordinator.store.open(shard.key, shard.basename)
-            except (DamagedError, OSError):
-                opened = self._find(process, shard, self._gated)  # sees it too, and deals with it
-        if opened is not None:
-            process.touch(opened)
-            if logger.isEnabledFor(logging.DEBUG):  # what it says is not made for nobody
-                say = {"event": "hit", "shard": str(shard), "bytes": opened.size}
-                logger.debug("%s: hit", shard, extra=say)
-            opened.file.guard(self._healer, shard, opened.path, opened.size, process.reading)
-        return opened
+        try:
+            return process.fetchings.join(shard, fetch, ahead=ahead, finish=finish)
+        except RuntimeError as exn:  # a limit of processes
+            raise OSError(errno.EAGAIN, str(exn)) from exn
 
-    def reopen(self, shard: ShardURL, opened: Opened) -> Opened | None:
-        """See `stream.Host.reopen`."""
+    # -- past a fault ------------------------------------------------------------
+
+    def after(
+        self, shard: ShardURL, failed: Source, fault: Exception, position: int, begun: bool
+    ) -> Source:
+        """What a stream reads instead of a source that failed; raises ``fault`` if nothing can be.
+
+        If it has ``begun``, bytes were given, and the rest has to be of the same version.
+        """
+        if isinstance(failed, Opened) and isinstance(fault, OSError) and is_disk_fault(fault):
+            return self._mend(shard, failed, fault, position, begun)
+        if isinstance(failed, FetchSource):
+            failed.counted = True  # here
+            return self.past(shard, fault, position, failed.info if begun else None, failed.status)
+        raise fault  # the origin was the last
+
+    def _mend(
+        self, shard: ShardURL, opened: Opened, fault: OSError, position: int, begun: bool
+    ) -> Source:
+        """Open an entry again whose handle is stale; set any other that fails aside."""
         process = self._here()
-        store = process.store_of(Store.entry_at(opened))
-        again = store.open_again(opened.path)
-        if again is not None:
-            self._guard(process, shard, again)
-        return again
-
-    def followed(self, shard: ShardURL, outcome: str, size: int, waited: float) -> None:
-        """See `stream.Host.followed`."""
-        self._here().counters.opened(outcome, size, waited)
+        entry = opened.entry
+        store = process.store_of(entry)
+        if fault.errno == errno.ESTALE and not opened.reopened:
+            with contextlib.suppress(DamagedError, OSError):
+                where = opened.directory, opened.path, opened.size
+                if (again := open_data(*where, store.layout.grace)) is not None:
+                    again.reopened = True
+                    return again
+        info = None
+        with contextlib.suppress(DamagedError, OSError):
+            info = entry.metadata().info
+        process.disk_failed(process.reading, fault)
+        try:
+            with process.coordinator().sole(store, shard.key) as alone:
+                # Whoever publishes has this lock, so what has the name now, keeps it. Is it
+                # another file by now, then it did not fail.
+                if alone and is_file(opened.path, opened.fd):
+                    store.condemn(entry.path, f"{shard}: {fault.strerror}")
+        except OSError as exn:
+            logger.info("%s: %s cannot be set aside: %s", shard, opened.path, exn)
+        if self.config.strict:
+            raise fault
+        process.warn(
+            fault_kind(fault),
+            "%s cannot be read at byte %d of %s (%s); the rest is streamed",
+            shard,
+            position,
+            opened.path,
+            fault.strerror,
+        )
+        if not begun:
+            return self._any_version(process, shard, position, FetchStatus())
+        return OriginSource(
+            process, shard, start=position, pin=info, version=entry.version, size=entry.size
+        )
 
     def past(
         self,
@@ -247,414 +244,242 @@ class Opener:
         start: int,
         pin: ObjectInfo | None,
         status: FetchStatus,
-    ) -> OriginStream:
-        """See `stream.Host.past`."""
+    ) -> OriginSource:
+        """A shard from ``start`` on, from its origin, because the cache failed; counted and said.
+
+        It has to be the version ``pin``, if there is one. ``status`` is that of the fetch that
+        failed: it may have kept the origin's answer.
+
+        Raises:
+            ``fault``, with ``strict`` or where it is the origin's; as `OriginSource`.
+        """
         process = self._here()
-        counts = {kind: 1} if (kind := kind_of(fault)) else {}
+        counter = next(_COUNTERS[kind] for kind in type(fault).__mro__ if kind in _COUNTERS)
+        counts = {} if counter is None else {counter: 1}
         try:
-            stream = self._past(process, shard, fault, start, pin, status)
-        except Exception:
+            self._say(process, shard, fault)
+            if pin is not None:
+                source = OriginSource(process, shard, start=start, pin=pin)
+            else:
+                source = self._any_version(process, shard, start, status)
+        except Exception as exn:
             status.drop_answer()
             process.counters.add({"failed": 1, **counts})
-            raise
+            number = fault.errno if isinstance(fault, OSError) else None
+            said = exn is fault or isinstance(exn, (ShardNotFoundError, AccessDeniedError))
+            if said or number not in _TOO_MANY_FILES:
+                raise
+            raise TransferError(
+                f"{shard} cannot be opened: {_TOO_MANY_FILES[number]} too many open files ({exn}). "
+                "Close streams that were read to their end, or raise the limit (ulimit -n).",
+                url=str(shard),
+                errno=number,
+            ) from exn
         process.counters.add({"bypassed": 1, **counts})
-        return stream
+        return source
 
-    def _past(
-        self,
-        process: Process,
-        shard: ShardURL,
-        fault: Exception,
-        start: int,
-        pin: ObjectInfo | None,
-        status: FetchStatus,
-    ) -> OriginStream:
-        cause = None
-        if self._config.strict:
-            raise fault
-        if isinstance(fault, (CacheFullError, LockTimeoutError)):
-            kind = type(fault).__name__
-            text, say = "%s is streamed, not cached: %s", _streamed(shard, kind)
-            process.warn(kind, text, shard, fault.message, extra=say)
+    def _any_version(
+        self, process: Process, shard: ShardURL, start: int, status: FetchStatus
+    ) -> OriginSource:
+        """A shard past the cache: the answer that a fetch has kept, a nearer copy or the origin."""
+        process.coordinator()  # of a child that has just been forked
+        answer = None if start else status.take_answer()
+        if start == 0 and answer is None:
+            for near in process.origins.nearer(shard):
+                try:
+                    if near.digest is not None:
+                        return UpstreamSource(process, shard, near)
+                    return OriginSource(process, shard, origin=near)
+                except (ShardCacheError, OSError) as exn:
+                    logger.info("%s: not from %s: %s", shard, near.name, exn)
+        return OriginSource(process, shard, start=start, answer=answer)
+
+    def _say(self, process: Process, shard: ShardURL, fault: Exception) -> None:
+        """Warn that a shard is streamed; raises what there is no way past."""
+        if isinstance(fault, _OF_THE_CACHE):
+            kind, reason = type(fault).__name__, fault.message
         elif isinstance(fault, OSError) and not isinstance(fault, ShardCacheError):
-            self._say(process, shard, fault)
-            cause = fault
+            kind, reason = fault_kind(fault), str(fault.strerror or fault)
+            if str(self.config.dir) not in reason:
+                reason = f"{self.config.dir}: {reason}"
         else:
             raise fault
-        try:
-            fresh = start == 0 and pin is None
-            answer = status.take_answer() if fresh else None
-            return self._healer.stream(shard, start=start, pin=pin, answer=answer)
-        except ShardNotFoundError:
-            raise
-        except (ShardCacheError, OSError) as exn:
-            if cause is not None and cause.errno in TOO_MANY_FILES and not can_open():
-                raise exhausted(shard, cause) from exn
-            raise
-
-    def _used(self, process: Process, shard: ShardURL, obtained: Obtained, begun: float) -> Opened:
-        self._note(process, shard, obtained, begun)
-        self._guard(process, shard, obtained.opened)
-        return obtained.opened
+        if self.config.strict:
+            raise fault
+        text = "%s is streamed, not cached: %s"
+        say = {"event": "streamed", "shard": str(shard), "reason": kind}
+        if isinstance(fault, PausedError):
+            logger.info(text, shard, reason, extra=say)
+        else:
+            process.warn(kind, text, shard, reason, extra=say)
 
     # -- entries ---------------------------------------------------------------
+
+    def find(self, shard: ShardURL) -> Opened | None:
+        """The shard's entry, open and pinned, and marked as used; None is a miss."""
+        process = self._here()
+        opened = self._find(process, shard)
+        if opened is not None:
+            process.touch(opened)
+        return opened
+
+    def fetch(self, shard: ShardURL, status: FetchStatus | None = None) -> tuple[Entry, str]:
+        """The shard's entry, fetched if need be, and how it was had; raises as `obtain`."""
+        obtained = self.obtain(shard, status, use=False)
+        obtained.opened.close()
+        return obtained.opened.entry, obtained.outcome
 
     def obtain(
         self, shard: ShardURL, status: FetchStatus | None = None, *, use: bool = True
     ) -> Obtained:
-        """The shard's entry, open and pinned, fetched if need be.
+        """The shard's entry, open and pinned, fetched if need be; raises as `open` with ``strict``.
 
-        Args:
-            shard: which.
-            status: is kept up to date.
-            use: whether this job uses it, and has not only seen to it that it is there.
-
-        Raises:
-            As `Cache.open` with ``strict``.
+        ``status`` is kept up to date. With ``use`` False it is no use of the shard, only seen to.
         """
+        from shardcache.fetch.coordinator import Obtained, Outcome  # here: they bring the engine
+
+        self.refuse_in_place(shard)
+        process = self._here()
         status = FetchStatus() if status is None else status
+        begun = clock.monotonic()
         try:
-            return self._obtain(self._here(), shard, status, gated=False, use=use)
+            opened = self._find(process, shard, status.outdated, asked=True)
+            obtained = None if opened is None else Obtained(opened, Outcome.HIT)
+            obtained = obtained or self._get(process, shard, status, asked=True)
         finally:
             status.drop_answer()
+        assert obtained is not None  # it waits for others
+        process.touch(obtained.opened)
+        if use:
+            waited = clock.monotonic() - begun
+            process.counters.opened(obtained.outcome, obtained.opened.size, waited)
+        say = {"event": str(obtained.outcome), "shard": str(shard)}
+        logger.debug("%s: %s", shard, obtained.outcome, extra=say)
+        return obtained
 
     def pin(self, shard: ShardURL) -> Opened:
         """An entry that is under its path and cannot leave it; raises as `obtain`."""
-        end = self._clock.monotonic() + self._config.lock_timeout
+        end = clock.monotonic() + self.config.lock_timeout
         while True:
             opened = self.obtain(shard).opened
-            there = False
-            try:
-                there = not opened.stuck and is_file(opened.path, opened.fd)
-                if there:
-                    return opened
-            finally:
-                if not there:  # renamed away by an evictor that died; look again
-                    opened.close()
+            if not opened.stuck and is_file(opened.path, opened.fd):
+                return opened
+            opened.close()  # an evictor renamed it and died, or does not go on: look again
             if opened.stuck:
-                if self._clock.monotonic() >= end:
+                if clock.monotonic() >= end:
                     raise LockTimeoutError(
                         f"{shard} is being evicted by a process that does not go on. Look for "
                         "one that is stopped, or read the shard with open().",
                         url=str(shard),
                     )
-                self._clock.sleep(_STUCK_POLL)
-
-    def _obtain(
-        self,
-        process: Process,
-        shard: ShardURL,
-        status: FetchStatus,
-        *,
-        gated: bool,
-        use: bool,
-    ) -> Obtained:
-        from shardcache.fetch.coordinator import Obtained, Outcome
-
-        begun = self._clock.monotonic()
-        opened = self._find(process, shard, gated, status.outdated)
-        if opened is not None:
-            obtained: Obtained | None = Obtained(opened, Outcome.HIT)
-        else:
-            obtained = self._get(process, shard, status, gated)
-        assert obtained is not None  # it waits for others
-        self._note(process, shard, obtained, begun, use=use)
-        return obtained
-
-    def _note(
-        self,
-        process: Process,
-        shard: ShardURL,
-        obtained: Obtained,
-        begun: float,
-        *,
-        use: bool = True,
-    ) -> None:
-        process.touch(obtained.opened)
-        if use:
-            self._count(process, obtained.outcome, obtained.opened.size, begun)
-        if logger.isEnabledFor(logging.DEBUG):
-            say = {"event": str(obtained.outcome), "shard": str(shard)}
-            logger.debug("%s: %s", shard, obtained.outcome, extra=say)
-
-    def _count(self, process: Process, outcome: str, size: int, begun: float) -> None:
-        process.counters.opened(outcome, size, self._clock.monotonic() - begun)
+                clock.sleep(_STUCK_POLL)
 
     def _find(
-        self, process: Process, shard: ShardURL, gated: bool, outdated: Collection[str] = ()
+        self,
+        process: Process,
+        shard: ShardURL,
+        outdated: Collection[str] = (),
+        *,
+        asked: bool = False,
     ) -> Opened | None:
-        coordinator = process.coordinator()
+        """The entry, of no ``outdated`` version. Who ``asked`` for it can do with nothing else."""
+        process.coordinator()
+        self._gate(process.reading, asked)
         try:
             if not process.reading.closed:
-                gate(process.reading, gated)
                 process.check_root()  # nothing is read that may be somebody else's by now
-                coordinator = process.coordinator()
-            return coordinator.look(shard, outdated)
+            opened = process.coordinator().look(shard, outdated)
         except OSError as exn:
-            if not isinstance(exn, PausedError):
-                process.disk_failed(process.reading, exn)
+            process.disk_failed(process.reading, exn)
             raise
+        if opened is not None and process.reading.faults:  # can it be read, too?
+            with contextlib.suppress(OSError):  # the stream meets that as well, and mends it
+                os.pread(opened.fd, 1, 0)
+                process.disk_works(process.reading)
+        return opened
 
     def _get(
         self,
         process: Process,
         shard: ShardURL,
         status: FetchStatus,
-        gated: bool,
         patient: Callable[[], bool] = lambda: True,
+        *,
+        asked: bool = False,
     ) -> Obtained | None:
+        """Wait for it, link it or fetch it; see `Coordinator.get`. What is fetched is counted."""
         obtained = None
-        begun = self._clock.monotonic()
+        begun = clock.monotonic()
+        if begun >= process.look_at:
+            process.keep_house()
+        self._gate(process.writing, asked)
         try:
-            obtained = self._acquire(process, shard, status, gated, patient)
+            process.check_root()
+            try:
+                obtained = process.coordinator().get(shard, status, patient)
+            except OSError as exn:
+                if isinstance(exn, ShardCacheError) or not process.changed_tiers():
+                    raise
+                process.check_root()  # the disk went away in the midst of it
+                obtained = process.coordinator().get(shard, status, patient)
+        except OSError as exn:
+            process.disk_failed(process.writing, exn)
+            raise
         finally:
             fetched = obtained is not None and obtained.outcome == "fetched"
             if fetched or status.received:
-                seconds = self._clock.monotonic() - begun
                 process.counters.fetched(
                     shard,
                     size=status.size or (status.written if fetched else 0),
                     received=status.received,
-                    seconds=seconds,
+                    seconds=clock.monotonic() - begun,
                     retries=status.retries,
                     upstream=status.near,
                     done=fetched,
                 )
+        if obtained is not None and fetched:
+            if process.writing.faults:
+                process.disk_works(process.writing)
+            if self.config.upstreams:
+                process.copier.add(shard, obtained.opened.path)
         return obtained
 
-    def _acquire(
-        self,
-        process: Process,
-        shard: ShardURL,
-        status: FetchStatus,
-        gated: bool,
-        patient: Callable[[], bool],
-    ) -> Obtained | None:
-        process.reading.undecided()  # there was nothing to read
-        process.keep_house()
-        gate(process.writing, gated)
-        for last in (False, True):
-            try:
-                process.check_root()
-                obtained = process.coordinator().get(shard, status, patient)
-            except ShardCacheError:
-                process.writing.undecided()
-                raise
-            except OSError as exn:
-                if not last and _changed(process):
-                    continue  # the disk went away in the midst of it
-                process.disk_failed(process.writing, exn)
-                raise
-            else:
-                break
-        if obtained is not None and obtained.outcome == "fetched":
-            process.disk_works(process.writing)
-            process.copier.add(shard, obtained.opened.path)
-        else:
-            process.writing.undecided()
-        return obtained
+    def _gate(self, breaker: Breaker, asked: bool) -> None:
+        """Go on, unless the disk is to be left alone and there is a way past it."""
+        if breaker.faults and not (asked or self.config.strict or breaker.allows()):
+            raise PausedError(errno.EIO, f"the disk failed; tried again in {breaker.left:.0f} s")
 
-    def _guard(self, process: Process, shard: ShardURL, opened: Opened) -> None:
-        opened.file.guard(self._healer, shard, opened.path, opened.size, process.reading)
+    # -- files that are not cached -------------------------------------------------
 
-    def _say(self, process: Process, shard: ShardURL, exn: OSError) -> None:
-        reason = str(exn.strerror or exn)
-        if str(self._config.dir) not in reason:
-            reason = f"{self._config.dir}: {reason}"
-        text, say = "%s is streamed, not cached: %s", _streamed(shard, fault_kind(exn))
-        if isinstance(exn, PausedError):
-            logger.info(text, shard, reason, extra=say)
-        else:
-            process.warn(fault_kind(exn), text, shard, reason, extra=say)
+    def is_in_place(self, shard: ShardURL) -> bool:
+        """Whether a shard is read where it lies."""
+        return shard.is_local and not self.config.cache_local
+
+    def refuse_in_place(self, shard: ShardURL) -> None:
+        """Raise ConfigError for a shard that is read where it lies."""
+        if self.is_in_place(shard):
+            raise ConfigError(
+                f"{shard.local_path} is opened where it is and not cached; set cache_local if it "
+                "lies on a slow mount.",
+                url=str(shard),
+            )
 
 
-def _streamed(shard: ShardURL, reason: str) -> dict[str, object]:
-    """What a log record says beside its text; see docs/observing.md."""
-    return {"event": "streamed", "shard": str(shard), "reason": reason}
+def _is_final(fetching: Fetching) -> bool:
+    """Whether a fetch has ended in what its reader is to be told, or has kept the answer for it.
 
-
-#: Seconds between looks at an entry that somebody stopped while evicting.
-_STUCK_POLL = 0.25
-
-
-class Healer:
-    """Keeps the streams of one cache readable (`entrystream.Keeper`).
-
-    Args:
-        config: whether faults are raised.
-        here: the parts of the process that asks: a stream may have come over a fork.
-        clock: time.
+    Asking again would cost another request.
     """
-
-    def __init__(self, config: Config, here: Callable[[], Process], clock: Clock) -> None:
-        self._config = config
-        self._here = here
-        self._clock = clock
-
-    def open_again(self, shard: ShardURL, path: str) -> io.FileIO | None:
-        """See `entrystream.Keeper.open_again`."""
-        opened = self._store(Path(path)).open_again(path)
-        return None if opened is None else opened.file
-
-    def give_up(
-        self, shard: ShardURL, path: str, fd: int, fault: OSError, position: int
-    ) -> tuple[str, ObjectInfo | None]:
-        """See `entrystream.Keeper.give_up`."""
-        process = self._here()
-        entry = Entry.at(Path(path).parent)
-        pin = _version_of(entry)
-        process.disk_failed(process.reading, fault)
-        self._set_aside(shard, entry, path, fd, f"{shard}: {fault.strerror}")
-        if self._config.strict:
-            raise fault
-        process.warn(
-            fault_kind(fault),
-            "%s cannot be read at byte %d of %s (%s); the rest is streamed",
-            shard,
-            position,
-            path,
-            fault.strerror,
-        )
-        return entry.version, pin
-
-    def rest(
-        self, shard: ShardURL, start: int, pin: ObjectInfo | None, version: str | None
-    ) -> OriginStream:
-        """See `entrystream.Keeper.rest`."""
-        return self.stream(shard, start=start, pin=pin, version=version)
-
-    def stream(
-        self,
-        shard: ShardURL,
-        *,
-        start: int = 0,
-        pin: ObjectInfo | None = None,
-        version: str | None = None,
-        answer: Body | None = None,
-    ) -> OriginStream:
-        """A shard from its origin; raises as `sources.OriginStream`.
-
-        From its first byte, and where any version will do, from a nearer copy if there is one.
-        """
-        from shardcache.streams.sources import (  # here: they bring the engine along
-            NearStream,
-            OriginStream,
-        )
-
-        process = self._here()
-        process.coordinator()
-        fetcher = process.fetcher
-        how = shard, fetcher.policy, self._clock, fetcher.timeout
-        if start == 0 and pin is None and version is None and answer is None:
-            for near in process.origins.nearer(shard):
-                try:
-                    stream = NearStream(near, process.origins.of(shard), *how)
-                    stream.gave = lambda count: _count(process, "bytes_upstream", count)
-                    return stream
-                except (ShardCacheError, OSError) as exn:
-                    logger.info("%s: not from %s: %s", shard, near.name, exn)
-        rest = OriginStream(
-            process.origins.of(shard), *how, start=start, pin=pin, version=version, answer=answer
-        )
-        rest.gave = lambda count: _count(process, "bytes_origin", count)
-        return rest
-
-    def reassured(self) -> None:
-        """See `entrystream.Keeper.reassured`."""
-        process = self._here()
-        process.disk_works(process.reading)
-
-    def _store(self, path: Path) -> Store:
-        return self._here().store_of(Entry.at(path.parent))
-
-    def _set_aside(self, shard: ShardURL, entry: Entry, path: str, fd: int, reason: str) -> None:
-        store = self._store(Path(path))
-        try:
-            with self._here().coordinator().sole(store, shard.key) as alone:
-                # Whoever publishes has this lock, so what has the name now, keeps it. Is it
-                # another file by now, then it did not fail.
-                if alone and is_file(path, fd):
-                    store.condemn(entry.path, reason)
-        except OSError as exn:
-            logger.info("%s: %s cannot be set aside: %s", shard, path, exn)
+    error = fetching.error
+    passing = isinstance(error, (*_OF_THE_CACHE, FetchCancelledError))
+    return bool(fetching.status.answers) or (isinstance(error, ShardCacheError) and not passing)
 
 
-def _count(process: Process, source: str, count: int) -> None:
-    process.counters.add({"bytes_bypassed": count, source: count})
-
-
-def _version_of(entry: Entry) -> ObjectInfo | None:
-    """All that is known of an entry's version, if its sidecar can be read."""
+def _open_in_place(shard: ShardURL) -> tuple[BinaryIO, str]:
+    path = str(shard.local_path)
     try:
-        info = entry.metadata().info
-    except (DamagedError, OSError) as exn:
-        logger.debug("%s: no sidecar: %s", entry.path, exn)
-        return None
-    return info if info.version == entry.version else None
-
-
-TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
-#: A socket, and what is open for a moment beside it: a name server, a file of certificates,
-#: the machine's own configuration.
-_CONNECTION_FILES = 4
-
-
-class PausedError(OSError):
-    """The disk failed lately and is left alone."""
-
-
-def kind_of(fault: Exception) -> str | None:
-    """The counter of an error."""
-    if isinstance(fault, CacheFullError):
-        return "bypassed_full"
-    if isinstance(fault, LockTimeoutError):
-        return "errors_lock"
-    if isinstance(fault, IntegrityError):
-        return "errors_integrity"
-    if isinstance(fault, (PausedError, FetchCancelledError)):
-        return None
-    return "errors_origin" if isinstance(fault, ShardCacheError) else "errors_disk"
-
-
-def is_final(error: BaseException | None) -> TypeGuard[ShardCacheError]:
-    """Whether the origin, and not the cache, said no."""
-    passing = (CacheFullError, LockTimeoutError, FetchCancelledError)
-    return isinstance(error, ShardCacheError) and not isinstance(error, passing)
-
-
-def gate(breaker: Breaker, gated: bool) -> None:
-    """Go on, unless the disk is to be left alone and there is a way past it."""
-    if gated and not breaker.allows():
-        raise PausedError(errno.EIO, f"the disk failed; tried again in {breaker.left:.0f} s")
-
-
-def can_open() -> bool:
-    """Whether there are as many descriptors left as a connection may take."""
-    fds = []
-    try:
-        for _ in range(_CONNECTION_FILES):
-            fds.append(os.open("/", os.O_RDONLY | os.O_CLOEXEC))
-    except OSError as exn:
-        return exn.errno not in TOO_MANY_FILES
-    finally:
-        for fd in fds:
-            os.close(fd)
-    return True
-
-
-def exhausted(shard: ShardURL, cause: OSError) -> TransferError:
-    """Neither the cache nor the origin can be opened, for a reason that is our own."""
-    whose = "this process has" if cause.errno == errno.EMFILE else "the machine has"
-    return TransferError(
-        f"{shard} cannot be opened: {whose} too many open files. Close streams that were read "
-        "to their end, or raise the limit (ulimit -n).",
-        url=str(shard),
-        errno=cause.errno,
-    )
-
-
-def _changed(process: Process) -> bool:
-    try:
-        return process.root_changed()
-    except OSError:
-        return False
+        return open(path, "rb"), path
+    except FileNotFoundError as exn:
+        raise ShardNotFoundError(
+            f"{path} does not exist. Check the pattern.", url=str(shard)
+        ) from exn

@@ -1,321 +1,448 @@
-"""Reading a shard without storing it: what remains when the cache cannot help.
+"""Where a `stream.ShardStream` reads, beside the file of an entry (`store.entry.Opened`).
 
-`OriginStream` reads one version of an object to its end, with the same pinning and
-the same retries as a fetch. Errors heal inside: the reader sees one only when the
-origin is really gone. It may begin in the middle, where a cached file failed, and
-then insists on the version of that file.
-
-`NearStream` reads a copy in an upstream instead, and checks it as a fetch does.
+Each source gives the bytes of one version. Its ``readinto(buffer, position)`` returns a count, 0 at
+the end of the shard, or None while there are no bytes yet. What it raises ends it; what comes then
+is for `opener.Opener.after` to say.
 """
 
 from __future__ import annotations
 
-import io
-from typing import TYPE_CHECKING, TypeVar
+import errno
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
-from shardcache.clock import Clock
-from shardcache.errors import IntegrityError, ShardCacheError, TransferError
-from shardcache.fetch.blocks import Pace, skip
-from shardcache.origins.base import Body, ObjectInfo, Origin, TransientError, VersionChangedError
-from shardcache.origins.retry import RetryPolicy
-from shardcache.store.digest import BLOCK, block_digest, tree_digest
-from shardcache.urls import ShardURL
+from shardcache import clock
+from shardcache.errors import IntegrityError, TransferError
+from shardcache.fetch.status import FetchStatus
+from shardcache.origins.base import (
+    Body,
+    ObjectInfo,
+    Origin,
+    TransientError,
+    VersionChangedError,
+    skip,
+)
+from shardcache.store.digest import BLOCK, block_digest, check_archive, tree_digest
+from shardcache.store.entry import DamagedError, Opened
+from shardcache.store.partial import PartialSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from _typeshed import WriteableBuffer
 
+    from shardcache.fetch.background import Fetching, Share
     from shardcache.origins.upstream import UpstreamOrigin
+    from shardcache.runtime import Process
+    from shardcache.streams.opener import Opener
+    from shardcache.urls import ShardURL
 
-__all__ = []
+    Source: TypeAlias = "Opened | FetchSource | OriginSource"
 
+__all__ = ["FetchSource", "OriginSource", "UpstreamSource"]
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-__all__ = ["NearStream", "OriginStream", "open_stream"]
+#: Seconds between two looks at another process's partial: about the time of a block from S3.
+_POLL = 0.005
+#: Likewise where the fetch is our own, which says when there is more.
+_OWN_POLL = 0.25
 
-#: WebDataset reads 10 KiB at a time; a buffer of this size keeps that from
-#: becoming one system call each.
-_BUFFER = 1 << 18
 
+class FetchSource:
+    """A shard while it is fetched, by this process or another one.
 
-class OriginStream(io.RawIOBase):
-    """A shard as it arrives; not seekable, for one thread.
+    The last block is withheld until there is an entry: until digest and checksums were compared.
+    So a shard that turns out bad ends in an error. Nobody is relied on to say that it died:
+    the fetch in the background has the lock as soon as it is free.
 
     Args:
-        origin: where from.
-        url: which shard.
-        policy: retries; the deadline counts from here.
-        clock: time.
-        timeout: seconds without enough bytes before a request is repeated.
-        start: offset of the first byte.
-        pin: the version to insist on.
-        version: its name (`ObjectInfo.version`), where no more is known of it.
-        answer: what the origin has sent already, from the first byte on.
-
-    Attributes:
-        gave: called when it is closed, with how many bytes were read.
-
-    Raises:
-        As `origin.Origin.open`, and TransferError after all retries, or if the
-        object is no longer the version asked for.
+        opener: finds the entry, and joins another fetch in a forked child.
+        process: counts what the open comes to; a child's copy does not.
+        shard: which.
+        share: of its fetch; it is left when this is closed.
+        began: whether the fetch was begun for this reader.
+        waited: seconds that it has waited so far.
     """
+
+    path = None
 
     def __init__(
         self,
-        origin: Origin,
-        url: ShardURL,
-        policy: RetryPolicy,
-        clock: Clock,
-        timeout: float,
+        opener: Opener,
+        process: Process,
+        shard: ShardURL,
+        share: Share,
+        began: bool,
+        waited: float,
+    ) -> None:
+        self.counted = False  # what the open came to
+        self._opener = opener
+        self._counters = process.counters
+        self._shard = shard
+        self._share: Share | None = share
+        self._began = began
+        self._waited = waited
+        self._seen: Path | None = None  # the partial that was looked at last
+        self._partial: PartialSource | None = None
+        self._given = 0  # the end of what was read
+        self._limit = 0  # the end of what may be
+
+    @property
+    def info(self) -> ObjectInfo | None:
+        """The version, once there is a partial."""
+        return None if self._partial is None else self._partial.info
+
+    @property
+    def size(self) -> int | None:
+        """Bytes of the shard, once known."""
+        return None if self._partial is None else self._partial.info.size
+
+    @property
+    def status(self) -> FetchStatus:
+        """Of the fetch, which may have kept the origin's answer."""
+        fetching = None if self._share is None else self._share.fetching
+        return FetchStatus() if fetching is None else fetching.status
+
+    def wait(self, *, whole: bool) -> bool:
+        """Wait until there is a partial, or with ``whole`` the end; whether the fetch ended."""
+        fetching, begun = self._joined(), clock.monotonic()
+        fetching.wait_begun(whole=whole)
+        self._waited += clock.monotonic() - begun
+        return fetching.done
+
+    def readinto(self, buffer: WriteableBuffer, position: int) -> int | None:
+        """Read what is behind the watermark; None if nothing is: then `advance`."""
+        view = memoryview(buffer).cast("B")[: max(0, self._limit - position)]
+        if not view or self._partial is None:
+            return None if memoryview(buffer).nbytes else 0
+        count = os.preadv(self._partial.data.fileno(), (view,), position)
+        if count == 0:
+            raise OSError(errno.EIO, f"the partial ends at byte {position}")
+        self._given = max(self._given, position + count)
+        return count
+
+    def advance(self, position: int) -> Opened | None:
+        """Wait until there is more than at ``position``, for a moment; the entry, once it is there.
+
+        Raises:
+            TransferError: it is another version than what was given.
+            IntegrityError: what was given is damaged, or it is no archive.
+            Whatever the fetch raised.
+        """
+        fetching = self._joined()
+        seen, done = fetching.changes, fetching.done  # now: what comes later is seen next time
+        own = fetching.status.written > 0
+        opened, outcome = None, "fetched"
+        if done:
+            if fetching.error is not None:
+                raise fetching.error
+            if fetching.obtained is None:  # whoever began it did not wait: join another one
+                self._leave()
+                return None
+            outcome = str(fetching.obtained.outcome)
+            opened = fetching.obtained.opened.duplicate()
+        elif self._partial is not None and self._partial.sealed and not own:
+            outcome = "coalesced"
+            opened = self._opener.find(self._shard)
+        if opened is not None:
+            self._check(opened)
+            self._count(outcome, opened.size)
+        elif not self._grown(fetching.status.partial, position):
+            begun = clock.monotonic()
+            # Another process says nothing when there is more.
+            fetching.wait(seen, _OWN_POLL if own and self._partial is not None else _POLL)
+            self._waited += clock.monotonic() - begun
+        return opened
+
+    def _joined(self) -> Fetching:
+        if self._share is None or not self._share.alive:  # after a fork: that is in the parent
+            self._share = self._opener.join(self._shard)
+        assert self._share.fetching is not None
+        return self._share.fetching
+
+    def _grown(self, path: Path | None, position: int) -> bool:
+        """Whether there is more to read at ``position`` than there was."""
+        # Where something was given of one that is no longer, the rest is read of the entry.
+        if path not in (None, self._seen) and not self._given:
+            self._open(path)
+        if self._partial is None:
+            return False
+        try:
+            limit = self._partial.limit()
+        except DamagedError:  # it is being begun
+            return False
+        if self._limit == 0 and limit > 0:
+            check_archive(self._partial.data.fileno(), self._shard.basename, str(self._shard))
+        grown = limit > max(self._limit, position)
+        self._limit = limit
+        return grown
+
+    def _open(self, path: Path) -> None:
+        try:
+            found = PartialSource(path, self._shard.basename)
+        except FileNotFoundError:
+            return  # it is being begun, or published
+        except DamagedError as exn:
+            logger.debug("%s: %s cannot be followed: %s", self._shard, path.name, exn)
+        else:
+            if self._partial is not None:
+                self._partial.close()
+            self._partial, self._limit = found, 0
+        self._seen = path
+
+    def _check(self, opened: Opened) -> None:
+        """See that what was given goes on in the entry; close it where it does not.
+
+        A partial that was taken over or published is still the same file. Another one is there
+        because the first was lost, or because it was damaged, which is seen only in the end.
+        """
+        if not self._given or self._partial is None:
+            return
+        old, new = self._partial.data.fileno(), opened.file.fileno()
+        try:
+            if opened.entry.version != self._partial.info.version:
+                raise TransferError(
+                    f"{self._shard} was replaced while it was read; the bytes read so far are of "
+                    "the old version. Read the shard again.",
+                    url=str(self._shard),
+                )
+            starts = () if os.path.sameopenfile(old, new) else range(0, self._given, BLOCK)
+            for start in starts:
+                length = min(BLOCK, self._given - start)
+                if os.pread(old, length, start) != os.pread(new, length, start):
+                    raise IntegrityError(
+                        f"{self._shard}: bytes that were read of it turned out damaged on their "
+                        "way; it was fetched again. Read it again.",
+                        url=str(self._shard),
+                    )
+        except Exception:
+            opened.close()
+            raise
+
+    def _count(self, outcome: str, size: int) -> None:
+        """Count what the open came to, once: it is this reader's fetch only if it began it."""
+        if not self.counted:
+            self.counted = True
+            self._counters.opened(outcome if self._began else "coalesced", size, self._waited)
+
+    def _leave(self) -> None:
+        share, self._share = self._share, None
+        if share is not None:
+            share.leave()
+
+    def close(self) -> None:
+        """Want no more of the fetch, and let go of the partial."""
+        fetching = None if self._share is None else self._share.fetching
+        others = fetching is not None and self._partial is not None and not fetching.status.written
+        self._count("coalesced" if others else "fetched", self.size or 0)
+        if self._partial is not None:
+            self._partial.close()
+        self._leave()
+
+
+class OriginSource:
+    """A shard as its origin sends it, one version from a byte on, past the cache.
+
+    With the same retries as a fetch: an error is seen only when the origin is really gone.
+
+    Args:
+        process: whose connections and counters are used.
+        shard: which.
+        origin: where from; the default is the shard's origin.
+        start: offset of the first byte.
+        pin: the version to insist on; ``version`` is its name, where no more is known of it.
+        answer: what the origin has sent already, from the first byte on.
+        size: bytes of the shard, if known; the origin may not say.
+
+    Raises:
+        As `origins.base.Origin.open`, and TransferError after all retries, or if the object is no
+        longer the version asked for.
+    """
+
+    path = None
+
+    def __init__(
+        self,
+        process: Process,
+        shard: ShardURL,
         *,
+        origin: Origin | None = None,
         start: int = 0,
         pin: ObjectInfo | None = None,
         version: str | None = None,
         answer: Body | None = None,
+        size: int | None = None,
     ) -> None:
-        super().__init__()
-        self.gave: Callable[[int], None] | None = None
-        self._origin = origin
-        self._url = url
-        self._clock = clock
-        self._start = start
-        self._timeout = timeout
-        self._attempts = policy.started(str(url))
+        self.info = pin
+        self.size = size
+        self._shard = shard
+        self._process = process
+        self._origin = origin or process.origins.of(shard)
+        self._counter = "bytes_origin" if origin is None else "bytes_upstream"
+        self._attempts = process.fetcher.policy.started(str(shard))
         self._position = start
-        self._error: ShardCacheError | None = None
-        self._over = False  # of an object of unknown size: its end was met
-        self._body = answer  # first: a stream that fails here is closed too
-        try:
-            if answer is not None:
-                self._info = answer.info
-            elif pin is None:
-                self._body = self._call(lambda: self._begin(version))
-                self._info = self._body.info
-            else:
-                self._info = pin
-                self._insist(pin, pin.version)
-                self._body = self._call(self._reopen)
-        except VersionChangedError as exn:
-            raise self._replaced(version or (pin.version if pin else "")) from exn
-        self._pace = Pace(clock, timeout, self._attempts)
-
-    @property
-    def info(self) -> ObjectInfo:
-        """The version that is read."""
-        return self._info
-
-    @property
-    def name(self) -> str:
-        """The shard's canonical URL, as tarfile shows it in its errors."""
-        return str(self._url)
+        self._version = pin.version if pin is not None else version
+        self._body = answer
+        if answer is None:
+            self._body = self._call(self._open)
+        else:
+            self.info, self.size = answer.info, answer.info.size
+        self._read_at = clock.monotonic()
 
     def _call(self, function: Callable[[], T]) -> T:
-        return self._attempts.call(function, sleep=self._clock.sleep)
-
-    def readable(self) -> bool:
-        """See `io.IOBase.readable`."""
-        return True
-
-    def readinto(self, buffer: WriteableBuffer) -> int:
-        """See `io.RawIOBase.readinto`.
-
-        An error is final: `io.BufferedReader` drops what it holds when one passes through it, so
-        that a reader who went on would miss bytes.
-
-        Raises:
-            TransferError: the origin is gone, or the object changed under us.
-            IntegrityError: a copy in an upstream is damaged; another read asks the origin.
-        """
-        view = memoryview(buffer).cast("B")
-        if self._error is not None:
-            raise self._error
         try:
-            return self._fill(view) if view else 0
-        except ShardCacheError as exn:
-            self._error = exn
-            raise
-
-    def _fill(self, view: memoryview) -> int:
-        if self._ended():
-            return 0
-        self._pace.wake()
-        try:
-            count = self._call(lambda: self._attempt(view))
-            if not self._origin.pins and self._position + count in (
-                self._info.size,
-                self._position,
-            ):
-                self._call(self._compare)  # before the last bytes are believed
+            return self._attempts.call(function, sleep=clock.sleep)
         except VersionChangedError as exn:
-            raise self._replaced(self._info.version) from exn
+            raise TransferError(
+                f"{self._shard} was replaced while it was streamed; the bytes read so far are of "
+                f"the old version ({self._version}). Read the shard again.",
+                url=str(self._shard),
+                version=self._version,
+            ) from exn
+
+    def readinto(self, buffer: WriteableBuffer, position: int) -> int:
+        """Read bytes from ``position`` on; 0 at the end. For one elsewhere it asks again."""
+        view = memoryview(buffer).cast("B")
+        if position != self._position:
+            self.close()
+            self._position = position
+        if not view or self._ended():
+            return 0
+        self._attempts.extend(clock.monotonic() - self._read_at)  # what the reader did meanwhile
+        count = self._call(lambda: self._attempt(view))
+        if not self._origin.pins and (count == 0 or self._position + count == self.size):
+            self._call(self._compare)  # before the last bytes are believed
         self._position += count
-        self._over = count == 0 and self._info.size is None
+        if count == 0:
+            self.size = self._position
+        if self._version is None:
+            assert self.info is not None
+            self._version = self.info.version
+        self._process.counters.add({"bytes_bypassed": count, self._counter: count})
         self._ended()
+        self._read_at = clock.monotonic()
         return count
 
     def _ended(self) -> bool:
-        """Whether all was read; then the connection is given back.
-
-        By the reader, and not when the stream is closed: see `origins.http.RangeBody.close`.
-        """
-        ended = self._over or self._position == self._info.size
+        """Whether all was read; then the connection is given back, however late `close` comes."""
+        ended = self.size is not None and self._position >= self.size
         if ended:
-            self._drop()
+            self.close()
         return ended
-
-    def _insist(self, info: ObjectInfo, version: str) -> None:
-        # Two answers that cannot be told apart may be of two versions.
-        if info.version != version or not info.identifiable:
-            raise VersionChangedError(str(self._url))
-
-    def _replaced(self, version: str) -> TransferError:
-        return TransferError(
-            f"{self._url} was replaced while it was streamed; the bytes read so far are of "
-            f"the old version ({version}). Read the shard again.",
-            url=str(self._url),
-            version=version,
-        )
-
-    def _begin(self, version: str | None) -> Body:
-        body = self._origin.open(self._url, self._position, None)
-        try:
-            if version is not None:
-                self._insist(body.info, version)
-            skip(body, self._position)
-        except Exception:
-            body.close()
-            raise
-        return body
 
     def _attempt(self, view: memoryview) -> int:
         try:
             if self._body is not None and self._position == self._body.stop:
-                self._drop()  # it was a part
+                self.close()  # it was a part
             if self._body is None:
-                self._body = self._reopen()
+                self._body = self._open()
             count = self._body.readinto(view)
-            self._pace.check(count)
+            if count == 0 and self.size is not None:
+                raise TransientError("the origin ended early")
+            self._attempts.check()
         except TransientError:
-            self._drop()
+            self.close()
             raise
         return count
 
-    def _reopen(self) -> Body:
-        if self._position and not self._info.identifiable:
-            raise VersionChangedError(str(self._url))  # the rest may be of another version
-        if not self._origin.pins:
+    def _open(self) -> Body:
+        """An answer from the position on: of the version that is read, once that is fixed."""
+        if self._version is None:
+            self.info = None
+        elif self.info is not None and not self._origin.pins:
             self._compare()
-        pin = self._info if self._info.size is not None else None
-        body = self._origin.open(self._url, self._position, None, pin)
+        pin = self.info if self.info is not None and self.info.size is not None else None
+        body = self._origin.open(self._shard, self._position, None, pin)
         try:
-            if body.info.version != self._info.version:
-                raise VersionChangedError(str(self._url))
+            # Two answers that cannot be told apart may be of two versions.
+            fixed, told = self._version, body.info
+            if fixed is not None and (fixed != told.version or not told.identifiable):
+                raise VersionChangedError(str(self._shard))
             skip(body, self._position)
         except Exception:
             body.close()
             raise
-        self._pace = Pace(self._clock, self._timeout, self._attempts)
+        self.info = self.info or body.info
+        self.size = self.size if self.info.size is None else self.info.size
         return body
 
     def _compare(self) -> None:
-        if self._origin.stat(self._url).version != self._info.version:
-            raise VersionChangedError(str(self._url))
+        assert self.info is not None
+        if self._origin.stat(self._shard).version != self.info.version:
+            raise VersionChangedError(str(self._shard))
 
-    def _drop(self) -> None:
+    def close(self) -> None:
+        """Give the connection back."""
         body, self._body = self._body, None
         if body is not None:
             body.close()
 
-    def close(self) -> None:
-        """Give the connection back."""
-        if not self.closed:
-            self._drop()
-            gave, self.gave = self.gave, None
-            if gave is not None:
-                gave(self._position - self._start)
-        super().close()
 
+class UpstreamSource(OriginSource):
+    """A shard as an upstream has it whose digest is known.
 
-class NearStream(OriginStream):
-    """A shard as an upstream has it, block by block; the last one when all of it was checked.
-
-    Where the upstream fails on the way, and its copy is known to be of the origin's version,
-    the rest comes from there.
-
-    Args:
-        near: the shard in an upstream.
-        beyond: its origin.
-        url: which shard.
-        policy: retries, for either.
-        clock: time.
-        timeout: seconds without enough bytes before a request is repeated.
-
-    Raises:
-        As `OriginStream`.
+    It is given block by block, and its last block only if all blocks were right. Who reads them
+    in another order gets the others from the origin, once those of the upstream were checked.
     """
 
-    def __init__(
-        self,
-        near: UpstreamOrigin,
-        beyond: Origin,
-        url: ShardURL,
-        policy: RetryPolicy,
-        clock: Clock,
-        timeout: float,
-    ) -> None:
-        self._near = near
-        self._beyond = beyond
-        self._policy = policy
+    def __init__(self, process: Process, shard: ShardURL, upstream: UpstreamOrigin) -> None:
+        self._upstream = upstream
         self._digests: list[bytes] = []
-        self._block = memoryview(b"")
-        self._checked = False
-        super().__init__(near, url, policy, clock, timeout)
+        self._block = memoryview(b"")  # what is left of the block that is read
+        self._in_order = True
+        super().__init__(process, shard, origin=upstream)
 
-    def _fill(self, view: memoryview) -> int:
-        if not self._block:
+    def readinto(self, buffer: WriteableBuffer, position: int) -> int:
+        """See `OriginSource.readinto`; IntegrityError if the copy is damaged."""
+        if self._in_order and position != self._position - len(self._block):
+            while self._next_block():
+                pass  # what was given of it is to be right, too
+            self._in_order = False
+            self._turn_to_origin()
+        if not self._in_order:
+            return super().readinto(buffer, position)
+        view = memoryview(buffer).cast("B")
+        if view and not self._block:
             self._block = self._next_block()
         count = min(len(view), len(self._block))
         view[:count], self._block = self._block[:count], self._block[count:]
         return count
 
+    def _turn_to_origin(self) -> None:
+        self.close()
+        self._origin = self._process.origins.of(self._shard)
+        self._attempts = self._process.fetcher.policy.started(str(self._shard))
+
     def _next_block(self) -> memoryview:
         block = memoryview(bytearray(BLOCK))
         filled = 0
-        while filled < BLOCK and (count := self._read(block[filled:])):
+        while filled < BLOCK and (count := self._receive(block[filled:])):
             filled += count
         if filled:
             self._digests.append(block_digest(block[:filled]))
-        if self._position == self._info.size and not self._checked:
-            self._check()
-            self._checked = True
+            if self._position == self.size:
+                self._check()
         return block[:filled]
 
-    def _read(self, view: memoryview) -> int:
+    def _receive(self, view: memoryview) -> int:
         try:
-            return super()._fill(view)
+            return super().readinto(view, self._position)
         except TransferError:
-            if self._origin is not self._near or self._near.digest is None:
+            if self._origin is not self._upstream:
                 raise
-        self._drop()
-        self._origin = self._beyond
-        self._attempts = self._policy.started(str(self._url))
-        return super()._fill(view)
+        self._turn_to_origin()
+        return super().readinto(view, self._position)
 
     def _check(self) -> None:
-        if self._near.digest in (None, tree_digest(self._digests)):
+        if self._upstream.digest == tree_digest(self._digests):
             return
-        self._near.distrust()
+        self._upstream.distrust()
         raise IntegrityError(
-            f"{self._url}: its copy in {self._near.name} is damaged, which was seen when all of it "
-            "had been read. Read it again: it will come from elsewhere.",
-            url=str(self._url),
+            f"{self._shard}: its copy in {self._upstream.name} is damaged, which was seen when all "
+            "of it had been read. Read it again: it will come from elsewhere.",
+            url=str(self._shard),
         )
-
-
-def open_stream(
-    origin: Origin, url: ShardURL, policy: RetryPolicy, clock: Clock, timeout: float
-) -> io.BufferedReader:
-    """A buffered `OriginStream`; raises as it does."""
-    return io.BufferedReader(OriginStream(origin, url, policy, clock, timeout), _BUFFER)

@@ -6,36 +6,19 @@
     sync.barrier("checkpoint")                        no rank goes on before all have come
     with sync.atomic_write("/nfs/run/best.pt") as f:  a file that is complete or absent
         ...
-    sync.rank(), sync.world_size(), sync.local_rank(), sync.node_rank(), sync.local_world_size()
+    sync.rank(), sync.world_size()
 
-It works with any launcher, with and without torch. Where torch.distributed is initialised, its
-ranks and its store are used. docs/sync.md says what each function promises. The room uses
-`locks.mounts`, `ranks`, `urls`, `units`, `clock` and `errors`; others import only these names.
+It works with any launcher, with and without torch; docs/sync.md says what each promises. The room
+uses `locks` and what is below it.
 """
 
 from __future__ import annotations
 
 from shardcache.errors import BarrierTimeoutError, InTheWayError, OnceError, WaitTimeoutError
-from shardcache.sync.atomic import atomic_write
 from shardcache.sync.barrier import barrier
-from shardcache.sync.board import local_rank, local_world_size, node_rank, rank, world_size
+from shardcache.sync.job import rank, world_size
 from shardcache.sync.once import Once, once
-from shardcache.sync.paths import makedirs, wait_for
+from shardcache.sync.paths import atomic_write, makedirs, wait_for
 
-__all__ = [
-    "BarrierTimeoutError",
-    "InTheWayError",
-    "Once",
-    "OnceError",
-    "WaitTimeoutError",
-    "atomic_write",
-    "barrier",
-    "local_rank",
-    "local_world_size",
-    "makedirs",
-    "node_rank",
-    "once",
-    "rank",
-    "wait_for",
-    "world_size",
-]
+__all__ = ["BarrierTimeoutError", "InTheWayError", "Once", "OnceError", "WaitTimeoutError"]
+__all__ += ["atomic_write", "barrier", "makedirs", "once", "rank", "wait_for", "world_size"]

@@ -9,20 +9,17 @@ does not count: the next call of that rank is the same barrier.
 from __future__ import annotations
 
 import os
-import threading
 
 from shardcache.errors import BarrierTimeoutError, ConfigError
-from shardcache.ranks import JOB_VARIABLE, safe_name
-from shardcache.sync import board as boards
+from shardcache.ranks import safe_name
+from shardcache.sync import job as own
 from shardcache.sync.board import Process, board_for
+from shardcache.sync.job import identity
 from shardcache.sync.paths import DEFAULT_TIMEOUT, Wait
-
-__all__ = ["barrier"]
 
 #: Ranks that an error names; of a node that is away, the first few say which it is.
 _NAMED = 16
 
-_guard = threading.Lock()
 #: How many barriers this process has passed, by place and name.
 _passed: dict[tuple[str, str], int] = {}
 
@@ -41,8 +38,7 @@ def barrier(
     Args:
         name: of the barrier; the same on all ranks.
         timeout: seconds, or text such as ``10m``; None waits for ever.
-        world_size: how many ranks there are, where the launcher does not say.
-        rank: which of them this is, likewise.
+        world_size, rank: how many ranks there are and which is this, where no launcher says.
         dir: a directory in which the ranks meet; see `once`.
         job: a name of this run, in place of the launcher's job id. No other run may have had it
             in that directory: its ranks would count.
@@ -54,58 +50,46 @@ def barrier(
     """
     if not isinstance(name, str) or not name.strip():
         raise ConfigError(f"A barrier needs a name, not {name!r:.80}. Give a text.")
-    size = boards.world_size() if world_size is None else world_size
-    number = boards.rank() if rank is None else rank
+    size = own.world_size() if world_size is None else world_size
+    number = own.rank() if rank is None else rank
     if size < 1 or not 0 <= number < size:
         raise ConfigError(f"Rank {number} is none of {size} ranks. They run from 0 to {size - 1}.")
-    wait = Wait(timeout)
+    wait = Wait(timeout, lambda: f"at barrier({name!r}) for {_named(missing())}")
     if size == 1:
         return
-    if job is None and size > boards.world_size() and boards.is_alone():
-        raise ConfigError(
-            f"Nobody launched this process as one of {size} ranks, so they have no name in common. "
-            f"State job=, a name of this run, or set {JOB_VARIABLE}.",
-            variable=JOB_VARIABLE,
-        )
-    board = board_for("job", dir, job)
+    board = board_for("job", dir, job, size)
     place = str(board), name
-    with _guard:
-        count = _passed.get(place, 0)
-    rooms = f"barrier/{safe_name(name)}-{size}"
-    mine = f"{rooms}/{count}/rank-{number}"
-    if not board.create(mine, Process.this().encode()):
-        found = Process.parse(board.get(mine))
-        if found is not None and not found.is_this():
+    count = _passed.get(place, 0)
+    room = f"barrier/{safe_name(name)}-{size}"
+    names = [f"{room}/{count}/rank-{other}" for other in range(size)]
+
+    def missing() -> list[int]:
+        return [other for other in range(size) if board.get(names[other]) is None]
+
+    if not board.create(names[number], Process.this().encode()):
+        found = Process.parse(board.get(names[number]))
+        if found is not None and found.identity != identity(os.getpid()):
             raise ConfigError(
-                f"Rank {number} has come to barrier({name!r}) already, as {found} (in {board}). "
-                "If that is a process of this run, two of them have one rank; if it is of an "
-                "earlier one, state another job, or remove that directory.",
-                by=str(found),
+                f"Rank {number} has come to barrier({name!r}) already, as {found.name} (in "
+                f"{board}). If that is a process of this run, two of them have one rank; if it is "
+                "of an earlier one, state another job, or remove that directory.",
+                by=found.name,
             )
-    waiting_for = {f"{rooms}/{count}/rank-{other}": other for other in range(size)}
-    while missing := board.missing(list(waiting_for)):
-        if wait.is_over:
-            late = [waiting_for[each] for each in missing if board.get(each) is None]
-            if not late:
-                break
-            raise BarrierTimeoutError(
-                f"Waited {wait} at barrier({name!r}) as rank {number} of {size}: {_named(late)} "
-                f"did not come (in {board}). Look at the output of those, or give them more time "
-                "with timeout.",
-                missing=late,
-                waited=wait.waited,
-            )
-        first = waiting_for[missing[0]]
-        waiting_for = {each: waiting_for[each] for each in missing}
-        wait.pause(lambda first=first: f"waiting at barrier({name!r}) for rank {first}")  # type: ignore[misc]
-    with _guard:
-        _passed[place] = count + 1
+    if not any(board.has_all(names) for _ in wait) and (late := missing()):
+        raise BarrierTimeoutError(
+            f"Waited {wait} at barrier({name!r}) as rank {number} of {size}: {_named(late)} did "
+            f"not come (in {board}). Look at the output of those, or give them more time with "
+            "timeout.",
+            missing=late,
+            waited=wait.waited,
+        )
+    _passed[place] = count + 1
     if count:
-        board.remove(f"{rooms}/{count - 1}/rank-{number}")
+        board.remove(f"{room}/{count - 1}/rank-{number}")
 
 
 def _named(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
+    if len(ranks) < 2:
+        return f"rank {ranks[0]}" if ranks else "nobody"
     more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
     return f"{len(ranks)} ranks ({', '.join(map(str, ranks[:_NAMED]))}{more})"

@@ -1,29 +1,27 @@
 """WebDataset's ways in: `attach`, `url_opener`, `register`.
 
-WebDataset's pipeline is a list of stages; the one that turns URLs into streams
-(``StreamingOpen``, ``FileCache``, ``url_opener``) is replaced by ours, and those
-that take archives apart by a faster one (`samples`). Nothing here is global, so it
-works under fork, spawn and forkserver alike; only `register` writes into
-WebDataset's own table, which a spawned worker does not inherit.
+WebDataset's pipeline is a list of stages; the one that turns URLs into streams is replaced by
+ours, and those that take archives apart by a faster one (`samples`). Nothing here is global, so it
+works under fork, spawn and forkserver alike; only `register` writes into WebDataset's own table,
+which a spawned worker does not inherit.
 
-Streams are left open after they are yielded: WebDataset goes on reading them
-and drops them later.
+Streams stay open after they are yielded: WebDataset goes on reading them and drops them later.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 from shardcache.errors import ConfigError
-from shardcache.urls import redact
+from shardcache.streams.prefetch import Lookahead
+from shardcache.urls import ShardURL, redact
 from shardcache.wds.samples import quicken, reraise, restore
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache
     from shardcache.options import Handler
-
-__all__ = ["CachedOpen", "attach", "register", "url_opener"]
 
 _Pipeline = TypeVar("_Pipeline")
 
@@ -48,43 +46,35 @@ def url_opener(
         Whatever ``handler`` raises; by default see `Cache.open`.
     """
     handle = reraise if handler is None else handler
-    ahead = cache.lookahead(data, _url_of)
-    for coming in ahead:
-        item = coming.item
+
+    def parsed(item: Any) -> ShardURL:
+        return cache.parse(item["url"] if isinstance(item, dict) else item)
+
+    ahead = Lookahead(cache.opener, data, parsed)
+    for item in ahead:
         sample: dict[str, Any] = item if isinstance(item, dict) else {"url": item}
         try:
-            stream, path = coming.open()
+            stream, path = ahead.open()
         except Exception as exn:  # noqa: BLE001 - the handler decides, as in WebDataset
             exn.args = (*exn.args, redact(str(sample["url"])))
             if handle(exn):
                 continue
             return
-        # After it was opened: what is read now gets the connections first.
-        ahead.top_up()
         sample["stream"] = stream
         if path is not None:
             sample["local_path"] = path
         yield sample
         # The consumer owns the stream now; holding on to it here would keep the
         # last shard pinned while the next one is fetched.
-        del stream, sample, item, coming
+        del stream, sample, item
 
 
-def _url_of(item: Any) -> Any:
-    return item["url"] if isinstance(item, dict) else item
-
-
+@dataclass(eq=False)
 class CachedOpen:
-    """A pipeline stage that opens shards through a cache; picklable.
+    """A pipeline stage that opens shards through a cache, see `url_opener`; picklable."""
 
-    Args:
-        cache: reads the shards.
-        handler: as for `url_opener`.
-    """
-
-    def __init__(self, cache: Cache, handler: Handler | None = None) -> None:
-        self.cache = cache
-        self.handler = handler
+    cache: Cache
+    handler: Handler | None = None
 
     def __call__(self, data: Iterable[Any]) -> Iterator[dict[str, Any]]:
         """Run the stage; see `url_opener`."""
@@ -94,13 +84,10 @@ class CachedOpen:
 def attach(dataset: _Pipeline, cache: Cache, *, fast_tar: bool = True) -> _Pipeline:
     """Make a pipeline read its shards through ``cache``.
 
-    The stage that opens URLs is swapped in place, with its handler kept; it may
-    stand anywhere in the pipeline. Attaching again replaces the cache.
-
-    WebDataset's own stages behind it, ``tar_file_expander`` and ``group_by_keys``, are
-    replaced by one that yields the same samples in less time. Other stages stay.
-
-    What the first miss needs begins to be made ready in the background (`Cache.prepare`).
+    The stage that opens URLs is swapped in place, with its handler kept. Attaching again replaces
+    the cache. WebDataset's own stages behind it, ``tar_file_expander`` and ``group_by_keys``, are
+    replaced by one that yields the same samples in less time. What the first miss needs is made
+    ready in the background (`Cache.prepare`).
 
     Args:
         dataset: a ``WebDataset`` or any ``DataPipeline``.
@@ -119,8 +106,7 @@ def attach(dataset: _Pipeline, cache: Cache, *, fast_tar: bool = True) -> _Pipel
             f"attach() takes a WebDataset or a DataPipeline, not {type(dataset).__name__}"
         )
     for index, stage in enumerate(pipeline):
-        replacement = _replacement(stage, cache)
-        if replacement is not None:
+        if replacement := _replacement(stage, cache):
             pipeline[index : index + 1] = replacement
             (quicken if fast_tar else restore)(pipeline)
             cache.prepare(_first_url(pipeline))
@@ -138,40 +124,41 @@ def _first_url(pipeline: list[Any]) -> str | None:
     return urls[0] if isinstance(urls, list) and urls and isinstance(urls[0], str) else None
 
 
-def _replacement(stage: Any, cache: Cache) -> list[Any] | None:
-    """The stages that take the place of one that opens URLs; None if it is another one."""
+def _replacement(stage: Any, cache: Cache) -> list[Any]:
+    """The stages that take the place of one that opens URLs; none of another one."""
     from webdataset import cache as wds_cache
     from webdataset import tariterators
     from webdataset.filters import FilterFunction
 
     if isinstance(stage, (wds_cache.StreamingOpen, wds_cache.FileCache, CachedOpen)):
         return [CachedOpen(cache, stage.handler)]
-    if stage is tariterators.url_opener:
-        return [CachedOpen(cache)]
+    function, args, options = stage, (), {}
     if isinstance(stage, FilterFunction):
-        handler = stage.kw.get("handler", next(iter(stage.args), None))
-        if stage.f is tariterators.url_opener:
-            return [CachedOpen(cache, handler)]
-        if stage.f is tariterators.tarfile_samples:  # it opens, expands and groups
-            grouping = {} if handler is None else {"handler": handler}
-            return [
-                CachedOpen(cache, handler),
-                FilterFunction(tariterators.tar_file_expander, *stage.args, **stage.kw),
-                FilterFunction(tariterators.group_by_keys, **grouping),
-            ]
-    return None
+        function, args, options = stage.f, stage.args, stage.kw
+    handler = options.get("handler", next(iter(args), None))
+    if function is tariterators.url_opener:
+        return [CachedOpen(cache, handler)]
+    if function is tariterators.tarfile_samples:  # it opens, expands and groups
+        grouping = {} if handler is None else {"handler": handler}
+        return [
+            CachedOpen(cache, handler),
+            FilterFunction(tariterators.tar_file_expander, *args, **options),
+            FilterFunction(tariterators.group_by_keys, **grouping),
+        ]
+    return []
 
 
 def register(scheme: str, cache: Cache) -> None:
-    """Let ``cache`` open all URLs of one scheme in WebDataset's own ``gopen``.
+    """Let ``cache`` open all URLs of one scheme, such as ``s3``, in WebDataset's own ``gopen``.
 
     For code whose pipeline cannot be changed. The table lives in this process:
     forked workers inherit it, spawned ones must call this in ``worker_init_fn``.
-
-    Args:
-        scheme: for instance ``"s3"``.
-        cache: reads the shards.
     """
     import webdataset
 
-    webdataset.gopen_schemes[scheme] = cache.gopen
+    def gopen(url: str, mode: str = "rb", bufsize: int = 8192, **options: Any) -> BinaryIO:
+        if mode != "rb":
+            raise ConfigError(f"{url}: the cache reads shards; mode {mode!r} is not supported")
+        return cache.open(url)
+
+    webdataset.gopen_schemes[scheme] = gopen

@@ -1,14 +1,12 @@
 """WebDataset's two stages behind the opener, on our own tar walk.
 
-`tar_files` takes the place of ``tar_file_expander``; `tar_samples` of that and
-``group_by_keys`` behind it. `FastTar` is either as a stage of a pipeline, with the
-arguments of the stages that it replaces; `quicken` puts it into one.
+`tar_files` takes the place of ``tar_file_expander``; `tar_samples` of that and ``group_by_keys``
+behind it. `FastTar` is either as a stage of a pipeline; `quicken` puts it into one.
 
-Samples are those that WebDataset yields: the same keys in the same order, the same
-bytes, the same calls of handlers at the same places, with the same exceptions. In
-particular, a member that cannot be read is the handler's for once, an archive that
-cannot be read goes to it a second time, with the stream and the URL; what it lets pass
-leaves no mark of the shard's end. Nothing here is shared; stages pickle.
+Samples are those that WebDataset yields: the same keys in the same order, the same bytes, the same
+calls of handlers at the same places, with the same exceptions. A member that cannot be read is
+the handler's for once, an archive that cannot be read goes to it a second time, with the stream
+and the URL; what it lets pass leaves no mark of the shard's end.
 """
 
 from __future__ import annotations
@@ -17,13 +15,12 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeGuard
 
+from shardcache.options import Handler
 from shardcache.wds.tar import TarWalk
 
-__all__ = ["FastTar", "quicken", "reraise", "restore", "tar_files", "tar_samples"]
-
-Handler = Callable[[Exception], bool]
 Keys = Callable[[str], tuple[str | None, str | None]]
 
 #: Members that WebDataset keeps for itself.
@@ -85,10 +82,7 @@ def tar_samples(
     """Expand opened shards into samples: ``tar_file_expander`` and ``group_by_keys`` in one.
 
     Args:
-        data: as for `tar_files`.
-        handler: as for `tar_files`.
-        select_files: as for `tar_files`.
-        rename_files: as for `tar_files`.
+        data, handler, select_files, rename_files: as for `tar_files`.
         eof_value: None lets a sample go on from one shard into the next.
         keys: splits a file's name into the sample's key and the field; the default is
             WebDataset's, at the first dot of the last component.
@@ -143,7 +137,11 @@ def _expanded(
 
 
 def _grouped(
-    files: Iterable[_File], keys: Keys | None, lcase: bool, suffixes: Any, handler: Handler
+    files: Iterable[_File],
+    keys: Keys | None = None,
+    lcase: bool = True,
+    suffixes: Any = None,
+    handler: Handler = reraise,
 ) -> Iterator[dict[str, Any]]:
     from webdataset.tariterators import base_plus_ext
 
@@ -152,7 +150,7 @@ def _grouped(
     for file in files:
         try:
             if file is None:
-                if sample is not None and not sample.get("__bad__", False):
+                if _is_good(sample):
                     yield sample
                 sample = None
                 continue
@@ -163,7 +161,7 @@ def _grouped(
             if lcase:
                 field = field.lower()  # type: ignore[union-attr]
             if sample is None or key != sample["__key__"]:
-                if sample is not None and not sample.get("__bad__", False):
+                if _is_good(sample):
                     yield sample
                 sample = {"__key__": key, "__url__": url}
             if field in sample:
@@ -176,8 +174,12 @@ def _grouped(
             exn.args = (*exn.args, None, None)  # files have neither stream nor url
             if not handler(exn):
                 break
-    if sample is not None and not sample.get("__bad__", False):
+    if _is_good(sample):
         yield sample
+
+
+def _is_good(sample: dict[str, Any] | None) -> TypeGuard[dict[str, Any]]:
+    return sample is not None and not sample.get("__bad__", False)
 
 
 def _base_plus_ext(name: str) -> tuple[str | None, str | None]:
@@ -192,28 +194,25 @@ def _base_plus_ext(name: str) -> tuple[str | None, str | None]:
     return key, field
 
 
+@dataclass(eq=False)
 class FastTar:
     """A stage in place of ``tar_file_expander``, or of that and ``group_by_keys``; picklable.
 
-    Args:
-        stock: the stages that it replaces.
-        files: arguments of the first, by name.
-        groups: arguments of the second, if there is one.
+    ``stock`` has the stages that it replaces, ``files`` the arguments of the first by name, and
+    ``groups`` those of the second, if there is one.
     """
 
-    def __init__(
-        self, stock: list[Any], files: dict[str, Any], groups: dict[str, Any] | None = None
-    ) -> None:
-        self.stock = stock
-        self.files = files
-        self.groups = groups
+    stock: list[Any]
+    files: dict[str, Any]
+    groups: dict[str, Any] | None = None
 
     def __call__(self, data: Iterable[Any]) -> Iterator[Any]:
         """Run the stage; see `tar_files` and `tar_samples`."""
         if self.groups is None:
             return tar_files(data, **self.files)
-        groups = {"handler": reraise} | self.groups
-        return tar_samples(data, **self.files, group_handler=groups.pop("handler"), **groups)
+        groups = dict(self.groups)
+        handler = groups.pop("handler", reraise)
+        return tar_samples(data, **self.files, group_handler=handler, **groups)
 
 
 def quicken(pipeline: list[Any]) -> None:
@@ -224,29 +223,19 @@ def quicken(pipeline: list[Any]) -> None:
         files = _arguments(stage, tariterators.tar_file_expander, tar_files)
         if files is None:
             continue
-        following = pipeline[index + 1 : index + 2]
-        groups = None
-        if following and files.get("eof_value", {}) in ({}, None):
-            groups = _arguments(following[0], tariterators.group_by_keys, _grouping)
-        stock = [stage] if groups is None else [stage, *following]
+        stock, groups = [stage], None
+        if pipeline[index + 1 :] and files.get("eof_value", {}) in ({}, None):
+            groups = _arguments(pipeline[index + 1], tariterators.group_by_keys, _grouped)
+        if groups is not None:
+            stock.append(pipeline[index + 1])
         pipeline[index : index + len(stock)] = [FastTar(stock, files, groups)]
 
 
 def restore(pipeline: list[Any]) -> None:
     """Undo `quicken`."""
-    for index, stage in reversed(list(enumerate(pipeline))):
-        if isinstance(stage, FastTar):
-            pipeline[index : index + 1] = stage.stock
-
-
-def _grouping(
-    data: Any,
-    keys: Any = None,
-    lcase: bool = True,
-    suffixes: Any = None,
-    handler: Handler = reraise,
-) -> None:
-    """What ``group_by_keys`` takes; for `_arguments`."""
+    pipeline[:] = [
+        each for one in pipeline for each in (one.stock if isinstance(one, FastTar) else [one])
+    ]
 
 
 def _arguments(stage: Any, function: Any, ours: Callable[..., Any]) -> dict[str, Any] | None:
@@ -256,17 +245,16 @@ def _arguments(stage: Any, function: Any, ours: Callable[..., Any]) -> dict[str,
     """
     from webdataset.filters import FilterFunction
 
-    args: tuple[Any, ...] = (None,)
+    args: tuple[Any, ...] = ()
     options: dict[str, Any] = {}
     if isinstance(stage, FilterFunction):
-        stage, args, options = stage.f, (None, *stage.args), stage.kw
+        stage, args, options = stage.f, stage.args, stage.kw
     elif isinstance(stage, functools.partial) and not stage.args:
         stage, options = stage.func, stage.keywords
     if stage is not function:
         return None
     try:
-        found = inspect.signature(ours).bind(*args, **options).arguments
+        bound = inspect.signature(ours).bind(None, *args, **options)
     except TypeError:
         return None
-    del found["data"]
-    return dict(found)
+    return dict(list(bound.arguments.items())[1:])

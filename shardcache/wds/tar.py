@@ -10,11 +10,10 @@ that the installed tarfile says, and ends, or breaks, where and how it says so.
        | odd, at the very start: perhaps compressed
        |   `--> tarfile.open(mode="r|*"), for all of it ---> name, data
        | odd, later
-       `------> put back on a `_Tape`, TarFile.next() -----> name, data
+       `------> put back on a `_Tape`, tarfile has the rest -> name, data
 
-Only ``read(n)`` of the stream is called, and it is never closed. In memory are one
-member and one buffer. Nothing is read beyond a member before the next one is asked for,
-so a shard that is still on its way is not waited for. For one thread.
+The stream is never closed. In memory are one member and one buffer. Nothing is read beyond a
+member before the next one is asked for, so a shard that is still on its way is not waited for.
 """
 
 from __future__ import annotations
@@ -22,19 +21,16 @@ from __future__ import annotations
 import io
 import re
 import tarfile
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 from zlib import adler32
 
-__all__ = ["TarWalk"]
-
 _BLOCK = 512
 _ZEROS = bytes(_BLOCK)
-#: tarfile reads a stream by records of twenty blocks, behind one block that it looks at.
-_RECORD = 20 * _BLOCK
-#: `io.BufferedReader` allocates what it is asked for, also where a damaged header asks
-#: for 8 GB of a small file. What is larger than this is read in such pieces.
-_PIECE = 1 << 24
+#: What is passed over is read in such pieces.
+_PIECE = 20 * _BLOCK
+#: What is larger is read in pieces of this.
+_LARGE = 1 << 24
 #: An extended header holds a name and some times; a larger one is left to tarfile.
 _EXTENDED_MAX = 1 << 16
 #: What compressed data begins with, and a little more; no sample is called so.
@@ -42,7 +38,6 @@ _PACKED = (b"\x1f\x8b", b"BZh", b"]\0\0", b"\xfd7z", b"\x28\xb5\x2f")
 _ENCODING = tarfile.ENCODING
 #: In these every name can be decoded; in others tarfile may fail on fields not read here.
 _ENCODING_IS_SAFE = _ENCODING.lower() in ("utf-8", "ascii", "latin-1", "iso8859-1")
-_ENDED = "unexpected end of data"  # as tarfile says it
 
 # Ways to write a number that every tar reads alike: octal digits, ended by NUL or space;
 # a field of NULs; GNU's base 256. There are other ways, and they are tarfile's to judge.
@@ -68,7 +63,6 @@ _EXTENDED = (b"x", b"L")
 
 #: Name, size and type in a plain header.
 _Fields = tuple[str, int, bytes]
-_Take = Callable[[int], bytes]
 
 
 class TarWalk:
@@ -78,19 +72,15 @@ class TarWalk:
     raises, by `read` what reading an extracted file raises.
 
     Args:
-        stream: has ``read(n)``. It stays open.
+        stream: has ``read(n)``. What may give less than is asked for is left to tarfile.
     """
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
-        self._buffered = type(stream) in (io.BufferedReader, io.BytesIO)
-        #: As ``read``, but short only at the end of the stream.
-        self._take: _Take = stream.read if self._buffered else _Records(stream).read
         self._size = 0  # of this member
         self._left = 0  # bytes up to the next header
-        self._tape = _Tape(self._take)
-        self._archive: Any = None  # reads what is odd from the tape
-        self._odd: tarfile.TarInfo | None = None  # this member, if it is
+        self._archive: Any = None  # reads what is odd, and all that follows
+        self._odd: tarfile.TarInfo | None = None  # this member of it
 
     def read(self) -> bytes:
         """The data of the member whose name came last; once for each.
@@ -101,54 +91,55 @@ class TarWalk:
         if self._odd is not None:
             data: bytes = self._archive.extractfile(self._odd).read()
             return data
-        size = self._size
-        data = _large(self._take, size) if size > _PIECE and self._buffered else self._take(size)
+        data = _read(self._stream, self._size)
         self._left -= len(data)
-        if len(data) != size:
-            raise tarfile.ReadError(_ENDED)
+        if len(data) != self._size:
+            raise _ended()
         return data
 
     def __iter__(self) -> Iterator[str]:
-        header = self._stream.read(_BLOCK) if self._stream else b""
-        fields = _fields(header)
+        stream, header = self._stream, b""
+        fields = None
+        if type(stream) in (io.BufferedReader, io.BytesIO):
+            header = stream.read(_BLOCK)
+            fields = _fields(header)
+            stream = _Tape(stream, header, 0)
         if fields is None or header.startswith(_PACKED) or not _ENCODING_IS_SAFE:
-            yield from self._all_by_tarfile(header)
+            with tarfile.open(fileobj=stream, mode="r|*") as whole:
+                yield from self._by_tarfile(whole, whole)
             return
-        offset = 0  # of the header
+        offset = 0
         while True:
             if fields is not None and fields[2] in _EXTENDED:
                 header, fields = self._extended(header, fields)
             if fields is not None and fields[2] in _REGULAR:
                 name, size, _ = fields
                 self._size = size
-                self._left = left = size + (-size & 511)
-                offset += len(header) + left
+                self._left = size + (-size & 511)
                 yield name
-            elif fields is not None and fields[2] in _WITHOUT_DATA:
-                offset += len(header)
             elif header == _ZEROS:
                 return
-            else:
-                resumed = yield from self._by_tarfile(header, offset)
-                if resumed is None:
-                    return
-                offset = resumed
+            elif fields is None or fields[2] not in _WITHOUT_DATA:
+                # Made as an empty archive: one that is made of the tape reads a header at once.
+                archive: Any = tarfile.TarFile(fileobj=io.BytesIO(_ZEROS))
+                archive.fileobj, archive.offset = _Tape(self._stream, header, offset), offset
+                yield from self._by_tarfile(archive, iter(archive.next, None))
+                return
             header = self._next_header()
             fields = _fields(header)
+            offset = _BLOCK  # or any other: tarfile only wants to know where an archive begins
 
     def _next_header(self) -> bytes:
         """The block behind this member; shorter, or empty, where the archive ends."""
         left, self._left = self._left, 0
-        while left > _RECORD:  # a member that was not read
-            if len(self._take(_RECORD)) < _RECORD:
-                raise tarfile.ReadError(_ENDED)
-            left -= _RECORD
-        block = self._take(left + _BLOCK)
-        if not left:
-            return block
+        while left > _PIECE:  # a member that was not read
+            if len(self._stream.read(_PIECE)) < _PIECE:
+                raise _ended()
+            left -= _PIECE
+        block: bytes = self._stream.read(left + _BLOCK)
         if len(block) < left:
-            raise tarfile.ReadError(_ENDED)
-        return block[left:]
+            raise _ended()
+        return block[left:] if left else block
 
     def _extended(self, header: bytes, fields: _Fields) -> tuple[bytes, _Fields | None]:
         """What follows an extended header: all bytes of the headers, and what they say.
@@ -159,7 +150,7 @@ class TarWalk:
         if not 0 < size <= _EXTENDED_MAX:
             return header, None
         padded = size + (-size & 511)
-        rest = self._take(padded + _BLOCK)
+        rest = self._stream.read(padded + _BLOCK)
         header += rest
         inner = _fields(rest[padded:])
         if inner is None or inner[2] not in _REGULAR:
@@ -168,46 +159,17 @@ class TarWalk:
             return header, (_text(rest[:padded].partition(b"\0")[0]), *inner[1:])
         return header, _overridden(inner, rest, size)
 
-    def _by_tarfile(self, header: bytes, offset: int) -> Generator[str, None, int | None]:
-        """The members that start at ``offset``, until tarfile is not needed any more.
-
-        Args:
-            header: what was read from there on.
-            offset: where that is.
-
-        Returns:
-            Where the next header is; None at the end of the archive.
-        """
-        tape = self._tape
-        if self._archive is None:
-            # Made as an empty archive: one that is made of the tape reads a header at once.
-            self._archive = tarfile.TarFile(fileobj=io.BytesIO(_ZEROS))
-            self._archive.fileobj = tape
-        archive = self._archive
-        tape.pending = header
-        tape.position = archive.offset = offset
-        while (info := archive.next()) is not None:
+    def _by_tarfile(self, archive: Any, found: Iterable[tarfile.TarInfo]) -> Iterator[str]:
+        self._archive = archive
+        for info in found:
             if info.isreg():
                 self._odd = info
                 yield info.name
-                self._odd = None
-            archive.members = []
-            self._left = archive.offset - tape.position
-            if self._left >= 0 and not tape.pending and not _matter(archive.pax_headers):
-                end: int = archive.offset
-                return end
-        return None
+            archive.members = []  # it would keep them all
 
-    def _all_by_tarfile(self, first: bytes) -> Iterator[str]:
-        stream: Any = _Replay(first, self._stream) if self._stream else self._stream
-        archive: Any
-        with tarfile.open(fileobj=stream, mode="r|*") as archive:
-            self._archive = archive
-            for info in archive:
-                if info.isreg():
-                    self._odd = info
-                    yield info.name
-                archive.members = []
+
+def _ended() -> tarfile.ReadError:
+    return tarfile.ReadError("unexpected end of data")  # as tarfile says it
 
 
 def _fields(header: bytes) -> _Fields | None:
@@ -262,102 +224,54 @@ def _overridden(fields: _Fields, records: bytes, size: int) -> _Fields | None:
     return name, length, kind
 
 
-def _matter(headers: Mapping[str, str]) -> bool:
-    """Whether global headers say anything about the names and sizes of members."""
-    return any(key in ("path", "size", "hdrcharset") or key.startswith("GNU.") for key in headers)
-
-
 def _text(name: bytes) -> str:
     return name.decode(_ENCODING, "surrogateescape")
 
 
-def _large(take: _Take, size: int) -> bytes:
-    """As ``take(size)``, with memory for what is there only."""
-    data = io.BytesIO()
-    while size > 0:
-        piece = take(min(size, _PIECE))
-        if not piece:
-            break
-        data.write(piece)
-        size -= len(piece)
-    return data.getvalue()
-
-
-class _Records:
-    """Reads a stream of any kind as tarfile does, so that its faults strike in the same place."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-        self._buffer = b""
-
-    def read(self, size: int) -> bytes:
-        """Read ``size`` bytes; fewer only at the end."""
-        data = self._buffer
-        if len(data) < size:
-            parts, count = [data], len(data)
-            while count < size:
-                part = self._stream.read(_RECORD)
-                if not part:
-                    break
-                parts.append(part)
-                count += len(part)
-            data = b"".join(parts)
-        self._buffer = data[size:]
-        return data[:size]
+def _read(stream: Any, size: int) -> bytes:
+    """As ``stream.read(size)``, with memory for what is there only: sizes may be damaged."""
+    if size <= _LARGE:
+        data: bytes = stream.read(size)
+        return data
+    parts = []
+    while size > 0 and (part := stream.read(min(size, _LARGE))):
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
 
 
 class _Tape:
-    """What is left of the stream, for tarfile: forwards only.
+    """What is left of a stream, for tarfile: forwards only.
 
-    Attributes:
+    Args:
+        stream: where it is read on.
         pending: bytes that were read already, and are to be read again.
-        position: of the next byte.
+        position: of the first of them.
     """
 
-    def __init__(self, take: _Take) -> None:
-        self._take = take
-        self.pending = b""
-        self.position = 0
+    def __init__(self, stream: Any, pending: bytes, position: int) -> None:
+        self._stream = stream
+        self._pending = pending
+        self._position = position
 
     def read(self, size: int) -> bytes:
         """Read ``size`` bytes; fewer only at the end."""
-        kept = self.pending
-        wanted = size
-        if size < 0:
-            # A damaged header asks for less than nothing. tarfile gives what is in its
-            # buffer, which ends with a record, but for so many bytes of it.
-            wanted = max(len(kept), (_BLOCK - self.position) % _RECORD)
-        if len(kept) < wanted:
-            kept += _large(self._take, wanted - len(kept))
-        data, self.pending = kept[:size], kept[size:]
-        self.position += len(data)
+        kept, size = self._pending, max(0, size)
+        if len(kept) < size:
+            kept += _read(self._stream, size - len(kept))
+        data, self._pending = kept[:size], kept[size:]
+        self._position += len(data)
         return data
 
     def tell(self) -> int:
         """The position."""
-        return self.position
+        return self._position
 
     def seek(self, position: int) -> int:
         """Go forwards to ``position``, or to the end of the stream."""
-        if position < self.position:
+        if position < self._position:
             raise tarfile.StreamError("seeking backwards is not allowed")
-        while self.position < position:
-            if not self.read(min(position - self.position, _RECORD)):
+        while self._position < position:
+            if not self.read(min(position - self._position, _PIECE)):
                 break
-        return self.position
-
-
-class _Replay:
-    """A stream whose first bytes were read already."""
-
-    def __init__(self, first: bytes, stream: Any) -> None:
-        self._first: bytes | None = first
-        self._stream = stream
-
-    def read(self, size: int) -> bytes:
-        """Read the first bytes, all of them; then as the stream itself."""
-        first, self._first = self._first, None
-        if first is not None:
-            return first
-        data: bytes = self._stream.read(size)
-        return data
+        return self._position

@@ -19,19 +19,15 @@ from tests.support.clitools import Command
 from tests.support.storetools import wait_until
 
 
-def processes_of(directory: Path) -> list[str]:
+def processes_of(directory):
     """Command lines of live processes that mention ``directory``, ours excepted."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-            except (OSError, UnicodeDecodeError):
-                continue
-            if str(directory) in line and state != "Z":
-                found.append(line)
-    return found
+    found = subprocess.run(["ps", "-eo", "pid=,stat=,args="], capture_output=True, text=True)
+    rows = [line.split(maxsplit=2) for line in found.stdout.splitlines()]
+    return [
+        row
+        for row in rows
+        if int(row[0]) != os.getpid() and row[1][0] != "Z" and str(directory) in row[2]
+    ]
 
 
 def demo_command(directory: Path, *arguments: object) -> Command:
@@ -46,7 +42,6 @@ def test_the_demo_counts_what_the_server_sent_and_keeps_what_it_should(tmp_path:
     answer = json.loads(out)
     report = answer["summary"]
     assert report["ok"] is True
-    assert (report["shards"], report["shard_bytes"] >= 32_000_000) == (16, True)
     half = 8 * report["shard_bytes"]
     steps = answer["steps"]
     assert [step["origin_bytes"] for step in steps] == [half, half, 0]
@@ -61,13 +56,10 @@ def test_the_demo_counts_what_the_server_sent_and_keeps_what_it_should(tmp_path:
 
 @pytest.mark.parametrize(
     ("number", "code", "after"),
-    [(signal.SIGINT, 130, "writing"), (signal.SIGINT, 130, "epoch 1"), (signal.SIGTERM, 143, "s3")],
+    [(signal.SIGINT, 130, "epoch 1"), (signal.SIGTERM, 143, "writing")],
 )
-def test_an_interrupted_demo_leaves_nothing(
-    tmp_path: Path, number: signal.Signals, code: int, after: str
-) -> None:
+def test_an_interrupted_demo_leaves_nothing(tmp_path, number, code, after):
     with demo_command(tmp_path) as command:
-        assert command.process.stderr is not None
         said = ""
         while after not in said:
             line = command.process.stderr.readline()
@@ -82,21 +74,17 @@ def test_an_interrupted_demo_leaves_nothing(
 
 
 @pytest.mark.parametrize(("sent", "code"), [(100, 0), (150, 4)])
-def test_the_table_says_whether_the_promise_was_kept(
-    run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sent: int, code: int
-) -> None:
+def test_the_table_says_whether_the_promise_was_kept(run, monkeypatch, tmp_path, sent, code):
     step = demo.Step("prewarm 8 shards", 41, sent, 100, None, 1.5, True)
-    monkeypatch.setattr(demo, "run", lambda **options: demo.Report((step,), 16, 100, tmp_path))
-    returned, out, err = run("demo")
+    monkeypatch.setattr(demo, "run", lambda home, say: (100, [step]))
+    returned, out, err = run("demo", "--keep", "--dir", tmp_path)
     assert returned == code
     assert re.search(rf"prewarm 8 shards +41 +{sent} B +100 B +- +1\.5 s", out)
     assert ("each fetched exactly once" in out) is (code == 0)
     assert str(tmp_path) in err
 
 
-def test_without_weed_the_message_says_what_to_install(
-    run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_weed_the_message_says_what_to_install(run, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     code, _, err = run("demo", "--dir", tmp_path)
@@ -106,9 +94,7 @@ def test_without_weed_the_message_says_what_to_install(
     assert run("demo", "--dir", tmp_path / "none")[0] == 2
 
 
-def test_a_server_that_does_not_start_says_why_without_its_secret(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_server_that_does_not_start_says_why_without_its_secret(monkeypatch, tmp_path):
     weed = tmp_path / "weed"
     weed.write_text("#!/bin/sh\necho no room for $AWS_SECRET_ACCESS_KEY\nexit 1\n")
     weed.chmod(0o755)

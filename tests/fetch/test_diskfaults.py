@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import logging
 import os
 import resource
@@ -139,15 +138,16 @@ def test_a_file_that_may_not_grow_so_large_is_streamed(
 
 @pytest.mark.parametrize("left", range(12))
 def test_too_few_descriptors_cost_nothing_that_is_there(
-    make_cache: MakeCache, origin: MemoryOrigin, caplog, left: int
+    make_cache: MakeCache, origin: MemoryOrigin, tmp_path: Path, caplog, left: int
 ) -> None:
     """However many are left: some step is the one that fails."""
     urls = shards(origin, 3)
     cache = make_cache()
     entry = cache.fetch(urls[0])
     before = entry.path.stat().st_ino
-    with io.BufferedReader(cache._opener._healer.stream(cache.parse(urls[0]))) as stream:
-        stream.read()  # so that no module has to be imported when there is no way to
+    full = make_cache(dir=tmp_path / "full", max_size=1)
+    read(full, urls[0], origin)  # so that no module has to be imported when there is no way to
+    caplog.clear()
     with few_descriptors(left):
         for url in urls:
             read(cache, url, origin)
@@ -218,13 +218,12 @@ def test_a_read_only_mount_serves_hits_and_misses_with_one_warning(
 
 @needs_root
 def test_a_disk_that_turns_read_only_under_a_job(
-    origin: MemoryOrigin, tmp_path: Path, caplog
+    origin: MemoryOrigin, tmp_path: Path, clock: FakeClock, caplog
 ) -> None:
     """As ext4 does after an error; and when somebody has mended it."""
     urls = shards(origin, 6)
-    clock = FakeClock()
     with disk(tmp_path / "disk", "size=32m") as path:
-        with Cache.from_config(Config(path / "cache", min_free=0), clock=clock) as cache:
+        with Cache.from_config(Config(path / "cache", min_free=0)) as cache:
             cache._here().coordinator()
             cache._here().origins.add("s3", origin)
             assert [read(cache, url, origin) for url in urls[:2]] == [True] * 2
@@ -322,11 +321,10 @@ def test_a_lost_manifest_is_written_again(make_cache: MakeCache, origin: MemoryO
 
 
 def test_a_root_that_comes_back_as_somebody_elses_is_not_read(
-    origin: MemoryOrigin, ram: Path, caplog
+    origin: MemoryOrigin, ram: Path, clock: FakeClock, caplog
 ) -> None:
     urls = shards(origin, 5)
-    clock = FakeClock()
-    with Cache.from_config(Config(ram / "cache", min_free=0), clock=clock) as cache:
+    with Cache.from_config(Config(ram / "cache", min_free=0)) as cache:
         cache._here().coordinator()
         cache._here().origins.add("s3", origin)
         assert read(cache, urls[0], origin)

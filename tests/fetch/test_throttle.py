@@ -1,11 +1,8 @@
-"""A rate is kept by all connections, threads and processes of a prewarm together."""
+"""A rate is kept by all connections of a prewarm together."""
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import signal
 import threading
 import time
 from pathlib import Path
@@ -18,7 +15,7 @@ from shardcache.fetch import connections as module
 from shardcache.fetch.connections import Throttle, parse_rate
 from shardcache.results import Started, Stopped
 from tests.support.clitools import run_process
-from tests.support.storetools import PATIENCE, Parent, forked
+from tests.support.storetools import PATIENCE
 from tests.support.tars import make_tar
 
 
@@ -27,58 +24,14 @@ def test_what_was_taken_is_paid_for_and_a_little_may_come_at_once(
 ) -> None:
     now = [1000.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    with Throttle(1_000_000) as throttle:
-        assert throttle.take(100_000) == pytest.approx(0.0, abs=1e-6)
-        assert throttle.take(500_000) == pytest.approx(0.5)
-        assert throttle.take(500_000) == pytest.approx(1.0)
-        now[0] += 1.0
-        assert throttle.take(0) == pytest.approx(0.0, abs=1e-6)
-        now[0] += 3600.0  # nothing is saved up
-        assert throttle.take(1_000_000) == pytest.approx(0.9)
-    assert throttle.take(1 << 40) == 0.0
-
-
-def receive(throttle: Throttle, blocks: int) -> None:
-    for _ in range(blocks):
-        time.sleep(throttle.take(10_000))
-
-
-def receive_elsewhere(parent: Parent, throttle: Throttle, blocks: int) -> None:
-    receive(throttle, blocks)
-    parent.say("done")
-
-
-def test_threads_and_forks_share_one_rate() -> None:
-    with Throttle(1_000_000) as throttle:
-        begun = time.monotonic()
-        threads = [threading.Thread(target=receive, args=(throttle, 20)) for _ in range(2)]
-        work = receive_elsewhere, throttle, 20
-        with forked(*work) as one, forked(*work) as other:
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            assert one.hear() == other.hear() == "done"
-        # 800 kB, of which a tenth of a second's worth was free.
-        assert time.monotonic() - begun >= 0.69
-
-
-def test_a_process_that_is_killed_with_the_lock_leaves_it() -> None:
-    with Throttle(1_000_000) as throttle:
-        near, far = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            fcntl.lockf(throttle._file, fcntl.LOCK_EX)
-            os.write(far, b"x")
-            signal.pause()
-        try:
-            assert os.read(near, 1) == b"x"
-        finally:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            os.close(near)
-            os.close(far)
-        assert throttle.take(200_000) > 0
+    throttle = Throttle(1_000_000)
+    assert throttle.take(100_000) == pytest.approx(0.0, abs=1e-6)
+    assert throttle.take(500_000) == pytest.approx(0.5)
+    assert throttle.take(500_000) == pytest.approx(1.0)
+    now[0] += 1.0
+    assert throttle.take(0) == pytest.approx(0.0, abs=1e-6)
+    now[0] += 3600.0  # nothing is saved up
+    assert throttle.take(1_000_000) == pytest.approx(0.9)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import sys
 import types
 from collections.abc import Callable
@@ -142,11 +143,18 @@ def test_without_lightning_the_callback_says_what_to_install(
     for name in ("lightning", "lightning.pytorch", "pytorch_lightning"):
         monkeypatch.setitem(sys.modules, name, None)
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr("importlib.import_module", _absent)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install lightning"):
         lightning.ShardCacheCallback(make_cache(), SHARDS)
 
 
-def _absent(name: str) -> None:
-    package = name.partition(".")[0]
-    raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+def test_the_callback_is_lightnings_own_and_travels(
+    make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = types.ModuleType("pytorch_lightning")
+    fake.Callback = type("Callback", (), {})
+    monkeypatch.setitem(sys.modules, fake.__name__, fake)
+    hooks = lightning.ShardCacheCallback(make_cache(), SHARDS, prewarm=3)
+    for each in (hooks, pickle.loads(pickle.dumps(hooks))):
+        assert isinstance(each, fake.Callback) and isinstance(each, lightning.ShardCacheCallback)
+        assert (each.shards, each.prewarm) == ((SHARDS,), 3)

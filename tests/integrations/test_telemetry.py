@@ -132,35 +132,25 @@ def test_nothing_falls_when_the_cache_is_closed_and_used_again(
     assert found["shardcache.opens", "hits"] == 2 * len(URLS)
 
 
-def test_of_a_node_other_processes_are_counted_too(
-    cache: Cache, make_cache: MakeCache, collector: Collector
+@pytest.mark.parametrize("node", [False, True])
+def test_a_child_counts_for_its_node_and_not_for_its_parent(
+    cache: Cache, make_cache: MakeCache, collector: Collector, node: bool
 ) -> None:
-    def work(parent: Parent) -> None:
-        with make_cache(fill="complete") as other:
-            read(other)
-        parent.say()
-
-    telemetry.observe(cache, node=True, meter_provider=collector.provider)
-    with forked(work) as child:
-        child.hear()
-    read(cache)
-    found = collector.collect()
-    assert found["shardcache.opens", "misses"] == found["shardcache.opens", "hits"] == len(URLS)
-
-
-def test_a_child_does_not_count_for_its_parent(cache: Cache, collector: Collector) -> None:
-    telemetry.observe(cache, meter_provider=collector.provider)
+    telemetry.observe(cache, node=node, meter_provider=collector.provider)
     read(cache)
     cache.close()
 
     def work(parent: Parent) -> None:
         read(cache)
-        counters, _ = telemetry._of_process(cache)
+        counters = telemetry._counted(cache, node=False)
+        cache.close()
         parent.say((counters["hits"], counters["misses"]))
 
     with forked(work) as child:
         assert child.hear() == (len(URLS), 0)  # its own
-    assert collector.collect()["shardcache.opens", "hits"] == 0
+    found = collector.collect()
+    assert found["shardcache.opens", "misses"] == len(URLS)
+    assert found["shardcache.opens", "hits"] == (len(URLS) if node else 0)
 
 
 def test_fetches_in_hand_are_a_gauge(

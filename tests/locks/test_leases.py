@@ -17,7 +17,7 @@ from shardcache.layout import IDLE_GRACE, Layout, is_lease_name
 from shardcache.locks.flock import Holder, read_holder
 from shardcache.locks.lease import KeyLease
 from shardcache.store.root import make_root
-from shardcache.store.sweeping import remove_dead_leases
+from shardcache.store.sweeping import remove_locks
 from tests.support.proxy import Proxy
 from tests.support.storetools import PATIENCE, Parent, forked, needs_root
 from tests.support.tars import make_tar
@@ -100,13 +100,13 @@ def test_dead_leases_are_swept_and_live_ones_are_not(layout: Layout) -> None:
         f"{KEY}.lease",
         f"{KEY}.holder",
     }
-    assert remove_dead_leases(layout) == 0
+    assert remove_locks(layout) == 0
     past = time.time() - 2 * IDLE_GRACE
     stranger = layout.lease(KEY).with_name("notes.txt")
     stranger.write_text("mine")
     for path in (stranger, layout.lease(KEY), layout.holder(KEY)):
         os.utime(path, (past, past))
-    assert remove_dead_leases(layout) == 2
+    assert remove_locks(layout) == 2
     assert stranger.exists() and not layout.lease(KEY).exists()
     mine.release()
     assert is_lease_name(f"{KEY}.lease") and not is_lease_name(f"{KEY}.lease2")

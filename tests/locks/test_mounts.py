@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,13 +18,13 @@ from shardcache.locks.mounts import (
     Mount,
     mount_of,
     node_namespace,
-    parse_mountinfo,
+    read_mounts,
 )
 from shardcache.store.partial import Partial
 from shardcache.store.root import make_root
 from shardcache.store.sweeping import in_flight, remove_leftover
 from tests.support.fakes import MemoryOrigin
-from tests.support.storetools import metadata_for, needs_root, payload
+from tests.support.storetools import metadata_for, payload
 from tests.support.tars import make_tar
 
 URL = "s3://lab/a.tar"
@@ -43,6 +42,14 @@ nonsense
 """
 
 
+@pytest.fixture
+def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel states `TABLE`."""
+    (tmp_path / "mountinfo").write_text(TABLE)
+    monkeypatch.setattr(mounts, "_MOUNTINFO", tmp_path / "mountinfo")
+
+
+@pytest.mark.usefixtures("table")
 @pytest.mark.parametrize(
     ("path", "kind", "local"),
     [
@@ -59,12 +66,13 @@ nonsense
     ],
 )
 def test_the_innermost_latest_mount_counts(path: str, kind: str, local: bool) -> None:
-    found = mount_of(path, TABLE)
+    found = mount_of(path)
     assert found is not None and (found.type, found.is_local) == (kind, local)
 
 
+@pytest.mark.usefixtures("table")
 def test_a_line_is_read_whole() -> None:
-    found = {mount.point: mount for mount in parse_mountinfo(TABLE)}
+    found = {mount.point: mount for mount in read_mounts()}
     assert set(found) == {"/", "/dev/shm", "/data", "/data/local disk", "/juice", "/scratch"}
     assert found["/data"] == Mount(
         "/data",
@@ -74,36 +82,17 @@ def test_a_line_is_read_whole() -> None:
     )
 
 
+@pytest.mark.usefixtures("table")
 def test_a_symbolic_link_leads_to_the_mount_behind_it(tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to("/juice/cache")
-    found = mount_of(link, TABLE)
+    found = mount_of(link)
     assert found is not None and found.type == "fuse.juicefs"
-
-
-def test_a_path_that_does_not_exist_has_a_mount(tmp_path: Path) -> None:
-    assert mount_of(tmp_path / "a" / "b") == mount_of(tmp_path) is not None
 
 
 def test_no_table_is_no_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("shardcache.locks.mounts._MOUNTINFO", tmp_path / "absent")
     assert mount_of(tmp_path) is None
-    assert mount_of(tmp_path, "") is None
-
-
-@needs_root
-def test_a_real_mount_is_found(tmp_path: Path) -> None:
-    place = tmp_path / "a place"
-    place.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "mine", place], check=True)
-    try:
-        found = mount_of(place / "below")
-        assert found is not None
-        assert (found.point, found.type, found.source) == (os.fspath(place), "tmpfs", "mine")
-    finally:
-        subprocess.run(["umount", place], check=True)
-    found = mount_of(place / "below")
-    assert found is not None and found.source != "mine"
 
 
 # -- which kind of lock ------------------------------------------------------------
@@ -129,9 +118,9 @@ def on(kind: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache is on such a filesystem; None is one that the kernel does not name."""
     real = mount_of
 
-    def found(path: Path | str, mountinfo: str | None = None) -> Mount | None:
+    def found(path: Path | str) -> Mount | None:
         if "cache" not in Path(path).name:
-            return real(path, mountinfo)
+            return real(path)
         return kind and Mount("/", kind, "source", frozenset())  # type: ignore[return-value]
 
     monkeypatch.setattr(mounts, "mount_of", found)
@@ -242,10 +231,3 @@ def test_with_leases_a_partial_is_left_alone_until_the_grace_is_over(root: Path)
     assert not found.live and remove_leftover(layout, claimed.path)
     partial.close()
     claimed.close()
-
-
-def test_ranks_have_sessions_of_their_own_on_the_node(tmp_path: Path) -> None:
-    layout = Layout(tmp_path / "v1", local=tmp_path / "node", grace=1.0).rank("job-0")
-    assert layout.locks == tmp_path / "node" / "ranks" / "job-0" / "locks"
-    assert layout.objects == tmp_path / "v1" / "ranks" / "job-0" / "objects"
-    assert layout.grace == 1.0

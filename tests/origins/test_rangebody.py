@@ -2,259 +2,282 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
-import socketserver
+import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
-from shardcache import AccessDeniedError, ConfigError
+from shardcache import AccessDeniedError, ConfigError, ShardNotFoundError
 from shardcache.origins.base import ObjectInfo, Origin, TransientError, VersionChangedError
 from shardcache.origins.http import WebOrigin
 from shardcache.origins.s3 import S3Origin
 from shardcache.urls import ShardURL, parse_url
+from tests.support.webservers import Connection, Scripted, answer
 
 
-class Scripted(socketserver.ThreadingTCPServer):
-    """Answers every request with ``answer(request head)``, as bytes, then hangs up."""
-
-    allow_reuse_address = True
-    daemon_threads = True
-
-    def __init__(self, answer: Callable[[str], bytes]) -> None:
-        self.answer = answer
-        self.heads: list[str] = []
-        super().__init__(("127.0.0.1", 0), _Connection)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-
-class _Connection(socketserver.StreamRequestHandler):
-    server: Scripted
-
-    def handle(self) -> None:
-        head = ""
-        for line in self.rfile:
-            head += line.decode("latin-1")
-            if line == b"\r\n":
-                break
-        if head:
-            self.server.heads.append(head)
-            self.wfile.write(self.server.answer(head))
-
-
-@pytest.fixture
-def serve() -> Iterator[Callable[[bytes | Callable[[str], bytes]], Scripted]]:
-    servers: list[tuple[Scripted, threading.Thread]] = []
-
-    def start(answer: bytes | Callable[[str], bytes]) -> Scripted:
-        server = Scripted(answer if callable(answer) else lambda head: answer)
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-        thread.start()
-        servers.append((server, thread))
-        return server
-
-    yield start
-    for server, thread in servers:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-
-def answer(status: str, body: bytes = b"", **headers: str | int) -> bytes:
-    headers = {"Content_Length": len(body), "ETag": '"v1"', **headers}
-    lines = [f"HTTP/1.1 {status}"]
-    lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
-    return "\r\n".join([*lines, "Connection: close", "", ""]).encode() + body
-
-
-@pytest.fixture(params=["web", "s3"])
-def connect(request: pytest.FixtureRequest) -> Callable[[Scripted], tuple[Origin, ShardURL]]:
-    """Both origins that speak HTTP, on the same misbehaving server."""
-
-    def make(server: Scripted) -> tuple[Origin, ShardURL]:
-        if request.param == "web":
-            return WebOrigin(connections=2, timeout=20), parse_url(f"{server.url}/a.tar")
-        options = {
-            "key": "AK",
-            "secret": "SK",
-            "config_kwargs": {"s3": {"addressing_style": "path"}},
-        }
-        origin = S3Origin(options, endpoint_url=server.url, connections=2, timeout=20)
-        return origin, parse_url("s3://lab/a.tar", endpoint=server.url)
-
-    return make
-
-
-def read_all(origin: Origin, url: ShardURL, start: int, stop: int) -> bytes:
-    body = origin.open(url, start, stop, ObjectInfo(size=100, etag='"v1"'))
-    buffer = memoryview(bytearray(1000))
-    received = b""
-    try:
-        while count := body.readinto(buffer):
-            received += bytes(buffer[:count])
-    finally:
-        body.close()
-    return received
-
-
-def test_a_right_answer_is_read_and_a_failed_precondition_is_a_changed_version(
-    serve, connect
-) -> None:
-    server = serve(answer("206 Partial Content", b"x" * 10, Content_Range="bytes 10-19/100"))
-    assert read_all(*connect(server), 10, 20) == b"x" * 10
-    assert 'if-match: "v1"' in server.heads[0].lower()
-    assert "range: bytes=10-19" in server.heads[0].lower()
-    with pytest.raises(VersionChangedError):
-        read_all(*connect(serve(answer("412 Precondition Failed"))), 10, 20)
-
-
-@pytest.mark.parametrize(
-    ("said", "length"),
-    [
-        ("bytes 0-9/100", 10),  # another range
-        ("bytes 10-18/100", 10),  # a shorter one
-        ("bytes 10-29/100", 10),  # a longer one
-        ("bytes 10-19/*", 10),  # of unknown size
-        ("bytes 10-19/100", 9),  # of another length than the range
-        ("nonsense", 10),
-    ],
-)
-def test_another_range_than_asked_is_refused(serve, connect, said: str, length: int) -> None:
-    server = serve(answer("206 Partial Content", b"x" * length, Content_Range=said))
-    with pytest.raises(TransientError, match="asked for bytes 10 to 20"):
-        read_all(*connect(server), 10, 20)
-
-
-def test_a_body_that_ends_early_is_an_error_not_an_end(serve, connect) -> None:
-    whole = answer("206 Partial Content", b"x" * 10, Content_Range="bytes 10-19/100")
-    server = serve(whole[:-4])
-    with pytest.raises(TransientError):
-        read_all(*connect(server), 10, 20)
-
-
-def test_an_ignored_range_is_told_by_where_the_bytes_start(serve, connect) -> None:
-    server = serve(answer("200 OK", b"y" * 100))
-    origin, url = connect(server)
-    body = origin.open(url, 10, 20, ObjectInfo(size=100, etag='"v1"'))
-    body.close()
-    assert (body.start, body.stop) == (0, 100)
-
-
-def test_a_stated_encoding_changes_no_byte(serve, connect) -> None:
-    packed = gzip.compress(b"x" * 5000)
-    span = f"bytes 0-{len(packed) - 1}/{len(packed)}"
-    said = {"Content_Encoding": "gzip", "Content_Range": span}
-    server = serve(answer("206 Partial Content", packed, **said))
-    assert read_all(*connect(server), 0, len(packed)) == packed
-    assert "accept-encoding: gzip" not in server.heads[0].lower()
-
-
-@pytest.mark.parametrize(
-    ("answered", "pause"),
-    [
-        (answer("500 Oops", Retry_After=7), 7),
-        (answer("503 Slow Down", Retry_After=7), 7),
-        (answer("429 Too Many Requests", Retry_After=7), 7),
-        (b"", None),  # cut at once
-    ],
-)
-def test_trouble_is_transient_and_its_retry_after_is_kept(
-    serve, connect, answered: bytes, pause: float | None
-) -> None:
-    server = serve(answered)
-    with pytest.raises(TransientError) as caught:
-        read_all(*connect(server), 10, 20)
-    assert caught.value.retry_after == pause
-    assert len(server.heads) == 1
-
-
-def s3_origin(server: Scripted, **options: object) -> S3Origin:
-    config = {"s3": {"addressing_style": "path"}, **options}
-    keys = {"key": "AK", "secret": "SK", "endpoint_url": server.url, "config_kwargs": config}
-    return S3Origin(keys, connections=2, timeout=20)
+def part(span: str, body: bytes, **headers: object) -> bytes:
+    return answer("206 Partial Content", body, Content_Range=f"bytes {span}", **headers)
 
 
 def error(status: str, code: str) -> bytes:
     return answer(status, f"<Error><Code>{code}</Code><Message>said</Message></Error>".encode())
 
 
-SHARD = parse_url("s3://lab/a.bin")
+def web_origin(server: Scripted, timeout: float = 20) -> tuple[WebOrigin, ShardURL]:
+    return WebOrigin(timeout=timeout), parse_url(f"{server.url}/a.bin")
 
 
-def test_chunks_without_a_length_are_read_to_their_end(connect, serve) -> None:
-    origin, url = connect(
-        serve(
-            b'HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nETag: "a"\r\n\r\n'
-            b"5\r\nhello\r\n0\r\n\r\n"
-        )
-    )
-    body = origin.open(url, 0, 100)
-    assert (body.info.size, body.stop) == (None, None)
-    body.close()
-    assert read_all(origin, url, 0, 100) == b"hello"
+def s3_origin(server: Scripted, timeout: float = 20, **options: object) -> tuple[Origin, ShardURL]:
+    config = {"s3": {"addressing_style": "path"}, **options}
+    keys = {"key": "AK", "secret": "SK", "endpoint_url": server.url, "config_kwargs": config}
+    return S3Origin(keys, timeout=timeout), parse_url("s3://lab/a.bin")
 
 
-def test_a_connection_with_an_unread_end_mark_is_not_used_again(serve) -> None:
-    """A range in chunks: all bytes are there before the mark that ends them."""
-    requests: list[str] = []
+@pytest.fixture(params=[web_origin, s3_origin])
+def connect(request: pytest.FixtureRequest) -> Callable[..., tuple[Origin, ShardURL]]:
+    """Both origins that speak HTTP, on the same misbehaving server."""
+    return request.param
 
-    class Keeping(_Connection):
-        def handle(self) -> None:
-            while True:
-                head = b""
-                while not head.endswith(b"\r\n\r\n"):
-                    line = self.rfile.readline()
-                    if not line:
-                        return
-                    head += line
-                requests.append(head.decode())
-                self.wfile.write(
-                    b"HTTP/1.1 206 Partial Content\r\nTransfer-Encoding: chunked\r\n"
-                    b'ETag: "a"\r\nContent-Range: bytes 0-4/5\r\n\r\n5\r\nhello\r\n0\r\n\r\n'
-                )
 
-    server = serve(b"")
-    server.RequestHandlerClass = Keeping
-    origin = WebOrigin(connections=1, timeout=20)
-    url = parse_url(f"{server.url}/a.bin")
+def read_all(origin: Origin, url: ShardURL, start: int = 0, stop: int = 100) -> bytes:
+    buffer, received = memoryview(bytearray(1000)), b""
+    pin = ObjectInfo(size=100, etag='"v1"')
+    with contextlib.closing(origin.open(url, start, stop, pin)) as body:
+        while count := body.readinto(buffer):
+            received += bytes(buffer[:count])
+    return received
+
+
+PACKED = gzip.compress(b"x" * 5000, mtime=0)  # it names a test
+CHUNKED = b'HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nETag: "a"\r\n\r\n'
+#: Five bytes, over a connection that may be used again.
+HELLO = (
+    b'HTTP/1.1 206 Partial Content\r\nETag: "a"\r\nContent-Range: bytes 0-4/5\r\n'
+    b"Content-Length: 5\r\n\r\nhello"
+)
+HELLO_CHUNKED = HELLO.replace(b"Content-Length: 5", b"Transfer-Encoding: chunked")[:-5]
+
+
+@pytest.mark.parametrize(
+    ("answered", "found"),
+    [
+        (part("0-4/100", b"hello"), b"hello"),
+        (part(f"0-{len(PACKED) - 1}/{len(PACKED)}", PACKED, Content_Encoding="gzip"), PACKED),
+        (CHUNKED + b"5\r\nhello\r\n0\r\n\r\n", b"hello"),
+        (HELLO_CHUNKED + b"5\r\nhello\r\n0\r\n\r\n", b"hello"),
+        (HELLO_CHUNKED + b"2;name=value\r\nhe\r\n3\r\nllo\r\n0\r\nTrailer: x\r\n\r\n", b"hello"),
+    ],
+)
+def test_a_right_answer_is_read_as_it_is(serve, connect, answered: bytes, found: bytes) -> None:
+    server = serve(answered)
+    assert read_all(*connect(server), 0, len(found)) == found
+    head = server.heads[0].lower()
+    assert 'if-match: "v1"' in head and f"range: bytes=0-{len(found) - 1}" in head
+    assert "accept-encoding: gzip" not in head
+
+
+WHOLE = part("10-19/100", b"x" * 10)
+#: What answers a request for bytes 10 to 20, the error, and what it says.
+WRONG = [
+    *(
+        (part(span, b"x" * 10), TransientError, "asked for bytes 10 to 20")
+        # another range, a shorter one, a longer one, one of unknown size, nonsense
+        for span in ("0-9/100", "10-18/100", "10-29/100", "10-19/*", "nonsense")
+    ),
+    (part("10-19/100", b"x" * 9), TransientError, "asked for bytes 10 to 20"),
+    # in the body, in the first line, before the head's empty line, at once
+    *((WHOLE[:cut], TransientError, None) for cut in (-4, 20, -13, 0)),
+    *((CHUNKED + b"5\r\n" + cut, TransientError, None) for cut in (b"hello", b"hel")),
+    (CHUNKED + b"5\r\nhello\r\nworld\r\n", TransientError, "no size of a chunk"),
+    (CHUNKED + b"5\r\nhello!\r\n0\r\n\r\n", TransientError, "longer than it said"),
+    (answer("200 OK", b"<html>", Content_Type="text/html", ETag=None), TransientError, "a page"),
+    (answer("500 Oops", Retry_After=7), TransientError, "500"),
+    (answer("503 Slow Down", Retry_After=7), TransientError, "503"),
+    (answer("429 Too Many Requests", Retry_After=7), TransientError, "429"),
+    (answer("412 Precondition Failed"), VersionChangedError, None),
+    (answer("416 Range Not Satisfiable"), VersionChangedError, "shorter"),
+    (answer("204 No Content"), ConfigError, "204"),
+    (answer("400 Bad Request"), ConfigError, "400"),
+    (answer("403 Forbidden"), AccessDeniedError, "a.bin: access denied"),
+    (answer("404 Not Found"), ShardNotFoundError, "a.bin: not found"),
+]
+
+
+@pytest.mark.parametrize(("answered", "kind", "said"), WRONG)
+def test_a_wrong_answer_costs_one_request_and_is_sorted(serve, connect, answered, kind, said):
+    server = serve(answered)
+    with pytest.raises(kind, match=said) as caught:
+        origin, url = connect(server)
+        if b"chunked" in answered:
+            read_all(origin, url)
+        else:
+            read_all(origin, url, 10, 20)
+    assert len(server.heads) == 1
+    if b"Retry-After" in answered:
+        assert caught.value.retry_after == 7
+
+
+def test_an_ignored_range_is_told_by_where_the_bytes_start(serve, connect) -> None:
+    origin, url = connect(serve(answer("200 OK", b"y" * 100)))
+    with contextlib.closing(origin.open(url, 10, 20)) as body:
+        assert (body.start, body.stop, body.info.size) == (0, 100, 100)
+    origin, url = connect(serve(CHUNKED))
+    with contextlib.closing(origin.open(url, 10, 20)) as body:
+        assert (body.start, body.stop, body.info.size) == (0, None, None)
+
+
+@pytest.mark.parametrize("size", [5, 20_000])  # which come with the head, or after it
+def test_what_follows_an_answer_is_not_taken_for_the_next_one(serve, size: int) -> None:
+    said = HELLO[:-5].replace(b"0-4/5", b"0-%d/%d" % (size - 1, size))
+    said = said.replace(b"Length: 5", b"Length: %d" % size)
+    server = serve(said + b"x" * size + said + b"y" * size, most=100)
+    origin, url = web_origin(server)
     for _ in range(3):
-        body = origin.open(url, 0, 5)
-        assert body.readinto(memoryview(bytearray(5))) == 5
-        body.close()
-    assert len(requests) == 3
+        assert read_all(origin, url, 0, size) == b"x" * size
+    assert len(server.heads) == 3
 
 
-def test_an_answer_without_a_body_is_no_shard(connect, serve) -> None:
-    origin, url = connect(serve(answer("204 No Content")))
-    with pytest.raises(ConfigError, match="204"):
-        origin.open(url, 0, 100)
+def test_an_end_mark_that_nobody_read_is_not_taken_for_the_next_answer(serve) -> None:
+    origin, url = web_origin(serve(HELLO_CHUNKED + b"5\r\nhello\r\n0\r\n\r\n", most=100))
+    for _ in range(3):
+        assert read_all(origin, url, 0, 5) == b"hello"
+
+
+def test_a_kept_connection_that_was_closed_meanwhile_costs_no_attempt(serve, connect) -> None:
+    server = serve(HELLO, most=2)
+    origin, url = connect(server)
+    for _ in range(5):
+        assert read_all(origin, url, 0, 5) == b"hello"
+    assert (len(server.heads), server.connections) == (5, 3)
+
+
+def test_a_kept_connection_that_ends_in_place_of_an_answer_is_tried_once_more(serve) -> None:
+    """It seemed to be alive."""
+    server = serve(lambda head: HELLO if len(server.heads) != 2 else b"", most=2)
+    origin, url = web_origin(server)
+    for _ in range(2):
+        assert read_all(origin, url, 0, 5) == b"hello"
+    assert len(server.heads) == 3
+
+
+def test_a_connection_that_trickles_is_given_up_on(serve) -> None:
+    """Slower than the least rate, though never silent for long."""
+    more = threading.Event()
+
+    class Trickling(Connection):
+        def handle(self) -> None:
+            super().handle()
+            with contextlib.suppress(OSError):
+                while not more.wait(0.01):
+                    self.wfile.write(b"x")
+
+    said = HELLO.replace(b"0-4/5", b"0-99999/100000").replace(b": 5", b": 100000")
+    server = serve(said[:-5])
+    server.RequestHandlerClass = Trickling
+    with pytest.raises(TransientError, match=r"only \d+ bytes") as caught:
+        read_all(*web_origin(server, 0.3), 0, 100000)
+    more.set()
+    assert caught.value.timed_out
+
+
+def test_a_server_that_refuses_connections_is_named(serve, connect) -> None:
+    server = serve(b"")
+    origin, url = connect(server)
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(TransientError, match=f"{server.url[7:]} does not answer: .*refused"):
+        origin.open(url, 0, 5)
+
+
+def test_silence_in_place_of_an_answer_is_given_up_on(serve, connect) -> None:
+    over = threading.Event()
+    origin, url = connect(serve(lambda head: b"" * over.wait(60)), 0.2)
+    with pytest.raises(TransientError, match="nothing came for") as caught:
+        origin.open(url, 0, 5)
+    over.set()
+    assert caught.value.timed_out
 
 
 def test_a_weak_validator_is_compared_but_not_insisted_on(connect, serve) -> None:
-    server = serve(
-        lambda head: (
-            answer("412 Precondition Failed")
-            if "If-Match" in head
-            else answer("206 Partial Content", b"hello", ETag='W/"a"', Content_Range="bytes 0-4/5")
-        )
-    )
-    origin, url = connect(server)
-    body = origin.open(url, 0, 5)
-    again = origin.open(url, 0, 5, body.info)
-    assert again.info.version == body.info.version
-    body.close()
-    again.close()
+    refused, weak = answer("412 Precondition Failed"), part("0-4/5", b"hello", ETag='W/"a"')
+    origin, url = connect(serve(lambda head: refused if "If-Match" in head else weak))
+    pin = None
+    for _ in range(2):
+        with contextlib.closing(origin.open(url, 0, 5, pin)) as body:
+            assert pin is None or pin.version == body.info.version
+            pin = body.info
 
 
-def test_a_gateway_that_redirects_costs_one_request(serve) -> None:
-    """botocore would look for the bucket's region, be redirected, and look again."""
-    server = serve(answer("301 Moved Permanently", Location="https://elsewhere.invalid/"))
-    with pytest.raises(ConfigError, match="301"):
-        s3_origin(server).open(SHARD, 0, 5)
+def test_a_server_that_redirects_in_a_circle_costs_six_requests(serve) -> None:
+    server = serve(answer("302 Found", Location="/again"))
+    with pytest.raises(ConfigError, match="redirects more than 5 times"):
+        read_all(*web_origin(server))
+    assert len(server.heads) == 6
+
+
+# -- proxies ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", ["http://", ""])
+def test_a_proxy_is_given_the_login_of_its_url(serve, monkeypatch, scheme: str) -> None:
+    server = serve(part("0-4/5", b"hello"))
+    monkeypatch.setenv("http_proxy", f"{scheme}me:pass@{server.url.removeprefix('http://')}")
+    monkeypatch.delenv("no_proxy", raising=False)
+    WebOrigin(timeout=20).open(parse_url("http://shards.invalid/a"), 0, 5).close()
+    (head,) = server.heads
+    assert head.startswith("GET http://shards.invalid/a ")
+    assert "Proxy-Authorization: Basic bWU6cGFzcw==" in head
+
+
+@pytest.mark.parametrize(
+    ("answered", "kind", "said"),
+    [
+        (answer("407 Proxy Authentication Required"), AccessDeniedError, "407"),
+        (b"HTTP/1.1 200 Connected\r\n\r\nthis is not TLS", TransientError, "does not answer"),
+    ],
+)
+def test_a_tunnel_has_the_login_of_its_proxy(serve, monkeypatch, answered, kind, said) -> None:
+    server = serve(answered)
+    monkeypatch.setenv("https_proxy", server.url.replace("//", "//me:pass@"))
+    with pytest.raises(kind, match=said):
+        WebOrigin(timeout=20).open(parse_url("https://shards.invalid/a"), 0, 5)
+    (head,) = server.heads
+    assert head.startswith("CONNECT shards.invalid:443 HTTP/1.1")
+    assert "Proxy-Authorization: Basic bWU6cGFzcw==" in head
+
+
+def test_proxies_of_the_s3_options_come_before_those_of_the_environment(serve, monkeypatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    server = serve(HELLO)
+    options = {"anon": True, "config_kwargs": {"proxies": {"http": server.url}}}
+    origin = S3Origin(options, endpoint_url="http://store.invalid", timeout=20)
+    assert read_all(origin, parse_url("s3://lab/a.bin"), 0, 5) == b"hello"
+    assert server.heads[0].startswith("GET http://store.invalid/lab/a.bin ")
+    assert "authorization" not in server.heads[0].lower()
+
+
+# -- S3's own --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answered", "kind", "said"),
+    [
+        (error("400 Bad Request", "InvalidToken"), AccessDeniedError, "AWS_SESSION_TOKEN"),
+        (error("400 Bad Request", "RequestTimeout"), TransientError, "RequestTimeout"),
+        (error("400 Bad Request", "MalformedXML"), ConfigError, "said"),
+        (error("403 Forbidden", "InvalidObjectState"), AccessDeniedError, "archived"),
+        (answer("403 Forbidden", b"<html>proxy<br></html>"), AccessDeniedError, "may not read"),
+        # botocore would look for the bucket's region, be redirected, and look again
+        (answer("301 Moved", Location="https://elsewhere.invalid/"), ConfigError, "301"),
+    ],
+)
+def test_a_refusal_of_s3_costs_one_request_and_names_its_cause(serve, answered, kind, said) -> None:
+    server = serve(answered)
+    with pytest.raises(kind, match=said):
+        read_all(*s3_origin(server))
     assert len(server.heads) == 1
 
 
@@ -262,46 +285,51 @@ def test_a_gateway_that_redirects_costs_one_request(serve) -> None:
 def test_retries_configured_for_s3fs_do_not_multiply_ours(serve, retries: dict) -> None:
     server = serve(answer("503 Slow Down"))
     with pytest.raises(TransientError):
-        s3_origin(server, retries=retries).open(SHARD, 0, 5)
+        read_all(*s3_origin(server, retries=retries))
     assert len(server.heads) == 1
 
 
-@pytest.mark.parametrize(
-    ("answered", "says"),
-    [
-        (error("400 Bad Request", "InvalidToken"), "AWS_SESSION_TOKEN"),
-        (error("403 Forbidden", "InvalidObjectState"), "archived"),
-        (answer("403 Forbidden", b"<html>the proxy says no<br></html>"), "may not read"),
-    ],
-)
-def test_a_refusal_names_its_cause(serve, answered: bytes, says: str) -> None:
-    server = serve(answered)
-    with pytest.raises(AccessDeniedError, match=says):
-        s3_origin(server).open(SHARD, 0, 5)
-    assert len(server.heads) == 1
+@pytest.mark.parametrize("header", [True, False])
+def test_a_bucket_in_another_region_is_asked_for_there_from_then_on(serve, header: bool) -> None:
+    told = b"<Error><Code>AuthorizationHeaderMalformed</Code><Region>eu-west-3</Region></Error>"
+    moved = answer("400 Bad Request", told)
+    if header:
+        moved = answer("301 Moved Permanently", x_amz_bucket_region="eu-west-3")
+    server = serve(lambda head: HELLO if "/eu-west-3/s3/aws4_request" in head else moved)
+    origin, url = s3_origin(server)
+    for _ in range(2):
+        assert read_all(origin, url, 0, 5) == b"hello"
+    assert len(server.heads) == 3
 
 
-def test_a_server_that_redirects_in_a_circle_costs_six_requests(serve) -> None:
-    server = serve(answer("302 Found", Location="/again"))
-    with pytest.raises(ConfigError, match="redirects more than 5 times"):
-        WebOrigin(connections=2, timeout=20).open(parse_url(f"{server.url}/a.tar"), 0, 5)
-    assert len(server.heads) == 6
+def test_a_server_that_sends_from_region_to_region_is_asked_twice(serve) -> None:
+    regions = itertools.count()
+    server = serve(lambda head: answer("301 Moved", x_amz_bucket_region=f"r-{next(regions)}"))
+    with pytest.raises(ConfigError, match="301"):
+        read_all(*s3_origin(server))
+    assert len(server.heads) == 2
+    server = serve(answer("301 Moved", x_amz_bucket_region="no region at all"))
+    with pytest.raises(ConfigError, match="no region at all"):
+        read_all(*s3_origin(server))
 
 
-@pytest.mark.parametrize("scheme", ["http://", ""])
-def test_a_proxy_is_given_the_login_of_its_url(
-    serve, monkeypatch: pytest.MonkeyPatch, scheme: str
-) -> None:
-    server = serve(answer("206 Partial Content", b"hello", Content_Range="bytes 0-4/5"))
-    place = server.url.removeprefix("http://")
-    monkeypatch.setenv("http_proxy", f"{scheme}me:pass@{place}")
-    monkeypatch.delenv("no_proxy", raising=False)
-    WebOrigin(connections=2, timeout=20).open(parse_url("http://shards.invalid/a"), 0, 5).close()
-    (head,) = server.heads
-    assert head.startswith("GET http://shards.invalid/a ")
-    assert "Proxy-Authorization: Basic bWU6cGFzcw==" in head
-    refusing = serve(answer("407 Proxy Authentication Required"))
-    monkeypatch.setenv("https_proxy", refusing.url)
-    with pytest.raises(AccessDeniedError, match="407"):
-        WebOrigin(connections=2, timeout=20).open(parse_url("https://shards.invalid/a"), 0, 5)
-    assert len(refusing.heads) == 1
+def test_what_belongs_to_a_request_is_sent_and_signed(serve) -> None:
+    server = serve(HELLO)
+    options = {"key": "AK", "secret": "SK", "token": "T0", "requester_pays": True}
+    origin = S3Origin(options, endpoint_url=server.url, timeout=20)
+    origin.open(parse_url("s3://lab/a.bin?versionId=v+1"), 0, 5).close()
+    head = server.heads[0].lower()
+    assert head.startswith("get /lab/a.bin?versionid=v%2b1 http/1.1")
+    assert "x-amz-request-payer: requester" in head and "x-amz-security-token: t0" in head
+    names = "host;x-amz-content-sha256;x-amz-date;x-amz-request-payer;x-amz-security-token"
+    assert f"signedheaders={names}," in head
+
+
+def test_what_the_user_wants_signed_otherwise_is_presigned_by_botocore(serve) -> None:
+    server = serve(HELLO)
+    origin, url = s3_origin(server, signature_version="s3")
+    for _ in range(2):
+        assert read_all(origin, url, 0, 5) == b"hello"
+    first, second = server.heads
+    assert "AWSAccessKeyId=AK" in first and "Range: bytes=0-4" in first
+    assert 'If-Match: "v1"' in second and "\nAuthorization" not in second

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import select
 import shutil
+import socket
+import socketserver
 import ssl
 import subprocess
+import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from shardcache import Cache, ConfigError
-from tests.origins.test_generic import served
+from shardcache.origins.base import TransientError
+from shardcache.origins.http import WebOrigin
+from shardcache.urls import parse_url
 from tests.support.tars import make_tar
+from tests.support.webservers import Files, Scripted, running
 
 SHARD = make_tar(11)
 
@@ -38,44 +46,97 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return certificate, key
 
 
-@pytest.fixture
-def secure(authority: tuple[Path, Path]) -> Iterator[str]:
-    """An https server's URL."""
+@pytest.fixture(scope="module")
+def context(authority: tuple[Path, Path]) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(*authority)
-    with served(context) as server:
-        server.files = {"/a.tar": SHARD, "/lab/a.tar": SHARD}
+    return context
+
+
+@pytest.fixture
+def secure(context: ssl.SSLContext) -> Iterator[str]:
+    """An https server's URL."""
+    server = Files()
+    server.files = {"/a.tar": SHARD, "/lab/a.tar": SHARD}
+    with running(server, context):
         yield server.url.replace("http:", "https:")
 
 
-def read(cache: Cache, url: str) -> bytes:
-    with cache.open(url) as stream:
+def read(path: Path, url: str, endpoint: str | None = None, **client: object) -> bytes:
+    """A shard, through a new cache."""
+    options = {"key": "AK", "secret": "SK", "client_kwargs": client}
+    cache = Cache(path, min_free=0, endpoint_url=endpoint, storage_options=options)
+    with cache, cache.open(url) as stream:
         return stream.read()
 
 
-def s3_cache(path: Path, endpoint: str, **client: object) -> Cache:
-    options = {
-        "key": "AK",
-        "secret": "SK",
-        "config_kwargs": {"s3": {"addressing_style": "path"}},
-        "client_kwargs": client,
-    }
-    return Cache(path / "cache", min_free=0, endpoint_url=endpoint, storage_options=options)
-
-
-def test_an_untrusted_certificate_is_a_configuration_error(secure: str, tmp_path: Path) -> None:
+def test_an_untrusted_certificate_is_a_configuration_error(secure, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="AWS_CA_BUNDLE"):
-        s3_cache(tmp_path, secure).open("s3://lab/a.tar")
+        read(tmp_path, "s3://lab/a.tar", secure)
     with pytest.raises(ConfigError, match="SSL_CERT_FILE"):
-        Cache(tmp_path / "cache", min_free=0).open(f"{secure}/a.tar")
+        read(tmp_path, f"{secure}/a.tar")
+    monkeypatch.setenv("AWS_CA_BUNDLE", "/nowhere.pem")
+    with pytest.raises(ConfigError, match="not where AWS_CA_BUNDLE or verify say"):
+        read(tmp_path, "s3://lab/a.tar", secure)
 
 
 def test_a_ca_bundle_of_the_options_or_the_environment_is_used(
     secure: str, authority: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache = s3_cache(tmp_path / "options", secure, verify=str(authority[0]))
-    assert read(cache, "s3://lab/a.tar") == SHARD
-    monkeypatch.setenv("AWS_CA_BUNDLE", str(authority[0]))
+    trusted = str(authority[0])
+    assert read(tmp_path / "options", "s3://lab/a.tar", secure, verify=trusted) == SHARD
+    monkeypatch.setenv("AWS_CA_BUNDLE", trusted)
+    monkeypatch.setenv("SSL_CERT_FILE", trusted)
+    assert read(tmp_path / "s3", "s3://lab/a.tar", secure) == SHARD
+    assert read(tmp_path / "web", f"{secure}/a.tar") == SHARD
+
+
+class Tunnel(socketserver.BaseRequestHandler):
+    """A proxy for CONNECT."""
+
+    made: list[str] = []
+
+    def handle(self) -> None:
+        head = self.request.makefile("rb")
+        self.made.append(head.readline().split()[1].decode())
+        host, port = self.made[-1].split(":")
+        while head.readline().strip():
+            pass
+        with socket.create_connection((host, int(port))) as server:
+            self.request.sendall(b"HTTP/1.1 200 Connection established\r\n\r\n")
+            pairs = {self.request: server, server: self.request}
+            while True:
+                for source in select.select(list(pairs), [], [])[0]:
+                    if not (data := source.recv(1 << 16)):
+                        return
+                    pairs[source].sendall(data)
+
+
+def test_tls_goes_through_a_proxy_in_one_tunnel(secure, authority, monkeypatch):
+    Tunnel.made.clear()
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Tunnel) as proxy:
+        proxy.daemon_threads = True
+        thread = threading.Thread(target=proxy.serve_forever, args=(0.02,))
+        thread.start()
+        monkeypatch.setenv("https_proxy", f"127.0.0.1:{proxy.server_address[1]}")
+        monkeypatch.setenv("SSL_CERT_FILE", str(authority[0]))
+        origin = WebOrigin(timeout=20)
+        for _ in range(3):
+            with closing(origin.open(parse_url(f"{secure}/a.tar"), 0, 1000)) as body:
+                found = bytearray(1000)
+                assert body.readinto(memoryview(found)) == 1000 and found == SHARD[:1000]
+        proxy.shutdown()
+        thread.join()
+    assert Tunnel.made == [secure.removeprefix("https://")]
+
+
+def test_a_blocked_read_of_tls_can_be_aborted(context, authority, monkeypatch):
+    half = b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf"
+    server = Scripted(lambda head: half, most=2)
     monkeypatch.setenv("SSL_CERT_FILE", str(authority[0]))
-    assert read(s3_cache(tmp_path, secure), "s3://lab/a.tar") == SHARD
-    assert read(Cache(tmp_path / "web", min_free=0), f"{secure}/a.tar") == SHARD
+    url = parse_url(f"{server.url.replace('http:', 'https:')}/a")
+    with running(server, context), closing(WebOrigin(timeout=60).open(url, 0, None)) as body:
+        assert body.readinto(memoryview(bytearray(4))) == 4
+        threading.Timer(0.2, body.abort).start()
+        with pytest.raises(TransientError, match="called off"):
+            body.readinto(memoryview(bytearray(96)))

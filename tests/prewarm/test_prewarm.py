@@ -15,16 +15,16 @@ from shardcache.errors import (
     AccessDeniedError,
     CacheFullError,
     ConfigError,
-    FetchCancelledError,
     ShardNotFoundError,
     TransferError,
 )
 from shardcache.origins.listing import Listing
 from shardcache.prewarm.plan import make_plan, wanted_shards
 from shardcache.prewarm.run import prewarm
-from shardcache.results import Finished, Outcome, Planned, Started, Stopped, Stopping
+from shardcache.results import Finished, Outcome, Planned, Started, Stopped
 from shardcache.store.partial import Partial
 from shardcache.store.sweeping import in_flight
+from shardcache.streams.opener import Opener
 from tests.support.fakes import Fault
 from tests.support.tars import make_tar
 
@@ -37,7 +37,7 @@ def names(count: int, bucket: str = "b") -> list[str]:
 def listed(monkeypatch, origin):
     """Sizes as a listing of the in-memory origin would tell them."""
 
-    def sizes(self, shards, seconds=None):
+    def sizes(self, shards):
         return {s.key: len(origin.objects[str(s)]) for s in shards if str(s) in origin.objects}
 
     monkeypatch.setattr(Listing, "sizes", sizes)
@@ -46,13 +46,18 @@ def listed(monkeypatch, origin):
 @pytest.fixture
 def unlisted(monkeypatch):
     """An origin that may not be listed."""
-    monkeypatch.setattr(Listing, "sizes", lambda self, shards, seconds=None: {})
+    monkeypatch.setattr(Listing, "sizes", lambda self, shards: {})
 
 
 def fill(origin, urls, members=4):
     for number, url in enumerate(urls):
         origin.objects[url] = make_tar(number, members)
     return urls
+
+
+def planned(cache, urls):
+    listing = Listing(cache.config)
+    return make_plan(cache, wanted_shards(cache, urls, listing), listing)
 
 
 # -- plans ---------------------------------------------------------------------
@@ -62,7 +67,7 @@ def test_plan_tells_what_is_there_and_what_is_not(make_cache, origin, listed):
     cache = make_cache()
     urls = fill(origin, names(4))
     cache.fetch(urls[1])
-    plan = make_plan(cache, wanted_shards(cache, [*urls, "s3://b/absent.tar"]), best_effort=False)
+    plan = planned(cache, [*urls, "s3://b/absent.tar"])
     assert [str(s) for s in plan.to_fetch] == [urls[0], urls[2], urls[3], "s3://b/absent.tar"]
     assert (len(plan.cached), plan.unknown, plan.missing) == (1, 1, 0)
     assert plan.fetch_bytes == sum(len(origin.objects[urls[n]]) for n in (0, 2, 3))
@@ -77,11 +82,11 @@ def test_what_is_in_flight_already_is_not_counted_twice(make_cache, origin, list
     cache = make_cache(max_size=size + 100_000, part_size="64MiB")
     origin.faults.append(Fault(after=size - 200_000, wait=threading.Event()))
     stop = threading.Event()
-    cut = prewarm(cache, [url], stop=stop, on_event=stop_when_written(stop, size // 2))
+    cut = prewarm(cache, [url], stop=stop, on_event=stop_when_written(stop.set, size // 2))
     assert cut.interrupted
     partial = next(in_flight(cache._here().namespaces.own.layout))
     assert partial.occupied > size // 2
-    plan = make_plan(cache, wanted_shards(cache, [url]), best_effort=False)
+    plan = planned(cache, [url])
     assert plan.missing == 0
     assert prewarm(cache, [url]).fetched == 1
 
@@ -123,6 +128,7 @@ def test_best_effort_takes_what_fits(make_cache, origin, listed):
     cache = make_cache(max_size=45_000)
     urls = fill(origin, names(4))
     report = prewarm(cache, urls, best_effort=True)
+    assert len(report.plan.left_out) == 2 and len({url for url, *_ in origin.requests}) == 2
     assert [r.outcome for r in report.results] == [
         Outcome.FETCHED,
         Outcome.FETCHED,
@@ -165,7 +171,7 @@ def test_a_truncated_entry_does_not_count_as_cached_and_is_fetched_again(
     entry = cache.fetch(url)
     os.chmod(entry.data, 0o600)
     os.truncate(entry.data, 10)
-    assert not make_plan(cache, wanted_shards(cache, [url]), best_effort=False).cached
+    assert not planned(cache, [url]).cached
     assert prewarm(cache, [url]).fetched == 1
 
 
@@ -173,12 +179,12 @@ def test_a_truncated_entry_does_not_count_as_cached_and_is_fetched_again(
 
 
 def stop_when_written(stop, amount):
-    """An event handler that asks for a stop once a fetch has got so far."""
+    """An event handler that calls ``stop`` once a fetch has got so far."""
 
     def watch(status):
         while status.written < amount:
             time.sleep(0.005)
-        stop.set()
+        stop()
 
     def on_event(event):
         if isinstance(event, Started):
@@ -210,44 +216,50 @@ def test_everything_is_fetched_once_and_told_in_order(make_cache, origin, listed
     assert again.received == 0
 
 
-def test_a_missing_shard_does_not_stop_the_others(make_cache, origin, listed):
+def test_one_failure_does_not_stop_the_others(make_cache, origin, listed, monkeypatch):
     urls = names(5)
     fill(origin, [u for n, u in enumerate(urls) if n != 2])
+    fetch_shard = Opener.fetch
+
+    def sometimes(self, shard, status=None):
+        if str(shard) == urls[1]:
+            raise ZeroDivisionError("odd")
+        return fetch_shard(self, shard, status)
+
+    monkeypatch.setattr(Opener, "fetch", sometimes)
     report = prewarm(make_cache(), urls, jobs=2)
-    assert report.fetched == 4
-    assert report.results[2].outcome is Outcome.FAILED
+    assert report.fetched == 3 and report.stopped is None
+    assert [r.outcome for r in report.results[1:3]] == [Outcome.FAILED] * 2
+    assert isinstance(report.results[1].error, ZeroDivisionError)
     assert isinstance(report.results[2].error, ShardNotFoundError)
     assert [u for u, *_ in origin.requests].count(urls[2]) == 1
+    with pytest.raises(ConfigError, match="jobs"):
+        prewarm(make_cache(), [], jobs=0)
 
 
-def test_refusals_that_all_shards_will_meet_end_the_run(make_cache, origin, unlisted):
-    urls = fill(origin, names(50))
-    for _ in urls:
-        origin.faults.append(Fault(after=None, error=AccessDeniedError("no")))
-    report = prewarm(make_cache(), urls, jobs=1)
-    assert (report.failed, report.not_started) == (3, 47)
-    assert report.stopped is Stopped.REFUSED
-    assert len(origin.requests) == 3
+DENIED, MISTAKEN = AccessDeniedError("no"), ConfigError("no")
 
 
-def test_one_refused_shard_does_not_end_the_run(make_cache, origin, unlisted):
-    """To credentials without s3:ListBucket, a missing object looks like a refusal."""
-    urls = fill(origin, names(12))
-    for number in range(10):
-        error = None if number in (1, 4) else AccessDeniedError("no")
+@pytest.mark.parametrize(
+    ("errors", "buckets", "outcomes", "stopped"),
+    [
+        ([DENIED] * 50, ["b"], "FFF" + 47 * "-", Stopped.REFUSED),
+        # To credentials without s3:ListBucket, a missing object looks like a refusal.
+        ([DENIED, None, DENIED, DENIED, None, *[DENIED] * 5], ["b"], "F.FF.FFFFF..", None),
+        ([MISTAKEN] * 3, ["bad", "good"], "FFF---......", Stopped.REFUSED),
+    ],
+)
+def test_refusals_that_all_shards_of_a_bucket_will_meet_end_it(
+    make_cache, origin, unlisted, errors, buckets, outcomes, stopped
+):
+    urls = [url for b in buckets for url in fill(origin, names(len(outcomes) // len(buckets), b))]
+    for error in errors:
         origin.faults.append(Fault(after=None if error else 10**9, error=error))
     report = prewarm(make_cache(), urls, jobs=1)
-    assert (report.fetched, report.failed, report.not_started) == (4, 8, 0)
-
-
-def test_refusals_of_one_bucket_leave_the_others_alone(make_cache, origin, unlisted):
-    bad, good = names(6, "bad"), fill(origin, names(3, "good"))
-    for _ in range(3):
-        origin.faults.append(Fault(after=None, error=ConfigError("no")))
-    report = prewarm(make_cache(), [*bad, *good], jobs=1)
-    assert [r.outcome for r in report.results] == (
-        [Outcome.FAILED] * 3 + [Outcome.NOT_STARTED] * 3 + [Outcome.FETCHED] * 3
-    )
+    marks = {Outcome.FAILED: "F", Outcome.NOT_STARTED: "-", Outcome.FETCHED: "."}
+    assert "".join(marks[result.outcome] for result in report.results) == outcomes
+    assert report.stopped is stopped
+    assert len({url for url, *_ in origin.requests}) == len(outcomes.replace("-", ""))
 
 
 def test_silent_origin_is_given_up_after_one_wave(make_cache, origin, unlisted):
@@ -266,48 +278,6 @@ def test_failures_beyond_the_limit_end_the_run(make_cache, origin, listed):
     report = prewarm(make_cache(), urls, jobs=1, max_failures=2)
     assert (report.fetched, report.failed, report.not_started) == (2, 3, 17)
     assert report.stopped is Stopped.FAILURES
-
-
-@pytest.mark.locks_work("answers")
-def test_stop_request_leaves_partials_that_are_resumed(make_cache, origin, listed):
-    cache = make_cache()
-    urls = fill(origin, names(3), members=3000)
-    size = len(origin.objects[urls[0]])
-    origin.faults.append(Fault(after=size // 2, wait=threading.Event()))
-    stop = threading.Event()
-    events = []
-    asking = stop_when_written(stop, 1 << 20)
-
-    def on_event(event):
-        events.append(event)
-        asking(event)
-
-    report = prewarm(cache, urls, jobs=1, stop=stop, on_event=on_event)
-    assert report.interrupted
-    assert Stopping(Stopped.REQUESTED) in events
-    first = report.results[0]
-    assert first.outcome is Outcome.CANCELLED
-    assert isinstance(first.error, FetchCancelledError)
-    assert [r.outcome for r in report.results[1:]] == [Outcome.NOT_STARTED] * 2
-    assert report.not_started == 3
-    again = prewarm(cache, urls, jobs=1)
-    assert again.fetched == 3
-    assert again.results[0].received < size
-    assert cache.open(urls[0]).read() == origin.objects[urls[0]]
-
-
-def test_cancelling_the_cache_ends_the_run(make_cache, origin, listed):
-    cache = make_cache()
-    urls = fill(origin, names(4))
-    origin.faults.append(Fault(after=100, wait=threading.Event()))
-
-    def on_event(event):
-        if isinstance(event, Started):
-            threading.Timer(0.2, cache.cancel).start()
-
-    report = prewarm(cache, urls, jobs=1, on_event=on_event)
-    assert report.interrupted
-    assert report.not_started == 4
 
 
 @pytest.mark.locks_work("answers")
@@ -334,14 +304,14 @@ def test_fetch_that_does_not_end_is_reported_as_cut_short(make_cache, origin, li
     urls = fill(origin, names(2))
     release = threading.Event()
     stop = threading.Event()
-    fetch_shard = Cache.fetch_shard
+    fetch_shard = Opener.fetch
 
     def stuck(self, shard, status=None):
         stop.set()
         release.wait(30)
         return fetch_shard(self, shard, status)
 
-    monkeypatch.setattr(Cache, "fetch_shard", stuck)
+    monkeypatch.setattr(Opener, "fetch", stuck)
     report = prewarm(cache, urls, jobs=1, stop=stop)
     release.set()
     assert report.results[0].outcome is Outcome.CANCELLED
@@ -351,20 +321,25 @@ def test_fetch_that_does_not_end_is_reported_as_cut_short(make_cache, origin, li
 
 @pytest.mark.locks_work("flock")
 def test_no_room_during_the_run_ends_it(make_cache, origin, unlisted):
+    urls = fill(origin, names(10))
     cache = make_cache(max_size=25_000)
-    urls = fill(origin, names(5))
     report = prewarm(cache, urls, jobs=1)
     assert report.full
     assert report.stopped is Stopped.FULL
-    assert (report.fetched, report.failed, report.not_started) == (1, 1, 3)
+    assert (report.fetched, report.failed, report.not_started) == (1, 1, 8)
     assert isinstance(report.results[1].error, CacheFullError)
+    origin.requests.clear()
+    report = prewarm(cache, urls, jobs=1, best_effort=True)
+    assert not report.full
+    assert (report.cached, report.failed, report.count(Outcome.LEFT_OUT)) == (1, 0, 9)
+    assert len({url for url, *_ in origin.requests}) <= 3  # then it is believed
 
 
 def test_the_first_that_finds_no_room_is_tried_again_alone(make_cache, origin, listed, monkeypatch):
     """One that is just being published is counted twice; that must not fail another."""
     urls = fill(origin, names(6))
     cache = make_cache()
-    fetch_shard = Cache.fetch_shard
+    fetch_shard = Opener.fetch
     tried = []
     running = {}
     others_began = threading.Event()
@@ -385,22 +360,11 @@ def test_the_first_that_finds_no_room_is_tried_again_alone(make_cache, origin, l
         del running[url]
         return found
 
-    monkeypatch.setattr(Cache, "fetch_shard", spurious)
+    monkeypatch.setattr(Opener, "fetch", spurious)
     report = prewarm(cache, urls, jobs=3)
     assert report.fetched == 6
     assert report.stopped is None
     assert sorted(tried) == sorted([*urls, urls[2]])
-
-
-@pytest.mark.locks_work("flock")
-def test_no_room_during_a_best_effort_run_is_no_failure(make_cache, origin, unlisted):
-    cache = make_cache(max_size=25_000)
-    urls = fill(origin, names(10))
-    report = prewarm(cache, urls, jobs=1, best_effort=True)
-    assert not report.full
-    assert (report.fetched, report.failed) == (1, 0)
-    assert report.count(Outcome.LEFT_OUT) == 9
-    assert len({url for url, *_ in origin.requests}) == 4  # and then it is believed
 
 
 def test_broken_disk_is_believed_after_some_shards(make_cache, origin, listed, monkeypatch):
@@ -414,22 +378,6 @@ def test_broken_disk_is_believed_after_some_shards(make_cache, origin, listed, m
     report = prewarm(cache, urls, jobs=1)
     assert (report.failed, report.not_started) == (3, 6)
     assert report.stopped is Stopped.REFUSED
-
-
-def test_an_unexpected_error_is_not_lost(make_cache, origin, listed, monkeypatch):
-    cache = make_cache()
-    urls = fill(origin, names(3))
-    fetch_shard = Cache.fetch_shard
-
-    def sometimes(self, shard, status=None):
-        if str(shard) == urls[1]:
-            raise ZeroDivisionError("odd")
-        return fetch_shard(self, shard, status)
-
-    monkeypatch.setattr(Cache, "fetch_shard", sometimes)
-    report = prewarm(cache, urls)
-    assert report.fetched == 2
-    assert isinstance(report.results[1].error, ZeroDivisionError)
 
 
 @pytest.mark.locks_work("answers")
@@ -453,24 +401,6 @@ def test_shards_that_are_wanted_do_not_make_room_for_each_other(make_cache, orig
     assert urls[1] not in cache  # though it was used last
 
 
-@pytest.mark.locks_work
-def test_two_prewarms_share_the_fetches(make_cache, origin, listed):
-    urls = fill(origin, names(8), members=200)
-    one, two = make_cache(), make_cache()
-    reports = []
-    threads = [
-        threading.Thread(target=lambda c=c: reports.append(prewarm(c, urls, jobs=3)))
-        for c in (one, two)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sum(r.fetched for r in reports) == 8
-    assert all(r.fetched + r.coalesced + r.cached == 8 for r in reports)
-    assert len([1 for _, start, _ in origin.requests if start == 0]) == 8
-
-
 def test_ranks_link_what_a_sibling_has(make_cache, origin, listed, monkeypatch):
     urls = fill(origin, names(2))
     prewarm(make_cache(), urls)
@@ -479,11 +409,6 @@ def test_ranks_link_what_a_sibling_has(make_cache, origin, listed, monkeypatch):
     report = prewarm(make_cache(isolation="rank"), urls)
     assert report.linked == 2
     assert report.received == 0
-
-
-def test_jobs_below_one_are_refused(make_cache):
-    with pytest.raises(ConfigError, match="jobs"):
-        prewarm(make_cache(), [], jobs=0)
 
 
 def test_s3_shards_cost_one_fetch_each_and_few_listings(
@@ -500,6 +425,12 @@ def test_s3_shards_cost_one_fetch_each_and_few_listings(
         assert all(summed[f"{bucket}/{name}"].object_fetches == 1 for name in data)
         listings = [r for r in proxy.requests() if not r.reads_object]
         assert len(listings) == 1
-        for name, content in data.items():
-            with cache.open(f"s3://{bucket}/{name}") as stream:
-                assert stream.read() == content
+        proxy.reset()
+        found = prewarm(cache, f"s3://{bucket}/x-0*.tar", dry_run=True, refresh=False)
+        assert (found.cached, len(proxy.requests())) == (10, 1)
+    with Cache(tmp_path / "other", min_free=0) as other:
+        proxy.reset()
+        found = prewarm(other, f"s3://{bucket}/x-*.tar", dry_run=True)
+        # What was listed to find the shards tells their sizes, too.
+        assert found.plan.fetch_bytes == sum(map(len, data.values()))
+        assert len(proxy.requests()) == 1

@@ -14,14 +14,15 @@ from shardcache.cache import Cache
 from shardcache.errors import CacheFullError, ConfigError, ShardCacheError, ShardNotFoundError
 from shardcache.prewarm import ray as module
 from shardcache.prewarm.plan import Share
-from shardcache.prewarm.ray import NodeReport, _Order, _prewarm_here
+from shardcache.prewarm.ray import NodeReport, _prewarm_here
 from shardcache.results import Outcome, Stopped
+from shardcache.streams.opener import Opener
 from tests.support.storetools import wait_until
 from tests.support.tars import make_tar
 
 
 @pytest.fixture
-def order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., _Order]:
+def order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, ...]]:
     """Four shards on a mount that is cached, and what a node is told of them."""
     monkeypatch.setenv("SHARDCACHE_CACHE_LOCAL", "1")
     monkeypatch.setenv("SHARDCACHE_MIN_FREE", "0")
@@ -30,18 +31,18 @@ def order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., _Ord
     for number in range(4):
         (tmp_path / "data" / f"{number}.tar").write_bytes(make_tar(number))
 
-    def order(spec: str = "{0..3}.tar", settings: Any = None, **options: Any) -> _Order:
+    def order(spec: str = "{0..3}.tar", settings: Any = None, **options: Any) -> tuple[Any, ...]:
         settings = {"dir": tmp_path / "cache", **(settings or {})}
-        return _Order((f"file://{tmp_path}/data/{spec}",), settings, None, options)
+        return [f"file://{tmp_path}/data/{spec}"], settings, None, options
 
     return order
 
 
-def taken(order: _Order, share: Share | None = None) -> NodeReport:
+def taken(order: tuple[Any, ...], share: Share | None = None) -> NodeReport:
     """What the driver knows of the node in the end; all that was sent can be sent."""
     node = NodeReport("node-a", 0)
-    for news in _prewarm_here(order, share):
-        node._take(pickle.loads(pickle.dumps(news)))
+    for news in _prewarm_here(*order, share):
+        node.take(pickle.loads(pickle.dumps(news)))
     return node
 
 
@@ -82,7 +83,7 @@ def test_errors_that_cannot_be_sent_are_sent_as_text(
     def strange(self: Cache, shard: Any, status: Any) -> Any:
         raise Strange("odd")
 
-    monkeypatch.setattr(Cache, "fetch_shard", strange)
+    monkeypatch.setattr(Opener, "fetch", strange)
     report = taken(order()).report
     assert report.failed == 4
     assert {str(result.error) for result in report.results} == {"Strange: odd"}
@@ -94,19 +95,19 @@ def test_a_task_that_is_cancelled_ends_its_prewarm(
 ) -> None:
     """As `ray.cancel` does it: an exception where the task is."""
     begun = threading.Event()
-    real = Cache.fetch_shard
+    real = Opener.fetch
 
     def slow(self: Cache, shard: Any, status: Any) -> Any:
         found = real(self, shard, status)
         begun.set()
         return found
 
-    monkeypatch.setattr(Cache, "fetch_shard", slow)
+    monkeypatch.setattr(Opener, "fetch", slow)
     before = threading.active_count()
-    stream = _prewarm_here(order(jobs=1, limit_rate="64kB"), None)
+    stream = _prewarm_here(*order(jobs=1, limit_rate="64kB"), None)
     node = NodeReport("node-a", 0)
     while not begun.is_set():
-        node._take(next(stream))
+        node.take(next(stream))
     with pytest.raises(KeyboardInterrupt):
         stream.throw(KeyboardInterrupt)  # type: ignore[attr-defined]
     wait_until(lambda: threading.active_count() <= before)
@@ -118,10 +119,10 @@ def test_a_task_that_is_cancelled_ends_its_prewarm(
 
 def test_of_a_node_that_is_lost_what_it_told_is_known(order: Any) -> None:
     taken(order("{0..1}.tar"))
-    stream = _prewarm_here(order("{0..3}.tar", limit_rate="64kB", jobs=1), None)
+    stream = _prewarm_here(*order("{0..3}.tar", limit_rate="64kB", jobs=1), None)
     node = NodeReport("node-a", 0)
     while node.plan is None:
-        node._take(next(stream))
+        node.take(next(stream))
     stream.close()  # type: ignore[attr-defined]
     outcomes = [result.outcome for result in node.report.results]
     assert outcomes[:2] == [Outcome.CACHED] * 2

@@ -6,9 +6,23 @@ import pytest
 import webdataset as wds
 
 from shardcache.errors import ConfigError
-from shardcache.prewarm.plan import Share, expand, own_share
+from shardcache.origins.listing import Listing
+from shardcache.prewarm.plan import Share, expand, own_share, wanted_shards
 
 SPEC = "s3://lab/train-{0000..0030}.tar::s3://lab/extra-{a,b}.tar"
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Sets what a launcher does, and nothing else of that kind."""
+
+    def launched(environ):
+        for name in ("SLURM_NODEID", "SLURM_NNODES", "GROUP_RANK", "GROUP_WORLD_SIZE"):
+            monkeypatch.delenv(name, raising=False)
+        for name, text in environ.items():
+            monkeypatch.setenv(name, text)
+
+    return launched
 
 
 def of_ranks(monkeypatch, pipeline, ranks, world):
@@ -30,32 +44,22 @@ def test_a_node_gets_the_shards_of_its_ranks(monkeypatch, nodes, ranks):
     for node in range(nodes):
         mine = range(node * ranks, (node + 1) * ranks)
         wanted = of_ranks(monkeypatch, lambda: wds.split_by_node(iter(urls)), mine, nodes * ranks)
-        share = expand([SPEC], share=Share(node, nodes, ranks))
+        share = Share(node, nodes, ranks).of(urls)
         assert share == wanted
         everything += share
     assert sorted(everything) == sorted(urls)
 
 
-def test_the_split_is_that_of_a_whole_dataset(monkeypatch):
-    """Through WebDataset's own expansion of the specification, and its pipeline."""
-
-    def pipeline():
-        source = wds.SimpleShardList(SPEC)
-        return [found["url"] for found in wds.DataPipeline(source, wds.split_by_node)]
-
-    for node in range(3):
-        wanted = of_ranks(monkeypatch, pipeline, [2 * node, 2 * node + 1], 6)
-        assert expand([SPEC], share=Share(node, 3, 2)) == wanted
-
-
-def test_a_shard_that_is_named_twice_counts_twice_and_is_fetched_once(monkeypatch):
+def test_a_shard_that_is_named_twice_counts_twice_and_is_fetched_once(monkeypatch, make_cache):
     spec = "s3://lab/{a,a,b,c,a}.tar"
     wanted = of_ranks(
         monkeypatch, lambda: wds.split_by_node(iter(wds.shardlists.expand_urls(spec))), [0], 2
     )
     assert wanted == ["s3://lab/a.tar", "s3://lab/b.tar", "s3://lab/a.tar"]
-    assert expand([spec], share=Share(0, 2)) == ["s3://lab/a.tar", "s3://lab/b.tar"]
-    assert expand([spec], share=Share(1, 2)) == ["s3://lab/a.tar", "s3://lab/c.tar"]
+    cache = make_cache()
+    for node, names in ((0, "ab"), (1, "ac")):
+        shards = wanted_shards(cache, [spec], Listing(cache.config), Share(node, 2))
+        assert [str(shard) for shard in shards] == [f"s3://lab/{name}.tar" for name in names]
 
 
 @pytest.mark.parametrize(
@@ -67,10 +71,10 @@ def test_a_shard_that_is_named_twice_counts_twice_and_is_fetched_once(monkeypatc
         ({"SLURM_NODEID": "", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}, (0, 1)),
     ],
 )
-def test_launchers_tell_which_node_this_is(environ, expected):
-    share = own_share(None, None, 8, environ)
-    assert (share.node, share.count, share.ranks) == (*expected, 8)
-    assert own_share(0, 9, 1, environ) == Share(0, 9, 1)  # what is stated wins
+def test_launchers_tell_which_node_this_is(launched, environ, expected):
+    launched(environ)
+    assert own_share(None, None, 8) == Share(*expected, 8)
+    assert own_share(0, 9, 1) == Share(0, 9, 1)  # what is stated wins
 
 
 @pytest.mark.parametrize(
@@ -86,6 +90,7 @@ def test_launchers_tell_which_node_this_is(environ, expected):
         ((0, 0, 1), {}, "at least 1"),
     ],
 )
-def test_what_cannot_be_a_split_is_refused(arguments, environ, said):
+def test_what_cannot_be_a_split_is_refused(launched, arguments, environ, said):
+    launched(environ)
     with pytest.raises(ConfigError, match=said):
-        own_share(*arguments, environ)
+        own_share(*arguments)

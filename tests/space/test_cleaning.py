@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from shardcache import clock
 from shardcache.cache import Cache
-from shardcache.clock import SYSTEM_CLOCK
 from shardcache.config import Config
 from shardcache.errors import LockTimeoutError
 from shardcache.layout import Layout
@@ -25,9 +25,7 @@ from shardcache.store.root import make_root
 from shardcache.store.store import Store
 from shardcache.urls import parse_url
 from tests.support.storetools import (
-    Parent,
     begin,
-    crowd,
     fill,
     metadata_for,
     payload,
@@ -52,13 +50,12 @@ class Bench:
             self.layout,
             lambda: self.stores,
             Config(self.root, min_free=0, protect_for="500w"),  # dates are of early 2026
-            SYSTEM_CLOCK,
         )
 
     def clean(
         self, limits: Limits | None = None, *, orphans: bool = True, dry_run: bool = False
     ) -> CleanReport:
-        return clean(self.space, self.stores, limits or Limits(), orphans=orphans, dry_run=dry_run)
+        return clean(self.space, limits or Limits(), orphans=orphans, dry_run=dry_run)
 
     def leave(self, url: str = "s3://lab/orphan.tar", size: int = MIB) -> Path:
         data = payload(size)
@@ -80,7 +77,7 @@ def shelve(bench: Bench, since: float = 0.0) -> None:
     bench.leave()
     damaged = publish(bench.store, "s3://lab/bad.tar", bytes(100))
     os.truncate(damaged.data, 1)
-    assert bench.store.quarantine(damaged.key, "test") == 1
+    assert bench.store.condemn(damaged.path, "test")
 
 
 CASES: dict[str, Callable[[], Limits]] = {
@@ -89,7 +86,7 @@ CASES: dict[str, Callable[[], Limits]] = {
     "max_size that orphans would break": lambda: Limits(max_size=4600),
     "free": lambda: Limits(free_needed=1200),
     "free, more than leftovers have": lambda: Limits(free_needed=MIB + 100_000),
-    "age": lambda: Limits(max_age=SYSTEM_CLOCK.time() - 3.5),
+    "age": lambda: Limits(max_age=clock.time() - 3.5),
     "all": lambda: Limits(everything=True),
     "impossible": lambda: Limits(free_needed=10 * MIB),
 }
@@ -114,7 +111,7 @@ def test_a_dry_run_touches_nothing_and_says_what_the_run_will_do(bench: Bench, c
 def test_a_dead_process_s_partial_stays_an_hour_to_be_resumed(bench: Bench) -> None:
     partial = bench.leave()
     for age, removed in ((0.0, 0), (3500.0, 0), (3700.0, 1)):
-        then = SYSTEM_CLOCK.time() - age
+        then = clock.time() - age
         for path in partial.iterdir():
             os.utime(path, (then, then))
         assert bench.clean(orphans=False).count(Reason.ORPHAN) == removed
@@ -169,25 +166,6 @@ def test_what_comes_into_use_after_the_plan_is_kept_and_counted(
     assert (report.kept, report.kept_bytes) == (1, 1000)
     assert report.count(Reason.ALL) == 3
     opened[0].close()
-
-
-@pytest.mark.locks_work("answers")
-def test_four_cleaners_at_once_do_what_one_does(bench: Bench) -> None:
-    for n in range(60):
-        publish(bench.store, f"s3://lab/{n}.tar", bytes(1000), used=n + 1.0)
-
-    def work(parent: Parent, number: int) -> None:
-        parent.hear()
-        report = bench.clean(Limits(max_size=20_000))
-        parent.say(sum(r.reason is Reason.MAX_SIZE for r in report.removed))
-
-    with crowd(4, work) as children:
-        for child in children:
-            child.tell()
-        counts = [child.hear() for child in children]
-    assert sum(counts) == 40
-    assert sorted(e.used for e in bench.store.entries()) == [n + 1.0 for n in range(40, 60)]
-    assert list(bench.layout.partial.iterdir()) == []
 
 
 @pytest.mark.locks_work("answers", "files")

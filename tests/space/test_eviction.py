@@ -39,6 +39,7 @@ def shelves(draw: st.DrawFn) -> list[Entry]:
     ]
 
 
+NEEDED = (Reason.MAX_SIZE, Reason.MIN_FREE)
 limits_ = st.builds(
     Limits,
     max_size=st.none() | st.integers(0, 500),
@@ -48,89 +49,58 @@ limits_ = st.builds(
 )
 
 
-def ahead(date: float) -> bool:
-    return date > NOW + SKEW
-
-
-def turn(entry: Entry) -> tuple[bool, float]:
-    """Its place in the queue: what was last used in the future goes first."""
-    return not ahead(entry.used), entry.used
-
-
-def protected(entry: Entry, since: float | None) -> bool:
-    if since is None:
-        return False
-    if ahead(entry.used):
-        return ahead(since) and entry.used >= since
-    return entry.used >= (NOW - 86_400 if ahead(since) else since)
-
-
 @given(shelves(), limits_, st.integers(0, 300), st.none() | st.floats(0, 2 * NOW), st.data())
-def test_a_plan_meets_the_limits_or_says_exactly_what_is_missing(
-    entries, limits, reserved, protect_since, data
+def test_a_plan_takes_the_least_recently_used_until_the_limits_hold(
+    entries, limits, reserved, since, data
 ) -> None:
-    busy = set(data.draw(st.lists(st.sampled_from(entries), unique=True)) if entries else [])
+    busy = data.draw(st.sets(st.sampled_from(entries))) if entries else set()
     asked: list[Entry] = []
 
     def in_use(entry: Entry) -> bool:
         asked.append(entry)
         return entry in busy
 
-    found = plan(
-        entries, limits, NOW, reserved=reserved, policy=Policy(since=protect_since), in_use=in_use
-    )
+    def used(entry: Entry) -> float:
+        return 0.0 if entry.used > NOW + SKEW else entry.used  # such a date cannot be
+
+    def old(entry: Entry) -> bool:
+        return limits.max_age is not None and NOW - used(entry) > limits.max_age
+
+    found = plan(entries, limits, Policy(NOW, since=since), reserved=reserved, in_use=in_use)
     gone = [entry for victim in found.victims for entry in victim.entries]
     kept = [entry for entry in entries if entry not in gone]
 
     # What stays is what is left over, to the byte.
     assert len(set(gone)) == len(gone) and found.kept == len(kept)
     assert found.kept_bytes == sum(entry.size for entry in kept)
-    assert found.freed == sum(entry.size for entry in gone)
-
-    # In use and protected are never chosen, and nobody is asked in vain.
-    assert not busy & set(gone)
-    assert set(asked) == set(gone) | (busy & set(asked))
-    assert not any(protected(entry, protect_since) for entry in [*gone, *asked])
-
-    # The limits hold, or all that may go has gone and the rest is told.
-    over = 0
-    if limits.max_size is not None:
-        over = found.kept_bytes + reserved - limits.max_size
+    over = -1 if limits.max_size is None else found.kept_bytes + reserved - limits.max_size
     short = limits.free_needed - found.freed
     assert found.missing == max(0, over, short)
-    free_to_go = [
-        entry for entry in kept if entry not in busy and not protected(entry, protect_since)
-    ]
-    if found.missing or limits.everything:
-        assert free_to_go == []
-    if limits.max_age is not None:
-        assert all(NOW - entry.used <= limits.max_age for entry in free_to_go)
 
-    # Nothing goes that need not, and the least recently used goes first.
+    # In use and protected are never chosen, and nobody is asked in vain.
+    free = [e for e in entries if e not in busy and (since is None or used(e) < since)]
+    assert set(gone) <= set(free) and set(asked) <= set(gone) | busy
+
+    # They go in order, and the last one was needed.
+    assert [used(entry) for entry in gone] == sorted(map(used, gone))
+    needed = [victim.entries[0] for victim in found.victims if victim.reason in NEEDED]
+    if limits.everything or found.missing:
+        assert set(gone) == set(free)
+    elif needed:
+        assert max(over, short) + needed[-1].size > 0
+        later = [entry for entry in free if entry not in gone]
+        assert all(used(entry) >= used(needed[-1]) for entry in later)
     for victim in found.victims:
-        old = limits.max_age is not None and NOW - victim.entries[0].used > limits.max_age
         assert (victim.reason is Reason.ALL) == limits.everything
         if not limits.everything:
-            assert (victim.reason is Reason.MAX_AGE) == old
-    needless = [v for v in found.victims if v.reason in (Reason.MAX_SIZE, Reason.MIN_FREE)]
-    if needless:
-        last = needless[-1].entries[0]
-        without_last = found.freed - last.size
-        later = sum(v.size for v in found.victims if turn(v.entries[0]) > turn(last))
-        total = sum(entry.size for entry in entries)
-        still = limits.free_needed - (without_last - later)
-        if limits.max_size is not None:
-            still = max(still, total - (without_last - later) + reserved - limits.max_size)
-        assert still > 0
-    assert [turn(e) for e in gone] == sorted(turn(e) for e in gone)
-    if needless and free_to_go:
-        assert max(turn(v.entries[0]) for v in needless) <= min(turn(entry) for entry in free_to_go)
+            assert (victim.reason is Reason.MAX_AGE) == old(victim.entries[0])
+    assert limits.everything or not any(map(old, set(free) - set(gone)))
 
 
 def test_a_plan_over_nothing_is_empty_and_says_what_is_missing() -> None:
-    assert plan([], Limits(), NOW).victims == ()
-    assert plan([], Limits(max_size=10), NOW, reserved=25).missing == 15
-    assert plan([], Limits(free_needed=7), NOW).missing == 7
+    assert plan([], Limits(), Policy(NOW)).victims == ()
+    assert plan([], Limits(max_size=10), Policy(NOW), reserved=25).missing == 15
+    assert plan([], Limits(free_needed=7), Policy(NOW)).missing == 7
 
 
 # -- carrying it out -----------------------------------------------------------
@@ -163,8 +133,7 @@ def test_a_sweep_removes_what_the_dead_left_and_says_so(store: Store) -> None:
     partial.write(0, memoryview(b"x" * 5000))
     partial.close()
     live = begin(store.layout, metadata_for(data=b"y"))
-    os.truncate(publish(store, "s3://lab/b.tar", b"damaged").data, 1)
-    store.quarantine(next(store.entries_of(_key("s3://lab/b.tar"))).key, "test")
+    store.condemn(publish(store, "s3://lab/b.tar", b"damaged").path, "test")
     lock = KeyLock(store.layout.key_lock("ab" * 16))
     lock.try_acquire(Holder.this_process(rank=None, job=None, now=1.0))
     lock.release()

@@ -15,6 +15,7 @@ from shardcache.cache import Cache
 from shardcache.layout import Layout
 from shardcache.locks.flock import Holder, KeyLock
 from shardcache.space import clean as module
+from shardcache.space.clean import CleanReport
 from tests.support.shop import Shop
 from tests.support.storetools import begin, fill, metadata_for, payload, wait_until
 
@@ -97,28 +98,6 @@ def test_a_cache_is_brought_a_little_below_its_limit(full: Shop, at_once, rounds
     assert set(full.entries()) == {full.urls[n] for n in (0, 2, 3, 4)}
 
 
-def test_a_process_looks_seldom_and_the_first_time_not_at_once(
-    full: Shop, rounds, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = orphan(full)
-    with opened(full, touch_interval=0) as cache:
-        for url in full.urls:
-            read(cache, url)
-        housekeeper = cache._here()._housekeepers[0]
-        assert housekeeper.due == housekeeper._next  # it is no RAM disk: it looks no sooner
-        for what, name in (
-            (housekeeper, "_next"),
-            (housekeeper, "due"),
-            (cache._here(), "_look_at"),
-        ):
-            monkeypatch.setattr(what, name, 0.0)
-        for _ in range(3):
-            for url in full.urls:
-                read(cache, url)
-        settled()
-    assert rounds == ["shardcache-clean"] and not path.exists()
-
-
 def test_of_all_processes_of_a_node_one_cleans(full: Shop, at_once, rounds) -> None:
     with opened(full) as first, opened(full) as second:
         read(first, full.urls[0])
@@ -168,10 +147,13 @@ def test_a_disk_that_fails_meanwhile_is_no_error_of_the_job(
 def test_the_end_of_a_process_does_not_wait_for_a_round(
     full: Shop, at_once, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_ROW", 1)
-    monkeypatch.setattr(module, "_PAUSE", 600.0)
+    never = threading.Event()
+    monkeypatch.setattr(
+        module, "clean", lambda *args, **kw: never.wait() and CleanReport((), 0, 0, 0, False)
+    )
+    monkeypatch.setattr(module, "_FAREWELL", 0.01)
     with opened(full) as cache:
         read(cache, full.urls[0])
         wait_until(lambda: "shardcache-clean" in {t.name for t in threading.enumerate()})
-    settled()
-    assert len(full.entries()) == 5
+    assert not never.is_set()
+    never.set()

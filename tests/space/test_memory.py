@@ -5,172 +5,124 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from shardcache.config import Config
-from shardcache.locks.mounts import Mount, parse_mountinfo
+from shardcache.locks import mounts
+from shardcache.locks.mounts import Mount
 from shardcache.space import memory as module
 from shardcache.space.memory import (
     Headroom,
     Volume,
     cpu_quota,
-    headroom,
-    limited_levels,
     memory_headroom,
 )
 from tests.support.disktools import disk, limited_group, needs_mounts
+from tests.support.fakes import FakeClock
 
 GIB = 1 << 30
-V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
-V2 = ("memory.max", "memory.current", "")
+NONE = 9223372036854771712  # as v1 states it
 
 
-def level(
-    directory: Path, version: tuple[str, str, str], limit: object, used: int, cache: int = 0
-) -> None:
-    """The files of one level, as the kernel writes them."""
-    limit_name, used_name, prefix = version
+def write_v1(directory: Path, limit: object, used: int, cache: int = 0) -> None:
+    """The files of one level of memory, as the kernel writes them."""
+    rows = f"inactive_file 0\nactive_file 0\ntotal_inactive_file {cache // 4}\n"
+    write(directory, "memory.limit_in_bytes", limit)
+    write(directory, "memory.usage_in_bytes", used)
+    write(directory, "memory.stat", f"{rows}total_active_file {cache - cache // 4}")
+
+
+def write_v2(directory: Path, limit: object, used: int, cache: int = 0) -> None:
+    write(directory, "memory.max", limit)
+    write(directory, "memory.current", used)
+    write(
+        directory,
+        "memory.stat",
+        f"anon 5\ninactive_file {cache // 4}\nactive_file {cache * 3 // 4}",
+    )
+
+
+def write(directory: Path, name: str, value: object) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / limit_name).write_text(f"{limit}\n")
-    (directory / used_name).write_text(f"{used}\n")
-    rows = [f"anon {used - cache}", "shmem 4096"]
-    rows += [f"{prefix}inactive_file {cache // 2}", f"{prefix}active_file {cache - cache // 2}"]
-    if prefix:  # v1 states the level alone, too
-        rows += ["inactive_file 0", "active_file 0"]
-    (directory / "memory.stat").write_text("\n".join(rows) + "\n")
+    (directory / name).write_text(f"{value}\n")
 
 
-def mountinfo(point: Path, kind: str, options: str = "rw", root: str = "/") -> str:
-    lines = [
-        "22 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw",
-        f"30 22 0:26 {root} {point} rw,nosuid shared:9 - {kind} cgroup {options}",
-    ]
-    return "\n".join(lines) + "\n"
+@pytest.fixture
+def tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """The kernel states such a cgroup, and v1 and v2 at such directories."""
+    files = tmp_path / "proc-cgroup", tmp_path / "proc-mountinfo"
+    monkeypatch.setattr(module, "_MEMBERSHIP", files[0])
+    monkeypatch.setattr(mounts, "_MOUNTINFO", files[1])
+
+    def tell(membership: str, root: str = "/") -> None:
+        files[0].write_text(membership)
+        lines = ["22 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw"]
+        v1, v2 = tmp_path / "v1", tmp_path / "v2"
+        if v2.exists():
+            lines.append(f"30 22 0:26 / {v2} rw,nosuid shared:9 - cgroup2 cgroup rw")
+        if v1.exists():
+            lines.append(f"31 22 0:27 {root} {v1} rw,nosuid - cgroup cgroup rw,cpu,cpuacct,memory")
+        files[1].write_text("\n".join(lines) + "\n")
+        module._levels.cache_clear()
+
+    yield tell
+    module._levels.cache_clear()
 
 
-def told(membership: str, mounts: str) -> Headroom | None:
-    return headroom(limited_levels(membership, mounts))
+@pytest.mark.parametrize(
+    ("levels", "membership", "free"),
+    [
+        ({"v2/job": ("max", 5), "v2/job/task": (8, 3)}, "0::/job/task", (8, 5)),
+        # the tightest level counts
+        ({"v2/job": (16, 12), "v2/job/task": (8, 3)}, "0::/job/task", (16, 4)),
+        # the page cache is free
+        ({"v2/job": (8, 7, 4)}, "0::/job", (8, 5)),
+        ({"v1/job": (8, 7, 4)}, "5:memory:/job\n0::/", (8, 5)),
+        # no limit
+        ({"v2/job": ("max", 1)}, "0::/job", None),
+        ({"v1": (NONE / GIB, 1), "v1/job": (NONE / GIB, 1)}, "4:cpu,memory:/job", None),
+        # beside v1 the other hierarchy has no memory
+        ({"v1/job": (2, 1), "v2/job": (9, 1)}, "5:memory:/job\n1:name=systemd:/x\n0::/job", (2, 1)),
+        # Docker with v1: the path is the host's, and only the container's own part is mounted
+        ({"v1": (4, 1)}, "5:memory:/docker/abc", (4, 3)),
+        ({"v1": (4, 1), "v1/step": (2, 1)}, "5:memory:/docker/abc/step", (2, 1)),
+        # a namespace of its own: what is above is `..` to it
+        ({"v2": (4, 1)}, "0::/", (4, 3)),
+        ({"v2": (4, 1)}, "0::/../sibling", (4, 3)),
+        # the kernel does not tell
+        *(({"v2": ("max", 1)}, text, None) for text in ("", "nonsense", "5:memory:/x", "a:b:c:d")),
+        ({}, "0::/", None),
+    ],
+)
+def test_what_the_cgroups_leave(tmp_path: Path, tell, levels, membership, free) -> None:
+    for name, (limit, *used) in levels.items():
+        stated = limit if limit == "max" else int(limit * GIB)
+        writes = write_v1 if name.startswith("v1") else write_v2
+        writes(tmp_path / name, stated, *(GIB * n for n in used))
+    tell(membership + "\n", "/docker/abc" if "docker" in membership else "/")
+    assert memory_headroom() == (free and Headroom(free[0] * GIB, free[1] * GIB))
 
 
-def test_v2_the_limit_of_the_own_cgroup(tmp_path: Path) -> None:
-    level(tmp_path / "job/task", V2, 8 * GIB, 3 * GIB)
-    level(tmp_path / "job", V2, "max", 5 * GIB)
-    found = told("0::/job/task\n", mountinfo(tmp_path, "cgroup2"))
-    assert found == Headroom(8 * GIB, 5 * GIB)
-
-
-def test_v2_the_tightest_level_counts(tmp_path: Path) -> None:
-    level(tmp_path / "job/task", V2, 8 * GIB, 3 * GIB)
-    level(tmp_path / "job", V2, 16 * GIB, 12 * GIB)
-    found = told("0::/job/task\n", mountinfo(tmp_path, "cgroup2"))
-    assert found == Headroom(16 * GIB, 4 * GIB)
-
-
-def test_the_page_cache_counts_as_free(tmp_path: Path) -> None:
-    for version, name, options in ((V2, "cgroup2", "rw"), (V1, "cgroup", "rw,memory")):
-        point = tmp_path / name
-        level(point / "job", version, 8 * GIB, 7 * GIB, cache=4 * GIB)
-        member = "0::/job\n" if version is V2 else "5:memory:/job\n0::/\n"
-        found = told(member, mountinfo(point, name, options))
-        assert found == Headroom(8 * GIB, 5 * GIB), name
-
-
-def test_without_a_limit_there_is_none(tmp_path: Path) -> None:
-    level(tmp_path / "v2/job", V2, "max", GIB)
-    (tmp_path / "v2/memory.stat").write_text("anon 0\n")  # the root has no limit to state
-    assert told("0::/job\n", mountinfo(tmp_path / "v2", "cgroup2")) is None
-    level(tmp_path / "v1/job", V1, 9223372036854771712, GIB)
-    level(tmp_path / "v1", V1, 9223372036854771712, GIB)
-    text = mountinfo(tmp_path / "v1", "cgroup", "rw,memory")
-    assert told("4:cpu,memory:/job\n", text) is None
-
-
-def test_beside_v1_the_other_hierarchy_has_no_memory(tmp_path: Path) -> None:
-    level(tmp_path / "v1/job", V1, 2 * GIB, GIB)
-    level(tmp_path / "v2/job", V2, 9 * GIB, GIB)
-    member = "5:memory:/job\n1:name=systemd:/x\n0::/job\n"
-    both = mountinfo(tmp_path / "v2", "cgroup2") + mountinfo(tmp_path / "v1", "cgroup", "rw,memory")
-    assert told(member, both) == Headroom(2 * GIB, GIB)
-
-
-def test_a_container_that_sees_the_hosts_path(tmp_path: Path) -> None:
-    """Docker with v1: the path is the host's, and only the container's own part is mounted."""
-    level(tmp_path, V1, 4 * GIB, GIB)
-    text = mountinfo(tmp_path, "cgroup", "rw,memory", root="/docker/abc")
-    assert told("5:memory:/docker/abc\n", text) == Headroom(4 * GIB, 3 * GIB)
-    level(tmp_path / "step", V1, 2 * GIB, GIB)
-    assert told("5:memory:/docker/abc/step\n", text) == Headroom(2 * GIB, GIB)
-
-
-def test_a_container_with_a_namespace_of_its_own(tmp_path: Path) -> None:
-    """Its cgroup is the top of what it sees; what is above is `..` to it."""
-    level(tmp_path, V2, 4 * GIB, GIB)
-    text = mountinfo(tmp_path, "cgroup2")
-    assert told("0::/\n", text) == Headroom(4 * GIB, 3 * GIB)
-    assert told("0::/../sibling\n", text) == Headroom(4 * GIB, 3 * GIB)
-
-
-@pytest.mark.parametrize("text", ["", "0::/\n", "nonsense\n", "5:memory:/gone\n", "a:b:c:d\n"])
-def test_where_the_kernel_does_not_tell_there_is_no_limit(tmp_path: Path, text: str) -> None:
-    assert told(text, mountinfo(tmp_path, "cgroup2")) is None
-    assert told(text, "") is None
-
-
-def test_what_is_left_is_asked_each_time_and_where_a_limit_is_now_and_then(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    level(tmp_path, V2, "max", 0)
-    level(tmp_path / "job", V2, 2 * GIB, GIB)
-    membership = tmp_path / "membership"
-    membership.write_text("0::/job\n")
-    mounts = parse_mountinfo(mountinfo(tmp_path, "cgroup2"))
-    asked: list[None] = []
-    monkeypatch.setattr(module, "_MEMBERSHIP", membership)
-    monkeypatch.setattr(module, "read_mounts", lambda text: asked.append(text) or mounts)
-    monkeypatch.setattr(module, "_limited", None)
-    now = [100.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    assert memory_headroom() == Headroom(2 * GIB, GIB)
-    level(tmp_path / "job", V2, GIB, GIB // 4)
-    level(tmp_path, V2, GIB // 2, GIB // 4)
-    assert memory_headroom() == Headroom(GIB, GIB - GIB // 4)
-    assert len(asked) == 1
-    now[0] += 5
-    assert memory_headroom() == Headroom(GIB // 2, GIB // 4)
-    assert len(asked) == 2
-
-
-# -- CPUs --------------------------------------------------------------------------
-
-
-def quota(directory: Path, text: str) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "cpu.max").write_text(f"{text}\n")
-
-
-def test_v2_the_tightest_quota_of_cpus_counts(tmp_path: Path) -> None:
-    quota(tmp_path / "job/task", "max 100000")
-    table = mountinfo(tmp_path, "cgroup2")
-    assert cpu_quota("0::/job/task\n", table) is None
-    quota(tmp_path / "job", "250000 100000")
-    assert cpu_quota("0::/job/task\n", table) == 2.5
-    quota(tmp_path / "job/task", "50000 100000")
-    assert cpu_quota("0::/job/task\n", table) == 0.5
-
-
-def test_v1_a_quota_of_cpus_counts(tmp_path: Path) -> None:
-    job = tmp_path / "job"
-    job.mkdir()
-    for directory, text in ((job, "400000"), (tmp_path, "-1")):
-        (directory / "cpu.cfs_quota_us").write_text(f"{text}\n")
-        (directory / "cpu.cfs_period_us").write_text("100000\n")
-    table = mountinfo(tmp_path, "cgroup", "rw,cpu,cpuacct")
-    assert cpu_quota("5:cpu,cpuacct:/job\n4:memory:/\n", table) == 4.0
-    assert cpu_quota("5:cpu,cpuacct:/\n4:memory:/\n", table) is None
+@pytest.mark.parametrize(
+    ("levels", "membership", "cpus"),
+    [
+        ({"v2/job/task": "max 100000"}, "0::/job/task", None),
+        ({"v2/job/task": "max 100000", "v2/job": "250000 100000"}, "0::/job/task", 2.5),
+        ({"v2/job/task": "50000 100000", "v2/job": "250000 100000"}, "0::/job/task", 0.5),
+        ({"v1/job": "400000", "v1": "-1"}, "5:cpu,cpuacct:/job\n4:memory:/", 4.0),
+        ({"v1/job": "400000", "v1": "-1"}, "5:cpu,cpuacct:/\n4:memory:/", None),
+    ],
+)
+def test_the_tightest_quota_of_cpus_counts(tmp_path: Path, tell, levels, membership, cpus) -> None:
+    for name, quota in levels.items():
+        write(tmp_path / name, "cpu.max" if name.startswith("v2") else "cpu.cfs_quota_us", quota)
+        write(tmp_path / name, "cpu.cfs_period_us", 100_000)
+    tell(membership + "\n")
+    assert cpu_quota() == cpus
 
 
 # -- the kernel's own -------------------------------------------------------------
@@ -244,9 +196,30 @@ def test_a_cache_keeps_to_the_tighter_of_its_limits(
 def test_a_ram_disk_has_no_more_than_its_cgroup_leaves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind, memory, size, free
 ) -> None:
-    monkeypatch.setattr(module, "_memory", {})
+    module._is_memory.cache_clear()
+    module._asked.clear()
     monkeypatch.setattr(module, "mount_of", lambda path: Mount("/", kind, "x", frozenset()))
     monkeypatch.setattr(module, "memory_headroom", lambda: memory)
     found = SimpleNamespace(f_frsize=10, f_blocks=800, f_bavail=600, f_files=0, f_favail=0)
     monkeypatch.setattr(os, "statvfs", lambda path: found)
     assert Volume.of(tmp_path) == Volume(size, free, 0, 0)
+
+
+def test_the_cgroups_are_asked_now_and_then_and_what_is_written_meanwhile_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module._asked.clear()
+    clock, left = FakeClock(monkeypatch), [Headroom(2000, 1600)]
+    monkeypatch.setattr(module, "memory_headroom", lambda: left[0])
+
+    def free(disk: int) -> int:
+        return module._headroom_beside(tmp_path, disk).free
+
+    assert free(8000) == 1600
+    left[0] = Headroom(2000, 1000)  # the job took 500, the cache 100
+    assert (free(8000), free(7900)) == (1600, 1500)
+    assert free(7899) == 1000  # a sixteenth was written
+    left[0] = Headroom(2000, 10)
+    assert free(7899) == 1000
+    clock.sleep(1.0)
+    assert free(7899) == 10

@@ -187,7 +187,7 @@ def test_a_ram_disk_that_others_fill_is_passed_by(shop: Shop, ram: Path, tmp_pat
     big = tmp_path / "big.tar"
     big.write_bytes(make_tar(2, members=100, size=60_000))
     with disk(ram, "size=16m"), opened(shop, ram, None) as cache:
-        cache.prepare_here()
+        cache._here().coordinator()
         from shardcache.store.partial import Partial
 
         real = Partial.write
@@ -213,6 +213,8 @@ def test_a_ram_disk_that_is_unmounted_in_mid_run_is_done_without(
 ) -> None:
     with opened(shop, ram, None, touch_interval=0) as cache:
         with disk(ram, "size=16m"):
+            read(cache, shop.urls[0])
+        with disk(ram, "size=16m"):  # mounted again, it is filled again
             held = cache.open(shop.urls[0])
             assert held.read(100) == Path(shop.urls[0]).read_bytes()[:100]
             assert place(cache, ram, shop.urls[0]) == "ram"
@@ -226,18 +228,6 @@ def test_a_ram_disk_that_is_unmounted_in_mid_run_is_done_without(
     assert ram.read_text() == "in the way"
 
 
-@needs_mounts
-def test_a_ram_disk_that_is_mounted_again_is_filled_again(shop: Shop, ram: Path) -> None:
-    with opened(shop, ram, None) as cache:
-        with disk(ram, "size=16m"):
-            read(cache, shop.urls[0])
-            assert place(cache, ram, shop.urls[0]) == "ram"
-        with disk(ram, "size=16m"):
-            for url in shop.urls[:2]:
-                assert read(cache, url) == Path(url).read_bytes()
-                assert place(cache, ram, url) == "ram"
-
-
 def test_ranks_share_a_tiers_copy_by_link(
     shop: Shop, ram: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,7 +236,7 @@ def test_ranks_share_a_tiers_copy_by_link(
         monkeypatch.setenv("SHARDCACHE_RANK", f"{rank}")
         monkeypatch.setenv("SHARDCACHE_JOB", "17")
         with opened(shop, ram, None, isolation="rank") as cache:
-            entry, _ = cache.fetch_shard(cache.parse(shop.urls[0]))
+            entry, _ = cache.opener.fetch(cache.parse(shop.urls[0]))
             assert ram in entry.path.parents
             inodes.add(entry.data.stat().st_ino)
     assert len(inodes) == 1
@@ -264,109 +254,91 @@ def test_prewarming_counts_the_room_of_all_tiers(shop: Shop, ram: Path) -> None:
 
 # -- memory ----------------------------------------------------------------------
 
-_FILL = """
-import json, os, sys
-with open(sys.argv[1] + "/cgroup.procs", "w") as file:
-    file.write(str(os.getpid()))
-from shardcache import Cache
-from shardcache.space.memory import memory_headroom
-limit = memory_headroom().limit
-tiers, lowest = [], limit
-with Cache(sys.argv[2], cache_local=True, min_free=0, tiers=[sys.argv[3]]) as cache:
-    for url in sys.argv[4:]:
-        with cache.open(url) as stream:
-            while stream.read(1 << 20):
-                pass
-        tiers.append(str(cache.path(url)).startswith(sys.argv[3]))
-        lowest = min(lowest, memory_headroom().free)
-print(json.dumps([limit, lowest, tiers]))
-"""
-
-
-@needs_mounts
-def test_a_ram_disk_is_never_filled_beyond_the_memory_of_its_cgroup(
-    shop: Shop, ram: Path, tmp_path: Path, group: Path
-) -> None:
-    """The RAM disk itself would take four times as much, and the kernel would kill."""
-    data = tmp_path / "data"
-    data.mkdir()
-    urls = []
-    for number in range(40):
-        path = data / f"{number}.tar"
-        path.write_bytes(make_tar(number % 3, members=2, size=5_000_000))
-        urls.append(str(path))
-    with disk(ram, "size=1g"):
-        done = subprocess.run(
-            [sys.executable, "-c", _FILL, group, tmp_path / "home", ram, *urls],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=Path(__file__).parents[2],
-        )
-        assert done.returncode == 0, done.stderr
-        limit, lowest, tiers = json.loads(done.stdout)
-        assert limit == 256 * MIB
-        # 5 % of the limit stays free, and a shard more or less.
-        assert lowest > 0
-        assert tiers[0] and not tiers[-1] and tiers == sorted(tiers, reverse=True)
-        assert 10 <= sum(tiers) < 26
-
-
-_GROW = """
+_JOB = """
 import json, os, sys, time
 with open(sys.argv[1] + "/cgroup.procs", "w") as file:
     file.write(str(os.getpid()))
 from shardcache import Cache
 from shardcache.space import clean
 from shardcache.space.memory import memory_headroom
-clean._GLANCE = 0.01
-held = []
+home, ram, urls = sys.argv[2], sys.argv[3], sys.argv[4:]
+limit = memory_headroom().limit
 def read(url):
     with cache.open(url) as stream:
         while stream.read(1 << 20):
             pass
-with Cache(sys.argv[2], cache_local=True, min_free=0, tiers=[sys.argv[3]]) as cache:
-    for url in sys.argv[4:]:
+def in_ram():
+    return sum(entry.size for entry in cache.entries() if ram in str(entry.path))
+with Cache(home, cache_local=True, min_free=0, tiers=[ram]) as cache:
+"""
+_FILL = """
+    tiers, lowest = [], limit
+    for url in urls:
+        read(url)
+        tiers.append(ram in str(cache.path(url)))
+        lowest = min(lowest, memory_headroom().free)
+    print(json.dumps([limit, lowest, tiers]))
+"""
+_GROW = """
+    clean._GLANCE, held = 0.01, []
+    for url in urls:
         cache.fetch(url)
-    full = sum(entry.size for entry in cache.entries() if sys.argv[3] in str(entry.path))
-    cache.pin(sys.argv[4])
-    reader = cache.open(sys.argv[5])
+    full = in_ram()
+    cache.pin(urls[0])
+    reader = cache.open(urls[1])
     for step in range(15):
         held.append(bytearray(8 << 20))
-        read(sys.argv[6 + step])
-        end = time.monotonic() + 10
-        while memory_headroom().free < memory_headroom().limit // 20:
+        read(urls[2 + step])
+        end = time.monotonic() + 60
+        while memory_headroom().free < limit // 20:
             assert time.monotonic() < end
-            read(sys.argv[6 + step % 2])
+            read(urls[2 + step % 2])
             time.sleep(0.02)
-    left = sum(entry.size for entry in cache.entries() if sys.argv[3] in str(entry.path))
-    stay = [sys.argv[3] in str(cache.path(url)) for url in sys.argv[4:6]]
+    print(json.dumps([full, in_ram(), [ram in str(cache.path(url)) for url in urls[:2]]]))
     assert len(reader.read()) > 0
-print(json.dumps([full, left, stay]))
 """
 
 
-@needs_mounts
-def test_a_ram_disk_gives_back_what_the_job_comes_to_need(
-    tmp_path: Path, ram: Path, group: Path
-) -> None:
-    """120 MiB more of a cgroup of 256: with all that was cached the kernel would kill."""
-    (tmp_path / "data").mkdir()
-    urls = []
-    for number in range(40):
-        path = tmp_path / "data" / f"{number}.tar"
-        path.write_bytes(make_tar(number % 3, members=2, size=2_500_000))
-        urls.append(str(path))
-    with disk(ram, "size=1g"):
+@pytest.fixture
+def run(tmp_path: Path, ram: Path) -> Iterator[Callable[[str, int], Any]]:
+    """Runs a job in a cgroup of 256 MiB beside a RAM disk that would take four times as much."""
+
+    def run(program: str, size: int) -> Any:
+        (tmp_path / "data").mkdir()
+        urls = [tmp_path / "data" / f"{number}.tar" for number in range(40)]
+        for number, url in enumerate(urls):
+            url.write_bytes(make_tar(number % 3, members=2, size=size))
         done = subprocess.run(
-            [sys.executable, "-c", _GROW, group, tmp_path / "home", ram, *urls],
+            [sys.executable, "-c", _JOB + program, group, tmp_path / "home", ram, *urls],
             capture_output=True,
             text=True,
             check=False,
             cwd=Path(__file__).parents[2],
         )
         assert done.returncode == 0, (done.returncode, done.stderr)
-    full, left, stay = json.loads(done.stdout)
+        return json.loads(done.stdout)
+
+    groups = limited_group()
+    group = next(groups)
+    with disk(ram, "size=1g"):
+        yield run
+    next(groups, None)
+
+
+@needs_mounts
+def test_a_ram_disk_is_never_filled_beyond_the_memory_of_its_cgroup(run) -> None:
+    limit, lowest, tiers = run(_FILL, 5_000_000)
+    assert limit == 256 * MIB
+    # 5 % of the limit stays free, and a shard more or less.
+    assert lowest > 0
+    assert tiers[0] and not tiers[-1] and tiers == sorted(tiers, reverse=True)
+    assert 10 <= sum(tiers) < 26
+
+
+@needs_mounts
+def test_a_ram_disk_gives_back_what_the_job_comes_to_need(run) -> None:
+    """120 MiB more of a cgroup of 256: with all that was cached the kernel would kill."""
+    full, left, stay = run(_GROW, 2_500_000)
     assert full > 110 * MIB and left < full - 60 * MIB
     assert stay == [True, True]  # the one is pinned, the other is read
 
@@ -405,8 +377,3 @@ def test_tiers_are_given_as_text_lists_and_tables(given: Any, shown: str) -> Non
 def test_what_is_no_tier_is_refused(given: Any) -> None:
     with pytest.raises(ConfigError):
         Config("/home/cache", tiers=given)
-
-
-@pytest.fixture
-def group() -> Iterator[Path]:
-    yield from limited_group()

@@ -8,7 +8,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,13 +16,13 @@ import pytest
 from shardcache.layout import Layout
 from shardcache.ranks import Ranks
 from shardcache.stats import counters as module
-from shardcache.stats.counters import BUCKETS, Counters, bucket_of, bucket_range
+from shardcache.stats.counters import BUCKETS, Counters, bucket_range
 from shardcache.stats.database import compact, samples, zero
 from shardcache.stats.summary import Stats, Waits, by_hour, by_rank, summed
 from shardcache.store.root import make_root
 from tests.support.disktools import disk, needs_mounts, remount
 from tests.support.fakes import FakeClock
-from tests.support.storetools import Parent, crowd, forked, no_descriptor_left
+from tests.support.storetools import Parent, forked, needs_root, no_descriptor_left
 
 HOUR = 3600.0
 #: The beginning of a minute and of an hour.
@@ -35,17 +35,14 @@ def layout(tmp_path: Path) -> Layout:
 
 
 @pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock(now=NOON)
-
-
-Make = Callable[..., Counters]
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    return FakeClock(monkeypatch, now=NOON)
 
 
 @pytest.fixture
-def make(layout: Layout, clock: FakeClock) -> Make:
+def make(layout: Layout, clock: FakeClock) -> Callable[..., Counters]:
     def counters(rank: int = 0, job: str | None = None) -> Counters:
-        return Counters(lambda: layout, clock, Ranks(rank=rank, job=job, source="explicit"))
+        return Counters(lambda: layout, Ranks(rank=rank, job=job, source="explicit"))
 
     return counters
 
@@ -57,11 +54,17 @@ def total(layout: Layout, **options: object) -> Stats:
 # -- histograms ----------------------------------------------------------------
 
 
+def bucket_of(seconds: float) -> int:
+    """The bucket in which a wait is counted."""
+    counters = Counters(lambda: Layout(Path("/nowhere")), allowed=lambda: False)
+    counters.opened("hit", 1, seconds)
+    return next(int(name.removeprefix("disk:")) for name in counters.snapshot() if ":" in name)
+
+
 @pytest.mark.parametrize("microseconds", [0, 1, 2, 3, 4, 5, 6, 7, 8, 100, 12_345, 10**6, 10**9])
 def test_a_wait_is_in_the_range_of_its_bucket(microseconds: int) -> None:
     low, high = bucket_range(bucket_of(microseconds / 1e6 + 1e-9))
-    assert low <= microseconds / 1e6 + 1e-9 < high
-    assert high <= max(2e-6, 1.5 * low)
+    assert low <= microseconds / 1e6 + 1e-9 < high <= max(2e-6, 1.5 * low)
 
 
 def test_buckets_follow_each_other_without_a_gap() -> None:
@@ -82,64 +85,62 @@ def test_percentiles_are_of_what_was_waited() -> None:
 # -- counting ------------------------------------------------------------------
 
 
-def test_what_is_counted_is_read(make: Make, layout: Layout, clock: FakeClock) -> None:
+def test_what_is_counted_is_read(make, layout: Layout) -> None:
     counters = make(2, "17")
     with no_descriptor_left():
-        counters.hit(1000, 0.00005, clock.monotonic())
-        counters.hit(500, 0.00005, clock.monotonic(), tier=1)
-        counters.add({"misses": 1, "bytes_opened": 200}, "network", 1.5)
+        counters.opened("hit", 1000, 0.00005)
+        counters.opened("hit", 500, 0.00005, 1)
+        counters.opened("fetched", 200, 1.5)
         counters.flush()
     found = total(layout)
     assert (found.opens, found.hits, found.misses, found.bytes_opened) == (3, 2, 1, 1700)
     assert (found.hits_tier_1, found.hits_tier_2) == (0, 1)
     assert found.waits["disk"].count == 2 and found.waits["network"].count == 1
-    assert found.counters["wait_us_network"] == 1_500_000
-    assert found.counters["wait_us_disk"] == 100
+    assert (found.counters["wait_us_network"], found.counters["wait_us_disk"]) == (1_500_000, 100)
     assert 1.5 <= found.all_waits.percentile(0.99) <= 2.3
     assert list(by_rank(samples(layout))) == ["2"]
     assert [sample.job for sample in samples(layout)] == ["17"]
     assert (found.since, found.until) == (NOON, NOON + 60)
+    assert counters.snapshot()["hits"] == 2
 
 
-def test_counts_are_written_once_a_second(make: Make, layout: Layout, clock: FakeClock) -> None:
+def test_counts_are_written_once_a_second(make, layout: Layout, clock: FakeClock) -> None:
     counters = make()
-    counters.hit(1, 0.0, clock.monotonic())  # the first, after nothing for long
+    counters.opened("hit", 1, 0.0)  # the first, after nothing for long
     assert total(layout).hits == 1
     for _ in range(5):
         clock.sleep(0.15)
-        counters.hit(1, 0.0, clock.monotonic())
+        counters.opened("hit", 1, 0.0)
         counters.add({"retries": 1})
     assert (total(layout).hits, total(layout).retries) == (1, 0)
     clock.sleep(0.3)
-    counters.hit(1, 0.0, clock.monotonic())
+    counters.opened("hit", 1, 0.0)
     assert (total(layout).hits, total(layout).retries) == (7, 5)
-    counters.hit(1, 0.0, clock.monotonic())
+    counters.opened("hit", 1, 0.0)
     counters.flush()
-    assert total(layout).hits == 8
+    assert total(layout).hits == counters.snapshot()["hits"] == 8
 
 
-def test_what_is_written_late_belongs_to_its_minute(
-    make: Make, layout: Layout, clock: FakeClock
-) -> None:
+def test_what_is_written_late_belongs_to_its_minute(make, layout: Layout, clock: FakeClock) -> None:
     counters = make()
     clock.sleep(59.2)
     for _ in range(5):
-        counters.hit(1, 0.0, clock.monotonic())
+        counters.opened("hit", 1, 0.0)
         clock.sleep(0.1)
     clock.sleep(1.0)
-    counters.hit(1, 0.0, clock.monotonic())
+    counters.opened("hit", 1, 0.0)
     assert sorted((sample.start, sample.counters["hits"]) for sample in samples(layout)) == [
         (NOON, 5),
         (NOON + 60, 1),
     ]
 
 
-def test_threads_lose_nothing(make: Make, layout: Layout) -> None:
+def test_threads_lose_nothing(make, layout: Layout) -> None:
     counters = make()
 
     def count() -> None:
         for _ in range(5000):
-            counters.hit(3, 0.0, 0.0)
+            counters.opened("hit", 3, 0.0)
             counters.add({"retries": 1})
 
     threads = [threading.Thread(target=count) for _ in range(4)]
@@ -152,72 +153,41 @@ def test_threads_lose_nothing(make: Make, layout: Layout) -> None:
     assert (found.hits, found.retries, found.bytes_opened) == (20_000, 20_000, 60_000)
 
 
-def test_eight_processes_lose_nothing(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_INTERVAL", 0.001)
-
-    def work(parent: Parent, number: int) -> None:
-        from shardcache.clock import SYSTEM_CLOCK
-
-        counters = Counters(lambda: layout, SYSTEM_CLOCK, Ranks(rank=number, source="explicit"))
-        parent.hear()
-        for _ in range(1000):
-            counters.hit(1, 0.0, SYSTEM_CLOCK.monotonic())
-        counters.flush(60.0)
-        parent.say()
-
-    with crowd(8, work) as children:
-        for child in children:
-            child.tell()
-        for child in children:
-            child.hear()
-    assert {r: each.hits for r, each in by_rank(samples(layout)).items()} == {
-        str(n): 1000 for n in range(8)
-    }
-
-
 # -- faults --------------------------------------------------------------------
 
 
-@pytest.fixture
-def held(make: Make, layout: Layout) -> Iterator[sqlite3.Connection]:
-    """Somebody who holds the lock of writers."""
+def test_a_locked_database_is_written_later(make, layout: Layout, clock: FakeClock) -> None:
     make().add({"retries": 1})
-    db = sqlite3.connect(layout.stats, isolation_level=None)
-    db.execute("BEGIN IMMEDIATE")
-    yield db
-    db.close()
-
-
-def test_a_locked_database_is_written_later(
-    make: Make, layout: Layout, clock: FakeClock, held: sqlite3.Connection
-) -> None:
-    counters = make()
+    counters, other = make(), sqlite3.connect(layout.stats, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
     for _ in range(3):
-        counters.hit(1, 0.0, clock.monotonic())
+        counters.opened("hit", 1, 0.0)
         clock.sleep(60)
-    assert total(layout).hits == 0
-    held.execute("ROLLBACK")
+    assert total(layout).hits == 0 and counters.snapshot()["hits"] == 3
+    other.execute("ROLLBACK")
     counters.flush()
-    assert total(layout).hits == 3 and len(samples(layout)) == 3
+    assert total(layout).hits == 3
+    other.close()
 
 
 @pytest.mark.parametrize("how", ["full", "gone", "a link", "nothing to count for"])
 def test_where_nothing_can_be_written_nothing_fails(
     layout: Layout, clock: FakeClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    where = None if how == "nothing to count for" else lambda: layout
+    def full(*args: object, **kw: object) -> None:
+        raise OSError(28, "no space left")
+
     if how == "full":
-        monkeypatch.setattr("shardcache.stats.database.write_new", _fails)
+        monkeypatch.setattr("shardcache.stats.database.make_once", full)
     elif how == "gone":
         layout.base.rename(tmp_path / "elsewhere")
     elif how == "a link":
         (tmp_path / "mine").write_text("precious")
         layout.stats.symlink_to(tmp_path / "mine")
-    counters = Counters(where, clock)
+    counters = Counters(None if how == "nothing to count for" else lambda: layout)
     with no_descriptor_left():
         for _ in range(3):
-            counters.hit(1, 0.0, clock.monotonic())
-            counters.add({"retries": 1})
+            counters.opened("hit", 1, 0.0)
             clock.sleep(60)
         counters.flush()
     if how == "gone":
@@ -228,11 +198,7 @@ def test_where_nothing_can_be_written_nothing_fails(
         assert total(layout).hits == 0
 
 
-def _fails(*args: object, **kw: object) -> None:
-    raise OSError(28, "no space left")
-
-
-def test_a_damaged_database_is_begun_anew(make: Make, layout: Layout, clock: FakeClock) -> None:
+def test_a_damaged_database_is_begun_anew(make, layout: Layout, clock: FakeClock) -> None:
     layout.stats.write_bytes(b"no database" * 1000)
     counters = make()
     counters.add({"misses": 1})
@@ -245,7 +211,7 @@ def test_a_disk_that_is_left_alone_is_not_written_and_nothing_is_lost(
     layout: Layout, clock: FakeClock
 ) -> None:
     well = [True]
-    counters = Counters(lambda: layout, clock, allowed=lambda: well[0])
+    counters = Counters(lambda: layout, allowed=lambda: well[0])
     counters.add({"retries": 1})
     well[0] = False
     for _ in range(3):
@@ -257,36 +223,47 @@ def test_a_disk_that_is_left_alone_is_not_written_and_nothing_is_lost(
     assert total(layout).retries == 4
 
 
-def test_nothing_is_left_in_the_cache_of_another_user(layout: Layout, make: Make) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("somebody else's cache needs root")
+@needs_root
+def test_nothing_is_left_in_the_cache_of_another_user(layout: Layout, make) -> None:
     os.chown(layout.base, 12345, 12345)
     make().add({"evicted_asked": 1})
     assert not layout.stats.exists()
 
 
-def test_nodes_that_share_a_directory_share_no_database(tmp_path: Path, clock: FakeClock) -> None:
+@pytest.mark.usefixtures("clock")
+def test_nodes_that_share_a_directory_share_no_database(tmp_path: Path) -> None:
     base = make_root(tmp_path / "cache", "test").base
-    counters = Counters(lambda: Layout(base, grace=3600.0), clock)
-    counters.add({"misses": 1})
-    assert not (base / "stats.db").exists()
     (tmp_path / "node").mkdir()
-    counters = Counters(lambda: Layout(base, local=tmp_path / "node", grace=3600.0), clock)
-    counters.add({"misses": 1})
+    for local in (None, tmp_path / "node"):
+        shared = Layout(base, local=local, grace=3600.0)
+        Counters(lambda shared=shared: shared).add({"misses": 1})
     assert (tmp_path / "node/stats.db").exists() and not (base / "stats.db").exists()
+
+
+@needs_mounts
+def test_a_database_on_a_disk_that_became_read_only_is_read(
+    tmp_path: Path, clock: FakeClock
+) -> None:
+    with disk(tmp_path / "ram", "size=4m") as ram:
+        layout = make_root(ram / "cache", "test")
+        counters = Counters(lambda: layout)
+        counters.add({"misses": 1})
+        remount(ram, "ro")
+        counters.add({"misses": 1})
+        counters.flush()
+        assert total(layout).misses == 1
 
 
 # -- processes -----------------------------------------------------------------
 
 
 def test_a_process_that_is_killed_loses_what_it_counted_since_its_last_write(
-    layout: Layout,
+    make, layout: Layout, clock: FakeClock
 ) -> None:
     def work(parent: Parent) -> None:
-        clock = FakeClock(now=NOON)
-        counters = Counters(lambda: layout, clock)
+        counters = make()
         for _ in range(10):  # the last write is that of the ninth
-            counters.hit(1, 0.0, clock.monotonic())
+            counters.opened("hit", 1, 0.0)
             clock.sleep(0.5)
         parent.say()
         parent.hear()
@@ -302,21 +279,19 @@ import os, sys
 from pathlib import Path
 import shardcache
 assert "sqlite3" not in sys.modules
-from shardcache.clock import SYSTEM_CLOCK
 from shardcache.stats.counters import Counters
 from shardcache.store.root import make_root
 layout = make_root(Path(sys.argv[1]), "test")
-counters = Counters(lambda: layout, SYSTEM_CLOCK)
+counters = Counters(lambda: layout)
 assert "sqlite3" not in sys.modules
 counters.add({"misses": 1})
-assert "sqlite3" in sys.modules
-counters.hit(1, 0.0, 0.0)
+counters.opened("hit", 1, 0.0)
 child = os.fork()
 if child == 0:
-    counters.hit(1, 0.0, 0.0)
+    counters.opened("hit", 1, 0.0)
     sys.exit(0)  # with all that is registered for the end of a process
 os.waitpid(child, 0)
-counters.hit(1, 0.0, 0.0)
+counters.opened("hit", 1, 0.0)
 """
 
 
@@ -329,15 +304,15 @@ def test_the_end_of_a_process_writes_what_it_counted_and_nothing_of_its_parent(
 
 
 def test_no_connection_gets_into_a_child_that_is_forked_while_another_thread_writes(
-    layout: Layout, monkeypatch: pytest.MonkeyPatch
+    make, layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_INTERVAL", 0.0)
     ended = threading.Event()
 
     def count() -> None:
-        counters = Counters(lambda: layout, FakeClock(now=NOON))
+        counters = make()
         while not ended.wait(0.001):
-            counters.hit(1, 0.0, 0.0)
+            counters.opened("hit", 1, 0.0)
 
     thread = threading.Thread(target=count)
     thread.start()
@@ -358,21 +333,16 @@ def test_no_connection_gets_into_a_child_that_is_forked_while_another_thread_wri
 # -- what is kept --------------------------------------------------------------
 
 
-@pytest.fixture
-def day(make: Make, layout: Layout, clock: FakeClock) -> Stats:
-    """Two ranks, three hours."""
-    for rank in (0, 1):
+def test_minutes_become_hours_and_are_forgotten(make, layout: Layout, clock: FakeClock) -> None:
+    for rank in (0, 1):  # two ranks, three hours
         counters = make(rank, "9")
         clock.now = NOON - clock.elapsed
         for number in range(180):
-            counters.hit(10, 0.001, clock.monotonic())
-            counters.add({"misses": 1, "bytes_opened": number}, "network", 0.5)
+            counters.opened("hit", 10, 0.001)
+            counters.opened("fetched", number, 0.5)
             clock.sleep(60)
         counters.flush()
-    return total(layout)
-
-
-def test_minutes_become_hours(layout: Layout, day: Stats) -> None:
+    day = total(layout)
     assert (day.hits, len(samples(layout))) == (360, 360)
     assert total(layout, since=NOON + HOUR).hits == 240
     ranks, hours = by_rank(samples(layout)), by_hour(samples(layout))
@@ -389,26 +359,12 @@ def test_minutes_become_hours(layout: Layout, day: Stats) -> None:
     assert len(samples(layout, ever=True)) == 1
 
 
-def test_one_can_begin_anew_in_the_midst_of_a_minute(
-    make: Make, layout: Layout, day: Stats
-) -> None:
+def test_one_can_begin_anew_in_the_midst_of_a_minute(make, layout: Layout) -> None:
     counters = make()
-    counters.add({"misses": 5}, "network", 0.5)
+    counters.opened("fetched", 1, 0.5)
     zero(layout)
     assert not total(layout, ever=True).opens
     assert total(layout).all_waits.percentile(0.5) is None
-    counters.add({"misses": 1}, "network", 0.5)
+    counters.opened("fetched", 1, 0.5)
     counters.flush()
     assert total(layout).misses == 1 and total(layout).waits["network"].count == 1
-
-
-@needs_mounts
-def test_a_database_on_a_disk_that_became_read_only_is_read(tmp_path: Path) -> None:
-    with disk(tmp_path / "ram", "size=4m") as ram:
-        layout = make_root(ram / "cache", "test")
-        counters = Counters(lambda: layout, FakeClock(now=NOON))
-        counters.add({"misses": 1})
-        remount(ram, "ro")
-        counters.add({"misses": 1})
-        counters.flush()
-        assert total(layout).misses == 1

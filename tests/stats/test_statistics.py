@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from shardcache.cache import Cache
 from shardcache.cli.demo import S3Server
 from shardcache.errors import ConfigError, IntegrityError, ShardNotFoundError
+from shardcache.layout import Layout
 from shardcache.origins.base import TransientError
-from shardcache.stats.database import fetches
 from shardcache.stats.summary import by_rank
 from tests.support.clitools import run_process
-from tests.support.disktools import disk, needs_mounts
 from tests.support.fakes import Fault, MemoryOrigin
 from tests.support.proxy import Proxy
+from tests.support.shop import Shop
 from tests.support.storetools import Parent, crowd
 from tests.support.tars import make_tar
 
@@ -164,34 +163,22 @@ def test_bytes_of_upstreams_are_counted_apart(
     assert (found.fetches, found.fetches_upstream) == (1, 1) and found.bytes_saved == len(data)
 
 
-def test_entries_that_make_room_are_counted(make_cache: Make, origin: MemoryOrigin) -> None:
-    for name in "abc":
-        origin.objects[f"s3://lab/{name}.tar"] = make_tar(1, members=20, size=10_000)
-    size = len(origin.objects["s3://lab/a.tar"])
-    cache = make_cache(policy="lru", max_size=size + 1000)
-    for name in "abc":
-        cache.fetch(f"s3://lab/{name}.tar")
-    assert (cache.stats().evicted_max_size, cache.stats().evicted) == (2, 2)
-
-
-@needs_mounts
-def test_hits_are_counted_by_tier(tmp_path: Path) -> None:
-    urls = []
-    for number in range(6):
-        path = tmp_path / f"{number}.tar"
-        path.write_bytes(make_tar(number, members=4, size=4000))
-        urls.append(str(path))
-    size = os.path.getsize(urls[0])
-    with disk(tmp_path / "ram", "size=16m") as ram:
-        tier = {"dir": ram / "t", "max_size": 2 * size + 1000, "min_free": 0}
-        with Cache(tmp_path / "ssd", cache_local=True, min_free=0, tiers=[tier]) as cache:
-            for _ in range(3):
-                for url in urls:
-                    with cache.open(url) as stream:
-                        stream.read()
-            found = cache.stats()
-            assert (found.misses, found.hits) == (6, 12)
-            assert (found.hits_tier_1, found.hits_tier_2, found.hits_tier_3) == (4, 8, 0)
+def test_hits_and_evictions_are_counted_by_tier_and_reason(tmp_path: Path) -> None:
+    shop = Shop(tmp_path, count=6)
+    tier = {"dir": tmp_path / "fast", "max_size": 2 * shop.size, "min_free": 0}
+    with Cache(shop.path, cache_local=True, min_free=0, tiers=[tier]) as cache:
+        for url in shop.urls * 3:
+            with cache.open(url) as stream:
+                stream.read()
+        cache.clean(max_size=shop.size)
+        found = cache.stats()
+    assert (found.misses, found.hits) == (6, 12)
+    assert (found.hits_tier_1, found.hits_tier_2, found.hits_tier_3) == (4, 8, 0)
+    assert (found.evicted_max_size, found.evicted, found.bytes_evicted) == (0, 0, 0)  # all in use
+    with Cache(shop.path, min_free=0) as cache:
+        cache.clean(max_size=shop.size)
+        found = cache.stats()
+    assert (found.evicted_max_size, found.evicted, found.bytes_evicted) == (3, 3, 3 * shop.size)
 
 
 def test_nothing_is_counted_where_that_is_switched_off(
@@ -202,25 +189,7 @@ def test_nothing_is_counted_where_that_is_switched_off(
     cache.open("s3://lab/a.tar").read()
     cache.close()
     assert cache.stats().opens == 0
-    assert not cache.node_layout.stats.exists()
-
-
-# -- the list of fetches ---------------------------------------------------------------
-
-
-def test_what_was_fetched_is_remembered(make_cache: Make, origin: MemoryOrigin) -> None:
-    cache = make_cache()
-    for name in ("a", "b", "a"):
-        url = f"s3://lab/{name}.tar?X-Amz-Signature=hush"
-        origin.objects[str(cache.parse(url))] = make_tar(1)
-        cache.fetch(url)
-        cache.remove(url)
-    cache.close()
-    found = list(fetches(cache.node_layout))
-    assert [fetch.url for fetch in found] == [f"s3://lab/{name}.tar" for name in ("a", "b", "a")]
-    assert {fetch.size for fetch in found} == {len(make_tar(1))}
-    assert list(fetches(cache.node_layout, time.time() + 60)) == []
-    assert b"hush" not in cache.node_layout.stats.read_bytes()
+    assert not Layout.of_root(cache.dir).stats.exists()
 
 
 # -- the command --------------------------------------------------------------------
@@ -229,13 +198,12 @@ def test_what_was_fetched_is_remembered(make_cache: Make, origin: MemoryOrigin) 
 @pytest.fixture
 def used(tmp_path: Path) -> Path:
     """A cache from which two shards were read, one of them twice."""
-    for number in range(2):
-        (tmp_path / f"{number}.tar").write_bytes(make_tar(number))
-    with Cache(tmp_path / "cache", cache_local=True, min_free=0) as cache:
-        for number in (0, 1, 0):
-            with cache.open(str(tmp_path / f"{number}.tar")) as stream:
+    shop = Shop(tmp_path, count=2)
+    with Cache(shop.path, cache_local=True, min_free=0) as cache:
+        for url in (*shop.urls, shop.urls[0]):
+            with cache.open(url) as stream:
                 stream.read()
-    return tmp_path / "cache"
+    return shop.path
 
 
 def told(*arguments: object) -> Any:

@@ -4,31 +4,26 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import itertools
 import os
-import random
 import sys
 import zlib
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from shardcache.layout import Layout
 from shardcache.origins.base import Checksum
 from shardcache.store import digest as digests
 from shardcache.store.digest import (
     BLOCK,
+    Comparison,
+    MismatchError,
     block_digest,
     can_check,
-    crc_function,
     file_checksum,
     file_digest,
-    join_crcs,
     tree_digest,
 )
-from tests.support.storetools import begin, fill, metadata_for, payload
+from tests.support.storetools import payload
 
 CRCS = {"crc32": 4, "crc32c": 4, "crc64nvme": 8}
 #: The check values of the catalogue of parametrised CRC algorithms: CRC-32/ISO-HDLC,
@@ -55,23 +50,39 @@ def opened(path: Path, data: bytes) -> int:
 
 
 @pytest.mark.parametrize("algorithm", CRCS)
-@given(data=st.binary(max_size=400), cuts=st.lists(st.integers(0, 400), max_size=6))
-def test_crcs_of_any_pieces_join_into_the_crc_of_the_whole(algorithm, data, cuts) -> None:
-    function = crc_function(algorithm)
-    assert function is not None
-    edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
-    pieces = [memoryview(data)[a:b] for a, b in itertools.pairwise(edges)]
-    joined = join_crcs(algorithm, ((function(piece), len(piece)) for piece in pieces))
-    assert joined == encoded(algorithm, whole(algorithm, data))
+def test_crcs_have_the_published_check_values(tmp_path: Path, algorithm: str) -> None:
+    fd = opened(tmp_path / "data", b"123456789")
+    assert file_checksum(fd, algorithm) == encoded(algorithm, CHECK[algorithm])
+    os.close(fd)
 
 
-@pytest.mark.parametrize("algorithm", CRCS)
-def test_crcs_have_the_published_check_values(algorithm: str) -> None:
-    function = crc_function(algorithm)
-    assert function is not None
-    assert function(memoryview(b"123456789")) == CHECK[algorithm]
-    pieces = [(function(memoryview(p)), len(p)) for p in (b"1234", b"", b"56789")]
-    assert join_crcs(algorithm, pieces) == encoded(algorithm, CHECK[algorithm])
+@pytest.mark.parametrize("joins", [True, False])
+@pytest.mark.parametrize("size", [0, 5, BLOCK, 3 * BLOCK + 77])
+@pytest.mark.parametrize("algorithm", [*CRCS, "sha256"])
+def test_a_shard_is_compared_with_what_its_origin_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str, size: int, joins: bool
+) -> None:
+    if not joins:
+        real = digests._crc_functions
+        monkeypatch.setattr(digests, "_crc_functions", lambda algorithm: (real(algorithm)[0], None))
+    data = payload(size)
+    fd = opened(tmp_path / "data", data)
+    stated = Checksum(algorithm, file_checksum(fd, algorithm))
+    comparison = Comparison()
+    for index in range(-(-size // BLOCK)):  # the first comes before the answer
+        comparison.add(index, memoryview(data)[index * BLOCK : (index + 1) * BLOCK])
+        comparison.stated = stated
+    assert comparison.compare(fd, size, stated) == algorithm
+    comparison.stated = Checksum(algorithm, stated.value[::-1] + "=")
+    with pytest.raises(MismatchError):
+        comparison.compare(fd, size, None)
+    if size:
+        os.truncate(tmp_path / "data", size - 1)
+        comparison = Comparison()
+        with pytest.raises((OSError, MismatchError)):
+            comparison.compare(fd, size, stated)
+    assert Comparison().compare(fd, size, Checksum("md5", "x")) is None
+    os.close(fd)
 
 
 @pytest.mark.parametrize("size", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 77])
@@ -89,25 +100,6 @@ def test_checksums_of_files_are_those_of_their_bytes(tmp_path: Path, size: int) 
         assert len(file_digest(fd)) == 32
     finally:
         os.close(fd)
-
-
-@settings(deadline=None, max_examples=10)
-@given(seed=st.integers(0, 2**32), size=st.integers(1, 4 * BLOCK))
-def test_the_tree_digest_does_not_depend_on_the_order_of_writing(
-    tmp_path_factory: pytest.TempPathFactory, seed: int, size: int
-) -> None:
-    data = payload(size, seed)
-    layout = Layout(tmp_path_factory.mktemp("order") / "v1")
-    layout.make()
-    partial = begin(layout, metadata_for(data=data))
-    order = list(range(-(-size // BLOCK)))
-    random.Random(seed).shuffle(order)
-    try:
-        fill(partial, data, order)
-        assert tree_digest(partial.digests) == file_digest(partial.fd)
-        assert tree_digest(partial.digests) == metadata_for(data=data).digest
-    finally:
-        partial.discard()
 
 
 def test_short_reads_do_not_change_a_digest(
@@ -134,17 +126,15 @@ def test_only_whole_object_checksums_can_be_checked() -> None:
     assert not can_check(Checksum("md5", value))
     for algorithm in (*CRCS, "sha1", "sha256"):
         assert can_check(Checksum(algorithm, value))
-    assert crc_function("sha256") is None
 
 
 def test_without_the_extra_only_crc32_and_sha_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "awscrt", None)
-    digests._crc.cache_clear()
+    digests._crc_functions.cache_clear()
     try:
         assert can_check(Checksum("crc32", "AAAAAA=="))
         assert can_check(Checksum("sha256", "AAAAAA=="))
         assert not can_check(Checksum("crc32c", "AAAAAA=="))
         assert not can_check(Checksum("crc64nvme", "AAAAAA=="))
-        assert crc_function("crc64nvme") is None
     finally:
-        digests._crc.cache_clear()
+        digests._crc_functions.cache_clear()

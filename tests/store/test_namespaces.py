@@ -10,7 +10,7 @@ from shardcache.config import Config
 from shardcache.layout import Layout
 from shardcache.ranks import Ranks
 from shardcache.store.root import make_root
-from shardcache.store.store import Namespaces, own_layout
+from shardcache.store.store import Namespaces
 from tests.support.storetools import publish
 
 
@@ -18,27 +18,23 @@ def config(path: Path, isolation: str = "node", **options: object) -> Config:
     return Config(path, isolation=isolation, **options)
 
 
-def test_by_default_a_node_shares_one_namespace(tmp_path: Path) -> None:
-    for ranks in (Ranks(), Ranks(rank=3, job="job", source="torch")):
-        assert own_layout(Layout.of_root(tmp_path), config(tmp_path), ranks) == Layout.of_root(
-            tmp_path
-        )
-
-
 @pytest.mark.parametrize(
     ("isolation", "ranks", "name"),
     [
-        ("rank", Ranks(rank=3, job="j7"), "j7-3"),
-        ("rank", Ranks(), "local-0"),
-        ("job", Ranks(rank=3, job="j7"), "j7"),
-        ("job", Ranks(), "local"),
+        ("node", Ranks(), "."),
+        ("node", Ranks(rank=3, job="job", source="torch"), "."),
+        ("rank", Ranks(rank=3, job="j7"), "ranks/j7-3"),
+        ("rank", Ranks(), "ranks/local-0"),
+        ("job", Ranks(rank=3, job="j7"), "ranks/j7"),
+        ("job", Ranks(), "ranks/local"),
     ],
 )
-def test_apart_each_has_its_own(tmp_path: Path, isolation: str, ranks: Ranks, name: str) -> None:
-    assert (
-        own_layout(Layout.of_root(tmp_path), config(tmp_path, isolation), ranks).base
-        == tmp_path / "v1" / "ranks" / name
-    )
+def test_a_node_shares_a_namespace_unless_ranks_or_jobs_are_apart(
+    tmp_path: Path, isolation: str, ranks: Ranks, name: str
+) -> None:
+    make_root(tmp_path, "test")
+    own = Namespaces(config(tmp_path, isolation), ranks).own.layout
+    assert own.base == tmp_path / "v1" / name
 
 
 @pytest.mark.parametrize("job", ["j7", "nightly/2026-01-01", "-rf", "..", "x" * 200, "\u00e9"])

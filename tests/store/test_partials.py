@@ -5,10 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import random
-import shutil
 import signal
 import stat
-import struct
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -24,21 +22,23 @@ from shardcache.store.entry import Metadata
 from shardcache.store.partial import (
     LostError,
     Partial,
+    PartialSource,
     Progress,
+    read_metadata,
     read_progress,
-    read_records,
 )
+from shardcache.store.sweeping import in_flight
 from tests.support.storetools import (
     Parent,
     begin,
     crowd,
     fill,
     forked,
+    make_store,
     metadata_for,
     no_descriptor_left,
     payload,
     refusing,
-    wait_until,
 )
 
 SIZE = 3 * BLOCK + 777
@@ -48,9 +48,7 @@ NAME = "a.tar"
 
 @pytest.fixture
 def layout(tmp_path: Path) -> Layout:
-    layout = Layout(tmp_path / "v1")
-    layout.make()
-    return layout
+    return make_store(tmp_path).layout
 
 
 def left_behind(layout: Layout, blocks: list[int], data: bytes = DATA) -> Path:
@@ -65,6 +63,10 @@ def remains(layout: Layout) -> list[str]:
     return os.listdir(layout.partial)
 
 
+def length_of(index: int) -> int:
+    return min(BLOCK, SIZE - index * BLOCK)
+
+
 # -- writing -------------------------------------------------------------------
 
 
@@ -72,9 +74,10 @@ def test_a_new_partial_is_empty_private_and_says_what_it_will_be(layout: Layout)
     metadata = metadata_for(data=DATA)
     with no_descriptor_left():
         partial = begin(layout, metadata)
+        assert sorted(os.listdir(partial.path)) == [NAME, PROGRESS]
         assert parse_partial_name(partial.path.name) == (metadata.key, metadata.info.version)
-        assert read_progress(partial.path) == Progress(SIZE, 0, 0)
-        assert Metadata.decode((partial.path / META).read_bytes()) == metadata
+        assert read_progress(partial.path) == Progress(SIZE, 0)
+        assert read_metadata(partial.path) == metadata
         assert stat.S_IMODE(partial.path.stat().st_mode) == 0o700
         assert stat.S_IMODE(partial.data.stat().st_mode) == 0o600
         assert list(partial.missing()) == [(0, SIZE)]
@@ -84,28 +87,27 @@ def test_a_new_partial_is_empty_private_and_says_what_it_will_be(layout: Layout)
 
 
 @settings(deadline=None, max_examples=30)
-@given(order=st.permutations(range(4)), count=st.integers(0, 4))
+@given(order=st.permutations(range(4)), count=st.integers(1, 4))
 def test_progress_says_exactly_what_is_there(
     tmp_path_factory: pytest.TempPathFactory, order: list[int], count: int
 ) -> None:
-    layout = Layout(tmp_path_factory.mktemp("progress") / "v1")
-    layout.make()
-    partial = begin(layout, metadata_for(data=DATA))
+    partial = begin(make_store(tmp_path_factory.mktemp("x")).layout, metadata_for(data=DATA))
+    seen = PartialSource(partial.path, NAME)
     there = set(order[:count])
     fill(partial, DATA, iter(order[:count]))
     fill(partial, DATA, iter(order[:1]))  # the same again counts once
-    there |= {order[0]}
     prefix = next((i for i in range(5) if i not in there), 4)
-    written = sum(min(BLOCK, SIZE - i * BLOCK) for i in there)
-    watermark = min(prefix * BLOCK, SIZE)
-    assert read_progress(partial.path) == Progress(SIZE, watermark, written)
-    assert (partial.watermark, partial.written) == (watermark, written)
+    written = sum(map(length_of, there))
+    assert read_progress(partial.path) == Progress(SIZE, written)
+    assert (partial.watermark, partial.written) == (min(prefix * BLOCK, SIZE), written)
+    assert seen.limit() == min(prefix, 3) * BLOCK
     assert partial.digests == [
         block_digest(DATA[i * BLOCK : (i + 1) * BLOCK]) for i in range(prefix)
     ]
     absent = {i for start, stop in partial.missing() for i in range(start, stop, BLOCK)}
     assert absent == {i * BLOCK for i in range(4) if i not in there}
     assert all(stop <= SIZE for _, stop in partial.missing())
+    seen.close()
     partial.discard()
 
 
@@ -125,7 +127,7 @@ def test_blocks_from_many_threads_are_all_recorded(layout: Layout) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert read_progress(partial.path) == Progress(16 * BLOCK, 16 * BLOCK, 16 * BLOCK)
+    assert read_progress(partial.path) == Progress(16 * BLOCK, 16 * BLOCK)
     assert partial.data.read_bytes() == data
     assert list(partial.missing()) == []
     partial.discard()
@@ -135,20 +137,15 @@ def test_a_fetch_that_starts_over_forgets_every_block(layout: Layout) -> None:
     partial = begin(layout, metadata_for(data=DATA, size=None))
     fill(partial, DATA, iter([0, 1, 3]))
     partial.restart()
-    assert read_progress(partial.path) == Progress(None, 0, 0)
+    assert read_progress(partial.path) == Progress(None, 0)
     assert partial.digests == [] and partial.data.stat().st_size == 0
-    with open(partial.path / PROGRESS, "rb") as file:
-        assert list(read_records(file.fileno(), len(DATA))) == []
     other = payload(BLOCK, seed=2)
     fill(partial, other)
-    partial.set_total(BLOCK)
-    assert read_progress(partial.path) == Progress(BLOCK, BLOCK, BLOCK)
+    assert read_progress(partial.path) == Progress(None, BLOCK)
     assert partial.data.read_bytes() == other
     partial.close()
-    partial.restart()
-    partial.discard()  # it may be somebody else's by now
-    assert partial.path.exists()
-    shutil.rmtree(partial.path)
+    partial.restart()  # of a thread that comes late
+    partial.discard()
 
 
 def test_a_short_write_is_carried_on_and_an_empty_one_ends(
@@ -166,30 +163,14 @@ def test_a_short_write_is_carried_on_and_an_empty_one_ends(
     partial.discard()
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
-def test_a_write_that_fails_is_an_error_and_nothing_is_recorded(
-    layout: Layout, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    partial = begin(layout, metadata_for(data=DATA))
-    real = os.pwrite
-    monkeypatch.setattr(
-        os, "pwrite", refusing(number, when=lambda fd, *_: fd == partial.fd, real=real)
-    )
-    with pytest.raises(OSError) as caught:
-        fill(partial, DATA)
-    assert caught.value.errno == number
-    monkeypatch.setattr(os, "pwrite", real)
-    assert (partial.watermark, partial.written) == (0, 0)
-    partial.discard()
-
-
 def test_workers_that_come_late_write_nowhere(layout: Layout) -> None:
-    partial = begin(layout, metadata_for(data=DATA, size=None))
+    partial = begin(layout, metadata_for(data=DATA))
     file = partial.handle()
     partial.close()
     before = (partial.path / PROGRESS).read_bytes()
     partial.record(0, b"x" * 16, BLOCK)
-    partial.set_total(1)
+    partial.show(5)
+    partial.confirm()
     assert (partial.path / PROGRESS).read_bytes() == before
     with pytest.raises(OSError):
         partial.handle()
@@ -209,15 +190,14 @@ def test_a_partial_counts_as_live_until_its_last_worker_let_go(layout: Layout) -
     assert remains(layout) == []
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE])
-@pytest.mark.parametrize("call", ["open", "pwrite", "mkdir"])
-@pytest.mark.parametrize("name", [NAME, META, PROGRESS])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EMFILE])
+@pytest.mark.parametrize(
+    ("call", "name"), [("open", NAME), ("open", PROGRESS), ("pwrite", ""), ("mkdir", "")]
+)
 def test_a_disk_that_fails_leaves_nothing(
     layout: Layout, monkeypatch: pytest.MonkeyPatch, number: int, call: str, name: str
 ) -> None:
-    def concerns(path: object, *args: object, **kw: object) -> bool:
-        return call != "open" or name in os.path.basename(str(path))
-
+    concerns = lambda path, *a, **k: name in str(path)  # noqa: E731
     monkeypatch.setattr(os, call, refusing(number, when=concerns, real=getattr(os, call)))
     with no_descriptor_left(), pytest.raises(OSError) as caught:
         begin(layout, metadata_for(data=DATA))
@@ -226,78 +206,82 @@ def test_a_disk_that_fails_leaves_nothing(
     assert remains(layout) == []
 
 
-@pytest.mark.parametrize("step", ["mkdir", "lock", "meta"])
-def test_a_new_partial_that_is_swept_is_made_again(
-    layout: Layout, monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
-    swept = 0
+# -- reading while it grows ----------------------------------------------------
 
-    def sweep(path: Path) -> None:
-        nonlocal swept
-        if swept < 2:
-            swept += 1
-            shutil.rmtree(path)
 
-    if step == "mkdir":
-        real_open = module.open_exclusive
-        monkeypatch.setattr(
-            module,
-            "open_exclusive",
-            lambda path, *args: (sweep(path.parent), real_open(path, *args))[1],
-        )
-    elif step == "lock":
-        real_lock = module.is_free
-        monkeypatch.setattr(
-            module,
-            "is_free",
-            lambda fd: (sweep(Path(os.readlink(f"/proc/self/fd/{fd}")).parent), real_lock(fd))[1],
-        )
-    else:
-        real_replace = module.replace_file
-        monkeypatch.setattr(
-            module,
-            "replace_file",
-            lambda path, *args, **kw: (sweep(path.parent), real_replace(path, *args, **kw))[1],
-        )
-    with no_descriptor_left():
-        partial = begin(layout, metadata_for(data=DATA))
-        fill(partial, DATA)
-        assert partial.data.read_bytes() == DATA
-        assert swept == 2
-        assert remains(layout) == [partial.path.name]
-        partial.close()
+@pytest.mark.parametrize("size", [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1])
+def test_the_last_block_is_never_shown(layout: Layout, size: int) -> None:
+    data = payload(size)
+    made = begin(layout, metadata_for(data=data))
+    seen = PartialSource(made.path, NAME)
+    assert seen.limit() == 0
+    for index in range(-(-size // BLOCK)):
+        fill(made, data, iter([index]))
+        assert seen.limit() == min(index + 1, (size - 1) // BLOCK) * BLOCK
+    seen.close()
+    made.discard()
+
+
+def test_of_a_shard_of_unknown_size_the_newest_block_is_held_back(layout: Layout) -> None:
+    made = begin(layout, metadata_for(data=DATA, size=None))
+    seen = PartialSource(made.path, NAME)
+    for index, limit in enumerate([0, 1, 2, 3]):
+        fill(made, DATA, iter([index]))
+        assert seen.limit() == limit * BLOCK
+    seen.close()
+    made.discard()
+
+
+def test_the_first_bytes_are_shown_early_and_many_blocks_at_once(layout: Layout) -> None:
+    count = 2 * module._AHEAD + 7
+    metadata = metadata_for()
+    info = replace(metadata.info, size=(count + 1) * BLOCK)
+    made = begin(layout, replace(metadata, info=info))
+    seen = PartialSource(made.path, NAME)
+    made.show(1000)
+    assert seen.limit() == 1000
+    made.record(1, bytes(16), BLOCK)
+    assert seen.limit() == 1000
+    for index in range(count):
+        made.record(index, bytes(16), BLOCK)
+    made.show(5)  # too late
+    assert seen.limit() == count * BLOCK
+    seen.close()
+    made.discard()
+
+
+def test_what_cannot_be_followed_leaves_no_descriptor_open(layout: Layout) -> None:
+    made = begin(layout, metadata_for(data=DATA))
+    nameless = replace(made.metadata, info=replace(made.metadata.info, etag=None))
+    other = begin(layout, nameless)
+    with no_descriptor_left(), pytest.raises(module.DamagedError, match="told from others"):
+        PartialSource(other.path, NAME)
+    (made.path / PROGRESS).unlink()  # it is being published
+    with no_descriptor_left(), pytest.raises(FileNotFoundError) as caught:
+        PartialSource(made.path, NAME)
+    assert caught.value.filename.endswith(PROGRESS)
+    made.discard()
+    other.discard()
 
 
 # -- sealing -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sync", [False, True])
-def test_a_sealed_partial_is_what_an_entry_must_be(layout: Layout, sync: bool) -> None:
+def test_a_sealed_partial_is_what_an_entry_must_be(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch, sync: bool
+) -> None:
+    synced: list[str] = []
+    note = lambda fd: synced.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name)  # noqa: E731
+    monkeypatch.setattr(os, "fsync", note)
     metadata = metadata_for(data=DATA)
     partial = begin(layout, replace(metadata, digest=""))
     fill(partial, DATA)
     partial.seal(metadata, sync=sync)
+    assert synced == ([META, NAME, partial.path.name] if sync else [])
     assert sorted(os.listdir(partial.path)) == [NAME, META]
     assert Metadata.decode((partial.path / META).read_bytes()) == metadata == partial.metadata
     assert stat.S_IMODE(partial.data.stat().st_mode) == 0o400
-    partial.discard()
-
-
-def test_sealing_with_sync_puts_all_of_it_on_the_disk(
-    layout: Layout, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    partial = begin(layout, metadata_for(data=DATA))
-    synced: list[str] = []
-    real = os.fsync
-
-    def note(fd: int) -> None:
-        synced.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
-        real(fd)
-
-    monkeypatch.setattr(os, "fsync", note)
-    partial.seal(metadata_for(data=DATA), sync=True)
-    assert synced[0].startswith(f".{META}.")
-    assert synced[1:] == [NAME, partial.path.name]
     partial.discard()
 
 
@@ -319,15 +303,14 @@ def test_a_partial_that_was_taken_away_cannot_be_sealed(layout: Layout) -> None:
 def test_what_a_dead_process_fetched_is_taken_over_whole(
     tmp_path_factory: pytest.TempPathFactory, blocks: list[int], seed: int
 ) -> None:
-    layout = Layout(tmp_path_factory.mktemp("claim") / "v1")
-    layout.make()
+    layout = make_store(tmp_path_factory.mktemp("claim")).layout
     path = left_behind(layout, blocks)
     with no_descriptor_left():
         partial = Partial.claim(layout, path, NAME)
         assert partial is not None
         assert partial.path != path and not path.exists()
         assert parse_partial_name(partial.path.name) == parse_partial_name(path.name)
-        assert partial.written == sum(min(BLOCK, SIZE - i * BLOCK) for i in blocks)
+        assert partial.written == sum(map(length_of, blocks))
         rest = [i for i in range(4) if i not in blocks]
         random.Random(seed).shuffle(rest)
         fill(partial, DATA, iter(rest))
@@ -342,8 +325,7 @@ def test_what_a_dead_process_fetched_is_taken_over_whole(
 def test_only_blocks_whose_bytes_are_proven_are_believed(
     tmp_path_factory: pytest.TempPathFactory, data
 ) -> None:
-    layout = Layout(tmp_path_factory.mktemp("proof") / "v1")
-    layout.make()
+    layout = make_store(tmp_path_factory.mktemp("proof")).layout
     path = left_behind(layout, [0, 1, 3])
     target = path / data.draw(st.sampled_from([NAME, PROGRESS]))
     raw = bytearray(target.read_bytes())
@@ -366,24 +348,33 @@ def test_only_blocks_whose_bytes_are_proven_are_believed(
             if not any(a <= start < b for a, b in absent):
                 assert found[start:stop] == DATA[start:stop]
         # Nothing of it is shown before the origin was asked whether it has this version.
-        assert read_progress(partial.path) == Progress(SIZE, 0, partial.written)
+        seen = PartialSource(partial.path, NAME)
+        assert seen.limit() == 0 and not partial.confirmed
         partial.confirm()
-        assert read_progress(partial.path) == Progress(SIZE, partial.watermark, partial.written)
+        assert seen.limit() == min(partial.watermark, 3 * BLOCK)
+        assert read_progress(partial.path) == Progress(SIZE, partial.written)
+        seen.close()
     finally:
         partial.discard()
+
+
+def of_another(path: Path, **other: object) -> None:
+    """Give a partial the progress of another shard or version."""
+    made = begin(Layout(path.parents[1]), metadata_for(**{"data": DATA, **other}))
+    (made.path / PROGRESS).replace(path / PROGRESS)
+    made.discard()
 
 
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda path: (path / META).unlink(),
         lambda path: (path / PROGRESS).unlink(),
-        lambda path: (path / META).write_bytes(b"{}"),
-        lambda path: (path / META).write_bytes(metadata_for("s3://lab/b.tar", DATA).encode()),
-        lambda path: (path / META).write_bytes(metadata_for(data=DATA, etag="other").encode()),
         lambda path: (path / PROGRESS).write_bytes(b"short"),
-        lambda path: (path / PROGRESS).write_bytes(struct.pack("<8sQQQQ", b"WRONG", 1, 2, 3, 4)),
-        lambda path: ((path / PROGRESS).unlink(), (path / PROGRESS).symlink_to(path / META)),
+        lambda path: (path / PROGRESS).write_bytes(b"SHCPROG1" + bytes(99)),
+        lambda path: of_another(path, url="s3://lab/b.tar"),
+        lambda path: of_another(path, etag="other"),
+        lambda path: of_another(path, size=None),
+        lambda path: ((path / PROGRESS).unlink(), (path / PROGRESS).symlink_to(path / NAME)),
         lambda path: ((path / PROGRESS).unlink(), (path / PROGRESS).mkdir()),
     ],
 )
@@ -397,14 +388,18 @@ def test_useless_remains_are_removed(layout: Layout, damage) -> None:
 
 
 @pytest.mark.locks_work("answers")
+@pytest.mark.parametrize(
+    ("where", "call", "number"),
+    [(os, "preadv", errno.EIO), (module, "open_exclusive", errno.EMFILE)],
+)
 def test_a_disk_that_fails_while_claiming_is_an_error_and_keeps_the_bytes(
-    layout: Layout, monkeypatch: pytest.MonkeyPatch
+    layout: Layout, monkeypatch: pytest.MonkeyPatch, where: object, call: str, number: int
 ) -> None:
     path = left_behind(layout, [0, 1])
-    monkeypatch.setattr(os, "preadv", refusing(errno.EIO, real=os.preadv))
+    monkeypatch.setattr(where, call, refusing(number, real=None))
     with no_descriptor_left(), pytest.raises(OSError) as caught:
         Partial.claim(layout, path, NAME)
-    assert caught.value.errno == errno.EIO
+    assert caught.value.errno == number
     monkeypatch.undo()
     [name] = remains(layout)
     partial = Partial.claim(layout, layout.partial / name, NAME)
@@ -412,44 +407,28 @@ def test_a_disk_that_fails_while_claiming_is_an_error_and_keeps_the_bytes(
     partial.discard()
 
 
-@pytest.mark.parametrize("step", ["begin", "seal"])
 @pytest.mark.locks_work("answers")
-def test_what_a_killed_writer_had_half_written_is_not_published(layout: Layout, step: str) -> None:
+def test_what_a_killed_writer_had_half_sealed_is_sealed_anew(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A resumed partial becomes an entry as it is: nothing else may be in it."""
 
     def write(parent: Parent) -> None:
-        die = lambda *a: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
-        with pytest.MonkeyPatch.context() as patch:
-            if step == "begin":
-                patch.setattr(Path, "replace", die)
-            partial = begin(layout, metadata_for(data=DATA))
-            fill(partial, DATA)
-            patch.setattr(Path, "replace", die)
-            partial.seal(metadata_for(data=DATA), sync=False)
+        partial = begin(layout, metadata_for(data=DATA))
+        fill(partial, DATA)
+        monkeypatch.setattr(Path, "unlink", lambda *a: os.kill(os.getpid(), signal.SIGKILL))
+        partial.seal(replace(metadata_for(data=DATA), library="killed"), sync=False)
 
     with forked(write) as child:
         assert child.wait() == -signal.SIGKILL
-    [directory] = [path for path in layout.partial.iterdir() if path.is_dir()]
-    left = set(os.listdir(directory))
-    assert left <= {NAME, META, PROGRESS} and NAME in left
+    [directory] = layout.partial.iterdir()
+    assert sorted(os.listdir(directory)) == [NAME, META, PROGRESS]
     partial = Partial.claim(layout, directory, NAME)
-    assert (partial is None) == (step == "begin")
-    if partial is not None:
-        partial.seal(metadata_for(data=DATA), sync=False)
-        assert sorted(os.listdir(partial.path)) == [NAME, META]
-        partial.discard()
-
-
-@pytest.mark.locks_work("answers")
-def test_want_of_descriptors_is_an_error_and_removes_nothing(
-    layout: Layout, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = left_behind(layout, [0])
-    monkeypatch.setattr(module, "open_exclusive", refusing(errno.EMFILE, real=None))
-    with pytest.raises(OSError):
-        Partial.claim(layout, path, NAME)
-    (left,) = remains(layout)  # perhaps with the name of who wanted to claim it
-    assert sorted(os.listdir(layout.partial / left)) == [NAME, META, PROGRESS]
+    assert partial is not None and list(partial.missing()) == []
+    partial.seal(metadata_for(data=DATA), sync=False)
+    assert sorted(os.listdir(partial.path)) == [NAME, META]
+    assert Metadata.decode((partial.path / META).read_bytes()).library == "test"
+    partial.discard()
 
 
 # -- other processes -----------------------------------------------------------
@@ -470,7 +449,9 @@ def test_a_live_writers_partial_cannot_be_claimed_and_a_killed_ones_can_at_once(
         assert Partial.claim(layout, path, NAME) is None
         child.kill(signal.SIGSTOP)  # not running is not dead
         assert Partial.claim(layout, path, NAME) is None
+        assert [found.live for found in in_flight(layout)] == [True]
         child.kill()
+        assert [found.live for found in in_flight(layout)] == [False]
         partial = Partial.claim(layout, path, NAME)
     assert partial is not None and partial.written == 2 * BLOCK
     partial.discard()
@@ -542,31 +523,3 @@ def test_of_many_claimers_one_wins(layout: Layout) -> None:
             winners = [name for child in children if (name := child.hear()) is not None]
             assert len(winners) == 1
             assert not path.exists()
-
-
-@pytest.mark.locks_work("answers")
-def test_a_killed_writer_never_leaves_more_than_it_wrote(layout: Layout) -> None:
-    # Killed at whatever instant: what is believed afterwards is what is there.
-    data = payload(8 * BLOCK)
-
-    def write(parent: Parent) -> None:
-        partial = begin(layout, metadata_for(data=data))
-        parent.say(str(partial.path))
-        while True:
-            fill(partial, data)
-
-    for delay in range(6):
-        with forked(write) as child:
-            path = Path(child.hear())
-            wait_until(
-                lambda p=path, n=delay: (read_progress(p) or Progress(0, 0, 0)).written >= n * BLOCK
-            )
-            child.kill()
-        partial = Partial.claim(layout, path, NAME)
-        assert partial is not None and partial.written >= delay * BLOCK
-        found = partial.data.read_bytes()
-        for index in range(8):
-            start = index * BLOCK
-            if not any(a <= start < b for a, b in partial.missing()):
-                assert found[start : start + BLOCK] == data[start : start + BLOCK]
-        partial.discard()

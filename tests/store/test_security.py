@@ -16,10 +16,9 @@ from typing import Any
 
 import pytest
 
-from shardcache import Cache, ConfigError, LockTimeoutError
+from shardcache import Cache, ConfigError
 from shardcache.cli.main import main
 from shardcache.layout import MANIFEST, META, PROGRESS, Layout
-from shardcache.locks.flock import Holder, KeyLock
 from shardcache.store.root import check_root, make_root
 from shardcache.wds.attach import url_opener
 from tests.support.storetools import (
@@ -79,7 +78,6 @@ def test_a_url_is_refused_in_every_way_in_and_nothing_is_run(tmp_path: Path, url
             lambda: cache.pinned(text).__enter__(),
             lambda: cache.path(text),
             lambda: cache.remove(text),
-            lambda: cache.gopen(text),
             lambda: list(url_opener([{"url": text}], cache=cache)),
         ]
         # WebDataset's "::" joins several shards, and prewarm reads its specs as WebDataset does.
@@ -122,26 +120,14 @@ def test_no_key_leaves_its_place(tmp_path: Path, name: str, origin, make_cache) 
     assert set(os.listdir(tmp_path)) - before <= {"cache"}
 
 
-def test_one_name_in_many_places_is_as_many_shards(origin, make_cache) -> None:
-    urls = [f"s3://{bucket}/{prefix}/a.tar" for bucket in ("x", "y") for prefix in ("1", "2")]
-    for number, url in enumerate(urls):
-        origin.objects[url] = make_tar(number)
-    cache = make_cache()
-    entries = [cache.fetch(url) for url in urls]
-    assert len({entry.key for entry in entries}) == len(urls)
-    assert {entry.data.name for entry in entries} == {"a.tar"}
-    for number, entry in enumerate(entries):
-        assert entry.data.read_bytes() == make_tar(number)
-
-
 # -- roots ---------------------------------------------------------------------
 
 
-def cache_error(path: Path, **options: Any) -> str:
+def cache_error(path: Path) -> str:
     """What opening a shard says of a root; empty if it is used."""
     shard = path.parent / "origin.tar"
     try:
-        with Cache(path, min_free=0, cache_local=True, **options) as cache:
+        with Cache(path, min_free=0, cache_local=True) as cache:
             cache.fetch(str(shard))
     except ConfigError as exn:
         return str(exn)
@@ -155,25 +141,14 @@ def cli_error(path: Path) -> str:
     return said if code else ""
 
 
-def foreign(root: Path) -> str:
-    root.mkdir()
-    os.chown(root, BELA.uid, BELA.uid)
-    root.chmod(0o755)
-    return "use a directory of your own"
+def directory(uid: int, mode: int, fix: str) -> Callable[[Path], str]:
+    def make(root: Path) -> str:
+        root.mkdir()
+        os.chown(root, uid, uid)
+        root.chmod(mode)
+        return fix.format(root=root)
 
-
-def writable(root: Path) -> str:
-    root.mkdir()
-    os.chown(root, ANNA.uid, ANNA.uid)
-    root.chmod(0o1777)
-    return f"use a directory of your own below it, such as {root}/shards"
-
-
-def group_writable(root: Path) -> str:
-    root.mkdir()
-    os.chown(root, ANNA.uid, ANNA.uid)
-    root.chmod(0o770)
-    return f"chmod g-w {root}"
+    return make
 
 
 def group_writable_cache(root: Path) -> str:
@@ -192,43 +167,10 @@ def linked(root: Path) -> str:
     return "use a directory of your own"
 
 
-def a_file(root: Path) -> str:
-    root.touch()
-    return "point dir at a directory"
-
-
-def a_pipe(root: Path) -> str:
-    os.mkfifo(root)
-    return "point dir at a directory"
-
-
 def foreign_inside(root: Path) -> str:
     make_root(root, "1")
     os.chown(root, ANNA.uid, ANNA.uid)
     return "use a directory of your own"
-
-
-def writable_inside(root: Path) -> str:
-    for path in (root, *make_root(root, "1").directories):
-        os.chown(path, ANNA.uid, ANNA.uid)
-    (root / "v1" / "objects").chmod(0o777)
-    return f"chmod o-w {root}/v1/objects"
-
-
-def linked_inside(root: Path) -> str:
-    for path in (root, *make_root(root, "1").directories):
-        os.chown(path, ANNA.uid, ANNA.uid)
-    (root / "v1").rename(root.parent / "elsewhere")
-    (root / "v1").symlink_to("../elsewhere")
-    return "point dir at the place itself"
-
-
-def linked_manifest(root: Path) -> str:
-    for path in (root, *make_root(root, "1").directories):
-        os.chown(path, ANNA.uid, ANNA.uid)
-    (root / MANIFEST).rename(root.parent / "manifest")
-    (root / MANIFEST).symlink_to("../manifest")
-    return "remove it"
 
 
 def foreign_open(root: Path) -> str:
@@ -240,8 +182,17 @@ def foreign_open(root: Path) -> str:
     return "use a directory of your own"
 
 
-ROOTS = [foreign_open, foreign, writable, linked, a_file, a_pipe, foreign_inside, writable_inside]
-ROOTS += [linked_inside, linked_manifest, group_writable, group_writable_cache]
+ROOTS = {
+    "foreign": directory(BELA.uid, 0o755, "use a directory of your own"),
+    "writable": directory(ANNA.uid, 0o1777, "below it, such as {root}/shards"),
+    "group-writable": directory(ANNA.uid, 0o770, "chmod g-w {root}"),
+    "a file": lambda root: root.touch() or "point dir at a directory",
+    "a pipe": lambda root: os.mkfifo(root) or "point dir at a directory",
+    "a link": linked,
+    "foreign, with directories for all": foreign_open,
+    "foreign inside": foreign_inside,
+    "a cache that its group may write": group_writable_cache,
+}
 
 
 @pytest.fixture
@@ -257,37 +208,21 @@ def public(tmp_path: Path) -> Iterator[Path]:
 
 
 @needs_root
-@pytest.mark.parametrize("prepare", ROOTS)
+@pytest.mark.parametrize("kind", ROOTS)
 def test_a_root_that_others_could_tamper_with_is_refused_with_the_fix(
-    public: Path, prepare: Callable[[Path], str]
+    public: Path, kind: str
 ) -> None:
     root = public / "cache"
-    fix = prepare(root)
+    fix = ROOTS[kind](root)
     before = {p: p.lstat().st_mtime_ns for p in public.rglob("*")}
-    for options in ({}, {"strict": True}, {"isolation": "rank"}):
-        said = ask(ANNA, lambda options=options: cache_error(root, **options))
-        assert fix in said and str(root) in said
+    said = ask(ANNA, cache_error, root)
+    assert fix in said and str(root) in said
     said = ask(ANNA, cli_error, root)
     assert fix in said and str(root) in said
     for arguments in (("clean", "--all", "-y"), ("ls",), ("rm", "-y", "s3://lab/a.tar")):
         code, said = ask(ANNA, lambda a=arguments: command("--dir", root, *a))
         assert code != 0 or "nothing" in said.lower() or "0 shards" in said, said
-        assert prepare is not linked_inside or "is a symbolic link" in said
     assert {p: p.lstat().st_mtime_ns for p in public.rglob("*")} == before
-
-
-def test_statistics_of_a_reader_follow_no_planted_link(origin, make_cache, tmp_path: Path) -> None:
-    origin.objects["s3://lab/a.tar"] = SHARDS["a.tar"]
-    cache = make_cache()
-    cache.fetch("s3://lab/a.tar")
-    (cache.dir / "v1").rename(tmp_path / "elsewhere")
-    (cache.dir / "v1").symlink_to(tmp_path / "elsewhere")
-    for path in (tmp_path / "elsewhere").glob("stats.db*"):
-        path.unlink()
-    with cache.open("s3://lab/a.tar") as stream:
-        assert stream.read() == SHARDS["a.tar"]
-    cache.close()
-    assert not list((tmp_path / "elsewhere").glob("stats.db*"))
 
 
 @needs_root
@@ -326,20 +261,14 @@ def entry_of(make_cache, origin, url: str = "s3://lab/a.tar"):
 ESCAPES = "s3://lab/\x1b[2J\x1b]0;owned\x07\n\u202e\ud800.tar"
 HOSTILE: dict[str, Callable[[dict[str, Any]], bytes]] = {
     "another key": lambda r: json.dumps({**r, "key": "0" * 32}).encode(),
-    "a path for a key": lambda r: json.dumps({**r, "key": "../../../victim"}).encode(),
     "another size": lambda r: json.dumps({**r, "size": 1}).encode(),
-    "a size of 4000 digits": lambda r: json.dumps({**r, "size": 10**4000}).encode(),
-    "NaN": lambda r: json.dumps({**r, "size": float("nan")}).encode(),
     "deep": lambda r: b"[" * 60_000,
-    "deep inside": lambda r: json.dumps({**r, "object": 0}).encode()[:-2] + b"[" * 50_000,
     "huge": lambda r: json.dumps({**r, "url": "a" * 20_000_000}).encode(),
     "empty": lambda r: b"",
-    "an object for a text": lambda r: json.dumps({**r, "url": {"a": 1}}).encode(),
     "another version": lambda r: json.dumps(
         {**r, "object": {**r["object"], "etag": "../../x"}}
     ).encode(),
     "the next schema": lambda r: json.dumps({**r, "schema": 2}).encode(),
-    "a second schema": lambda r: json.dumps(r).encode()[:-1] + b', "schema": []}',
 }
 
 
@@ -359,48 +288,6 @@ def test_a_hostile_sidecar_is_a_miss_and_is_replaced(make_cache, origin, kind: s
     assert len(origin.requests) == before + 1
     assert json.loads(sidecar.read_bytes())["url"] == url
     assert command("--dir", cache.dir, "clean")[0] == 0
-
-
-@pytest.mark.parametrize("form", [(), ("--json",), ("--format", "jsonl")])
-@pytest.mark.parametrize("arguments", [("ls",), ("ls", "--long"), ("clean", "-v", "--all", "-y")])
-def test_no_text_of_a_sidecar_reaches_a_terminal_as_it_is(
-    make_cache, origin, form: tuple[str, ...], arguments: tuple[str, ...]
-) -> None:
-    cache, entry, _ = entry_of(make_cache, origin)
-    sidecar = entry.path / META
-    record = json.loads(sidecar.read_bytes())
-    for field in ("url", "boot", "library", "digest", "checked"):
-        record[field] = ESCAPES
-    record["object"]["etag"] = record["object"]["etag"]
-    sidecar.write_bytes(json.dumps(record).encode())
-    code, said = command("--dir", cache.dir, *form, *arguments)
-    assert code == 0
-    assert not {"\x1b", "\x07", "\u202e", "\ud800"} & set(said)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["../../../victim", "/etc", "..", "x" * 5000, "a\0b", "\x1b[2J", "{key}.{version}.../x"],
-)
-def test_a_lock_record_leads_nowhere_and_writes_nothing_on_a_terminal(
-    tmp_path: Path, make_cache, origin, caplog: pytest.LogCaptureFixture, name: str
-) -> None:
-    """A waiter reads it: who fetches, and how far. Both come from a file that others write."""
-    origin.objects["s3://lab/a.tar"] = SHARDS["a.tar"]
-    cache = make_cache(lock_timeout=0.1, strict=True)
-    shard = cache.parse("s3://lab/a.tar")
-    (tmp_path / "victim").mkdir()
-    os.mkfifo(tmp_path / "victim" / PROGRESS)  # whoever reads it waits for ever
-    lock = KeyLock(Layout.of_root(cache.dir).key_lock(shard.key))
-    assert lock.try_acquire(Holder(1, "host", None, None, 1.0))
-    record = {"pid": 7, "host": f"node\x1b[2J{name}", "rank": None, "job": f"{name}\n",
-              "started": -1e300, "partial": name, "size": None}  # fmt: skip
-    lock.path.write_text(json.dumps(record))
-    with pytest.raises(LockTimeoutError) as caught:
-        cache.fetch("s3://lab/a.tar")
-    lock.release()
-    assert str(caught.value).isprintable() and len(str(caught.value)) < 600
-    assert not {"\x1b", "\n", "\0"} & set("".join(r.getMessage() for r in caplog.records))
 
 
 # -- what is not ours --------------------------------------------------------------

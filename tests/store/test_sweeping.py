@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import signal
 import time
 from pathlib import Path
 
@@ -13,23 +12,22 @@ import pytest
 
 from shardcache.layout import IDLE_GRACE, META, Layout
 from shardcache.locks.flock import Holder, KeyLock
-from shardcache.store import sweeping
-from shardcache.store.partial import LostError, Partial, Progress
+from shardcache.store.partial import Partial, Progress
 from shardcache.store.root import make_root
 from shardcache.store.sweeping import (
     in_flight,
-    remove_free_locks,
     remove_leftover,
+    remove_locks,
     remove_quarantined,
-    remove_temporaries,
+    remove_unnamed,
 )
 from tests.support.storetools import (
     Parent,
+    age,
     begin,
     crowd,
     few_descriptors,
     fill,
-    forked,
     metadata_for,
     no_descriptor_left,
     payload,
@@ -84,7 +82,7 @@ def test_looking_tells_the_living_from_the_dead_and_changes_nothing(layout: Layo
     }
     assert found[dead].key == found[live.path].key == KEY
     assert found[doomed].key == "" and found[doomed].progress is None
-    assert found[dead].progress == Progress(5000, 5000, 5000)
+    assert found[dead].progress == Progress(5000, 5000)
     live.discard()
 
 
@@ -95,13 +93,24 @@ def test_looking_tells_the_living_from_the_dead_and_changes_nothing(layout: Layo
 def test_the_dead_are_removed_whatever_state_they_were_left_in(layout: Layout) -> None:
     left_behind(layout)
     half_evicted(layout)
-    layout.new_partial(KEY, "0" * 24).mkdir()  # killed after mkdir
     layout.new_evicted(KEY).mkdir()  # killed before the last rmdir
     only_meta = left_behind(layout)
-    (only_meta / "a.tar").unlink()
-    (only_meta / f".{META}.x").touch()
+    (only_meta / "a.tar").rename(only_meta / META)
     with no_descriptor_left():
-        assert sweep(layout) == 5
+        assert sweep(layout) == 4
+    assert list(layout.partial.iterdir()) == []
+
+
+@pytest.mark.locks_work("answers")
+@pytest.mark.parametrize("names", [[], ["a.tar"]])
+def test_what_may_just_be_made_goes_when_it_is_old(layout: Layout, names: list[str]) -> None:
+    path = layout.new_partial(KEY, "0" * 24)
+    path.mkdir()
+    for name in names:
+        (path / name).touch()
+    assert sweep(layout) == 0
+    age(path)
+    assert sweep(layout) == 1
     assert list(layout.partial.iterdir()) == []
 
 
@@ -145,21 +154,10 @@ def test_want_of_descriptors_removes_nothing_that_lives(layout: Layout) -> None:
     live = begin(layout, metadata_for(data=DATA))
     fill(live, DATA)
     before = tree(layout.base)
-    with few_descriptors(0), pytest.raises(OSError) as caught:
-        remove_leftover(layout, live.path)
-    assert caught.value.errno == errno.EMFILE
-    real = os.open
-
-    def scarce(path, flags, *args, **kw):
-        if str(path).endswith("a.tar"):
-            raise OSError(errno.EMFILE, "too many")
-        return real(path, flags, *args, **kw)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "open", scarce)
-        for call in (lambda: remove_leftover(layout, live.path), lambda: list(in_flight(layout))):
-            with pytest.raises(OSError):
-                call()
+    for call in (lambda: remove_leftover(layout, live.path), lambda: list(in_flight(layout))):
+        with few_descriptors(0), pytest.raises(OSError) as caught:
+            call()
+        assert caught.value.errno == errno.EMFILE
     assert tree(layout.base) == before
     live.discard()
 
@@ -177,66 +175,6 @@ def test_quarantined_entries_go_and_say_how_much_that_frees(layout: Layout) -> N
 
 
 # -- other processes -----------------------------------------------------------
-
-
-@pytest.mark.locks_work("flock")
-def test_a_killed_writers_partial_is_an_orphan_at_once_and_a_stopped_ones_is_not(
-    layout: Layout,
-) -> None:
-    def write(parent: Parent) -> None:
-        partial = begin(layout, metadata_for(data=DATA))
-        fill(partial, DATA)
-        parent.say(str(partial.path))
-        parent.hear()
-
-    with forked(write) as child:
-        path = Path(child.hear())
-        child.kill(signal.SIGSTOP)
-        [found] = in_flight(layout)
-        assert found.live and not remove_leftover(layout, path)
-        child.kill()
-        [found] = in_flight(layout)
-        assert not found.live and remove_leftover(layout, path)
-
-
-@pytest.mark.locks_work("flock")
-def test_sweepers_never_take_a_partial_from_a_writer_that_just_makes_it(layout: Layout) -> None:
-    # Writers create partials as fast as they can while sweepers sweep as fast as
-    # they can. Once `create` has returned, the partial is the writer's.
-    def run_sweeper(parent: Parent, number: int) -> None:
-        parent.hear()
-        end = time.monotonic() + 1.5
-        swept = 0
-        while time.monotonic() < end:
-            swept += sweep(layout)
-        parent.say(swept)
-
-    def run_writer(parent: Parent, number: int) -> None:
-        parent.hear()
-        end = time.monotonic() + 1.5
-        made = lost = 0
-        while time.monotonic() < end:
-            partial = begin(layout, metadata_for(data=DATA))
-            made += 1
-            try:
-                fill(partial, DATA)
-                partial.seal(metadata_for(data=DATA), sync=False)
-                lost += partial.data.read_bytes() != DATA
-            except (LostError, OSError):
-                lost += 1
-            partial.discard()
-        parent.say((made, lost))
-
-    with crowd(2, run_sweeper) as sweepers, crowd(2, run_writer) as writers:
-        for child in (*sweepers, *writers):
-            child.tell()
-        results = [writer.hear() for writer in writers]
-        for sweeper in sweepers:
-            sweeper.hear()
-    assert all(made > 0 for made, _ in results)
-    assert [lost for _, lost in results] == [0, 0]
-    sweep(layout)
-    assert list(layout.partial.iterdir()) == []
 
 
 @pytest.mark.locks_work("answers")
@@ -299,11 +237,11 @@ def test_lock_files_nobody_holds_go_and_their_directories(layout: Layout) -> Non
     held = KeyLock(layout.key_lock(keys[3]))
     assert held.try_acquire(ME)
     with no_descriptor_left():
-        assert remove_free_locks(layout) == 19
+        assert remove_locks(layout) == 19
     assert lock_files(layout) == ["03", f"03/{keys[3]}.lock"]
     assert not KeyLock(layout.key_lock(keys[3])).try_acquire(ME)
     held.release()
-    assert remove_free_locks(layout) == 1
+    assert remove_locks(layout) == 1
     assert lock_files(layout) == []
 
 
@@ -321,91 +259,18 @@ def test_only_lock_files_of_keys_are_removed(layout: Layout, tmp_path: Path) -> 
     (layout.locks / "zy").mkdir()
     (layout.locks / "ef").symlink_to(layout.locks / "ab")
     before = tree(tmp_path)
-    assert remove_free_locks(layout) == 0
+    assert remove_locks(layout) == 0
     layout.key_lock(key).touch()
-    assert remove_free_locks(layout) == 1
+    assert remove_locks(layout) == 1
     assert tree(tmp_path) == before
-
-
-@pytest.mark.locks_work
-def test_a_lock_file_replaced_after_it_was_opened_is_not_removed(
-    layout: Layout, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = layout.key_lock("ab" * 16)
-    path.parent.mkdir()
-    path.touch()
-    holder = KeyLock(path)
-    real = sweeping.lock_exclusive
-
-    def replaced(fd: int) -> bool:
-        monkeypatch.setattr(sweeping, "lock_exclusive", real)
-        path.unlink()
-        assert holder.try_acquire(ME)
-        return real(fd)
-
-    monkeypatch.setattr(sweeping, "lock_exclusive", replaced)
-    assert remove_free_locks(layout) == 0
-    assert not KeyLock(path).try_acquire(ME)
-    holder.release()
-
-
-@pytest.mark.locks_work
-def test_mutual_exclusion_holds_while_free_locks_are_removed_in_a_loop(
-    layout: Layout, tmp_path: Path
-) -> None:
-    keys = ["ab" * 16, "cd" * 16]
-
-    def run_saboteur(parent: Parent, number: int) -> None:
-        parent.hear()
-        removed = 0
-        end = time.monotonic() + 2.0
-        while time.monotonic() < end:
-            removed += remove_free_locks(layout)
-        parent.say(removed)
-
-    def run_worker(parent: Parent, number: int) -> None:
-        parent.hear()
-        taken = collisions = 0
-        end = time.monotonic() + 2.0
-        while time.monotonic() < end:
-            key = keys[taken % 2]
-            lock = KeyLock(layout.key_lock(key))
-            if not lock.try_acquire(ME):
-                continue
-            inside = tmp_path / f"inside-{key[:2]}"
-            try:
-                os.close(os.open(inside, os.O_CREAT | os.O_EXCL))
-            except FileExistsError:
-                collisions += 1
-            else:
-                time.sleep(0.0005)  # long enough for others to come by
-                inside.unlink()
-            taken += 1
-            lock.release()
-        parent.say((taken, collisions))
-
-    with crowd(2, run_saboteur) as saboteurs, crowd(3, run_worker) as workers:
-        for child in (*saboteurs, *workers):
-            child.tell()
-        found = [worker.hear() for worker in workers]
-        removed = sum(saboteur.hear() for saboteur in saboteurs)
-    assert [collisions for _, collisions in found] == [0, 0, 0]
-    assert removed > 0 and sum(taken for taken, _ in found) > 0
 
 
 @pytest.mark.locks_work("answers")
 def test_files_whose_writers_died_before_naming_them_go(layout: Layout) -> None:
-    def write(parent: Parent) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Path, "replace", lambda *a: os.kill(os.getpid(), signal.SIGKILL))
-            begin(layout, metadata_for(data=DATA))
-
-    with forked(write) as child:
-        assert child.wait() == -signal.SIGKILL
-    [found] = in_flight(layout)
-    assert remove_leftover(layout, found.path)
-    [left] = layout.partial.iterdir()
-    assert left.name.startswith(f".{META}.")
-    assert remove_temporaries(layout) == 1
-    assert remove_temporaries(layout) == 0
-    assert list(layout.partial.iterdir()) == []
+    left = layout.partial / f".{META}.{KEY}"
+    left.write_bytes(DATA)
+    (layout.partial / ".notes").write_bytes(DATA)
+    assert remove_unnamed(layout) == 0  # its writer may live
+    age(layout.partial)
+    assert remove_unnamed(layout) == 1
+    assert os.listdir(layout.partial) == [".notes"]

@@ -15,6 +15,7 @@ import pytest
 
 from shardcache.cache import Cache
 from shardcache.fetch.coordinator import Coordinator
+from shardcache.layout import META
 from shardcache.origins.base import ObjectInfo, TransientError
 from shardcache.store import verify as engine
 from shardcache.store.entry import Entry
@@ -22,7 +23,7 @@ from shardcache.store.store import Store
 from shardcache.store.verify import Finding, State, VerifyStatus, differs
 from tests.support.fakes import MemoryOrigin
 from tests.support.shop import Shop
-from tests.support.storetools import forked, payload, refusing, tree
+from tests.support.storetools import payload, refusing, tree
 
 Make = Callable[..., Cache]
 
@@ -98,48 +99,25 @@ def test_quick_does_not_read_and_so_misses_a_changed_byte(
         assert states(cache) == ["damaged"] * 6  # what cannot be read
 
 
-def _no_sidecar(entry: Entry, other: Entry) -> None:
-    (entry.path / "meta.json").unlink()
-
-
-def _garbled_sidecar(entry: Entry, other: Entry) -> None:
-    (entry.path / "meta.json").write_bytes(b"\0" * 700)
-
-
-def _another_sidecar(entry: Entry, other: Entry) -> None:
-    shutil.copy(other.path / "meta.json", entry.path / "meta.json")
-
-
-def _no_data(entry: Entry, other: Entry) -> None:
-    entry.data.unlink()
-
-
-def _another_name(entry: Entry, other: Entry) -> None:
-    entry.data.rename(entry.path / "other.tar")
-
-
-def _a_link(entry: Entry, other: Entry) -> None:
-    data = entry.data
-    data.unlink()
-    data.symlink_to(other.data)
-
-
 @pytest.mark.parametrize(
     ("harm", "reason"),
     [
-        (_no_sidecar, "it has no sidecar"),
-        (_garbled_sidecar, "its sidecar cannot be read"),
-        (_another_sidecar, "its sidecar describes another shard"),
-        (_no_data, "it has no data file"),
-        (_another_name, "its data file is missing"),
-        (_a_link, "its data file is a link"),
+        (lambda path, other: (path / META).unlink(), "it has no sidecar"),
+        (lambda path, other: (path / META).write_bytes(b"\0" * 9), "its sidecar cannot be read"),
+        (lambda path, other: shutil.copy(other / META, path), "its sidecar describes another"),
+        (lambda path, other: (path / "0.tar").unlink(), "it has no data file"),
+        (lambda path, other: (path / "0.tar").rename(path / "b"), "its data file is missing"),
+        (
+            lambda path, other: ((path / "0.tar").unlink(), (path / "0.tar").symlink_to("x")),
+            "it cannot be read (Too many levels",
+        ),
     ],
 )
 def test_an_entry_that_no_reader_would_be_given_is_damaged_and_repaired(
-    shop: Shop, harm: Callable[[Entry, Entry], None], reason: str
+    shop: Shop, harm: Callable[[Path, Path], object], reason: str
 ) -> None:
     entry = shop.entries()[shop.urls[0]]
-    harm(entry, shop.entries()[shop.urls[1]])
+    harm(entry.path, shop.entries()[shop.urls[1]].path)
     with opened(shop) as cache:
         for quick in (True, False):
             (finding,) = [f for f in cache.verify(quick=quick) if f.state is State.DAMAGED]
@@ -239,25 +217,6 @@ def test_without_repair_nothing_is_written(shop: Shop) -> None:
     with opened(shop) as cache:
         assert states(cache) == ["damaged"] * 2 + ["ok"] * 4
     assert (tree(shop.path), times()) == before
-
-
-def test_who_reads_a_damaged_entry_reads_on_while_it_is_set_aside(shop: Shop) -> None:
-    url = shop.urls[0]
-    flip(shop.entries()[url], 30_000)
-    damaged = shop.entries()[url].data.read_bytes()
-
-    def reader(parent: Any) -> None:
-        with opened(shop) as cache, cache.open(url) as stream:
-            parent.say(stream.read(10))
-            parent.hear()
-            parent.say(stream.read())
-
-    with forked(reader) as child:
-        begin = child.hear()
-        with opened(shop) as cache:
-            assert found(cache, repair=True)[f"file://{url}"].set_aside
-            assert cache.path(url) is None
-            assert begin + child.ask() == damaged
 
 
 def test_a_disk_that_cannot_be_written_is_said_beside_the_damage(

@@ -8,10 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from shardcache.cache import Cache
-from shardcache.cli.demo import S3Server
 from shardcache.errors import CacheFullError
 from tests.support.fakes import MemoryOrigin
-from tests.support.proxy import Proxy
 from tests.support.storetools import no_descriptor_left
 from tests.support.tars import make_tar
 
@@ -74,18 +72,3 @@ def test_an_answer_that_nobody_reads_is_closed(make_cache: Make, origin: MemoryO
     assert cache.prewarm([URLS[2]]).fetched == 0
     gc.collect()
     assert all(body.closed for body in origin.bodies)
-
-
-def test_from_a_server_it_costs_one_request(
-    s3: S3Server,
-    bucket: str,
-    s3_environment: dict[str, str],
-    proxy: Proxy,
-    make_cache: Make,
-    tmp_path: object,
-) -> None:
-    s3.put(bucket, "0.tar", LARGE)
-    with Cache(tmp_path / "c", min_free=0, max_size="10MiB") as cache:  # type: ignore[operator]
-        proxy.reset()
-        assert read(cache, f"s3://{bucket}/0.tar") == LARGE
-    assert [request.method for request in proxy.requests()] == ["GET"]

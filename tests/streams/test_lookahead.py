@@ -14,14 +14,11 @@ import webdataset as wds
 
 from shardcache.cache import Cache
 from shardcache.errors import ShardNotFoundError
-from shardcache.fetch.background import Fetchings, Share
-from shardcache.fetch.blocks import FetchStatus
 from shardcache.locks.flock import Holder, KeyLock
 from shardcache.origins.base import TransientError
 from shardcache.store.digest import BLOCK
-from shardcache.urls import parse_url
-from tests.support.fakes import FakeClock, Fault, MemoryOrigin
-from tests.support.storetools import PATIENCE, wait_until
+from tests.support.fakes import Fault, MemoryOrigin
+from tests.support.storetools import wait_until
 from tests.support.tars import make_tar
 
 SHARDS = 6
@@ -225,7 +222,7 @@ def test_a_node_fetches_only_so_many_ahead(
     event = threading.Event()
     one, other = make_cache(), make_cache(prefetch=2)
     origin.faults.append(Fault(after=0, wait=event))
-    ahead = one._opener.ahead(one.parse(URLS[1]))
+    ahead = one.opener.ahead(one.parse(URLS[1]))
     wait_until(lambda: URLS[1] in asked(origin))
     second = other.url_opener(URLS[2:5])
     assert next(second)["stream"].read() == DATA[2]
@@ -256,47 +253,6 @@ def test_a_transient_failure_ahead_ends_like_one_of_open(
 
 
 # -- who goes first --------------------------------------------------------------
-
-
-@pytest.fixture
-def waited_for() -> Iterator[tuple[Fetchings, Share]]:
-    """A fetch that somebody waits for, and that brings nothing."""
-    table, never = Fetchings(), threading.Event()
-    share = table.join(parse_url(URLS[0]), lambda status, patient: never.wait(PATIENCE) and None)
-    yield table, share
-    never.set()
-    wait_until(lambda: not table.unfinished())
-
-
-def test_what_nobody_waits_for_stays_behind_the_first_bytes_but_not_for_long(waited_for) -> None:
-    table, _ = waited_for
-    clock = FakeClock()
-    table.give_way(FetchStatus(), clock)
-    assert 0.05 <= clock.elapsed < 0.06
-
-
-def test_once_there_are_bytes_it_goes_on(waited_for) -> None:
-    table, share = waited_for
-    clock = FakeClock()
-    share.fetching.status.received = 256 * 1024 - 1
-    clock.on_sleep.append(lambda: setattr(share.fetching.status, "received", 256 * 1024))
-    table.give_way(FetchStatus(), clock)
-    assert len(clock.naps) == 1
-
-
-def test_what_is_waited_for_gives_way_to_nobody(waited_for) -> None:
-    table, share = waited_for
-    clock = FakeClock()
-    table.give_way(share.fetching.status, clock)
-    assert clock.naps == []
-
-
-def test_what_is_fetched_ahead_gives_no_way_to_its_like(waited_for) -> None:
-    table, share = waited_for
-    share.fetching.patient = False
-    clock = FakeClock()
-    table.give_way(FetchStatus(), clock)
-    assert clock.naps == []
 
 
 def test_a_shard_ahead_is_asked_for_once_the_first_has_begun(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -70,9 +70,8 @@ def test_a_copy_that_somebody_else_made_is_streamed_too(
 def test_an_empty_one_is_empty(full: Cache, copy: Path, origin: MemoryOrigin) -> None:
     copy.with_name("0.tar.shardcache.json").unlink()
     copy.write_bytes(b"")
-    stream = full._opener._healer.stream(full.parse(URL))
-    assert stream.read(10) == b"" and not origin.requests
-    stream.close()
+    full._here().writing.failed(at_once=True)  # or it would be stored
+    assert read(full) == b"" and not origin.requests
 
 
 @pytest.mark.parametrize("at", [0, MIB + 5, len(DATA) - 1])
@@ -173,14 +172,29 @@ def test_where_there_is_none_it_comes_from_the_origin(
 
 
 def test_what_was_read_already_is_never_continued_with_a_copy(
-    make_cache: Make, tmp_path: Path, copy: Path, origin: MemoryOrigin, monkeypatch: Any
+    make_cache: Make, tmp_path: Path, copy: Path, origin: MemoryOrigin
 ) -> None:
     """Where a cached file fails the rest is to be of its version."""
     cache = make_cache(dir=tmp_path / "node", upstreams=[tmp_path / "nas"])
     assert read(cache) == DATA and not origin.requests
-    entry = cache.entry(URL)
-    assert entry is not None
-    rest = cache._opener._healer.rest(cache.parse(URL), 1000, None, entry.version)
-    with rest:
-        assert rest.read(10) == DATA[1000:1010]
-    assert origin.requests
+    with cache.open(URL) as stream:
+        begin = stream.read(1000)
+        os.truncate(stream.name, MIB)
+        assert begin + stream.read() == DATA
+    assert [start for _, start, _ in origin.requests] == [MIB]
+
+
+def test_what_is_passed_over_is_checked_too(full: Cache, copy: Path, origin: MemoryOrigin) -> None:
+    """A reader may seek; what it is given of a copy is proven all the same."""
+    with full.open(URL) as stream:
+        assert stream.read(10) == DATA[:10]
+        assert not origin.requests
+        stream.seek(MIB + 7)
+        assert stream.read(10) == DATA[MIB + 7 :][:10]
+        assert stream.seek(-10, os.SEEK_END) and stream.read() == DATA[-10:]
+    copy.write_bytes(b"x" + DATA[1:])
+    with full.open(URL) as stream:
+        assert stream.read(10)
+        stream.seek(-10, os.SEEK_END)
+        with pytest.raises(IntegrityError, match="is damaged"):
+            stream.read()

@@ -3,10 +3,9 @@
     python -m pytest -p tests.stress.brokenflock --flock refused tests/test_cache.py
     (or "lying", or "deleted")
 
-Locks only save bandwidth: what a test says of bytes, visibility, crashes and errors
-must hold without them. "refused" and "lying" replace `fcntl.flock` here and in every
-Python child; "deleted" lets a process remove the lock files and directories below the
-test's directory for as long as it runs.
+Locks only save bandwidth: all other claims must hold without them. "refused" and "lying"
+replace `fcntl.flock` here and in every Python child; "deleted" lets a process remove the
+lock files and directories below the test's directory for as long as it runs.
 
 A test that claims that a lock does its work says so, and is left out where that cannot
 be true: ``@pytest.mark.locks_work("flock", ...)``, of
@@ -24,7 +23,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -68,39 +67,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(skip)
 
 
-@pytest.fixture(scope="session")
-def _saboteur(request: pytest.FixtureRequest) -> Iterator[Callable[[str], None] | None]:
-    """Tells the saboteur below which directory to work, if there is one."""
-    if request.config.getoption("--flock") != "deleted":
-        yield None
-        return
-    command = [sys.executable, "-I", "-S", str(_SITE / "saboteur.py")]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    stdin, stdout = process.stdin, process.stdout
-    assert stdin is not None and stdout is not None
-
-    def tell(directory: str) -> None:
-        stdin.write(directory + "\n")
-        stdin.flush()
-        assert stdout.readline() == "\n"
-
-    try:
-        yield tell
-    finally:
-        process.kill()
-        process.communicate()
-
-
 @pytest.fixture(autouse=True)
-def _sabotage(
-    _saboteur: Callable[[str], None] | None, request: pytest.FixtureRequest
-) -> Iterator[None]:
+def _sabotage(request: pytest.FixtureRequest) -> Iterator[None]:
     """With ``--flock deleted``: no lock file of this test lives long."""
-    if _saboteur is None:
+    if request.config.getoption("--flock") != "deleted":
         yield
         return
-    _saboteur(str(request.getfixturevalue("tmp_path")))
-    try:
+    directory = str(request.getfixturevalue("tmp_path"))
+    command = [sys.executable, "-I", "-S", str(_SITE / "saboteur.py"), directory]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
         yield
-    finally:
-        _saboteur("")
+        process.kill()

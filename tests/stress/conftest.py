@@ -1,7 +1,8 @@
-"""An origin in a process of its own, and caches that read from it."""
+"""An origin in a process of its own, caches that read from it, and filesystems that fail."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +11,19 @@ from typing import Any
 import pytest
 
 from shardcache import Cache
+from tests.stress.fuse.shim import Shim, mounted, needs_fuse
 from tests.stress.storm.origin import Origin
 from tests.stress.storm.plan import Storm
 
 #: Bytes per second and connection: a fetch that others can meet under way.
 SLOW, FAST = 400_000, 1e9
+
+
+def under_way(root: Path) -> bool:
+    """Whether a fetch has written something into a cache."""
+    with contextlib.suppress(FileNotFoundError):  # a partial goes while it is looked at
+        return any(path.stat().st_size for path in root.glob("v1/partial/*/*.tar"))
+    return False
 
 
 class Far:
@@ -58,3 +67,18 @@ def far(tmp_path: Path) -> Iterator[Far]:
     far.rate(FAST)
     yield far
     origin.close()
+
+
+@pytest.fixture
+def shim(tmp_path: Path) -> Iterator[Shim]:
+    needs_fuse()
+    with mounted(tmp_path) as found:
+        yield found
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[tuple[Shim, Shim]]:
+    """Two nodes: two mounts of one directory."""
+    needs_fuse()
+    with mounted(tmp_path, name="here") as here, mounted(tmp_path, name="there") as there:
+        yield here, there

@@ -5,21 +5,12 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.stress.fuse.shim import Shim, mounted, needs_fuse
+from tests.stress.fuse.shim import Shim
 from tests.support.storetools import Parent, forked, wait_until
-
-
-@pytest.fixture
-def shim(tmp_path: Path) -> Iterator[Shim]:
-    needs_fuse()
-    with mounted(tmp_path) as found:
-        yield found
 
 
 def takes(path: Path, operation: int = fcntl.LOCK_EX) -> str:
@@ -75,19 +66,15 @@ def test_locks_work_lie_are_refused_and_hang(shim: Shim) -> None:
     wait_until(lambda: takes(path) == "granted")
 
 
-@pytest.mark.parametrize("killable", [True, False])
-def test_what_hangs_ends_when_it_is_let_go(shim: Shim, killable: bool) -> None:
-    shim.set(flock="hanging", killable=killable)
-    with forked(lambda parent: parent.say(takes(shim.root / "lock"))) as child:
-        wait_until(lambda: shim.hanging() == 1)
-        os.kill(child.pid, signal.SIGKILL)
-        if killable:
-            assert child.wait() == -signal.SIGKILL
-        else:  # as with a dead server: not even a kill ends it
-            assert shim.hanging() == 1
-            shim.heal()
-            child.wait()
-        assert shim.hanging() == 0
+def test_what_hangs_ends_by_a_kill_or_when_it_is_let_go(shim: Shim) -> None:
+    shim.set(flock="hanging")
+    work = lambda parent: parent.say(takes(shim.root / "lock"))  # noqa: E731
+    with forked(work) as killed, forked(work) as other:
+        wait_until(lambda: shim.hanging() == 2)
+        killed.kill()
+        assert shim.hanging() == 1
+        shim.heal()
+        assert other.hear() == "granted" and shim.hanging() == 0
 
 
 def test_faults_strike_what_they_name(shim: Shim) -> None:
@@ -108,15 +95,18 @@ def test_faults_strike_what_they_name(shim: Shim) -> None:
     assert not (shim.root / "directory").exists()
 
 
-def test_two_mounts_are_two_nodes_that_see_each_other_late(tmp_path: Path) -> None:
-    needs_fuse()
-    with mounted(tmp_path, name="here") as here, mounted(tmp_path, name="there") as there:
-        there.set(delay=1.0, negative=1.0, stale=True)
-        assert not (there.root / "file").exists()
-        (here.root / "file").write_bytes(b"data")
-        assert not (there.root / "file").exists()
-        wait_until((there.root / "file").exists)
-        with open(there.root / "file", "rb") as file:
-            (here.root / "file").unlink()
-            with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
-                file.read()
+def test_two_mounts_are_two_nodes_that_see_each_other_late(nodes: tuple[Shim, Shim]) -> None:
+    here, there = nodes
+    there.set(negative=3600.0)
+    assert not (there.root / "file").exists()
+    (here.root / "file").write_bytes(b"data")
+    assert not (there.root / "file").exists()  # its absence is remembered
+    there.set(negative=0.0, delay=3600.0, stale=True)
+    path = there.root / "other"
+    (here.root / "other").write_bytes(b"data")
+    assert not path.exists()
+    there.set(delay=0.0)
+    with open(path, "rb") as file:
+        (here.root / "other").unlink()
+        with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
+            file.read()

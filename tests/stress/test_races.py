@@ -23,7 +23,7 @@ from filelock import FileLock
 
 from shardcache import sync
 from tests.stress.fuse.shim import Shim, mounted, needs_fuse
-from tests.support.storetools import PATIENCE, Child, Parent, crowd, wait_until
+from tests.support.storetools import PATIENCE, Parent, crowd, wait_until
 
 #: Files of the program that many nodes copy.
 CODE = {"train.py": "import model\n" * 200, "model.py": "x = 1\n" * 500, "conf/a.yaml": "lr: 1\n"}
@@ -72,70 +72,62 @@ def stage(directory: Path, nodes: int = 2, **settings: Any) -> Iterator[Stage]:
         yield Stage([stack.enter_context(mounted(directory, name=n)) for n in names], **settings)
 
 
-def _try(parent: Parent, function: Callable[..., Any], *args: Any) -> None:
-    """Say what came of it: nothing, or the error."""
-    try:
-        function(*args)
-    except (OSError, AssertionError, RuntimeError) as exn:
-        parent.say(f"{type(exn).__name__}: {exn}"[:300])
-    else:
-        parent.say(None)
+def together(
+    count: int, act: Callable[[int], Any], before: Callable[[int], Any] = lambda number: None
+) -> list[str]:
+    """What went wrong for ranks that act at the same time, each after a look `before`."""
 
+    def work(parent: Parent, number: int) -> None:
+        before(number)
+        parent.say("ready")
+        parent.hear()
+        try:
+            act(number)
+        except (OSError, AssertionError, RuntimeError) as exn:
+            parent.say(f"{type(exn).__name__}: {exn}"[:300])
+        else:
+            parent.say(None)
 
-def _troubles(children: list[Child]) -> list[str]:
-    return [said for child in children if (said := child.hear()) is not None]
-
-
-# -- one trace directory ---------------------------------------------------------------
+    with crowd(count, work) as children:
+        for child in children:
+            child.hear()
+        for child in children:
+            child.tell()
+        troubles = [said for child in children[1:] if (said := child.hear())]
+        # Rank 0 may be at work for ever; the others have failed by then.
+        return troubles or [said for child in children[:1] if (said := child.hear())]
 
 
 def trace_directory(stage: Stage, after: bool) -> list[str]:
     """Ranks make one trace directory, and each writes its file into it."""
     roots = stage.fresh()
 
-    def work(parent: Parent, number: int) -> None:
-        path = roots[number % len(roots)] / "traces" / "step-100"
-        path.exists()  # as scripts ask first; from now on its absence is remembered
-        parent.say("ready")
-        parent.hear()
-        _try(parent, trace, path, number)
+    def path(number: int) -> Path:
+        return roots[number % len(roots)] / "traces" / "step-100"
 
-    def trace(path: Path, number: int) -> None:
+    def trace(number: int) -> None:
         if after:
-            sync.makedirs(path)
+            sync.makedirs(path(number))
         else:
-            os.makedirs(path, exist_ok=True)
-        (path / f"rank-{number}.json").write_text("{}")
+            os.makedirs(path(number), exist_ok=True)
+        (path(number) / f"rank-{number}.json").write_text("{}")
 
-    with crowd(stage.ranks, work) as children:
-        for child in children:
-            child.hear()
-        for child in children:
-            child.tell()
-        return _troubles(children)
-
-
-# -- a slow rank 0 -----------------------------------------------------------------------
+    # They ask first, as scripts do: from now on its absence is remembered.
+    return together(stage.ranks, trace, lambda number: path(number).exists())
 
 
 def slow_rank_zero(stage: Stage, after: bool) -> list[str]:
     """Rank 0 makes three directories for a checkpoint, late; seven others write into them."""
     roots = stage.fresh()
 
-    def work(parent: Parent, number: int) -> None:
+    def save(number: int) -> None:
         checkpoint = roots[number % len(roots)]  # which is there, as of an earlier run
-        if number == 0:
-            parent.say("ready")
-            time.sleep(stage.slow)
-            for name in SUBDIRECTORIES:
-                (checkpoint / name).mkdir()
-            parent.say(None)
-        else:
-            parent.hear()
-            _try(parent, save, checkpoint, number)
-
-    def save(checkpoint: Path, number: int) -> None:
         places = [checkpoint / name for name in SUBDIRECTORIES]
+        if number == 0:
+            time.sleep(stage.slow)
+            for place in places:
+                place.mkdir()
+            return
         if after:
             sync.wait_for(places, by="rank 0", timeout=stage.slow + PATIENCE)
         else:
@@ -144,55 +136,32 @@ def slow_rank_zero(stage: Stage, after: bool) -> list[str]:
         for place in places:
             (place / f"rank-{number}.pt").write_bytes(b"0")
 
-    with crowd(8, work) as children:
-        children[0].hear()
-        for child in children[1:]:
-            child.tell()
-        troubles = _troubles(children[1:])
-        # Before, they have failed while rank 0 still sleeps.
-        return troubles or _troubles(children[:1])
-
-
-# -- one code directory --------------------------------------------------------------------
+    return together(8, save)
 
 
 def code_directory(stage: Stage, after: bool) -> list[str]:
-    """A rank on each node copies the program to where all nodes will run it."""
+    """Two ranks on each node copy the program to where all nodes will run it."""
     roots = stage.fresh()
-    source = roots[0].with_name(f"{roots[0].name}-source")
+    source = stage.nodes[0].backing / f"{roots[0].name}-source"
     for name, text in CODE.items():
-        path = stage.nodes[0].backing / source.name / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text(text)
 
-    def work(parent: Parent, number: int) -> None:
-        node = stage.nodes[number % len(stage.nodes)]
-        parent.say("ready")
-        parent.hear()
-        _try(parent, start, node.backing / source.name, roots[number % len(roots)])
-
-    def start(source: Path, root: Path) -> None:
+    def start(number: int) -> None:
+        root = roots[number % len(roots)]
         code = root / "code"
         if after:
-            sync.once("code", copy, source, code, dir=root, job="race")
+            sync.once("code", copy, code, dir=root, job="race")
             sync.wait_for([code / name for name in CODE], by="the rank that copies the code")
         elif not code.exists():
-            copy(source, code)
+            copy(code)
         for name, text in CODE.items():
             assert (code / name).read_text() == text, f"{name} is not whole"
 
-    def copy(source: Path, code: Path) -> None:
+    def copy(code: Path) -> None:
         shutil.copytree(source, code)
 
-    with crowd(2 * len(stage.nodes), work) as children:
-        for child in children:
-            child.hear()
-        for child in children:
-            child.tell()
-        return _troubles(children)
-
-
-# -- a lock file that vanishes ---------------------------------------------------------------
+    return together(2 * len(stage.nodes), start)
 
 
 def vanishing_lock(stage: Stage, after: bool) -> list[str]:

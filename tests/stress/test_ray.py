@@ -17,8 +17,8 @@ import pytest
 from shardcache.cli.demo import S3Server
 from shardcache.layout import Layout
 from shardcache.store.sweeping import in_flight
-from tests.stress.raycluster import RayCluster
 from tests.support.proxy import Proxy
+from tests.support.raycluster import RayCluster
 from tests.support.tars import make_tar
 
 pytest.importorskip("ray", reason="pip install 'shardcache[ray]'")
@@ -57,14 +57,10 @@ class Cluster:
         ]
         return sorted(url.rpartition("/")[2] for url in urls if url.startswith(f"s3://{bucket}/"))
 
-    def fetched(self, name: str) -> int:
-        """Bytes on disk of the shards that live processes of a node fetch."""
+    def under_way(self, name: str) -> list[int]:
+        """Bytes on disk of each shard that a live process of a node fetches."""
         found = in_flight(Layout.of_root(self.root / name))
-        return sum(each.occupied for each in found if each.live)
-
-    def writes(self, name: str) -> bool:
-        """Whether a live process fetches on a node."""
-        return any(found.live for found in in_flight(Layout.of_root(self.root / name)))
+        return [each.occupied for each in found if each.live]
 
     def fetches(self, start: int) -> list[str]:
         """Paths of the objects asked for from their first byte on, since request ``start``."""
@@ -101,6 +97,14 @@ def summary(out: str) -> dict[str, Any]:
     return found
 
 
+def put(s3: S3Server, bucket: str, count: int) -> list[str]:
+    """Store small shards; returns their names."""
+    names = [f"{number}.tar" for number in range(count)]
+    for number, name in enumerate(names):
+        s3.put(bucket, name, make_tar(number, 20))
+    return names
+
+
 @pytest.fixture(scope="module")
 def cluster(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     root = tmp_path_factory.mktemp("nodes")
@@ -123,11 +127,11 @@ def spec(cluster: Cluster, s3: S3Server, bucket: str) -> Iterator[str]:
     cluster.proxy.resume()
 
 
-def half_done(cluster: Cluster, bucket: str) -> Callable[[], bool]:
+def half_done(cluster: Cluster, bucket: str) -> bool:
     """Whether all nodes have published the small shards and written some of the big ones."""
-    return lambda: all(
+    return all(
         cluster.cached(name, bucket) == ["small-0.tar", "small-1.tar"]
-        and cluster.fetched(name) >= 1 << 20
+        and sum(cluster.under_way(name)) >= 1 << 20
         for name in NODES
     )
 
@@ -135,9 +139,7 @@ def half_done(cluster: Cluster, bucket: str) -> Callable[[], bool]:
 def test_one_command_fills_the_cache_of_every_node(
     cluster: Cluster, s3: S3Server, bucket: str
 ) -> None:
-    names = [f"{number}.tar" for number in range(4)]
-    for number, name in enumerate(names):
-        s3.put(bucket, name, make_tar(number, 20))
+    names = put(s3, bucket, 4)
     start = len(cluster.proxy.requests())
     code, out, err = end(cluster.prewarm(f"s3://{bucket}/{{0..3}}.tar", "--no-progress"))
     assert (code, err) == (0, "")
@@ -153,7 +155,7 @@ def test_one_command_fills_the_cache_of_every_node(
 def test_a_shard_that_no_node_can_fetch_is_a_failure_of_that_shard_alone(
     cluster: Cluster, s3: S3Server, bucket: str
 ) -> None:
-    s3.put(bucket, "0.tar", make_tar(0, 20))
+    put(s3, bucket, 1)
     code, out, err = end(cluster.prewarm(f"s3://{bucket}/{{0,absent}}.tar", "--json"))
     assert code == 3
     nodes = summary(out)["nodes"]
@@ -168,9 +170,7 @@ def test_a_shard_that_no_node_can_fetch_is_a_failure_of_that_shard_alone(
 def test_each_node_gets_the_shards_of_its_ranks(
     cluster: Cluster, s3: S3Server, bucket: str
 ) -> None:
-    names = [f"{number}.tar" for number in range(6)]
-    for number, name in enumerate(names):
-        s3.put(bucket, name, make_tar(number, 20))
+    names = put(s3, bucket, 6)
     command = cluster.prewarm(f"s3://{bucket}/{{0..5}}.tar", "--shard-by-node", "--json")
     code, out, err = end(command)
     assert code == 0, err
@@ -183,17 +183,13 @@ def test_a_node_that_is_killed_is_named_and_the_others_complete(
 ) -> None:
     names = ["big-0.tar", "big-1.tar", "small-0.tar", "small-1.tar"]
     command = cluster.prewarm(spec, "--json")
-    wait_until(half_done(cluster, bucket))
+    wait_until(lambda: half_done(cluster, bucket))
     cluster.raylets.kill("node-c")
     cluster.proxy.resume()
     code, out, err = end(command)
     assert code == 3
     nodes = summary(out)["nodes"]
-    assert {name: node["lost"] for name, node in nodes.items()} == {
-        "node-a": False,
-        "node-b": False,
-        "node-c": True,
-    }
+    assert [name for name in NODES if nodes[name]["lost"]] == ["node-c"]
     assert "lost  node-c: the node died" in err
     assert cluster.cached("node-a", bucket) == cluster.cached("node-b", bucket) == names
     assert cluster.cached("node-c", bucket) == ["small-0.tar", "small-1.tar"]
@@ -215,14 +211,14 @@ def test_when_the_command_ends_the_work_on_all_nodes_ends(
     cluster: Cluster, spec: str, bucket: str, number: signal.Signals, code: int
 ) -> None:
     command = cluster.prewarm(spec, "--json")
-    wait_until(half_done(cluster, bucket))
-    assert all(cluster.writes(name) for name in NODES)
+    wait_until(lambda: half_done(cluster, bucket))
+    assert all(cluster.under_way(name) for name in NODES)
     command.send_signal(number)
     ended, out, err = end(command)
     assert ended == code, err
     if number != signal.SIGKILL:
         nodes = summary(out)["nodes"].values()
         assert all(node["interrupted"] for node in nodes)
-    wait_until(lambda: not any(cluster.writes(name) for name in NODES))
+    wait_until(lambda: not any(cluster.under_way(name) for name in NODES))
     for name in NODES:  # and what was fetched is kept
         assert cluster.cached(name, bucket) == ["small-0.tar", "small-1.tar"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shardcache.locks.mounts import parse_mountinfo, read_mounts
+from shardcache.locks.mounts import read_mounts
 
 needs_mounts = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
 
@@ -31,8 +31,7 @@ def disk(path: Path, options: str) -> Iterator[Path]:
 
 def is_mounted(path: Path) -> bool:
     """Unlike `os.path.ismount`, of bind mounts too."""
-    text = Path("/proc/self/mountinfo").read_text()
-    return any(mount.point == str(path) for mount in parse_mountinfo(text))
+    return any(mount.point == str(path) for mount in read_mounts())
 
 
 def unmount(path: Path) -> None:

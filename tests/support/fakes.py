@@ -7,15 +7,20 @@ import threading
 from collections import deque
 from dataclasses import dataclass, field
 
+import pytest
+
+from shardcache import clock
 from shardcache.errors import ShardNotFoundError
 from shardcache.origins.base import Checksum, ObjectInfo, TransientError, VersionChangedError
 from shardcache.urls import ShardURL
 
 
 class FakeClock:
-    """Time that passes only when somebody sleeps."""
+    """Time of the whole library, which passes only when somebody sleeps."""
 
-    def __init__(self, now: float = 1_000_000.0) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, now: float = 1_000_000.0) -> None:
+        for name in ("monotonic", "time", "sleep"):
+            monkeypatch.setattr(clock, name, getattr(self, name))
         self.now = now
         self.elapsed = 0.0
         self.naps: list[float] = []
@@ -119,8 +124,11 @@ class MemoryOrigin:
 
 
 class MemoryBody:
+    waited = 0.0
+
     def __init__(self, origin, info, start, stop, data, fault) -> None:
         self.info = info
+        self.waited = 0.0
         self.start = start
         self.stop = stop if origin.sizes else None
         self._origin = origin

@@ -7,14 +7,16 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from shardcache.cache import Cache
 from shardcache.cli.demo import S3Server
-from tests.support.fakes import MemoryOrigin
+from tests.support.fakes import FakeClock, MemoryOrigin
 from tests.support.proxy import Proxy
+from tests.support.webservers import Scripted, running
 
 
 @pytest.fixture(scope="session")
@@ -22,6 +24,18 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """One SeaweedFS for the whole run."""
     with S3Server(directory=tmp_path_factory.mktemp("s3")) as server:
         yield server
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Scripted]]:
+    """Starts servers that give this answer, or what this function makes of a request's head."""
+    with ExitStack() as stack:
+
+        def start(answer: bytes | Callable[[str], bytes], most: int = 1) -> Scripted:
+            said = answer if callable(answer) else lambda head: answer
+            return stack.enter_context(running(Scripted(said, most)))
+
+        yield start
 
 
 #: Run when they are named, and then whole: the first needs packages of its own, the second time.
@@ -41,15 +55,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def _outside() -> set[Path]:
-    """What tests make outside their own directories.
-
-    Lock files of caches on network filesystems; what libfaketime shares between processes,
-    which those that are killed leave.
-    """
+    """Lock files of caches on network filesystems: what tests make outside their directories."""
     shared = Path("/dev/shm")
     node = "shardcache-[0-9g]*-" + "[0-9a-f]" * 16
-    forms = node, "shardcache-sync-*", "faketime_shm_*", "sem.faketime_sem_*"
-    return {path for form in forms for path in shared.glob(form)}
+    return {path for form in (node, "shardcache-sync-*") for path in shared.glob(form)}
 
 
 _BEFORE = _outside()
@@ -106,6 +115,12 @@ def _own_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def origin() -> MemoryOrigin:
     """Objects in memory, with faults on demand."""
     return MemoryOrigin()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    """For all of the library, time passes only when somebody sleeps."""
+    return FakeClock(monkeypatch)
 
 
 @pytest.fixture

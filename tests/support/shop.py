@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from shardcache.cache import Cache
+from shardcache.layout import Layout
 from shardcache.store.store import Entry
 from tests.support.tars import make_tar
 from tests.support.workers import Clock, Worker
@@ -51,5 +52,6 @@ class Shop:
         return found
 
     def use(self, url: str, when: float) -> None:
-        """Give an entry a last use."""
+        """Give an entry a last use; what was found about room is forgotten."""
         os.utime(self.entries()[url].path / "meta.json", (when, when))
+        Layout.of_root(self.path).usage.unlink(missing_ok=True)

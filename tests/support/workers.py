@@ -3,11 +3,8 @@
 A process is told what to do over its standard input, line by line, and answers in JSON. It
 may stop itself (SIGSTOP) at a chosen call of the library: `Worker(stop_at=...)`.
 
-Its clock is bent in one of two ways, both from a file that is read on every call, so that
-it can be set at any moment:
-
-* ``python``: `time.time` and its relatives. Works everywhere.
-* ``libfaketime``: all of libc, and with it the clocks of every library.
+Its clock, `time.time` and its relatives, is bent by a file that is read on every call, so that it
+can be set at any moment.
 
 Timestamps of files stay the kernel's, as they do on a machine where one process, or one
 container, is wrong about the time. The monotonic clock stays right.
@@ -26,9 +23,6 @@ from typing import Any
 
 from tests.support.storetools import PATIENCE, wait_until
 
-#: Where distributions put it; None where it is not installed.
-LIBFAKETIME = next(iter(sorted(Path("/usr/lib").glob("**/faketime/libfaketime.so.1"))), None)
-
 YEAR = 365 * 86400
 
 _WORKER = """
@@ -41,11 +35,6 @@ if os.environ.get("CLOCK_FILE"):
             return int(file.read() or 0)
     time.time = lambda: real() + offset()
     time.time_ns = lambda: real_ns() + offset() * 10**9
-
-if os.environ.get("FAKETIME_DONT_FAKE_MONOTONIC") == "1":
-    # libfaketime 0.9.10 refuses a sleep to a monotonic time that it does not fake (EINVAL).
-    import threading
-    time.sleep = lambda seconds: threading.Event().wait(seconds) and None
 
 import logging
 logging.basicConfig(format="%(message)s", level=logging.WARNING)
@@ -111,29 +100,16 @@ for line in sys.stdin:
 class Clock:
     """The wall clock of some processes, in seconds away from the truth."""
 
-    def __init__(self, path: Path, how: str = "python") -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self.how = how
+        self.environment = {"CLOCK_FILE": str(path)}
         self.set(0)
 
     def set(self, seconds: int) -> None:
         """From now on."""
         new = self.path.with_suffix(".new")
-        new.write_text(f"{seconds:+d}" if self.how == "libfaketime" else str(seconds))
+        new.write_text(str(seconds))
         new.replace(self.path)
-
-    @property
-    def environment(self) -> dict[str, str]:
-        if self.how == "python":
-            return {"CLOCK_FILE": str(self.path)}
-        return {
-            "LD_PRELOAD": str(LIBFAKETIME),
-            "FAKETIME_TIMESTAMP_FILE": str(self.path),
-            "FAKETIME_NO_CACHE": "1",
-            "NO_FAKE_STAT": "1",
-            "DONT_FAKE_MONOTONIC": "1",
-            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-        }
 
 
 class Worker:
@@ -163,6 +139,7 @@ class Worker:
                 _WORKER,
                 json.dumps({"min_free": 0, **options}, default=str),
             ],
+            bufsize=0,  # `hear` asks whether there is more
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import errno
 import os
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +14,9 @@ import pytest
 
 from shardcache import sync
 from shardcache.errors import ConfigError
-from shardcache.sync.board import FileBoard, Process, _start_of
-from tests.support.storetools import PATIENCE, Parent, age, crowd, forked, wait_until
+from shardcache.sync.board import FileBoard
+from shardcache.sync.job import has_ended, identity
+from tests.support.storetools import PATIENCE, Parent, age, crowd, forked, refusing, wait_until
 
 
 @pytest.fixture
@@ -31,14 +30,6 @@ def ran(tmp_path: Path) -> Callable[..., int]:
 
     work.count = lambda: len((tmp_path / "ran").read_text()) if (tmp_path / "ran").exists() else 0  # type: ignore[attr-defined]
     return work
-
-
-def told(function: Callable[[], Any]) -> Any:
-    """What came of it, as something that can be sent."""
-    try:
-        return function()
-    except sync.OnceError as exn:
-        return {"type": exn.type, "cause": exn.cause, "by": exn.by, "text": str(exn)}
 
 
 # -- one runs, all get the result ----------------------------------------------------------
@@ -60,30 +51,26 @@ def test_of_many_ranks_one_works_and_all_get_its_result(tmp_path: Path, ran: Any
 
 
 def test_a_failure_is_seen_by_all_and_not_tried_again(tmp_path: Path, ran: Any) -> None:
+    def fail() -> None:
+        ran()
+        raise KeyError("s3://KEY:secret@lab/model.tar?X-Amz-Signature=0123 is gone")
+
     def rank(parent: Parent, number: int) -> None:
-        def fail() -> None:
-            ran()
-            raise KeyError("s3://KEY:secret@lab/model.tar?X-Amz-Signature=0123 is gone")
-
-        def call() -> Any:
-            return sync.once("model", fail, dir=tmp_path, job="j", timeout=PATIENCE)
-
-        try:
-            parent.say(told(call))
-        except KeyError:
-            parent.say("raised as it is")
-            parent.say(told(call))
-        else:
-            parent.say(told(call))
+        for _ in range(2):
+            try:
+                sync.once("model", fail, dir=tmp_path, job="j", timeout=PATIENCE)
+            except KeyError:
+                parent.say("raised as it is")
+            except sync.OnceError as exn:
+                parent.say({**exn.__dict__, "text": str(exn)})
 
     with crowd(4, rank) as children:
-        first = [child.hear() for child in children]
-        second = [child.hear() for child in children]
-    assert ran.count() == 1 and first.count("raised as it is") == 1
-    for found in [each for each in first if isinstance(each, dict)] + second:
-        assert found["type"] == "KeyError" and "is gone" in found["cause"]
-        assert "once('model') failed on" in found["text"] and "in fail" in found["text"]
-        assert "secret" not in found["text"] and "0123" not in found["text"]
+        found = [child.hear() for child in children * 2]
+    assert ran.count() == 1 and found.count("raised as it is") == 1
+    for told in (each for each in found if isinstance(each, dict)):
+        assert told["type"] == "KeyError" and "is gone" in told["cause"]
+        assert "once('model') failed on" in told["text"] and "in fail" in told["text"]
+        assert "secret" not in told["text"] and "0123" not in told["text"]
     assert sync.once("model", ran, "mended", dir=tmp_path, job="j", again=True) == "mended"
 
 
@@ -93,9 +80,8 @@ def test_it_runs_again_only_when_asked(tmp_path: Path, ran: Any) -> None:
 
     assert [call(), call(), call()] == [1, 1, 1]
     assert [call(again=True), call(), call(again=True), call()] == [2, 2, 3, 3]
-    assert [call(generation=0), call(generation=1), call(generation=0)] == [4, 5, 4]
-    assert [call("other"), call("k" * 300), call("../k/..")] == [6, 7, 8]
-    assert call("k" * 299) == 9 and call("k" * 300) == 7
+    assert [call("other"), call("k" * 300), call("../k/..")] == [4, 5, 6]
+    assert call("k" * 299) == 7 and call("k" * 300) == 5
     assert call() == 3
     assert {p.name for p in tmp_path.iterdir()} == {".shardcache-sync", "ran"}
 
@@ -117,31 +103,6 @@ def test_the_nth_again_of_all_ranks_is_one_run(tmp_path: Path, ran: Any) -> None
                 child.hear()
         results = [child.hear() for child in children]
     assert ran.count() == 4 and results == [results[0]] * 3
-
-
-def test_a_restarted_job_begins_anew_and_one_that_states_its_name_does_not(
-    tmp_path: Path, ran: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def call(**options: Any) -> Any:
-        return sync.once("k", ran, ran.count() + 1, dir=tmp_path, **options)
-
-    monkeypatch.setenv("SLURM_JOB_ID", "4711")
-    assert [call(), call(), call(job="mine")] == [1, 1, 2]
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert [call(), call(job="mine")] == [3, 2]
-    monkeypatch.setenv("SLURM_STEP_ID", "2")
-    assert call() == 4
-    monkeypatch.setenv("SLURM_STEP_ID", "4294967291")  # the batch script
-    assert call() == 3
-    monkeypatch.setenv("SLURM_JOB_ID", "4712")
-    assert call() == 5
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.setenv(name, "0" if name == "RANK" else "2")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    assert [call(), call()] == [6, 6]
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert call() == 7
 
 
 def test_the_block_says_who_works_and_the_decorator_needs_no_block(
@@ -182,25 +143,11 @@ def test_a_block_that_fails_is_a_failure_and_one_that_is_interrupted_is_not(
         raise AssertionError("not reached")
 
 
-@pytest.mark.parametrize("value", [object(), {1, 2}, "x" * (2 << 20)])
+@pytest.mark.parametrize("value", [object(), {1, 2}])
 def test_a_result_that_cannot_be_told_is_a_failure_for_all(tmp_path: Path, value: object) -> None:
     for _ in range(2):
         with pytest.raises(sync.OnceError, match="Return None, or what JSON can hold"):
             sync.once("k", lambda: value, dir=tmp_path)
-
-
-def test_threads_of_one_process_are_told_apart(tmp_path: Path, ran: Any) -> None:
-    results: list[Any] = []
-
-    def call() -> None:
-        results.append(sync.once("k", lambda: (time.sleep(0.1), ran(7))[1], dir=tmp_path))
-
-    threads = [threading.Thread(target=call) for _ in range(5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == [7] * 5 and ran.count() == 1
 
 
 # -- death ---------------------------------------------------------------------------------
@@ -214,12 +161,10 @@ def at_work(parent: Parent, directory: Path, lease: float, value: str, again: bo
         parent.hear()
         return value
 
-    parent.say(told(lambda: sync.once("k", work, dir=directory, job="j", lease=lease, again=again)))
+    parent.say(sync.once("k", work, dir=directory, job="j", lease=lease, again=again))
 
 
-def test_when_the_runner_is_killed_another_one_takes_over(
-    tmp_path: Path,
-) -> None:
+def test_when_the_runner_is_killed_another_one_takes_over(tmp_path: Path) -> None:
     with forked(at_work, tmp_path, 60.0, "first") as first:
         assert first.hear() == "at work"
         with (
@@ -240,15 +185,16 @@ def test_when_the_runner_is_killed_another_one_takes_over(
 def test_a_dead_runner_that_nobody_has_waited_for_is_dead() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        assert _start_of(child.pid) is not None
+        before = identity(child.pid)
+        assert not has_ended(before)
         child.kill()
-        wait_until(lambda: _start_of(child.pid) is None)
+        wait_until(lambda: has_ended(before))
     finally:
         child.kill()
         child.communicate()
 
 
-@pytest.mark.parametrize("which", ["claim.0", "claim.0.copy"])
+@pytest.mark.parametrize("which", ["claim.0", "claim.0.beat"])
 def test_a_lock_file_that_vanishes_lets_nobody_else_in(tmp_path: Path, which: str) -> None:
     with forked(at_work, tmp_path, 60.0, "first") as first:
         assert first.hear() == "at work"
@@ -287,31 +233,12 @@ def test_a_wait_that_is_over_names_the_runner(tmp_path: Path) -> None:
         assert caught.value.key == "k" and caught.value.waited >= 0.8
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"key": " "},
-        {"per": "rank"},
-        {"again": True, "generation": 1},
-        {"lease": 0.1},
-        {"job": ""},
-    ],
-)
-def test_arguments_that_cannot_work_are_refused_before_anything_is_touched(
-    tmp_path: Path, options: dict[str, Any], ran: Any
-) -> None:
-    key = options.pop("key", "k")
-    with pytest.raises(ConfigError):
-        sync.once(key, ran, dir=tmp_path, **options)
-    assert os.listdir(tmp_path) == []
-
-
 def test_ranks_on_several_nodes_without_a_place_are_told_what_to_do(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ran: Any
 ) -> None:
     for name, value in {"RANK": "3", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match="no name in common. Set SHARDCACHE_JOB"):
+    with pytest.raises(ConfigError, match="no name in common.*set SHARDCACHE_JOB"):
         sync.once("k", ran)
     monkeypatch.setenv("SHARDCACHE_JOB", f"job-{os.getpid()}")
     with pytest.raises(
@@ -327,23 +254,11 @@ def test_ranks_on_several_nodes_without_a_place_are_told_what_to_do(
 def test_what_was_posted_and_cannot_be_read_is_said_to_be_so(tmp_path: Path) -> None:
     assert sync.once("k", lambda: 1, dir=tmp_path, job="j") == 1
     (found,) = tmp_path.rglob("outcome")
-    for damage in (b"", b"\xff", b"[]", b"{}", b'{"outcome": "maybe", "by": "x"}', b"[" * 10**5):
+    for damage in (b"", b"\xff", b"[]", b"{}", b'{"by": "x"}', b"[" * 10**5):
         found.chmod(0o600)
         found.write_bytes(damage)
         with pytest.raises(sync.OnceError, match=f"cannot be read in {tmp_path}.*Remove that"):
             sync.once("k", lambda: 2, dir=tmp_path, job="j")
-
-
-def test_a_claim_that_says_nothing_sensible_is_nobodys(tmp_path: Path) -> None:
-    good = Process.this()
-    assert Process.parse(good.encode()) == good and not good.has_ended()
-    for damage in (b"", b"null", b"[]", b'{"pid": 1}', b"\x00\xff", b"[" * 10**5):
-        assert Process.parse(damage) is None
-    fields = json.loads(good.encode())
-    assert Process.parse(json.dumps({**fields, "pid": "1"}).encode()) is None
-    other = json.dumps({**fields, "machine": "another one", "pid": 2**22 + 1}).encode()
-    found = Process.parse(other)
-    assert found is not None and not found.has_ended()
 
 
 # -- once per node -----------------------------------------------------------------------------
@@ -352,7 +267,8 @@ def test_a_claim_that_says_nothing_sensible_is_nobodys(tmp_path: Path) -> None:
 def test_once_per_node_needs_no_shared_directory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ran: Any
 ) -> None:
-    monkeypatch.setenv("SHARDCACHE_JOB", f"job-{os.getpid()}-{time.time_ns()}")
+    monkeypatch.setattr("shardcache.sync.board.node_directory", lambda name: tmp_path / name)
+    monkeypatch.setenv("SHARDCACHE_JOB", "job")
     for name, value in {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
 
@@ -373,7 +289,7 @@ def test_what_jobs_left_on_a_node_long_ago_is_removed_and_nothing_else(
     precious = tmp_path / "precious"
     precious.mkdir()
     (place / "link").symlink_to(precious)
-    monkeypatch.setattr("shardcache.sync.board._node_directory", lambda: place)
+    monkeypatch.setattr("shardcache.sync.board.node_directory", lambda name: place)
 
     def work_of(job: str) -> None:
         monkeypatch.setenv("SHARDCACHE_JOB", job)
@@ -394,38 +310,18 @@ def test_nodes_that_share_a_directory_work_once_each(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ran: Any
 ) -> None:
     for node in ("11111111-aaaa", "22222222-bbbb"):
-        monkeypatch.setattr("shardcache.sync.board._boot_id", lambda node=node: node)
+        monkeypatch.setattr("shardcache.sync.board.boot_id", lambda node=node: node)
         for _ in range(2):
             sync.once("unpack", ran, per="node", dir=tmp_path, job="j")
     assert ran.count() == 2
 
 
-def test_a_board_without_hard_links_is_still_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ran: Any
+@pytest.mark.parametrize("call", ["write_bytes", "hardlink_to"])
+def test_a_disk_that_is_full_has_no_half_of_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    def refuse(self: Path, target: Path) -> None:
-        raise PermissionError(1, "no hard links here")
-
-    monkeypatch.setattr(Path, "hardlink_to", refuse)
-    board = FileBoard(tmp_path / "b")
-    assert [board.create("r/x", b"1"), board.create("r/x", b"2"), board.get("r/x")] == [
-        True,
-        False,
-        b"1",
-    ]
-    assert [sync.once("k", ran, n, dir=tmp_path) for n in range(3)] == [0, 0, 0]
-
-
-def test_importing_it_imports_no_torch(tmp_path: Path) -> None:
-    code = (
-        "import sys; from shardcache import sync; sync.rank(); sync.once('k', int, dir='.');"
-        "print([m for m in ('torch', 'click', 'rich', 's3fs', 'webdataset') if m in sys.modules])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout == "[]\n"
+    monkeypatch.setattr(Path, call, refusing(errno.ENOSPC, real=getattr(Path, call)))
+    board = FileBoard(tmp_path)
+    with pytest.raises(OSError, match="ENOSPC"):
+        board.create("r/x", b"1")
+    assert board.get("r/x") is None and os.listdir(tmp_path / "r") == []

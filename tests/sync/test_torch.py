@@ -53,7 +53,7 @@ for _ in range(30):
     sync.barrier("b", timeout=60)
 say(passed=30)
 if os.fork() == 0:  # as a DataLoader does; the child must not speak on its parent's line
-    from shardcache.sync.board import _torch_store as torch_store
+    from shardcache.sync.job import torch_store
     say(child=[sync.rank(), sync.world_size(), torch_store() is None])
     os._exit(0)
 os.wait()

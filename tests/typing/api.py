@@ -20,7 +20,7 @@ from webdataset.shardlists import SimpleShardList
 import shardcache
 from shardcache import Cache, ShardCacheError, wds
 from shardcache.config import Config
-from shardcache.fetch.transfer import FetchStatus
+from shardcache.fetch.status import FetchStatus
 from shardcache.results import Event, Finished, Outcome, Planned, PrewarmReport, ShardResult
 from shardcache.space.clean import CleanReport
 from shardcache.space.eviction import Reason, Removal
@@ -116,7 +116,6 @@ def keep_going(exn: Exception) -> bool:
 
 assert_type(cache.url_opener(urls, keep_going), Iterator[dict[str, Any]])
 assert_type(shardcache.url_opener(urls), Iterator[dict[str, Any]])
-assert_type(cache.gopen("s3://lab/a.tar"), BinaryIO)
 wds.register("s3", cache)
 DataPipeline(SimpleShardList(["s3://lab/a.tar"]), cache.url_opener, wds.tar_samples)
 fsspec.filesystem("shardcache")

@@ -168,26 +168,22 @@ def judge(ours: list[Any], theirs: list[Any]) -> None:
 
 @given(seed=SEEDS)
 @example(seed=84466)  # a size that tarfile believes
-@settings(max_examples=250, deadline=None)
-def test_files_are_those_of_webdatasets_expander(seed: int) -> None:
-    run = Run(seed)
-    theirs = run.seen(lambda data, h, _: tariterators.tar_file_expander(data, h, **run.options))
-    judge(run.seen(lambda data, h, _: tar_files(data, h, **run.options)), theirs)
-
-
-@given(seed=SEEDS)
 @settings(max_examples=400, deadline=None)
-def test_samples_are_those_of_webdatasets_expander_and_grouper(seed: int) -> None:
+def test_files_and_samples_are_those_of_webdatasets_expander_and_grouper(seed: int) -> None:
     run = Run(seed)
 
-    def theirs(data: Any, files: Any, groups: Any) -> Iterable[Any]:
-        expanded = tariterators.tar_file_expander(data, files, **run.options)
-        return tariterators.group_by_keys(expanded, handler=groups, **run.grouping)
+    def expanded(data: Any, files: Any, _: Any = None) -> Iterable[Any]:
+        return tariterators.tar_file_expander(data, files, **run.options)
+
+    def grouped(data: Any, files: Any, groups: Any) -> Iterable[Any]:
+        found = expanded(data, files)
+        return tariterators.group_by_keys(found, handler=groups, **run.grouping)
 
     def ours(data: Any, files: Any, groups: Any) -> Iterable[Any]:
         return tar_samples(data, files, **run.options, **run.grouping, group_handler=groups)
 
-    judge(run.seen(ours), run.seen(theirs))
+    judge(run.seen(ours), run.seen(grouped))
+    judge(run.seen(lambda data, h, _: tar_files(data, h, **run.options)), run.seen(expanded))
 
 
 @given(name=st.text("ab./_\n-A\u00e4", max_size=12))
@@ -284,20 +280,15 @@ def test_stages_that_are_not_webdatasets_own_stay() -> None:
 def test_a_hand_made_pipeline_takes_the_stage_as_it_is(make_cache: MakeCache) -> None:
     cache = make_cache()
     cache.prewarm(SPEC)
-    grouped = wds.DataPipeline(wds.SimpleShardList(SPEC), cache.url_opener, tar_samples)
-    expanded = wds.DataPipeline(
-        wds.SimpleShardList(SPEC), cache.url_opener, tar_files, tariterators.group_by_keys
+    expand, group = tariterators.tar_file_expander, tariterators.group_by_keys
+    stock, grouped, expanded = (
+        list(wds.DataPipeline(wds.SimpleShardList(SPEC), cache.url_opener, *stages))
+        for stages in ([expand, group], [tar_samples], [tar_files, group])
     )
-    stock = wds.DataPipeline(
-        wds.SimpleShardList(SPEC),
-        cache.url_opener,
-        tariterators.tar_file_expander,
-        tariterators.group_by_keys,
-    )
-    assert list(grouped) == list(expanded) == list(stock)
+    assert grouped == expanded == stock
     combined = wds.DataPipeline(wds.SimpleShardList(SPEC), wds.tarfile_to_samples())
-    assert list(cache.attach(combined)) == list(stock)
-    assert list(cache.attach(combined, fast_tar=False)) == list(stock)
+    assert list(cache.attach(combined)) == stock
+    assert list(cache.attach(combined, fast_tar=False)) == stock
 
 
 def test_no_more_than_one_shard_is_held_when_the_next_is_opened() -> None:

@@ -11,24 +11,20 @@ import random
 import shutil
 import subprocess
 import tarfile
-import tracemalloc
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import pytest
 import webdataset as wds
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shardcache.wds import tar as tarwalk
 from shardcache.wds.tar import TarWalk
-from tests.support.tars import make_tar, tar_of
+from tests.support.tars import make_tar
 from tests.wds.archives import (
     BLOCK,
     FORMATS,
-    OnlyRead,
     archive,
-    buffered,
     by_tarfile,
     by_walk,
     damaged,
@@ -39,11 +35,6 @@ from tests.wds.archives import (
 
 GNU_TAR = shutil.which("tar")
 SEEDS = st.integers(0, 2**32)
-
-
-def members(stream: Any) -> list[tuple[str, bytes]]:
-    walk = TarWalk(stream)
-    return [(name, walk.read()) for name in walk]
 
 
 def forbid_tarfile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,6 +54,7 @@ def test_members_of_any_archive_are_those_of_tarfile(seed: int) -> None:
 
 
 @given(seed=SEEDS)
+@example(seed=467790)  # a size beyond all memory
 @settings(max_examples=400, deadline=None)
 def test_damaged_archives_break_as_tarfile_breaks(seed: int) -> None:
     rng = random.Random(seed)
@@ -81,21 +73,6 @@ def test_an_archive_cut_anywhere_ends_as_tarfile_says(form: int) -> None:
     said = {exn_type.__name__ + str(args) for _, exn_type, args in ends}
     assert said >= {f"ReadError('{text}',)" for text in ("empty file", "unexpected end of data")}
     assert {kind for kind, _, _ in ends} == {"unread", "broken"}
-
-
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("mend", [False, True])
-def test_any_bit_of_a_header_may_be_wrong(form: int, mend: bool) -> None:
-    data = small(form)
-    for at in range(3 * BLOCK):
-        bent = bytearray(data)
-        bent[at] ^= 1 << (at * 7) % 8
-        start = at - at % BLOCK
-        if 124 <= at - start < 136 and bent[at] & 0x80:
-            continue  # a size for which tarfile reads for years
-        if mend:
-            bent[start : start + BLOCK] = mended(bytes(bent[start : start + BLOCK]))
-        assert by_walk(io.BytesIO(bent)) == by_tarfile(io.BytesIO(bent)), at
 
 
 @pytest.mark.skipif(GNU_TAR is None, reason="there is no tar command")
@@ -132,8 +109,7 @@ def test_what_the_tar_command_writes_is_read_the_same(form: str, tmp_path: Path)
 def test_compressed_archives_are_read_from_any_stream(pack) -> None:
     data = make_tar(3)
     packed = pack(data)
-    assert members(OnlyRead(packed)) == members(io.BytesIO(data))
-    same(packed)
+    assert same(packed) == same(data)
     same(packed[: len(packed) // 2])
     same(packed[:100] + bytes(20) + packed[120:])
 
@@ -147,13 +123,6 @@ def test_what_is_no_archive_is_refused_in_the_words_of_tarfile(data: bytes) -> N
     same(data)
 
 
-def test_global_headers_rule_all_that_follows() -> None:
-    for headers in ({"comment": "x"}, {"path": "all/one.txt"}, {"size": "3"}):
-        first = tarfile.TarInfo.create_pax_global_header(headers)
-        found = same(first + small(tarfile.PAX_FORMAT))
-        assert ("all/one.txt" in found) == ("path" in headers)
-
-
 def number(value: int) -> bytes:
     """A size in base 256, which may be negative."""
     return bytes([0x80 if value >= 0 else 0xFF]) + (value % 256**11).to_bytes(11, "big")
@@ -164,14 +133,6 @@ def sized(kind: bytes, size: int, name: str = "odd.txt") -> bytes:
     info.type = kind
     header = info.tobuf(tarfile.USTAR_FORMAT)
     return mended(header[:124] + number(size) + header[136:])
-
-
-@pytest.mark.parametrize("kind", [b"0", b"x", b"L", b"g", b"5", b"V"])
-@pytest.mark.parametrize("first", [0, 1, 7])
-def test_sizes_below_nothing_do_what_they_do_to_tarfile(kind: bytes, first: int) -> None:
-    plain = small(tarfile.USTAR_FORMAT)[: -2 * BLOCK]
-    for size in (-1, -512, -700, -1024, -5000, -9728, -10240, -30000, -(10**12)):
-        same(plain * first + sized(kind, size) + plain * 9 + bytes(2 * BLOCK))
 
 
 def extended(records: bytes, padding: bytes = b"") -> bytes:
@@ -211,15 +172,12 @@ def test_odd_headers_are_left_to_tarfile(
     plain = small(tarfile.USTAR_FORMAT)
     data = plain[: -2 * BLOCK] * first + header + plain
     same(data)
+    for records in (b"8 path=\n", b"9 size=7\n11 path=a/\n", b"9 path=/\n"):  # and no odd ones
+        same(extended(records) + data)
     if header[124:125] != b"\x80" or header[156:157] != b"L":
         forbid_tarfile(monkeypatch)
         found = by_walk(io.BytesIO(data))
         assert ("tarfile was asked",) in (event[2] for event in found if isinstance(event, tuple))
-
-
-@pytest.mark.parametrize("records", [b"8 path=\n", b"9 size=7\n11 path=a/\n", b"9 path=/\n"])
-def test_extended_headers_may_say_strange_things(records: bytes) -> None:
-    same(extended(records) + small(tarfile.USTAR_FORMAT))
 
 
 def test_a_checksum_is_compared_in_full() -> None:
@@ -247,10 +205,9 @@ def test_ordinary_archives_need_no_tarfile(form: int, monkeypatch: pytest.Monkey
         writer.write({"__key__": "k", "txt": b"text", "cls": b"1"})
     written = written.getvalue()
     forbid_tarfile(monkeypatch)
-    assert len(members(io.BytesIO(data))) == 4
-    assert dict(members(io.BytesIO(written))) == {"k.cls": b"1", "k.txt": b"text"}
-    with pytest.raises(AssertionError, match="tarfile was asked"):
-        members(io.BytesIO(b"\xff" + data))
+    assert len(by_walk(io.BytesIO(data))) == 8
+    assert by_walk(io.BytesIO(written)) == ["k.cls", b"1", "k.txt", b"text"]
+    assert by_walk(io.BytesIO(b"\xff" + data))[-1][2] == ("tarfile was asked",)
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -262,53 +219,3 @@ def test_nothing_is_read_beyond_a_member_until_the_next_is_asked_for(form: int) 
     data = walk.read()
     assert stream.getvalue()[stream.tell() - len(data) : stream.tell()] == data
     assert set(stream.getvalue()[stream.tell() :][: -len(data) % BLOCK]) == {0}
-
-
-def test_streams_are_never_closed() -> None:
-    for data in (small(tarfile.USTAR_FORMAT), b"junk", gzip.compress(make_tar(1))):
-        for stream in (io.BytesIO(data), buffered(data)):
-            by_walk(stream)
-            assert not stream.closed
-
-
-def test_members_that_are_not_read_are_passed_over() -> None:
-    sizes = (100_000, 5, 70_000, 512)
-    data = tar_of((f"{number}.bin", bytes([number]) * size) for number, size in enumerate(sizes))
-    for stream in (io.BytesIO(data), buffered(data), OnlyRead(data)):
-        walk = TarWalk(stream)
-        assert [walk.read() for name in walk if name in ("1.bin", "3.bin")] == [
-            b"\1" * 5,
-            b"\3" * 512,
-        ]
-    same(data[:60_000], 0xFF)
-
-
-def test_a_header_that_lies_about_its_size_costs_no_memory() -> None:
-    info = tarfile.TarInfo("huge.bin")
-    info.size = 8**11 - 1
-    data = info.tobuf(tarfile.USTAR_FORMAT) + b"x" * 5000
-    expected = by_tarfile(io.BytesIO(data))
-    tracemalloc.start()
-    try:
-        assert by_walk(buffered(data)) == expected
-        assert by_walk(OnlyRead(data)) == expected
-        assert tracemalloc.get_traced_memory()[1] < 4 * tarwalk._PIECE
-    finally:
-        tracemalloc.stop()
-
-
-def test_a_read_error_takes_no_member_along_that_was_whole() -> None:
-    data = make_tar(2, members=20)
-
-    class Failing(io.BytesIO):
-        def readinto(self, buffer) -> int:
-            if self.tell() >= 30_000:
-                raise OSError(5, "the disk failed")
-            return super().readinto(buffer)
-
-    expected = by_tarfile(io.BytesIO(data))
-    found = by_walk(io.BufferedReader(Failing(data), 4096))
-    broken = next(n for n, event in enumerate(found) if isinstance(event, tuple))
-    assert found[broken][1] is OSError
-    assert found[:broken] == expected[:broken]
-    assert broken >= 2 * (30_000 // 1536) - 3

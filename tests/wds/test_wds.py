@@ -47,28 +47,24 @@ def keys(dataset) -> list[str]:
     return sorted(sample["__key__"] for sample in dataset)
 
 
-def test_attach_swaps_the_opener_and_every_sample_comes_once(make_cache: MakeCache) -> None:
-    cache = make_cache()
-    dataset = wds.WebDataset(SPEC, shardshuffle=10)
-    assert cache.attach(dataset) is dataset
-    for _ in range(2):
-        assert keys(dataset) == expected_keys()
-    assert len(list(cache.entries())) == SHARDS
-
-
 def test_samples_are_the_same_as_without_the_cache(make_cache: MakeCache, tmp_path: Path) -> None:
     for seed in range(SHARDS):
         (tmp_path / f"train-{seed:04d}.tar").write_bytes(make_tar(seed, MEMBERS))
     plain = list(wds.WebDataset(str(tmp_path / "train-{0000..0003}.tar"), shardshuffle=False))
-    dataset = make_cache().attach(wds.WebDataset(SPEC, shardshuffle=False))
-    cached = list(dataset)
-    assert [s["txt"] for s in plain] == [s["txt"] for s in cached]
-    assert [s["__key__"] for s in plain] == [s["__key__"] for s in cached]
-    assert [s["__url__"] for s in cached] == [
-        f"s3://lab/train-{seed:04d}.tar" for seed in range(SHARDS) for _ in range(MEMBERS)
-    ]
-    # A shard that was on its way when it was opened has no path yet.
-    assert all(Path(s["__local_path__"]).name.startswith("train-") for s in dataset)
+    cache = make_cache()
+    dataset = wds.WebDataset(SPEC, shardshuffle=False)
+    assert cache.attach(dataset) is dataset
+    for is_warm in (False, True):
+        cached = list(dataset)
+        for name in ("txt", "__key__"):
+            assert [sample[name] for sample in plain] == [sample[name] for sample in cached]
+        assert [sample["__url__"] for sample in cached] == [
+            f"s3://lab/train-{seed:04d}.tar" for seed in range(SHARDS) for _ in range(MEMBERS)
+        ]
+        # A shard that was on its way when it was opened has no path yet.
+        paths = [Path(sample.get("__local_path__", "none")).name for sample in cached]
+        assert not is_warm or all(name.startswith("train-") for name in paths)
+    assert len(list(cache.entries())) == SHARDS
 
 
 def test_attach_keeps_the_handler(make_cache: MakeCache, origin: MemoryOrigin) -> None:
@@ -78,33 +74,22 @@ def test_attach_keeps_the_handler(make_cache: MakeCache, origin: MemoryOrigin) -
     assert found == [key for key in expected_keys() if not key.startswith("0002")]
 
 
-def test_attach_replaces_webdatasets_own_cache(make_cache: MakeCache, tmp_path: Path) -> None:
-    dataset = wds.WebDataset(SPEC, shardshuffle=False, cache_dir=str(tmp_path))
-    assert keys(make_cache().attach(dataset)) == expected_keys()
-    assert list(tmp_path.glob("*.tar")) == []
-
-
-def test_attach_finds_the_opener_in_hand_made_pipelines(make_cache: MakeCache) -> None:
+def test_attach_finds_the_opener_in_any_pipeline(make_cache: MakeCache, tmp_path: Path) -> None:
     cache = make_cache()
     texts = wds.tarfile_to_samples(select_files=lambda name: name.endswith(".txt"))
     combined = wds.DataPipeline(wds.SimpleShardList(SPEC), wds.split_by_worker, texts)
     attach(attach(combined, cache), cache)
     assert keys(combined) == expected_keys()
     assert all("cls" not in sample for sample in combined)
-    plain = wds.DataPipeline(
-        wds.SimpleShardList(SPEC),
-        tariterators.url_opener,
-        wds.filters.pipelinefilter(tariterators.tar_file_expander)(),
-        wds.filters.pipelinefilter(tariterators.group_by_keys)(),
-    )
-    assert keys(attach(plain, cache)) == expected_keys()
-    curried = wds.DataPipeline(
-        wds.SimpleShardList(SPEC),
-        wds.filters.pipelinefilter(tariterators.url_opener)(handler=wds.reraise_exception),
-        wds.filters.pipelinefilter(tariterators.tar_file_expander)(),
-        wds.filters.pipelinefilter(tariterators.group_by_keys)(),
-    )
-    assert keys(attach(curried, cache)) == expected_keys()
+    opener = wds.filters.pipelinefilter(tariterators.url_opener)
+    expand = wds.filters.pipelinefilter(tariterators.tar_file_expander)()
+    group = wds.filters.pipelinefilter(tariterators.group_by_keys)()
+    for first in (tariterators.url_opener, opener(handler=wds.reraise_exception)):
+        pipeline = wds.DataPipeline(wds.SimpleShardList(SPEC), first, expand, group)
+        assert keys(attach(pipeline, cache)) == expected_keys()
+    own = wds.WebDataset(SPEC, shardshuffle=False, cache_dir=str(tmp_path))
+    assert keys(attach(own, cache)) == expected_keys()
+    assert list(tmp_path.glob("*.tar")) == []
 
 
 def test_attach_refuses_what_has_no_opener(make_cache: MakeCache) -> None:
@@ -114,14 +99,18 @@ def test_attach_refuses_what_has_no_opener(make_cache: MakeCache) -> None:
         make_cache().attach([1, 2, 3])
 
 
-def test_url_opener_keeps_keys_and_accepts_plain_urls(make_cache: MakeCache) -> None:
+def test_url_opener_keeps_keys_and_accepts_plain_urls(
+    make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
     url = "s3://lab/train-0000.tar"
     cache = make_cache(fill="complete")
-    with_keys, plain = cache.url_opener([{"url": url, "__worker__": 3}, url])
-    assert with_keys["__worker__"] == 3
-    assert with_keys["url"] == plain["url"] == url
-    assert plain["stream"].read() == make_tar(0, MEMBERS)
-    assert Path(plain["local_path"]).read_bytes() == make_tar(0, MEMBERS)
+    monkeypatch.setattr("shardcache.cache._default", cache)
+    for opener in (cache.url_opener, shardcache.url_opener):
+        with_keys, plain = opener([{"url": url, "__worker__": 3}, url])
+        assert with_keys["__worker__"] == 3
+        assert with_keys["url"] == plain["url"] == url
+        assert plain["stream"].read() == make_tar(0, MEMBERS)
+        assert Path(plain["local_path"]).read_bytes() == make_tar(0, MEMBERS)
 
 
 def test_url_opener_asks_the_handler_with_the_url_in_args(make_cache: MakeCache) -> None:
@@ -141,40 +130,18 @@ def test_url_opener_asks_the_handler_with_the_url_in_args(make_cache: MakeCache)
         list(make_cache().url_opener(urls))
 
 
-def test_the_module_level_opener_uses_the_default_cache(
-    make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache = make_cache()
-    monkeypatch.setattr("shardcache.cache._default", cache)
-    sample = next(shardcache.url_opener([{"url": "s3://lab/train-0000.tar"}]))
-    assert sample["stream"].read() == make_tar(0, MEMBERS)
-
-
 def test_register_lets_unchanged_pipelines_read_s3(make_cache: MakeCache) -> None:
     cache = make_cache()
     before = dict(wds.gopen_schemes)
     try:
         register("s3", cache)
         assert keys(wds.WebDataset(SPEC, shardshuffle=False)) == expected_keys()
+        with pytest.raises(ConfigError, match="mode 'wb'"):
+            wds.gopen("s3://lab/x.tar", "wb")
     finally:
         wds.gopen_schemes.clear()
         wds.gopen_schemes.update(before)
     assert len(list(cache.entries())) == SHARDS
-    with pytest.raises(ConfigError, match="mode 'wb'"):
-        cache.gopen("s3://lab/x.tar", "wb")
-
-
-@pytest.mark.locks_work("flock")
-def test_only_the_shard_being_read_is_pinned(make_cache: MakeCache) -> None:
-    cache = make_cache()
-    dataset = cache.attach(wds.WebDataset(SPEC, shardshuffle=False))
-    iterator = iter(dataset)
-    for _ in range(2 * MEMBERS + 1):  # into the third shard
-        next(iterator)
-    pinned = [e for e in cache.entries() if cache._here().namespaces.own.is_pinned(e)]
-    assert len(pinned) <= 2  # the expander drops a stream when it asks for the next
-    names = {e.metadata().url for e in pinned}
-    assert "s3://lab/train-0002.tar" in names
 
 
 @pytest.mark.locks_work("answers")
@@ -195,6 +162,12 @@ def test_a_shard_that_was_dropped_is_not_pinned_while_the_next_is_fetched(
         sample.clear()
     assert pinned
     assert not any(pinned)
+    closed_early = cache.url_opener(wds.SimpleShardList(SPEC))
+    stream = next(closed_early)["stream"]
+    closed_early.close()
+    assert stream.read() == make_tar(0, MEMBERS)  # the consumer's own is not closed
+    stream.close()
+    assert not any(cache._here().namespaces.own.is_pinned(e) for e in cache.entries())
 
 
 @pytest.mark.parametrize(
@@ -251,14 +224,3 @@ def test_a_pipeline_composed_further_reads_through_the_cache(
     with pytest.raises(ConfigError, match="WebDataset itself"):
         cache.attach(loader)
     assert len(origin.requests) == SHARDS
-
-
-@pytest.mark.locks_work("answers")
-def test_an_opener_that_is_closed_early_leaves_nothing_pinned(make_cache: MakeCache) -> None:
-    cache = make_cache()
-    opener = cache.url_opener(wds.SimpleShardList(SPEC))
-    stream = next(opener)["stream"]
-    opener.close()
-    assert stream.read() == make_tar(0, MEMBERS)  # the consumer's own is not closed
-    stream.close()
-    assert not any(cache._here().namespaces.own.is_pinned(e) for e in cache.entries())

@@ -1,7 +1,4 @@
-"""A process that removes lock files all the time; told on stdin below which directory.
-
-    DIRECTORY\\n    from now on there; answered with a line
-    \\n             nowhere; answered with a line, after the last raid
+"""Removes lock files below a directory, which it is given, until it is killed; says when it begins.
 
 A process of its own, because tests count descriptors and threads.
 """
@@ -10,9 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 
 #: Seconds between two raids: a fetch sees dozens of them.
@@ -33,19 +30,9 @@ def lock_directories(directory: str, depth: int = _DEPTH) -> Iterator[str]:
                 yield from lock_directories(child.path, depth - 1)
 
 
-def main() -> None:
-    directory = ""
-    while True:
-        ready, _, _ = select.select([sys.stdin], [], [], _PAUSE if directory else None)
-        if ready:
-            line = sys.stdin.readline()
-            if not line:
-                return
-            directory = line.rstrip("\n")
-            print(flush=True)
-        for locks in list(lock_directories(directory)) if directory else ():
-            shutil.rmtree(locks, ignore_errors=True)
-
-
 if __name__ == "__main__":
-    main()
+    print(flush=True)
+    while True:
+        for locks in lock_directories(sys.argv[1]):
+            shutil.rmtree(locks, ignore_errors=True)
+        time.sleep(_PAUSE)

@@ -3,11 +3,12 @@
 For each scenario one run under strace tells which system calls touch the cache directory. Then it
 is run anew for each of them, on a fresh copy of the directory, and its process is
 
-* killed (SIGKILL) before the call, and, where the call changes something, behind it;
+* killed (SIGKILL) before the call;
 * given each error that the call may answer, once and from that call on.
 
-After a kill a new process must read every shard at once, from the cache, with the right bytes; no
-entry may look complete that is not; a sweep must leave nothing but entries and locks. After an
+After a kill a new process must read every shard at once, from the cache, with the right bytes,
+whether a sweep comes first or not; no entry may look complete that is not; a sweep must leave
+nothing but entries and locks. After an
 error the process itself must have read the right bytes, with each warning once. Exit 1 if anything
 is wrong, 77 where nothing can be traced. ``--every N`` takes one point in N.
 """
@@ -26,7 +27,6 @@ import shutil
 import sys
 import tempfile
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -35,9 +35,8 @@ from typing import Any
 
 from shardcache import Cache
 from shardcache.errors import ShardCacheError
-from tests.stress import machine
-from tests.stress.crash.strace import PATIENCE, Run, Strike, trace, unavailable
-from tests.support.storetools import payload
+from tests.stress.crash.strace import KILL, Run, Strike, trace, unavailable
+from tests.support.storetools import forked, payload
 from tests.support.tars import tar_of
 
 MIB = 1 << 20
@@ -228,7 +227,7 @@ class Stage:
                     calls = trace(copy.root, lambda act=act, copy=copy: act(copy)).calls
                 fit = [c for c in calls if killed[0] in c.name and killed[1] in c.text]
                 middle = fit[len(fit) // 2]
-                strike = Strike(middle.name, middle.number, "before")
+                strike = Strike(middle.name, middle.number)
             run = trace(place.root, lambda act=act: act(place) and None, strike)
             if run.error or run.killed != bool(killed):
                 raise RuntimeError(f"{name} cannot be prepared: {run.error or run}")
@@ -261,13 +260,11 @@ class Stage:
             run = trace(place.root, lambda: _act(scenario, place), strike)
             wrong = [] if run.killed else _behaviour(run)
             wrong += [text for text in inspect(place.root) if text not in planted]
-            # Every state comes twice, behind one call and before the next: once the next process
-            # sweeps first, once it reads first.
-            steps = (
-                [_read, _sweep] if strike and strike.kind != "after" else [_sweep, _read, _sweep]
-            )
-            for step in steps:
-                wrong += _alone(lambda step=step: step(scenario, place))
+            with self._copy(place) as twin:
+                for step in (_read, _sweep):
+                    wrong += _alone(step, scenario, twin)
+            for step in (_sweep, _read, _sweep) if run.killed else ():
+                wrong += _alone(step, scenario, place)
             return run, wrong
 
     def attempt(self, point: Point) -> Result:
@@ -275,7 +272,7 @@ class Stage:
         struck = run.struck
         if struck is None and run.killed:
             wrong.append("it was killed, but not by us")
-        if point.strike.fails and run.astray:  # it hit a call that was the origin's
+        if point.strike.kind != KILL and run.astray:  # it hit a call that was the origin's
             struck, wrong = None, []
         return Result(point, struck and struck.text, wrong)
 
@@ -335,26 +332,13 @@ def _sweep(scenario: Scenario, place: Place) -> list[str]:
     return [f"the sweep left {path.relative_to(place.root)}" for path in left]
 
 
-def _alone(function: Callable[[], list[str]]) -> list[str]:
-    """What a function finds wrong, in a process of its own."""
-    mine, theirs = multiprocessing.Pipe(duplex=False)
-    if (pid := os.fork()) == 0:
-        try:
-            wrong = function()
-        except BaseException:
-            wrong = [traceback.format_exc()]
-        theirs.send(wrong)
-        os._exit(0)
-    theirs.close()
+def _alone(step: Callable[[Scenario, Place], list[str]], *given: Any) -> list[str]:
+    """What a step finds wrong, in a process of its own."""
     try:
-        return list(mine.recv()) if mine.poll(PATIENCE) else ["the next process hangs"]
-    except EOFError:
-        return ["the next process died"]
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, 9)
-        os.waitpid(pid, 0)
-        mine.close()
+        with forked(lambda parent: parent.say(step(*given))) as child:
+            return list(child.hear())
+    except (AssertionError, EOFError) as exn:
+        return [f"the next process failed: {exn!r}"]
 
 
 # -- all of them -----------------------------------------------------------------------
@@ -364,30 +348,15 @@ def points(name: str, run: Run, part: str | None) -> Iterator[Point]:
     """Every kill, and every error, of the calls that a run made; each name and number once."""
     for call in {(call.name, call.number): call for call in run.calls}.values():
         makes = call.name == "openat" and "O_CREAT" in call.text
-        effect = makes or call.name in EFFECTS
         if part != "errors":
-            for kind in ("before", "after") if effect else ("before",):
-                publishes = call.name.startswith("rename") and "/objects/" in call.text
-                yield Point(name, Strike(call.name, call.number, kind), publishes)
+            publishes = call.name.startswith("rename") and "/objects/" in call.text
+            yield Point(name, Strike(call.name, call.number), publishes)
         if part != "kills":
             opens = ("EMFILE", *(_CHANGE if makes else _ANY)) if call.name == "openat" else ()
             for error in opens or EFFECTS.get(call.name) or LOOKS.get(call.name, ()):
-                for on in (
-                    (False, True) if call.name in EFFECTS and call.name != "write" else (False,)
-                ):
-                    yield Point(name, Strike(call.name, call.number, error, on))
-
-
-_stage: Stage
-
-
-def _start(stage: Stage) -> None:
-    global _stage
-    _stage = stage
-
-
-def _attempt(point: Point) -> Result:
-    return _stage.attempt(point)
+                yield Point(name, Strike(call.name, call.number, error))
+                if call.name in EFFECTS and call.name != "write":
+                    yield Point(name, Strike(call.name, call.number, error, on=True))
 
 
 def sweep(names: list[str], every: int = 1, part: str | None = None) -> list[Result]:
@@ -400,8 +369,8 @@ def sweep(names: list[str], every: int = 1, part: str | None = None) -> list[Res
         chosen = [p for p in chosen if p.publishes or draw.randrange(every) == 0]
         gc.freeze()  # or every child copies what the collector touches
         context = multiprocessing.get_context("fork")
-        with context.Pool(os.cpu_count(), _start, (stage,)) as pool:
-            return list(pool.imap(_attempt, chosen))
+        with context.Pool(os.cpu_count()) as pool:
+            return list(pool.imap(stage.attempt, chosen))
 
 
 def main() -> int:
@@ -415,13 +384,10 @@ def main() -> int:
         return 77
     begun = time.monotonic()
     results = sweep(given.scenario or list(SCENARIOS), given.every, given.part)
-    kinds = {"before": "killed before", "after": "killed behind"}
-    table = Counter((r.point.scenario, kinds.get(r.point.strike.kind, "failed")) for r in results)
-    print(f"{machine()}, {time.monotonic() - begun:.0f} s\n")
-    print("| scenario | killed before | killed behind | failed |\n|---|--:|--:|--:|")
+    table = Counter((r.point.scenario, r.point.strike.kind == KILL) for r in results)
+    print(f"{time.monotonic() - begun:.0f} s\n\n| scenario | killed | failed |\n|---|--:|--:|")
     for name in given.scenario or SCENARIOS:
-        cells = [str(table[name, kind]) for kind in ("killed before", "killed behind", "failed")]
-        print(f"| {name} | {' | '.join(cells)} |")
+        print(f"| {name} | {table[name, True]} | {table[name, False]} |")
     bad = [result for result in results if result.wrong]
     for result in bad[:20]:
         print(f"\n{result.point.scenario}: {result.point.strike}: {result.call}", *result.wrong)

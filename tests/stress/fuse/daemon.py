@@ -1,35 +1,56 @@
-"""The process behind a mount of the shim: a passthrough FUSE filesystem that fails on demand.
+"""The process behind a mount of `shim`: a passthrough FUSE filesystem that fails on demand.
 
-Inodes are O_PATH descriptors, so a file stays reachable whatever becomes of its name. `Settings` is
-what one node of a network filesystem knows and another does not; a `Rule` strikes requests by
-operation and path. Commands come on stdin, one JSON object a line, and are answered on stdout; the
-process unmounts and ends when stdin does, so no mount outlives its test.
+It speaks the protocol itself (include/uapi/linux/fuse.h, 7.36 and later): pyfuse3 does not pass
+flock on, mfusepy knows paths only, and both hide what the tests want to see: an inode that outlives
+its name on another node, a flock without an answer, an absence that is remembered.
+
+An inode's number is an O_PATH descriptor, kept as long as the mount, so that it stays reachable
+whatever becomes of its name. Orders come on stdin, one JSON object a line, and are answered on
+stdout; the process unmounts and ends when stdin does, so no mount outlives its test.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import fnmatch
 import json
 import os
 import resource
+import select
 import stat
+import struct
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
-
-from tests.stress.fuse import proto
-from tests.stress.fuse.proto import Op, Request
 
 Key = tuple[int, int]
 
-_DIRECT_IO = 1
+#: Requests that are served, and the methods that serve them.
+OPERATIONS = {
+    1: "lookup", 3: "getattr", 4: "setattr", 9: "mkdir", 10: "unlink", 11: "rmdir", 12: "rename",
+    13: "link", 14: "open", 15: "read", 16: "write", 17: "statfs", 18: "release", 20: "fsync",
+    27: "opendir", 28: "readdir", 29: "releasedir", 30: "fsyncdir", 32: "setlk", 33: "setlk",
+    35: "create", 45: "rename2",
+}  # fmt: skip
+_FORGET, _INIT, _INTERRUPT, _BATCH_FORGET, _ROOT = 2, 26, 36, 42, 1
+#: Where the name begins in the arguments of operations on (directory, name).
+_NAME_AT = {
+    "lookup": 0, "mkdir": 8, "unlink": 0, "rmdir": 0, "create": 16, "link": 8, "rename": 8,
+    "rename2": 16,
+}  # fmt: skip
+_MAX_WRITE = 1 << 20
+_ATTR, _ENTRY = struct.Struct("<6Q10I"), struct.Struct("<4Q2I")
+_DIRENT = struct.Struct("<2Q2I")
+#: What of the kernel's offers is accepted: reads in parallel, large writes, flock.
+_FLAGS = 1 | 1 << 5 | 1 << 10 | 1 << 18 | 1 << 22
+_EXTENDED, _DIRECT_IO_MMAP = 1 << 30, 1 << 4
+_MODE, _UID, _GID, _SIZE, _ATIME, _MTIME, _FH, _ATIME_NOW, _MTIME_NOW = (1 << n for n in range(9))
+_LOCKS = {0: fcntl.LOCK_SH, 1: fcntl.LOCK_EX, 2: fcntl.LOCK_UN}  # by F_RDLCK, F_WRLCK, F_UNLCK
 
 
 @dataclass(slots=True)
@@ -56,342 +77,6 @@ class Settings:
 
 
 @dataclass(slots=True)
-class Node:
-    """An inode the kernel knows."""
-
-    fd: int
-    key: Key
-    lookups: int = 1
-
-
-@dataclass(slots=True)
-class Handle:
-    """An open file or directory."""
-
-    fd: int
-    key: Key
-    names: list[tuple[str, int, int]] = field(default_factory=list)
-
-
-class Nodes:
-    """What the kernel may name by number; safe between threads."""
-
-    def __init__(self, backing: Path) -> None:
-        self.root = Path(os.path.realpath(backing))
-        self.settings = Settings()
-        self.guard = threading.RLock()
-        self.nodes: dict[int, Node] = {}
-        self.handles: dict[int, Handle] = {}
-        self.removed: set[Key] = set()  # inodes whose names went through this mount
-        self._by_key: dict[Key, int] = {}
-        self._next = proto.ROOT
-        self._next_handle = 1
-        self._known: dict[tuple[Key, str], Key] = {}  # names made or seen here
-        self.add(os.open(self.root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
-
-    # -- inodes ----------------------------------------------------------------
-
-    def add(self, fd: int) -> tuple[int, os.stat_result]:
-        """The number of an inode, looked up once more; ``fd`` is ours."""
-        found = os.fstat(fd)
-        key = key_of(found)
-        with self.guard:
-            number = self._by_key.get(key)
-            if number is not None:
-                os.close(fd)
-                self.nodes[number].lookups += 1
-            else:
-                number, self._next = self._next, self._next + 1
-                self.nodes[number] = Node(fd, key)
-                self._by_key[key] = number
-        return number, found
-
-    def drop(self, number: int, count: int) -> None:
-        """The kernel forgets ``count`` lookups."""
-        with self.guard:
-            node = self.nodes[number]
-            node.lookups -= count
-            if node.lookups <= 0 and number != proto.ROOT:
-                del self.nodes[number], self._by_key[node.key]
-                os.close(node.fd)
-
-    def forget(self, request: Request) -> None:
-        """FORGET and BATCH_FORGET."""
-        if request.op == proto.Op.FORGET:
-            self.drop(request.node, request.unpack("<Q")[0])
-            return
-        count, _ = request.unpack("<II")
-        for at in range(count):
-            number, lookups = request.unpack(f"<8x{16 * at}xQQ")
-            self.drop(number, lookups)
-
-    def alive(self, number: int) -> Node:
-        """An inode.
-
-        Raises:
-            OSError: ESTALE, if another node removed it.
-        """
-        node = self.nodes[number]
-        if self.settings.stale and node.key not in self.removed:
-            found = os.fstat(node.fd)
-            if found.st_nlink == 0:
-                raise OSError(errno.ESTALE, "")
-        return node
-
-    def proc(self, number: int) -> str:
-        """A path that opens the inode itself."""
-        return f"/proc/self/fd/{self.alive(number).fd}"
-
-    def absolute(self, number: int, name: str = "") -> Path:
-        """Where it is, or a name in it, below the backing directory."""
-        return Path(os.readlink(f"/proc/self/fd/{self.nodes[number].fd}"), name)
-
-    def relative(self, number: int, name: str = "") -> str:
-        """As `absolute`, as the tests say it."""
-        return os.path.relpath(self.absolute(number, name), self.root)
-
-    def entry(self, parent: int, name: str, *, made: bool = False) -> bytes:
-        """The answer to a lookup, or to what made the name."""
-        directory = self.nodes[parent]
-        fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory.fd)
-        number, found = self.add(fd)
-        if made:
-            self.know(directory.key, name, found)
-        elif not self._visible(directory.key, name, found):
-            self.drop(number, 1)
-            raise FileNotFoundError(errno.ENOENT, "")
-        return proto.entry_reply(number, found, self.settings.entry, self.settings.attr)
-
-    def know(self, parent: Key, name: str, found: os.stat_result) -> None:
-        """A name that was made here: always seen."""
-        self._known[parent, name] = key_of(found)
-
-    def _visible(self, parent: Key, name: str, found: os.stat_result) -> bool:
-        if self._known.get((parent, name)) == key_of(found):
-            return True
-        if self.settings.delay and found.st_ctime + self.settings.delay > time.time():
-            return False
-        self.know(parent, name, found)
-        return True
-
-    # -- open files --------------------------------------------------------------
-
-    def opened(self, fd: int) -> bytes:
-        """The answer to what opened ``fd``."""
-        found = os.fstat(fd)
-        with self.guard:
-            number, self._next_handle = self._next_handle, self._next_handle + 1
-            self.handles[number] = Handle(fd, key_of(found))
-        # Past the page cache: the errors of reads reach the reader as they are.
-        return proto.open_reply(number, 0 if stat.S_ISDIR(found.st_mode) else _DIRECT_IO)
-
-    def close(self, number: int) -> None:
-        with self.guard:
-            os.close(self.handles.pop(number).fd)
-
-    def listing(self, handle: Handle) -> Iterator[tuple[str, int, int]]:
-        """(name, inode, type) of what is seen of a directory."""
-        here = os.fstat(handle.fd).st_ino
-        yield ".", here, stat.S_IFDIR >> 12
-        yield "..", here, stat.S_IFDIR >> 12
-        for name in os.listdir(handle.fd):
-            with contextlib.suppress(FileNotFoundError):
-                found = os.stat(name, dir_fd=handle.fd, follow_symlinks=False)
-                if self._visible(handle.key, name, found):
-                    yield name, found.st_ino, found.st_mode >> 12
-
-
-def key_of(found: os.stat_result) -> Key:
-    return found.st_dev, found.st_ino
-
-
-_MODE, _UID, _GID, _SIZE, _ATIME, _MTIME, _FH, _ATIME_NOW, _MTIME_NOW = (1 << n for n in range(9))
-_SETATTR = "<IIQQQQQQIIIIIIII"
-_LOCKS = {0: fcntl.LOCK_SH, 1: fcntl.LOCK_EX, 2: fcntl.LOCK_UN}  # by F_RDLCK, F_WRLCK, F_UNLCK
-
-
-class HangError(Exception):
-    """This request is not answered."""
-
-
-class Files(Nodes):
-    """The operations, found by the names of requests; each answers or raises OSError."""
-
-    # -- making names ------------------------------------------------------------
-
-    def lookup(self, request: Request) -> bytes:
-        try:
-            return self.entry(request.node, request.names(0)[0])
-        except FileNotFoundError:
-            if self.settings.negative:
-                return proto.negative_reply(self.settings.negative)
-            raise
-
-    def _own(self, request: Request, name: str) -> None:
-        if request.uid != os.geteuid():
-            directory = self.nodes[request.node].fd
-            os.chown(name, request.uid, request.gid, dir_fd=directory, follow_symlinks=False)
-
-    def _make(self, request: Request, name: str, make: Callable[[int], None]) -> bytes:
-        make(self.nodes[request.node].fd)
-        self._own(request, name)
-        return self.entry(request.node, name, made=True)
-
-    def mkdir(self, request: Request) -> bytes:
-        (name,) = request.names(8)
-        mode, _umask = request.unpack("<II")
-        return self._make(request, name, lambda fd: os.mkdir(name, mode & 0o7777, dir_fd=fd))
-
-    def link(self, request: Request) -> bytes:
-        (name,) = request.names(8)
-        source = self.proc(request.unpack("<Q")[0])
-        return self._make(
-            request, name, lambda fd: os.link(source, name, dst_dir_fd=fd, follow_symlinks=True)
-        )
-
-    def create(self, request: Request) -> bytes:
-        flags, mode, _umask, _ = request.unpack("<IIII")
-        (name,) = request.names(16)
-        directory = self.nodes[request.node].fd
-        kept = flags & (os.O_ACCMODE | os.O_EXCL)
-        new = _look(name, directory) is None
-        flags = kept | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(name, flags, mode & 0o7777, dir_fd=directory)
-        if new:
-            self._own(request, name)
-        return self.entry(request.node, name, made=True) + self.opened(fd)
-
-    # -- taking names away -------------------------------------------------------
-
-    def unlink(self, request: Request) -> bytes:
-        (name,) = request.names(0)
-        directory = self.nodes[request.node].fd
-        found = os.stat(name, dir_fd=directory, follow_symlinks=False)
-        remove = os.rmdir if request.op == Op.RMDIR else os.unlink
-        remove(name, dir_fd=directory)
-        self.removed.add(key_of(found))
-        return b""
-
-    rmdir = unlink
-
-    def rename(self, request: Request) -> bytes:
-        (target,) = request.unpack("<Q")
-        return self._move(request.node, target, *request.names(8))
-
-    def rename2(self, request: Request) -> bytes:
-        target, flags, _ = request.unpack("<QII")
-        if flags:  # as NFS says to RENAME_NOREPLACE and RENAME_EXCHANGE
-            raise OSError(errno.EINVAL, "")
-        return self._move(request.node, target, *request.names(16))
-
-    def _move(self, source: int, target: int, old: str, new: str) -> bytes:
-        olds, news = self.nodes[source], self.nodes[target]
-        found = os.stat(old, dir_fd=olds.fd, follow_symlinks=False)
-        there = _look(new, news.fd)
-        os.rename(old, new, src_dir_fd=olds.fd, dst_dir_fd=news.fd)
-        if there is not None and not os.path.samestat(found, there):
-            self.removed.add(key_of(there))
-        self.know(news.key, new, found)
-        return b""
-
-    # -- attributes ----------------------------------------------------------------
-
-    def getattr(self, request: Request) -> bytes:
-        found = os.fstat(self.alive(request.node).fd)
-        return proto.attr_reply(found, self.settings.attr)
-
-    def setattr(self, request: Request) -> bytes:
-        valid, _, handle, size, _, atime, mtime, _, atime_n, mtime_n, _, mode, _, uid, gid, _ = (
-            request.unpack(_SETATTR)
-        )
-        path = self.proc(request.node)
-        if valid & _MODE:
-            os.chmod(path, mode & 0o7777)
-        if valid & (_UID | _GID):
-            os.chown(path, uid if valid & _UID else -1, gid if valid & _GID else -1)
-        if valid & _SIZE:
-            os.truncate(self.handles[handle].fd if valid & _FH else path, size)
-        if valid & (_ATIME | _MTIME):
-            now, found = time.time_ns(), os.fstat(self.nodes[request.node].fd)
-            used = now if valid & _ATIME_NOW else atime * 10**9 + atime_n
-            changed = now if valid & _MTIME_NOW else mtime * 10**9 + mtime_n
-            times = (
-                used if valid & _ATIME else found.st_atime_ns,
-                changed if valid & _MTIME else found.st_mtime_ns,
-            )
-            os.utime(path, ns=times)
-        return self.getattr(request)
-
-    def statfs(self, request: Request) -> bytes:
-        return proto.statfs_reply(os.statvfs(f"/proc/self/fd/{self.nodes[request.node].fd}"))
-
-    # -- data ------------------------------------------------------------------------
-
-    def open(self, request: Request) -> bytes:
-        flags, _ = request.unpack("<II")
-        return self.opened(os.open(self.proc(request.node), flags & os.O_ACCMODE | os.O_CLOEXEC))
-
-    def opendir(self, request: Request) -> bytes:
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-        return self.opened(os.open(self.proc(request.node), flags))
-
-    def read(self, request: Request) -> bytes:
-        self.alive(request.node)
-        handle, offset, size = request.unpack("<QQI")
-        return os.pread(self.handles[handle].fd, size, offset)
-
-    def write(self, request: Request) -> bytes:
-        self.alive(request.node)
-        handle, offset, size = request.unpack("<QQI")
-        data = memoryview(request.body)[40 : 40 + size]
-        return os.pwrite(self.handles[handle].fd, data, offset).to_bytes(4, "little") + bytes(4)
-
-    def fsync(self, request: Request) -> bytes:
-        os.fsync(self.handles[request.unpack("<Q")[0]].fd)
-        return b""
-
-    def fsyncdir(self, request: Request) -> bytes:
-        return b""
-
-    def readdir(self, request: Request) -> bytes:
-        number, offset, size = request.unpack("<QQI")
-        handle = self.handles[number]
-        if offset == 0:
-            handle.names = list(self.listing(handle))
-        return proto.dirents(handle.names, offset, size)
-
-    def release(self, request: Request) -> bytes:
-        self.close(request.unpack("<Q")[0])
-        return b""
-
-    releasedir = release
-
-    # -- locks -----------------------------------------------------------------------
-
-    def setlk(self, request: Request) -> bytes:
-        number, _owner, _start, _end, kind, _pid, _flags, _ = request.unpack("<QQQQIIII")
-        mode = self.settings.flock
-        if mode == "hanging":
-            raise HangError
-        if mode == "refused":
-            raise OSError(self.settings.flock_error, "")
-        if mode == "working":
-            self.alive(request.node)
-            wait = 0 if request.op == Op.SETLKW else fcntl.LOCK_NB
-            fcntl.flock(self.handles[number].fd, _LOCKS[kind] | wait)
-        return b""
-
-    setlkw = setlk
-
-
-def _look(name: str, directory: int) -> os.stat_result | None:
-    try:
-        return os.stat(name, dir_fd=directory, follow_symlinks=False)
-    except FileNotFoundError:
-        return None
-
-
-@dataclass(slots=True)
 class Rule:
     """One fault.
 
@@ -405,7 +90,7 @@ class Rule:
         struck: how many it has struck.
     """
 
-    ops: frozenset[str]
+    ops: list[str]
     pattern: str
     error: int = 0
     done: bool = False
@@ -414,241 +99,389 @@ class Rule:
     struck: int = 0
 
 
-class Faults:
-    """The rules in force; safe between threads."""
+@dataclass(slots=True)
+class Request:
+    """Which operation on which inode, and its arguments undecoded."""
 
-    def __init__(self) -> None:
-        self._rules: list[Rule] = []
-        self._guard = threading.Lock()
+    unique: int
+    name: str
+    node: int
+    body: bytes
 
-    def add(self, rule: Rule) -> int:
-        with self._guard:
-            self._rules.append(rule)
-            return len(self._rules) - 1
+    def unpack(self, layout: str) -> tuple[int, ...]:
+        return struct.unpack_from(layout, self.body)
 
-    def clear(self) -> None:
-        """All rules have run out; their counts can still be asked for."""
-        with self._guard:
-            for rule in self._rules:
-                rule.times = 0
+    def names(self) -> list[str]:
+        """The NUL-ended names among the arguments."""
+        encoded = self.body[_NAME_AT[self.name] :].split(b"\0")[:-1]
+        return [os.fsdecode(name) for name in encoded]
 
-    def struck(self) -> list[int]:
-        return [rule.struck for rule in self._rules]
 
-    def strike(self, op: str, paths: Callable[[], Iterable[str]]) -> Rule | None:
-        """The rule that strikes this request, if one does."""
-        if not any(op in rule.ops and rule.times for rule in self._rules):
-            return None
-        found = list(paths())
-        with self._guard:
-            for rule in self._rules:
-                if op not in rule.ops or not rule.times:
-                    continue
-                if not any(fnmatch.fnmatchcase(path, rule.pattern) for path in found):
-                    continue
-                if rule.skip:
-                    rule.skip -= 1
-                    continue
-                rule.times -= rule.times > 0
-                rule.struck += 1
-                return rule
+class HangError(Exception):
+    """This request is not answered."""
+
+
+def key_of(found: os.stat_result) -> Key:
+    return found.st_dev, found.st_ino
+
+
+def _split(seconds: float) -> tuple[int, int]:
+    return int(seconds), int(seconds % 1 * 1e9)
+
+
+def _attributes(found: os.stat_result) -> bytes:
+    seconds = (int(found.st_atime), int(found.st_mtime), int(found.st_ctime))
+    nanos = (t % 10**9 for t in (found.st_atime_ns, found.st_mtime_ns, found.st_ctime_ns))
+    owner = (found.st_mode, found.st_nlink, found.st_uid, found.st_gid, found.st_rdev)
+    size = (found.st_ino, found.st_size, found.st_blocks)
+    return _ATTR.pack(*size, *seconds, *nanos, *owner, found.st_blksize, 0)
+
+
+def _stat(name: str, directory: int) -> os.stat_result | None:
+    try:
+        return os.stat(name, dir_fd=directory, follow_symlinks=False)
+    except FileNotFoundError:
         return None
 
 
-class Hanging:
-    """Requests without an answer.
+class Files:
+    """The operations, named as requests are; each returns its answer or raises OSError."""
 
-    Args:
-        give_up: answers a request that waited for ``limit`` seconds, so that no
-            process of the machine is stuck for ever whatever becomes of a test.
-    """
+    def __init__(self, backing: str) -> None:
+        self.settings = Settings()
+        self.backing = os.path.realpath(backing)
+        self._root = os.open(self.backing, os.O_PATH | os.O_DIRECTORY)
+        self._nodes = {key_of(os.fstat(self._root)): self._root}
+        self._removed: set[Key] = set()  # inodes whose names went through this mount
+        self._known: dict[tuple[int, str], Key] = {}  # names made or seen here
+        self._listings: dict[int, list[bytes]] = {}
 
-    def __init__(self, give_up: Callable[[Request], None], limit: float) -> None:
-        self.killable = True
-        self._waiting: dict[int, tuple[Request, float]] = {}
-        self._interrupted: set[int] = set()
-        self._guard = threading.Lock()
-        self._give_up = give_up
-        self._limit = limit
-        threading.Thread(target=self._watch, daemon=True).start()
+    def node(self, number: int) -> int:
+        """The inode that the kernel means."""
+        return self._root if number == _ROOT else number
 
-    def __len__(self) -> int:
-        return len(self._waiting)
+    def _alive(self, node: int) -> str:
+        """A path that opens the inode itself; ESTALE if another node removed it."""
+        found = os.fstat(node)
+        if self.settings.stale and not found.st_nlink and key_of(found) not in self._removed:
+            raise OSError(errno.ESTALE, "")
+        return f"/proc/self/fd/{node}"
 
-    def add(self, request: Request) -> bool:
-        """Keep it; False if its asker has been interrupted already."""
-        with self._guard:
-            if self.killable and request.unique in self._interrupted:
-                self._interrupted.discard(request.unique)
+    def _entry(self, parent: int, name: str, *, made: bool = False) -> bytes:
+        """The answer to a lookup, or to what made the name."""
+        fd = os.open(name, os.O_PATH | os.O_NOFOLLOW, dir_fd=parent)
+        found = os.fstat(fd)
+        node = self._nodes.setdefault(key_of(found), fd)
+        if node != fd:
+            os.close(fd)
+        if made:
+            self._known[parent, name] = key_of(found)
+        elif not self._visible(parent, name, found):
+            raise FileNotFoundError(errno.ENOENT, "")
+        (entry, entry_n), (attr, attr_n) = _split(self.settings.entry), _split(self.settings.attr)
+        return _ENTRY.pack(node, 0, entry, attr, entry_n, attr_n) + _attributes(found)
+
+    def _visible(self, parent: int, name: str, found: os.stat_result) -> bool:
+        if self._known.get((parent, name)) != key_of(found):
+            if found.st_ctime + self.settings.delay > time.time():
                 return False
-            self._waiting[request.unique] = (request, time.monotonic())
-            return True
+            self._known[parent, name] = key_of(found)
+        return True
 
-    def interrupt(self, unique: int) -> bool:
-        """The asker got a signal; True if its request must be answered with EINTR."""
-        with self._guard:
-            if not self.killable:
-                return False
-            if unique in self._waiting:
-                del self._waiting[unique]
-                return True
-            self._interrupted.add(unique)  # it may come after its interrupt
-            return False
+    def _opened(self, fd: int) -> bytes:
+        """The answer to what opened ``fd``: its own number is the handle."""
+        # Past the page cache: the errors of reads reach the reader as they are.
+        return struct.pack("<QIi", fd, not stat.S_ISDIR(os.fstat(fd).st_mode), 0)
 
-    def take(self) -> list[Request]:
-        """All of them, to be carried out now."""
-        with self._guard:
-            found = [request for request, _ in self._waiting.values()]
-            self._waiting.clear()
-            return found
+    # -- names ---------------------------------------------------------------------
 
-    def _watch(self) -> None:
-        while True:
-            time.sleep(1.0)
-            old = time.monotonic() - self._limit
-            with self._guard:
-                late = [r for r, since in self._waiting.values() if since < old]
-                for request in late:
-                    del self._waiting[request.unique]
-            for request in late:
-                self._give_up(request)
+    def lookup(self, request: Request) -> bytes:
+        try:
+            return self._entry(request.node, request.names()[0])
+        except FileNotFoundError:
+            if not self.settings.negative:
+                raise
+            seconds, nanos = _split(self.settings.negative)
+            return _ENTRY.pack(0, 0, seconds, 0, nanos, 0) + bytes(_ATTR.size)
 
+    def mkdir(self, request: Request) -> bytes:
+        (name,) = request.names()
+        os.mkdir(name, request.unpack("<I")[0] & 0o7777, dir_fd=request.node)
+        return self._entry(request.node, name, made=True)
 
-#: Seconds after which what hangs is answered EIO: longer than any test waits.
-_LIMIT = 150.0
-_THREADS = 4
-#: Where the name begins in the arguments of operations on (directory, name).
-_NAME_AT = {
-    Op.LOOKUP: 0,
-    Op.MKDIR: 8,
-    Op.UNLINK: 0,
-    Op.RMDIR: 0,
-    Op.CREATE: 16,
-    Op.LINK: 8,
-    Op.RENAME: 8,
-    Op.RENAME2: 16,
-}
-_ENTERING = (Op.LOOKUP, Op.CREATE, Op.MKDIR, Op.LINK)
+    def link(self, request: Request) -> bytes:
+        (name,), (source,) = request.names(), request.unpack("<Q")
+        os.link(self._alive(source), name, dst_dir_fd=request.node, follow_symlinks=True)
+        return self._entry(request.node, name, made=True)
+
+    def create(self, request: Request) -> bytes:
+        (name,), (flags, mode) = request.names(), request.unpack("<2I")
+        flags = flags & (os.O_ACCMODE | os.O_EXCL) | os.O_CREAT | os.O_NOFOLLOW
+        fd = os.open(name, flags, mode & 0o7777, dir_fd=request.node)
+        return self._entry(request.node, name, made=True) + self._opened(fd)
+
+    def unlink(self, request: Request) -> bytes:
+        (name,) = request.names()
+        found = os.stat(name, dir_fd=request.node, follow_symlinks=False)
+        (os.rmdir if request.name == "rmdir" else os.unlink)(name, dir_fd=request.node)
+        self._removed.add(key_of(found))
+        return b""
+
+    rmdir = unlink
+
+    def rename(self, request: Request) -> bytes:
+        (old, new), target = request.names(), self.node(*request.unpack("<Q"))
+        if request.name == "rename2" and request.unpack("<QI")[1]:
+            raise OSError(errno.EINVAL, "")  # as NFS says to RENAME_NOREPLACE and RENAME_EXCHANGE
+        found = os.stat(old, dir_fd=request.node, follow_symlinks=False)
+        there = _stat(new, target)
+        os.rename(old, new, src_dir_fd=request.node, dst_dir_fd=target)
+        if there is not None and not os.path.samestat(found, there):
+            self._removed.add(key_of(there))
+        self._known[target, new] = key_of(found)
+        return b""
+
+    rename2 = rename
+
+    # -- attributes ----------------------------------------------------------------
+
+    def getattr(self, request: Request) -> bytes:
+        self._alive(request.node)
+        seconds, nanos = _split(self.settings.attr)
+        return struct.pack("<Q2I", seconds, nanos, 0) + _attributes(os.fstat(request.node))
+
+    def setattr(self, request: Request) -> bytes:
+        valid, _, handle, size, _, atime, mtime, _, atime_n, mtime_n, _, mode, _, uid, gid, _ = (
+            request.unpack("<2I6Q8I")
+        )
+        path = self._alive(request.node)
+        if valid & _MODE:
+            os.chmod(path, mode & 0o7777)
+        if valid & (_UID | _GID):
+            os.chown(path, uid if valid & _UID else -1, gid if valid & _GID else -1)
+        if valid & _SIZE:
+            os.truncate(handle if valid & _FH else path, size)
+        if valid & (_ATIME | _MTIME):
+            now, found = time.time_ns(), os.fstat(request.node)
+            used = now if valid & _ATIME_NOW else atime * 10**9 + atime_n
+            changed = now if valid & _MTIME_NOW else mtime * 10**9 + mtime_n
+            used = used if valid & _ATIME else found.st_atime_ns
+            os.utime(path, ns=(used, changed if valid & _MTIME else found.st_mtime_ns))
+        return self.getattr(request)
+
+    def statfs(self, request: Request) -> bytes:
+        found = os.statvfs(f"/proc/self/fd/{request.node}")
+        blocks = (found.f_blocks, found.f_bfree, found.f_bavail, found.f_files, found.f_ffree)
+        return struct.pack("<5Q4I24x", *blocks, found.f_bsize, found.f_namemax, found.f_frsize, 0)
+
+    # -- data ------------------------------------------------------------------------
+
+    def open(self, request: Request) -> bytes:
+        (flags,) = request.unpack("<I")
+        directory = os.O_DIRECTORY if request.name == "opendir" else 0
+        return self._opened(os.open(self._alive(request.node), flags & os.O_ACCMODE | directory))
+
+    opendir = open
+
+    def read(self, request: Request) -> bytes:
+        self._alive(request.node)
+        handle, offset, size = request.unpack("<2QI")
+        return os.pread(handle, size, offset)
+
+    def write(self, request: Request) -> bytes:
+        self._alive(request.node)
+        handle, offset, size = request.unpack("<2QI")
+        written = os.pwrite(handle, memoryview(request.body)[40 : 40 + size], offset)
+        return struct.pack("<2I", written, 0)
+
+    def fsync(self, request: Request) -> bytes:
+        os.fsync(request.unpack("<Q")[0])
+        return b""
+
+    def fsyncdir(self, request: Request) -> bytes:
+        return b""
+
+    def readdir(self, request: Request) -> bytes:
+        handle, offset, size = request.unpack("<2QI")
+        if offset == 0:
+            self._listings[handle] = list(self._listing(request.node, handle))
+        out = b""
+        for entry in self._listings[handle][offset:]:
+            if len(out) + len(entry) > size:
+                break
+            out += entry
+        return out
+
+    def _listing(self, node: int, handle: int) -> Iterator[bytes]:
+        """What is seen of a directory, one record for each name."""
+        offset = 0
+        for name in os.listdir(handle):
+            found = _stat(name, handle)
+            if found is not None and self._visible(node, name, found):
+                offset, encoded = offset + 1, os.fsencode(name)
+                head = _DIRENT.pack(found.st_ino, offset, len(encoded), found.st_mode >> 12)
+                yield (head + encoded).ljust(-(-(len(head) + len(encoded)) // 8) * 8, b"\0")
+
+    def release(self, request: Request) -> bytes:
+        (handle,) = request.unpack("<Q")
+        self._listings.pop(handle, None)
+        os.close(handle)
+        return b""
+
+    releasedir = release
+
+    def setlk(self, request: Request) -> bytes:
+        handle, _owner, _start, _end, kind = request.unpack("<4QI")
+        if self.settings.flock == "hanging":
+            raise HangError
+        if self.settings.flock == "refused":
+            raise OSError(self.settings.flock_error, "")
+        if self.settings.flock == "working":
+            self._alive(request.node)
+            fcntl.flock(handle, _LOCKS[kind] | fcntl.LOCK_NB)  # nobody here waits for a lock
+        return b""
 
 
 class Daemon:
     """One mount: answers the kernel, and the test."""
 
-    def __init__(self, backing: Path, mountpoint: Path) -> None:
+    def __init__(self, backing: str, mountpoint: str) -> None:
         self.files = Files(backing)
-        self.mountpoint = mountpoint
-        self.faults = Faults()
-        self._operations: dict[int, Callable[[Request], bytes]] = {
-            op: getattr(self.files, op.name.lower())
-            for op in Op
-            if hasattr(self.files, op.name.lower()) and op != Op.FORGET
-        }
-        self.channel = proto.mount(mountpoint)
-        self.hanging = Hanging(lambda r: self.channel.reply(r.unique, error=errno.EIO), _LIMIT)
+        self.rules: list[Rule] = []
+        self.hanging: dict[int, Request] = {}
+        self.device = mount(mountpoint)
 
     def serve(self) -> None:
-        """Answer requests until the filesystem is unmounted."""
-        while (request := self.channel.receive()) is not None:
-            if request.op == Op.INIT:
-                self.channel.greet(request)
-            elif request.op in (Op.FORGET, Op.BATCH_FORGET):
-                self.files.forget(request)
-            elif request.op == Op.INTERRUPT:
-                (unique,) = request.unpack("<Q")
-                if self.hanging.interrupt(unique):
-                    self.channel.reply(unique, error=errno.EINTR)
-            elif request.op == Op.SETLKW:
-                threading.Thread(target=self.handle, args=(request,), daemon=True).start()
-            else:
-                self.handle(request)
+        """Answer requests and orders, one at a time, until there are no more orders."""
+        while True:
+            ready, _, _ = select.select([self.device, sys.stdin], [], [])
+            if sys.stdin in ready:
+                line = sys.stdin.readline()
+                if not line.strip():
+                    return  # a test's forked children may hold our stdin open: it says so
+                print(json.dumps(self._order(**json.loads(line))), flush=True)
+            elif not self._receive():
+                return
 
-    def handle(self, request: Request) -> None:
-        """Carry out one request and answer it."""
-        operation = self._operations.get(request.op)
-        if operation is None:
-            self.channel.reply(request.unique, error=errno.ENOSYS)
-            return
-        name = Op(request.op).name.lower().removesuffix("2")
+    def _receive(self) -> bool:
+        """Answer one request; False when the filesystem was unmounted."""
         try:
-            data = self._carry_out(name, operation, request)
-        except HangError:
-            if not self.hanging.add(request):
-                self.channel.reply(request.unique, error=errno.EINTR)
+            data = os.read(self.device, _MAX_WRITE + 4096)
         except OSError as exn:
-            self.channel.reply(request.unique, error=exn.errno or errno.EIO)
-        except Exception as exn:  # a bug of the shim: say so, and fail the request
-            print(f"shim: {name}: {type(exn).__name__}: {exn}", file=sys.stderr, flush=True)
-            self.channel.reply(request.unique, error=errno.EREMOTEIO)
-        else:
-            self.channel.reply(request.unique, data)
+            return exn.errno != errno.ENODEV  # else the request was called off meanwhile
+        _length, op, unique, node = struct.unpack_from("<2I2Q", data)
+        body = data[40:]
+        if op == _INIT:
+            major, minor, readahead, offered, flags2 = struct.unpack_from("<5I", body)
+            flags = offered & (_FLAGS | _EXTENDED)
+            versions = (major, min(minor, 38), readahead, flags, 16, 12, _MAX_WRITE, 1, 256, 0)
+            extra = flags2 & _DIRECT_IO_MMAP if offered & _EXTENDED else 0
+            self._reply(unique, struct.pack("<4I2H2I2HIH26x", *versions, extra, 0))
+        elif op == _INTERRUPT:
+            (unique,) = struct.unpack_from("<Q", body)
+            if self.hanging.pop(unique, None):
+                self._reply(unique, error=errno.EINTR)
+        elif name := OPERATIONS.get(op):
+            self._handle(Request(unique, name, self.files.node(node), body))
+        elif op not in (_FORGET, _BATCH_FORGET):
+            self._reply(unique, error=errno.ENOSYS)
+        return True
 
-    def _carry_out(
-        self, name: str, operation: Callable[[Request], bytes], request: Request
-    ) -> bytes:
-        rule = self.faults.strike(name, lambda: self._paths(request))
-        if rule is None:
-            return operation(request)
-        if rule.done:
-            data = operation(request)
-            # The kernel never hears of the inode and the handle in this answer.
-            if request.op in _ENTERING:
-                self.files.drop(int.from_bytes(data[:8], "little"), 1)
-            if request.op == Op.CREATE:
-                self.files.close(int.from_bytes(data[128:136], "little"))
-        raise OSError(rule.error, "")
+    def _reply(self, unique: int, data: bytes = b"", error: int = 0) -> None:
+        with contextlib.suppress(FileNotFoundError):  # the asker was interrupted and has gone
+            os.writev(self.device, [struct.pack("<IiQ", 16 + len(data), -error, unique), data])
+
+    def _handle(self, request: Request) -> None:
+        try:
+            self._reply(request.unique, self._carry_out(request))
+        except HangError:
+            self.hanging[request.unique] = request
+        except OSError as exn:
+            self._reply(request.unique, error=exn.errno or errno.EIO)
+
+    def _carry_out(self, request: Request) -> bytes:
+        rule = self._strike(request)
+        data = b"" if rule and not rule.done else getattr(self.files, request.name)(request)
+        if rule:
+            raise OSError(rule.error, "")
+        return bytes(data)
+
+    def _strike(self, request: Request) -> Rule | None:
+        """The rule that strikes this request, if one does."""
+        op = request.name.removesuffix("2")
+        rules = [rule for rule in self.rules if op in rule.ops and rule.times]
+        paths = list(self._paths(request)) if rules else []
+        for rule in rules:
+            if any(fnmatch.fnmatchcase(path, rule.pattern) for path in paths):
+                if not rule.skip:
+                    rule.times -= rule.times > 0
+                    rule.struck += 1
+                    return rule
+                rule.skip -= 1
+        return None
 
     def _paths(self, request: Request) -> Iterator[str]:
-        at = _NAME_AT.get(Op(request.op))
-        if at is None:
-            yield self.files.relative(request.node)
-            return
-        names = request.names(at)
-        yield self.files.relative(request.node, names[0])
-        if request.op in (Op.RENAME, Op.RENAME2):
-            yield self.files.relative(request.unpack("<Q")[0], names[1])
+        """What a request is about, relative to the mount."""
+        directories, names = [request.node], [""]
+        if request.name in _NAME_AT:
+            names = request.names()
+        if request.name.startswith("rename"):
+            directories.append(self.files.node(*request.unpack("<Q")))
+        for directory, name in zip(directories, names, strict=True):
+            path = os.path.join(os.readlink(f"/proc/self/fd/{directory}"), name)
+            yield os.path.relpath(path, self.files.backing)
 
-    # -- the test's side -----------------------------------------------------------
-
-    def command(self, do: str, **given: Any) -> dict[str, Any]:
-        """Carry out one command of the test; the answer is the state afterwards."""
-        answer: dict[str, Any] = {}
+    def _order(self, do: str, **given: Any) -> dict[str, Any]:
+        """Carry out an order of the test; the answer is the state afterwards."""
         if do == "set":
-            self.hanging.killable = given.pop("killable", self.hanging.killable)
             for name, value in given.items():
-                getattr(self.files.settings, name)
                 setattr(self.files.settings, name, value)
         elif do == "fail":
-            answer["rule"] = self.faults.add(Rule(frozenset(given.pop("ops")), **given))
+            self.rules.append(Rule(**given))
         elif do == "heal":
-            self.faults.clear()
             self.files.settings = Settings()
-        if do == "heal" or (do == "set" and self.files.settings.flock != "hanging"):
-            for request in self.hanging.take():
-                self.handle(request)
-        return answer | {
-            "hanging": len(self.hanging),
-            "struck": self.faults.struck(),
-        }
+            for rule in self.rules:
+                rule.times = 0
+        if self.files.settings.flock != "hanging":
+            while self.hanging:
+                self._handle(self.hanging.popitem()[1])
+        return {"hanging": len(self.hanging), "struck": [rule.struck for rule in self.rules]}
+
+
+def mount(mountpoint: str) -> int:
+    """Mount; returns the device, by which the filesystem is served."""
+    fd = os.open("/dev/fuse", os.O_RDWR | os.O_NONBLOCK)
+    options = f"fd={fd},rootmode=40000,user_id={os.geteuid()},group_id={os.getegid()}"
+    options += ",default_permissions,allow_other"
+    libc = ctypes.CDLL(None, use_errno=True)
+    nosuid_nodev = 6
+    if libc.mount(b"shim", mountpoint.encode(), b"fuse.shim", nosuid_nodev, options.encode()):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), mountpoint)
+    return fd
+
+
+def unmount(mountpoint: str) -> None:
+    """Take it out of sight, whoever uses it; harmless when it is not mounted."""
+    detach = 2
+    ctypes.CDLL(None).umount2(mountpoint.encode(), detach)
 
 
 def main(backing: str, mountpoint: str) -> None:
-    """Serve one mount until stdin ends."""
     os.umask(0)  # the kernel has applied the asker's
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 65536), hard))
     try:
-        daemon = Daemon(Path(backing), Path(mountpoint))
+        daemon = Daemon(backing, mountpoint)
     except OSError as exn:
         print(json.dumps({"error": str(exn)}), flush=True)
         return
-    for _ in range(_THREADS):
-        threading.Thread(target=daemon.serve, daemon=True).start()
     print(json.dumps({}), flush=True)
     try:
-        for line in sys.stdin:
-            if not line.strip():
-                break  # said by a test whose forked children still hold our stdin open
-            print(json.dumps(daemon.command(**json.loads(line))), flush=True)
+        daemon.serve()
     finally:
-        proto.unmount(daemon.mountpoint)
+        unmount(mountpoint)
         os._exit(0)  # closes the device, which lets go whatever hangs
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -5,18 +5,10 @@
         shim.fail("rename", "v1/objects/*", error=errno.EIO, done=True)
         Cache(shim.root)
 
-A passthrough FUSE filesystem, one process per mount (`daemon`). Faults are
-switched while it runs:
-
-* flock works, is refused, lies, or is never answered;
-* any operation on chosen paths fails, is carried out while its answer is lost,
-  once, several times, or always;
-* names made elsewhere (directly below ``backing``, or on another mount of it)
-  come into sight late; what is removed elsewhere turns stale; absent names are
-  remembered by the kernel.
-
-The kernel itself asks once more when ``open`` or ``stat`` say ESTALE: two of them
-in a row reach the caller as one.
+A passthrough FUSE filesystem, one process per mount. Faults are switched while it runs: see
+`daemon.Settings` and `daemon.Rule`. "Elsewhere" is directly below ``backing``, or on another mount
+of it. The kernel itself asks once more when ``open`` or ``stat`` say ESTALE: two of them in a row
+reach the caller as one.
 """
 
 from __future__ import annotations
@@ -24,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import os
 import select
 import subprocess
 import sys
@@ -35,18 +26,8 @@ from typing import Any
 
 import pytest
 
-from tests.stress.fuse import proto
-
-REPOSITORY = Path(__file__).resolve().parents[3]
-#: Seconds: ends what hangs; nothing passes or fails by being faster.
-_PATIENCE = 60.0
-#: In a process that no plugin, no site and no broken flock of the tests reaches.
-_DAEMON = f"""
-import sys
-sys.path.insert(0, {str(REPOSITORY)!r})
-from tests.stress.fuse.daemon import main
-main(*sys.argv[1:])
-"""
+from tests.stress.fuse import daemon
+from tests.support.storetools import PATIENCE
 
 
 class Shim:
@@ -58,40 +39,35 @@ class Shim:
     """
 
     def __init__(self, root: Path, backing: Path) -> None:
-        self.root = root
-        self.backing = backing
-        command = [sys.executable, "-I", "-S", "-c", _DAEMON, str(backing), str(root)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        try:
-            answer = self._hear()
-            if "error" in answer:
-                raise OSError(answer["error"])
-        except BaseException:
+        self.root, self.backing = root, backing
+        # A process that no plugin, no site and no broken flock of the tests reaches.
+        command = [sys.executable, "-I", "-S", daemon.__file__, str(backing), str(root)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        if "error" in (answer := self._hear()):
             self.close()
-            raise
+            raise OSError(answer["error"])
 
     def _hear(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        ready, _, _ = select.select([self._process.stdout], [], [], _PATIENCE)
-        assert ready, "the shim says nothing"
-        line = self._process.stdout.readline()
-        assert line, "the shim has ended"
+        ready, _, _ = select.select([self._process.stdout], [], [], PATIENCE)
+        line = self._process.stdout.readline() if ready else ""
+        assert line, "the shim says nothing"
         return json.loads(line)
 
     def ask(self, do: str, **given: Any) -> dict[str, Any]:
-        """One command; see `daemon.Daemon.command`."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"do": do, **given}).encode() + b"\n")
+        """One order; returns the state after it."""
+        self._process.stdin.write(json.dumps({"do": do, **given}) + "\n")
         self._process.stdin.flush()
         return self._hear()
 
     def set(self, **settings: Any) -> None:
-        """Change `daemon.Settings`, or ``killable``: whether a signal ends what hangs."""
+        """Change `daemon.Settings`."""
         self.ask("set", **settings)
 
     def fail(self, op: str, pattern: str = "*", **fault: Any) -> int:
         """Add a `daemon.Rule` for one or several operations; returns its number."""
-        return self.ask("fail", ops=op.split(), pattern=pattern, **fault)["rule"]
+        return len(self.ask("fail", ops=op.split(), pattern=pattern, **fault)["struck"]) - 1
 
     def heal(self) -> None:
         """No fault any more; what hung is carried out."""
@@ -112,20 +88,11 @@ class Shim:
 
     def close(self) -> None:
         """Unmount and end the process, whoever still uses it."""
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None and stdout is not None
-        with contextlib.suppress(OSError, ValueError):  # it has ended already
-            stdin.write(b"\n")
-            stdin.flush()
-        for pipe in (stdin, stdout):
-            with contextlib.suppress(OSError):
-                pipe.close()
         try:
-            self._process.wait(10)
+            self._process.communicate("\n", timeout=10)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        proto.unmount(self.root)
+            self.crash()
+        daemon.unmount(str(self.root))
 
 
 @contextlib.contextmanager
@@ -147,10 +114,7 @@ def mounted(directory: Path, *, name: str = "net") -> Iterator[Shim]:
 
 
 @functools.cache
-def why_not() -> str | None:
-    """Why nothing can be mounted here, or None."""
-    if not os.path.exists(proto.DEVICE):
-        return f"needs {proto.DEVICE}"
+def _why_not() -> str | None:
     with tempfile.TemporaryDirectory() as directory:
         try:
             with mounted(Path(directory)):
@@ -161,6 +125,5 @@ def why_not() -> str | None:
 
 def needs_fuse() -> None:
     """Skip the calling test where nothing can be mounted."""
-    reason = why_not()
-    if reason is not None:
+    if reason := _why_not():
         pytest.skip(reason)

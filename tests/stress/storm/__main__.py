@@ -12,29 +12,27 @@ import argparse
 import contextlib
 import ctypes
 import hashlib
-import heapq
-import mmap
 import os
 import random
+import sched
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from shardcache import Cache
-from tests.stress import machine
 from tests.stress.brokenflock import broken_environment
 from tests.stress.storm.judge import Verdict, judge, read_all
 from tests.stress.storm.origin import Origin
 from tests.stress.storm.plan import MIB, Storm
-from tests.stress.storm.worker import Log, die_with_parent, run
+from tests.stress.storm.worker import Log, run
+from tests.support.disktools import disk
+from tests.support.storetools import Child, Parent, crowd, forked
 
 _PR_SET_CHILD_SUBREAPER = 36
 #: Mean seconds between two of each.
@@ -45,7 +43,7 @@ _EVERY = {
 _SLOW, _FAST = 1.5e6, 12e6
 _TICK = 0.02
 #: Seconds beyond `lock_timeout` for everybody to end once nothing goes wrong any more.
-_FAREWELL = 30.0
+_FAREWELL = 120.0
 
 
 def below(directory: Path, suffix: str = "") -> list[Path]:
@@ -78,9 +76,7 @@ class Boss:
         self.versions = dict.fromkeys(storm.names, 0)
         self.who: dict[int, str] = {}
         self.stopped: set[int] = set()
-        self._busy = mmap.mmap(-1, 8 * storm.workers)
-        self._due: list[tuple[float, int, Callable[[], None]]] = []
-        self._serial = 0
+        self._due = sched.scheduler()
         self._lives = [0] * storm.workers
 
     # -- the loop ------------------------------------------------------------------
@@ -96,7 +92,7 @@ class Boss:
                 self._every(mean, getattr(self, f"_{name}"))
         while time.monotonic() - self.begun < self.storm.seconds:
             self._tick()
-        self._due.clear()
+        self._due = sched.scheduler()
         for pid in sorted(self.stopped):
             self._continue(pid)
         self.origin.ask("PUT", f"/?rate={_FAST}&faults=0")
@@ -121,58 +117,39 @@ class Boss:
                 if (who := self.who.pop(pid, None)) is None:
                     continue  # a child that outlived its parent, or the origin
                 self.log.write("died", who=who, status=status)
-                self._at(0.15, partial(self._spawn, int(who.partition(".")[0])))
-        while self._due and self._due[0][0] <= time.monotonic():
-            heapq.heappop(self._due)[2]()
+                self._due.enter(0.15, 0, self._spawn, (int(who.partition(".")[0]),))
+        self._due.run(blocking=False)
 
-    def _at(self, seconds: float, action: Callable[[], None]) -> None:
-        self._serial += 1
-        heapq.heappush(self._due, (time.monotonic() + seconds, self._serial, action))
-
-    def _every(self, mean: float, action: Callable[[], None]) -> None:
-        def again() -> None:
+    def _every(self, mean: float, action: Callable[[], None], *, begun: bool = False) -> None:
+        if begun:
             action()
-            self._at(self.draw.expovariate(1 / mean), again)
-
-        self._at(self.draw.expovariate(1 / mean), again)
+        again = lambda: self._every(mean, action, begun=True)  # noqa: E731
+        self._due.enter(self.draw.expovariate(1 / mean), 0, again)
 
     def _spawn(self, slot: int) -> None:
         if self.storm.stop_file.exists():
             return
         life = self._lives[slot]
         self._lives[slot] += 1
-        self._busy[slot * 8 : slot * 8 + 8] = bytes(8)
         if (pid := os.fork()) == 0:
-            run(self.storm, slot, life, self._busy)
+            run(self.storm, slot, life)
         self.who[pid] = f"{slot}.{life}"
 
     # -- faults --------------------------------------------------------------------
 
     def _victim(self) -> int | None:
-        """Anyone, or, mostly, who is longest in its call: it fetches, waits or holds."""
+        """Anyone who runs: at any moment most are in a long call, which fetches, waits or holds."""
         running = sorted(set(self.who) - self.stopped)
-        if not running:
-            return None
-        if self.draw.random() < 0.4:
-            return self.draw.choice(running)
+        return self.draw.choice(running) if running else None
 
-        def since(pid: int) -> int:
-            at = 8 * int(self.who[pid].partition(".")[0])
-            return int.from_bytes(self._busy[at : at + 8], "little") or 1 << 63
-
-        return min(running, key=since)
-
-    def _signal(self, number: signal.Signals) -> None:
+    def _kill(self, number: signal.Signals = signal.SIGKILL) -> None:
         if (pid := self._victim()) is not None:
             # Before it is sent: whatever the worker does of it comes later.
             self.log.write("kill", who=self.who[pid], signal=int(number))
             os.kill(pid, number)
 
-    def _kill(self) -> None:
-        self._signal(signal.SIGKILL)
-
     def _terminate(self) -> None:
-        self._signal(self.draw.choice((signal.SIGTERM, signal.SIGINT)))
+        self._kill(self.draw.choice((signal.SIGTERM, signal.SIGINT)))
 
     def _stop(self) -> None:
         """Stop a process: for a moment, or past ``stale_after``; two at a time."""
@@ -183,7 +160,7 @@ class Boss:
         os.kill(pid, signal.SIGSTOP)
         stale = self.storm.stale_after
         seconds = self.draw.uniform(0.05, stale) if self.draw.random() < 0.5 else stale + 2.0
-        self._at(seconds, lambda: self._continue(pid))
+        self._due.enter(seconds, 0, self._continue, (pid,))
 
     def _continue(self, pid: int) -> None:
         if pid in self.stopped:  # else it was killed
@@ -212,16 +189,17 @@ class Boss:
                 chosen.parent.rmdir()
 
     def _put(self) -> None:
-        """Replace an object: mostly a large one, of several blocks."""
-        large = [name for name, size in self.storm.sizes.items() if size > MIB]
-        name = self.draw.choice(large if self.draw.random() < 0.7 else self.storm.names)
+        """Replace an object: mostly one that is being fetched, where one is."""
+        fetched = [path.name for path in below(self.storm.root / "v1" / "partial", ".tar")]
+        some = fetched if fetched and self.draw.random() < 0.7 else self.storm.names
+        name = self.draw.choice(some)
         self.versions[name] += 1
         self.log.write("put", name=name, version=self.versions[name])
         self.origin.ask("PUT", f"/{name}")
 
     def _slow(self) -> None:
         self.origin.ask("PUT", f"/?rate={_SLOW}")
-        self._at(self.draw.uniform(1, 4), lambda: self.origin.ask("PUT", f"/?rate={_FAST}"))
+        self._due.enter(self.draw.uniform(1, 4), 0, self.origin.ask, ("PUT", f"/?rate={_FAST}"))
 
     def _fill(self) -> None:
         self.log.write("fill")
@@ -230,7 +208,7 @@ class Boss:
         size = free.f_bavail * free.f_frsize - self.draw.randrange(1 << 19)
         with open(disk / "filler", "wb") as file, contextlib.suppress(OSError):
             os.posix_fallocate(file.fileno(), 0, max(1, size))
-        self._at(self.draw.uniform(0.5, 2.5), self._free)
+        self._due.enter(self.draw.uniform(0.5, 2.5), 0, self._free)
 
     def _free(self) -> None:
         (self.storm.root.parent / "filler").unlink(missing_ok=True)
@@ -255,24 +233,20 @@ class Boss:
 # -- before and after ------------------------------------------------------------------
 
 
-def crowd(storm: Storm, origin: Origin, log: Log) -> None:
+def cold_crowd(storm: Storm, origin: Origin, log: Log) -> None:
     """Everybody reads the same cold shards, in an order of their own: each is fetched once."""
     names = storm.names[: len(storm.names) // 4]
     calm = replace(storm, lock_timeout=600.0, stale_after=300.0)
-    pids = []
-    for number in range(storm.workers):
-        if (pid := os.fork()) == 0:
-            die_with_parent()
-            status = 1
-            with contextlib.suppress(Exception), Cache(**calm.options()) as cache:
-                for name in random.Random(number).sample(names, len(names)):
-                    with cache.open(storm.url(name)) as stream:
-                        assert storm.examine(name, stream.read()) == (0, None)
-                status = 0
-            os._exit(status)
-        pids.append(pid)
-    failed = [pid for pid in pids if os.waitpid(pid, 0)[1]]
-    log.write("command", what="the crowd", status=len(failed), said="")
+
+    def read(parent: Parent, number: int) -> None:
+        with Cache(**calm.options()) as cache:
+            for name in random.Random(number).sample(names, len(names)):
+                with cache.open(storm.url(name)) as stream:
+                    assert storm.examine(name, stream.read()) == (0, None)
+
+    with crowd(storm.workers, read) as children:
+        for child in children:
+            _ended(log, "the crowd", child)
     log.write("crowd", fetches=origin.fetches())
 
 
@@ -284,76 +258,62 @@ def audit(boss: Boss) -> None:
     for path in storm.root.rglob("partial/**/*"):  # what a dead process left may be kept a while
         os.utime(path, (1e9, 1e9), follow_symlinks=False)
 
-    def swept(limit: int, *options: str) -> None:
-        command = ["--dir", str(storm.root), "clean", *options]
-        _command(log, "clean", ["-m", "shardcache", *command])
-        kinds = ("partial", "quarantine", "sessions")
-        left = [p for kind in kinds for p in storm.root.glob(f"v1/**/{kind}/*")]
-        left += [path for path in below(storm.root) if path.name.startswith(".")]
-        total = sum(size for _, size in published(storm.root).values())
-        log.write("swept", left=[str(path) for path in left], bytes=total, limit=limit)
-
-    swept(storm.max_size, "--max-size", str(storm.max_size))
-    if (pid := os.fork()) == 0:
-        status = 1
-        with contextlib.suppress(Exception), Cache(**storm.options()) as cache:
+    def read(parent: Parent) -> None:
+        with Cache(**storm.options()) as cache:
             for name in storm.names:
                 with cache.open(storm.url(name)) as stream:
-                    assert storm.examine(name, stream.read()) == (boss.versions[name], None) or (
-                        cache.path(storm.url(name)) is not None
-                    )
-            status = 0
-        os._exit(status)
-    log.write("command", what="reading all", status=os.waitpid(pid, 0)[1], said="")
-    swept(0, "--all", "-y")
+                    right = storm.examine(name, stream.read()) == (boss.versions[name], None)
+                assert right or cache.path(storm.url(name)) is not None
+
+    _swept(storm, log, storm.max_size, "--max-size", str(storm.max_size))
+    with forked(read) as child:
+        _ended(log, "reading all", child)
+    _swept(storm, log, 0, "--all", "-y")
 
 
-def _command(log: Log, what: str, arguments: list[str]) -> None:
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=300)
-    log.write("command", what=what, status=done.returncode, said=done.stdout + done.stderr)
+def _ended(log: Log, what: str, child: Child) -> None:
+    """Wait for a child, however long it takes, and write down what came of it."""
+    said = ""
+    if status := child.wait():
+        with contextlib.suppress(EOFError):
+            try:
+                child.hear()
+            except AssertionError as exn:
+                said = str(exn)
+    log.write("command", what=what, status=status, said=said)
 
 
-@contextlib.contextmanager
-def disk(path: Path, size: int) -> Iterator[bool]:
-    """A small filesystem where we may mount one; whether we may."""
-    path.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=700", "storm", str(path)]
-    mounted = os.geteuid() == 0 and subprocess.run(command, capture_output=True).returncode == 0
-    try:
-        yield mounted
-    finally:
-        if mounted:
-            subprocess.run(["umount", "-l", str(path)], check=False)
+def _swept(storm: Storm, log: Log, limit: int, *options: str) -> None:
+    command = [sys.executable, "-m", "shardcache", "--dir", str(storm.root), "clean", *options]
+    done = subprocess.run(command, capture_output=True, text=True)
+    log.write("command", what="clean", status=done.returncode, said=done.stdout + done.stderr)
+    kinds = ("partial", "quarantine", "sessions")
+    left = [path for kind in kinds for path in storm.root.glob(f"v1/**/{kind}/*")]
+    left += [path for path in below(storm.root) if path.name.startswith(".")]
+    total = sum(size for _, size in published(storm.root).values())
+    log.write("swept", left=[str(path) for path in left], bytes=total, limit=limit)
 
 
 def storm(seconds: float, seed: int, *, workers: int = 8, lying: bool = False) -> Verdict:
     """One storm, from beginning to end; in a process without threads."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    with tempfile.TemporaryDirectory(prefix="shardcache-storm-") as name:
-        plan = Storm(Path(name).resolve(), "", seconds, seed, workers, lying)
-        origin = Origin(plan)
-        try:
-            plan = replace(plan, endpoint=origin.url)
-            with disk(plan.root.parent, int(plan.max_size * 1.5) + 16 * MIB) as own_disk:
-                boss = Boss(plan, origin, own_disk)
-                crowd(plan, origin, boss.log)
-                boss.blow()
-                audit(boss)
-        finally:
-            origin.close()
+    with contextlib.ExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="shardcache-storm-"))
+        plan = Storm(Path(directory).resolve(), "", seconds, seed, workers, lying)
+        origin = stack.enter_context(contextlib.closing(Origin(plan)))
+        plan = replace(plan, endpoint=origin.url)
+        plan.root.parent.mkdir()
+        if own_disk := os.geteuid() == 0:
+            size = int(plan.max_size * 1.5) + 16 * MIB
+            stack.enter_context(disk(plan.root.parent, f"size={size}"))
+        boss = Boss(plan, origin, own_disk)
+        cold_crowd(plan, origin, boss.log)
+        boss.blow()
+        audit(boss)
         verdict = judge(plan, read_all(plan.directory))
         if verdict.violations and (keep := os.environ.get("STORM_KEEP")):
             shutil.copytree(plan.directory, keep, dirs_exist_ok=True)
         return verdict
-
-
-def show(verdict: Mapping[str, Any]) -> None:
-    print(f"{machine()}\n\n| | |\n|---|--:|")
-    for name, figure in verdict["figures"].items():
-        print(f"| {name} | {round(figure, 1):,} |")
-    for text in verdict["violations"][:20]:
-        print(f"\n{text}")
-    print(f"\n{len(verdict['violations'])} violations" if verdict["violations"] else "\nAll held.")
 
 
 def main() -> int:
@@ -363,13 +323,16 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--flock", choices=["working", "lying"], default="working")
     given = parser.parse_args()
-    if given.flock == "lying" and "BROKEN_FLOCK" not in os.environ:
-        os.execve(sys.executable, sys.orig_argv, broken_environment("lying"))
     lying = given.flock == "lying"
-    verdict = vars(storm(given.minutes * 60, given.seed, workers=given.workers, lying=lying))
-    print(f"seed {given.seed}")
-    show(verdict)
-    return 1 if verdict["violations"] else 0
+    if lying and "BROKEN_FLOCK" not in os.environ:
+        os.execve(sys.executable, sys.orig_argv, broken_environment("lying"))
+    verdict = storm(given.minutes * 60, given.seed, workers=given.workers, lying=lying)
+    print(f"seed {given.seed}\n\n| | |\n|---|--:|")
+    for name, figure in verdict.figures.items():
+        print(f"| {name} | {round(figure, 1):,} |")
+    print(*verdict.violations[:20], sep="\n\n")
+    print(f"\n{len(verdict.violations)} violations" if verdict.violations else "\nAll held.")
+    return 1 if verdict.violations else 0
 
 
 if __name__ == "__main__":

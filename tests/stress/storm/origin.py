@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import random
 import signal
 import threading
@@ -37,33 +36,28 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         name = self.path.lstrip("/")
         if not name:
-            self._answer(200, json.dumps(self.fetches).encode())
-            return
-        version = self.versions[name]
+            return self._answer(200, json.dumps(self.fetches).encode())
         if name not in self.storm.sizes:
-            self._answer(404, b"")
-            return
+            return self._answer(404)
+        version = self.versions[name]
         data, etag = self.storm.data(name, version), f'"v{version}"'
         if self.headers.get("If-Match", etag) != etag:
-            self._answer(412, b"")
-            return
+            return self._answer(412)
         start, end = 0, len(data)
         status, headers = 200, {"ETag": etag, "Accept-Ranges": "bytes"}
         if asked := self.headers.get("Range"):
             first, _, last = asked.removeprefix("bytes=").partition("-")
             start, end = int(first), min(end, int(last) + 1 if last else end)
             if start >= len(data):
-                self._answer(416, b"", {"Content-Range": f"bytes */{len(data)}"})
-                return
+                return self._answer(416, b"", {"Content-Range": f"bytes */{len(data)}"})
             status, headers["Content-Range"] = 206, f"bytes {start}-{end - 1}/{len(data)}"
         fault = random.randrange(_FAULTS) if self.faults else None
         if fault == 0:
-            self._answer(503, b"slow down", {"Retry-After": "0"})
-            return
+            return self._answer(503, b"slow down", {"Retry-After": "0"})
         if start == 0 and self.command == "GET":
             with self.guard:
                 self.fetches[name] += 1
-        self._answer(status, data[start:end], headers, cut=fault == 1)
+        return self._answer(status, data[start:end], headers, cut=fault == 1)
 
     do_HEAD = do_GET
 
@@ -74,15 +68,14 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             with self.guard:
                 self.versions[self.path.lstrip("/")] += 1
-        self._answer(200, b"")
+        self._answer(200)
 
     def _answer(
-        self, status: int, body: bytes, headers: dict[str, str] | None = None, cut: bool = False
+        self, status: int, body: bytes = b"", headers: Any = None, cut: bool = False
     ) -> None:
         self.send_response(status)
-        for name, value in (headers or {}).items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
+        for name, value in {**(headers or {}), "Content-Length": len(body)}.items():
+            self.send_header(name, str(value))
         self.end_headers()
         if self.command == "HEAD":
             return
@@ -101,17 +94,12 @@ def _serve(storm: Storm, said: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _Handler.storm, _Handler.versions, _Handler.fetches = storm, Counter(), Counter()
 
-    class Server(ThreadingHTTPServer):
-        daemon_threads = True
-        request_queue_size = 256
-
-        def handle_error(self, *_: Any) -> None:
-            """Clients are killed all the time."""
-
-    server = Server(("127.0.0.1", 0), _Handler)
+    ThreadingHTTPServer.request_queue_size = 256
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    server.handle_error = lambda *_: None  # clients are killed all the time
     said.send(server.server_address[1])
-    threading.Thread(target=lambda: (said.poll(None), os._exit(0)), daemon=True).start()
-    server.serve_forever()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    said.poll(None)  # until the other end is closed
 
 
 class Origin:

@@ -88,6 +88,7 @@ class Storm:
             "dir": self.root,
             "max_size": self.max_size,
             "min_free": 0,
+            "part_size": MIB,  # several requests for a shard, between which it may be replaced
             "attempts": 6,
             "timeout": 5.0,
             "lock_timeout": self.lock_timeout,
@@ -112,10 +113,7 @@ class Storm:
         expected = self.data(name, version)
         if data == expected:
             return version, None
-        pairs = zip(range(0, len(expected), _LINE), range(0, len(data), _LINE), strict=False)
-        at = next((a for a, _ in pairs if data[a : a + _LINE] != expected[a : a + _LINE]), -1)
-        found = bytes(data[at : at + _LINE]) if at >= 0 else b"nothing more"
-        return (
-            version,
-            f"{len(data)} of {len(expected)} bytes of version {version}; {at}: {found!r}",
-        )
+        steps = range(0, max(len(data), len(expected)), _LINE)
+        at = next(at for at in steps if data[at : at + _LINE] != expected[at : at + _LINE])
+        what = f"{len(data)} of {len(expected)} bytes of version {version}"
+        return version, f"{what}; at {at} stands {data[at : at + _LINE]!r}"

@@ -10,7 +10,6 @@ import ctypes
 import faulthandler
 import json
 import logging
-import mmap
 import os
 import pickle
 import random
@@ -49,11 +48,10 @@ class Log:
 class Worker:
     """One life of one worker."""
 
-    def __init__(self, storm: Storm, slot: int, life: int, busy: mmap.mmap) -> None:
+    def __init__(self, storm: Storm, slot: int, life: int) -> None:
         self.storm, self.slot, self.who = storm, slot, f"{slot}.{life}"
         self.draw = random.Random(f"{storm.seed}/{self.who}")
         self.log = Log(storm.directory / f"worker-{self.who}.jsonl")
-        self._busy = busy
         self._number = 0
         self.cache = self._cache()
 
@@ -76,7 +74,6 @@ class Worker:
         self._number += 1
         facts = {"who": self.who, "n": self._number, "op": op, "name": name}
         self.log.write("begin", **facts)
-        self._busy[self.slot * 8 : self.slot * 8 + 8] = time.monotonic_ns().to_bytes(8, "little")
         began, told = time.monotonic(), {"outcome": "ok"}
         try:
             yield told
@@ -84,8 +81,6 @@ class Worker:
             told |= {"outcome": "error", "error": type(exn).__name__, "text": str(exn)[:400]}
             told |= {"errno": getattr(exn, "errno", None), "trace": traceback.format_exc(-4)[-900:]}
         finally:
-            if threading.current_thread() is threading.main_thread():
-                self._busy[self.slot * 8 : self.slot * 8 + 8] = bytes(8)
             self.log.write("end", **facts, began=began, **told)
 
     def examine(self, name: str, data: bytes, told: dict[str, Any]) -> None:
@@ -111,18 +106,13 @@ class Worker:
             self.examine(name, data, told)
 
     def _hold(self) -> None:
-        """Read a bit, wait while others evict, read the rest."""
+        """Read a bit, wait while others evict, and read the rest or close."""
         name = self.choose()
         with self.call("hold", name) as told, self.cache.open(self.storm.url(name)) as stream:
             head = stream.read(self.draw.randrange(200_000))
-            time.sleep(self.draw.random() * _HOLD)
-            self.examine(name, head + stream.read(), told)
-
-    def _leave(self) -> None:
-        """Read a bit and close."""
-        name = self.choose()
-        with self.call("leave", name), self.cache.open(self.storm.url(name)) as stream:
-            stream.read(self.draw.randrange(100_000))
+            if self.draw.random() < 0.5:
+                time.sleep(self.draw.random() * _HOLD)
+                self.examine(name, head + stream.read(), told)
 
     def _pinned(self) -> None:
         name = self.choose()
@@ -195,16 +185,11 @@ class Worker:
             self.cache.remove(self.storm.url(name))
 
     def _clean(self) -> None:
+        """To a limit, of what dead processes left, or, seldom, of everything."""
+        limit = {"max_size": int(self.storm.max_size * self.draw.uniform(0.5, 1))}
+        ways = [limit, {"orphans": True, "limits": False}, {"everything": True}]
         with self.call("clean"):
-            self.cache.clean(max_size=int(self.storm.max_size * self.draw.uniform(0.5, 1)))
-
-    def _clean_all(self) -> None:
-        with self.call("clean"):
-            self.cache.clean(everything=True)
-
-    def _sweep(self) -> None:
-        with self.call("clean"):
-            self.cache.clean(orphans=True, limits=False)
+            self.cache.clean(**self.draw.choices(ways, (18, 35, 1))[0])
 
     def _restart(self) -> None:
         with self.call("restart"):
@@ -214,9 +199,8 @@ class Worker:
 
 #: How often each is done, of 1000 calls or so.
 OPERATIONS = {
-    "read": 700, "hold": 25, "leave": 20, "pinned": 20, "fetch": 30, "path": 50, "opener": 25,
-    "pickled": 10, "threads": 6, "forked": 10, "remove": 25, "clean": 18, "clean_all": 1,
-    "sweep": 35, "restart": 8,
+    "read": 700, "hold": 45, "pinned": 20, "fetch": 30, "path": 50, "opener": 25, "pickled": 10,
+    "threads": 6, "forked": 10, "remove": 25, "clean": 54, "restart": 8,
 }  # fmt: skip
 
 
@@ -224,7 +208,7 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def run(storm: Storm, slot: int, life: int, busy: mmap.mmap) -> None:
+def run(storm: Storm, slot: int, life: int) -> None:
     """Live one life, in a forked process; does not return."""
     die_with_parent()
     logging.getLogger("shardcache").addHandler(logging.NullHandler())
@@ -239,7 +223,7 @@ def run(storm: Storm, slot: int, life: int, busy: mmap.mmap) -> None:
     try:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, end)
-        worker = Worker(storm, slot, life, busy)
+        worker = Worker(storm, slot, life)
         try:
             worker.live()
         finally:

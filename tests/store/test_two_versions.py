@@ -58,15 +58,13 @@ def use(make_cache: MakeCache, root: Path) -> None:
     cache.close()
 
 
-@pytest.mark.parametrize("layouts", [["v1", "v2"], ["v2"]], ids=["beside ours", "alone"])
+@pytest.mark.parametrize("schema", [1, None, "2", []])
 def test_the_layout_of_another_version_is_left_alone(
-    make_cache: MakeCache, tmp_path: Path, layouts: list[str]
+    make_cache: MakeCache, tmp_path: Path, schema: object
 ) -> None:
     root = tmp_path / "cache"
-    root.mkdir(mode=0o700)
-    if "v1" in layouts:
-        make_cache(dir=root).close()
-    newer = settle(root, layouts=layouts)
+    make_cache(dir=root).close()
+    newer = settle(root, schema=schema)
     before, manifest = tree(newer), (root / MANIFEST).read_bytes()
     use(make_cache, root)
     assert tree(newer) == before
@@ -92,17 +90,6 @@ def test_a_root_of_a_newer_kind_is_refused_and_nothing_in_it_touched(
         assert main(["--dir", str(root), *command]) == 2, command
         assert "Upgrade shardcache" in capsys.readouterr().err
     assert tree(root) == before
-
-
-@pytest.mark.parametrize("schema", [None, "2", 1.5, [], True])
-def test_what_a_manifest_says_of_no_known_kind_is_not_taken_for_a_newer_one(
-    make_cache: MakeCache, tmp_path: Path, schema: object
-) -> None:
-    root = tmp_path / "cache"
-    make_cache(dir=root).close()
-    found = json.loads((root / MANIFEST).read_bytes())
-    (root / MANIFEST).write_text(json.dumps({**found, "schema": schema}))
-    use(make_cache, root)
 
 
 def test_a_sidecar_of_a_newer_kind_is_no_hit(make_cache: MakeCache, origin: MemoryOrigin) -> None:

@@ -1,4 +1,4 @@
-"""An S3-shaped server as slow as a link: ``python -m benchmarks.linkserver --root DIR``.
+"""An S3-shaped server as slow as a link: ``python -m benchmarks.servers.linkserver --root DIR``.
 
 Serves the files of ``DIR/BUCKET/`` as objects: GET with Range and If-Match, HEAD and
 ListObjectsV2, path-style, to anybody, whatever the signature. What makes it a link:
@@ -30,7 +30,7 @@ from email.utils import formatdate
 from pathlib import Path
 from urllib.parse import parse_qs, unquote
 
-from benchmarks.linkanswers import Answer, listing, ranged, refused
+from benchmarks.servers.linkanswers import Answer, listing, ranged, refused
 
 __all__ = ["BURST_SECONDS", "CHUNK", "Link", "Pace", "main"]
 

@@ -1,6 +1,6 @@
 """What the S3-like server answers: ranges, conditions, listings, errors.
 
-Pure: bytes of a head and which bytes of the file follow it. `benchmarks.linkserver` sends them.
+Pure: bytes of a head and which bytes of the file follow it. `linkserver` sends them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A long line before a server: ``python -m benchmarks.delayline --to PORT --delay 0.01``.
+"""A long line before a server: ``python -m benchmarks.servers.delayline --to PORT --delay 0.01``.
 
 A TCP proxy that hands every byte on ``--delay`` seconds after it came, in both directions,
 so that a request and its answer take at least twice as long. Connecting costs another round

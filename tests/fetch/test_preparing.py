@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 
 from shardcache.cache import Cache
-from shardcache.errors import ConfigError
-from shardcache.runtime import in_background
 from tests.support.fakes import MemoryOrigin
 from tests.support.storetools import wait_until
 
@@ -28,16 +26,6 @@ def _ended() -> Iterator[None]:
     wait_until(lambda: not is_preparing())
 
 
-def test_what_fails_is_left_to_who_needs_it(caplog: pytest.LogCaptureFixture) -> None:
-    def fail() -> None:
-        raise ConfigError("no such profile")
-
-    with caplog.at_level(logging.DEBUG, "shardcache.runtime"):
-        in_background(fail)
-        wait_until(lambda: caplog.messages == ["not prepared: no such profile"])
-    assert [record.levelname for record in caplog.records] == ["DEBUG"]
-
-
 # -- of a cache ------------------------------------------------------------------
 
 
@@ -49,20 +37,26 @@ def test_a_cache_prepares_its_directory_and_its_client(
     cache.prepare("s3://lab/a.tar")
     wait_until(lambda: not is_preparing())
     assert (tmp_path / "cache" / "v1").is_dir()
-    process = cache._processes.made()
+    process = cache.processes.made()
     assert process is not None
     origin = process.origins.of(cache.parse("s3://lab/a.tar"))
-    assert origin._client is not None
+    assert origin._made is not None
     assert list(cache.entries()) == []
     cache.close()
 
 
-@pytest.mark.parametrize("url", [None, "s3://lab/a.tar", "no URL", "pipe:x"])
-def test_whatever_cannot_be_prepared_is_no_error(make_cache, origin: MemoryOrigin, url) -> None:
+@pytest.mark.parametrize(
+    ("url", "failing"), [(None, 0), ("s3://lab/a.tar", 0), ("no://URL", 1), ("pipe:x", 1)]
+)
+def test_whatever_cannot_be_prepared_is_no_error(
+    make_cache, origin: MemoryOrigin, url, failing, caplog: pytest.LogCaptureFixture
+) -> None:
     cache = make_cache()
-    cache.prepare(url)
-    wait_until(lambda: not is_preparing())
+    with caplog.at_level(logging.DEBUG, "shardcache.cache"):
+        cache.prepare(url)
+        wait_until(lambda: not is_preparing())
     assert origin.requests == []
+    assert ["not prepared" in message for message in caplog.messages] == [True] * failing
 
 
 def test_attaching_prepares_for_the_first_shard(make_cache, monkeypatch) -> None:
@@ -78,10 +72,13 @@ def test_attaching_prepares_for_the_first_shard(make_cache, monkeypatch) -> None
 
 
 FORK = """
-import os, sys, time
-from shardcache.runtime import in_background
+import os, sys, threading, time
+begun = threading.Event()
+from shardcache.threads import start, undivided
 done = []
+@undivided()
 def prepare():
+    begun.set()
     time.sleep(0.2)
     import filelock
     from shardcache.files import open_exclusive
@@ -89,7 +86,8 @@ def prepare():
     with filelock.FileLock(sys.argv[1]):
         open_exclusive(sys.argv[1] + "2", os.O_RDWR | os.O_CREAT | os.O_EXCL, PRIVATE).close()
     done.append(True)
-in_background(prepare)
+start(prepare, "prepare")
+begun.wait()
 pid = os.fork()
 if not pid:
     os._exit(0 if done else 1)

@@ -24,14 +24,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
 
-from benchmarks import nginx as nginx_server
 from benchmarks.buckets import BUCKET
+from benchmarks.servers import nginx as nginx_server
 from shardcache.cli.demo import S3Server
 from shardcache.errors import ConfigError
 
 __all__ = ["TARGETS", "Target", "UnavailableError", "delayed", "link", "program", "target"]
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 #: Seconds to the first byte and bytes per second of one connection, as S3 in one region has
 #: them: 20 to 50 ms, 50 to 100 MB/s.
 S3_DELAY = 0.030
@@ -135,14 +135,14 @@ def link(
     processes: int = 1,
     log: bool = False,
 ) -> Iterator[Target]:
-    """The S3-like server; see `benchmarks.linkserver`."""
+    """The S3-like server; see `benchmarks.servers.linkserver`."""
     written = home / f"{name}.log"
     arguments = [*("--root", str(root)), *("--delay", f"{delay}"), *("--rate", f"{rate}")]
     arguments += ["--processes", str(processes)]
     if log:
         written.touch()
         arguments += ["--log", str(written)]
-    with program("benchmarks.linkserver", *arguments) as port:
+    with program("benchmarks.servers.linkserver", *arguments) as port:
         endpoint = f"http://127.0.0.1:{port}"
         yield Target(name, endpoint, _variables(endpoint), log=written if log else None)
 
@@ -151,10 +151,10 @@ def link(
 def delayed(
     root: Path, home: Path, *, name: str = "rtt", one_way: float = ONE_WAY, log: bool = False
 ) -> Iterator[Target]:
-    """The S3-like server at its fastest behind a long line; see `benchmarks.delayline`."""
+    """The S3-like server at its fastest behind a long line; see `benchmarks.servers.delayline`."""
     with link(root, home, name=name, processes=2, log=log) as near:
         port = near.endpoint.rpartition(":")[2]
-        with program("benchmarks.delayline", "--to", port, "--delay", f"{one_way}") as far:
+        with program("benchmarks.servers.delayline", "--to", port, "--delay", f"{one_way}") as far:
             endpoint = f"http://127.0.0.1:{far}"
             yield Target(name, endpoint, _variables(endpoint), log=near.log)
 

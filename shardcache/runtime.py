@@ -91,7 +91,7 @@ class Process:
 
     def stores(self) -> list[Store]:
         """Every namespace of every tier."""
-        return [store for tier in self.present for store in tier.stores()]
+        return [store for tier in self.present for store in tier.namespaces.all()]
 
     def tier_of(self, directory: str) -> Tier:
         """The tier that an entry is in."""
@@ -130,7 +130,7 @@ class Process:
         with self._guard:
             changed = self.changed_tiers()  # another thread may have been quicker
             for tier in changed:
-                if tier.known:
+                if tier.made:
                     self.warn(
                         f"root of {tier.config.dir}",
                         "%s is gone, or another directory than before (unmounted, mounted again, "
@@ -147,7 +147,7 @@ class Process:
         return [t for t in self.tiers if (t.made or t is self.home) and t.changed()]
 
     def _make(self, tier: Tier, *, again: bool = False) -> None:
-        known = tier.known
+        known = tier.made
         try:
             tier.make()
         except (OSError, ConfigError) as exn:
@@ -228,7 +228,7 @@ class Process:
         """Have the cache cleaned in the background if that is due; see `space.clean`."""
         if self._is_well:
             for housekeeper in self._housekeepers:
-                housekeeper.look()
+                housekeeper.check()
             self.look_at = min((one.due for one in self._housekeepers), default=0.0)
 
     def unfinished(self) -> int:

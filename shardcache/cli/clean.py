@@ -17,8 +17,7 @@ from shardcache.cli.main import (
     yes_option,
 )
 from shardcache.cli.output import counted
-from shardcache.cli.progress import Display, of_shards
-from shardcache.space.clean import CleanReport, CleanStatus
+from shardcache.space.clean import CleanReport
 from shardcache.space.eviction import Reason
 from shardcache.space.memory import Volume
 from shardcache.units import Limit, exact_duration, format_bytes, parse_duration
@@ -62,7 +61,7 @@ def clean_command(
     given: dict[str, Any] = {n: str(value) for n, value in limits.items() if value is not None}
     if everything and (given or orphans):
         raise click.UsageError("--all removes everything; give no limit or --orphans with it.")
-    console, status = invocation.console, CleanStatus()
+    console = invocation.console
     with invocation.cache() as cache:
         if not cache.dir.exists():
             console.hint(f"{cache.dir} does not exist; there is nothing to clean.")
@@ -70,29 +69,22 @@ def clean_command(
             return
         if everything and not dry_run:
             invocation.confirm(f"Remove every shard in {cache.dir}?", yes)
-        display = Display(
-            console,
-            lambda: of_shards(status.done, status.victims, status.done_bytes, status.victim_bytes),
+        report = cache.clean(
+            **given,
+            orphans=orphans,
+            limits=bool(given) or not orphans,
+            everything=everything,
+            dry_run=dry_run,
+            wait=wait,
         )
-        with display:
-            report = cache.clean(
-                **given,
-                orphans=orphans,
-                limits=bool(given) or not orphans,
-                everything=everything,
-                dry_run=dry_run,
-                wait=wait,
-                status=status,
-            )
         console.object("clean", report, freed=report.freed)
         for removal in report.removed if console.verbosity else ():
             console.said(f"{removal.name}  {format_bytes(removal.size)}  {removal.reason}")
         console.said(_clean_text(cache, report, given))
-        if report.missing or report.missing_inodes:
-            inodes = counted(report.missing_inodes, "inode")
+        if report.missing:
             console.warning(
-                f"{format_bytes(report.missing) if report.missing else inodes} more would have to "
-                "go, but the rest is in use or was used since the running jobs began"
+                f"{format_bytes(report.missing)} more would have to go, but the rest is in use "
+                "or was used since the running jobs began"
             )
 
 
@@ -111,7 +103,6 @@ def _clean_text(cache: Cache, report: CleanReport, given: dict[str, Any]) -> str
     reasons = {
         Reason.MAX_SIZE: f"over {limits['max_size']}",
         Reason.MIN_FREE: f"for {limits['min_free']}",
-        Reason.INODES: "for free inodes",
         Reason.MAX_AGE: f"older than {exact_duration(max_age)}",
         Reason.ORPHAN: "orphan" if report.count(Reason.ORPHAN) == 1 else "orphans",
         Reason.QUARANTINED: "damaged",

@@ -30,10 +30,9 @@ from shardcache.clock import utc
 from shardcache.locks.flock import read_holder
 from shardcache.prewarm.plan import expand
 from shardcache.ranks import detect
-from shardcache.space.eviction import linked
+from shardcache.space.eviction import Policy, linked
 from shardcache.space.memory import Volume
 from shardcache.space.pins import pinned_keys
-from shardcache.space.policy import Policy
 from shardcache.store.entry import DamagedError, Metadata
 from shardcache.store.partial import read_metadata
 from shardcache.store.root import is_cache

@@ -272,7 +272,7 @@ def _room(tier: Tier, entries: list[Entry], wanted: set[str], need: int) -> tupl
     """Bytes free, to be evicted, and missing for ``need`` more, in one directory."""
     config = tier.config
     here = [entry for entry in entries if tier.owns(entry.directory)]
-    flights = [flight for store in tier.stores() for flight in in_flight(store.layout)]
+    flights = [flight for store in tier.namespaces.all() for flight in in_flight(store.layout)]
     # Part of `need`, and on disk already.
     resumable = sum(flight.occupied for flight in flights if flight.key in wanted)
     others = sum(flight.reserved for flight in flights if flight.key not in wanted)

@@ -1,8 +1,8 @@
 """What may be stored, and what goes first.
 
     budget     room for a newcomer: one number under the budget lock
-    eviction   which shards would go, and removing them
-    policy     what running jobs keep; pins, what users keep
+    eviction   which shards go first, which stay, and removing them
+    pins       what users keep
     memory     what a filesystem and the cgroups leave
     tiers      one directory of a cache: namespaces, session, budget
     clean      making room on request, and beside a job

@@ -1,11 +1,11 @@
 """Room for a shard before its first byte is written.
 
 The node keeps one number, ``usage``: bytes of all shards, and of all fetches in flight with their
-final sizes. It is read and written under the budget lock only: an admission adds its shard, an
-eviction subtracts, so many processes keep one budget. A fetch that fails leaves its bytes in the
-number, and what is removed by hand is not subtracted; so entries and partials are counted again
-before anything is evicted or refused, and after a minute. A refusal is believed as long, unless
-somebody cleans the cache or a job ends meanwhile.
+final sizes. It is read and written under the budget lock only: an admission adds its shard, so many
+processes keep one budget. A fetch that fails leaves its bytes in the number, and what is removed by
+hand is not subtracted; so entries and partials are counted again before anything is evicted or
+refused, and after a minute. A refusal is believed as long, unless somebody cleans the cache or a
+job ends meanwhile.
 
 Where locks do not work, each process may overshoot by what others admit at the same moment. Nodes
 that share a directory do not share the number: they count each time.
@@ -29,12 +29,20 @@ from shardcache.config import Config
 from shardcache.errors import CacheFullError, LockTimeoutError
 from shardcache.layout import Layout, read_file, replace_file
 from shardcache.locks.flock import Holder, KeyLock, read_holder
-from shardcache.space.eviction import EvictionPlan, Limits, Victim, apply, plan, sweep, total_bytes
+from shardcache.space.eviction import (
+    EvictionPlan,
+    Limits,
+    Policy,
+    Victim,
+    apply,
+    plan,
+    sweep,
+    total_bytes,
+)
 from shardcache.space.memory import Volume, is_memory
-from shardcache.space.policy import Policy
 from shardcache.store.store import Entry, Store
 from shardcache.store.sweeping import InFlight, in_flight
-from shardcache.units import format_bytes, format_duration
+from shardcache.units import format_bytes
 
 __all__ = ["Space"]
 
@@ -44,9 +52,6 @@ logger = logging.getLogger(__name__)
 _BELIEVED = 60.0
 #: Times that victims may come into use, or vanish, between plan and eviction.
 _PLANS = 6
-#: What a fetch makes at most: a partial of five names, a lock with its directory, the
-#: directories of the key, the budget lock.
-_FETCH_INODES = 10
 #: There is ample room where so many shards of a size would find some, beside an eighth of the
 #: volume: no node fetches more at once.
 _AMPLE = 1024
@@ -70,7 +75,7 @@ class _Usage:
     most: int | None = None  #: what `held` can be at most, as a refusal found; None without any
 
     def refuses(self, url: str, size: int) -> CacheFullError | None:
-        """Why a shard finds no room, as the last refusal tells."""
+        """Why a shard finds no room, as the last refusal found."""
         missing = 0 if self.most is None else self.held + size - self.most
         return _no_room(url, missing) if missing > 0 else None
 
@@ -140,17 +145,18 @@ class Space:
         return None if usage is None else usage.refuses(url, size)
 
     def make_room(self, url: str, size: int) -> None:
-        """Free ``size`` bytes, or inodes, after the disk said that it is full."""
+        """Free ``size`` bytes, and three entries more, after the disk said that it is full.
+
+        What it lacks may be inodes, of which a fetch takes more than one entry has.
+        """
         with self._budget_lock():
             self.recount()
             needed = max(1, size) - self._sweep()
-            volume = Volume.of(self.node.base)
-            inodes = volume.lacks_inodes(_FETCH_INODES)
-            if inodes:
-                needed = size - volume.free  # then it is not the bytes that are short
-            chosen = self.plan(Limits(free_needed=max(0, needed), inodes_needed=inodes))
-            if chosen.missing or chosen.missing_inodes:
-                raise _no_room(url, chosen.missing, chosen.missing_inodes)
+            found = [entry for store in self.stores() for entry in store.entries()]
+            spare = 3 * sum(entry.size for entry in found) // max(1, len(found))
+            chosen = self.plan(Limits(free_needed=max(0, needed + spare)), found=found)
+            if chosen.freed < needed:
+                raise _no_room(url, needed - chosen.freed)
             self._evict(chosen)
 
     def relieve(self) -> int:
@@ -167,30 +173,29 @@ class Space:
 
     def _reserve(self, url: str, size: int | None) -> None:
         """Add a shard to the number, once there is room for it; under the lock."""
-        usage = None if size is None else self._read()
         need = size or 0
+        usage = None if size is None else self._read()
+        found: list[Entry] | None = None
         swept = False
         for _ in range(_PLANS):
             limits = self.limits(need)
             if limits == Limits():
                 return  # nothing limits the number, so nobody needs it
-            found: list[Entry] | None = None
             if usage is None:
                 usage, found = self._count()
             elif refusal := usage.refuses(url, need):
                 raise refusal
             over = 0 if limits.max_size is None else usage.held + need - limits.max_size
-            if max(over, limits.free_needed, limits.inodes_needed) <= 0:
+            if max(over, limits.free_needed) <= 0:
                 self._write(replace(usage, held=usage.held + need))
                 return
-            if found is None:
-                usage = None  # what is evicted or refused is counted first
-                continue
             if not swept:  # what dead processes left goes first
                 swept = True
                 if self._sweep():
-                    usage = None
-                    continue
+                    found = None
+            if found is None:
+                usage = None  # what is evicted or refused is counted first
+                continue
             # One in a hundred goes along; what is missing to that is not missing.
             entries = total_bytes(found)
             spare = entries // _EACH if len(found) >= _EACH else 0
@@ -199,12 +204,12 @@ class Space:
                 reserved=usage.held - entries + need + spare,
                 found=found,
             )
-            missing = max(0, chosen.missing - spare)
-            if missing or chosen.missing_inodes:
+            missing = chosen.missing - spare
+            if missing > 0:
                 # What other policies keep is being read, which may end at any moment.
-                if missing and self._config.policy == "working-set":
+                if self._config.policy == "working-set":
                     self._write(replace(usage, most=usage.held + need - missing))
-                raise _no_room(url, missing, chosen.missing_inodes)
+                raise _no_room(url, missing)
             if self._evict(chosen) == chosen.freed and len(self.stores()) == 1:
                 self._write(replace(usage, held=usage.held - chosen.freed + need))
                 return
@@ -215,7 +220,8 @@ class Space:
 
     def recount(self) -> None:
         """Have the next admission count what the cache holds."""
-        self._write(None)
+        with contextlib.suppress(OSError):
+            self.node.usage.unlink()
 
     def flights(self) -> list[InFlight]:
         """The fetches in flight, of all namespaces."""
@@ -226,7 +232,7 @@ class Space:
         counted = clock.monotonic()
         flights = self.flights()
         if not all(flight.is_measured for flight in flights):
-            counted = -math.inf  # who knows how many bytes they will have: not to be believed
+            counted = -math.inf  # nobody knows how many bytes they will have: not to be believed
         found = [entry for store in self.stores() for entry in store.entries()]
         held = total_bytes(found) + sum(flight.reserved for flight in flights)
         return _Usage(held, counted), found
@@ -243,19 +249,16 @@ class Space:
             logger.debug("%s: %s", self.node.usage, exn)
         return None
 
-    def _write(self, usage: _Usage | None) -> None:
+    def _write(self, usage: _Usage) -> None:
         path, layout = self.node.usage, self.node
         if layout.grace is not None:
             return
+        record = json.dumps([boot_id(), usage.held, usage.counted, usage.most]).encode()
         try:
-            if usage is not None:
-                record = json.dumps([boot_id(), usage.held, usage.counted, usage.most]).encode()
-                replace_file(path, record, layout.modes.file, via=layout.partial)
-                return
-        except OSError as exn:  # full, read-only: the next one counts
+            replace_file(path, record, layout.modes.file, via=layout.partial)
+        except OSError as exn:  # full, read-only
             logger.debug("%s: %s", path, exn)
-        with contextlib.suppress(OSError):
-            path.unlink()
+            self.recount()
 
     # -- limits and plans ----------------------------------------------------------
 
@@ -267,29 +270,21 @@ class Space:
                 is to come, and what is too old may go.
         """
         volume = Volume.of(self.node.base)
-        free, inodes = self._config.min_free.of(volume.size), self._inodes(volume)
+        free = self._config.min_free.of(volume.size)
         if newcomer is not None:
-            inodes += _FETCH_INODES
             free += newcomer
             if not self._is_ample(volume, newcomer):
                 free += sum(flight.reserved - flight.occupied for flight in self.flights())
         return Limits(
             max_size=volume.budget(self._config),
             free_needed=max(0, free - volume.free),
-            inodes_needed=volume.lacks_inodes(inodes),
             max_age=self._config.max_age if newcomer is None else None,
         )
-
-    def _inodes(self, volume: Volume) -> int:
-        """Inodes that stay free: the share that stays free of the bytes."""
-        min_free = self._config.min_free
-        return 0 if min_free.percent is None else min_free.of(volume.inodes)
 
     def _is_ample(self, volume: Volume, need: int) -> bool:
         """Whether there is room whatever others reserve: to look costs more than a small shard."""
         wanted = self._config.min_free.of(volume.size) + _AMPLE * need + volume.size // 8
-        names = self._inodes(volume) + _AMPLE * _FETCH_INODES
-        return volume.free >= wanted and not volume.lacks_inodes(names)
+        return volume.free >= wanted
 
     @property
     def is_pressed(self) -> bool | None:
@@ -315,22 +310,15 @@ class Space:
         stores = self.stores()
         if found is None:
             found = (entry for store in stores for entry in store.entries())
-        return plan(
-            found,
-            limits,
-            Policy.of(self._config, self.node, clock.time(), jobs=protect),
-            reserved=reserved,
-            in_use=lambda entry: stores[0].is_pinned(entry),
-        )
+        policy = Policy.of(self._config, self.node, clock.time(), jobs=protect)
+        return plan(found, limits, policy, reserved=reserved, in_use=stores[0].is_pinned)
 
     def _sweep(self) -> int:
         """Remove what dead processes left; returns bytes freed."""
-        freed = 0
-        for store in self.stores():
-            for removal in sweep(store):
-                logger.info("removed %s, %d bytes", removal.name, removal.size)
-                freed += removal.size
-        return freed
+        removals = [removal for store in self.stores() for removal in sweep(store)]
+        for removal in removals:
+            logger.info("removed %s, %d bytes", removal.name, removal.size)
+        return sum(removal.size for removal in removals)
 
     def _evict(self, chosen: EvictionPlan) -> int:
         """Evict what was chosen; returns bytes freed."""
@@ -345,11 +333,9 @@ class Space:
     @contextlib.contextmanager
     def _budget_lock(self) -> Iterator[None]:
         """Hold the node's budget lock, or go on without it after a minute, with a warning."""
-        with self._hold("budget", "holds the budget lock", _BUDGET_SECONDS) as other:
+        with self._hold("budget", _BUDGET_SECONDS) as other:
             if other is not None:
-                waited = format_duration(_BUDGET_SECONDS)
-                text = "waiting for %s: %s holds the budget lock; going on without it"
-                logger.warning(text, waited, other)
+                logger.warning("%s holds the budget lock for long; going on without it", other)
             yield
 
     @contextlib.contextmanager
@@ -365,8 +351,7 @@ class Space:
         if owner != me and self.node.modes.group is None:
             yield  # root for a user: the lock would be root's from then on
             return
-        seconds = self._config.lock_timeout if wait else 0.0
-        with self._hold("clean", "cleans the cache", seconds) as other:
+        with self._hold("clean", self._config.lock_timeout if wait else 0.0) as other:
             if other is not None:
                 root = self.node.base.parent
                 raise LockTimeoutError(
@@ -377,34 +362,32 @@ class Space:
             yield
 
     @contextlib.contextmanager
-    def _hold(self, name: str, what: str, seconds: float) -> Iterator[str | None]:
-        """Hold a lock of the node; after so many seconds, tell who has it instead."""
+    def _hold(self, name: str, seconds: float) -> Iterator[str | None]:
+        """Hold a lock of the node; yields who has it instead after so many seconds."""
         lock = KeyLock(self.node.named_lock(name), self.node.modes)
         holder = Holder.this_process(rank=None, job=None, now=clock.time())
-        begun = announced = clock.monotonic()
+        start = announced = clock.monotonic()
+        other = None
         try:
             while not lock.try_acquire(holder):
                 now, other = clock.monotonic(), str(read_holder(lock.path) or "somebody")
-                if now - begun >= seconds:
-                    yield other
-                    return
+                if now - start >= seconds:
+                    break
                 if now - announced >= _ANNOUNCE_EVERY:
                     announced = now
-                    waited = format_duration(now - begun)
-                    logger.warning("waiting for %s: %s %s", waited, other, what)
+                    logger.warning("waiting for %s, which has the %s lock", other, name)
                 clock.sleep(_POLL)
-            yield None
+            else:
+                other = None
+            yield other
         finally:
             lock.release()
 
 
-def _no_room(url: str, missing: int = 0, missing_inodes: int = 0) -> CacheFullError:
-    wanted = [format_bytes(missing)] if missing else []
-    if missing_inodes:
-        wanted.append(f"{missing_inodes} inodes (names of files, see df -i)")
+def _no_room(url: str, missing: int = 0) -> CacheFullError:
     return CacheFullError(
-        f"no room for {url}: {' and '.join(wanted) or 'some'} more would have to go, and "
-        "the rest is in use or was used since the running jobs began. Raise max_size, "
+        f"no room for {url}: {format_bytes(missing) if missing else 'some'} more would have to "
+        "go, and the rest is in use or was used since the running jobs began. Raise max_size, "
         "free the disk, or let the shard be streamed.",
         url=url,
     )

@@ -17,23 +17,23 @@ from dataclasses import dataclass, replace
 from shardcache import clock, threads
 from shardcache.errors import LockTimeoutError
 from shardcache.space.budget import Space
-from shardcache.space.eviction import ENTRY_INODES, Limits, Reason, Removal, apply, sweep
+from shardcache.space.eviction import Limits, Reason, Removal, apply, sweep
 from shardcache.space.pins import remove_expired
 from shardcache.space.tiers import Tier
 from shardcache.stats import database
 from shardcache.store.store import Store
 from shardcache.units import format_bytes
 
-__all__ = ["CleanReport", "CleanStatus", "Housekeeper", "clean", "joined", "remove"]
+__all__ = ["CleanReport", "Housekeeper", "clean", "joined", "remove"]
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between two rounds of a node, and from a process's first use of the cache to its own
-#: first look whether one is due.
+#: Seconds between two rounds of a node, and from a process's first use of the cache to the moment
+#: when it asks whether one is due.
 INTERVAL = 300.0
 _FIRST = 60.0
-#: Seconds between two looks at how much memory is left.
-_GLANCE = 2.0
+#: Seconds between two questions about how much memory is left.
+_MEMORY_INTERVAL = 2.0
 #: Seconds for which the partials of dead processes stay: an interrupted prewarm resumes them.
 _KEEP_PARTIALS = 3600.0
 #: The part of ``max_size`` that a round leaves.
@@ -51,13 +51,12 @@ class CleanReport:
     kept_bytes: int  #: bytes of those
     missing: int  #: bytes that could not be found because the rest is in use
     dry_run: bool  #: whether nothing was touched
-    missing_inodes: int = 0  #: likewise inodes
 
     def __repr__(self) -> str:
-        verbs = ("would remove", "would keep") if self.dry_run else ("removed", "kept")
+        removed, kept = ("would remove", "would keep") if self.dry_run else ("removed", "kept")
         return (
-            f"<CleanReport: {verbs[0]} {len(self.removed):,} things, {format_bytes(self.freed)}; "
-            f"{verbs[1]} {self.kept:,} shards, {format_bytes(self.kept_bytes)}>"
+            f"<CleanReport: {removed} {len(self.removed):,} things, {format_bytes(self.freed)}; "
+            f"{kept} {self.kept:,} shards, {format_bytes(self.kept_bytes)}>"
         )
 
     @property
@@ -70,23 +69,8 @@ class CleanReport:
         return sum(removal.reason is reason for removal in self.removed)
 
 
-@dataclass(slots=True)
-class CleanStatus:
-    """How far a clean is; it writes, others read."""
-
-    victims: int | None = None  #: entries that are to go; None until that was found out
-    victim_bytes: int = 0  #: bytes of those
-    done: int = 0  #: how many of them went, or turned out to be in use
-    done_bytes: int = 0  #: bytes of those
-
-
 def clean(
-    space: Space,
-    limits: Limits,
-    *,
-    orphans: bool = False,
-    dry_run: bool = False,
-    status: CleanStatus | None = None,
+    space: Space, limits: Limits, *, orphans: bool = False, dry_run: bool = False
 ) -> CleanReport:
     """Bring the cache within ``limits`` and sweep what dead processes left.
 
@@ -94,38 +78,28 @@ def clean(
         space: of the tier.
         limits: what must hold afterwards.
         orphans: also remove the partials that dead processes left within the last hour.
-        dry_run: touch nothing, tell what would go.
-        status: is kept up to date.
+        dry_run: touch nothing, say what would go.
     """
-    status = status or CleanStatus()
-    removed: list[Removal] = []
     keep = 0.0 if orphans or limits.everything else _KEEP_PARTIALS
-    for store in space.stores():
-        removed += sweep(store, keep=keep, dry_run=dry_run)
+    stores = space.stores()
+    removed = [one for store in stores for one in sweep(store, keep=keep, dry_run=dry_run)]
     # Leftovers count as in flight, and their bytes come free, in a dry run too.
     reserved = sum(flight.reserved for flight in space.flights())
     if dry_run:
         reserved -= sum(one.size for one in removed if one.reason is Reason.ORPHAN)
-    limits = replace(
-        limits,
-        free_needed=max(0, limits.free_needed - sum(one.size for one in removed)),
-        inodes_needed=max(0, limits.inodes_needed - ENTRY_INODES * len(removed)),
-    )
+    still = max(0, limits.free_needed - sum(one.size for one in removed))
+    limits = replace(limits, free_needed=still)
     chosen = space.plan(limits, reserved=reserved, protect=not limits.everything)
     kept, kept_bytes = chosen.kept, chosen.kept_bytes
-    status.victims = (status.victims or 0) + len(chosen.victims)
-    status.victim_bytes += chosen.freed
     for victim in chosen.victims:
         path = victim.entries[0].path
-        if dry_run or any(apply(space.stores()[0], [victim])):
+        if dry_run or any(apply(stores[0], [victim])):
             if not dry_run:
                 space.evicted(victim)
             removed.append(Removal(str(path), victim.size, victim.reason))
         elif path.exists():  # came into use since the plan
             kept += 1
             kept_bytes += victim.size
-        status.done += 1
-        status.done_bytes += victim.size
     if not dry_run:
         now = clock.time()
         space.recount()
@@ -134,9 +108,7 @@ def clean(
             database.compact(space.node, now)
         except OSError as exn:
             logger.info("statistics are compacted another time: %s", exn)
-    return CleanReport(
-        tuple(removed), kept, kept_bytes, chosen.missing, dry_run, chosen.missing_inodes
-    )
+    return CleanReport(tuple(removed), kept, kept_bytes, chosen.missing, dry_run)
 
 
 def joined(reports: Sequence[CleanReport]) -> CleanReport:
@@ -147,31 +119,30 @@ def joined(reports: Sequence[CleanReport]) -> CleanReport:
         sum(report.kept_bytes for report in reports),
         sum(report.missing for report in reports),
         all(report.dry_run for report in reports),
-        sum(report.missing_inodes for report in reports),
     )
 
 
 def remove(
     stores: Sequence[Store], key: str, *, pinned: bool = False, dry_run: bool = False
-) -> tuple[list[Removal], int]:
+) -> tuple[int, int, int]:
     """Remove every version of one shard that nobody uses; with ``pinned``, none.
 
     Returns:
-        What was removed, and how many entries stay because they are pinned or in use.
+        How many entries went, their bytes, and how many stay because they are pinned or in use.
     """
-    removed: list[Removal] = []
-    in_use = 0
+    removed = freed = in_use = 0
     for store in stores:
         for entry in store.entries_of(key):
             if pinned:
-                free = False
+                goes = False
             else:
-                free = not store.is_pinned(entry) if dry_run else store.evict(entry)
-            if free:
-                removed.append(Removal(str(entry.path), entry.size, Reason.ASKED))
+                goes = not store.is_pinned(entry) if dry_run else store.evict(entry)
+            if goes:
+                removed += 1
+                freed += entry.size
             elif entry.path.exists():
                 in_use += 1
-    return removed, in_use
+    return removed, freed, in_use
 
 
 class Housekeeper:
@@ -180,23 +151,23 @@ class Housekeeper:
     Every few minutes one of the processes that use a cache does what ``shardcache clean`` does, in
     a thread of its own, under the same lock, and only if nobody else has done so lately. It goes a
     little below the limits, so that whoever makes room for a shard seldom has to list all entries.
-    A RAM disk is looked at every few seconds: as the job's own memory grows, the cgroup leaves less
+    A RAM disk is checked every few seconds: as the job's own memory grows, the cgroup leaves less
     for the disk, and the kernel would kill the job, not ask the cache. A disk that fails is no
     error of the job's here: whoever reads or writes finds it.
     """
 
     def __init__(self, tier: Tier) -> None:
-        self.due = 0.0  #: when to look again, of the monotonic clock
+        self.due = 0.0  #: when to call `check` again, of the monotonic clock
         self._tier = tier
         self._next = clock.monotonic() + _FIRST
         self._thread: threading.Thread | None = None
 
-    def look(self) -> None:
-        """Begin a round if one is due. Costs a look at the clock."""
+    def check(self) -> None:
+        """Begin a round if one is due. Costs a glance at the clock."""
         now = clock.monotonic()
         if now < self.due:
             return
-        self.due = now + _GLANCE  # first of all, for other threads
+        self.due = now + _MEMORY_INTERVAL  # first of all, for other threads
         try:
             pressed, is_round = self._tier.space().is_pressed, now >= self._next
             if is_round:
@@ -209,31 +180,29 @@ class Housekeeper:
             logger.debug("no cleaning: %s", exn)
 
     def _work(self, is_round: bool) -> None:
+        space = self._tier.space()
         try:
-            if is_round:
-                self._clean()
-            else:
-                freed = self._tier.space().relieve()
-                logger.info("gave %d bytes of %s back to the job", freed, self._tier.config.dir)
+            if not is_round:
+                logger.info("gave %d bytes of %s back to the job", space.relieve(), space.node.base)
+            elif not self._was_cleaned():
+                with space.sole_cleaner(wait=False):
+                    limits = space.limits()
+                    if limits.max_size is not None:
+                        limits = replace(limits, max_size=int(limits.max_size * _SOFT))
+                    report = clean(space, limits)
+                if report.removed:
+                    logger.info("cleaned: %d removed, %d bytes", len(report.removed), report.freed)
         except LockTimeoutError as exn:
             logger.debug("%s", exn)
         except OSError as exn:
             logger.info("cleaning beside the job failed: %s", exn)
 
-    def _clean(self) -> None:
+    def _was_cleaned(self) -> bool:
+        """Whether somebody did so lately: cleaning writes to the lock's file."""
         with contextlib.suppress(FileNotFoundError):
-            # Who cleans writes to the lock's file.
             last = os.lstat(self._tier.namespaces.node.named_lock("clean")).st_mtime
-            if 0 <= clock.time() - last < INTERVAL:
-                return
-        space = self._tier.space()
-        with space.sole_cleaner(wait=False):
-            limits = space.limits()
-            if limits.max_size is not None:
-                limits = replace(limits, max_size=int(limits.max_size * _SOFT))
-            report = clean(space, limits)
-        if report.removed:
-            logger.info("cleaned: %d removed, %d bytes", len(report.removed), report.freed)
+            return 0 <= clock.time() - last < INTERVAL
+        return False
 
     def close(self) -> None:
         """End with the process: a round that is under way may be left at any point."""

@@ -1,11 +1,22 @@
-"""What to remove, and removing it.
+"""Which shards go first, which stay, and removing them.
+
+    working-set   what running jobs use stays; of the rest, the least recently used goes first
+    lru           the least recently used goes first
+    fifo          what was fetched first goes first
+
+An epoch is one scan over the dataset, and evicting what this epoch has read to make room for what
+it reads next gives a cache that never hits: with half of the data in it, LRU and FIFO hit not once
+where shards come in order. So what was used since the oldest live session began stays, unless
+nobody used it for ``protect_for``; a newcomer that finds no room is streamed. The first of two jobs
+keeps its working set, the second one gets what is free.
 
 `plan` is pure: the same entries, limits and policy give the same plan, so a dry run shows exactly
 what a run would do. `apply` carries a plan out and reports what really went: an entry that somebody
-began to read in between stays.
+began to read in between stays. What several ranks link is one file: it counts once, is as young as
+its latest use, and goes with all its links or stays.
 
-What several ranks link is one file: it counts once, is as young as its latest use, and goes with
-all its links or stays.
+Dates come from wall clocks, which can be wrong. A date in the future counts as long ago. A wrong
+one costs an unlucky eviction, never what is being read or pinned.
 """
 
 from __future__ import annotations
@@ -15,10 +26,12 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
-from shardcache.layout import is_idle
-from shardcache.locks.sessions import remove_dead
-from shardcache.space.policy import Policy
+from shardcache.config import Config
+from shardcache.layout import Layout, is_idle
+from shardcache.locks.sessions import live_sessions, remove_dead
+from shardcache.space.pins import pinned_keys
 from shardcache.store.entry import DamagedError
 from shardcache.store.store import Entry, Store
 from shardcache.store.sweeping import (
@@ -29,13 +42,13 @@ from shardcache.store.sweeping import (
     remove_unnamed,
 )
 
-__all__ = ["ENTRY_INODES", "EvictionPlan", "Limits", "Links", "Reason", "Removal", "Victim"]
+__all__ = ["EvictionPlan", "Limits", "Links", "Policy", "Reason", "Removal", "Victim"]
 __all__ += ["apply", "linked", "plan", "sweep", "total_bytes"]
 
 logger = logging.getLogger(__name__)
 
-#: A directory, the data, the sidecar.
-ENTRY_INODES = 3
+#: Seconds by which clocks may differ. S3 refuses clocks that are off by more than 15 minutes.
+SKEW = 3600.0
 
 
 class Reason(StrEnum):
@@ -43,7 +56,6 @@ class Reason(StrEnum):
 
     MAX_SIZE = "max_size"
     MIN_FREE = "min_free"
-    INODES = "inodes"
     MAX_AGE = "max_age"
     ALL = "all"
     ASKED = "asked"
@@ -57,7 +69,6 @@ class Limits:
 
     max_size: int | None = None  #: bytes of entries and fetches in flight together
     free_needed: int = 0  #: bytes to remove so that the filesystem keeps its free space
-    inodes_needed: int = 0  #: inodes to free; an entry has `ENTRY_INODES`
     max_age: float | None = None  #: seconds since the last use
     everything: bool = False  #: remove all that may be removed
 
@@ -87,7 +98,6 @@ class EvictionPlan:
     kept: int  #: number of shards that stay
     kept_bytes: int  #: bytes of those
     missing: int  #: bytes that cannot be found; 0 when every limit is met
-    missing_inodes: int  #: likewise inodes
 
     @property
     def freed(self) -> int:
@@ -104,10 +114,45 @@ class Removal:
     reason: Reason
 
 
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A policy at one moment."""
+
+    now: float  #: seconds since the epoch
+    kind: Literal["working-set", "lru", "fifo"] = "working-set"
+    since: float | None = None  #: what was used since then stays; None if nothing does for that
+    pinned: frozenset[str] = frozenset()  #: keys that a user pinned
+
+    @classmethod
+    def of(cls, config: Config, node: Layout, now: float, *, jobs: bool = True) -> Policy:
+        """The configured policy, for the jobs that run now; with ``jobs`` False, for none."""
+        since = None
+        if jobs and config.policy == "working-set" and (started := live_sessions(node)):
+            oldest = min(_past(date, now) for date in started)
+            since = max(oldest, now - config.protect_for)
+        return cls(now, config.policy, since, pinned_keys(node, now))
+
+    def last_used(self, entry: Entry) -> float:
+        """When an entry was last used; 0 if its date cannot be."""
+        return _past(entry.used, self.now)
+
+    def protects(self, entry: Entry) -> bool:
+        """Whether an entry stays because a running job uses it."""
+        return self.since is not None and self.last_used(entry) >= self.since
+
+    def keeps(self, entry: Entry) -> bool:
+        """Whether an entry stays, whatever it costs."""
+        return entry.key in self.pinned or self.protects(entry)
+
+
+def _past(date: float, now: float) -> float:
+    return date if date <= now + SKEW else 0.0
+
+
 def linked(entries: Iterable[Entry]) -> list[Links]:
     """Group entries by the file that they are links of.
 
-    Names tell most of it: only entries of one key, version and size in several namespaces are
+    Only entries of one key, version and size in several namespaces can be, so no other file is
     looked at.
     """
     named: dict[tuple[str, str, int], list[Entry]] = {}
@@ -117,7 +162,7 @@ def linked(entries: Iterable[Entry]) -> list[Links]:
     for alike in named.values():
         files: dict[object, list[Entry]] = {}
         for entry in sorted(alike):
-            file: object = entry.directory  # of one that is gone, its own place
+            file: object = entry.directory  # of one that is gone
             if len(alike) > 1:
                 with contextlib.suppress(OSError, DamagedError):
                     data = entry.data.lstat()
@@ -152,28 +197,17 @@ def plan(
     files = linked(entries)
     total = sum(links[0].size for links in files)
     over = 0 if limits.max_size is None else total + reserved - limits.max_size
-    short, inodes = limits.free_needed, limits.inodes_needed
+    short = limits.free_needed
+    # Where a newer version went before an older one, the older would be served again.
+    replaced = _replaced(links[0] for links in files if links[0].key not in policy.pinned)
 
     def last_used(links: Links) -> float:
         return max(map(policy.last_used, links))
 
-    versions: dict[str, dict[str, Entry]] = {}
-    for first, *_ in files:
-        versions.setdefault(first.key, {})[first.version] = first
-    newest = {  # of shards that have several: what everybody is to be given; see `Store.open`
-        key: max(found.values(), key=lambda entry: entry.published).version
-        for key, found in versions.items()
-        if len(found) > 1 and key not in policy.pinned
-    }
-
-    def superseded(links: Links) -> bool:
-        """Whether a newer version is beside it: else that might go first, and this be served."""
-        return newest.get(links[0].key, links[0].version) != links[0].version
-
     def order(links: Links) -> tuple[object, ...]:
         published = policy.kind == "fifo"
         date = min(entry.published for entry in links) if published else last_used(links)
-        return not superseded(links), date, *links[0]  # of the same age: by their names
+        return links[0] not in replaced, date, *links[0]  # of the same age: by their names
 
     victims: list[Victim] = []
     for links in sorted(files, key=order):
@@ -185,21 +219,29 @@ def plan(
             reason = Reason.MAX_SIZE
         elif short > 0:
             reason = Reason.MIN_FREE
-        elif inodes > 0:
-            reason = Reason.INODES
         else:
             continue
-        kept = any(map(policy.keeps, links)) and not superseded(links)
+        kept = any(map(policy.keeps, links)) and links[0] not in replaced
         if kept or any(map(in_use, links)):
             continue
         victims.append(Victim(links, reason))
         over -= links[0].size
         short -= links[0].size
-        inodes -= ENTRY_INODES * len(links)
     kept_bytes = total - sum(victim.size for victim in victims)
-    return EvictionPlan(
-        tuple(victims), len(files) - len(victims), kept_bytes, max(0, over, short), max(0, inodes)
-    )
+    return EvictionPlan(tuple(victims), len(files) - len(victims), kept_bytes, max(0, over, short))
+
+
+def _replaced(entries: Iterable[Entry]) -> set[Entry]:
+    """The entries beside which there is a newer version."""
+    versions: dict[str, list[Entry]] = {}
+    for entry in entries:
+        versions.setdefault(entry.key, []).append(entry)
+    replaced: set[Entry] = set()
+    for alike in versions.values():
+        if len(alike) > 1:
+            newest = max(alike, key=lambda entry: entry.published)
+            replaced.update(entry for entry in alike if entry.version != newest.version)
+    return replaced
 
 
 def apply(store: Store, chosen: Iterable[Victim]) -> Iterator[Victim]:
@@ -208,15 +250,13 @@ def apply(store: Store, chosen: Iterable[Victim]) -> Iterator[Victim]:
         if not all(store.evict(entry) for entry in victim.entries):
             continue  # somebody reads it by now, or removed it
         key, size, reason = victim.entries[0].key, victim.size, victim.reason.value
-        say = {"event": "evicted", "key": key, "bytes": size, "reason": reason}
-        logger.info("evicted %s, %d bytes (%s)", key, size, reason, extra=say)
+        extra = {"event": "evicted", "key": key, "bytes": size, "reason": reason}
+        logger.info("evicted %s, %d bytes (%s)", key, size, reason, extra=extra)
         yield victim
 
 
 def sweep(store: Store, *, keep: float = 0.0, dry_run: bool = False) -> Iterator[Removal]:
-    """Remove what dead processes left, quarantined entries, and lock files of idle keys.
-
-    Yields what had bytes of its own; lock files and sessions of dead processes go without saying.
+    """Remove what dead processes left, and quarantined entries; yields what had bytes of its own.
 
     Args:
         store: where.
@@ -233,5 +273,5 @@ def sweep(store: Store, *, keep: float = 0.0, dry_run: bool = False) -> Iterator
         yield Removal(str(path), size, Reason.QUARANTINED)
     if not dry_run:
         remove_dead(layout)
-        removed = remove_unnamed(layout) + remove_locks(layout)
-        logger.debug("removed %d files and directories without bytes", removed)
+        remove_unnamed(layout)
+        remove_locks(layout)

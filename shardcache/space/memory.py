@@ -10,21 +10,17 @@ and cgroup-v1/memory.rst (the ``total_`` rows include the levels below), schedul
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import logging
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TypeVar
 
 from shardcache import clock
 from shardcache.config import Config
 from shardcache.locks.mounts import MEMORY_TYPES, mount_of, read_mounts
 
 __all__ = ["Headroom", "Volume", "cpu_quota", "is_memory", "memory_headroom"]
-
-logger = logging.getLogger(__name__)
 
 _MEMBERSHIP = Path("/proc/self/cgroup")
 #: v1 states "no limit" as the largest multiple of a page in a signed 64-bit number.
@@ -37,7 +33,6 @@ _ASKED_EVERY = 1.0
 _WRITTEN = 1 / 16
 #: device -> when the cgroups were asked, what they left, and what the disk had free then.
 _asked: dict[int, tuple[float, Headroom | None, int]] = {}
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +41,6 @@ class Volume:
 
     size: int  #: bytes; of a RAM disk no more than the cgroup of this process may have
     free: int  #: bytes that this user may still write; likewise
-    inodes: int  #: how many there are; 0 where the filesystem makes them as it needs them
-    free_inodes: int  #: how many this user may still make
 
     @classmethod
     def of(cls, path: Path) -> Volume:
@@ -55,10 +48,10 @@ class Volume:
         found = os.statvfs(path)
         size, free = found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail
         if is_memory(path) and (memory := _headroom_beside(path, free)) is not None:
-            if size == 0:  # ramfs, which states nothing
-                size, free = memory.limit, memory.free
-            size, free = min(size, memory.limit), min(free, memory.free)
-        return cls(size, free, found.f_files, found.f_favail)
+            # A ramfs states nothing: its size is 0.
+            free = min(free, memory.free) if size else memory.free
+            size = min(size or memory.limit, memory.limit)
+        return cls(size, free)
 
     def budget(self, config: Config) -> int | None:
         """Most bytes that a cache on it may hold; None where only free space limits it."""
@@ -68,10 +61,6 @@ class Volume:
         if config.ephemeral_limit is not None:
             limits.append(int(config.ephemeral_limit * _EPHEMERAL_SHARE))
         return min(limits, default=None)
-
-    def lacks_inodes(self, wanted: int) -> int:
-        """How many of ``wanted`` inodes there are too few."""
-        return max(0, wanted - self.free_inodes) if self.inodes else 0
 
 
 def is_memory(path: Path) -> bool:
@@ -111,46 +100,34 @@ def _headroom_beside(disk: Path, free: int) -> Headroom | None:
 
 def memory_headroom() -> Headroom | None:
     """What the tightest level leaves; None without a limit, or where the kernel does not tell."""
-    return min(_at_levels("memory", _headroom), key=lambda one: one.free, default=None)
+    found = []
+    with contextlib.suppress(OSError, ValueError):  # there are none, or it makes no sense
+        for level, v1 in _levels("memory"):
+            stated = _read(level, "memory.limit_in_bytes" if v1 else "memory.max")
+            if stated == "max" or int(stated) >= _UNLIMITED:
+                continue
+            used = int(_read(level, "memory.usage_in_bytes" if v1 else "memory.current"))
+            rows = dict(row.split() for row in _read(level, "memory.stat").splitlines())
+            names = (f"{'total_' if v1 else ''}{name}_file" for name in ("inactive", "active"))
+            cache = sum(int(rows.get(name, 0)) for name in names)
+            found.append(Headroom(int(stated), max(0, int(stated) - max(0, used - cache))))
+    return min(found, key=lambda headroom: headroom.free, default=None)
 
 
 def cpu_quota() -> float | None:
     """How many CPUs' time the tightest level allows; otherwise as `memory_headroom`."""
-    return min(_at_levels("cpu", _cpus), default=None)
+    found = []
+    with contextlib.suppress(OSError, ValueError):  # there are none, or it makes no sense
+        for level, v1 in _levels("cpu"):
+            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if v1 else ("cpu.max",)
+            quota, period = " ".join(_read(level, name) for name in names).split()
+            if quota not in ("max", "-1"):
+                found.append(int(quota) / int(period))
+    return min(found, default=None)
 
 
-def _at_levels(controller: str, look: Callable[[Path, bool], _T | None]) -> list[_T]:
-    """What is found at those levels that have a limit."""
-    try:
-        found = [look(*level) for level in _levels(controller)]
-    except FileNotFoundError:  # no cgroups, or the level went away
-        return []
-    except (OSError, ValueError) as exn:
-        logger.debug("what cgroups leave of %s is not known: %s", controller, exn)
-        return []
-    return [one for one in found if one is not None]
-
-
-def _cpus(directory: Path, old: bool) -> float | None:
-    names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if old else ("cpu.max",)
-    if not (directory / names[0]).exists():  # the root of v2
-        return None
-    quota, period = " ".join((directory / name).read_text("ascii") for name in names).split()
-    return None if quota in ("max", "-1") else int(quota) / int(period)
-
-
-def _headroom(directory: Path, old: bool) -> Headroom | None:
-    names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
-    limit_name, used_name, prefix = names if old else ("memory.max", "memory.current", "")
-    if not (directory / limit_name).exists():  # the root of v2
-        return None
-    stated = (directory / limit_name).read_text("ascii").strip()
-    if stated == "max" or int(stated) >= _UNLIMITED:
-        return None
-    used = int((directory / used_name).read_text("ascii"))
-    rows = dict(row.split() for row in (directory / "memory.stat").read_text("ascii").splitlines())
-    cache = sum(int(rows.get(f"{prefix}{name}_file", 0)) for name in ("inactive", "active"))
-    return Headroom(int(stated), max(0, int(stated) - max(0, used - cache)))
+def _read(level: Path, name: str) -> str:
+    return (level / name).read_text("ascii").strip()
 
 
 @functools.cache  # where a process is does not change; what a level leaves is asked each time

@@ -7,7 +7,6 @@ fetched. No policy, no ``clean --all`` and no ``rm`` removes a pinned shard.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 from dataclasses import dataclass
@@ -53,12 +52,19 @@ def unpin(layout: Layout, key: str) -> bool:
 
 
 def pins(layout: Layout) -> list[Pin]:
-    """All pins, expired ones too."""
+    """All pins, expired ones too; one that cannot be read, or makes no sense, has no end."""
     found = []
-    for name in list_names(layout.pins):
-        if is_pin_name(name):
-            with contextlib.suppress(FileNotFoundError):  # unpinned meanwhile
-                found.append(_read(layout, name.partition(".")[0]))
+    for name in filter(is_pin_name, list_names(layout.pins)):
+        key = name.removesuffix(".pin")
+        try:
+            record = json.loads(read_file(layout.pin(key), _MAX_RECORD))
+            until = record["until"]
+            found.append(Pin(key, str(record["url"]), None if until is None else float(until)))
+        except FileNotFoundError:  # unpinned meanwhile
+            continue
+        except (OSError, ValueError, TypeError, KeyError) as exn:
+            logger.info("the pin of %s cannot be read (%s); the shard is kept", key, exn)
+            found.append(Pin(key, "", None))
     return found
 
 
@@ -70,16 +76,3 @@ def pinned_keys(layout: Layout, now: float) -> frozenset[str]:
 def remove_expired(layout: Layout, now: float) -> int:
     """Remove pins that no longer count; returns how many."""
     return sum(unpin(layout, pin.key) for pin in pins(layout) if not pin.holds(now))
-
-
-def _read(layout: Layout, key: str) -> Pin:
-    """A pin; one that makes no sense, or cannot be read by this user, holds without end."""
-    try:
-        record = json.loads(read_file(layout.pin(key), _MAX_RECORD))
-        until = record["until"]
-        return Pin(key, str(record["url"]), None if until is None else float(until))
-    except FileNotFoundError:
-        raise
-    except (OSError, ValueError, TypeError, KeyError) as exn:
-        logger.info("the pin of %s cannot be read (%s); the shard is kept", key, exn)
-        return Pin(key, "", None)

@@ -7,7 +7,7 @@ disk, with a manifest, sessions, pins and limits, so that any of them may be ano
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from shardcache.config import Config, __version__
@@ -46,7 +46,6 @@ class Tier:
     ) -> None:
         self.config = config
         self.namespaces = Namespaces(config, ranks)
-        self.made = False  #: whether it could be made, or was there, when it was last tried
         self._ranks = ranks
         self._started = started
         self._warn = warn
@@ -60,14 +59,14 @@ class Tier:
         return self.namespaces.own
 
     @property
+    def made(self) -> bool:
+        """Whether it could be made, or was there, when that was last tried."""
+        return self._identity is not None
+
+    @property
     def present(self) -> bool:
         """Whether there is a cache in its directory."""
         return self.made or is_cache(self.config.dir)
-
-    @property
-    def known(self) -> bool:
-        """Whether it was ever made."""
-        return self._identity is not None
 
     def make(self) -> None:
         """Make the directories, and register this process.
@@ -77,7 +76,7 @@ class Tier:
             OSError: it cannot be made or written.
         """
         self.end_session()
-        self._identity, self.made = None, False
+        self._identity = None
         node = make_root(self.config.dir, __version__, Modes.of(self.config.shared_group))
         # Anew: the directory of this node is named by the manifest.
         self.namespaces = Namespaces(self.config, self._ranks)
@@ -85,7 +84,7 @@ class Tier:
         if own != node:
             check_layout(own)
             own.make()
-        self._identity, self.made = identity(self.config.dir, own), True
+        self._identity = identity(self.config.dir, own)
         if layout.grace is not None and self.config.locks == "auto":
             self._warn(
                 "locking",
@@ -107,16 +106,13 @@ class Tier:
         found = identity(self.config.dir, self.namespaces.own.layout)
         return found is None or found != self._identity
 
-    def stores(self) -> Sequence[Store]:
-        """Every namespace, our own first."""
-        return self.namespaces.all()
-
     def space(self, config: Config | None = None) -> Space:
         """The budget, under these limits instead of its own; see `Space`."""
         from shardcache.space.budget import Space  # `import shardcache` stays light
 
-        config = self.config if config is None else config
-        return Space(self.namespaces.node, self.stores, config, self._evicted)
+        return Space(
+            self.namespaces.node, self.namespaces.all, config or self.config, self._evicted
+        )
 
     def owns(self, directory: str) -> bool:
         """Whether an entry's directory is in it."""

@@ -54,7 +54,6 @@ class Counts:
     retries: int = 0  #: requests that were repeated
     evicted_max_size: int = 0  #: entries evicted for max_size
     evicted_min_free: int = 0  #: for min_free
-    evicted_inodes: int = 0  #: for want of inodes
     evicted_max_age: int = 0  #: for max_age
     evicted_all: int = 0  #: because all were to go
     evicted_asked: int = 0  #: by name

@@ -55,7 +55,7 @@ class Bench:
 
     def _statvfs(self) -> object:
         size = 1000 * GB
-        return SimpleNamespace(f_frsize=1, f_blocks=size, f_bavail=self.free, f_files=0, f_favail=0)
+        return SimpleNamespace(f_frsize=1, f_blocks=size, f_bavail=self.free)
 
     def shelve(self, count: int, size: int) -> list[Entry]:
         """Entries that were used one after the other."""
@@ -111,20 +111,6 @@ def test_the_least_recently_used_make_room_for_the_newcomer(
     entries = bench.shelve(3, 30)
     bench.admit(size=size).discard()
     assert there(entries) == left
-
-
-@pytest.mark.locks_work("flock")
-def test_what_the_running_job_used_is_not_evicted_for_its_own_newcomer(make) -> None:
-    bench = make(max_size=100)
-    entry = publish(bench.store, data=bytes(80), used=10_001.0)
-    session = Session(bench.layout, 10_000.0)
-    with pytest.raises(CacheFullError):
-        bench.admit(size=40)
-    assert entry.path.exists()
-    session.close()
-    bench.space.recount()  # as the end of a job does
-    bench.admit(size=40).discard()
-    assert not entry.path.exists()
 
 
 @pytest.mark.locks_work("flock")
@@ -204,9 +190,9 @@ def test_a_stuck_budget_lock_is_passed_by_after_its_bound(make, caplog) -> None:
 @pytest.mark.locks_work("flock")
 def test_a_full_disk_frees_what_is_needed_or_says_that_it_cannot(make) -> None:
     bench = make()
-    entries = bench.shelve(4, 30)
+    entries = bench.shelve(6, 30)
     bench.space.make_room(NEW, 50)
-    assert there(entries) == [False, False, True, True]
+    assert there(entries) == [False] * 5 + [True]  # three more, for the inodes
     session = Session(bench.layout, 1.0)
     with no_descriptor_left(), pytest.raises(CacheFullError):
         bench.space.make_room(NEW, 10)
@@ -256,16 +242,11 @@ def test_what_fits_costs_no_count_and_the_budget_holds(library: Library) -> None
     for number in range(211, 214):
         library.fetch(number)
     assert (library.counts, library.used()) == (2, 210_000)
-
-
-@pytest.mark.locks_work("answers")
-def test_what_others_publish_without_asking_is_seen_after_a_while(library: Library) -> None:
-    library.fetch(200)
-    for number in range(300, 309):
+    for number in range(300, 309):  # without asking: seen after a while
         publish(library.store, f"s3://lab/{number:04d}.tar", bytes(1000), used=1.0)
     library.clock.sleep(60)
-    library.fetch(201)
-    assert library.counts == 2 and library.used() <= 210_000
+    library.fetch(214)
+    assert library.counts == 3 and library.used() <= 210_000
 
 
 @pytest.mark.locks_work("flock", "answers")
@@ -284,16 +265,6 @@ def test_what_was_refused_is_refused_without_a_count_for_a_minute(library: Libra
     library.clock.sleep(60)
     library.fetch(400, 11_000)
     assert library.used() <= 210_000
-
-
-def test_a_reservation_counts_although_its_fetch_failed_until_the_next_count(
-    library: Library,
-) -> None:
-    library.admit(size=9000).discard()
-    library.fetch(200)
-    assert (library.counts, library.used()) == (1, 201_000)
-    library.fetch(201, 2000)
-    assert (library.counts, library.used()) == (2, 203_000)  # nothing had to go
 
 
 @pytest.mark.locks_work("flock", "answers")

@@ -13,9 +13,7 @@ import pytest
 
 from shardcache.cache import Cache
 from shardcache.layout import Layout
-from shardcache.locks.flock import Holder, KeyLock
 from shardcache.space import clean as module
-from shardcache.space.clean import CleanReport
 from tests.support.shop import Shop
 from tests.support.storetools import begin, fill, metadata_for, payload, wait_until
 
@@ -114,19 +112,6 @@ def test_of_all_processes_of_a_node_one_cleans(full: Shop, at_once, rounds) -> N
             settled()
 
 
-def test_where_somebody_cleans_nobody_waits(full: Shop, at_once, rounds) -> None:
-    lock = KeyLock(Layout.of_root(full.path).named_lock("clean"))
-    assert lock.try_acquire(Holder.this_process(rank=None, job=None, now=1.0))
-    os.utime(lock.path, (1.0, 1.0))
-    try:
-        with opened(full) as cache:
-            read(cache, full.urls[0])
-            settled()
-    finally:
-        lock.release()
-    assert rounds == []
-
-
 def test_a_disk_that_fails_meanwhile_is_no_error_of_the_job(
     full: Shop, at_once, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -142,18 +127,3 @@ def test_a_disk_that_fails_meanwhile_is_no_error_of_the_job(
         read(cache, full.urls[1])
     assert "cleaning beside the job failed" in caplog.text
     assert not [r for r in caplog.records if r.levelno > logging.INFO]
-
-
-def test_the_end_of_a_process_does_not_wait_for_a_round(
-    full: Shop, at_once, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    never = threading.Event()
-    monkeypatch.setattr(
-        module, "clean", lambda *args, **kw: never.wait() and CleanReport((), 0, 0, 0, False)
-    )
-    monkeypatch.setattr(module, "_FAREWELL", 0.01)
-    with opened(full) as cache:
-        read(cache, full.urls[0])
-        wait_until(lambda: "shardcache-clean" in {t.name for t in threading.enumerate()})
-    assert not never.is_set()
-    never.set()

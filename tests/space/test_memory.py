@@ -22,7 +22,6 @@ from shardcache.space.memory import (
     memory_headroom,
 )
 from tests.support.disktools import disk, limited_group, needs_mounts
-from tests.support.fakes import FakeClock
 
 GIB = 1 << 30
 NONE = 9223372036854771712  # as v1 states it
@@ -180,7 +179,7 @@ def test_a_cache_keeps_to_the_tighter_of_its_limits(
 ) -> None:
     """What Kubernetes allows a pod is not all for the cache."""
     config = Config(tmp_path, max_size=max_size, ephemeral_limit=ephemeral)
-    assert Volume(10**12, 10**11, 0, 0).budget(config) == budget
+    assert Volume(10**12, 10**11).budget(config) == budget
 
 
 @pytest.mark.parametrize(
@@ -200,26 +199,6 @@ def test_a_ram_disk_has_no_more_than_its_cgroup_leaves(
     module._asked.clear()
     monkeypatch.setattr(module, "mount_of", lambda path: Mount("/", kind, "x", frozenset()))
     monkeypatch.setattr(module, "memory_headroom", lambda: memory)
-    found = SimpleNamespace(f_frsize=10, f_blocks=800, f_bavail=600, f_files=0, f_favail=0)
+    found = SimpleNamespace(f_frsize=10, f_blocks=800, f_bavail=600)
     monkeypatch.setattr(os, "statvfs", lambda path: found)
-    assert Volume.of(tmp_path) == Volume(size, free, 0, 0)
-
-
-def test_the_cgroups_are_asked_now_and_then_and_what_is_written_meanwhile_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module._asked.clear()
-    clock, left = FakeClock(monkeypatch), [Headroom(2000, 1600)]
-    monkeypatch.setattr(module, "memory_headroom", lambda: left[0])
-
-    def free(disk: int) -> int:
-        return module._headroom_beside(tmp_path, disk).free
-
-    assert free(8000) == 1600
-    left[0] = Headroom(2000, 1000)  # the job took 500, the cache 100
-    assert (free(8000), free(7900)) == (1600, 1500)
-    assert free(7899) == 1000  # a sixteenth was written
-    left[0] = Headroom(2000, 10)
-    assert free(7899) == 1000
-    clock.sleep(1.0)
-    assert free(7899) == 10
+    assert Volume.of(tmp_path) == Volume(size, free)

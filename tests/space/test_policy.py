@@ -11,12 +11,11 @@ import pytest
 from shardcache.config import Config
 from shardcache.layout import Layout
 from shardcache.locks.sessions import Session
-from shardcache.space.pins import Pin, pin, pinned_keys, pins, remove_expired, unpin
-from shardcache.space.policy import Policy
+from shardcache.space.eviction import Policy
+from shardcache.space.pins import pin, pinned_keys, remove_expired
 from shardcache.store.entry import Entry
 from shardcache.store.root import make_root
 from shardcache.urls import parse_url
-from tests.support.storetools import no_descriptor_left
 
 NOW = 1_800_000_000.0  # 2027
 DAY = 86_400.0
@@ -65,37 +64,7 @@ def test_what_a_policy_keeps(layout: Layout, kind, used, began, stays) -> None:
         session.close()
 
 
-@pytest.mark.parametrize("kind", ["working-set", "lru", "fifo"])
-def test_what_is_pinned_stays_under_every_policy(layout: Layout, kind) -> None:
-    pin(layout, URL, None)
-    policy = Policy.of(config(layout, policy=kind), layout, NOW)
-    assert [policy.keeps(entry(key, 0.0)) for key in (KEYS[0], URL.key)] == [False, True]
-
-
 # -- pins ------------------------------------------------------------------------
-
-
-def test_a_pin_holds_until_its_time_is_over_or_it_is_taken_back(layout: Layout) -> None:
-    with no_descriptor_left():
-        assert pins(layout) == [] and unpin(layout, URL.key) is False
-        pin(layout, URL, NOW)
-        assert pins(layout) == [Pin(URL.key, "s3://lab/a.tar", NOW)]
-        assert pinned_keys(layout, NOW - 1) == {URL.key} and pinned_keys(layout, NOW) == set()
-        pin(layout, URL, None)
-        assert pinned_keys(layout, 100 * NOW) == {URL.key}
-        assert unpin(layout, URL.key) is True
-        assert pinned_keys(layout, 0.0) == set()
-        assert list(layout.partial.iterdir()) == []
-
-
-def test_pins_whose_time_is_over_are_swept_and_nothing_else(layout: Layout) -> None:
-    for number, until in enumerate((NOW - 1, NOW + 1, None)):
-        pin(layout, parse_url(f"s3://lab/{number}.tar"), until)
-    (layout.pins / "notes.txt").touch()
-    assert remove_expired(layout, NOW) == 1
-    assert remove_expired(layout, NOW) == 0
-    assert sorted(p.until or 0.0 for p in pins(layout)) == [0.0, NOW + 1]
-    assert (layout.pins / "notes.txt").exists()
 
 
 @pytest.mark.parametrize(

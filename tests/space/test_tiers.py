@@ -126,13 +126,6 @@ def test_a_tier_that_cannot_be_made_is_done_without(
             cache.fetch(shop.urls[0])
 
 
-def test_a_tier_that_was_never_a_directory_is_a_mistake(shop: Shop, ram: Path) -> None:
-    ram.write_text("a file")
-    with pytest.raises(ConfigError, match="is not a directory"), opened(shop, ram, None) as cache:
-        cache.open(shop.urls[0])
-    assert ram.read_text() == "a file"
-
-
 def test_a_damaged_entry_of_one_tier_does_not_hide_a_good_one_of_another(
     shop: Shop, ram: Path
 ) -> None:
@@ -226,20 +219,6 @@ def test_a_ram_disk_that_is_unmounted_in_mid_run_is_done_without(
             assert read(cache, url) == Path(url).read_bytes()
             assert place(cache, ram, url) == "home"
     assert ram.read_text() == "in the way"
-
-
-def test_ranks_share_a_tiers_copy_by_link(
-    shop: Shop, ram: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    inodes = set()
-    for rank in range(2):
-        monkeypatch.setenv("SHARDCACHE_RANK", f"{rank}")
-        monkeypatch.setenv("SHARDCACHE_JOB", "17")
-        with opened(shop, ram, None, isolation="rank") as cache:
-            entry, _ = cache.opener.fetch(cache.parse(shop.urls[0]))
-            assert ram in entry.path.parents
-            inodes.add(entry.data.stat().st_ino)
-    assert len(inodes) == 1
 
 
 @pytest.mark.locks_work("flock")

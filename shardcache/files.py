@@ -20,7 +20,6 @@ import os
 import stat
 import threading
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,9 +39,12 @@ def random_token() -> str:
 
 
 def settle(file: int | Path, mode: int) -> None:
-    """Give a new file (by its descriptor) or directory the bits that the umask took away."""
-    if mode & ~os.stat(file).st_mode:  # noqa: PTH116 - files by their descriptor
-        os.chmod(file, mode)  # noqa: PTH101
+    """Give a new file (by its descriptor) or directory the group's bits, which a umask takes away.
+
+    No umask of use takes bits from the user, so what is private has its mode from the start.
+    """
+    if mode & 0o070:
+        os.chmod(file, mode)  # noqa: PTH101 - files by their descriptor
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +75,10 @@ class Modes:
         """Make one directory.
 
         A group's directory gets its name only when every member may use it, so that no member
-        meets one that is closed to it for a moment.
+        meets one that is closed to it for a moment, or for ever if its maker is killed.
         """
         if self.group is None:
             path.mkdir(mode=self.directory)
-            settle(path, self.directory)
             return
         # Renaming would take the place of an empty directory without a word.
         if os.path.lexists(path):
@@ -96,17 +97,15 @@ class Modes:
                 raise FileExistsError(exn.errno, exn.strerror, str(path)) from exn
             raise
 
-    def make_directory(
-        self, path: Path, levels: int | None = None, make: Callable[[Path], None] | None = None
-    ) -> None:
-        """Make a directory (by ``make``) and what it is in, as others may do at the same moment.
+    def make_directory(self, path: Path, levels: int = 1) -> None:
+        """Make a directory and what it is in, as others may do at the same moment.
 
-        What is made on demand states how many ``levels`` of those may be made too: where a disk
-        was unmounted, nobody has looked yet at what has taken its place.
+        At most ``levels`` directories above it are made too: where a disk was unmounted, nobody
+        has checked yet what has taken its place.
         """
         for _ in range(_ATTEMPTS):
             try:
-                (make or self.new_directory)(path)
+                self.new_directory(path)
                 return
             except FileExistsError:
                 if path.is_dir():
@@ -115,8 +114,8 @@ class Modes:
                     raise
                 clock.sleep(_LATE)
             except FileNotFoundError:
-                if levels != 0:
-                    self.make_directory(path.parent, levels and levels - 1, make)
+                if levels:
+                    self.make_directory(path.parent, levels - 1)
                 elif not path.parent.exists():  # else it was removed as soon as it was made
                     raise
         raise FileNotFoundError(errno.ENOENT, "it is removed as fast as it is made", str(path))
@@ -170,6 +169,24 @@ def open_file(
         return io.FileIO(fd)
     except OSError:
         os.close(fd)
+        raise
+
+
+def write_new(path: Path | str, data: bytes, mode: int, *, sync: bool = False) -> None:
+    """Make a file that does not exist yet; with ``sync``, on the disk."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
+    try:
+        try:
+            settle(fd, mode)
+            if os.write(fd, data) != len(data):
+                raise OSError(errno.ENOSPC, "the disk is full", str(path))
+            if sync:
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError:
+        with contextlib.suppress(OSError):  # its directory went away; the first error counts
+            os.unlink(path)  # noqa: PTH108
         raise
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
 import os
 import time
@@ -34,7 +33,7 @@ from shardcache.space.eviction import Policy, linked
 from shardcache.space.memory import Volume
 from shardcache.space.pins import pinned_keys
 from shardcache.store.entry import DamagedError, Metadata
-from shardcache.store.partial import read_metadata
+from shardcache.store.partial import read_progress
 from shardcache.store.root import is_cache
 from shardcache.store.store import Entry, Namespaces
 from shardcache.store.sweeping import in_flight
@@ -229,14 +228,13 @@ def partials(cache: Cache) -> Iterator[Row]:
         for found in in_flight(store.layout):
             if not found.key:
                 continue  # an entry on its way out
-            metadata: Metadata | None = None
-            with contextlib.suppress(DamagedError, OSError):
-                metadata = read_metadata(found.path)
+            progress = read_progress(found.path)
+            metadata = progress.metadata if progress else None
             holder = read_holder(store.layout.holder(found.key)) if found.live else None
             yield {
                 "url": metadata.url if metadata else None,
-                "size": found.progress.total if found.progress else None,
-                "written_bytes": found.progress.written if found.progress else 0,
+                "size": found.size,
+                "written_bytes": progress.written if progress else found.occupied,
                 "state": "live" if found.live else "orphan",
                 "begun_at": utc(metadata.fetched_at) if metadata else None,
                 "holder": str(holder) if holder else None,

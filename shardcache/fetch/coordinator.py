@@ -49,7 +49,7 @@ from shardcache.ranks import Ranks
 from shardcache.space.budget import Space
 from shardcache.space.tiers import Tier
 from shardcache.store.digest import BLOCK, check_archive
-from shardcache.store.entry import DamagedError, Metadata, versions
+from shardcache.store.entry import DamagedError, Metadata
 from shardcache.store.partial import LostError, Partial
 from shardcache.store.store import Opened, Store, Stores
 from shardcache.urls import ShardURL
@@ -347,16 +347,13 @@ class Coordinator:
         Raises:
             As `get`; LostError: somebody took the partial away.
         """
-        known = frozenset(
-            path for store, _ in self._places for path, _ in versions(store.layout, url.key)
-        )
         # A copy of what the origin has replaced may still be in an upstream.
         for upstream in () if status.outdated else self._origins.nearer(url):
             try:
                 status.near = True
                 fetched = self._fetch(upstream, url, status, announce)
                 if upstream.digest in (None, fetched.digest):
-                    return self._publish(url, fetched, known)
+                    return self._publish(url, fetched)
                 fetched.partial.discard()
                 upstream.distrust()
                 logger.warning("%s: its copy in %s is damaged", url, upstream.name)
@@ -365,7 +362,7 @@ class Coordinator:
             except ShardCacheError as exn:
                 logger.info("%s: not from %s: %s", url, upstream.name, exn)
         status.near = False
-        return self._publish(url, self._fetch(self._origins.of(url), url, status, announce), known)
+        return self._publish(url, self._fetch(self._origins.of(url), url, status, announce))
 
     def _fetch(
         self,
@@ -462,7 +459,7 @@ class Coordinator:
             raise
         return partial
 
-    def _publish(self, url: ShardURL, fetched: Fetched, known: Collection[Path]) -> Path:
+    def _publish(self, url: ShardURL, fetched: Fetched) -> Path:
         partial = fetched.partial
         try:
             self._validate(url, partial)
@@ -477,7 +474,7 @@ class Coordinator:
             sync = self._config.fsync == "fsync"
             above = partial.path.parent
             store = next(store for store, _ in self._places if store.layout.partial == above)
-            entry = store.publish(partial, metadata, sync=sync, known=known)
+            entry = store.publish(partial, metadata, sync=sync)
         except Exception:
             partial.discard()
             raise

@@ -160,10 +160,12 @@ class Job:
         if self._work.parts:
             self._connections.offer(self._work)
         try:
+            # This thread closes the partial itself, after that.
+            fd = self._partial.fd
             if lead is not None:
-                self._receive(lead)
+                self._receive(lead, fd)
             while (part := self._work.take()) is not None:
-                self._receive(_Part(part.start, part.stop))
+                self._receive(_Part(part.start, part.stop), fd)
         except CancelledError:
             logger.debug("%s: called off", self._url)
 
@@ -182,15 +184,16 @@ class Job:
         if not self._origin.pins:
             self._attempts.call(self._compare_version, sleep=self._sleep)
         partial = self._partial
-        size = partial.watermark
-        if partial.written != size or (self._pin.size is not None and size != self._pin.size):
+        size, digests = partial.written, partial.digests
+        whole = len(digests) == -(-size // BLOCK) and self._pin.size in (None, size)
+        if not whole:
             raise IntegrityError(  # cannot happen; if it does, nothing is published
-                f"{self._url}: {partial.written} of {self._pin.size} bytes arrived, in pieces. "
+                f"{self._url}: {size} of {self._pin.size} bytes arrived, in pieces. "
                 "Please report this.",
                 url=str(self._url),
             )
         checked = self._comparison.compare(partial.fd, size, self._pin.checksum)
-        return Fetched(partial, size, tree_digest(partial.digests), checked)
+        return Fetched(partial, size, tree_digest(digests), checked)
 
     def abandon(self, exn: BaseException) -> None:
         """Call everybody off and let go of the partial: its bytes stay if they are worth it."""
@@ -230,19 +233,19 @@ class Job:
         """One part, in a helper's thread."""
         try:
             self._check()
-            self._receive(_Part(part.start, part.stop))
+            # A descriptor of its own: the partial may be closed, and the number used for another
+            # file, before an origin lets go of a thread that was called off.
+            with self._partial.handle() as file:
+                self._receive(_Part(part.start, part.stop), file.fileno())
         except CancelledError:
             logger.debug("%s: a helper was called off", self._url)
         except BaseException as exn:  # noqa: BLE001 - raised by the caller's thread
             self.fail(exn)
 
-    def _receive(self, part: _Part) -> None:
+    def _receive(self, part: _Part, fd: int) -> None:
         """Receive one part, over as many requests in turn as it takes."""
-        # A descriptor of its own: the partial may be closed, and the number used for another file,
-        # before an origin lets go of a thread that was called off.
-        with self._partial.handle() as file:
-            while not part.complete:
-                self._attempts.call(lambda: self._attempt(part, file.fileno()), sleep=self._sleep)
+        while not part.complete:
+            self._attempts.call(lambda: self._attempt(part, fd), sleep=self._sleep)
         if part.body is not None:  # of an empty object
             part.body.close()
             part.body = None

@@ -1,8 +1,8 @@
-"""Locks, and who holds them: flock(2), which the kernel frees when its holder dies.
+"""Locks, and who holds them: flock(2), which the kernel frees when their holder dies.
 
 * `KeyLock`: one fetch of a key per node; never waited for, never stolen.
 * the writer's exclusive lock on a partial's data file says whether the writer lives.
-* the readers' shared lock on an entry's data file, the pin, keeps it from being evicted.
+* the readers' shared lock on an entry's data file keeps it from being evicted.
 
 Locks only save bandwidth. Every caller stays correct when flock is refused, lies, or its file
 vanishes: bytes are pinned to a version and published by rename, whoever wrote them.
@@ -33,15 +33,16 @@ logger = logging.getLogger(__name__)
 #: What a filesystem answers that does not do flock at all. Such a lock is treated as granted:
 #: duplicates cost bandwidth, refusing would cost the run.
 _UNSUPPORTED = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP})
-#: Seconds between looks at a lock that is taken: planning an eviction holds it for
+#: Seconds between attempts at a lock that is taken: planning an eviction holds it for
 #: microseconds, the writer for as long as it takes to let go after publishing.
 _PATIENCE = (0.001, 0.01, 0.02)
 #: A lock's file, or its directory, may be swept between two of our calls, not this often in a row.
 _ATTEMPTS = 100
-_MAX_RECORD = 4096
+#: Bytes of a record, so that writing one replaces the last one in a single call.
+_RECORD = 2048
 
 
-def is_free(fd: int, *, shared: bool = False) -> bool | None:
+def try_flock(fd: int, *, shared: bool = False) -> bool | None:
     """Take the exclusive (or a shared) lock of an open file without waiting.
 
     Returns:
@@ -58,37 +59,13 @@ def is_free(fd: int, *, shared: bool = False) -> bool | None:
     return True
 
 
-def pin(fd: int, path: str) -> bool:
-    """Take the shared lock; False if somebody evicts the file."""
+def wait_flock(fd: int, *, shared: bool = False) -> bool | None:
+    """As `try_flock`, but outwait those who hold the lock for a moment."""
     for seconds in _PATIENCE:
-        if is_free(fd, shared=True) is not False:
-            return True
-        if not is_file(path, fd):
-            return False
+        if (taken := try_flock(fd, shared=shared)) is not False:
+            return taken
         time.sleep(seconds)
-    return is_free(fd, shared=True) is not False
-
-
-def seize(fd: int, path: Path) -> bool | None:
-    """Take the exclusive lock; False if somebody reads the file or has just written it.
-
-    Returns:
-        None where nobody can tell: without flock.
-
-    Raises:
-        FileNotFoundError: somebody has evicted it.
-    """
-    for seconds in (*_PATIENCE, 0.0):
-        free = is_free(fd)
-        if free is not False:
-            return free
-        if is_free(fd, shared=True) is not False:  # so do readers
-            return is_free(fd)
-        # Somebody else asks the same, evicts it, or is its writer.
-        if not is_file(path, fd):
-            raise FileNotFoundError(errno.ENOENT, "it was evicted", str(path))
-        time.sleep(seconds)
-    return False
+    return try_flock(fd, shared=shared)
 
 
 def is_file(path: str | Path, fd: int) -> bool:
@@ -121,15 +98,14 @@ class Holder:
 
     def encode(self) -> bytes:
         """As `read_holder` reads it."""
-        # Not by `asdict`, which copies deeply: this is written twice per shard.
-        return json.dumps({name: getattr(self, name) for name in self.__slots__}).encode()
+        record = {name: getattr(self, name) for name in self.__slots__}
+        return json.dumps(record).encode().ljust(_RECORD)
 
     def __str__(self) -> str:
         text = f"process {self.pid} on {self.host}"
         return text if self.rank is None else f"{text} (rank {self.rank})"
 
 
-_END_OF_TIME = 1e11
 _NUMBER, _TEXT = int | None, str | None
 _TYPES = (int, str, _NUMBER, _TEXT, int | float, _TEXT, _NUMBER)
 
@@ -142,15 +118,14 @@ def parse_holder(record: Any) -> Holder | None:
         return None
     kinds = zip(Holder.__slots__, _TYPES, strict=True)
     typed = all(isinstance(getattr(holder, name), kind) for name, kind in kinds)
-    # It is shown on terminals, and others may write it.
-    sane = typed and holder.host.isprintable() and 0 <= holder.started < _END_OF_TIME
-    return holder if sane else None
+    # It is shown on terminals, with its age, and others may write it.
+    return holder if typed and holder.host.isprintable() and 0 <= holder.started < 1e11 else None
 
 
 def read_holder(path: Path) -> Holder | None:
     """The record in a lock file, or None if there is none that makes sense."""
     try:
-        return parse_holder(json.loads(read_file(path, _MAX_RECORD)))
+        return parse_holder(json.loads(read_file(path, 2 * _RECORD)))
     except (OSError, ValueError):
         return None
 
@@ -175,7 +150,7 @@ class KeyLock:
         Raises:
             OSError: the lock file cannot be made (read-only, denied).
         """
-        for attempt in range(_ATTEMPTS):
+        for _ in range(_ATTEMPTS):
             try:
                 file = open_exclusive(self.path, os.O_RDWR | os.O_CREAT, self._modes)
             except FileNotFoundError:
@@ -183,27 +158,25 @@ class KeyLock:
                 parent = self.path.parent
                 self._modes.make_directory(parent, int(parent.name != "locks"))
                 continue
-            except OSError as exn:
-                closed = isinstance(exn, PermissionError) and os.path.lexists(self.path)
-                if closed and attempt < len(_PATIENCE):
-                    # Another member's gets its mode right after its name. If its maker was killed
-                    # in between, the next sweep of that user removes it.
-                    time.sleep(_PATIENCE[attempt])
-                elif closed or exn.errno in FULL:
-                    logger.info("going on without %s: %s", self.path, exn)
-                    return True
-                else:
+            except PermissionError:
+                if not os.path.lexists(self.path):
                     raise
+                time.sleep(_PATIENCE[0])  # another member's gets its mode right after its name
                 continue
+            except OSError as exn:
+                if exn.errno in FULL:
+                    break
+                raise
             self._file = file
-            if is_free(file.fileno()) is False:
+            if try_flock(file.fileno()) is False:
                 self.release()
                 return False
-            if is_file(self.path, file.fileno()):
+            if os.fstat(file.fileno()).st_nlink:
                 self.update(holder)
                 return True
             self.release()  # swept between our open and our flock
-        raise FileNotFoundError(errno.ENOENT, "it is swept as fast as it is made", str(self.path))
+        logger.info("going on without %s", self.path)
+        return True
 
     def update(self, holder: Holder) -> None:
         """Replace the record in a lock that is held; it is meant for people, so it may fail."""
@@ -213,8 +186,6 @@ class KeyLock:
         try:
             with contextlib.suppress(PermissionError):  # another member's
                 settle(file.fileno(), self._modes.file)
-            # A reader in between sees no JSON and asks again, which is all it could do anyway.
-            os.ftruncate(file.fileno(), 0)
             os.pwrite(file.fileno(), holder.encode(), 0)
         except OSError as exn:
             logger.debug("%s: no record of its holder: %s", self.path, exn)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from shardcache.files import open_exclusive, open_file, random_token
 from shardcache.layout import IDLE_GRACE, Layout, is_key, list_names
-from shardcache.locks.flock import Holder, is_file, is_free, parse_holder
+from shardcache.locks.flock import Holder, parse_holder, try_flock
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class _Registration:
             try:
                 if date is not None:  # before it is locked: without, it counts as dead
                     os.utime(file.fileno(), (date, date))
-                if is_free(file.fileno()) is not False and is_file(self.path, file.fileno()):
+                if try_flock(file.fileno()) is not False and os.fstat(file.fileno()).st_nlink:
                     self._file = file
                     return file
                 file.close()  # somebody looked at it meanwhile, and removed it
@@ -117,7 +117,7 @@ def _date(path: Path) -> float | None:
             raise
         return None
     with file:
-        free = is_free(file.fileno())
+        free = try_flock(file.fileno())
         found = os.fstat(file.fileno())
         if free is False:
             return found.st_mtime
@@ -166,7 +166,7 @@ def live_waits(layout: Layout) -> Iterator[Wait]:
         try:
             with open_file(path) as file:
                 # Shared: two who look do not take each other for whoever waits.
-                if is_free(file.fileno(), shared=True) is not False:
+                if try_flock(file.fileno(), shared=True) is not False:
                     continue
                 found = json.loads(os.pread(file.fileno(), _MAX_NOTE, 0))
             waiter = parse_holder(found["waiter"])

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardcache.clock import rfc3339
 from shardcache.files import SAFELY, open_file
@@ -28,7 +28,7 @@ from shardcache.layout import (
     parse_entry_name,
     read_file,
 )
-from shardcache.locks.flock import is_file, is_free, pin, seize
+from shardcache.locks.flock import is_file, try_flock, wait_flock
 from shardcache.origins.base import ObjectInfo
 
 if TYPE_CHECKING:
@@ -39,10 +39,6 @@ logger = logging.getLogger(__name__)
 SCHEMA = 1
 #: A sidecar is about 700 bytes; URLs are at most some kilobytes.
 MAX_BYTES = 64 * 1024
-#: The year 10000, which `encode` could not write.
-_LAST_SECOND = 253_402_300_800
-#: Fields of a sidecar that are text.
-_TEXTS = ("url", "key", "digest", "checked", "boot", "library")
 
 
 class DamagedError(Exception):
@@ -68,18 +64,10 @@ class Metadata:
 
     def encode(self) -> bytes:
         """The sidecar's bytes."""
-        record = {
-            "schema": SCHEMA,
-            "url": self.url,
-            "key": self.key,
-            "object": self.info.as_record(),
-            "size": self.size,
-            "digest": self.digest,
-            "checked": self.checked,
-            "fetched_at": rfc3339(self.fetched_at),
-            "boot": self.boot,
-            "library": self.library,
-        }
+        record: dict[str, Any] = {"schema": SCHEMA}
+        record |= {name: getattr(self, name) for name in self.__slots__}
+        record["object"] = record.pop("info").as_record()
+        record["fetched_at"] = rfc3339(self.fetched_at)
         return f"{json.dumps(record)}\n".encode()
 
     @classmethod
@@ -87,23 +75,20 @@ class Metadata:
         """Read what `encode` wrote (DamagedError: it is anything else)."""
         try:
             record = json.loads(data)
-            schema = record["schema"]
-            if type(schema) is not int or schema != SCHEMA:
-                raise DamagedError(f"its sidecar has schema {str(schema)[:20]}, not {SCHEMA}")
-            texts = {name: record[name] for name in _TEXTS}
-            for name, text in texts.items():
-                if not isinstance(text, str) and (name, text) != ("checked", None):
-                    raise TypeError(name)
-            fetched, size = datetime.fromisoformat(record["fetched_at"]), record["size"]
-            if fetched.tzinfo is None or not 0 <= fetched.timestamp() < _LAST_SECOND:
-                raise ValueError("fetched_at has no time zone, or is no time of ours")
-            if type(size) is not int or size < 0:
-                raise TypeError("size")
+            if record["schema"] != SCHEMA:
+                raise ValueError(f"it has schema {str(record['schema'])[:20]}, not {SCHEMA}")
+            texts = {name: record[name] for name in ("url", "key", "digest", "boot", "library")}
+            size, checked = record["size"], record["checked"]
+            typed = all(isinstance(text, str) for text in texts.values()) and type(size) is int
+            if not typed or not isinstance(checked, str | None):
+                raise TypeError("a field has another type")
+            fetched_at = datetime.fromisoformat(record["fetched_at"]).timestamp()
             info = ObjectInfo.from_record(record["object"])
-            return cls(info=info, size=size, fetched_at=fetched.timestamp(), **texts)
-        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as exn:
+            rfc3339(fetched_at)  # else `encode` could not write it
+        except (ValueError, TypeError, KeyError, ArithmeticError, RecursionError) as exn:
             reason = f"{type(exn).__name__}: {exn}"[:200]
             raise DamagedError(f"its sidecar cannot be read ({reason})") from exn
+        return cls(info=info, size=size, checked=checked, fetched_at=fetched_at, **texts)
 
 
 #: What opening says of what is gone, and of a planted link, directory or socket.
@@ -190,11 +175,11 @@ class Entry(NamedTuple):
             OSError: the entry is gone.
         """
         path = data_file(self.path)
-        if path is not None:
-            return path
-        if is_directory(self.directory):
+        if path is None and is_directory(self.directory):
             raise DamagedError("it has no data file")
-        raise FileNotFoundError(errno.ENOENT, "the entry is gone", self.directory)
+        if path is None:
+            raise FileNotFoundError(errno.ENOENT, "the entry is gone", self.directory)
+        return path
 
 
 def data_file(directory: Path) -> Path | None:
@@ -205,18 +190,18 @@ def data_file(directory: Path) -> Path | None:
     return None
 
 
-def versions(layout: Layout, key: str) -> list[tuple[Path, int]]:
-    """(directory, size) of every version of one shard, newest first."""
-    key_dir = layout.key_dir(key)
+def versions(layout: Layout, key: str) -> list[tuple[int, str, int]]:
+    """(nanoseconds of its time, directory, size) of every version of one shard, newest first."""
+    key_dir = str(layout.key_dir(key))
     found = []
     for name in list_names(key_dir):
         parsed = parse_entry_name(name)
         if parsed is not None:
             with contextlib.suppress(FileNotFoundError):  # evicted meanwhile
-                look = os.lstat(f"{key_dir}/{name}")
-                if stat.S_ISDIR(look.st_mode):
-                    found.append((look.st_mtime_ns, name, parsed[1]))
-    return [(key_dir / name, size) for _, name, size in sorted(found, reverse=True)]
+                status = os.lstat(f"{key_dir}/{name}")
+                if stat.S_ISDIR(status.st_mode):
+                    found.append((status.st_mtime_ns, f"{key_dir}/{name}", parsed[1]))
+    return sorted(found, reverse=True)
 
 
 def scan(layout: Layout) -> Iterator[Entry]:
@@ -306,9 +291,8 @@ def open_data(directory: str, path: str, size: int, grace: float | None) -> Open
         raise
     opened = None
     try:
-        # A miss would be fetched in vain as long as the name is taken.
-        taken = grace is None and is_free(fd, shared=True) is False
-        stuck = taken and not pin(fd, path)
+        stuck = grace is None and wait_flock(fd, shared=True) is False
+        # Nobody can fetch the shard anew as long as the name is taken.
         if stuck and not is_file(path, fd):
             return None
         found = os.fstat(fd)
@@ -328,7 +312,6 @@ def hold(directory: Path, grace: float | None, *, shared: bool = False) -> Itera
     """Hold the lock of the data file in a directory; False if somebody else does, or may do.
 
     Where flock does not tell (``grace``) nothing is locked: free is what was idle for so long.
-    FileNotFoundError: it was evicted meanwhile.
     """
     data = data_file(directory)
     if grace is not None or data is None:
@@ -346,5 +329,5 @@ def hold(directory: Path, grace: float | None, *, shared: bool = False) -> Itera
             raise  # EMFILE for one: not knowing is no reason to remove
         return
     with file:
-        free = is_free(file.fileno(), shared=True) if shared else seize(file.fileno(), data)
+        free = try_flock(file.fileno(), shared=shared)
         yield is_idle(directory) if free is None else free

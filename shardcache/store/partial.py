@@ -6,11 +6,13 @@ A partial is a directory with the data file and `progress`. Which bytes are ther
     progress:  a header, the sidecar as it is known so far, and a record for each block:
                its digest and its length, zeros while it is not there
 
-Who may touch it: the process that holds the exclusive flock on the data file. Its threads may
-write and record different blocks at once. Anybody may read `progress`. When the writer dies the
-flock is free: `claim` takes the partial over by renaming it, and whatever `progress` says is
-proven against the data before it is believed. A writer that lost its partial this way without
-knowing (locks that lie) can only write the same bytes of the same version again.
+A shard of one block has no `progress`: there is nothing to resume or to follow.
+
+The process that holds the exclusive flock on the data file may write; its threads may write and
+record different blocks at once. Anybody may read `progress`. When the writer dies the flock is
+free: `claim` takes the partial over by renaming it, and whatever `progress` says is proven against
+the data before it is believed. A writer that lost its partial this way without knowing (locks that
+lie) can only write the same bytes of the same version again.
 """
 
 from __future__ import annotations
@@ -22,13 +24,19 @@ import os
 import shutil
 import struct
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import count, groupby, takewhile
 from pathlib import Path
 
-from shardcache.files import Modes, dup_exclusive, open_exclusive, open_file, sync_directory
+from shardcache.files import (
+    Modes,
+    dup_exclusive,
+    open_exclusive,
+    open_file,
+    sync_directory,
+    write_new,
+)
 from shardcache.layout import (
     IDLE_GRACE,
     META,
@@ -37,69 +45,65 @@ from shardcache.layout import (
     is_directory,
     is_idle,
     parse_partial_name,
-    write_new,
 )
-from shardcache.locks.flock import is_file, is_free
+from shardcache.locks.flock import is_file, wait_flock
 from shardcache.store.digest import BLOCK, block_digest
 from shardcache.store.entry import MAX_BYTES, DamagedError, Metadata
 
-_MAGIC = b"SHCPROG2"
-#: Magic, bytes of the shard, where the records begin, and whether what is recorded may be read.
-_HEADER = struct.Struct("<8sQII")
-_UNKNOWN = (1 << 64) - 1
+_MAGIC = b"SHCPROG3"
+#: Magic, where the records begin, and whether the blocks may be read.
+_HEADER = struct.Struct("<8sII")
 _RECORD = struct.Struct("<16sQ")
-#: Records that a reader looks at in one call: 256 MiB of data.
+#: Records that a reader takes in one call: 256 MiB of data.
 _AHEAD = 256
+_MAKE = os.O_RDWR | os.O_CREAT | os.O_EXCL
+
+
+class LostError(Exception):
+    """Somebody swept or took over this partial: before it was locked, or locks do not work."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
     """How far a fetch is."""
 
-    total: int | None  #: bytes the shard will have, or None while unknown
+    metadata: Metadata  #: what the shard will be, as far as its writer knows
     written: int  #: bytes on disk
 
+    @property
+    def total(self) -> int | None:
+        """Bytes the shard will have, or None while unknown."""
+        return self.metadata.info.size
 
-def _parse_header(data: bytes) -> tuple[int | None, int, bool]:
-    """Bytes of the shard, where the records begin, and whether what is there may be read."""
+
+def _parse(path: Path, data: bytes) -> tuple[Metadata, int, bool]:
+    """What `Partial._write_header` wrote: the sidecar, where the records begin, `confirmed`."""
     if len(data) < _HEADER.size:
         raise DamagedError("its progress file is too short")
-    magic, total, records_at, shown = _HEADER.unpack_from(data)
+    magic, records_at, confirmed = _HEADER.unpack_from(data)
     if magic != _MAGIC or records_at > MAX_BYTES:
         raise DamagedError("its progress file is of another kind")
-    return None if total == _UNKNOWN else total, records_at, bool(shown)
+    metadata = Metadata.decode(data[_HEADER.size : records_at])
+    named = metadata.key, metadata.info.version, metadata.info.size
+    if parse_partial_name(path.name) != named:
+        raise DamagedError("its progress file describes another object")
+    return metadata, records_at, bool(confirmed)
 
 
-def _records(data: bytes, start: int) -> Iterator[tuple[bytes, int]]:
-    """(digest, length) of each block, from the bytes of a progress file."""
-    stop = start + (len(data) - start) // _RECORD.size * _RECORD.size
-    return _RECORD.iter_unpack(data[start:stop])
+def _records(data: bytes) -> Iterator[tuple[bytes, int]]:
+    """(digest, length) of each block, from the records of a progress file."""
+    return _RECORD.iter_unpack(data[: len(data) // _RECORD.size * _RECORD.size])
 
 
 def read_progress(path: Path) -> Progress | None:
-    """The progress of the partial at ``path``; None when it is gone or unreadable."""
+    """The progress of the partial at ``path``; None when there is none that can be read."""
     try:
         with open_file(path / PROGRESS) as file:
             data = file.readall()
-        total, records_at, _shown = _parse_header(data)
+        metadata, records_at, _ = _parse(path, data)
     except (OSError, DamagedError):
         return None
-    return Progress(total, sum(min(length, BLOCK) for _, length in _records(data, records_at)))
-
-
-def read_metadata(path: Path) -> Metadata:
-    """What the partial at ``path`` will be, as far as its writer knows."""
-    with open_file(path / PROGRESS) as file:
-        return _parse_metadata(path, os.pread(file.fileno(), MAX_BYTES, 0))
-
-
-def _parse_metadata(path: Path, data: bytes) -> Metadata:
-    """The sidecar in the first bytes of the progress file of the partial at ``path``."""
-    _total, records_at, _shown = _parse_header(data)
-    metadata = Metadata.decode(data[_HEADER.size : records_at])
-    if parse_partial_name(path.name) != (metadata.key, metadata.info.version):
-        raise DamagedError("its progress file describes another object")
-    return metadata
+    return Progress(metadata, sum(min(length, BLOCK) for _, length in _records(data[records_at:])))
 
 
 class PartialSource:
@@ -119,32 +123,33 @@ class PartialSource:
             self.data = stack.enter_context(open_file(path / basename))
             self._progress = stack.enter_context(open_file(path / PROGRESS))
             data = os.pread(self._progress.fileno(), MAX_BYTES, 0)
-            self.info = _parse_metadata(path, data).info
-            self._total, self._records_at, self._shown = _parse_header(data)
+            metadata, self._records_at, self._confirmed = _parse(path, data)
+            self.info = metadata.info
             if not self.info.identifiable:
                 # Its writer may begin again from nothing.
                 raise DamagedError("its version cannot be told from others")
-            stack.pop_all()
+            self._stack = stack.pop_all()
         self._blocks = 0  # whole ones, without a gap
 
     def limit(self) -> int:
-        """Bytes that may be read: what is there without a gap, without the last block."""
+        """Bytes that may be read: all without a gap, except the last block."""
         fd = self._progress.fileno()
-        self._shown = self._shown or _parse_header(os.pread(fd, _HEADER.size, 0))[2]
-        if not self._shown:
-            return 0
+        if not self._confirmed:
+            self._confirmed = bool(_HEADER.unpack(os.pread(fd, _HEADER.size, 0))[2])
+            if not self._confirmed:
+                return 0
         length = BLOCK
         while length == BLOCK:
             at = self._records_at + self._blocks * _RECORD.size
             data, length = os.pread(fd, _AHEAD * _RECORD.size, at), 0
-            for _, length in _records(data, 0):
+            for _, length in _records(data):
                 if length != BLOCK:
                     break
                 self._blocks += 1
         known = self._blocks * BLOCK + min(length, BLOCK)
         # Of a shard of unknown size any block may be the last.
-        held_back = max(0, (known if self._total is None else self._total) - 1)
-        return min(known, held_back // BLOCK * BLOCK)
+        size = known if self.info.size is None else self.info.size
+        return min(known, max(0, size - 1) // BLOCK * BLOCK)
 
     @property
     def sealed(self) -> bool:
@@ -153,35 +158,8 @@ class PartialSource:
 
     def close(self) -> None:
         """Let go of it."""
-        for file in (self.data, self._progress):
-            with contextlib.suppress(OSError):  # closed all the same; it was only read
-                file.close()
-
-
-#: Seconds between looks at a lock that is taken: whoever only looks whether a
-#: writer is alive holds it for microseconds, a writer for as long as it lives.
-_LOCK_PATIENCE = (0.001, 0.01, 0.0)
-
-
-def _lock(fd: int, layout: Layout) -> bool | None:
-    """Take the lock of a data file; None where nobody can tell who has it."""
-    free = None
-    for seconds in _LOCK_PATIENCE if layout.grace is None else ():
-        free = is_free(fd)
-        if free is not False:
-            break
-        time.sleep(seconds)
-    return free
-
-
-#: What opening the files answers when they are gone, sealed already, or no files
-#: of ours: then there is nothing to resume.
-_NOT_RESUMABLE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ELOOP, errno.EISDIR})
-_MAKE = os.O_RDWR | os.O_CREAT | os.O_EXCL
-
-
-class LostError(Exception):
-    """Somebody swept or took over this partial; only possible where locks do not work."""
+        with contextlib.suppress(OSError):  # closed all the same; it was only read
+            self._stack.close()
 
 
 class Partial:
@@ -196,38 +174,42 @@ class Partial:
     """
 
     def __init__(
-        self, data: Path, metadata: Metadata, file: io.FileIO, progress: io.FileIO, modes: Modes
+        self, data: Path, metadata: Metadata, file: io.FileIO, progress: io.FileIO | None
     ) -> None:
         self.path = data.parent
         self.data = data
         self.metadata = metadata
         self.confirmed = True
         self.written = 0
-        self._modes = modes
         self._file = file
         self._progress = progress
         self._records_at = 0
         self._digests: dict[int, tuple[bytes, int]] = {}
-        self._contiguous = 0  # blocks
         self._guard = threading.Lock()
 
     @classmethod
     def create(cls, layout: Layout, metadata: Metadata, basename: str) -> Partial:
         """Make an empty partial, locked by this process."""
-        path = layout.new_partial(metadata.key, metadata.info.version)
-        layout.modes.make_directory(path, levels=1)
+        size, modes = metadata.info.size, layout.modes
+        path = layout.new_partial(metadata.key, metadata.info.version, size)
+        modes.make_directory(path)
         with contextlib.ExitStack() as stack:
             stack.callback(shutil.rmtree, path, ignore_errors=True)
-            file = stack.enter_context(open_exclusive(path / basename, _MAKE, layout.modes))
-            if _lock(file.fileno(), layout) is False:
+            data = path / basename
+            try:
+                file = stack.enter_context(open_exclusive(data, _MAKE, modes))
+            except FileNotFoundError as exn:
+                raise LostError(f"{path.name} was swept as soon as it was made") from exn
+            if layout.grace is None and wait_flock(file.fileno()) is False:
                 raise LostError(f"{path.name} was locked by another process")
-            # Last: sweepers leave alone what has none and is young.
-            progress = stack.enter_context(open_exclusive(path / PROGRESS, _MAKE, layout.modes))
-            partial = cls(path / basename, metadata, file, progress, layout.modes)
-            sidecar = metadata.encode()
-            sidecar += b" " * (-len(sidecar) % 8)  # no record's length crosses two pages
-            partial._records_at = _HEADER.size + len(sidecar)
-            partial._write_header(sidecar)
+            partial = cls(data, metadata, file, None)
+            if size is None or size > BLOCK:
+                progress = open_exclusive(path / PROGRESS, _MAKE, modes)
+                partial._progress = stack.enter_context(progress)
+                sidecar = metadata.encode()
+                sidecar += b" " * (-len(sidecar) % 8)  # no record's length crosses two pages
+                partial._records_at = _HEADER.size + len(sidecar)
+                partial._write_header(sidecar)
             stack.pop_all()
         return partial
 
@@ -238,36 +220,42 @@ class Partial:
         Useless remains are removed, or left to the sweeper; so is what another user left,
         who alone could make it read-only.
         """
-        parsed = parse_partial_name(path.name)
-        if parsed is None or not is_directory(path):
+        named = parse_partial_name(path.name)
+        if named is None or not is_directory(path):
             return None
-        mine = layout.new_partial(*parsed)
+        mine = layout.new_partial(*named)
         with contextlib.ExitStack() as stack:
             try:
                 file = stack.enter_context(open_exclusive(path / basename, os.O_RDWR))
-                free = _lock(file.fileno(), layout)
+                free = wait_flock(file.fileno()) if layout.grace is None else None
                 if free is None:
                     free = is_idle(path, layout.grace or IDLE_GRACE)
+                ours = os.fstat(file.fileno()).st_uid == os.geteuid()
                 # Between open and flock a sweeper may have won: then the name is gone.
-                if not (free and is_file(path / basename, file.fileno()) and _is_ours(file)):
+                if not (free and is_file(path / basename, file.fileno()) and ours):
                     return None
                 path.rename(mine)  # the claim: of two, one finds the old name gone
+                os.utime(mine)  # the fetch begins now; see `Store.publish`
                 progress = stack.enter_context(open_exclusive(mine / PROGRESS, os.O_RDWR))
                 data = progress.readall() or b""  # None: a named pipe
-                metadata = _parse_metadata(mine, data)
+                metadata, records_at, _ = _parse(mine, data)
                 if metadata.info.size is None or not metadata.info.identifiable:
                     raise DamagedError("it is not known what is missing")
                 (mine / META).unlink(missing_ok=True)  # its writer was killed while sealing it
-                partial = cls(mine / basename, metadata, file, progress, layout.modes)
-                partial._records_at = _parse_header(data)[1]
-                partial._prove(_records(data, partial._records_at), metadata.info.size)
-            except (DamagedError, OSError) as exn:
-                if isinstance(exn, OSError) and exn.errno not in _NOT_RESUMABLE:
+                partial = cls(mine / basename, metadata, file, progress)
+                partial._records_at = records_at
+                partial._prove(_records(data[records_at:]), metadata.info.size)
+            except (FileNotFoundError, PermissionError, NotADirectoryError, DamagedError):
+                useless = True
+            except OSError as exn:
+                useless = exn.errno in (errno.ELOOP, errno.EISDIR)  # no files of ours
+                if not useless:
                     raise
-                shutil.rmtree(mine, ignore_errors=True)
-                return None
-            stack.pop_all()
-        return partial
+            else:
+                stack.pop_all()
+                return partial
+        shutil.rmtree(mine, ignore_errors=True)
+        return None
 
     def _prove(self, records: Iterator[tuple[bytes, int]], total: int) -> None:
         """Believe just those recorded blocks whose bytes have the recorded digest."""
@@ -292,72 +280,65 @@ class Partial:
         """Put bytes in their place."""
         target = self.fd if fd is None else fd
         while data:
-            count = os.pwrite(target, data, offset)
-            if count == 0:
+            written = os.pwrite(target, data, offset)
+            if written == 0:
                 raise OSError(errno.EIO, "the filesystem accepts no bytes")
-            offset += count
-            data = data[count:]
+            offset += written
+            data = data[written:]
 
     def record(self, index: int, digest: bytes, length: int) -> None:
         """Say that block ``index`` is on disk. Call after `write`."""
         with self._guard:
-            if not self._progress.closed:  # or the fetch was called off; this does not matter
+            if not self._file.closed:  # or the fetch was called off; this does not matter
                 self._write_record(index, digest, length)
                 self._note(index, digest, length)
 
-    def show(self, count: int) -> None:
-        """Say that the first ``count`` bytes of the first block are on disk.
+    def show(self, length: int) -> None:
+        """Say that the first ``length`` bytes of the first block are on disk.
 
         They may be read; they count as written once their block is recorded.
         """
         with self._guard:
-            if not self._progress.closed and 0 not in self._digests:
-                self._write_record(0, bytes(16), count)
+            if not self._file.closed and 0 not in self._digests:
+                self._write_record(0, bytes(16), length)
 
     def restart(self) -> None:
         """Forget everything that was written."""
         with self._guard:
             self._digests.clear()
-            self.written = self._contiguous = 0
-            if not self._progress.closed:
-                os.ftruncate(self._progress.fileno(), self._records_at)
+            self.written = 0
+            if not self._file.closed:
+                if self._progress is not None:
+                    os.ftruncate(self._progress.fileno(), self._records_at)
                 os.ftruncate(self.fd, 0)
 
     def confirm(self) -> None:
         """Say that the origin still has this version: what was resumed may be read."""
         with self._guard:
             self.confirmed = True
-            if not self._progress.closed:
+            if not self._file.closed:
                 self._write_header()
 
     def _note(self, index: int, digest: bytes, length: int) -> None:
         if index not in self._digests:
             self.written += length
         self._digests[index] = (digest, length)
-        while self._contiguous in self._digests:
-            self._contiguous += 1
 
     def _write_record(self, index: int, digest: bytes, length: int) -> None:
-        at = self._records_at + index * _RECORD.size
-        os.pwrite(self._progress.fileno(), _RECORD.pack(digest, length), at)
+        if self._progress is not None:
+            at = self._records_at + index * _RECORD.size
+            os.pwrite(self._progress.fileno(), _RECORD.pack(digest, length), at)
 
     def _write_header(self, sidecar: bytes = b"") -> None:
-        total = _UNKNOWN if self.metadata.info.size is None else self.metadata.info.size
-        # Who follows is given nothing of a version that may have been replaced since.
-        header = _HEADER.pack(_MAGIC, total, self._records_at, self.confirmed)
-        os.pwrite(self._progress.fileno(), header + sidecar, 0)
-
-    @property
-    def watermark(self) -> int:
-        """Bytes of the contiguous prefix on disk."""
-        if self._contiguous == 0:
-            return 0
-        return (self._contiguous - 1) * BLOCK + self._digests[self._contiguous - 1][1]
+        if self._progress is not None:
+            # Nothing is read of a version that may have been replaced since.
+            header = _HEADER.pack(_MAGIC, self._records_at, self.confirmed)
+            os.pwrite(self._progress.fileno(), header + sidecar, 0)
 
     @property
     def digests(self) -> list[bytes]:
-        """The digests of the contiguous blocks, in order."""
-        return [self._digests[i][0] for i in range(self._contiguous)]
+        """The digests of the blocks in order, as far as there is no gap."""
+        return [self._digests[index][0] for index in takewhile(self._digests.__contains__, count())]
 
     def missing(self) -> Iterator[tuple[int, int]]:
         """Byte ranges (start, stop) that are not there; needs a known size."""
@@ -377,32 +358,35 @@ class Partial:
         """
         return dup_exclusive(self._file)
 
-    def seal(self, metadata: Metadata, *, sync: bool) -> None:
-        """Make the directory what an entry must be (LostError: it is another's by now)."""
+    def seal(self, metadata: Metadata, modes: Modes, *, sync: bool) -> int:
+        """Make the directory what an entry must be (LostError: it is another's by now).
+
+        Returns:
+            When it was begun, in nanoseconds of the filesystem's clock.
+        """
         try:
-            write_new(self.path / META, metadata.encode(), self._modes.file, sync=sync)
-            (self.path / PROGRESS).unlink()
-            os.fchmod(self.fd, self._modes.published)
+            begun = self.path.stat().st_mtime_ns  # until now no name was made in it
+            write_new(f"{self.path}/{META}", metadata.encode(), modes.file, sync=sync)
+            if self._progress is not None:
+                os.unlink(f"{self.path}/{PROGRESS}")  # noqa: PTH108 - no Path per shard
+            os.fchmod(self.fd, modes.published)
             if sync:
                 os.fsync(self.fd)
                 sync_directory(self.path)
         except FileNotFoundError as exn:
             raise LostError(f"{self.path.name} was taken over by another process") from exn
         self.metadata = metadata
+        return begun
 
     def close(self) -> None:
         """Let go; what is there stays for the next one to resume."""
         with self._guard:
             self._file.close()
-            self._progress.close()
+            if self._progress is not None:
+                self._progress.close()
 
     def discard(self) -> None:
         """Remove it, then let go. In a forked child, nothing: it is the parent's."""
         if not self._file.closed:
             shutil.rmtree(self.path, ignore_errors=True)
             self.close()
-
-
-def _is_ours(file: io.FileIO) -> bool:
-    """Whether an open file can be sealed, which its owner alone may do."""
-    return os.fstat(file.fileno()).st_uid == os.geteuid()

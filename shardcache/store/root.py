@@ -69,8 +69,8 @@ def make_root(root: Path, library: str, modes: Modes = PRIVATE) -> Layout:
     try:
         if modes.group is None and not root.parent.exists():
             # The umask decides about directories that are not the cache's.
-            modes.make_directory(root.parent, make=Path.mkdir)
-        modes.make_directory(root)
+            root.parent.mkdir(parents=True, exist_ok=True)
+        modes.make_directory(root, levels=99)
     except (FileExistsError, NotADirectoryError) as exn:
         raise ConfigError(
             f"{exn.filename} is not a directory; point dir at a directory for the cache", dir=root

@@ -26,16 +26,14 @@ from pathlib import Path
 
 from shardcache.clock import boot_id
 from shardcache.config import Config
-from shardcache.files import Modes, sync_directory
+from shardcache.files import Modes, sync_directory, write_new
 from shardcache.layout import (
     META,
     Layout,
     is_directory,
     is_rank_name,
     list_names,
-    refuse_links,
     replace_file,
-    write_new,
 )
 from shardcache.locks.flock import is_file
 from shardcache.locks.mounts import node_namespace
@@ -92,41 +90,40 @@ class Store:
         """
         known = None if outdated else self._known.get(key)
         if known is not None:
-            directory, path, size = known
             try:
-                opened = open_data(directory, path, size, self._grace)
+                opened = open_data(*known, self._grace)
                 if opened is not None:
                     return opened
-            except (DamagedError, OSError) as exn:  # seen again below
+            except (DamagedError, OSError) as exn:  # met again below
                 logger.debug("%s: %s", key, exn)
             self._known.pop(key, None)
-        for found, size in versions(self.layout, key):
-            if not outdated or Entry.at(found).version not in outdated:
-                opened = self._open_at(found, basename, size)
+        for _, directory, size in versions(self.layout, key):
+            if not outdated or Entry.at(Path(directory)).version not in outdated:
+                opened = self._open_at(directory, basename, size)
                 if opened is not None:
-                    self._remember(key, (opened.directory, opened.path, size))
+                    self._remember(key, directory, basename, size)
                     return opened
         return None
 
     def knows(self, key: str) -> bool:
-        """Whether an entry of ``key`` was there when this process last looked."""
+        """Whether this process found an entry of ``key`` the last time."""
         return key in self._known
 
-    def _open_at(self, directory: Path, basename: str, size: int) -> Opened | None:
+    def _open_at(self, directory: str, basename: str, size: int) -> Opened | None:
         """Open an entry that this process sees for the first time; None if it is gone."""
         opened = None
         try:
             with readable():
-                opened = open_data(str(directory), f"{directory}/{basename}", size, self._grace)
+                opened = open_data(directory, f"{directory}/{basename}", size, self._grace)
                 if opened is not None:
-                    self._trust(directory, opened.fd)
+                    self._trust(Path(directory), opened.fd)
                 elif is_directory(directory):  # it comes and goes with all that is in it
                     raise DamagedError("its data file is missing")
         except (DamagedError, OSError) as exn:
             if opened is not None:
                 opened.close()
             if isinstance(exn, DamagedError):
-                exn.directory = str(directory)
+                exn.directory = directory
             raise
         return opened
 
@@ -135,7 +132,7 @@ class Store:
         try:
             metadata = Entry.at(directory).metadata()
         except FileNotFoundError:
-            return  # evicted while we look; the open file is good
+            return  # evicted meanwhile; the open file is good
         if not self._boot or metadata.boot == self._boot:
             return
         if file_digest(fd) != metadata.digest:
@@ -143,60 +140,53 @@ class Store:
         try:
             trusted = replace(metadata, boot=self._boot).encode()
             modes, via = self.layout.modes, self.layout.partial
+            before = directory.stat()
             replace_file(directory / META, trusted, modes.file, via=via)
+            # It is no newer than it was; see `versions`.
+            os.utime(directory, ns=(before.st_atime_ns, before.st_mtime_ns))
         except OSError as exn:  # read-only or full: verify again next time
             logger.debug("cannot note that %s was verified: %s", directory.name, exn)
 
-    def _remember(self, key: str, found: tuple[str, str, int]) -> None:
+    def _remember(self, key: str, directory: str, basename: str, size: int) -> None:
         if len(self._known) >= _REMEMBERED:
             self._known.clear()
-        self._known[key] = found
+        self._known[key] = directory, f"{directory}/{basename}", size
 
-    def publish(
-        self,
-        partial: Partial,
-        metadata: Metadata,
-        *,
-        sync: bool = False,
-        known: Collection[Path] | None = None,
-    ) -> Path:
+    def publish(self, partial: Partial, metadata: Metadata, *, sync: bool = False) -> Path:
         """Make a finished partial visible; returns the entry's directory.
 
-        If the same version is there already and sound, ours is dropped: it is
-        identical. The partial stays locked by its writer until the caller closes it.
+        If the same version is there already and sound, ours is dropped: it is identical. So it is
+        if another version came since the partial was begun: nobody can tell which of two is newer,
+        and whoever has read theirs must not read ours next. The partial stays locked by its writer
+        until the caller closes it.
 
         Args:
             partial: complete and checked.
             metadata: its final sidecar.
             sync: put it on the disk first.
-            known: entries of this shard that may be superseded: those that were there
-                before the fetch. If one of another version has come since, ours is
-                late and is dropped, and theirs returned. Nobody can tell which of two
-                versions is newer, and whoever has read theirs must not read ours next.
 
         Raises:
             LostError: the partial was swept or taken over.
             OSError: the disk fails.
         """
-        partial.seal(metadata, sync=sync)
-        entry = self.layout.entry(metadata.key, metadata.info.version, metadata.size)
-        # After sealing: a process that is stopped between this look and the rename
+        key, name = metadata.key, partial.data.name
+        begun = partial.seal(metadata, self.layout.modes, sync=sync)
+        entry = self.layout.entry(key, metadata.info.version, metadata.size)
+        # After sealing: a process that is stopped between this listing and the rename
         # publishes a directory that is older than theirs, and `open` takes the newest.
-        others = [path for path, _size in versions(self.layout, metadata.key) if path != entry]
-        theirs = next((path for path in others if known is not None and path not in known), None)
-        if theirs is not None:
+        others = [found for found in versions(self.layout, key) if found[1] != str(entry)]
+        if others and others[0][0] > begun:
+            theirs = Path(others[0][1])
             logger.info("%s came meanwhile; dropping %s", theirs.name, entry.name)
             shutil.rmtree(partial.path, ignore_errors=True)
             return theirs
-        refuse_links(*entry.parents[:2])
-        self._known.pop(metadata.key, None)
+        self._known.pop(key, None)
         if not self._rename(partial, entry, metadata.size):
             shutil.rmtree(partial.path, ignore_errors=True)
         elif not others:
-            # What is in it was checked before it got there. Beside another version it is to
-            # be looked for, since only that tells which of them is newer.
-            data = f"{entry}/{partial.data.name}"
-            self._remember(metadata.key, (str(entry), data, metadata.size))
+            # It was checked before it got there. Beside another version the next open lists
+            # them, since only that tells which of them is newer.
+            self._remember(key, str(entry), name, metadata.size)
         if sync:
             sync_directory(entry.parent)
             sync_directory(entry.parent.parent)
@@ -206,6 +196,7 @@ class Store:
         """Rename a sealed partial to its entry; False if a sound one is there already."""
         for _ in range(_ATTEMPTS):
             try:
+                self.layout.modes.make_directory(entry.parent)
                 partial.path.rename(entry)
                 return True
             except OSError as exn:
@@ -214,12 +205,11 @@ class Store:
                 if isinstance(exn, FileNotFoundError):
                     if not partial.path.exists():
                         raise LostError(f"{partial.path.name} was taken over") from exn
-                    self.layout.modes.make_directory(entry.parent)
                     continue
                 if exn.errno not in _TAKEN:
                     raise
             try:
-                theirs = self._open_at(entry, partial.data.name, size)
+                theirs = self._open_at(str(entry), partial.data.name, size)
             except DamagedError as exn:
                 self.condemn(entry, f"found while publishing: {exn}")
                 continue
@@ -269,7 +259,7 @@ class Store:
 
     def entries_of(self, key: str) -> Iterator[Entry]:
         """Every version of one shard, newest first."""
-        return (Entry.at(directory) for directory, _size in versions(self.layout, key))
+        return (Entry.at(Path(directory)) for _, directory, _ in versions(self.layout, key))
 
     def owning(self, entry: Entry) -> Store:
         """The store of the namespace of this root that an entry is in."""
@@ -278,41 +268,34 @@ class Store:
 
     def is_pinned(self, entry: Entry) -> bool:
         """Whether somebody reads or has pinned an entry of any namespace of this root right now."""
-        try:
-            with hold(entry.path, self._grace) as free:
-                return not free
-        except FileNotFoundError:
-            return False
+        with hold(entry.path, self._grace) as free:
+            return not free
 
     def evict(self, entry: Entry) -> bool:
         """Remove an entry of any namespace of this root unless somebody reads or has pinned it.
 
         Returns whether this call removed it.
         """
-        try:
-            with hold(entry.path, self._grace) as free:
-                doomed = self.layout.new_evicted(entry.key)
-                if not free or not self._move(entry.path, doomed):
-                    return False
-                # The lock is held until the names are gone: a reader that gets its
-                # pin afterwards sees a link count of zero and looks again.
-                shutil.rmtree(doomed, ignore_errors=True)
-        except FileNotFoundError:
-            return False
+        with hold(entry.path, self._grace) as free:
+            doomed = self.layout.new_evicted(entry.key)
+            if not free or not self._move(entry.path, doomed):
+                return False
+            # The lock is held until the names are gone: a reader that gets its
+            # pin afterwards sees a link count of zero and looks again.
+            shutil.rmtree(doomed, ignore_errors=True)
         with contextlib.suppress(OSError):  # another version is there, or it is gone too
             entry.path.parent.rmdir()
         return True
 
     def link(self, other: Opened, metadata: Metadata, basename: str) -> bool:
         """Publish a hard link to a sibling's entry; False where none can be made, or it is gone."""
-        staging = self.layout.new_partial(metadata.key, metadata.info.version)
-        entry = self.layout.entry(metadata.key, metadata.info.version, metadata.size)
-        modes = self.layout.modes
+        version, modes = metadata.info.version, self.layout.modes
+        staging = self.layout.new_partial(metadata.key, version, metadata.size)
+        entry = self.layout.entry(metadata.key, version, metadata.size)
         try:
             modes.new_directory(staging)
             os.link(other.path, staging / basename)
             write_new(staging / META, metadata.encode(), modes.file)
-            refuse_links(*entry.parents[:2])
             modes.make_directory(entry.parent)
             staging.rename(entry)
         except OSError as exn:

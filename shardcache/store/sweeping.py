@@ -3,7 +3,7 @@
 A directory in ``partial`` is live while somebody holds the flock on its data file; no clock and no
 process id is asked, unless the filesystem does not do flock at all. Removal takes that flock
 itself, renames the directory and only then deletes: of several sweepers and resumers exactly one
-wins. What is just being made is known by its age.
+wins. A writer whose directory is removed before it has its lock starts over.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from pathlib import Path
 from shardcache.files import open_file
 from shardcache.layout import (
     IDLE_GRACE,
-    META,
-    PROGRESS,
     Layout,
     is_directory,
     is_evicted_name,
@@ -35,9 +33,8 @@ from shardcache.layout import (
     list_names,
     parse_partial_name,
 )
-from shardcache.locks.flock import is_file, is_free
+from shardcache.locks.flock import try_flock
 from shardcache.store.entry import GONE, NOT_DATA, data_file, hold
-from shardcache.store.partial import Progress, read_progress
 
 logger = logging.getLogger(__name__)
 
@@ -50,25 +47,23 @@ class InFlight:
     key: str  #: the shard's; empty for an entry on its way out
     live: bool  #: whether a process holds it
     occupied: int  #: bytes of data on disk now
-    progress: Progress | None  #: how far the fetch is, where it says so
+    size: int | None  #: bytes it will have, where the origin said so
 
     @property
     def is_measured(self) -> bool:
         """Whether it is known how many bytes it will have, if it is to have more."""
-        writes = self.live and self.key
-        return not writes or (self.progress is not None and self.progress.total is not None)
+        return not self.live or not self.key or self.size is not None
 
     @property
     def reserved(self) -> int:
         """Bytes it will occupy in the end, as far as known."""
         if self.live and not self.key:
             return 0  # somebody removes it right now
-        expected = self.progress.total if self.live and self.progress else None
-        return max(self.occupied, expected or 0)
+        return max(self.occupied, (self.live and self.size) or 0)
 
 
 def in_flight(layout: Layout) -> Iterator[InFlight]:
-    """Everything in ``partial`` that bears a name of ours; only looks."""
+    """Everything in ``partial`` that bears a name of ours; changes nothing."""
     for name in list_names(layout.partial):
         parsed = parse_partial_name(name)
         path = layout.partial / name
@@ -80,12 +75,10 @@ def in_flight(layout: Layout) -> Iterator[InFlight]:
         try:
             with hold(path, layout.grace, shared=parsed is not None) as free:
                 pass
-            occupied = _occupied(path)
+            key, _, size = parsed or ("", "", None)
+            yield InFlight(path, key, not free, _occupied(path), size)
         except PermissionError:  # no directory of a cache that this user may use is closed
             logger.debug("%s is closed to this user", path)
-            continue
-        progress = read_progress(path) if parsed else None
-        yield InFlight(path, parsed[0] if parsed else "", not free, occupied, progress)
 
 
 def _occupied(path: Path) -> int:
@@ -102,18 +95,18 @@ def remove_leftover(layout: Layout, path: Path) -> bool:
     parsed = parse_partial_name(path.name)
     if not (parsed or is_evicted_name(path.name)) or not is_directory(path):
         return False
-    with suppress(FileNotFoundError), hold(path, layout.grace) as free:
-        # A writer that makes its files just now has nothing to hold yet.
-        begun = parsed is None or {META, PROGRESS} & set(list_names(path)) or _occupied(path)
-        if not free or not (begun or _is_old(path)):
+    with hold(path, layout.grace) as free:
+        if not free:
             return False
         doomed = path
         if parsed is not None:
             doomed = layout.new_evicted(parsed[0])
-            path.rename(doomed)
+            try:
+                path.rename(doomed)
+            except FileNotFoundError:  # another sweeper was faster, or who resumes it
+                return False
         shutil.rmtree(doomed, ignore_errors=True)
         return not doomed.exists()
-    return False
 
 
 def remove_quarantined(layout: Layout, *, dry_run: bool = False) -> Iterator[tuple[Path, int]]:
@@ -155,43 +148,28 @@ def remove_locks(layout: Layout) -> int:
 
 def _remove_free_lock(path: Path) -> bool:
     try:
-        file = open_file(path, os.O_RDWR)
+        with open_file(path, os.O_RDWR) as file:
+            # The name may be that of a newer file by now, which somebody holds.
+            free = try_flock(file.fileno()) is not False and os.fstat(file.fileno()).st_nlink
+            if free:
+                path.unlink()
+            return bool(free)
     except OSError as exn:
         if exn.errno in NOT_DATA | GONE | {errno.EACCES}:
             return False
         raise
-    with file, suppress(FileNotFoundError):
-        # The name may be that of a newer file by now, which somebody holds.
-        if is_free(file.fileno()) is not False and is_file(path, file.fileno()):
-            path.unlink()
-            return True
-    return False
 
 
 def remove_unnamed(layout: Layout) -> int:
     """Remove files and directories whose makers died before naming them; returns how many."""
-    places = {layout.partial}
-    if layout.modes.group is not None:  # see `Modes.new_directory`
-        prefixes = (layout.objects / n for n in list_names(layout.objects) if is_key(n * 16))
-        places |= {layout.base.parent, layout.ranks, *layout.directories, *prefixes}
-    names = ((place, name) for place in places for name in list_names(place))
-    return sum(
-        _remove_old(place / name)
-        for place, name in names
-        if is_temporary_name(name) and (place == layout.partial or name.startswith(".new."))
-    )
+    names = filter(is_temporary_name, list_names(layout.partial))
+    return sum(_remove_old(layout.partial / name) for name in names)
 
 
 def _remove_old(path: Path, age: float = IDLE_GRACE) -> bool:
     """Remove a file, or an empty directory, that was not written for long."""
     with suppress(OSError):  # it has its name by now
-        if _is_old(path, age):
+        if time.time() - last_change(path) > age:
             path.rmdir() if is_directory(path) else path.unlink()
             return True
-    return False
-
-
-def _is_old(path: Path, age: float = IDLE_GRACE) -> bool:
-    with suppress(FileNotFoundError):
-        return time.time() - last_change(path) > age
     return False

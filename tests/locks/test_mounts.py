@@ -20,6 +20,7 @@ from shardcache.locks.mounts import (
     node_namespace,
     read_mounts,
 )
+from shardcache.store.digest import BLOCK
 from shardcache.store.partial import Partial
 from shardcache.store.root import make_root
 from shardcache.store.sweeping import in_flight, remove_leftover
@@ -218,9 +219,9 @@ def aged(path: Path) -> None:
 def test_with_leases_a_partial_is_left_alone_until_the_grace_is_over(root: Path) -> None:
     layout = node_namespace(root, "lease", 600.0)
     layout.make()
-    partial = Partial.create(layout, metadata_for(URL, payload(1000)), "a.tar")
+    partial = Partial.create(layout, metadata_for(URL, payload(BLOCK + 1)), "a.tar")
     [found] = in_flight(layout)
-    assert found.live and found.reserved == 1000
+    assert found.live and found.reserved == BLOCK + 1
     assert Partial.claim(layout, partial.path, "a.tar") is None
     assert not remove_leftover(layout, partial.path)
     aged(partial.path)

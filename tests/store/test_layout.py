@@ -47,7 +47,7 @@ def test_every_name_that_is_made_is_understood(key: str, version: str, size: int
     entry = layout.entry(key, version, size)
     assert parse_entry_name(entry.name) == (version, size)
     assert entry.parent == layout.key_dir(key) and is_key(entry.parent.name)
-    assert parse_partial_name(layout.new_partial(key, version).name) == (key, version)
+    assert parse_partial_name(layout.new_partial(key, version, size).name) == (key, version, size)
     assert is_evicted_name(layout.new_evicted(key).name)
     assert is_quarantined_name(layout.new_quarantined(entry).name)
     assert is_lock_name(layout.key_lock(key).name)
@@ -192,7 +192,7 @@ def test_a_disk_that_fails_leaves_the_old_file_and_no_temporary(
     (tmp_path / "full").mkdir()  # no file is renamed to it
     with no_descriptor_left(), pytest.raises(OSError):
         replace_file(tmp_path / "full", b"new", 0o600, via=tmp_path)
-    monkeypatch.setattr("shardcache.layout.settle", refusing(errno.EIO, real=None))
+    monkeypatch.setattr("shardcache.files.settle", refusing(errno.EIO, real=None))
     with no_descriptor_left(), pytest.raises(OSError):
         make(tmp_path / "meta.json", b"new", 0o600, via=tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["full"]

@@ -23,8 +23,6 @@ from shardcache.store.partial import (
     LostError,
     Partial,
     PartialSource,
-    Progress,
-    read_metadata,
     read_progress,
 )
 from shardcache.store.sweeping import in_flight
@@ -59,6 +57,11 @@ def left_behind(layout: Layout, blocks: list[int], data: bytes = DATA) -> Path:
     return partial.path
 
 
+def progress(path: Path) -> tuple[int | None, int] | None:
+    found = read_progress(path)
+    return found and (found.total, found.written)
+
+
 def remains(layout: Layout) -> list[str]:
     return os.listdir(layout.partial)
 
@@ -75,9 +78,9 @@ def test_a_new_partial_is_empty_private_and_says_what_it_will_be(layout: Layout)
     with no_descriptor_left():
         partial = begin(layout, metadata)
         assert sorted(os.listdir(partial.path)) == [NAME, PROGRESS]
-        assert parse_partial_name(partial.path.name) == (metadata.key, metadata.info.version)
-        assert read_progress(partial.path) == Progress(SIZE, 0)
-        assert read_metadata(partial.path) == metadata
+        assert parse_partial_name(partial.path.name) == (metadata.key, metadata.info.version, SIZE)
+        assert progress(partial.path) == (SIZE, 0)
+        assert read_progress(partial.path).metadata == metadata
         assert stat.S_IMODE(partial.path.stat().st_mode) == 0o700
         assert stat.S_IMODE(partial.data.stat().st_mode) == 0o600
         assert list(partial.missing()) == [(0, SIZE)]
@@ -98,8 +101,8 @@ def test_progress_says_exactly_what_is_there(
     fill(partial, DATA, iter(order[:1]))  # the same again counts once
     prefix = next((i for i in range(5) if i not in there), 4)
     written = sum(map(length_of, there))
-    assert read_progress(partial.path) == Progress(SIZE, written)
-    assert (partial.watermark, partial.written) == (min(prefix * BLOCK, SIZE), written)
+    assert progress(partial.path) == (SIZE, written)
+    assert partial.written == written
     assert seen.limit() == min(prefix, 3) * BLOCK
     assert partial.digests == [
         block_digest(DATA[i * BLOCK : (i + 1) * BLOCK]) for i in range(prefix)
@@ -111,9 +114,11 @@ def test_progress_says_exactly_what_is_there(
     partial.discard()
 
 
-def test_blocks_from_many_threads_are_all_recorded(layout: Layout) -> None:
+def test_blocks_from_many_threads_are_all_recorded_and_a_fresh_start_forgets_them(
+    layout: Layout,
+) -> None:
     data = payload(16 * BLOCK)
-    partial = begin(layout, metadata_for(data=data))
+    partial = begin(layout, metadata_for(data=data, size=None))
 
     def work(number: int) -> None:
         with partial.handle() as file:
@@ -127,24 +132,13 @@ def test_blocks_from_many_threads_are_all_recorded(layout: Layout) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert read_progress(partial.path) == Progress(16 * BLOCK, 16 * BLOCK)
+    assert progress(partial.path) == (None, 16 * BLOCK)
     assert partial.data.read_bytes() == data
-    assert list(partial.missing()) == []
-    partial.discard()
-
-
-def test_a_fetch_that_starts_over_forgets_every_block(layout: Layout) -> None:
-    partial = begin(layout, metadata_for(data=DATA, size=None))
-    fill(partial, DATA, iter([0, 1, 3]))
     partial.restart()
-    assert read_progress(partial.path) == Progress(None, 0)
+    assert progress(partial.path) == (None, 0)
     assert partial.digests == [] and partial.data.stat().st_size == 0
-    other = payload(BLOCK, seed=2)
-    fill(partial, other)
-    assert read_progress(partial.path) == Progress(None, BLOCK)
-    assert partial.data.read_bytes() == other
-    partial.close()
-    partial.restart()  # of a thread that comes late
+    fill(partial, payload(BLOCK, seed=2))
+    assert progress(partial.path) == (None, BLOCK)
     partial.discard()
 
 
@@ -163,25 +157,24 @@ def test_a_short_write_is_carried_on_and_an_empty_one_ends(
     partial.discard()
 
 
-def test_workers_that_come_late_write_nowhere(layout: Layout) -> None:
-    partial = begin(layout, metadata_for(data=DATA))
-    file = partial.handle()
-    partial.close()
-    before = (partial.path / PROGRESS).read_bytes()
-    partial.record(0, b"x" * 16, BLOCK)
-    partial.show(5)
-    partial.confirm()
-    assert (partial.path / PROGRESS).read_bytes() == before
-    with pytest.raises(OSError):
-        partial.handle()
-    file.close()
-
-
 @pytest.mark.locks_work("flock")
 def test_a_partial_counts_as_live_until_its_last_worker_let_go(layout: Layout) -> None:
     partial = begin(layout, metadata_for(data=DATA))
+    fill(partial, DATA, iter([0]))
     file = partial.handle()
     partial.close()
+    before = (partial.path / PROGRESS).read_bytes()
+    for late in (
+        lambda: partial.record(1, b"x" * 16, BLOCK),
+        lambda: partial.show(5),
+        partial.confirm,
+        partial.restart,
+        partial.close,
+    ):
+        late()
+    assert (partial.path / PROGRESS).read_bytes() == before
+    with pytest.raises(OSError):
+        partial.handle()
     assert Partial.claim(layout, partial.path, NAME) is None
     file.close()
     claimed = Partial.claim(layout, partial.path, NAME)
@@ -209,27 +202,35 @@ def test_a_disk_that_fails_leaves_nothing(
 # -- reading while it grows ----------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1])
-def test_the_last_block_is_never_shown(layout: Layout, size: int) -> None:
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("size", [BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1])
+def test_the_last_block_is_never_shown(layout: Layout, size: int, known: bool) -> None:
     data = payload(size)
-    made = begin(layout, metadata_for(data=data))
+    made = begin(layout, metadata_for(data=data, size=size if known else None))
     seen = PartialSource(made.path, NAME)
     assert seen.limit() == 0
     for index in range(-(-size // BLOCK)):
         fill(made, data, iter([index]))
-        assert seen.limit() == min(index + 1, (size - 1) // BLOCK) * BLOCK
+        blocks = min(index + 1, (size - 1) // BLOCK) if known else index
+        assert seen.limit() == blocks * BLOCK
+    assert not seen.sealed
+    made.seal(metadata_for(data=data), layout.modes, sync=False)
+    assert seen.sealed
     seen.close()
     made.discard()
 
 
-def test_of_a_shard_of_unknown_size_the_newest_block_is_held_back(layout: Layout) -> None:
-    made = begin(layout, metadata_for(data=DATA, size=None))
-    seen = PartialSource(made.path, NAME)
-    for index, limit in enumerate([0, 1, 2, 3]):
-        fill(made, DATA, iter([index]))
-        assert seen.limit() == limit * BLOCK
-    seen.close()
-    made.discard()
+@pytest.mark.parametrize("size", [0, 1, BLOCK])
+def test_a_shard_of_one_block_has_no_journal_and_is_not_resumed(layout: Layout, size: int) -> None:
+    data = payload(size)
+    made = begin(layout, metadata_for(data=data))
+    fill(made, data)
+    assert os.listdir(made.path) == [NAME] and len(made.digests) == (size > 0)
+    [found] = in_flight(layout)
+    assert (found.size, found.is_measured, found.reserved) == (size, True, size)
+    made.close()
+    assert Partial.claim(layout, made.path, NAME) is None
+    assert remains(layout) == []
 
 
 def test_the_first_bytes_are_shown_early_and_many_blocks_at_once(layout: Layout) -> None:
@@ -277,7 +278,7 @@ def test_a_sealed_partial_is_what_an_entry_must_be(
     metadata = metadata_for(data=DATA)
     partial = begin(layout, replace(metadata, digest=""))
     fill(partial, DATA)
-    partial.seal(metadata, sync=sync)
+    partial.seal(metadata, layout.modes, sync=sync)
     assert synced == ([META, NAME, partial.path.name] if sync else [])
     assert sorted(os.listdir(partial.path)) == [NAME, META]
     assert Metadata.decode((partial.path / META).read_bytes()) == metadata == partial.metadata
@@ -287,9 +288,9 @@ def test_a_sealed_partial_is_what_an_entry_must_be(
 
 def test_a_partial_that_was_taken_away_cannot_be_sealed(layout: Layout) -> None:
     partial = begin(layout, metadata_for(data=DATA))
-    partial.path.rename(layout.new_partial(partial.metadata.key, partial.metadata.info.version))
+    partial.path.rename(layout.new_partial(partial.metadata.key, partial.metadata.info.version, 1))
     with no_descriptor_left(), pytest.raises(LostError, match="taken over"):
-        partial.seal(metadata_for(data=DATA), sync=False)
+        partial.seal(metadata_for(data=DATA), layout.modes, sync=False)
     partial.discard()
     assert len(remains(layout)) == 1  # the one that took it has it
 
@@ -315,7 +316,7 @@ def test_what_a_dead_process_fetched_is_taken_over_whole(
         random.Random(seed).shuffle(rest)
         fill(partial, DATA, iter(rest))
         assert partial.data.read_bytes() == DATA
-        assert partial.watermark == SIZE and list(partial.missing()) == []
+        assert list(partial.missing()) == []
         partial.discard()
 
 
@@ -351,8 +352,8 @@ def test_only_blocks_whose_bytes_are_proven_are_believed(
         seen = PartialSource(partial.path, NAME)
         assert seen.limit() == 0 and not partial.confirmed
         partial.confirm()
-        assert seen.limit() == min(partial.watermark, 3 * BLOCK)
-        assert read_progress(partial.path) == Progress(SIZE, partial.written)
+        assert seen.limit() == min(len(partial.digests), 3) * BLOCK
+        assert progress(partial.path) == (SIZE, partial.written)
         seen.close()
     finally:
         partial.discard()
@@ -416,8 +417,8 @@ def test_what_a_killed_writer_had_half_sealed_is_sealed_anew(
     def write(parent: Parent) -> None:
         partial = begin(layout, metadata_for(data=DATA))
         fill(partial, DATA)
-        monkeypatch.setattr(Path, "unlink", lambda *a: os.kill(os.getpid(), signal.SIGKILL))
-        partial.seal(replace(metadata_for(data=DATA), library="killed"), sync=False)
+        monkeypatch.setattr(os, "unlink", lambda *a: os.kill(os.getpid(), signal.SIGKILL))
+        partial.seal(replace(metadata_for(data=DATA), library="killed"), layout.modes, sync=False)
 
     with forked(write) as child:
         assert child.wait() == -signal.SIGKILL
@@ -425,7 +426,7 @@ def test_what_a_killed_writer_had_half_sealed_is_sealed_anew(
     assert sorted(os.listdir(directory)) == [NAME, META, PROGRESS]
     partial = Partial.claim(layout, directory, NAME)
     assert partial is not None and list(partial.missing()) == []
-    partial.seal(metadata_for(data=DATA), sync=False)
+    partial.seal(metadata_for(data=DATA), layout.modes, sync=False)
     assert sorted(os.listdir(partial.path)) == [NAME, META]
     assert Metadata.decode((partial.path / META).read_bytes()).library == "test"
     partial.discard()
@@ -501,7 +502,7 @@ def test_a_child_that_unwinds_takes_nothing_from_its_parent(layout: Layout) -> N
     with forked(unwind) as child:
         assert child.hear()
     fill(partial, DATA)
-    partial.seal(metadata_for(data=DATA), sync=False)
+    partial.seal(metadata_for(data=DATA), layout.modes, sync=False)
     assert partial.data.read_bytes() == DATA
     partial.discard()
 

@@ -34,8 +34,9 @@ OTHER_GROUP = 64998
 OUTSIDER = User(64993, ())
 SHARDS = {f"s3://lab/{n}.tar": make_tar(n) for n in range(8)}
 URL = "s3://lab/0.tar"
+BIG = make_tar(1, 400, 3500)
 
-UMASKS = [0, 0o022, 0o077, 0o777]
+UMASKS = [0, 0o022, 0o077]
 SHARED = {"directory": 0o2770, "file": 0o660, "published": 0o440, "notice": 0o640}
 ALONE = {"directory": 0o700, "file": 0o600, "published": 0o400, "notice": 0o600}
 NOTICES = {"manifest.json", "README.txt", "CACHEDIR.TAG", "flock.json"}
@@ -99,7 +100,7 @@ def area(tmp_path: Path) -> Iterator[Path]:
 
 def killed_midway(parent: Parent, root: Path, options: dict[str, object]) -> None:
     """Fetch half a shard and wait for the signal."""
-    origin = MemoryOrigin(objects=dict(SHARDS), chunk=100)
+    origin = MemoryOrigin(objects={URL: BIG}, chunk=100)
     origin.faults.append(Fault(after=500, wait=threading.Event()))
     cache = open_cache(root, origin, **options)
     threading.Thread(target=cache.fetch, args=(URL,), daemon=True).start()
@@ -202,8 +203,7 @@ def test_one_sweeps_what_the_other_left_when_it_was_killed(area: Path) -> None:
 
 def test_half_a_shard_is_resumed_by_its_own_user_only(area: Path) -> None:
     root = area / "cache"
-    big = {URL: make_tar(1, 400, 3500)}
-    size, half = len(big[URL]), 2 << 20
+    big, size, half = {URL: BIG}, len(BIG), 2 << 20
 
     def begin(parent: Parent) -> None:
         origin = MemoryOrigin(objects=big)

@@ -12,7 +12,8 @@ import pytest
 
 from shardcache.layout import IDLE_GRACE, META, Layout
 from shardcache.locks.flock import Holder, KeyLock
-from shardcache.store.partial import Partial, Progress
+from shardcache.store.digest import BLOCK
+from shardcache.store.partial import LostError, Partial
 from shardcache.store.root import make_root
 from shardcache.store.sweeping import (
     in_flight,
@@ -35,7 +36,7 @@ from tests.support.storetools import (
     tree,
 )
 
-DATA = payload(5000)
+DATA = payload(BLOCK + 5000)
 KEY = metadata_for(data=DATA).key
 ME = Holder.this_process(rank=None, job=None, now=1.0)
 
@@ -81,8 +82,8 @@ def test_looking_tells_the_living_from_the_dead_and_changes_nothing(layout: Layo
         live.path: True,
     }
     assert found[dead].key == found[live.path].key == KEY
-    assert found[doomed].key == "" and found[doomed].progress is None
-    assert found[dead].progress == Progress(5000, 5000)
+    assert found[doomed].key == ""
+    assert found[dead].size == len(DATA)
     live.discard()
 
 
@@ -96,21 +97,27 @@ def test_the_dead_are_removed_whatever_state_they_were_left_in(layout: Layout) -
     layout.new_evicted(KEY).mkdir()  # killed before the last rmdir
     only_meta = left_behind(layout)
     (only_meta / "a.tar").rename(only_meta / META)
+    layout.new_partial(KEY, "0" * 24, 1).mkdir()  # killed before it made its file
     with no_descriptor_left():
-        assert sweep(layout) == 4
+        assert sweep(layout) == 5
     assert list(layout.partial.iterdir()) == []
 
 
 @pytest.mark.locks_work("answers")
-@pytest.mark.parametrize("names", [[], ["a.tar"]])
-def test_what_may_just_be_made_goes_when_it_is_old(layout: Layout, names: list[str]) -> None:
-    path = layout.new_partial(KEY, "0" * 24)
-    path.mkdir()
-    for name in names:
-        (path / name).touch()
-    assert sweep(layout) == 0
-    age(path)
-    assert sweep(layout) == 1
+def test_a_writer_that_is_swept_before_it_has_its_lock_starts_over(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.open
+
+    def late(path: object, *args: object) -> int:
+        if str(path).endswith("a.tar"):
+            monkeypatch.setattr(os, "open", real)
+            assert sweep(layout) == 1
+        return real(path, *args)
+
+    monkeypatch.setattr(os, "open", late)
+    with no_descriptor_left(), pytest.raises(LostError):
+        begin(layout, metadata_for(data=DATA))
     assert list(layout.partial.iterdir()) == []
 
 
@@ -120,7 +127,7 @@ def test_the_living_are_not_removed(layout: Layout) -> None:
     assert not remove_leftover(layout, live.path)
     assert sweep(layout) == 0
     fill(live, DATA)
-    live.seal(metadata_for(data=DATA), sync=False)
+    live.seal(metadata_for(data=DATA), layout.modes, sync=False)
     assert not remove_leftover(layout, live.path)
     live.discard()
 
@@ -135,9 +142,9 @@ def test_what_is_not_ours_stays(layout: Layout, tmp_path: Path) -> None:
     (layout.partial / "run-7" / "model.ckpt").write_bytes(DATA)
     (layout.quarantine / "notes").mkdir()
     # Even names of ours, where they are not what we make under them.
-    layout.new_partial(KEY, "0" * 24).symlink_to(outside)
+    layout.new_partial(KEY, "0" * 24, 1).symlink_to(outside)
     layout.new_evicted(KEY).symlink_to(outside)
-    layout.new_partial(KEY, "1" * 24).write_bytes(DATA)
+    layout.new_partial(KEY, "1" * 24, 1).write_bytes(DATA)
     entry = layout.entry(KEY, "0" * 24, 7)
     layout.new_quarantined(entry).symlink_to(outside)
     layout.new_quarantined(entry).write_bytes(DATA)

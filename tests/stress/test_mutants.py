@@ -29,7 +29,7 @@ VARIANTS = {
     ),
     "the temporary name is shared": (
         "layout.py",
-        r"(/partial/\{key\}\.\{version\}\.)\{random_token\(\)\}",
+        r"(/partial/\{key\}\.\{version\}\{length\}\.)\{random_token\(\)\}",
         r"\g<1>" + "0" * 32,
         "-m pytest -x tests/test_processes.py -k stopped",
     ),
@@ -46,9 +46,9 @@ VARIANTS = {
         "-m pytest -x tests/stress/test_fuzz.py -k Damaged",
     ),
     "the least recently used goes, in use or not": (
-        "locks/flock.py",
-        r"(def seize\(.*\n)(?=    \"\"\")",
-        r"\1    return True\n",
+        "store/entry.py",
+        r"yield is_idle\(directory\) if free is None else free",
+        "yield True",
         "-m pytest -x tests/store/test_store.py",
     ),
     "the endpoint is left out of the key": (

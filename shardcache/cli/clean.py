@@ -79,8 +79,8 @@ def clean_command(
         )
         console.object("clean", report, freed=report.freed)
         for removal in report.removed if console.verbosity else ():
-            console.said(f"{removal.name}  {format_bytes(removal.size)}  {removal.reason}")
-        console.said(_clean_text(cache, report, given))
+            console.info(f"{removal.name}  {format_bytes(removal.size)}  {removal.reason}")
+        console.info(_clean_text(cache, report, given))
         if report.missing:
             console.warning(
                 f"{format_bytes(report.missing)} more would have to go, but the rest is in use "

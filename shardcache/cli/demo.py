@@ -10,40 +10,36 @@ with this one. Tests and benchmarks use `S3Server`, too.
 from __future__ import annotations
 
 import contextlib
-import functools
+import ctypes
 import io
 import itertools
 import multiprocessing
 import os
 import random
-import re
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import click
-
-from shardcache.cli.main import ExitCode, Invocation, command
+from shardcache.cache import Cache
+from shardcache.cli.main import ExitCode, Invocation, command, flag
 from shardcache.errors import ConfigError, ShardCacheError
 from shardcache.units import format_bytes, format_duration
 
-SHARDS = 16
-SAMPLES = 320
+SHARDS, SAMPLES = 16, 320
 #: 320 samples of 100 kB and their tar headers: shards of 32 MB.
 SAMPLE_BYTES = 100_000
-RANKS = 2
-WORKERS = 2
-EPOCHS = 2
+RANKS, WORKERS, EPOCHS = 2, 2, 2
 BUCKET = "demo"
 
 # -- the S3 server -------------------------------------------------------------
@@ -53,62 +49,42 @@ _PORTS = range(10_240, 22_760)
 _LISTENERS = ("s3", "master", "volume", "filer", "admin")
 _READY_SECONDS = 60.0  # ready in 1 to 2 s on an idle machine
 _STOP_SECONDS = 15.0  # gone in about 1 s
-#: Runs a program that is told to end (SIGTERM) when the thread that started it ends.
-_DIES_WITH_PARENT = """
-import ctypes, os, signal, sys
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-    if os.getppid() != int(sys.argv[1]):
-        sys.exit(1)
-os.execv(sys.argv[2], sys.argv[2:])
-"""
+_PR_SET_PDEATHSIG = 1
 
 
 class S3Server:
     """A private S3 server on ``127.0.0.1``, running while its ``with`` block does.
 
-    It ends with the thread that entered the block, even if that is killed; only its data is left
-    then, in a new directory below ``directory``. Its only identity is random, so that another
-    server on the same port is not mistaken for it.
+    On Linux it ends with the thread that entered the block, even if that is killed; only its data
+    is left then, in a new directory below ``directory``. Its only identity is random, so that
+    another server on the same port is not mistaken for it.
     """
 
     def __init__(self, directory: Path | None = None) -> None:
         self.access_key = secrets.token_hex(10).upper()
         self.secret_key = secrets.token_hex(20)
-        self.endpoint_url = ""
         self._parent = directory
-        self._metrics_url = ""
-        self._stack = contextlib.ExitStack()
-        self._admin: Any = None
+        self._first_port = _free_ports(len(_LISTENERS) + 1)
+        self.endpoint_url = f"http://127.0.0.1:{self._first_port}"
+        self._metrics_port = self._first_port + len(_LISTENERS)
 
     def __enter__(self) -> Self:
-        weed, deadline = _find_weed(), time.monotonic() + _READY_SECONDS
-        is_elsewhere: object = True
-        while is_elsewhere and time.monotonic() < deadline:
-            with contextlib.ExitStack() as stack:
-                made = tempfile.mkdtemp(prefix="shardcache-s3-", dir=self._parent)
-                stack.callback(shutil.rmtree, made, ignore_errors=True)
-                process = self._start(weed, Path(made).resolve())
-                stack.callback(_stop, process)
-                self._admin = stack.enter_context(contextlib.closing(self.client()))
-                is_ready = self._becomes_ready(process, deadline)
-                log = Path(made, "server.log").read_text("utf-8", "replace")
-                # Weed moves to other ports when it finds some of its own taken.
-                is_elsewhere = re.search("address already in use|finding alternative", log)
-                if is_ready and not is_elsewhere:
-                    self._stack = stack.pop_all()
-                    return self
-        tail = "\n".join(log.replace(self.secret_key, "***").splitlines()[-15:])
-        raise ShardCacheError(
-            "The embedded S3 server did not come up. Check free space and that this machine "
-            f"lets a program listen on 127.0.0.1. The end of its log:\n{tail}"
-        )
+        weed = _find_weed()
+        with contextlib.ExitStack() as stack:
+            made = tempfile.mkdtemp(prefix="shardcache-s3-", dir=self._parent)
+            stack.callback(shutil.rmtree, made, ignore_errors=True)
+            log = Path(made, "server.log").resolve()
+            process = stack.enter_context(self._running(weed, log))
+            self._admin = stack.enter_context(contextlib.closing(self.client()))
+            self._wait_until_ready(process, log)
+            self._stack = stack.pop_all()
+        return self
 
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
 
     def environment(self) -> dict[str, str]:
-        """What leads the S3 clients of child processes to this server."""
+        """The variables that lead S3 clients of child processes to this server."""
         return {
             "AWS_ACCESS_KEY_ID": self.access_key,
             "AWS_SECRET_ACCESS_KEY": self.secret_key,
@@ -137,8 +113,8 @@ class S3Server:
         )
 
     def create_bucket(self, name: str) -> None:
-        """Create a bucket, unless it is there."""
-        # A slow machine answers after botocore has asked again, and then it is there.
+        """Create a bucket, unless it exists."""
+        # A slow machine answers after botocore has asked again, and then it exists.
         with contextlib.suppress(self._admin.exceptions.BucketAlreadyOwnedByYou):
             self._admin.create_bucket(Bucket=name)
 
@@ -150,7 +126,8 @@ class S3Server:
         """Requests for a bucket, uploads excepted, and bytes of objects sent, since the start."""
         requests = sent = 0
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(self._metrics_url, timeout=_STOP_SECONDS) as answer:
+        url = f"http://127.0.0.1:{self._metrics_port}/metrics"
+        with opener.open(url, timeout=_STOP_SECONDS) as answer:
             for line in answer.read().decode().splitlines():
                 name, _, value = line.rpartition(" ")
                 if f'bucket="{bucket}"' not in name:
@@ -161,16 +138,13 @@ class S3Server:
                     sent += int(float(value))
         return requests, sent
 
-    def _start(self, weed: str, directory: Path) -> subprocess.Popen[bytes]:
-        # The system's source: forked processes share the state of the default one.
-        first = random.SystemRandom().choice(_PORTS)
-        self.endpoint_url = f"http://127.0.0.1:{first}"
-        self._metrics_url = f"http://127.0.0.1:{first + len(_LISTENERS)}/metrics"
+    @contextlib.contextmanager
+    def _running(self, weed: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+        directory = str(log.parent)
         command = [
-            *(sys.executable, "-I", "-c", _DIES_WITH_PARENT, str(os.getpid())),
             *(weed, "-logtostderr=true", "mini", f"-dir={directory}"),
-            *("-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-metricsPort={first + len(_LISTENERS)}"),
-            *(f"-{name}.port={port}" for port, name in enumerate(_LISTENERS, first)),
+            *("-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-metricsPort={self._metrics_port}"),
+            *(f"-{name}.port={port}" for port, name in enumerate(_LISTENERS, self._first_port)),
             # Relative, since the path of a socket must be short; weed's default is in /tmp.
             *("-s3.localSocket=s3.sock", "-filer.localSocket=filer.sock"),
             *("-s3.port.iceberg=0", "-s3.port.lance=0", "-webdav=false", "-admin.ui=false"),
@@ -178,39 +152,60 @@ class S3Server:
             # Every bucket takes a volume of its own; by default free space sets their number.
             "-volume.max=1000",
         ]
-        environment = {"PATH": os.defpath, **self.environment()}
-        environment |= dict.fromkeys(("HOME", "TMPDIR"), str(directory))
-        with (directory / "server.log").open("wb") as log:
-            return subprocess.Popen(
+        environment = {"PATH": os.defpath, "HOME": directory, "TMPDIR": directory}
+        libc = ctypes.CDLL(None)
+
+        def end_with_parent() -> None:
+            if sys.platform == "linux":
+                libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+        with log.open("wb") as file:
+            process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
+                stdout=file,
+                stderr=file,
                 cwd=directory,
-                env=environment,
+                env={**environment, **self.environment()},
                 start_new_session=True,  # Ctrl-C is for the owner, who then stops it
+                preexec_fn=end_with_parent,
             )
+        try:
+            yield process
+        finally:
+            process.terminate()  # weed then removes its sockets in /tmp
+            try:
+                process.wait(_STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
-    def _becomes_ready(self, process: subprocess.Popen[bytes], deadline: float) -> bool:
+    def _wait_until_ready(self, process: subprocess.Popen[bytes], log: Path) -> None:
         from botocore.exceptions import BotoCoreError, ClientError
 
+        deadline = time.monotonic() + _READY_SECONDS
         while time.monotonic() < deadline and process.poll() is None:
-            try:
+            with contextlib.suppress(BotoCoreError, ClientError):  # not yet, or another server
                 self._admin.list_buckets()
-            except (BotoCoreError, ClientError):  # not yet, or somebody else's server
-                time.sleep(0.05)
-            else:
-                return True
-        return False
+                return
+            time.sleep(0.05)
+        text = log.read_text("utf-8", "replace").replace(self.secret_key, "***")
+        tail = "\n".join(text.splitlines()[-15:])
+        raise ShardCacheError(
+            "The embedded S3 server did not come up. Check free space and that this machine "
+            f"lets a program listen on 127.0.0.1. The end of its log:\n{tail}"
+        )
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()  # weed then removes its sockets in /tmp
-    try:
-        process.wait(_STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+def _free_ports(count: int) -> int:
+    """The first of ``count`` ports in a row that nobody listens on."""
+    while True:
+        # The system's source: forked processes share the state of the default one.
+        first = random.SystemRandom().choice(_PORTS)
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            for port in range(first, first + count):
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
 
 
 def _find_weed() -> str:
@@ -248,15 +243,13 @@ class Step:
         return self.complete and self.origin_bytes == self.expected_bytes
 
 
-def run(home: Path, say: Callable[[str], None]) -> tuple[int, list[Step]]:
+def run(home: Path, log: Callable[[str], None]) -> tuple[int, list[Step]]:
     """Run the demo below ``home``, in some 10 to 30 s; returns bytes of a shard, and its steps."""
-    say(f"starting an S3 server in {home}")
+    log(f"starting an S3 server in {home}")
     with S3Server(directory=home) as server:
-        say(f"writing {SHARDS} shards of {SAMPLES} samples")
+        log(f"writing {SHARDS} shards of {SAMPLES} samples")
         server.create_bucket(BUCKET)
-        # Two uploads at a time: more only wait for the server's disk.
-        with ThreadPoolExecutor(2) as pool:
-            (size,) = set(pool.map(functools.partial(_write_shard, server), range(SHARDS)))
+        (size,) = {_write_shard(server, number) for number in range(SHARDS)}
         cache, half = home / "cache", SHARDS // 2
         environment = {
             # No profile, token or proxy of the user's comes between.
@@ -269,19 +262,17 @@ def run(home: Path, say: Callable[[str], None]) -> tuple[int, list[Step]]:
         steps: list[Step] = []
 
         def step(name: str, fresh: int, work: Callable[[], list[str] | None]) -> None:
-            before, began = _settled(server), time.monotonic()
+            before, began = _settled_traffic(server), time.monotonic()
             seen = work()
             seconds = round(time.monotonic() - began, 3)
-            requests, sent = (b - a for a, b in zip(before, _settled(server), strict=True))
+            requests, sent = (b - a for a, b in zip(before, _settled_traffic(server), strict=True))
             samples, complete = (None, True) if seen is None else (len(seen), sorted(seen) == keys)
             steps.append(Step(name, requests, sent, fresh * size, samples, seconds, complete))
 
-        import webdataset  # noqa: F401 - once, here, rather than in each of the workers
-
-        say(f"shardcache prewarm '{_spec(half)}'")
+        log(f"shardcache prewarm '{_spec(half)}'")
         step(f"prewarm {half} shards", half, lambda: _prewarm(cache, environment, half))
         for epoch in range(EPOCHS):
-            say(f"epoch {epoch + 1}: {RANKS} ranks x {WORKERS} workers")
+            log(f"epoch {epoch + 1}: {RANKS} ranks x {WORKERS} workers")
             fresh = 0 if epoch else SHARDS - half
             step(f"epoch {epoch + 1}", fresh, lambda: _epoch(cache, environment))
         return size, steps
@@ -303,7 +294,7 @@ def _write_shard(server: S3Server, number: int) -> int:
     return len(buffer.getvalue())
 
 
-def _settled(server: S3Server) -> tuple[int, int]:
+def _settled_traffic(server: S3Server) -> tuple[int, int]:
     """The server's traffic; it counts an answer shortly after its end."""
     last, now = None, server.traffic(BUCKET)
     while now != last:
@@ -321,33 +312,24 @@ def _prewarm(cache: Path, environment: dict[str, str], shards: int) -> None:
 
 def _epoch(cache: Path, environment: dict[str, str]) -> list[str]:
     """Let the workers of all ranks read all shards; returns the keys of the samples they saw."""
-    tasks = [
-        (cache, {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORKER": str(worker)})
+    workers = [
+        {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORKER": str(worker)}
         for rank, worker in itertools.product(range(RANKS), range(WORKERS))
     ]
-    context = multiprocessing.get_context("fork")
-    with context.Pool(len(tasks), _begin, maxtasksperchild=1) as pool:
-        found = pool.starmap(_work, tasks, chunksize=1)
-        # Not by the signal of `__exit__`: a worker that was just forked in the place of one that
-        # has done its share would take it for ours, and stay.
-        pool.close()
-        pool.join()
+    # Forked: WebDataset is imported once.
+    context, ignored = multiprocessing.get_context("fork"), (signal.SIGINT, signal.SIG_IGN)
+    with ProcessPoolExecutor(len(workers), context, signal.signal, ignored) as pool:
+        found = list(pool.map(_read, itertools.repeat(cache), workers))
     return [key for keys in found for key in keys]
 
 
-def _begin() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the demo, which then ends us
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _work(cache: Path, environment: dict[str, str]) -> list[str]:
+def _read(cache: Path, environment: dict[str, str]) -> list[str]:
     """Read a worker's share, which WebDataset takes from the environment."""
-    os.environ.clear()
-    os.environ.update(environment, WORLD_SIZE=str(RANKS), NUM_WORKERS=str(WORKERS))
     import webdataset
 
-    from shardcache.cache import Cache
-
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ.clear()
+    os.environ.update(environment, WORLD_SIZE=str(RANKS), NUM_WORKERS=str(WORKERS))
     options = {"shardshuffle": False, "nodesplitter": webdataset.split_by_node}
     with Cache(cache) as opened:
         dataset = opened.attach(webdataset.WebDataset(_spec(SHARDS), **options))
@@ -358,7 +340,7 @@ def _work(cache: Path, environment: dict[str, str]) -> list[str]:
 
 
 @command("demo")
-@click.option("--keep", is_flag=True, help="Leave the cache and the shards behind.")
+@flag("--keep", help="Leave the cache and the shards behind.")
 def demo_command(invocation: Invocation, keep: bool) -> ExitCode:
     """See it work on an embedded S3 server.
 

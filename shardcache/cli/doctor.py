@@ -41,12 +41,12 @@ from shardcache.urls import parse_url, redact
 
 logger = logging.getLogger(__name__)
 
-#: What a check says: ok, warn (it works, but not well or not for long) or fail; what it found; and
-#: what to do, in one sentence, empty if ok.
+#: The findings of a check: ok, warn (it works, but not well or not for long) or fail; what was
+#: found; and what to do, in one sentence, empty if ok.
 Answers = Iterator[tuple[str, str, str]]
 
-_STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
-#: Seconds for a check of this machine, and for all that is asked of an origin.
+_COLORS = {"ok": "green", "warn": "yellow", "fail": "red"}
+#: Seconds for a check of this machine, and for the timed read.
 _PATIENCE = 10.0
 _ORIGIN_PATIENCE = 180.0
 #: Bytes that the timed read takes, and seconds after which it ends.
@@ -58,7 +58,7 @@ _TEMPORARY = ("/tmp", "/var/tmp")  # noqa: S108 - named, not used
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check said of its subject."""
+    """One finding of a check about its subject."""
 
     level: str
     check: str
@@ -72,10 +72,9 @@ class Finding:
 def doctor_command(invocation: Invocation, url: str | None) -> ExitCode:
     """Check the machine against the configuration.
 
-    Looks at the directories and their filesystems, at memory, limits and CPUs, at the
-    credentials and the endpoint in force, and with --url at the origin. Each finding is ok, warn
-    or fail, with what to do about it. Makes nothing and leaves nothing. Exit code 4 if a
-    check failed; warnings do not count.
+    Checks directories, filesystems, memory, limits and CPUs, the credentials and the endpoint
+    in force, and with --url the origin. Each finding is ok, warn or fail, with what to do about
+    it. Changes nothing. Exit code 4 if a check failed; warnings do not count.
 
     \b
     Examples:
@@ -86,14 +85,13 @@ def doctor_command(invocation: Invocation, url: str | None) -> ExitCode:
     console, findings = invocation.console, list[Finding]()
     for finding in _examine(invocation, url):
         findings.append(finding)
-        level, found, fix = finding.level, finding.found, finding.fix
-        if not (console.quiet and level == "ok"):
-            label = console.styled(f"{level:<4}", _STYLES[level], sys.stdout)
-            text = f"{found.rstrip('.')}. {fix}" if fix else found
+        if not (console.quiet and finding.level == "ok"):
+            label = console.styled(f"{finding.level:<4}", _COLORS[finding.level], sys.stdout)
+            text = f"{finding.found.rstrip('.')}. {finding.fix}" if finding.fix else finding.found
             console.data(f"{label}  {printable(f'{finding.subject}  {text}')}")
     counts = Counter(finding.level for finding in findings)
-    console.said(f"{counts['fail']} failed, {counted(counts['warn'], 'warning')}")
-    summary = {level: counts[level] for level in _STYLES}
+    console.info(f"{counts['fail']} failed, {counted(counts['warn'], 'warning')}")
+    summary = {level: counts[level] for level in _COLORS}
     console.object("doctor", findings=findings, summary=summary)
     return ExitCode.DAMAGED if counts["fail"] else ExitCode.DONE
 
@@ -110,11 +108,11 @@ def _examine(invocation: Invocation, url: str | None) -> Iterator[Finding]:
             yield from found
             dead = any(finding.found.startswith("no answer") for finding in found)
             if dead or (check is _owner and found[0].level == "fail"):
-                break  # the other checks could say nothing
+                break  # the other checks would find nothing
     yield from _run(_cpus, "CPUs", _PATIENCE)
     yield from _run(_credentials, "S3", _PATIENCE, config)
     if url is not None:
-        # What is secret in a command cannot be told.
+        # A command may have a secret anywhere.
         subject = "pipe:" if url.startswith("pipe:") else url
         yield from _run(_read, subject, _ORIGIN_PATIENCE, config, url)
 
@@ -122,23 +120,23 @@ def _examine(invocation: Invocation, url: str | None) -> Iterator[Finding]:
 def _run(
     check: Callable[..., Answers], subject: str, patience: float, *args: object
 ) -> list[Finding]:
-    """What a check finds; where it hangs or fails itself, one finding that says so."""
+    """The findings of a check; if it hangs or fails itself, one finding that says so."""
     name, found = check.__name__.lstrip("_"), list[Finding]()
 
-    def say(level: str, text: str, fix: str) -> None:
+    def add(level: str, text: str, fix: str) -> None:
         found.append(Finding(level, name, *map(redact, (subject, text, fix))))
 
-    def ask() -> None:
+    def run() -> None:
         try:
             for answer in check(*args):
-                say(*answer)
+                add(*answer)
         except Exception as exn:
             logger.debug("the check %s failed", name, exc_info=True)
             fix = "Run it again with -vv for the details; the other findings hold without this one."
-            say("warn", f"could not be checked: {type(exn).__name__}: {exn}", fix)
+            add("warn", f"could not be checked: {type(exn).__name__}: {exn}", fix)
 
     # A daemon: a path on a dead mount would keep this process from ending.
-    thread = threading.Thread(target=ask, name=f"doctor-{name}", daemon=True)
+    thread = threading.Thread(target=run, name=f"doctor-{name}", daemon=True)
     thread.start()
     thread.join(patience)
     if thread.is_alive():
@@ -147,54 +145,51 @@ def _run(
     return found
 
 
-def _nearest(directory: Path) -> Path:
+def _existing(directory: Path) -> Path:
     """The directory, or the nearest one above it that exists."""
     return next(path for path in (directory, *directory.parents) if path.exists())
 
 
 def _owner(tier: Config) -> Answers:
-    """Whose the directory is, and who may write it."""
-    near = _nearest(tier.dir)
-    exists = near == tier.dir and near.is_dir()
+    """Owner, mode, and whether the directory can be written."""
+    path = _existing(tier.dir)
     try:
         modes = Modes.of(tier.shared_group)
-        if exists:
+        if path == tier.dir and path.is_dir():
             check_root(tier.dir, modes)
     except ConfigError as exn:
         text, _, fix = exn.message.partition("; ")
         yield "fail", text, fix or "Use another directory."
         return
-    if not near.is_dir():
-        fix = "Point dir at a directory, or at a name in one."
-        yield "fail", f"{near} is not a directory", fix
-    elif os.statvfs(near).f_flag & os.ST_RDONLY:
-        fix = f"mount -o remount,rw {shlex.quote(str(near))}, or use another disk."
-        yield "fail", f"{near} is read-only", fix
-    elif not os.access(near, os.W_OK | os.X_OK):
-        fix = "Let this user write there, or point dir at a directory that it may write."
-        yield "fail", f"nothing can be written in {near}", fix
-    elif exists and is_foreign(tier.dir):
-        fix = f"Give the cache a directory of its own, such as {tier.dir / 'shards'}."
-        yield "warn", "no cache, but other things are in it", fix
+    if not path.is_dir():
+        yield "fail", f"{path} is not a directory", "Point dir at a directory, or at a name in one."
+    elif not os.access(path, os.W_OK | os.X_OK):
+        fix = "Point dir at a directory that this user may write, or make this one writable"
+        fix += f" (mount -o remount,rw {shlex.quote(str(path))} if it is mounted read-only)."
+        yield "fail", f"nothing can be written in {path}", fix
+    elif path != tier.dir:
+        yield "ok", "writable, will be made", ""
+    elif is_foreign(path):
+        fix = f"Give the cache a directory of its own, such as {path / 'shards'}."
+        yield "warn", "no cache, but it has other things in it", fix
     else:
-        state = f"mode {stat.S_IMODE(near.stat().st_mode):o}" if exists else "will be made"
-        yield "ok", f"writable, {state}", ""
+        yield "ok", f"writable, mode {stat.S_IMODE(path.stat().st_mode):o}", ""
 
 
 def _filesystem(tier: Config) -> Answers:
-    """Which filesystem it is, how the cache locks there, and who empties it."""
+    """Which filesystem it is, how the cache locks there, and whether something empties it."""
     mount = mount_of(tier.dir)
-    kind = "unknown filesystem" if mount is None else mount.type
     local = mount is not None and mount.is_local
     locks = tier.locks if tier.locks != "auto" else "flock" if local else "lease"
-    text = f"{kind}, {'local' if local else 'network'}, locks by {locks}"
-    if tier.locks == "flock" and not local:
+    text = mount.type if mount else "unknown filesystem"
+    text += f", {'local' if local else 'network'}, locks by {locks}"
+    if local:
+        yield "ok", text, ""
+    elif tier.locks == "flock":
         fix = "Remove the option locks (SHARDCACHE_LOCKS): leases work there."
         yield "fail", f"{text}, which other nodes do not see", fix
-    elif not local:
-        yield "warn", text, "Point dir at a local disk (NVMe) if there is one."
     else:
-        yield "ok", text, ""
+        yield "warn", text, "Point dir at a local disk (NVMe) if there is one."
     real = Path(os.path.realpath(tier.dir))
     if parent := next((name for name in _TEMPORARY if real.is_relative_to(name)), None):
         text = f"under {parent}, where systemd-tmpfiles, tmpreaper or tmpwatch may delete shards"
@@ -202,8 +197,8 @@ def _filesystem(tier: Config) -> Answers:
 
 
 def _space(tier: Config) -> Answers:
-    """max_size and min_free against the disk and what is free on it."""
-    disk = Volume.of(_nearest(tier.dir))
+    """max_size and min_free against the size of the disk and its free space."""
+    disk = Volume.of(_existing(tier.dir))
     held = sum(entry.size for entry in scan(Layout.of_root(tier.dir)))
     floor, limit = tier.min_free.of(disk.size), disk.budget(tier)
     room = max(0, disk.free - floor) + held
@@ -214,12 +209,9 @@ def _space(tier: Config) -> Answers:
     if room == 0:
         fix = "Make room on that disk, set a smaller min_free, or point dir at another disk."
         yield "fail", f"{text}: nothing can be stored", fix
-    elif limit and limit > disk.size - floor:
-        fix = f"Set max_size to no more than {format_bytes(max(0, disk.size - floor))}."
-        yield "warn", f"{text}: more than the disk can hold", fix
     elif limit and limit > room:
-        fix = "Remove what else is on that disk, or set max_size to what there is."
-        yield "warn", f"{text}: only {format_bytes(room)} can be held now", fix
+        fix = f"Remove other files from that disk, or set max_size to {format_bytes(room)}."
+        yield "warn", f"{text}: only {format_bytes(room)} can be held", fix
     else:
         yield "ok", text, ""
 
@@ -233,14 +225,13 @@ def _memory(tier: Config) -> Answers:
     memory = cgroup.limit if cgroup else pages * os.sysconf("SC_PHYS_PAGES")
     left = cgroup.free if cgroup else pages * os.sysconf("SC_AVPHYS_PAGES")
     whose = "the cgroup's memory" if cgroup else "this machine's memory"
-    disk = Volume.of(_nearest(tier.dir)).size
-    limit = tier.max_size.of(disk) if tier.max_size else None
-    most = min(disk or memory, memory)
-    text = f"RAM disk of {format_bytes(disk)}, {format_bytes(left)} of {whose} free"
+    size = Volume.of(_existing(tier.dir)).size
+    limit = tier.max_size.of(size) if tier.max_size else None
+    text = f"RAM disk of {format_bytes(size)}, {format_bytes(left)} of {whose} free"
     if limit is None:
         yield "ok", f"{text}; no max_size: it shrinks when memory is short", ""
-    elif limit > most:
-        text = f"max_size is {format_bytes(limit)}, but {mount.point} has {format_bytes(disk)} and "
+    elif limit > (most := min(size or memory, memory)):
+        text = f"max_size is {format_bytes(limit)}, but {mount.point} has {format_bytes(size)} and "
         fix = (
             f"Set max_size well below {format_bytes(most)}, or give the job more memory and "
             "remount with a larger size= (Kubernetes: sizeLimit of the emptyDir)."
@@ -252,7 +243,7 @@ def _memory(tier: Config) -> Answers:
 
 def _inodes(tier: Config) -> Answers:
     """Whether files can still be made there: five for a shard."""
-    disk = os.statvfs(_nearest(tier.dir))
+    disk = os.statvfs(_existing(tier.dir))
     if not disk.f_files:
         return  # made as they are needed
     text = f"{disk.f_favail:,} of {disk.f_files:,} inodes free"
@@ -270,19 +261,22 @@ def _cpus() -> Answers:
     except ConfigError as exn:
         yield "fail", "the environment states no rank", exn.message
         return
-    there, quota = os.cpu_count() or 1, cpu_quota()
-    usable = min(len(os.sched_getaffinity(0)), quota or there)
+    total, quota = os.cpu_count() or 1, cpu_quota()
+    usable = min(len(os.sched_getaffinity(0)), quota or total)
     # srun binds each task to CPUs of its own.
-    each = usable if slurm and usable < there else usable / ranks
-    text = f"{usable:g} of {there} usable, {each:.3g} for each of {counted(ranks, 'rank')}"
-    fix = (
-        "Ask the scheduler for more CPUs (Slurm: --cpus-per-task, Kubernetes: limits.cpu), or "
-        f"start at most {max(1, int(each) - 1)} DataLoader workers per rank (num_workers)."
-    )
-    if each < 2 or usable < there / 2:
-        yield "warn", text, fix
-    else:
+    each = usable if slurm and usable < total else usable / ranks
+    text = f"{usable:g} of {total} usable, {each:.3g} for each of {counted(ranks, 'rank')}"
+    if each >= 2 and usable >= total / 2:
         yield "ok", text, ""
+    else:
+        yield (
+            "warn",
+            text,
+            (
+                "Ask the scheduler for more CPUs (Slurm: --cpus-per-task, Kubernetes: limits.cpu), "
+                f"or start at most {max(1, int(each) - 1)} workers per rank (num_workers)."
+            ),
+        )
 
 
 def _credentials(config: Config) -> Answers:
@@ -324,19 +318,17 @@ def _read(config: Config, text: str) -> Answers:
     try:
         origins.prepare(url)
         began = time.monotonic()
-        # One hiccup is none, and an operator wants no more patience than that.
+        # Two attempts: a single hiccup is no finding.
         retry = RetryPolicy(2, config.deadline).started(str(url))
         size, first, info = retry.call(read, sleep=time.sleep)
     except (ShardCacheError, VersionChangedError) as exn:
         yield "fail", "the read failed", str(exn)
         return
     seconds = max(time.monotonic() - began, 1e-9)
-    found = (
+    fix = "Have the server state ETag or Last-Modified: without them no fetch can be resumed."
+    yield (
+        "ok" if info.identifiable else "warn",
         f"{format_bytes(size)} in {format_duration(seconds)} ({format_rate(size / seconds)}), "
-        f"first byte after {format_duration(first)}, ETag {info.etag or 'none'}"
+        f"first byte after {format_duration(first)}, ETag {info.etag or 'none'}",
+        "" if info.identifiable else fix,
     )
-    if info.identifiable:
-        yield "ok", found, ""
-    else:
-        fix = "Have the server state ETag or Last-Modified: without them no fetch can be resumed."
-        yield "warn", found, fix

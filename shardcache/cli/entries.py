@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -24,7 +23,7 @@ from shardcache.cli.main import (
     urls_argument,
     yes_option,
 )
-from shardcache.cli.output import Console, counted, short_date
+from shardcache.cli.output import counted, short_date
 from shardcache.clock import utc
 from shardcache.locks.flock import read_holder
 from shardcache.prewarm.plan import expand
@@ -45,6 +44,9 @@ Row = dict[str, Any]
 #: What ``--sort`` knows -> field of a row; partials have ``begun_at`` alone.
 _SORTED_BY = {"url": "url", "size": "size", "used": "used_at", "fetched": "fetched_at",
               "state": "state"}  # fmt: skip
+#: Columns, without and with ``--long``.
+_SHARD = ("SHARD", "SIZE", "USED", "FETCHED", "STATE"), ("VERSION", "PATH")
+_PARTIAL = ("SHARD", "SIZE", "WRITTEN", "DONE", "BEGUN", "STATE"), ("HOLDER", "DIRECTORY")
 
 
 def matches_glob(glob: str, url: str) -> bool:
@@ -54,11 +56,6 @@ def matches_glob(glob: str, url: str) -> bool:
     """
     subject = url if "/" in glob else url.rpartition("/")[2]
     return fnmatch.fnmatchcase(subject, redact(glob))
-
-
-def _expand_shards(cache: Cache, urls: Iterable[str]) -> list[ShardURL]:
-    """Each shard once; braces are expanded."""
-    return list({shard.key: shard for shard in map(cache.parse, expand(urls))}.values())
 
 
 # -- ls ----------------------------------------------------------------------------
@@ -100,7 +97,7 @@ def ls_command(
       shardcache ls --json | jq -r '.shards[] | select(.state == "pinned") | .url'
     """
     console = invocation.console
-    with invocation.cache(looking=True) as cache:
+    with invocation.cache(existing=True) as cache:
         if not is_cache(cache.dir):
             console.hint(f"Nothing was cached in {cache.dir} yet.")
         if partial:
@@ -116,59 +113,53 @@ def ls_command(
         footer = f"{len(found):,} of {footer}"
     summary |= {"matching": len(found), "shown": len(shown)}
     console.object("ls", {"partials" if partial else "shards": shown, "summary": summary})
-    titles, cells = (_PARTIAL, _partial_cells) if partial else (_SHARD, _shard_cells)
-    last = len(titles) if long else -2
-    console.table(titles[:last], (cells(row)[:last] for row in shown), right=_RIGHT)
+    usual, more = _PARTIAL if partial else _SHARD
+    titles = [*usual, *more] if long else usual
+    cells = ([_cell(row, title) for title in titles] for row in shown)
+    console.table(titles, cells, right=("SIZE", "USED", "WRITTEN", "DONE", "BEGUN"))
     console.data(footer)
 
 
 def _ordered(rows: list[Row], sort: str) -> list[Row]:
     """Rows as ``--sort`` says; unknown values come last. A time sorts as its age."""
-    field, _, turn = sort.partition(":")
+    field, _, direction = sort.partition(":")
+    is_reversed = direction == "desc"
 
-    def value(row: Row) -> Any:
-        found = row.get(_SORTED_BY[field], row.get("begun_at"))
-        return -found.timestamp() if isinstance(found, datetime) else found
+    def key(row: Row) -> tuple[bool, Any]:
+        value = row.get(_SORTED_BY[field], row.get("begun_at"))
+        value = -value.timestamp() if isinstance(value, datetime) else value
+        return (value is None) != is_reversed, 0 if value is None else value
 
-    known = sorted((row for row in rows if value(row) is not None), key=lambda row: str(row["url"]))
-    known.sort(key=value, reverse=turn == "desc")
-    return known + [row for row in rows if value(row) is None]
-
-
-#: The last two are for ``--long``.
-_SHARD = ("SHARD", "SIZE", "USED", "FETCHED", "STATE", "VERSION", "PATH")
-_PARTIAL = ("SHARD", "SIZE", "WRITTEN", "DONE", "BEGUN", "STATE", "HOLDER", "DIRECTORY")
-_RIGHT = ("SIZE", "USED", "WRITTEN", "DONE", "BEGUN")
+    return sorted(sorted(rows, key=lambda row: str(row["url"])), key=key, reverse=is_reversed)
 
 
-def _shard_cells(row: Row) -> tuple[str, ...]:
-    fetched = row["fetched_at"] and short_date(row["fetched_at"].timestamp(), time.time())
-    size, used, path = format_bytes(row["size"]), _age(row["used_at"]), row["path"] or "-"
-    return row["url"] or "?", size, used, fetched or "-", row["state"], row["version"], path
-
-
-def _partial_cells(row: Row) -> tuple[str, ...]:
-    share = f"{row['written_bytes'] / row['size']:.0%}" if row["size"] else "-"
-    size = "-" if row["size"] is None else format_bytes(row["size"])
-    where = row["state"], row["holder"] or "-", row["dir"]
-    written, begun = format_bytes(row["written_bytes"]), _age(row["begun_at"])
-    return row["url"] or "?", size, written, share, begun, *where
-
-
-def _age(moment: datetime | None) -> str:
-    return "-" if moment is None else format_age(time.time() - moment.timestamp())
+def _cell(row: Row, title: str) -> str:
+    match title:
+        case "SHARD":
+            return row["url"] or "?"
+        case "SIZE" | "WRITTEN":
+            size = row["size" if title == "SIZE" else "written_bytes"]
+            return "-" if size is None else format_bytes(size)
+        case "DONE":
+            return f"{row['written_bytes'] / row['size']:.0%}" if row["size"] else "-"
+        case "USED" | "BEGUN":
+            moment = row["used_at" if title == "USED" else "begun_at"]
+            return "-" if moment is None else format_age(time.time() - moment.timestamp())
+        case "FETCHED":
+            return short_date(row["fetched_at"])
+    return row["dir" if title == "DIRECTORY" else title.lower()] or "-"
 
 
 def _tier(cache: Cache, path: str) -> int:
-    """The number of the tier in which something is: 1 is the first that is filled."""
+    """The number of the tier that ``path`` is in: 1 is the first that is filled."""
     tiers = cache.config.by_tier()
-    inside = (n for n, tier in enumerate(tiers, 1) if path.startswith(f"{tier.dir}{os.sep}"))
+    inside = (n for n, tier in enumerate(tiers, 1) if path.startswith(f"{tier.dir}/"))
     return next(inside, len(tiers))
 
 
 def _shards(cache: Cache) -> Iterator[tuple[Entry, Row]]:
     """The shards in the cache; what cannot be read of a damaged one is None."""
-    store = (namespaces := Namespaces(cache.config, detect())).own
+    namespaces = Namespaces(cache.config, detect())
     pinned = pinned_keys(namespaces.node, time.time())
     for entry in cache.entries():
         metadata: Metadata | None = None
@@ -180,11 +171,11 @@ def _shards(cache: Cache) -> Iterator[tuple[Entry, Row]]:
             stated = metadata.key, metadata.info.version, metadata.size
             is_whole = entry.data.lstat().st_size == entry.size
             if is_whole and stated == (entry.key, entry.version, entry.size):
-                state = "in_use" if store.is_pinned(entry) else "ok"
+                state = "in_use" if namespaces.own.is_pinned(entry) else "ok"
                 state = "pinned" if entry.key in pinned else state
         except (DamagedError, OSError):
             if not entry.path.exists():
-                continue  # evicted while we look
+                continue  # evicted meanwhile
         row = {
             "url": metadata.url if metadata else None,
             "size": entry.size,
@@ -203,7 +194,7 @@ def _shards(cache: Cache) -> Iterator[tuple[Entry, Row]]:
 
 
 def _sum_shards(cache: Cache, shards: dict[Entry, Row]) -> tuple[Row, str]:
-    """What the shards come to, for machines and for people."""
+    """The sum of the shards, for programs and for people."""
     files = linked(shards)
     policy = Policy.of(cache.config, Namespaces(cache.config, detect()).node, time.time())
 
@@ -247,7 +238,7 @@ def partials(cache: Cache) -> Iterator[Row]:
 
 
 def _sum_partials(rows: list[Row]) -> tuple[Row, str]:
-    """What the partials come to, for machines and for people."""
+    """The sum of the partials, for programs and for people."""
     live = sum(row["state"] == "live" for row in rows)
     orphans, written = len(rows) - live, sum(row["written_bytes"] for row in rows)
     whole = f"{counted(len(rows), 'partial')}, {format_bytes(written)}"
@@ -255,7 +246,12 @@ def _sum_partials(rows: list[Row]) -> tuple[Row, str]:
     return summary, f"{whole}: {live:,} live, {counted(orphans, 'orphan')}"
 
 
-# -- rm ----------------------------------------------------------------------------
+# -- rm, pin and unpin --------------------------------------------------------------
+
+
+def _parse_shards(cache: Cache, urls: Iterable[str]) -> list[ShardURL]:
+    """Each shard once; braces are expanded."""
+    return list({shard.key: shard for shard in map(cache.parse, expand(urls))}.values())
 
 
 @command("rm")
@@ -274,54 +270,35 @@ def rm_command(invocation: Invocation, urls: tuple[str, ...], yes: bool, dry_run
       shardcache rm -y 's3://lab/old-{0000..0127}.tar'
       shardcache rm -n s3://lab/train-0412.tar
     """
-    console, rows = invocation.console, list[Row]()
-    with invocation.cache(looking=True) as cache:
-        shards = _expand_shards(cache, urls)
+    console, rows, counts = invocation.console, list[Row](), Counter[str]()
+    with invocation.cache(existing=True) as cache:
+        shards = _parse_shards(cache, urls)
         sizes = [cache.remove(shard.raw, dry_run=True)[0] for shard in shards]
         if any(sizes) and not dry_run:
-            number, total = sum(map(bool, sizes)), format_bytes(sum(sizes))
-            question = f"Remove {counted(number, 'shard')}, {total}, from {cache.dir}?"
-            invocation.confirm(question, yes)
+            number, total = counted(sum(map(bool, sizes)), "shard"), format_bytes(sum(sizes))
+            invocation.confirm(f"Remove {number}, {total}, from {cache.dir}?", yes)
         for shard in shards:
             freed, in_use = cache.remove(shard.raw, dry_run=dry_run)
             state = "in_use" if in_use else "removed" if freed else "not_cached"
             rows.append({"url": str(shard), "size": freed, "state": state})
-    counts, freed = _count(rows, "removed", "in_use", "not_cached"), sum(r["size"] for r in rows)
+            counts[state] += 1
+    freed = sum(row["size"] for row in rows)
+    summary = {name: counts[name] for name in ("removed", "in_use", "not_cached")}
+    summary |= {"dry_run": dry_run, "removed_bytes": freed}
+    console.object("rm", shards=rows, summary=summary)
     verb = "would remove" if dry_run else "removed"
-    said = f"{verb} {counted(counts['removed'], 'shard')}, {format_bytes(freed)}"
-    summary = {"dry_run": dry_run, **counts, "removed_bytes": freed}
-    return _finish(console, cache, "rm", rows, said, **summary)
-
-
-#: What is wrong with a shard in a state.
-_PROBLEMS = {
-    "in_use": "stays: it is pinned or being read. See `shardcache unpin`, or try again when its "
-    "job has ended.",
-    "not_cached": "is not cached in {dir}",
-    "not_pinned": "was not pinned in {dir}",
-}
-
-
-def _finish(
-    console: Console, cache: Cache, command: str, rows: list[Row], said: str, **summary: Any
-) -> ExitCode:
-    """Tell what became of each shard, and the problems."""
-    states = Counter(row["state"] for row in rows)
-    console.object(command, shards=rows, summary=summary)
-    console.said(said)
+    console.info(f"{verb} {counted(counts['removed'], 'shard')}, {format_bytes(freed)}")
     for row in rows:
-        if problem := _PROBLEMS.get(row["state"]):
-            console.error(f"{row['url']} {problem.format(dir=cache.dir)}")
-    if states["in_use"]:
+        if row["state"] == "in_use":
+            console.error(
+                f"{row['url']} stays: it is pinned or being read. See `shardcache unpin`, or try "
+                "again when its job has ended."
+            )
+        elif row["state"] == "not_cached":
+            console.error(f"{row['url']} is not cached in {cache.dir}")
+    if counts["in_use"]:
         return ExitCode.BUSY
-    return ExitCode.FAILED if states.keys() & _PROBLEMS.keys() else ExitCode.DONE
-
-
-def _count(rows: list[Row], *states: str) -> dict[str, int]:
-    return {state: sum(row["state"] == state for row in rows) for state in states}
-
-
-# -- pin and unpin -----------------------------------------------------------------
+    return ExitCode.FAILED if counts["not_cached"] else ExitCode.DONE
 
 
 @command("pin")
@@ -341,17 +318,15 @@ def pin_command(invocation: Invocation, urls: tuple[str, ...], seconds: float | 
     """
     console, rows = invocation.console, list[Row]()
     with invocation.cache() as cache:
-        for shard in _expand_shards(cache, urls):
+        for shard in _parse_shards(cache, urls):
             cache.pin(shard.raw, seconds)
             state = "cached" if shard.raw in cache else "not_cached"
             rows.append({"url": str(shard), "state": state})
-    absent = _count(rows, "not_cached")["not_cached"]
+    absent = sum(row["state"] == "not_cached" for row in rows)
     summary = {"pinned": len(rows), "not_cached": absent, "seconds": seconds}
     console.object("pin", shards=rows, summary=summary)
-    for row in rows if console.verbosity else ():
-        console.said(f"{row['url']}  {row['state'].replace('_', ' ')}")
     until = "until they are unpinned" if seconds is None else f"for {exact_duration(seconds)}"
-    console.said(f"pinned {counted(len(rows), 'shard')} {until}")
+    console.info(f"pinned {counted(len(rows), 'shard')} {until}")
     if absent:
         are = "is" if absent == 1 else "are"
         console.hint(f"{absent:,} of them {are} not cached yet, and kept once fetched.")
@@ -370,10 +345,14 @@ def unpin_command(invocation: Invocation, urls: tuple[str, ...]) -> ExitCode:
     """
     console = invocation.console
     with invocation.cache() as cache:
-        rows = [
-            {"url": str(shard), "state": "unpinned" if cache.unpin(shard.raw) else "not_pinned"}
-            for shard in _expand_shards(cache, urls)
-        ]
-    counts = _count(rows, "unpinned", "not_pinned")
-    said = f"unpinned {counted(counts['unpinned'], 'shard')}"
-    return _finish(console, cache, "unpin", rows, said, **counts)
+        found = {str(shard): cache.unpin(shard.raw) for shard in _parse_shards(cache, urls)}
+    unpinned = sum(found.values())
+    rows = [
+        {"url": url, "state": "unpinned" if was else "not_pinned"} for url, was in found.items()
+    ]
+    summary = {"unpinned": unpinned, "not_pinned": len(rows) - unpinned}
+    console.object("unpin", shards=rows, summary=summary)
+    console.info(f"unpinned {counted(unpinned, 'shard')}")
+    for url in (url for url, was_pinned in found.items() if not was_pinned):
+        console.error(f"{url} was not pinned in {cache.dir}")
+    return ExitCode.DONE if all(found.values()) else ExitCode.FAILED

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TextIO
 
+import click
+
 from shardcache.errors import ShardCacheError
 from shardcache.units import format_duration
 
@@ -28,8 +30,6 @@ if TYPE_CHECKING:
 
 #: Version of the JSON output.
 SCHEMA = 1
-#: Select Graphic Rendition parameters, ECMA-48 8.3.117.
-_STYLES = {"dim": "2", "red": "31", "green": "32", "yellow": "33"}
 #: Words that tables show in colour.
 _WORDS = {
     "pinned": "cyan",
@@ -39,8 +39,7 @@ _WORDS = {
     "orphan": "yellow",
     "default": "dim",
 }
-_HALF_A_YEAR = 182 * 86_400
-#: Columns of what is no terminal: nothing is folded in a file.
+#: Columns where there is no terminal: nothing is folded in a file.
 _UNLIMITED = 100_000
 
 
@@ -50,7 +49,7 @@ class Console:
 
     json: bool = False  #: print JSON for programs
     color: str = "auto"  #: on a terminal, unless NO_COLOR or TERM=dumb; or always, or never
-    quiet: bool = False  #: print no hints, no progress and no word of success
+    quiet: bool = False  #: print no hints, no progress and no success messages
     verbosity: int = 0  #: 1 shows the library's log, 2 debugging and tracebacks
     no_progress: bool = False
 
@@ -77,12 +76,12 @@ class Console:
             return self.color == "always"
         return stream.isatty() and not os.environ.get("NO_COLOR") and not _is_dumb()
 
-    def styled(self, text: str, style: str, stream: TextIO) -> str:
-        """``text`` dim, red, green or yellow where there are colours."""
-        return f"\x1b[{_STYLES[style]}m{text}\x1b[0m" if self.colored(stream) else text
+    def styled(self, text: str, color: str, stream: TextIO) -> str:
+        """``text`` in a colour where ``stream`` gets colours."""
+        return click.style(text, fg=color) if color and self.colored(stream) else text
 
     def terminal(self, stream: TextIO) -> Terminal:
-        """``stream`` for what rich draws."""
+        """Make a console of rich's on ``stream``."""
         from rich.console import Console as Terminal
 
         colored = self.colored(stream)
@@ -99,23 +98,23 @@ class Console:
     # -- stdout ------------------------------------------------------------------
 
     def object(self, command: str, record: Any = None, **more: Any) -> None:
-        """The result for programs: the fields of a dataclass or a mapping, and ``more``."""
+        """Print the result for programs: the fields of a dataclass or a mapping, and ``more``."""
         if self.json:
             found = {"schema": SCHEMA, "command": command, **_plain(record or {}), **_plain(more)}
             _write(sys.stdout, f"{json.dumps(found, allow_nan=False)}\n")
 
     def data(self, text: str) -> None:
-        """A line that was asked for."""
+        """Print what was asked for."""
         if not self.json:
             _write(sys.stdout, f"{text}\n")
 
-    def said(self, text: str) -> None:
-        """A line about what was done; nothing when quiet."""
+    def info(self, text: str) -> None:
+        """Print what was done; nothing when quiet."""
         if not self.quiet:
             self.data(text)
 
     def render(self, drawing: RenderableType) -> None:
-        """Something that rich draws, as data."""
+        """Print what rich draws, as data."""
         terminal = self.terminal(sys.stdout)
         with terminal.capture() as captured:
             terminal.print(drawing)
@@ -124,32 +123,31 @@ class Console:
     def table(
         self, titles: Sequence[str], rows: Iterable[Sequence[str]], right: Container[str] = ()
     ) -> None:
-        """Rows of text as `text_table` aligns them; nothing without rows."""
+        """Print rows as `text_table` aligns them; nothing without rows."""
         if not self.json and (found := list(rows)):
             self.render(text_table(titles, found, right))
 
     # -- stderr ------------------------------------------------------------------
 
     def hint(self, text: str) -> None:
-        """Something worth knowing; nothing when quiet."""
+        """Print advice or progress; nothing when quiet."""
         if not self.quiet:
             self.message("", text)
 
     def warning(self, text: str) -> None:
-        """Something to look at, though the command goes on."""
+        """Print a warning; the command goes on."""
         self.message("warning: ", text, "yellow")
 
     def error(self, text: str, exn: BaseException | None = None) -> None:
-        """Why the command failed; with the traceback if that much was asked for."""
+        """Print why the command failed; with ``-vv`` the traceback, too."""
         if exn is not None and self.verbosity >= 2:
             _write(sys.stderr, "".join(traceback.format_exception(exn)))
         self.message("error: ", text, "red")
 
-    def message(self, label: str, text: str, style: str = "") -> None:
-        """Lines of text after a label; safe between threads."""
+    def message(self, label: str, text: str, color: str = "") -> None:
+        """Print lines after a coloured label; safe between threads."""
         shown = "\n".join(printable(line) for line in text.splitlines())
-        styled = self.styled(label, style, sys.stderr) if style else label
-        _write(sys.stderr, f"{styled}{shown}\n")
+        _write(sys.stderr, f"{self.styled(label, color, sys.stderr)}{shown}\n")
 
 
 def text_table(
@@ -161,12 +159,8 @@ def text_table(
 
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
     for number, title in enumerate(titles):
-        table.add_column(
-            title,
-            justify="right" if title in right else "left",
-            no_wrap=number > 0,
-            overflow="fold",
-        )
+        table.add_column(title, no_wrap=number > 0, overflow="fold")
+        table.columns[-1].justify = "right" if title in right else "left"
     for row in rows:
         table.add_row(*(Text(printable(cell), _WORDS.get(cell, "")) for cell in row))
     return table
@@ -177,11 +171,12 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
-def short_date(seconds: float, now: float) -> str:
+def short_date(moment: datetime | None) -> str:
     """``Nov 20 21:04`` in local time; the year instead of the time when long ago."""
-    then = datetime.fromtimestamp(seconds, UTC).astimezone()
-    recent = abs(now - seconds) < _HALF_A_YEAR
-    return then.strftime("%b %d %H:%M" if recent else "%b %d  %Y")
+    if moment is None:
+        return "-"
+    recent = abs((datetime.now(UTC) - moment).days) < 182
+    return moment.astimezone().strftime("%b %d %H:%M" if recent else "%b %d  %Y")
 
 
 def short_duration(seconds: float | None) -> str:
@@ -244,7 +239,7 @@ def _write(stream: TextIO, text: str) -> None:
     try:
         stream.write(text)
         stream.flush()  # somebody may act on it while the command runs
-    except BrokenPipeError:  # nobody reads it, as with `| head`: let all further output vanish
+    except BrokenPipeError:  # the reader has ended, as with `| head`: drop all further output
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())
         os.close(null)

@@ -1,12 +1,13 @@
-"""``shardcache prewarm`` and ``shardcache path``: the commands that fetch, and what they say."""
+"""``shardcache prewarm`` and ``shardcache path``: the commands that fetch."""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from shardcache.cli.main import (
     number_option,
 )
 from shardcache.cli.output import Console, counted, fields_of, printable, reason
-from shardcache.cli.progress import Display, Position, Progress
+from shardcache.cli.progress import Position, Positions, PrewarmProgress, display
 from shardcache.errors import CacheFullError, ConfigError, ShardCacheError, ShardNotFoundError
 from shardcache.fetch.connections import parse_rate
 from shardcache.fetch.status import FetchStatus
@@ -119,18 +120,17 @@ def prewarm_command(
         return _prewarm_ray(invocation, wanted, options, max_size, ranks)
     share = None if ranks is None else own_share(node_rank, node_count, ranks)
     changes = {} if max_size is None else {"max_size": max_size}
-    console, check = invocation.console, options["check"]
-    progress = Progress(console)
-    cache = invocation.cache(connections=jobs or 0, looking=check, **changes)
+    console, check, progress = invocation.console, options["check"], PrewarmProgress()
+    cache = invocation.cache(connections=jobs or 0, existing=check, **changes)
     with cache, ExitStack() as stack:
 
         def on_event(event: Event) -> None:
             progress(event)
             if isinstance(event, Planned) and not check:
-                console.said(str(event.plan))
+                console.info(str(event.plan))
                 if not options["dry_run"]:  # from now on the first signal ends the run
                     stack.enter_context(invocation.graceful())
-                    stack.enter_context(progress.display)
+                    stack.enter_context(display(console, progress.positions))
 
         report = prewarm(
             cache, wanted, share=share, on_event=on_event, stop=invocation.stop, **options
@@ -138,8 +138,8 @@ def prewarm_command(
         stack.close()
         console.object("prewarm", shards=report.results, summary=report)
         if check or not options["dry_run"]:
-            console.said(_end_text(report, options))
-        tell_failures(console, report, options["max_failures"])
+            console.info(_end_text(report, options))
+        print_failures(console, report, options["max_failures"])
         _suggest_prefixes(console, cache, report)
     return _exit_code(report, options)
 
@@ -166,16 +166,13 @@ def _exit_code(report: PrewarmReport, options: Mapping[str, Any]) -> int:
 
 
 def _suggest_prefixes(console: Console, cache: Cache, report: PrewarmReport) -> None:
-    """Where nothing has the name, but names below it exist: say so."""
+    """For names that do not exist, but are prefixes of others: suggest the prefix."""
     absent = [r.url for r in report.results if isinstance(r.error, ShardNotFoundError)]
     for url in absent[:_NAMED]:
-        if "." in url.rpartition("/")[2]:
-            continue
-        try:
-            count = len(expand(f"{url}/", cache))
-        except (ShardCacheError, OSError):
-            continue  # the failure itself was told
-        console.hint(f"  {counted(count, 'shard')} below {url}/ : did you mean that?")
+        if "." not in url.rpartition("/")[2]:
+            with suppress(ShardCacheError, OSError):  # the failure itself was printed
+                count = len(expand(f"{url}/", cache))
+                console.hint(f"  {counted(count, 'shard')} below {url}/ : did you mean that?")
 
 
 # -- every node of a Ray cluster -----------------------------------------------
@@ -190,27 +187,25 @@ def _prewarm_ray(
 ) -> int:
     from shardcache.prewarm.ray import prewarm_nodes
 
-    console = invocation.console
+    console, began = invocation.console, time.monotonic()
     nodes: list[NodeReport] = []
-    told = set[tuple[int, str]]()
-    began = time.monotonic()
+    printed = set[str]()
 
-    def say_once(node: NodeReport, what: str, text: str) -> None:
-        if (node.number, what) not in told:
-            told.add((node.number, what))
-            console.said(f"{node.name}  {text}")
+    def print_once(line: str) -> None:
+        if line not in printed:
+            printed.add(line)
+            console.info(line)
 
     def on_news(current: Sequence[NodeReport]) -> None:
-        if not nodes:
-            console.said(f"{counted(len(current), 'node')}: {', '.join(n.name for n in current)}")
         nodes[:] = current
-        for node in current:
+        print_once(f"{counted(len(nodes), 'node')}: {', '.join(node.name for node in nodes)}")
+        for node in nodes:
             if node.plan is not None and not options["check"]:
-                say_once(node, "plan", str(node.plan))
+                print_once(f"{node.name}  {node.plan}")
             if node.ended and (node.own is None or not options["dry_run"]):
-                say_once(node, "end", _node_text(node, options))
+                print_once(f"{node.name}  {_node_text(node, options)}")
 
-    with invocation.graceful(), Display(console, lambda: _position(nodes)):
+    with invocation.graceful(), display(console, lambda: _positions(nodes)):
         prewarm_nodes(
             specs,
             settings={
@@ -227,7 +222,7 @@ def _prewarm_ray(
     seconds, received = time.monotonic() - began, sum(node.received for node in nodes)
     done = "All cached on" if options["check"] else "Warmed"
     done = "Planned for" if options["dry_run"] else done
-    console.said(
+    console.info(
         f"{done} {codes.count(0):,} of {counted(len(nodes), 'node')} in "
         f"{format_duration(seconds)}, {format_rate(received / seconds)}."
     )
@@ -246,14 +241,13 @@ def _prewarm_ray(
         shards=[{"node": n.name, **fields_of(r)} for n in nodes for r in n.report.results],
         summary={"seconds": round(seconds, 6), "received_bytes": received, "nodes": records},
     )
-    why: dict[tuple[str, str], list[str]] = {}
+    failures = defaultdict[tuple[str, str], list[str]](list)
     for node in nodes:
         if node.error is not None:
-            key = "lost" if node.lost else "failed", reason(node.error)
-            why.setdefault(key, []).append(node.name)
+            failures["lost" if node.lost else "failed", reason(node.error)].append(node.name)
         for line in _failures(node.report, everything=console.verbosity > 0):
-            why.setdefault(("failed", line), []).append(node.name)
-    for (word, text), names in why.items():
+            failures["failed", line].append(node.name)
+    for (word, text), names in failures.items():
         console.message(f"  {word}  ", f"{', '.join(names)}: {text}", "red")
     if any(node.lost or node.interrupted for node in nodes):
         console.hint("What was fetched is kept; run the same command again for what is missing.")
@@ -280,27 +274,23 @@ def _node_text(node: NodeReport, options: Mapping[str, Any]) -> str:
     return f"{word} after {done:,} of {counted(len(node.plan.shards), 'shard')}"
 
 
-def _position(nodes: Sequence[NodeReport]) -> Position:
-    """``56%, 2/3 nodes done, 20/36 shards, 41.0 GB, slowest node-b 4/12, ETA 0:03:50``."""
+def _positions(nodes: Sequence[NodeReport]) -> Positions:
+    """``2/3 nodes done, 20/36 shards``."""
     if not nodes:
-        return Position("waiting for Ray")
-    shards = {node.name: (len(node.results), len(node.report.results)) for node in nodes}
-    done, wanted = (sum(pair[i] for pair in shards.values()) for i in (0, 1))
+        return {"": Position("waiting for Ray")}
     ended = sum(node.ended for node in nodes)
-    text = f"{ended:,}/{len(nodes):,} nodes done, {done:,}/{wanted:,} shards"
-    text += f", {format_bytes(sum(node.received for node in nodes))}"
-    running = [node.name for node in nodes if not node.ended and shards[node.name][1]]
-    if running:
-        last = min(running, key=lambda name: shards[name][0] / shards[name][1])
-        text += f", slowest {last} {shards[last][0]:,}/{shards[last][1]:,}"
-    return Position(text, done, wanted or None)
+    done = sum(len(node.results) for node in nodes)
+    plans = [node.plan for node in nodes if node.plan is not None]
+    shards, size = (sum(len(p.shards) for p in plans), sum(p.fetch_bytes for p in plans))
+    text = f"{ended:,}/{len(nodes):,} nodes done, {done:,}/{shards:,} shards"
+    return {"": Position(text, sum(node.received for node in nodes), size)}
 
 
-# -- what is said of a prewarm ---------------------------------------------------
+# -- texts ---------------------------------------------------------------------
 
 
 def _end_text(report: PrewarmReport, options: Mapping[str, Any]) -> str:
-    """As `PrewarmReport` says it, or ``1,310 of 2,048 shards cached (655.0 GB); 738 missing``."""
+    """The report's own text, or ``1,310 of 2,048 shards cached (655.0 GB); 738 missing``."""
     if not options["check"]:
         return str(report)
     total = len(report.results)
@@ -310,31 +300,29 @@ def _end_text(report: PrewarmReport, options: Mapping[str, Any]) -> str:
     return f"{report.cached:,} of {counted(total, 'shard')} cached ({size}){rest}"
 
 
-def tell_failures(console: Console, report: PrewarmReport, max_failures: int | None) -> None:
+def print_failures(console: Console, report: PrewarmReport, max_failures: int | None) -> None:
     """Print why shards are not cached; on stderr, and also when quiet."""
     for line in _failures(report, everything=console.verbosity > 0):
         console.message("  failed  ", line, "red")
-    if report.failed and max_failures is None and report.stopped is None:
-        console.hint(f"  To accept that many failures, pass --max-failures {report.failed}.")
-    if report.stopped is None or not report.not_started:
-        return
-    if report.stopped is Stopped.REQUESTED:
+    if report.stopped is None:
+        if report.failed and max_failures is None:
+            console.hint(f"  To accept that many failures, pass --max-failures {report.failed}.")
+    elif report.stopped is Stopped.REQUESTED and report.not_started:
         console.hint("What was fetched is kept; run the same command to go on.")
-    elif console.quiet or console.json:
-        why = f"not done because {report.stopped.why}"
-        console.warning(f"{counted(report.not_started, 'shard')} {why}")
+    elif report.not_started and (console.quiet or console.json):
+        shards = counted(report.not_started, "shard")
+        console.warning(f"{shards} not done because {report.stopped.why}")
 
 
 def _failures(report: PrewarmReport, *, everything: bool) -> Iterator[str]:
     """Why shards failed; of many that failed alike only the first, and the others' names."""
-    alike: dict[str, list[tuple[str, str]]] = {}
+    alike = defaultdict[str, list[tuple[str, str]]](list)
     for result in report.results:
         if result.outcome is Outcome.FAILED and result.error is not None:
             text = reason(result.error)
             if isinstance(result.error, OSError) and not isinstance(result.error, ShardCacheError):
                 text = f"the local disk failed: {text}"
-            name = result.url.partition("://")[2]
-            alike.setdefault(text.replace(name, ""), []).append((result.url, text))
+            alike[text.replace(result.url.partition("://")[2], "")].append((result.url, text))
     for group in alike.values():
         shown = group if everything else group[:1]
         for url, text in shown:
@@ -363,12 +351,12 @@ def path_command(invocation: Invocation, url: str, fetch: bool) -> None:
       tar tf "$(shardcache path --fetch s3://lab/train-0000.tar)"
     """
     console, status = invocation.console, FetchStatus()
-    with invocation.cache(looking=not fetch) as cache:
+    with invocation.cache(existing=not fetch) as cache:
         shard = cache.parse(url)
         found = cache.path(url)
         if found is None and fetch:
             name = printable(shard.basename)
-            with Display(console, lambda: Position(name, status.written, status.size, True)):
+            with display(console, lambda: {"": Position(name, status.written, status.size)}):
                 cache.fetch(url, status)
             found = cache.path(url)
     if found is None:

@@ -6,8 +6,10 @@ It needs no scripts and nothing from elsewhere, and is readable on a phone, ligh
 
 from __future__ import annotations
 
+import functools
 import html
 import io
+import math
 import os
 import string
 import time
@@ -20,7 +22,7 @@ import click
 
 from shardcache.cli.main import Invocation, command, since_option
 from shardcache.cli.output import percentage, short_duration
-from shardcache.cli.stats import ROW_TITLES, human, row
+from shardcache.cli.stats import ROW_TITLES, figures, row
 from shardcache.cli.top import TierUse, tier_uses
 from shardcache.clock import utc
 from shardcache.config import __version__, describe
@@ -35,7 +37,6 @@ _INTERVALS = 100
 #: Readable on white and on black. Only what failed is red.
 _COLORS = ("#3b82c4", "#d97706", "#8b5cf6", "#0d9488", "#64748b", "#dc2626")
 _GREY = "#80868e"
-_SOURCES = {"bytes_saved": "cache", "bytes_origin": "origin", "bytes_upstream": "upstreams"}
 
 
 @command("report")
@@ -63,7 +64,7 @@ def report_command(invocation: Invocation, since: float | None, output: Path) ->
     """
     console, settings = invocation.console, describe(invocation.loaded())
     settings = tuple(setting for setting in settings if setting.source != "default")
-    with invocation.cache(looking=True) as cache:
+    with invocation.cache(existing=True) as cache:
         samples, tiers = cache.samples(since), tier_uses(cache)
     total, over_time, ranks = summed(samples), _over_time(samples), by_rank(samples)
     now = sum(tier.bytes for tier in tiers)
@@ -98,22 +99,23 @@ def report_command(invocation: Invocation, since: float | None, output: Path) ->
         read=format_bytes(total.bytes_opened),
         fetched=format_bytes(total.bytes_origin),
         saved=format_bytes(total.bytes_saved),
-        wait=_p99(total),
+        wait=short_duration(total.all_waits.percentile(0.99)),
         evictions=f"{total.evicted:,}",
         errors=f"{total.errors:,}",
         charts=_charts(over_time, cached, tiers),
-        figures=html.escape(human(total)),
-        tiers="".join(f"<p>{html.escape(_tier(tier))}</p>" for tier in tiers),
+        figures=html.escape(figures(total)),
+        tiers="".join(map(_tier, tiers)),
         ranks=_table(("RANK", *ROW_TITLES), ((rank, *row(found)) for rank, found in ranks.items())),
         settings=_table(
             ("option", "value", "set by"), [(s.name, s.value, s.source) for s in settings]
         ),
     )
     size = output.write_bytes(text.encode())
-    console.said(f"wrote {output}, {format_bytes(size)}")
+    console.info(f"wrote {output}, {format_bytes(size)}")
 
 
 def _over_time(samples: Sequence[Sample]) -> dict[float, Stats]:
+    """A sum for each interval, by its start; the finest intervals that fit the page."""
     if not samples:
         return {}
     first = min(sample.start for sample in samples)
@@ -130,9 +132,9 @@ def _over_time(samples: Sequence[Sample]) -> dict[float, Stats]:
 
 
 def _occupied(now: int, sums: Sequence[Stats]) -> list[int]:
-    """Bytes in the cache at the end of each interval, reckoned back from what is there now.
+    """Bytes in the cache at the end of each interval, reckoned back from ``now``.
 
-    What went without being counted (damaged, removed by hand) is missing from what was before.
+    What went without being counted (damaged, removed by hand) is missing in earlier intervals.
     """
     found = [now] * len(sums)
     for number in reversed(range(len(sums) - 1)):
@@ -141,22 +143,15 @@ def _occupied(now: int, sums: Sequence[Stats]) -> list[int]:
     return found
 
 
-# -- the page ------------------------------------------------------------------------------
-
-
-def _p99(found: Stats) -> str:
-    return short_duration(found.all_waits.percentile(0.99))
-
-
 def _local(seconds: float) -> str:
     return f"{datetime.fromtimestamp(seconds).astimezone():%Y-%m-%d %H:%M %Z}"
 
 
 def _tier(tier: TierUse) -> str:
     size = tier.max_size
-    limit = "no limit but free space" if size is None else f"of {format_bytes(size)}"
-    share = f" ({tier.bytes / size:.0%})" if size else ""
-    return f"{tier.dir}: {tier.shards:,} shards, {format_bytes(tier.bytes)} {limit}{share}"
+    limit = f"of {format_bytes(size)} ({tier.bytes / size:.0%})" if size else "no limit"
+    text = f"{tier.dir}: {tier.shards:,} shards, {format_bytes(tier.bytes)} {limit}"
+    return f"<p>{html.escape(text)}</p>"
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -172,25 +167,29 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def _charts(
     over_time: Mapping[float, Stats], cached: Sequence[int], tiers: Sequence[TierUse]
 ) -> str:
-    times, sums = [*over_time], [*over_time.values()]
-    if not times:
+    if not over_time:
         return ""
 
-    def bars(*names: str) -> dict[str, list[float]]:
-        found = {name: [float(getattr(each, name)) for each in sums] for name in names}
-        return {name: values for name, values in found.items() if any(values)}
+    def series(**names: str) -> dict[str, list[float]]:
+        found = {
+            label: [float(getattr(each, name)) for each in over_time.values()]
+            for label, name in names.items()
+        }
+        return {label: values for label, values in found.items() if any(values)}
 
-    rates = [float("nan") if s.hit_rate is None else 100 * s.hit_rate for s in sums]
+    rates = [math.nan if s.hit_rate is None else 100 * s.hit_rate for s in over_time.values()]
     limits = [tier.max_size or 0 for tier in tiers]
     limit = float(sum(limits)) if all(limits) else 0.0
-    sources = bars("bytes_saved", "bytes_origin", "bytes_upstream")
-    sources = {_SOURCES[name]: values for name, values in sources.items()}
+    sources = series(cache="bytes_saved", origin="bytes_origin", upstreams="bytes_upstream")
+    outcomes = series(**{name: name for name in OUTCOMES})
+    evicted = series(evicted="bytes_evicted")
+    chart = functools.partial(_chart, [*over_time])
     charts = {
-        "Hit rate": _chart(times, {"hits": rates}, "%", limit=100.0),
-        "Opens": _chart(times, bars(*OUTCOMES), "", stacked=True),
-        "Where bytes came from": _chart(times, sources, "B", stacked=True),
-        "Bytes in the cache": _chart(times, {"cached": cached}, "B", limit=limit),
-        "Bytes evicted": _chart(times, bars("bytes_evicted"), "B", stacked=True),
+        "Hit rate": chart({"hits": rates}, "%", limit=100.0),
+        "Opens": chart(outcomes, "", stacked=True),
+        "Where bytes came from": chart(sources, "B", stacked=True),
+        "Bytes in the cache": chart({"cached": cached}, "B", limit=limit),
+        "Bytes evicted": chart(evicted, "B", stacked=True),
     }
     return "\n".join(f"<h2>{title}</h2>{drawn}" for title, drawn in charts.items() if drawn)
 
@@ -232,9 +231,8 @@ def _chart(
     if limit and limit <= 2 * axes.get_ylim()[1]:
         axes.axhline(limit, color=_GREY, linestyle=":", linewidth=1)
     axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(
-        ticker.PercentFormatter(decimals=0) if unit == "%" else ticker.EngFormatter(unit=unit)
-    )
+    percent, plain = ticker.PercentFormatter(decimals=0), ticker.EngFormatter(unit=unit)
+    axes.yaxis.set_major_formatter(percent if unit == "%" else plain)
     axes.yaxis.set_major_locator(ticker.MaxNLocator(5, integer=unit != "%"))
     zone = datetime.now().astimezone().tzinfo
     locator = dates.AutoDateLocator(tz=zone)

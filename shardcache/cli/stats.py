@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import click
 
-from shardcache.cli.main import Invocation, command, since_option
+from shardcache.cli.main import Invocation, command, flag, since_option
 from shardcache.cli.output import Console, counted, percentage, short_date, short_duration
 from shardcache.clock import utc
 from shardcache.stats import database
 from shardcache.stats.database import Sample
 from shardcache.stats.prometheus import exposition
-from shardcache.stats.summary import (
-    OUTCOMES,
-    Stats,
-    Waits,
-    by_hour,
-    by_rank,
-    rank_records,
-    summed,
-)
+from shardcache.stats.summary import OUTCOMES, Stats, Waits, by_hour, by_rank, rank_records, summed
 from shardcache.units import format_bytes
 
-#: Shown even where there were none.
+#: Shown even if there were none.
 _ALWAYS = ("hits", "coalesced", "misses")
 ROW_TITLES = ("OPENS", "HITS", "HIT RATE", "MISSES", "BYPASSED", "FETCHED", "SAVED", "WAIT P99")
 _WAITS = {"disk": "for the disk", "lock": "for others", "network": "for the network"}
@@ -39,15 +30,15 @@ _WAITS = {"disk": "for the disk", "lock": "for others", "network": "for the netw
     type=click.Choice(["prometheus"]),
     help="Print for the textfile collector of Prometheus' node exporter.",
 )
-@click.option("--zero", is_flag=True, help="Begin to count anew.")
+@flag("--zero", help="Begin to count anew.")
 def stats_command(
     invocation: Invocation, since: float | None, by: str | None, form: str | None, zero: bool
 ) -> None:
     """Show hits, bytes and waits of all processes of this node.
 
-    A hit was there; a coalesced open waited for a fetch that somebody else had begun; a miss
-    was fetched; a bypass was streamed and not stored. Minutes are kept for two hours, hours for
-    30 days.
+    A hit found the shard; a coalesced open waited for a fetch that somebody else had begun; a
+    miss was fetched; a bypass was streamed and not stored. Minutes are kept for two hours, hours
+    for 30 days.
 
     \b
     Examples:
@@ -62,24 +53,24 @@ def stats_command(
         raise click.UsageError("--zero goes with nothing else.")
     if form and (since is not None or by or console.json):
         raise click.UsageError("--format prometheus prints everything; Prometheus selects.")
-    with invocation.cache(looking=True) as cache:
+    with invocation.cache(existing=True) as cache:
         if zero:
             process = cache.processes.here()
             process.counters.flush()
             database.zero(process.namespaces.node)
             console.object("stats", zeroed=True)
-            console.said("counting anew")
+            console.info("counting anew")
         elif form:
             console.data(exposition(summed(cache.samples(ever=True)), str(cache.dir)).rstrip())
         elif by is not None:
-            _show_rows(console, cache.samples(since), by)
+            _print_rows(console, cache.samples(since), by)
         else:
             found = cache.stats(since)
             console.object("stats", found)
-            console.data(human(found))
+            console.data(figures(found))
 
 
-def human(found: Stats) -> str:
+def figures(found: Stats) -> str:
     """All figures as lines."""
     if not found.opens and not found.fetches:
         return "Nothing was counted."
@@ -112,7 +103,7 @@ def human(found: Stats) -> str:
 
 
 def _each(found: Stats, prefix: str, form: str) -> list[str]:
-    """The counters whose names begin so and that counted something, by what follows."""
+    """The counters above 0 whose names begin with ``prefix``, by the rest of the name."""
     names = [name for name, n in found.counters.items() if n and name.startswith(prefix)]
     return [form.format(name.removeprefix(prefix), found.counters[name]) for name in names]
 
@@ -122,15 +113,15 @@ def _percentiles(waits: Waits) -> str:
     return f"p50 {short_duration(p50)}  p99 {short_duration(p99)}" if waits.count else "none"
 
 
-def _show_rows(console: Console, samples: Sequence[Sample], by: str) -> None:
+def _print_rows(console: Console, samples: Sequence[Sample], by: str) -> None:
     total = summed(samples)
     if by == "rank":
         groups = by_rank(samples)
         records = rank_records(groups)
     else:
-        hours, now = by_hour(samples), time.time()
-        records = [{"hour": utc(hour), **found.as_dict()} for hour, found in hours.items()]
-        groups = {short_date(hour, now): found for hour, found in hours.items()}
+        hours = {utc(hour): found for hour, found in by_hour(samples).items()}
+        records = [{"hour": hour, **found.as_dict()} for hour, found in hours.items()]
+        groups = {short_date(hour): found for hour, found in hours.items()}
     console.object("stats", {f"{by}s": records, "summary": total})
     rows = ((name, *row(found)) for name, found in groups.items())
     console.table([by.upper(), *ROW_TITLES], rows, ROW_TITLES)
@@ -139,8 +130,13 @@ def _show_rows(console: Console, samples: Sequence[Sample], by: str) -> None:
 
 def row(found: Stats) -> tuple[str, ...]:
     """The cells under `ROW_TITLES`."""
-    counts = (f"{n:,}" for n in (found.misses, found.bypassed))
-    sizes = map(format_bytes, (found.bytes_origin, found.bytes_saved))
-    wait = short_duration(found.all_waits.percentile(0.99))
-    rate = percentage(found.hit_rate, 2)
-    return f"{found.opens:,}", f"{found.hits:,}", rate, *counts, *sizes, wait
+    return (
+        f"{found.opens:,}",
+        f"{found.hits:,}",
+        percentage(found.hit_rate, 2),
+        f"{found.misses:,}",
+        f"{found.bypassed:,}",
+        format_bytes(found.bytes_origin),
+        format_bytes(found.bytes_saved),
+        short_duration(found.all_waits.percentile(0.99)),
+    )

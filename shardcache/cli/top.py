@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -34,18 +34,16 @@ from shardcache.space.eviction import linked
 from shardcache.space.memory import Volume
 from shardcache.stats.database import Sample
 from shardcache.stats.summary import Stats, by_rank, rank_records, summed
-from shardcache.store.partial import Progress, read_progress
-from shardcache.store.store import Store
+from shardcache.store.partial import read_progress
 from shardcache.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-#: Seconds over which rates are taken, if so much is known.
+#: Seconds over which rates are taken: processes write their counters once a second.
 _SMOOTH = 5.0
-#: Seconds of statistics that a look reads: what a process writes may be a minute old.
+#: Seconds of statistics that are read each time: the last minutes of every process are in them.
 _WINDOW = 3600.0
-
 _GAUGE = 24
 #: Rows of each kind that a screen has room for.
 _MOST = 12
@@ -64,12 +62,12 @@ class TierUse:
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What one look at the cache found."""
+    """The cache at one moment, and what was counted since an earlier one."""
 
     at: datetime
-    seconds: float | None  #: over which rates are taken; None on the first look
+    seconds: float | None  #: over which rates are taken; None at first
     processes: int  #: that use the cache
-    total: Stats  #: what was counted meanwhile
+    total: Stats  #: what was counted in these seconds
     by_rank: Mapping[str, Stats]
     fetches: Sequence[Row]  #: `partials` in flight with ``bytes_per_second``, the furthest first
     tiers: Sequence[TierUse]
@@ -86,30 +84,29 @@ class Activity:
 
 
 class Watcher:
-    """Looks at a cache now and then; rates are what changed between two looks."""
+    """Looks at a cache now and then; rates are what changed meanwhile."""
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
-        self._looks: deque[tuple[float, dict[Any, Sample]]] = deque()
+        self._samples: deque[tuple[float, dict[Any, Sample]]] = deque()
         self._written: dict[str, int] = {}
 
     def look(self) -> Activity:
-        """What goes on now."""
-        now, looks = clock.monotonic(), self._looks
-        last = looks[-1][0] if looks else now
+        """The cache at this moment."""
+        now, kept = clock.monotonic(), self._samples
+        last = kept[-1][0] if kept else now
         samples = self._cache.samples(_WINDOW)
-        looks.append((now, {(each.start, each.rank, each.job): each for each in samples}))
-        # Processes write once a second: over a shorter time rates would jump.
-        while len(looks) > 2 and now - looks[1][0] >= _SMOOTH:
-            looks.popleft()
-        (began, before), (_, after) = looks[0], looks[-1]
+        kept.append((now, {(each.start, each.rank, each.job): each for each in samples}))
+        while len(kept) > 2 and now - kept[1][0] >= _SMOOTH:
+            kept.popleft()
+        (began, before), (_, after) = kept[0], kept[-1]
         changed = [
             replace(each, counters=each.counters - before[key].counters) if key in before else each
             for key, each in after.items()
         ]
         return Activity(
             at=utc(clock.time()),
-            seconds=max(1e-3, now - began) if len(looks) > 1 else None,
+            seconds=max(1e-3, now - began) if len(kept) > 1 else None,
             processes=len(live_sessions(self._cache.processes.here().namespaces.node)),
             total=summed(changed),
             by_rank={rank: each for rank, each in by_rank(changed).items() if each.opens},
@@ -133,8 +130,12 @@ class Watcher:
         found = []
         for store in stores:
             for wait in live_waits(store.layout):
-                holder = read_holder(store.layout.holder(wait.key))
-                progress = _progress(holder, stores)
+                holder, progress = read_holder(store.layout.holder(wait.key)), None
+                name = holder.partial if holder else None
+                if name is not None and parse_partial_name(name) is not None:
+                    # In whichever tier it grows.
+                    grows = (read_progress(each.layout.partial / name) for each in stores)
+                    progress = next(filter(None, grows), None)
                 row = {
                     "url": wait.url,
                     **_process(wait.waiter),
@@ -152,23 +153,15 @@ def _process(holder: Holder) -> Row:
     return {"pid": holder.pid, "host": holder.host, "rank": holder.rank, "job": holder.job}
 
 
-def _progress(holder: Holder | None, stores: Sequence[Store]) -> Progress | None:
-    """How far a holder is, in whichever tier its partial grows."""
-    name = holder.partial if holder else None
-    if name is None or parse_partial_name(name) is None:
-        return None
-    return next(filter(None, (read_progress(each.layout.partial / name) for each in stores)), None)
-
-
 def tier_uses(cache: Cache) -> list[TierUse]:
     """How full each tier is."""
     entries, found = list(cache.entries()), []
     for number, config in enumerate(cache.config.by_tier(), 1):
-        place = os.fspath(config.dir)
-        files = linked(entry for entry in entries if entry.directory.startswith(f"{place}/"))
+        root = os.fspath(config.dir)
+        files = linked(entry for entry in entries if entry.directory.startswith(f"{root}/"))
         limit = Volume.of(config.dir).budget(config) if config.dir.is_dir() else None
         used = sum(links[0].size for links in files)
-        found.append(TierUse(number, place, len(files), used, limit))
+        found.append(TierUse(number, root, len(files), used, limit))
     return found
 
 
@@ -198,37 +191,36 @@ def top_command(invocation: Invocation, interval: float, count: int | None) -> N
       shardcache top --json --count 360 --interval 10 > watch.jsonl
     """
     console = invocation.console
-    if console.json:
-        count = count or 1
-    with invocation.cache(looking=True) as cache:
+    count = count or (1 if console.json else None)
+    with invocation.cache(existing=True) as cache:
         title = f"shardcache top  {printable(str(cache.dir))}"
-        looks = _looks(Watcher(cache), interval, count)
+        activities = _watch(Watcher(cache), interval, count)
         if console.live and not console.json:
-            _draw(console, looks, title)
+            _draw(console, activities, title)
             return
-        for activity in looks:
+        for activity in activities:
             console.object("top", activity)
             console.render(frame(activity, title))
             console.data("")
 
 
-def _looks(watcher: Watcher, interval: float, count: int | None) -> Iterator[Activity]:
+def _watch(watcher: Watcher, interval: float, count: int | None) -> Iterator[Activity]:
     watcher.look()  # rates are of what changes from now on
     for _ in itertools.count() if count is None else range(count):
         time.sleep(interval)
         yield watcher.look()
 
 
-def _draw(console: Console, looks: Iterator[Activity], title: str) -> None:
-    """Redraw each look on a screen of its own; the last one stays."""
+def _draw(console: Console, activities: Iterator[Activity], title: str) -> None:
+    """Redraw on a screen of its own; the last state stays."""
     from rich.live import Live
-    from rich.text import Text
 
-    shown: RenderableType = Text(f"{title}  looking ...")
-    terminal = console.terminal(sys.stdout)
+    shown: RenderableType = f"{title}  ..."
     try:
-        with Live(shown, console=terminal, screen=True, auto_refresh=False) as live:
-            for activity in looks:
+        with Live(
+            shown, console=console.terminal(sys.stdout), screen=True, auto_refresh=False
+        ) as live:
+            for activity in activities:
                 shown = frame(activity, title)
                 live.update(shown, refresh=True)
     finally:
@@ -236,47 +228,65 @@ def _draw(console: Console, looks: Iterator[Activity], title: str) -> None:
 
 
 def frame(activity: Activity, title: str) -> RenderableType:
-    """One look, as people read it."""
+    """An activity for people."""
     from rich.console import Group
     from rich.text import Text
 
-    processes = counted(activity.processes, "process", "processes")
-    lines = [f"{title}  {activity.at.astimezone():%H:%M:%S}  {processes}", ""]
-    lines += [*_rates(activity), "", *map(_gauge, activity.tiers), ""]
-    parts: list[RenderableType] = [Text("\n".join(lines), no_wrap=True, overflow="ellipsis")]
-    if len(activity.by_rank) > 1:
-        titles = ["RANK", "OPENS/s", "HITS", "FETCHED/s", "WAIT P99"]
-        seconds = activity.seconds or 1.0
-        rows = (_rank(rank, found, seconds) for rank, found in activity.by_rank.items())
-        parts.append(_table(titles, rows, titles))
-    parts.append(Text(f"{counted(len(activity.fetches), 'fetch', 'fetches')} in flight"))
-    if activity.fetches:
-        titles = ["SHARD", "DONE", "RATE", "WHO"]
-        parts.append(_table(titles, map(_fetch, activity.fetches), ["DONE", "RATE"]))
-    if activity.waits:
-        titles = ["WAITS", "WHO", "FOR WHOM", "SINCE", "HOW FAR"]
-        parts.append(_table(titles, map(_waiting, activity.waits), ["SINCE", "HOW FAR"]))
-    return Group(*parts)
-
-
-def _table(titles: list[str], rows: Iterable[list[str]], right: list[str]) -> RenderableType:
-    every = list(rows)
-    more = [[f"... and {len(every) - _MOST:,} more"]] if len(every) > _MOST else []
-    return text_table(titles, every[:_MOST] + more, right)
-
-
-def _rates(activity: Activity) -> list[str]:
-    total = activity.total
-    opens = total.opens / activity.seconds if activity.seconds else 0.0
+    total, seconds = activity.total, activity.seconds or 1.0
     others = [f"{name} {activity.rate(name):,.1f}/s" for name in ("misses", "bypassed", "failed")]
     fetched, evicted = (format_rate(activity.rate(f"bytes_{n}")) for n in ("origin", "evicted"))
-    return [
-        f"opens     {opens:>10,.1f}/s    hits {percentage(total.hit_rate):>6}    "
+    lines = [
+        f"{title}  {activity.at.astimezone():%H:%M:%S}  "
+        f"{counted(activity.processes, 'process', 'processes')}",
+        "",
+        f"opens     {total.opens / seconds:>10,.1f}/s    hits {percentage(total.hit_rate):>6}    "
         f"wait p99 {_p99(total)}",
         f"coalesced {activity.rate('coalesced'):>10,.1f}/s    {'    '.join(others)}",
         f"read      {format_rate(activity.rate('bytes_opened')):>12}    fetched {fetched}    "
         f"evicted {evicted}",
+        "",
+        *map(_gauge, activity.tiers),
+        "",
     ]
+    parts: list[RenderableType] = [Text("\n".join(lines), no_wrap=True, overflow="ellipsis")]
+    if len(activity.by_rank) > 1:
+        titles = ["RANK", "OPENS/s", "HITS", "FETCHED/s", "WAIT P99"]
+        rows = [
+            [
+                rank,
+                f"{found.opens / seconds:,.1f}",
+                percentage(found.hit_rate),
+                format_rate(found.bytes_origin / seconds),
+                _p99(found),
+            ]
+            for rank, found in activity.by_rank.items()
+        ]
+        parts.append(text_table(titles, _first(rows), titles))
+    parts.append(Text(f"{counted(len(activity.fetches), 'fetch', 'fetches')} in flight"))
+    if activity.fetches:
+        rows = []
+        for row in activity.fetches:
+            rate = row["bytes_per_second"]
+            speed = "" if rate is None else format_rate(rate)
+            rows.append([row["url"], _share(row), speed, _name(row)])
+        parts.append(text_table(["SHARD", "DONE", "RATE", "WHO"], _first(rows), ["DONE", "RATE"]))
+    if activity.waits:
+        titles = ["WAITS", "WHO", "FOR WHOM", "SINCE", "HOW FAR"]
+        rows = []
+        for row in activity.waits:
+            holder = row["holder"]
+            whom = "?" if holder is None else _name(holder)
+            if holder is not None and holder["host"] != row["host"]:
+                whom += f" on {holder['host']}"
+            since = short_duration(row["seconds"])
+            rows.append([row["url"], _name(row), whom, since, _share(row)])
+        parts.append(text_table(titles, _first(rows), ["SINCE", "HOW FAR"]))
+    return Group(*parts)
+
+
+def _first(rows: list[list[str]]) -> list[list[str]]:
+    more = len(rows) - _MOST
+    return [*rows[:_MOST], [f"... and {more:,} more"]] if more > 0 else rows
 
 
 def _gauge(tier: TierUse) -> str:
@@ -290,30 +300,12 @@ def _gauge(tier: TierUse) -> str:
     return f"{name}  [{bar}] {share:4.0%}  {used} of {format_bytes(tier.max_size)}"
 
 
-def _rank(rank: str, found: Stats, seconds: float) -> list[str]:
-    opens, fetched = f"{found.opens / seconds:,.1f}", format_rate(found.bytes_origin / seconds)
-    return [rank, opens, percentage(found.hit_rate), fetched, _p99(found)]
-
-
-def _fetch(row: Row) -> list[str]:
-    rate = row["bytes_per_second"]
-    return [row["url"], _share(row), "" if rate is None else format_rate(rate), _who(row)]
-
-
-def _waiting(row: Row) -> list[str]:
-    holder = row["holder"]
-    whom = "?" if holder is None else _who(holder)
-    if holder is not None and holder["host"] != row["host"]:
-        whom += f" on {holder['host']}"
-    return [row["url"], _who(row), whom, short_duration(row["seconds"]), _share(row)]
-
-
 def _share(row: Row) -> str:
     written, size = row["written_bytes"], row["size"]
     return "?" if written is None or not size else f"{written / size:.0%}"
 
 
-def _who(row: Row) -> str:
+def _name(row: Row) -> str:
     rank = "" if row["rank"] is None else f"rank {row['rank']}, "
     return "" if row["pid"] is None else f"{rank}pid {row['pid']}"
 

@@ -13,7 +13,7 @@ import click
 from shardcache.cli.entries import matches_glob
 from shardcache.cli.main import SIZE, ExitCode, Invocation, command, dry_run_option, flag
 from shardcache.cli.output import Console, counted, printable
-from shardcache.cli.progress import Display, of_shards
+from shardcache.cli.progress import display, of_shards
 from shardcache.store.verify import Finding, State, VerifyStatus
 from shardcache.units import Limit, format_bytes, format_duration
 
@@ -47,8 +47,8 @@ def verify_command(
 
     Every shard is read, and compared with what was fetched. GLOB is matched against
     whole URLs, or against the last part of them if it has no slash. With --remote the
-    origin is asked once per shard. What --repair sets aside is fetched anew by its next
-    reader; who reads it now reads on, and `clean` removes it. Jobs may run meanwhile.
+    origin is asked once per shard. A shard that --repair sets aside is fetched anew by its
+    next reader; whoever reads it now reads on, and `clean` removes it. Jobs may run meanwhile.
 
     Exit code 4 if anything is damaged, or with --remote has changed or is gone; 3 if
     nothing is, but something could not be checked.
@@ -68,7 +68,7 @@ def verify_command(
     console = invocation.console
     counts = dict.fromkeys(State, 0)
     wrong: list[Finding] = []
-    size, begun, status = 0, time.monotonic(), VerifyStatus()
+    size, began, status = 0, time.monotonic(), VerifyStatus()
     with invocation.cache() as cache, invocation.graceful():
         if not cache.dir.exists() or not any(cache.dir.iterdir()):
             console.hint(f"Nothing was cached in {cache.dir} yet.")
@@ -82,11 +82,11 @@ def verify_command(
                 status=status,
                 stop=invocation.stop,
             )
-            display = Display(
+            shown = display(
                 console,
                 lambda: of_shards(status.done, status.shards, status.passed, status.bytes),
             )
-            with contextlib.closing(findings), display:
+            with contextlib.closing(findings), shown:
                 for finding in findings:
                     counts[finding.state] += 1
                     size += 0 if finding.state is State.UNCHECKED else finding.entry.size
@@ -97,7 +97,7 @@ def verify_command(
         "interrupted": invocation.stop.is_set(),
         "verified": sum(counts.values()) - counts[State.UNCHECKED],
         "verified_bytes": size,
-        "seconds": round(time.monotonic() - begun, 3),
+        "seconds": round(time.monotonic() - began, 3),
         **{state.value: count for state, count in counts.items()},
         "set_aside": sum(finding.set_aside for finding in wrong),
     }
@@ -106,7 +106,7 @@ def verify_command(
     notes = [f"{n:,} {_TEXTS[state]}" for state, n in counts.items() if n and state in _TEXTS]
     if counts[State.DAMAGED] and repair:
         notes[0] += ", to be set aside" if dry_run else f", {summary['set_aside']:,} set aside"
-    console.said(
+    console.info(
         f"{'interrupted: ' if invocation.stop.is_set() else ''}{done} "
         f"{counted(summary['verified'], 'shard')}, {format_bytes(size)} in "
         f"{format_duration(summary['seconds'])}: {', '.join(notes) or 'nothing is wrong'}"

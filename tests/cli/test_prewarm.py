@@ -14,8 +14,8 @@ import pytest
 
 from shardcache.cache import Cache
 from shardcache.cli.output import Console
-from shardcache.cli.prewarm import tell_failures
-from shardcache.cli.progress import Progress
+from shardcache.cli.prewarm import print_failures
+from shardcache.cli.progress import PrewarmProgress
 from shardcache.errors import AccessDeniedError, ShardNotFoundError
 from shardcache.fetch.status import FetchStatus
 from shardcache.results import (
@@ -161,42 +161,27 @@ def make_plan(count, *, sizes=None, cached=0, **more):
     return PrewarmPlan(wanted, have, known, **fields)
 
 
-def followed(plan, now=lambda: 0.0):
-    progress = Progress(Console(no_progress=True), now)
-    progress(Planned(plan))
-    return progress
-
-
 def test_progress_follows_events_and_running_fetches():
-    seconds = iter(range(99))
-    plan = make_plan(14, cached=1)
-    progress = followed(plan, lambda: float(next(seconds)))
+    plan, progress = make_plan(14, cached=1), PrewarmProgress()
+    progress(Planned(plan))
     for number, shard in enumerate(plan.shards[:12]):
         status = FetchStatus(size=1000 if number else None, written=500)
         status.retries = 2 if number == 3 else 0
         progress(Started(shard, status))
-    lines = progress.display.lines()
-    assert len(lines) == 9 and "0 of 1 cached ones checked" in lines[0]
-    assert lines[1] == "x-0.tar  waiting" and lines[4].startswith("50%, x-3.tar  retry 2, ")
+    whole, *parts = progress.positions().values()
+    assert len(parts) == 8 and (whole.done, whole.total) == (6000, 13_000)
+    assert parts[0].text == "x-0.tar  waiting" and parts[3].text == "x-3.tar  retry 2"
     progress(Finished(plan.shards[0], ShardResult("u", Outcome.CACHED, 100)))
-    for shard in plan.shards[1:12]:
+    for shard in plan.shards[1:11]:
         progress(Finished(shard, ShardResult("u", Outcome.FETCHED, 1000, received=1000)))
+    progress(Finished(plan.shards[11], ShardResult("u", Outcome.FAILED, 1000)))
     progress(Stopping(Stopped.DEADLINE))
-    (whole,) = progress.display.lines()
-    assert whole.startswith("85%, 11/13 shards, 11.0 KB of 13.0 KB, stopping, ")
-
-
-def test_unknown_sizes_are_supposed_to_be_like_the_known_ones():
-    wanted = shards(4)
-    progress = followed(make_plan(4, sizes={s.key: 1000 for s in wanted[:2]}))
-    assert "about 4.0 KB" in progress.display.lines()[0]
-    progress(Finished(wanted[3], ShardResult("u", Outcome.FETCHED, 4000)))
-    line = progress.display.lines()[0]
-    assert line.startswith("50%, 1/4 shards, 4.0 KB of about 8.0 KB, ")
-    progress(Finished(wanted[2], ShardResult("u", Outcome.FAILED)))
-    assert "2/4 shards, 4.0 KB of 6.0 KB, 1 failed" in progress.display.lines()[0]
-    (line,) = followed(make_plan(3, sizes={})).display.lines()
-    assert line == "0%, 0/3 shards, 0 B, 0 B/s, ETA -:--:--"
+    (whole,) = progress.positions().values()
+    assert whole.text == "11/13 shards, 11.0 KB of 13.0 KB, 1 failed, stopping"
+    unknown = PrewarmProgress()
+    unknown(Planned(make_plan(3, sizes={})))
+    (whole,) = unknown.positions().values()
+    assert (whole.text, whole.total) == ("0/3 shards, 0 B", None)
 
 
 # -- what is said of a prewarm -------------------------------------------------
@@ -254,7 +239,7 @@ def failures(count, stopped=None):
 
 
 def test_one_reason_is_told_once(capsys):
-    tell_failures(Console(), failures(9), None)
+    print_failures(Console(), failures(9), None)
     lines = capsys.readouterr().err.splitlines()
     assert lines == [
         "  failed  s3://b/x-0.tar: denied (403)",
@@ -263,5 +248,5 @@ def test_one_reason_is_told_once(capsys):
         "  failed  s3://b/x-91.tar: the local disk failed: No space left on device",
         "  To accept that many failures, pass --max-failures 11.",
     ]
-    tell_failures(Console(verbosity=1), failures(9), 3)
+    print_failures(Console(verbosity=1), failures(9), 3)
     assert len(capsys.readouterr().err.splitlines()) == 11

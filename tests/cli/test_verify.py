@@ -164,7 +164,7 @@ def test_findings_are_printed_above_the_bar_and_the_bar_is_gone_at_the_end(silen
     with Screen(
         "verify", "--remote", directory=tmp_path / "cache", environment=environment
     ) as screen:
-        screen.read(until=r"━.*0/4 shards.*/s.*ETA")
+        screen.read(until=r"━.*0/4 shards.*ETA")
         silent.close()
         text = screen.read()
     assert re.search(r"\x1b\[2Kunreachable ", text)

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from shardcache.errors import BarrierTimeoutError, InTheWayError, OnceError, WaitTimeoutError
 from shardcache.sync.barrier import barrier
-from shardcache.sync.job import rank, world_size
-from shardcache.sync.once import Once, once
+from shardcache.sync.board import rank, world_size
+from shardcache.sync.once import once
 from shardcache.sync.paths import atomic_write, makedirs, wait_for
 
-__all__ = ["BarrierTimeoutError", "InTheWayError", "Once", "OnceError", "WaitTimeoutError"]
+__all__ = ["BarrierTimeoutError", "InTheWayError", "OnceError", "WaitTimeoutError"]
 __all__ += ["atomic_write", "barrier", "makedirs", "once", "rank", "wait_for", "world_size"]

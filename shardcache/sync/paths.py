@@ -1,8 +1,8 @@
-"""Directories that are visible when the call returns, waiting for what others make, whole files.
+"""Directories that are visible when the call returns, waiting for paths, whole files.
 
 A client of a network filesystem remembers for a while that a name was absent (3 to 60 s on NFS:
 acdirmin and acdirmax of nfs(5)), so `os.path.exists` says no long after another node has made it,
-and ``mkdir`` says EEXIST of what ``stat`` cannot see. `look` asks the server again.
+and ``mkdir`` says EEXIST of a name that ``stat`` cannot see. `find` asks the server again.
 """
 
 from __future__ import annotations
@@ -10,87 +10,74 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import math
 import os
 import random
 import secrets
 import stat
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, Literal, TypedDict, TypeVar, Unpack, overload
+from typing import IO, Any, Literal, overload
 
 from shardcache import clock
-from shardcache.errors import ConfigError, InTheWayError, WaitTimeoutError
+from shardcache.errors import InTheWayError, WaitTimeoutError
 from shardcache.files import sync_directory
-from shardcache.locks.mounts import mount_of
 from shardcache.units import format_duration, parse_choice, parse_duration
 
 logger = logging.getLogger(__name__)
 
 PathLike = str | os.PathLike[str]
-T = TypeVar("T")
 
 #: Seconds where the caller states none: what torch.distributed gives its collectives.
 DEFAULT_TIMEOUT = 1800.0
 #: Seconds for which the filesystem may contradict itself: twice the longest for which an NFS
 #: client remembers an absent name by default (acdirmax=60, nfs(5)).
 _MKDIR_TIMEOUT = 120.0
-#: What says that a name is absent; ESTALE is what NFS says of a directory that is gone.
+#: What says that a name is absent; ESTALE is what NFS says of a directory that was removed.
 ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
-#: What filesystems say that cannot fsync a directory; their names are as safe as they get.
-_NO_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EACCES})
 
 
-class Wait:
-    """The looks of one wait: pauses that grow, a warning every ten seconds, an end.
+def waiting(timeout: float | str | None, what: Callable[[], str]) -> Iterator[float]:
+    """Sleep, and yield the seconds waited so far, again and again.
 
-    A thousand ranks that look every 10 ms would be too much for a file server with other work, so
-    pauses grow up to ``longest`` seconds. ``what`` says for the warnings what is waited for.
+    A thousand ranks that ask every 10 ms would be too much for a file server with other work, so
+    the pauses grow up to a second. A warning every ten seconds says ``what`` is waited for; so does
+    the `WaitTimeoutError` that is raised when ``timeout`` has passed.
     """
+    limit = math.inf if timeout is None else parse_duration(timeout)
 
-    def __init__(
-        self, timeout: float | str | None, what: Callable[[], str], longest: float = 1.0
-    ) -> None:
-        self._timeout = None if timeout is None else parse_duration(timeout)
-        self._what = what
-        self._longest = longest
-        self._began = clock.monotonic()
-
-    @property
-    def waited(self) -> float:
-        """Seconds since the wait began."""
-        return clock.monotonic() - self._began
-
-    def __str__(self) -> str:
-        return format_duration(self.waited)
-
-    def __iter__(self) -> Iterator[None]:
-        pause, announced = 0.01, 0.0
-        yield
-        while self._timeout is None or (left := self._timeout - self.waited) > 0:
-            if self.waited - announced >= 10.0:
-                announced = self.waited
-                logger.warning("after %s: waiting %s", self, self._what())
+    def steps() -> Iterator[float]:
+        began, pause, warned = clock.monotonic(), 0.01, 0.0
+        while (waited := clock.monotonic() - began) < limit:
+            if waited - warned >= 10.0:
+                warned = waited
+                logger.warning("after %s: waiting %s", format_duration(waited), what())
             # Jitter: ranks that begin together would ask together for ever.
-            seconds = pause * random.uniform(0.5, 1.0)  # noqa: S311
-            clock.sleep(seconds if self._timeout is None else min(seconds, left))
-            pause = min(pause * 1.5, self._longest)
-            yield
+            clock.sleep(min(pause * random.uniform(0.5, 1.0), limit - waited))  # noqa: S311
+            pause = min(pause * 1.5, 1.0)
+            yield clock.monotonic() - began
+        raise WaitTimeoutError(
+            f"Waited {format_duration(waited)} {what()}. Look at what the others do, or give them "
+            "more time with timeout.",
+            waited=waited,
+        )
+
+    return steps()
 
 
-def look(path: PathLike) -> os.stat_result | None:
-    """Say what is at a path now, links followed; None if nothing is.
+def find(path: PathLike) -> os.stat_result | None:
+    """Stat a path, links followed, as the server has it now; None if it does not exist.
 
     Raises:
-        OSError: it cannot be told: no permission, a failing disk.
+        OSError: no permission, a failing disk.
     """
-    for is_known in (False, True):
+    for is_second_try in (False, True):
         try:
             return os.stat(path)  # noqa: PTH116 - no Path needed
         except OSError as exn:
             if exn.errno not in ABSENT:
                 raise
-        if not is_known:
+        if not is_second_try:
             _revalidate(os.fspath(path))
     return None
 
@@ -104,12 +91,11 @@ def _revalidate(path: str) -> None:
     absence does not count (FUSE: ``fuse_dentry_revalidate``).
     """
     parent = os.path.dirname(path) or "."  # noqa: PTH120
-    if parent == path or look(parent) is None:
+    if parent == path or find(parent) is None:
         return
     try:
         os.close(os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-        if sys.platform == "linux":  # elsewhere directories may be linked
-            os.link("/proc/.", path)
+        os.link("/proc/.", path)
     except OSError as exn:  # EEXIST, EXDEV or EPERM as a rule
         logger.debug("%s: looked up again: %s", path, exn)
 
@@ -128,29 +114,22 @@ def makedirs(
         The absolute path.
 
     Raises:
-        InTheWayError: something else than a directory is in the way; nothing is removed.
+        InTheWayError: a file or a dangling link is in the way; nothing is removed.
         WaitTimeoutError: it was made and cannot be seen.
         OSError: it cannot be made: no permission, no space, read-only.
     """
     target = Path(path).absolute()
-    wait = Wait(timeout, lambda: f"to see {target}, which was made", longest=0.25)
-    for _ in wait:
-        if _make(target, mode):
-            return target
-    raise WaitTimeoutError(
-        f"{target} was made and could not be seen for {wait}: {_describe(target)}. "
-        "Check that no other process removes it, and the caching options of the mount "
-        "(lookupcache, acdirmax of nfs(5)).",
-        path=str(target),
-        waited=wait.waited,
-    )
+    mount = "caching options of its mount: lookupcache and acdirmax of nfs(5)"
+    polls = waiting(timeout, lambda: f"to see {target}, which was made ({mount})")
+    while not _make(target, mode):
+        next(polls)
+    return target
 
 
 def _make(path: Path, mode: int) -> bool:
     """Make a directory if need be; whether it can be seen."""
-    found = look(path)
-    dangling = found is None and path.is_symlink()  # absent for stat, and in the way of mkdir
-    if found is None and not dangling:
+    found = find(path)
+    if found is None and not path.is_symlink():
         if not _make(path.parent, 0o777):
             return False
         try:
@@ -158,140 +137,69 @@ def _make(path: Path, mode: int) -> bool:
         except OSError as exn:
             if exn.errno not in (errno.EEXIST, *ABSENT):  # what it says if another node makes it
                 raise
-        found = look(path)
-    if found is None and not dangling:
-        return False
+        if (found := find(path)) is None:
+            return False
     if found is not None and stat.S_ISDIR(found.st_mode):
         return True
-    link = f"{path} is a symbolic link to what does not exist"
+    obstacle = "a file" if found is not None else "a symbolic link to what does not exist"
     raise InTheWayError(
-        f"No directory can be made at {path}: {link if dangling else _describe(path)}. "
+        f"No directory can be made at {path}: it is {obstacle}. "
         "Remove or rename it, or choose another path.",
         path=str(path),
     )
 
 
-class _Options(TypedDict, total=False):
-    timeout: float | str | None
-    by: str | None
-    kind: Literal["any", "file", "directory"]
-    name: str | None
-
-
-@overload
-def wait_for(what: Callable[[], T], **options: Unpack[_Options]) -> T: ...
-@overload
-def wait_for(what: PathLike, **options: Unpack[_Options]) -> Path: ...
 @overload
 def wait_for(
-    what: list[PathLike] | tuple[PathLike, ...], **options: Unpack[_Options]
+    what: PathLike, *, timeout: float | str | None = ..., by: str | None = ...
+) -> Path: ...
+@overload
+def wait_for(
+    what: Sequence[Path] | list[str], *, timeout: float | str | None = ..., by: str | None = ...
 ) -> list[Path]: ...
 
 
 def wait_for(
-    what: Callable[[], Any] | PathLike | list[PathLike] | tuple[PathLike, ...],
+    what: PathLike | Sequence[PathLike],
     *,
     timeout: float | str | None = DEFAULT_TIMEOUT,
     by: str | None = None,
-    kind: Literal["any", "file", "directory"] = "any",
-    name: str | None = None,
-) -> Any:
-    """Wait until a path exists, or all of several, or until a function returns something true.
+) -> Path | list[Path]:
+    """Wait until a path exists, or all of several.
 
     A file that exists need not be complete, unless `atomic_write` wrote it.
 
     Args:
-        what: a path, a list of paths, or a function without arguments.
+        what: a path, or several.
         timeout: seconds, or text such as ``10m``; None waits for ever.
         by: who should make it, such as ``rank 0``: for the error.
-        kind: ``file`` or ``directory`` where only one of them will do.
-        name: what a function waits for, in words: for the error.
 
     Returns:
-        The absolute path or paths; or what the function returned.
+        The absolute path or paths.
 
     Raises:
-        WaitTimeoutError: it did not come; the error says what exists instead.
-        OSError: a path cannot be looked at; and whatever the function raises.
+        WaitTimeoutError: it did not come.
+        OSError: a path cannot be read.
     """
-    choice = parse_choice(kind, ("any", "file", "directory"))
-    whose = f" (which {by} should make)" if by else ""
-    found: Any = None
-    paths: list[Path] = []
-    if not callable(what):
-        wanted = [what] if isinstance(what, str | os.PathLike) else what
-        paths = [Path(path).absolute() for path in wanted]
-        if not paths:
-            raise ConfigError("wait_for was given no path to wait for. Give at least one.")
+    wanted = [what] if isinstance(what, str | os.PathLike) else what
+    paths = [Path(path).absolute() for path in wanted]
     missing = paths
 
-    def title() -> str:
-        names = [str(path) for path in missing]
-        if callable(what):
-            names = [name or str(getattr(what, "__qualname__", what))]
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        return f"for {', '.join(names[:3])}{more}{whose}"
+    def what_is_missing() -> str:
+        names = ", ".join(map(str, missing[:3])) + (", ..." if len(missing) > 3 else "")
+        nearest = next(parent for parent in missing[0].parents if find(parent) is not None)
+        maker = f" (which {by} should make)" if by else ""
+        return f"for {names}{maker}: {len(missing)} of {len(paths)} missing, {nearest} exists"
 
-    wait = Wait(timeout, title)
-    for _ in wait:
-        if callable(what):
-            if found := what():
-                return found
-        elif not (missing := [path for path in missing if not _is_there(path, choice)]):
-            return paths[0] if isinstance(what, str | os.PathLike) else paths
-    state = f": its last answer was {found!r:.200}"
-    if missing:
-        state = "" if choice == "any" else f", a {choice},"
-        state += f" ({len(missing)} of {len(paths)} are missing)" if len(paths) > 1 else ""
-        state += f": {_describe(missing[0])}"
-    raise WaitTimeoutError(
-        f"Waited {wait} {title()}{state}. Look at what {by or 'its maker'} does "
-        "and whether its node has the same filesystem mounted there, or give it more time with "
-        "timeout.",
-        paths=[str(path) for path in missing],
-        waited=wait.waited,
-        by=by,
-    )
-
-
-def _is_there(path: Path, kind: str) -> bool:
-    found = look(path)
-    return found is not None and (
-        kind == "any" or (kind == "directory") == stat.S_ISDIR(found.st_mode)
-    )
-
-
-def _describe(path: Path) -> str:
-    """Say for an error what exists at a path, or in the nearest directory, and on what mount."""
-    nearest = path
-    try:
-        while (found := look(nearest)) is None and nearest != nearest.parent:
-            nearest = nearest.parent
-        is_directory = found is not None and stat.S_ISDIR(found.st_mode)
-        names = sorted(os.listdir(nearest)) if is_directory else []  # noqa: PTH208 - names alone
-    except OSError as exn:
-        return f"{nearest} cannot be looked at ({exn.strerror})"
-    mount = mount_of(nearest)
-    where = "on an unknown mount"
-    if mount is not None:
-        where = f"on {mount.type} mounted at {mount.point} from {mount.source}"
-    if nearest == path:
-        return f"{path} is a {'directory' if is_directory else 'file'}, {where}"
-    shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-    return (
-        f"{path} does not exist; the nearest directory is {nearest}, "
-        f"with {len(names)} names ({shown}), {where}"
-    )
+    polls = waiting(timeout, what_is_missing)
+    while missing := [path for path in missing if find(path) is None]:
+        next(polls)
+    return paths if wanted is what else paths[0]
 
 
 @contextlib.contextmanager
 def atomic_write(
-    path: PathLike,
-    mode: Literal["w", "wb"] = "wb",
-    *,
-    encoding: str | None = None,
-    newline: str | None = None,
-    sync: bool = True,
+    path: PathLike, mode: Literal["w", "wb"] = "wb", *, sync: bool = True
 ) -> Iterator[IO[Any]]:
     """Write a file that appears, or replaces another one, when the block ends without an error.
 
@@ -300,8 +208,7 @@ def atomic_write(
 
     Args:
         path: the file; its directory must exist.
-        mode: ``wb``, or ``w`` for text.
-        encoding, newline: of text, as for `open`; UTF-8 by default.
+        mode: ``wb``, or ``w`` for text in UTF-8.
         sync: bring the bytes to the disk before they get their name, and the name afterwards.
             Without it a loss of power may leave an empty file.
 
@@ -313,10 +220,10 @@ def atomic_write(
     target = Path(os.path.realpath(path))
     # 50 characters of up to four bytes and the rest stay below the 255 bytes of a name.
     temporary = target.with_name(f".{target.name[:50]}.{secrets.token_hex(8)}")
-    if is_text:
-        encoding = encoding or "utf-8"
     try:
-        with open(temporary, "x" if is_text else "xb", encoding=encoding, newline=newline) as file:
+        with open(
+            temporary, "x" if is_text else "xb", encoding="utf-8" if is_text else None
+        ) as file:
             with contextlib.suppress(FileNotFoundError):
                 os.fchmod(file.fileno(), stat.S_IMODE(target.stat().st_mode) & 0o777)
             yield file
@@ -327,8 +234,5 @@ def atomic_write(
     finally:
         temporary.unlink(missing_ok=True)  # renamed, as a rule
     if sync:
-        try:
+        with contextlib.suppress(OSError):  # some filesystems cannot; the file itself is whole
             sync_directory(target.parent)
-        except OSError as exn:
-            if exn.errno not in _NO_SYNC:
-                raise

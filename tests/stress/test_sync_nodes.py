@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 
 import pytest
 
 from shardcache import sync
-from shardcache.sync.paths import look
+from shardcache.sync.paths import find
 from tests.stress.fuse.shim import Shim
 from tests.support.storetools import PATIENCE, Parent, crowd, forked, wait_until
 from tests.sync.test_once import at_work
@@ -30,9 +31,9 @@ def test_one_that_never_comes_into_sight_ends_in_an_error_that_says_so(
     one, two = nodes
     two.set(delay=3600.0)
     (one.root / "a").mkdir()
-    with pytest.raises(sync.WaitTimeoutError, match="was made and could not be seen") as caught:
+    with pytest.raises(sync.WaitTimeoutError, match="to see .*, which was made") as caught:
         sync.makedirs(two.root / "a", timeout=0.3)
-    assert "on fuse.shim mounted at" in str(caught.value) and caught.value.waited >= 0.3
+    assert caught.value.waited >= 0.3
 
 
 def test_a_remembered_absence_does_not_count(nodes: tuple[Shim, Shim]) -> None:
@@ -43,18 +44,14 @@ def test_a_remembered_absence_does_not_count(nodes: tuple[Shim, Shim]) -> None:
     (one.root / "d").mkdir()
     (one.root / "d" / "x").write_text("there")
     assert not path.exists() and not path.parent.exists()  # for as long as an hour
-    assert look(path) is not None
+    assert find(path) is not None
     assert path.read_text() == "there"  # and from now on for everybody on this node
 
 
 # -- once and barrier ------------------------------------------------------------------------
 
 
-def test_a_runner_of_another_machine_is_dead_when_its_lease_is_over(
-    nodes: tuple[Shim, Shim], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Nobody can be looked up.
-    monkeypatch.setattr("shardcache.sync.board.identity", lambda pid: f"elsewhere {pid} 1")
+def test_a_runner_is_dead_when_its_lease_is_over(nodes: tuple[Shim, Shim]) -> None:
     root = nodes[0].root
     with forked(at_work, root, 1.5, "first") as first:
         assert first.hear() == "at work"
@@ -90,10 +87,9 @@ def test_ranks_on_two_nodes_meet_again_and_again(tmp_path: Path, nodes: tuple[Sh
     roots = [shim.root for shim in nodes]
 
     def rank(parent: Parent, number: int) -> None:
+        os.environ |= {"RANK": str(number), "WORLD_SIZE": "4"}
         for _ in range(5):
-            sync.barrier(
-                rank=number, world_size=4, dir=roots[number % 2], job="j", timeout=PATIENCE
-            )
+            sync.barrier(dir=roots[number % 2], job="j", timeout=PATIENCE)
             parent.say(None)
 
     with crowd(4, rank) as children:

@@ -7,8 +7,7 @@ import os
 import pytest
 
 from shardcache import sync
-from shardcache.ranks import safe_name
-from shardcache.sync.job import identity, job_name
+from shardcache.sync.board import job_name, process_name
 from tests.support.storetools import Parent, crowd
 
 TORCHRUN = {
@@ -59,14 +58,14 @@ def test_a_launcher_is_believed(
 
 def test_a_job_is_named_by_its_launcher_and_its_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     launch(monkeypatch, SLURM)
-    assert job_name() == "4711"
+    assert job_name() == "4711-0-0-0"
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     monkeypatch.setenv("SLURM_STEP_ID", "1")
-    assert job_name() == "4711-restart2-step1"
+    assert job_name() == "4711-0-2-1"
     launch(monkeypatch, {**MPI, "OMPI_MCA_ess_base_jobid": "77", "OMPI_COMM_WORLD_RANK": "3"})
-    assert job_name() == "77-restart2"  # on other nodes mpirun's daemon is a step
+    assert job_name() == "77-0-2"  # on other nodes mpirun's daemon is a step
     launch(monkeypatch, {**TORCHRUN, "TORCHELASTIC_RUN_ID": "night"})
-    assert job_name() == "night-restart2-step1-of16"
+    assert job_name() == "night-0-2-1"
     monkeypatch.setenv("SHARDCACHE_JOB", "mine")
     assert job_name().startswith("mine-") and job_name("given") == "given"
 
@@ -82,8 +81,8 @@ def test_ranks_of_one_launcher_have_its_name_and_those_of_another_have_not(
 
     with crowd(2, rank) as children:
         names = {child.hear() for child in children}
-    assert names == {safe_name(f"{identity(os.getpid())}-of8")}
-    assert job_name() == safe_name(f"{identity(os.getppid())}-of8")
+    assert names == {f"{process_name(os.getpid())}-0-0-0"}
+    assert job_name() == f"{process_name(os.getppid())}-0-0-0"
 
 
 def test_children_of_a_lone_process_belong_to_it() -> None:
@@ -94,4 +93,4 @@ def test_children_of_a_lone_process_belong_to_it() -> None:
 
     with crowd(2, child) as children:
         assert {each.hear() for each in children} == {own}
-    assert own == safe_name(identity(os.getpid()))
+    assert own == f"{process_name(os.getpid())}-0-0-0"

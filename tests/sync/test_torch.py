@@ -20,7 +20,8 @@ REPOSITORY = Path(__file__).parents[2]
 pytest.importorskip("torch")
 
 _RANK = """
-import json, os, sys, time
+import json, os, sys
+import torch.utils.data
 import torch.distributed as dist
 from shardcache import sync
 
@@ -52,11 +53,12 @@ say(failure=attempt(lambda: sync.once("f", fail)))
 for _ in range(30):
     sync.barrier("b", timeout=60)
 say(passed=30)
-if os.fork() == 0:  # as a DataLoader does; the child must not speak on its parent's line
-    from shardcache.sync.job import torch_store
-    say(child=[sync.rank(), sync.world_size(), torch_store() is None])
-    os._exit(0)
-os.wait()
+class Asking(torch.utils.data.IterableDataset):
+    def __iter__(self):  # a worker must not speak on its parent's line
+        from shardcache.sync.board import torch_store
+        yield [sync.rank(), sync.world_size(), torch_store() is None]
+
+say(worker=list(torch.utils.data.DataLoader(Asking(), batch_size=None, num_workers=1))[0])
 sync.barrier("b", timeout=60)
 say(late=attempt(lambda: rank == 0 and sync.barrier("alone", timeout=0.3)))
 
@@ -139,8 +141,8 @@ def test_ranks_of_torch_tell_one_another_by_its_store(pair: list[Rank], tmp_path
     assert failures[1] == ["ValueError", "no such model", None]
     assert failures[0][0] == "OnceError" and "ValueError: no such model" in failures[0][1]
     assert [facts["passed"] for facts in said] == [30, 30]
-    assert [facts["child"] for facts in said] == [[0, 2, True], [1, 2, True]]
+    assert [facts["worker"] for facts in said] == [[0, 2, True], [1, 2, True]]
     kind, text, missing = zero.facts["late"]
     assert (kind, missing) == ("BarrierTimeoutError", [1])
-    assert "rank 1 did not come (in the store of torch.distributed)" in text
+    assert "for 1: 1 (in the store of torch.distributed)" in text
     assert os.listdir(tmp_path) == []

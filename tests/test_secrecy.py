@@ -348,12 +348,9 @@ def test_filesystems_that_name_whole_urls(
     [f'-H "Authorization: Bearer {CANARY}"', f"'https://x.invalid/a?X-Amz-Signature={CANARY}'"],
 )
 @pytest.mark.parametrize("end", ["cat {shard}", "exit 3", "exec >&-; sleep 9"])
-def test_commands(
-    watch: Watch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secret: str, end: str
-) -> None:
-    monkeypatch.setattr("shardcache.origins.command._END_SECONDS", 0.1)
+def test_commands(watch: Watch, tmp_path: Path, secret: str, end: str) -> None:
     (tmp_path / "a.bin").write_bytes(SHARD)
-    cache = Cache(watch.root, min_free=0, attempts=1, allow_schemes=["pipe"])
+    cache = Cache(watch.root, min_free=0, attempts=1, timeout=1, allow_schemes=["pipe"])
     watch.read(cache, f"pipe:: curl {secret}; {end.format(shard=tmp_path / 'a.bin')}")
     assert watch.failures == (not end.startswith("cat"))
     watch.assert_clean()

@@ -159,19 +159,24 @@ class Fetcher:
             raise
 
     def _first(self, origin: Origin, url: ShardURL, status: FetchStatus) -> tuple[Body, bool]:
-        """The first answer, and whether it said all there is to know of the object."""
+        """The first answer, and whether it says all that the origin states of the object."""
         part = self.connections.part
-        body = self._whole(origin, url, part, status.listed)
-        described = body is not None
+        likely = self.likely_size(url, status.listed)
+        small = likely is not None and 0 < likely <= part
         # Where there may be no room all is asked for: the shard is then streamed from this
         # answer. If it can be stored after all, the answer is cut off after its first part.
-        body = body or origin.open(url, 0, None if status.roomless else part)
+        whole = small or status.roomless
+        body = origin.open(url, 0, None if whole else part)
         self.connections.answered(body.waited)
-        if body.info.identifiable or body.stop in (None, body.info.size):
-            return body, described
-        # Parts of it could be of different versions: it must come in one answer.
-        body.close()
-        return origin.open(url, 0, None), False
+        if not body.info.identifiable:
+            if body.stop in (None, body.info.size):
+                return body, whole
+            # Parts of it could be of different versions: it must come in one answer.
+            body.close()
+            return origin.open(url, 0, None), True
+        if small and not status.roomless and body.stop is not None:
+            body.stop = min(body.stop, part)  # it grew since: other connections take the rest
+        return body, whole
 
     def likely_size(self, url: ShardURL, listed: int | None) -> int | None:
         """Bytes that a shard probably has at most: what a listing says, else as its neighbours."""
@@ -184,12 +189,6 @@ class Fetcher:
         if len(self._largest) >= _FOLDERS and not known:
             self._largest.clear()
         self._largest[folder] = max(known, sys.maxsize if size is None else size)
-
-    def _whole(self, origin: Origin, url: ShardURL, part: int, listed: int | None) -> Body | None:
-        """The first part as the beginning of the whole, where that is probably all."""
-        whole: Callable[..., Body | None] | None = getattr(origin, "whole", None)  # S3 alone has it
-        likely = self.likely_size(url, listed)
-        return whole(url, part, listed) if whole and likely and likely <= part else None
 
     @contextmanager
     def cancellable(self, status: FetchStatus) -> Iterator[None]:

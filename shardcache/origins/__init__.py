@@ -6,8 +6,7 @@
     connection  keep-alive connections, proxies, TLS
     filesystem  every fsspec filesystem, with a time-out
     command     ``pipe:``
-    upstream    nearer copies, asked first
-    resolve     `Origins`: which of them reads which URL
+    resolve     `Origins`: which of them reads which URL, after nearer copies (upstreams)
     retry       the one layer that repeats a request
     listing     shards behind prefixes and patterns, and their sizes
 

@@ -21,9 +21,6 @@ from shardcache.urls import ShardURL
 
 __all__ = ["PipeOrigin"]
 
-#: Seconds that a command may take to end after its output did.
-_END_SECONDS = 10.0
-
 
 class PipeOrigin:
     """Runs ``pipe:`` commands; see `base.Origin`.
@@ -77,23 +74,23 @@ class PipeBody:
             stdout=subprocess.PIPE,
             start_new_session=True,  # so that a whole pipeline can be ended
         )
+        assert self._process.stdout is not None
+        self._output = self._process.stdout
 
     def readinto(self, buffer: memoryview) -> int:
         """See `base.Body.readinto`; a command that fails fails at its end."""
-        output = self._process.stdout
-        assert output is not None
         try:
             poller = select.poll()
-            poller.register(output.fileno(), select.POLLIN)
+            poller.register(self._output, select.POLLIN)
             if not poller.poll(self._timeout * 1000):
                 raise TransientError(f"nothing came for {self._timeout:g} s", timed_out=True)
-            count = os.readv(output.fileno(), [buffer])
+            count = os.readv(self._output.fileno(), [buffer])
         except (OSError, ValueError) as exn:  # ValueError: closed by `close`
             raise TransientError(f"reading the command's output failed: {exn}") from exn
         if count == 0:
             status = None
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                status = self._process.wait(_END_SECONDS)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # which quotes the command
+                status = self._process.wait(self._timeout)
             if status is None:
                 raise TransientError("the command closed its output and goes on")
             if status != 0:
@@ -111,6 +108,5 @@ class PipeBody:
         """See `base.Body.close`; a command that still runs is ended."""
         if self._process.poll() is None:
             self.abort()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+        self._output.close()
         self._process.wait()

@@ -11,12 +11,12 @@ thread, apart from `Response.abort`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import select
 import socket
 import struct
-import threading
 import time
 import weakref
 from base64 import b64encode
@@ -26,13 +26,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
-from shardcache.origins.base import TransientError
+from shardcache.origins.base import ObjectInfo, TransientError
 from shardcache.threads import undivided
 
 if TYPE_CHECKING:
     import ssl
 
-__all__ = ["ProxyLoginError", "Response", "Transport", "split_login", "split_place", "tls_context"]
+__all__ = ["Response", "Transport", "split_login", "split_place", "tls_context"]
 
 #: Bytes per second under which a connection counts as stalled. Well under any
 #: link that could feed training, well above a peer that only keeps alive.
@@ -53,16 +53,7 @@ _CHUNK = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;.*)?\r?\n\Z")
 _LENGTH = re.compile(r"[0-9]{1,19}\Z")
 _PLACE_END = re.compile(r"[/?]")
 _CONTROL = re.compile(r"[\r\n\0]")
-_Address = tuple[str, str, int]  # scheme, host, port
 _PORTS = {"http": 80, "https": 443}
-
-
-class ProxyLoginError(OSError):
-    """A proxy refuses to connect without a login, or with this one (407)."""
-
-
-class _UnansweredError(ConnectionError):
-    """The connection ended before the first byte of an answer."""
 
 
 def content_length(headers: Mapping[str, str]) -> int | None:
@@ -87,14 +78,11 @@ def split_place(rest: str) -> tuple[str, str]:
     return rest[:end], rest[end:]
 
 
-def tls_context(
-    trusted: str | bool | None = None, own: str | tuple[str, str] | None = None
-) -> ssl.SSLContext:
+def tls_context(trusted: str | bool | None = None) -> ssl.SSLContext:
     """What TLS trusts; raises OSError for a file that is missing, or holds no certificate.
 
     Args:
         trusted: file of certificates; None for the system's (SSL_CERT_FILE), False for anybody's.
-        own: file of the client's certificate, or that and its key.
     """
     import ssl  # here: what a server without TLS takes no time for
 
@@ -106,8 +94,6 @@ def tls_context(
         context.load_verify_locations(cafile=trusted)
     else:
         context.load_default_certs()
-    if own:
-        context.load_cert_chain(*([own] if isinstance(own, str) else own))
     return context
 
 
@@ -158,19 +144,11 @@ class _Connection:
         begun = time.monotonic()
         until = begun + self._timeout
         self._spent, self._came = 0.0, 0
-        try:
-            self.socket.sendall(head)
-            self.held += self._more(until)
-        except TimeoutError:
-            raise
-        except OSError as exn:
-            raise _UnansweredError(str(exn)) from exn
+        self.socket.sendall(head)
+        self.held += self._more(until)
         waited = time.monotonic() - begun
-        while True:
-            found = self._through(_HEAD_END, until).rstrip(b"\r\n").decode("latin-1")
-            lines = re.split("\r?\n", found)
-            if not lines[0].startswith(("HTTP/1.1 1", "HTTP/1.0 1")):  # more follows
-                return lines, waited
+        found = self._through(_HEAD_END, until).rstrip(b"\r\n").decode("latin-1")
+        return re.split("\r?\n", found), waited
 
     def line(self) -> bytes:
         """The next line, its end included."""
@@ -222,13 +200,18 @@ class _Connection:
 
 
 class Response:
-    """An answer, and its body on the way in.
+    """An answer, and its body on the way in; see `base.Body`.
 
     Attributes:
         status, reason: of its first line.
         headers: by names in lower case.
         waited: seconds from the request to the first byte.
+        info, start, stop: which bytes of which version these are, once `http.described` knows.
     """
+
+    info: ObjectInfo
+    start: int
+    stop: int | None
 
     def __init__(
         self,
@@ -247,19 +230,18 @@ class Response:
         self.headers: dict[str, str] = {}
         for line in lines[1:]:
             name, _, value = line.partition(":")
-            name, value = name.strip().lower(), value.strip()
-            if self.headers.setdefault(name, value) != value:
-                self.headers[name] += f", {value}"
+            self.headers[name.strip().lower()] = value.strip()
         self._connection: _Connection | None = connection
         self._idle = idle
-        self._left = content_length(self.headers)  # of the chunk, where it comes in chunks
+        self._left = content_length(self.headers)  # of the chunk, where the body comes in chunks
         self._chunked = "chunked" in self.headers.get("transfer-encoding", "").lower()
         if bodiless or self.status in (204, 304):
             self._left, self._chunked = 0, False
         elif self._chunked:
             self._left = None
         closes = "close" in self.headers.get("connection", "").lower() or first[1] == "0"
-        self._reusable = not closes
+        # What may follow the last chunk is not read.
+        self._reusable = self._left is not None and not closes
         self._ended = self._left == 0
         self._aborted = False
 
@@ -273,41 +255,35 @@ class Response:
         if self._ended or not buffer or connection is None:
             return 0
         try:
-            if self._chunked and not self._left and not self._begin_chunk(connection):
-                return 0
+            if self._chunked and not self._left:
+                self._left = self._next_chunk(connection)
+                self._ended = self._left == 0
+                if self._ended:
+                    return 0
             count = connection.fill(buffer if self._left is None else buffer[: self._left])
             if count == 0 and self._left is not None:
                 raise ConnectionError(f"the origin stopped {self._left} bytes before the end")
         except OSError as exn:
             said = "the read was called off" if self._aborted else f"the connection broke: {exn}"
             raise TransientError(said, timed_out=isinstance(exn, TimeoutError)) from exn
-        if self._left is None:  # its end is the connection's
-            self._ended, self._reusable = count == 0, False
+        if self._left is None:  # the body ends with the connection
+            self._ended = count == 0
         else:
             self._left -= count
             self._ended = self._left == 0 and not self._chunked
         return count
 
-    def _begin_chunk(self, connection: _Connection) -> bool:
-        """Whether there is one more."""
+    def _next_chunk(self, connection: _Connection) -> int:
+        """Bytes of the chunk that comes next; 0 behind the last."""
         if self._left is not None and connection.line().strip():
             raise ConnectionError("a chunk is longer than it said")
         size = _CHUNK.match(connection.line())
         if size is None:
             raise ConnectionError("it sent no size of a chunk")
-        self._left = int(size[1], 16)
-        if self._left == 0:
-            while connection.line().strip():
-                pass  # headers behind the body
-            self._ended = True
-        return not self._ended
+        return int(size[1], 16)
 
     def read(self, most: int) -> bytes:
-        """The body, or its first ``most`` bytes.
-
-        Raises:
-            TransientError: as `readinto`.
-        """
+        """The body, or its first ``most`` bytes; raises as `readinto`."""
         found, buffer = b"", memoryview(bytearray(min(most, _LONGEST_HEAD)))
         while len(found) < most and (count := self.readinto(buffer[: most - len(found)])):
             found += buffer[:count]
@@ -337,8 +313,9 @@ class Response:
 class _Server:
     """The way to a server, the lines that log in at its proxy, and connections nobody uses."""
 
-    address: _Address
-    proxy: _Address | None = None
+    host: str
+    port: int
+    proxy: tuple[str, int] | None = None
     login: list[str] = field(default_factory=list)
     idle: deque[_Connection] = field(default_factory=deque)
 
@@ -358,7 +335,6 @@ class Transport:
 
     Args:
         timeout: seconds without enough bytes before a connection counts as dead.
-        connect_timeout: seconds for a connection to be made; None for at most ten.
         proxies: URLs by scheme; None for those of the environment (``https_proxy``, ``no_proxy``).
         context: makes what TLS needs, on first use.
     """
@@ -367,24 +343,18 @@ class Transport:
         self,
         *,
         timeout: float,
-        connect_timeout: float | None = None,
         proxies: Mapping[str, str] | None = None,
         context: Callable[[], ssl.SSLContext] = tls_context,
     ) -> None:
         self._timeout = timeout
-        self._connect_timeout = connect_timeout or min(timeout, _CONNECT_TIMEOUT)
+        self._connect_timeout = min(timeout, _CONNECT_TIMEOUT)
         self._proxies = proxies
         self._make_context = context
-        self._context: ssl.SSLContext | None = None
         self._servers: dict[tuple[str, str], _Server] = {}
         weakref.finalize(self, _close_idle, self._servers)
-        self._guard = threading.Lock()
 
     def request(self, method: str, url: str, headers: Mapping[str, str]) -> Response:
-        """Ask; redirects are not followed.
-
-        A connection that was kept may have been closed meanwhile: a request that it leaves
-        unanswered is sent once more, over a new one.
+        """Ask, over a kept connection if there is one; redirects are not followed.
 
         Args:
             method: GET or HEAD.
@@ -392,7 +362,7 @@ class Transport:
             headers: those beside Host.
 
         Raises:
-            ProxyLoginError: a proxy wants a login.
+            PermissionError: a proxy wants a login.
             TimeoutError: there was no answer in time.
             OSError: the connection failed.
             ValueError: this is no URL, or a header spans lines.
@@ -406,14 +376,7 @@ class Transport:
             target = f"http://{place}{target}"
             lines += server.login
         head = _head(f"{method} {target} HTTP/1.1", lines)
-        connection = server.take()
-        if connection is not None:
-            with contextlib.suppress(_UnansweredError):
-                return self._ask(connection, server, method, head)
-        return self._ask(self._connect(server), server, method, head)
-
-    @staticmethod
-    def _ask(connection: _Connection, server: _Server, method: str, head: bytes) -> Response:
+        connection = server.take() or self._connect(scheme, server)
         try:
             answer = connection.ask(head)
             return Response(connection, server.idle, *answer, bodiless=method == "HEAD")
@@ -424,14 +387,14 @@ class Transport:
     def _server(self, scheme: str, place: str) -> _Server:
         server = self._servers.get((scheme, place))
         if server is None:
-            server = _Server(_address(scheme, place))
-            if proxy := self._proxy_for(scheme, server.address[1]):
+            server = _Server(*_host_and_port(scheme, place))
+            if proxy := self._proxy_for(scheme, server.host):
                 # As curl takes it, "host:port" is a proxy too.
                 proxy, login = split_login(proxy if "://" in proxy else f"http://{proxy}")
                 hop, _, rest = proxy.partition("://")
-                if hop == scheme == "https":
-                    raise ValueError("an https proxy for https is not supported")
-                server.proxy = _address(hop, split_place(rest)[0])
+                if hop != "http":
+                    raise ValueError(f"a proxy must be an http:// URL, not {hop}://")
+                server.proxy = _host_and_port(hop, split_place(rest)[0])
                 server.login = [f"Proxy-Authorization: {login}"] if login else []
             server = self._servers.setdefault((scheme, place), server)
         return server
@@ -445,16 +408,17 @@ class Transport:
 
         return None if proxy_bypass(host) else getproxies().get(scheme)
 
-    def _connect(self, server: _Server) -> _Connection:
-        scheme, host, port = server.proxy or server.address
-        sock = socket.create_connection((host, port), timeout=self._connect_timeout)
+    def _connect(self, scheme: str, server: _Server) -> _Connection:
+        place = server.host, server.port
+        sock = socket.create_connection(server.proxy or place, timeout=self._connect_timeout)
         connection = _Connection(sock, self._timeout)
         try:
             if scheme == "https":
-                self._encrypt(connection, host)
-            elif server.address[0] == "https":
-                self._tunnel(connection, server)
-                self._encrypt(connection, server.address[1])
+                if server.proxy:
+                    self._tunnel(connection, server)
+                sock.settimeout(self._connect_timeout)
+                secure = self._context.wrap_socket(sock, server_hostname=server.host)
+                connection.use(secure, min(_SLICE, self._timeout), secure=True)
         except OSError:
             connection.close()
             raise
@@ -462,24 +426,18 @@ class Transport:
 
     @staticmethod
     def _tunnel(connection: _Connection, server: _Server) -> None:
-        _, host, port = server.address
-        place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        host = f"[{server.host}]" if ":" in server.host else server.host
+        place = f"{host}:{server.port}"
         head = _head(f"CONNECT {place} HTTP/1.1", [f"Host: {place}", *server.login])
-        response = Response(connection, deque(), *connection.ask(head), bodiless=True)
-        if response.status == 407:
-            raise ProxyLoginError("the proxy wants a login (407)")
+        response = Response(connection, server.idle, *connection.ask(head), bodiless=True)
         if not 200 <= response.status < 300:
-            raise ConnectionError(f"the proxy answered {response.status} {response.reason}")
+            kind = PermissionError if response.status in (403, 407) else ConnectionError
+            raise kind(f"the proxy answered {response.status} {response.reason}")
 
-    def _encrypt(self, connection: _Connection, host: str) -> None:
-        with self._guard:
-            if self._context is None:
-                with undivided():  # a fork
-                    self._context = self._make_context()
-        plain = connection.socket
-        plain.settimeout(self._connect_timeout)
-        secure = self._context.wrap_socket(plain, server_hostname=host)
-        connection.use(secure, min(_SLICE, self._timeout), secure=True)
+    @functools.cached_property
+    def _context(self) -> ssl.SSLContext:
+        with undivided():  # a fork
+            return self._make_context()
 
 
 def _close_idle(servers: dict[tuple[str, str], _Server]) -> None:
@@ -488,11 +446,11 @@ def _close_idle(servers: dict[tuple[str, str], _Server]) -> None:
             server.idle.pop().close()
 
 
-def _address(scheme: str, place: str) -> _Address:
+def _host_and_port(scheme: str, place: str) -> tuple[str, int]:
     parts = urlsplit(f"//{place}")
     if not parts.hostname or scheme not in _PORTS:
         raise ValueError(f"{scheme}://{place} is no web server")
-    return scheme, parts.hostname, parts.port or _PORTS[scheme]
+    return parts.hostname, parts.port or _PORTS[scheme]
 
 
 def _head(first: str, lines: list[str]) -> bytes:

@@ -18,7 +18,6 @@ from shardcache.config import __version__
 from shardcache.errors import AccessDeniedError, ConfigError
 from shardcache.origins.base import NoSuchRangeError, ObjectInfo, TransientError, refusal
 from shardcache.origins.connection import (
-    ProxyLoginError,
     Response,
     Transport,
     content_length,
@@ -37,11 +36,10 @@ _PAGES = ("text/html", "text/xml", "application/xml")
 # As many digits as 64 bits need: Python refuses to read numbers of thousands.
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19})\Z")
 _SAFE = "/?%:@!$&'()*+,;=~"
-_LONE_PERCENT = re.compile("%(?![0-9A-Fa-f]{2})")
 
 
-def page_of(response: Response) -> bytes:
-    """What a refusal says, and its end: a short one leaves a connection that can be used again."""
+def refused(response: Response) -> bytes:
+    """What a refusal says, to its end: a short one leaves a connection that can be used again."""
     try:
         return response.read(_PAGE)
     except TransientError:
@@ -57,36 +55,15 @@ def unanswered(exn: Exception, url: ShardURL, place: str, certificates: str) -> 
     if isinstance(exn, ssl.SSLCertVerificationError):
         text = f"{url}: the certificate of {place} is not trusted here. {certificates}"
         return ConfigError(text, url=str(url))
-    if isinstance(exn, ProxyLoginError):
-        return AccessDeniedError(f"{url}: {exn}. Put one into https_proxy.", url=str(url))
     reason = redact(str(exn))
+    if isinstance(exn, PermissionError):  # of a proxy, or a firewall of this machine
+        text = f"{url}: {place} cannot be reached: {reason}. Check https_proxy and its login."
+        return AccessDeniedError(text, url=str(url))
     if isinstance(exn, OSError):
         timed_out = isinstance(exn, TimeoutError)
         return TransientError(f"{place} does not answer: {reason}", timed_out=timed_out)
     text = f"{url} cannot be asked for at {place}: {reason}. Check the endpoint, URL and proxy."
     return ConfigError(text, url=str(url))
-
-
-class RangeBody:
-    """The bytes of an answer whose body is unread; see `base.Body`."""
-
-    def __init__(self, response: Response, info: ObjectInfo, start: int, stop: int | None) -> None:
-        self.info = info
-        self.start = self._at = start
-        self.stop = stop
-        self.waited = response.waited
-        self._response = response
-        self.abort = response.abort
-        self.close = response.close
-
-    def readinto(self, buffer: memoryview) -> int:
-        """See `base.Body.readinto`; less than ``buffer`` holds only at the end, or if slow."""
-        left = None if self.stop is None else self.stop - self._at
-        count = self._response.readinto(buffer[:left])
-        if left and not count:
-            raise TransientError(f"the origin stopped {left} bytes before the end")
-        self._at += count
-        return count
 
 
 def object_info(headers: Mapping[str, str], size: int | None) -> ObjectInfo:
@@ -100,7 +77,7 @@ def open_range(
     stop: int | None,
     pin: ObjectInfo | None,
     describe: Callable[[Mapping[str, str], int | None], ObjectInfo],
-) -> RangeBody:
+) -> Response:
     """Bytes ``start`` to ``stop`` of one version; see `base.Origin.open`.
 
     Args:
@@ -118,31 +95,32 @@ def open_range(
             raise
         del headers["Range"]  # an empty object has no range at all
         response = ask(headers)
-    return body_of(response, start, stop, describe)
+    return checked(response, start, stop, describe)
 
 
-def body_of(
+def checked(
     response: Response,
     start: int,
     stop: int | None,
     describe: Callable[[Mapping[str, str], int | None], ObjectInfo],
-) -> RangeBody:
-    """The body of an answer of 200 or 206, if it is what was asked for (else TransientError)."""
+) -> Response:
+    """An answer of 200 or 206, if it is what was asked for (else TransientError)."""
     headers = response.headers
     length = content_length(headers)
     text = headers.get("content-range")
     wrong = f"asked for bytes {start} to {stop}, the origin sent {text!r} with {length} bytes"
     if response.status != 206:  # the range was ignored: all bytes will come, from the first
-        info = describe(headers, length)
+        response.info, response.start, response.stop = describe(headers, length), 0, length
         page = headers.get("content-type", "")
-        if info.identifiable or not page.startswith(_PAGES):
-            return RangeBody(response, info, 0, length)
+        if response.info.identifiable or not page.startswith(_PAGES):
+            return response
         wrong = f"a page of {page} came in place of the object"
     elif match := _CONTENT_RANGE.match(text or ""):
         first, last, total = (int(group) for group in match.groups())
         wanted = total if stop is None else min(total, stop)
         if first == start <= last and last + 1 == wanted and length in (None, wanted - start):
-            return RangeBody(response, describe(headers, total), start, wanted)
+            response.info, response.start, response.stop = describe(headers, total), start, wanted
+            return response
     response.close()
     raise TransientError(wrong)
 
@@ -162,7 +140,7 @@ class WebOrigin:
 
     def open(
         self, url: ShardURL, start: int, stop: int | None, pin: ObjectInfo | None = None
-    ) -> RangeBody:
+    ) -> Response:
         """See `base.Origin.open`."""
         return open_range(lambda head: self._ask("GET", url, head), start, stop, pin, object_info)
 
@@ -180,7 +158,7 @@ class WebOrigin:
             response = self._send(method, url, target, {**HEADERS, **own, **headers})
             if response.status in (200, 206):
                 return response
-            page_of(response)
+            refused(response)
             location = response.headers.get("location")
             if response.status not in (301, 302, 303, 307, 308) or not location:
                 said = f"{urlsplit(target).netloc} answered {response.status} {response.reason}"
@@ -209,5 +187,4 @@ def _spelt(url: str) -> str:
     place, path = split_place(rest)
     if not place.isascii():
         place = place.encode("idna").decode()
-    path = _LONE_PERCENT.sub("%25", path)
     return f"{scheme}://{place}{quote(path, safe=_SAFE)}"

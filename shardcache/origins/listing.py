@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from shardcache import clock
@@ -43,14 +43,11 @@ _WILDCARD = re.compile(r"\*|\?(?![A-Za-z][A-Za-z0-9_.-]*=)")
 _GLOB = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
 #: ListObjectsV2 returns at most this many keys per request.
 _PAGE = 1000
-#: Requests spent on learning sizes beyond one per `_PAGE` shards: what sparse names
-#: cost, few enough that giving up comes within seconds.
+#: Requests spent on learning sizes beyond one per `_PAGE` shards: what other objects in
+#: their folders cost, few enough that giving up comes within seconds.
 _SPARE_PAGES = 16
-#: Shards in more directories than this are looked up bucket by bucket.
-_MANY_DIRECTORIES = 16
 #: Seconds without a byte from a listing: sizes only make a plan better.
 _TIMEOUT = 10.0
-_LEAST_TIMEOUT = 0.5
 
 
 def _scheme_of(url: str) -> str:
@@ -94,11 +91,8 @@ class Listing:
 
     def __init__(self, config: Config, *, seconds: float | None = None) -> None:
         self._config = config
-        self._end = float("inf")
-        timeout = min(config.timeout, _TIMEOUT)
-        if seconds is not None:
-            self._end = clock.monotonic() + seconds
-            timeout = min(timeout, max(_LEAST_TIMEOUT, seconds))
+        self._end = clock.monotonic() + (float("inf") if seconds is None else seconds)
+        timeout = min(config.timeout, _TIMEOUT, seconds or _TIMEOUT)
         options = scheme_options(config, "s3")
         self._s3 = S3Origin(options, endpoint_url=config.endpoint_url, timeout=timeout)
         self._sizes: dict[tuple[str, str], int] = {}  # by bucket and key, of what was listed
@@ -118,7 +112,11 @@ class Listing:
             bucket, slash, rest = root.partition("://")[2].partition("/")
             if not bucket or not slash:
                 raise ConfigError(f"{redact(pattern)}: a bucket's name has to be given in full")
-            names: Iterable[str] = self._keys(bucket.rpartition("@")[2], rest, deep)
+            options = {} if deep else {"delimiter": "/"}
+            pages = self._pages(
+                bucket.rpartition("@")[2], rest, attempts=self._config.attempts, **options
+            )
+            names = [key for page in pages for key in page if not key.endswith("/")]
         else:
             rest = root[root.rfind("/") + 1 :]
             names = self._files(root.removesuffix(rest) or "./", deep)
@@ -137,14 +135,29 @@ class Listing:
             )
         return urls
 
-    def _keys(self, bucket: str, prefix: str, deep: bool) -> Iterator[str]:
-        options = {} if deep else {"Delimiter": "/"}
-        token = None
-        while token != "":
-            keys, token = self._page(bucket, prefix, self._config.attempts, options)
-            options["ContinuationToken"] = token
-            self._sizes |= {(bucket, key): size for key, size in keys}
-            yield from (key for key, _ in keys if not key.endswith("/"))  # no "directories"
+    def _pages(
+        self, bucket: str, prefix: str, *, attempts: int, **options: str
+    ) -> Iterator[list[str]]:
+        """Keys in a bucket, page by page; their sizes are kept."""
+        where = f"s3://{bucket}/{prefix}"
+        url = ShardURL(where, "s3", where, "", "")
+        options["max_keys"] = str(_PAGE)
+        while True:
+            try:
+                found, token = self._retried(
+                    where, attempts, lambda: self._s3.list_page(url, **options)
+                )
+            except AccessDeniedError as exn:
+                raise AccessDeniedError(
+                    f"{exn.message} Listing needs s3:ListBucket; names in braces, such as "
+                    "train-{000..127}.tar, need no listing.",
+                    url=where,
+                ) from exn
+            self._sizes |= {(bucket, key): size for key, size in found}
+            yield [key for key, _ in found]
+            if not token:
+                return
+            options["continuation_token"] = token
 
     def _files(self, directory: str, deep: bool) -> list[str]:
         config = self._config
@@ -157,72 +170,39 @@ class Listing:
     def sizes(self, shards: Sequence[ShardURL]) -> dict[str, int]:
         """Sizes of those S3 and local shards whose size is cheap to learn, by key.
 
-        Costs about one request per thousand shards, and is bounded; a listing that
-        is forbidden or fails leaves sizes unknown and raises nothing.
+        Costs about one request per thousand objects in the folders of the shards, and is bounded;
+        a listing that is forbidden or fails leaves sizes unknown and raises nothing.
         """
-        sizes: dict[str, int] = {}
-        remote = [s for s in shards if s.scheme == "s3" and s.version_id is None]
-        names = {shard.key: shard.bucket_and_key() for shard in remote}
-        sizes |= {key: self._sizes[name] for key, name in names.items() if name in self._sizes}
-        names = {key: name for key, name in names.items() if key not in sizes}
-        directories = {(bucket, name.rpartition("/")[0]) for bucket, name in names.values()}
-        groups: dict[tuple[str, str], dict[str, str]] = {}
-        for key, (bucket, name) in names.items():
-            directory = name.rpartition("/")[0] if len(directories) <= _MANY_DIRECTORIES else ""
-            groups.setdefault((bucket, directory), {})[name] = key
-        pages = iter(range(_SPARE_PAGES + len(remote) // _PAGE))
-        for (bucket, _), wanted in groups.items():
+        names = {
+            shard.bucket_and_key(): shard.key
+            for shard in shards
+            if shard.scheme == "s3" and shard.version_id is None
+        }
+        folders: dict[tuple[str, str], list[str]] = {}
+        for bucket, key in sorted(names.keys() - self._sizes.keys()):
+            folders.setdefault((bucket, key.rpartition("/")[0]), []).append(key)
+        left = _SPARE_PAGES + len(names) // _PAGE
+        for (bucket, _), keys in folders.items():
+            # Characters, not parts of a path, are what S3 compares.
+            prefix = os.path.commonprefix([keys[0], keys[-1]])  # noqa: RUF071
             try:
-                for name, size in self._listed(bucket, sorted(wanted), pages):
-                    if name in wanted:
-                        sizes[wanted[name]] = size
+                for page in self._pages(bucket, prefix, attempts=1):
+                    left = 0 if clock.monotonic() > self._end else left - 1
+                    if left <= 0 or (page and page[-1] >= keys[-1]):
+                        break
             except ShardCacheError as exn:
                 logger.info("sizes in s3://%s are not known beforehand: %s", bucket, exn)
                 if isinstance(exn, TransferError):
-                    break  # it would be as silent for the next bucket, and cost as long
+                    break  # it would be as silent for the next folder, and cost as long
+            if left <= 0:
+                logger.info("listing s3://%s for sizes takes too long", bucket)
+                break
+        sizes = {key: self._sizes[name] for name, key in names.items() if name in self._sizes}
         for shard in shards:
             if shard.is_local:
                 with contextlib.suppress(OSError):  # the fetch will say what is wrong with it
                     sizes[shard.key] = shard.local_path.stat().st_size
         return sizes
-
-    def _listed(
-        self, bucket: str, names: Sequence[str], pages: Iterator[int]
-    ) -> Iterator[tuple[str, int]]:
-        """(name, size) of all ``names`` that exist and of what lies between them."""
-        # Characters, not parts of a path, are what S3 compares.
-        prefix = os.path.commonprefix([names[0], names[-1]])  # noqa: RUF071
-        last = ""
-        for name in names:
-            if name <= last:
-                continue
-            if next(pages, None) is None or clock.monotonic() > self._end:
-                logger.info("s3://%s/%s: listing it for sizes takes too long", bucket, prefix)
-                return
-            # StartAfter is exclusive and may name what does not exist: jump over
-            # all that lies before the next wanted name.
-            keys, token = self._page(bucket, prefix, 1, {"StartAfter": max(last, name[:-1])})
-            yield from keys
-            if not token:
-                return
-            last = keys[-1][0] if keys else ""
-
-    def _page(
-        self, bucket: str, prefix: str, attempts: int, options: dict[str, str]
-    ) -> tuple[list[tuple[str, int]], str]:
-        """Keys with their sizes, and what asks for the next page."""
-        where = f"s3://{bucket}/{prefix}"
-        url = ShardURL(where, "s3", where, "", "")
-        try:
-            return self._retried(
-                where, attempts, lambda: self._s3.list_page(url, MaxKeys=_PAGE, **options)
-            )
-        except AccessDeniedError as exn:
-            raise AccessDeniedError(
-                f"{exn.message} Listing needs s3:ListBucket; names in braces, such as "
-                "train-{000..127}.tar, need no listing.",
-                url=where,
-            ) from exn
 
     def _retried(self, what: str, attempts: int, function: Callable[[], T]) -> T:
         policy = RetryPolicy(attempts, self._config.deadline)

@@ -1,13 +1,12 @@
 """The one retry layer.
 
-Everything below it (SDK, HTTP pool) is told not to retry, everything above it
-does not: attempts never multiply. What is worth another attempt is said by the
-origin, by raising `TransientError`; nothing else is retried.
+Nothing below it (botocore, connections) repeats a request, nothing above it does: attempts never
+multiply. The origin says what is worth another attempt, by raising `TransientError`; nothing else
+is retried.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from shardcache.origins.base import TransientError
 from shardcache.urls import redact
 
 if TYPE_CHECKING:
-    from tenacity import RetryCallState, Retrying
+    from tenacity import RetryCallState
 
 __all__ = ["RetryPolicy"]
 
@@ -86,15 +85,35 @@ class Attempts:
             Whatever else ``function`` or ``sleep`` raises, at once.
         """
         try:
-            return function()
+            return function()  # which mostly succeeds, and then needs no import of tenacity
         except TransientError as exn:
             failed = [exn]
-        return _retrying()(_attempt, self, function, sleep, failed)  # type: ignore[no-any-return]
+
+        def attempt() -> T:
+            if failed:
+                raise failed.pop()
+            return function()
+
+        from tenacity import Retrying, retry_if_exception_type
+
+        retrying = Retrying(
+            retry=retry_if_exception_type(TransientError),
+            stop=self._is_over,
+            wait=_pause,
+            sleep=sleep,
+            before_sleep=self._report,
+            retry_error_callback=self._give_up,
+        )
+        try:
+            return retrying(attempt)
+        finally:
+            # It is part of a cycle, and would keep the fetch, and the lock of its partial.
+            retrying.iter_state.reset()
 
     def _is_over(self, state: RetryCallState) -> bool:
         return state.attempt_number >= self.policy.attempts or self._is_late(state.upcoming_sleep)
 
-    def _rest(self, state: RetryCallState, sleep: Callable[[float], None]) -> None:
+    def _report(self, state: RetryCallState) -> None:
         self.retries += 1
         logger.warning(
             "%s: %s; attempt %d of %d failed, next in %.1f s",
@@ -105,7 +124,6 @@ class Attempts:
             state.upcoming_sleep,
             extra={"event": "retry", "shard": self.what, "attempt": state.attempt_number},
         )
-        sleep(state.upcoming_sleep)
 
     def _give_up(self, state: RetryCallState) -> NoReturn:
         cause, count = _cause(state), state.attempt_number
@@ -120,29 +138,6 @@ class Attempts:
             url=self.what,
             attempts=count,
         ) from cause
-
-
-def _attempt(_: Attempts, function: Callable[[], T], __: object, failed: list[Exception]) -> T:
-    if failed:  # the first call, which needed nothing of tenacity, not even its import
-        raise failed.pop()
-    return function()
-
-
-@functools.cache
-def _retrying() -> Retrying:
-    """Calls `_attempt`. One for all: made per call, it would keep each fetch, whose partial is
-    locked, until the garbage is collected.
-    """
-    from tenacity import Retrying, retry_if_exception_type
-
-    return Retrying(
-        retry=retry_if_exception_type(TransientError),
-        stop=lambda state: state.args[0]._is_over(state),
-        wait=_pause,
-        sleep=lambda seconds: None,
-        before_sleep=lambda state: state.args[0]._rest(state, state.args[2]),
-        retry_error_callback=lambda state: state.args[0]._give_up(state),
-    )
 
 
 def _cause(state: RetryCallState) -> TransientError:

@@ -2,8 +2,7 @@
 
 Botocore, which s3fs brings along, knows every way to find credentials and every addressing rule. It
 is asked once per bucket, by a presigned URL; then requests are signed here (Signature Version 4)
-and go over `connection`. What botocore signs in another way (S3 Express, multi-region access
-points, a ``signature_version`` of the user's) it presigns request by request.
+and go over `connection`.
 
 Each range request carries ``If-Match`` (or the version id), and the answer is checked against
 what was asked: status, Content-Range and length.
@@ -31,11 +30,10 @@ from shardcache.origins.connection import Response, Transport, content_length, t
 from shardcache.origins.endpoints import aws_files, s3_endpoint
 from shardcache.origins.http import (
     HEADERS,
-    RangeBody,
-    body_of,
+    checked,
     object_info,
     open_range,
-    page_of,
+    refused,
     unanswered,
 )
 from shardcache.threads import undivided
@@ -83,23 +81,13 @@ _CERTIFICATES = (
 )
 #: Checksums, the ones that cost least first.
 _CHECKSUMS = ("crc32", "crc32c", "crc64nvme", "sha256", "sha1")
-#: Parameters of operations: botocore's names, and those of headers (x-amz-) or of the query.
-_NAMES = {
-    "RequestPayer": "x-amz-request-payer",
-    "ChecksumMode": "x-amz-checksum-mode",
-    "VersionId": "versionId",
-    "Prefix": "prefix",
-    "Delimiter": "delimiter",
-    "MaxKeys": "max-keys",
-    "StartAfter": "start-after",
-    "ContinuationToken": "continuation-token",
-}
 _LISTING = {"list-type": "2", "encoding-type": "url"}
 #: Bytes of a listing; a thousand keys take a megabyte at most.
 _LISTING_BYTES = 16 * 1024 * 1024
-#: Seconds that a URL is signed for by botocore.
-_PRESIGNED = 300
 _UNSIGNED = "UNSIGNED-PAYLOAD"
+_ALGORITHM = "AWS4-HMAC-SHA256"
+#: Asks for the checksum of the object.
+_CHECKSUM = {"x-amz-checksum-mode": "ENABLED"}
 
 
 class S3Origin:
@@ -134,59 +122,40 @@ class S3Origin:
 
     def open(
         self, url: ShardURL, start: int, stop: int | None, pin: ObjectInfo | None = None
-    ) -> RangeBody:
-        """See `base.Origin.open`."""
-        version = _version(url, pin)
-        # A range also where it is all: what a gateway compresses on its way is no such range.
+    ) -> Response:
+        """See `base.Origin.open`; the answer to a request for a whole object has its checksum."""
+        query = _version(url, pin)
+        if start == 0 and stop is None and pin is None:
+            response = self._ask("GET", url, _CHECKSUM, query)
+            # What a gateway may compress on its way comes by ranges: those it cannot.
+            if "content-encoding" not in response.headers:
+                return checked(response, 0, None, _info)
+            response.close()
         return open_range(
-            lambda headers: self._ask("get_object", url, headers, version), start, stop, pin, _info
+            lambda headers: self._ask("GET", url, headers, query), start, stop, pin, _info
         )
-
-    def whole(self, url: ShardURL, most: int, listed: int | None) -> RangeBody | None:
-        """An object from its start, its checksum in ``info``: a range is answered without one.
-
-        Args:
-            url: the shard.
-            most: bytes to deliver; of a longer one the rest is dropped with the connection.
-            listed: bytes that a listing says it has; None without one.
-
-        Returns:
-            None if it comes in a form in which its size is another one.
-
-        Raises:
-            As `open`.
-        """
-        response = self._ask("get_object", url, {}, {**_version(url), "ChecksumMode": "ENABLED"})
-        body = body_of(response, 0, None, _info)
-        size = body.info.size
-        # What a gateway compresses on its way has another size than it has; no range is.
-        packed = size != listed and response.headers.get("content-encoding")
-        if size is None or body.stop != size or packed:
-            body.close()
-            return None
-        body.stop = min(most, size)
-        return body
 
     def stat(self, url: ShardURL) -> ObjectInfo:
         """See `base.Origin.stat`."""
-        response = self._ask("head_object", url, {}, {**_version(url), "ChecksumMode": "ENABLED"})
+        response = self._ask("HEAD", url, _CHECKSUM, _version(url))
         response.close()
         size = content_length(response.headers)
         if size is None:  # then it cannot be compared with any version
             raise ConfigError(f"{url}: the origin states no size without sending it", url=str(url))
         return _info(response.headers, size)
 
-    def list_page(self, url: ShardURL, **options: Any) -> tuple[list[tuple[str, int]], str]:
+    def list_page(self, url: ShardURL, **options: str) -> tuple[list[tuple[str, int]], str]:
         """One answer of ListObjectsV2 on the keys that begin as ``url``, maybe a bucket, does.
 
         Args:
             url: bucket and prefix.
-            options: Delimiter, MaxKeys, StartAfter, ContinuationToken.
+            options: ``delimiter``, ``max_keys``, ``continuation_token``.
 
         Returns:
             Keys with their sizes in bytes, and the token that asks for the next page.
         """
-        response = self._ask("list_objects_v2", url, {}, options)
+        query = {name.replace("_", "-"): value for name, value in options.items()}
+        response = self._ask("GET", url, {}, {**_LISTING, **query})
         try:
             page = ElementTree.fromstring(response.read(_LISTING_BYTES))  # noqa: S314 - by expat
             decode = unquote_plus if page.findtext("{*}EncodingType") == "url" else str
@@ -202,15 +171,15 @@ class S3Origin:
         return keys, page.findtext("{*}NextContinuationToken") or ""
 
     def _ask(
-        self, operation: str, url: ShardURL, headers: dict[str, str], parameters: dict[str, Any]
+        self, method: str, url: ShardURL, headers: Mapping[str, str], query: Mapping[str, str]
     ) -> Response:
         """An answer of 200 or 206; other regions and renewed credentials are tried once each."""
         if self._options.get("requester_pays"):
-            parameters = {**parameters, "RequestPayer": "requester"}
+            headers = {**headers, "x-amz-request-payer": "requester"}
         region, renewed = None, False
         while True:
             account = self.prepare()
-            asked, response = account.send(operation, url, region, headers, parameters)
+            asked, response = account.send(method, url, region, headers, query)
             if response.status in (200, 206):
                 return response
             code, message, elsewhere = _read_refusal(response)
@@ -244,10 +213,10 @@ class _Keys(NamedTuple):  # named as botocore's are
 class _Bucket(NamedTuple):
     """How a bucket is reached."""
 
-    base: str  # the URL that keys follow
+    server: str  # scheme, host and port
+    path: str  # that objects are below; empty where the host's name has the bucket's
     region: str
-    service: str  # that signatures are made for; without one, none are made here
-    client: Any = None  # makes them, where only botocore knows how
+    service: str  # that signatures are made for; empty where none are made
 
 
 def _stated_keys(options: Mapping[str, Any], endpoint: str) -> _Keys | None:
@@ -298,26 +267,18 @@ class _Account:
         """Let botocore find credentials, region and settings; its import takes a while."""
         import botocore.exceptions
         import botocore.session
+        from botocore.config import Config
 
+        settings: dict[str, Any] = {
+            **(options.get("config_kwargs") or {}),
+            "signature_version": botocore.UNSIGNED if options.get("anon") else "s3v4",
+            "ignore_configured_endpoint_urls": True,  # `s3_endpoint` has looked at them
+        }
         client_kwargs = dict(options.get("client_kwargs") or {})
         client_kwargs["endpoint_url"] = self._endpoint or None
         client_kwargs.setdefault("use_ssl", options.get("use_ssl", True))
-        self._client_kwargs = client_kwargs
-        self._client = functools.cache(self._make_client)
-        self._settings: dict[str, Any] = {
-            "connect_timeout": min(timeout, 10.0),
-            "read_timeout": timeout,
-            **(options.get("config_kwargs") or {}),
-            # Whatever config_kwargs say for s3fs: attempts must not multiply.
-            "retries": {"total_max_attempts": 1, "mode": "standard"},
-            "ignore_configured_endpoint_urls": True,  # `s3_endpoint` has looked at them
-        }
-        if options.get("anon"):
-            self._settings["signature_version"] = botocore.UNSIGNED
         try:
             session = self._session = botocore.session.Session(profile=options.get("profile"))
-            loader = _loader(session.get_config_variable("data_path"))
-            session.register_component("data_loader", loader)
             names = "aws_access_key_id", "aws_secret_access_key", "aws_session_token"
             keys = [client_kwargs.pop(name, None) for name in names]
             keys = keys if keys[0] else [options.get(name) for name in ("key", "secret", "token")]
@@ -326,6 +287,11 @@ class _Account:
             # Any region will do: S3 answers with the right one.
             region = client_kwargs.pop("region_name", None)
             self._region = region or session.get_config_variable("region") or "us-east-1"
+            self._client = functools.cache(
+                lambda region: session.create_client(
+                    "s3", region, config=Config(**settings), **client_kwargs
+                )
+            )
             client = self._client(self._region)
         except (botocore.exceptions.BotoCoreError, ValueError, TypeError) as exn:
             client, reason = None, redact(str(exn))
@@ -334,31 +300,22 @@ class _Account:
                 f"the S3 client cannot be set up: {reason}. "
                 "Check endpoint_url, the profile and storage_options.",
             )
-        config = client.meta.config
         self.place = redact(str(client.meta.endpoint_url))
         self._transport = Transport(
-            timeout=config.read_timeout or timeout,
-            connect_timeout=config.connect_timeout,
-            proxies=config.proxies,
-            context=functools.partial(self._trust, config.client_cert),
+            timeout=timeout,
+            proxies=client.meta.config.proxies,
+            context=lambda: self._trusted(client_kwargs.get("verify")),
         )
 
-    def _make_client(self, region: str) -> Any:
-        from botocore.config import Config
-
-        config = Config(**self._settings)
-        client = self._session.create_client("s3", region, config=config, **self._client_kwargs)
-        client.meta.events.register_first("choose-signer.s3", _prefer_v4)
-        return client
-
-    def _trust(self, own: str | tuple[str, str] | None) -> ssl.SSLContext:
+    def _trusted(self, verify: str | bool | None) -> ssl.SSLContext:
         from botocore.httpsession import get_cert_path
 
-        trusted = [self._client_kwargs.get("verify")]
-        trusted += [self._session.get_config_variable("ca_bundle")]
-        trusted += [os.environ.get("REQUESTS_CA_BUNDLE"), True]
+        named = self._session.get_config_variable("ca_bundle")
+        for trusted in (verify, named, os.environ.get("REQUESTS_CA_BUNDLE"), True):
+            if trusted is not None:
+                break
         try:
-            return tls_context(get_cert_path(next(t for t in trusted if t is not None)), own)
+            return tls_context(get_cert_path(trusted))
         except OSError as exn:
             raise ConfigError(
                 "the certificates to trust are not where AWS_CA_BUNDLE or verify say "
@@ -367,33 +324,36 @@ class _Account:
 
     def send(
         self,
-        operation: str,
+        method: str,
         url: ShardURL,
         region: str | None,
-        headers: dict[str, str],
-        parameters: dict[str, Any],
+        headers: Mapping[str, str],
+        query: Mapping[str, str],
     ) -> tuple[str, Response]:
         """Sign and send a request: the region it was signed for, and the answer.
 
         Args:
-            operation, parameters: in botocore's words.
+            method: GET or HEAD.
             url: the shard, or what keys of a listing begin with.
             region: where the bucket is said to be.
-            headers: what needs no signature.
+            headers, query: of the request, but for signature and prefix.
         """
-        method = "HEAD" if operation == "head_object" else "GET"
         name, key = url.bucket_and_key()
-        parameters = {**parameters, "Prefix" if operation == "list_objects_v2" else "Key": key}
         try:
             bucket = self._bucket(name, region)
-            if bucket.client is not None:
-                target, signed = _presigned(bucket.client, operation, name, parameters)
+            path = bucket.path or "/"
+            if "list-type" in query:
+                query = {**query, "prefix": key}
             else:
-                target, signed = _unsigned(bucket.base, parameters)
+                path = f"{bucket.path}/{quote(key, safe='/~')}"
+            pairs = sorted((quote(n, safe="~"), quote(v, safe="~")) for n, v in query.items())
+            asked = "&".join(f"{name}={value}" for name, value in pairs)
+            headers = {**HEADERS, **headers}
             if bucket.service:
                 keys = self._stated or self._session.get_credentials().get_frozen_credentials()
-                signed = _sign(method, target, signed, bucket, keys)
-            response = self._transport.request(method, target, {**HEADERS, **headers, **signed})
+                headers |= _signature(method, bucket, path, asked, headers, keys)
+            target = f"{bucket.server}{path}?{asked}" if asked else f"{bucket.server}{path}"
+            response = self._transport.request(method, target, headers)
         except Exception as exn:  # noqa: BLE001 - sorted, or raised as it is
             error = _sorted(exn, url, self.place)
         else:
@@ -409,93 +369,41 @@ class _Account:
 
     def _find(self, name: str, region: str) -> _Bucket:
         if self._stated is not None:  # as botocore does for an endpoint that is given
-            base = f"{self._endpoint.rstrip('/')}/{quote(name)}"
-            return _Bucket(base, region, "s3" if self._stated.access_key else "")
-        client = self._client(region)
-        url = client.generate_presigned_url("get_object", Params={"Bucket": name, "Key": "k"})
-        parts = urlsplit(url)
+            path, service = f"/{quote(name)}", "s3" if self._stated.access_key else ""
+            return _Bucket(self._endpoint.rstrip("/"), path, region, service)
+        presign = self._client(region).generate_presigned_url
+        parts = urlsplit(presign("get_object", Params={"Bucket": name, "Key": "k"}))
         port = {"http": ":80", "https": ":443"}[parts.scheme]
-        base = f"{parts.scheme}://{parts.netloc.removesuffix(port)}{parts.path.removesuffix('/k')}"
+        server = f"{parts.scheme}://{parts.netloc.removesuffix(port)}"
+        path = parts.path.removesuffix("/k")
         if not parts.query:
-            return _Bucket(base, region, "")
-        said = dict(parse_qsl(parts.query))
-        # Express buckets have credentials of their own, by the session.
-        if said.get("X-Amz-Algorithm") != "AWS4-HMAC-SHA256" or "X-Amz-S3session-Token" in said:
-            return _Bucket(base, region, "", client)
-        *_, region, service, _ = said["X-Amz-Credential"].split("/")
-        return _Bucket(base, region, service)
+            return _Bucket(server, path, region, "")
+        *_, region, service, _ = dict(parse_qsl(parts.query))["X-Amz-Credential"].split("/")
+        return _Bucket(server, path, region, service)
 
 
-@functools.cache
-def _loader(where: str | None) -> Any:
-    """Botocore's loader, with all it has read.
-
-    The first client of a process takes a fifth of a second, most of it for a megabyte of JSON
-    that describes S3's interface; later ones take a tenth of that, those of forked workers as well.
-    """
-    import botocore.loaders
-
-    loader = botocore.loaders.create_loader(where)
-    # Botocore looks through the directories of all its 400 services for one name,
-    # which is a third of the time that a client takes.
-    loader.list_available_services = lambda type_name: ["s3"]
-    return loader
-
-
-def _prefer_v4(signature_version: Any, **_: Any) -> Any:
-    """Keep botocore from presigning in the oldest way it knows, which is its default."""
-    return "s3v4-query" if signature_version in ("v4-query", "s3v4-query") else None
-
-
-def _presigned(
-    client: Any, operation: str, bucket: str, parameters: dict[str, Any]
-) -> tuple[str, dict[str, str]]:
-    """A URL that botocore signs, and the headers that its signature covers."""
-    target = client.generate_presigned_url(
-        operation, Params={"Bucket": bucket, **parameters}, ExpiresIn=_PRESIGNED
-    )
-    covered = dict(parse_qsl(urlsplit(target).query)).get("X-Amz-SignedHeaders", "").split(";")
-    _, headers = _unsigned("", parameters)
-    return target, {name: value for name, value in headers.items() if name in covered}
-
-
-def _unsigned(base: str, parameters: dict[str, Any]) -> tuple[str, dict[str, str]]:
-    """URL and headers of a request; the query is in the order that signatures want."""
-    given = {_NAMES[name]: str(v) for name, v in parameters.items() if name != "Key"}
-    headers = {name: value for name, value in given.items() if name.startswith("x-amz-")}
-    query = {name: value for name, value in given.items() if name not in headers}
-    if "Key" in parameters:
-        base += f"/{quote(parameters['Key'], safe='/~')}"
-    else:
-        query |= _LISTING
-    pairs = sorted((quote(name, safe="~"), quote(value, safe="~")) for name, value in query.items())
-    text = "&".join(f"{name}={value}" for name, value in pairs)
-    return f"{base}?{text}" if text else base, headers
-
-
-def _sign(
-    method: str, url: str, headers: dict[str, str], bucket: _Bucket, keys: Any
+def _signature(
+    method: str, bucket: _Bucket, path: str, query: str, headers: Mapping[str, str], keys: Any
 ) -> dict[str, str]:
-    """``headers`` with a signature (AWS Signature Version 4); Range and If-Match need none."""
-    place, slash, rest = url.partition("://")[2].partition("/")
-    path, _, query = rest.partition("?")
+    """Headers that sign a request (AWS Signature Version 4), with those that begin with x-amz-."""
     moment = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-    headers = {**headers, "x-amz-content-sha256": _UNSIGNED, "x-amz-date": moment}
+    added = {"x-amz-content-sha256": _UNSIGNED, "x-amz-date": moment}
     if keys.token:
-        headers["x-amz-security-token"] = keys.token
-    covered = sorted({**headers, "host": place}.items())
-    names = ";".join(name for name, _ in covered)
-    lines = (f"{name}:{value.strip()}" for name, value in covered)
-    canonical = "\n".join([method, f"{slash}{path}", query, *lines, "", names, _UNSIGNED])
+        added["x-amz-security-token"] = keys.token
+    covered = {name: value for name, value in headers.items() if name.startswith("x-amz-")}
+    covered |= {**added, "host": bucket.server.partition("://")[2]}
+    names = ";".join(sorted(covered))
+    lines = (f"{name}:{value.strip()}" for name, value in sorted(covered.items()))
+    canonical = "\n".join([method, path, query, *lines, "", names, _UNSIGNED])
     scope = f"{moment[:8]}/{bucket.region}/{bucket.service}/aws4_request"
     digest = hashlib.sha256(canonical.encode()).hexdigest()
-    text = f"AWS4-HMAC-SHA256\n{moment}\n{scope}\n{digest}"
-    key = _signing_key(keys.secret_key, scope)
-    headers["Authorization"] = (
-        f"AWS4-HMAC-SHA256 Credential={keys.access_key}/{scope}, SignedHeaders={names}, "
-        f"Signature={hmac.new(key, text.encode(), 'sha256').hexdigest()}"
+    text = f"{_ALGORITHM}\n{moment}\n{scope}\n{digest}"
+    signature = hmac.new(_signing_key(keys.secret_key, scope), text.encode(), "sha256").hexdigest()
+    added["Authorization"] = (
+        f"{_ALGORITHM} Credential={keys.access_key}/{scope}, SignedHeaders={names}, "
+        f"Signature={signature}"
     )
-    return headers
+    return added
 
 
 @functools.lru_cache(maxsize=16)
@@ -509,7 +417,7 @@ def _signing_key(secret: str, scope: str) -> bytes:
 
 def _version(url: ShardURL, pin: ObjectInfo | None = None) -> dict[str, str]:
     version = url.version_id or (pin.version_id if pin else None)
-    return {"VersionId": version} if version and version != "null" else {}
+    return {"versionId": version} if version and version != "null" else {}
 
 
 def _info(headers: Mapping[str, str], size: int | None) -> ObjectInfo:
@@ -526,7 +434,7 @@ def _info(headers: Mapping[str, str], size: int | None) -> ObjectInfo:
 def _read_refusal(response: Response) -> tuple[str, str, str | None]:
     """S3's code, its message or HTTP's, and the region of a bucket that is elsewhere."""
     try:
-        found = ElementTree.fromstring(page_of(response))  # noqa: S314 - by expat
+        found = ElementTree.fromstring(refused(response))  # noqa: S314 - by expat
     except ElementTree.ParseError:
         found = ElementTree.Element("")  # a page of a proxy, or none
     code = found.findtext(".//{*}Code") or ""

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
     from shardcache.fetch.background import Fetching, Share
-    from shardcache.origins.upstream import UpstreamOrigin
+    from shardcache.origins.resolve import UpstreamOrigin
     from shardcache.runtime import Process
     from shardcache.streams.opener import Opener
     from shardcache.urls import ShardURL

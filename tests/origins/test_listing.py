@@ -14,6 +14,7 @@ from shardcache.errors import (
     TransferError,
 )
 from shardcache.origins.listing import Listing, is_pattern
+from shardcache.origins.s3 import S3Origin
 from shardcache.prewarm.plan import expand
 from tests.support.tars import make_tar
 
@@ -184,18 +185,6 @@ def test_sizes_come_from_listings_not_from_heads(stocked, cache, proxy, monkeypa
     assert [(r.method, r.reads_object) for r in proxy.requests()] == [("GET", False)]
 
 
-def test_sparse_names_jump_over_what_lies_between(stocked, cache, proxy):
-    sizes = Listing(cache.config).sizes(numbered(cache, stocked, (0, 7)))
-    assert sorted(sizes.values()) == [100, 107]
-    assert len(proxy.requests()) == 2  # ten keys at three a page would be four
-
-
-def test_sizes_of_many_directories_come_bucket_by_bucket(stocked, cache, proxy, monkeypatch):
-    monkeypatch.setattr("shardcache.origins.listing._MANY_DIRECTORIES", 1)
-    shards = [cache.parse(f"s3://{stocked}/{n}") for n in (X[7], "val-0.tar", "no/x.tar")]
-    assert sorted(Listing(cache.config).sizes(shards).values()) == [2, 107]
-
-
 def test_learning_sizes_is_bounded(stocked, cache, proxy, monkeypatch):
     monkeypatch.setattr("shardcache.origins.listing._SPARE_PAGES", 1)
     assert len(Listing(cache.config).sizes(numbered(cache, stocked, (0, 7)))) == 1
@@ -219,8 +208,8 @@ def test_unreachable_endpoint_leaves_sizes_unknown_at_once(cache, monkeypatch):
         monkeypatch.setenv(name, "x")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     asked = []
-    page = Listing._page
-    monkeypatch.setattr(Listing, "_page", lambda *a: asked.append(a) or page(*a))
+    page = S3Origin.list_page
+    monkeypatch.setattr(S3Origin, "list_page", lambda *a, **k: asked.append(a) or page(*a, **k))
     shards = [cache.parse(f"s3://b{n}/x.tar") for n in range(5)]
     assert Listing(cache.config).sizes(shards) == {}
     assert len(asked) == 1

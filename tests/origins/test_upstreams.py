@@ -169,12 +169,12 @@ def test_names_that_could_lead_elsewhere_are_not_looked_for(node, origin, nas, u
 
 
 def test_a_copy_that_is_interrupted_is_not_there(node, nas, monkeypatch):
-    def failing(*args: Any) -> None:
-        args[1].write(DATA[:1000])
+    def failing(source: Path, target: Path) -> None:
+        target.write_bytes(DATA[:1000])
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch, node(writes(nas)) as cache:
-        patch.setattr("shardcache.origins.upstream.shutil.copyfileobj", failing)
+        patch.setattr("shardcache.origins.resolve.shutil.copyfile", failing)
         assert read(cache) == DATA
         cache.close()
     assert list((nas / "lab/train").iterdir()) == []

@@ -34,6 +34,8 @@ __version__ = "0.1.0"
 
 logger = logging.getLogger(__name__)
 
+NONE = "none"
+MIB = 1 << 20
 # Patterns are compiled when first used: `import shardcache` stays light.
 #: Storage options and HTTP headers that hold credentials: of s3fs, gcsfs, adlfs, botocore, aiohttp.
 _CREDENTIALS = (
@@ -43,7 +45,12 @@ _CREDENTIALS = (
 # Greedy up to the last @: a password may hold / and @ of its own.
 _USERINFO = r"(?is)^([a-z][a-z0-9+.-]*://)?.*@"
 _QUERY = r"(?s)[?#].*"
+_SCHEME = r"[a-z][a-z0-9+.-]*"
+_VARIABLE = r"(?a)\$(?:(\w+)|\{(\w+)\})"
+_ENDPOINT = r"(?i)https?://(\[[0-9a-f:.]+\]|[^/?#@:\s\[\]]+)(:[0-9]{1,5})?(/[^?#@\s]*)?"
 _HIDDEN = "***"
+#: The highest group number, which says "leave it as it is", chown(2).
+_NO_GROUP = (1 << 32) - 1
 
 
 class StorageOptions(dict[str, object]):
@@ -102,14 +109,6 @@ def _redact(text: str) -> str:
 
 # -- values: each parser takes what people write, and returns what the library reads ---------------
 
-MIB = 1 << 20
-NONE = "none"
-_SCHEME = r"[a-z][a-z0-9+.-]*"
-_VARIABLE = r"(?a)\$(?:(\w+)|\{(\w+)\})"
-_ENDPOINT = r"(?i)https?://(\[[0-9a-f:.]+\]|[^/?#@:\s\[\]]+)(:[0-9]{1,5})?(/[^?#@\s]*)?"
-#: The highest group number, which says "leave it as it is", chown(2).
-_NO_GROUP = (1 << 32) - 1
-
 
 def _refuse(value: object, reason: str, accepted: str) -> ConfigError:
     """The error for a value that cannot be used; the caller raises it."""
@@ -121,30 +120,30 @@ def _refuse(value: object, reason: str, accepted: str) -> ConfigError:
 
 
 def _directory(value: object, base: str = "") -> Path:
-    accepted = "a local directory; ~ and $VARIABLES in it are expanded"
     text = str(value) if isinstance(value, str | Path) else ""
-    if not text.strip() or "\0" in text:
-        raise _refuse(value, "is not a path", accepted)
-    if "://" in text:
-        raise _refuse(value, "is a URL", accepted)
-    for found in re.finditer(_VARIABLE, text):
-        name = found[1] or found[2]
-        if not os.environ.get(name):
-            # os.path.expandvars keeps it: a directory called "$SCRATCH" would be the result.
-            raise _refuse(value, f"names ${name}, which is not set", accepted)
-    text = os.path.expanduser(os.path.expandvars(text))  # noqa: PTH111  pathlib's raises
-    if text.startswith("~"):
-        raise _refuse(value, "names a home directory that is not known", accepted)
-    return Path(base, text).absolute()
+    names = [found[1] or found[2] for found in re.finditer(_VARIABLE, text)]
+    # os.path.expandvars keeps what is not set: a directory called "$SCRATCH" would be the result.
+    unset = next((name for name in names if not os.environ.get(name)), None)
+    expanded = os.path.expanduser(os.path.expandvars(text))  # noqa: PTH111  pathlib's raises
+    reason = None
+    if not text.strip() or "\0" in text or "://" in text:
+        reason = "is not a path" if "://" not in text else "is a URL"
+    elif unset is not None:
+        reason = f"names ${unset}, which is not set"
+    elif expanded.startswith("~"):
+        reason = "names a home directory that is not known"
+    if reason is not None:
+        raise _refuse(value, reason, "a local directory; ~ and $VARIABLES in it are expanded")
+    return Path(base, expanded).absolute()
 
 
-def _above_zero(parse: Callable[[Any], Any], reason: str, accepted: str) -> Callable[[Any], Any]:
+def _above_zero(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """As ``parse``, for values that must not be nothing."""
 
     def parsed(value: Any) -> Any:
         found = parse(value)
         if found in (0, Limit(bytes=0), Limit(percent=0.0)):
-            raise _refuse(value, reason, accepted)
+            raise _refuse(value, "is nothing", f'more than 0, or "{NONE}" where there is no limit')
         return found
 
     return parsed
@@ -163,70 +162,52 @@ def _function(value: object) -> object:
     return value
 
 
-def _items(value: object, what: str, accepted: str) -> list[Any]:
+def _items(value: object, accepted: str) -> list[Any]:
     """The items of a list, or of text that separates them by commas."""
     if isinstance(value, str):
         return [] if value.strip().lower() == NONE else value.split(",")
     if not isinstance(value, list | tuple | set | frozenset):
-        raise _refuse(value, f"is no list of {what}s", accepted)
+        raise _refuse(value, "is no list", accepted)
     return list(value)
 
 
 def _schemes(value: object) -> tuple[str, ...]:
     accepted = 'URL schemes such as "pipe", separated by commas or as a list'
-    found = set()
-    for item in _items(value, "scheme", accepted):
-        scheme = item.strip().lower() if isinstance(item, str) else ""
+    found = {str(item).strip().lower() for item in _items(value, accepted)}
+    for scheme in found:
         if not re.fullmatch(_SCHEME, scheme):
-            raise _refuse(item, "is no scheme", accepted)
-        found.add(scheme)
+            raise _refuse(scheme, "is no scheme", accepted)
     return tuple(sorted(found))
 
 
-def _tables(made: Any, what: str, value: object, accepted: str) -> tuple[Any, ...]:
-    """A list of ``made``, whose items are tables of its fields, or text for its ``of_text``."""
-    names = {option.name for option in fields(made)}
+def _tables(made: Any, accepted: str) -> Callable[[object], tuple[Any, ...]]:
+    """A parser of lists of ``made``: its items are tables, or text for its ``of_text``."""
 
-    def one(item: object) -> object:
+    def one(item: Any) -> object:
         if isinstance(item, made):
             return item
-        table = item if isinstance(item, Mapping) else {}
         if isinstance(item, str | Path):
-            table = made.of_text(str(item).strip())
-        given = {name: value for name, value in table.items() if value is not None}
-        if not names.issuperset(given) or not given.get(fields(made)[0].name):
-            raise _refuse(item, f"is no {what}", accepted)
-        return made(**given)
+            item = made.of_text(str(item).strip())
+        try:
+            return made(**item)
+        except TypeError:  # no table, or another field; the error would show what is in it
+            pass
+        raise _refuse(item, "cannot be used", accepted)
 
-    return tuple(map(one, _items(value, what, accepted)))
-
-
-def _tiers(value: object) -> tuple[TierOption, ...]:
-    accepted = (
-        "directories, each with =SIZE if it is to hold no more (/dev/shm/shards=50GB), as a list "
-        "or separated by commas; as tables with dir, max_size and min_free in code and TOML"
-    )
-    return _tables(TierOption, "tier", value, accepted)
-
-
-def _upstreams(value: object) -> tuple[Upstream, ...]:
-    accepted = (
-        "directories or URLs, as a list or separated by commas; as tables with url, write_back, "
-        "endpoint_url and storage_options in code and TOML"
-    )
-    return _tables(Upstream, "upstream", value, accepted)
+    return lambda value: tuple(map(one, _items(value, accepted)))
 
 
 def _store(value: object) -> str:
     """A directory, or the URL of a store."""
-    accepted = "a directory, or scheme://... of a store, without a query"
     text = str(value).strip() if isinstance(value, str | Path) else ""
     if "://" not in text:
         return os.fspath(_directory(text))
-    if not re.fullmatch(_SCHEME, text.partition("://")[0].lower()) or "?" in text:
+    login = re.match(_USERINFO, text) and not text.startswith(("abfs", "az", "oci"))
+    if login or "?" in text or not re.fullmatch(_SCHEME, text.partition("://")[0].lower()):
+        accepted = (
+            "a directory, or scheme://... of a store; credentials belong into storage_options"
+        )
         raise _refuse(text, "is no store", accepted)
-    if re.match(_USERINFO, text) and not text.startswith(("abfs", "az", "oci")):
-        raise _refuse(text, "has a part before an @", "credentials belong into storage_options")
     return text
 
 
@@ -251,15 +232,12 @@ def _group(value: object) -> int:
 
 
 def _endpoint(value: object) -> str:
-    accepted = "http:// or https://, a host, a port if need be"
     text = value.strip() if isinstance(value, str) else ""
-    if re.match(_USERINFO, text):
-        accepted += (
-            "; credentials belong into the environment (AWS_ACCESS_KEY_ID), a profile or "
-            "storage_options"
-        )
-        raise _refuse(value, "has a part before an @, which S3 does not use", accepted)
     if not re.fullmatch(_ENDPOINT, text):
+        accepted = (
+            "http:// or https://, a host, a port if need be; credentials belong into the "
+            "environment (AWS_ACCESS_KEY_ID), a profile or storage_options"
+        )
         raise _refuse(value, "is no endpoint", accepted)
     return text
 
@@ -280,33 +258,6 @@ class Kind(NamedTuple):
     show: Callable[[Any], str] = str
 
 
-def _count(most: int, least: int = 1) -> Kind:
-    return Kind(f"{least} to {most}", lambda value: units.parse_count(value, least, most))
-
-
-_room = _above_zero(units.parse_limit, "leaves no room", f'more than 0, or "{NONE}" for no limit')
-_size = _above_zero(units.parse_bytes, "leaves no room", "a size of more than 0")
-_some_time = _above_zero(units.parse_duration, "is no time at all", "a duration of more than 0")
-
-PATH = Kind("path", _directory)
-BOOL = Kind("bool", units.parse_bool, lambda value: str(value).lower())
-TIME = Kind("duration", units.parse_duration, units.exact_duration)
-SOME_TIME = Kind("duration", _some_time, units.exact_duration)
-# Not the repr: a functools.partial would print its arguments.
-CALL = Kind("function", _function, lambda value: getattr(value, "__name__", "function"))
-LIST = Kind("list", _schemes, ", ".join)
-TABLE = Kind("table", _storage_options, _names_only)
-ROOM = Kind("size or %", _room)
-LIMIT = Kind("size or %", units.parse_limit)
-SIZE = Kind("size", _size, units.exact_bytes)
-PART_SIZE = Kind("size", _part_size, units.exact_bytes)
-ENDPOINT = Kind("URL", _endpoint, _redact)
-GROUP = Kind("name or number", _group, group_name)
-STORE = Kind("path or URL", _store, _redact)
-TIERS = Kind("list", _tiers, lambda value: ", ".join(map(str, value)))
-UPSTREAMS = Kind("list", _upstreams, lambda value: ", ".join(map(str, value)))
-
-
 def _opt(kind: Kind, default: Any, help: str) -> Any:
     return field(default=default, metadata={"kind": kind, "help": help})
 
@@ -315,6 +266,31 @@ def _choose(help: str, *names: str) -> Any:
     """One of some names, of which the first is the default."""
     kind = Kind(" or ".join(names), lambda value: units.parse_choice(value, names))
     return _opt(kind, names[0], help)
+
+
+def _count(most: int, least: int = 1) -> Kind:
+    return Kind(f"{least} to {most}", lambda value: units.parse_count(value, least, most))
+
+
+def _listed(value: Sequence[object]) -> str:
+    return ", ".join(map(str, value))
+
+
+PATH = Kind("path", _directory)
+BOOL = Kind("bool", units.parse_bool, lambda value: str(value).lower())
+TIME = Kind("duration", units.parse_duration, units.exact_duration)
+SOME_TIME = Kind("duration", _above_zero(units.parse_duration), units.exact_duration)
+# Not the repr: a functools.partial would print its arguments.
+CALL = Kind("function", _function, lambda value: getattr(value, "__name__", "function"))
+SCHEMES = Kind("list", _schemes, _listed)
+TABLE = Kind("table", _storage_options, _names_only)
+ROOM = Kind("size or %", _above_zero(units.parse_limit))
+LIMIT = Kind("size or %", units.parse_limit)
+SIZE = Kind("size", _above_zero(units.parse_bytes), units.exact_bytes)
+PART_SIZE = Kind("size", _part_size, units.exact_bytes)
+ENDPOINT = Kind("URL", _endpoint, _redact)
+GROUP = Kind("name or number", _group, group_name)
+STORE = Kind("path or URL", _store, _redact)
 
 
 def _parse_all(made: Any) -> None:
@@ -339,7 +315,7 @@ class TierOption:
     def of_text(text: str) -> dict[str, str]:
         """The fields that ``DIRECTORY=SIZE`` states."""
         directory, _, size = text.partition("=")
-        return {"dir": directory, **({"max_size": size} if size else {})}
+        return {"dir": directory, "max_size": size or NONE}
 
     def __str__(self) -> str:
         return str(self.dir) if self.max_size is None else f"{self.dir}={self.max_size}"
@@ -366,6 +342,26 @@ class Upstream:
         return _redact(self.url) + (" (write_back)" if self.write_back else "")
 
 
+TIERS = Kind(
+    "list",
+    _tables(
+        TierOption,
+        "directories, each with =SIZE if it is to hold no more (/dev/shm/shards=50GB), as a list "
+        "or separated by commas; as tables with dir, max_size and min_free in code and TOML",
+    ),
+    _listed,
+)
+UPSTREAMS = Kind(
+    "list",
+    _tables(
+        Upstream,
+        "directories or URLs, as a list or separated by commas; as tables with url, write_back, "
+        "endpoint_url and storage_options in code and TOML",
+    ),
+    _listed,
+)
+
+
 _PREFIX = "SHARDCACHE_"
 #: Variables with our prefix that are no options; the last two belong to `shardcache.ranks`.
 OTHER_VARIABLES = frozenset(
@@ -375,10 +371,7 @@ OTHER_VARIABLES = frozenset(
 _WDS_VARIABLES = {"dir": "WDS_CACHE", "max_size": "WDS_CACHE_SIZE"}
 #: Kubernetes puts the address of every Service into the environment of the pods beside
 #: it ("service links"); a Service called "shardcache" or "shardcache-x" is no typo.
-_SERVICE_LINK = (
-    rf"{_PREFIX}(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|"
-    r"PORT(_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
-)
+_SERVICE_LINK = rf"{_PREFIX}(\w+_)?(SERVICE_HOST|SERVICE_PORT|PORT)(_\w+)?"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -437,7 +430,7 @@ class Config:
     )
     touch_interval: float = _opt(TIME, 600.0, "Last use is recorded at most this often.")
     stats: bool = _opt(BOOL, True, "Count hits, bytes and waits for `shardcache stats`.")
-    allow_schemes: tuple[str, ...] = _opt(LIST, (), "Extra URL schemes; pipe runs a shell.")
+    allow_schemes: tuple[str, ...] = _opt(SCHEMES, (), "Extra URL schemes; pipe runs a shell.")
     upstreams: tuple[Upstream, ...] = _opt(
         UPSTREAMS, (), "Nearer copies, asked before the origin: a NAS, a store of the cluster."
     )
@@ -469,9 +462,7 @@ class Config:
         """The same for each tier alone, the fastest first; the last one is ``dir``."""
         alone = replace(self, tiers=()) if self.tiers else self
         faster = [
-            replace(
-                alone, dir=t.dir, max_size=t.max_size, min_free=t.min_free, ephemeral_limit=None
-            )
+            alone.replace(dir=t.dir, max_size=t.max_size, min_free=t.min_free, ephemeral_limit=None)
             for t in self.tiers
         ]
         return (*faster, alone)
@@ -527,8 +518,13 @@ def load(
     """
     env = os.environ if environ is None else environ
     arguments = (_Given(*item, "argument") for item in (explicit or {}).items())
+    wds = (
+        _Given(name, env[variable], f"environment {variable}")
+        for name, variable in _WDS_VARIABLES.items()
+        if env.get(variable, "").strip()
+    )
     given: dict[str, _Given] = {}
-    for item in itertools.chain(arguments, _environment(env), _from_files(env, files), _wds(env)):
+    for item in itertools.chain(arguments, _environment(env), _from_files(env, files), wds):
         _check_known(item.name, item.source)
         if item.value is not None:
             given.setdefault(item.name, item)
@@ -556,32 +552,23 @@ def _environment(env: Mapping[str, str]) -> Iterator[_Given]:
             yield _Given(name, env[variable], f"environment {variable}")
 
 
-def _wds(env: Mapping[str, str]) -> Iterator[_Given]:
-    for name, variable in _WDS_VARIABLES.items():
-        if env.get(variable, "").strip():
-            yield _Given(name, env[variable], f"environment {variable}")
-
-
 def _from_files(env: Mapping[str, str], files: Sequence[Path] | None) -> Iterator[_Given]:
-    required = [Path(file) for file in files or ()]
-    usual = []
+    paths = [Path(file) for file in files or ()]
     if files is None:
         if stated := env.get("SHARDCACHE_CONFIG", "").strip():
-            required.append(Path(stated))
-        usual.append(Path("shardcache.toml"))
+            paths.append(Path(stated))
         home = env.get("XDG_CONFIG_HOME", "")
         if not home.startswith("/"):  # the XDG specification: ignore a relative one
             home = f"{env['HOME']}/.config" if env.get("HOME") else ""
+        usual = [Path("shardcache.toml"), Path("/etc/shardcache.toml")]
         if home:
-            usual.append(Path(home, "shardcache", "config.toml"))
-        usual.append(Path("/etc/shardcache.toml"))
-    for path in (*required, *usual):
+            usual.insert(1, Path(home, "shardcache", "config.toml"))
         # os.path.exists, for it takes a directory we may not enter (a $HOME of another
         # user in a container) as "not there", where Path.exists raises.
-        if path in required or os.path.exists(path):  # noqa: PTH110
-            for name, value in _table(path).items():
-                source = f"file {path.absolute()}"
-                yield _Given(name, value, source, str(path.absolute().parent))
+        paths += [path for path in usual if os.path.exists(path)]  # noqa: PTH110
+    for path in map(Path.absolute, paths):
+        for name, value in _table(path).items():
+            yield _Given(name, value, f"file {path}", str(path.parent))
 
 
 def _table(path: Path) -> dict[str, object]:
@@ -598,19 +585,20 @@ def _table(path: Path) -> dict[str, object]:
 
 def _check_known(name: str, source: str) -> None:
     """Refuse what is no option, or cannot be given there."""
+    message = None
     if name not in _FIELDS:
         import difflib  # only a mistake has to wait for it
 
         near = difflib.get_close_matches(name, _FIELDS, n=1)
         hint = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(sorted(_FIELDS))}."
-        raise ConfigError(f"unknown option {name!r} ({source}). {hint}", option=name, source=source)
-    where = None
-    if name == "validate" and source != "argument":
-        where = "in code"
-    if name == "storage_options" and source.startswith("environment"):
-        where = "in code or as a TOML table"
-    if where is not None:
-        message = f"{name} ({source}) can only be given {where}. Remove it there."
+        message = f"unknown option {name!r} ({source}). {hint}"
+    elif name == "validate" and source != "argument":
+        message = f"{name} ({source}) can only be given in code. Remove it there."
+    elif name == "storage_options" and source.startswith("environment"):
+        message = (
+            f"{name} ({source}) can only be given in code or as a TOML table. Remove it there."
+        )
+    if message is not None:
         raise ConfigError(message, option=name, source=source)
 
 

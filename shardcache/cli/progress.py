@@ -12,10 +12,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 
 from shardcache.cli.output import Console, printable
 from shardcache.results import Event, Finished, Outcome, Planned, PrewarmPlan, Started
-from shardcache.units import format_bytes, format_clock, format_rate
+from shardcache.units import format_bytes, format_rate
 
 #: Seconds between two lines where nothing can be redrawn: a log of an hour has 360.
 LINE_EVERY = 10.0
@@ -114,8 +115,10 @@ def _print_lines(
         before, then = at.done, now
         line = f"{at.text}, {format_rate(speed)}"
         if at.total:
-            left = (at.total - at.done) / speed if speed else float("inf")
-            line = f"{at.done / at.total:.0%}, {line}, ETA {format_clock(left)}"
+            line = f"{at.done / at.total:.0%}, {line}"
+            if speed:
+                left = min((at.total - at.done) / speed, 1e9)
+                line += f", ETA {timedelta(seconds=round(left))}"
         console.hint(line)
 
 

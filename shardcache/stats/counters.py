@@ -1,8 +1,9 @@
 """What one process counts: plain integers in memory, written to the node's database now and then.
 
-Whoever counts something a second after the last write writes (`database`); so does the end of the
-process. A process that is killed loses what it counted since its last write. Nothing here fails:
-where the database cannot be written, statistics are lost and nothing else.
+Whoever counts something a second after the last write writes (`database`), under the minute in
+which it is written; so does the end of the process. A process that is killed loses what it counted
+since its last write. Nothing here fails: where the database cannot be written, statistics are lost
+and nothing else.
 
 Safe between threads. Safe within one thread, too: the garbage collector may close a stream in the
 midst of counting, and that is counted as well. A forked child makes its own `Counters`; those of
@@ -126,8 +127,7 @@ class Counters:
         self._guard = threading.RLock()
         self._writing = threading.Lock()
         self._written: Counter[str] = Counter()
-        self._row: defaultdict[str, int] = defaultdict(int)  # not written yet, of `_minute`
-        self._minute = 0
+        self._row: defaultdict[str, int] = defaultdict(int)  # not written yet
         self._due = 0.0  # when to write, of the monotonic clock
         if where is not None:
             _flush_at_exit(self)
@@ -136,12 +136,10 @@ class Counters:
         """Count what happened, by the names of `COUNTERS`."""
         if self._where is None or self._pid != os.getpid():
             return
-        if due := clock.monotonic() >= self._due:
-            self._begin_second()
         with self._guard:
             for name, count in counts.items():  # in its midst a stream may be closed, and counted
                 self._row[name] += count
-        if due:
+        if clock.monotonic() >= self._due:
             self._write(wait=0.0)
 
     def opened(self, outcome: str, size: int, seconds: float, tier: int | None = None) -> None:
@@ -152,8 +150,6 @@ class Counters:
         # As `add`, without a table: a hit is to be little more than an open().
         if self._where is None or self._pid != os.getpid():
             return
-        if due := clock.monotonic() >= self._due:
-            self._begin_second()
         name, wait_name, buckets = _OUTCOMES[outcome]
         waited = int(seconds * 1e6)
         bucket = int(2 * math.log2(waited)) if waited > 1 else 0
@@ -165,16 +161,8 @@ class Counters:
             row[buckets[bucket if bucket < BUCKETS else -1]] += 1
             if tier is not None and tier < len(_TIERS):
                 row[_TIERS[tier]] += 1
-        if due:
+        if clock.monotonic() >= self._due:
             self._write(wait=0.0)
-
-    def _begin_second(self) -> None:
-        """Let others not write at once, too; what an earlier minute counted is written first."""
-        self._due = clock.monotonic() + _INTERVAL
-        minute = int(clock.time() // 60) * 60
-        if self._row and minute != self._minute:
-            self._write(wait=0.0)
-        self._minute = minute
 
     def fetched(
         self,
@@ -196,15 +184,15 @@ class Counters:
             upstream: whether it came from an upstream and not from its origin.
             done: whether the shard is stored now.
         """
+        source = "upstream" if upstream else "origin"
         counts = {"fetches" if done else "fetches_failed": 1, "retries": retries}
-        counts["bytes_upstream" if upstream else "bytes_origin"] = received
+        counts[f"bytes_{source}"] = received
         if done:
             counts |= {"fetches_upstream": int(upstream), "bytes_stored": size}
-            source, said = ("upstream", "an upstream") if upstream else ("origin", "its origin")
             extra = {"event": "fetched", "shard": str(shard), "bytes": size, "seconds": seconds}
             extra |= {"retries": retries, "source": source}
-            took = format_bytes(size), said, format_duration(seconds)
-            logger.info("%s: fetched %s from %s in %s", shard, *took, extra=extra)
+            took = format_bytes(size), source, format_duration(seconds)
+            logger.info("%s: fetched %s from its %s in %s", shard, *took, extra=extra)
         self.add(counts)
 
     def flush(self, wait: float = _LAST_BUSY) -> None:
@@ -215,29 +203,26 @@ class Counters:
     def snapshot(self) -> Counter[str]:
         """Everything counted so far, written or not, by the names of the database."""
         with self._guard:
-            return Counter(self._written) + Counter(self._row)
+            return self._written + Counter(self._row)
 
     def _write(self, wait: float) -> None:
         """Write what is not written yet, unless another thread does so or the disk fails."""
+        self._due = clock.monotonic() + _INTERVAL  # first of all, for other threads
         if not self._allowed() or not self._writing.acquire(wait > 0, wait or -1):
             return
         try:
             with self._guard:
-                minute, row, self._row = self._minute, self._row, defaultdict(int)
+                row, self._row = self._row, defaultdict(int)
                 self._written.update(row)
-            if not row:
-                return
-            assert self._where is not None
-            try:
-                layout = self._where()
-                database.add(layout, self._rank, self._job, minute, row, max(_BUSY, wait))
-            except OSError as exn:
-                logger.debug("what was counted is not kept yet: %s", exn)
-                with self._guard:
-                    self._written.subtract(row)
-                    self._minute = self._minute if self._row else minute
-                    for name, n in row.items():
-                        self._row[name] += n
+            if row and self._where is not None:
+                minute = int(clock.time() // 60) * 60
+                database.add(self._where(), self._rank, self._job, minute, row, max(_BUSY, wait))
+        except OSError as exn:
+            logger.debug("what was counted is not kept yet: %s", exn)
+            with self._guard:
+                self._written.subtract(row)
+                for name, n in row.items():
+                    self._row[name] += n
         finally:
             self._writing.release()
 

@@ -89,17 +89,16 @@ def add(
     row: Mapping[str, int],
     busy: float,
 ) -> None:
-    """Add what a process counted in a minute, or raise and add nothing.
+    """Add what a process counted (name -> how many), or raise and add nothing.
 
-    Args:
-        layout, rank, job: where, and who counted it.
-        minute: its start, in seconds since the epoch.
-        row: name -> how many.
-        busy: seconds to wait for other writers.
+    ``minute`` is its start, in seconds since the epoch; ``busy`` how many seconds to wait for
+    other writers.
     """
+    _make(layout)
     key = minute, 60, _NO_RANK if rank is None else rank, job or _NO_JOB
-    with _opened(layout, busy, create=True) as db:
-        assert db is not None
+    with _opened(layout, busy, repair=True) as db:
+        if db is None:
+            return
         db.execute("BEGIN IMMEDIATE")
         db.execute(_SCHEMA)
         db.executemany(_ADD, [(*key, name, n) for name, n in row.items()])
@@ -107,12 +106,9 @@ def add(
 
 
 def samples(layout: Layout, since: float = 0.0, *, ever: bool = False) -> list[Sample]:
-    """Everything that was counted, in no order.
+    """Everything that was counted, in no order; with ``ever`` also what is older than 30 days.
 
-    Args:
-        layout: where.
-        since: what ended before that is left out; seconds since the epoch.
-        ever: also what is too old to be kept by the hour.
+    What ended before ``since``, in seconds since the epoch, is left out.
     """
     found: dict[tuple[int, int, int, str], Sample] = {}
     with _opened(layout, _PATIENCE) as db:
@@ -144,33 +140,34 @@ def zero(layout: Layout) -> None:
 
 @contextlib.contextmanager
 def _opened(
-    layout: Layout, busy: float, *, create: bool = False
+    layout: Layout, busy: float, *, repair: bool = False
 ) -> Iterator[sqlite3.Connection | None]:
-    """The database, open for as long as it is needed; None if nothing was written yet."""
+    """The database, open for as long as it is needed; None if nothing was written yet.
+
+    With ``repair`` a damaged one is removed.
+    """
     import sqlite3  # here: a process that counts nothing does not need it
 
     path = layout.stats
-    with undivided():
-        if create:
-            _make(layout)
-        elif not path.exists() or path.stat().st_size == 0:
-            yield None
-            return
-        refuse_links(*layout.directories, path)
-        try:
-            # Where it cannot be written, SQLite opens it for reading.
-            uri = f"{path.absolute().as_uri()}?mode=rw"
-            connection = sqlite3.connect(uri, busy, isolation_level=None, uri=True)
-            with contextlib.closing(connection) as db:
-                db.execute("PRAGMA synchronous = OFF")
-                yield db
-        except sqlite3.OperationalError as exn:  # locked, read-only, full
-            raise OSError(errno.EIO, str(exn), str(path)) from exn
-        except sqlite3.DatabaseError as exn:
-            if create:
-                logger.info("%s is damaged (%s); statistics begin anew", path, exn)
-                path.unlink(missing_ok=True)
-            raise OSError(errno.EIO, str(exn), str(path)) from exn
+    if not path.exists() or (path.stat().st_size == 0 and not repair):
+        yield None
+        return
+    refuse_links(*layout.directories, path)
+    try:
+        # Where it cannot be written, SQLite opens it for reading.
+        uri = f"{path.absolute().as_uri()}?mode=rw"
+        with (
+            undivided(),
+            contextlib.closing(sqlite3.connect(uri, busy, isolation_level=None, uri=True)) as db,
+        ):
+            db.execute("PRAGMA synchronous = OFF")
+            yield db
+    except sqlite3.DatabaseError as exn:
+        # An operational one says locked, read-only or full.
+        if repair and not isinstance(exn, sqlite3.OperationalError):
+            logger.info("%s is damaged (%s); statistics begin anew", path, exn)
+            path.unlink(missing_ok=True)
+        raise OSError(errno.EIO, str(exn), str(path)) from exn
 
 
 def _make(layout: Layout) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardcache.clock import utc
-from shardcache.stats.counters import COUNTERS, WAITS, Counts, bucket_range
+from shardcache.stats.counters import BUCKETS, COUNTERS, WAITS, Counts, bucket_range
 from shardcache.stats.database import Sample
 from shardcache.units import format_bytes, format_duration
 
@@ -23,8 +23,6 @@ __all__ = ["OUTCOMES", "Stats", "Waits", "by_hour", "by_rank", "rank_records", "
 
 #: What an open can come to, in the order in which it is shown.
 OUTCOMES = ("hits", "coalesced", "linked", "misses", "bypassed", "failed")
-#: Counters of microseconds begin so; JSON has seconds.
-_MICROSECONDS = "wait_us_"
 _PERCENTILES = (0.5, 0.9, 0.99)
 
 
@@ -76,15 +74,12 @@ class Stats(Counts):
     @property
     def evicted(self) -> int:
         """Entries that were evicted or removed, for whatever reason."""
-        return self._sum("evicted_")
+        return sum(n for name, n in self.counters.items() if name.startswith("evicted_"))
 
     @property
     def errors(self) -> int:
         """Errors of the origin, the disk and the locks."""
-        return self._sum("errors_")
-
-    def _sum(self, prefix: str) -> int:
-        return sum(n for name, n in self.counters.items() if name.startswith(prefix))
+        return sum(n for name, n in self.counters.items() if name.startswith("errors_"))
 
     @property
     def bytes_saved(self) -> int:
@@ -101,23 +96,21 @@ class Stats(Counts):
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: times, numbers of things, bytes and seconds."""
-        counters = self.counters
         names = ("opens", "hit_rate", "bytes_saved", "evicted", "errors")
+        seconds = {wait: self.counters[f"wait_us_{wait}"] / 1e6 for wait in WAITS}
+        seconds["all"] = sum(seconds.values())
         return {
             "since": None if self.since is None else utc(self.since),
             "until": None if self.until is None else utc(self.until),
             **{name: getattr(self, name) for name in names},
-            **{name: n for name, n in counters.items() if not name.startswith(_MICROSECONDS)},
+            **{name: n for name, n in self.counters.items() if not name.startswith("wait_us_")},
             "waits": {
-                name: {
-                    "count": waits.count,
-                    "seconds": sum(counters[_MICROSECONDS + kind] for kind in kinds) / 1e6,
-                    **{f"p{share * 100:g}": waits.percentile(share) for share in _PERCENTILES},
+                wait: {
+                    "count": found.count,
+                    "seconds": seconds[wait],
+                    **{f"p{share * 100:g}": found.percentile(share) for share in _PERCENTILES},
                 }
-                for name, waits, kinds in (
-                    *((kind, waits, (kind,)) for kind, waits in self.waits.items()),
-                    ("all", self.all_waits, WAITS),
-                )
+                for wait, found in {**self.waits, "all": self.all_waits}.items()
             },
         }
 
@@ -138,15 +131,11 @@ def summed(samples: Iterable[Sample]) -> Stats:
     counters: Counter[str] = Counter()
     for sample in samples:
         counters.update(sample.counters)
-    waits: dict[str, dict[int, int]] = {wait: {} for wait in WAITS}
-    for name, n in counters.items():
-        wait, _, bucket = name.partition(":")
-        if bucket and wait in waits:
-            waits[wait][int(bucket)] = n
+    buckets = {w: {b: n for b in range(BUCKETS) if (n := counters[f"{w}:{b}"])} for w in WAITS}
     return Stats(
         min((sample.start for sample in samples), default=None),
         max((sample.start + sample.seconds for sample in samples), default=None),
-        {wait: Waits(buckets) for wait, buckets in waits.items()},
+        {wait: Waits(found) for wait, found in buckets.items()},
         **{name: counters[name] for name in COUNTERS},
     )
 

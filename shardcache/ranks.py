@@ -1,9 +1,8 @@
 """Which process of which job this is, read from the environment that a launcher left.
 
 Nothing is cached, so a fork or a changed variable is seen by the next call. A launcher counts only
-if it states a rank and a world size. A gap, such as a missing ``LOCAL_RANK``, is filled from
-another launcher only if both mean the same process. A number that cannot be right is a
-`ConfigError`: two ranks that silently take themselves for rank 0 would be far worse.
+if it states a rank and a world size. A number that cannot be right is a `ConfigError`: two ranks
+that silently take themselves for rank 0 would be far worse.
 
 Where the names come from: torchrun, ``torch/distributed/run.py``; Slurm, srun(1); Open MPI,
 "Environment variables set for MPI applications" and ``orte/mca/schizo/ompi``; PMI-1 as set by
@@ -27,28 +26,25 @@ Source = Literal["torch", "slurm", "openmpi", "pmi", "explicit", "none"]
 RANK_VARIABLE = "SHARDCACHE_RANK"
 JOB_VARIABLE = "SHARDCACHE_JOB"
 
-#: Where each launcher states rank, world size, local rank, node rank and job; of names that are
-#: separated by a bar the first that is set counts.
-_LAUNCHERS: dict[Source, tuple[str, str, str, str, str]] = {
-    # The rank of the worker group is the node's, with one group per node as torchrun has it.
-    "torch": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "TORCHELASTIC_RUN_ID"),
+#: Where each launcher states rank, world size, local rank and job; of names that are separated by
+#: a bar the first that is set counts.
+_LAUNCHERS: dict[Source, tuple[str, str, str, str]] = {
+    "torch": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"),
     "slurm": (
         "SLURM_PROCID",
         # srun sets both; SLURM_NTASKS alone counts all parts of a heterogeneous step.
         "SLURM_NTASKS|SLURM_STEP_NUM_TASKS",
         "SLURM_LOCALID",
-        "SLURM_NODEID",
         "SLURM_JOB_ID",
     ),
     "openmpi": (
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_RANK",
-        "",  # OMPI_COMM_WORLD_NODE_RANK is a second local rank, across all jobs of the node
         "OMPI_MCA_ess_base_jobid|PMIX_NAMESPACE",  # Open MPI up to 4, 5 and later
     ),
     # Hydra and Intel MPI write MPI_LOCALRANKID, Cray's PALS PMI_LOCAL_RANK.
-    "pmi": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID|PMI_LOCAL_RANK", "", "PMI_JOBID"),
+    "pmi": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID|PMI_LOCAL_RANK", "PMI_JOBID"),
 }
 #: torchrun's --rdzv-id when nobody gave one: the same for every job, so not an id.
 _NO_RUN_ID = "none"
@@ -74,20 +70,15 @@ _HASHED = re.compile(rf".*--[0-9a-f]{{{_HASH_DIGITS}}}")
 class Ranks:
     """One process's place in its job; a process that nobody launched is rank 0 of 1.
 
-    ``local_rank`` (among the processes on this node) and ``node_rank`` (of this node in the job)
-    are None where no launcher tells, ``job`` outside any job. ``source`` says who gave the rank.
+    ``local_rank`` (among the processes on this node) is None where no launcher tells, ``job``
+    outside any job. ``source`` says who gave the rank.
     """
 
     rank: int = 0
     world_size: int = 1
     local_rank: int | None = None
-    node_rank: int | None = None
     job: str | None = None
     source: Source = "none"
-
-    def is_same(self, other: Ranks) -> bool:
-        """Whether both mean the same process of a world."""
-        return (self.rank, self.world_size) == (other.rank, other.world_size)
 
 
 def detect(environ: Mapping[str, str] | None = None) -> Ranks:
@@ -102,23 +93,16 @@ def detect(environ: Mapping[str, str] | None = None) -> Ranks:
         ConfigError: a variable that is not a whole number, or a rank outside its world.
     """
     env = os.environ if environ is None else environ
-    slurm, mpi = _slurm(env), _launched(env, "openmpi") or _launched(env, "pmi")
-    if slurm and mpi and not slurm.is_same(mpi):
-        slurm, mpi = mpi, slurm
-    known = [found for found in (_launched(env, "torch"), slurm, mpi) if found]
-    ranks = known[0] if known else Ranks()
-    for other in filter(ranks.is_same, known[1:]):
-        local = other.local_rank if ranks.local_rank is None else ranks.local_rank
-        node = other.node_rank if ranks.node_rank is None else ranks.node_rank
-        ranks = replace(ranks, local_rank=local, node_rank=node)
+    torch, slurm = _launched(env, "torch"), _slurm(env)
+    mpi = _launched(env, "openmpi") or _launched(env, "pmi")
+    if slurm and mpi and (slurm.rank, slurm.world_size) != (mpi.rank, mpi.world_size):
+        slurm = None
+    ranks = torch or slurm or mpi or Ranks()
     if (rank := whole_number(env, RANK_VARIABLE)) is not None:
-        # The node stays where it is; who is beside another rank on it is not known. A rank
-        # that the launcher has not counted means a larger world than it knows of.
+        # Who is beside another rank on its node is not known. A rank that the launcher has not
+        # counted means a larger world than it knows of.
         local = ranks.local_rank if rank == ranks.rank else None
-        world_size = max(ranks.world_size, rank + 1)
-        ranks = replace(
-            ranks, rank=rank, world_size=world_size, local_rank=local, source="explicit"
-        )
+        ranks = Ranks(rank, max(ranks.world_size, rank + 1), local, ranks.job, "explicit")
     return replace(ranks, job=_text(env, JOB_VARIABLE) or ranks.job or _text(env, "SLURM_JOB_ID"))
 
 
@@ -139,8 +123,7 @@ def _slurm(env: Mapping[str, str]) -> Ranks | None:
         return _launched(env, "slurm")
     # The batch script itself: SLURM_PROCID is 0 and SLURM_NTASKS is what srun *would*
     # start. Taking that for the world would have rank 0 wait for ranks that never come.
-    node, job = whole_number(env, "SLURM_NODEID"), _text(env, "SLURM_JOB_ID")
-    return Ranks(local_rank=0, node_rank=node, job=job, source="slurm")
+    return Ranks(local_rank=0, source="slurm")
 
 
 def _launched(env: Mapping[str, str], source: Source) -> Ranks | None:
@@ -150,7 +133,7 @@ def _launched(env: Mapping[str, str], source: Source) -> Ranks | None:
     # not even that it is malformed.
     if not (names[0] and names[1]):
         return None
-    rank, world_size, local_rank, node_rank = (whole_number(env, name) for name in names[:4])
+    rank, world_size, local_rank = (whole_number(env, name) for name in names[:3])
     assert rank is not None
     assert world_size is not None
     if rank >= world_size:
@@ -159,9 +142,8 @@ def _launched(env: Mapping[str, str], source: Source) -> Ranks | None:
             f"{names[1]} - 1. Correct or unset them, or state {RANK_VARIABLE}.",
             variable=names[0],
         )
-    job = _text(env, names[4])
-    job = None if job == _NO_RUN_ID else job
-    return Ranks(rank, world_size, local_rank, node_rank, job, source)
+    job = _text(env, names[3])
+    return Ranks(rank, world_size, local_rank, None if job == _NO_RUN_ID else job, source)
 
 
 def _text(env: Mapping[str, str], name: str) -> str | None:

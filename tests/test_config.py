@@ -34,9 +34,6 @@ def only(environ: dict[str, str] | None = None, **explicit: object) -> Loaded:
     return load({"dir": DIR, **explicit}, environ or {}, files=[])
 
 
-NAMES = [option.name for option in describe(only())]
-
-
 def a_validator(path: Path) -> None:
     """A validator that pickles."""
 
@@ -47,11 +44,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     yield tmp_path
-
-
-def test_what_nobody_sets_is_said_to_be_the_default() -> None:
-    assert only().config == Config(DIR)
-    assert only().sources == {"dir": "argument"} | dict.fromkeys(NAMES[1:], "default")
 
 
 # One text, the value it stands for, and one text that cannot be used.
@@ -88,39 +80,29 @@ CASES: dict[str, tuple[str, object, str]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_text_means_the_same_in_argument_environment_and_file(name: str, home: Path) -> None:
-    text, value, _ = CASES[name]
-    variable, file = f"SHARDCACHE_{name.upper()}", home / "x.toml"
-    file.write_text(f'{name} = "{text}"\n')
-    base: dict[str, object] = {} if name == "dir" else {"dir": DIR}
-    for loaded, source in [
-        (load({**base, name: text}, {}, []), "argument"),
-        (load(base, {variable: text}, []), f"environment {variable}"),
-        (load(base, {}, [file]), f"file {file}"),
-    ]:
-        assert getattr(loaded.config, name) == value
-        assert type(getattr(loaded.config, name)) is type(value)
-        assert loaded.sources[name] == source
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_value_that_cannot_be_used_is_refused_with_option_source_and_choices(
+def test_a_value_means_the_same_wherever_it_is_given_and_a_wrong_one_is_refused_there(
     name: str, home: Path
 ) -> None:
-    bad, variable, file = CASES[name][2], f"SHARDCACHE_{name.upper()}", home / "x.toml"
-    file.write_text(f'{name} = "{bad}"\n')
+    text, value, bad = CASES[name]
+    variable, files = f"SHARDCACHE_{name.upper()}", [home / "good.toml", home / "bad.toml"]
+    for file, content in zip(files, (text, bad), strict=True):
+        file.write_text(f'{name} = "{content}"\n')
     base: dict[str, object] = {} if name == "dir" else {"dir": DIR}
-    for arguments, source in [
-        (({**base, name: bad}, {}, []), "argument"),
-        ((base, {variable: bad}, []), f"environment {variable}"),
-        ((base, {}, [file]), f"file {file}"),
-    ]:
+    for number, source in enumerate(("argument", f"environment {variable}", "file {}")):
+
+        def given(content: str, file: Path, number: int = number) -> Loaded:
+            explicit = {**base, name: content} if number == 0 else base
+            return load(explicit, {variable: content} if number == 1 else {}, [file][: number // 2])
+
+        loaded = given(text, files[0])
+        assert getattr(loaded.config, name) == value
+        assert type(getattr(loaded.config, name)) is type(value)
+        assert loaded.sources[name] == source.format(files[0])
         with pytest.raises(ConfigError) as caught:
-            load(*arguments)  # type: ignore[arg-type]
-        assert str(caught.value).startswith(f"{name} ({source}): ")
-        assert bad in str(caught.value)
-        assert "Accepted: " in str(caught.value)
-        assert (caught.value.option, caught.value.source) == (name, source)  # type: ignore[attr-defined]
+            given(bad, files[1])
+        assert str(caught.value).startswith(f"{name} ({source.format(files[1])}): ")
+        assert bad in str(caught.value) and "Accepted: " in str(caught.value)
+        assert caught.value.option == name  # type: ignore[attr-defined]
 
 
 def test_precedence_is_argument_environment_file_webdataset_default(home: Path) -> None:
@@ -139,20 +121,9 @@ def test_precedence_is_argument_environment_file_webdataset_default(home: Path) 
     assert winner({}, {}, [file]) == ["/file", "1GB", f"file {file}"]
     assert winner({}, {}, []) == ["/wds", "3GB", "environment WDS_CACHE"]
     assert load({}, {**environ, **wds}, [file]).config.attempts == 2
-
-
-def test_the_word_none_clears_what_a_file_has_set(home: Path) -> None:
-    file = home / "x.toml"
-    file.write_text('max_size = "1GB"\nallow_schemes = ["pipe"]\n')
-    environ = {"SHARDCACHE_MAX_SIZE": "None", "SHARDCACHE_ALLOW_SCHEMES": "none"}
-    config = load({"dir": DIR}, environ, [file]).config
-    assert (config.max_size, config.allow_schemes) == (None, ())
-
-
-def test_an_empty_variable_counts_as_not_set() -> None:
-    loaded = only({f"SHARDCACHE_{name.upper()}": " " for name in CASES if name != "dir"})
-    assert loaded.config == Config(DIR)
-    assert load({}, {"SHARDCACHE_DIR": "", "WDS_CACHE": "/wds"}, []).config.dir == Path("/wds")
+    assert load(full, {"SHARDCACHE_ATTEMPTS": " "}, [file]).config.attempts == 2  # not set
+    cleared = load({}, {"SHARDCACHE_MAX_SIZE": "None"}, [file])
+    assert cleared.config.max_size is None and cleared.sources["fill"] == "default"
 
 
 def test_no_directory_anywhere_names_three_ways_to_set_one() -> None:
@@ -199,27 +170,23 @@ def test_a_validator_is_for_code_only(home: Path) -> None:
 
 def test_files_are_merged_key_by_key_and_the_first_wins(home: Path) -> None:
     stated, user = home / "stated.toml", home / ".config" / "shardcache" / "config.toml"
-    user.parent.mkdir(parents=True)
+    xdg = home / "xdg" / "shardcache" / "config.toml"
+    for file in (user, xdg):
+        file.parent.mkdir(parents=True)
     stated.write_text('dir = "/stated"\n')
     Path("shardcache.toml").write_text('dir = "/local"\nattempts = 2\n')
     user.write_text('dir = "/user"\nattempts = 3\nconnections = 4\n')
-    loaded = load({}, {"HOME": str(home), "SHARDCACHE_CONFIG": str(stated)})
-    config, sources = loaded.config, loaded.sources
+    xdg.write_text("connections = 5\n")
+    environ = {"HOME": str(home), "SHARDCACHE_CONFIG": str(stated)}
+    config, sources = load({}, environ)
     assert (str(config.dir), config.attempts, config.connections) == ("/stated", 2, 4)
     assert sources["dir"] == f"file {stated}"
     assert sources["attempts"] == f"file {home / 'work' / 'shardcache.toml'}"
     assert sources["connections"] == f"file {user}"
-
-
-def test_xdg_config_home_takes_the_place_of_dot_config(home: Path) -> None:
-    for folder, number in ((home / ".config", 2), (home / "xdg", 3)):
-        (folder / "shardcache").mkdir(parents=True)
-        (folder / "shardcache" / "config.toml").write_text(f"attempts = {number}\n")
-    environ = {"HOME": str(home), "SHARDCACHE_DIR": "/x"}
-    assert load({}, environ).config.attempts == 2
-    assert load({}, {**environ, "XDG_CONFIG_HOME": str(home / "xdg")}).config.attempts == 3
-    assert load({}, {**environ, "XDG_CONFIG_HOME": "relative"}).config.attempts == 2
-    assert load({}, {**environ, "XDG_CONFIG_HOME": str(home / "absent")}).config.attempts == 5
+    for value, connections in ((xdg.parents[1], 5), ("relative", 4), (home / "absent", 32)):
+        assert (
+            load({}, {**environ, "XDG_CONFIG_HOME": str(value)}).config.connections == connections
+        )
 
 
 @pytest.mark.parametrize("content", [b"attempts = \n", b"attempts 3\n", b"a = 1\na = 2\n", b"\xff"])
@@ -367,25 +334,10 @@ def test_no_error_shows_a_secret(name: str, value: object) -> None:
 # --- generated text ------------------------------------------------------------------
 
 
-def test_every_option_has_a_type_a_default_and_one_line_of_help() -> None:
-    rows = {option.name: option for option in describe(only())}
-    assert rows["dir"].default == "required"
-    assert rows["min_free"].default == "5%"
-    assert rows["part_size"].default == "none"
-    assert rows["lock_timeout"].default == "30m"
-    assert rows["strict"].default == "false"
-    assert rows["max_size"].default == rows["allow_schemes"].default == "none"
-    for option in rows.values():
-        assert option.type
-        assert option.help.endswith(".")
-        assert not {"\n", "|"} & set("".join(option))
-        assert len(option.help) < 80
-
-
 def test_describe_gives_text_that_loads_to_the_same_config() -> None:
     loaded = only(**{name: case[0] for name, case in CASES.items()})
     rows = describe(loaded)
-    assert [row.name for row in rows] == NAMES
+    assert all(row.help.endswith(".") and len(row.help) < 80 for row in rows)
     again = {
         f"SHARDCACHE_{row.name.upper()}": row.value
         for row in rows

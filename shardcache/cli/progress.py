@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 
 from shardcache.cli.output import Console, printable
 from shardcache.results import Event, Finished, Outcome, Planned, PrewarmPlan, Started
@@ -117,8 +116,8 @@ def _print_lines(
         if at.total:
             line = f"{at.done / at.total:.0%}, {line}"
             if speed:
-                left = min((at.total - at.done) / speed, 1e9)
-                line += f", ETA {timedelta(seconds=round(left))}"
+                minutes, seconds = divmod(round((at.total - at.done) / speed), 60)
+                line += f", ETA {minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
         console.hint(line)
 
 

@@ -1,7 +1,7 @@
 """Opening files safely, and who may do what with them: one user, or all users of one group.
 
-    private    directories 0700   files 0600   published data 0400   notices 0600
-    shared     directories 2770   files 0660   published data 0440   notices 0640
+    private    directories 0700   files 0600   published data 0400
+    shared     directories 2770   files 0660   published data 0440
 
 The set-group-id bit gives everything that is made below a directory its group. Members of the
 group trust each other: any of them may remove or replace what another one stored.
@@ -53,9 +53,8 @@ class Modes:
 
     group: int | None = None  #: number of the group that shares it
     directory: int = 0o700  #: of every directory, the root's included
-    file: int = 0o600  #: of what is written again: data in flight, sidecars, locks, sessions
+    file: int = 0o600
     published: int = 0o400  #: of the data of entries
-    notice: int = 0o600  #: of what is written once: the manifest, README.txt, CACHEDIR.TAG
 
     @classmethod
     def of(cls, group: int | None) -> Modes:
@@ -69,7 +68,7 @@ class Modes:
                 f"'sg {group_name(group)} -c ...'.",
                 option="shared_group",
             )
-        return cls(group, 0o2770, 0o660, 0o440, 0o640)
+        return cls(group, 0o2770, 0o660, 0o440)
 
     def new_directory(self, path: Path) -> None:
         """Make one directory.

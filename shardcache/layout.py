@@ -169,7 +169,6 @@ class Layout:
 
     def make(self) -> None:
         """Make the directories of this namespace."""
-        refuse_links(*self.directories)
         for path in self.directories:
             self.modes.make_directory(path, levels=9)
 

@@ -102,12 +102,9 @@ class KeyLease:
         if lease is None or not self._held:
             return
         self._held = False
-        with contextlib.suppress(OSError):  # it is meant for people
-            self._record.unlink()
-        try:
-            lease.release()
-        except OSError as exn:  # expires by itself
-            logger.info("%s: the lease could not be given back: %s", self.path, exn)
+        for give_back in (self._record.unlink, lease.release):
+            with contextlib.suppress(OSError):  # the record is for people, the lease expires
+                give_back()
 
 
 def _report(compromise: LeaseCompromise) -> None:

@@ -14,7 +14,6 @@ the path are followed, which asks the filesystems that hold the links.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -23,7 +22,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from shardcache.files import PRIVATE, Modes
-from shardcache.layout import IDLE_GRACE, MANIFEST, Layout, read_file
+from shardcache.layout import IDLE_GRACE, Layout, read_manifest
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +30,6 @@ logger = logging.getLogger(__name__)
 #: or XDG_RUNTIME_DIR: they differ between the jobs of one node.
 # A directory found there is used only if nobody else could have made it (`node_directory`).
 _NODE_DIRECTORIES = ("/dev/shm", "/run/lock", "/tmp", "/var/tmp")  # noqa: S108
-_MAX_MANIFEST = 64 * 1024
 _MOUNTINFO = Path("/proc/self/mountinfo")
 _OCTAL = re.compile(r"\\([0-7]{3})")
 
@@ -115,14 +113,10 @@ def node_namespace(root: Path, locks: str, touch_interval: float, modes: Modes =
         locks = "flock" if mount is not None and mount.is_local else "lease"
     if locks == "flock":
         return Layout.of_root(root, modes)
-    local = None
-    # Without a manifest its name is not settled, and nothing is locked.
-    if os.path.lexists(root / MANIFEST):
-        try:
-            text = str(json.loads(read_file(root / MANIFEST, _MAX_MANIFEST))["id"])
-        except (OSError, ValueError, KeyError, TypeError):
-            text = os.path.realpath(root)
-        name = blake2b(text.encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()
+    # Without a manifest its name is not known yet, and nothing is locked.
+    local, cache = None, read_manifest(root).get("id")
+    if cache is not None:
+        name = blake2b(str(cache).encode(), digest_size=8).hexdigest()
         local = node_directory(name, modes)
     return Layout(root / "v1", local, max(IDLE_GRACE, 2 * touch_interval), modes)
 

@@ -26,12 +26,9 @@ from shardcache.locks.flock import Holder, parse_holder, try_flock
 
 logger = logging.getLogger(__name__)
 
-_SESSION = re.compile(r"[0-9a-f]{32}\.session")
-_WAIT = re.compile(r"[0-9a-f]{32}\.wait")
+_NAME = re.compile(r"[0-9a-f]{32}\.(session|wait)")
 #: A sweeper may remove a file between our open and our flock, not for ever.
 _ATTEMPTS = 100
-#: What opening a file says that went meanwhile, or is nothing of ours.
-_NONE_OF_OURS = (errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENXIO)
 _MAX_NOTE = 16 << 10
 
 
@@ -44,28 +41,26 @@ class _Registration:
     def _register(self, layout: Layout, suffix: str, date: float | None = None) -> io.FileIO:
         for _ in range(_ATTEMPTS):
             self.path = layout.sessions / f"{random_token()}{suffix}"
-            file = open_exclusive(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, layout.modes)
-            try:
+            with contextlib.ExitStack() as stack:
+                stack.callback(self.path.unlink, missing_ok=True)
+                file = open_exclusive(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, layout.modes)
+                stack.enter_context(file)
                 if date is not None:  # before it is locked: without, it counts as dead
                     os.utime(file.fileno(), (date, date))
+                # Another process that counts may have had it first, and removed it.
                 if try_flock(file.fileno()) is not False and os.fstat(file.fileno()).st_nlink:
+                    stack.pop_all()
                     self._file = file
                     return file
-                file.close()  # somebody looked at it meanwhile, and removed it
-            except OSError:
-                file.close()
-                self.path.unlink(missing_ok=True)
-                raise
         raise OSError(errno.EBUSY, "something keeps removing its file", str(self.path))
 
     def close(self) -> None:
         """It is over. In a forked child, nothing: it is the parent's."""
-        if self._file is None or self._file.closed:
-            return
-        with contextlib.suppress(OSError):  # read-only by now; unlocked, it counts as dead anyway
-            self.path.unlink()
-        with contextlib.suppress(OSError):  # closed all the same
-            self._file.close()
+        if self._file is not None and not self._file.closed:
+            with contextlib.suppress(OSError):  # unlocked, it counts as dead anyway
+                self.path.unlink()
+            with contextlib.suppress(OSError):  # closed all the same
+                self._file.close()
 
 
 class Session(_Registration):
@@ -90,42 +85,38 @@ def live_sessions(layout: Layout) -> list[float]:
     Raises:
         OSError: the filesystem is failing.
     """
-    found = (_date(path) for path in _files(layout, _SESSION))
+    found = (_date(path) for path in _files(layout, ".session"))
     return [date for date in found if date is not None]
 
 
 def remove_dead(layout: Layout) -> None:
     """Remove what processes that are gone left in ``sessions``; raises as `live_sessions`."""
-    for path in (*_files(layout, _SESSION), *_files(layout, _WAIT)):
+    for path in _files(layout, ""):
         _date(path)
 
 
-def _files(layout: Layout, kind: re.Pattern[str]) -> list[Path]:
-    names = sorted(name for name in list_names(layout.sessions) if kind.fullmatch(name))
-    return [layout.sessions / name for name in names]
+def _files(layout: Layout, suffix: str) -> list[Path]:
+    names = sorted(filter(_NAME.fullmatch, list_names(layout.sessions)))
+    return [layout.sessions / name for name in names if name.endswith(suffix)]
 
 
 def _date(path: Path) -> float | None:
     """The modification time of a live process's file; None if it is dead, and then removed."""
     try:
-        file = open_file(path, os.O_RDWR)
-    except OSError as exn:
-        if exn.errno in (errno.EROFS, errno.EACCES):  # cannot tell, so it may be alive
-            with contextlib.suppress(FileNotFoundError):
-                return path.lstat().st_mtime
-        elif exn.errno not in _NONE_OF_OURS:
-            raise
-        return None
-    with file:
-        free = try_flock(file.fileno())
-        found = os.fstat(file.fileno())
-        if free is False:
-            return found.st_mtime
-        # Without flock nobody can tell. It does not count, or dead ones would count for
-        # ever, but it stays for a while: its owner may need it when flock is back.
-        if free or time.time() - found.st_ctime > IDLE_GRACE:
-            path.unlink(missing_ok=True)
-        return None
+        with open_file(path) as file:
+            free, found = try_flock(file.fileno()), os.fstat(file.fileno())
+            if free is False:
+                return found.st_mtime
+            # Without flock nobody can tell. It does not count, or dead ones would count for
+            # ever, but it stays for a while: its owner may need it when flock is back.
+            if free or time.time() - found.st_ctime > IDLE_GRACE:
+                with contextlib.suppress(OSError):  # read-only, or somebody else was faster
+                    path.unlink()
+    except FileNotFoundError:
+        pass
+    except PermissionError:  # cannot be asked, so it may be alive
+        return path.lstat().st_mtime
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +153,7 @@ def live_waits(layout: Layout) -> Iterator[Wait]:
     Raises:
         OSError: the directory cannot be read; a missing one is empty.
     """
-    for path in _files(layout, _WAIT):
+    for path in _files(layout, ".wait"):
         try:
             with open_file(path) as file:
                 # Shared: two who look do not take each other for whoever waits.

@@ -28,8 +28,6 @@ BLOCK = 1 << 20
 #: Bytes of each CRC.
 _CRCS = {"crc32": 4, "crc32c": 4, "crc64nvme": 8}
 _HASHES = ("sha256", "sha1")
-_Crc = Callable[[memoryview, int], int]
-_Join = Callable[[int, int, int], int]
 
 
 def block_digest(block: bytes | bytearray | memoryview) -> bytes:
@@ -63,7 +61,9 @@ def file_digest(fd: int) -> str:
 
 
 @cache
-def _crc_functions(algorithm: str) -> tuple[_Crc | None, _Join | None]:
+def _crc_functions(
+    algorithm: str,
+) -> tuple[Callable[[memoryview, int], int] | None, Callable[[int, int, int], int] | None]:
     """What continues a CRC over more bytes, and what makes one CRC of two and a length."""
     try:
         from awscrt import checksums
@@ -88,12 +88,12 @@ def can_check(checksum: Checksum | None) -> bool:
 
 def file_checksum(fd: int, algorithm: str) -> str:
     """An origin's kind of checksum over an open file, in base64."""
-    if algorithm not in _CRCS:
+    if algorithm in _HASHES:
         digest = hashlib.new(algorithm, usedforsecurity=False)
         for block in read_blocks(fd):
             digest.update(block)
         return base64.b64encode(digest.digest()).decode()
-    (function, _join), value = _crc_functions(algorithm), 0
+    function, value = _crc_functions(algorithm)[0], 0
     assert function is not None
     for block in read_blocks(fd):
         value = function(block, value)

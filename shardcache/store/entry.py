@@ -239,9 +239,6 @@ class Opened:
     path: str  #: where the data is
     directory: str  #: the entry's
     size: int
-    #: Somebody began to evict it and does not go on. It can be read to its end all the same, but
-    #: may leave its path at any time.
-    stuck: bool = False
     reopened: bool = False  #: in place of one whose handle was stale
 
     @property
@@ -291,16 +288,15 @@ def open_data(directory: str, path: str, size: int, grace: float | None) -> Open
         raise
     opened = None
     try:
-        stuck = grace is None and wait_flock(fd, shared=True) is False
-        # Nobody can fetch the shard anew as long as the name is taken.
-        if stuck and not is_file(path, fd):
+        # An evictor that does not go on is no miss: the name is taken, so nobody can publish.
+        if grace is None and wait_flock(fd, shared=True) is False and not is_file(path, fd):
             return None
         found = os.fstat(fd)
         if found.st_nlink == 0:  # evicted between open and flock
             return None
         if found.st_size != size or not stat.S_ISREG(found.st_mode):
             raise DamagedError(f"its data file has {found.st_size} bytes, not {size}")
-        opened = Opened(file, path, directory, size, stuck)
+        opened = Opened(file, path, directory, size)
     finally:
         if opened is None:
             file.close()
@@ -320,13 +316,11 @@ def hold(directory: Path, grace: float | None, *, shared: bool = False) -> Itera
     try:
         file = open_file(data)
     except OSError as exn:
-        if exn.errno in NOT_DATA | GONE:
-            yield True  # gone, or planted: nobody reads it
-        elif exn.errno == errno.EACCES:
-            # Another member was killed before it could open its file to the group.
-            yield is_idle(directory)
-        else:
-            raise  # EMFILE for one: not knowing is no reason to remove
+        # What is gone or planted nobody reads. Another member of the group may have been killed
+        # before it opened its file to all. With EMFILE for one nobody knows.
+        if exn.errno not in NOT_DATA | GONE | {errno.EACCES}:
+            raise
+        yield exn.errno != errno.EACCES or is_idle(directory)
         return
     with file:
         free = try_flock(file.fileno(), shared=shared)

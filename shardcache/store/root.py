@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import stat
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from shardcache.layout import (
     is_temporary_name,
     list_names,
     make_once,
-    read_file,
+    read_manifest,
 )
 
 #: Device and inode.
@@ -31,9 +30,6 @@ Identity = tuple[int, int]
 _SCHEMA = 1
 #: In the manifest: the number of the group that shares the cache.
 _GROUP = "shared_group"
-#: A manifest has about 150 bytes.
-_MAX_MANIFEST = 64 * 1024
-
 _TAG_NAME = "CACHEDIR.TAG"
 _README_NAME = "README.txt"
 #: What may be in a directory that is the cache's alone; lost+found is mkfs's.
@@ -83,16 +79,16 @@ def make_root(root: Path, library: str, modes: Modes = PRIVATE) -> Layout:
     if not (root / MANIFEST).exists():
         # Backups skip what the tag is in: it must not be in a directory that holds
         # other things as well.
-        home, via = root if _is_alone(root) else layout.base, layout.partial
-        make_once(home / _TAG_NAME, _CACHEDIR_TAG.encode(), modes.notice, via=via)
-        make_once(home / _README_NAME, _README.encode(), modes.notice, via=via)
+        home = root if _is_alone(root) else layout.base
         manifest = {"schema": _SCHEMA, "layouts": ["v1"], "id": random_token(), "library": library}
         if modes.group is not None:
             manifest[_GROUP] = modes.group
+        texts = {home / _TAG_NAME: _CACHEDIR_TAG, home / _README_NAME: _README}
         # Last: its presence says that the rest is there. Its id never changes: by it the
         # processes of a node find each other's locks (`mounts`).
-        data = (json.dumps(manifest) + "\n").encode()
-        make_once(root / MANIFEST, data, modes.notice, via=via)
+        texts[root / MANIFEST] = json.dumps(manifest) + "\n"
+        for path, text in texts.items():
+            make_once(path, text.encode(), modes.file, via=layout.partial)
     return layout
 
 
@@ -110,20 +106,6 @@ def is_foreign(root: Path) -> bool:
 
 def check_root(root: Path, modes: Modes = PRIVATE) -> None:
     """Refuse (ConfigError) a root that somebody else could tamper with."""
-    own = (0, os.geteuid())
-    for path in (root, *root.parents):
-        # What the kernel would not follow with protected_symlinks (proc_sys_fs(5)). That is set
-        # almost everywhere, but not in every container.
-        link = path.lstat()
-        if not stat.S_ISLNK(link.st_mode) or link.st_uid in own:
-            continue
-        above = path.parent.stat()
-        if path == root or (above.st_mode & stat.S_IWOTH and above.st_uid != link.st_uid):
-            raise ConfigError(
-                f"{path} is a symbolic link that another user made; point dir at the place "
-                "itself, or use a directory of your own",
-                dir=root,
-            )
     reason = modes.objection(root, root.stat())
     if reason is not None:
         raise ConfigError(reason, dir=root)
@@ -151,44 +133,33 @@ def check_links(layout: Layout) -> None:
 
 
 def check_group(root: Path, modes: Modes) -> None:
-    """Refuse (ConfigError) a cache that others share than ``modes`` say.
+    """Refuse (ConfigError) a cache that others share than ``modes`` say, or of a newer library.
 
     What one process makes for itself alone, the others could not read, and could not tell from
     a failing disk.
     """
-    path = root / MANIFEST
-    try:
-        manifest = json.loads(read_file(path, _MAX_MANIFEST))
-    except (OSError, ValueError, RecursionError):
-        manifest = None
-    record = manifest if isinstance(manifest, dict) else {_GROUP: modes.group}
+    manifest = read_manifest(root)
+    stated, schema = manifest.get(_GROUP), manifest.get("schema")
     # A new layout gets a directory of its own beside ``v1``, and each library touches only those
     # that it knows. Other changes have a new schema.
-    stated, schema = record.get(_GROUP), record.get("schema")
-    strange = record is not manifest and os.path.lexists(path)
-    if strange and not stat.S_ISREG(path.lstat().st_mode):
-        reason = (
-            f"{path} is a symbolic link or another thing that no manifest is. Look at who made "
-            "it, and remove it."
-        )
-    elif isinstance(schema, int) and schema > _SCHEMA:
-        library = str(record.get("library", "of another version"))[:20]
+    if isinstance(schema, int) and schema > _SCHEMA:
+        library = str(manifest.get("library", "of another version"))[:20]
         reason = (
             f"{root} was made by shardcache {library}, which keeps it in a way that this one does "
             f"not know (schema {schema}). Upgrade shardcache, or use another directory."
         )
-    elif stated == modes.group:
+    elif stated == modes.group or not manifest:
         return
-    elif not isinstance(stated, int):
-        reason = (
-            f"{root} is the cache of one user, and shared_group is set. Use another directory "
-            "for the group, or remove this one first."
-        )
-    else:
+    elif isinstance(stated, int):
         name = group_name(stated)
         reason = (
             f"{root} is shared by the group {name}; set shared_group={name!r}, or use a directory "
             "of your own."
+        )
+    else:
+        reason = (
+            f"{root} is the cache of one user, and shared_group is set. Use another directory "
+            "for the group, or remove this one first."
         )
     raise ConfigError(reason, dir=root)
 

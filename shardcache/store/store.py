@@ -35,7 +35,6 @@ from shardcache.layout import (
     list_names,
     replace_file,
 )
-from shardcache.locks.flock import is_file
 from shardcache.locks.mounts import node_namespace
 from shardcache.ranks import Ranks, safe_name
 from shardcache.store.digest import file_digest
@@ -199,23 +198,20 @@ class Store:
                 self.layout.modes.make_directory(entry.parent)
                 partial.path.rename(entry)
                 return True
+            except FileNotFoundError as exn:  # the key's directory went with its last entry
+                if not partial.path.exists():
+                    raise LostError(f"{partial.path.name} was taken over") from exn
             except OSError as exn:
-                if is_file(entry / partial.data.name, partial.fd):
-                    return True  # only the answer was lost (NFS)
-                if isinstance(exn, FileNotFoundError):
-                    if not partial.path.exists():
-                        raise LostError(f"{partial.path.name} was taken over") from exn
-                    continue
                 if exn.errno not in _TAKEN:
                     raise
-            try:
-                theirs = self._open_at(str(entry), partial.data.name, size)
-            except DamagedError as exn:
-                self.condemn(entry, f"found while publishing: {exn}")
-                continue
-            if theirs is not None:
-                theirs.close()
-                return False
+                try:
+                    theirs = self._open_at(str(entry), partial.data.name, size)
+                except DamagedError as damage:
+                    self.condemn(entry, f"found while publishing: {damage}")
+                else:
+                    if theirs is not None:
+                        theirs.close()
+                        return False
         raise OSError(errno.EBUSY, "an entry is there and cannot be seen", str(entry))
 
     def condemn(self, directory: Path, reason: str) -> bool:
@@ -232,15 +228,12 @@ class Store:
 
     def _move(self, directory: Path, target: Path) -> bool:
         """Move an entry out of sight; False if it is gone."""
-        for _ in range(_ATTEMPTS):
-            try:
-                directory.rename(target)
-                return True
-            except FileNotFoundError:
-                if not is_directory(directory):
-                    return False
-                self.layout.modes.make_directory(target.parent, levels=0)
-        return False
+        self.layout.modes.make_directory(target.parent, levels=0)
+        try:
+            directory.rename(target)
+        except FileNotFoundError:
+            return False
+        return True
 
     def touch(self, directory: str, now: float) -> None:
         """Note a use. A cache that cannot be written keeps its old times."""

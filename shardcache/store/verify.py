@@ -1,10 +1,9 @@
 """Whether what is cached is still what was fetched, and what the origin still has.
 
 Made to run beside jobs: an entry is pinned while it is read, no time of last use changes,
-and what is evicted meanwhile is left out without a word. All copies of a shard, in whichever
-tier or namespace, are looked at by one thread: its origin is asked once, a file that has several
-names is read once, and all of a damaged file's names go together, or the next reader would link
-the one that was left.
+and entries that are evicted meanwhile are left out. One thread checks all copies of a shard, in
+whichever tier or namespace: its origin is asked once, a file that has several names is read once,
+and all of a damaged file's names go together, or the next reader would link the one that was left.
 """
 
 from __future__ import annotations
@@ -59,10 +58,10 @@ class VerifyStatus:
     """How far it is. Safe between threads.
 
     Attributes:
-        shards: entries to look at.
+        shards: entries to check.
         bytes: of them.
-        done: entries that are done with.
-        passed: bytes of the data that are done with, read or not.
+        done: entries that were checked.
+        passed: bytes that were checked.
     """
 
     def __init__(self) -> None:
@@ -70,7 +69,7 @@ class VerifyStatus:
         self._guard = threading.Lock()
 
     def add(self, passed: int, done: int = 0) -> None:
-        """So many bytes and entries more are done with."""
+        """So many bytes and entries more were checked."""
         with self._guard:
             self.passed += passed
             self.done += done
@@ -98,55 +97,51 @@ def _change(what: str, then: str, now: str) -> str | None:
     return None if then == now else f"{what} {now} instead of {then}"
 
 
-#: Shards looked at side by side: a flash disk and an origin answer several as soon as one,
+#: Shards checked side by side: a flash disk and an origin answer several as soon as one,
 #: and more would keep a disk from the jobs that it is for.
 _AT_ONCE = 4
 #: Shards of one bucket or host in a row, each with all its attempts, that get no answer
-#: before the others are not asked for.
+#: before the others are not asked for: thousands would take days and tell nothing more.
 _SILENT = 3
 #: Seconds until a retry that waits notices that nobody wants it any more.
 _SLICE = 0.25
 
 
 class _StoppedError(Exception):
-    """Nobody wants to know any more."""
+    """Nobody wants the result any more."""
 
 
 @dataclass(slots=True)
 class _Copies:
-    """What is known of one shard while its copies are looked at."""
+    """What is known of one shard while its copies are checked."""
 
-    #: Of files, by device and inode.
-    digests: dict[tuple[int, int], str] = field(default_factory=dict)
-    #: What it has now, or why that is not known.
+    digests: dict[tuple[int, int], str] = field(default_factory=dict)  #: by device and inode
+    #: What the origin has now, or why that is not known.
     origin: ObjectInfo | tuple[State, str] | None = None
     read: int = 0  #: bytes of the present one
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Verifier:
-    """Looks at entries, with the options of `Cache.verify`; safe between threads.
+    """Checks entries, with the options of `Cache.verify`; use `findings` once.
 
     Attributes:
         sole: damaged entries are set aside while it holds the lock of their key (False if
             somebody else has it); None to leave them.
-        wanted: says of a URL whether its shard is to be looked at, or of the data file's name
-            where the sidecar does not tell the URL; None takes all.
-        stop: ends it early once set; entries that are not done with yield nothing.
     """
 
     stores: Sequence[Store]
     origins: Origins
     policy: RetryPolicy
     parse: Callable[[str], ShardURL]
-    quick: bool = False
-    remote: bool = False
-    sample: float = 1.0
-    sole: Callable[[Store, str], AbstractContextManager[bool]] | None = None
-    wanted: Callable[[str], bool] | None = None
-    status: VerifyStatus = field(default_factory=VerifyStatus)
-    stop: threading.Event = field(default_factory=threading.Event)
-    _ended: threading.Event = field(default_factory=threading.Event, init=False)
+    quick: bool
+    remote: bool
+    sample: float
+    sole: Callable[[Store, str], AbstractContextManager[bool]] | None
+    wanted: Callable[[str], bool] | None
+    status: VerifyStatus
+    stop: threading.Event
+    _ended: bool = field(default=False, init=False)
     _silent: Counter[str] = field(default_factory=Counter, init=False)
 
     def __post_init__(self) -> None:
@@ -154,8 +149,15 @@ class Verifier:
             raise ConfigError(f"sample={self.sample!r} is no share: give one above 0 and up to 1")
 
     def findings(self) -> Generator[Finding, None, None]:
-        """Look at every entry; yields what was found of each, in no order."""
-        shards = self._chosen()
+        """Check every entry; yields what was found of each, in no order."""
+        by_key: dict[str, list[tuple[Store, Entry]]] = {}
+        for store in self.stores:
+            for entry in store.entries():
+                if self.wanted is None or self.wanted(_name(entry)):
+                    by_key.setdefault(entry.key, []).append((store, entry))
+        shards = list(by_key.values())
+        if self.sample < 1:
+            shards = random.SystemRandom().sample(shards, math.ceil(len(shards) * self.sample))
         self.status.shards = sum(map(len, shards))
         self.status.bytes = sum(entry.size for shard in shards for _, entry in shard)
         pool = ThreadPoolExecutor(_AT_ONCE, "shardcache-verify")
@@ -163,23 +165,11 @@ class Verifier:
             for found in pool.map(self._shard, shards):
                 yield from found
         finally:
-            self._ended.set()
+            self._ended = True
             pool.shutdown(cancel_futures=True)
 
-    def _chosen(self) -> list[list[tuple[Store, Entry]]]:
-        """The entries to look at, those of one shard together."""
-        shards: dict[str, list[tuple[Store, Entry]]] = {}
-        for store in self.stores:
-            for entry in store.entries():
-                if self.wanted is None or self.wanted(_name(entry)):
-                    shards.setdefault(entry.key, []).append((store, entry))
-        found = list(shards.values())
-        if self.sample < 1:
-            return random.SystemRandom().sample(found, math.ceil(len(found) * self.sample))
-        return found
-
     def _go_on(self) -> None:
-        if self._ended.is_set() or self.stop.is_set():
+        if self._ended or self.stop.is_set():
             raise _StoppedError
 
     def _shard(self, entries: Iterable[tuple[Store, Entry]]) -> list[Finding]:
@@ -188,7 +178,6 @@ class Verifier:
         found: list[Finding] = []
         with contextlib.suppress(_StoppedError):
             for store, entry in entries:
-                self._go_on()
                 with contextlib.suppress(FileNotFoundError):  # evicted
                     found.append(self._entry(store, entry, copies))
                 self.status.add(entry.size - copies.read, done=1)
@@ -197,37 +186,48 @@ class Verifier:
 
     def _entry(self, store: Store, entry: Entry, copies: _Copies) -> Finding:
         """What is found of one entry; FileNotFoundError if it goes meanwhile."""
+        self._go_on()
         url = None
         try:
-            look = os.lstat(entry.directory)
+            before = os.lstat(entry.directory)
             try:
                 with readable():
                     metadata = entry.metadata()
                     url = metadata.url
                     self._check_data(store, entry, metadata, copies)
             except DamagedError as exn:
-                return self._damaged(store, Finding(entry, url, State.DAMAGED, str(exn)), look)
+                return self._damaged(store, Finding(entry, url, State.DAMAGED, str(exn)), before)
             # Of several versions readers are given the newest.
             newest = next(store.entries_of(entry.key), entry)
             if not self.remote or newest.directory != entry.directory:
                 return Finding(entry, url, State.OK)
-            return Finding(entry, url, *self._at_origin(metadata, copies))
+            if copies.origin is None:
+                copies.origin = self._ask(metadata)
+            if isinstance(copies.origin, tuple):
+                return Finding(entry, url, *copies.origin)
+            difference = differs(metadata.info, copies.origin)
         except OSError as exn:
             if exn.errno in GONE:
                 raise FileNotFoundError(exn.errno, exn.strerror) from exn
             return Finding(entry, url, State.UNCHECKED, exn.strerror or str(exn))
+        except ValueError as exn:
+            return Finding(entry, url, State.UNREACHABLE, str(exn))
+        if difference is None:
+            return Finding(entry, url, State.OK)
+        reason = f"the origin has another version ({difference})"
+        return Finding(entry, url, State.CHANGED, reason)
 
-    def _damaged(self, store: Store, finding: Finding, look: os.stat_result) -> Finding:
+    def _damaged(self, store: Store, finding: Finding, before: os.stat_result) -> Finding:
         """Set a damaged entry aside, if that is to be and it is still the one that was read."""
         entry = finding.entry
-        _check_same(entry, look)
+        _check_same(entry, before)
         if self.sole is None:
             return finding
         try:
             with self.sole(store, entry.key) as alone:
                 if alone:
-                    # Whoever publishes has this lock, so what has the name now, keeps it.
-                    _check_same(entry, look)
+                    # Publishing takes this lock, so an entry that replaced it meanwhile stays.
+                    _check_same(entry, before)
                     store.condemn(entry.path, f"found by verify: {finding.reason}")
                     return replace(finding, set_aside=True)
             reason = "not set aside: another process fetches it"
@@ -251,36 +251,19 @@ class Verifier:
 
     def _digest(self, fd: int, copies: _Copies) -> str:
         found = os.fstat(fd)
-        known = copies.digests.get((found.st_dev, found.st_ino))
-        if known is None:
+        file = found.st_dev, found.st_ino
+        if file not in copies.digests:
             digests = []
             for block in read_blocks(fd):
                 self._go_on()
                 digests.append(block_digest(block))
                 copies.read += len(block)
                 self.status.add(len(block))
-            known = copies.digests[found.st_dev, found.st_ino] = tree_digest(digests)
-        return known
-
-    def _at_origin(self, metadata: Metadata, copies: _Copies) -> tuple[State, str]:
-        if copies.origin is None:
-            copies.origin = self._ask(metadata)
-        if isinstance(copies.origin, tuple):
-            return copies.origin
-        try:
-            difference = differs(metadata.info, copies.origin)
-        except ValueError as exn:
-            return State.UNREACHABLE, str(exn)
-        if difference is None:
-            return State.OK, ""
-        return State.CHANGED, f"the origin has another version ({difference})"
+            copies.digests[file] = tree_digest(digests)
+        return copies.digests[file]
 
     def _ask(self, metadata: Metadata) -> ObjectInfo | tuple[State, str]:
-        """Ask an origin for a description of a shard; of the shard nothing is fetched.
-
-        An origin that does not answer is left alone after a few shards: asking it for each of
-        thousands, with all retries, would take days and tell nothing more.
-        """
+        """Ask an origin for a description of a shard; of the shard nothing is fetched."""
         if metadata.url.startswith("pipe:"):
             return State.UNREACHABLE, "it is what a command wrote, which states no version"
         try:
@@ -309,8 +292,8 @@ class Verifier:
             clock.sleep(_SLICE)
 
 
-def _check_same(entry: Entry, look: os.stat_result) -> None:
-    if not os.path.samestat(os.lstat(entry.directory), look):
+def _check_same(entry: Entry, before: os.stat_result) -> None:
+    if not os.path.samestat(os.lstat(entry.directory), before):
         raise FileNotFoundError(errno.ENOENT, "another one is in its place", entry.directory)
 
 

@@ -56,8 +56,6 @@ logger = logging.getLogger(__name__)
 
 #: WebDataset reads 10 KiB at a time; with the default buffer each is a system call.
 _BUFFER = 1 << 18
-#: Seconds between looks at an entry that somebody stopped while evicting.
-_STUCK_POLL = 0.25
 #: What the cache says of itself, in the guise of our own errors; the others are the origin's.
 _OF_THE_CACHE = (CacheFullError, LockTimeoutError)
 _TOO_MANY_FILES = {errno.EMFILE: "this process has", errno.ENFILE: "the machine has"}
@@ -359,20 +357,11 @@ class Opener:
 
     def pin(self, shard: ShardURL) -> Opened:
         """An entry that is under its path and cannot leave it; raises as `obtain`."""
-        end = clock.monotonic() + self.config.lock_timeout
         while True:
             opened = self.obtain(shard).opened
-            if not opened.stuck and is_file(opened.path, opened.fd):
+            if is_file(opened.path, opened.fd):
                 return opened
-            opened.close()  # an evictor renamed it and died, or does not go on: look again
-            if opened.stuck:
-                if clock.monotonic() >= end:
-                    raise LockTimeoutError(
-                        f"{shard} is being evicted by a process that does not go on. Look for "
-                        "one that is stopped, or read the shard with open().",
-                        url=str(shard),
-                    )
-                clock.sleep(_STUCK_POLL)
+            opened.close()  # it was evicted meanwhile
 
     def _find(
         self,

@@ -19,7 +19,7 @@ import pytest
 from shardcache import Cache, ConfigError
 from shardcache.cli.main import main
 from shardcache.layout import MANIFEST, META, PROGRESS, Layout
-from shardcache.store.root import check_root, make_root
+from shardcache.store.root import make_root
 from shardcache.wds.attach import url_opener
 from tests.support.storetools import (
     needs_root,
@@ -159,14 +159,6 @@ def group_writable_cache(root: Path) -> str:
     return f"chmod g-w {root}"
 
 
-def linked(root: Path) -> str:
-    (root.parent / "real").mkdir()
-    os.chown(root.parent / "real", ANNA.uid, ANNA.uid)
-    root.symlink_to("real")
-    os.chown(root, BELA.uid, BELA.uid, follow_symlinks=False)
-    return "use a directory of your own"
-
-
 def foreign_inside(root: Path) -> str:
     make_root(root, "1")
     os.chown(root, ANNA.uid, ANNA.uid)
@@ -188,7 +180,6 @@ ROOTS = {
     "group-writable": directory(ANNA.uid, 0o770, "chmod g-w {root}"),
     "a file": lambda root: root.touch() or "point dir at a directory",
     "a pipe": lambda root: os.mkfifo(root) or "point dir at a directory",
-    "a link": linked,
     "foreign, with directories for all": foreign_open,
     "foreign inside": foreign_inside,
     "a cache that its group may write": group_writable_cache,
@@ -223,30 +214,6 @@ def test_a_root_that_others_could_tamper_with_is_refused_with_the_fix(
         code, said = ask(ANNA, lambda a=arguments: command("--dir", root, *a))
         assert code != 0 or "nothing" in said.lower() or "0 shards" in said, said
     assert {p: p.lstat().st_mtime_ns for p in public.rglob("*")} == before
-
-
-@needs_root
-def test_a_link_on_the_way_that_another_user_planted_is_refused(public: Path) -> None:
-    (public / "real").mkdir()
-    os.chown(public / "real", BELA.uid, BELA.uid)
-    (public / "real").chmod(0o777)
-    (public / "way").symlink_to("real")
-    for owner, refused in ((BELA.uid, True), (ANNA.uid, False), (0, False)):
-        os.chown(public / "way", owner, owner, follow_symlinks=False)
-        said = ask(ANNA, lambda: refusal(public / "way" / "cache"))
-        assert ("another user made" in said) is refused
-    os.chown(public / "way", BELA.uid, BELA.uid, follow_symlinks=False)
-    public.chmod(0o755)  # where nobody but root may plant anything, a link is an administrator's
-    assert ask(ANNA, lambda: refusal(public / "way" / "cache")) == ""
-
-
-def refusal(root: Path) -> str:
-    try:
-        make_root(root, "1")
-    except ConfigError as exn:
-        return str(exn)
-    check_root(root)
-    return ""
 
 
 # -- what a damaged or hostile record may say ------------------------------------

@@ -37,16 +37,13 @@ URL = "s3://lab/0.tar"
 BIG = make_tar(1, 400, 3500)
 
 UMASKS = [0, 0o022, 0o077]
-SHARED = {"directory": 0o2770, "file": 0o660, "published": 0o440, "notice": 0o640}
-ALONE = {"directory": 0o700, "file": 0o600, "published": 0o400, "notice": 0o600}
-NOTICES = {"manifest.json", "README.txt", "CACHEDIR.TAG", "flock.json"}
+SHARED = {"directory": 0o2770, "file": 0o660, "published": 0o440}
+ALONE = {"directory": 0o700, "file": 0o600, "published": 0o400}
 
 
 def expected(name: str, path: Path, modes: dict[str, int]) -> int:
     if path.is_dir():
         return modes["directory"]
-    if path.name in NOTICES:
-        return modes["notice"]
     return modes["published" if "/objects/" in name and path.suffix == ".tar" else "file"]
 
 

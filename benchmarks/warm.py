@@ -2,8 +2,8 @@
 
 Iterates over a WebDataset, without decoding, whose shards are all on the disk and in the
 page cache: WebDataset's own pipeline on plain files, the same pipeline attached to a
-cache that has all the shards, and attached with the stages that take archives apart left
-as they are. Every sample has a field of the size named and a small one. Shards are those
+cache that has all the shards, and attached with the stage that takes archives apart left
+as it is. Every sample has a field of the size named and a small one. Shards are those
 of WebDataset's writer, which puts an extended header before each file, and plain ones.
 """
 

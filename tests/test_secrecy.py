@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
+import functools
 import io
 import logging
 import os
@@ -20,7 +21,7 @@ import pytest
 from shardcache import Cache, ConfigError, ShardCacheError
 from shardcache.cli.main import main
 from shardcache.config import Loaded, describe, load
-from shardcache.wds.attach import CachedOpen, url_opener
+from shardcache.wds.attach import url_opener
 from tests.support.tars import make_tar
 from tests.support.webservers import Scripted, answer
 
@@ -90,7 +91,7 @@ class Watch:
 
     def show(self, cache: Cache, url: str) -> None:
         """Everything that stands for the cache or the shard, as text and as a pickle."""
-        stage = CachedOpen(cache)
+        stage = functools.partial(url_opener, cache=cache)
         things: list[Any] = [cache, cache.config, cache.config.storage_options, stage]
         with contextlib.suppress(ConfigError):
             things.append(cache.parse(url))

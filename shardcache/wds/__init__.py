@@ -4,7 +4,7 @@ Others import `attach`, `url_opener`, `register`, `tar_files` and `tar_samples`.
 `cache` and what lies below it.
 """
 
-from shardcache.wds.attach import CachedOpen, attach, register, url_opener
+from shardcache.wds.attach import attach, register, url_opener
 from shardcache.wds.samples import tar_files, tar_samples
 
-__all__ = ["CachedOpen", "attach", "register", "tar_files", "tar_samples", "url_opener"]
+__all__ = ["attach", "register", "tar_files", "tar_samples", "url_opener"]

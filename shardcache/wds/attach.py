@@ -1,8 +1,8 @@
 """WebDataset's ways in: `attach`, `url_opener`, `register`.
 
 WebDataset's pipeline is a list of stages; the one that turns URLs into streams is replaced by
-ours, and those that take archives apart by a faster one (`samples`). Nothing here is global, so it
-works under fork, spawn and forkserver alike; only `register` writes into WebDataset's own table,
+ours, and the one that takes archives apart by a faster one (`samples`). Nothing here is global, so
+it works under fork, spawn and forkserver alike; only `register` writes into WebDataset's own table,
 which a spawned worker does not inherit.
 
 Streams stay open after they are yielded: WebDataset goes on reading them and drops them later.
@@ -10,14 +10,14 @@ Streams stay open after they are yielded: WebDataset goes on reading them and dr
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 from shardcache.errors import ConfigError
 from shardcache.streams.prefetch import Lookahead
 from shardcache.urls import ShardURL, redact
-from shardcache.wds.samples import quicken, reraise, restore
+from shardcache.wds.samples import eof_option, reraise, tar_files
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache
@@ -45,7 +45,6 @@ def url_opener(
     Raises:
         Whatever ``handler`` raises; by default see `Cache.open`.
     """
-    handle = reraise if handler is None else handler
 
     def parsed(item: Any) -> ShardURL:
         return cache.parse(item["url"] if isinstance(item, dict) else item)
@@ -57,7 +56,7 @@ def url_opener(
             stream, path = ahead.open()
         except Exception as exn:  # noqa: BLE001 - the handler decides, as in WebDataset
             exn.args = (*exn.args, redact(str(sample["url"])))
-            if handle(exn):
+            if (handler or reraise)(exn):
                 continue
             return
         sample["stream"] = stream
@@ -69,30 +68,18 @@ def url_opener(
         del stream, sample, item
 
 
-@dataclass(eq=False)
-class CachedOpen:
-    """A pipeline stage that opens shards through a cache, see `url_opener`; picklable."""
-
-    cache: Cache
-    handler: Handler | None = None
-
-    def __call__(self, data: Iterable[Any]) -> Iterator[dict[str, Any]]:
-        """Run the stage; see `url_opener`."""
-        return url_opener(data, self.handler, cache=self.cache)
-
-
 def attach(dataset: _Pipeline, cache: Cache, *, fast_tar: bool = True) -> _Pipeline:
     """Make a pipeline read its shards through ``cache``.
 
     The stage that opens URLs is swapped in place, with its handler kept. Attaching again replaces
-    the cache. WebDataset's own stages behind it, ``tar_file_expander`` and ``group_by_keys``, are
-    replaced by one that yields the same samples in less time. What the first miss needs is made
-    ready in the background (`Cache.prepare`).
+    the cache. WebDataset's own ``tar_file_expander`` behind it is replaced by `tar_files`, which
+    yields the same in less time. What the first miss needs is made ready in the background
+    (`Cache.prepare`).
 
     Args:
         dataset: a ``WebDataset`` or any ``DataPipeline``.
         cache: reads the shards.
-        fast_tar: False leaves those two as they are, or puts them back.
+        fast_tar: False leaves the expander as it is.
 
     Returns:
         ``dataset`` itself.
@@ -108,8 +95,13 @@ def attach(dataset: _Pipeline, cache: Cache, *, fast_tar: bool = True) -> _Pipel
     for index, stage in enumerate(pipeline):
         if replacement := _replacement(stage, cache):
             pipeline[index : index + 1] = replacement
-            (quicken if fast_tar else restore)(pipeline)
-            cache.prepare(_first_url(pipeline))
+            if fast_tar:
+                pipeline[:] = map(_faster, pipeline)
+            match getattr(pipeline[0], "urls", None):
+                case [str(first), *_]:
+                    cache.prepare(first)
+                case _:
+                    cache.prepare(None)
             return dataset
     names = ", ".join(getattr(stage, "__name__", type(stage).__name__) for stage in pipeline)
     raise ConfigError(
@@ -118,34 +110,50 @@ def attach(dataset: _Pipeline, cache: Cache, *, fast_tar: bool = True) -> _Pipel
     )
 
 
-def _first_url(pipeline: list[Any]) -> str | None:
-    """The first shard of a pipeline that begins with a list of them."""
-    urls = getattr(pipeline[0], "urls", None)
-    return urls[0] if isinstance(urls, list) and urls and isinstance(urls[0], str) else None
-
-
 def _replacement(stage: Any, cache: Cache) -> list[Any]:
     """The stages that take the place of one that opens URLs; none of another one."""
     from webdataset import cache as wds_cache
-    from webdataset import tariterators
-    from webdataset.filters import FilterFunction
+    from webdataset import filters, tariterators
 
-    if isinstance(stage, (wds_cache.StreamingOpen, wds_cache.FileCache, CachedOpen)):
-        return [CachedOpen(cache, stage.handler)]
-    function, args, options = stage, (), {}
-    if isinstance(stage, FilterFunction):
-        function, args, options = stage.f, stage.args, stage.kw
+    def opener(handler: Handler | None) -> Any:
+        return functools.partial(url_opener, handler=handler, cache=cache)
+
+    if isinstance(stage, functools.partial) and stage.func is url_opener:  # attached before
+        return [opener(stage.keywords["handler"])]
+    kinds: Any = tuple(getattr(wds_cache, name, ()) for name in ("StreamingOpen", "FileCache"))
+    if isinstance(stage, kinds):  # 0.2.86 has neither
+        return [opener(stage.handler)]
+    function, args, options = _called(stage)
     handler = options.get("handler", next(iter(args), None))
     if function is tariterators.url_opener:
-        return [CachedOpen(cache, handler)]
+        return [opener(handler)]
     if function is tariterators.tarfile_samples:  # it opens, expands and groups
-        grouping = {} if handler is None else {"handler": handler}
         return [
-            CachedOpen(cache, handler),
-            FilterFunction(tariterators.tar_file_expander, *args, **options),
-            FilterFunction(tariterators.group_by_keys, **grouping),
+            opener(handler),
+            filters.FilterFunction(tariterators.tar_file_expander, *args, **options),
+            filters.FilterFunction(tariterators.group_by_keys, handler=handler or reraise),
         ]
     return []
+
+
+def _faster(stage: Any) -> Any:
+    """Our expander in place of WebDataset's, with its arguments; any other stage as it is."""
+    from webdataset.filters import FilterFunction
+    from webdataset.tariterators import tar_file_expander
+
+    function, args, options = _called(stage)
+    if function is not tar_file_expander:
+        return stage
+    return FilterFunction(tar_files, *args, **eof_option(), **options)
+
+
+def _called(stage: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The function that a stage calls, and its arguments behind the data."""
+    from webdataset.filters import FilterFunction
+
+    if isinstance(stage, FilterFunction):
+        return stage.f, stage.args, stage.kw
+    return stage, (), {}
 
 
 def register(scheme: str, cache: Cache) -> None:

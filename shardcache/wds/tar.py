@@ -1,16 +1,10 @@
 """From a binary stream to the members of a tar archive: those that tarfile finds, sooner.
 
-Nearly all headers of a shard say little: a regular file, its name, its size. These are
-parsed here, by one regular expression and a checksum in C. Whatever is not plain is left
-to tarfile itself, on the same bytes: sparse files, global headers, numbers in odd
-spellings, damage, compression. So there is no second opinion: an archive has the members
-that the installed tarfile says, and ends, or breaks, where and how it says so.
-
-    header --- plain, checksum right ----------------------> name, size
-       | odd, at the very start: perhaps compressed
-       |   `--> tarfile.open(mode="r|*"), for all of it ---> name, data
-       | odd, later
-       `------> put back on a `_Tape`, tarfile has the rest -> name, data
+Nearly all headers of a shard are plain: a regular file, its name, its size. These are parsed here,
+by one regular expression and a checksum in C. At the first header that is not plain, tarfile itself
+takes over, on the same bytes: sparse files, global headers, numbers in odd spellings, damage,
+compression. So there is no second opinion: an archive has the members that the installed tarfile
+finds, and ends, or breaks, where and how it says so.
 
 The stream is never closed. In memory are one member and one buffer. Nothing is read beyond a
 member before the next one is asked for, so a shard that is still on its way is not waited for.
@@ -21,23 +15,22 @@ from __future__ import annotations
 import io
 import re
 import tarfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from zlib import adler32
 
 _BLOCK = 512
 _ZEROS = bytes(_BLOCK)
-#: What is passed over is read in such pieces.
+#: A member that nobody wants is read in such pieces.
 _PIECE = 20 * _BLOCK
-#: What is larger is read in pieces of this.
-_LARGE = 1 << 24
 #: An extended header holds a name and some times; a larger one is left to tarfile.
 _EXTENDED_MAX = 1 << 16
-#: What compressed data begins with, and a little more; no sample is called so.
+#: What compressed data begins with, and a little more; no sample has such a name.
 _PACKED = (b"\x1f\x8b", b"BZh", b"]\0\0", b"\xfd7z", b"\x28\xb5\x2f")
-_ENCODING = tarfile.ENCODING
-#: In these every name can be decoded; in others tarfile may fail on fields not read here.
-_ENCODING_IS_SAFE = _ENCODING.lower() in ("utf-8", "ascii", "latin-1", "iso8859-1")
+#: A header in place of those before an odd one: tarfile judges the first of an archive otherwise.
+_DIRECTORY = tarfile.TarInfo("x")
+_DIRECTORY.type = tarfile.DIRTYPE
+_NOT_FIRST = _DIRECTORY.tobuf(tarfile.USTAR_FORMAT)
 
 # Ways to write a number that every tar reads alike: octal digits, ended by NUL or space;
 # a field of NULs; GNU's base 256. There are other ways, and they are tarfile's to judge.
@@ -45,7 +38,7 @@ _NUMBER = rb"(?:[0-7]{7}[\0 ]|[0-7]{6}[\0 ]{2}|\0{8}|[\x80\xff].{7})"
 _match = re.compile(
     rb"(?=([^\0]{0,100})).{100}"  # 1: name
     + _NUMBER * 3  # mode, user, group
-    + rb"([0-7]{11})[\0 ]"  # 2: size
+    + rb"(0[0-7]{10})[\0 ]"  # 2: size, below a GiB: a damaged one must not ask for all memory
     + rb"(?:[0-7]{11}[\0 ]|\0{12}|[\x80\xff].{11})"  # time
     + rb"([0-7]{6})[\0 ]{2}"  # 3: checksum
     + rb"(.)"  # 4: type
@@ -54,8 +47,8 @@ _match = re.compile(
     + rb"(?=([^\0]{0,155})).{167}",  # 5: prefix
     re.DOTALL,
 ).fullmatch
-#: A record of an extended header: its length, its keyword.
-_record = re.compile(rb"([1-9][0-9]{0,5}) ([^=\n\0]+)=").match
+#: A record of an extended header that says nothing but a name or what is not needed here.
+_record = re.compile(rb"([1-9][0-9]{0,5}) (path|[acm]time|[ug]id|[ug]name)=([^\n]+)\n").match
 
 _REGULAR = (b"0", b"\0", b"7")
 _WITHOUT_DATA = (b"5", b"2", b"1", b"3", b"4", b"6")
@@ -72,7 +65,7 @@ class TarWalk:
     raises, by `read` what reading an extracted file raises.
 
     Args:
-        stream: has ``read(n)``. What may give less than is asked for is left to tarfile.
+        stream: has ``read(n)``. One that may give less than is asked for is left to tarfile.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -88,27 +81,25 @@ class TarWalk:
         Raises:
             tarfile.ReadError: the archive ends in it.
         """
+        data: bytes
         if self._odd is not None:
-            data: bytes = self._archive.extractfile(self._odd).read()
+            data = self._archive.extractfile(self._odd).read()
             return data
-        data = _read(self._stream, self._size)
+        data = self._stream.read(self._size)
         self._left -= len(data)
         if len(data) != self._size:
             raise _ended()
         return data
 
     def __iter__(self) -> Iterator[str]:
-        stream, header = self._stream, b""
-        fields = None
-        if type(stream) in (io.BufferedReader, io.BytesIO):
+        stream, header, fields = self._stream, b"", None
+        if type(stream) in (io.BufferedReader, io.BytesIO) and tarfile.ENCODING == "utf-8":
             header = stream.read(_BLOCK)
             fields = _fields(header)
-            stream = _Tape(stream, header, 0)
-        if fields is None or header.startswith(_PACKED) or not _ENCODING_IS_SAFE:
-            with tarfile.open(fileobj=stream, mode="r|*") as whole:
-                yield from self._by_tarfile(whole, whole)
+        if fields is None or header.startswith(_PACKED):
+            yield from self._by_tarfile(header)
             return
-        offset = 0
+        before = b""
         while True:
             if fields is not None and fields[2] in _EXTENDED:
                 header, fields = self._extended(header, fields)
@@ -120,14 +111,10 @@ class TarWalk:
             elif header == _ZEROS:
                 return
             elif fields is None or fields[2] not in _WITHOUT_DATA:
-                # Made as an empty archive: one that is made of the tape reads a header at once.
-                archive: Any = tarfile.TarFile(fileobj=io.BytesIO(_ZEROS))
-                archive.fileobj, archive.offset = _Tape(self._stream, header, offset), offset
-                yield from self._by_tarfile(archive, iter(archive.next, None))
+                yield from self._by_tarfile(before + header)
                 return
-            header = self._next_header()
+            before, header = _NOT_FIRST, self._next_header()
             fields = _fields(header)
-            offset = _BLOCK  # or any other: tarfile only wants to know where an archive begins
 
     def _next_header(self) -> bytes:
         """The block behind this member; shorter, or empty, where the archive ends."""
@@ -142,7 +129,7 @@ class TarWalk:
         return block[left:] if left else block
 
     def _extended(self, header: bytes, fields: _Fields) -> tuple[bytes, _Fields | None]:
-        """What follows an extended header: all bytes of the headers, and what they say.
+        """All bytes of an extended header and of the one behind it, and what they say.
 
         That is None if any of it is odd.
         """
@@ -151,21 +138,38 @@ class TarWalk:
             return header, None
         padded = size + (-size & 511)
         rest = self._stream.read(padded + _BLOCK)
-        header += rest
         inner = _fields(rest[padded:])
         if inner is None or inner[2] not in _REGULAR:
-            return header, None
+            return header + rest, None
         if kind == b"L":
-            return header, (_text(rest[:padded].partition(b"\0")[0]), *inner[1:])
-        return header, _overridden(inner, rest, size)
+            name: str | None = _text(rest[:padded].partition(b"\0")[0])
+        else:
+            name = _name(inner[0], rest, size)
+        return header + rest, None if name is None else (name, *inner[1:])
 
-    def _by_tarfile(self, archive: Any, found: Iterable[tarfile.TarInfo]) -> Iterator[str]:
-        self._archive = archive
-        for info in found:
+    def _by_tarfile(self, pending: bytes) -> Iterator[str]:
+        """Leave the archive to tarfile, from bytes on that were read already."""
+        rest: Any = _Rejoined(pending, self._stream)
+        self._archive = tarfile.open(fileobj=rest, mode="r|*")  # noqa: SIM115 - never closed
+        for info in self._archive:
             if info.isreg():
                 self._odd = info
                 yield info.name
-            archive.members = []  # it would keep them all
+            self._archive.members = []  # it would keep them all
+
+
+class _Rejoined:
+    """A stream, with some bytes before it."""
+
+    def __init__(self, pending: bytes, stream: Any) -> None:
+        self._pending = pending
+        self._stream = stream
+
+    def read(self, size: int) -> bytes:
+        data, self._pending = self._pending[:size], self._pending[size:]
+        if len(data) < size:
+            data += self._stream.read(size - len(data))
+        return data
 
 
 def _ended() -> tarfile.ReadError:
@@ -192,86 +196,23 @@ def _fields(header: bytes) -> _Fields | None:
     return _text(name), int(size, 8), kind
 
 
-def _overridden(fields: _Fields, records: bytes, size: int) -> _Fields | None:
-    """The fields, with what an extended header of ``size`` bytes says; None if it is odd."""
-    if size & 511 and records[size]:
+def _name(name: str, records: bytes, size: int) -> str | None:
+    """The name, unless an extended header of ``size`` bytes has another; None if that is odd."""
+    if (size & 511 and records[size]) or b"hdrcharset" in records[:size]:
         return None
-    name, length, kind = fields
     position = 0
     while position < size:
         found = _record(records, position)
-        if found is None:
+        if found is None or found.end() - position != int(found[1]):
             return None
-        keyword = found[2]
-        start, end = found.end(), position + int(found[1])
-        if not start < end <= size or records[end - 1] != 10:
-            return None
-        if keyword == b"path":
+        if found[2] == b"path":
             try:
-                name = records[start : end - 1].decode("utf-8").rstrip("/")
+                name = found[3].decode("utf-8").rstrip("/")
             except UnicodeDecodeError:
                 return None
-        elif keyword == b"size":
-            digits = records[start : end - 1]
-            if not digits.isdigit() or len(digits) > 18:
-                return None
-            length = int(digits)
-        elif keyword.startswith(b"GNU."):
-            return None
-        position = end
-    if records.find(b"hdrcharset", 0, size) >= 0:
-        return None
-    return name, length, kind
+        position = found.end()
+    return name if position == size else None
 
 
 def _text(name: bytes) -> str:
-    return name.decode(_ENCODING, "surrogateescape")
-
-
-def _read(stream: Any, size: int) -> bytes:
-    """As ``stream.read(size)``, with memory for what is there only: sizes may be damaged."""
-    if size <= _LARGE:
-        data: bytes = stream.read(size)
-        return data
-    parts = []
-    while size > 0 and (part := stream.read(min(size, _LARGE))):
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
-
-
-class _Tape:
-    """What is left of a stream, for tarfile: forwards only.
-
-    Args:
-        stream: where it is read on.
-        pending: bytes that were read already, and are to be read again.
-        position: of the first of them.
-    """
-
-    def __init__(self, stream: Any, pending: bytes, position: int) -> None:
-        self._stream = stream
-        self._pending = pending
-        self._position = position
-
-    def read(self, size: int) -> bytes:
-        """Read ``size`` bytes; fewer only at the end."""
-        kept, size = self._pending, max(0, size)
-        if len(kept) < size:
-            kept += _read(self._stream, size - len(kept))
-        data, self._pending = kept[:size], kept[size:]
-        self._position += len(data)
-        return data
-
-    def tell(self) -> int:
-        """The position."""
-        return self._position
-
-    def seek(self, position: int) -> int:
-        """Go forwards to ``position``, or to the end of the stream."""
-        if position < self._position:
-            raise tarfile.StreamError("seeking backwards is not allowed")
-        while self._position < position:
-            if not self.read(min(position - self._position, _PIECE)):
-                break
-        return self._position
+    return name.decode("utf-8", "surrogateescape")

@@ -1,9 +1,7 @@
-"""Our stages yield what WebDataset's yield: samples, calls of handlers, exceptions."""
+"""Our stage yields what WebDataset's yields: files, calls of handlers, exceptions."""
 
 from __future__ import annotations
 
-import functools
-import inspect
 import io
 import pickle
 import random
@@ -21,25 +19,17 @@ from webdataset import tariterators
 from webdataset.filters import FilterFunction, pipelinefilter
 
 from shardcache import Cache
-from shardcache.wds.samples import (
-    FastTar,
-    _base_plus_ext,
-    _is_meta,
-    quicken,
-    restore,
-    tar_files,
-    tar_samples,
-)
+from shardcache.wds import tar_files, tar_samples
 from tests.support.fakes import MemoryOrigin
 from tests.support.tars import make_tar
 from tests.wds.archives import BLOCK, FORMATS, EndlessError, OnlyRead, archive, damaged
 
 MakeCache = Callable[..., Cache]
-SEEDS = st.integers(0, 2**32)
 NAMES = (
     "a.jpg", "a.JPG", "a.cls", "b.jpg", "b.cls", "c/d.e.f", "c/d.txt", "c.x/d.txt", "noext", "dir/",
     "__meta__", "__meta__/a.jpg", "__url__.txt", "a.__key__", "b.__bad__", "d.__local_path__",
     "d.txt", "e.__url__", "./f.txt", "./f.", ".g", "h/.i", "n\u00e4me.txt", "two\nlines.txt", "_.x",
+    "__", "__a", "a__", "__/b", "__a__b", "x/__c__",
 )  # fmt: skip
 
 
@@ -86,14 +76,7 @@ class Run:
         if rng.random() < 0.3:
             self.options["rename_files"] = rng.choice((_rename, _rename_badly))
         if rng.random() < 0.3:
-            self.options["eof_value"] = rng.choice((None, {}))
-        self.grouping: dict[str, Any] = {}
-        if rng.random() < 0.3:
-            self.grouping["lcase"] = False
-        if rng.random() < 0.3:
-            self.grouping["suffixes"] = {"jpg", "txt"}
-        if rng.random() < 0.2:
-            self.grouping["keys"] = rng.choice((_keys, tariterators.base_plus_ext))
+            self.options["eof_value"] = rng.choice((None, {}, {"end": 1}))
 
     def sources(self) -> Iterator[dict[str, Any]]:
         for number, data in enumerate(self.shards):
@@ -102,24 +85,20 @@ class Run:
                 source["local_path"] = f"/p{number}"
             yield source
 
-    def seen(self, stages: Callable[[Any, Any, Any], Iterable[Any]]) -> list[Any]:
-        """Whatever comes out of ``stages(sources, file handler, group handler)``, in order."""
+    def seen(self, stage: Callable[..., Iterable[Any]]) -> list[Any]:
+        """What comes out of ``stage``, and what its handler is asked, in order."""
         seen: list[Any] = []
+        answers = iter(self.answers * 9)
 
-        def handler(level: str) -> Callable[[Exception], bool]:
-            answers = iter(self.answers * 9)
-
-            def handle(exn: Exception) -> bool:
-                seen.append((level, type(exn), repr(exn.args)))
-                answer = next(answers, None)
-                if answer is None:
-                    raise exn
-                return answer
-
-            return handle
+        def handler(exn: Exception) -> bool:
+            seen.append((type(exn), repr(exn.args)))
+            answer = next(answers, None)
+            if answer is None:
+                raise exn
+            return answer
 
         try:
-            for sample in stages(self.sources(), handler("files"), handler("groups")):
+            for sample in stage(self.sources(), handler, **self.options):
                 seen.append(list(sample.items()))
         except Exception as exn:
             seen.append((type(exn), repr(exn.args)))
@@ -146,54 +125,17 @@ def _rename_badly(name: str) -> str:
     return name
 
 
-def _keys(name: str) -> tuple[Any, Any]:
-    if name == "b.jpg":
-        return "b", None  # has no lower case
-    return tariterators.base_plus_ext(name)
-
-
-def judge(ours: list[Any], theirs: list[Any]) -> None:
-    """The same; as far as tarfile came, where a damaged size has it read on for minutes."""
-    endless = [n for n, event in enumerate(theirs) if EndlessError in event]
-    if not endless:
-        assert ours == theirs
-        return
-    last = endless[0]
-    assert ours[:last] == theirs[:last]
-    assert {tarfile.ReadError, EndlessError}.intersection(ours[last])
-
-
-# -- the same as WebDataset ----------------------------------------------------------
-
-
-@given(seed=SEEDS)
+@given(seed=st.integers(0, 2**32))
 @example(seed=84466)  # a size that tarfile believes
 @settings(max_examples=400, deadline=None)
-def test_files_and_samples_are_those_of_webdatasets_expander_and_grouper(seed: int) -> None:
+def test_files_are_those_of_webdatasets_expander(seed: int) -> None:
     run = Run(seed)
-
-    def expanded(data: Any, files: Any, _: Any = None) -> Iterable[Any]:
-        return tariterators.tar_file_expander(data, files, **run.options)
-
-    def grouped(data: Any, files: Any, groups: Any) -> Iterable[Any]:
-        found = expanded(data, files)
-        return tariterators.group_by_keys(found, handler=groups, **run.grouping)
-
-    def ours(data: Any, files: Any, groups: Any) -> Iterable[Any]:
-        return tar_samples(data, files, **run.options, **run.grouping, group_handler=groups)
-
-    judge(run.seen(ours), run.seen(grouped))
-    judge(run.seen(lambda data, h, _: tar_files(data, h, **run.options)), run.seen(expanded))
-
-
-@given(name=st.text("ab./_\n-A\u00e4", max_size=12))
-@example("a/.b")
-@example("a.b\n")
-@settings(max_examples=500, deadline=None)
-def test_names_are_split_and_left_out_as_by_webdataset(name: str) -> None:
-    assert _base_plus_ext(name) == tariterators.base_plus_ext(name)
-    theirs = inspect.signature(tariterators.tar_file_iterator).parameters["skip_meta"].default
-    assert _is_meta.__self__.pattern == theirs
+    ours, theirs = run.seen(tar_files), run.seen(tariterators.tar_file_expander)
+    # A damaged size can have tarfile read on for minutes: then, as far as it came.
+    endless = [n for n, event in enumerate(theirs) if EndlessError in event]
+    last = endless[0] if endless else None
+    assert ours[:last] == theirs[:last]
+    assert last is None or {tarfile.ReadError, EndlessError}.intersection(ours[last])
 
 
 # -- in pipelines ----------------------------------------------------------------------
@@ -210,31 +152,26 @@ def _objects(origin: MemoryOrigin) -> Iterator[None]:
         yield
 
 
-def fast(dataset: Any) -> list[FastTar]:
-    return [stage for stage in dataset.pipeline if isinstance(stage, FastTar)]
+def functions(dataset: Any) -> list[Any]:
+    return [getattr(stage, "f", stage) for stage in dataset.pipeline]
 
 
-def test_attach_makes_one_fast_stage_of_the_two_and_can_undo_it(make_cache: MakeCache) -> None:
+def test_attach_replaces_the_expander_and_keeps_its_arguments(
+    make_cache: MakeCache, origin: MemoryOrigin
+) -> None:
     cache = make_cache()
     cache.prewarm(SPEC)  # or samples have no path of their shard the first time
     stock = cache.attach(wds.WebDataset(SPEC, shardshuffle=False), fast_tar=False)
     ours = cache.attach(wds.WebDataset(SPEC, shardshuffle=False))
-    before = [getattr(stage, "f", None) for stage in stock.pipeline]
-    assert tariterators.tar_file_expander in before
-    assert not fast(stock)
-    assert len(fast(ours)) == 1
-    assert len(ours.pipeline) == len(stock.pipeline) - 1
+    assert tariterators.tar_file_expander in functions(stock)
+    assert tar_files in functions(ours)
     expected = [list(sample.items()) for sample in stock]
-    assert len(expected) == 12
-    assert [list(sample.items()) for sample in ours] == expected
     again = pickle.loads(pickle.dumps(cache.attach(ours)))
-    assert len(fast(again)) == 1
-    assert [list(sample.items()) for sample in again] == expected
-    cache.attach(ours, fast_tar=False)
-    assert [getattr(stage, "f", None) for stage in ours.pipeline] == before
+    assert len(expected) == 12
+    for each in (ours, again):
+        assert [list(sample.items()) for sample in each] == expected
 
-
-def test_arguments_of_the_stages_are_kept(make_cache: MakeCache, origin: MemoryOrigin) -> None:
+    cache.remove("s3://lab/train-0001.tar")
     origin.objects["s3://lab/train-0001.tar"] = b"junk" * 500
     told: list[Exception] = []
     dataset = wds.WebDataset(
@@ -244,37 +181,26 @@ def test_arguments_of_the_stages_are_kept(make_cache: MakeCache, origin: MemoryO
         select_files=lambda name: name.endswith("txt"),
         rename_files=lambda name: f"x/{name}",
     )
-    samples = list(make_cache().attach(dataset))
-    assert len(fast(dataset)) == 1
-    assert len(told) == 1
-    assert "cls" not in samples[0]
-    assert samples[0]["__key__"] == "x/0000-00000"
-    assert len(samples) == 8
+    samples = list(cache.attach(dataset))
+    assert len(told) == 1 and len(samples) == 8
+    assert "cls" not in samples[0] and samples[0]["__key__"] == "x/0000-00000"
 
 
-def test_stages_that_are_not_webdatasets_own_stay() -> None:
+def test_stages_that_are_not_webdatasets_own_stay(make_cache: MakeCache) -> None:
     def mine(data: Any) -> Any:
         return tariterators.tar_file_expander(data)
 
     expand = pipelinefilter(tariterators.tar_file_expander)
-    group = pipelinefilter(tariterators.group_by_keys)
-    unknown = FilterFunction(tariterators.tar_file_expander, colour="red")
-    for stages in ([mine, group()], [unknown, group()], [group()], [lambda data: data]):
-        pipeline = list(stages)
-        quicken(pipeline)
-        assert pipeline == stages
-    for files in (tariterators.tar_file_expander, expand(handler=_select), expand(_select)):
-        for groups in (tariterators.group_by_keys, group(lcase=False), group(_keys)):
-            pipeline = [files, groups]
-            quicken(pipeline)
-            assert len(pipeline) == 1
-            assert pipeline[0].stock == [files, groups]
-            restore(pipeline)
-            assert pipeline == [files, groups]
-    pipeline = [functools.partial(tariterators.tar_file_expander, eof_value={"end": 1}), group()]
-    quicken(pipeline)
-    assert isinstance(pipeline[0], FastTar) and pipeline[0].groups is None
-    assert isinstance(pipeline[1], FilterFunction)
+    for stage, is_replaced in (
+        (mine, False),
+        (FilterFunction(mine), False),
+        (tariterators.tar_file_expander, True),
+        (expand(handler=wds.ignore_and_continue), True),
+        (expand(wds.ignore_and_continue, _select), True),
+    ):
+        pipeline = wds.DataPipeline(wds.SimpleShardList(SPEC), tariterators.url_opener, stage)
+        make_cache().attach(pipeline)
+        assert (functions(pipeline)[-1] is tar_files) is is_replaced
 
 
 def test_a_hand_made_pipeline_takes_the_stage_as_it_is(make_cache: MakeCache) -> None:
@@ -286,9 +212,9 @@ def test_a_hand_made_pipeline_takes_the_stage_as_it_is(make_cache: MakeCache) ->
         for stages in ([expand, group], [tar_samples], [tar_files, group])
     )
     assert grouped == expanded == stock
-    combined = wds.DataPipeline(wds.SimpleShardList(SPEC), wds.tarfile_to_samples())
-    assert list(cache.attach(combined)) == stock
-    assert list(cache.attach(combined, fast_tar=False)) == stock
+    for is_fast in (False, True):
+        combined = wds.DataPipeline(wds.SimpleShardList(SPEC), wds.tarfile_to_samples())
+        assert list(cache.attach(combined, fast_tar=is_fast)) == stock
 
 
 def test_no_more_than_one_shard_is_held_when_the_next_is_opened() -> None:

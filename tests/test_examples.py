@@ -66,7 +66,7 @@ def test_the_script_for_one_node_prewarms_and_trains(data: DataSet, tmp_path: Pa
         SHARDCACHE_DIR=str(tmp_path / "cache"),
     )
     assert [re.sub(r"\d\.\d+$", "?", line) for line in done.stdout.splitlines()[-2:]] == [
-        f"epoch {n}: 48 samples, 48 different, loss ?" for n in (1, 2)
+        f"epoch {n}: rank 0 read 48 samples, loss ?" for n in (1, 2)
     ]
     assert data.complete(epochs(listed)[1])
     assert data.once()

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -39,7 +38,7 @@ from shardcache.fetch.status import FetchStatus
 from shardcache.fetch.transfer import Fetcher
 from shardcache.fetch.waiting import Waiter
 from shardcache.files import FULL
-from shardcache.layout import Layout, is_directory, list_names, parse_partial_name
+from shardcache.layout import Layout, is_directory, parse_partial_name
 from shardcache.locks.flock import Holder, KeyLock
 from shardcache.locks.lease import KeyLease
 from shardcache.locks.sessions import WaitNote
@@ -131,7 +130,7 @@ class Coordinator:
         status: FetchStatus,
         patient: Callable[[], bool] = lambda: True,
     ) -> Obtained | None:
-        """Open the shard's entry where a look found none: wait for it, link it, or fetch it.
+        """Wait for the shard's entry, link it, or fetch it, where a look found none.
 
         Args:
             url: the shard.
@@ -148,7 +147,7 @@ class Coordinator:
         """
         with self._fetcher.cancellable(status):
             try:
-                return self._get(url, status, patient)
+                return self._get(url, status, patient, self._places)
             except ShardCacheError:
                 raise
             except OSError as exn:
@@ -157,11 +156,16 @@ class Coordinator:
                 # At whichever step: the partial is gone by now, and so is the lock.
                 logger.info("%s: the disk is full (%s); making room", url, exn)
                 status.drop_answer()
-                self._places[-1][1].make_room(str(url), status.size or 0)
-                return self._get(url, status, patient)
+                if len(self._places) == 1:  # otherwise the next tier may have room
+                    self._places[0][1].make_room(str(url), status.size or 0)
+                return self._get(url, status, patient, self._places[-1:])
 
     def _get(
-        self, url: ShardURL, status: FetchStatus, patient: Callable[[], bool]
+        self,
+        url: ShardURL,
+        status: FetchStatus,
+        patient: Callable[[], bool],
+        places: Sequence[tuple[Store, Space]],
     ) -> Obtained | None:
         holder = self._holder()
         lock = self._lock(url.key, self.store.layout)
@@ -171,7 +175,7 @@ class Coordinator:
                 if lock.try_acquire(holder):
                     note.close()
                     try:
-                        return self._fill(url, lock, holder, status)
+                        return self._fill(url, lock, holder, status, places)
                     finally:
                         lock.release()
                 if not patient():
@@ -182,7 +186,7 @@ class Coordinator:
                         if free:
                             note.close()
                             logger.warning("%s: %s; fetching it here too", url, waiter.describe())
-                            return self._fill(url, None, holder, status)
+                            return self._fill(url, None, holder, status, places)
                 waiter.pause()
                 opened = self.look(url, status.outdated)
                 if opened is not None:
@@ -267,7 +271,12 @@ class Coordinator:
     # -- making the entry ----------------------------------------------------------
 
     def _fill(
-        self, url: ShardURL, lock: _AnyLock | None, holder: Holder, status: FetchStatus
+        self,
+        url: ShardURL,
+        lock: _AnyLock | None,
+        holder: Holder,
+        status: FetchStatus,
+        places: Sequence[tuple[Store, Space]],
     ) -> Obtained:
         """Make the entry and open it; ``lock`` is the key's, or None for a private fetch."""
         for _ in range(_TRIES):
@@ -285,7 +294,9 @@ class Coordinator:
                     lock.update(replace(holder, partial=partial.path.name, size=size))
 
             try:
-                entry = self._fetch_and_publish(url, status, announce)
+                left = None if lock is None else lock.left
+                fetched = self._fetch(url, status, places, left, announce)
+                entry = self._publish(url, fetched)
             except LostError as exn:
                 self._warn("lost", "%s: %s; starting over", url, exn)
                 continue
@@ -339,62 +350,62 @@ class Coordinator:
             return opened
         return None
 
-    def _fetch_and_publish(
-        self, url: ShardURL, status: FetchStatus, announce: Callable[[Partial], None]
-    ) -> Path:
-        """Fetch from the nearest place that has the shard, and publish; the entry's directory.
+    def _fetch(
+        self,
+        url: ShardURL,
+        status: FetchStatus,
+        places: Sequence[tuple[Store, Space]],
+        left: Holder | None,
+        announce: Callable[[Partial], None],
+    ) -> Fetched:
+        """Fetch from an upstream that has the shard, else from the origin.
 
         Raises:
             As `get`; LostError: somebody took the partial away.
         """
         # A copy of what the origin has replaced may still be in an upstream.
         for upstream in () if status.outdated else self._origins.nearer(url):
+            status.near = True
             try:
-                status.near = True
-                fetched = self._fetch(upstream, url, status, announce)
-                if upstream.digest in (None, fetched.digest):
-                    return self._publish(url, fetched)
-                fetched.partial.discard()
-                upstream.distrust()
-                logger.warning("%s: its copy in %s is damaged", url, upstream.name)
+                fetched = self._fetch_from(upstream, url, status, places, left, announce)
             except (FetchCancelledError, CacheFullError):
                 raise
             except ShardCacheError as exn:
                 logger.info("%s: not from %s: %s", url, upstream.name, exn)
+                continue
+            if upstream.digest in (None, fetched.digest):
+                return fetched
+            fetched.partial.discard()
+            upstream.distrust()
+            logger.warning("%s: its copy in %s is damaged", url, upstream.name)
         status.near = False
-        return self._publish(url, self._fetch(self._origins.of(url), url, status, announce))
+        return self._fetch_from(self._origins.of(url), url, status, places, left, announce)
 
-    def _fetch(
+    def _fetch_from(
         self,
         origin: Origin,
         url: ShardURL,
         status: FetchStatus,
+        places: Sequence[tuple[Store, Space]],
+        left: Holder | None,
         announce: Callable[[Partial], None],
     ) -> Fetched:
-        """Fetch into the first tier that has room."""
-        places = deque(self._places)
-        while True:
-            resume = self._resume(url)
-            if resume is not None:
-                announce(resume)
-            else:
-                self._ask_for_room(url, status)
+        resume = self._resume(url, left)
+        if resume is not None:
+            announce(resume)
+        else:
+            self._ask_for_room(url, status)
+
+        def target(info: ObjectInfo) -> Partial:
+            partial = self._begin(url, info, places)
             try:
-                return self._fetcher.fetch(
-                    origin,
-                    url,
-                    target=lambda info: self._target(url, info, announce, places),
-                    resume=resume,
-                    status=status,
-                )
-            except OSError as exn:
-                # What was admitted may still find no room: others write there, too.
-                full = exn.errno in FULL and not isinstance(exn, ShardCacheError)
-                if not full or len(places) == 1:
-                    raise
-                logger.info("%s: %s is full (%s)", url, places[0][0].layout.base, exn)
-                status.drop_answer()
-                places.popleft()
+                announce(partial)
+            except Exception:
+                partial.discard()  # or its lock would reserve room until this process ends
+                raise
+            return partial
+
+        return self._fetcher.fetch(origin, url, target=target, resume=resume, status=status)
 
     def _ask_for_room(self, url: ShardURL, status: FetchStatus) -> None:
         """Ask no origin for what there is no room for, as far as both are known."""
@@ -406,62 +417,50 @@ class Coordinator:
         small = all(s.max_size is not None and s.max_size < size for _, s in self._places)
         status.roomless = small or len(refusals) == len(answers)
 
-    def _resume(self, url: ShardURL) -> Partial | None:
-        """Take over what a dead process left of this shard."""
+    def _resume(self, url: ShardURL, left: Holder | None) -> Partial | None:
+        """Take over what a dead holder of the lock left of this shard."""
+        name = None if left is None else left.partial
+        # The name comes out of a file that anybody may have damaged.
+        parsed = None if name is None else parse_partial_name(name)
+        if name is None or parsed is None or parsed[0] != url.key:
+            return None
         for store, space in self._places:
-            layout = store.layout
-            for name in list_names(layout.partial):
-                parsed = parse_partial_name(name)
-                if parsed is None or parsed[0] != url.key:
-                    continue
-                partial = Partial.claim(layout, layout.partial / name, url.basename)
-                if partial is None:
-                    continue
-                logger.info("%s: resuming at %d bytes", url, partial.written)
-                # A dead process's reservation lapsed: the budget may have been given to others.
-                # Claimed, it is live again and counts with its final size: nothing to add.
-                try:
-                    with space.reserved(str(url), None):
-                        return partial
-                except Exception:
-                    partial.close()
-                    raise
+            partial = Partial.claim(store.layout, store.layout.partial / name, url.basename)
+            if partial is None:
+                continue
+            logger.info("%s: resuming at %d bytes", url, partial.written)
+            # A dead process's reservation lapsed: the budget may have been given to others.
+            # Claimed, it is live again and counts with its final size: nothing to add.
+            try:
+                with space.reserved(str(url), None):
+                    return partial
+            except Exception:
+                partial.close()
+                raise
         return None
 
-    def _target(
-        self,
-        url: ShardURL,
-        info: ObjectInfo,
-        announce: Callable[[Partial], None],
-        places: deque[tuple[Store, Space]],
+    def _begin(
+        self, url: ShardURL, info: ObjectInfo, places: Sequence[tuple[Store, Space]]
     ) -> Partial:
-        """Begin a partial in the first place that has room; those before it are taken off."""
+        """Begin a partial in the first place that has room."""
         made = clock.time(), boot_id(), __version__
         metadata = Metadata(str(url), url.key, info, info.size or 0, "", None, *made)
-        if info.size is None:  # who knows whether it fits anywhere but where most room is
-            while len(places) > 1:
-                places.popleft()
-        while True:
-            layout, space = places[0][0].layout, places[0][1]
+        if info.size is None:  # it may fit only where most room is
+            places = places[-1:]
+        for store, space in places:
             try:
                 with space.reserved(str(url), info.size):
-                    partial = Partial.create(layout, metadata, url.basename)
-                break
+                    return Partial.create(store.layout, metadata, url.basename)
             except OSError as exn:  # CacheFullError is one
-                if len(places) == 1 or isinstance(exn, LockTimeoutError):
+                if store is places[-1][0] or isinstance(exn, LockTimeoutError):
                     raise
-                logger.debug("%s: not into %s: %s", url, layout.base, exn)
-                places.popleft()
-        try:
-            announce(partial)
-        except Exception:
-            partial.discard()  # or its lock would reserve room until this process ends
-            raise
-        return partial
+                logger.debug("%s: not into %s: %s", url, store.layout.base, exn)
+        raise AssertionError("there is always a place")
 
     def _publish(self, url: ShardURL, fetched: Fetched) -> Path:
         partial = fetched.partial
         try:
+            check_archive(partial.fd, url.basename, str(url))
             self._validate(url, partial)
             metadata = replace(
                 partial.metadata,
@@ -482,7 +481,6 @@ class Coordinator:
         return entry
 
     def _validate(self, url: ShardURL, partial: Partial) -> None:
-        check_archive(partial.fd, url.basename, str(url))
         if self._config.validate is None:
             return
         try:

@@ -125,13 +125,23 @@ def parse_holder(record: Any) -> Holder | None:
 def read_holder(path: Path) -> Holder | None:
     """The record in a lock file, or None if there is none that makes sense."""
     try:
-        return parse_holder(json.loads(read_file(path, 2 * _RECORD)))
-    except (OSError, ValueError):
+        return _decode(read_file(path, 2 * _RECORD))
+    except OSError:
+        return None
+
+
+def _decode(data: bytes) -> Holder | None:
+    try:
+        return parse_holder(json.loads(data)) if data else None
+    except ValueError:
         return None
 
 
 class KeyLock:
     """The right to fetch one key on this node; one object per attempt.
+
+    ``left`` is the record of the holder before, once the lock was acquired: of a fetch that was
+    killed it names the partial.
 
     Every object opens the lock file anew, flock tells open files apart, and a forked child's copy
     is closed before any of its code runs.
@@ -139,6 +149,7 @@ class KeyLock:
 
     def __init__(self, path: Path, modes: Modes = PRIVATE) -> None:
         self.path = path
+        self.left: Holder | None = None
         self._modes = modes
         self._file: io.FileIO | None = None
 
@@ -172,6 +183,7 @@ class KeyLock:
                 self.release()
                 return False
             if os.fstat(file.fileno()).st_nlink:
+                self.left = _decode(os.pread(file.fileno(), 2 * _RECORD, 0))
                 self.update(holder)
                 return True
             self.release()  # swept between our open and our flock

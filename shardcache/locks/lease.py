@@ -15,7 +15,7 @@ import time
 from typing import TYPE_CHECKING
 
 from shardcache.layout import Layout, replace_file
-from shardcache.locks.flock import Holder
+from shardcache.locks.flock import Holder, read_holder
 
 if TYPE_CHECKING:
     from filelock import LeaseCompromise, SoftFileLease
@@ -38,6 +38,7 @@ class KeyLease:
 
     def __init__(self, layout: Layout, key: str, seconds: float = LEASE_SECONDS) -> None:
         self.path = layout.lease(key)
+        self.left: Holder | None = None
         self._layout = layout
         self._record = layout.holder(key)
         self._seconds = seconds
@@ -73,6 +74,7 @@ class KeyLease:
             logger.warning("%s: going on without a lease: %s", self.path, exn)
             return True
         self._held = True
+        self.left = read_holder(self._record)
         self.update(holder)
         return True
 

@@ -33,7 +33,7 @@ from shardcache.layout import (
     list_names,
     parse_partial_name,
 )
-from shardcache.locks.flock import try_flock
+from shardcache.locks.flock import read_holder, try_flock
 from shardcache.store.entry import GONE, NOT_DATA, data_file, hold
 
 logger = logging.getLogger(__name__)
@@ -127,7 +127,8 @@ def remove_locks(layout: Layout) -> int:
     They cost an inode for every shard that was ever fetched. A lock file is unlinked only under
     its own lock; whoever opened it before finds, once it has the lock, that the file has no name
     left, and opens anew. A live lease is touched every half a minute; one that is wrongly taken
-    for dead costs a second fetch.
+    for dead costs a second fetch. A lock file tells where a killed fetch can be resumed, and stays
+    as long as what it left.
     """
     removed = 0
     for place in {layout.locks, layout.base / "locks"}:
@@ -138,7 +139,7 @@ def remove_locks(layout: Layout) -> int:
             for name in list_names(directory):
                 if name.startswith(prefix):
                     if is_lock_name(name):
-                        removed += _remove_free_lock(directory / name)
+                        removed += _remove_free_lock(layout, directory / name)
                     elif is_lease_name(name):
                         removed += _remove_old(directory / name, layout.grace or IDLE_GRACE)
             with suppress(OSError):  # not empty: in use
@@ -146,7 +147,10 @@ def remove_locks(layout: Layout) -> int:
     return removed
 
 
-def _remove_free_lock(path: Path) -> bool:
+def _remove_free_lock(layout: Layout, path: Path) -> bool:
+    left = read_holder(path)
+    if left is not None and left.partial and is_directory(layout.partial / left.partial):
+        return False
     try:
         with open_file(path, os.O_RDWR) as file:
             # The name may be that of a newer file by now, which somebody holds.

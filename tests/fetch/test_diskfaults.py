@@ -152,7 +152,6 @@ def test_too_few_descriptors_cost_nothing_that_is_there(
     # What was begun then may still end as it was to end then.
     wait_until(lambda: not cache._here().fetchings.unfinished())
     assert all(read(cache, url, origin) for url in urls)
-    wait_until(lambda: leftovers(cache) == [])  # removing takes descriptors, too
 
 
 @pytest.mark.usefixtures("s3_environment")

@@ -140,13 +140,6 @@ class Fetching:
         return size is not None and size - self.status.written <= _ALMOST
 
 
-#: Seconds that what is fetched ahead stays behind at most, bytes that end it, and seconds
-#: between two looks.
-_HEAD_START = 0.05
-_BEGUN = 256 * 1024
-_HEAD_POLL = 0.002
-
-
 class Fetchings:
     """The background fetches of one process, at most one per shard."""
 
@@ -189,20 +182,6 @@ class Fetchings:
                 share.leave(abandon=True)
                 raise
         return share
-
-    def give_way(self, status: FetchStatus) -> None:
-        """Wait for a moment, until what somebody waits for has brought its first bytes.
-
-        What nobody waits for yet, with this ``status``, would take processor time from the first
-        sample.
-        """
-        end = clock.monotonic() + _HEAD_START
-        while clock.monotonic() < end:
-            with self._guard:
-                waited_for = [f.status for f in self._running.values() if f.patient]
-            if status in waited_for or all(s.received >= _BEGUN for s in waited_for):
-                return
-            clock.sleep(_HEAD_POLL)
 
     def is_patient(self, fetching: Fetching) -> bool:
         """Whether somebody waits for it; if not it is not to be joined any more."""

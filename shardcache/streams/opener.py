@@ -169,7 +169,6 @@ class Opener:
         def fetch(status: FetchStatus, patient: Callable[[], bool]) -> Obtained | None:
             if not ahead:
                 return self._get(process, shard, status, patient)
-            process.fetchings.give_way(status)
             with coordinator.ahead_slot() as free:
                 return self._get(process, shard, status, patient) if free or patient() else None
 

@@ -253,30 +253,3 @@ def test_a_transient_failure_ahead_ends_like_one_of_open(
 
 
 # -- who goes first --------------------------------------------------------------
-
-
-def test_a_shard_ahead_is_asked_for_once_the_first_has_begun(
-    make_cache: MakeCache, origin: MemoryOrigin
-) -> None:
-    origin.objects[URLS[0]] = make_tar(1, members=2, size=BLOCK)
-    order: list[str] = []
-    real = origin.open
-
-    def open_(url, start, stop, pin=None):
-        body = real(url, start, stop, pin)
-        receive = body.readinto
-
-        def slowly(buffer):
-            time.sleep(0.004)
-            order.append(str(url))
-            return receive(buffer)
-
-        body.readinto = slowly
-        return body
-
-    origin.open = open_
-    assert [s["stream"].read() for s in make_cache(prefetch=1).url_opener(URLS[:2])] == [
-        origin.objects[URLS[0]],
-        DATA[1],
-    ]
-    assert order[:4] == [URLS[0]] * 4  # 256 KiB in pieces of 64

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from shardcache import clock, threads
+from shardcache import threads
 from shardcache.fetch.coordinator import Obtained
 from shardcache.fetch.status import FetchStatus
 from shardcache.origins.resolve import Origins

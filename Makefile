@@ -88,7 +88,6 @@ audit: $(VENV)/.test
 	$(BIN)/pip-audit --skip-editable
 
 bench: $(VENV)/.bench
-	$(BIN)/python -m benchmarks.warm
 	$(BIN)/python -m benchmarks.report $(BENCH)
 
 docs: $(VENV)/.test

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 import fsspec
 
-from benchmarks.results import Row, machine, measure, median, save, table
+from benchmarks.results import Row, arguments_of, machine, measure, median, save, table
 from shardcache import Cache
 
 __all__ = ["main", "report"]
@@ -26,20 +26,20 @@ _REFERENCE = "plain open"
 
 def timed(opener: Callable[[str], BinaryIO], urls: list[str]) -> float:
     """Microseconds per open, read and close."""
-    begun = time.perf_counter()
+    began = time.perf_counter()
     for url in urls:
         with opener(url) as stream:
             stream.read(512)
-    return (time.perf_counter() - begun) / len(urls) * 1e6
+    return (time.perf_counter() - began) / len(urls) * 1e6
 
 
 def staged(stage: Callable[[list[dict[str, str]]], Any], urls: list[str]) -> float:
     """As `timed`, through a stage of a pipeline."""
-    begun = time.perf_counter()
+    began = time.perf_counter()
     for sample in stage([{"url": url} for url in urls]):
         with sample["stream"] as stream:
             stream.read(512)
-    return (time.perf_counter() - begun) / len(urls) * 1e6
+    return (time.perf_counter() - began) / len(urls) * 1e6
 
 
 def report(facts: Row) -> str:
@@ -57,16 +57,13 @@ def main() -> None:
     """Run it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shards", type=int, help="default 1000, with --quick 20")
-    parser.add_argument("--repeats", type=int, help="rounds (default 9, with --quick 1)")
-    parser.add_argument("--quick", action="store_true", help="few shards, to see that it runs")
-    parser.add_argument("--dir", type=Path, help="where; the default is the temporary directory")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
-    arguments = parser.parse_args()
+    parser.add_argument("--disk", type=Path, help="where (default: the temporary directory)")
+    arguments = arguments_of(parser, repeats=9)
     shards = arguments.shards or (20 if arguments.quick else 1000)
 
     from webdataset.cache import FileCache
 
-    with tempfile.TemporaryDirectory(dir=arguments.dir) as home:
+    with tempfile.TemporaryDirectory(dir=arguments.disk) as home:
         memory = fsspec.filesystem("memory")
         cache = Cache(Path(home, "cache"), min_free=0)
         uncounted = Cache(Path(home, "cache"), min_free=0, stats=False)
@@ -93,12 +90,12 @@ def main() -> None:
                     lambda url: open(theirs.get_file(f"http://host/{url[15:]}"), "rb"), urls
                 ),
             },
-            arguments.repeats or (1 if arguments.quick else 9),
+            arguments.repeats,
         )
         cache.close()
         uncounted.close()
         facts: Row = {
-            "machine": machine(Path(home)),
+            "machine": machine(disk=Path(home)),
             "quick": arguments.quick,
             "shards": shards,
             "microseconds": figures,

@@ -56,26 +56,26 @@ def _files(plan: Plan, keys: list[str]) -> dict[str, str]:
     return {key: str(path) for key, path in files.items()}
 
 
-def _shardcache(**options: Any) -> Callable[[Plan], Fetch]:
-    one_by_one = options.pop("one_by_one", False)
+def _shardcache(plan: Plan) -> Fetch:
+    from shardcache import Cache
 
-    def adapter(plan: Plan) -> Fetch:
-        from shardcache import Cache
+    cache = Cache(plan["destination"], min_free=0)
 
-        cache = Cache(plan["destination"], min_free=0, **options)
+    def fetch(keys: list[str]) -> dict[str, str]:
+        urls = {key: f"s3://{BUCKET}/{key}" for key in keys}
+        report = cache.prewarm(list(urls.values()))
+        if report.fetched + report.cached != len(urls):
+            raise RuntimeError(f"prewarm: {[r for r in report.results if r.error][:3]}")
+        return {key: str(cache.path(url)) for key, url in urls.items()}
 
-        def fetch(keys: list[str]) -> dict[str, str]:
-            urls = {key: f"s3://{BUCKET}/{key}" for key in keys}
-            if one_by_one:
-                return {key: str(cache.fetch(url).data) for key, url in urls.items()}
-            report = cache.prewarm(list(urls.values()))
-            if report.fetched + report.cached != len(urls):
-                raise RuntimeError(f"prewarm: {[r for r in report.results if r.error][:3]}")
-            return {key: str(cache.path(url)) for key, url in urls.items()}
+    return fetch
 
-        return fetch
 
-    return adapter
+def _shardcache_fetch(plan: Plan) -> Fetch:
+    from shardcache import Cache
+
+    cache = Cache(plan["destination"], min_free=0)
+    return lambda keys: {key: str(cache.fetch(f"s3://{BUCKET}/{key}").data) for key in keys}
 
 
 def _obstore(plan: Plan) -> Fetch:
@@ -228,57 +228,9 @@ def _msc(**options: Any) -> Callable[[Plan], Fetch]:
     return adapter
 
 
-def _wds_filecache(plan: Plan) -> Fetch:
-    from webdataset.cache import FileCache
-
-    cache = FileCache(plan["destination"])
-    trust = f"--cacert {plan['authority']} " if plan["authority"] else ""
-
-    def fetch(keys: list[str]) -> dict[str, str]:
-        command = f"pipe:curl -s -f {trust}"
-        return {key: cache.get_file(f"{command}'{plan['urls'][key]}'") for key in keys}
-
-    return fetch
-
-
-def _fsspec_filecache(plan: Plan) -> Fetch:
-    import fsspec
-
-    def fetch(keys: list[str]) -> dict[str, str]:
-        paths = fsspec.open_local(
-            [f"filecache::s3://{BUCKET}/{key}" for key in keys],
-            s3={"endpoint_url": plan["endpoint"]},
-            filecache={"cache_storage": plan["destination"]},
-        )
-        return dict(zip(keys, paths, strict=True))
-
-    return fetch
-
-
-def _raw(connections: int) -> Callable[[Plan], Fetch]:
-    def adapter(plan: Plan) -> Fetch:
-        from benchmarks.rawsockets import fetch as raw
-
-        def fetch(keys: list[str]) -> dict[str, str]:
-            files = _files(plan, keys)
-            raw(
-                {plan["urls"][key]: Path(path) for key, path in files.items()},
-                connections=connections,
-                part_size=_PART,
-                authority=plan["authority"],
-            )
-            return files
-
-        return fetch
-
-    return adapter
-
-
 ADAPTERS: dict[str, Callable[[Plan], Fetch]] = {
-    "shardcache": _shardcache(),
-    "shardcache-fetch": _shardcache(one_by_one=True),
-    "shardcache-4x64": _shardcache(connections=4, part_size=64 * MIB),
-    "shardcache-32x16": _shardcache(connections=32, part_size=16 * MIB),
+    "shardcache": _shardcache,
+    "shardcache-fetch": _shardcache_fetch,
     "obstore": _obstore,
     "boto3": _boto3,
     "boto3-crt": _boto3_crt,
@@ -286,10 +238,6 @@ ADAPTERS: dict[str, Callable[[Plan], Fetch]] = {
     "s3fs": _s3fs,
     "msc": _msc(),
     "msc-rust": _msc(rust_client={"allow_http": True}),
-    "wds-filecache": _wds_filecache,
-    "fsspec-filecache": _fsspec_filecache,
-    "raw-4": _raw(4),
-    "raw-32": _raw(32),
 }
 
 

@@ -46,6 +46,8 @@ _BRACES = 3
 _REASON = 200
 #: Variables of the machine that would lead clients elsewhere.
 _FOREIGN = ("AWS_", "SHARDCACHE_", "RCLONE_", "WDS_", "S5CMD_", "MSC_", "FSSPEC_")
+#: With it Python would compile shardcache anew in each process.
+_FOREIGN += ("PYTHONDONTWRITEBYTECODE",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,6 @@ class Peer:
         command: makes the command of one run; None for a library.
         files: where the objects are afterwards; for commands.
         environment: further variables.
-        bound: whether it is a bound instead of a client.
     """
 
     name: str
@@ -93,7 +94,6 @@ class Peer:
     command: Callable[[commands.Job], list[str]] | None = None
     environment: Callable[[Target], Mapping[str, str]] | None = None
     files: Callable[[commands.Job], dict[str, Path]] = field(default=lambda job: job.files())
-    bound: bool = False
     program: str = ""
 
     def missing(self) -> str | None:
@@ -118,8 +118,6 @@ PEERS: dict[str, Peer] = {
     for peer in (
         Peer("shardcache", "shardcache, prewarm"),
         Peer("shardcache-fetch", "shardcache, fetch one by one"),
-        Peer("shardcache-4x64", "shardcache, 4 connections, 64 MiB parts"),
-        Peer("shardcache-32x16", "shardcache, 32 connections, 16 MiB parts"),
         Peer(
             "shardcache-command",
             "shardcache prewarm (command)",
@@ -155,11 +153,7 @@ PEERS: dict[str, Peer] = {
         Peer("s3fs", "s3fs get", "s3fs"),
         Peer("msc", "multi-storage-client", "multi-storage-client"),
         Peer("msc-rust", "multi-storage-client, Rust", "multi-storage-client"),
-        Peer("wds-filecache", "WebDataset FileCache + pipe:curl", "webdataset", program="curl"),
-        Peer("fsspec-filecache", "fsspec filecache + s3fs", "s3fs"),
         Peer("curl", "curl, unsigned (command)", command=commands.curl, program="curl"),
-        Peer("raw-4", "bound: raw sockets, 4 connections", bound=True),
-        Peer("raw-32", "bound: raw sockets, 32 connections", bound=True),
     )
 }
 

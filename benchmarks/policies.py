@@ -16,7 +16,7 @@ from pathlib import Path
 
 import fsspec
 
-from benchmarks.results import Row, end_in_order, machine, save, say, table
+from benchmarks.results import Row, arguments_of, save, say, table
 from shardcache import Cache
 
 __all__ = ["main", "report"]
@@ -120,22 +120,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shards", type=int, default=40)
     parser.add_argument("--epochs", type=int, default=6)
-    parser.add_argument("--quick", action="store_true", help="few shards, to see that it runs")
-    parser.add_argument("--dir", type=Path, help="where; the default is the temporary directory")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    parser.add_argument("--disk", type=Path, help="where (default: the temporary directory)")
     parser.add_argument("--write", action="store_true", help="write docs/policies.md")
-    given = parser.parse_args()
-    end_in_order()
+    given = arguments_of(parser)
     shards, epochs = (10, 2) if given.quick else (given.shards, given.epochs)
     sizes = (50,) if given.quick else (10, 30, 50, 70, 90)
     found: dict[str, dict[str, list[float]]] = {}
-    with tempfile.TemporaryDirectory(dir=given.dir) as home:
+    with tempfile.TemporaryDirectory(dir=given.disk) as home:
         for name, trace in traces(shards, epochs).items():
             say(name)
             room = [shards * size // 100 for size in sizes]
             found[name] = {p: [served(p, trace, n, Path(home)) for n in room] for p in POLICIES}
             found[name]["optimum"] = [optimum(trace, count) for count in room]
-        facts: Row = {"machine": machine(Path(home)), "sizes": sizes, "served": found}
+    facts: Row = {"sizes": sizes, "served": found}
     save(given.json, facts)
     print(report(facts))
     if given.write:

@@ -6,60 +6,85 @@ A row is a dictionary; what identifies it depends on the benchmark. Files are wr
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
 import platform
 import shutil
 import signal
-import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from shardcache.locks.mounts import mount_of
 
-__all__ = [
-    *("Row", "cpu_model", "end_in_order", "load", "machine", "measure", "median", "save", "say"),
-    *("show", "table", "touched_pages"),
-]
+__all__ = ["Row", "arguments_of", "load", "machine", "measure", "median", "picked", "save"]
+__all__ += ["say", "table", "touched_pages"]
 
 Row = dict[str, Any]
 _BLOCK = 1 << 20
 
 
-def cpu_model() -> str:
-    """The processor's name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
-    except OSError:
-        return platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+def arguments_of(parser: argparse.ArgumentParser, *, repeats: int = 3) -> argparse.Namespace:
+    """Add the options of every benchmark, and parse them; SIGTERM then ends it in order.
+
+    Args:
+        parser: with the benchmark's own options.
+        repeats: rounds, unless the user says otherwise.
+    """
+    # Removes files and ends servers, as an interrupt does.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    parser.add_argument("--only", default="", help="names, with commas between them")
+    parser.add_argument("--repeats", type=int, help=f"rounds (default {repeats}, --quick 1)")
+    parser.add_argument("--quick", action="store_true", help="little of it, to see that it runs")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    arguments = parser.parse_args()
+    arguments.repeats = arguments.repeats or (1 if arguments.quick else repeats)
+    arguments.only = [name for name in arguments.only.split(",") if name]
+    return arguments
 
 
-def machine(*directories: Path) -> Row:
+def picked(only: Sequence[str], *kinds: Iterable[str]) -> list[list[str]]:
+    """The names of each kind that ``only`` has, or all of a kind that it has none of.
+
+    Raises:
+        SystemExit: a name of no kind.
+    """
+    unknown = sorted(set(only) - {name for kind in kinds for name in kind})
+    if unknown:
+        known = "; ".join(", ".join(kind) for kind in kinds)
+        raise SystemExit(f"--only: unknown {', '.join(unknown)}. Known: {known}")
+    return [[name for name in kind if name in only] or list(kind) for kind in kinds]
+
+
+def machine(**directories: Path) -> Row:
     """What a figure means nothing without.
 
     Args:
         directories: where bytes are written; their filesystems are named.
     """
+    cpu = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    names = [line.partition(":")[2].strip() for line in cpu if line.startswith("model name")]
     pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    places = {}
-    for directory in directories:
-        usage = shutil.disk_usage(directory)
-        mount = mount_of(directory)
+    filesystems = {}
+    for name, directory in directories.items():
+        mount, usage = mount_of(directory), shutil.disk_usage(directory)
         kind = mount.type if mount else "unknown"
-        places[str(directory)] = f"{kind}, {usage.free / 1e9:.0f} GB free"
+        filesystems[name] = f"{kind}, {usage.free / 1e9:.0f} GB free"
+    control = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text("ascii").strip()
     return {
         "cores": os.cpu_count(),
-        "processor": cpu_model(),
+        "processor": names[0] if names else platform.machine(),
         "memory_gib": round(pages / 2**30, 1),
         "kernel": f"{platform.system()} {platform.release()}",
+        # BBR paces a sender, which halves the speed of loopback.
+        "congestion_control": control,
         "python": platform.python_version(),
-        "filesystems": places,
+        "filesystems": filesystems,
         "date": datetime.now(UTC).date().isoformat(),
         "load": os.getloadavg()[0],
     }
@@ -81,11 +106,6 @@ def load(path: Path) -> Row:
     return found
 
 
-def median(values: Iterable[float]) -> float:
-    """The middle one."""
-    return statistics.median(values)
-
-
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table."""
 
@@ -95,15 +115,9 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([line(heads), f"|{'---|' * len(heads)}", *map(line, rows)])
 
 
-def end_in_order() -> None:
-    """Let a request to end (SIGTERM) remove files and end servers, as an interrupt does."""
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-
-
 def say(text: str) -> None:
     """Progress, apart from the results."""
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
+    print(text, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -141,17 +155,5 @@ def measure(contestants: Mapping[str, Callable[[], float]], repeats: int) -> dic
             figure = function()
             if round_number:
                 figures[name].append(figure)
-            sys.stderr.write(f"  {name}: {figure:.4g}\n")
+            say(f"  {name}: {figure:.4g}")
     return figures
-
-
-def show(title: str, unit: str, figures: Mapping[str, list[float]], reference: str) -> None:
-    """Print a table: median, spread, and the median of the pairwise ratios to ``reference``."""
-    print(f"\n### {title}\n\n{os.cpu_count()} cores, {cpu_model()}\n")
-    print(f"| | median ({unit}) | min - max | x {reference} |\n|---|---|---|---|")
-    for name, values in figures.items():
-        ratios = [a / b for a, b in zip(values, figures[reference], strict=True)]
-        print(
-            f"| {name} | {statistics.median(values):.4g} | {min(values):.4g} - {max(values):.4g} "
-            f"| {statistics.median(ratios):.2f} |"
-        )

@@ -15,19 +15,27 @@ own kind: ``--only shards,s3-like,shardcache,s5cmd``.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.buckets import PREFIX, WORKLOADS, Workload, write_bucket
 from benchmarks.peers import PEERS, WARM, Peer, run, versions
-from benchmarks.results import Row, end_in_order, machine, median, save, say, table, touched_pages
-from benchmarks.servers import network
+from benchmarks.results import (
+    Row,
+    arguments_of,
+    machine,
+    median,
+    picked,
+    save,
+    say,
+    table,
+    touched_pages,
+)
 from benchmarks.servers.links import TARGETS, Target, UnavailableError, target
 
-__all__ = ["Choice", "choose", "main", "measure", "report"]
+__all__ = ["main", "report"]
 
 #: Where to: the RAM disk shows the client alone, the disk shows what a user gets.
 DESTINATIONS = ("ram", "disk")
@@ -36,52 +44,8 @@ DESTINATIONS = ("ram", "disk")
 _ON_DISK = ("nginx",)
 #: Where each request waits for its answer, so many objects of a kind are enough to see how many
 #: requests a client has in the air; more would only take hours.
-_FAR = ("s3-like", "rtt")
+_FAR = "s3-like"
 _MOST_FAR = 400
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What to run.
-
-    Attributes:
-        workloads: of what.
-        targets: from where.
-        destinations: where to.
-        peers: who.
-        on_disk: targets that the disk is measured on.
-    """
-
-    workloads: Sequence[Workload]
-    targets: Sequence[str]
-    destinations: Sequence[str]
-    peers: Sequence[Peer]
-    on_disk: Sequence[str]
-
-    def places(self, name: str) -> list[str]:
-        """The destinations that are measured on a target."""
-        return [d for d in self.destinations if d != "disk" or name in self.on_disk]
-
-    def workloads_from(self, name: str) -> list[Workload]:
-        """The workloads as they are measured on a target."""
-        most = _MOST_FAR if name in _FAR else None
-        return [replace(w, count=min(w.count, most or w.count)) for w in self.workloads]
-
-
-def choose(only: Sequence[str] = (), *, quick: bool = False) -> Choice:
-    """What ``--only`` and ``--quick`` ask for.
-
-    Raises:
-        SystemExit: a name that is none of ours.
-    """
-    kinds = (tuple(WORKLOADS), tuple(TARGETS), DESTINATIONS, tuple(PEERS))
-    unknown = sorted(set(only) - {name for kind in kinds for name in kind})
-    if unknown:
-        raise SystemExit(f"--only: unknown {', '.join(unknown)}. Known: {kinds}")
-    picked = [[name for name in kind if name in only] or list(kind) for kind in kinds]
-    workloads = [WORKLOADS[name][quick] for name in picked[0]]
-    on_disk = picked[1] if "disk" in only else _ON_DISK
-    return Choice(workloads, picked[1], picked[2], [PEERS[name] for name in picked[3]], on_disk)
 
 
 def measure(
@@ -104,8 +68,7 @@ def measure(
         objects: directory of buckets to compare with.
     """
     rows: dict[str, Row] = {
-        peer.name: {"peer": peer.name, "title": peer.title, "bound": peer.bound, "runs": []}
-        for peer in peers
+        peer.name: {"peer": peer.name, "title": peer.title, "runs": []} for peer in peers
     }
     for number in range(repeats):
         turn = number % len(peers)
@@ -174,85 +137,34 @@ def report(facts: Row) -> str:
     return "\n\n".join(parts)
 
 
-def _places(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> dict[str, Path]:
-    """A directory of our own on each destination; the first also holds the objects."""
-
-    def own(parent: Path | None) -> Path:
-        made = tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent)
-        return Path(stack.enter_context(made))
-
-    return {"ram": own(arguments.ram), "disk": own(arguments.disk)}
-
-
-def main() -> None:
-    """Run it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--repeats", type=int, help="rounds (default 3, with --quick 1)")
-    parser.add_argument("--quick", action="store_true", help="small objects, to see that it runs")
-    parser.add_argument("--only", default="", help="names, with commas between them")
-    parser.add_argument("--ram", type=Path, default=Path("/dev/shm"), help="a RAM disk")
-    parser.add_argument("--disk", type=Path, help="a disk (default: the temporary directory)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
-    arguments = parser.parse_args()
-    end_in_order()
-    choice = choose([name for name in arguments.only.split(",") if name], quick=arguments.quick)
-    repeats = arguments.repeats or (1 if arguments.quick else 3)
-    network_state = network.enter()
-    with contextlib.ExitStack() as stack:
-        places = _places(arguments, stack)
-        facts: Row = {
-            "machine": machine(*places.values()),
-            "network": network_state,
-            "versions": versions(),
-            "repeats": repeats,
-            "quick": arguments.quick,
-            "groups": [],
-        }
-        facts["machine"]["filesystems"] = {
-            name: facts["machine"]["filesystems"][str(path)] for name, path in places.items()
-        }
-        objects = places["ram"] / "objects"
-        write_bucket(objects, [*choice.workloads, WARM])
-        for name in choice.targets:
-            _one_target(name, choice, places, objects, repeats, facts)
-            save(arguments.json, facts)
-    print(report(facts))
-
-
 def _one_target(
     name: str,
-    choice: Choice,
-    places: dict[str, Path],
+    workloads: list[Workload],
     objects: Path,
+    places: dict[str, Path],
+    peers: Sequence[Peer],
     repeats: int,
-    facts: Row,
-) -> None:
-    title = TARGETS[name][0]
+) -> list[Row]:
+    title, groups = TARGETS[name][0], list[Row]()
+    if name == _FAR:
+        workloads = [replace(each, count=min(each.count, _MOST_FAR)) for each in workloads]
     try:
-        with target(name, objects, places["ram"]) as running:
-            for workload in choice.workloads_from(name):
-                for destination in choice.places(name):
+        with target(name, objects, objects.parent) as running:
+            for workload in workloads:
+                for destination, directory in places.items():
                     say(f"{workload.title}, {title}, to {destination}")
                     rows = measure(
-                        running,
-                        workload,
-                        choice.peers,
-                        places[destination],
-                        repeats=repeats,
-                        objects=objects,
+                        running, workload, peers, directory, repeats=repeats, objects=objects
                     )
-                    group = _group(name, workload, destination)
-                    facts["groups"].append({**group, "rows": rows})
+                    groups.append({**_about(name, workload, destination), "rows": rows})
     except UnavailableError as exn:
         say(f"{title}: not run: {exn}")
-        for workload in choice.workloads_from(name):
-            group = _group(name, workload, "ram")
-            facts["groups"].append({**group, "rows": [], "unavailable": str(exn)})
+        why = {"rows": [], "unavailable": str(exn)}
+        groups = [{**_about(name, workload, "ram"), **why} for workload in workloads]
+    return groups
 
 
-def _group(name: str, workload: Workload, destination: str) -> Row:
+def _about(name: str, workload: Workload, destination: str) -> Row:
     return {
         "target": name,
         "target_title": TARGETS[name][0],
@@ -262,6 +174,42 @@ def _group(name: str, workload: Workload, destination: str) -> Row:
         "bytes": workload.total,
         "objects": workload.count,
     }
+
+
+def main() -> None:
+    """Run it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ram", type=Path, default=Path("/dev/shm"), help="a RAM disk")
+    parser.add_argument("--disk", type=Path, help="a disk (default: the temporary directory)")
+    arguments = arguments_of(parser)
+    kinds = WORKLOADS, TARGETS, DESTINATIONS, PEERS
+    names, targets, destinations, peers = picked(arguments.only, *kinds)
+    workloads = [WORKLOADS[name][arguments.quick] for name in names]
+    with (
+        tempfile.TemporaryDirectory(prefix=PREFIX, dir=arguments.ram) as ram,
+        tempfile.TemporaryDirectory(prefix=PREFIX, dir=arguments.disk) as disk,
+    ):
+        places = {"ram": Path(ram), "disk": Path(disk)}
+        facts: Row = {
+            "machine": machine(**places),
+            "versions": versions(),
+            "repeats": arguments.repeats,
+            "quick": arguments.quick,
+            "groups": [],
+        }
+        objects = places["ram"] / "objects"
+        write_bucket(objects, [*workloads, WARM])
+        for name in targets:
+            on_disk = name in _ON_DISK or "disk" in arguments.only
+            chosen = [each for each in destinations if each != "disk" or on_disk]
+            where = {each: places[each] for each in chosen}
+            facts["groups"] += _one_target(
+                name, workloads, objects, where, [PEERS[peer] for peer in peers], arguments.repeats
+            )
+            save(arguments.json, facts)
+    print(report(facts))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@
 | seaweedfs | a real S3 server, which shares the machine's cores with the client |
 | fast | the S3-like server as fast as it goes |
 | s3-like | the same with 30 ms to the first byte and 80 MB/s per connection |
-| rtt | the same behind a line of 20 ms round trip time |
 
 Each runs in processes of its own on 127.0.0.1 while its ``with`` block does, and serves the
 objects below a directory of buckets. One that cannot be run raises `UnavailableError` with
@@ -29,15 +28,13 @@ from benchmarks.servers import nginx as nginx_server
 from shardcache.cli.demo import S3Server
 from shardcache.errors import ConfigError
 
-__all__ = ["TARGETS", "Target", "UnavailableError", "delayed", "link", "program", "target"]
+__all__ = ["TARGETS", "Target", "UnavailableError", "link", "target"]
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Seconds to the first byte and bytes per second of one connection, as S3 in one region has
 #: them: 20 to 50 ms, 50 to 100 MB/s.
 S3_DELAY = 0.030
 S3_RATE = 80e6
-#: One way of a line to another region of the same continent.
-ONE_WAY = 0.010
 #: Without an environment of its own a target takes any signature.
 _ANYBODY = {
     "AWS_ACCESS_KEY_ID": "BENCHMARK",
@@ -78,49 +75,22 @@ class Target:
         """A URL that any HTTP client can read the object by."""
         return self.presigned.get(key) or f"{self.endpoint}/{BUCKET}/{quote(key)}"
 
-    def object_fetches(self) -> dict[str, int]:
-        """How often each object's first byte was sent, by the log."""
+    def object_fetches(self) -> int:
+        """How often the first byte of an object was sent, by the log."""
         assert self.log is not None
-        counts: dict[str, int] = {}
+        count = 0
         for line in self.log.read_text("utf-8").splitlines():
             method, status, start, stop, path = line.split(" ", 4)
-            key = path.partition("/")[2]
-            if method == "GET" and status in ("200", "206") and start == "0" != stop and key:
-                counts[key] = counts.get(key, 0) + 1
-        return counts
-
-
-@contextlib.contextmanager
-def program(module: str, *arguments: str) -> Iterator[int]:
-    """Run a server of this package; gives its port. It ends with its standard input."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", module, *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        cwd=ROOT,
-    )
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        port = process.stdout.readline()
-        if not port:
-            raise RuntimeError(f"{module} did not come up: exit code {process.wait()}")
-        yield int(port)
-    finally:
-        process.stdin.close()
-        process.stdout.close()
-        process.wait()
+            is_object = method == "GET" and status in ("200", "206") and "/" in path.rstrip("/")
+            count += is_object and start == "0" != stop
+        return count
 
 
 def _variables(endpoint: str, authority: Path | None = None) -> dict[str, str]:
     values = {**_ANYBODY, "AWS_ENDPOINT_URL_S3": endpoint, "AWS_ENDPOINT_URL": endpoint}
     if authority is not None:
-        values |= {
-            "AWS_CA_BUNDLE": str(authority),
-            "SSL_CERT_FILE": str(authority),
-            "CURL_CA_BUNDLE": str(authority),
-            "REQUESTS_CA_BUNDLE": str(authority),
-            "RCLONE_CA_CERT": str(authority),
-        }
+        names = ("AWS_CA_BUNDLE", "SSL_CERT_FILE", "CURL_CA_BUNDLE", "REQUESTS_CA_BUNDLE")
+        values |= dict.fromkeys((*names, "RCLONE_CA_CERT"), str(authority))
     return values
 
 
@@ -135,28 +105,24 @@ def link(
     processes: int = 1,
     log: bool = False,
 ) -> Iterator[Target]:
-    """The S3-like server; see `benchmarks.servers.linkserver`."""
+    """The S3-like server; see `benchmarks.servers.linkserver`. It ends with its standard input."""
     written = home / f"{name}.log"
-    arguments = [*("--root", str(root)), *("--delay", f"{delay}"), *("--rate", f"{rate}")]
-    arguments += ["--processes", str(processes)]
+    command = [sys.executable, "-m", "benchmarks.servers.linkserver", "--root", str(root)]
+    command += ["--delay", f"{delay}", "--rate", f"{rate}", "--processes", str(processes)]
     if log:
         written.touch()
-        arguments += ["--log", str(written)]
-    with program("benchmarks.servers.linkserver", *arguments) as port:
-        endpoint = f"http://127.0.0.1:{port}"
-        yield Target(name, endpoint, _variables(endpoint), log=written if log else None)
-
-
-@contextlib.contextmanager
-def delayed(
-    root: Path, home: Path, *, name: str = "rtt", one_way: float = ONE_WAY, log: bool = False
-) -> Iterator[Target]:
-    """The S3-like server at its fastest behind a long line; see `benchmarks.servers.delayline`."""
-    with link(root, home, name=name, processes=2, log=log) as near:
-        port = near.endpoint.rpartition(":")[2]
-        with program("benchmarks.servers.delayline", "--to", port, "--delay", f"{one_way}") as far:
-            endpoint = f"http://127.0.0.1:{far}"
-            yield Target(name, endpoint, _variables(endpoint), log=near.log)
+        command += ["--log", str(written)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, cwd=ROOT) as process:
+        assert process.stdin is not None and process.stdout is not None
+        port = process.stdout.readline()
+        if not port:
+            raise RuntimeError(f"the link did not come up: exit code {process.wait()}")
+        endpoint = f"http://127.0.0.1:{int(port)}"
+        try:
+            yield Target(name, endpoint, _variables(endpoint), log=written if log else None)
+        finally:
+            process.stdin.close()
 
 
 @contextlib.contextmanager
@@ -211,7 +177,6 @@ TARGETS: dict[str, tuple[str, Opener]] = {
         f"{S3_RATE / 1e6:.0f} MB/s per connection",
         lambda root, home: link(root, home, name="s3-like", delay=S3_DELAY, rate=S3_RATE),
     ),
-    "rtt": (f"{2000 * ONE_WAY:.0f} ms round trip time", delayed),
 }
 
 

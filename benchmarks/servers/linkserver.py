@@ -12,7 +12,7 @@ any number of connections may be served at once. ``--processes`` share one port,
 interpreter's lock would be the bottleneck (thousands of small requests per second).
 
 The port is printed when it listens. The server ends when its standard input is closed, so it
-does not outlive who started it. ``--log`` gets a line per answer, written whole.
+does not outlive the process that started it. ``--log`` gets a line per answer, written whole.
 """
 
 from __future__ import annotations
@@ -21,50 +21,81 @@ import argparse
 import contextlib
 import hashlib
 import os
+import re
 import socket
 import sys
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from email.utils import formatdate
+from http import HTTPStatus
 from pathlib import Path
-from urllib.parse import parse_qs, unquote
-
-from benchmarks.servers.linkanswers import Answer, listing, ranged, refused
-
-__all__ = ["BURST_SECONDS", "CHUNK", "Link", "Pace", "main"]
+from urllib.parse import parse_qs, quote, unquote
+from xml.sax.saxutils import escape
 
 #: Bytes per ``sendfile`` on a paced connection: at 80 MB/s one every 3 ms, which a
 #: sleeping thread can keep up with.
-CHUNK = 256 << 10
+_CHUNK = 256 << 10
 #: Bytes per ``sendfile`` where nothing is paced.
 _WHOLE = 8 << 20
 #: A thread that woke late may catch up on so much, no more: a link does not store its rate.
-BURST_SECONDS = 0.01
+_BURST_SECONDS = 0.01
 #: Most of a request's head; signed requests have some 1,500 bytes.
 _HEAD_BYTES = 64 << 10
 #: Larger objects are taken for multipart uploads in parts of so much, as the AWS command
 #: line makes them: their ETag is no MD5, which some clients would compare.
 _PART = 8 << 20
-_BACKLOG = 1024
+_RANGE = re.compile(r"bytes=(\d*)-(\d*)")
+#: As many keys as S3 puts into one page.
+_PAGE = 1000
+_XML = '<?xml version="1.0" encoding="UTF-8"?>\n'
+_XML_TYPE = {"Content-Type": "application/xml"}
 
 
-class Pace:
-    """Lets ``rate`` bytes per second of one connection through; 0 lets everything through."""
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Status, fields and body: text of our own, or bytes ``start`` to ``stop`` of a file."""
 
-    def __init__(self, rate: float) -> None:
-        self.rate = rate
-        self.chunk = CHUNK if rate else _WHOLE
-        self._due = 0.0
+    status: int
+    fields: Mapping[str, str] = field(default_factory=dict)
+    body: bytes = b""
+    start: int = 0
+    stop: int = 0
 
-    def wait(self, count: int) -> None:
-        """Return when ``count`` more bytes may be sent."""
-        if not self.rate:
-            return
-        now = time.monotonic()
-        if self._due > now:
-            time.sleep(self._due - now)
-        self._due = max(self._due, now - BURST_SECONDS) + count / self.rate
+    def head(self) -> bytes:
+        """Status line and fields."""
+        length = len(self.body) or self.stop - self.start
+        lines = [f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}"]
+        lines += [f"{name}: {value}" for name, value in self.fields.items()]
+        lines += [f"Content-Length: {length}", "Server: link", "", ""]
+        return "\r\n".join(lines).encode("latin-1")
+
+
+def refused(status: int, code: str, **fields: str) -> Answer:
+    """An error as S3 words it."""
+    body = f"{_XML}<Error><Code>{code}</Code><Message>{code}</Message></Error>"
+    return Answer(status, {**_XML_TYPE, **fields}, body.encode())
+
+
+def ranged(headers: Mapping[str, str], size: int, etag: str, modified: str) -> Answer:
+    """The object, or the part of it that ``headers`` ask for."""
+    if headers.get("if-match", etag).strip('"') not in ("*", etag.strip('"')):
+        return refused(412, "PreconditionFailed")
+    fields = {"Accept-Ranges": "bytes", "ETag": etag, "Last-Modified": modified}
+    fields["Content-Type"] = "application/x-tar"
+    span = _RANGE.fullmatch(headers.get("range", ""))
+    if span is None or not (span[1] or span[2]):
+        return Answer(200, fields, start=0, stop=size)
+    if span[1]:
+        start, stop = int(span[1]), min(size, int(span[2]) + 1 if span[2] else size)
+    else:
+        start, stop = max(0, size - int(span[2])), size
+    if start >= stop:
+        return refused(416, "InvalidRange", **{"Content-Range": f"bytes */{size}"})
+    fields["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
+    return Answer(206, fields, start=start, stop=stop)
 
 
 class Link:
@@ -88,104 +119,121 @@ class Link:
         """Quoted; another one whenever the file is another."""
         row = (str(path), found.st_size, found.st_mtime_ns)
         if row not in self._etags:
-            if found.st_size > _PART:
-                mark = hashlib.md5(repr(row).encode(), usedforsecurity=False).hexdigest()
-                self._etags[row] = f'"{mark}-{-(-found.st_size // _PART)}"'
-            else:
-                mark = hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest()
-                self._etags[row] = f'"{mark}"'
+            large = found.st_size > _PART
+            data = repr(row).encode() if large else path.read_bytes()
+            mark = hashlib.md5(data, usedforsecurity=False).hexdigest()
+            parts = f"-{-(-found.st_size // _PART)}" if large else ""
+            self._etags[row] = f'"{mark}{parts}"'
         return self._etags[row]
 
     def serve(self, client: socket.socket) -> None:
         """Answer one connection's requests until it is closed."""
-        pace = Pace(self.rate)
+        due, pending = 0.0, b""
         with client, contextlib.suppress(ConnectionError, TimeoutError):
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            pending = b""
-            while (request := _read_head(client, pending)) is not None:
-                head, pending = request
-                if not self._answer(client, head, pace):
+            while True:
+                while b"\r\n\r\n" not in pending:
+                    more = client.recv(_HEAD_BYTES)
+                    if not more or len(pending) > _HEAD_BYTES:
+                        return
+                    pending += more
+                head, _, pending = pending.partition(b"\r\n\r\n")
+                received = time.monotonic()
+                first, *lines = head.decode("latin-1").split("\r\n")
+                method, target, *_ = (*first.split(" "), "", "")
+                pairs = (line.partition(":") for line in lines)
+                headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
+                path = unquote(target.partition("?")[0]).lstrip("/")
+                answer, file = self._find(method, path, target.partition("?")[2], headers)
+                try:
+                    time.sleep(max(0.0, self.delay - (time.monotonic() - received)))
+                    client.sendall(answer.head() + (b"" if method == "HEAD" else answer.body))
+                    if file is not None and method == "GET":
+                        due = self._send(client, file, answer, due)
+                finally:
+                    if file is not None:
+                        os.close(file)
+                    if self.log is not None:
+                        span = f"{answer.start} {answer.stop}"
+                        os.write(self.log, f"{method} {answer.status} {span} {path}\n".encode())
+                # A body of another method was not read, and must not pass for the next request.
+                if (
+                    method not in ("GET", "HEAD")
+                    or headers.get("connection", "").lower() == "close"
+                ):
                     return
 
-    def _answer(self, client: socket.socket, head: bytes, pace: Pace) -> bool:
-        """Whether the connection goes on."""
-        method, target, headers = _parse(head)
-        begun = time.monotonic()
-        answer, file = self._find(method, target, headers)
-        try:
-            time.sleep(max(0.0, self.delay - (time.monotonic() - begun)))
-            body = b"" if method == "HEAD" else answer.body
-            client.sendall(answer.head() + body)
-            if file is not None and method == "GET":
-                _send_file(client, file, answer.start, answer.stop, pace)
-        finally:
-            if file is not None:
-                os.close(file)
-            self._note(method, target, answer)
-        # A body of another method was not read, and must not be taken for the next request.
-        return method in ("GET", "HEAD") and headers.get("connection", "").lower() != "close"
+    def _send(self, client: socket.socket, file: int, answer: Answer, due: float) -> float:
+        """Send bytes of a file; returns when the next ones may be sent."""
+        position = answer.start
+        while position < answer.stop:
+            count = min(_CHUNK if self.rate else _WHOLE, answer.stop - position)
+            if self.rate:
+                now = time.monotonic()
+                time.sleep(max(0.0, due - now))
+                due = max(due, now - _BURST_SECONDS) + count / self.rate
+            end = position + count
+            while position < end:
+                sent = os.sendfile(client.fileno(), file, position, end - position)
+                if not sent:
+                    raise ConnectionError("the object became shorter")
+                position += sent
+        return due
 
     def _find(
-        self, method: str, target: str, headers: Mapping[str, str]
+        self, method: str, name: str, query: str, headers: Mapping[str, str]
     ) -> tuple[Answer, int | None]:
-        raw, _, query = target.partition("?")
-        bucket, _, key = unquote(raw).lstrip("/").partition("/")
+        bucket, _, key = name.partition("/")
         home = self.root / bucket
         if method not in ("GET", "HEAD"):
             return refused(405, "MethodNotAllowed"), None
         if not bucket or not home.is_dir():
             return refused(404, "NoSuchBucket"), None
         if not key:
-            return listing(home, parse_qs(query, keep_blank_values=True), self.etag), None
+            return self._list(home, parse_qs(query, keep_blank_values=True)), None
         path = home / key
-        try:
-            if not path.resolve().is_relative_to(home):
-                raise FileNotFoundError(path)
-            file = os.open(path, os.O_RDONLY)
-        except OSError:
+        if not path.resolve().is_relative_to(home) or not path.is_file():
             return refused(404, "NoSuchKey"), None
+        file = os.open(path, os.O_RDONLY)
         found = os.fstat(file)
-        if not os.path.isfile(path):
-            os.close(file)
-            return refused(404, "NoSuchKey"), None
         modified = formatdate(found.st_mtime, usegmt=True)
         return ranged(headers, found.st_size, self.etag(path, found), modified), file
 
-    def _note(self, method: str, target: str, answer: Answer) -> None:
-        if self.log is not None:
-            path = unquote(target.partition("?")[0]).lstrip("/")
-            line = f"{method} {answer.status} {answer.start} {answer.stop} {path}\n"
-            os.write(self.log, line.encode())
+    def _list(self, home: Path, query: Mapping[str, list[str]]) -> Answer:
+        """One page of ListObjectsV2, or the location of a bucket; no delimiter is known."""
+        if "location" in query:
+            text = f"{_XML}<LocationConstraint>us-east-1</LocationConstraint>"
+            return Answer(200, _XML_TYPE, text.encode())
 
+        def asked(name: str) -> str:
+            return query.get(name, [""])[0]
 
-def _read_head(client: socket.socket, pending: bytes) -> tuple[bytes, bytes] | None:
-    """The next request's head and what came behind it; None at the end."""
-    while b"\r\n\r\n" not in pending:
-        more = client.recv(_HEAD_BYTES)
-        if not more or len(pending) > _HEAD_BYTES:
-            return None
-        pending += more
-    head, _, rest = pending.partition(b"\r\n\r\n")
-    return head, rest
-
-
-def _parse(head: bytes) -> tuple[str, str, dict[str, str]]:
-    first, *lines = head.decode("latin-1").split("\r\n")
-    method, target, *_ = (*first.split(" "), "", "")
-    fields = (line.partition(":") for line in lines)
-    return method, target, {name.strip().lower(): value.strip() for name, _, value in fields}
-
-
-def _send_file(client: socket.socket, file: int, start: int, stop: int, pace: Pace) -> None:
-    while start < stop:
-        count = min(pace.chunk, stop - start)
-        pace.wait(count)
-        while count:
-            sent = os.sendfile(client.fileno(), file, start, count)
-            if not sent:
-                raise ConnectionError("the object became shorter")
-            start += sent
-            count -= sent
+        after = asked("continuation-token") or asked("start-after") or asked("marker")
+        limit = min(_PAGE, int(asked("max-keys") or _PAGE))
+        shown = quote if asked("encoding-type") == "url" else escape
+        every = (str(path.relative_to(home)) for path in home.rglob("*") if path.is_file())
+        keys = sorted(key for key in every if key.startswith(asked("prefix")) and key > after)
+        rows = []
+        for key in keys[:limit]:
+            found = (home / key).stat()
+            moment = datetime.fromtimestamp(found.st_mtime, UTC).isoformat(timespec="milliseconds")
+            rows.append(
+                f"<Contents><Key>{shown(key)}</Key><LastModified>{moment[:-6]}Z</LastModified>"
+                f"<ETag>{escape(self.etag(home / key, found))}</ETag><Size>{found.st_size}</Size>"
+                "<StorageClass>STANDARD</StorageClass></Contents>"
+            )
+        token, more = "", len(keys) > limit
+        if more:
+            token = f"<NextContinuationToken>{escape(keys[limit - 1])}</NextContinuationToken>"
+        body = (
+            f"{_XML}<ListBucketResult xmlns='http://s3.amazonaws.com/doc/2006-03-01/'>"
+            f"<Name>{escape(home.name)}</Name><Prefix>{shown(asked('prefix'))}</Prefix>"
+            f"<KeyCount>{len(rows)}</KeyCount><MaxKeys>{limit}</MaxKeys>"
+            f"<IsTruncated>{str(more).lower()}</IsTruncated>{token}"
+            f"{'<EncodingType>url</EncodingType>' if shown is quote else ''}"
+            f"{''.join(rows)}</ListBucketResult>"
+        )
+        return Answer(200, _XML_TYPE, body.encode())
 
 
 def _listen(port: int) -> socket.socket:
@@ -196,7 +244,7 @@ def _listen(port: int) -> socket.socket:
     with contextlib.suppress(OSError):
         server.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
     server.bind(("127.0.0.1", port))
-    server.listen(_BACKLOG)
+    server.listen(1024)
     return server
 
 
@@ -217,26 +265,20 @@ def main() -> None:
     parser.add_argument("--log", type=Path, help="gets a line per answer")
     arguments = parser.parse_args()
     server = _listen(arguments.port)
-    servers = [server]
+    port, parent = server.getsockname()[1], os.getpid()
     for _ in range(arguments.processes - 1):
-        servers.append(_listen(server.getsockname()[1]))
-    parent = os.getpid()
-    for other in servers[1:]:
         if os.fork() == 0:
-            server = other
+            server.close()
+            server = _listen(port)
             break
-    for other in servers:
-        if other is not server:
-            other.close()
     mode = os.O_WRONLY | os.O_APPEND | os.O_CREAT
     log = os.open(arguments.log, mode, 0o600) if arguments.log else None
     link = Link(arguments.root, delay=arguments.delay, rate=arguments.rate, log=log)
     threading.Thread(target=_serve_for_ever, args=(server, link), daemon=True).start()
     if os.getpid() == parent:
-        sys.stdout.write(f"{server.getsockname()[1]}\n")
-        sys.stdout.flush()
+        print(port, flush=True)
     # Every process holds the pipe's end, so each sees it close.
-    while os.read(0, 4096):
+    while sys.stdin.buffer.read(4096):
         pass
     os._exit(0)
 

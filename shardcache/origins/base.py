@@ -148,14 +148,11 @@ class ObjectInfo:
     def from_record(cls, record: dict[str, Any]) -> ObjectInfo:
         """The inverse of `as_record`; KeyError, TypeError or ValueError for what is none."""
         stated = record["checksum"]
-        checksum = None if stated is None else Checksum(**stated)
-        info = cls(**{**record, "checksum": checksum})
+        info = cls(**{**record, "checksum": stated and Checksum(**stated)})
         if info.size is not None and (type(info.size) is not int or info.size < 0):
             raise ValueError("size")
-        texts = [t for t in (info.etag, info.version_id, info.modified) if t is not None]
-        if checksum is not None:
-            texts += [checksum.algorithm, checksum.value]
-        if not all(isinstance(text, str) for text in texts):
+        texts = info.etag, info.version_id, info.modified, *(stated or {}).values()
+        if not all(isinstance(text, str) for text in texts if text is not None):
             raise TypeError("a field that is not text")
         return info
 

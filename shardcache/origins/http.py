@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from urllib.parse import quote, urljoin, urlsplit
+from urllib.parse import quote, urljoin
 
 from shardcache.config import __version__
 from shardcache.errors import AccessDeniedError, ConfigError
@@ -25,6 +25,8 @@ from shardcache.origins.connection import (
     split_place,
 )
 from shardcache.urls import ShardURL, redact
+
+Describe = Callable[[Mapping[str, str], int | None], ObjectInfo]
 
 #: What all requests carry.
 HEADERS = {"Accept-Encoding": "identity", "User-Agent": f"shardcache/{__version__}"}
@@ -76,14 +78,12 @@ def open_range(
     start: int,
     stop: int | None,
     pin: ObjectInfo | None,
-    describe: Callable[[Mapping[str, str], int | None], ObjectInfo],
+    describe: Describe,
 ) -> Response:
     """Bytes ``start`` to ``stop`` of one version; see `base.Origin.open`.
 
-    Args:
-        ask: brings an answer of 200 or 206, given what the request's head has to say.
-        start, stop, pin: as for `base.Origin.open`.
-        describe: tells the version from the headers and the size.
+    ``ask`` brings an answer of 200 or 206, given headers of the request; ``describe`` tells the
+    version from those of the answer and the size.
     """
     headers = {"Range": f"bytes={start}-" if stop is None else f"bytes={start}-{stop - 1}"}
     if pin is not None and pin.etag and not pin.etag.startswith("W/"):  # those never match
@@ -98,12 +98,7 @@ def open_range(
     return checked(response, start, stop, describe)
 
 
-def checked(
-    response: Response,
-    start: int,
-    stop: int | None,
-    describe: Callable[[Mapping[str, str], int | None], ObjectInfo],
-) -> Response:
+def checked(response: Response, start: int, stop: int | None, describe: Describe) -> Response:
     """An answer of 200 or 206, if it is what was asked for (else TransientError)."""
     headers = response.headers
     length = content_length(headers)
@@ -155,36 +150,26 @@ class WebOrigin:
         target, login = split_login(url.raw)
         for _ in range(_REDIRECTS + 1):
             own = {} if login is None else {"Authorization": login}
-            response = self._send(method, url, target, {**HEADERS, **own, **headers})
+            scheme, _, rest = target.partition("://")
+            place, path = split_place(rest)
+            quoted = f"{scheme}://{place}{quote(path, safe=_SAFE)}"
+            error: Exception | None = None
+            try:
+                response = self._transport.request(method, quoted, {**HEADERS, **own, **headers})
+                location = response.headers.get("location")
+                following, next_login = split_login(urljoin(target, location or ""))
+            except (OSError, ValueError) as exn:
+                error = unanswered(exn, url, place, "Set SSL_CERT_FILE.")
+            if error is not None:
+                raise error
             if response.status in (200, 206):
                 return response
             refused(response)
-            location = response.headers.get("location")
             if response.status not in (301, 302, 303, 307, 308) or not location:
-                said = f"{urlsplit(target).netloc} answered {response.status} {response.reason}"
-                raise refusal(url, response.status, said.rstrip(), headers=response.headers)
-            try:
-                following, next_login = split_login(urljoin(target, location))
-                if next_login or urlsplit(following)[:2] != urlsplit(target)[:2]:
-                    login = next_login  # a login is for the server that asked for it
-            except ValueError:
-                break
+                said = f"{place} answered {response.status} {response.reason}".rstrip()
+                raise refusal(url, response.status, said, headers=response.headers)
+            if next_login or not following.startswith(f"{scheme}://{place}/"):
+                login = next_login  # a login is for the server that asked for it
             target = following
-        text = f"{url}: the server redirects more than {_REDIRECTS} times, or to what is no URL."
+        text = f"{url}: the server redirects more than {_REDIRECTS} times."
         raise ConfigError(f"{text} Check the URL.", url=str(url))
-
-    def _send(self, method: str, url: ShardURL, target: str, headers: dict[str, str]) -> Response:
-        try:
-            return self._transport.request(method, _spelt(target), headers)
-        except (OSError, ValueError) as exn:
-            error = unanswered(exn, url, urlsplit(target).netloc, "Set SSL_CERT_FILE.")
-        raise error
-
-
-def _spelt(url: str) -> str:
-    """``url`` in ASCII; what is encoded stays as it is."""
-    scheme, _, rest = url.partition("://")
-    place, path = split_place(rest)
-    if not place.isascii():
-        place = place.encode("idna").decode()
-    return f"{scheme}://{place}{quote(path, safe=_SAFE)}"

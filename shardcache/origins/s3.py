@@ -46,31 +46,28 @@ __all__ = ["S3Origin"]
 
 logger = logging.getLogger(__name__)
 
-_EXPIRED = frozenset(
-    {"ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired"}
-)
+#: Codes that come with 400: of credentials that may be renewed, or are no good, and of hiccups.
+_EXPIRED = frozenset({"ExpiredToken", "RequestExpired", "TokenRefreshRequired"})
+_STATUS = {
+    **dict.fromkeys((*_EXPIRED, "InvalidToken"), 403),
+    **dict.fromkeys(("RequestTimeout", "Throttling"), 503),
+}
 #: Of a bucket in another region.
 _ELSEWHERE = frozenset({"AuthorizationHeaderMalformed", "IllegalLocationConstraintException"})
-#: What codes mean that come with 400.
-_STATUS = {
-    **dict.fromkeys(_EXPIRED | {"InvalidToken"}, 403),
-    **dict.fromkeys(("RequestTimeout", "RequestTimeoutException"), 503),
-    **dict.fromkeys(("Throttling", "ThrottlingException"), 503),
-}
-_HINTS = {
-    **dict.fromkeys(_EXPIRED, "log in again"),
-    "InvalidAccessKeyId": "the access key is unknown to this endpoint; check AWS_ACCESS_KEY_ID, "
-    "the profile and endpoint_url",
-    "SignatureDoesNotMatch": "the secret key does not belong to the access key; check "
-    "AWS_SECRET_ACCESS_KEY",
-    "InvalidToken": "the session token is not valid here; check AWS_SESSION_TOKEN, or log in again",
-    "InvalidObjectState": "it is archived (Glacier or Intelligent-Tiering); restore it first",
-    "RequestTimeTooSkewed": "this machine's clock is off; synchronise it",
-}
+#: What to do where access is denied.
 _MAY_NOT = (
     "these credentials may not read it (a missing object looks the same to "
     "credentials without s3:ListBucket); check the policy, or pass another profile"
 )
+_LOGIN = (
+    "log in again, or check the profile, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and "
+    "AWS_SESSION_TOKEN against this endpoint"
+)
+_HINTS = {
+    **dict.fromkeys((*_EXPIRED, "InvalidToken"), _LOGIN),
+    **dict.fromkeys(("InvalidAccessKeyId", "SignatureDoesNotMatch"), _LOGIN),
+    "InvalidObjectState": "it is archived; restore it first",
+}
 #: Kinds of botocore's errors: no credentials, a login that ended, a role that may not be assumed.
 _NO_CREDENTIALS = frozenset(
     {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "SSOError"}
@@ -147,12 +144,8 @@ class S3Origin:
     def list_page(self, url: ShardURL, **options: str) -> tuple[list[tuple[str, int]], str]:
         """One answer of ListObjectsV2 on the keys that begin as ``url``, maybe a bucket, does.
 
-        Args:
-            url: bucket and prefix.
-            options: ``delimiter``, ``max_keys``, ``continuation_token``.
-
-        Returns:
-            Keys with their sizes in bytes, and the token that asks for the next page.
+        ``options`` are ``delimiter``, ``max_keys`` and ``continuation_token``. Returns keys with
+        their sizes in bytes, and the token that asks for the next page.
         """
         query = {name.replace("_", "-"): value for name, value in options.items()}
         response = self._ask("GET", url, {}, {**_LISTING, **query})
@@ -204,7 +197,9 @@ class S3Origin:
                 )
 
 
-class _Keys(NamedTuple):  # named as botocore's are
+class _Keys(NamedTuple):
+    """Credentials, with the names that botocore gives them."""
+
     access_key: str
     secret_key: str
     token: str = ""
@@ -310,12 +305,11 @@ class _Account:
     def _trusted(self, verify: str | bool | None) -> ssl.SSLContext:
         from botocore.httpsession import get_cert_path
 
-        named = self._session.get_config_variable("ca_bundle")
-        for trusted in (verify, named, os.environ.get("REQUESTS_CA_BUNDLE"), True):
-            if trusted is not None:
-                break
+        if verify is None:
+            named = self._session.get_config_variable("ca_bundle")
+            verify = named or os.environ.get("REQUESTS_CA_BUNDLE") or True
         try:
-            return tls_context(get_cert_path(trusted))
+            return tls_context(get_cert_path(verify))
         except OSError as exn:
             raise ConfigError(
                 "the certificates to trust are not where AWS_CA_BUNDLE or verify say "
@@ -332,11 +326,7 @@ class _Account:
     ) -> tuple[str, Response]:
         """Sign and send a request: the region it was signed for, and the answer.
 
-        Args:
-            method: GET or HEAD.
-            url: the shard, or what keys of a listing begin with.
-            region: where the bucket is said to be.
-            headers, query: of the request, but for signature and prefix.
+        ``region`` is where the bucket is said to be.
         """
         name, key = url.bucket_and_key()
         try:

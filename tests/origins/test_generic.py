@@ -90,7 +90,7 @@ def test_a_user_in_the_url_is_sent_as_a_header(cache: Cache, web: Files) -> None
 def test_redirects_are_followed_unless_they_lead_nowhere(cache: Cache, web: Files) -> None:
     web.redirects = {"/moved.tar": "/a.tar", "/bad.tar": "http://[::1"}
     assert read(cache, f"{web.url}/moved.tar") == SHARD
-    with pytest.raises(ConfigError, match="redirects .* to what is no URL"):
+    with pytest.raises(ConfigError, match="cannot be asked for"):
         cache.fetch(f"{web.url}/bad.tar")
 
 

@@ -88,10 +88,14 @@ def test_a_user_in_the_url_is_sent_as_a_header(cache: Cache, web: Files) -> None
 
 
 def test_redirects_are_followed_unless_they_lead_nowhere(cache: Cache, web: Files) -> None:
-    web.redirects = {"/moved.tar": "/a.tar", "/bad.tar": "http://[::1"}
+    web.redirects = {"/moved.tar": "/a.tar", "/bad.tar": "http://[::1", "/again.tar": "/again.tar"}
     assert read(cache, f"{web.url}/moved.tar") == SHARD
     with pytest.raises(ConfigError, match="cannot be asked for"):
         cache.fetch(f"{web.url}/bad.tar")
+    web.heads.clear()
+    with pytest.raises(ConfigError, match="redirects more than 5 times"):
+        cache.fetch(f"{web.url}/again.tar")
+    assert len(web.requests) == 6
 
 
 def test_memory_shards(cache: Cache) -> None:

@@ -28,30 +28,26 @@ from tests.support.webservers import Scripted, answer
 
 # -- pauses -----------------------------------------------------------------------------
 
-ATTEMPTS, RUNS = 10, 400
 
-
-@pytest.mark.parametrize("asked", [None, 0.0, 5.0, 3600.0])
+@pytest.mark.parametrize("asked", [None, 5.0, 3600.0])
 def test_pauses_are_spread_over_a_growing_interval_behind_what_the_server_asks(asked):
     """Full jitter: uniform from nothing to twice as much with every attempt, up to a cap."""
     random.seed(11)
     runs: list[list[float]] = []
-    for _ in range(RUNS):
+    for _ in range(200):
         naps: list[float] = []
 
         def fail() -> None:
             raise TransientError("503 SlowDown", retry_after=asked)
 
-        attempts = RetryPolicy(ATTEMPTS, None).started("s3://lab/a.tar")
-        with pytest.raises(TransferError, match=f"{ATTEMPTS} attempts failed"):
-            attempts.call(fail, sleep=naps.append)
-        runs.append(naps)
-    for number, after in enumerate(zip(*runs, strict=True)):
+        with pytest.raises(TransferError, match="10 attempts failed"):
+            RetryPolicy(10, None).started("s3://lab/a.tar").call(fail, sleep=naps.append)
+        runs.append([nap - min(asked or 0, RETRY_AFTER_CAP) for nap in naps])
+    for number, spread in enumerate(zip(*runs, strict=True)):
         longest = min(CAP, BASE * 2**number)
-        spread = [nap - min(asked or 0, RETRY_AFTER_CAP) for nap in after]
-        assert -1e-9 <= min(spread) < longest / 10
-        assert longest * 0.9 < max(spread) <= longest + 1e-9
-    assert (number, longest) == (ATTEMPTS - 2, CAP)  # the cap was reached
+        assert -1e-9 <= min(spread) < longest / 5
+        assert longest * 0.8 < max(spread) <= longest + 1e-9
+    assert (number, longest) == (8, CAP)  # the cap was reached
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 
 from shardcache import AccessDeniedError, Cache, ConfigError, ShardNotFoundError
 from shardcache.cli.demo import S3Server
-from shardcache.origins.base import TransientError, VersionChangedError
+from shardcache.origins.base import VersionChangedError
 from shardcache.origins.s3 import S3Origin
 from shardcache.store.digest import BLOCK
 from shardcache.urls import parse_url
@@ -110,18 +109,6 @@ def test_a_version_id_in_the_url_is_honoured(cache: Cache, s3: S3Server, bucket:
     for seed, version in zip((1, 2), versions, strict=True):
         assert read(cache, f"s3://{bucket}/v.tar?versionId={version}") == make_tar(seed)
     assert read(cache, f"s3://{bucket}/v.tar") == make_tar(2)
-
-
-def test_an_aborted_body_stops_a_blocked_read(s3: S3Server, bucket: str, proxy: Proxy) -> None:
-    s3.put(bucket, "big.tar", LARGE)
-    origin = S3Origin({}, timeout=60)
-    body = origin.open(parse_url(f"s3://{bucket}/big.tar"), 0, None)
-    proxy.pause()
-    threading.Timer(0.2, body.abort).start()
-    with pytest.raises(TransientError):
-        contents(body)
-    proxy.resume()
-    body.close()
 
 
 # -- single answers ----------------------------------------------------------------------

@@ -9,7 +9,6 @@ over when it breaks.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import select
 import signal
@@ -48,8 +47,6 @@ class PipeOrigin:
         try:
             return PipeBody(url.raw.partition(":")[2], self._timeout)
         except OSError as exn:  # not the disk's fault: streaming could not start it either
-            if exn.errno == errno.E2BIG:
-                raise ConfigError(f"{url}: the command is too long", url=str(url)) from None
             raise TransientError(f"the command cannot be started: {exn.strerror}") from None
 
     def stat(self, url: ShardURL) -> ObjectInfo:

@@ -50,8 +50,7 @@ def s3_endpoint(options: Mapping[str, Any], endpoint_url: str | None = None) -> 
     if passed:
         return str(passed)
     named = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or None
-    ignore = (options.get("config_kwargs") or {}).get("ignore_configured_endpoint_urls")
-    stated = ignore is not None or os.environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS")
+    stated = os.environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS")
     # `ignore_configured_endpoint_urls` in a file is found by the same word.
     if not stated and b"endpoint_url" not in aws_files().lower():
         return named
@@ -60,9 +59,7 @@ def s3_endpoint(options: Mapping[str, Any], endpoint_url: str | None = None) -> 
 
     try:
         session = botocore.session.Session(profile=options.get("profile"))
-        if ignore is None:
-            ignore = session.get_config_variable("ignore_configured_endpoint_urls")
-        if ignore:
+        if session.get_config_variable("ignore_configured_endpoint_urls"):
             return None
         own = session.get_scoped_config()
         services = session.full_config.get("services", {}).get(own.get("services"), {})

@@ -66,22 +66,6 @@ def test_http_without_ranges_is_read_in_one_stream(cache: Cache, lengths: bool) 
     assert entry.size == len(SHARD)
 
 
-def test_an_http_shard_that_changes_in_mid_fetch_is_fetched_anew(tmp_path, web):
-    """This server ignores If-Match; the answers themselves tell."""
-    cache = Cache(tmp_path / "cache", min_free=0, part_size=BLOCK, connections=1, fill="complete")
-    other = make_tar(5, members=3, size=BLOCK)
-    assert len(other) == len(SHARD)
-
-    def file(head: str) -> bytes:
-        if len(web.heads) == 3:
-            web.files["/a.tar"] = other
-        return web.file(head)
-
-    web.answer = file
-    assert read(cache, f"{web.url}/a.tar") == other
-    assert len(web.requests) > len(other) // BLOCK
-
-
 def test_a_user_in_the_url_is_sent_as_a_header(cache: Cache, web: Files) -> None:
     assert read(cache, web.url.replace("://", "://me:canary@") + "/a.tar") == SHARD
     assert all("\r\nAuthorization: Basic bWU6Y2FuYXJ5\r\n" in head for head in web.heads)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import pickle
 from pathlib import Path
 
@@ -63,16 +62,6 @@ def test_pipes_are_refused_unless_allowed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="run a shell command"):
         cache.open(f"pipe:touch {tmp_path}/ran")
     assert not (tmp_path / "ran").exists()
-
-
-def test_a_command_that_cannot_be_started_is_no_fault_of_the_disk(cache, monkeypatch, caplog):
-    def refuse(*arguments: object, **options: object) -> None:
-        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
-
-    monkeypatch.setattr("subprocess.Popen", refuse)
-    with pytest.raises(TransferError, match="cannot be started"):
-        cache.open("pipe:cat a.tar")
-    assert "streamed" not in caplog.text
 
 
 def test_a_command_that_was_pickled_is_not_run() -> None:

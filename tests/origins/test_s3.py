@@ -87,18 +87,6 @@ def test_every_stated_checksum_is_compared(cache, s3, bucket, algorithm):
     assert entry.metadata().checked == algorithm.lower()
 
 
-def test_an_object_uploaded_in_parts_is_read(cache: Cache, s3: S3Server, bucket: str) -> None:
-    client, name = s3.client(), {"Bucket": bucket, "Key": "m.tar"}
-    name["UploadId"] = client.create_multipart_upload(**name)["UploadId"]
-    bodies = [LARGE[at : at + (5 << 20)] for at in range(0, len(LARGE), 5 << 20)]
-    parts = []
-    for number, body in enumerate(bodies, 1):
-        done = client.upload_part(**name, PartNumber=number, Body=body)
-        parts.append({"PartNumber": number, "ETag": done["ETag"]})
-    client.complete_multipart_upload(**name, MultipartUpload={"Parts": parts})
-    assert read(cache, f"s3://{bucket}/m.tar") == LARGE
-
-
 def test_a_version_id_in_the_url_is_honoured(cache: Cache, s3: S3Server, bucket: str) -> None:
     client = s3.client()
     client.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})

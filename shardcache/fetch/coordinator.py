@@ -390,7 +390,9 @@ class Coordinator:
         left: Holder | None,
         announce: Callable[[Partial], None],
     ) -> Fetched:
-        resume = self._resume(url, left)
+        # What an upstream began comes before what an earlier holder of the lock left.
+        begun = None if left is None else left.partial
+        resume = self._resume(url, begun if status.partial is None else status.partial.name)
         if resume is not None:
             announce(resume)
         else:
@@ -417,9 +419,8 @@ class Coordinator:
         small = all(s.max_size is not None and s.max_size < size for _, s in self._places)
         status.roomless = small or len(refusals) == len(answers)
 
-    def _resume(self, url: ShardURL, left: Holder | None) -> Partial | None:
-        """Take over what a dead holder of the lock left of this shard."""
-        name = None if left is None else left.partial
+    def _resume(self, url: ShardURL, name: str | None) -> Partial | None:
+        """Take over the partial of this name, if nobody is at it."""
         # The name comes out of a file that anybody may have damaged.
         parsed = None if name is None else parse_partial_name(name)
         if name is None or parsed is None or parsed[0] != url.key:

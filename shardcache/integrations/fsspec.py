@@ -11,6 +11,7 @@ Files are whole, local and seekable; listing is the target filesystem's business
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 from typing import TYPE_CHECKING, Any
@@ -23,14 +24,13 @@ from shardcache.store.entry import DamagedError
 if TYPE_CHECKING:
     from shardcache.cache import Cache
 
-#: What fsspec and its users tell every filesystem, about links of a chain, buffers and listings.
-#: Hugging Face's datasets put ``block_size=0`` there.
+#: Options of every filesystem; Hugging Face's datasets set ``block_size=0``.
 _FSSPEC_OPTIONS = frozenset(
-    {
+    [
         *("fo", "target_protocol", "skip_instance_cache", "asynchronous", "loop", "batch_size"),
         *("block_size", "default_block_size", "cache_type", "default_cache_type"),
         *("cache_options", "use_listings_cache", "listings_expiry_time", "max_paths"),
-    }
+    ]
 )
 
 
@@ -61,10 +61,11 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
             raise ConfigError("shardcache:: needs the origin's URL: shardcache::s3://...")
         self._target_protocol = target_protocol
         self._given = fs
-        self._made: tuple[int, Any] | None = None
+        self._made: tuple[int, Any] | None = None  # and by which process
         self._target_options = target_options or ({} if fs is None else dict(fs.storage_options))
         self._options = {k: v for k, v in options.items() if k not in _FSSPEC_OPTIONS}
-        self._cache: Cache | None = None
+        if self._target_options:
+            self._options.setdefault("storage_options", self._target_options)
 
     @property
     def fs(self) -> Any:
@@ -78,17 +79,12 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
             self._made = os.getpid(), made
         return self._made[1]
 
-    @property
+    @functools.cached_property
     def cache(self) -> Cache:
         """The cache behind this filesystem."""
-        if self._cache is None:
-            from shardcache.cache import Cache, default_cache
+        from shardcache.cache import Cache, default_cache
 
-            options = dict(self._options)
-            if self._target_options:
-                options.setdefault("storage_options", self._target_options)
-            self._cache = Cache(**options) if options else default_cache()
-        return self._cache
+        return Cache(**self._options) if self._options else default_cache()
 
     @classmethod
     def _strip_protocol(cls, path: Any) -> Any:
@@ -122,9 +118,9 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
         if entry is None:
             return self.fs.info(self._path(path), **options)
         found = {"name": self._path(path), "size": entry.size, "type": "file"}
-        with contextlib.suppress(OSError, DamagedError):  # evicted meanwhile: size is all there is
-            # Readers tell versions apart by it (Hugging Face's datasets their own cache), so it
-            # must not come and go with ours.
+        # Readers tell versions apart by it (Hugging Face's datasets their own cache), so it
+        # must not come and go with ours.
+        with contextlib.suppress(OSError, DamagedError):  # evicted meanwhile
             if etag := entry.metadata().info.etag:
                 found["ETag"] = etag
         return found
@@ -136,14 +132,6 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
     def find(self, path: str, *args: Any, **options: Any) -> Any:
         """As the target filesystem, for which it may be one listing where a walk needs many."""
         return self.fs.find(self._path(path), *args, **options)
-
-    def created(self, path: str) -> Any:
-        """As the target filesystem."""
-        return self.fs.created(self._path(path))
-
-    def modified(self, path: str) -> Any:
-        """As the target filesystem."""
-        return self.fs.modified(self._path(path))
 
     def invalidate_cache(self, path: str | None = None) -> None:
         """Forget the target filesystem's listings; shards stay."""

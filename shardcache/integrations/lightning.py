@@ -3,8 +3,9 @@
     hooks = shardcache.lightning.ShardCacheCallback(cache, "s3://bucket/train-{0000..2047}.tar")
     trainer = Trainer(callbacks=[hooks])
 
-Works with ``lightning`` and with ``pytorch_lightning``: a callback derives from ``Callback`` of
-whichever is there when it is made. Without either, call the hooks by hand (`ShardCacheHooks`).
+Works with ``lightning`` and with ``pytorch_lightning``: the callback derives from ``Callback`` of
+whichever is imported when it is first used. Without either, call the hooks by hand
+(`ShardCacheHooks`).
 
 No hook stops a run: what cannot be prewarmed or counted is a warning. Hooks run in every rank; only
 the first one of a node prewarms, and only rank 0 logs. Nothing is closed, because workers of the
@@ -13,12 +14,13 @@ loaders go on after every hook.
 
 from __future__ import annotations
 
-import importlib.util
+import contextlib
+import importlib
 import logging
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from shardcache import sync
 from shardcache.errors import ConfigError, ShardCacheError
@@ -42,7 +44,6 @@ class ShardCacheHooks:
         prewarm: how many of them to have before training begins, the rest comes as it is
             read; 0 for none, None for all.
         makedirs: directories that the run writes to, made before it begins.
-        log: whether to log after each training epoch.
 
     Raises:
         ConfigError: ``prewarm`` is no number of shards.
@@ -55,7 +56,6 @@ class ShardCacheHooks:
         *,
         prewarm: int | None = 8,
         makedirs: Iterable[str | Path] = (),
-        log: bool = True,
     ) -> None:
         if prewarm is not None and (not isinstance(prewarm, int) or prewarm < 0):
             raise ConfigError(f"prewarm is {prewarm!r}. Give a number of shards, or None for all.")
@@ -63,7 +63,6 @@ class ShardCacheHooks:
         self.shards = (shards,) if isinstance(shards, str) else tuple(shards)
         self.prewarm = prewarm
         self.makedirs = tuple(map(Path, makedirs))
-        self.log = log
         self._before: Mapping[str, int] | None = None
 
     def setup(self, trainer: Any = None, pl_module: Any = None, stage: str | None = None) -> None:
@@ -75,15 +74,14 @@ class ShardCacheHooks:
         for path in self.makedirs:
             sync.makedirs(path)
         if stage in (None, "fit"):
-            told = getattr(trainer, "local_rank", None)
-            if (told if isinstance(told, int) else detect().local_rank or 0) == 0:
+            local_rank = getattr(trainer, "local_rank", detect().local_rank)
+            if local_rank in (None, 0) and self.shards and self.prewarm != 0:
                 self._warm()
             self._before = self._counted()
 
     def on_train_epoch_end(self, trainer: Any = None, pl_module: Any = None) -> None:
         """Log what was done since the last one ended; see `metrics`."""
-        metrics = self.metrics()
-        if self.log and pl_module is not None and metrics:
+        if pl_module is not None and (metrics := self.metrics()):
             pl_module.log_dict(metrics, rank_zero_only=True)
 
     def metrics(self) -> dict[str, float]:
@@ -110,12 +108,10 @@ class ShardCacheHooks:
         try:
             return self.cache.stats().counters
         except (OSError, ShardCacheError) as exn:
-            logger.warning("what the cache did cannot be told: %s", exn)
+            logger.warning("this epoch's metrics are missing: %s", exn)
             return None
 
     def _warm(self) -> None:
-        if not self.shards or self.prewarm == 0:
-            return
         from shardcache.prewarm import expand
 
         try:
@@ -129,36 +125,25 @@ class ShardCacheHooks:
                 logger.warning("not prewarmed: %s", result.error)
 
 
-class ShardCacheCallback(ShardCacheHooks):
-    """A ``Callback`` of Lightning with these hooks; see `ShardCacheHooks` for the arguments.
+if TYPE_CHECKING:
 
-    Raises:
-        ConfigError: neither ``lightning`` nor ``pytorch_lightning`` is installed.
-    """
+    class ShardCacheCallback(ShardCacheHooks):
+        """A ``Callback`` of Lightning with these hooks; see `ShardCacheHooks` for the arguments."""
 
-    def __new__(cls, *_args: Any, **_options: Any) -> Self:
-        """An object of a class that is Lightning's `Callback`, too."""
-        made: Self = object.__new__(_derived(cls))
-        return made
+else:
 
-    def __reduce__(self) -> Any:
-        named = type(self).__mro__[1]  # the class itself is made on the fly, and has no name
-        return named.__new__, (named,), self.__dict__
-
-
-def _derived(cls: type[ShardCacheCallback]) -> Any:
-    """``cls`` and ``Callback`` as one class.
-
-    Of the package that is in use; of both if both are, since a trainer of one takes no callback
-    of the other; of the first that can be imported if none is.
-    """
-    bases = [sys.modules[name].Callback for name in _PACKAGES if name in sys.modules]
-    installed = (name for name in _PACKAGES if importlib.util.find_spec(name.partition(".")[0]))
-    if not bases and (name := next(installed, None)):
-        bases = [importlib.import_module(name).Callback]
-    if not bases:
+    def __getattr__(name: str) -> Any:
+        """Make `ShardCacheCallback` when it is first used: Lightning is slow to import."""
+        if name != "ShardCacheCallback":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        for package in sorted(_PACKAGES, key=lambda package: package not in sys.modules):
+            with contextlib.suppress(ImportError):
+                bases = (ShardCacheHooks, importlib.import_module(package).Callback)
+                made = type(
+                    name, bases, {"__module__": __name__, "__doc__": ShardCacheHooks.__doc__}
+                )
+                return globals().setdefault(name, made)
         raise ConfigError(
             "ShardCacheCallback is a callback of Lightning, which is not installed: pip install "
             "lightning. ShardCacheHooks has the same hooks for other loops."
         )
-    return type(cls.__name__, (cls, *bases), {"__module__": cls.__module__, "__doc__": cls.__doc__})

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
 import weakref
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -35,7 +34,6 @@ logger = logging.getLogger(__name__)
 #: the global one). Of two instruments of one name, OpenTelemetry drops the second, so all caches
 #: share one set.
 _observed: dict[MeterProvider | None, weakref.WeakKeyDictionary[Cache, bool]] = {}
-_guard = threading.Lock()
 
 
 def observe(
@@ -50,7 +48,8 @@ def observe(
         cache: whose.
         node: all that the processes of this node have counted, by any configuration of the
             directory, and not what this process has: from the directory's database, which
-            takes some milliseconds per collection. One process of a node is to do so.
+            takes some milliseconds per collection. One process of a node is to do so, with one
+            cache of the directory.
         meter_provider: the default is the one that is set globally.
 
     Raises:
@@ -64,12 +63,10 @@ def observe(
         ) from None
     if not cache.config.stats:
         raise ConfigError("this cache counts nothing: its option stats is off. Switch it on.")
-    with _guard:
-        known = _observed.get(meter_provider)
-        if known is not None:
-            known[cache] = node
-            return
-        caches = _observed[meter_provider] = weakref.WeakKeyDictionary({cache: node})
+    if meter_provider in _observed:
+        _observed[meter_provider][cache] = node
+        return
+    caches = _observed[meter_provider] = weakref.WeakKeyDictionary({cache: node})
     meter = get_meter("shardcache", __version__, meter_provider)
     for name, unit, about, label, keys in _METRICS:
         read = functools.partial(_read, caches, label, keys, Observation)
@@ -89,35 +86,32 @@ def _counted(cache: Cache, node: bool) -> dict[str, float]:
     for wait, waits in found.waits.items():
         counts[f"waits_{wait}"] = waits.count
         counts[f"wait_s_{wait}"] = counts[f"wait_us_{wait}"] / 1e6
-    active = {"active": 0 if process is None else process.unfinished()}
-    return counts if node else counts | active
+    if not node:
+        counts["active"] = 0 if process is None else process.unfinished()
+    return counts
 
 
 def _read(
-    observed: weakref.WeakKeyDictionary[Cache, bool],
+    caches: Mapping[Cache, bool],
     label: str,
     keys: Mapping[str, str],
     make: type[Observation],
     options: CallbackOptions,
 ) -> list[Observation]:
     """The values of a metric; none of a directory whose database cannot be read."""
-    caches = list(observed.items())
-    nodes = {cache.dir: cache for cache, node in caches if node}
-    found: dict[tuple[str, str], float] = defaultdict(float)
-    for cache, node in caches:
-        if nodes.get(cache.dir, cache) is not cache:
-            continue  # what one process counts is in what its node counts
+    found: Counter[tuple[str, str]] = Counter()
+    for cache, node in list(caches.items()):
         try:
             counts = _counted(cache, node)
         except OSError as exn:
             logger.debug("no metrics: %s", exn)
             continue
-        for value, key in keys.items():
-            if key in counts:
-                found[value, str(cache.dir)] += counts[key]
+        known = {value: counts[key] for value, key in keys.items() if key in counts}
+        for value, number in known.items():
+            found[value, str(cache.dir)] += number  # type: ignore[assignment]
     return [
-        make(number, {label: value, "dir": place} if label else {"dir": place})
-        for (value, place), number in found.items()
+        make(number, {"dir": directory, **({label: value} if label else {})})
+        for (value, directory), number in found.items()
     ]
 
 

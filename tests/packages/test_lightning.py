@@ -92,25 +92,3 @@ def test_trainers_prewarm_train_and_log(
     assert second["shardcache/hit_rate"] == 1
     assert 1 <= second["shardcache/opens"] <= 8 - first["shardcache/opens"]
     assert second["shardcache/bytes_read"] == second["shardcache/opens"] * len(shard(0))
-
-
-def test_one_callback_serves_trainers_of_both_packages(bench: Bench) -> None:
-    code = """
-import pickle
-import lightning.pytorch, pytorch_lightning
-import shardcache
-ShardCacheCallback = shardcache.lightning.ShardCacheCallback
-callback = ShardCacheCallback(shardcache.Cache(), "s3://bucket/train-0000.tar", makedirs=["x"])
-again = pickle.loads(pickle.dumps(callback))
-for one in (callback, again):
-    assert isinstance(one, lightning.pytorch.Callback)
-    assert isinstance(one, pytorch_lightning.Callback)
-    assert isinstance(one, ShardCacheCallback)
-for package in (lightning.pytorch, pytorch_lightning):
-    trainer = package.Trainer(logger=False, callbacks=[again], enable_progress_bar=False,
-                              accelerator="cpu")
-    again.setup(trainer, None, "fit")
-print(again.shards, again.state_key)
-"""
-    assert bench.run(code) == "('s3://bucket/train-0000.tar',) ShardCacheCallback\n"
-    assert bench.data.fetches == {"bucket/train-0000.tar": 1}

@@ -165,6 +165,18 @@ def test_a_validator_is_for_code_only(home: Path) -> None:
         load({"dir": DIR}, {}, [file])
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        *(5, [5, 6], [{}], [{"dir": "/ram", "size": 5}], ["/ram=much"], ["=5GB"], ["/ram=0"]),
+        *(str(DIR), str(DIR.parent), f"{DIR}/ram", "/ram,/ram", ["s3://b/x"]),
+    ],
+)
+def test_what_is_no_tier_is_refused(given: object) -> None:
+    with pytest.raises(ConfigError):
+        Config(DIR, tiers=given)
+
+
 # --- files ---------------------------------------------------------------------------
 
 

@@ -31,7 +31,6 @@ from tests.support.storetools import (
     forked,
     metadata_for,
     no_descriptor_left,
-    payload,
     publish,
 )
 
@@ -143,17 +142,6 @@ def test_a_resumed_partial_is_admitted_by_asking_for_nothing_more(make) -> None:
     with bench.space.reserved(NEW, None):
         assert bench.used() == 8 * MIB and not entry.path.exists()
     claimed.discard()
-
-
-@pytest.mark.locks_work("answers")
-def test_what_dead_processes_left_goes_before_any_entry(make) -> None:
-    bench = make(max_size=3 * MIB)
-    [entry] = bench.shelve(1, 1000)
-    orphan = begin(bench.layout, metadata_for("s3://lab/orphan.tar", data := payload(2 * MIB)))
-    fill(orphan, data)
-    orphan.close()
-    bench.admit(size=2 * MIB).discard()
-    assert entry.path.exists() and not orphan.path.exists()
 
 
 @pytest.mark.locks_work("flock")
@@ -276,15 +264,6 @@ def test_shards_of_unknown_size_are_counted_as_they_grow(library: Library) -> No
         library.fetch(number)
         assert library.used() <= 210_000
     partial.discard()
-
-
-def test_nodes_that_share_a_directory_count_each_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    library = Library(tmp_path, monkeypatch, grace=3600.0)
-    for number in range(200, 204):
-        library.fetch(number)
-    assert library.counts == 4 and not library.layout.usage.exists()
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from shardcache.errors import LockTimeoutError
 from shardcache.layout import Layout
 from shardcache.locks.flock import Holder, KeyLock
 from shardcache.locks.sessions import Session
-from shardcache.space import clean as module
 from shardcache.space.budget import Space
 from shardcache.space.clean import CleanReport, clean, remove
 from shardcache.space.eviction import Limits, Reason
@@ -126,29 +125,6 @@ def test_all_means_all_that_nobody_uses(bench: Bench) -> None:
     opened.close()
     live.discard()
     session.close()
-
-
-@pytest.mark.locks_work("flock")
-def test_what_comes_into_use_after_the_plan_is_kept_and_counted(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shelve(bench)
-    shard = parse_url("s3://lab/0.tar")
-    opened = []
-    real = module.apply
-
-    def read_meanwhile(store, chosen):
-        if not opened:
-            opened.append(bench.store.open(shard.key, shard.basename))
-            gone = next(bench.store.entries_of(parse_url("s3://lab/1.tar").key))
-            assert bench.store.evict(gone)  # another cleaner
-        return real(store, chosen)
-
-    monkeypatch.setattr(module, "apply", read_meanwhile)
-    report = bench.clean(Limits(everything=True))
-    assert (report.kept, report.kept_bytes) == (1, 1000)
-    assert report.count(Reason.ALL) == 3
-    opened[0].close()
 
 
 @pytest.mark.locks_work("answers", "files")

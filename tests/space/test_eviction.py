@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardcache.locks.flock import Holder, KeyLock
-from shardcache.locks.sessions import Session
-from shardcache.space.eviction import SKEW, Limits, Policy, Reason, plan, sweep
-from shardcache.store.store import Entry, Store
-from tests.support.storetools import begin, make_store, metadata_for, publish
+from shardcache.space.eviction import SKEW, Limits, Policy, Reason, plan
+from shardcache.store.store import Entry
 
 NOW = 10_000.0
 
@@ -96,36 +90,3 @@ def test_a_plan_takes_the_least_recently_used_until_the_limits_hold(
 
 
 # -- carrying it out -----------------------------------------------------------
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return make_store(tmp_path / "cache")
-
-
-@pytest.mark.locks_work
-def test_a_sweep_removes_what_the_dead_left_and_says_so(store: Store) -> None:
-    publish(store)
-    partial = begin(store.layout, metadata_for(data=b"x" * 5000))
-    partial.write(0, memoryview(b"x" * 5000))
-    partial.close()
-    live = begin(store.layout, metadata_for(data=b"y"))
-    store.condemn(publish(store, "s3://lab/b.tar", b"damaged").path, "test")
-    lock = KeyLock(store.layout.key_lock("ab" * 16))
-    lock.try_acquire(Holder.this_process(rank=None, job=None, now=1.0))
-    lock.release()
-    dead = store.layout.sessions / f"{'0' * 32}.session"
-    dead.touch()
-    session = Session(store.layout, 1.0)
-
-    dry = list(sweep(store, dry_run=True))
-    assert lock.path.exists() and dead.exists()
-    assert list(sweep(store)) == dry
-    assert (dry[0].reason, dry[0].name) == (Reason.ORPHAN, str(partial.path))
-    assert [r.reason for r in dry] == [Reason.ORPHAN, Reason.QUARANTINED]
-    assert dry[0].size >= 5000
-    assert not lock.path.exists() and not dead.exists()
-    assert session.path.exists() and live.path.exists()
-    assert list(sweep(store)) == []
-    live.discard()
-    session.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -110,20 +109,3 @@ def test_of_all_processes_of_a_node_one_cleans(full: Shop, at_once, rounds) -> N
             read(third, full.urls[0])
             wait_until(lambda: len(rounds) == 2)
             settled()
-
-
-def test_a_disk_that_fails_meanwhile_is_no_error_of_the_job(
-    full: Shop, at_once, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-
-    def failing(*args, **kw):
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(module, "clean", failing)
-    caplog.set_level(logging.INFO)
-    with opened(full) as cache:
-        read(cache, full.urls[0])
-        settled()
-        read(cache, full.urls[1])
-    assert "cleaning beside the job failed" in caplog.text
-    assert not [r for r in caplog.records if r.levelno > logging.INFO]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -79,18 +78,3 @@ def test_a_pin_that_makes_no_sense_keeps_its_shard(layout: Layout, text: bytes) 
     layout.pin(URL.key).write_bytes(text)
     assert pinned_keys(layout, NOW + 1) == {URL.key}
     assert remove_expired(layout, NOW + 1) == 0
-
-
-def test_a_pin_holds_no_secret(layout: Layout) -> None:
-    signed = "https://host/a.tar?X-Amz-Signature=abc&X-Amz-Credential=me&part=1"
-    pin(layout, parse_url(signed), None)
-    [path] = layout.pins.iterdir()
-    assert "abc" not in path.read_text() and "part=1" in json.loads(path.read_text())["url"]
-
-
-def test_a_directory_of_pins_that_is_a_link_is_not_followed(layout: Layout, tmp_path: Path) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    layout.pins.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(OSError):
-        pin(layout, URL, None)
-    assert list((tmp_path / "elsewhere").iterdir()) == []

@@ -7,7 +7,6 @@ import logging
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,11 @@ from typing import Any
 import pytest
 
 from shardcache.cache import Cache
-from shardcache.config import Config, TierOption
-from shardcache.errors import CacheFullError, ConfigError
+from shardcache.errors import CacheFullError
 from shardcache.layout import Layout
 from tests.support.disktools import disk, limited_group, needs_mounts
-from tests.support.fakes import MemoryBody, MemoryOrigin
 from tests.support.shop import Shop
-from tests.support.storetools import forked, no_descriptor_left
+from tests.support.storetools import no_descriptor_left
 from tests.support.tars import make_tar
 
 MIB = 1 << 20
@@ -84,31 +81,11 @@ def test_every_tier_keeps_to_its_own_limits_when_it_is_cleaned(shop: Shop, ram: 
         assert (len(report.removed), report.kept) == (3, 3)
         assert [place(cache, ram, url) for url in shop.urls].count("ram") == 2
         assert cache.remove(next(u for u in shop.urls if place(cache, ram, u) == "ram"))[0] > 0
-        assert cache.clean(everything=True).kept == 0
-        assert list(cache.entries()) == []
-
-
-def test_a_pin_holds_in_every_tier(shop: Shop, ram: Path) -> None:
-    with opened(shop, ram, 2 * shop.size) as cache:
         for url in shop.urls:
-            cache.pin(url)
-            cache.fetch(url)
-        assert cache.clean(everything=True).kept == 6
-        for url in shop.urls[:3]:
-            assert cache.unpin(url) is True
-        assert cache.clean(everything=True).kept == 3
-        assert cache.unpin(shop.urls[0]) is False
-
-
-@pytest.mark.locks_work("flock")
-def test_jobs_of_all_tiers_are_running_jobs_in_each(shop: Shop, ram: Path) -> None:
-    with (
-        opened(shop, ram, shop.size, max_size=shop.size) as cache,
-        Cache(ram, cache_local=True, min_free=0, max_size=shop.size, strict=True) as other,
-    ):
-        read(cache, shop.urls[0])
-        with pytest.raises(CacheFullError):
-            other.fetch(shop.urls[1])
+            cache.pin(url)  # holds in every tier
+        assert cache.clean(everything=True).removed == ()
+        assert all(cache.unpin(url) for url in shop.urls)
+        assert cache.clean(everything=True).kept == 0
 
 
 @needs_mounts
@@ -138,41 +115,6 @@ def test_a_damaged_entry_of_one_tier_does_not_hide_a_good_one_of_another(
     with opened(shop, ram, None) as cache:
         Path(url).unlink()
         assert len(read(cache, url)) == shop.size
-
-
-@pytest.mark.locks_work("flock")
-def test_others_follow_and_resume_what_grows_in_a_tier(
-    make_cache: Make, origin: MemoryOrigin, ram: Path, tmp_path: Path
-) -> None:
-    url = "s3://lab/big.tar"
-    data = origin.objects[url] = make_tar(1, members=100, size=60_000)
-
-    def work(parent: Any) -> None:
-        real = MemoryBody.readinto
-
-        def stalling(self: MemoryBody, buffer: memoryview) -> int:
-            if origin.delivered > 4 * MIB:
-                time.sleep(3600)
-            return real(self, buffer)
-
-        MemoryBody.readinto = stalling  # of this process alone
-        stream = make_cache(tiers=[ram], connections=1).open(url)
-        stream.read(2 * MIB)
-        parent.say("half")
-        parent.hear()
-
-    with forked(work) as child:
-        assert child.hear() == "half"
-        partials = Layout.of_root(ram).partial
-        assert len(list(partials.iterdir())) == 1
-        follower = make_cache(tiers=[ram], strict=True, stale_after="1h", lock_timeout="20s")
-        with follower.open(url) as stream:
-            begun = stream.read(MIB)  # it could come from nowhere else
-            child.kill()
-            assert begun + stream.read() == data
-        assert place(follower, ram, url) == "ram"
-        # This process asked for what the other one had not got, and for nothing else.
-        assert min(start for _, start, _ in origin.requests) >= 2 * MIB
 
 
 @needs_mounts
@@ -320,39 +262,3 @@ def test_a_ram_disk_gives_back_what_the_job_comes_to_need(run) -> None:
     full, left, stay = run(_GROW, 2_500_000)
     assert full > 110 * MIB and left < full - 60 * MIB
     assert stay == [True, True]  # the one is pinned, the other is read
-
-
-# -- configuration ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("given", "shown"),
-    [
-        ("none", ""),
-        ("/ram", "/ram"),
-        ("/ram=50GB, /ssd", "/ram=50GB, /ssd"),
-        (["/ram=50%"], "/ram=50%"),
-        ([{"dir": "/ram", "max_size": "50GB", "min_free": "1GB"}], "/ram=50GB"),
-        ([TierOption(Path("/ram"))], "/ram"),
-    ],
-)
-def test_tiers_are_given_as_text_lists_and_tables(given: Any, shown: str) -> None:
-    config = Config("/home/cache", tiers=given)
-    assert ", ".join(map(str, config.tiers)) == shown
-    *faster, home = config.by_tier()
-    assert home == config.replace(tiers=())
-    assert [one.dir for one in faster] == [tier.dir for tier in config.tiers]
-    assert [one.min_free for one in faster] == [tier.min_free for tier in config.tiers]
-    assert all(one.tiers == () for one in faster)
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        *(5, [5, 6], [{}], [{"dir": "/ram", "size": 5}], ["/ram=much"], ["=5GB"], ["/ram=0"]),
-        *("/home/cache", "/home", "/home/cache/ram", "/ram,/ram", ["s3://b/x"]),
-    ],
-)
-def test_what_is_no_tier_is_refused(given: Any) -> None:
-    with pytest.raises(ConfigError):
-        Config("/home/cache", tiers=given)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from shardcache.fetch.transfer import Fetcher
     from shardcache.origins.resolve import Origins
     from shardcache.space.clean import Housekeeper
-    from shardcache.space.eviction import Victim
+    from shardcache.space.eviction import Removal
 
 __all__ = ["Process", "Processes"]
 
@@ -235,8 +235,8 @@ class Process:
         """How many shards it fetches or waits for, for its readers."""
         return 0 if self.ready is None else len(self.fetchings.unfinished())
 
-    def _count_eviction(self, victim: Victim) -> None:
-        self.counters.add({f"evicted_{victim.reason}": 1, "bytes_evicted": victim.size})
+    def _count_eviction(self, removal: Removal) -> None:
+        self.counters.add({f"evicted_{removal.reason}": 1, "bytes_evicted": removal.size})
 
     # -- a failing disk ----------------------------------------------------------
 

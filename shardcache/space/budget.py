@@ -30,11 +30,10 @@ from shardcache.errors import CacheFullError, LockTimeoutError
 from shardcache.layout import Layout, read_file, replace_file
 from shardcache.locks.flock import Holder, KeyLock, read_holder
 from shardcache.space.eviction import (
-    EvictionPlan,
+    CleanReport,
     Limits,
     Policy,
-    Victim,
-    apply,
+    Removal,
     plan,
     sweep,
     total_bytes,
@@ -95,11 +94,11 @@ class Space:
         node: Layout,
         stores: Callable[[], Sequence[Store]],
         config: Config,
-        evicted: Callable[[Victim], None] = lambda victim: None,
+        evicted: Callable[[Removal], None] = lambda removal: None,
     ) -> None:
         self.node = node
         self.stores = stores
-        self.evicted = evicted
+        self._evicted = evicted
         self._config = config
         # One thread of this process at a time polls the lock of all.
         self._threads = threading.Lock()
@@ -157,7 +156,7 @@ class Space:
             chosen = self.plan(Limits(free_needed=max(0, needed + spare)), found=found)
             if chosen.freed < needed:
                 raise _no_room(url, needed - chosen.freed)
-            self._evict(chosen)
+            self.evict(chosen)
 
     def relieve(self) -> int:
         """Give memory back that the job has come to need; bytes.
@@ -167,9 +166,8 @@ class Space:
         """
         with self._budget_lock():
             chosen = self.plan(Limits(free_needed=self.limits().free_needed), protect=False)
-            freed = self._evict(chosen)
             self.recount()
-            return freed
+            return sum(removal.size for removal in self.evict(chosen))
 
     def _reserve(self, url: str, size: int | None) -> None:
         """Add a shard to the number, once there is room for it; under the lock."""
@@ -210,7 +208,7 @@ class Space:
                 if self._config.policy == "working-set":
                     self._write(replace(usage, most=usage.held + need - missing))
                 raise _no_room(url, missing)
-            if self._evict(chosen) == chosen.freed and len(self.stores()) == 1:
+            if len(self.evict(chosen)) == len(chosen.removed) and len(self.stores()) == 1:
                 self._write(replace(usage, held=usage.held - chosen.freed + need))
                 return
             usage = None  # some came into use meanwhile, or another rank has linked them
@@ -298,7 +296,7 @@ class Space:
         reserved: int = 0,
         protect: bool = True,
         found: Iterable[Entry] | None = None,
-    ) -> EvictionPlan:
+    ) -> CleanReport:
         """What would have to go; see `eviction.plan`.
 
         Args:
@@ -320,13 +318,21 @@ class Space:
             logger.info("removed %s, %d bytes", removal.name, removal.size)
         return sum(removal.size for removal in removals)
 
-    def _evict(self, chosen: EvictionPlan) -> int:
-        """Evict what was chosen; returns bytes freed."""
-        freed = 0
-        for victim in apply(self.stores()[0], chosen.victims):
-            self.evicted(victim)
-            freed += victim.size
-        return freed
+    def evict(self, chosen: CleanReport) -> list[Removal]:
+        """Carry a plan out; what somebody has begun to read meanwhile stays.
+
+        Returns:
+            What went with its last link.
+        """
+        store, gone = self.stores()[0], []
+        for removal in chosen.removed:
+            if all(store.evict(entry) for entry in removal.entries):
+                key, size, reason = removal.entries[0].key, removal.size, removal.reason.value
+                extra = {"event": "evicted", "key": key, "bytes": size, "reason": reason}
+                logger.info("evicted %s, %d bytes (%s)", key, size, reason, extra=extra)
+                self._evicted(removal)
+                gone.append(removal)
+        return gone
 
     # -- locks ---------------------------------------------------------------------
 

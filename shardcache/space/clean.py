@@ -12,17 +12,17 @@ import logging
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from pathlib import Path
 
 from shardcache import clock, threads
 from shardcache.errors import LockTimeoutError
 from shardcache.space.budget import Space
-from shardcache.space.eviction import Limits, Reason, Removal, apply, sweep
+from shardcache.space.eviction import CleanReport, Limits, Reason, sweep
 from shardcache.space.pins import remove_expired
 from shardcache.space.tiers import Tier
 from shardcache.stats import database
 from shardcache.store.store import Store
-from shardcache.units import format_bytes
 
 __all__ = ["CleanReport", "Housekeeper", "clean", "joined", "remove"]
 
@@ -42,33 +42,6 @@ _SOFT = 0.95
 _FAREWELL = 2.0
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class CleanReport:
-    """What was removed, or would be."""
-
-    removed: tuple[Removal, ...]  #: entries and leftovers, in order
-    kept: int  #: number of entries that stay
-    kept_bytes: int  #: bytes of those
-    missing: int  #: bytes that could not be found because the rest is in use
-    dry_run: bool  #: whether nothing was touched
-
-    def __repr__(self) -> str:
-        removed, kept = ("would remove", "would keep") if self.dry_run else ("removed", "kept")
-        return (
-            f"<CleanReport: {removed} {len(self.removed):,} things, {format_bytes(self.freed)}; "
-            f"{kept} {self.kept:,} shards, {format_bytes(self.kept_bytes)}>"
-        )
-
-    @property
-    def freed(self) -> int:
-        """Bytes of all that was removed."""
-        return sum(removal.size for removal in self.removed)
-
-    def count(self, reason: Reason) -> int:
-        """How many things were removed for ``reason``."""
-        return sum(removal.reason is reason for removal in self.removed)
-
-
 def clean(
     space: Space, limits: Limits, *, orphans: bool = False, dry_run: bool = False
 ) -> CleanReport:
@@ -81,34 +54,33 @@ def clean(
         dry_run: touch nothing, say what would go.
     """
     keep = 0.0 if orphans or limits.everything else _KEEP_PARTIALS
-    stores = space.stores()
-    removed = [one for store in stores for one in sweep(store, keep=keep, dry_run=dry_run)]
+    leftovers = [one for s in space.stores() for one in sweep(s, keep=keep, dry_run=dry_run)]
     # Leftovers count as in flight, and their bytes come free, in a dry run too.
     reserved = sum(flight.reserved for flight in space.flights())
     if dry_run:
-        reserved -= sum(one.size for one in removed if one.reason is Reason.ORPHAN)
-    still = max(0, limits.free_needed - sum(one.size for one in removed))
+        reserved -= sum(one.size for one in leftovers if one.reason is Reason.ORPHAN)
+    still = max(0, limits.free_needed - sum(one.size for one in leftovers))
     limits = replace(limits, free_needed=still)
     chosen = space.plan(limits, reserved=reserved, protect=not limits.everything)
-    kept, kept_bytes = chosen.kept, chosen.kept_bytes
-    for victim in chosen.victims:
-        path = victim.entries[0].path
-        if dry_run or any(apply(stores[0], [victim])):
-            if not dry_run:
-                space.evicted(victim)
-            removed.append(Removal(str(path), victim.size, victim.reason))
-        elif path.exists():  # came into use since the plan
-            kept += 1
-            kept_bytes += victim.size
-    if not dry_run:
-        now = clock.time()
-        space.recount()
-        remove_expired(space.node, now)
-        try:
-            database.compact(space.node, now)
-        except OSError as exn:
-            logger.info("statistics are compacted another time: %s", exn)
-    return CleanReport(tuple(removed), kept, kept_bytes, chosen.missing, dry_run)
+    if dry_run:
+        return replace(chosen, removed=(*leftovers, *chosen.removed))
+    gone = space.evict(chosen)
+    names = {removal.name for removal in gone}
+    stayed = [one for one in chosen.removed if one.name not in names and Path(one.name).exists()]
+    now = clock.time()
+    space.recount()
+    remove_expired(space.node, now)
+    try:
+        database.compact(space.node, now)
+    except OSError as exn:
+        logger.info("statistics are compacted another time: %s", exn)
+    return CleanReport(
+        (*leftovers, *gone),
+        chosen.kept + len(stayed),
+        chosen.kept_bytes + sum(one.size for one in stayed),
+        chosen.missing,
+        dry_run,
+    )
 
 
 def joined(reports: Sequence[CleanReport]) -> CleanReport:

@@ -1,4 +1,4 @@
-"""Which shards go first, which stay, and removing them.
+"""Which shards go first, and which stay.
 
     working-set   what running jobs use stays; of the rest, the least recently used goes first
     lru           the least recently used goes first
@@ -11,9 +11,8 @@ nobody used it for ``protect_for``; a newcomer that finds no room is streamed. T
 keeps its working set, the second one gets what is free.
 
 `plan` is pure: the same entries, limits and policy give the same plan, so a dry run shows exactly
-what a run would do. `apply` carries a plan out and reports what really went: an entry that somebody
-began to read in between stays. What several ranks link is one file: it counts once, is as young as
-its latest use, and goes with all its links or stays.
+what a run would do. What several ranks link is one file: it counts once, is as young as its latest
+use, and goes with all its links or stays.
 
 Dates come from wall clocks, which can be wrong. A date in the future counts as long ago. A wrong
 one costs an unlucky eviction, never what is being read or pinned.
@@ -22,11 +21,10 @@ one costs an unlucky eviction, never what is being read or pinned.
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal
+from typing import Any, Literal
 
 from shardcache.config import Config
 from shardcache.layout import Layout, is_idle
@@ -41,11 +39,10 @@ from shardcache.store.sweeping import (
     remove_quarantined,
     remove_unnamed,
 )
+from shardcache.units import format_bytes
 
-__all__ = ["EvictionPlan", "Limits", "Links", "Policy", "Reason", "Removal", "Victim"]
-__all__ += ["apply", "linked", "plan", "sweep", "total_bytes"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["CleanReport", "Limits", "Links", "Policy", "Reason", "Removal"]
+__all__ += ["linked", "plan", "sweep", "total_bytes"]
 
 #: Seconds by which clocks may differ. S3 refuses clocks that are off by more than 15 minutes.
 SKEW = 3600.0
@@ -78,40 +75,44 @@ Links = tuple[Entry, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Victim:
-    """A file to remove, with all entries that are links of it, and why."""
-
-    entries: Links
-    reason: Reason
-
-    @property
-    def size(self) -> int:
-        """Bytes that are free when its last link is gone."""
-        return self.entries[0].size
-
-
-@dataclass(frozen=True, slots=True)
-class EvictionPlan:
-    """What would be removed and kept; what several entries link counts once."""
-
-    victims: tuple[Victim, ...]  #: in the order in which they go
-    kept: int  #: number of shards that stay
-    kept_bytes: int  #: bytes of those
-    missing: int  #: bytes that cannot be found; 0 when every limit is met
-
-    @property
-    def freed(self) -> int:
-        """Bytes of all victims."""
-        return sum(victim.size for victim in self.victims)
-
-
-@dataclass(frozen=True, slots=True)
 class Removal:
     """Something that was removed (or would be): which directory, how big, why."""
 
     name: str
     size: int
     reason: Reason
+    entries: Links = field(default=(), repr=False)  #: of a shard: all links of its file
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"name": self.name, "size": self.size, "reason": self.reason}
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class CleanReport:
+    """What was removed, or would be; what several entries link counts once."""
+
+    removed: tuple[Removal, ...]  #: entries and leftovers, in order
+    kept: int  #: number of shards that stay
+    kept_bytes: int  #: bytes of those
+    missing: int  #: bytes that could not be found because the rest is in use
+    dry_run: bool  #: whether nothing was touched
+
+    def __repr__(self) -> str:
+        removed, kept = ("would remove", "would keep") if self.dry_run else ("removed", "kept")
+        return (
+            f"<CleanReport: {removed} {len(self.removed):,} things, {format_bytes(self.freed)}; "
+            f"{kept} {self.kept:,} shards, {format_bytes(self.kept_bytes)}>"
+        )
+
+    @property
+    def freed(self) -> int:
+        """Bytes of all that was removed."""
+        return sum(removal.size for removal in self.removed)
+
+    def count(self, reason: Reason) -> int:
+        """How many things were removed for ``reason``."""
+        return sum(removal.reason is reason for removal in self.removed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +185,7 @@ def plan(
     *,
     reserved: int = 0,
     in_use: Callable[[Entry], bool] = lambda entry: False,
-) -> EvictionPlan:
+) -> CleanReport:
     """Choose victims, replaced versions first, then in the policy's order, until the limits hold.
 
     Args:
@@ -209,7 +210,7 @@ def plan(
         date = min(entry.published for entry in links) if published else last_used(links)
         return links[0] not in replaced, date, *links[0]  # of the same age: by their names
 
-    victims: list[Victim] = []
+    removed: list[Removal] = []
     for links in sorted(files, key=order):
         if limits.everything:
             reason = Reason.ALL
@@ -224,11 +225,12 @@ def plan(
         kept = any(map(policy.keeps, links)) and links[0] not in replaced
         if kept or any(map(in_use, links)):
             continue
-        victims.append(Victim(links, reason))
+        removed.append(Removal(links[0].directory, links[0].size, reason, links))
         over -= links[0].size
         short -= links[0].size
-    kept_bytes = total - sum(victim.size for victim in victims)
-    return EvictionPlan(tuple(victims), len(files) - len(victims), kept_bytes, max(0, over, short))
+    kept_bytes = total - sum(removal.size for removal in removed)
+    missing = max(0, over, short)
+    return CleanReport(tuple(removed), len(files) - len(removed), kept_bytes, missing, dry_run=True)
 
 
 def _replaced(entries: Iterable[Entry]) -> set[Entry]:
@@ -242,17 +244,6 @@ def _replaced(entries: Iterable[Entry]) -> set[Entry]:
             newest = max(alike, key=lambda entry: entry.published)
             replaced.update(entry for entry in alike if entry.version != newest.version)
     return replaced
-
-
-def apply(store: Store, chosen: Iterable[Victim]) -> Iterator[Victim]:
-    """Evict; yields what went with its last link, as it goes."""
-    for victim in chosen:
-        if not all(store.evict(entry) for entry in victim.entries):
-            continue  # somebody reads it by now, or removed it
-        key, size, reason = victim.entries[0].key, victim.size, victim.reason.value
-        extra = {"event": "evicted", "key": key, "bytes": size, "reason": reason}
-        logger.info("evicted %s, %d bytes (%s)", key, size, reason, extra=extra)
-        yield victim
 
 
 def sweep(store: Store, *, keep: float = 0.0, dry_run: bool = False) -> Iterator[Removal]:

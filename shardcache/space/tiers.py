@@ -20,7 +20,7 @@ from shardcache.units import format_duration
 
 if TYPE_CHECKING:
     from shardcache.space.budget import Space
-    from shardcache.space.eviction import Victim
+    from shardcache.space.eviction import Removal
 
 __all__ = ["Tier"]
 
@@ -42,7 +42,7 @@ class Tier:
         ranks: Ranks,
         started: float,
         warn: Callable[..., None],
-        evicted: Callable[[Victim], None],
+        evicted: Callable[[Removal], None],
     ) -> None:
         self.config = config
         self.namespaces = Namespaces(config, ranks)

@@ -14,7 +14,6 @@ from shardcache.config import Config
 from shardcache.errors import CacheFullError
 from shardcache.locks.flock import Holder, KeyLock
 from shardcache.locks.sessions import Session
-from shardcache.space import budget as module
 from shardcache.space.budget import Space
 from shardcache.store.entry import Entry
 from shardcache.store.partial import Partial
@@ -149,14 +148,14 @@ def test_entries_that_come_into_use_are_replaced_in_the_plan(make, monkeypatch) 
     bench = make(max_size=100)
     entries = bench.shelve(3, 30)
     opened = []
-    real = module.apply
+    real = Store.evict
 
-    def read_meanwhile(store: Store, chosen: Sequence[object]):
+    def read_meanwhile(store: Store, entry: Entry) -> bool:
         if not opened:
             opened.append(bench.store.open(entries[0].key, "0000.tar"))
-        return real(store, chosen)
+        return real(store, entry)
 
-    monkeypatch.setattr(module, "apply", read_meanwhile)
+    monkeypatch.setattr(Store, "evict", read_meanwhile)
     partial = bench.admit(size=40)
     assert there(entries) == [True, False, True] and bench.used() == 100
     partial.discard()

@@ -59,7 +59,7 @@ def test_a_plan_takes_the_least_recently_used_until_the_limits_hold(
         return limits.max_age is not None and NOW - used(entry) > limits.max_age
 
     found = plan(entries, limits, Policy(NOW, since=since), reserved=reserved, in_use=in_use)
-    gone = [entry for victim in found.victims for entry in victim.entries]
+    gone = [entry for removal in found.removed for entry in removal.entries]
     kept = [entry for entry in entries if entry not in gone]
 
     # What stays is what is left over, to the byte.
@@ -75,14 +75,14 @@ def test_a_plan_takes_the_least_recently_used_until_the_limits_hold(
 
     # They go in order, and the last one was needed.
     assert [used(entry) for entry in gone] == sorted(map(used, gone))
-    needed = [victim.entries[0] for victim in found.victims if victim.reason in NEEDED]
+    needed = [one.entries[0] for one in found.removed if one.reason in NEEDED]
     if limits.everything or found.missing:
         assert set(gone) == set(free)
     elif needed:
         assert max(over, short) + needed[-1].size > 0
         later = [entry for entry in free if entry not in gone]
         assert all(used(entry) >= used(needed[-1]) for entry in later)
-    for victim in found.victims:
+    for victim in found.removed:
         assert (victim.reason is Reason.ALL) == limits.everything
         if not limits.everything:
             assert (victim.reason is Reason.MAX_AGE) == old(victim.entries[0])

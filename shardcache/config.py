@@ -107,34 +107,23 @@ def _redact(text: str) -> str:
     return re.sub(_QUERY, f"?{_HIDDEN}", shown) if "://" in shown else shown
 
 
-# -- values: each parser takes what people write, and returns what the library reads ---------------
-
-
-def _refuse(value: object, reason: str, accepted: str) -> ConfigError:
-    """The error for a value that cannot be used; the caller raises it."""
-    # Of other types only the name: they may hold anything, secrets included.
-    shown = f"a {type(value).__name__}"
-    if isinstance(value, str | int | float | Path):
-        shown = repr(_redact(str(value))[:80])
-    return ConfigError(f"{shown} {reason}. Accepted: {accepted}.")
+# -- values: a parser takes what people write; its ValueError says what is wrong -------------------
 
 
 def _directory(value: object, base: str = "") -> Path:
     text = str(value) if isinstance(value, str | Path) else ""
-    names = [found[1] or found[2] for found in re.finditer(_VARIABLE, text)]
-    # os.path.expandvars keeps what is not set: a directory called "$SCRATCH" would be the result.
-    unset = next((name for name in names if not os.environ.get(name)), None)
-    expanded = os.path.expanduser(os.path.expandvars(text))  # noqa: PTH111  pathlib's raises
-    reason = None
-    if not text.strip() or "\0" in text or "://" in text:
-        reason = "is not a path" if "://" not in text else "is a URL"
-    elif unset is not None:
-        reason = f"names ${unset}, which is not set"
-    elif expanded.startswith("~"):
-        reason = "names a home directory that is not known"
-    if reason is not None:
-        raise _refuse(value, reason, "a local directory; ~ and $VARIABLES in it are expanded")
-    return Path(base, expanded).absolute()
+    if not text.strip() or "\0" in text:
+        raise ValueError("is not a path")
+    if "://" in text:
+        raise ValueError("is a URL")
+    for found in re.finditer(_VARIABLE, text):
+        # os.path.expandvars keeps it: a directory called "$SCRATCH" would be the result.
+        if not os.environ.get(name := found[1] or found[2]):
+            raise ValueError(f"names ${name}, which is not set")
+    text = os.path.expanduser(os.path.expandvars(text))  # noqa: PTH111  pathlib's raises
+    if text.startswith("~"):
+        raise ValueError("names a home directory that is not known")
+    return Path(base, text).absolute()
 
 
 def _above_zero(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -143,7 +132,7 @@ def _above_zero(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def parsed(value: Any) -> Any:
         found = parse(value)
         if found in (0, Limit(bytes=0), Limit(percent=0.0)):
-            raise _refuse(value, "is nothing", f'more than 0, or "{NONE}" where there is no limit')
+            raise ValueError("is nothing")
         return found
 
     return parsed
@@ -152,35 +141,33 @@ def _above_zero(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def _part_size(value: Any) -> int:
     size = units.parse_bytes(value)
     if size % MIB or not MIB <= size <= 1024 * MIB:
-        raise _refuse(value, "cannot be used", "a multiple of 1MiB from 1MiB to 1GiB")
+        raise ValueError("cannot be used")
     return size
 
 
 def _function(value: object) -> object:
     if not callable(value):
-        raise _refuse(value, "cannot be called", "a function of the path of a fetched file")
+        raise ValueError("cannot be called")
     return value
 
 
-def _items(value: object, accepted: str) -> list[Any]:
+def _items(value: object) -> list[Any]:
     """The items of a list, or of text that separates them by commas."""
     if isinstance(value, str):
         return [] if value.strip().lower() == NONE else value.split(",")
     if not isinstance(value, list | tuple | set | frozenset):
-        raise _refuse(value, "is no list", accepted)
+        raise ValueError("is no list")
     return list(value)
 
 
 def _schemes(value: object) -> tuple[str, ...]:
-    accepted = 'URL schemes such as "pipe", separated by commas or as a list'
-    found = {str(item).strip().lower() for item in _items(value, accepted)}
-    for scheme in found:
-        if not re.fullmatch(_SCHEME, scheme):
-            raise _refuse(scheme, "is no scheme", accepted)
-    return tuple(sorted(found))
+    found = sorted({str(item).strip().lower() for item in _items(value)})
+    if not all(re.fullmatch(_SCHEME, scheme) for scheme in found):
+        raise ValueError("holds what is no scheme")
+    return tuple(found)
 
 
-def _tables(made: Any, accepted: str) -> Callable[[object], tuple[Any, ...]]:
+def _tables(made: Any) -> Callable[[object], tuple[Any, ...]]:
     """A parser of lists of ``made``: its items are tables, or text for its ``of_text``."""
 
     def one(item: Any) -> object:
@@ -190,11 +177,10 @@ def _tables(made: Any, accepted: str) -> Callable[[object], tuple[Any, ...]]:
             item = made.of_text(str(item).strip())
         try:
             return made(**item)
-        except TypeError:  # no table, or another field; the error would show what is in it
-            pass
-        raise _refuse(item, "cannot be used", accepted)
+        except TypeError:  # no table, or other fields: the error would show them
+            raise ValueError("holds what cannot be used") from None
 
-    return lambda value: tuple(map(one, _items(value, accepted)))
+    return lambda value: tuple(map(one, _items(value)))
 
 
 def _store(value: object) -> str:
@@ -204,10 +190,7 @@ def _store(value: object) -> str:
         return os.fspath(_directory(text))
     login = re.match(_USERINFO, text) and not text.startswith(("abfs", "az", "oci"))
     if login or "?" in text or not re.fullmatch(_SCHEME, text.partition("://")[0].lower()):
-        accepted = (
-            "a directory, or scheme://... of a store; credentials belong into storage_options"
-        )
-        raise _refuse(text, "is no store", accepted)
+        raise ValueError("is no store")
     return text
 
 
@@ -226,20 +209,8 @@ def _group(value: object) -> int:
         with contextlib.suppress(KeyError, ValueError):
             number = int(text) if text.isdecimal() else grp.getgrnam(text).gr_gid
     if not 0 <= number < _NO_GROUP:
-        accepted = "the name of a group that this machine knows, or its number"
-        raise _refuse(value, "is no group", accepted)
+        raise ValueError("is no group")
     return number
-
-
-def _endpoint(value: object) -> str:
-    text = value.strip() if isinstance(value, str) else ""
-    if not re.fullmatch(_ENDPOINT, text):
-        accepted = (
-            "http:// or https://, a host, a port if need be; credentials belong into the "
-            "environment (AWS_ACCESS_KEY_ID), a profile or storage_options"
-        )
-        raise _refuse(value, "is no endpoint", accepted)
-    return text
 
 
 def group_name(gid: int) -> str:
@@ -250,8 +221,15 @@ def group_name(gid: int) -> str:
         return str(gid)
 
 
+def _endpoint(value: object) -> str:
+    text = value.strip() if isinstance(value, str) else ""
+    if not re.fullmatch(_ENDPOINT, text):
+        raise ValueError("is no endpoint (credentials belong into the environment or a profile)")
+    return text
+
+
 class Kind(NamedTuple):
-    """How one kind of value is called, read and shown."""
+    """What is accepted as one kind of value, and how that is read and shown."""
 
     text: str
     parse: Callable[..., Any]
@@ -276,21 +254,21 @@ def _listed(value: Sequence[object]) -> str:
     return ", ".join(map(str, value))
 
 
-PATH = Kind("path", _directory)
+PATH = Kind("local directory", _directory)
 BOOL = Kind("bool", units.parse_bool, lambda value: str(value).lower())
 TIME = Kind("duration", units.parse_duration, units.exact_duration)
-SOME_TIME = Kind("duration", _above_zero(units.parse_duration), units.exact_duration)
-# Not the repr: a functools.partial would print its arguments.
-CALL = Kind("function", _function, lambda value: getattr(value, "__name__", "function"))
-SCHEMES = Kind("list", _schemes, _listed)
-TABLE = Kind("table", _storage_options, _names_only)
-ROOM = Kind("size or %", _above_zero(units.parse_limit))
+SOME_TIME = Kind("duration above 0", _above_zero(units.parse_duration), units.exact_duration)
 LIMIT = Kind("size or %", units.parse_limit)
-SIZE = Kind("size", _above_zero(units.parse_bytes), units.exact_bytes)
-PART_SIZE = Kind("size", _part_size, units.exact_bytes)
-ENDPOINT = Kind("URL", _endpoint, _redact)
-GROUP = Kind("name or number", _group, group_name)
-STORE = Kind("path or URL", _store, _redact)
+ROOM = Kind("size or % above 0", _above_zero(units.parse_limit))
+SIZE = Kind("size above 0", _above_zero(units.parse_bytes), units.exact_bytes)
+PART_SIZE = Kind("multiple of 1MiB up to 1GiB", _part_size, units.exact_bytes)
+# Not the repr: a functools.partial would print its arguments.
+CALL = Kind("function of a path", _function, lambda value: getattr(value, "__name__", "function"))
+TABLE = Kind("table", _storage_options, _names_only)
+SCHEMES = Kind("list of URL schemes", _schemes, _listed)
+GROUP = Kind("name or number of a group", _group, group_name)
+ENDPOINT = Kind("http(s) URL without credentials", _endpoint, _redact)
+STORE = Kind("path, or URL without credentials", _store, _redact)
 
 
 def _parse_all(made: Any) -> None:
@@ -342,25 +320,8 @@ class Upstream:
         return _redact(self.url) + (" (write_back)" if self.write_back else "")
 
 
-TIERS = Kind(
-    "list",
-    _tables(
-        TierOption,
-        "directories, each with =SIZE if it is to hold no more (/dev/shm/shards=50GB), as a list "
-        "or separated by commas; as tables with dir, max_size and min_free in code and TOML",
-    ),
-    _listed,
-)
-UPSTREAMS = Kind(
-    "list",
-    _tables(
-        Upstream,
-        "directories or URLs, as a list or separated by commas; as tables with url, write_back, "
-        "endpoint_url and storage_options in code and TOML",
-    ),
-    _listed,
-)
-
+TIERS = Kind("list of DIRECTORY=SIZE or tables", _tables(TierOption), _listed)
+UPSTREAMS = Kind("list of paths, URLs or tables", _tables(Upstream), _listed)
 
 _PREFIX = "SHARDCACHE_"
 #: Variables with our prefix that are no options; the last two belong to `shardcache.ranks`.
@@ -606,11 +567,18 @@ def _parse(option: Field[Any], value: object, source: str, **context: Any) -> ob
     cleared = isinstance(value, str) and value.strip().lower() == NONE
     if option.default is None and (value is None or cleared):
         return None
+    name, kind = option.name, option.metadata["kind"]
     try:
-        return option.metadata["kind"].parse(value, **context)
+        return kind.parse(value, **context)
     except ConfigError as exn:
-        name = option.name
-        raise ConfigError(f"{name} ({source}): {exn}", option=name, source=source) from exn
+        message = exn.message
+    except ValueError as exn:
+        # Of other types only the name: they may hold anything, secrets included.
+        plain = isinstance(value, str | int | float | Path)
+        shown = repr(_redact(str(value))[:80]) if plain else f"a {type(value).__name__}"
+        unset = f", or {NONE}" if option.default is None else ""
+        message = f"{shown} {exn}. Accepted: {kind.text}{unset}."
+    raise ConfigError(f"{name} ({source}): {message}", option=name, source=source)
 
 
 # -- what people are shown -------------------------------------------------------------------------

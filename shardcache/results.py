@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardcache.fetch.status import FetchStatus
 from shardcache.files import FULL
@@ -286,31 +286,27 @@ class PrewarmReport:
         return any(is_full(r.error) for r in self.results if r.outcome is Outcome.FAILED)
 
 
-@dataclass(frozen=True, slots=True)
-class Planned:
+class Planned(NamedTuple):
     """The plan is made; nothing was fetched yet."""
 
     plan: PrewarmPlan
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
+class Started(NamedTuple):
     """A thread has begun with a shard; ``status`` goes on changing until it is finished."""
 
     shard: ShardURL
     status: FetchStatus
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(NamedTuple):
     """A thread is done with a shard."""
 
     shard: ShardURL
     result: ShardResult
 
 
-@dataclass(frozen=True, slots=True)
-class Stopping:
+class Stopping(NamedTuple):
     """No further shard will be started."""
 
     reason: Stopped

@@ -22,8 +22,6 @@ from shardcache.space.eviction import Reason
 from shardcache.space.memory import Volume
 from shardcache.units import Limit, exact_duration, format_bytes, parse_duration
 
-_LIMITS = ("max_size", "min_free", "max_age")
-
 
 @command("clean")
 @dry_run_option
@@ -78,8 +76,6 @@ def clean_command(
             wait=wait,
         )
         console.object("clean", report, freed=report.freed)
-        for removal in report.removed if console.verbosity else ():
-            console.info(f"{removal.name}  {format_bytes(removal.size)}  {removal.reason}")
         console.info(_clean_text(cache, report, given))
         if report.missing:
             console.warning(
@@ -91,21 +87,21 @@ def clean_command(
 def _clean_text(cache: Cache, report: CleanReport, given: dict[str, Any]) -> str:
     removed, kept = ("would remove", "would keep") if report.dry_run else ("removed", "kept")
     rest = f"{kept} {counted(report.kept, 'shard')}, {format_bytes(report.kept_bytes)}"
-    changes = {name: value for name, value in given.items() if name == "max_size"}
-    limit = Volume.of(cache.dir).budget(cache.config.replace(**changes))
+    max_size = given.get("max_size", cache.config.max_size)
+    limit = Volume.of(cache.dir).budget(cache.config.replace(max_size=max_size))
     if limit:
         rest += f" ({report.kept_bytes / limit:.0%} of {format_bytes(limit)})"
     if not report.removed:
         return f"nothing to remove; {rest}"
-    text = f"{removed} {counted(len(report.removed), 'shard')}, {format_bytes(report.freed)}"
-    limits = {name: f"--{name.replace('_', '-')}" if name in given else name for name in _LIMITS}
     max_age = parse_duration(given.get("max_age", cache.config.max_age or 0.0))
     reasons = {
-        Reason.MAX_SIZE: f"over {limits['max_size']}",
-        Reason.MIN_FREE: f"for {limits['min_free']}",
+        Reason.MAX_SIZE: "over max_size",
+        Reason.MIN_FREE: "for min_free",
         Reason.MAX_AGE: f"older than {exact_duration(max_age)}",
-        Reason.ORPHAN: "orphan" if report.count(Reason.ORPHAN) == 1 else "orphans",
+        Reason.ORPHAN: "left by dead processes",
         Reason.QUARANTINED: "damaged",
     }
     found = [f"{n:,} {why}" for reason, why in reasons.items() if (n := report.count(reason))]
-    return f"{text}: {', '.join(found)}\n{rest}" if found else f"{text}\n{rest}"
+    why = f": {', '.join(found)}" if found else ""
+    shards, size = counted(len(report.removed), "shard"), format_bytes(report.freed)
+    return f"{removed} {shards}, {size}{why}\n{rest}"

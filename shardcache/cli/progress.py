@@ -40,14 +40,6 @@ class Position:
 Positions = Mapping[str, Position]
 
 
-def of_shards(done: int, shards: int | None, done_bytes: int, all_bytes: int) -> Positions:
-    """``512/1,848 shards, 256.0 GB of 924.3 GB``."""
-    if not shards:
-        return {"": Position("looking for shards")}
-    size = f"{format_bytes(done_bytes)} of {format_bytes(all_bytes)}"
-    return {"": Position(f"{done:,}/{shards:,} shards, {size}", done_bytes, all_bytes)}
-
-
 @contextlib.contextmanager
 def display(console: Console, positions: Callable[[], Positions]) -> Iterator[None]:
     """Show how far a command is while the context lasts; printed lines appear above the bars.

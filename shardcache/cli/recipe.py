@@ -12,7 +12,7 @@ import os
 import shlex
 import string
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
@@ -77,37 +77,48 @@ def recipe_command(
     if image and kind != "k8s":
         raise click.UsageError("--image is for k8s.")
     loaded = invocation.loaded()
-    environment = {
-        f"SHARDCACHE_{setting.name.upper()}": setting.value
+    variables = [
+        f"SHARDCACHE_{setting.name.upper()}={setting.value}"
         for setting in describe(loaded)
         if setting.source != "default" and setting.name not in _NO_VARIABLE
-    }
+    ]
     program, directory = [sys.executable, "-m", "shardcache"], os.fspath(loaded.config.dir)
-    files = render(kind, program, directory, environment, prewarm, image or "IMAGE")
+    files = render(kind, program, directory, variables, prewarm, image or "IMAGE")
+    paths = {name: output.absolute() / name for name in files} if output is not None else {}
+    if taken := [path.name for path in paths.values() if os.path.lexists(path)]:
+        raise click.UsageError(f"{', '.join(taken)} is there already in {output}; remove it.")
     console = invocation.console
-    if output is not None:
-        _write(invocation, output, files)
-    paths = {name: output and (output / name).absolute() for name in files}
-    rows = [{"name": name, "path": paths[name], "text": text} for name, text in files.items()]
+    for number, (name, text) in enumerate(files.items()):
+        if output is not None:
+            paths[name].write_text(text, "utf-8")
+            if text.startswith("#!"):
+                paths[name].chmod(0o755)
+            console.hint(f"wrote {paths[name]}")
+        elif len(files) > 1:
+            console.data(f"{chr(10) if number else ''}# -- {name}\n{text.rstrip()}")
+        else:
+            console.data(text.rstrip())
+    rows = [{"name": name, "path": paths.get(name), "text": text} for name, text in files.items()]
     console.object("recipe", kind=kind, files=rows)
-    if output is None:
-        for number, (name, text) in enumerate(files.items()):
-            if len(files) > 1:
-                console.data(f"{chr(10) if number else ''}# -- {name}")
-            console.data(text.rstrip("\n"))
 
 
 def render(
     kind: str,
     program: Sequence[str],
     directory: str,
-    environment: Mapping[str, str],
+    variables: Sequence[str] = (),
     prewarm: Sequence[str] = (),
     image: str = "IMAGE",
 ) -> dict[str, str]:
     """Fill in the templates of a kind: text by file name.
 
-    ``program`` is how the command line is run on the machine, by absolute path.
+    Args:
+        kind: of `KINDS`.
+        program: how the command line is run on the machine, by absolute path.
+        directory: of the cache.
+        variables: of the environment, each as ``NAME=value``.
+        prewarm: shards to fetch before a job.
+        image: for Kubernetes.
     """
     if secret := next((redact(spec) for spec in prewarm if redact(spec) != spec), None):
         raise ConfigError(
@@ -118,62 +129,34 @@ def render(
     def filled(name: str) -> str:
         return string.Template((folder / name).read_text("utf-8")).substitute(fields)
 
-    run = [*program, "--dir", directory]
-    variables = list(environment.items())
+    environment = ["/usr/bin/env", *variables] if variables else []
+    run = [*environment, *program, "--dir", directory]
+    pod_run = [*environment, "python", "-m", "shardcache", "--dir", directory]
     fields = {
         "plain_dir": directory,
         "user": getpass.getuser(),
         "cron_run": shlex.join(run).replace("%", "\\%"),
-        "cron_variables": "".join(f"{n}={_cron_value(v)}\n" for n, v in variables),
         "unit_dir": _unit_word(directory),
         "unit_path": directory.replace("%", "%%"),
         "unit_run": " ".join(map(_unit_word, run)),
-        "unit_variables": "".join(f"Environment={_unit_word(f'{n}={v}')}\n" for n, v in variables),
         "sh_dir": shlex.quote(directory),
         "sh_run": shlex.join(run),
         "sh_specs": shlex.join(prewarm),
-        "sh_variables": "".join(f"export {n}={shlex.quote(v)}\n" for n, v in variables),
-        "pod_run": shlex.join(["python", "-m", "shardcache", "--dir", directory]),
+        "pod_run": shlex.join(pod_run),
         "pod_warms": "" if prewarm else ": ",
         "and_warm": " and warm" if prewarm else "",
-        "yaml_dir": _yaml(directory),
-        "yaml_image": _yaml(image),
-        "yaml_env": _yaml([{"name": n, "value": _kubernetes(v)} for n, v in variables]),
+        # JSON is YAML, too.
+        "yaml_dir": json.dumps(directory, ensure_ascii=False),
+        "yaml_image": json.dumps(image, ensure_ascii=False),
     }
-    fields["yaml_script"] = _yaml(_kubernetes(filled("loop.sh")))
+    # Kubernetes would expand $(X).
+    script = filled("loop.sh").replace("$", "$$")
+    fields["yaml_script"] = json.dumps(script, ensure_ascii=False)
     always, with_shards = KINDS[kind]
-    names = (*always, *with_shards) if prewarm else always
-    return {name: filled(name) for name in names}
-
-
-def _cron_value(value: str) -> str:
-    return f'"{value}"' if value != value.strip() or "#" in value else value
+    return {name: filled(name) for name in (*always, *(with_shards if prewarm else ()))}
 
 
 def _unit_word(text: str) -> str:
     """A word of a command line in a unit: no specifiers, variables or escapes of its own."""
     plain = text.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
     return f'"{plain}"' if plain != text or not text or any(c in text for c in " \t';") else text
-
-
-def _yaml(value: object) -> str:
-    """JSON, which is YAML, too."""
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _kubernetes(text: str) -> str:
-    """Text in which Kubernetes expands no ``$(X)``."""
-    return text.replace("$", "$$")
-
-
-def _write(invocation: Invocation, directory: Path, files: Mapping[str, str]) -> None:
-    """Write all files, or none."""
-    taken = [name for name in files if os.path.lexists(directory / name)]
-    if taken:
-        raise click.UsageError(f"{', '.join(taken)} is there already in {directory}; remove it.")
-    for name, text in files.items():
-        path = directory / name
-        path.write_text(text, "utf-8")
-        if text.startswith("#!"):
-            path.chmod(0o755)
-        invocation.console.hint(f"wrote {path}")

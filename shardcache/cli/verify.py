@@ -6,6 +6,7 @@ import contextlib
 import functools
 import sys
 import time
+from collections import Counter
 from typing import Any
 
 import click
@@ -13,7 +14,7 @@ import click
 from shardcache.cli.entries import matches_glob
 from shardcache.cli.main import SIZE, ExitCode, Invocation, command, dry_run_option, flag
 from shardcache.cli.output import Console, counted, printable
-from shardcache.cli.progress import display, of_shards
+from shardcache.cli.progress import Position, Positions, display
 from shardcache.store.verify import Finding, State, VerifyStatus
 from shardcache.units import Limit, format_bytes, format_duration
 
@@ -65,10 +66,14 @@ def verify_command(
         raise click.UsageError("-n goes with --repair; without it nothing is changed anyway.")
     if sample is not None and not sample.percent:
         raise click.BadParameter("write a percentage above 0%, such as 5%", param_hint="--sample")
-    console = invocation.console
-    counts = dict.fromkeys(State, 0)
-    wrong: list[Finding] = []
+    console, counts, wrong = invocation.console, Counter[State](), list[Finding]()
     size, began, status = 0, time.monotonic(), VerifyStatus()
+
+    def positions() -> Positions:
+        done = f"{format_bytes(status.passed)} of {format_bytes(status.bytes)}"
+        text = f"{status.done:,}/{status.shards:,} shards, {done}"
+        return {"": Position(text, status.passed, status.bytes)}
+
     with invocation.cache() as cache, invocation.graceful():
         if not cache.dir.exists() or not any(cache.dir.iterdir()):
             console.hint(f"Nothing was cached in {cache.dir} yet.")
@@ -82,34 +87,31 @@ def verify_command(
                 status=status,
                 stop=invocation.stop,
             )
-            shown = display(
-                console,
-                lambda: of_shards(status.done, status.shards, status.passed, status.bytes),
-            )
-            with contextlib.closing(findings), shown:
+            with contextlib.closing(findings), display(console, positions):
                 for finding in findings:
                     counts[finding.state] += 1
                     size += 0 if finding.state is State.UNCHECKED else finding.entry.size
                     if finding.state is not State.OK:
                         wrong.append(finding)
                         console.data(_line(console, finding))
+    stopped, seconds = invocation.stop.is_set(), round(time.monotonic() - began, 3)
+    verified, set_aside = counts.total() - counts[State.UNCHECKED], sum(f.set_aside for f in wrong)
     summary: dict[str, Any] = {
-        "interrupted": invocation.stop.is_set(),
-        "verified": sum(counts.values()) - counts[State.UNCHECKED],
+        "interrupted": stopped,
+        "verified": verified,
         "verified_bytes": size,
-        "seconds": round(time.monotonic() - began, 3),
-        **{state.value: count for state, count in counts.items()},
-        "set_aside": sum(finding.set_aside for finding in wrong),
+        "seconds": seconds,
+        **{state.value: counts[state] for state in State},
+        "set_aside": set_aside,
     }
     console.object("verify", findings=wrong, summary=summary)
-    done = "compared the sizes of" if quick else "verified"
-    notes = [f"{n:,} {_TEXTS[state]}" for state, n in counts.items() if n and state in _TEXTS]
+    notes = [f"{counts[state]:,} {text}" for state, text in _TEXTS.items() if counts[state]]
     if counts[State.DAMAGED] and repair:
-        notes[0] += ", to be set aside" if dry_run else f", {summary['set_aside']:,} set aside"
+        notes[0] += ", to be set aside" if dry_run else f", {set_aside:,} set aside"
     console.info(
-        f"{'interrupted: ' if invocation.stop.is_set() else ''}{done} "
-        f"{counted(summary['verified'], 'shard')}, {format_bytes(size)} in "
-        f"{format_duration(summary['seconds'])}: {', '.join(notes) or 'nothing is wrong'}"
+        f"{'interrupted: ' if stopped else ''}{'compared the sizes of' if quick else 'verified'} "
+        f"{counted(verified, 'shard')}, {format_bytes(size)} in {format_duration(seconds)}: "
+        f"{', '.join(notes) or 'nothing is wrong'}"
     )
     if counts[State.DAMAGED] and not repair:
         console.hint("Pass --repair to set damaged shards aside; readers fetch them anew.")
@@ -123,9 +125,8 @@ def verify_command(
 
 def _line(console: Console, finding: Finding) -> str:
     """``damaged      s3://lab/a.tar  its bytes changed since they were fetched``."""
-    state = finding.state
-    style = "red" if state is State.DAMAGED else "yellow"
-    label = console.styled(f"{state.value:<{_LABEL}}", style, sys.stdout)
+    color = "red" if finding.state is State.DAMAGED else "yellow"
+    label = console.styled(f"{finding.state.value:<{_LABEL}}", color, sys.stdout)
     name = finding.url or finding.entry.directory
     aside = " (set aside)" if finding.set_aside else ""
     return f"{label}  {printable(name)}  {printable(finding.reason)}{aside}"

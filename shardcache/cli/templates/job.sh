@@ -1,5 +1,5 @@
 #!/bin/bash
 # In a batch script, before the training: fills the cache of each node with the shards that
 # this node will read.
-${sh_variables}srun --ntasks-per-node=1 $sh_run \
+srun --ntasks-per-node=1 $sh_run \
     prewarm --quiet --shard-by-node -- $sh_specs

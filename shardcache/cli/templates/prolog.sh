@@ -1,7 +1,7 @@
 #!/bin/bash
 # Prolog= in slurm.conf: fetches shards before a job starts, for five minutes at most. Slurm
 # drains the node if this fails, so it never does: the job fetches what is missing.
-${sh_variables}output=$$(runuser -u "$$SLURM_JOB_USER" -- $sh_run \
+output=$$(runuser -u "$$SLURM_JOB_USER" -- $sh_run \
     prewarm --quiet --best-effort --deadline 5m -- $sh_specs 2>&1)
 code=$$?
 if [ "$$code" -ne 0 ]; then

@@ -177,12 +177,8 @@ class Counters:
     ) -> None:
         """Count a fetch of this process, and log it.
 
-        Args:
-            shard: which.
-            size, received: bytes of the shard, and bytes that came over the network.
-            seconds, retries: how long it took, and requests that were repeated.
-            upstream: whether it came from an upstream and not from its origin.
-            done: whether the shard is stored now.
+        ``size`` bytes has the shard, ``received`` came over the network; with ``upstream`` not
+        from its origin. ``done`` says whether the shard is stored now.
         """
         source = "upstream" if upstream else "origin"
         counts = {"fetches" if done else "fetches_failed": 1, "retries": retries}

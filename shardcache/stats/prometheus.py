@@ -15,23 +15,20 @@ __all__ = ["exposition"]
 
 #: Bounds of the histogram: every other octave is enough to see what readers wait for.
 _STEP = 4
-#: Name, counter, what it is.
-_PLAIN = (
-    ("opened_bytes", "bytes_opened", "Bytes of shards opened."),
-    ("bypassed_bytes", "bytes_bypassed", "Bytes streamed, not stored."),
-    ("fetches", "fetches", "Shards fetched."),
-    ("fetches_failed", "fetches_failed", "Fetches that failed."),
-    ("stored_bytes", "bytes_stored", "Bytes of shards stored."),
-    ("retries", "retries", "Requests that were repeated."),
-    ("evicted_bytes", "bytes_evicted", "Bytes of entries evicted or removed."),
-)
-#: Name, label, what the counters of its values begin with, what it is.
-_LABELLED = (
+#: Name, label, what the counters of its values begin with, the counters, what it is.
+_SUMS = (
+    ("opens", "outcome", "", OUTCOMES, "Shards that were asked for, by what that came to."),
+    ("opened_bytes", "", "", ("bytes_opened",), "Bytes of shards opened."),
     ("received_bytes", "source", "bytes_", ("bytes_origin", "bytes_upstream"),
      "Bytes that came over the network."),
+    ("bypassed_bytes", "", "", ("bytes_bypassed",), "Bytes streamed, not stored."),
+    ("fetches", "", "", ("fetches",), "Shards fetched."),
+    ("fetches_failed", "", "", ("fetches_failed",), "Fetches that failed."),
+    ("stored_bytes", "", "", ("bytes_stored",), "Bytes of shards stored."),
+    ("retries", "", "", ("retries",), "Requests that were repeated."),
     ("evicted", "reason", "evicted_", COUNTERS, "Entries evicted or removed, by reason."),
+    ("evicted_bytes", "", "", ("bytes_evicted",), "Bytes of entries evicted or removed."),
     ("errors", "kind", "errors_", COUNTERS, "Errors, by kind."),
-    ("opens", "outcome", "", OUTCOMES, "Shards that were asked for, by what that came to."),
 )  # fmt: skip
 
 
@@ -46,13 +43,13 @@ def exposition(found: Stats, directory: str) -> str:
         for suffix, labels, value in values:
             lines.append(f'shardcache_{name}{suffix}{{dir="{escaped}"{labels}}} {value:.17g}')
 
-    counts = found.counters
-    for name, label, prefix, counters, about in _LABELLED:
-        chosen = [each for each in counters if each.startswith(prefix)]
-        values = [(f',{label}="{each.removeprefix(prefix)}"', counts[each]) for each in chosen]
-        family(f"{name}_total", "counter", about, [("", *value) for value in values])
-    for name, key, about in _PLAIN:
-        family(f"{name}_total", "counter", about, [("", "", counts[key])])
+    for name, label, prefix, counters, about in _SUMS:
+        values = [
+            ("", label and f',{label}="{each.removeprefix(prefix)}"', getattr(found, each))
+            for each in counters
+            if each.startswith(prefix)
+        ]
+        family(f"{name}_total", "counter", about, values)
     about = "How long readers waited for a shard, and for what."
     family("wait_seconds", "histogram", about, _histograms(found))
     return "\n".join(lines) + "\n"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -192,13 +191,12 @@ def test_a_full_disk_frees_what_is_needed_or_says_that_it_cannot(make) -> None:
 class Library(Bench):
     """200 entries of 1,000 bytes in a cache for 210."""
 
-    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch, grace: float | None = None):
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(path, monkeypatch, max_size=210_000)
         self.shelve(200, 1000)
         self.counts = 0
         listed = self.store.entries
         monkeypatch.setattr(self.store, "entries", lambda: self._list(listed()))
-        self.space = Space(replace(self.layout, grace=grace), lambda: [self.store], self.config)
 
     def _list(self, entries: Iterator[Entry]) -> Iterator[Entry]:
         self.counts += 1
@@ -265,15 +263,15 @@ def test_shards_of_unknown_size_are_counted_as_they_grow(library: Library) -> No
     partial.discard()
 
 
-@pytest.mark.parametrize(
-    "text", [b"", b"{}", b'["BOOT"]', b'["BOOT", "x", 1e9, null]', b'["other", 5, 0, null]']
-)
-def test_a_number_that_makes_no_sense_is_counted_anew(library: Library, text: bytes) -> None:
+def test_a_number_that_makes_no_sense_is_counted_anew(library: Library) -> None:
     library.fetch(200)
-    boot = library.layout.usage.read_bytes().split(b'"')[1]
-    library.layout.usage.write_bytes(text.replace(b"BOOT", boot))
-    library.fetch(201)
-    assert library.counts == 2
+    usage = library.layout.usage
+    boot = usage.read_bytes().split(b'"')[1]
+    for text in (b"", b"{}", b'["BOOT"]', b'["BOOT", "x", 1e9, null]', b'["other", 5, 0, null]'):
+        usage.write_bytes(text.replace(b"BOOT", boot))
+        counts = library.counts
+        library.fetch(201)
+        assert library.counts == counts + 1
 
 
 # -- many processes ------------------------------------------------------------

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,12 +18,14 @@ from shardcache.errors import LockTimeoutError
 from shardcache.layout import Layout
 from shardcache.locks.flock import Holder, KeyLock
 from shardcache.locks.sessions import Session
+from shardcache.space import clean as module
 from shardcache.space.budget import Space
 from shardcache.space.clean import CleanReport, clean, remove
 from shardcache.space.eviction import Limits, Reason
 from shardcache.store.root import make_root
 from shardcache.store.store import Store
 from shardcache.urls import parse_url
+from tests.support.shop import Shop
 from tests.support.storetools import (
     begin,
     fill,
@@ -31,6 +34,7 @@ from tests.support.storetools import (
     publish,
     read,
     tree,
+    wait_until,
 )
 
 MIB = 1 << 20
@@ -206,3 +210,41 @@ def test_root_cleans_a_users_cache_and_leaves_no_file_of_its_own(tmp_path: Path)
             os.chown(path, 12345, 12345)
         assert cache.clean().removed == ()
         assert {path.stat().st_uid for path in cache.dir.rglob("*")} == {12345}
+
+
+# -- beside a job --------------------------------------------------------------
+
+
+@pytest.mark.locks_work
+def test_one_of_a_nodes_processes_cleans_beside_its_job(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shop, rounds, real = Shop(tmp_path, count=5), [], module.clean
+    with Cache(shop.path, cache_local=True, min_free=0) as earlier:
+        for number, url in enumerate(shop.urls):
+            earlier.fetch(url)
+            shop.use(url, 1000.0 + number)
+    orphan = bench.leave()
+    for path in orphan.iterdir():
+        os.utime(path, (1000.0, 1000.0))
+
+    def clean(*arguments: Any, **options: Any) -> CleanReport:
+        rounds.append(threading.current_thread().name)
+        return real(*arguments, **options)
+
+    def read() -> None:
+        with Cache(shop.path, cache_local=True, min_free=0, max_size=5 * shop.size) as cache:
+            with cache.open(shop.urls[0]) as stream:
+                stream.read()
+            wait_until(lambda: "shardcache-clean" not in {t.name for t in threading.enumerate()})
+
+    monkeypatch.setattr(module, "_FIRST", -1.0)
+    monkeypatch.setattr(module, "clean", clean)
+    read()
+    assert not orphan.exists()
+    assert set(shop.entries()) == {shop.urls[n] for n in (0, 2, 3, 4)}  # a little below its limit
+    read()
+    assert rounds == ["shardcache-clean"]
+    os.utime(Layout.of_root(shop.path).named_lock("clean"), (1000.0, 1000.0))
+    read()
+    assert rounds == ["shardcache-clean"] * 2

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardcache.config import Config
+from shardcache.locks.sessions import Session
 from shardcache.space.eviction import SKEW, Limits, Policy, Reason, plan
-from shardcache.store.store import Entry
+from shardcache.space.pins import pin, pinned_keys, remove_expired
+from shardcache.store.entry import Entry
+from shardcache.store.root import make_root
+from shardcache.urls import parse_url
 
 NOW = 10_000.0
 
@@ -89,4 +97,39 @@ def test_a_plan_takes_the_least_recently_used_until_the_limits_hold(
     assert limits.everything or not any(map(old, set(free) - set(gone)))
 
 
-# -- carrying it out -----------------------------------------------------------
+DAY = 86_400.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "used", "started", "stays"),
+    [
+        ("working-set", -60, [-50, -100], True),
+        ("working-set", -60, [-60], True),
+        ("working-set", -61, [-60], False),  # before the oldest job began
+        ("working-set", -60, [], False),  # no job runs
+        ("working-set", -DAY - 1, [-2 * DAY], False),  # nobody for so long
+        ("working-set", -DAY + 1, [-2 * DAY], True),
+        ("working-set", -DAY + 1, [2 * DAY], True),  # its clock was wrong
+        ("working-set", 60, [-100], True),  # a little ahead
+        ("working-set", DAY, [-100], False),
+        ("lru", -60, [-100], False),
+        ("fifo", -60, [-100], False),
+    ],
+)
+def test_what_a_policy_keeps(tmp_path: Path, kind, used, started, stays) -> None:
+    now, layout = 1_800_000_000.0, make_root(tmp_path / "cache", "test")
+    config = Config(tmp_path / "cache", policy=kind, protect_for="24h")
+    sessions = [Session(layout, now + date) for date in started]
+    entry = Entry("/objects/key/v", "key", "v", 10, now + used)
+    assert Policy.of(config, layout, now).keeps(entry) is stays
+    assert not Policy.of(config, layout, now, jobs=False).keeps(entry)
+    for session in sessions:
+        session.close()
+
+
+def test_a_pin_that_makes_no_sense_keeps_its_shard(tmp_path: Path) -> None:
+    layout, url = make_root(tmp_path / "cache", "test"), parse_url("s3://lab/a.tar")
+    for text in (b"", b"{", b"[]", b"null", b'{"url": "x", "until": "soon"}', b"\xff" * 99):
+        pin(layout, url, 1.0)
+        layout.pin(url.key).write_bytes(text)
+        assert pinned_keys(layout, 2.0) == {url.key} and remove_expired(layout, 2.0) == 0

@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,11 +68,9 @@ def test_a_filesystem_without_flock_grants_every_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     monkeypatch.setattr(fcntl, "flock", refusing(number, real=fcntl.flock))
-    path = tmp_path / "aa" / "key.lock"
-    one, other = KeyLock(path), KeyLock(path)
+    one, other = KeyLock(tmp_path / "aa" / "key.lock"), KeyLock(tmp_path / "aa" / "key.lock")
     with no_descriptor_left():
         assert one.try_acquire(ME) and other.try_acquire(ME)
-        one.update(ME)
         one.release()
         other.release()
 
@@ -80,24 +79,22 @@ def test_a_filesystem_without_flock_grants_every_lock(
 
 
 @pytest.mark.locks_work("flock")
-def test_one_holds_a_key_and_the_next_after_release(tmp_path: Path) -> None:
+def test_one_holds_a_key_until_it_lets_go_or_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "aa" / "key.lock"
     one, other = KeyLock(path), KeyLock(path)
     with no_descriptor_left():
         assert one.try_acquire(ME)
         assert not other.try_acquire(ME)
+        assert read_holder(path) == ME
+        one.update(replace(ME, partial="x" * 100))  # a shorter record replaces a longer one
+        one.update(ME)
+        assert read_holder(path) == ME
         one.release()
         one.release()
         assert other.try_acquire(ME)
         assert not free(path)
         other.release()
         assert free(path)
-    assert path.exists()
-
-
-@pytest.mark.locks_work("flock")
-def test_a_killed_holder_frees_its_key_at_once(tmp_path: Path) -> None:
-    path = tmp_path / "key.lock"
 
     def hold(parent: Parent) -> None:
         lock = KeyLock(path)
@@ -106,11 +103,10 @@ def test_a_killed_holder_frees_its_key_at_once(tmp_path: Path) -> None:
 
     with forked(hold) as child:
         assert child.hear()
+        child.kill(signal.SIGSTOP)
         assert not free(path)
         holder = read_holder(path)
         assert holder is not None and holder.pid == child.pid
-        child.kill(signal.SIGSTOP)
-        assert not free(path)
         child.kill()
         assert free(path)
 

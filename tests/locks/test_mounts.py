@@ -72,27 +72,16 @@ def test_the_innermost_latest_mount_counts(path: str, kind: str, local: bool) ->
 
 
 @pytest.mark.usefixtures("table")
-def test_a_line_is_read_whole() -> None:
+def test_a_line_is_read_whole_and_a_link_leads_to_the_mount_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = {mount.point: mount for mount in read_mounts()}
     assert set(found) == {"/", "/dev/shm", "/data", "/data/local disk", "/juice", "/scratch"}
-    assert found["/data"] == Mount(
-        "/data",
-        "nfs4",
-        "nas:/export/data",
-        frozenset({"rw", "relatime", "vers=4.2", "proto=tcp"}),
-    )
-
-
-@pytest.mark.usefixtures("table")
-def test_a_symbolic_link_leads_to_the_mount_behind_it(tmp_path: Path) -> None:
-    link = tmp_path / "link"
-    link.symlink_to("/juice/cache")
-    found = mount_of(link)
-    assert found is not None and found.type == "fuse.juicefs"
-
-
-def test_no_table_is_no_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("shardcache.locks.mounts._MOUNTINFO", tmp_path / "absent")
+    options = frozenset({"rw", "relatime", "vers=4.2", "proto=tcp"})
+    assert found["/data"] == Mount("/data", "nfs4", "nas:/export/data", options)
+    (tmp_path / "link").symlink_to("/juice/cache")
+    assert mount_of(tmp_path / "link") == found["/juice"]
+    monkeypatch.setattr(mounts, "_MOUNTINFO", tmp_path / "absent")
     assert mount_of(tmp_path) is None
 
 
@@ -127,25 +116,19 @@ def on(kind: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mounts, "mount_of", found)
 
 
-@pytest.mark.parametrize("kind", ["ext4", "xfs", "btrfs", "tmpfs", "overlay"])
-def test_local_filesystems_are_locked_by_flock_in_the_cache(
-    root: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    on(kind, monkeypatch)
-    assert node_namespace(root, "auto", 600.0) == Layout.of_root(root)
-    assert node_namespace(root, "lease", 600.0).grace == IDLE_GRACE
-
-
-@pytest.mark.parametrize("kind", ["nfs4", "lustre", "gpfs", "fuse.juicefs", "9p", None])
-def test_all_others_by_leases(
+@pytest.mark.parametrize("kind", ["ext4", "tmpfs", "nfs4", "lustre", "fuse.juicefs", "9p", None])
+def test_local_filesystems_are_locked_by_flock_and_all_others_by_leases(
     root: Path, node: Path, monkeypatch: pytest.MonkeyPatch, kind: str | None
 ) -> None:
     on(kind, monkeypatch)
     found = node_namespace(root, "auto", 600.0)
-    assert found.grace == IDLE_GRACE
-    assert found.local is not None and found.local.parent == node
-    assert found.local.stat().st_mode & 0o777 == 0o700
-    assert node_namespace(root, "auto", IDLE_GRACE).grace == 2 * IDLE_GRACE
+    if kind in ("ext4", "tmpfs"):
+        assert found == Layout.of_root(root)
+    else:
+        assert found.grace == IDLE_GRACE
+        assert found.local is not None and found.local.parent == node
+        assert found.local.stat().st_mode & 0o777 == 0o700
+    assert node_namespace(root, "lease", IDLE_GRACE).grace == 2 * IDLE_GRACE
     assert node_namespace(root, "flock", 600.0) == Layout.of_root(root)
 
 

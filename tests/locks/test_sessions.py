@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,13 +16,11 @@ from shardcache.layout import Layout
 from shardcache.locks.sessions import (
     Session,
     live_sessions,
-    remove_dead,
 )
 from shardcache.store.root import make_root
 from tests.support.storetools import (
     PATIENCE,
     Parent,
-    crowd,
     forked,
     no_descriptor_left,
     refusing,
@@ -72,63 +69,6 @@ def test_a_dead_process_does_not_count_and_a_stopped_one_does(layout: Layout) ->
         child.kill()
         assert names(layout) == [name]
         assert oldest(layout) is None
-    assert names(layout) == []
-
-
-@pytest.mark.locks_work("flock")
-def test_a_dead_jobs_session_does_not_live_on_in_its_workers(layout: Layout) -> None:
-    def work(parent: Parent) -> None:
-        session = Session(layout, 1000.0)
-        pid = os.fork()
-        if pid == 0:
-            session.close()  # the parent's, so nothing happens
-            parent.say("runs")
-            signal.alarm(120)
-            signal.pause()
-        parent.hear()
-        parent.say(pid)
-        parent.hear()
-
-    with forked(work) as child:
-        assert child.hear() == "runs"
-        worker = child.ask()
-        try:
-            assert oldest(layout) == 1000.0
-            child.kill()
-            assert oldest(layout) is None
-            os.kill(worker, 0)
-        finally:
-            os.kill(worker, signal.SIGKILL)
-
-
-@pytest.mark.locks_work("flock")
-def test_a_session_is_never_seen_without_its_lock_or_its_time(layout: Layout) -> None:
-    # One process counts in a loop while others come and go: whatever it sees
-    # began when they say, and none of them loses its file.
-    def count(parent: Parent, number: int) -> None:
-        parent.hear()
-        seen = set()
-        end = time.monotonic() + 1.0
-        while time.monotonic() < end:
-            seen.add(oldest(layout))
-            remove_dead(layout)
-        parent.say(seen)
-
-    def come_and_go(parent: Parent, number: int) -> None:
-        parent.hear()
-        lost = 0
-        end = time.monotonic() + 1.0
-        while time.monotonic() < end:
-            session = Session(layout, 1000.0 + number)
-            lost += session._file is None or not session.path.exists()
-            session.close()
-        parent.say(lost)
-
-    with crowd(1, count) as counters, crowd(2, come_and_go) as users:
-        for child in (*counters, *users):
-            child.tell()
-        assert counters[0].hear() <= {None, 1000.0, 1001.0}
-        assert [user.hear() for user in users] == [0, 0]
     assert names(layout) == []
 
 

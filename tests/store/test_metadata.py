@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardcache import clock
-from shardcache.clock import boot_id
 from shardcache.origins.base import Checksum, ObjectInfo
 from shardcache.store.entry import DamagedError, Metadata
 from tests.support.storetools import metadata_for
@@ -62,19 +58,6 @@ def test_a_sidecar_with_bytes_changed_is_damage_or_says_something_valid(data) ->
         return
     assert Metadata.decode(found.encode()) == found
     assert isinstance(found.info.version, str)
-
-
-def test_a_kernel_without_boot_ids_has_an_empty_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert len(boot_id()) == 36
-    monkeypatch.setattr(clock, "_BOOT_ID", tmp_path / "absent")
-    boot_id.cache_clear()
-    assert boot_id() == ""
-    (tmp_path / "absent").write_bytes(b"\xff\xfe")
-    boot_id.cache_clear()
-    assert boot_id() == ""
-    boot_id.cache_clear()
 
 
 def test_versions_tell_objects_apart() -> None:

@@ -11,7 +11,7 @@ import pytest
 from shardcache.cache import Cache
 from shardcache.cli.main import main
 from shardcache.errors import ConfigError
-from shardcache.layout import MANIFEST, Layout
+from shardcache.layout import MANIFEST
 from shardcache.locks.sessions import Session
 from tests.support.fakes import MemoryOrigin
 from tests.support.storetools import begin, make_store, metadata_for, publish, tree
@@ -26,7 +26,7 @@ def _object(origin: MemoryOrigin) -> None:
     origin.objects[URL] = make_tar(1)
 
 
-def settle(root: Path, **changes: object) -> Path:
+def newer_library(root: Path, **changes: object) -> Path:
     """A subtree as a newer library might keep it: much like ours, down to the names."""
     newer = root / "v2"
     store = make_store(root / "newer")
@@ -64,7 +64,7 @@ def test_the_layout_of_another_version_is_left_alone(
 ) -> None:
     root = tmp_path / "cache"
     make_cache(dir=root).close()
-    newer = settle(root, schema=schema)
+    newer = newer_library(root, schema=schema)
     before, manifest = tree(newer), (root / MANIFEST).read_bytes()
     use(make_cache, root)
     assert tree(newer) == before
@@ -76,7 +76,7 @@ def test_a_root_of_a_newer_kind_is_refused_and_nothing_in_it_touched(
 ) -> None:
     root = tmp_path / "cache"
     root.mkdir(mode=0o700)
-    settle(root, schema=2)
+    newer_library(root, schema=2)
     (root / "v1").mkdir()
     before = tree(root)
     for call in (
@@ -90,14 +90,3 @@ def test_a_root_of_a_newer_kind_is_refused_and_nothing_in_it_touched(
         assert main(["--dir", str(root), *command]) == 2, command
         assert "Upgrade shardcache" in capsys.readouterr().err
     assert tree(root) == before
-
-
-def test_a_sidecar_of_a_newer_kind_is_no_hit(make_cache: MakeCache, origin: MemoryOrigin) -> None:
-    cache = make_cache()
-    entry = cache.fetch(URL)
-    sidecar = entry.path / "meta.json"
-    sidecar.write_text(json.dumps({**json.loads(sidecar.read_bytes()), "schema": 2}))
-    with make_cache().open(URL) as stream:
-        assert stream.read() == make_tar(1)
-    assert [start for _, start, _ in origin.requests] == [0, 0]
-    assert Layout.of_root(cache.dir).base.name == "v1"

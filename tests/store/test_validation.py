@@ -35,9 +35,11 @@ def test_archives_of_every_style_pass(tmp_path: Path, style: int, name: str) -> 
 
 
 @pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress])
-@pytest.mark.parametrize("name", ["a.tar", "a.tgz", "a.tar.gz", "a.tar.bz2", "a.TAR.XZ"])
-def test_compressed_archives_pass(tmp_path: Path, compress, name: str) -> None:
-    check(tmp_path, compress(make_tar(1)), name)
+def test_compressed_archives_and_files_of_other_names_pass(tmp_path: Path, compress) -> None:
+    for name in ("a.tar", "a.tgz", "a.TAR.XZ"):
+        check(tmp_path, compress(make_tar(1)), name)
+    for name in ("a.bin", "tar", "a.tar.idx"):
+        check(tmp_path, PAGE, name)
 
 
 @pytest.mark.parametrize(
@@ -52,14 +54,8 @@ def test_compressed_archives_pass(tmp_path: Path, compress, name: str) -> None:
         bytes(511) + b"x",
     ],
 )
-@pytest.mark.parametrize("name", ["a.tar", "A.TAR", "a.tar.gz"])
-def test_what_is_no_archive_is_refused_and_shown(tmp_path: Path, data: bytes, name: str) -> None:
+def test_what_is_no_archive_is_refused_and_shown(tmp_path: Path, data: bytes) -> None:
     with pytest.raises(IntegrityError, match="no tar archive") as caught:
-        check(tmp_path, data, name)
+        check(tmp_path, data, "a.tar.gz")
     assert URL in str(caught.value) and caught.value.url == URL
     assert len(str(caught.value)) < 400
-
-
-@pytest.mark.parametrize("name", ["a.bin", "a.parquet", "tar", "a.tar.idx"])
-def test_other_names_are_not_looked_at(tmp_path: Path, name: str) -> None:
-    check(tmp_path, PAGE, name)

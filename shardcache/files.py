@@ -211,11 +211,7 @@ def open_exclusive(path: str | os.PathLike[str], flags: int, modes: Modes = PRIV
         file = open_file(path, flags, modes.file)
         _exclusive.add(file)
     if flags & os.O_EXCL:
-        try:
-            settle(file.fileno(), modes.file)
-        except OSError:
-            file.close()
-            raise
+        settle(file.fileno(), modes.file)
     return file
 
 

@@ -291,7 +291,7 @@ class Coordinator:
                 """Say in the lock's record where the shard grows, for those who wait."""
                 size = partial.metadata.info.size
                 if lock is not None and (size is None or size > BLOCK):  # one block is never shown
-                    lock.update(replace(holder, partial=partial.path.name, size=size))
+                    lock.update(replace(holder, partial=partial.path.name))
 
             try:
                 left = None if lock is None else lock.left

@@ -89,7 +89,6 @@ class Holder:
     job: str | None
     started: float  #: seconds since the epoch
     partial: str | None = None  #: directory name of the partial it writes, once there is one
-    size: int | None = None  #: bytes it expects, once known
 
     @classmethod
     def this_process(cls, *, rank: int | None, job: str | None, now: float) -> Holder:
@@ -106,20 +105,24 @@ class Holder:
         return text if self.rank is None else f"{text} (rank {self.rank})"
 
 
-_NUMBER, _TEXT = int | None, str | None
-_TYPES = (int, str, _NUMBER, _TEXT, int | float, _TEXT, _NUMBER)
-
-
 def parse_holder(record: Any) -> Holder | None:
     """What `Holder.encode` wrote, read as JSON; None for anything else."""
     try:
         holder = Holder(**record)
-    except TypeError:
+        # It is shown on terminals, with its age, and others may write it.
+        typed = isinstance(holder.pid, int) and holder.host.isprintable()
+        typed = typed and 0 <= holder.started < 1e11 and isinstance(holder.rank, int | None)
+        typed = typed and all(isinstance(text, str | None) for text in (holder.job, holder.partial))
+    except (TypeError, AttributeError):
         return None
-    kinds = zip(Holder.__slots__, _TYPES, strict=True)
-    typed = all(isinstance(getattr(holder, name), kind) for name, kind in kinds)
-    # It is shown on terminals, with its age, and others may write it.
-    return holder if typed and holder.host.isprintable() and 0 <= holder.started < 1e11 else None
+    return holder if typed else None
+
+
+def _decode(data: bytes) -> Holder | None:
+    try:
+        return parse_holder(json.loads(data)) if data else None
+    except ValueError:
+        return None
 
 
 def read_holder(path: Path) -> Holder | None:
@@ -127,13 +130,6 @@ def read_holder(path: Path) -> Holder | None:
     try:
         return _decode(read_file(path, 2 * _RECORD))
     except OSError:
-        return None
-
-
-def _decode(data: bytes) -> Holder | None:
-    try:
-        return parse_holder(json.loads(data)) if data else None
-    except ValueError:
         return None
 
 

@@ -107,11 +107,7 @@ def read_progress(path: Path) -> Progress | None:
 
 
 class PartialSource:
-    """A partial as those see it who read it while it grows.
-
-    Attributes:
-        info: the version it will be.
-        data: the data file.
+    """A partial, for reading its ``data`` file while it grows; ``info`` is its version.
 
     Raises:
         DamagedError: it must not be read.
@@ -215,11 +211,7 @@ class Partial:
 
     @classmethod
     def claim(cls, layout: Layout, path: Path, basename: str) -> Partial | None:
-        """Take over what a dead process left, or None if it is alive, gone or useless.
-
-        Useless remains are removed, or left to the sweeper; so is what another user left,
-        who alone could make it read-only.
-        """
+        """Take over what a dead process of this user left; None if it is alive, gone or useless."""
         named = parse_partial_name(path.name)
         if named is None or not is_directory(path):
             return None
@@ -245,17 +237,16 @@ class Partial:
                 partial = cls(mine / basename, metadata, file, progress)
                 partial._records_at = records_at
                 partial._prove(_records(data[records_at:]), metadata.info.size)
-            except (FileNotFoundError, PermissionError, NotADirectoryError, DamagedError):
-                useless = True
+            except (FileNotFoundError, PermissionError, DamagedError):
+                shutil.rmtree(mine, ignore_errors=True)
+                return None
             except OSError as exn:
-                useless = exn.errno in (errno.ELOOP, errno.EISDIR)  # no files of ours
-                if not useless:
+                if exn.errno != errno.ELOOP:  # a link, which is no file of ours
                     raise
-            else:
-                stack.pop_all()
-                return partial
-        shutil.rmtree(mine, ignore_errors=True)
-        return None
+                shutil.rmtree(mine, ignore_errors=True)
+                return None
+            stack.pop_all()
+        return partial
 
     def _prove(self, records: Iterator[tuple[bytes, int]], total: int) -> None:
         """Believe just those recorded blocks whose bytes have the recorded digest."""
@@ -294,10 +285,7 @@ class Partial:
                 self._note(index, digest, length)
 
     def show(self, length: int) -> None:
-        """Say that the first ``length`` bytes of the first block are on disk.
-
-        They may be read; they count as written once their block is recorded.
-        """
+        """Let the first bytes of the first block be read, before that is recorded."""
         with self._guard:
             if not self._file.closed and 0 not in self._digests:
                 self._write_record(0, bytes(16), length)
@@ -353,8 +341,7 @@ class Partial:
     def handle(self) -> io.FileIO:
         """Another descriptor of the data file, for a worker to close.
 
-        It shares the writer's flock: the partial counts as live until the last
-        worker has let go, and a descriptor can never be reused under a worker.
+        It shares the writer's flock: the partial is live until the last worker has let go.
         """
         return dup_exclusive(self._file)
 

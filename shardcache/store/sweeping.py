@@ -9,7 +9,6 @@ wins. A writer whose directory is removed before it has its lock starts over.
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import shutil
 import time
@@ -35,8 +34,6 @@ from shardcache.layout import (
 )
 from shardcache.locks.flock import read_holder, try_flock
 from shardcache.store.entry import GONE, NOT_DATA, data_file, hold
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +69,10 @@ def in_flight(layout: Layout) -> Iterator[InFlight]:
         # A writer holds its lock exclusively, so a shared one tells whether it
         # lives, and two who look do not disturb each other. An entry on its
         # way out is held by its readers, who share.
-        try:
-            with hold(path, layout.grace, shared=parsed is not None) as free:
-                pass
-            key, _, size = parsed or ("", "", None)
-            yield InFlight(path, key, not free, _occupied(path), size)
-        except PermissionError:  # no directory of a cache that this user may use is closed
-            logger.debug("%s is closed to this user", path)
+        with hold(path, layout.grace, shared=parsed is not None) as free:
+            pass
+        key, _, size = parsed or ("", "", None)
+        yield InFlight(path, key, not free, _occupied(path), size)
 
 
 def _occupied(path: Path) -> int:
@@ -125,10 +119,8 @@ def remove_locks(layout: Layout) -> int:
     """Remove lock files and leases of keys that nobody fetches; returns how many.
 
     They cost an inode for every shard that was ever fetched. A lock file is unlinked only under
-    its own lock; whoever opened it before finds, once it has the lock, that the file has no name
-    left, and opens anew. A live lease is touched every half a minute; one that is wrongly taken
-    for dead costs a second fetch. A lock file tells where a killed fetch can be resumed, and stays
-    as long as what it left.
+    its own lock, and stays as long as the partial of a killed fetch that it names. A live lease is
+    touched every half a minute; one that is wrongly taken for dead costs a second fetch.
     """
     removed = 0
     for place in {layout.locks, layout.base / "locks"}:

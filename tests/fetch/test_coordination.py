@@ -135,7 +135,7 @@ def test_a_holder_that_makes_progress_is_never_passed_by(
     layout = Layout.of_root(cache.dir)
     template = metadata_for(cache, origin)
     partial = Partial.create(layout, template, shard.basename)
-    lock.update(Holder(4711, "node-7", 3, "job", clock.time(), partial.path.name, len(DATA)))
+    lock.update(Holder(4711, "node-7", 3, "job", clock.time(), partial.path.name))
     block = iter(range(10**6))
 
     def grow() -> None:
@@ -286,9 +286,7 @@ def test_the_lock_says_who_fetches_what(
     origin.open = watched
     origin.faults.append(Fault(after=BLOCK, error=TransientError("reset")))
     cache.fetch(URL)
-    assert {(holder.pid, holder.rank, holder.size) for holder in seen} == {
-        (os.getpid(), rank, len(DATA))
-    }
+    assert {(holder.pid, holder.rank) for holder in seen} == {(os.getpid(), rank)}
 
 
 @pytest.mark.locks_work("answers")

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from shardcache import threads
 from shardcache.errors import ConfigError
@@ -31,8 +31,6 @@ PART = 16 << 20
 #: the speed with TLS, and bring nothing.
 _FEW = 8
 _NEAR = 0.005
-#: Seconds that a helper without work stays.
-_IDLE = 0.5
 
 
 class Work:
@@ -45,27 +43,19 @@ class Work:
         self.fetch = fetch
         self.parts: deque[range] = deque()
         self.helpers = 0
+        self.ended = threading.Condition(connections.lock)
         self._connections = connections
-        self._lock = connections.lock
-        self._ended = threading.Condition(connections.lock)
 
     def take(self) -> range | None:
         """The next part, for the caller's own thread; None if there is none."""
-        with self._lock:
+        with self._connections.lock:
             return self.parts.popleft() if self.parts else None
 
     def end(self, seconds: float | None = None) -> None:
         """Let nobody begin another part, and wait for the helpers, so long at most."""
-        with self._lock:
+        with self._connections.lock:
             self.parts.clear()
-            self._connections.withdraw(self)
-            self._ended.wait_for(lambda: self.helpers == 0, seconds)
-
-    def ended(self) -> None:
-        """A helper has done its part; with the lock."""
-        self.helpers -= 1
-        if self.helpers == 0:
-            self._ended.notify_all()
+            self.ended.wait_for(lambda: self.helpers == 0, seconds)
 
 
 class Connections:
@@ -78,10 +68,8 @@ class Connections:
         self._answer: float | None = None  # seconds, the fastest so far
         self._busy = 0
         self._waiting = 0
-        self._idle = 0
         self._work: deque[Work] = deque()
-        self._for_callers = threading.Condition(self.lock)
-        self._for_helpers = threading.Condition(self.lock)
+        self._free = threading.Condition(self.lock)
 
     @property
     def limit(self) -> int:
@@ -102,7 +90,7 @@ class Connections:
         with self.lock:
             self._waiting += 1
             try:
-                self._for_callers.wait_for(lambda: self._busy < self.limit)
+                self._free.wait_for(lambda: self._busy < self.limit)
                 self._busy += 1
             finally:
                 self._waiting -= 1
@@ -120,46 +108,31 @@ class Connections:
             self._work.append(work)
             self._hand_out()
 
-    def withdraw(self, work: Work) -> None:
-        """Forget a shard that has no more parts; with the lock."""
-        with suppress(ValueError):  # a helper did
-            self._work.remove(work)
-
     def _hand_out(self) -> None:
-        """Wake or start the next one who can use a free connection; with the lock."""
+        """Give a free connection to a caller that waits, else to a helper; with the lock."""
         if self._busy >= self.limit:
             return
         if self._waiting:
-            self._for_callers.notify()
-        elif self._next() is None:
-            return
-        elif self._idle:
-            self._for_helpers.notify()
-        else:
+            self._free.notify()
+        elif self._next() is not None:
+            self._busy += 1
             try:
                 threads.start(self._help, "shardcache-part")
             except RuntimeError:  # a limit of processes: callers fetch alone
+                self._busy -= 1
                 self._work.clear()
 
     def _next(self) -> Work | None:
+        """The first shard that has parts left."""
         while self._work and not self._work[0].parts:
             self._work.popleft()
         return self._work[0] if self._work else None
 
     def _help(self) -> None:
-        """The life of a helper."""
+        """Fetch parts until there are no more, or a caller waits for the connection."""
         with self.lock:
-            while True:
-                work = self._next()
-                if work is None or self._waiting or self._busy >= self.limit:
-                    self._idle += 1
-                    woken = self._for_helpers.wait(_IDLE)
-                    self._idle -= 1
-                    if not woken and self._next() is None:
-                        return
-                    continue
+            while not self._waiting and (work := self._next()) is not None:
                 part = work.parts.popleft()
-                self._busy += 1
                 work.helpers += 1
                 self._hand_out()
                 self.lock.release()
@@ -167,10 +140,11 @@ class Connections:
                     work.fetch(part)
                 finally:
                     self.lock.acquire()
-                    self._busy -= 1
-                    work.ended()
+                    work.helpers -= 1
+                    work.ended.notify_all()
                     del work
-                    self._hand_out()
+            self._busy -= 1
+            self._hand_out()
 
 
 #: Bytes per second. With less, a fetch would look as if it were stuck.

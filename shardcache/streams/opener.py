@@ -41,7 +41,7 @@ from shardcache.locks.flock import is_file
 from shardcache.origins.base import ObjectInfo
 from shardcache.runtime import Process
 from shardcache.store.entry import DamagedError, Entry, Opened, open_data
-from shardcache.streams.sources import FetchSource, OriginSource, UpstreamSource
+from shardcache.streams.sources import FetchSource, OriginSource
 from shardcache.streams.stream import ShardStream
 from shardcache.urls import ShardURL
 
@@ -191,6 +191,10 @@ class Opener:
         if isinstance(failed, FetchSource):
             failed.counted = True  # here
             return self.past(shard, fault, position, failed.info if begun else None, failed.status)
+        if isinstance(failed, OriginSource) and failed.nearer is not None:
+            logger.info("%s: the rest does not come from an upstream: %s", shard, fault)
+            pin = failed.info if begun else None
+            return OriginSource(self._here(), shard, start=position, pin=pin)
         raise fault  # the origin was the last
 
     def _mend(
@@ -284,9 +288,7 @@ class Opener:
         if start == 0 and answer is None:
             for near in process.origins.nearer(shard):
                 try:
-                    if near.digest is not None:
-                        return UpstreamSource(process, shard, near)
-                    return OriginSource(process, shard, origin=near)
+                    return OriginSource(process, shard, nearer=near)
                 except (ShardCacheError, OSError) as exn:
                     logger.info("%s: not from %s: %s", shard, near.name, exn)
         return OriginSource(process, shard, start=start, answer=answer)

@@ -24,7 +24,7 @@ from shardcache.origins.base import (
     VersionChangedError,
     skip,
 )
-from shardcache.store.digest import BLOCK, block_digest, check_archive, tree_digest
+from shardcache.store.digest import BLOCK, check_archive
 from shardcache.store.entry import DamagedError, Opened
 from shardcache.store.partial import PartialSource
 
@@ -34,14 +34,13 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
     from shardcache.fetch.background import Fetching, Share
-    from shardcache.origins.resolve import UpstreamOrigin
     from shardcache.runtime import Process
     from shardcache.streams.opener import Opener
     from shardcache.urls import ShardURL
 
     Source: TypeAlias = "Opened | FetchSource | OriginSource"
 
-__all__ = ["FetchSource", "OriginSource", "UpstreamSource"]
+__all__ = ["FetchSource", "OriginSource"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -252,7 +251,7 @@ class OriginSource:
     Args:
         process: whose connections and counters are used.
         shard: which.
-        origin: where from; the default is the shard's origin.
+        nearer: a copy in an upstream, to be read instead; it is believed, as an entry is.
         start: offset of the first byte.
         pin: the version to insist on; ``version`` is its name, where no more is known of it.
         answer: what the origin has sent already, from the first byte on.
@@ -270,7 +269,7 @@ class OriginSource:
         process: Process,
         shard: ShardURL,
         *,
-        origin: Origin | None = None,
+        nearer: Origin | None = None,
         start: int = 0,
         pin: ObjectInfo | None = None,
         version: str | None = None,
@@ -281,8 +280,9 @@ class OriginSource:
         self.size = size
         self._shard = shard
         self._process = process
-        self._origin = origin or process.origins.of(shard)
-        self._counter = "bytes_origin" if origin is None else "bytes_upstream"
+        self.nearer = nearer
+        self._origin = nearer or process.origins.of(shard)
+        self._counter = "bytes_origin" if nearer is None else "bytes_upstream"
         self._attempts = process.fetcher.policy.started(str(shard))
         self._position = start
         self._version = pin.version if pin is not None else version
@@ -380,69 +380,3 @@ class OriginSource:
         body, self._body = self._body, None
         if body is not None:
             body.close()
-
-
-class UpstreamSource(OriginSource):
-    """A shard as an upstream has it whose digest is known.
-
-    It is given block by block, and its last block only if all blocks were right. Who reads them
-    in another order gets the others from the origin, once those of the upstream were checked.
-    """
-
-    def __init__(self, process: Process, shard: ShardURL, upstream: UpstreamOrigin) -> None:
-        self._upstream = upstream
-        self._digests: list[bytes] = []
-        self._block = memoryview(b"")  # what is left of the block that is read
-        self._in_order = True
-        super().__init__(process, shard, origin=upstream)
-
-    def readinto(self, buffer: WriteableBuffer, position: int) -> int:
-        """See `OriginSource.readinto`; IntegrityError if the copy is damaged."""
-        if self._in_order and position != self._position - len(self._block):
-            while self._next_block():
-                pass  # what was given of it is to be right, too
-            self._in_order = False
-            self._turn_to_origin()
-        if not self._in_order:
-            return super().readinto(buffer, position)
-        view = memoryview(buffer).cast("B")
-        if view and not self._block:
-            self._block = self._next_block()
-        count = min(len(view), len(self._block))
-        view[:count], self._block = self._block[:count], self._block[count:]
-        return count
-
-    def _turn_to_origin(self) -> None:
-        self.close()
-        self._origin = self._process.origins.of(self._shard)
-        self._attempts = self._process.fetcher.policy.started(str(self._shard))
-
-    def _next_block(self) -> memoryview:
-        block = memoryview(bytearray(BLOCK))
-        filled = 0
-        while filled < BLOCK and (count := self._receive(block[filled:])):
-            filled += count
-        if filled:
-            self._digests.append(block_digest(block[:filled]))
-            if self._position == self.size:
-                self._check()
-        return block[:filled]
-
-    def _receive(self, view: memoryview) -> int:
-        try:
-            return super().readinto(view, self._position)
-        except TransferError:
-            if self._origin is not self._upstream:
-                raise
-        self._turn_to_origin()
-        return super().readinto(view, self._position)
-
-    def _check(self) -> None:
-        if self._upstream.digest == tree_digest(self._digests):
-            return
-        self._upstream.distrust()
-        raise IntegrityError(
-            f"{self._shard}: its copy in {self._upstream.name} is damaged, which was seen when all "
-            "of it had been read. Read it again: it will come from elsewhere.",
-            url=str(self._shard),
-        )

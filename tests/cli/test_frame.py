@@ -61,23 +61,18 @@ WRONG = ["", " ", "x", "-1", "12 parsecs", "\x1b[2J", "\udcff", "9" * 9000]
 FREE = {"FILE", "DIR", "DIRECTORY", "LIST", "URL", "SPEC", "NAME"}
 
 
-@pytest.mark.parametrize("command", list(_COMMANDS))
-def test_a_wrong_value_is_refused_by_the_name_of_its_option(run, tmp_path, command):
-    found = command_line.get_command(click.Context(command_line), command)
-    for option in found.params:
-        if (
-            not isinstance(option, click.Option)
-            or option.is_flag
-            or option.count
-            or option.hidden
-            or option.metavar in FREE
-        ):
-            continue
-        for value in WRONG:
-            code, out, err = run(command, option.opts[-1], value)
-            assert (code, out) == (2, ""), (option.name, value[:20], err)
-            assert err.startswith("error: ") and len(err.splitlines()) == 1
-            assert option.opts[-1] in err and "\x1b" not in err, (option.name, value[:20], err)
+def test_a_wrong_value_is_refused_by_the_name_of_its_option(run, tmp_path):
+    context = click.Context(command_line)
+    for command in _COMMANDS:
+        for option in command_line.get_command(context, command).params:
+            has_value = isinstance(option, click.Option) and not (option.is_flag or option.count)
+            if not has_value or option.metavar in FREE:
+                continue
+            for value in WRONG:
+                code, out, err = run(command, option.opts[-1], value)
+                assert (code, out) == (2, ""), (command, option.name, value[:20], err)
+                assert err.startswith("error: ") and len(err.splitlines()) == 1
+                assert option.opts[-1] in err and "\x1b" not in err, (option.name, value[:20], err)
     assert not (tmp_path / "cache").exists()
 
 
@@ -173,22 +168,22 @@ def test_exit_codes(run, warm, bucket, s3, proxy, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("error", "code"),
+    ("number", "code"),
     [
-        (OSError(errno.EIO, "Input/output error", "/disk/x"), ExitCode.FAILED),
-        (OSError(errno.ENOSPC, "No space left on device", "/disk/x"), ExitCode.FULL),
-        (OSError(errno.EDQUOT, "Quota exceeded", "/disk/x"), ExitCode.FULL),
-        (PermissionError(errno.EACCES, "Permission denied", "/disk/x"), ExitCode.USAGE),
+        (errno.EIO, ExitCode.FAILED),
+        (errno.ENOSPC, ExitCode.FULL),
+        (errno.EDQUOT, ExitCode.FULL),
+        (errno.EACCES, ExitCode.USAGE),
     ],
 )
-def test_a_fault_of_the_disk_is_one_sentence(run, monkeypatch, error, code):
+def test_a_fault_of_the_disk_is_one_sentence(run, monkeypatch, number, code):
     monkeypatch.setenv("SHARDCACHE_DIR", "/disk")
 
     def fail(self, url):
-        raise error
+        raise OSError(number, "it failed", "/disk/x")
 
     monkeypatch.setattr(Cache, "path", fail)
-    assert run("path", URL) == (code, "", f"error: /disk/x: {error.strerror}\n")
+    assert run("path", URL) == (code, "", "error: /disk/x: it failed\n")
     assert "Traceback" in run("path", URL, "-vv")[2]
 
 
@@ -219,19 +214,19 @@ def test_config_tells_value_and_source(run, tmp_path, monkeypatch):
     file = tmp_path / "job.toml"
     file.write_text('attempts = 7\nstorage_options = {secret = "hush"}\n')
     found = json.loads(run("config", "--config", file, "--json")[1])
-    rows = {row["name"]: row for row in found["options"]}
-    assert (rows["attempts"]["value"], rows["attempts"]["source"]) == ("7", f"file {file}")
-    assert "hush" not in json.dumps(found)
+    rows = {row["name"]: (row["value"], row["source"]) for row in found["options"]}
+    assert rows["attempts"] == ("7", f"file {file}") and "hush" not in json.dumps(found)
 
 
 def test_dir_prints_the_directory_whatever_else_is_broken(run, tmp_path, monkeypatch):
-    for name in ("SHARDCACHE_MAX_SIZE", "SHARDCACHE_TYPO", "WDS_CACHE_SIZE"):
+    broken = ("SHARDCACHE_MAX_SIZE", "SHARDCACHE_TYPO", "WDS_CACHE_SIZE")
+    for name in broken:
         monkeypatch.setenv(name, "?")
     assert run("dir") == (0, f"{tmp_path / 'cache'}\n", "")
     assert run("--dir", "/elsewhere", "dir") == (0, "/elsewhere\n", "")
     code, _, err = run("ls")
     assert code == 2 and "SHARDCACHE_" in err
-    for name in ("SHARDCACHE_MAX_SIZE", "SHARDCACHE_TYPO", "WDS_CACHE_SIZE", "SHARDCACHE_DIR"):
+    for name in (*broken, "SHARDCACHE_DIR"):
         monkeypatch.delenv(name)
     code, _, err = run("dir")
     assert code == 2 and "--dir" in err and "SHARDCACHE_DIR" in err
@@ -240,29 +235,14 @@ def test_dir_prints_the_directory_whatever_else_is_broken(run, tmp_path, monkeyp
 # -- signals -------------------------------------------------------------------
 
 
-SIGNALS = [(signal.SIGINT, ExitCode.INTERRUPTED), (signal.SIGTERM, ExitCode.TERMINATED)]
-
-
-@pytest.mark.parametrize(("number", "code"), SIGNALS)
-def test_a_signal_ends_a_command_with_one_sentence(run, tmp_path, number, code):
-    with Command("top", "--interval", "0.2", directory=tmp_path / "cache") as command:
-        while "in flight" not in command.process.stdout.readline():
-            pass
-        command.process.send_signal(number)
-        ended, _, err = command.end()
-    assert (ended, err.strip()) == (code, "error: interrupted")
-
-
-@pytest.mark.parametrize(("number", "code"), SIGNALS)
-def test_the_first_signal_leaves_partials_that_are_resumed(
-    slow, proxy, run, tmp_path, number, code
-):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_leaves_partials_that_are_resumed(slow, proxy, run, tmp_path, number):
     directory = tmp_path / "cache"
     with Command("prewarm", slow, "-j", "2", directory=directory) as command:
         wait_until(lambda: written(run) >= 3 << 20, command)
         command.process.send_signal(number)
         ended, out, err = command.end()
-    assert ended == code and "Traceback" not in err
+    assert ended == 128 + number and "Traceback" not in err
     assert "3 not done because the run was interrupted" in out
     assert "run the same command" in err
     kept = json.loads(run("ls", "--partial", "--json")[1])
@@ -304,21 +284,22 @@ def test_the_second_signal_ends_at_once(slow, run, tmp_path):
     assert "Warmed" not in out and "run the same command" not in err
 
 
-def test_an_ignored_interrupt_stays_ignored(run, monkeypatch):
+def test_a_signal_ends_a_command_and_an_ignored_one_does_not(run, monkeypatch):
     def interrupted(self, url):
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(number)
         return Path("/x")
 
     monkeypatch.setattr(Cache, "path", interrupted)
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        assert run("path", URL)[:2] == (0, "/x\n")
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        code, _, err = run("path", URL)
-        assert (code, err.strip()) == (130, "error: interrupted")
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, before)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        before = signal.getsignal(number)
+        code, out, err = run("path", URL)
+        assert (code, out, err.strip()) == (128 + number, "", "error: interrupted")
+        assert signal.getsignal(number) is before
+        signal.signal(number, signal.SIG_IGN)
+        try:
+            assert run("path", URL)[:2] == (0, "/x\n")
+        finally:
+            signal.signal(number, before)
 
 
 # -- as a process --------------------------------------------------------------
@@ -338,10 +319,13 @@ def test_dir_and_help_import_nothing_heavy():
         assert done.stderr.strip() == "[]"
 
 
-def test_streams_that_are_closed_or_hung_up_on_are_survived(warm, tmp_path):
+def test_streams_that_are_closed_full_or_hung_up_on_are_survived(warm, tmp_path):
     with Command("ls", directory=tmp_path / "cache") as command:
         command.process.stdout.close()
         assert command.process.wait(60) == 0
         assert command.process.stderr.read() == ""
-    shell = f"exec {sys.executable} -m shardcache --dir {tmp_path / 'cache'} ls >&- 2>&-"
-    assert subprocess.run(["sh", "-c", shell], stdin=subprocess.DEVNULL).returncode == 0
+    start = f"exec {sys.executable} -m shardcache --dir {tmp_path / 'cache'} ls"
+    for end, code in (">&- 2>&-", 0), (">/dev/full", 5):
+        shell = ["sh", "-c", f"{start} {end}"]
+        done = subprocess.run(shell, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        assert done.returncode == code and "Traceback" not in done.stderr

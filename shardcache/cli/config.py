@@ -18,7 +18,6 @@ def config_command(invocation: Invocation) -> None:
     \b
     Examples:
       shardcache config
-      shardcache config --json
       shardcache --config job.toml config
     """
     options = describe(invocation.loaded())

@@ -91,7 +91,6 @@ def ls_command(
 
     \b
     Examples:
-      shardcache ls
       shardcache ls 'train-04*.tar' --sort size:desc --limit 10
       shardcache ls --partial
       shardcache ls --json | jq -r '.shards[] | select(.state == "pinned") | .url'
@@ -266,7 +265,6 @@ def rm_command(invocation: Invocation, urls: tuple[str, ...], yes: bool, dry_run
 
     \b
     Examples:
-      shardcache rm s3://lab/train-0412.tar
       shardcache rm -y 's3://lab/old-{0000..0127}.tar'
       shardcache rm -n s3://lab/train-0412.tar
     """
@@ -312,7 +310,6 @@ def pin_command(invocation: Invocation, urls: tuple[str, ...], seconds: float | 
 
     \b
     Examples:
-      shardcache pin s3://lab/val-0000.tar
       shardcache pin 's3://lab/val-{0000..0031}.tar' --for 3d
       shardcache prewarm 's3://lab/val-{0000..0031}.tar'
     """

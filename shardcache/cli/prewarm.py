@@ -97,8 +97,6 @@ def prewarm_command(
       shardcache prewarm 's3://lab/train-{0000..2047}.tar' -j 16
       shardcache prewarm s3://lab/val/ 's3://lab/test-*.tar'
       shardcache prewarm -f shards.txt --deadline 5m --best-effort
-      shardcache prewarm s3://lab/val/ --limit-rate 50MB
-      shardcache prewarm --refresh 's3://lab/train-{0000..2047}.tar'
       shardcache prewarm --check 's3://lab/train-{0000..2047}.tar'
       srun --ntasks-per-node=1 shardcache prewarm --shard-by-node 's3://lab/{0000..2047}.tar'
       shardcache prewarm --ray 's3://lab/train-{0000..2047}.tar'
@@ -188,25 +186,13 @@ def _prewarm_ray(
     from shardcache.prewarm.ray import prewarm_nodes
 
     console, began = invocation.console, time.monotonic()
-    nodes: list[NodeReport] = []
-    printed = set[str]()
+    latest: list[NodeReport] = []
 
-    def print_once(line: str) -> None:
-        if line not in printed:
-            printed.add(line)
-            console.info(line)
+    def on_news(news: Sequence[NodeReport]) -> None:
+        latest[:] = news
 
-    def on_news(current: Sequence[NodeReport]) -> None:
-        nodes[:] = current
-        print_once(f"{counted(len(nodes), 'node')}: {', '.join(node.name for node in nodes)}")
-        for node in nodes:
-            if node.plan is not None and not options["check"]:
-                print_once(f"{node.name}  {node.plan}")
-            if node.ended and (node.own is None or not options["dry_run"]):
-                print_once(f"{node.name}  {_node_text(node, options)}")
-
-    with invocation.graceful(), display(console, lambda: _positions(nodes)):
-        prewarm_nodes(
+    with invocation.graceful(), display(console, lambda: _positions(latest)):
+        nodes = prewarm_nodes(
             specs,
             settings={
                 "dir": invocation.dir and Path(invocation.dir).absolute(),
@@ -218,6 +204,12 @@ def _prewarm_ray(
             stop=invocation.stop,
             **options,
         )
+    console.info(f"{counted(len(nodes), 'node')}: {', '.join(node.name for node in nodes)}")
+    for node in nodes:
+        if node.plan is not None and not options["check"]:
+            console.info(f"{node.name}  {node.plan}")
+        if node.own is None or not options["dry_run"]:
+            console.info(f"{node.name}  {_node_text(node, options)}")
     codes = [_node_code(node, options) for node in nodes]
     seconds, received = time.monotonic() - began, sum(node.received for node in nodes)
     done = "All cached on" if options["check"] else "Warmed"

@@ -42,11 +42,9 @@ def stats_command(
 
     \b
     Examples:
-      shardcache stats
       shardcache stats --since 24h --by hour
       shardcache stats --by rank --json
       shardcache stats --format prometheus > /var/lib/node_exporter/shardcache.prom
-      shardcache stats --zero
     """
     console = invocation.console
     if zero and (since is not None or by or form):

@@ -186,8 +186,6 @@ def top_command(invocation: Invocation, interval: float, count: int | None) -> N
     \b
     Examples:
       shardcache top
-      shardcache top --interval 5
-      shardcache top --count 1
       shardcache top --json --count 360 --interval 10 > watch.jsonl
     """
     console = invocation.console

@@ -56,9 +56,7 @@ def verify_command(
 
     \b
     Examples:
-      shardcache verify
       shardcache verify 'train-*.tar' --sample 5%
-      shardcache verify --repair -n
       shardcache verify --repair
       shardcache verify --quick --remote --json
     """

@@ -1,18 +1,12 @@
 """``shardcache prewarm`` and ``path``: what they print, and how they end."""
-# ruff: noqa: F401  (fixtures are imported, and shadowed by arguments)
 
 from __future__ import annotations
 
-import errno
-import json
 import re
-import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from shardcache.cache import Cache
 from shardcache.cli.output import Console
 from shardcache.cli.prewarm import print_failures
 from shardcache.cli.progress import PrewarmProgress
@@ -81,19 +75,6 @@ def test_check_asks_nobody_and_exits_4_when_shards_are_missing(run, spec, proxy)
     code, out, _ = run("prewarm", "--check", spec)
     assert code == 0
     assert out.startswith("4 of 4 shards cached (")
-
-
-def test_jobs_raise_the_connections(run, spec, monkeypatch):
-    made = []
-    from_config = Cache.from_config.__func__
-
-    def spy(cls, config, **options):
-        made.append(config)
-        return from_config(cls, config, **options)
-
-    monkeypatch.setattr(Cache, "from_config", classmethod(spy))
-    assert run("prewarm", spec, "-j", "40")[0] == 0
-    assert (made[0].connections, made[0].strict) == (40, True)
 
 
 def test_bad_credentials_are_told_once(run, spec, monkeypatch):

@@ -30,15 +30,6 @@ if TYPE_CHECKING:
 
 #: Version of the JSON output.
 SCHEMA = 1
-#: Words that tables show in colour.
-_WORDS = {
-    "pinned": "cyan",
-    "in_use": "cyan",
-    "damaged": "red",
-    "live": "green",
-    "orphan": "yellow",
-    "default": "dim",
-}
 #: Columns where there is no terminal: nothing is folded in a file.
 _UNLIMITED = 100_000
 
@@ -162,7 +153,7 @@ def text_table(
         table.add_column(title, no_wrap=number > 0, overflow="fold")
         table.columns[-1].justify = "right" if title in right else "left"
     for row in rows:
-        table.add_row(*(Text(printable(cell), _WORDS.get(cell, "")) for cell in row))
+        table.add_row(*(Text(printable(cell)) for cell in row))
     return table
 
 

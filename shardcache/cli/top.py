@@ -40,8 +40,8 @@ from shardcache.units import format_bytes, format_rate
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-#: Seconds over which rates are taken: processes write their counters once a second.
-_SMOOTH = 5.0
+#: Intervals that a rate is of: processes write their counters once a second only.
+_SMOOTH = 3
 #: Seconds of statistics that are read each time: the last minutes of every process are in them.
 _WINDOW = 3600.0
 _GAUGE = 24
@@ -88,7 +88,7 @@ class Watcher:
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
-        self._samples: deque[tuple[float, dict[Any, Sample]]] = deque()
+        self._samples: deque[tuple[float, dict[Any, Sample]]] = deque(maxlen=_SMOOTH + 1)
         self._written: dict[str, int] = {}
 
     def look(self) -> Activity:
@@ -97,8 +97,6 @@ class Watcher:
         last = kept[-1][0] if kept else now
         samples = self._cache.samples(_WINDOW)
         kept.append((now, {(each.start, each.rank, each.job): each for each in samples}))
-        while len(kept) > 2 and now - kept[1][0] >= _SMOOTH:
-            kept.popleft()
         (began, before), (_, after) = kept[0], kept[-1]
         changed = [
             replace(each, counters=each.counters - before[key].counters) if key in before else each

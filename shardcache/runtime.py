@@ -6,25 +6,29 @@ compares process ids.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardcache import clock
+from shardcache import clock, threads
 from shardcache.config import Config
 from shardcache.errors import ConfigError
 from shardcache.files import Breaker, fault_kind, is_disk_fault
 from shardcache.ranks import Ranks
 from shardcache.space.tiers import Tier
 from shardcache.stats.counters import Counters
+from shardcache.store.entry import DamagedError, open_data
 from shardcache.store.store import Entry, Namespaces, Opened, Store
 from shardcache.units import format_duration
+from shardcache.urls import ShardURL
 
 if TYPE_CHECKING:
-    from shardcache.fetch.background import Copier, Fetchings
+    from shardcache.fetch.background import Fetchings
     from shardcache.fetch.coordinator import Coordinator
     from shardcache.fetch.transfer import Fetcher
     from shardcache.origins.resolve import Origins
@@ -34,6 +38,10 @@ if TYPE_CHECKING:
 __all__ = ["Process", "Processes"]
 
 logger = logging.getLogger(__name__)
+
+#: Seconds that closing waits for copies to upstreams: a shard or two to a NAS. A job that ends is
+#: not to be kept by an upstream that hangs, and what is not copied is fetched from the origin.
+LAST_COPIES = 5.0
 
 
 class Process:
@@ -46,14 +54,13 @@ class Process:
 
     Attributes:
         tiers: fastest first; the last one is ``dir``, where locks are.
-        ready: the coordinator, once there is one; with it there are ``fetchings``, ``origins``,
-            ``copier`` and ``fetcher``.
+        ready: the coordinator, once there is one; with it there are ``fetchings``, ``origins`` and
+            ``fetcher``.
         reading, writing: count the disk's faults.
     """
 
     fetchings: Fetchings
     origins: Origins
-    copier: Copier
     fetcher: Fetcher
 
     def __init__(self, config: Config, ranks: Ranks, started: float) -> None:
@@ -71,6 +78,7 @@ class Process:
         self._housekeepers: list[Housekeeper] = []
         self.look_at = 0.0  # of the monotonic clock: when `keep_house` is to be called again
         self._touched: dict[str, float] = {}
+        self._copying: list[threading.Thread] = []
 
     # -- tiers -------------------------------------------------------------------
 
@@ -174,7 +182,7 @@ class Process:
 
     def _assemble(self) -> None:
         # Not at the top: these bring filelock, and `import shardcache` stays light.
-        from shardcache.fetch.background import Copier, Fetchings
+        from shardcache.fetch.background import Fetchings
         from shardcache.fetch.transfer import Fetcher
         from shardcache.origins.resolve import Origins
         from shardcache.origins.retry import RetryPolicy
@@ -182,7 +190,6 @@ class Process:
         config = self._config
         self.fetchings = Fetchings()
         self.origins = Origins(config)
-        self.copier = Copier(self.store_of, self.origins)
         policy = RetryPolicy(config.attempts, config.deadline)
         self.fetcher = Fetcher(policy, connections=config.connections, part_size=config.part_size)
 
@@ -231,6 +238,34 @@ class Process:
                 housekeeper.check()
             self.look_at = min((one.due for one in self._housekeepers), default=0.0)
 
+    def write_back(self, shard: ShardURL, path: str, *, wait: bool) -> None:
+        """Copy a shard that was fetched to the upstreams that are to have it.
+
+        Without ``wait`` in a thread of its own, which a reader is not to wait for.
+        """
+        if not self.origins.copies:
+            return
+        if wait:
+            self._write_back(shard, path)
+            return
+        self._copying = [thread for thread in self._copying if thread.is_alive()]
+        try:
+            copying = threads.start(lambda: self._write_back(shard, path), "shardcache-copy")
+            self._copying.append(copying)
+        except RuntimeError as exn:  # a limit of processes
+            logger.info("%s: not copied to an upstream: %s", shard, exn)
+
+    def _write_back(self, shard: ShardURL, path: str) -> None:
+        entry = Entry.at(Path(path).parent)
+        grace = self.store_of(entry).layout.grace
+        try:
+            opened = open_data(entry.directory, path, entry.size, grace)
+            if opened is not None:  # or it was evicted
+                with contextlib.closing(opened):
+                    self.origins.write_back(shard, Path(path), entry.metadata().encode())
+        except (OSError, DamagedError) as exn:
+            logger.info("%s: not copied to an upstream: %s", shard, exn)
+
     def unfinished(self) -> int:
         """How many shards it fetches or waits for, for its readers."""
         return 0 if self.ready is None else len(self.fetchings.unfinished())
@@ -272,7 +307,6 @@ class Process:
         """Call off all its fetches; they raise `FetchCancelledError`, and can be resumed."""
         if self.ready is not None:
             self.fetcher.cancel()
-            self.copier.drop()
 
     def close(self) -> None:
         """End the session and the fetches that nobody reads; with its next use all begins anew."""
@@ -280,7 +314,9 @@ class Process:
         if self.ready is not None:
             self.ready = None
             self.fetchings.close()
-            self.copier.close()
+            end = clock.monotonic() + LAST_COPIES
+            for thread in self._copying:
+                thread.join(max(0.0, end - clock.monotonic()))
         for tier in self.tiers:
             tier.end_session()
         self.counters.flush()

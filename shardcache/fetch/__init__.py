@@ -5,5 +5,5 @@ publishes what `transfer` brings: a `job` per shard, over the process's `connect
 runs fetches that streams read from meanwhile, and copies shards to upstreams.
 
 Uses space, store, locks and origins. Others import `coordinator.Coordinator`, `transfer.Fetcher`,
-`status.FetchStatus`, `connections.Throttle`, and `Fetchings` and `Copier` from `background`.
+`status.FetchStatus`, `connections.Throttle`, and `background.Fetchings`.
 """

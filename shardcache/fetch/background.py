@@ -18,19 +18,14 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 
 from shardcache import threads
 from shardcache.fetch.coordinator import Obtained
 from shardcache.fetch.status import FetchStatus
-from shardcache.origins.resolve import Origins
-from shardcache.store.entry import DamagedError, open_data
-from shardcache.store.store import Entry, Store
 from shardcache.urls import ShardURL
 
-__all__ = ["Copier", "Fetching", "Fetchings", "Share"]
+__all__ = ["Fetching", "Fetchings", "Share"]
 
 logger = logging.getLogger(__name__)
 
@@ -237,87 +232,3 @@ class Fetchings:
     def _remove(self, fetching: Fetching) -> None:
         if self._running.get(fetching.shard.key) is fetching:
             del self._running[fetching.shard.key]
-
-
-#: Seconds that `Cache.close` waits for copies: a shard or two to a NAS. A job that ends is not to
-#: be kept by an upstream that hangs, and what is not copied is fetched from the origin.
-LAST_COPIES = 5.0
-
-
-class Copier:
-    """Copies entries to upstreams, in one thread; made anew in another process.
-
-    ``store_of`` tells the store of an entry, ``origins`` knows the upstreams.
-    """
-
-    def __init__(self, store_of: Callable[[Entry], Store], origins: Origins) -> None:
-        self._store_of = store_of
-        self._origins = origins
-        self._waiting: deque[tuple[ShardURL, str]] = deque()  # the first is being copied
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
-
-    def add(self, url: ShardURL, path: str) -> None:
-        """Have an entry copied, whose data is at ``path``."""
-        if not self._origins.copies:
-            return
-        with self._changed:
-            self._waiting.append((url, path))
-            if self._thread is None:
-                try:
-                    self._thread = threads.start(self._run, "shardcache-copy")
-                except RuntimeError as exn:  # a limit of processes
-                    logger.info("%s: not copied to an upstream: %s", url, exn)
-                    self._waiting.clear()
-
-    def drain(self, seconds: float) -> bool:
-        """Wait until all is copied, or the time is over; whether it is."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._thread is None, seconds)
-
-    def close(self) -> None:
-        """Let the last copies end, for a few seconds; the others are left to other fetches."""
-        if self.drain(LAST_COPIES):
-            return
-        with self._changed:
-            left = [url for url, _ in self._waiting]
-        self.drop()
-        if left:
-            logger.warning(
-                "%d shards were not copied to an upstream before the cache was closed: %s. "
-                "Whoever fetches them next copies them.",
-                len(left),
-                ", ".join(map(str, left[:3])) + (", ..." if len(left) > 3 else ""),
-            )
-
-    def drop(self) -> None:
-        """Copy no more than what is under way."""
-        with self._changed:
-            while len(self._waiting) > 1:
-                self._waiting.pop()
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                if not self._waiting:
-                    self._thread = None
-                    self._changed.notify_all()
-                    return
-                url, path = self._waiting[0]
-            try:
-                self._copy(url, path)
-            except (OSError, DamagedError) as exn:
-                logger.info("%s: not copied to an upstream: %s", url, exn)
-            finally:
-                self._waiting.popleft()
-
-    def _copy(self, url: ShardURL, path: str) -> None:
-        entry = Entry.at(Path(path).parent)
-        grace = self._store_of(entry).layout.grace
-        opened = open_data(entry.directory, path, entry.size, grace)
-        if opened is None:
-            return  # evicted
-        try:
-            self._origins.write_back(url, Path(path), entry.metadata().encode())
-        finally:
-            opened.close()

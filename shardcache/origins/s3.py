@@ -67,6 +67,7 @@ _HINTS = {
     **dict.fromkeys((*_EXPIRED, "InvalidToken"), _LOGIN),
     **dict.fromkeys(("InvalidAccessKeyId", "SignatureDoesNotMatch"), _LOGIN),
     "InvalidObjectState": "it is archived; restore it first",
+    "RequestTimeTooSkewed": "this machine's clock is off; synchronise it",
 }
 #: Kinds of botocore's errors: no credentials, a login that ended, a role that may not be assumed.
 _NO_CREDENTIALS = frozenset(

@@ -235,9 +235,6 @@ class _Run:
                 # first shard that finds no room is tried again alone before it is believed.
                 self._alone = True
                 self._work_with(1)
-            # Closing the cache would leave most copies to others.
-            while process.ready and not (self.stopped or process.copier.drain(_TICK)):
-                self._watch()
         except BaseException:
             self.emit = lambda event: None
             with self._guard:

@@ -430,8 +430,7 @@ class Opener:
         if obtained is not None and fetched:
             if process.writing.faults:
                 process.disk_works(process.writing)
-            if self.config.upstreams:
-                process.copier.add(shard, obtained.opened.path)
+            process.write_back(shard, obtained.opened.path, wait=asked)
         return obtained
 
     def _gate(self, breaker: Breaker, asked: bool) -> None:

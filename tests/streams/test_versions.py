@@ -17,7 +17,6 @@ from shardcache.errors import ShardNotFoundError, TransferError
 from shardcache.origins.base import TransientError
 from tests.support.fakes import Fault, MemoryOrigin
 from tests.support.proxy import Proxy
-from tests.support.storetools import PATIENCE
 from tests.support.tars import make_tar
 
 Make = Callable[..., Cache]
@@ -220,7 +219,6 @@ def test_a_copy_upstream_of_what_was_replaced_is_not_taken(
     near = {"url": str(tmp_path / "near"), "write_back": True}
     first = make_cache(upstreams=[near])
     assert read(first) == OLD
-    assert first._here().copier.drain(PATIENCE)
     other = make_cache(dir=tmp_path / "another node", upstreams=[near])
     assert read(other) == OLD
     assert len(origin.requests) == 1

@@ -288,8 +288,9 @@ def open_data(directory: str, path: str, size: int, grace: float | None) -> Open
         raise
     opened = None
     try:
+        taken = grace is None and try_flock(fd, shared=True) is False
         # An evictor that does not go on is no miss: the name is taken, so nobody can publish.
-        if grace is None and wait_flock(fd, shared=True) is False and not is_file(path, fd):
+        if taken and wait_flock(fd, shared=True) is False and not is_file(path, fd):
             return None
         found = os.fstat(fd)
         if found.st_nlink == 0:  # evicted between open and flock

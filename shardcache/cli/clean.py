@@ -99,7 +99,6 @@ def _clean_text(cache: Cache, report: CleanReport, given: dict[str, Any]) -> str
         Reason.MIN_FREE: "for min_free",
         Reason.MAX_AGE: f"older than {exact_duration(max_age)}",
         Reason.ORPHAN: "left by dead processes",
-        Reason.QUARANTINED: "damaged",
     }
     found = [f"{n:,} {why}" for reason, why in reasons.items() if (n := report.count(reason))]
     why = f": {', '.join(found)}" if found else ""

@@ -36,7 +36,6 @@ from shardcache.store.sweeping import (
     in_flight,
     remove_leftover,
     remove_locks,
-    remove_quarantined,
     remove_unnamed,
 )
 from shardcache.units import format_bytes
@@ -57,7 +56,6 @@ class Reason(StrEnum):
     ALL = "all"
     ASKED = "asked"
     ORPHAN = "orphan"
-    QUARANTINED = "quarantined"
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +245,7 @@ def _replaced(entries: Iterable[Entry]) -> set[Entry]:
 
 
 def sweep(store: Store, *, keep: float = 0.0, dry_run: bool = False) -> Iterator[Removal]:
-    """Remove what dead processes left, and quarantined entries; yields what had bytes of its own.
+    """Remove what dead processes left, and damaged entries; yields what had bytes of its own.
 
     Args:
         store: where.
@@ -260,8 +258,6 @@ def sweep(store: Store, *, keep: float = 0.0, dry_run: bool = False) -> Iterator
             continue
         if dry_run or remove_leftover(layout, found.path):
             yield Removal(str(found.path), found.occupied, Reason.ORPHAN)
-    for path, size in remove_quarantined(layout, dry_run=dry_run):
-        yield Removal(str(path), size, Reason.QUARANTINED)
     if not dry_run:
         remove_dead(layout)
         remove_unnamed(layout)

@@ -215,20 +215,20 @@ class Store:
         raise OSError(errno.EBUSY, "an entry is there and cannot be seen", str(entry))
 
     def condemn(self, directory: Path, reason: str) -> bool:
-        """Set an entry aside, sound or not: rename it into the quarantine.
+        """Set an entry aside, sound or not: no reader finds it, and the next sweep removes it.
 
         Call with the key's lock held, so that an entry fetched in its place is not taken for it.
         Whoever has the entry open reads on. Returns whether this call did it.
         """
-        self._known.pop(directory.parent.name, None)
-        if not self._move(directory, self.layout.new_quarantined(directory)):
+        key = directory.parent.name
+        self._known.pop(key, None)
+        if not self._move(directory, self.layout.new_evicted(key)):
             return False
         logger.info("set aside a damaged entry: %s (%s)", directory.name, reason)
         return True
 
     def _move(self, directory: Path, target: Path) -> bool:
         """Move an entry out of sight; False if it is gone."""
-        self.layout.modes.make_directory(target.parent, levels=0)
         try:
             directory.rename(target)
         except FileNotFoundError:

@@ -26,7 +26,6 @@ from shardcache.layout import (
     is_key,
     is_lease_name,
     is_lock_name,
-    is_quarantined_name,
     is_temporary_name,
     last_change,
     list_names,
@@ -101,18 +100,6 @@ def remove_leftover(layout: Layout, path: Path) -> bool:
                 return False
         shutil.rmtree(doomed, ignore_errors=True)
         return not doomed.exists()
-
-
-def remove_quarantined(layout: Layout, *, dry_run: bool = False) -> Iterator[tuple[Path, int]]:
-    """Remove damaged entries that were set aside; yields (directory, bytes freed)."""
-    for name in list_names(layout.quarantine):
-        path = layout.quarantine / name
-        if is_quarantined_name(name) and is_directory(path):
-            size = _occupied(path)
-            if not dry_run:
-                shutil.rmtree(path, ignore_errors=True)
-            if dry_run or not path.exists():
-                yield path, size
 
 
 def remove_locks(layout: Layout) -> int:

@@ -314,8 +314,8 @@ def test_a_damaged_entry_is_a_miss_with_a_reason_and_fetched_again(
         assert read(make_cache()) == DATA
     assert fetches(origin) == 2
     assert "its data file has 100 bytes" in caplog.text
-    quarantined = os.listdir(Layout.of_root(make_cache().dir).quarantine)
-    assert len(quarantined) == 1
+    [aside] = os.listdir(Layout.of_root(make_cache().dir).partial)
+    assert aside.startswith("evict.")
 
 
 def test_a_missing_sidecar_is_a_miss(make_cache: MakeCache, origin: MemoryOrigin) -> None:

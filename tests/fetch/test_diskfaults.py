@@ -57,7 +57,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def leftovers(cache: Cache) -> list[str]:
     layout = Layout.of_root(cache.dir)
-    return os.listdir(layout.partial) + os.listdir(layout.quarantine)
+    return os.listdir(layout.partial)
 
 
 def long_ago(cache: Cache) -> None:

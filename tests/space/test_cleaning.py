@@ -122,7 +122,7 @@ def test_all_means_all_that_nobody_uses(bench: Bench) -> None:
     opened = bench.store.open(shard.key, shard.basename)
     live = begin(bench.layout, metadata_for("s3://lab/live.tar", b"x"))
     report = bench.clean(Limits(everything=True), orphans=False)
-    assert report.count(Reason.ALL) == 4 and report.count(Reason.ORPHAN) == 1
+    assert report.count(Reason.ALL) == 4 and report.count(Reason.ORPHAN) == 2
     assert (report.kept, report.kept_bytes) == (1, 1000)
     assert [e.key for e in bench.store.entries()] == [shard.key]
     assert live.path.exists()
@@ -143,7 +143,6 @@ def test_files_of_other_people_survive_everything(bench: Bench, tmp_path: Path) 
         bench.layout.objects / "model.ckpt",
         bench.layout.objects / "ab" / "model.ckpt",
         bench.layout.partial / "model.ckpt",
-        bench.layout.quarantine / "run" / "model.ckpt",
         bench.layout.locks / "model.ckpt",
         bench.layout.sessions / "model.session",
         bench.layout.ranks / "model.ckpt",
@@ -152,7 +151,7 @@ def test_files_of_other_people_survive_everything(bench: Bench, tmp_path: Path) 
     for path in planted:
         path.parent.mkdir(exist_ok=True, parents=True)
         path.write_text("weights")
-    for directory in (bench.layout.objects, bench.layout.partial, bench.layout.quarantine):
+    for directory in (bench.layout.objects, bench.layout.partial):
         (directory / "link").symlink_to(outside)
     entry = next(bench.rank.entries())
     (entry.path / "index").symlink_to(outside)

@@ -20,7 +20,6 @@ from shardcache.layout import (
     is_evicted_name,
     is_key,
     is_lock_name,
-    is_quarantined_name,
     make_once,
     parse_entry_name,
     parse_partial_name,
@@ -48,7 +47,6 @@ def test_every_name_that_is_made_is_understood(key: str, version: str, size: int
     assert entry.parent == layout.key_dir(key) and is_key(entry.parent.name)
     assert parse_partial_name(layout.new_partial(key, version, size).name) == (key, version, size)
     assert is_evicted_name(layout.new_evicted(key).name)
-    assert is_quarantined_name(layout.new_quarantined(entry).name)
     assert is_lock_name(layout.key_lock(key).name)
     assert layout.key_lock(key).parent.name == entry.parent.parent.name == key[:2]
 

@@ -247,7 +247,7 @@ def test_nothing_that_is_not_ours_is_ever_removed(tmp_path: Path, make_cache, or
              "\u202e", "x" * 255, b"\xff\xfe", "~", "*", "0" * 31, "0" * 33,
              "G" * 32, f"{entry.path.name}.bak", f"{entry.key}.lock.orig", "evict.x", "progress",
              ".starting-", f"evict.{'0' * 32}.{'0' * 31}", "0" * 32 + ".session~"]  # fmt: skip
-    places = [cache.dir, layout.base, layout.objects, layout.partial, layout.quarantine]
+    places = [cache.dir, layout.base, layout.objects, layout.partial]
     places += [layout.locks, layout.sessions, layout.ranks, entry.path.parent]
     places += [entry.path.parent.parent, layout.key_lock(entry.key).parent]
     kept = []

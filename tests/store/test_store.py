@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shardcache.layout import META, is_quarantined_name
+from shardcache.layout import META
 from shardcache.store import store as module
 from shardcache.store.digest import BLOCK
 from shardcache.store.entry import DamagedError, Entry
@@ -111,8 +111,7 @@ def test_publishing_again_replaces_an_entry_that_is_damaged(store: Store) -> Non
         damage(entry.path)
         publish(again(store))
         assert read(again(store)) == b"shard"
-    assert len(list(store.layout.quarantine.iterdir())) == 4
-    assert list(store.layout.partial.iterdir()) == []
+    assert len(list(in_flight(store.layout))) == 4
 
 
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.EIO])
@@ -201,8 +200,8 @@ def test_a_damaged_entry_is_never_opened_is_set_aside_and_comes_back(
         assert store.condemn(entry.path, "test")
         assert not store.condemn(entry.path, "test")
     assert read(store) is None
-    [aside] = store.layout.quarantine.iterdir()
-    assert is_quarantined_name(aside.name)
+    [aside] = in_flight(store.layout)
+    assert remove_leftover(store.layout, aside.path)
     entry = publish(store)
     assert read(store) == b"shard"
     DAMAGE[says](entry.path)

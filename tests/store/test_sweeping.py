@@ -18,7 +18,6 @@ from shardcache.store.sweeping import (
     in_flight,
     remove_leftover,
     remove_locks,
-    remove_quarantined,
     remove_unnamed,
 )
 from tests.support.storetools import (
@@ -122,32 +121,15 @@ def test_what_is_not_ours_stays(layout: Layout, tmp_path: Path) -> None:
     (layout.partial / "model.ckpt").write_bytes(DATA)
     (layout.partial / "run-7").mkdir()
     (layout.partial / "run-7" / "model.ckpt").write_bytes(DATA)
-    (layout.quarantine / "notes").mkdir()
     # Even names of ours, where they are not what we make under them.
     layout.new_partial(KEY, "0" * 24, 1).symlink_to(outside)
     layout.new_evicted(KEY).symlink_to(outside)
     layout.new_partial(KEY, "1" * 24, 1).write_bytes(DATA)
-    entry = layout.entry(KEY, "0" * 24, 7)
-    layout.new_quarantined(entry).symlink_to(outside)
-    layout.new_quarantined(entry).write_bytes(DATA)
     before = tree(tmp_path)
     for path in layout.partial.iterdir():
         assert not remove_leftover(layout, path)
     assert list(in_flight(layout)) == []
-    assert list(remove_quarantined(layout)) == []
     assert tree(tmp_path) == before
-
-
-def test_quarantined_entries_go_and_say_how_much_that_frees(layout: Layout) -> None:
-    entry = layout.entry(KEY, "0" * 24, 5000)
-    path = layout.new_quarantined(entry)
-    path.mkdir()
-    (path / "a.tar").write_bytes(DATA)
-    dry = list(remove_quarantined(layout, dry_run=True))
-    assert path.exists()
-    assert list(remove_quarantined(layout)) == dry
-    assert dry[0][0] == path and dry[0][1] >= 5000
-    assert not path.exists()
 
 
 # -- other processes -----------------------------------------------------------

@@ -81,7 +81,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def leftovers(cache: Cache) -> list[str]:
     layout = Layout.of_root(cache.dir)
-    return os.listdir(layout.partial) + os.listdir(layout.quarantine)
+    return os.listdir(layout.partial)
 
 
 # -- a shard is fetched --------------------------------------------------------------------

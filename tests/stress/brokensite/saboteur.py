@@ -26,7 +26,7 @@ def lock_directories(directory: str, depth: int = _DEPTH) -> Iterator[str]:
                 continue
             if child.name == "locks":
                 yield child.path
-            elif depth and child.name not in ("objects", "partial", "quarantine"):
+            elif depth and child.name not in ("objects", "partial"):
                 yield from lock_directories(child.path, depth - 1)
 
 

@@ -326,7 +326,7 @@ def _sweep(scenario: Scenario, place: Place) -> list[str]:
         os.utime(path, (1e9, 1e9), follow_symlinks=False)
     with place.cache() as cache:
         cache.clean(orphans=True, limits=False)
-    kinds = ("partial", "quarantine", "sessions")
+    kinds = ("partial", "sessions")
     left = [path for kind in kinds for path in place.root.glob(f"v1/**/{kind}/*")]
     left += [path for path in place.root.rglob(".*") if path not in left]
     return [f"the sweep left {path.relative_to(place.root)}" for path in left]

@@ -287,7 +287,7 @@ def _swept(storm: Storm, log: Log, limit: int, *options: str) -> None:
     command = [sys.executable, "-m", "shardcache", "--dir", str(storm.root), "clean", *options]
     done = subprocess.run(command, capture_output=True, text=True)
     log.write("command", what="clean", status=done.returncode, said=done.stdout + done.stderr)
-    kinds = ("partial", "quarantine", "sessions")
+    kinds = ("partial", "sessions")
     left = [path for kind in kinds for path in storm.root.glob(f"v1/**/{kind}/*")]
     left += [path for path in below(storm.root) if path.name.startswith(".")]
     total = sum(size for _, size in published(storm.root).values())

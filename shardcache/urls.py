@@ -130,17 +130,16 @@ class ShardURL:
 def parse_url(
     url: str, *, endpoint: str | None = None, allow_schemes: Collection[str] = ()
 ) -> ShardURL:
-    """Name the shard behind ``url``.
+    """Name the shard behind a URL or a plain path.
 
     Args:
-        url: ``scheme://...`` or a plain path.
-        endpoint: the S3 endpoint in force; the same bucket name on two
-            endpoints is two objects. None and ``*.amazonaws.com`` mean AWS.
+        url: which.
+        endpoint: the S3 endpoint in force; None and ``*.amazonaws.com`` mean AWS. One bucket name
+            on two endpoints is two objects.
         allow_schemes: schemes allowed beyond `DEFAULT_SCHEMES`.
 
     Raises:
-        ConfigError: the URL is empty, malformed, chained, too long, or of a
-            scheme that is not allowed.
+        ConfigError: the URL is malformed, too long, or of a scheme that is not allowed.
     """
     if not isinstance(url, str):
         raise ConfigError(f"a shard URL must be a string, not {type(url).__name__}")
@@ -157,15 +156,12 @@ def parse_url(
     if scheme != "pipe" and _CHAIN.search(url):
         raise ConfigError(f"{redact(url)} is a chain of URLs; give the cache the origin's own URL")
     if scheme not in DEFAULT_SCHEMES and scheme not in allow_schemes:
-        if scheme == "pipe":
-            raise ConfigError(
-                "'pipe:' URLs run a shell command and are refused; "
-                "pass allow_schemes=['pipe'] if you trust every shard list"
-            )
+        # Of a command nothing is shown: what is secret in it cannot be told.
+        shown = "'pipe:' URLs run a shell command" if scheme == "pipe" else redact(url)
         known = ", ".join(sorted(DEFAULT_SCHEMES))
         raise ConfigError(
-            f"{redact(url)}: the scheme {scheme!r} is not one of {known}; "
-            f"pass allow_schemes=[{scheme!r}] if an fsspec filesystem for it is installed"
+            f"{shown}: the scheme {scheme!r} is not one of {known}; pass "
+            f"allow_schemes=[{scheme!r}] if you trust every shard list and something can read it"
         )
     rest = url[match.end() if match else 0 :]
     version_id: str | None = None
@@ -282,13 +278,11 @@ def _split_query(name: str) -> tuple[str, str | None]:
 
     Earlier question marks belong to the name, unless nothing but credentials follows.
     """
-    while "?" in name:
-        base, _, query = name.rpartition("?")
-        public = _without_auth(query)
-        if public or public == query:
-            return base, public
-        name = base
-    return name, None
+    base, mark, query = name.rpartition("?")
+    if not mark:
+        return name, None
+    public = _without_auth(query)
+    return (base, public) if public or public == query else _split_query(base)
 
 
 def _web_host(url: str, scheme: str, host: str) -> str:

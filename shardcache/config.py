@@ -550,8 +550,8 @@ def _check_known(name: str, source: str) -> None:
     if name not in _FIELDS:
         import difflib  # only a mistake has to wait for it
 
-        near = difflib.get_close_matches(name, _FIELDS, n=1)
-        hint = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(sorted(_FIELDS))}."
+        similar = difflib.get_close_matches(name, _FIELDS, n=1)
+        hint = f"Did you mean {similar[0]}?" if similar else f"Known: {', '.join(sorted(_FIELDS))}."
         message = f"unknown option {name!r} ({source}). {hint}"
     elif name == "validate" and source != "argument":
         message = f"{name} ({source}) can only be given in code. Remove it there."

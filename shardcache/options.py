@@ -2,7 +2,7 @@
 
 The options are `config.Config`'s, in every form that is accepted there: a size is a number of
 bytes or text such as ``"800GB"`` or ``"80%"``, a duration seconds or text such as ``"1h30m"``.
-Tests compare them with what is there.
+Tests compare them with the fields of `Config`.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from shardcache.urls import ShardURL
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PrewarmPlan:
-    """What is cached, what has to be fetched, and how much room there is.
+    """Which shards are cached, which have to be fetched, and how much room the cache has.
 
     Attributes:
         shards: all wanted shards in order, each once.
@@ -233,8 +233,8 @@ class PrewarmReport:
             (self.count(Outcome.LEFT_OUT), "left out for want of room"),
             (self.not_started, f"not done because {self.stopped.why if self.stopped else ''}"),
         )
-        told = ", ".join(f"{number:,} {what}" for number, what in notes if number)
-        return f"{text}; {told}." if told else f"{text}."
+        remarks = ", ".join(f"{number:,} {what}" for number, what in notes if number)
+        return f"{text}; {remarks}." if remarks else f"{text}."
 
     def as_dict(self) -> dict[str, Any]:
         """Totals for JSON: shards by outcome, bytes, seconds."""

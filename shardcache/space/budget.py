@@ -178,7 +178,7 @@ class Space:
         for _ in range(_PLANS):
             limits = self.limits(need)
             if limits == Limits():
-                return  # nothing limits the number, so nobody needs it
+                return  # no limit applies, so the number is not needed
             if usage is None:
                 usage, found = self._count()
             elif refusal := usage.refuses(url, need):
@@ -204,7 +204,7 @@ class Space:
             )
             missing = chosen.missing - spare
             if missing > 0:
-                # What other policies keep is being read, which may end at any moment.
+                # Under other policies only readers keep entries, and may end at any moment.
                 if self._config.policy == "working-set":
                     self._write(replace(usage, most=usage.held + need - missing))
                 raise _no_room(url, missing)
@@ -230,7 +230,7 @@ class Space:
         counted = clock.monotonic()
         flights = self.flights()
         if not all(flight.is_measured for flight in flights):
-            counted = -math.inf  # nobody knows how many bytes they will have: not to be believed
+            counted = -math.inf  # the final size of one is unknown: the next admission counts again
         found = [entry for store in self.stores() for entry in store.entries()]
         held = total_bytes(found) + sum(flight.reserved for flight in flights)
         return _Usage(held, counted), found
@@ -280,7 +280,7 @@ class Space:
         )
 
     def _is_ample(self, volume: Volume, need: int) -> bool:
-        """Whether there is room whatever others reserve: to look costs more than a small shard."""
+        """Whether a shard fits whatever others reserve: to list that costs more than a small one."""
         wanted = self._config.min_free.of(volume.size) + _AMPLE * need + volume.size // 8
         return volume.free >= wanted
 

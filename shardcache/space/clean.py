@@ -122,10 +122,10 @@ class Housekeeper:
 
     Every few minutes one of the processes that use a cache does what ``shardcache clean`` does, in
     a thread of its own, under the same lock, and only if nobody else has done so lately. It goes a
-    little below the limits, so that whoever makes room for a shard seldom has to list all entries.
+    little below the limits, so that an admission seldom has to list all entries.
     A RAM disk is checked every few seconds: as the job's own memory grows, the cgroup leaves less
     for the disk, and the kernel would kill the job, not ask the cache. A disk that fails is no
-    error of the job's here: whoever reads or writes finds it.
+    error of the job's here: the next read or write finds it.
     """
 
     def __init__(self, tier: Tier) -> None:
@@ -170,7 +170,7 @@ class Housekeeper:
             logger.info("cleaning beside the job failed: %s", exn)
 
     def _was_cleaned(self) -> bool:
-        """Whether somebody did so lately: cleaning writes to the lock's file."""
+        """Whether a process of this node cleaned lately: that writes to the lock's file."""
         with contextlib.suppress(FileNotFoundError):
             last = os.lstat(self._tier.namespaces.node.named_lock("clean")).st_mtime
             return 0 <= clock.time() - last < INTERVAL

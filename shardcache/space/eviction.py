@@ -151,8 +151,8 @@ def _past(date: float, now: float) -> float:
 def linked(entries: Iterable[Entry]) -> list[Links]:
     """Group entries by the file that they are links of.
 
-    Only entries of one key, version and size in several namespaces can be, so no other file is
-    looked at.
+    Only entries of one key, version and size in several namespaces can be links of one file, so
+    only their inodes are read.
     """
     named: dict[tuple[str, str, int], list[Entry]] = {}
     for entry in entries:
@@ -232,7 +232,7 @@ def plan(
 
 
 def _replaced(entries: Iterable[Entry]) -> set[Entry]:
-    """The entries beside which there is a newer version."""
+    """The entries that a newer version of the same shard replaces."""
     versions: dict[str, list[Entry]] = {}
     for entry in entries:
         versions.setdefault(entry.key, []).append(entry)

@@ -64,7 +64,7 @@ class Volume:
 
 
 def is_memory(path: Path) -> bool:
-    """Whether what is written there is memory."""
+    """Whether the filesystem of ``path`` is a RAM disk."""
     return _is_memory(str(path), path.stat().st_dev)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -261,6 +262,13 @@ def test_shards_of_unknown_size_are_counted_as_they_grow(library: Library) -> No
         library.fetch(number)
         assert library.used() <= 210_000
     partial.discard()
+
+
+def test_nodes_that_share_a_directory_count_each_time(library: Library) -> None:
+    library.space.node = replace(library.layout, grace=3600.0)
+    for number in range(200, 204):
+        library.fetch(number)
+    assert library.counts == 4 and not library.layout.usage.exists()
 
 
 def test_a_number_that_makes_no_sense_is_counted_anew(library: Library) -> None:

@@ -30,6 +30,7 @@ from tests.support.storetools import (
     forked,
     metadata_for,
     no_descriptor_left,
+    payload,
     publish,
 )
 
@@ -141,6 +142,17 @@ def test_a_resumed_partial_is_admitted_by_asking_for_nothing_more(make) -> None:
     with bench.space.reserved(NEW, None):
         assert bench.used() == 8 * MIB and not entry.path.exists()
     claimed.discard()
+
+
+@pytest.mark.locks_work("answers")
+def test_what_dead_processes_left_goes_before_any_entry(make) -> None:
+    bench = make(max_size=3 * MIB)
+    [entry] = bench.shelve(1, 1000)
+    orphan = begin(bench.layout, metadata_for("s3://lab/orphan.tar", data := payload(2 * MIB)))
+    fill(orphan, data)
+    orphan.close()
+    bench.admit(size=2 * MIB).discard()
+    assert entry.path.exists() and not orphan.path.exists()
 
 
 @pytest.mark.locks_work("flock")

@@ -280,7 +280,7 @@ class Space:
         )
 
     def _is_ample(self, volume: Volume, need: int) -> bool:
-        """Whether a shard fits whatever others reserve: listing that costs more than a small one."""
+        """Whether a shard fits whatever others reserve: their list costs more than a small one."""
         wanted = self._config.min_free.of(volume.size) + _AMPLE * need + volume.size // 8
         return volume.free >= wanted
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -38,13 +38,12 @@ T = TypeVar("T")
 #: Origins are asked about so many shards at a time. Each question is a round trip and no more.
 _QUESTIONS = 16
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
-#: WebDataset substitutes variables within variables to this depth.
-_NESTED = 10
 #: Where launchers state the node's number and the number of nodes: a Slurm step (the step's own
 #: number of nodes, else the allocation's), torchrun (one group of workers per node).
 _LAUNCHERS = (
-    ("SLURM_NODEID", ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")),
-    ("GROUP_RANK", ("GROUP_WORLD_SIZE",)),
+    ("SLURM_NODEID", "SLURM_STEP_NUM_NODES"),
+    ("SLURM_NODEID", "SLURM_NNODES"),
+    ("GROUP_RANK", "GROUP_WORLD_SIZE"),
 )
 
 
@@ -67,14 +66,10 @@ class Share:
     ranks: int = 1
 
     def __post_init__(self) -> None:
-        if self.count < 1 or self.ranks < 1:
+        if self.ranks < 1 or not 0 <= self.node < self.count:
             raise ConfigError(
-                f"{self.count} nodes with {self.ranks} ranks each is no split. Give at least 1."
-            )
-        if not 0 <= self.node < self.count:
-            raise ConfigError(
-                f"node {self.node} is not one of {self.count}: they are numbered from 0 to "
-                f"{self.count - 1}. Correct --node-rank or --node-count."
+                f"node {self.node} is not one of {self.count} with {self.ranks} ranks each: nodes "
+                "are numbered from 0 on. Correct --node-rank, --node-count or --ranks-per-node."
             )
 
     def of(self, shards: Sequence[T]) -> list[T]:
@@ -91,11 +86,9 @@ def own_share(node: int | None, count: int | None, ranks: int) -> Share:
     """
     if (node is None) != (count is None):
         raise ConfigError("--node-rank and --node-count go together: give both, or neither.")
-    for name, counts in _LAUNCHERS:
+    for name, size in _LAUNCHERS:
         if node is None or count is None:
-            node = whole_number(os.environ, name)
-            stated = (whole_number(os.environ, each) for each in counts)
-            count = next((number for number in stated if number is not None), None)
+            node, count = whole_number(os.environ, name), whole_number(os.environ, size)
     if node is None or count is None:
         raise ConfigError(
             "--shard-by-node needs to know which node this is. Run it as a Slurm step "
@@ -125,32 +118,27 @@ def expand(specs: str | Iterable[str], cache: Cache | None = None) -> list[str]:
     return list(dict.fromkeys(url for spec in specs for url in _expand(spec, listing)))
 
 
-def _expand(spec: str, listing: Listing | None) -> list[str]:
+def _expand(spec: str, listing: Listing | None) -> Iterator[str]:
     import braceexpand
 
-    urls: list[str] = []
     for part in spec.split("::"):
-        for _ in range(_NESTED):
-            last, part = part, _VARIABLE.sub(_variable, part)
-            if part == last:
-                break
+        for _ in range(10):  # variables within variables, as deep as WebDataset goes
+            part = _VARIABLE.sub(_variable, part)
         try:
-            expanded = list(braceexpand.braceexpand(part))
-        except ValueError as exn:
+            urls = list(braceexpand.braceexpand(part))
+        except braceexpand.UnbalancedBracesError as exn:  # type: ignore[attr-defined]
             raise ConfigError(
                 f"{redact(part)}: {redact(str(exn))}. Write ranges as {{0000..0127}}, lists as "
                 "{a,b}, and a brace of the name itself as \\{.",
             ) from exn
-        for url in expanded:
-            urls += listing.matches(url) if listing and is_pattern(url) else [url]
-    return urls
+        for url in urls:
+            yield from listing.matches(url) if listing and is_pattern(url) else [url]
 
 
 def _variable(found: re.Match[str]) -> str:
-    name = f"WDS_{found[1]}"
-    value = os.environ.get(name)
+    value = os.environ.get(name := f"WDS_{found[1]}")
     if value is None:
-        raise ConfigError(f"${{{found[1]}}} in a shard specification needs {name}: set it.")
+        raise ConfigError(f"{found[0]} in a shard specification needs {name}: set it.")
     return value
 
 
@@ -200,7 +188,7 @@ def make_plan(
     """
     wanted = {shard.key for shard in shards}
     entries = list(cache.entries())
-    cached = {entry.key: entry for entry in entries if entry.key in wanted and _is_whole(entry)}
+    cached = {entry.key: entry for entry in entries if entry.key in wanted}
     answers: dict[str, frozenset[str] | Exception] = {}
     if refresh:
         known = [shard for shard in shards if shard.key in cached]
@@ -250,22 +238,11 @@ def _outdated(cache: Cache, shard: ShardURL) -> frozenset[str] | Exception:
         now = attempts.call(lambda: origin.stat(shard), sleep=clock.sleep)
     except (ShardCacheError, OSError) as exn:
         return exn
-    for entry in found:
-        try:
-            if differs(entry.metadata().info, now) is None:
-                return frozenset()
-        except ValueError:  # nothing tells versions apart
-            return frozenset()
-        except (DamagedError, FileNotFoundError):
-            continue
-    return frozenset(entry.version for entry in found)
-
-
-def _is_whole(entry: Entry) -> bool:
     try:
-        return entry.data.lstat().st_size == entry.size
-    except (OSError, DamagedError):
-        return False
+        is_current = any(differs(entry.metadata().info, now) is None for entry in found)
+    except (ValueError, DamagedError, FileNotFoundError):
+        is_current = True  # nothing tells versions apart; or whoever opens it will see to it
+    return frozenset() if is_current else frozenset(entry.version for entry in found)
 
 
 def _room(tier: Tier, entries: list[Entry], wanted: set[str], need: int) -> tuple[int, int, int]:

@@ -12,6 +12,8 @@ take part. What was fetched stays in the caches, so the same call again fetches 
 
 from __future__ import annotations
 
+import io
+import ipaddress
 import logging
 import os
 import signal
@@ -24,13 +26,12 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from shardcache import clock
 from shardcache import config as configuration
 from shardcache.cache import Cache
 from shardcache.errors import ConfigError, ShardCacheError
-from shardcache.fetch.status import FetchStatus
 from shardcache.prewarm.plan import Share, expand
 from shardcache.prewarm.run import JOBS, prewarm
 from shardcache.results import (
@@ -41,7 +42,6 @@ from shardcache.results import (
     PrewarmPlan,
     PrewarmReport,
     ShardResult,
-    Started,
     Stopped,
 )
 
@@ -68,7 +68,6 @@ class NodeReport:
         number: from 0 on, in the order of addresses and names.
         plan: what the node has to do, once it has told.
         results: by URL, the shards that it is done with.
-        received: bytes that came over the network.
         own: the node's own report, once it has told.
         ended: whether there will be no more news.
         interrupted: whether it was cancelled.
@@ -79,7 +78,6 @@ class NodeReport:
     number: int
     plan: PrewarmPlan | None = None
     results: dict[str, ShardResult] = field(default_factory=dict)
-    received: int = 0
     own: PrewarmReport | None = None
     ended: bool = False
     interrupted: bool = False
@@ -91,6 +89,11 @@ class NodeReport:
         return isinstance(self.error, NodeLostError)
 
     @property
+    def received(self) -> int:
+        """Bytes that came over the network, of the shards that it is done with."""
+        return sum(result.received for result in self.results.values())
+
+    @property
     def report(self) -> PrewarmReport:
         """The node's own report, or what it told before it was lost or interrupted."""
         if self.own is not None:
@@ -98,19 +101,17 @@ class NodeReport:
         plan = self.plan or PrewarmPlan((), {}, {}, 0, 0, 0)
         results = []
         for shard in plan.shards:
-            untold = Outcome.CACHED if shard.key in plan.cached else Outcome.NOT_STARTED
-            result = ShardResult(str(shard), untold, plan.size_of(shard))
-            results.append(self.results.get(result.url, result))
+            outcome = Outcome.CACHED if shard.key in plan.cached else Outcome.NOT_STARTED
+            unknown = ShardResult(str(shard), outcome, plan.size_of(shard))
+            results.append(self.results.get(unknown.url, unknown))
         stopped = Stopped.REQUESTED if self.interrupted else None
         return PrewarmReport(plan, tuple(results), 0.0, stopped)
 
     def take(self, news: _News) -> None:
         """Learn what the node tells."""
+        self.results |= {result.url: result for result in news.pop("results")}
         for name, value in news.items():
-            if name == "results":
-                self.results |= {result.url: result for result in value}
-            else:
-                setattr(self, name, value)
+            setattr(self, name, value)
 
 
 def prewarm_nodes(
@@ -152,24 +153,24 @@ def prewarm_nodes(
         specs = expanded  # the nodes need not know the variables
     settings = dict(settings or {})
     file = None if config_file is None else Path(config_file).absolute()
-    stop = stop or threading.Event()
+    stop, out = stop or threading.Event(), sys.stdout
     with _connected() as ray:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         # It asks for no processor, so that a busy cluster is prewarmed, too.
         task = ray.remote(num_cpus=0, max_retries=0, num_returns="streaming")(_prewarm_here)
-        alive = sorted((node for node in ray.nodes() if node["Alive"]), key=_place)
+        alive = sorted((node for node in ray.nodes() if node["Alive"]), key=_order)
         names = [str(node.get("NodeName") or node["NodeManagerAddress"]) for node in alive]
         nodes, streams = [], {}
         for number, (node, name) in enumerate(zip(alive, names, strict=True)):
             unique = name if names.count(name) == 1 else f"{name}/{node['NodeID'][:8]}"
             nodes.append(NodeReport(unique, number))
             share = None if ranks_per_node is None else Share(number, len(alive), ranks_per_node)
-            pinned = task.options(
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            pin = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            stream = task.options(scheduling_strategy=pin).remote(
+                specs, settings, file, options, share
             )
-            task_of_node = pinned.remote(specs, settings, file, options, share)
-            streams[task_of_node] = nodes[number]
+            streams[stream] = nodes[number]
         end: float | None = None
         try:
             while streams and (end is None or clock.monotonic() < end):
@@ -186,38 +187,33 @@ def prewarm_nodes(
                     except StopIteration:
                         pass
                     except ray.exceptions.RayError as exn:
-                        report.interrupted = end is not None
                         if end is None:
                             report.error = _lost(ray, alive[report.number]["NodeID"], exn)
+                        report.interrupted = end is not None
                     report.ended = True
                     del streams[stream]
-                on_news(nodes)
+                with redirect_stdout(out):
+                    on_news(nodes)
         finally:
             for stream in streams:
                 ray.cancel(stream)
         for report in streams.values():  # they did not end in time
             report.ended = report.interrupted = True
-        on_news(nodes)
-        return tuple(nodes)
+    on_news(nodes)
+    return tuple(nodes)
 
 
-def _place(node: Mapping[str, Any]) -> tuple[str, str, str]:
+def _order(node: Mapping[str, Any]) -> tuple[int, str, str]:
     """What nodes are ordered by: address, so that .9 is before .10, then name."""
-    address = ".".join(part.zfill(3) for part in str(node["NodeManagerAddress"]).split("."))
+    address = int(ipaddress.ip_address(node["NodeManagerAddress"]))
     return address, str(node.get("NodeName", "")), str(node["NodeID"])
 
 
 def _lost(ray: Any, node_id: str, exn: Exception) -> NodeLostError:
-    """Why a task ended, in a sentence; Ray's own explanation is a page."""
-    text = str(exn)
-    if "No module named 'shardcache'" in text:
-        return NodeLostError("shardcache is not installed for Ray's workers there")
-    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-    if node_id not in alive or isinstance(exn, ray.exceptions.NodeDiedError):
+    """Why a task ended, in a sentence: the last of Ray's own page."""
+    if node_id not in {node["NodeID"] for node in ray.nodes() if node["Alive"]}:
         return NodeLostError("the node died")
-    if isinstance(exn, ray.exceptions.WorkerCrashedError):
-        return NodeLostError("its process was killed")
-    return NodeLostError((text.strip().splitlines() or [type(exn).__name__])[-1].strip())
+    return NodeLostError(str(exn).strip().rpartition("\n")[2].strip() or type(exn).__name__)
 
 
 @contextmanager
@@ -226,10 +222,7 @@ def _connected() -> Iterator[Any]:
     try:
         import ray
     except ImportError as exn:
-        raise ConfigError(
-            "--ray needs Ray, which is not installed here. "
-            "Install it: pip install 'shardcache[ray]'."
-        ) from exn
+        raise ConfigError("Ray is not installed. Run: pip install 'shardcache[ray]'") from exn
     if ray.is_initialized():
         yield ray
         return
@@ -240,37 +233,20 @@ def _connected() -> Iterator[Any]:
         if host and port.isdigit() and "/" not in host:
             socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError, ValueError, OSError) as exn:
-        first = (str(exn).strip().splitlines() or [type(exn).__name__])[0].rstrip(".")
+    except (RuntimeError, ValueError, OSError) as exn:
         raise ConfigError(
-            f"no Ray cluster could be reached at {address}: {first}. Set RAY_ADDRESS, such as "
-            "10.0.0.1:6379, on a machine that is one of its nodes."
+            f"no Ray cluster could be reached at {address}. Set RAY_ADDRESS, such as "
+            f"10.0.0.1:6379, on a machine that is one of its nodes. Ray says: {exn}"
         ) from exn
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)  # Ray sets its own
     try:
-        with redirect_stdout(_WithoutRay(sys.stdout)):
+        # A thread of Ray's prints that a node died, where a program may read JSON.
+        with redirect_stdout(io.StringIO()):
             yield ray
     finally:
         ray.shutdown()
-
-
-class _WithoutRay:
-    """Standard output without Ray's own lines: a thread of Ray's prints there that a node died.
-
-    Our report says it, too, and standard output may be JSON that a program reads.
-    """
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        ours = not threading.current_thread().name.startswith("ray_")
-        return self._stream.write(text) if ours else len(text)
 
 
 # -- on the nodes --------------------------------------------------------------
@@ -289,8 +265,6 @@ def _prewarm_here(
     """
     events: deque[Event] = deque()
     stop = threading.Event()
-    running: dict[str, FetchStatus] = {}
-    received = 0
 
     def work() -> PrewarmReport:
         loaded = configuration.load(settings, files=None if config_file is None else [config_file])
@@ -302,28 +276,22 @@ def _prewarm_here(
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(work)
         try:
-            while True:
+            is_last = False
+            while not is_last:
                 is_last = bool(wait([future], _NEWS_EVERY).done)
                 news: _News = {"results": []}
                 while events:
                     match events.popleft():
                         case Planned(plan):
                             news["plan"] = plan
-                        case Started(shard, status):
-                            running[shard.key] = status
-                        case Finished(shard, result):
-                            running.pop(shard.key, None)
-                            received += result.received
+                        case Finished(_, result):
                             news["results"].append(_portable(result))
                 if is_last and (error := future.exception()) is not None:
                     news["error"] = _portable_error(error)
                 elif is_last:
                     report = future.result()
                     news["own"] = replace(report, results=tuple(map(_portable, report.results)))
-                news["received"] = received + sum(each.received for each in running.values())
                 yield news
-                if is_last:
-                    return
         finally:
             stop.set()
 

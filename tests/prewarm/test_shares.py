@@ -86,8 +86,8 @@ def test_launchers_tell_which_node_this_is(launched, environ, expected):
         ((None, None, 1), {"SLURM_NODEID": "4", "SLURM_NNODES": "4"}, "not one of 4"),
         ((1, None, 1), {}, "go together"),
         ((None, 3, 1), {}, "go together"),
-        ((3, 3, 1), {}, "from 0 to 2"),
-        ((0, 0, 1), {}, "at least 1"),
+        ((3, 3, 1), {}, "not one of 3"),
+        ((0, 0, 1), {}, "not one of 0"),
     ],
 )
 def test_what_cannot_be_a_split_is_refused(launched, arguments, environ, said):

@@ -211,7 +211,8 @@ def _order(node: Mapping[str, Any]) -> tuple[int, str, str]:
 
 def _lost(ray: Any, node_id: str, exn: Exception) -> NodeLostError:
     """Why a task ended, in a sentence: the last of Ray's own page."""
-    if node_id not in {node["NodeID"] for node in ray.nodes() if node["Alive"]}:
+    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    if node_id not in alive or isinstance(exn, ray.exceptions.NodeDiedError):
         return NodeLostError("the node died")
     return NodeLostError(str(exn).strip().rpartition("\n")[2].strip() or type(exn).__name__)
 

@@ -48,14 +48,14 @@ def forbid_tarfile(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @given(seed=SEEDS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_members_of_any_archive_are_those_of_tarfile(seed: int) -> None:
     same(archive(random.Random(seed)), seed)
 
 
 @given(seed=SEEDS)
 @example(seed=467790)  # a size beyond all memory
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_damaged_archives_break_as_tarfile_breaks(seed: int) -> None:
     rng = random.Random(seed)
     same(damaged(rng, archive(rng)), seed)
@@ -78,49 +78,33 @@ def test_an_archive_cut_anywhere_ends_as_tarfile_says(form: int) -> None:
 @pytest.mark.skipif(GNU_TAR is None, reason="there is no tar command")
 @pytest.mark.parametrize("form", ["v7", "oldgnu", "gnu", "ustar", "posix"])
 def test_what_the_tar_command_writes_is_read_the_same(form: str, tmp_path: Path) -> None:
-    home = tmp_path / "in"
-    (home / "sub").mkdir(parents=True)
-    for number in range(12):
-        (home / "sub" / f"{number:04d}.txt").write_bytes(os.urandom(number * 311))
-    (home / "sub" / "link.txt").symlink_to("0001.txt")
-    os.link(home / "sub" / "0003.txt", home / "sub" / "hard.txt")
-    (home / ("n\u00e4m\u00e9" * 4 + ".cls")).write_bytes(b"7")
+    (tmp_path / "sub").mkdir()
+    for number in range(4):
+        (tmp_path / "sub" / f"{number:04d}.txt").write_bytes(os.urandom(number * 311))
+    (tmp_path / "sub" / "link.txt").symlink_to("0001.txt")
+    os.link(tmp_path / "sub" / "0003.txt", tmp_path / "sub" / "hard.txt")
+    (tmp_path / ("n\u00e4m\u00e9" * 4 + ".cls")).write_bytes(b"7")
     if form != "v7":
-        (home / ("d" * 90)).mkdir()
-        (home / ("d" * 90) / ("e" * 90 + ".bin")).write_bytes(b"deep")
-    with open(home / "sub" / "holes.bin", "wb") as file:
+        (tmp_path / ("d" * 90)).mkdir()
+        (tmp_path / ("d" * 90) / ("e" * 90 + ".bin")).write_bytes(b"deep")
+    with open(tmp_path / "sub" / "holes.bin", "wb") as file:
         for at in range(0, 40 << 16, 1 << 16):
             file.seek(at)
             file.write(b"data")
-    for options in ([], ["--sparse"], ["--sparse", "--sparse-version=0.1"]):
-        result = subprocess.run(
-            [str(GNU_TAR), f"--format={form}", *options, "-cf", "-", "-C", str(home), "."],
-            stdout=subprocess.PIPE,
-            check=False,
-        )
-        if result.returncode != 0 and "--sparse" in options:
-            continue  # not with this format
-        found = same(result.stdout, 5)
-        assert b"deep" in found or form == "v7"
-        assert "./sub/0011.txt" in found
+    command = [str(GNU_TAR), f"--format={form}", "-cf", "-", "-C", str(tmp_path), "."]
+    sparse = ["--sparse"] if form in ("oldgnu", "gnu", "posix") else []
+    packed = subprocess.run([*command, *sparse], stdout=subprocess.PIPE, check=True).stdout
+    found = same(packed, 5)
+    assert "./sub/0003.txt" in found and (b"deep" in found or form == "v7")
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
 def test_compressed_archives_are_read_from_any_stream(pack) -> None:
-    data = make_tar(3)
-    packed = pack(data)
-    assert same(packed) == same(data)
+    packed = pack(make_tar(3))
+    assert same(packed) == same(make_tar(3))
     same(packed[: len(packed) // 2])
-    same(packed[:100] + bytes(20) + packed[120:])
-
-
-@pytest.mark.parametrize(
-    "data",
-    [b"", b"x", bytes(511), bytes(512), bytes(5000), b"x" * 512, b"\x1f\x8b", b"BZh" * 300],
-    ids=len,
-)
-def test_what_is_no_archive_is_refused_in_the_words_of_tarfile(data: bytes) -> None:
-    same(data)
+    for data in (b"", b"x", bytes(511), bytes(5000), b"x" * 512, packed[:2]):  # is no archive
+        same(data)
 
 
 def number(value: int) -> bytes:
@@ -148,9 +132,6 @@ def extended(records: bytes, padding: bytes = b"") -> bytes:
         extended(b"11 path=ab\n", b"12 path=cde\n"),
         extended(b"11 path=ab\n", b"junk"),
         extended(b"11 path=abX"),
-        extended(b"11 path=ab\n30 mtime=1\n"),
-        extended(b"0 path=ab\n"),
-        extended(b"5 path=ab\n"),
         extended(b"011 path=ab\n"),
         extended(b"11 path=ab\nrest"),
         extended(b"11 path=\xff\xfe\n"),
@@ -159,7 +140,6 @@ def extended(records: bytes, padding: bytes = b"") -> bytes:
         extended(b"10 size=7\n11 size=x1\n"),
         extended(b"22 GNU.sparse.major=1\n"),
         extended(b"11 path=ab\n") + extended(b"11 path=cd\n"),
-        extended(b"11 path=ab\n") + sized(b"L", 3) + b"long".ljust(BLOCK, b"\0"),
         sized(b"L", 600) + b"n" * 700 + bytes(324),
         sized(b"S", 0),
         sized(b"0", 3),
@@ -178,20 +158,6 @@ def test_odd_headers_are_left_to_tarfile(
         forbid_tarfile(monkeypatch)
         found = by_walk(io.BytesIO(data))
         assert ("tarfile was asked",) in (event[2] for event in found if isinstance(event, tuple))
-
-
-def test_a_checksum_is_compared_in_full() -> None:
-    info = tarfile.TarInfo("x")
-    header = bytearray(info.tobuf(tarfile.USTAR_FORMAT))
-    for start, stop in ((0, 100), (157, 257), (265, 329), (345, 500)):
-        header[start:stop] = b"\xff" * (stop - start)
-    plain = small(tarfile.USTAR_FORMAT)
-    sound = mended(bytes(header))
-    assert len(same(sound + plain)) == 6
-    total = int(sound[148:154], 8)
-    # Adler's sums are modulo 65521.
-    wrong = sound[:148] + b"%06o\0 " % (total - 65521) + sound[156:]
-    assert same(plain[: -2 * BLOCK] + wrong + plain) == same(plain)
 
 
 # -- a reader of streams -------------------------------------------------------------

@@ -68,7 +68,7 @@ class NodeReport:
         number: from 0 on, in the order of addresses and names.
         plan: what the node has to do, once it has told.
         results: by URL, the shards that it is done with.
-        own: the node's own report, once it has told.
+        seconds, stopped: as of a `PrewarmReport`.
         ended: whether there will be no more news.
         interrupted: whether it was cancelled.
         error: why the node is not done, other than by single shards.
@@ -78,7 +78,8 @@ class NodeReport:
     number: int
     plan: PrewarmPlan | None = None
     results: dict[str, ShardResult] = field(default_factory=dict)
-    own: PrewarmReport | None = None
+    seconds: float = 0.0
+    stopped: Stopped | None = None
     ended: bool = False
     interrupted: bool = False
     error: Exception | None = None
@@ -95,17 +96,15 @@ class NodeReport:
 
     @property
     def report(self) -> PrewarmReport:
-        """The node's own report, or what it told before it was lost or interrupted."""
-        if self.own is not None:
-            return self.own
+        """The node's report, of what it told before it ended, was lost or was interrupted."""
         plan = self.plan or PrewarmPlan((), {}, {}, 0, 0, 0)
         results = []
         for shard in plan.shards:
             outcome = Outcome.CACHED if shard.key in plan.cached else Outcome.NOT_STARTED
             unknown = ShardResult(str(shard), outcome, plan.size_of(shard))
             results.append(self.results.get(unknown.url, unknown))
-        stopped = Stopped.REQUESTED if self.interrupted else None
-        return PrewarmReport(plan, tuple(results), 0.0, stopped)
+        stopped = Stopped.REQUESTED if self.interrupted else self.stopped
+        return PrewarmReport(plan, tuple(results), self.seconds, stopped)
 
     def take(self, news: _News) -> None:
         """Learn what the node tells."""
@@ -280,29 +279,29 @@ def _prewarm_here(
             is_last = False
             while not is_last:
                 is_last = bool(wait([future], _NEWS_EVERY).done)
-                news: _News = {"results": []}
+                news: _News = {}
+                done: list[ShardResult] = []
                 while events:
                     match events.popleft():
                         case Planned(plan):
                             news["plan"] = plan
                         case Finished(_, result):
-                            news["results"].append(_portable(result))
+                            done.append(result)
                 if is_last and (error := future.exception()) is not None:
-                    news["error"] = _portable_error(error)
+                    news["error"] = _portable(error)
                 elif is_last:
                     report = future.result()
-                    news["own"] = replace(report, results=tuple(map(_portable, report.results)))
-                yield news
+                    done = [*report.results]
+                    news |= {"seconds": report.seconds, "stopped": report.stopped}
+                yield news | {
+                    "results": [replace(each, error=_portable(each.error)) for each in done]
+                }
         finally:
             stop.set()
 
 
-def _portable(result: ShardResult) -> ShardResult:
-    return replace(result, error=result.error and _portable_error(result.error))
-
-
-def _portable_error(error: BaseException) -> Exception:
+def _portable(error: BaseException | None) -> Exception | None:
     """An error that can be sent: a pickle of a foreign one may not open."""
-    if isinstance(error, ShardCacheError | OSError):
+    if error is None or isinstance(error, ShardCacheError | OSError):
         return error
     return ShardCacheError(f"{type(error).__name__}: {error}")

@@ -208,7 +208,7 @@ def _prewarm_ray(
     for node in nodes:
         if node.plan is not None and not options["check"]:
             console.info(f"{node.name}  {node.plan}")
-        if node.own is None or not options["dry_run"]:
+        if node.error or node.interrupted or not options["dry_run"]:
             console.info(f"{node.name}  {_node_text(node, options)}")
     codes = [_node_code(node, options) for node in nodes]
     seconds, received = time.monotonic() - began, sum(node.received for node in nodes)

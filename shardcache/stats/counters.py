@@ -7,7 +7,7 @@ and nothing else.
 
 Safe between threads. Safe within one thread, too: the garbage collector may close a stream in the
 midst of counting, and that is counted as well. A forked child makes its own `Counters`; those of
-its parent ignore it.
+its parent count nothing there.
 """
 
 from __future__ import annotations
@@ -123,18 +123,19 @@ class Counters:
         self._rank = None if ranks is None or ranks.source == "none" else ranks.rank
         self._job = None if ranks is None else ranks.job
         self._allowed = allowed
-        self._pid = os.getpid()
         self._guard = threading.RLock()
         self._writing = threading.Lock()
         self._written: Counter[str] = Counter()
         self._row: defaultdict[str, int] = defaultdict(int)  # not written yet
         self._due = 0.0  # when to write, of the monotonic clock
-        if where is not None:
-            _flush_at_exit(self)
+        _all.add(self)
+        # The children of multiprocessing end without what is registered with atexit.
+        if (util := sys.modules.get("multiprocessing.util")) is not None:
+            util.Finalize(None, _flush, exitpriority=0)
 
     def add(self, counts: Mapping[str, int]) -> None:
         """Count what happened, by the names of `COUNTERS`."""
-        if self._where is None or self._pid != os.getpid():
+        if self._where is None:
             return
         with self._guard:
             for name, count in counts.items():  # in its midst a stream may be closed, and counted
@@ -148,7 +149,7 @@ class Counters:
         ``tier`` is in which of several tiers the shard was, from 0.
         """
         # As `add`, without a table: a hit is to be little more than an open().
-        if self._where is None or self._pid != os.getpid():
+        if self._where is None:
             return
         name, wait_name, buckets = _OUTCOMES[outcome]
         waited = int(seconds * 1e6)
@@ -193,7 +194,7 @@ class Counters:
 
     def flush(self, wait: float = _LAST_BUSY) -> None:
         """Write what is not written yet; waits so many seconds for others who write."""
-        if self._where is not None and self._pid == os.getpid():
+        if self._where is not None:
             self._write(wait)
 
     def snapshot(self) -> Counter[str]:
@@ -223,15 +224,20 @@ class Counters:
             self._writing.release()
 
 
-def _flush_at_exit(counters: Counters) -> None:
+_all: weakref.WeakSet[Counters] = weakref.WeakSet()
+
+
+def _flush() -> None:
     """Write what is left when the process ends, if it ends in an orderly way."""
-    held = weakref.ref(counters)
+    for counters in list(_all):
+        counters.flush()
 
-    def flush() -> None:
-        if (found := held()) is not None:
-            found.flush()
 
-    atexit.register(flush)
-    # The children of multiprocessing end without what is registered there.
-    if (util := sys.modules.get("multiprocessing.util")) is not None:
-        util.Finalize(None, flush, exitpriority=0)
+def _disown() -> None:
+    """In a forked child: what its parent counts is not its own to write."""
+    for counters in _all:
+        counters._where = None
+
+
+atexit.register(_flush)
+os.register_at_fork(after_in_child=_disown)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import sqlite3
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -212,6 +214,32 @@ def test_a_database_on_a_disk_that_became_read_only_is_read(
         counters.add({"misses": 1})
         counters.flush()
         assert total(layout).misses == 1
+
+
+_FORKING = """
+import os, sys
+from pathlib import Path
+from shardcache.stats.counters import Counters
+from shardcache.store.root import make_root
+layout = make_root(Path(sys.argv[1]), "test")
+counters = Counters(lambda: layout)
+assert "sqlite3" not in sys.modules
+counters.add({"misses": 1})
+counters.opened("hit", 1, 0.0)  # not written yet
+if os.fork() == 0:
+    counters.opened("hit", 1, 0.0)
+    sys.exit()  # with all that is registered for the end of a process
+os.wait()
+"""
+
+
+def test_the_end_of_a_process_writes_what_it_counted_and_nothing_of_its_parent(
+    tmp_path: Path,
+) -> None:
+    root = tmp_path / "cache"
+    subprocess.run([sys.executable, "-c", _FORKING, str(root)], check=True, timeout=60)
+    found = total(make_root(root, "test"))
+    assert (found.misses, found.hits) == (1, 1)
 
 
 def test_no_connection_gets_into_a_child_that_is_forked_while_another_thread_writes(

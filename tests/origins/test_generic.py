@@ -71,6 +71,14 @@ def test_a_user_in_the_url_is_sent_as_a_header(cache: Cache, web: Files) -> None
     assert all("\r\nAuthorization: Basic bWU6Y2FuYXJ5\r\n" in head for head in web.heads)
 
 
+def test_a_login_is_not_sent_to_a_server_that_another_one_names(cache: Cache, web: Files) -> None:
+    with running(Files()) as first:
+        first.redirects = {"/a.tar": f"{web.url}/a.tar"}
+        assert read(cache, first.url.replace("://", "://me:canary@") + "/a.tar") == SHARD
+        assert "\r\nAuthorization:" in first.heads[0]
+    assert "\r\nAuthorization:" not in "".join(web.heads)
+
+
 def test_redirects_are_followed_unless_they_lead_nowhere(cache: Cache, web: Files) -> None:
     web.redirects = {"/moved.tar": "/a.tar", "/bad.tar": "http://[::1", "/again.tar": "/again.tar"}
     assert read(cache, f"{web.url}/moved.tar") == SHARD

@@ -6,8 +6,10 @@ asked for again although somebody believes to know it: listings grow old.
 
 from __future__ import annotations
 
+import gc
 import json
 import random
+import weakref
 from collections.abc import Callable
 
 import fsspec
@@ -46,6 +48,27 @@ def test_pauses_are_spread_over_a_growing_interval_behind_what_the_server_asks(a
         assert -1e-9 <= min(spread) < longest / 5
         assert longest * 0.8 < max(spread) <= longest + 1e-9
     assert (number, longest) == (8, CAP)  # the cap was reached
+
+
+def test_a_call_that_was_repeated_leaves_nothing_for_the_garbage_collector() -> None:
+    """Which would keep a partial, and its lock."""
+
+    def repeated() -> weakref.ref[Callable[..., object]]:
+        errors = [TransientError("503")]
+
+        def fail_once() -> None:
+            if errors:
+                raise errors.pop()
+
+        sleep = lambda seconds: None  # noqa: E731
+        RetryPolicy(2, None).started("s3://lab/a.tar").call(fail_once, sleep=sleep)
+        return weakref.ref(sleep)
+
+    gc.disable()
+    try:
+        assert repeated()() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(

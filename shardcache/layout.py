@@ -219,6 +219,13 @@ def last_change(path: Path) -> float:
     return min(found.st_mtime, found.st_ctime)
 
 
+def remove_old(path: Path, age: float = IDLE_GRACE) -> None:
+    """Remove a file, or an empty directory, that was not written for long."""
+    with contextlib.suppress(OSError):  # it has its name by now
+        if time.time() - last_change(path) > age:
+            path.rmdir() if is_directory(path) else path.unlink()
+
+
 def read_file(path: Path | str, limit: int) -> bytes:
     """The first ``limit`` bytes of a file; never through a link, waiting for nobody."""
     with open_file(path) as file:

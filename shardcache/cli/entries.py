@@ -32,10 +32,9 @@ from shardcache.space.eviction import Policy, linked
 from shardcache.space.memory import Volume
 from shardcache.space.pins import pinned_keys
 from shardcache.store.entry import DamagedError, Metadata
-from shardcache.store.partial import read_progress
+from shardcache.store.partial import in_flight, read_progress
 from shardcache.store.root import is_cache
 from shardcache.store.store import Entry, Namespaces
-from shardcache.store.sweeping import in_flight
 from shardcache.units import exact_duration, format_age, format_bytes
 from shardcache.urls import ShardURL, redact
 

@@ -25,8 +25,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardcache.files import FULL, PRIVATE, Modes, open_exclusive, settle
-from shardcache.layout import read_file
+from shardcache.files import FULL, PRIVATE, Modes, open_exclusive, open_file, settle
+from shardcache.layout import (
+    IDLE_GRACE,
+    Layout,
+    is_directory,
+    is_key,
+    is_lease_name,
+    is_lock_name,
+    list_names,
+    read_file,
+    remove_old,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -204,3 +214,34 @@ class KeyLock:
         if file is not None:
             with contextlib.suppress(OSError):  # closed all the same
                 file.close()
+
+
+def remove_locks(layout: Layout) -> None:
+    """Remove lock files and leases of keys that nobody fetches.
+
+    They cost an inode for every shard that was ever fetched. A live lease is touched every half a
+    minute; one that is wrongly taken for dead costs a second fetch.
+    """
+    for place in {layout.locks, layout.base / "locks"}:
+        for prefix in list_names(place):
+            directory = place / prefix
+            if not is_key(prefix * 16) or not is_directory(directory):
+                continue
+            for name in list_names(directory):
+                if name.startswith(prefix):
+                    if is_lock_name(name):
+                        _remove_free_lock(layout, directory / name)
+                    elif is_lease_name(name):
+                        remove_old(directory / name, layout.grace or IDLE_GRACE)
+            with contextlib.suppress(OSError):  # not empty: in use
+                directory.rmdir()
+
+
+def _remove_free_lock(layout: Layout, path: Path) -> None:
+    left = read_holder(path)
+    if left is not None and left.partial and is_directory(layout.partial / left.partial):
+        return  # it tells where a killed fetch can be resumed
+    with contextlib.suppress(OSError), open_file(path) as file:
+        # Only under its own lock, and the name may be that of a newer file by now.
+        if try_flock(file.fileno()) is not False and os.fstat(file.fileno()).st_nlink:
+            path.unlink()

@@ -25,8 +25,8 @@ from shardcache.space.eviction import Limits, total_bytes
 from shardcache.space.memory import Volume
 from shardcache.space.tiers import Tier
 from shardcache.store.entry import DamagedError
+from shardcache.store.partial import in_flight
 from shardcache.store.store import Entry
-from shardcache.store.sweeping import in_flight
 from shardcache.store.verify import differs
 from shardcache.urls import ShardURL, redact
 

@@ -10,9 +10,11 @@ A shard of one block has no `progress`: there is nothing to resume or to follow.
 
 The process that holds the exclusive flock on the data file may write; its threads may write and
 record different blocks at once. Anybody may read `progress`. When the writer dies the flock is
-free: `claim` takes the partial over by renaming it, and whatever `progress` says is proven against
-the data before it is believed. A writer that lost its partial this way without knowing (locks that
-lie) can only write the same bytes of the same version again.
+free, and no clock and no process id is asked, unless the filesystem does not do flock at all:
+`claim` takes the partial over by renaming it, and whatever `progress` says is proven against the
+data before it is believed; `remove_leftover` renames it and removes it. Of several exactly one
+wins. A writer that lost its partial this way without knowing (locks that lie) can only write the
+same bytes of the same version again.
 """
 
 from __future__ import annotations
@@ -43,12 +45,16 @@ from shardcache.layout import (
     PROGRESS,
     Layout,
     is_directory,
+    is_evicted_name,
     is_idle,
+    is_temporary_name,
+    list_names,
     parse_partial_name,
+    remove_old,
 )
 from shardcache.locks.flock import is_file, wait_flock
 from shardcache.store.digest import BLOCK, block_digest
-from shardcache.store.entry import MAX_BYTES, DamagedError, Metadata
+from shardcache.store.entry import MAX_BYTES, DamagedError, Metadata, data_file, hold
 
 _MAGIC = b"SHCPROG3"
 #: Magic, where the records begin, and whether the blocks may be read.
@@ -377,3 +383,79 @@ class Partial:
         if not self._file.closed:
             shutil.rmtree(self.path, ignore_errors=True)
             self.close()
+
+
+# -- what is in flight, and what dead processes left -----------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A directory of ``partial``."""
+
+    path: Path
+    key: str  #: the shard's; empty for an entry on its way out
+    live: bool  #: whether a process holds it
+    occupied: int  #: bytes of data on disk now
+    size: int | None  #: bytes it will have, where the origin said so
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether it is known how many bytes it will have, if it is to have more."""
+        return not self.live or not self.key or self.size is not None
+
+    @property
+    def reserved(self) -> int:
+        """Bytes it will occupy in the end, as far as known."""
+        if self.live and not self.key:
+            return 0  # somebody removes it right now
+        return max(self.occupied, (self.live and self.size) or 0)
+
+
+def in_flight(layout: Layout) -> Iterator[InFlight]:
+    """Everything in ``partial`` that bears a name of ours; changes nothing."""
+    for name in list_names(layout.partial):
+        parsed = parse_partial_name(name)
+        path = layout.partial / name
+        if not (parsed or is_evicted_name(name)) or not is_directory(path):
+            continue  # gone meanwhile, or nothing of ours
+        # A writer holds its lock exclusively, so a shared one tells whether it
+        # lives, and two who look do not disturb each other. An entry on its
+        # way out is held by its readers, who share.
+        with hold(path, layout.grace, shared=parsed is not None) as free:
+            pass
+        key, _, size = parsed or ("", "", None)
+        yield InFlight(path, key, not free, _occupied(path), size)
+
+
+def _occupied(path: Path) -> int:
+    data = data_file(path)  # entries do not count their sidecars either
+    if data is not None:
+        with contextlib.suppress(FileNotFoundError):
+            found = os.lstat(data)
+            return min(found.st_blocks * 512, found.st_size)
+    return 0
+
+
+def remove_leftover(layout: Layout, path: Path) -> bool:
+    """Remove a directory of ``partial`` whose process is dead; False if it is live or gone."""
+    parsed = parse_partial_name(path.name)
+    if not (parsed or is_evicted_name(path.name)) or not is_directory(path):
+        return False
+    with hold(path, layout.grace) as free:
+        if not free:
+            return False
+        doomed = path
+        if parsed is not None:
+            doomed = layout.new_evicted(parsed[0])
+            try:
+                path.rename(doomed)
+            except FileNotFoundError:  # another sweeper was faster, or who resumes it
+                return False
+        shutil.rmtree(doomed, ignore_errors=True)
+        return not doomed.exists()
+
+
+def remove_unnamed(layout: Layout) -> None:
+    """Remove files and directories whose makers died before naming them."""
+    for name in filter(is_temporary_name, list_names(layout.partial)):
+        remove_old(layout.partial / name)

@@ -21,9 +21,8 @@ from shardcache.locks.mounts import (
     read_mounts,
 )
 from shardcache.store.digest import BLOCK
-from shardcache.store.partial import Partial
+from shardcache.store.partial import Partial, in_flight, remove_leftover
 from shardcache.store.root import make_root
-from shardcache.store.sweeping import in_flight, remove_leftover
 from tests.support.fakes import MemoryOrigin
 from tests.support.storetools import metadata_for, payload
 from tests.support.tars import make_tar

@@ -22,8 +22,7 @@ from shardcache.origins.listing import Listing
 from shardcache.prewarm.plan import make_plan, wanted_shards
 from shardcache.prewarm.run import prewarm
 from shardcache.results import Finished, Outcome, Planned, Started, Stopped
-from shardcache.store.partial import Partial
-from shardcache.store.sweeping import in_flight
+from shardcache.store.partial import Partial, in_flight
 from shardcache.streams.opener import Opener
 from tests.support.fakes import Fault
 from tests.support.tars import make_tar

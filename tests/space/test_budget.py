@@ -16,10 +16,9 @@ from shardcache.locks.flock import Holder, KeyLock
 from shardcache.locks.sessions import Session
 from shardcache.space.budget import Space
 from shardcache.store.entry import Entry
-from shardcache.store.partial import Partial
+from shardcache.store.partial import Partial, in_flight
 from shardcache.store.root import make_root
 from shardcache.store.store import Store
-from shardcache.store.sweeping import in_flight
 from shardcache.urls import parse_url
 from tests.support.fakes import FakeClock
 from tests.support.storetools import (

@@ -22,9 +22,9 @@ from shardcache.store.partial import (
     LostError,
     Partial,
     PartialSource,
+    in_flight,
     read_progress,
 )
-from shardcache.store.sweeping import in_flight
 from tests.support.storetools import (
     Parent,
     begin,

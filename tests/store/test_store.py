@@ -16,9 +16,8 @@ from shardcache.layout import META
 from shardcache.store import store as module
 from shardcache.store.digest import BLOCK
 from shardcache.store.entry import DamagedError, Entry
-from shardcache.store.partial import LostError
+from shardcache.store.partial import LostError, in_flight, remove_leftover
 from shardcache.store.store import Opened, Store
-from shardcache.store.sweeping import in_flight, remove_leftover
 from shardcache.urls import parse_url
 from tests.support.storetools import (
     Parent,

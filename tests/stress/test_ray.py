@@ -16,7 +16,7 @@ import pytest
 
 from shardcache.cli.demo import S3Server
 from shardcache.layout import Layout
-from shardcache.store.sweeping import in_flight
+from shardcache.store.partial import in_flight
 from tests.support.proxy import Proxy
 from tests.support.raycluster import RayCluster
 from tests.support.tars import make_tar

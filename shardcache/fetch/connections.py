@@ -77,6 +77,11 @@ class Connections:
         near = self._answer is None or self._answer <= _NEAR
         return min(self._most, _FEW) if near else self._most
 
+    @property
+    def known(self) -> bool:
+        """Whether an origin has answered, so that `limit` stays what it is."""
+        return self._answer is not None
+
     def answered(self, seconds: float) -> None:
         """Note how many seconds the first byte of an answer took; 0 where nobody knows."""
         if self._answer is None or seconds < self._answer:

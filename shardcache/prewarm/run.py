@@ -68,6 +68,8 @@ JOBS = 32
 _REFUSALS = 3
 #: Seconds between two looks at events, stop requests and the deadline.
 _TICK = 0.1
+#: Likewise until the origin has answered once.
+_FIRST_TICK = 0.01
 #: Seconds that running fetches have to end once they are cancelled. They take milliseconds,
 #: unless they still connect or wait for another process.
 _FAREWELL = 5.0
@@ -218,6 +220,7 @@ class _Run:
         self._succeeded: set[str] = set()
         self._given_up: set[str] = set()
         self._cut_at: float | None = None
+        self._most = 0  # threads
 
     def run(self) -> None:
         """Work until everything is done or the run is stopped.
@@ -226,6 +229,8 @@ class _Run:
             KeyboardInterrupt, and what ``emit`` raises: once the fetches have ended.
         """
         process, now = self.cache.processes.here(), clock.time()
+        process.coordinator()
+        self._connections = process.fetcher.connections
         for entry in self.plan.cached.values():  # now none is evicted to make room for others
             process.store_of(entry).touch(entry.directory, now)
         try:
@@ -272,18 +277,27 @@ class _Run:
 
     def _work_with(self, count: int) -> None:
         self._idle.clear()
-        for number in range(count):
-            with self._guard:
-                self._working += 1
-            threads.start(self._work, f"shardcache-prewarm-{number}")
+        self._most = count
+        self._start_threads()
         self._attend()
+
+    def _start_threads(self) -> None:
+        """Have a thread for each connection: more of them would only wait for each other."""
+        while self._working < min(self._most, self._connections.limit):
+            with self._guard:
+                if not self._todo or (self._found_no_room and not self._alone):
+                    return
+                self._working += 1
+            threads.start(self._work, "shardcache-prewarm")
 
     def _attend(self) -> None:
         """Report events, and watch for reasons to stop, until all threads have ended."""
         announced = self.stopped
         while self._working:
-            # A wait for each event would cost more than all else that is done here.
-            self._idle.wait(_TICK)
+            # A wait for each event would cost more than all else that is done here. The first
+            # answer of an origin says how many connections there are.
+            self._idle.wait(_TICK if self._connections.known else _FIRST_TICK)
+            self._start_threads()
             self._watch()
             self._report()
             if self.stopped is not announced and self.stopped is not None:

@@ -243,7 +243,7 @@ class Process:
 
         Without ``wait`` in a thread of its own, which a reader is not to wait for.
         """
-        if not self.origins.copies:
+        if not self.origins.writes_back:
             return
         if wait:
             self._write_back(shard, path)

@@ -364,7 +364,7 @@ class Coordinator:
             As `get`; LostError: somebody took the partial away.
         """
         # A copy of what the origin has replaced may still be in an upstream.
-        for upstream in () if status.outdated else self._origins.nearer(url):
+        for upstream in () if status.outdated else self._origins.upstreams(url):
             status.near = True
             try:
                 fetched = self._fetch_from(upstream, url, status, places, left, announce)

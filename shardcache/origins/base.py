@@ -61,7 +61,7 @@ def retry_after(headers: Mapping[str, str]) -> float | None:
 def refusal(
     url: ShardURL,
     status: int,
-    said: str,
+    reason: str,
     *,
     missing: str = "not found",
     hint: str = "check the credentials, and whether a signed URL expired",
@@ -72,7 +72,7 @@ def refusal(
     Args:
         url: the shard.
         status: of HTTP, or the one that comes nearest.
-        said: who refused, and in which words; without a secret.
+        reason: who refused, and why; without a secret.
         missing: what a 404 is about.
         hint: what to do where access is denied.
         headers: of the answer, by names in lower case.
@@ -82,13 +82,13 @@ def refusal(
     if status == 416:
         return NoSuchRangeError(f"{url} became shorter")
     if status in _TRANSIENT:
-        return TransientError(said, retry_after=retry_after(headers))
+        return TransientError(reason, retry_after=retry_after(headers))
     if status in (404, 410):
-        text = f"{url}: {missing} ({said}). Check the pattern and the endpoint."
+        text = f"{url}: {missing} ({reason}). Check the pattern and the endpoint."
         return ShardNotFoundError(text, url=str(url))
     if status in (401, 403, 407):
-        return AccessDeniedError(f"{url}: access denied ({said}): {hint}.", url=str(url))
-    text = f"{url}: the request is refused ({said}). Check the region, the endpoint and the URL."
+        return AccessDeniedError(f"{url}: access denied ({reason}): {hint}.", url=str(url))
+    text = f"{url}: the request is refused ({reason}). Check the region, the endpoint and the URL."
     return ConfigError(text, url=str(url))
 
 

@@ -1,6 +1,6 @@
 """Shards that a shell command writes: WebDataset's ``pipe:`` URLs.
 
-Only for those who said ``allow_schemes=["pipe"]``: the command comes out of a
+Read only with ``allow_schemes=["pipe"]``: the command comes out of a
 shard list and runs with this process's rights. Its output has no version and no
 stated size: it is cached under the command's text, read in one go, and started
 over when it breaks.

@@ -141,12 +141,12 @@ class _Connection:
 
     def ask(self, head: bytes) -> tuple[list[str], float]:
         """Send a request: the lines of the answer's head, and the seconds until its first byte."""
-        begun = time.monotonic()
-        until = begun + self._timeout
+        asked = time.monotonic()
+        until = asked + self._timeout
         self._spent, self._came = 0.0, 0
         self.socket.sendall(head)
         self.held += self._more(until)
-        waited = time.monotonic() - begun
+        waited = time.monotonic() - asked
         found = self._through(_HEAD_END, until).rstrip(b"\r\n").decode("latin-1")
         return re.split("\r?\n", found), waited
 
@@ -264,8 +264,8 @@ class Response:
             if count == 0 and self._left is not None:
                 raise ConnectionError(f"the origin stopped {self._left} bytes before the end")
         except OSError as exn:
-            said = "the read was called off" if self._aborted else f"the connection broke: {exn}"
-            raise TransientError(said, timed_out=isinstance(exn, TimeoutError)) from exn
+            reason = "the read was called off" if self._aborted else f"the connection broke: {exn}"
+            raise TransientError(reason, timed_out=isinstance(exn, TimeoutError)) from exn
         if self._left is None:  # the body ends with the connection
             self._ended = count == 0
         else:

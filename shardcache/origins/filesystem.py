@@ -141,39 +141,39 @@ class FsspecOrigin:
             answer: where another thread may put an exception, to end the wait.
             patient: whether it may take any time.
         """
-        told: Future[T] = Future() if answer is None else answer
+        outcome: Future[T] = Future() if answer is None else answer
 
         def run() -> None:
             with contextlib.suppress(InvalidStateError):  # nobody waits for it any more
                 try:
                     found = function()
                 except Exception as exn:  # noqa: BLE001 - every filesystem has its own exceptions
-                    told.set_exception(exn)
+                    outcome.set_exception(exn)
                 else:
-                    told.set_result(found)
+                    outcome.set_result(found)
 
         threads.start(run, "shardcache-filesystem")
-        wait([told], None if patient else self._timeout)
-        if not told.done():
+        wait([outcome], None if patient else self._timeout)
+        if not outcome.done():
             raise TransientError(f"nothing came for {self._timeout:g} s", timed_out=True)
-        if (failed := told.exception()) is not None:
+        if (failed := outcome.exception()) is not None:
             raise _sorted(failed, url)
-        return told.result()
+        return outcome.result()
 
 
 def _sorted(exn: BaseException, url: ShardURL) -> BaseException:
     """What it means that a filesystem raised ``exn``."""
     if isinstance(exn, (ShardCacheError, TransientError)):
         return exn
-    said = type(exn).__name__
+    reason = type(exn).__name__
     status = next((status for kind, status in _STATUS.items() if isinstance(exn, kind)), None)
     if status is None:
-        said += f": {redact(str(exn))}"
+        reason += f": {redact(str(exn))}"
         status = getattr(exn, "status", None) or getattr(exn, "code", None)
     if isinstance(status, int) and 400 <= status < 500:
-        return refusal(url, status, said, hint="check the credentials and storage_options")
+        return refusal(url, status, reason, hint="check the credentials and storage_options")
     timed_out = isinstance(exn, TimeoutError)
-    return TransientError(f"reading failed: {said}", timed_out=timed_out)
+    return TransientError(f"reading failed: {reason}", timed_out=timed_out)
 
 
 class FsspecBody:

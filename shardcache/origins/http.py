@@ -166,8 +166,8 @@ class WebOrigin:
                 return response
             refused(response)
             if response.status not in (301, 302, 303, 307, 308) or not location:
-                said = f"{place} answered {response.status} {response.reason}".rstrip()
-                raise refusal(url, response.status, said, headers=response.headers)
+                reason = f"{place} answered {response.status} {response.reason}".rstrip()
+                raise refusal(url, response.status, reason, headers=response.headers)
             if next_login or not following.startswith(f"{scheme}://{place}/"):
                 login = next_login  # a login is for the server that asked for it
             target = following

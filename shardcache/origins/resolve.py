@@ -63,7 +63,7 @@ class Origins:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._upstreams: list[_Place] | None = None
+        self._places: list[_Place] | None = None
         self._guard = threading.Lock()
         self._made: dict[str, Origin] = {}
 
@@ -93,14 +93,14 @@ class Origins:
         if isinstance(origin, S3Origin):
             origin.prepare()
 
-    def nearer(self, url: ShardURL) -> Iterator[UpstreamOrigin]:
+    def upstreams(self, url: ShardURL) -> Iterator[UpstreamOrigin]:
         """The shard in each upstream that has it; each is asked when its turn comes."""
-        for place in self._places():
+        for place in self._made_places():
             if (found := place.find(url)) is not None:
                 yield found
 
     @property
-    def copies(self) -> bool:
+    def writes_back(self) -> bool:
         """Whether an upstream is to have what was fetched."""
         return any(upstream.write_back for upstream in self._config.upstreams)
 
@@ -112,16 +112,16 @@ class Origins:
             data: its bytes.
             sidecar: what is known of them, as an entry's sidecar has it.
         """
-        for place in self._places():
+        for place in self._made_places():
             if place.writes:
                 place.write(url, data, sidecar)
 
-    def _places(self) -> list[_Place]:
+    def _made_places(self) -> list[_Place]:
         with self._guard:
-            if self._upstreams is None:
+            if self._places is None:
                 config = self._config
-                self._upstreams = [_Place(each, config.timeout) for each in config.upstreams]
-            return self._upstreams
+                self._places = [_Place(each, config.timeout) for each in config.upstreams]
+            return self._places
 
 
 def _make(
@@ -150,8 +150,10 @@ class UpstreamOrigin:
 
     Attributes:
         name: of the upstream, for people.
-        digest: tree digest of the bytes, where a sidecar tells.
+        digest: tree digest of the bytes, where a sidecar states it.
     """
+
+    states_checksums = False  # the digest proves more
 
     def __init__(
         self,
@@ -164,7 +166,6 @@ class UpstreamOrigin:
         self.name = place.name
         self.digest = digest
         self.pins = place.origin.pins
-        self.states_checksums = info is not None and info.checksum is not None
         self._place = place
         self._copy = copy  # where it is
         self._found = found  # what the upstream says of it
@@ -230,10 +231,10 @@ class _Place:
         copy = self._copy_of(url)
         if copy is None or copy.key in self.distrusted or not self._breaker.allows():
             return None
-        found = self._asked(lambda: self.origin.stat(copy))
+        found = self._try(lambda: self.origin.stat(copy))
         if found is None or found.size is None:
             return None
-        sidecar = self._asked(lambda: self._read_sidecar(copy))
+        sidecar = self._try(lambda: self._read_sidecar(copy))
         if sidecar is None:
             return UpstreamOrigin(self, copy, found)
         try:
@@ -254,7 +255,7 @@ class _Place:
                 found += buffer[:count]
         return found
 
-    def _asked(self, ask: Callable[[], T]) -> T | None:
+    def _try(self, ask: Callable[[], T]) -> T | None:
         try:
             answer = ask()
         except ShardNotFoundError:
@@ -281,8 +282,8 @@ class _Place:
         if copy is None or not self._breaker.allows():
             return
         self.distrusted.discard(copy.key)
-        there = self.find(url)
-        if there is not None and there.digest == json.loads(sidecar)["digest"]:
+        present = self.find(url)
+        if present is not None and present.digest == json.loads(sidecar)["digest"]:
             return
         try:
             if self._scheme == "file":

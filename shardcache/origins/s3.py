@@ -187,11 +187,11 @@ class S3Origin:
                         self._made = None
                 renewed = True
             else:
-                said = f"{account.place} answered {response.status} {code}: {message}"
+                reason = f"{account.place} answered {response.status} {code}: {message}"
                 raise refusal(
                     url,
                     _STATUS.get(code, response.status),
-                    said,
+                    reason,
                     missing="its bucket does not exist" if code == "NoSuchBucket" else "not found",
                     hint=_HINTS.get(code, _MAY_NOT),
                     headers=response.headers,
@@ -444,8 +444,8 @@ def _sorted(exn: Exception, url: ShardURL, place: str) -> Exception:
         return exn
     reason = redact(str(exn)).partition("\n")[0]
     kinds = {kind.__name__ for kind in type(exn).__mro__}
-    said = getattr(exn, "response", {}).get("ResponseMetadata", {})
-    if kinds & {"ConnectionError", "HTTPClientError"} or said.get("HTTPStatusCode", 0) >= 500:
+    answer = getattr(exn, "response", {}).get("ResponseMetadata", {})
+    if kinds & {"ConnectionError", "HTTPClientError"} or answer.get("HTTPStatusCode", 0) >= 500:
         return TransientError(f"the source of credentials does not answer: {reason}")
     if kinds & _NO_CREDENTIALS:
         return AccessDeniedError(

@@ -286,7 +286,7 @@ class Opener:
         process.coordinator()  # of a child that has just been forked
         answer = None if start else status.take_answer()
         if start == 0 and answer is None:
-            for near in process.origins.nearer(shard):
+            for near in process.origins.upstreams(shard):
                 try:
                     return OriginSource(process, shard, nearer=near)
                 except (ShardCacheError, OSError) as exn:

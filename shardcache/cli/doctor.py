@@ -1,6 +1,6 @@
 """``shardcache doctor``: the machine against the configuration.
 
-Eight checks; each finding is ok, warn or fail, with what to do. Nothing is made or changed. A check
+Seven checks; each finding is ok, warn or fail, with what to do. Nothing is made or changed. A check
 that hangs on a dead mount is left behind after ten seconds; one that fails itself is a warning.
 """
 
@@ -27,13 +27,13 @@ from shardcache.config import Config
 from shardcache.errors import ConfigError, ShardCacheError
 from shardcache.files import Modes
 from shardcache.layout import Layout
-from shardcache.locks.mounts import MEMORY_TYPES, mount_of
+from shardcache.locks.mounts import mount_of
 from shardcache.origins.base import ObjectInfo, VersionChangedError
 from shardcache.origins.endpoints import credential_source, endpoint_of, scheme_options
 from shardcache.origins.resolve import Origins
 from shardcache.origins.retry import RetryPolicy
 from shardcache.ranks import detect, local_world_size
-from shardcache.space.memory import Volume, cpu_quota, memory_headroom
+from shardcache.space.memory import Volume, cpu_quota, is_memory
 from shardcache.store.entry import scan
 from shardcache.store.root import check_root, is_foreign
 from shardcache.units import format_bytes, format_duration, format_rate
@@ -103,7 +103,7 @@ def _examine(invocation: Invocation, url: str | None) -> Iterator[Finding]:
         yield Finding("fail", "configuration", "configuration", "it cannot be used", exn.message)
         return
     for tier in config.by_tier():
-        for check in (_owner, _filesystem, _space, _memory, _inodes):
+        for check in (_owner, _filesystem, _space, _inodes):
             found = _run(check, os.fspath(tier.dir), _PATIENCE, tier)
             yield from found
             dead = any(finding.found.startswith("no answer") for finding in found)
@@ -197,8 +197,8 @@ def _filesystem(tier: Config) -> Answers:
 
 
 def _space(tier: Config) -> Answers:
-    """max_size and min_free against the size of the disk and its free space."""
-    disk = Volume.of(_existing(tier.dir))
+    """max_size and min_free against the disk; of a RAM disk also against the job's memory."""
+    disk = Volume.of(path := _existing(tier.dir))
     held = sum(entry.size for entry in scan(Layout.of_root(tier.dir)))
     floor, limit = tier.min_free.of(disk.size), disk.budget(tier)
     room = max(0, disk.free - floor) + held
@@ -209,36 +209,15 @@ def _space(tier: Config) -> Answers:
     if room == 0:
         fix = "Make room on that disk, set a smaller min_free, or point dir at another disk."
         yield "fail", f"{text}: nothing can be stored", fix
+    elif limit and limit > disk.size and is_memory(path):
+        fix = f"Set max_size well below {format_bytes(disk.size)}, or give the job more memory and "
+        fix += "remount with a larger size= (Kubernetes: sizeLimit of the emptyDir)."
+        yield "fail", f"{text}: more than the RAM disk and the job's memory", fix
     elif limit and limit > room:
         fix = f"Remove other files from that disk, or set max_size to {format_bytes(room)}."
         yield "warn", f"{text}: only {format_bytes(room)} can be held", fix
     else:
         yield "ok", text, ""
-
-
-def _memory(tier: Config) -> Answers:
-    """A RAM disk against its size and the memory that it would take."""
-    mount = mount_of(tier.dir)
-    if mount is None or mount.type not in MEMORY_TYPES:
-        return
-    cgroup, pages = memory_headroom(), os.sysconf("SC_PAGE_SIZE")
-    memory = cgroup.limit if cgroup else pages * os.sysconf("SC_PHYS_PAGES")
-    left = cgroup.free if cgroup else pages * os.sysconf("SC_AVPHYS_PAGES")
-    whose = "the cgroup's memory" if cgroup else "this machine's memory"
-    size = Volume.of(_existing(tier.dir)).size
-    limit = tier.max_size.of(size) if tier.max_size else None
-    text = f"RAM disk of {format_bytes(size)}, {format_bytes(left)} of {whose} free"
-    if limit is None:
-        yield "ok", f"{text}; no max_size: it shrinks when memory is short", ""
-    elif limit > (most := min(size or memory, memory)):
-        text = f"max_size is {format_bytes(limit)}, but {mount.point} has {format_bytes(size)} and "
-        fix = (
-            f"Set max_size well below {format_bytes(most)}, or give the job more memory and "
-            "remount with a larger size= (Kubernetes: sizeLimit of the emptyDir)."
-        )
-        yield "fail", f"{text}{whose} is {format_bytes(memory)}", fix
-    else:
-        yield "ok", f"max_size {format_bytes(limit)}, {text}", ""
 
 
 def _inodes(tier: Config) -> Answers:

@@ -21,7 +21,7 @@ from tests.support.storetools import wait_until
 
 def processes_of(directory):
     """Command lines of live processes that mention ``directory``, ours excepted."""
-    found = subprocess.run(["ps", "-eo", "pid=,stat=,args="], capture_output=True, text=True)
+    found = subprocess.run(["ps", "-wweo", "pid=,stat=,args="], capture_output=True, text=True)
     rows = [line.split(maxsplit=2) for line in found.stdout.splitlines()]
     return [
         row

@@ -198,7 +198,7 @@ def _fields(header: bytes) -> _Fields | None:
 
 def _name(name: str, records: bytes, size: int) -> str | None:
     """The name, unless an extended header of ``size`` bytes has another; None if that is odd."""
-    if (size & 511 and records[size]) or b"hdrcharset" in records[:size]:
+    if size & 511 and records[size]:
         return None
     position = 0
     while position < size:

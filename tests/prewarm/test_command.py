@@ -9,16 +9,12 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize("options", [[], ["--check"], ["-n"], ["--ray"]])
-@pytest.mark.parametrize("text", ["", "\n  \n# nothing but remarks\n"])
-def test_a_list_without_a_shard_is_a_usage_error(run, tmp_path, monkeypatch, text, options):
+@pytest.mark.parametrize("options", [[], ["--check"], ["--ray"]])
+def test_a_list_without_a_shard_is_a_usage_error(run, monkeypatch, options):
     """Not "All 0 shards cached": whoever wrote the list believes that there is something in it."""
-    (tmp_path / "list").write_text(text)
-    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
-    for name in (tmp_path / "list", "-"):
-        code, out, err = run("prewarm", "-f", name, *options)
-        assert (code, out) == (2, "")
-        assert f"There is no shard in {name}" in err
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n  \n# nothing but remarks\n"))
+    code, out, err = run("prewarm", "-f", "-", *options)
+    assert (code, out) == (2, "") and "There is no shard in -" in err
 
 
 def test_a_list_holds_what_the_command_line_takes(run, bucket, data, s3_environment, tmp_path):
@@ -74,16 +70,6 @@ def test_options_that_contradict_each_other_are_refused(run, monkeypatch, option
         monkeypatch.delenv(name, raising=False)
     code, _, err = run("prewarm", "s3://b/x.tar", *options)
     assert code == 2 and said in err
-
-
-def test_a_node_of_a_slurm_step_takes_the_shards_of_its_ranks(run, spec, monkeypatch):
-    """``srun --ntasks-per-node=1 shardcache prewarm --shard-by-node --ranks-per-node 1 SPEC``."""
-    monkeypatch.setenv("SLURM_NODEID", "1")
-    monkeypatch.setenv("SLURM_STEP_NUM_NODES", "2")
-    code, out, _ = run("prewarm", spec, "--shard-by-node", "--json")
-    assert code == 0
-    urls = [shard["url"].rpartition("/")[2] for shard in json.loads(out)["shards"]]
-    assert urls == ["train-0001.tar", "train-0003.tar"]
 
 
 def test_ray_that_is_missing_is_told(run, monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +11,7 @@ import pytest
 
 from shardcache import sync
 from shardcache.errors import ConfigError
-from shardcache.sync.board import FileBoard
-from tests.support.storetools import PATIENCE, Parent, age, crowd, forked, refusing, wait_until
+from tests.support.storetools import PATIENCE, Parent, age, crowd, forked, wait_until
 
 
 @pytest.fixture
@@ -257,13 +255,3 @@ def test_nodes_that_share_a_directory_work_once_each(
         for _ in range(2):
             sync.once("unpack", ran, per="node", dir=tmp_path, job="j")
     assert ran.count() == 2
-
-
-def test_a_disk_that_is_full_has_no_half_of_a_note(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Path, "hardlink_to", refusing(errno.ENOSPC, real=Path.hardlink_to))
-    board = FileBoard(tmp_path)
-    with pytest.raises(OSError, match="ENOSPC"):
-        board.create("r/x", b"1")
-    assert board.get("r/x") is None and os.listdir(tmp_path / "r") == []

@@ -6,7 +6,6 @@ import os
 
 import pytest
 
-from shardcache import sync
 from shardcache.sync.board import job_name, process_name
 from tests.support.storetools import Parent, crowd
 
@@ -43,17 +42,6 @@ def _nobody_launched_this(monkeypatch: pytest.MonkeyPatch) -> None:
 def launch(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-
-
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [({}, (0, 1)), (TORCHRUN, (11, 16)), (MPI, (11, 16)), (SLURM, (11, 16))],
-)
-def test_a_launcher_is_believed(
-    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], expected: tuple[int, int]
-) -> None:
-    launch(monkeypatch, environment)
-    assert (sync.rank(), sync.world_size()) == expected
 
 
 def test_a_job_is_named_by_its_launcher_and_its_restarts(monkeypatch: pytest.MonkeyPatch) -> None:

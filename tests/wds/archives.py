@@ -1,22 +1,24 @@
 """Archives of every make, damage of every kind, and what tarfile says of them.
 
-`by_tarfile` and `by_walk` read an archive the way WebDataset reads it and write down what
-happens: names, data, what a member raises, what ends the archive. They must agree.
+`same` reads shards by WebDataset's expander and by ours, and writes down what happens: files, what
+the handler is asked, what ends it all. They must agree.
 """
 
 from __future__ import annotations
 
 import io
+import itertools
 import random
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from shardcache.wds.tar import TarWalk
+from webdataset.tariterators import tar_file_expander
+
+from shardcache.wds import tar_files
 
 BLOCK = 512
 FORMATS = (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)
-Wanted = Callable[[int], bool]
 
 
 class EndlessError(Exception):
@@ -40,57 +42,60 @@ class OnlyRead:
 # -- what happens ----------------------------------------------------------------
 
 
-def by_tarfile(stream: Any, wanted: Wanted = lambda number: True) -> list[Any]:
-    """What WebDataset's own iteration over ``stream`` meets, but for handlers and names."""
+def seen(
+    stage: Callable[..., Iterable[Any]],
+    streams: list[Any],
+    answers: Sequence[bool] = (True,),
+    **options: Any,
+) -> list[Any]:
+    """What comes out of a stage, and what its handler is asked, in order.
 
-    def files() -> Iterator[tuple[str, Callable[[], bytes]]]:
-        archive = tarfile.open(fileobj=stream, mode="r|*")  # noqa: SIM115 - never closed, as there
-        for info in archive:
-            if info.isreg():
-                yield info.name, lambda info=info: archive.extractfile(info).read()
-            archive.members = []
-
-    return _events(files(), wanted)
-
-
-def by_walk(stream: Any, wanted: Wanted = lambda number: True) -> list[Any]:
-    walk = TarWalk(stream)
-    return _events(((name, walk.read) for name in walk), wanted)
-
-
-def _events(files: Iterator[tuple[str, Callable[[], bytes]]], wanted: Wanted) -> list[Any]:
+    ``answers`` are the handler's, again and again; when there are none, it raises.
+    """
     events: list[Any] = []
+    replies = itertools.cycle(answers)
+
+    def told(exn: Exception) -> tuple[Any, str]:
+        text = repr(exn.args)
+        for stream in streams:
+            text = text.replace(repr(stream), "<stream>")
+        return type(exn), text
+
+    def handler(exn: Exception) -> bool:
+        events.append(told(exn))
+        if not answers:
+            raise exn
+        return next(replies)
+
+    sources = ({"url": f"u{n}", "stream": stream} for n, stream in enumerate(streams))
+    if options.pop("local", False):
+        sources = (source | {"local_path": f"/p{source['url']}"} for source in sources)
     try:
-        for number, (name, read) in enumerate(files):
-            events.append(name)
-            if wanted(number):
-                try:
-                    events.append(read())
-                except Exception as exn:
-                    events.append(("unread", type(exn), exn.args))
+        for file in stage(sources, handler, **options):
+            events.append(list(file.items()))
     except Exception as exn:
-        events.append(("broken", type(exn), exn.args))
+        events.append(told(exn))
     return events
 
 
-def same(data: bytes, seed: int = 0) -> list[Any]:
-    """Read ``data`` as every kind of stream, both ways; what happened, which is the same."""
-    expected: list[Any] = []
-    for want in (lambda number: True, lambda number: (seed >> number % 8) & 1 == 0):
-        expected = by_tarfile(OnlyRead(data), want)
-        if any(isinstance(event, tuple) and event[1] is EndlessError for event in expected):
-            return expected  # tarfile would read on; the walk says at once what is wrong
-        buffered = io.BufferedReader(io.BytesIO(data), 700)  # type: ignore[arg-type]
-        for stream in (io.BytesIO(data), buffered, OnlyRead(data)):
-            assert by_walk(stream, want) == expected, type(stream)
-            assert not getattr(stream, "closed", False)
-    return by_tarfile(io.BytesIO(data))
+def same(*shards: bytes, **options: Any) -> list[Any]:
+    """Read shards from every kind of stream, as WebDataset does; what happened there."""
+    theirs = seen(tar_file_expander, [OnlyRead(data) for data in shards], **options)
+    # There a damaged size can have tarfile read on for minutes; ours ends by an error, too.
+    endless = next((n for n, event in enumerate(theirs) if EndlessError in event), None)
+    for kind in (io.BytesIO, lambda data: io.BufferedReader(io.BytesIO(data), 700), OnlyRead):
+        streams = [kind(data) for data in shards]
+        ours = seen(tar_files, streams, **options)
+        assert ours[:endless] == theirs[:endless], type(streams[0])
+        assert not any(getattr(stream, "closed", False) for stream in streams)
+    return theirs
 
 
 # -- archives --------------------------------------------------------------------
 
 _NAMES = (
-    "a.txt", "./b/c.cls", "dir/", "noext", ".hidden", "__meta__", "__meta__/x.txt", "x" * 99 + ".a",
+    "a.txt", "a.cls", "b.cls", "./b/c.cls", "dir/", "noext", "__", "__a", "a__", "x/__c__",
+    ".hidden", "__meta__", "__meta__/x.txt", "x" * 99 + ".a",
     "p" * 60 + "/" + "n" * 90 + ".png", "l" * 140 + ".txt", "d" * 120 + "/" + "e" * 130 + ".bin",
     "n\u00e4me.txt", "\udcff\udcfe.bin", "a b=c\n1.txt", "\u65e5" * 60 + ".x", "BZh91AY&SY.txt",
 )  # fmt: skip

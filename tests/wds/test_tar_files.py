@@ -1,0 +1,286 @@
+"""Our stage finds what WebDataset's finds with tarfile, breaks where it breaks, and is faster."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import os
+import pickle
+import random
+import shutil
+import subprocess
+import tarfile
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import webdataset as wds
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from webdataset import tariterators
+from webdataset.filters import FilterFunction, pipelinefilter
+
+from shardcache import Cache
+from shardcache.wds import tar_files, tar_samples
+from tests.support.fakes import MemoryOrigin
+from tests.support.tars import make_tar
+from tests.wds.archives import BLOCK, FORMATS, OnlyRead, archive, damaged, mended, same, seen, small
+
+MakeCache = Callable[..., Cache]
+GNU_TAR = shutil.which("tar")
+
+
+def forbid_tarfile(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **options: object) -> NoReturn:
+        raise AssertionError("tarfile was asked")
+
+    monkeypatch.setattr(tarfile.TarFile, "__init__", refuse)
+
+
+# -- the same as tarfile -----------------------------------------------------------
+
+
+def _select(name: str) -> bool:
+    if name == "b.cls":
+        raise KeyError("no colour", 7)
+    return not name.startswith("a.c")
+
+
+def _rename(name: str) -> str:
+    if name == "noext":
+        raise RuntimeError
+    return name.replace("a.", "z/y.")
+
+
+@given(seed=st.integers(0, 2**32))
+@example(seed=467790)
+@example(seed=84466)
+@settings(max_examples=300, deadline=None)
+def test_files_of_any_archive_are_those_of_webdatasets_expander(seed: int) -> None:
+    rng = random.Random(seed)
+    shards = [archive(rng) for _ in range(rng.choice((1, 1, 3)))]
+    shards = [damaged(rng, data) if rng.random() < 0.6 else data for data in shards]
+    options: dict[str, Any] = {"local": rng.random() < 0.5}
+    options |= {"select_files": _select} if rng.random() < 0.3 else {}
+    options |= {"rename_files": _rename} if rng.random() < 0.3 else {}
+    options |= {"eof_value": rng.choice((None, {}, {"end": 1}))} if rng.random() < 0.3 else {}
+    same(*shards, answers=rng.choice(((True,), (True, True, False), ())), **options)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_an_archive_cut_anywhere_ends_as_tarfile_says(form: int) -> None:
+    data = small(form)
+    ends = ""
+    for length in range(0, len(data), 13):
+        for cut in (length, length - length % BLOCK):
+            ends += str(same(data[:cut]))
+    assert "empty file" in ends and "unexpected end of data" in ends
+
+
+@pytest.mark.skipif(GNU_TAR is None, reason="there is no tar command")
+@pytest.mark.parametrize("form", ["v7", "oldgnu", "gnu", "ustar", "posix"])
+def test_what_the_tar_command_writes_is_read_the_same(form: str, tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    for number in range(4):
+        (tmp_path / "sub" / f"{number:04d}.txt").write_bytes(os.urandom(number * 311))
+    (tmp_path / "sub" / "link.txt").symlink_to("0001.txt")
+    os.link(tmp_path / "sub" / "0003.txt", tmp_path / "sub" / "hard.txt")
+    (tmp_path / ("n\u00e4m\u00e9" * 4 + ".cls")).write_bytes(b"7")
+    if form != "v7":
+        (tmp_path / ("d" * 90)).mkdir()
+        (tmp_path / ("d" * 90) / ("e" * 90 + ".bin")).write_bytes(b"deep")
+    with open(tmp_path / "sub" / "holes.bin", "wb") as file:
+        for at in range(0, 40 << 16, 1 << 16):
+            file.seek(at)
+            file.write(b"data")
+    command = [str(GNU_TAR), f"--format={form}", "-cf", "-", "-C", str(tmp_path), "."]
+    sparse = ["--sparse"] if form in ("oldgnu", "gnu", "posix") else []
+    packed = subprocess.run([*command, *sparse], stdout=subprocess.PIPE, check=True).stdout
+    found = str(same(packed))
+    assert "./sub/0003.txt" in found and ("deep" in found or form == "v7")
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
+def test_compressed_archives_are_read_from_any_stream(pack) -> None:
+    packed = pack(make_tar(3))
+    assert same(packed) == same(make_tar(3))
+    same(packed[: len(packed) // 2])
+    for data in (b"", b"x", bytes(511), bytes(5000), b"x" * 512, packed[:2]):  # is no archive
+        same(data)
+
+
+def number(value: int) -> bytes:
+    """A size in base 256, which may be negative."""
+    return bytes([0x80 if value >= 0 else 0xFF]) + (value % 256**11).to_bytes(11, "big")
+
+
+def sized(kind: bytes, size: int, name: str = "odd.txt") -> bytes:
+    info = tarfile.TarInfo(name)
+    info.type = kind
+    header = info.tobuf(tarfile.USTAR_FORMAT)
+    return mended(header[:124] + number(size) + header[136:])
+
+
+def extended(records: bytes, padding: bytes = b"") -> bytes:
+    """An extended header of these records, with something behind them in its last block."""
+    info = tarfile.TarInfo("x")
+    info.type, info.size = tarfile.XHDTYPE, len(records)
+    return info.tobuf(tarfile.USTAR_FORMAT) + (records + padding).ljust(BLOCK, b"\0")
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        extended(b"11 path=ab\n", b"12 path=cde\n"),
+        extended(b"11 path=ab\n", b"junk"),
+        extended(b"11 path=abX"),
+        extended(b"011 path=ab\n"),
+        extended(b"5 path=ab\n"),
+        extended(b"20 path=ab\n11 path=cd\n"),
+        extended(b"29 uname=1 hdrcharset=BINARY\n11 path=ab\n" + b"11 path=\xff\xfe\n"),
+        extended(b"11 path=ab\nrest"),
+        extended(b"11 path=\xff\xfe\n"),
+        extended(b"21 hdrcharset=BINARY\n11 path=\xff\xfe\n"),
+        extended(b"24 comment=hdrcharset=x\n"),
+        extended(b"10 size=7\n11 size=x1\n"),
+        extended(b"22 GNU.sparse.major=1\n"),
+        extended(b"11 path=ab\n") + extended(b"11 path=cd\n"),
+        sized(b"L", 600) + b"n" * 700 + bytes(324),
+        sized(b"S", 0),
+        sized(b"0", 3),
+    ],
+)
+@pytest.mark.parametrize("first", [0, 1])
+def test_odd_headers_are_left_to_tarfile(
+    header: bytes, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = small(tarfile.USTAR_FORMAT)
+    data = plain[: -2 * BLOCK] * first + header + plain
+    same(data)
+    for records in (b"8 path=\n", b"9 size=7\n11 path=a/\n", b"9 path=/\n"):  # and no odd ones
+        same(extended(records) + data)
+    if header[124:125] != b"\x80" or header[156:157] != b"L":
+        forbid_tarfile(monkeypatch)
+        assert "tarfile was asked" in str(seen(tar_files, [io.BytesIO(data)]))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_ordinary_archives_need_no_tarfile(form: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = small(form, ("a.txt", "dir/b.cls", "n" * 80 + "/" + "m" * 50 + ".txt", "n\u00e4.txt"))
+    file = io.BytesIO()
+    with wds.TarWriter(file) as writer:
+        writer.write({"__key__": "k", "txt": b"text", "cls": b"1"})
+    written = file.getvalue()
+    forbid_tarfile(monkeypatch)
+    assert len(seen(tar_files, [io.BytesIO(data)])) == 5
+    (sample,) = tar_samples(iter([{"url": "u", "stream": io.BytesIO(written)}]))
+    assert (sample["txt"], sample["cls"]) == (b"text", b"1")
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_nothing_is_read_beyond_a_member_until_the_next_is_asked_for(form: int) -> None:
+    stream = io.BytesIO(small(form))
+    data = next(tar_files([{"url": "u", "stream": stream}]))["data"]
+    assert stream.getvalue()[stream.tell() - len(data) : stream.tell()] == data
+
+
+# -- in pipelines ----------------------------------------------------------------------
+
+SPEC = "s3://lab/train-{0000..0002}.tar"
+
+
+@pytest.fixture(autouse=True)
+def _objects(origin: MemoryOrigin) -> Iterator[None]:
+    for seed in range(3):
+        origin.objects[f"s3://lab/train-{seed:04d}.tar"] = make_tar(seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def functions(dataset: Any) -> list[Any]:
+    return [getattr(stage, "f", stage) for stage in dataset.pipeline]
+
+
+def test_attach_replaces_the_expander_and_keeps_its_arguments(
+    make_cache: MakeCache, origin: MemoryOrigin
+) -> None:
+    cache = make_cache()
+    cache.prewarm(SPEC)  # or samples have no path of their shard the first time
+    stock = cache.attach(wds.WebDataset(SPEC, shardshuffle=False), fast_tar=False)
+    ours = cache.attach(wds.WebDataset(SPEC, shardshuffle=False))
+    assert tariterators.tar_file_expander in functions(stock)
+    assert tar_files in functions(ours)
+    expected = [list(sample.items()) for sample in stock]
+    again = pickle.loads(pickle.dumps(cache.attach(ours)))
+    assert len(expected) == 12
+    for each in (ours, again):
+        assert [list(sample.items()) for sample in each] == expected
+
+    cache.remove("s3://lab/train-0001.tar")
+    origin.objects["s3://lab/train-0001.tar"] = b"junk" * 500
+    told: list[Exception] = []
+    dataset = wds.WebDataset(
+        SPEC,
+        shardshuffle=False,
+        handler=lambda exn: told.append(exn) or True,
+        select_files=lambda name: name.endswith("txt"),
+        rename_files=lambda name: f"x/{name}",
+    )
+    samples = list(cache.attach(dataset))
+    assert len(told) == 1 and len(samples) == 8
+    assert "cls" not in samples[0] and samples[0]["__key__"] == "x/0000-00000"
+
+
+def test_stages_that_are_not_webdatasets_own_stay(make_cache: MakeCache) -> None:
+    def mine(data: Any) -> Any:
+        return tariterators.tar_file_expander(data)
+
+    expand = pipelinefilter(tariterators.tar_file_expander)
+    for stage, is_replaced in (
+        (mine, False),
+        (FilterFunction(mine), False),
+        (tariterators.tar_file_expander, True),
+        (expand(handler=wds.ignore_and_continue), True),
+        (expand(wds.ignore_and_continue, _select), True),
+    ):
+        pipeline = wds.DataPipeline(wds.SimpleShardList(SPEC), tariterators.url_opener, stage)
+        make_cache().attach(pipeline)
+        assert (functions(pipeline)[-1] is tar_files) is is_replaced
+
+
+def test_a_hand_made_pipeline_takes_the_stage_as_it_is(make_cache: MakeCache) -> None:
+    cache = make_cache()
+    cache.prewarm(SPEC)
+    expand, group = tariterators.tar_file_expander, tariterators.group_by_keys
+    stock, grouped, expanded = (
+        list(wds.DataPipeline(wds.SimpleShardList(SPEC), cache.url_opener, *stages))
+        for stages in ([expand, group], [tar_samples], [tar_files, group])
+    )
+    assert grouped == expanded == stock
+    for is_fast in (False, True):
+        combined = wds.DataPipeline(wds.SimpleShardList(SPEC), wds.tarfile_to_samples())
+        assert list(cache.attach(combined, fast_tar=is_fast)) == stock
+
+
+def test_no_more_than_one_shard_is_held_when_the_next_is_opened() -> None:
+    alive: list[weakref.ref[OnlyRead]] = []
+    counts = []
+
+    def opened() -> Iterator[dict[str, Any]]:
+        for number in range(4):
+            counts.append(sum(ref() is not None for ref in alive))
+            stream = OnlyRead(make_tar(number))
+            alive.append(weakref.ref(stream))
+            source = {"url": "u", "stream": stream}
+            del stream
+            yield source
+            del source
+
+    assert len(list(tar_samples(opened()))) == 16
+    assert max(counts) <= 1

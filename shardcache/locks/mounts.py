@@ -130,7 +130,7 @@ def node_directory(identity: str, modes: Modes = PRIVATE) -> Path | None:
             continue
         directory = Path(parent, f"shardcache-{owner}-{identity}")
         try:
-            modes.make_directory(directory)
+            modes.make_directory(directory, levels=0)
             found = directory.lstat()
         except OSError:
             continue

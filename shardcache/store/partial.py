@@ -173,14 +173,21 @@ class Partial:
         metadata: what the shard will be; its size and digest count once it is sealed.
         confirmed: whether the origin said that it still has this version.
         written: bytes on disk altogether.
+        earlier: directory names of the versions that were published when it was begun.
     """
 
     def __init__(
-        self, data: Path, metadata: Metadata, file: io.FileIO, progress: io.FileIO | None
+        self,
+        layout: Layout,
+        data: Path,
+        metadata: Metadata,
+        file: io.FileIO,
+        progress: io.FileIO | None,
     ) -> None:
         self.path = data.parent
         self.data = data
         self.metadata = metadata
+        self.earlier = frozenset(list_names(layout.key_dir(metadata.key)))
         self.confirmed = True
         self.written = 0
         self._file = file
@@ -204,7 +211,7 @@ class Partial:
                 raise LostError(f"{path.name} was swept as soon as it was made") from exn
             if layout.grace is None and wait_flock(file.fileno()) is False:
                 raise LostError(f"{path.name} was locked by another process")
-            partial = cls(data, metadata, file, None)
+            partial = cls(layout, data, metadata, file, None)
             if size is None or size > BLOCK:
                 progress = open_exclusive(path / PROGRESS, _MAKE, modes)
                 partial._progress = stack.enter_context(progress)
@@ -233,14 +240,13 @@ class Partial:
                 if not (free and is_file(path / basename, file.fileno()) and ours):
                     return None
                 path.rename(mine)  # the claim: of two, one finds the old name gone
-                os.utime(mine)  # the fetch begins now; see `Store.publish`
                 progress = stack.enter_context(open_exclusive(mine / PROGRESS, os.O_RDWR))
                 data = progress.readall() or b""  # None: a named pipe
                 metadata, records_at, _ = _parse(mine, data)
                 if metadata.info.size is None or not metadata.info.identifiable:
                     raise DamagedError("it is not known what is missing")
                 (mine / META).unlink(missing_ok=True)  # its writer was killed while sealing it
-                partial = cls(mine / basename, metadata, file, progress)
+                partial = cls(layout, mine / basename, metadata, file, progress)
                 partial._records_at = records_at
                 partial._prove(_records(data[records_at:]), metadata.info.size)
             except (FileNotFoundError, PermissionError, DamagedError):
@@ -351,14 +357,9 @@ class Partial:
         """
         return dup_exclusive(self._file)
 
-    def seal(self, metadata: Metadata, modes: Modes, *, sync: bool) -> int:
-        """Make the directory what an entry must be (LostError: it is another's by now).
-
-        Returns:
-            When it was begun, in nanoseconds of the filesystem's clock.
-        """
+    def seal(self, metadata: Metadata, modes: Modes, *, sync: bool) -> None:
+        """Make the directory what an entry must be (LostError: it is another's by now)."""
         try:
-            begun = self.path.stat().st_mtime_ns  # until now no name was made in it
             write_new(f"{self.path}/{META}", metadata.encode(), modes.file, sync=sync)
             if self._progress is not None:
                 os.unlink(f"{self.path}/{PROGRESS}")  # noqa: PTH108 - no Path per shard
@@ -369,7 +370,6 @@ class Partial:
         except FileNotFoundError as exn:
             raise LostError(f"{self.path.name} was taken over by another process") from exn
         self.metadata = metadata
-        return begun
 
     def close(self) -> None:
         """Let go; what is there stays for the next one to resume."""

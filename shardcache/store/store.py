@@ -169,13 +169,13 @@ class Store:
             OSError: the disk fails.
         """
         key, name = metadata.key, partial.data.name
-        begun = partial.seal(metadata, self.layout.modes, sync=sync)
+        partial.seal(metadata, self.layout.modes, sync=sync)
         entry = self.layout.entry(key, metadata.info.version, metadata.size)
         # After sealing: a process that is stopped between this listing and the rename
         # publishes a directory that is older than theirs, and `open` takes the newest.
-        others = [found for found in versions(self.layout, key) if found[1] != str(entry)]
-        if others and others[0][0] > begun:
-            theirs = Path(others[0][1])
+        others = [Path(found[1]) for found in versions(self.layout, key) if found[1] != str(entry)]
+        theirs = next((other for other in others if other.name not in partial.earlier), None)
+        if theirs is not None:
             logger.info("%s came meanwhile; dropping %s", theirs.name, entry.name)
             shutil.rmtree(partial.path, ignore_errors=True)
             return theirs

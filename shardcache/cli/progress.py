@@ -66,16 +66,23 @@ def _draw_bars(
 ) -> None:
     from rich import progress
     from rich.table import Column
+    from rich.text import Text
 
+    class Description(progress.ProgressColumn):
+        """A narrow terminal shortens it, and the bar; figures stay whole."""
+
+        def render(self, task: progress.Task) -> Text:
+            return Text(task.description, no_wrap=True, overflow="ellipsis")
+
+    whole = [Column(no_wrap=True) for _ in range(3)]
     rows: dict[str, progress.TaskID] = {}
-    shortened = Column(no_wrap=True, overflow="ellipsis")
     with progress.Progress(
         progress.BarColumn(_BAR),
-        progress.TextColumn("{task.description}", markup=False, table_column=shortened),
-        progress.TaskProgressColumn("{task.percentage:.0f}%"),
-        progress.TransferSpeedColumn(),
+        Description(),
+        progress.TaskProgressColumn("{task.percentage:.0f}%", table_column=whole[0]),
+        progress.TransferSpeedColumn(whole[1]),
         "ETA",
-        progress.TimeRemainingColumn(),
+        progress.TimeRemainingColumn(table_column=whole[2]),
         console=console.terminal(sys.stderr),
         auto_refresh=False,
         speed_estimate_period=_WINDOW,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import fcntl
 import os
 import pty
@@ -130,7 +131,7 @@ class Screen:
             start_new_session=True,
         )
         os.close(follower)
-        self.text = ""
+        self.text, self.decoder = "", codecs.getincrementaldecoder("utf-8")()
 
     def __enter__(self):
         return self
@@ -151,7 +152,7 @@ class Screen:
             if not chunk:
                 assert until is None, self.text
                 break
-            self.text += chunk.decode()
+            self.text += self.decoder.decode(chunk)  # a character may come in two pieces
         return self.text
 
     def type(self, text):

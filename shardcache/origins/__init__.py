@@ -1,6 +1,6 @@
 """Where shards come from: one version-pinned answer per request, errors sorted into two kinds.
 
-    base        what an origin is asked and tells; what a refusal means
+    base        the protocol of all origins; what a refusal means
     s3          ``s3://``; endpoints tells which server that is, for the key and for the client
     http        ``http(s)://``, and range answers, S3's too
     connection  keep-alive connections, proxies, TLS

@@ -1,4 +1,4 @@
-"""What the fetch engine asks of the place a shard comes from, and what a refusal means.
+"""The protocol between the fetch engine and origins, and the meaning of refusals.
 
 Every origin may be used by several threads at once, in the process that made it.
 

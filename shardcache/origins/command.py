@@ -1,9 +1,8 @@
 """Shards that a shell command writes: WebDataset's ``pipe:`` URLs.
 
-Read only with ``allow_schemes=["pipe"]``: the command comes out of a
-shard list and runs with this process's rights. Its output has no version and no
-stated size: it is cached under the command's text, read in one go, and started
-over when it breaks.
+They need ``allow_schemes=["pipe"]``, because a command out of a shard list runs with this process's
+rights. Its output has no version and no stated size: it is cached under the command's text, read in
+one go, and started over when it breaks.
 """
 
 from __future__ import annotations

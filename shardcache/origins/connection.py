@@ -49,8 +49,6 @@ _HEAD_END = re.compile(rb"\r?\n\r?\n")
 _LINE_END = re.compile(rb"\n")
 _STATUS = re.compile(r"HTTP/1\.([0-9]) ([0-9]{3})(?: (.*))?\Z")
 _CHUNK = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;.*)?\r?\n\Z")
-# As many digits as 64 bits need: Python refuses to read numbers of thousands.
-_LENGTH = re.compile(r"[0-9]{1,19}\Z")
 _PLACE_END = re.compile(r"[/?]")
 _CONTROL = re.compile(r"[\r\n\0]")
 _PORTS = {"http": 80, "https": 443}
@@ -58,8 +56,9 @@ _PORTS = {"http": 80, "https": 443}
 
 def content_length(headers: Mapping[str, str]) -> int | None:
     """What Content-Length says, if that is a length."""
-    text = headers.get("content-length") or ""
-    return int(text) if _LENGTH.match(text) else None
+    text = headers.get("content-length", "")
+    # As many digits as 64 bits need: Python refuses to read numbers of thousands.
+    return int(text) if text.isdecimal() and len(text) < 20 else None
 
 
 def split_login(url: str) -> tuple[str, str | None]:
@@ -98,7 +97,7 @@ def tls_context(trusted: str | bool | None = None) -> ssl.SSLContext:
 
 
 class _Connection:
-    """One socket; ``held`` are the bytes that came with a head but belong to its body."""
+    """One socket; ``held`` has bytes of the body that came with the head."""
 
     def __init__(self, sock: socket.socket, timeout: float) -> None:
         self.use(sock, min(_SLICE, timeout), secure=False)
@@ -134,7 +133,7 @@ class _Connection:
             socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
 
     def is_idle(self) -> bool:
-        """Whether nothing came since the last answer, not even its end."""
+        """Whether no byte and no end came since the last answer."""
         poller = select.poll()
         poller.register(self.socket, select.POLLIN)
         return not self.held and not poller.poll(0)
@@ -311,7 +310,7 @@ class Response:
 
 @dataclass(slots=True)
 class _Server:
-    """The way to a server, the lines that log in at its proxy, and connections nobody uses."""
+    """The way to a server, the header lines for its proxy, and idle connections."""
 
     host: str
     port: int

@@ -12,6 +12,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError, wait
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from shardcache import threads
@@ -66,7 +67,7 @@ class FsspecOrigin:
         else:
             start, stop = 0, None
         stop = info.size if info.size is None or stop is None else min(stop, info.size)
-        return FsspecBody(self, url, info, start, stop, file)
+        return FsspecBody(self, url, file, info, start, stop)
 
     def stat(self, url: ShardURL) -> ObjectInfo:
         """See `base.Origin.stat`."""
@@ -133,13 +134,8 @@ class FsspecOrigin:
         """What ``function`` returns, called in a thread of its own; raises as `base.Origin.open`.
 
         The thread of a call that never returns stays behind, and does not keep the process from
-        ending.
-
-        Args:
-            url: the shard.
-            function: the call.
-            answer: where another thread may put an exception, to end the wait.
-            patient: whether it may take any time.
+        ending. Another thread may put an exception into ``answer``, to end the wait; a ``patient``
+        call may take any time.
         """
         outcome: Future[T] = Future() if answer is None else answer
 
@@ -176,27 +172,21 @@ def _sorted(exn: BaseException, url: ShardURL) -> BaseException:
     return TransientError(f"reading failed: {reason}", timed_out=timed_out)
 
 
+@dataclass(eq=False)
 class FsspecBody:
     """One open file of an fsspec filesystem; see `base.Body`."""
 
-    waited = 0.0
+    _origin: FsspecOrigin
+    _url: ShardURL
+    _file: Any
+    info: ObjectInfo
+    start: int
+    stop: int | None
+    waited: float = 0.0
+    _reading: Future[bytes] = field(default_factory=Future)
 
-    def __init__(
-        self,
-        origin: FsspecOrigin,
-        url: ShardURL,
-        info: ObjectInfo,
-        start: int,
-        stop: int | None,
-        file: Any,
-    ) -> None:
-        self.info = info
-        self.start = self._at = start
-        self.stop = stop
-        self._origin = origin
-        self._url = url
-        self._file = file
-        self._reading: Future[bytes] = Future()
+    def __post_init__(self) -> None:
+        self._at = self.start
 
     def readinto(self, buffer: memoryview) -> int:
         """See `base.Body.readinto`."""

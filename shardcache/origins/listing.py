@@ -1,4 +1,4 @@
-"""What is there: shards behind a prefix or a pattern, and sizes without one request each.
+"""Shards behind a prefix or a pattern, and sizes of many shards by few requests.
 
 S3 is listed with the client and the credentials that fetch from it, a thousand
 keys per request; everything else through its fsspec filesystem. A listing is
@@ -68,11 +68,7 @@ def is_pattern(url: str) -> bool:
 
 
 def refuse_local(shard: ShardURL, config: Config) -> None:
-    """Refuse to fetch what is read where it lies.
-
-    Raises:
-        ConfigError: it is a local path, and those are not cached.
-    """
+    """Raise ConfigError for a local path, unless local paths are cached."""
     if shard.is_local and not config.cache_local:
         raise ConfigError(
             f"{shard.local_path} is a local path, and those are read where they are. "

@@ -44,7 +44,7 @@ T = TypeVar("T")
 _SIDECAR = ".shardcache.json"
 #: Bytes of a sidecar that are read; one has about 700.
 _MOST = 64 * 1024
-#: What an upstream says that has not got a shard, or not for us; the next one may have it.
+#: Errors of an upstream after which the next one is asked.
 _REFUSALS = (AccessDeniedError, ConfigError, TransientError, VersionChangedError)
 #: Bytes of a part of a name on disks.
 _MAX_NAME = 200
@@ -169,7 +169,7 @@ class UpstreamOrigin:
         self._place = place
         self._copy = copy  # where it is
         self._found = found  # what the upstream says of it
-        self._info = info or found  # the version at the origin, where a sidecar tells
+        self._info = info or found  # the version at the origin, where a sidecar states it
 
     def open(
         self, url: ShardURL, start: int, stop: int | None, pin: ObjectInfo | None = None
@@ -188,7 +188,7 @@ class UpstreamOrigin:
         return self._info
 
     def distrust(self) -> None:
-        """Take this shard from there no more, in this process: it is damaged."""
+        """Read this copy no more in this process: it is damaged."""
         self._place.distrusted.add(self._copy.key)
 
 

@@ -28,14 +28,7 @@ from shardcache.errors import AccessDeniedError, ConfigError
 from shardcache.origins.base import Checksum, ObjectInfo, TransientError, refusal
 from shardcache.origins.connection import Response, Transport, content_length, tls_context
 from shardcache.origins.endpoints import aws_files, s3_endpoint
-from shardcache.origins.http import (
-    HEADERS,
-    checked,
-    object_info,
-    open_range,
-    refused,
-    unanswered,
-)
+from shardcache.origins.http import HEADERS, checked, object_info, open_range, refused, unanswered
 from shardcache.threads import undivided
 from shardcache.urls import ShardURL, redact
 

@@ -36,8 +36,7 @@ _NAME = ".shardcache-sync"
 #: Seconds without a call after which a job's notes on the node are removed.
 _FORGOTTEN = 30 * 86400.0
 #: Launchers count these up when they start the ranks anew (torchrun, Slurm), and for each step.
-_RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-_STEP = "SLURM_STEP_ID"
+_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "SLURM_STEP_ID")
 
 
 def rank() -> int:
@@ -217,16 +216,12 @@ def board_for(per: Scope, directory: str | os.PathLike[str] | None, job: str | N
         where /= f"node-{boot_id()[:13] or os.uname().nodename}"
     if directory := directory or os.environ.get(DIRECTORY_VARIABLE, "").strip():
         return FileBoard(Path(directory).absolute() / _NAME / where)
-    if per == "job" and world_size() not in (1, ranks.local_world_size()):
+    is_local = per == "node" or world_size() in (1, ranks.local_world_size())
+    if not is_local or (place := node_directory("sync")) is None:
         raise ConfigError(
             f"The {world_size()} ranks of this job have no place to meet. Give dir=, or set "
-            f"{DIRECTORY_VARIABLE}, to a directory that all nodes share, or call "
+            f"{DIRECTORY_VARIABLE}, to a directory that all of them share, or call "
             "torch.distributed.init_process_group() first.",
-            variable=DIRECTORY_VARIABLE,
-        )
-    if (place := node_directory("sync")) is None:
-        raise ConfigError(
-            f"No directory on this node can be used for notes. Set {DIRECTORY_VARIABLE}.",
             variable=DIRECTORY_VARIABLE,
         )
     with contextlib.suppress(OSError):  # it is new; another rank removes the same
@@ -266,5 +261,5 @@ def job_name(job: str | None = None) -> str:
             variable=ranks.JOB_VARIABLE,
         )
     # Below mpirun each node has another step, mpirun's own.
-    counts = _RESTARTS if found.source in ("openmpi", "pmi") else (*_RESTARTS, _STEP)
-    return safe_name("-".join([name, *(os.environ.get(each, "") or "0" for each in counts)]))
+    variables = _COUNTS[:2] if found.source in ("openmpi", "pmi") else _COUNTS
+    return safe_name("-".join([name, *(os.environ.get(each) or "0" for each in variables)]))

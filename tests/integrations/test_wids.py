@@ -45,6 +45,9 @@ def test_a_name_is_a_link_to_the_shard_which_is_there(make_cache: MakeCache, lin
         assert name.read_bytes() == make_tar(seed)
         assert names(url) == str(name)
     assert len(os.listdir(links)) == len(URLS)
+    again = pickle.loads(pickle.dumps(names))
+    assert again(url) == str(name)  # it is cached: no origin is asked
+    again.close()
 
 
 @pytest.mark.locks_work("flock")
@@ -92,12 +95,3 @@ def test_what_cannot_be_had_leaves_no_link_and_no_pin(make_cache: MakeCache, lin
         wids.LocalNames(make_cache(max_size=100, dir=links.parent / "small"), links)(URLS[0])
     assert not links.exists()
     assert list(cache.entries()) == []
-
-
-def test_names_travel_with_their_cache(make_cache: MakeCache, links: Path) -> None:
-    names = wids.LocalNames(make_cache(), str(links))
-    name = names(URLS[0])
-    again = pickle.loads(pickle.dumps(names))
-    assert again.directory == links
-    assert again(URLS[0]) == name  # it is there: no origin is asked
-    again.close()

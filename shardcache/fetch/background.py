@@ -78,7 +78,7 @@ class Fetching:
 
     def __init__(self, shard: ShardURL, run: Run, table: Fetchings) -> None:
         self.shard = shard
-        self.status = FetchStatus(listener=self.tell)
+        self.status = FetchStatus(listener=self.notify)
         self.done = False
         self.error: BaseException | None = None
         self._run = run
@@ -106,7 +106,7 @@ class Fetching:
             obtained.opened.close()
         self.status.drop_answer()
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Wake all who wait."""
         with self._changed:
             self._changes += 1
@@ -196,7 +196,7 @@ class Fetchings:
         if unheard is not None:  # nobody is left to raise it
             logger.info("%s: not fetched in the background: %s", fetching.shard, unheard)
         # Not under the lock: who waits may be leaving another fetch, by garbage collection.
-        fetching.tell()
+        fetching.notify()
         # The two refer to one another; the entry must not stay pinned until a garbage collection.
         fetching.status.listener = None
 

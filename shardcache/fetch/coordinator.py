@@ -188,11 +188,11 @@ class Coordinator:
                             logger.warning("%s: %s; fetching it here too", url, waiter.describe())
                             return self._fill(url, None, holder, status, places)
                 waiter.pause()
-                opened = self.look(url, status.outdated)
+                opened = self.lookup(url, status.outdated)
                 if opened is not None:
                     return Obtained(opened, Outcome.COALESCED)
 
-    def look(
+    def lookup(
         self, url: ShardURL, outdated: Collection[str] = (), *, condemn: bool = False
     ) -> Opened | None:
         """Open the shard's entry if there is a good one, of another than these versions.
@@ -280,7 +280,7 @@ class Coordinator:
     ) -> Obtained:
         """Make the entry and open it; ``lock`` is the key's, or None for a private fetch."""
         for _ in range(_TRIES):
-            opened = self.look(url, status.outdated, condemn=lock is not None)
+            opened = self.lookup(url, status.outdated, condemn=lock is not None)
             if opened is not None:
                 return Obtained(opened, Outcome.COALESCED)
             linked = self._link(url, status.outdated)
@@ -302,7 +302,7 @@ class Coordinator:
                 continue
             if status.outdated:
                 self._drop(url, status.outdated)
-            opened = self.look(url)
+            opened = self.lookup(url)
             if opened is not None:
                 return Obtained(opened, Outcome.FETCHED)
             if is_directory(entry):  # another fetch would end there, too
@@ -334,7 +334,7 @@ class Coordinator:
                 continue
             try:
                 linked = store.link(other, other.entry.metadata(), url.basename)
-                opened = self.look(url, outdated) if linked else None
+                opened = self.lookup(url, outdated) if linked else None
             except (DamagedError, FileNotFoundError):
                 other.close()
                 continue
@@ -365,7 +365,7 @@ class Coordinator:
         """
         # A copy of what the origin has replaced may still be in an upstream.
         for upstream in () if status.outdated else self._origins.upstreams(url):
-            status.near = True
+            status.upstream = True
             try:
                 fetched = self._fetch_from(upstream, url, status, places, left, announce)
             except (FetchCancelledError, CacheFullError):
@@ -378,7 +378,7 @@ class Coordinator:
             fetched.partial.discard()
             upstream.distrust()
             logger.warning("%s: its copy in %s is damaged", url, upstream.name)
-        status.near = False
+        status.upstream = False
         return self._fetch_from(self._origins.of(url), url, status, places, left, announce)
 
     def _fetch_from(

@@ -356,7 +356,7 @@ class Job:
             self._partial.write(0, block, fd)
             self._partial.show(part.filled)
             part.shown = part.filled
-            self._status.tell()
+            self._status.notify()
 
     # -- what the origin states ----------------------------------------------------
 

@@ -35,7 +35,7 @@ class FetchStatus:
         on_cancel: called by `cancel`.
         listener: called, by any thread, when there is more to read; must be quick.
         listed: bytes of the shard by a listing, which may be outdated.
-        near: whether it comes from an upstream, not from its origin.
+        upstream: whether it comes from an upstream, not from its origin.
         throttle: how fast it may be, together with others.
         outdated: versions that are wanted no longer, even if they are on disk.
         roomless: whether there may be no room for it.
@@ -51,7 +51,7 @@ class FetchStatus:
     on_cancel: Callable[[], None] | None = None
     listener: Callable[[], None] | None = None
     listed: int | None = None
-    near: bool = False
+    upstream: bool = False
     throttle: Throttle | None = None
     outdated: frozenset[str] = frozenset()
     roomless: bool = False
@@ -61,7 +61,7 @@ class FetchStatus:
         """From now on this is where the shard grows."""
         if partial != self.partial:
             self.partial = partial
-            self.tell()
+            self.notify()
 
     def offer(self, answer: Body) -> None:
         """Keep an answer for whoever reads the shard past the cache."""
@@ -107,7 +107,7 @@ class FetchStatus:
             seconds -= nap
             self.check(what)
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Say that there is more."""
         if self.listener is not None:
             self.listener()

@@ -144,7 +144,7 @@ class Fetcher:
                     try:
                         partial = target(body.info)
                     except OSError:  # there is no room: who streams the shard reads this answer
-                        if not status.near:
+                        if not status.upstream:
                             status.offer(body)
                             body = None
                         raise

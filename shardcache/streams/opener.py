@@ -97,7 +97,7 @@ class Opener:
         Args:
             shard: which.
             finish: whether a fetch goes on to its end when the stream is closed before.
-            ahead: what `ahead` returned for the shard; it is the stream's now.
+            ahead: what `fetch_ahead` returned for the shard; it is the stream's now.
 
         Raises:
             As `Cache.open`.
@@ -117,9 +117,9 @@ class Opener:
                     opened = self._find(process, shard)  # it deals with that
             elif opened is None:
                 opened = self._find(process, shard)
-            source = opened or self._miss(process, shard, finish, share, begun)
+            source = opened or self._fetch_source(process, shard, finish, share, begun)
         except (ShardCacheError, OSError) as exn:
-            source = self.past(shard, exn, 0, None, FetchStatus())
+            source = self.stream_past(shard, exn, 0, None, FetchStatus())
         stream = ShardStream(self, shard, source)
         if opened is None:
             stream.wait(whole=self.config.fill == "complete")
@@ -137,7 +137,7 @@ class Opener:
             logger.debug("%s: hit", shard, extra=say)
         return io.BufferedReader(stream, _BUFFER), opened.path
 
-    def _miss(
+    def _fetch_source(
         self, process: Process, shard: ShardURL, finish: bool, ahead: Share | None, begun: float
     ) -> FetchSource:
         share = ahead
@@ -148,7 +148,7 @@ class Opener:
             ahead.leave()
         return FetchSource(self, process, shard, share, began, clock.monotonic() - begun)
 
-    def ahead(self, shard: ShardURL) -> Opened | Share | None:
+    def fetch_ahead(self, shard: ShardURL) -> Opened | Share | None:
         """Begin to fetch a shard that will be asked for, unless it is there: then pin it."""
         if self.is_in_place(shard):
             return None
@@ -179,7 +179,7 @@ class Opener:
 
     # -- past a fault ------------------------------------------------------------
 
-    def after(
+    def next_source(
         self, shard: ShardURL, failed: Source, fault: Exception, position: int, begun: bool
     ) -> Source:
         """What a stream reads instead of a source that failed; raises ``fault`` if nothing can be.
@@ -190,7 +190,9 @@ class Opener:
             return self._mend(shard, failed, fault, position, begun)
         if isinstance(failed, FetchSource):
             failed.counted = True  # here
-            return self.past(shard, fault, position, failed.info if begun else None, failed.status)
+            return self.stream_past(
+                shard, fault, position, failed.info if begun else None, failed.status
+            )
         if isinstance(failed, OriginSource) and failed.nearer is not None:
             logger.info("%s: the rest does not come from an upstream: %s", shard, fault)
             pin = failed.info if begun else None
@@ -233,12 +235,12 @@ class Opener:
             fault.strerror,
         )
         if not begun:
-            return self._any_version(process, shard, position, FetchStatus())
+            return self._origin_source(process, shard, position, FetchStatus())
         return OriginSource(
             process, shard, start=position, pin=info, version=entry.version, size=entry.size
         )
 
-    def past(
+    def stream_past(
         self,
         shard: ShardURL,
         fault: Exception,
@@ -258,11 +260,11 @@ class Opener:
         counter = next(_COUNTERS[kind] for kind in type(fault).__mro__ if kind in _COUNTERS)
         counts = {} if counter is None else {counter: 1}
         try:
-            self._say(process, shard, fault)
+            self._warn_streamed(process, shard, fault)
             if pin is not None:
                 source = OriginSource(process, shard, start=start, pin=pin)
             else:
-                source = self._any_version(process, shard, start, status)
+                source = self._origin_source(process, shard, start, status)
         except Exception as exn:
             status.drop_answer()
             process.counters.add({"failed": 1, **counts})
@@ -279,21 +281,21 @@ class Opener:
         process.counters.add({"bypassed": 1, **counts})
         return source
 
-    def _any_version(
+    def _origin_source(
         self, process: Process, shard: ShardURL, start: int, status: FetchStatus
     ) -> OriginSource:
         """A shard past the cache: the answer that a fetch has kept, a nearer copy or the origin."""
         process.coordinator()  # of a child that has just been forked
         answer = None if start else status.take_answer()
         if start == 0 and answer is None:
-            for near in process.origins.upstreams(shard):
+            for copy in process.origins.upstreams(shard):
                 try:
-                    return OriginSource(process, shard, nearer=near)
+                    return OriginSource(process, shard, nearer=copy)
                 except (ShardCacheError, OSError) as exn:
-                    logger.info("%s: not from %s: %s", shard, near.name, exn)
+                    logger.info("%s: not from %s: %s", shard, copy.name, exn)
         return OriginSource(process, shard, start=start, answer=answer)
 
-    def _say(self, process: Process, shard: ShardURL, fault: Exception) -> None:
+    def _warn_streamed(self, process: Process, shard: ShardURL, fault: Exception) -> None:
         """Warn that a shard is streamed; raises what there is no way past."""
         if isinstance(fault, _OF_THE_CACHE):
             kind, reason = type(fault).__name__, fault.message
@@ -378,7 +380,7 @@ class Opener:
         try:
             if not process.reading.closed:
                 process.check_root()  # nothing is read that may be somebody else's by now
-            opened = process.coordinator().look(shard, outdated)
+            opened = process.coordinator().lookup(shard, outdated)
         except OSError as exn:
             process.disk_failed(process.reading, exn)
             raise
@@ -424,7 +426,7 @@ class Opener:
                     received=status.received,
                     seconds=clock.monotonic() - begun,
                     retries=status.retries,
-                    upstream=status.near,
+                    upstream=status.upstream,
                     done=fetched,
                 )
         if obtained is not None and fetched:

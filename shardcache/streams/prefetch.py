@@ -86,7 +86,7 @@ class Lookahead:
             return False
         held = None
         with contextlib.suppress(ShardCacheError):  # whoever opens it is told
-            held = self._opener.ahead(self._shard_of(item)) if begin else None
+            held = self._opener.fetch_ahead(self._shard_of(item)) if begin else None
         self._coming.append((item, held))
         return True
 

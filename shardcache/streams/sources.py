@@ -2,7 +2,7 @@
 
 Each source gives the bytes of one version. Its ``readinto(buffer, position)`` returns a count, 0 at
 the end of the shard, or None while there are no bytes yet. What it raises ends it; what comes then
-is for `opener.Opener.after` to say.
+is for `opener.Opener.next_source` to say.
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ class ShardStream(io.RawIOBase):
         """Go on with what comes after a source that failed; raises what cannot be mended."""
         try:
             source, position, begun = self._source, self._position, self._begun
-            self._use(self._opener.after(self._shard, source, fault, position, begun))
+            self._use(self._opener.next_source(self._shard, source, fault, position, begun))
         except Exception as exn:
             self._error = exn
             self._source.close()

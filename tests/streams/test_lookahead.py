@@ -221,7 +221,7 @@ def test_a_node_fetches_only_so_many_ahead(
     event = threading.Event()
     one, other = make_cache(), make_cache(prefetch=2)
     origin.faults.append(Fault(after=0, wait=event))
-    ahead = one.opener.ahead(one.parse(URLS[1]))
+    ahead = one.opener.fetch_ahead(one.parse(URLS[1]))
     wait_until(lambda: URLS[1] in asked(origin))
     second = other.url_opener(URLS[2:5])
     assert next(second)["stream"].read() == DATA[2]

@@ -219,6 +219,7 @@ def test_a_copy_upstream_of_what_was_replaced_is_not_taken(
     near = {"url": str(tmp_path / "near"), "write_back": True}
     first = make_cache(upstreams=[near])
     assert read(first) == OLD
+    first.close()  # which waits for the copy
     other = make_cache(dir=tmp_path / "another node", upstreams=[near])
     assert read(other) == OLD
     assert len(origin.requests) == 1

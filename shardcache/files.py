@@ -38,7 +38,7 @@ def random_token() -> str:
     return os.urandom(16).hex()
 
 
-def settle(file: int | Path, mode: int) -> None:
+def set_mode(file: int | Path, mode: int) -> None:
     """Give a new file (by its descriptor) or directory the group's bits, which a umask takes away.
 
     No umask of use takes bits from the user, so what is private has its mode from the start.
@@ -87,7 +87,7 @@ class Modes:
         try:
             if unnamed.stat().st_gid != self.group:
                 os.chown(unnamed, -1, self.group)
-            settle(unnamed, self.directory)
+            set_mode(unnamed, self.directory)
             unnamed.rename(path)
         except OSError as exn:
             with contextlib.suppress(OSError):
@@ -176,7 +176,7 @@ def write_new(path: Path | str, data: bytes, mode: int, *, sync: bool = False) -
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
     try:
         try:
-            settle(fd, mode)
+            set_mode(fd, mode)
             if os.write(fd, data) != len(data):
                 raise OSError(errno.ENOSPC, "the disk is full", str(path))
             if sync:
@@ -211,7 +211,7 @@ def open_exclusive(path: str | os.PathLike[str], flags: int, modes: Modes = PRIV
         file = open_file(path, flags, modes.file)
         _exclusive.add(file)
     if flags & os.O_EXCL:
-        settle(file.fileno(), modes.file)
+        set_mode(file.fileno(), modes.file)
     return file
 
 

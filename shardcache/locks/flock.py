@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardcache.files import FULL, PRIVATE, Modes, open_exclusive, open_file, settle
+from shardcache.files import FULL, PRIVATE, Modes, open_exclusive, open_file, set_mode
 from shardcache.layout import (
     IDLE_GRACE,
     Layout,
@@ -203,7 +203,7 @@ class KeyLock:
             return  # not held, or the parent's
         try:
             with contextlib.suppress(PermissionError):  # another member's
-                settle(file.fileno(), self._modes.file)
+                set_mode(file.fileno(), self._modes.file)
             os.pwrite(file.fileno(), holder.encode(), 0)
         except OSError as exn:
             logger.debug("%s: no record of its holder: %s", self.path, exn)

@@ -4,7 +4,7 @@
     entry      a published shard: its sidecar, its data file, how it is opened and pinned
     partial    a shard in flight, the record of which of its blocks are there, what the dead left
     digest     digests and checksums
-    store      the entries of one namespace: open, publish, quarantine, evict
+    store      the entries of one namespace: open, publish, set aside, evict
     verify     whether what is stored is still what was fetched
 
 It may use `shardcache.locks`, `shardcache.origins` and what is below them.

@@ -140,7 +140,7 @@ def test_a_file_is_replaced_all_at_once_or_not_at_all(
     (tmp_path / "full").mkdir()  # no file is renamed to it
     with no_descriptor_left(), pytest.raises(OSError):
         replace_file(tmp_path / "full", b"new", 0o600, via=tmp_path)
-    monkeypatch.setattr("shardcache.files.settle", refusing(errno.EIO, real=None))
+    monkeypatch.setattr("shardcache.files.set_mode", refusing(errno.EIO, real=None))
     for make in (replace_file, make_once):
         with no_descriptor_left(), pytest.raises(OSError):
             make(path, b"new", 0o600, via=tmp_path)

@@ -42,11 +42,7 @@ class TransientError(Exception):
 
 
 class VersionChangedError(Exception):
-    """The object is no longer the version that was asked for (412 and its like)."""
-
-
-class NoSuchRangeError(VersionChangedError):
-    """The object ends before the range that was asked for (416)."""
+    """The object is no longer the version that was asked for (412), or became shorter (416)."""
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:
@@ -80,7 +76,7 @@ def refusal(
     if status == 412:
         return VersionChangedError(str(url))
     if status == 416:
-        return NoSuchRangeError(f"{url} became shorter")
+        return VersionChangedError(f"{url} became shorter")
     if status in _TRANSIENT:
         return TransientError(reason, retry_after=retry_after(headers))
     if status in (404, 410):

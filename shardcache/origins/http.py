@@ -16,7 +16,7 @@ from urllib.parse import quote, urljoin
 
 from shardcache.config import __version__
 from shardcache.errors import AccessDeniedError, ConfigError
-from shardcache.origins.base import NoSuchRangeError, ObjectInfo, TransientError, refusal
+from shardcache.origins.base import ObjectInfo, TransientError, VersionChangedError, refusal
 from shardcache.origins.connection import (
     Response,
     Transport,
@@ -90,8 +90,8 @@ def open_range(
         headers["If-Match"] = pin.etag
     try:
         response = ask(headers)
-    except NoSuchRangeError:
-        if start:
+    except VersionChangedError:
+        if start or pin is not None:
             raise
         del headers["Range"]  # an empty object has no range at all
         response = ask(headers)

@@ -45,7 +45,7 @@ _GLOB = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
 _PAGE = 1000
 #: Requests spent on learning sizes beyond one per `_PAGE` shards: what other objects in
 #: their folders cost, few enough that giving up comes within seconds.
-_SPARE_PAGES = 16
+_SPARE_PAGES = 64
 #: Seconds without a byte from a listing: sizes only make a plan better.
 _TIMEOUT = 10.0
 

@@ -40,7 +40,6 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
     Args:
         target_protocol: what the chain goes on with, such as ``s3``.
         target_options: storage options of that filesystem; also given to the cache.
-        fs: an instance of it, instead of the two.
         **options: options of the `Cache`; without any, the default cache is used.
 
     Raises:
@@ -53,16 +52,14 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
         self,
         target_protocol: str | None = None,
         target_options: dict[str, Any] | None = None,
-        fs: Any = None,
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        if fs is None and target_protocol is None:
+        if target_protocol is None:
             raise ConfigError("shardcache:: needs the origin's URL: shardcache::s3://...")
         self._target_protocol = target_protocol
-        self._given = fs
         self._made: tuple[int, Any] | None = None  # and by which process
-        self._target_options = target_options or ({} if fs is None else dict(fs.storage_options))
+        self._target_options = target_options or {}
         self._options = {k: v for k, v in options.items() if k not in _FSSPEC_OPTIONS}
         if self._target_options:
             self._options.setdefault("storage_options", self._target_options)
@@ -72,8 +69,6 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
         """The target filesystem, of this process: s3fs refuses to work in a forked child."""
         import fsspec
 
-        if self._given is not None:
-            return self._given
         if self._made is None or self._made[0] != os.getpid():
             made = fsspec.filesystem(self._target_protocol, **self._target_options)
             self._made = os.getpid(), made

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from pathlib import Path
 
@@ -140,15 +139,3 @@ def test_a_forked_child_has_a_target_filesystem_of_its_own(
     with forked(look) as child:
         assert child.hear() == [False, len(SHARD), [f"{bucket}/b.tar"], SHARD[:3]]
     assert fs.fs is parents
-
-
-def test_a_filesystem_that_was_given_is_used_as_it_is(tmp_path: Path) -> None:
-    from shardcache.integrations.fsspec import ShardCacheFileSystem
-
-    memory = fsspec.filesystem("memory", skip_instance_cache=True)
-    memory.pipe_file("/lab/a.tar", SHARD)
-    own = {"dir": str(tmp_path / "own"), "min_free": 0, "allow_schemes": ["memory"]}
-    fs = ShardCacheFileSystem(fs=memory, skip_instance_cache=True, **own)
-    assert fs.fs is memory
-    assert fs.cat_file("/lab/a.tar") == SHARD
-    assert os.listdir(tmp_path / "own")

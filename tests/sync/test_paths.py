@@ -26,6 +26,7 @@ def test_a_directory_is_made_with_all_above_it_and_again_without_complaint(
     for path in (tmp_path / "a" / "b", "a/b", "a/b/c"):
         assert sync.makedirs(path) == tmp_path / path and (tmp_path / path).is_dir()
     assert sync.wait_for("a", timeout=0) == tmp_path / "a"
+    assert sync.wait_for(["a", "a/b"], timeout=0) == [tmp_path / "a", tmp_path / "a" / "b"]
 
 
 def test_the_mode_is_that_of_the_last_directory_less_the_umask(tmp_path: Path) -> None:
@@ -67,14 +68,6 @@ def test_asking_makes_nothing(tmp_path: Path) -> None:
 
 
 # -- wait_for ------------------------------------------------------------------------------
-
-
-def test_what_exists_is_returned_as_it_was_asked_for(tmp_path: Path) -> None:
-    file, directory = tmp_path / "a", tmp_path / "b"
-    file.write_text("12345")
-    directory.mkdir()
-    assert sync.wait_for(str(file), timeout=0) == file
-    assert sync.wait_for([file, directory], timeout=0) == [file, directory]
 
 
 def test_a_wait_that_is_over_says_what_is_missing(tmp_path: Path) -> None:

@@ -167,14 +167,15 @@ def _schemes(value: object) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _tables(made: Any) -> Callable[[object], tuple[Any, ...]]:
-    """A parser of lists of ``made``: its items are tables, or text for its ``of_text``."""
+def _tables(made: Any, *names: str) -> Callable[[object], tuple[Any, ...]]:
+    """A parser of lists of ``made``: items are tables, or these fields with ``=`` between them."""
 
     def one(item: Any) -> object:
         if isinstance(item, made):
             return item
         if isinstance(item, str | Path):
-            item = made.of_text(str(item).strip())
+            parts = str(item).strip().split("=", len(names) - 1)
+            item = dict(zip(names, parts, strict=False))
         try:
             return made(**item)
         except TypeError:  # no table, or other fields: the error would show them
@@ -289,12 +290,6 @@ class TierOption:
     def __post_init__(self) -> None:
         _parse_all(self)
 
-    @staticmethod
-    def of_text(text: str) -> dict[str, str]:
-        """The fields that ``DIRECTORY=SIZE`` states."""
-        directory, _, size = text.partition("=")
-        return {"dir": directory, "max_size": size or NONE}
-
     def __str__(self) -> str:
         return str(self.dir) if self.max_size is None else f"{self.dir}={self.max_size}"
 
@@ -311,17 +306,12 @@ class Upstream:
     def __post_init__(self) -> None:
         _parse_all(self)
 
-    @staticmethod
-    def of_text(text: str) -> dict[str, str]:
-        """The fields that a URL states."""
-        return {"url": text}
-
     def __str__(self) -> str:
         return _redact(self.url) + (" (write_back)" if self.write_back else "")
 
 
-TIERS = Kind("list of DIRECTORY=SIZE or tables", _tables(TierOption), _listed)
-UPSTREAMS = Kind("list of paths, URLs or tables", _tables(Upstream), _listed)
+TIERS = Kind("list of DIRECTORY=SIZE or tables", _tables(TierOption, "dir", "max_size"), _listed)
+UPSTREAMS = Kind("list of paths, URLs or tables", _tables(Upstream, "url"), _listed)
 
 _PREFIX = "SHARDCACHE_"
 #: Variables with our prefix that are no options; the last two belong to `shardcache.ranks`.

@@ -239,6 +239,9 @@ class Opened:
     path: str  #: where the data is
     directory: str  #: the entry's
     size: int
+    #: It is not pinned: somebody who evicts or publishes it was stopped. It can be read to its
+    #: end all the same, but may leave its path.
+    stuck: bool = False
     reopened: bool = False  #: in place of one whose handle was stale
 
     @property
@@ -288,16 +291,17 @@ def open_data(directory: str, path: str, size: int, grace: float | None) -> Open
         raise
     opened = None
     try:
-        taken = grace is None and try_flock(fd, shared=True) is False
-        # An evictor that does not go on is no miss: the name is taken, so nobody can publish.
-        if taken and wait_flock(fd, shared=True) is False and not is_file(path, fd):
+        stuck = grace is None and try_flock(fd, shared=True) is False
+        stuck = stuck and wait_flock(fd, shared=True) is False
+        # That is no miss: as long as the name is taken, nobody can publish.
+        if stuck and not is_file(path, fd):
             return None
         found = os.fstat(fd)
         if found.st_nlink == 0:  # evicted between open and flock
             return None
         if found.st_size != size or not stat.S_ISREG(found.st_mode):
             raise DamagedError(f"its data file has {found.st_size} bytes, not {size}")
-        opened = Opened(file, path, directory, size)
+        opened = Opened(file, path, directory, size, stuck)
     finally:
         if opened is None:
             file.close()

@@ -54,6 +54,8 @@ __all__ = ["Opener"]
 
 logger = logging.getLogger(__name__)
 
+#: Seconds between attempts to pin an entry while somebody who evicts it is stopped.
+_STUCK_POLL = 0.25
 #: WebDataset reads 10 KiB at a time; with the default buffer each is a system call.
 _BUFFER = 1 << 18
 #: What the cache says of itself, in the guise of our own errors; the others are the origin's.
@@ -360,11 +362,20 @@ class Opener:
 
     def pin(self, shard: ShardURL) -> Opened:
         """An entry that is under its path and cannot leave it; raises as `obtain`."""
+        end = clock.monotonic() + self.config.lock_timeout
         while True:
             opened = self.obtain(shard).opened
-            if is_file(opened.path, opened.fd):
+            if not opened.stuck and is_file(opened.path, opened.fd):
                 return opened
-            opened.close()  # it was evicted meanwhile
+            opened.close()  # it was evicted meanwhile, or is stuck
+            if opened.stuck:
+                if clock.monotonic() >= end:
+                    raise LockTimeoutError(
+                        f"{shard} is being evicted by a process that does not go on. Look for "
+                        "one that is stopped, or read the shard with open().",
+                        url=str(shard),
+                    )
+                clock.sleep(_STUCK_POLL)
 
     def _find(
         self,

@@ -399,6 +399,7 @@ def test_an_evictor_that_does_not_go_on_is_no_miss(store: Store) -> None:
     fd = os.open(entry.data, os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_EX)
     opened = pin(store)  # after a bounded wait
+    assert opened.stuck
     entry.path.rename(store.layout.new_evicted(KEY))  # it goes on
     with opened.file as file:
         assert file.read() == b"shard"

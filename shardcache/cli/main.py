@@ -214,7 +214,7 @@ class _ConsoleHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         # Retries are part of the progress and of the summary; -v prints each.
-        if self._console.verbosity or record.name != "shardcache.origins.retry":
+        if self._console.verbosity or getattr(record, "event", None) != "retry":
             level = record.levelname.lower()
             color = {"warning": "yellow", "error": "red", "critical": "red"}.get(level, "")
             self._console.message(f"{level}: ", record.getMessage(), color)

@@ -188,10 +188,12 @@ def test_a_fault_of_the_disk_is_one_sentence(run, monkeypatch, number, code):
 
 
 def test_the_librarys_log_is_shown_as_asked(run, monkeypatch):
+    logger = logging.getLogger("shardcache.cache")
+
     def noisy(self, url):
         for level in (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR):
-            logging.getLogger("shardcache.cache").log(level, "said at %d", level)
-            logging.getLogger("shardcache.origins.retry").log(level, "retry at %d", level)
+            logger.log(level, "said at %d", level)
+            logger.log(level, "retry at %d", level, extra={"event": "retry"})
         return Path("/x")
 
     monkeypatch.setattr(Cache, "path", noisy)

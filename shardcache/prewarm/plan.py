@@ -25,7 +25,6 @@ from shardcache.space.eviction import Limits, total_bytes
 from shardcache.space.memory import Volume
 from shardcache.space.tiers import Tier
 from shardcache.store.entry import DamagedError
-from shardcache.store.partial import in_flight
 from shardcache.store.store import Entry
 from shardcache.store.verify import differs
 from shardcache.urls import ShardURL, redact
@@ -249,7 +248,7 @@ def _room(tier: Tier, entries: list[Entry], wanted: set[str], need: int) -> tupl
     """Bytes free, to be evicted, and missing for ``need`` more, in one directory."""
     config = tier.config
     here = [entry for entry in entries if tier.owns(entry.directory)]
-    flights = [flight for store in tier.namespaces.all() for flight in in_flight(store.layout)]
+    flights = tier.space().flights()
     # Part of `need`, and on disk already.
     resumable = sum(flight.occupied for flight in flights if flight.key in wanted)
     others = sum(flight.reserved for flight in flights if flight.key not in wanted)

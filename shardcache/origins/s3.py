@@ -352,6 +352,11 @@ class _Account:
             return bucket
 
     def _find(self, name: str, region: str) -> _Bucket:
+        if name.endswith(("--x-s3", ".mrap")):
+            raise ConfigError(
+                f"{name} cannot be read: S3 Express buckets and multi-region access points take "
+                "signatures that shardcache does not make. Give an ordinary bucket's URL."
+            )
         if self._stated is not None:  # as botocore does for an endpoint that is given
             path, service = f"/{quote(name)}", "s3" if self._stated.access_key else ""
             return _Bucket(self._endpoint.rstrip("/"), path, region, service)

@@ -213,6 +213,11 @@ def test_without_credentials_only_an_anonymous_reader_asks(
     assert [r.status for r in proxy.requests()] == [403]
 
 
+def test_a_bucket_whose_signatures_are_others_is_refused(tmp_path: Path) -> None:
+    with Cache(tmp_path) as cache, pytest.raises(ConfigError, match="S3 Express"):
+        cache.open("s3://shards--use1-az4--x-s3/a.tar")
+
+
 def test_an_unknown_profile_is_a_configuration_error(tmp_path: Path) -> None:
     cache = Cache(tmp_path / "cache", min_free=0, storage_options={"profile": "nobody"})
     with pytest.raises(ConfigError, match="nobody"):

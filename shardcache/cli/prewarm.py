@@ -29,6 +29,7 @@ from shardcache.cli.progress import Position, Positions, PrewarmProgress, displa
 from shardcache.errors import CacheFullError, ConfigError, ShardCacheError, ShardNotFoundError
 from shardcache.fetch.connections import parse_rate
 from shardcache.fetch.status import FetchStatus
+from shardcache.prewarm.helpers import most_processes
 from shardcache.prewarm.plan import expand, own_share
 from shardcache.prewarm.run import JOBS, prewarm
 from shardcache.results import Event, Outcome, Planned, PrewarmReport, Stopped
@@ -57,7 +58,9 @@ RATE = Parsed("RATE", parse_rate)
 @number_option("--ranks-per-node", help="Processes of the training run on each node.  [default: 1]")
 @flag("--shard-by-node", help="Only the shards that split_by_node gives this node's ranks.")
 @flag("--ray", help="Prewarm every node of the Ray cluster (RAY_ADDRESS, else the one here).")
-@number_option("-j", "--jobs", help=f"Most shards at a time.  [default: {JOBS}]", most=256)
+@number_option(
+    "-j", "--jobs", help=f"Most shards at a time.  [default: {JOBS} per process]", most=256
+)
 @click.option(
     "-f",
     "--file",
@@ -112,7 +115,8 @@ def prewarm_command(
     if not wanted:
         empty = f"There is no shard in {', '.join(lists)}: one SPEC per line."
         raise click.UsageError(empty if lists else "Which shards? Give a SPEC, or a list with -f.")
-    options["jobs"] = jobs or JOBS
+    processes = 1 if ray else most_processes()
+    options["jobs"] = jobs or JOBS * processes
     ranks = (ranks_per_node or 1) if shard_by_node else None
     if ray:
         return _prewarm_ray(invocation, wanted, options, max_size, ranks)
@@ -131,7 +135,13 @@ def prewarm_command(
                     stack.enter_context(display(console, progress.positions))
 
         report = prewarm(
-            cache, wanted, share=share, on_event=on_event, stop=invocation.stop, **options
+            cache,
+            wanted,
+            share=share,
+            processes=processes,
+            on_event=on_event,
+            stop=invocation.stop,
+            **options,
         )
         stack.close()
         console.object("prewarm", shards=report.results, summary=report)

@@ -17,11 +17,15 @@ share the fetches.
 from __future__ import annotations
 
 import errno
+import importlib
+import logging
 import os
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from shardcache import clock, threads
@@ -40,6 +44,7 @@ from shardcache.fetch.status import FetchStatus
 from shardcache.files import Modes
 from shardcache.layout import Layout
 from shardcache.origins.listing import Listing
+from shardcache.prewarm.helpers import Channel, Helper
 from shardcache.prewarm.plan import Share, make_plan, wanted_shards
 from shardcache.results import (
     Event,
@@ -61,11 +66,15 @@ from shardcache.urls import ShardURL
 if TYPE_CHECKING:
     from shardcache.cache import Cache
 
+logger = logging.getLogger(__name__)
+
 #: Shards at a time unless the caller says otherwise.
 JOBS = 32
 #: So many refusals by one bucket, without a success, are believed for all of it. One would be
 #: too few: to credentials without s3:ListBucket a missing object is a 403.
 _REFUSALS = 3
+#: Modules of the engine that `import shardcache` leaves out; the client of S3 among them.
+_ENGINE = ("fetch.coordinator", "fetch.background", "space.clean", "stats.database", "origins.s3")
 #: Seconds between two looks at events, stop requests and the deadline.
 _TICK = 0.1
 #: Likewise until the origin has answered once.
@@ -97,6 +106,7 @@ def prewarm(
     best_effort: bool = False,
     limit_rate: int | str | None = None,
     refresh: bool = False,
+    processes: int = 1,
     on_event: Callable[[Event], None] | None = None,
     stop: threading.Event | None = None,
 ) -> PrewarmReport:
@@ -117,6 +127,8 @@ def prewarm(
             as ``"50MB"``.
         refresh: ask origins for the cached shards, and fetch those that they have replaced.
             Running jobs go on with the version that they read.
+        processes: so many share the work; the others are forked at once, so for programs without
+            threads only.
         on_event: called with each event, in the calling thread; must not block.
         stop: set it, from any thread or signal handler, to end early.
 
@@ -135,38 +147,68 @@ def prewarm(
         raise ConfigError(f"jobs is {jobs}. Give at least 1.", option="jobs")
     rate = None if limit_rate is None else parse_rate(limit_rate)
     began = clock.monotonic()
-    listing = Listing(cache.config, seconds=deadline)
-    shards = wanted_shards(cache, [urls] if isinstance(urls, str) else urls, listing, share)
     looking = check or dry_run
-    if not looking:
-        _prepare(cache)
-    plan = make_plan(
-        cache, shards, listing, best_effort=best_effort, ask_sizes=not check, refresh=refresh
-    )
-    run = _Run(
-        cache,
-        plan,
-        jobs=jobs,
-        max_failures=max_failures,
-        best_effort=best_effort,
-        emit=on_event or (lambda event: None),
-        end=None if deadline is None else began + deadline,
-        stop=stop or threading.Event(),
-        throttle=None if rate is None else Throttle(rate),
-    )
-    run.emit(Planned(plan))
-    if not looking:
-        if plan.missing and not best_effort:
-            raise CacheFullError(
-                f"{format_bytes(plan.fetch_bytes)} to fetch, {format_bytes(plan.missing)} more "
-                f"than there is room for in {cache.dir}. Raise max_size, free the disk, ask for "
-                "fewer shards, or take what fits (best_effort, --best-effort).",
-                needed=plan.fetch_bytes,
-                missing=plan.missing,
-            )
-        run.run()
+    count = 0 if looking else min(processes, jobs) - 1
+    if count:
+        for name in _ENGINE:  # once, not in each process
+            importlib.import_module(f"shardcache.{name}")
+    helpers = [Helper(lambda channel: _serve(cache, channel)) for _ in range(count)]
+    try:
+        listing = Listing(cache.config, seconds=deadline)
+        shards = wanted_shards(cache, [urls] if isinstance(urls, str) else urls, listing, share)
+        if not looking:
+            _prepare(cache)
+        plan = make_plan(
+            cache, shards, listing, best_effort=best_effort, ask_sizes=not check, refresh=refresh
+        )
+        run = _Run(
+            cache,
+            plan,
+            jobs=jobs,
+            max_failures=max_failures,
+            best_effort=best_effort,
+            rate=rate,
+            end=None if deadline is None else began + deadline,
+            emit=on_event or (lambda event: None),
+            stop=stop or threading.Event(),
+        )
+        run.emit(Planned(plan))
+        if not looking:
+            _refuse_too_much(cache, plan, best_effort)
+            run.run(helpers)
+    finally:
+        for helper in helpers:
+            helper.close()
     results = run.results(Outcome.MISSING if looking else Outcome.NOT_STARTED)
     return PrewarmReport(plan, results, clock.monotonic() - began, run.stopped)
+
+
+def _refuse_too_much(cache: Cache, plan: PrewarmPlan, best_effort: bool) -> None:
+    if plan.missing and not best_effort:
+        raise CacheFullError(
+            f"{format_bytes(plan.fetch_bytes)} to fetch, {format_bytes(plan.missing)} more "
+            f"than there is room for in {cache.dir}. Raise max_size, free the disk, ask for "
+            "fewer shards, or take what fits (best_effort, --best-effort).",
+            needed=plan.fetch_bytes,
+            missing=plan.missing,
+        )
+
+
+def _serve(cache: Cache, channel: Channel) -> None:
+    """A share of a prewarm, in a helper."""
+    plan, options = channel.task()
+
+    def emit(event: Event) -> None:
+        if isinstance(event, Started):
+            channel.send("started", event.shard)
+        elif isinstance(event, Finished):
+            channel.send("finished", *event)
+
+    with cache:
+        run = _Run(cache, plan, **options, emit=emit, stop=channel.stop)
+        run.on_tick = lambda: channel.send("progress", run.progress())
+        run.run()
+    channel.send("end", run.stopped)
 
 
 def _prepare(cache: Cache) -> None:
@@ -198,10 +240,10 @@ class _Run:
     jobs: int
     max_failures: int | None
     best_effort: bool
-    emit: Callable[[Event], None]
+    rate: int | None
     end: float | None
+    emit: Callable[[Event], None]
     stop: threading.Event
-    throttle: Throttle | None
     stopped: Stopped | None = None
 
     def __post_init__(self) -> None:
@@ -211,19 +253,20 @@ class _Run:
         self._events: deque[Event] = deque()
         self._idle = threading.Event()
         self._guard = threading.Lock()  # of all below
-        self._working = self._failures = self._left_out = 0
+        self._working = self._following = self._failures = self._left_out = 0
         self._running: dict[str, tuple[FetchStatus, float]] = {}
         self._results: dict[str, ShardResult] = {}
-        self._alone = self.jobs == 1
-        self._found_no_room = False
         self._refused: Counter[tuple[str, bool]] = Counter()  # (scope, was it a TransferError)
         self._succeeded: set[str] = set()
         self._given_up: set[str] = set()
         self._cut_at: float | None = None
         self._most = 0  # threads
+        self._throttle = None if self.rate is None else Throttle(self.rate)
+        self._helpers: list[Helper] = []
+        self.on_tick: Callable[[], None] = lambda: None
 
-    def run(self) -> None:
-        """Work until everything is done or the run is stopped.
+    def run(self, helpers: Sequence[Helper] = ()) -> None:
+        """Work until everything is done or the run is stopped; ``helpers`` do a share of it.
 
         Raises:
             KeyboardInterrupt, and what ``emit`` raises: once the fetches have ended.
@@ -234,12 +277,10 @@ class _Run:
         for entry in self.plan.cached.values():  # now none is evicted to make room for others
             process.store_of(entry).touch(entry.directory, now)
         try:
+            self._share(helpers)
             self._work_with(self.jobs)
-            if self._todo:
-                # A shard that is just being published counts as in flight and as cached. So the
-                # first shard that finds no room is tried again alone before it is believed.
-                self._alone = True
-                self._work_with(1)
+            if self._todo:  # of a helper that died last
+                self._work_with(self.jobs)
         except BaseException:
             self.emit = lambda event: None
             with self._guard:
@@ -283,9 +324,9 @@ class _Run:
 
     def _start_threads(self) -> None:
         """Have a thread for each connection: more of them would only wait for each other."""
-        while self._working < min(self._most, self._connections.limit):
+        while self._working - self._following < min(self._most, self._connections.limit):
             with self._guard:
-                if not self._todo or (self._found_no_room and not self._alone):
+                if not self._todo:
                     return
                 self._working += 1
             threads.start(self._work, "shardcache-prewarm")
@@ -299,6 +340,7 @@ class _Run:
             self._idle.wait(_TICK if self._connections.known else _FIRST_TICK)
             self._start_threads()
             self._watch()
+            self.on_tick()
             self._report()
             if self.stopped is not announced and self.stopped is not None:
                 announced = self.stopped
@@ -306,6 +348,8 @@ class _Run:
             if self._cut_at is not None:
                 # Again and again: a fetch may begin between two of these calls.
                 self.cache.processes.here().cancel()
+                for helper in self._helpers:
+                    helper.stop()
                 if clock.monotonic() - self._cut_at > _FAREWELL:
                     break
         self._report()
@@ -330,6 +374,84 @@ class _Run:
         if cut and self._cut_at is None:
             self._cut_at = clock.monotonic()
 
+    def progress(self) -> dict[str, tuple[int | None, int, int, int]]:
+        """How far the shards are that are being fetched, by key; see `_follow`."""
+        running = {key: status for key, (status, _) in list(self._running.items())}
+        return {key: (s.size, s.written, s.received, s.retries) for key, s in running.items()}
+
+    # -- helpers -----------------------------------------------------------------
+
+    def _share(self, helpers: Sequence[Helper]) -> None:
+        """Give each helper every so manieth shard, and follow it in a thread."""
+        count = 1 + min(len(helpers), self.jobs - 1)
+        todo, self._todo = list(self._todo), deque(list(self._todo)[::count])
+        jobs, self.jobs = self.jobs, -(-self.jobs // count)
+        if self.rate is not None:
+            self.rate //= count
+            self._throttle = Throttle(self.rate)
+        options = {
+            "jobs": max(1, jobs // count),
+            "max_failures": self.max_failures,
+            "best_effort": self.best_effort,
+            "rate": self.rate,
+            "end": self.end,
+        }
+        for number, helper in zip(range(1, count), helpers, strict=False):
+            share = todo[number::count]
+            keys = {shard.key for shard in share}
+            plan = replace(
+                self.plan,
+                shards=tuple(share),
+                cached={},
+                sizes={key: size for key, size in self.plan.sizes.items() if key in keys},
+                outdated={key: them for key, them in self.plan.outdated.items() if key in keys},
+                left_out=frozenset(),
+                unconfirmed={},
+            )
+            with suppress(OSError):  # it died: seen below
+                helper.begin(plan, options)
+            self._working += 1
+            self._following += 1
+            self._helpers.append(helper)
+            threads.start(partial(self._follow, helper, share), "shardcache-prewarm-helper")
+
+    def _follow(self, helper: Helper, share: list[ShardURL]) -> None:
+        """Note what a helper does, as if it were done here."""
+        left = {shard.key: shard for shard in share}
+        stopped: Stopped | None = None
+        ended = False
+        for kind, *news in helper.messages():
+            if kind == "started":
+                status = FetchStatus(listed=self.plan.size_of(news[0]))
+                self._running[news[0].key] = status, clock.monotonic()
+                self._events.append(Started(news[0], status))
+            elif kind == "progress":
+                for key, numbers in news[0].items():
+                    if key in self._running:
+                        status = self._running[key][0]
+                        status.size, status.written, status.received, status.retries = numbers
+            elif kind == "finished":
+                shard, result = news
+                left.pop(shard.key)
+                with self._guard:
+                    self._running.pop(shard.key)
+                    self._results[shard.key] = result
+                    self._judge(shard, result)
+                self._events.append(Finished(shard, result))
+            else:
+                ended, stopped = True, news[0]
+        with self._guard:
+            if not ended and self._cut_at is None:
+                logger.warning("a process of this prewarm died; its shards are fetched here")
+                self._todo.extend(left.values())
+                for key in left:
+                    self._running.pop(key, None)
+            self.stopped = self.stopped or stopped
+            self._working -= 1
+            self._following -= 1
+            if not self._working:
+                self._idle.set()
+
     # -- the other threads -----------------------------------------------------
 
     def _work(self) -> None:
@@ -339,17 +461,13 @@ class _Run:
                 status = FetchStatus(
                     listed=self.plan.size_of(shard),
                     outdated=self.plan.outdated.get(key, frozenset()),
-                    throttle=self.throttle,
+                    throttle=self._throttle,
                 )
                 self._running[key] = status, began
                 self._events.append(Started(shard, status))
                 result = self._fetch(shard, status, began)
                 with self._guard:
                     del self._running[key]
-                    if is_full(result.error) and not self._alone and self._cut_at is None:
-                        self._todo.appendleft(shard)
-                        self._found_no_room = True
-                        return
                     self._results[key] = result
                     self._judge(shard, result)
                 self._events.append(Finished(shard, result))
@@ -361,7 +479,7 @@ class _Run:
 
     def _next(self) -> ShardURL | None:
         with self._guard:
-            while self._todo and (self._alone or not self._found_no_room):
+            while self._todo:
                 shard = self._todo.popleft()
                 if not self._given_up or shard.key in self.plan.cached:
                     return shard

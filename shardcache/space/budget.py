@@ -226,13 +226,15 @@ class Space:
         return [flight for store in self.stores() for flight in in_flight(store.layout)]
 
     def _count(self) -> tuple[_Usage, list[Entry]]:
-        """Count anew. Fetches first: what is published meanwhile counts twice, and not never."""
+        """Count anew. Fetches first: what is published meanwhile is an entry, and counts as one."""
         counted = clock.monotonic()
         flights = self.flights()
         if not all(flight.is_measured for flight in flights):
             counted = -math.inf  # the final size of one is unknown: the next admission counts again
         found = [entry for store in self.stores() for entry in store.entries()]
-        held = total_bytes(found) + sum(flight.reserved for flight in flights)
+        published = {(entry.key, entry.version) for entry in found}
+        fetched = [each for each in flights if (each.key, each.version) not in published]
+        held = total_bytes(found) + sum(flight.reserved for flight in fetched)
         return _Usage(held, counted), found
 
     def _read(self) -> _Usage | None:

@@ -394,6 +394,7 @@ class InFlight:
 
     path: Path
     key: str  #: the shard's; empty for an entry on its way out
+    version: str  #: of the object, likewise
     live: bool  #: whether a process holds it
     occupied: int  #: bytes of data on disk now
     size: int | None  #: bytes it will have, where the origin said so
@@ -423,8 +424,8 @@ def in_flight(layout: Layout) -> Iterator[InFlight]:
         # way out is held by its readers, who share.
         with hold(path, layout.grace, shared=parsed is not None) as free:
             pass
-        key, _, size = parsed or ("", "", None)
-        yield InFlight(path, key, not free, _occupied(path), size)
+        key, version, size = parsed or ("", "", None)
+        yield InFlight(path, key, version, not free, _occupied(path), size)
 
 
 def _occupied(path: Path) -> int:

@@ -296,38 +296,6 @@ def test_no_room_during_the_run_ends_it(make_cache, origin, unlisted):
     assert len({url for url, *_ in origin.requests}) <= 3  # then it is believed
 
 
-def test_the_first_that_finds_no_room_is_tried_again_alone(make_cache, origin, listed, monkeypatch):
-    """One that is just being published is counted twice; that must not fail another."""
-    urls = fill(origin, names(6))
-    cache = make_cache()
-    fetch_shard = Opener.fetch
-    tried = []
-    running = {}
-    others_began = threading.Event()
-
-    def spurious(self, shard, status=None):
-        url = str(shard)
-        tried.append(url)
-        if url == urls[2]:
-            if tried.count(url) == 1:
-                others_began.wait(10)
-                raise CacheFullError("no room, for a moment")
-            assert running == {}
-            return fetch_shard(self, shard, status)
-        running[url] = True
-        others_began.set()
-        time.sleep(0.05)
-        found = fetch_shard(self, shard, status)
-        del running[url]
-        return found
-
-    monkeypatch.setattr(Opener, "fetch", spurious)
-    report = prewarm(cache, urls, jobs=3)
-    assert report.fetched == 6
-    assert report.stopped is None
-    assert sorted(tried) == sorted([*urls, urls[2]])
-
-
 def test_broken_disk_is_believed_after_some_shards(make_cache, origin, listed, monkeypatch):
     cache = make_cache()
     urls = fill(origin, names(9))

@@ -246,6 +246,21 @@ def test_what_fits_costs_no_count_and_the_budget_holds(library: Library) -> None
     assert library.counts == 3 and library.used() <= 210_000
 
 
+def test_what_is_published_while_it_is_counted_counts_once(make, monkeypatch) -> None:
+    bench = make(max_size=2 * MIB)
+    first, second = "s3://lab/0.tar", "s3://lab/1.tar"
+    metadata = metadata_for(first, bytes(MIB))
+    with bench.space.reserved(first, MIB):
+        partial = Partial.create(bench.layout, metadata, "0.tar")
+    fill(partial, bytes(MIB))
+    flights = bench.space.flights()
+    bench.store.publish(partial, metadata)
+    bench.space.recount()
+    monkeypatch.setattr(bench.space, "flights", lambda: flights)  # as they were just before
+    bench.admit(second, MIB).discard()
+    partial.close()
+
+
 @pytest.mark.locks_work("flock", "answers")
 def test_what_was_refused_is_refused_without_a_count_for_a_minute(library: Library) -> None:
     session = Session(library.layout, 0.5)

@@ -1,0 +1,87 @@
+"""A prewarm in two processes: in a program of its own, because a fork copies no threads."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardcache.cli.demo import S3Server
+from tests.support.proxy import Proxy
+from tests.support.tars import make_tar
+
+SHARDS = 12
+PROGRAM = """
+import json, os, signal, sys, threading
+from pathlib import Path
+
+from shardcache import Cache
+from shardcache.prewarm.run import prewarm
+
+directory, what, *urls = sys.argv[1:]
+children = Path(f"/proc/self/task/{threading.get_native_id()}/children")
+stop, done = threading.Event(), []
+
+def on_event(event):
+    if type(event).__name__ == "Started" and what == "kill" and not done:
+        done.extend(map(int, children.read_text().split()))
+        os.kill(done[0], signal.SIGKILL)
+    if type(event).__name__ == "Started" and what == "stop":
+        stop.set()
+
+with Cache(directory, min_free=0) as cache:
+    report = prewarm(cache, urls, jobs=4, processes=2, on_event=on_event, stop=stop)
+    records = [path.read_text() for path in Path(directory).glob("v1/locks/*/*.lock")]
+    print(json.dumps({
+        "outcomes": [result.outcome for result in report.results],
+        "stopped": report.stopped,
+        "killed": len(done),
+        "children": children.read_text().split(),
+        "pids": len({json.loads(record)["pid"] for record in records}),
+    }))
+"""
+
+
+@pytest.fixture
+def urls(s3: S3Server, bucket: str, s3_environment: dict[str, str], proxy: Proxy) -> list[str]:
+    for number in range(SHARDS):
+        s3.put(bucket, f"{number:02}.tar", make_tar(number))
+    return [f"s3://{bucket}/{number:02}.tar" for number in range(SHARDS)]
+
+
+def run(directory: Path, what: str, urls: list[str]) -> dict[str, Any]:
+    command = [sys.executable, "-c", PROGRAM, str(directory), what, *urls]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert found["children"] == []
+    return found
+
+
+def test_each_does_a_share(tmp_path: Path, urls: list[str], proxy: Proxy) -> None:
+    absent = urls[0].replace("00.tar", "absent.tar")
+    found = run(tmp_path, "", [*urls[:3], absent, *urls[3:]])
+    assert found["outcomes"] == ["fetched"] * 3 + ["failed"] + ["fetched"] * (SHARDS - 3)
+    assert found["pids"] == 2
+    assert {proxy.fetches("/" + url.removeprefix("s3://")) for url in urls} == {1}
+
+
+def test_the_share_of_one_that_is_killed_is_done_by_the_other(
+    tmp_path: Path, urls: list[str]
+) -> None:
+    found = run(tmp_path, "kill", urls)
+    assert found["killed"] == 1
+    assert Counter(found["outcomes"]).keys() <= {"fetched", "cached"}
+
+
+def test_all_stop_when_they_are_told_to(tmp_path: Path, urls: list[str], proxy: Proxy) -> None:
+    proxy.pause(after=5 * len(make_tar(0)))
+    found = run(tmp_path, "stop", urls)
+    assert found["stopped"] == "requested"
+    proxy.resume()
+    assert set(run(tmp_path, "", urls)["outcomes"]) == {"fetched", "cached"}

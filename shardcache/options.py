@@ -72,5 +72,6 @@ class PrewarmOptions(TypedDict, total=False):
     best_effort: bool
     limit_rate: Size | None
     refresh: bool
+    processes: int
     on_event: Callable[[Event], None] | None
     stop: threading.Event | None

@@ -3,8 +3,8 @@
     from shardcache.prewarm import expand, prewarm
 
 `plan` expands shard specifications and compares them with what is cached, `run` fetches what is
-missing, `ray` runs a prewarm on every node of a cluster. Uses `cache` and the rooms below it; what
-a prewarm gives back is in `shardcache.results`.
+missing, `helpers` are further processes for it, `ray` runs a prewarm on every node of a cluster.
+Uses `cache` and the rooms below it; what a prewarm gives back is in `shardcache.results`.
 """
 
 from shardcache.prewarm.plan import expand

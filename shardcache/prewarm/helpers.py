@@ -1,6 +1,6 @@
 """Further processes for one prewarm: the threads of each share an interpreter of their own.
 
-    Helper (forked before there are threads) -> begin: its share -> messages -> close
+    Helper (forked while there are no threads) -> begin: its share -> messages -> close
 
 One interpreter is the bottleneck of small shards. On loopback, two cores shared with the server,
 2,000 x 100 KiB took 2.6 s with one process and 1.2 s with two, 256 x 4 MiB 0.84 and 0.62 s,
@@ -32,6 +32,10 @@ _MOST = 4
 def most_processes() -> int:
     """How many processes a prewarm may use here: one where a fork would copy threads."""
     return 1 if threading.active_count() > 1 else min(_MOST, len(os.sched_getaffinity(0)))
+
+
+#: Descriptors of this process that helpers wait on: no other helper may keep them open.
+_ours: set[int] = set()
 
 
 class Channel:
@@ -83,8 +87,8 @@ class Helper:
         if self._pid == 0:
             code = 1
             try:
-                os.close(ours)
-                os.close(theirs)
+                for descriptor in (*_ours, ours, theirs):
+                    os.close(descriptor)
                 signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner says when to stop
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 channel = Channel(os.fdopen(task, "rb"), os.fdopen(news, "wb"))
@@ -97,6 +101,7 @@ class Helper:
                 os._exit(code)
         os.close(task)
         os.close(news)
+        _ours.add(ours)
         self._task = os.fdopen(ours, "wb")
         self._news = os.fdopen(theirs, "rb")
 
@@ -117,13 +122,13 @@ class Helper:
 
     def stop(self) -> None:
         """Let it end what it does."""
-        with suppress(OSError):
-            self._task.close()
+        if not self._task.closed:
+            _ours.discard(self._task.fileno())
+            with suppress(OSError):  # it died with its task in the buffer
+                self._task.close()
 
-    def close(self, *, kill: bool = False) -> None:
+    def close(self) -> None:
         """Let it end, and wait until it has."""
         self.stop()
-        if kill:
-            os.kill(self._pid, signal.SIGKILL)
         os.waitpid(self._pid, 0)
         self._news.close()

@@ -382,8 +382,8 @@ class _Run:
     # -- helpers -----------------------------------------------------------------
 
     def _share(self, helpers: Sequence[Helper]) -> None:
-        """Give each helper every so manieth shard, and follow it in a thread."""
-        count = 1 + min(len(helpers), self.jobs - 1)
+        """Give each helper an equal share, and follow it in a thread."""
+        count = 1 + min(len(helpers), max(0, self.jobs - 1))
         todo, self._todo = list(self._todo), deque(list(self._todo)[::count])
         jobs, self.jobs = self.jobs, -(-self.jobs // count)
         if self.rate is not None:

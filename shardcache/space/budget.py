@@ -27,7 +27,7 @@ from shardcache import clock
 from shardcache.clock import boot_id
 from shardcache.config import Config
 from shardcache.errors import CacheFullError, LockTimeoutError
-from shardcache.layout import Layout, read_file, replace_file
+from shardcache.layout import Layout, list_names, parse_partial_name, read_file, replace_file
 from shardcache.locks.flock import Holder, KeyLock, read_holder
 from shardcache.space.eviction import (
     CleanReport,
@@ -273,13 +273,19 @@ class Space:
         free = self._config.min_free.of(volume.size)
         if newcomer is not None:
             free += newcomer
-            if not self._is_ample(volume, newcomer):
+            if not self._is_ample(volume, newcomer) and volume.free < free + self._announced():
                 free += sum(flight.reserved - flight.occupied for flight in self.flights())
         return Limits(
             max_size=volume.budget(self._config),
             free_needed=max(0, free - volume.free),
             max_age=self._config.max_age if newcomer is None else None,
         )
+
+    def _announced(self) -> float:
+        """Bytes that fetches in flight will have, by their names alone: no file is opened."""
+        names = (name for store in self.stores() for name in list_names(store.layout.partial))
+        sizes = [parsed[2] for name in names if (parsed := parse_partial_name(name))]
+        return math.inf if None in sizes else sum(size or 0 for size in sizes)
 
     def _is_ample(self, volume: Volume, need: int) -> bool:
         """Whether a shard fits whatever others reserve: their list costs more than a small one."""

@@ -329,4 +329,6 @@ def hold(directory: Path, grace: float | None, *, shared: bool = False) -> Itera
         return
     with file:
         free = try_flock(file.fileno(), shared=shared)
+        if free and not shared:  # or it was removed since it was opened, and made anew
+            free = is_file(data, file.fileno())
         yield is_idle(directory) if free is None else free

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from shardcache.layout import META
+from shardcache.locks.flock import try_flock
 from shardcache.store import store as module
 from shardcache.store.digest import BLOCK
 from shardcache.store.entry import DamagedError, Entry
@@ -328,6 +329,23 @@ def test_a_late_publication_supersedes_only_what_was_there_before(
 
 
 # -- pins and eviction ---------------------------------------------------------
+
+
+@pytest.mark.locks_work("flock")
+def test_an_entry_that_was_removed_and_published_anew_meanwhile_stays(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = publish(store, URL, payload(10))
+
+    def late(fd: int, *, shared: bool = False) -> bool | None:
+        monkeypatch.undo()
+        assert again(store).evict(entry)
+        publish(store, URL, payload(10))
+        return try_flock(fd, shared=shared)
+
+    monkeypatch.setattr("shardcache.store.entry.try_flock", late)
+    assert not store.evict(entry)
+    assert entry.data.exists()
 
 
 @pytest.mark.locks_work("answers")

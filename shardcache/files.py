@@ -20,6 +20,7 @@ import os
 import stat
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,15 +97,17 @@ class Modes:
                 raise FileExistsError(exn.errno, exn.strerror, str(path)) from exn
             raise
 
-    def make_directory(self, path: Path, levels: int = 1) -> None:
-        """Make a directory and what it is in, as others may do at the same moment.
+    def make_directory(
+        self, path: Path, levels: int = 1, make: Callable[[Path], None] | None = None
+    ) -> None:
+        """Make a directory (by ``make``) and what it is in, as others may do at the same moment.
 
         At most ``levels`` directories above it are made too: where a disk was unmounted, nobody
         has checked yet what has taken its place.
         """
         for _ in range(_ATTEMPTS):
             try:
-                self.new_directory(path)
+                (make or self.new_directory)(path)
                 return
             except FileExistsError:
                 if path.is_dir():
@@ -114,7 +117,7 @@ class Modes:
                 clock.sleep(_LATE)
             except FileNotFoundError:
                 if levels:
-                    self.make_directory(path.parent, levels - 1)
+                    self.make_directory(path.parent, levels - 1, make)
                 elif not path.parent.exists():  # else it was removed as soon as it was made
                     raise
         raise FileNotFoundError(errno.ENOENT, "it is removed as fast as it is made", str(path))

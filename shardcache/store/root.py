@@ -65,7 +65,7 @@ def make_root(root: Path, library: str, modes: Modes = PRIVATE) -> Layout:
     try:
         if modes.group is None and not root.parent.exists():
             # The umask decides about directories that are not the cache's.
-            root.parent.mkdir(parents=True, exist_ok=True)
+            modes.make_directory(root.parent, levels=99, make=Path.mkdir)
         modes.make_directory(root, levels=99)
     except (FileExistsError, NotADirectoryError) as exn:
         raise ConfigError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -64,3 +66,23 @@ def test_what_was_not_made_by_us_is_no_namespace(tmp_path: Path) -> None:
     node.rank("half").objects.rmdir()
     node.rank("half").objects.symlink_to(elsewhere / "objects")
     assert Namespaces(config(tmp_path), Ranks()).siblings() == []
+
+
+def test_a_directory_that_another_node_made_and_this_one_does_not_see_yet_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On NFS every rank makes the same directory: EEXIST comes before the name can be seen."""
+    parent = tmp_path / "deep"
+    parent.mkdir()
+    late = iter(range(8))
+
+    def blind(real: Callable[..., bool]) -> Callable[..., bool]:
+        def see(path: Path) -> bool:
+            return real(path) and (path != parent or next(late, None) is None)
+
+        return see
+
+    for where, name in ((Path, "exists"), (Path, "is_dir"), (os.path, "lexists")):
+        monkeypatch.setattr(where, name, blind(getattr(where, name)))
+    assert make_root(parent / "cache", "test").base.is_dir()
+    assert next(late, None) is None  # it was looked for, again and again

@@ -158,17 +158,26 @@ class TarWalk:
             self._archive.members = []  # it would keep them all
 
 
+#: tarfile reads on behind the end for as long as a damaged size says, up to 2^500 bytes.
+_MOST_ENDS = 1000
+
+
 class _Rejoined:
     """A stream, with some bytes before it."""
 
     def __init__(self, pending: bytes, stream: Any) -> None:
         self._pending = pending
         self._stream = stream
+        self._ends = 0  # how often its end was met
 
     def read(self, size: int) -> bytes:
         data, self._pending = self._pending[:size], self._pending[size:]
         if len(data) < size:
             data += self._stream.read(size - len(data))
+        if not data:
+            self._ends += 1
+            if self._ends > _MOST_ENDS:
+                raise _ended()
         return data
 
 

@@ -27,6 +27,7 @@ from webdataset.filters import FilterFunction, pipelinefilter
 
 from shardcache import Cache
 from shardcache.wds import tar_files, tar_samples
+from shardcache.wds.tar import TarWalk
 from tests.support.fakes import MemoryOrigin
 from tests.support.tars import make_tar
 from tests.wds.archives import BLOCK, FORMATS, OnlyRead, archive, damaged, mended, same, seen, small
@@ -70,6 +71,15 @@ def test_files_of_any_archive_are_those_of_webdatasets_expander(seed: int) -> No
     options |= {"rename_files": _rename} if rng.random() < 0.3 else {}
     options |= {"eof_value": rng.choice((None, {}, {"end": 1}))} if rng.random() < 0.3 else {}
     same(*shards, answers=rng.choice(((True,), (True, True, False), ())), **options)
+
+
+@pytest.mark.timeout(60)
+def test_a_size_that_no_archive_has_ends_in_an_error() -> None:
+    info = tarfile.TarInfo("a.txt")
+    info.size = 1 << 70
+    data = info.tobuf(tarfile.GNU_FORMAT) + bytes(2 * BLOCK)
+    with pytest.raises(tarfile.ReadError, match="unexpected end of data"):
+        list(TarWalk(io.BytesIO(data)))
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -257,7 +257,9 @@ def test_what_is_published_while_it_is_counted_counts_once(make, monkeypatch) ->
     bench.store.publish(partial, metadata)
     bench.space.recount()
     monkeypatch.setattr(bench.space, "flights", lambda: flights)  # as they were just before
-    bench.admit(second, MIB).discard()
+    admitted = bench.admit(second, MIB)
+    assert admitted.path.is_dir()  # not refused for want of room
+    admitted.discard()
     partial.close()
 
 

@@ -15,11 +15,10 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, BinaryIO, TypedDict, TypeVar, Unpack
 
 from shardcache import clock, threads
-from shardcache import config as configuration
-from shardcache.config import Config, __version__
+from shardcache.config import Config, Options, __version__, load
 from shardcache.errors import ConfigError
 from shardcache.files import Modes
 from shardcache.layout import Layout
@@ -35,8 +34,7 @@ from shardcache.urls import ShardURL, parse_url
 
 if TYPE_CHECKING:
     from shardcache.fetch.status import FetchStatus
-    from shardcache.options import Handler, Options, PrewarmOptions
-    from shardcache.results import PrewarmReport
+    from shardcache.results import Event, PrewarmReport
     from shardcache.space.clean import CleanReport
     from shardcache.stats.database import Sample
     from shardcache.stats.summary import Stats
@@ -47,9 +45,27 @@ __all__ = ["Cache", "default_cache", "url_opener"]
 logger = logging.getLogger(__name__)
 
 _Pipeline = TypeVar("_Pipeline")
+#: What WebDataset asks about an error: True goes on, False stops.
+Handler = Callable[[Exception], bool]
 
 #: URLs remembered, about 500 bytes each.
 _REMEMBERED = 100_000
+
+
+class PrewarmOptions(TypedDict, total=False):
+    """What `Cache.prewarm` takes by name, for type checkers and editors; see `prewarm.prewarm`."""
+
+    jobs: int
+    check: bool
+    dry_run: bool
+    deadline: float | None
+    max_failures: int | None
+    best_effort: bool
+    limit_rate: int | str | None
+    refresh: bool
+    processes: int
+    on_event: Callable[[Event], None] | None
+    stop: threading.Event | None
 
 
 class Cache:
@@ -71,7 +87,7 @@ class Cache:
     def __init__(
         self, dir: str | os.PathLike[str] | None = None, **options: Unpack[Options]
     ) -> None:
-        self._setup(configuration.load({"dir": dir, **options}).config, clock.time())
+        self._setup(load({"dir": dir, **options}).config, clock.time())
 
     @classmethod
     def from_config(cls, config: Config, *, started: float | None = None) -> Cache:
@@ -271,10 +287,9 @@ class Cache:
         sizes = {"max_size": max_size, "min_free": min_free}
         process = self._here()
         reports = []
-        if not dry_run:
-            for tier in process.present:
-                tier.check()
         for tier in process.present:
+            if not dry_run:
+                tier.check()
             given = {"max_age": max_age, **(sizes if tier is process.home else {})}
             changes = {name: value for name, value in given.items() if value is not None}
             space = tier.space(tier.config.replace(**changes) if changes else None)
@@ -321,13 +336,11 @@ class Cache:
         from shardcache.store.verify import Verifier, VerifyStatus
 
         require_cache(self.dir)
-        config, process = self.config, self._here()
-        origins = process.origins if process.ready else Origins(config)
-        policy = RetryPolicy(config.attempts, config.deadline)
+        process = self._here()
         return Verifier(
             stores=process.stores(),
-            origins=origins,
-            policy=policy,
+            origins=Origins(self.config),
+            policy=RetryPolicy(self.config.attempts, self.config.deadline),
             parse=self.parse,
             quick=quick,
             remote=remote,

@@ -15,15 +15,16 @@ process that multiprocessing is spawning.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import grp
 import itertools
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, MISSING, Field, dataclass, field, fields, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict
 
 from shardcache import units
 from shardcache.errors import ConfigError
@@ -43,12 +44,10 @@ _CREDENTIALS = (
     r"signature|(^|[_-])auth($|[_-]|oriz))"
 )
 # Greedy up to the last @: a password may hold / and @ of its own.
-_USERINFO = r"(?is)^([a-z][a-z0-9+.-]*://)?.*@"
-_QUERY = r"(?s)[?#].*"
+_LOGIN = r"(?is)://.*@"
 _SCHEME = r"[a-z][a-z0-9+.-]*"
 _VARIABLE = r"(?a)\$(?:(\w+)|\{(\w+)\})"
 _ENDPOINT = r"(?i)https?://(\[[0-9a-f:.]+\]|[^/?#@:\s\[\]]+)(:[0-9]{1,5})?(/[^?#@\s]*)?"
-_HIDDEN = "***"
 #: The highest group number, which says "leave it as it is", chown(2).
 _NO_GROUP = (1 << 32) - 1
 
@@ -56,7 +55,7 @@ _NO_GROUP = (1 << 32) - 1
 class StorageOptions(dict[str, object]):
     """Options for fsspec or S3 (key, secret, token, ...) that never print their values."""
 
-    def __hash__(self) -> int:  # type: ignore[override]  # names only: values may be anything
+    def __hash__(self) -> int:  # type: ignore[override]  # dataclasses take no other default
         return hash(frozenset(self))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -67,50 +66,38 @@ class StorageOptions(dict[str, object]):
         """
         from multiprocessing.context import get_spawning_popen
 
-        items = dict(self)
-        return StorageOptions, (items if get_spawning_popen() else _without_secrets(items),)
+        return StorageOptions, (dict(self) if get_spawning_popen() else _public(self),)
 
     def __repr__(self) -> str:
         return f"StorageOptions({_names_only(self)})"
 
 
-def _without_secrets(items: Mapping[Any, object]) -> dict[Any, object]:
-    kept = {n: _public(value) for n, value in items.items() if not re.search(_CREDENTIALS, str(n))}
-    for name in items:
-        if kept.get(name) != items[name]:
-            logger.warning(
-                "storage option %s is left out of a pickle, or a part of it; who reads it needs "
-                "credentials of its own (environment, profile, role)",
-                name,
-            )
-    return kept
-
-
 def _public(value: object) -> object:
     """A value without the credentials inside it: those of tables, lists and URLs."""
     if isinstance(value, Mapping):
-        return _without_secrets(value)
+        kept = {n: _public(v) for n, v in value.items() if not re.search(_CREDENTIALS, str(n))}
+        if gone := [str(name) for name in value if kept.get(name) != value[name]]:
+            logger.warning(
+                "storage options %s are left out of a pickle, or a part of them; who reads it "
+                "needs credentials of its own (environment, profile, role)",
+                ", ".join(gone),
+            )
+        return kept
     if type(value) is list or type(value) is tuple:
         return type(value)(map(_public, value))
     if isinstance(value, str) and "://" in value:  # of a proxy, an endpoint
-        return re.sub(_QUERY, "", re.sub(_USERINFO, r"\1", value))
+        return re.sub(_LOGIN, "://", value).partition("?")[0].partition("#")[0]
     return value
 
 
 def _names_only(items: Mapping[str, object]) -> str:
-    return ", ".join(f"{key}={_HIDDEN}" for key in items)
-
-
-def _redact(text: str) -> str:
-    """``text`` without what stands before an ``@``, and a URL without its query."""
-    shown = re.sub(_USERINFO, rf"\1{_HIDDEN}@", text)
-    return re.sub(_QUERY, f"?{_HIDDEN}", shown) if "://" in shown else shown
+    return ", ".join(f"{key}=***" for key in items)
 
 
 # -- values: a parser takes what people write; its ValueError says what is wrong -------------------
 
 
-def _directory(value: object, base: str = "") -> Path:
+def _directory(value: object) -> Path:
     text = str(value) if isinstance(value, str | Path) else ""
     if not text.strip() or "\0" in text:
         raise ValueError("is not a path")
@@ -123,19 +110,7 @@ def _directory(value: object, base: str = "") -> Path:
     text = os.path.expanduser(os.path.expandvars(text))  # noqa: PTH111  pathlib's raises
     if text.startswith("~"):
         raise ValueError("names a home directory that is not known")
-    return Path(base, text).absolute()
-
-
-def _above_zero(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """As ``parse``, for values that must not be nothing."""
-
-    def parsed(value: Any) -> Any:
-        found = parse(value)
-        if found in (0, Limit(bytes=0), Limit(percent=0.0)):
-            raise ValueError("is nothing")
-        return found
-
-    return parsed
+    return Path(text).absolute()
 
 
 def _part_size(value: Any) -> int:
@@ -185,12 +160,14 @@ def _tables(made: Any, *names: str) -> Callable[[object], tuple[Any, ...]]:
 
 
 def _store(value: object) -> str:
-    """A directory, or the URL of a store."""
+    """A directory, or the URL of a store, in which a name may stand before an @."""
     text = str(value).strip() if isinstance(value, str | Path) else ""
-    if "://" not in text:
+    scheme, is_url, rest = text.partition("://")
+    if not is_url:
         return os.fspath(_directory(text))
-    login = re.match(_USERINFO, text) and not text.startswith(("abfs", "az", "oci"))
-    if login or "?" in text or not re.fullmatch(_SCHEME, text.partition("://")[0].lower()):
+    user, at, _ = rest.rpartition("@")
+    login = ":" in user or (at and not scheme.startswith(("abfs", "az", "oci")))
+    if login or "?" in rest or not re.fullmatch(_SCHEME, scheme.lower()):
         raise ValueError("is no store")
     return text
 
@@ -198,9 +175,7 @@ def _store(value: object) -> str:
 def _storage_options(value: object) -> StorageOptions:
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return StorageOptions(value)
-    # Not even a string is shown: it may be a secret in the wrong place.
-    accepted = "a dict in code, a [storage_options] table in TOML"
-    raise ConfigError(f"a {type(value).__name__} is no table of names. Accepted: {accepted}.")
+    raise ValueError("is no table of names")
 
 
 def _group(value: object) -> int:
@@ -233,12 +208,23 @@ class Kind(NamedTuple):
     """What is accepted as one kind of value, and how that is read and shown."""
 
     text: str
-    parse: Callable[..., Any]
+    parse: Callable[[Any], Any]
     show: Callable[[Any], str] = str
 
 
+def _above_zero(kind: Kind) -> Kind:
+    def parse(value: Any) -> Any:
+        found = kind.parse(value)
+        if found in (0, Limit(bytes=0), Limit(percent=0.0)):
+            raise ValueError("is nothing")
+        return found
+
+    return Kind(f"{kind.text} above 0", parse, kind.show)
+
+
 def _opt(kind: Kind, default: Any, help: str) -> Any:
-    return field(default=default, metadata={"kind": kind, "help": help})
+    # Not the repr of a function: a functools.partial would print its arguments.
+    return field(default=default, repr=kind is not CALL, metadata={"kind": kind, "help": help})
 
 
 def _choose(help: str, *names: str) -> Any:
@@ -258,18 +244,17 @@ def _listed(value: Sequence[object]) -> str:
 PATH = Kind("local directory", _directory)
 BOOL = Kind("bool", units.parse_bool, lambda value: str(value).lower())
 TIME = Kind("duration", units.parse_duration, units.exact_duration)
-SOME_TIME = Kind("duration above 0", _above_zero(units.parse_duration), units.exact_duration)
+SOME_TIME = _above_zero(TIME)
 LIMIT = Kind("size or %", units.parse_limit)
-ROOM = Kind("size or % above 0", _above_zero(units.parse_limit))
-SIZE = Kind("size above 0", _above_zero(units.parse_bytes), units.exact_bytes)
+ROOM = _above_zero(LIMIT)
+SIZE = _above_zero(Kind("size", units.parse_bytes, units.exact_bytes))
 PART_SIZE = Kind("multiple of 1MiB up to 1GiB", _part_size, units.exact_bytes)
-# Not the repr: a functools.partial would print its arguments.
 CALL = Kind("function of a path", _function, lambda value: getattr(value, "__name__", "function"))
-TABLE = Kind("table", _storage_options, _names_only)
+TABLE = Kind("dict in code, table in TOML", _storage_options, _names_only)
 SCHEMES = Kind("list of URL schemes", _schemes, _listed)
 GROUP = Kind("name or number of a group", _group, group_name)
-ENDPOINT = Kind("http(s) URL without credentials", _endpoint, _redact)
-STORE = Kind("path, or URL without credentials", _store, _redact)
+ENDPOINT = Kind("http(s) URL without credentials", _endpoint)
+STORE = Kind("path, or URL without credentials", _store)
 
 
 def _parse_all(made: Any) -> None:
@@ -307,25 +292,14 @@ class Upstream:
         _parse_all(self)
 
     def __str__(self) -> str:
-        return _redact(self.url) + (" (write_back)" if self.write_back else "")
+        return self.url + (" (write_back)" if self.write_back else "")
 
 
 TIERS = Kind("list of DIRECTORY=SIZE or tables", _tables(TierOption, "dir", "max_size"), _listed)
 UPSTREAMS = Kind("list of paths, URLs or tables", _tables(Upstream, "url"), _listed)
 
-_PREFIX = "SHARDCACHE_"
-#: Variables with our prefix that are no options; the last two belong to `shardcache.ranks`.
-OTHER_VARIABLES = frozenset(
-    {"SHARDCACHE_CONFIG", "SHARDCACHE_RANK", "SHARDCACHE_JOB", "SHARDCACHE_SYNC_DIR"}
-)
-#: WebDataset's own variables, honoured where nothing of ours is set.
-_WDS_VARIABLES = {"dir": "WDS_CACHE", "max_size": "WDS_CACHE_SIZE"}
-#: Kubernetes puts the address of every Service into the environment of the pods beside
-#: it ("service links"); a Service called "shardcache" or "shardcache-x" is no typo.
-_SERVICE_LINK = rf"{_PREFIX}(\w+_)?(SERVICE_HOST|SERVICE_PORT|PORT)(_\w+)?"
 
-
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True)
 class Config:
     """Validated options; text is parsed wherever the type is more than text.
 
@@ -387,7 +361,7 @@ class Config:
     )
     cache_local: bool = _opt(BOOL, False, "Cache plain paths and file:// too (slow mounts).")
     storage_options: StorageOptions = _opt(
-        TABLE, StorageOptions(), "Options for fsspec or S3; in code or TOML only."
+        TABLE, StorageOptions(), "Options for fsspec or S3; no variable sets them."
     )
     endpoint_url: str | None = _opt(ENDPOINT, None, "S3 endpoint if it is not that of AWS.")
     shared_group: int | None = _opt(
@@ -399,36 +373,71 @@ class Config:
         for one, other in itertools.combinations([*(t.dir for t in self.tiers), self.dir], 2):
             if one.is_relative_to(other) or other.is_relative_to(one):
                 raise ConfigError(
-                    f"the tiers {one} and {other} are not apart. Give each a directory of its own.",
-                    option="tiers",
+                    f"the tiers {one} and {other} are not apart. Give each a directory of its own."
                 )
 
-    def replace(self, **changes: object) -> Config:
+    def replace(self, **changes: Any) -> Config:
         """A copy with ``changes``, validated like the original; None clears an option."""
-        for name in changes:
-            _check_known(name, "argument")
-        return replace(self, **changes)  # type: ignore[arg-type]  # __post_init__ parses them
+        return dataclasses.replace(self, **changes)
 
     def by_tier(self) -> tuple[Config, ...]:
         """The same for each tier alone, the fastest first; the last one is ``dir``."""
-        alone = replace(self, tiers=()) if self.tiers else self
+        alone = self.replace(tiers=()) if self.tiers else self
         faster = [
             alone.replace(dir=t.dir, max_size=t.max_size, min_free=t.min_free, ephemeral_limit=None)
             for t in self.tiers
         ]
         return (*faster, alone)
 
-    def __repr__(self) -> str:
-        """What differs from the defaults, secrets hidden."""
-        values = ((f, getattr(self, f.name)) for f in fields(self))
-        shown = (f"{f.name}={_show(f, value)!r}" for f, value in values if value != f.default)
-        return f"Config({', '.join(shown)})"
+
+_FIELDS = {option.name: option for option in fields(Config)}
+
+Size = int | str
+Duration = float | str
 
 
-_FIELDS: dict[str, Field[Any]] = {option.name: option for option in fields(Config)}
+class Options(TypedDict, total=False):
+    """What `Cache` takes by name, for type checkers and editors; None is the default of each."""
+
+    max_size: Size | None
+    min_free: Size | None
+    ephemeral_limit: Size | None
+    max_age: Duration | None
+    tiers: str | Sequence[str | Path | Mapping[str, Any] | TierOption] | None
+    policy: Literal["working-set", "lru", "fifo"] | None
+    protect_for: Duration | None
+    isolation: Literal["node", "rank", "job"] | None
+    fill: Literal["follow", "complete"] | None
+    prefetch: int | None
+    connections: int | None
+    part_size: Size | None
+    attempts: int | None
+    deadline: Duration | None
+    timeout: Duration | None
+    lock_timeout: Duration | None
+    stale_after: Duration | None
+    strict: bool | None
+    validate: Callable[[Path], None] | None
+    fsync: Literal["verify-after-boot", "fsync", "none"] | None
+    locks: Literal["auto", "flock", "lease"] | None
+    touch_interval: Duration | None
+    stats: bool | None
+    allow_schemes: str | Collection[str] | None
+    upstreams: str | Sequence[str | Path | Mapping[str, Any] | Upstream] | None
+    cache_local: bool | None
+    storage_options: Mapping[str, object] | None
+    endpoint_url: str | None
+    shared_group: int | str | None
 
 
 # -- where values come from ------------------------------------------------------------------------
+
+_PREFIX = "SHARDCACHE_"
+#: Variables with our prefix that are no options: those of `ranks` and `sync`, and those that
+#: Kubernetes gives every pod beside a Service called "shardcache" or "shardcache-x".
+_NO_OPTIONS = rf"{_PREFIX}(CONFIG|RANK|JOB|SYNC_DIR|(\w+_)?(SERVICE_HOST|SERVICE_PORT|PORT)(_\w+)?)"
+#: WebDataset's own variables, honoured where nothing of ours is set.
+_WDS_VARIABLES = {"WDS_CACHE": "dir", "WDS_CACHE_SIZE": "max_size"}
 
 
 class Loaded(NamedTuple):
@@ -439,13 +448,6 @@ class Loaded(NamedTuple):
 
     config: Config
     sources: dict[str, str]
-
-
-class _Given(NamedTuple):
-    name: str
-    value: object
-    source: str
-    base: str = ""  # what a relative ``dir`` is relative to
 
 
 def load(
@@ -467,108 +469,86 @@ def load(
         ConfigError: an unknown name, a value that cannot be used, a file that cannot be
             read, or no ``dir`` anywhere.
     """
-    env = os.environ if environ is None else environ
-    arguments = (_Given(*item, "argument") for item in (explicit or {}).items())
-    wds = (
-        _Given(name, env[variable], f"environment {variable}")
-        for name, variable in _WDS_VARIABLES.items()
-        if env.get(variable, "").strip()
-    )
-    given: dict[str, _Given] = {}
-    for item in itertools.chain(arguments, _environment(env), _from_files(env, files), wds):
-        _check_known(item.name, item.source)
-        if item.value is not None:
-            given.setdefault(item.name, item)
-    if "dir" not in given:
+    env = {k: v for k, v in (os.environ if environ is None else environ).items() if v.strip()}
+    values: dict[str, Any] = {}
+    sources = dict.fromkeys(_FIELDS, "default")
+    for name, value, source in itertools.chain(
+        ((name, value, "argument") for name, value in (explicit or {}).items()),
+        (
+            (variable.removeprefix(_PREFIX).lower(), env[variable], f"environment {variable}")
+            for variable in sorted(env)
+            if variable.startswith(_PREFIX) and not re.fullmatch(_NO_OPTIONS, variable)
+        ),
+        _from_files(_usual_files(env) if files is None else files),
+        ((name, env.get(var), f"environment {var}") for var, name in _WDS_VARIABLES.items()),
+    ):
+        if name not in _FIELDS:
+            raise ConfigError(f"unknown option {name!r} ({source}). {_hint(name)}")
+        if value is not None and sources[name] == "default":
+            values[name], sources[name] = _parse(_FIELDS[name], value, source), source
+    if "dir" not in values:
         raise ConfigError(
             "no cache directory is set. Set it in one of three ways: "
             'Cache("/local/nvme/shards") in code or --dir on the command line; '
             "SHARDCACHE_DIR=/local/nvme/shards in the environment; "
-            'dir = "/local/nvme/shards" in shardcache.toml.',
-            option="dir",
+            'dir = "/local/nvme/shards" in shardcache.toml.'
         )
-    values: dict[str, Any] = {}
-    for name, item in given.items():
-        context = {"base": item.base} if name == "dir" else {}
-        values[name] = _parse(_FIELDS[name], item.value, item.source, **context)
-    sources = {name: given[name].source if name in given else "default" for name in _FIELDS}
     return Loaded(Config(**values), sources)
 
 
-def _environment(env: Mapping[str, str]) -> Iterator[_Given]:
-    for variable in sorted(env):
-        ours = variable.startswith(_PREFIX) and variable not in OTHER_VARIABLES
-        if ours and env[variable].strip() and not re.fullmatch(_SERVICE_LINK, variable):
-            name = variable.removeprefix(_PREFIX).lower()
-            yield _Given(name, env[variable], f"environment {variable}")
+def _hint(name: str) -> str:
+    import difflib  # only a mistake has to wait for it
+
+    similar = difflib.get_close_matches(name, _FIELDS, n=1)
+    return f"Did you mean {similar[0]}?" if similar else f"Known: {', '.join(sorted(_FIELDS))}."
 
 
-def _from_files(env: Mapping[str, str], files: Sequence[Path] | None) -> Iterator[_Given]:
-    paths = [Path(file) for file in files or ()]
-    if files is None:
-        if stated := env.get("SHARDCACHE_CONFIG", "").strip():
-            paths.append(Path(stated))
-        home = env.get("XDG_CONFIG_HOME", "")
-        if not home.startswith("/"):  # the XDG specification: ignore a relative one
-            home = f"{env['HOME']}/.config" if env.get("HOME") else ""
-        usual = [Path("shardcache.toml"), Path("/etc/shardcache.toml")]
-        if home:
-            usual.insert(1, Path(home, "shardcache", "config.toml"))
-        # os.path.exists, for it takes a directory we may not enter (a $HOME of another
-        # user in a container) as "not there", where Path.exists raises.
-        paths += [path for path in usual if os.path.exists(path)]  # noqa: PTH110
-    for path in map(Path.absolute, paths):
-        for name, value in _table(path).items():
-            yield _Given(name, value, f"file {path}", str(path.parent))
+def _usual_files(env: Mapping[str, str]) -> list[Path]:
+    home = env.get("XDG_CONFIG_HOME") or f"{env.get('HOME', '')}/.config"
+    usual = ["shardcache.toml", f"{home}/shardcache/config.toml", "/etc/shardcache.toml"]
+    # os.path.exists, for it takes a directory we may not enter (a $HOME of another user in a
+    # container) as "not there", where Path.exists raises.
+    found = [path for path in usual if os.path.exists(path)]  # noqa: PTH110
+    stated = env.get("SHARDCACHE_CONFIG")
+    return [Path(path) for path in ([stated, *found] if stated else found)]
 
 
-def _table(path: Path) -> dict[str, object]:
+def _from_files(paths: Sequence[Path]) -> Iterator[tuple[str, object, str]]:
     import tomllib  # here: it would be a third of the cost of importing this module
 
     advice = "Correct the file or name another with --config or SHARDCACHE_CONFIG"
-    try:
-        return tomllib.loads(path.read_bytes().decode())
-    except OSError as exn:
-        raise ConfigError(f"{path} cannot be read: {exn.strerror}. {advice}.") from exn
-    except ValueError as exn:
-        raise ConfigError(f"{path} is not valid TOML: {exn}. {advice}.") from exn
+    for path in map(Path.absolute, paths):
+        try:
+            table = tomllib.loads(path.read_bytes().decode())
+        except OSError as exn:
+            raise ConfigError(f"{path} cannot be read: {exn.strerror}. {advice}.") from exn
+        except ValueError as exn:
+            raise ConfigError(f"{path} is not valid TOML: {exn}. {advice}.") from exn
+        for name, value in table.items():
+            # A relative ``dir`` is relative to its file.
+            if name == "dir" and isinstance(value, str) and not re.match(r"[~$]|\w+://|$", value):
+                value = path.parent / value
+            yield name, value, f"file {path}"
 
 
-def _check_known(name: str, source: str) -> None:
-    """Refuse what is no option, or cannot be given there."""
-    message = None
-    if name not in _FIELDS:
-        import difflib  # only a mistake has to wait for it
-
-        similar = difflib.get_close_matches(name, _FIELDS, n=1)
-        hint = f"Did you mean {similar[0]}?" if similar else f"Known: {', '.join(sorted(_FIELDS))}."
-        message = f"unknown option {name!r} ({source}). {hint}"
-    elif name == "validate" and source != "argument":
-        message = f"{name} ({source}) can only be given in code. Remove it there."
-    elif name == "storage_options" and source.startswith("environment"):
-        message = (
-            f"{name} ({source}) can only be given in code or as a TOML table. Remove it there."
-        )
-    if message is not None:
-        raise ConfigError(message, option=name, source=source)
-
-
-def _parse(option: Field[Any], value: object, source: str, **context: Any) -> object:
+def _parse(option: dataclasses.Field[Any], value: object, source: str) -> object:
     cleared = isinstance(value, str) and value.strip().lower() == NONE
     if option.default is None and (value is None or cleared):
         return None
-    name, kind = option.name, option.metadata["kind"]
+    kind = option.metadata["kind"]
     try:
-        return kind.parse(value, **context)
+        return kind.parse(value)
     except ConfigError as exn:
         message = exn.message
     except ValueError as exn:
-        # Of other types only the name: they may hold anything, secrets included.
-        plain = isinstance(value, str | int | float | Path)
-        shown = repr(_redact(str(value))[:80]) if plain else f"a {type(value).__name__}"
+        # Only the type of what may be or hold a secret: of tables, and of URLs with more than a
+        # place in them.
+        text = str(value) if isinstance(value, str | int | float | Path) else ""
+        hidden = not text or kind is TABLE or not {*"@?#"}.isdisjoint(text)
+        shown = f"a {type(value).__name__}" if hidden else repr(text[:80])
         unset = f", or {NONE}" if option.default is None else ""
         message = f"{shown} {exn}. Accepted: {kind.text}{unset}."
-    raise ConfigError(f"{name} ({source}): {message}", option=name, source=source)
+    raise ConfigError(f"{option.name} ({source}): {message}")
 
 
 # -- what people are shown -------------------------------------------------------------------------
@@ -587,15 +567,14 @@ class Option(NamedTuple):
 
 def describe(loaded: Loaded) -> tuple[Option, ...]:
     """All options in their order of declaration, with what is in force."""
+
+    def show(kind: Kind, value: object) -> str:
+        return NONE if value is None or value in ((), {}) else str(kind.show(value))
+
     rows = []
     for name, option in _FIELDS.items():
-        default = "required" if option.default is MISSING else _show(option, option.default)
-        value = _show(option, getattr(loaded.config, name))
         kind, help = option.metadata["kind"], option.metadata["help"]
+        default = "required" if option.default is MISSING else show(kind, option.default)
+        value = show(kind, getattr(loaded.config, name))
         rows.append(Option(name, kind.text, default, help, value, loaded.sources[name]))
     return tuple(rows)
-
-
-def _show(option: Field[Any], value: object) -> str:
-    unset = value is None or value in ((), {})
-    return NONE if unset else str(option.metadata["kind"].show(value))

@@ -3,10 +3,6 @@
 Nothing is cached, so a fork or a changed variable is seen by the next call. A launcher counts only
 if it states a rank and a world size. A number that cannot be right is a `ConfigError`: two ranks
 that silently take themselves for rank 0 would be far worse.
-
-Where the names come from: torchrun, ``torch/distributed/run.py``; Slurm, srun(1); Open MPI,
-"Environment variables set for MPI applications" and ``orte/mca/schizo/ompi``; PMI-1 as set by
-MPICH's Hydra, Intel MPI, Slurm's mpi/pmi2 plugin and HPE Cray PALS.
 """
 
 from __future__ import annotations
@@ -20,50 +16,28 @@ from typing import Literal
 
 from shardcache.errors import ConfigError
 
-Source = Literal["torch", "slurm", "openmpi", "pmi", "explicit", "none"]
+Source = Literal["torch", "slurm", "explicit", "none"]
 
 #: Set by hand, these win over every launcher.
 RANK_VARIABLE = "SHARDCACHE_RANK"
 JOB_VARIABLE = "SHARDCACHE_JOB"
 
-#: Where each launcher states rank, world size, local rank and job; of names that are separated by
-#: a bar the first that is set counts.
+#: Where each launcher states rank, world size, local rank and job: torchrun
+#: (torch/distributed/run.py), srun(1).
 _LAUNCHERS: dict[Source, tuple[str, str, str, str]] = {
     "torch": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"),
-    "slurm": (
-        "SLURM_PROCID",
-        # srun sets both; SLURM_NTASKS alone counts all parts of a heterogeneous step.
-        "SLURM_NTASKS|SLURM_STEP_NUM_TASKS",
-        "SLURM_LOCALID",
-        "SLURM_JOB_ID",
-    ),
-    "openmpi": (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_MCA_ess_base_jobid|PMIX_NAMESPACE",  # Open MPI up to 4, 5 and later
-    ),
-    # Hydra and Intel MPI write MPI_LOCALRANKID, Cray's PALS PMI_LOCAL_RANK.
-    "pmi": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID|PMI_LOCAL_RANK", "PMI_JOBID"),
+    "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_JOB_ID"),
 }
+#: How many processes of the job are on this node; Slurm's with --ntasks-per-node.
+_LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")
 #: torchrun's --rdzv-id when nobody gave one: the same for every job, so not an id.
 _NO_RUN_ID = "none"
 #: SLURM_MAX_NORMAL_STEP_ID in slurm.h. Above it are the pseudo-steps (batch script,
 #: interactive shell), where one process runs whatever SLURM_NTASKS says.
 _MAX_NORMAL_STEP = 0xFFFFFFF0
 
-#: How many processes of the job are on this node: torchrun, Slurm (with --ntasks-per-node),
-#: Open MPI, Hydra and Intel MPI.
-_LOCAL_SIZES = (
-    "LOCAL_WORLD_SIZE",
-    "SLURM_NTASKS_PER_NODE",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "MPI_LOCALNRANKS",
-)
-
-_HASH_DIGITS = 12
-_PLAIN = re.compile(r"(?![.-])[A-Za-z0-9._-]{1,64}")
-_HASHED = re.compile(rf".*--[0-9a-f]{{{_HASH_DIGITS}}}")
+_PLAIN = r"(?![.-])[A-Za-z0-9._-]{1,64}"
+_HASHED = r".*--[0-9a-f]{12}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,20 +58,14 @@ class Ranks:
 def detect(environ: Mapping[str, str] | None = None) -> Ranks:
     """This process's `Ranks` according to ``environ`` (default: ``os.environ``).
 
-    Order: ``SHARDCACHE_RANK``/``SHARDCACHE_JOB``, torchrun, Slurm, Open MPI, PMI. MPI
-    goes before Slurm where the two disagree: mpirun starts its daemons with srun, and
-    the ranks below inherit the daemon's ``SLURM_PROCID``. The job id is the launcher's,
+    Order: ``SHARDCACHE_RANK``/``SHARDCACHE_JOB``, torchrun, Slurm. The job id is the launcher's,
     else ``SLURM_JOB_ID``. Empty variables count as not set.
 
     Raises:
         ConfigError: a variable that is not a whole number, or a rank outside its world.
     """
     env = os.environ if environ is None else environ
-    torch, slurm = _launched(env, "torch"), _slurm(env)
-    mpi = _launched(env, "openmpi") or _launched(env, "pmi")
-    if slurm and mpi and (slurm.rank, slurm.world_size) != (mpi.rank, mpi.world_size):
-        slurm = None
-    ranks = torch or slurm or mpi or Ranks()
+    ranks = _launched(env, "torch") or _slurm(env) or Ranks()
     if (rank := whole_number(env, RANK_VARIABLE)) is not None:
         # Who is beside another rank on its node is not known. A rank that the launcher has not
         # counted means a larger world than it knows of.
@@ -128,21 +96,20 @@ def _slurm(env: Mapping[str, str]) -> Ranks | None:
 
 def _launched(env: Mapping[str, str], source: Source) -> Ranks | None:
     """What a launcher states; None if it states no rank, or no world."""
-    names = [next((n for n in each.split("|") if _text(env, n)), "") for each in _LAUNCHERS[source]]
+    *numbers, job_name = _LAUNCHERS[source]
     # RANK and WORLD_SIZE are words anybody may export: one without the other says nothing,
     # not even that it is malformed.
-    if not (names[0] and names[1]):
+    if not (_text(env, numbers[0]) and _text(env, numbers[1])):
         return None
-    rank, world_size, local_rank = (whole_number(env, name) for name in names[:3])
+    rank, world_size, local_rank = (whole_number(env, name) for name in numbers)
     assert rank is not None
     assert world_size is not None
     if rank >= world_size:
         raise ConfigError(
-            f"{names[0]}={rank} does not fit {names[1]}={world_size}: ranks run from 0 to "
-            f"{names[1]} - 1. Correct or unset them, or state {RANK_VARIABLE}.",
-            variable=names[0],
+            f"{numbers[0]}={rank} does not fit {numbers[1]}={world_size}: ranks run from 0 to "
+            f"{numbers[1]} - 1. Correct or unset them, or state {RANK_VARIABLE}."
         )
-    job = _text(env, names[3])
+    job = _text(env, job_name)
     return Ranks(rank, world_size, local_rank, None if job == _NO_RUN_ID else job, source)
 
 
@@ -158,11 +125,10 @@ def whole_number(env: Mapping[str, str], name: str) -> int | None:
     """
     text = _text(env, name)
     # Not int() alone: it would take "1_0", "+1" and digits of other scripts.
-    if text is not None and not (text.isascii() and text.isdigit() and len(text) <= 10):
+    if text is not None and not re.fullmatch("[0-9]{1,10}", text):
         raise ConfigError(
             f"{name}={text[:40]!r} is not a rank or a count. Accepted: a whole number from 0 on; "
-            "correct it or unset it.",
-            variable=name,
+            "correct it or unset it."
         )
     return None if text is None else int(text)
 
@@ -173,10 +139,10 @@ def safe_name(job: str) -> str:
     An id that already is such a name stays as it is. Another one, and one that looks as if it had
     a hash, gets a hash of 48 bits appended, so that two ids do not share a name.
     """
-    if _PLAIN.fullmatch(job) and not _HASHED.fullmatch(job):
+    if re.fullmatch(_PLAIN, job) and not re.fullmatch(_HASHED, job):
         return job
     # A leading dot hides the directory, a leading dash reads as an option.
     kept = re.sub(r"^[.-]|[^A-Za-z0-9._-]", "_", job)[:50] or "_"
     # surrogatepass: the environment may hold bytes that are not text.
-    digest = hashlib.blake2b(job.encode("utf-8", "surrogatepass"), digest_size=_HASH_DIGITS // 2)
+    digest = hashlib.blake2b(job.encode("utf-8", "surrogatepass"), digest_size=6)
     return f"{kept}--{digest.hexdigest()}"

@@ -11,7 +11,7 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -121,50 +121,73 @@ class Process:
         if self.ready is None:
             with self._guard:
                 if self.ready is None:
-                    for tier in self.tiers:
-                        self._make(tier)
-                    self._assemble()
-                    self.ready = self._make_coordinator()
+                    self.ready = self._begin(self.tiers)
         return self.ready
 
     def check_root(self) -> None:
         """Begin anew where a tier is no longer the directory that we began with.
 
         A disk may be unmounted, mounted again or emptied while a job runs. Asked on
-        misses only: what is gone is a miss. Raises as `coordinator`.
+        misses only: what is gone is a miss.
+
+        Raises:
+            OSError: it cannot be made again, or must not be used.
         """
-        if not self.changed_tiers():
-            return
-        with self._guard:
-            changed = self.changed_tiers()  # another thread may have been quicker
-            for tier in changed:
-                if tier.made:
-                    self.warn(
-                        f"root of {tier.config.dir}",
-                        "%s is gone, or another directory than before (unmounted, mounted again, "
-                        "emptied?); what was in it is fetched again",
-                        tier.config.dir,
-                    )
-                self._make(tier, again=True)
-            if changed:
-                self._touched.clear()
-                self.ready = self._make_coordinator()
+        if self.changed_tiers():
+            with self._guard:
+                if changed := self.changed_tiers():  # another thread may have been quicker
+                    self.ready = self._begin(changed)
 
     def changed_tiers(self) -> list[Tier]:
         """The tiers whose directory is not what it was; the last one also if it was never made."""
         return [t for t in self.tiers if (t.made or t is self.home) and t.changed()]
 
-    def _make(self, tier: Tier, *, again: bool = False) -> None:
-        known = tier.made
+    def _begin(self, tiers: Sequence[Tier]) -> Coordinator:
+        """Make the directories of these tiers, and what works with all that can be used."""
+        # Not at the top: these bring filelock, and `import shardcache` stays light.
+        from shardcache.fetch.background import Fetchings
+        from shardcache.fetch.coordinator import Coordinator
+        from shardcache.fetch.transfer import Fetcher
+        from shardcache.origins.resolve import Origins
+        from shardcache.origins.retry import RetryPolicy
+        from shardcache.space.clean import Housekeeper
+
+        for tier in tiers:
+            self._make(tier)
+        config = self._config
+        if self.ready is None:
+            self.fetchings, self.origins = Fetchings(), Origins(config)
+            policy = RetryPolicy(config.attempts, config.deadline)
+            self.fetcher = Fetcher(
+                policy, connections=config.connections, part_size=config.part_size
+            )
+        usable = [tier for tier in self.tiers if tier.made or tier is self.home]
+        self._end_housekeeping()
+        self._housekeepers = [Housekeeper(tier) for tier in usable]
+        self.look_at = 0.0
+        self._touched.clear()
+        return Coordinator(
+            usable,
+            fetcher=self.fetcher,
+            origins=self.origins,
+            config=config,
+            ranks=self._ranks,
+            on_fault=lambda exn: self.disk_failed(self.reading, exn),
+            warn=self.warn,
+        )
+
+    def _make(self, tier: Tier) -> None:
+        path, is_first = tier.config.dir, self.ready is None
+        if tier.made and not is_first:
+            text = "%s is gone, or another directory than before (unmounted?); it is begun anew"
+            self.warn(f"root of {path}", text, path)
         try:
             tier.make()
         except (OSError, ConfigError) as exn:
-            wrong = isinstance(exn, ConfigError)
             # What was wrong from the beginning is a mistake that somebody has to correct.
-            if self._config.strict or (wrong and not known):
+            if self._config.strict or (is_first and isinstance(exn, ConfigError)):
                 raise
             reason = exn.message if isinstance(exn, ConfigError) else exn.strerror or exn
-            path = tier.config.dir
             if tier is not self.home:
                 text = "the tier %s cannot be used (%s); shards go to the next one"
                 self.warn(f"tier {path}", text, path, reason)
@@ -173,43 +196,12 @@ class Process:
                 self.reading.failed(at_once=True)
                 self.writing.failed(at_once=True)
                 raise OSError(errno.EPERM, exn.message, str(path)) from exn
-            elif again:
+            elif not is_first:
                 raise
             else:
                 text = "%s cannot be written (%s); shards not in it are streamed"
                 self.warn(fault_kind(exn), text, path, reason)
                 self.disk_failed(self.writing, exn)
-
-    def _assemble(self) -> None:
-        # Not at the top: these bring filelock, and `import shardcache` stays light.
-        from shardcache.fetch.background import Fetchings
-        from shardcache.fetch.transfer import Fetcher
-        from shardcache.origins.resolve import Origins
-        from shardcache.origins.retry import RetryPolicy
-
-        config = self._config
-        self.fetchings = Fetchings()
-        self.origins = Origins(config)
-        policy = RetryPolicy(config.attempts, config.deadline)
-        self.fetcher = Fetcher(policy, connections=config.connections, part_size=config.part_size)
-
-    def _make_coordinator(self) -> Coordinator:
-        from shardcache.fetch.coordinator import Coordinator
-        from shardcache.space.clean import Housekeeper
-
-        usable = [tier for tier in self.tiers if tier.made or tier is self.home]
-        self._end_housekeeping()
-        self._housekeepers = [Housekeeper(tier) for tier in usable]
-        self.look_at = 0.0
-        return Coordinator(
-            usable,
-            fetcher=self.fetcher,
-            origins=self.origins,
-            config=self._config,
-            ranks=self._ranks,
-            on_fault=lambda exn: self.disk_failed(self.reading, exn),
-            warn=self.warn,
-        )
 
     # -- what is noted -----------------------------------------------------------
 
@@ -243,27 +235,27 @@ class Process:
 
         Without ``wait`` in a thread of its own, which a reader is not to wait for.
         """
+
+        def copy() -> None:
+            entry = Entry.at(Path(path).parent)
+            grace = self.store_of(entry).layout.grace
+            try:
+                opened = open_data(entry.directory, path, entry.size, grace)
+                if opened is not None:  # or it was evicted
+                    with contextlib.closing(opened):
+                        self.origins.write_back(shard, Path(path), entry.metadata().encode())
+            except (OSError, DamagedError) as exn:
+                logger.info("%s: not copied to an upstream: %s", shard, exn)
+
         if not self.origins.writes_back:
             return
         if wait:
-            self._write_back(shard, path)
+            copy()
             return
         self._copying = [thread for thread in self._copying if thread.is_alive()]
         try:
-            copying = threads.start(lambda: self._write_back(shard, path), "shardcache-copy")
-            self._copying.append(copying)
+            self._copying.append(threads.start(copy, "shardcache-copy"))
         except RuntimeError as exn:  # a limit of processes
-            logger.info("%s: not copied to an upstream: %s", shard, exn)
-
-    def _write_back(self, shard: ShardURL, path: str) -> None:
-        entry = Entry.at(Path(path).parent)
-        grace = self.store_of(entry).layout.grace
-        try:
-            opened = open_data(entry.directory, path, entry.size, grace)
-            if opened is not None:  # or it was evicted
-                with contextlib.closing(opened):
-                    self.origins.write_back(shard, Path(path), entry.metadata().encode())
-        except (OSError, DamagedError) as exn:
             logger.info("%s: not copied to an upstream: %s", shard, exn)
 
     def unfinished(self) -> int:

@@ -31,18 +31,13 @@ for _power, _prefix in enumerate("kmgtpe", 1):
 # Patterns are compiled when first used: `import shardcache` stays light.
 # The exponent needs a digit behind it, so that 1E stays one exabyte.
 _SIZE = r"([0-9]*\.?[0-9]+(?:e\+?[0-9]{1,2})?)\s*([a-z]*)"
-#: Name, spelling, and thousandths of a second, which keep 350ms exact.
-_DURATION_UNITS = (
-    ("w", "w", 604_800_000),
-    ("d", "d", 86_400_000),
-    ("h", "h", 3_600_000),
-    ("m", "m(?:in)?", 60_000),
-    ("s", "s", 1000),
-    ("ms", "ms", 1),
-)
-_DURATION = r"\s*".join(
-    rf"(?:(?P<{name}>[0-9]+(?:\.[0-9]+)?)\s*{spelling})?" for name, spelling, _ in _DURATION_UNITS
-)
+#: Spelling, and thousandths of a second, which keep 350ms exact.
+_DURATION_UNITS = {
+    "w": 604_800_000, "d": 86_400_000, "h": 3_600_000, "m(?:in)?": 60_000, "s": 1000, "ms": 1,
+}  # fmt: skip
+_DURATION = r"\s*".join(rf"(?:([0-9]+(?:\.[0-9]+)?)\s*{unit})?" for unit in _DURATION_UNITS)
+#: What ages and exact durations are in.
+_SECONDS = (("d", 86_400), ("h", 3_600), ("m", 60), ("s", 1))
 _TRUTHS = dict.fromkeys(("1", "true", "yes", "on"), True)
 _TRUTHS |= dict.fromkeys(("0", "false", "no", "off"), False)
 
@@ -124,7 +119,7 @@ def parse_duration(value: str | float) -> float:
     number = -1.0
     if isinstance(value, str) and 0 < len(text := value.strip()) <= _MAX_TEXT:
         if found := re.fullmatch(_DURATION, text.lower()):
-            parts = ((found[name], ms) for name, _, ms in _DURATION_UNITS)
+            parts = zip(found.groups(), _DURATION_UNITS.values(), strict=True)
             number = sum(float(count) * ms / 1000 for count, ms in parts if count)
         else:
             with contextlib.suppress(ValueError):
@@ -138,7 +133,7 @@ def parse_duration(value: str | float) -> float:
 
 def exact_duration(seconds: float) -> str:
     """Text that `parse_duration` reads as exactly ``seconds``: ``90m``, ``14d``, ``0.123456``."""
-    for unit, size in (("d", 86_400), ("h", 3_600), ("m", 60), ("s", 1)):
+    for unit, size in _SECONDS:
         if seconds % size == 0 and (seconds or size == 1):
             return f"{int(seconds // size)}{unit}"
     return repr(float(seconds))
@@ -165,10 +160,8 @@ def format_duration(seconds: float) -> str:
 
 def format_age(seconds: float) -> str:
     """``2m ago``; an age below a second, or one from a clock set back, is ``just now``."""
-    for name, size in (("d", 86_400), ("h", 3_600), ("m", 60), ("s", 1)):
-        if seconds >= size:
-            return f"{int(seconds // size)}{name} ago"
-    return "just now"
+    ages = (f"{int(seconds // size)}{name} ago" for name, size in _SECONDS if seconds >= size)
+    return next(ages, "just now")
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,26 +197,22 @@ def parse_limit(value: str | int | float | Limit) -> Limit:
     return Limit(bytes=parse_bytes(value))
 
 
-def parse_bool(value: str | bool | int) -> bool:
-    """A truth value from 1/0, true/false, yes/no or on/off, in any case, or a ConfigError."""
-    text = str(value).strip().lower()
-    if text not in _TRUTHS:
-        raise _refuse(value, "a truth value", ", ".join(_TRUTHS))
-    return _TRUTHS[text]
-
-
-def parse_count(value: str | int, least: int, most: int) -> int:
-    """A whole number from ``least`` to ``most``, also in decimal digits, or a ConfigError."""
-    text = str(value).strip()
-    digits = text.isascii() and text.isdigit() and len(text) <= _MAX_TEXT
-    if not digits or not least <= int(text) <= most:
-        raise _refuse(value, "a count", f"a whole number from {least} to {most}")
-    return int(text)
-
-
 def parse_choice(value: str, choices: Sequence[str]) -> str:
     """One of ``choices``, whatever its case, or a ConfigError."""
     text = value.strip().lower() if isinstance(value, str) else ""
     if text not in choices:
         raise _refuse(value, "a choice", ", ".join(choices))
     return text
+
+
+def parse_bool(value: str | bool | int) -> bool:
+    """A truth value from 1/0, true/false, yes/no or on/off, in any case, or a ConfigError."""
+    return _TRUTHS[parse_choice(str(value), list(_TRUTHS))]
+
+
+def parse_count(value: str | int, least: int, most: int) -> int:
+    """A whole number from ``least`` to ``most``, also in decimal digits, or a ConfigError."""
+    text = str(value).strip()
+    if not re.fullmatch("[0-9]{1,9}", text) or not least <= int(text) <= most:
+        raise _refuse(value, "a count", f"a whole number from {least} to {most}")
+    return int(text)

@@ -52,33 +52,31 @@ _BESIDE = {
 }
 _AUTH_PREFIXES = ("x-amz-", "x-goog-", "x-oss-", "x-cos-")
 
-_SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*):(//)?")
-#: A bucket named by its access point: https://docs.aws.amazon.com/AmazonS3/latest/userguide/
-#: access-points-naming.html. The only bucket names with a colon or a slash.
-_ARN = re.compile(
-    r"arn:[^/]*:(?:accesspoint[/:][^/]+|outpost[/:][^/:]+[/:]accesspoint[/:][^/]+)(?=/|\Z)"
-)
-_CHAIN = re.compile(r"(^[A-Za-z0-9+.-]+::|::[A-Za-z0-9+.-]+:/)")
-_UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
-_TARGET = re.compile(r"[a-z][a-z0-9+.-]*://[^\s\"'|;<>()]+")
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+# Patterns are compiled when first used: `import shardcache` stays light.
+_SCHEME = r"([A-Za-z][A-Za-z0-9+.-]*):(//)?"
+_CHAIN = r"(^[A-Za-z0-9+.-]+::|::[A-Za-z0-9+.-]+:/)"
+_UNSAFE = r"[^A-Za-z0-9._-]+"
+_TARGET = r"[a-z][a-z0-9+.-]*://[^\s\"'|;<>()]+"
+_CONTROL = r"[\x00-\x1f\x7f]"
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 #: 255 bytes is the limit of every common filesystem; leave room for suffixes.
 _MAX_BASENAME = 120
 _RESERVED_NAMES = frozenset({"meta.json", "progress"})
 
-_REDACT_PARAMETER = re.compile(
-    r"(?i)\b((?:x-(?:amz|goog|oss|cos)-[a-z0-9-]+|key-pair-id|policy|"
-    + "|".join(map(re.escape, sorted(_SECRETS)))
-    + r")=)[^&\s\"'<>]+"
-)
-_REDACT_HEADER = re.compile(r"(?i)\b((?:proxy-)?authorization:\s*(?:[a-z]+\s+)?)[^\s\"']+")
-# Secret keys of AWS hold slashes.
-_REDACT_S3_LOGIN = re.compile(r"(?i)\b(s3[an]?://)(?!arn:)[^\s\"'/@]*:[^\s\"'@]*@")
 # Of these schemes a name without a password is no login.
 _NAMED = "(?:abfss?|az|oci)://"
-_REDACT_NAMED_LOGIN = re.compile(rf"(?i)\b({_NAMED})[^/\s@\"':]*:[^/\s@\"']*@")
-_REDACT_LOGIN = re.compile(rf"(?i)\b(?!{_NAMED})([a-z][a-z0-9+.-]*://)[^/\s@\"']+@")
+#: What is taken out of text that people see, and what is left of it.
+_REDACTED = {
+    # Logins. Secret keys of AWS hold slashes.
+    r"(?i)\b(s3[an]?://)[^\s\"'/@]*:[^\s\"'@]*@": r"\1",
+    rf"(?i)\b({_NAMED})[^/\s@\"':]*:[^/\s@\"']*@": r"\1",
+    rf"(?i)\b(?!{_NAMED})([a-z][a-z0-9+.-]*://)[^/\s@\"']+@": r"\1",
+    # Headers and parameters.
+    r"(?i)\b((?:proxy-)?authorization:\s*(?:[a-z]+\s+)?)[^\s\"']+": r"\1***",
+    r"(?i)\b((?:x-(?:amz|goog|oss|cos)-[a-z0-9-]+|key-pair-id|policy|"
+    + "|".join(map(re.escape, sorted(_SECRETS)))
+    + r")=)[^&\s\"'<>]+": r"\1***",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +116,8 @@ class ShardURL:
 
     def bucket_and_key(self) -> tuple[str, str]:
         """Bucket and object key of an ``s3`` URL."""
-        bucket, name = _split_bucket(self.canonical.removeprefix("s3://"))
-        if self.version_id is not None:
-            name = name.removesuffix(f"?versionId={self.version_id}")
-        return bucket, name
+        bucket, _, name = self.canonical.removeprefix("s3://").partition("/")
+        return bucket, name.removesuffix(f"?versionId={self.version_id}")
 
     def __str__(self) -> str:
         return self.canonical
@@ -146,14 +142,14 @@ def parse_url(
     url = url.removeprefix("shardcache::")
     if not url:
         raise ConfigError("a shard URL must not be empty")
-    if _CONTROL.search(url):
+    if re.search(_CONTROL, url):
         # Replaced before redacting, or what follows a line end inside a signature would show.
-        shown = redact(_CONTROL.sub("\N{REPLACEMENT CHARACTER}", url))
+        shown = redact(re.sub(_CONTROL, "\N{REPLACEMENT CHARACTER}", url))
         raise ConfigError(f"{shown!r} holds a control character; is a line end left in it?")
-    match = _SCHEME.match(url)
+    match = re.match(_SCHEME, url)
     scheme = match.group(1).lower() if match else "file"
     scheme = _ALIASES.get(scheme, scheme)
-    if scheme != "pipe" and _CHAIN.search(url):
+    if scheme != "pipe" and re.search(_CHAIN, url):
         raise ConfigError(f"{redact(url)} is a chain of URLs; give the cache the origin's own URL")
     if scheme not in DEFAULT_SCHEMES and scheme not in allow_schemes:
         # Of a command nothing is shown: what is secret in it cannot be told.
@@ -201,14 +197,6 @@ def _file(url: str, path: str) -> str:
         raise ConfigError(f"{url!r} is relative to a directory that was removed") from exn
 
 
-def _split_bucket(rest: str) -> tuple[str, str]:
-    arn = _ARN.match(rest)
-    if arn is not None:
-        return arn.group(), rest[arn.end() + 1 :]
-    bucket, _, name = rest.partition("/")
-    return bucket, name
-
-
 def _pipe(command: str) -> str:
     """A command as people may see it: its program, the URL it reads, a digest of the rest.
 
@@ -216,47 +204,36 @@ def _pipe(command: str) -> str:
     (``-u me:secret``, ``X-Api-Key: ...``) cannot be told by looking.
     """
     words = (word.rpartition("/")[2] for word in command.split() if "=" not in word)
-    program = _UNSAFE.sub("_", next(words, "sh"))
-    target = _TARGET.search(command)
+    program = re.sub(_UNSAFE, "_", next(words, "sh"))
+    target = re.search(_TARGET, command)
     reads = f" {redact(target.group())}" if target else ""
     digest = hashlib.blake2b(command.encode("utf-8", "surrogateescape"), digest_size=4)
     return f"pipe:{program}{reads} #{digest.hexdigest()}"
 
 
 def _s3(url: str, rest: str) -> tuple[str, str | None, str]:
-    bucket, name = _split_bucket(rest)
-    bucket = bucket.rpartition("@")[2]
-    version_id = None
-    name, query = _split_query(name)
-    if query is not None:
-        parameter, _, value = query.partition("=")
-        if parameter == "versionId" and value and "&" not in value:
-            version_id = value
-        else:  # the question mark belongs to the object's own key
-            name = f"{name}?{query}"
+    bucket, _, name = _without_credentials(rest).partition("/")
+    bucket, version_id = bucket.rpartition("@")[2], None
+    # Any other question mark belongs to the object's own key.
+    if versioned := re.fullmatch(r"(?s)(.*)\?versionId=([^&?]+)", name):
+        name, version_id = versioned.groups()
     if not bucket or not name:
         raise ConfigError(f"{redact(url)} names no object; expected s3://bucket/key")
-    if ":" in bucket and not _ARN.fullmatch(bucket):
+    if ":" in bucket:
         raise ConfigError(
-            f"{redact(url)}: no bucket has a colon in its name. Credentials belong into a "
-            "profile, the environment or storage_options, not into the URL."
+            f"{redact(url)}: no bucket has a colon in its name. Give an access point by its alias "
+            "(...-s3alias). Credentials belong into a profile, the environment or "
+            "storage_options, not into the URL."
         )
-    canonical = f"s3://{bucket}/{name}"
-    if version_id is not None:
-        canonical += f"?versionId={version_id}"
-    return canonical, version_id, name
+    query = "" if version_id is None else f"?versionId={version_id}"
+    return f"s3://{bucket}/{name}{query}", version_id, name
 
 
 def _generic(url: str, scheme: str, rest: str) -> tuple[str, str]:
     web = scheme in _DEFAULT_PORTS
     if web:
         rest = rest.partition("#")[0]  # never sent; elsewhere a part of the object's name
-        place, mark, query = rest.partition("?")
-        public = _without_auth(query)
-        kept = mark + public if public or public == query else ""
-    else:
-        place, last = _split_query(rest)
-        kept = "" if last is None else f"?{last}"
+    place, mark, query = _without_credentials(rest).partition("?")
     netloc, slash, path = place.partition("/")
     user, at, host = netloc.rpartition("@")
     if web:
@@ -270,19 +247,26 @@ def _generic(url: str, scheme: str, rest: str) -> tuple[str, str]:
         host = netloc
     if not (host or path):
         raise ConfigError(f"{redact(url)} names no object")
-    return f"{scheme}://{host}{slash}{path}{kept}", path or host
+    return f"{scheme}://{host}{slash}{path}{mark}{query}", path or host
 
 
-def _split_query(name: str) -> tuple[str, str | None]:
-    """A name and the query behind its last question mark, without credentials, if any.
-
-    Earlier question marks belong to the name, unless nothing but credentials follows.
-    """
-    base, mark, query = name.rpartition("?")
-    if not mark:
-        return name, None
-    public = _without_auth(query)
-    return (base, public) if public or public == query else _split_query(base)
+def _without_credentials(name: str) -> str:
+    """A name without what is a credential in its query; to the byte as it was if nothing is."""
+    base, _, query = name.partition("?")
+    # A name may hold question marks: then what is behind the last one is a parameter.
+    pairs = [(pair, pair.rpartition("?")[2].partition("=")[0].lower()) for pair in query.split("&")]
+    names = {parameter for _, parameter in pairs}
+    gone = _SECRETS.union(*(beside for sign, beside in _BESIDE.items() if sign in names))
+    kept = []
+    for pair, parameter in pairs:
+        if parameter not in gone and not parameter.startswith(_AUTH_PREFIXES):
+            kept.append(pair)
+        elif "?" in pair:
+            kept.append(pair.rpartition("?")[0])
+    public = "&".join(kept)
+    if public == query:
+        return name
+    return _without_credentials(f"{base}?{public}" if public else base)
 
 
 def _web_host(url: str, scheme: str, host: str) -> str:
@@ -296,28 +280,16 @@ def _web_host(url: str, scheme: str, host: str) -> str:
     return host.lower().removesuffix(":").removesuffix(_DEFAULT_PORTS[scheme])
 
 
-def _without_auth(query: str) -> str:
-    """A query without credentials; to the byte what it was where it holds none."""
-    pairs = [(pair.partition("=")[0].lower(), pair) for pair in query.split("&")]
-    names = {name for name, _ in pairs}
-    gone = _SECRETS.union(*(beside for sign, beside in _BESIDE.items() if sign in names))
-    return "&".join(
-        pair for name, pair in pairs if name not in gone and not name.startswith(_AUTH_PREFIXES)
-    )
-
-
 def _basename(name: str) -> str:
-    safe = _UNSAFE.sub("_", name.rstrip("/").rpartition("/")[2])[-_MAX_BASENAME:].lstrip(".")
+    safe = re.sub(_UNSAFE, "_", name.rstrip("/").rpartition("/")[2])[-_MAX_BASENAME:].lstrip(".")
     return f"shard-{safe}" if safe in _RESERVED_NAMES else safe or "shard"
 
 
 def redact(text: str) -> str:
     """``text`` without user names, signatures and tokens of any URL in it."""
-    text = _REDACT_S3_LOGIN.sub(r"\1", text)
-    text = _REDACT_NAMED_LOGIN.sub(r"\1", text)
-    text = _REDACT_LOGIN.sub(r"\1", text)
-    text = _REDACT_HEADER.sub(r"\1***", text)
-    return _REDACT_PARAMETER.sub(r"\1***", text)
+    for pattern, left in _REDACTED.items():
+        text = re.sub(pattern, left, text)
+    return text
 
 
 def _own_endpoint(endpoint: str | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import inspect
 import os
 import pickle
 import stat
@@ -15,7 +16,9 @@ from pathlib import Path
 import pytest
 
 from shardcache import Cache, ConfigError, ShardNotFoundError, default_cache
+from shardcache.cache import PrewarmOptions
 from shardcache.layout import Layout
+from shardcache.prewarm import prewarm
 from shardcache.store.digest import BLOCK
 from shardcache.store.store import Store
 from shardcache.streams.opener import Opener
@@ -124,9 +127,6 @@ def test_local_files_are_cached_on_request(make_cache: MakeCache, tmp_path: Path
     assert read(cache, str(file)) == DATA
 
 
-# -- when there is no room ---------------------------------------------------------
-
-
 def test_a_pin_holds_a_path_and_not_just_a_file(
     make_cache: MakeCache, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,7 +226,10 @@ def test_cancel_ends_a_fetch_in_another_thread(make_cache: MakeCache, origin: Me
     assert read(cache) == DATA
 
 
-# -- configuration -----------------------------------------------------------------
+def test_type_checkers_know_the_options_of_a_prewarm() -> None:
+    known = inspect.signature(prewarm).parameters.values()
+    named = [one.name for one in known if one.kind is one.KEYWORD_ONLY and one.name != "share"]
+    assert list(PrewarmOptions.__annotations__) == named
 
 
 def test_the_default_cache_comes_from_the_environment(

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from shardcache import ranks
-from shardcache.config import OTHER_VARIABLES
 from shardcache.errors import ConfigError
 from shardcache.ranks import Ranks, detect, local_world_size, safe_name
 
@@ -24,33 +22,15 @@ def env(text: str) -> Env:
 
 
 TORCH = env("RANK=11 WORLD_SIZE=16 LOCAL_RANK=3 TORCHELASTIC_RUN_ID=run-7")
-SLURM = env(
-    "SLURM_JOB_ID=901593 SLURM_STEP_ID=0 SLURM_PROCID=5 SLURM_NTASKS=8 SLURM_STEP_NUM_TASKS=8 "
-    "SLURM_LOCALID=1"
-)
+SLURM = env("SLURM_JOB_ID=901593 SLURM_STEP_ID=0 SLURM_PROCID=5 SLURM_NTASKS=8 SLURM_LOCALID=1")
 #: What a batch script sees before any srun: rank 0 of the tasks it asked for.
 BATCH = env("SLURM_JOB_ID=901593 SLURM_PROCID=0 SLURM_NTASKS=8 SLURM_LOCALID=0")
-OPENMPI = env(
-    "OMPI_COMM_WORLD_RANK=6 OMPI_COMM_WORLD_SIZE=8 OMPI_COMM_WORLD_LOCAL_RANK=2 "
-    "OMPI_MCA_ess_base_jobid=3735879681"
-)
-PMI = env("PMI_RANK=1 PMI_SIZE=4 MPI_LOCALRANKID=1 PMI_JOBID=kvs_1")
-
+BY_HAND = {"SHARDCACHE_RANK": "9", "SHARDCACHE_JOB": "mine"}
 
 MIXED: dict[str, tuple[Env, Ranks]] = {
     "nobody": ({}, Ranks(0, 1, None, None, "none")),
     "torchrun": (TORCH, Ranks(11, 16, 3, "run-7", "torch")),
     "Slurm": (SLURM, Ranks(5, 8, 1, "901593", "slurm")),
-    "Open MPI": (OPENMPI, Ranks(6, 8, 2, "3735879681", "openmpi")),
-    "Open MPI 5": (
-        {**OPENMPI, "OMPI_MCA_ess_base_jobid": "", "PMIX_NAMESPACE": "prterun@1"},
-        Ranks(6, 8, 2, "prterun@1", "openmpi"),
-    ),
-    "PMI": (PMI, Ranks(1, 4, 1, "kvs_1", "pmi")),
-    "Cray's PALS": (
-        {**PMI, "MPI_LOCALRANKID": "", "PMI_LOCAL_RANK": "3"},
-        Ranks(1, 4, 3, "kvs_1", "pmi"),
-    ),
     "torchrun under srun": ({**SLURM, **TORCH}, Ranks(11, 16, 3, "run-7", "torch")),
     # Every torchrun without --rdzv-id says "none": two jobs would share one namespace.
     "torchrun without an id": (
@@ -77,33 +57,16 @@ MIXED: dict[str, tuple[Env, Ranks]] = {
         {"SLURM_JOB_ID": "901593", "SLURM_NTASKS": "8"},
         Ranks(job="901593"),
     ),
-    "a heterogeneous step": (
-        {**SLURM, "SLURM_PROCID": "9", "SLURM_NTASKS": "12", "SLURM_STEP_NUM_TASKS": "4"},
-        Ranks(9, 12, 1, "901593", "slurm"),
-    ),
-    # On other nodes mpirun's daemons are Slurm tasks, and the ranks inherit SLURM_PROCID.
-    "mpirun in a task": ({**SLURM, **OPENMPI}, Ranks(6, 8, 2, "3735879681", "openmpi")),
-    "mpirun in a batch script": ({**BATCH, **PMI}, Ranks(1, 4, 1, "kvs_1", "pmi")),
-    "srun that speaks MPI": (
-        {**SLURM, "PMI_RANK": "5", "PMI_SIZE": "8", "PMI_JOBID": "901593.0"},
-        Ranks(5, 8, 1, "901593", "slurm"),
-    ),
-    "set by hand, as the launcher has it": (
-        {**TORCH, ranks.RANK_VARIABLE: "11"},
+    "by hand, as the launcher has it": (
+        {**TORCH, "SHARDCACHE_RANK": "11"},
         Ranks(11, 16, 3, "run-7", "explicit"),
     ),
-    "set by hand against it, beyond its world": (
-        {**SLURM, ranks.RANK_VARIABLE: "9", ranks.JOB_VARIABLE: "mine"},
+    "by hand against it, beyond its world": (
+        {**SLURM, **BY_HAND},
         Ranks(9, 10, None, "mine", "explicit"),
     ),
-    "a job set by hand": (
-        {**OPENMPI, ranks.JOB_VARIABLE: "mine"},
-        Ranks(6, 8, 2, "mine", "openmpi"),
-    ),
-    "set by hand outside any world": (
-        {ranks.RANK_VARIABLE: "3"},
-        Ranks(3, 4, None, None, "explicit"),
-    ),
+    "by hand outside any world": (BY_HAND, Ranks(9, 10, None, "mine", "explicit")),
+    "empty variables": (dict.fromkeys([*TORCH, *SLURM, *BY_HAND], " "), Ranks()),
 }
 
 
@@ -126,11 +89,8 @@ def test_torchrun_itself_is_understood(tmp_path: Path) -> None:
         "found = detect()\n"
         "pathlib.Path(sys.argv[1], str(found.rank)).write_text(repr(found))\n"
     )
-    kept = {
-        k: v
-        for k, v in os.environ.items()
-        if not k.startswith(("SLURM_", "OMPI_", "PMI", "SHARDCACHE_"))
-    }
+    ours = ("SLURM_", "SHARDCACHE_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     subprocess.run([*command, str(script), str(tmp_path)], env=kept, check=True, timeout=120)
     texts = [(tmp_path / str(rank)).read_text() for rank in (0, 1)]
@@ -141,19 +101,10 @@ def test_torchrun_itself_is_understood(tmp_path: Path) -> None:
     assert len(jobs) == 1
 
 
-def test_empty_variables_count_as_not_set() -> None:
-    empty = dict.fromkeys([*TORCH, *SLURM, *OPENMPI, *PMI, *OTHER_VARIABLES], " ")
-    assert detect(empty) == Ranks()
-
-
 NUMBERS = {
     **dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK"), TORCH),
-    **dict.fromkeys(("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"), SLURM),
-    "SLURM_STEP_ID": SLURM,
-    "SLURM_STEP_NUM_TASKS": {**SLURM, "SLURM_NTASKS": ""},
-    **dict.fromkeys(list(OPENMPI)[:3], OPENMPI),
-    **dict.fromkeys(("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"), PMI),
-    ranks.RANK_VARIABLE: {},
+    **dict.fromkeys(("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_ID"), SLURM),
+    "SHARDCACHE_RANK": {},
 }
 
 
@@ -162,7 +113,6 @@ def test_a_malformed_number_is_refused_by_name(variable: str) -> None:
     for value in ("-1", "3.0", "zero", "1_0", "+1", "9" * 5000):
         with pytest.raises(ConfigError, match=rf"^{variable}=.*whole number") as caught:
             detect({**NUMBERS[variable], variable: value})
-        assert caught.value.variable == variable  # type: ignore[attr-defined]
         assert len(str(caught.value)) < 300
 
 
@@ -182,12 +132,8 @@ def test_a_job_id_becomes_a_name_and_stays_one() -> None:
 
 
 def test_every_launcher_counts_the_processes_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ["LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE"]
-    for name in (*names, "MPI_LOCALNRANKS"):
+    for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"):
         for text, count in ((" ", None), (" 8 ", 8), ("0", None)):
             monkeypatch.setenv(name, text)
             assert local_world_size() == count
-        monkeypatch.setenv(name, "eight")
-        with pytest.raises(ConfigError, match=name):
-            local_world_size()
         monkeypatch.delenv(name)

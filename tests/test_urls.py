@@ -224,10 +224,6 @@ def test_bucket_and_key_are_exactly_those_of_the_url(bucket: str, name: str) -> 
     versioned = parse_url(f"s3://{bucket}/{name}?versionId=v.1")
     assert versioned.version_id == "v.1"
     assert versioned.bucket_and_key() == (bucket, name)
-    for kind in ("s3:us-west-2:1:accesspoint", "s3-outposts:us-west-2:1:outpost/op-01/accesspoint"):
-        arn = f"arn:aws:{kind}/my-point"  # a bucket, too
-        assert parse_url(f"s3://{arn}/{name}").bucket_and_key() == (arn, name)
-        assert redact(f"reading s3://{arn}/a@b.tar") == f"reading s3://{arn}/a@b.tar"
 
 
 # -- refusals ------------------------------------------------------------------
@@ -247,6 +243,7 @@ def test_bucket_and_key_are_exactly_those_of_the_url(bucket: str, name: str) -> 
         (f"gs://?token={CANARY}", "no object"),
         (f"s3://AKIA:{CANARY}@/k", "no object"),
         (f"s3://AKIA:a/{CANARY}@bucket/k", "colon"),
+        ("s3://arn:aws:s3:us-west-2:1:accesspoint/point/k", "by its alias"),
         (f"gs://me:{CANARY}@bucket/k", "password"),
         (f"https://h/{'x' * 9000}?sig={CANARY}", "bytes"),
         (f"gs://b/\ud800?sig={CANARY}", "UTF-8"),
@@ -296,13 +293,12 @@ def test_a_command_is_told_apart_by_all_of_it_and_shown_without_secrets() -> Non
 # -- text for people -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(urls._SECRETS | {"Key-Pair-Id", "Policy"}))
-def test_every_secret_parameter_is_redacted_anywhere_in_a_text(name: str) -> None:
-    for mark in "?&; ":
-        text = f"cannot read 'https://h/k?x=1{mark}{name}={CANARY}/+%3D&y=2': refused"
-        found = redact(text)
-        assert CANARY not in found
-        assert "y=2" in found and "refused" in found
+def test_every_secret_parameter_is_redacted_anywhere_in_a_text() -> None:
+    for name in urls._SECRETS | {"Key-Pair-Id", "Policy"}:
+        for mark in "?&; ":
+            found = redact(f"no 'https://h/k?x=1{mark}{name}={CANARY}/+%3D&y=2': refused")
+            assert CANARY not in found
+            assert "y=2" in found and "refused" in found
 
 
 @pytest.mark.parametrize(

@@ -260,6 +260,4 @@ def job_name(job: str | None = None) -> str:
             f"torchrun with --rdzv-id, or set {ranks.JOB_VARIABLE} to the same text on all nodes.",
             variable=ranks.JOB_VARIABLE,
         )
-    # Below mpirun each node has another step, mpirun's own.
-    variables = _COUNTS[:2] if found.source in ("openmpi", "pmi") else _COUNTS
-    return safe_name("-".join([name, *(os.environ.get(each) or "0" for each in variables)]))
+    return safe_name("-".join([name, *(os.environ.get(each) or "0" for each in _COUNTS)]))

@@ -20,8 +20,7 @@ from shardcache.urls import ShardURL, redact
 from shardcache.wds.samples import eof_option, reraise, tar_files
 
 if TYPE_CHECKING:
-    from shardcache.cache import Cache
-    from shardcache.options import Handler
+    from shardcache.cache import Cache, Handler
 
 _Pipeline = TypeVar("_Pipeline")
 

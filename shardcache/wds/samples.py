@@ -11,10 +11,12 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from shardcache.options import Handler
 from shardcache.wds.tar import TarWalk
+
+if TYPE_CHECKING:
+    from shardcache.cache import Handler
 
 #: Members that WebDataset keeps for itself.
 _is_meta = re.compile(r"__[^/]*__($|/)").match

@@ -101,7 +101,7 @@ def s3_environment(s3: S3Server, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) 
 def _own_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No configuration of the machine reaches a test."""
     for name in list(os.environ):
-        if name.startswith(("SHARDCACHE_", "AWS_", "WDS_", "SLURM_", "OMPI_", "PMI_")):
+        if name.startswith(("SHARDCACHE_", "AWS_", "WDS_", "SLURM_")):
             monkeypatch.delenv(name)
     for name in ("COLUMNS", "LINES"):  # of whoever started the tests: pseudo-terminals differ
         monkeypatch.delenv(name, raising=False)

@@ -25,17 +25,11 @@ SLURM = {
     "SLURM_STEP_ID": "0",
     "SLURM_JOB_ID": "4711",
 }
-MPI = {
-    "OMPI_COMM_WORLD_RANK": "11",
-    "OMPI_COMM_WORLD_SIZE": "16",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "3",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "8",
-}
 
 
 @pytest.fixture(autouse=True)
 def _nobody_launched_this(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [*TORCHRUN, *SLURM, *MPI, "SHARDCACHE_JOB"]:
+    for name in [*TORCHRUN, *SLURM, "SHARDCACHE_JOB"]:
         monkeypatch.delenv(name, raising=False)
 
 
@@ -50,8 +44,6 @@ def test_a_job_is_named_by_its_launcher_and_its_restarts(monkeypatch: pytest.Mon
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     monkeypatch.setenv("SLURM_STEP_ID", "1")
     assert job_name() == "4711-0-2-1"
-    launch(monkeypatch, {**MPI, "OMPI_MCA_ess_base_jobid": "77", "OMPI_COMM_WORLD_RANK": "3"})
-    assert job_name() == "77-0-2"  # on other nodes mpirun's daemon is a step
     launch(monkeypatch, {**TORCHRUN, "TORCHELASTIC_RUN_ID": "night"})
     assert job_name() == "night-0-2-1"
     monkeypatch.setenv("SHARDCACHE_JOB", "mine")

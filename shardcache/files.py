@@ -18,7 +18,6 @@ import errno
 import io
 import os
 import stat
-import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from pathlib import Path
 from shardcache import clock
 from shardcache.config import group_name
 from shardcache.errors import ConfigError, ShardCacheError
+from shardcache.threads import undivided
 
 #: Seconds between looks for a directory that another node has made and this one does not see yet.
 _LATE = 0.1
@@ -203,14 +203,13 @@ def sync_directory(path: Path) -> None:
 
 # -- files that a forked child must not keep -----------------------------------------------
 
-#: What a forked child closes. A fork waits for the guard, so that no file is open and not in here.
+#: What a forked child closes. A fork waits until a file that is being opened is in here.
 _exclusive: weakref.WeakSet[io.FileIO] = weakref.WeakSet()
-_guard = threading.RLock()  # reentrant because a signal handler may fork
 
 
 def open_exclusive(path: str | os.PathLike[str], flags: int, modes: Modes = PRIVATE) -> io.FileIO:
     """As `open_file`; a new file (O_EXCL) has its mode whatever the umask."""
-    with _guard:
+    with undivided():
         file = open_file(path, flags, modes.file)
         _exclusive.add(file)
     if flags & os.O_EXCL:
@@ -220,7 +219,7 @@ def open_exclusive(path: str | os.PathLike[str], flags: int, modes: Modes = PRIV
 
 def dup_exclusive(file: io.FileIO) -> io.FileIO:
     """Another descriptor of an open file."""
-    with _guard:
+    with undivided():
         if file.closed:
             raise OSError(errno.EBADF, "it is closed")
         copy = io.FileIO(os.dup(file.fileno()))
@@ -233,12 +232,9 @@ def _close_in_child() -> None:
         with contextlib.suppress(OSError):  # a failing disk; the others must be closed too
             file.close()
     _exclusive.clear()
-    _guard.release()
 
 
-os.register_at_fork(
-    before=_guard.acquire, after_in_parent=_guard.release, after_in_child=_close_in_child
-)
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 # -- failing disks -------------------------------------------------------------------------

@@ -29,8 +29,11 @@ _BEFORE_FORK = 30.0
 _LOOK = 0.0005
 _ENDING = 5.0
 
+#: Threads remembered before those that ended are forgotten: asking the kernel takes a while.
+_MANY = 256
+
 #: Modules that take locks of their own before a fork.
-_HOOKS = ("concurrent.futures.thread", "filelock", "shardcache.files")
+_HOOKS = ("concurrent.futures.thread", "filelock")
 
 _ours: set[threading.Thread] = set()
 _undivided: dict[int, int] = {}  # threads, and how often each of them is inside
@@ -48,7 +51,8 @@ def start(function: Callable[[], object], name: str) -> threading.Thread:
         RuntimeError: a limit of processes.
     """
     _wait_before_forks()
-    _ours.difference_update([other for other in list(_ours) if _is_gone(other)])
+    if len(_ours) >= _MANY:
+        _ours.difference_update([other for other in list(_ours) if _is_gone(other)])
     thread = threading.Thread(target=function, name=name, daemon=True)
     _ours.add(thread)
     try:

@@ -85,9 +85,8 @@ class Connections:
     def answered(self, seconds: float) -> None:
         """Note how many seconds the first byte of an answer took; 0 where nobody knows."""
         if self._answer is None or seconds < self._answer:
-            with self.lock:
-                self._answer = seconds
-                self._hand_out()
+            self._answer = seconds
+            self._hand_out()
 
     @contextmanager
     def one(self) -> Iterator[None]:
@@ -99,31 +98,36 @@ class Connections:
                 self._busy += 1
             finally:
                 self._waiting -= 1
-                self._hand_out()
         try:
+            self._hand_out()
             yield
         finally:
             with self.lock:
                 self._busy -= 1
-                self._hand_out()
+            self._hand_out()
 
     def offer(self, work: Work) -> None:
         """Let helpers fetch parts of a shard."""
         with self.lock:
             self._work.append(work)
-            self._hand_out()
+        self._hand_out()
 
     def _hand_out(self) -> None:
-        """Give a free connection to a caller that waits, else to a helper; with the lock."""
-        if self._busy >= self.limit:
-            return
-        if self._waiting:
-            self._free.notify()
-        elif self._next() is not None:
+        """Give a free connection to a caller that waits, else to a helper."""
+        with self.lock:
+            if self._busy >= self.limit:
+                return
+            if self._waiting:
+                self._free.notify()
+                return
+            if self._next() is None:
+                return
             self._busy += 1
-            try:
-                threads.start(self._help, "shardcache-part")
-            except RuntimeError:  # a limit of processes: callers fetch alone
+        try:
+            # Without the lock: it waits for the new thread, and all the others would wait, too.
+            threads.start(self._help, "shardcache-part")
+        except RuntimeError:  # a limit of processes: callers fetch alone
+            with self.lock:
                 self._busy -= 1
                 self._work.clear()
 
@@ -135,21 +139,23 @@ class Connections:
 
     def _help(self) -> None:
         """Fetch parts until there are no more, or a caller waits for the connection."""
-        with self.lock:
-            while not self._waiting and (work := self._next()) is not None:
+        while True:
+            with self.lock:
+                work = None if self._waiting else self._next()
+                if work is None:
+                    self._busy -= 1
+                    break
                 part = work.parts.popleft()
                 work.helpers += 1
-                self._hand_out()
-                self.lock.release()
-                try:
-                    work.fetch(part)
-                finally:
-                    self.lock.acquire()
+            self._hand_out()
+            try:
+                work.fetch(part)
+            finally:
+                with self.lock:
                     work.helpers -= 1
                     work.ended.notify_all()
-                    del work
-            self._busy -= 1
-            self._hand_out()
+            del work
+        self._hand_out()
 
 
 #: Bytes per second. With less, a fetch would look as if it were stuck.

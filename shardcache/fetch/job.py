@@ -168,6 +168,9 @@ class Job:
                 self._receive(_Part(part.start, part.stop), fd)
         except CancelledError:
             logger.debug("%s: called off", self._url)
+        except BaseException as exn:
+            self.fail(exn)  # before the connection is given to a helper, who would ask for more
+            raise
 
     def finish(self) -> Fetched:
         """Wait for the helpers, and check what came.

@@ -51,9 +51,10 @@ logger = logging.getLogger(__name__)
 _BELIEVED = 60.0
 #: Times that victims may come into use, or vanish, between plan and eviction.
 _PLANS = 6
-#: There is ample room where so many shards of a size would find some, beside an eighth of the
-#: volume: no node fetches more at once.
-_AMPLE = 1024
+#: There is ample room where so many shards of a size would find some beside an eighth of the
+#: volume: no node fetches more at once. So many where what is in flight is counted, too: no node
+#: begins more at the same moment.
+_AMPLE, _AT_ONCE = 1024, 64
 #: Of so many entries, one goes along with those that must: otherwise a full cache would be listed
 #: for every newcomer.
 _EACH = 100
@@ -288,9 +289,9 @@ class Space:
         return math.inf if None in sizes else sum(size or 0 for size in sizes)
 
     def _is_ample(self, volume: Volume, need: int) -> bool:
-        """Whether a shard fits whatever others reserve: their list costs more than a small one."""
-        wanted = self._config.min_free.of(volume.size) + _AMPLE * need + volume.size // 8
-        return volume.free >= wanted
+        """Whether a shard fits whatever others reserve: asking under the lock costs more."""
+        spare = volume.free - self._config.min_free.of(volume.size) - volume.size // 8
+        return spare >= _AMPLE * need or spare >= _AT_ONCE * need + self._announced()
 
     @property
     def is_pressed(self) -> bool | None:

@@ -139,7 +139,7 @@ def test_a_pin_holds_a_path_and_not_just_a_file(
     def obtain(self, shard, status=None):
         obtained = real(self, shard, status)
         if not renamed:
-            directory = Path(obtained.opened.directory)
+            directory = Path(obtained[0].directory)
             renamed.append(Layout.of_root(cache.dir).new_evicted(shard.key))
             directory.rename(renamed[0])
         return obtained

@@ -8,8 +8,8 @@
     link a sibling namespace's entry -----------------------> linked
     resume what a dead process left, or start ---> publish -> fetched
 
-A `Coordinator` belongs to one process and may be used by all its threads. Locks
-only save bandwidth: every step is right without them.
+A `Coordinator` belongs to one process and may be used by all its threads. Locks only save
+bandwidth: every step is right without them.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import contextlib
 import errno
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
+from typing import Literal, NamedTuple, TypeAlias
 
 from shardcache import clock
 from shardcache.clock import boot_id
@@ -41,8 +41,7 @@ from shardcache.files import FULL
 from shardcache.layout import Layout, is_directory, parse_partial_name
 from shardcache.locks.flock import Holder, KeyLock
 from shardcache.locks.lease import KeyLease
-from shardcache.locks.sessions import WaitNote
-from shardcache.origins.base import ObjectInfo, Origin
+from shardcache.origins.base import ObjectInfo
 from shardcache.origins.resolve import Origins
 from shardcache.ranks import Ranks
 from shardcache.space.budget import Space
@@ -53,7 +52,7 @@ from shardcache.store.partial import LostError, Partial
 from shardcache.store.store import Opened, Store, Stores
 from shardcache.urls import ShardURL
 
-__all__ = ["Coordinator", "Obtained", "Outcome"]
+__all__ = ["Coordinator", "Obtained"]
 
 logger = logging.getLogger(__name__)
 
@@ -71,24 +70,15 @@ _USUAL = 64 << 20
 #: locks that lie; not this often in a row.
 _TRIES = 5
 
-_AnyLock = KeyLock | KeyLease
+#: Where a shard may be stored, in the order in which that is tried.
+_Places: TypeAlias = Sequence[tuple[Store, Space]]
 
 
-class Outcome(StrEnum):
-    """How a shard was had."""
-
-    HIT = "hit"
-    COALESCED = "coalesced"
-    LINKED = "linked"
-    FETCHED = "fetched"
-
-
-@dataclass(frozen=True, slots=True)
-class Obtained:
-    """An open entry; the caller must close ``opened``."""
+class Obtained(NamedTuple):
+    """An open entry, which the caller must close, and how it was had."""
 
     opened: Opened
-    outcome: Outcome
+    outcome: Literal["hit", "coalesced", "linked", "fetched"]
 
 
 class Coordinator:
@@ -124,19 +114,14 @@ class Coordinator:
         self._on_fault = on_fault
         self._warn = warn
 
-    def get(
-        self,
-        url: ShardURL,
-        status: FetchStatus,
-        patient: Callable[[], bool] = lambda: True,
-    ) -> Obtained | None:
+    def get(self, url: ShardURL, status: FetchStatus, *, ahead: bool = False) -> Obtained | None:
         """Wait for the shard's entry, link it, or fetch it, where a look found none.
 
         Args:
             url: the shard.
             status: is kept up to date.
-            patient: whether to wait where somebody else fetches the shard; asked before
-                each wait. If not, the answer is None.
+            ahead: nobody waits for the shard yet: the answer is None where somebody else
+                fetches it, or this node fetches enough ahead.
 
         Raises:
             ShardNotFoundError, AccessDeniedError, ConfigError, TransferError,
@@ -145,52 +130,49 @@ class Coordinator:
             LockTimeoutError: somebody else has been fetching it for too long.
             OSError: the local disk failed.
         """
-        with self._fetcher.cancellable(status):
+        with self._fetcher.cancellable(status), contextlib.ExitStack() as stack:
+            if ahead and not stack.enter_context(self._slot("ahead", _AHEAD_FETCHES)):
+                return None
             try:
-                return self._get(url, status, patient, self._places)
-            except ShardCacheError:
-                raise
+                return self._get(url, status, ahead, self._places)
             except OSError as exn:
-                if exn.errno not in FULL:
+                if isinstance(exn, ShardCacheError) or exn.errno not in FULL:
                     raise
                 # At whichever step: the partial is gone by now, and so is the lock.
                 logger.info("%s: the disk is full (%s); making room", url, exn)
                 status.drop_answer()
                 if len(self._places) == 1:  # otherwise the next tier may have room
                     self._places[0][1].make_room(str(url), status.size or 0)
-                return self._get(url, status, patient, self._places[-1:])
+                return self._get(url, status, ahead, self._places[-1:])
 
     def _get(
-        self,
-        url: ShardURL,
-        status: FetchStatus,
-        patient: Callable[[], bool],
-        places: Sequence[tuple[Store, Space]],
+        self, url: ShardURL, status: FetchStatus, ahead: bool, places: _Places
     ) -> Obtained | None:
-        holder = self._holder()
-        lock = self._lock(url.key, self.store.layout)
-        with contextlib.closing(WaitNote(self.store.layout)) as note:
-            waiter = None
-            while True:
-                if lock.try_acquire(holder):
-                    note.close()
-                    try:
-                        return self._fill(url, lock, holder, status, places)
-                    finally:
-                        lock.release()
-                if not patient():
+        holder, lock, waiter = self._holder(), self._lock(url.key, self.store.layout), None
+        try:
+            while not lock.try_acquire(holder):
+                if ahead:
                     return None
-                waiter = waiter or self._waiter(url, status, note, holder)
+                if waiter is None:
+                    layouts = [store.layout for store, _ in self._places]
+                    waiter = Waiter(url, status, layouts, self._config, holder)
                 if waiter.stale:
-                    with self._slot("private", _PRIVATE_FETCHES, holder) as free:
+                    with self._slot("private", _PRIVATE_FETCHES) as free:
                         if free:
-                            note.close()
+                            waiter.close()
                             logger.warning("%s: %s; fetching it here too", url, waiter.describe())
-                            return self._fill(url, None, holder, status, places)
+                            return self._fill(url, status, None, places)
                 waiter.pause()
                 opened = self.lookup(url, status.outdated)
                 if opened is not None:
-                    return Obtained(opened, Outcome.COALESCED)
+                    return Obtained(opened, "coalesced")
+        finally:
+            if waiter is not None:
+                waiter.close()
+        try:
+            return self._fill(url, status, lock, places)
+        finally:
+            lock.release()
 
     def lookup(
         self, url: ShardURL, outdated: Collection[str] = (), *, condemn: bool = False
@@ -218,50 +200,28 @@ class Coordinator:
         Raises:
             OSError: the disk fails.
         """
-        with self._held(self._lock(key, store.layout), self._holder()) as held:
-            yield held
-
-    def ahead_slot(self) -> AbstractContextManager[bool]:
-        """One of the node's few places for what nobody waits for; False if all are taken."""
-        return self._slot("ahead", _AHEAD_FETCHES, self._holder())
-
-    @contextlib.contextmanager
-    def _slot(self, name: str, count: int, holder: Holder) -> Iterator[bool]:
-        layout = self.store.layout
-        for number in range(count):
-            lock = KeyLock(layout.named_lock(f"{name}-{number}"), layout.modes)
-            with self._held(lock, holder) as held:
-                if held:
-                    yield True
-                    return
-        yield False
-
-    @staticmethod
-    @contextlib.contextmanager
-    def _held(lock: _AnyLock, holder: Holder) -> Iterator[bool]:
-        held = lock.try_acquire(holder)
+        lock = self._lock(key, store.layout)
         try:
-            yield held
+            yield lock.try_acquire(self._holder())
         finally:
-            if held:
+            lock.release()
+
+    @contextlib.contextmanager
+    def _slot(self, name: str, count: int) -> Iterator[bool]:
+        """One of the node's few places for fetches of a kind; False if all are taken."""
+        layout, holder = self.store.layout, self._holder()
+        slots = (KeyLock(layout.named_lock(f"{name}-{n}"), layout.modes) for n in range(count))
+        lock = next((slot for slot in slots if slot.try_acquire(holder)), None)
+        try:
+            yield lock is not None
+        finally:
+            if lock is not None:
                 lock.release()
 
-    def _lock(self, key: str, layout: Layout) -> _AnyLock:
+    def _lock(self, key: str, layout: Layout) -> KeyLock | KeyLease:
         if layout.grace is not None:
             return KeyLease(layout, key)
         return KeyLock(layout.key_lock(key), layout.modes)
-
-    def _waiter(self, url: ShardURL, status: FetchStatus, note: WaitNote, holder: Holder) -> Waiter:
-        return Waiter(
-            [store.layout.partial for store, _ in self._places],
-            url,
-            status=status,
-            record=self.store.layout.holder(url.key),
-            timeout=self._config.lock_timeout,
-            stale_after=self._config.stale_after,
-            note=note,
-            waiter=holder,
-        )
 
     def _holder(self) -> Holder:
         ranks = self._ranks
@@ -271,32 +231,18 @@ class Coordinator:
     # -- making the entry ----------------------------------------------------------
 
     def _fill(
-        self,
-        url: ShardURL,
-        lock: _AnyLock | None,
-        holder: Holder,
-        status: FetchStatus,
-        places: Sequence[tuple[Store, Space]],
+        self, url: ShardURL, status: FetchStatus, lock: KeyLock | KeyLease | None, places: _Places
     ) -> Obtained:
         """Make the entry and open it; ``lock`` is the key's, or None for a private fetch."""
         for _ in range(_TRIES):
             opened = self.lookup(url, status.outdated, condemn=lock is not None)
             if opened is not None:
-                return Obtained(opened, Outcome.COALESCED)
+                return Obtained(opened, "coalesced")
             linked = self._link(url, status.outdated)
             if linked is not None:
-                return Obtained(linked, Outcome.LINKED)
-
-            def announce(partial: Partial) -> None:
-                """Say in the lock's record where the shard grows, for those who wait."""
-                size = partial.metadata.info.size
-                if lock is not None and (size is None or size > BLOCK):  # one block is never shown
-                    lock.update(replace(holder, partial=partial.path.name))
-
+                return Obtained(linked, "linked")
             try:
-                left = None if lock is None else lock.left
-                fetched = self._fetch(url, status, places, left, announce)
-                entry = self._publish(url, fetched)
+                entry = self._publish(url, self._fetch(url, status, lock, places))
             except LostError as exn:
                 self._warn("lost", "%s: %s; starting over", url, exn)
                 continue
@@ -304,7 +250,7 @@ class Coordinator:
                 self._drop(url, status.outdated)
             opened = self.lookup(url)
             if opened is not None:
-                return Obtained(opened, Outcome.FETCHED)
+                return Obtained(opened, "fetched")
             if is_directory(entry):  # another fetch would end there, too
                 raise OSError(errno.EIO, "what was just stored cannot be read", str(entry))
         # The origin is well: a fault of the cache, so that the shard can still be streamed.
@@ -326,24 +272,21 @@ class Coordinator:
         """Share a sibling namespace's copy, by hard link or else as it is."""
         pairs = ((t.store, other) for t in self._tiers for other in t.namespaces.siblings())
         for store, sibling in pairs:
+            other = opened = None
             try:
                 other = sibling.open(url.key, url.basename, outdated)
-            except DamagedError:
-                continue  # its own namespace will set it aside
-            if other is None:
-                continue
-            try:
-                linked = store.link(other, other.entry.metadata(), url.basename)
-                opened = self.lookup(url, outdated) if linked else None
-            except (DamagedError, FileNotFoundError):
-                other.close()
+                if other is None:
+                    continue
+                if store.link(other, other.entry.metadata(), url.basename):
+                    opened = self.lookup(url, outdated)
+            except (DamagedError, FileNotFoundError):  # its own namespace will set it aside
+                if other is not None:
+                    other.close()
                 continue
             except OSError as exn:  # full or read-only: theirs is as good to read
+                if other is None:
+                    raise
                 logger.info("%s: not linked, but read where it is: %s", url, exn)
-                return other
-            except Exception:
-                other.close()
-                raise
             if opened is None:
                 return other
             other.close()
@@ -351,73 +294,59 @@ class Coordinator:
         return None
 
     def _fetch(
-        self,
-        url: ShardURL,
-        status: FetchStatus,
-        places: Sequence[tuple[Store, Space]],
-        left: Holder | None,
-        announce: Callable[[Partial], None],
+        self, url: ShardURL, status: FetchStatus, lock: KeyLock | KeyLease | None, places: _Places
     ) -> Fetched:
         """Fetch from an upstream that has the shard, else from the origin.
 
         Raises:
             As `get`; LostError: somebody took the partial away.
         """
-        # A copy of what the origin has replaced may still be in an upstream.
-        for upstream in () if status.outdated else self._origins.upstreams(url):
-            status.upstream = True
-            try:
-                fetched = self._fetch_from(upstream, url, status, places, left, announce)
-            except (FetchCancelledError, CacheFullError):
-                raise
-            except ShardCacheError as exn:
-                logger.info("%s: not from %s: %s", url, upstream.name, exn)
-                continue
-            if upstream.digest in (None, fetched.digest):
-                return fetched
-            fetched.partial.discard()
-            upstream.distrust()
-            logger.warning("%s: its copy in %s is damaged", url, upstream.name)
-        status.upstream = False
-        return self._fetch_from(self._origins.of(url), url, status, places, left, announce)
+        left = None if lock is None or lock.left is None else lock.left.partial
 
-    def _fetch_from(
-        self,
-        origin: Origin,
-        url: ShardURL,
-        status: FetchStatus,
-        places: Sequence[tuple[Store, Space]],
-        left: Holder | None,
-        announce: Callable[[Partial], None],
-    ) -> Fetched:
-        # What an upstream began comes before what an earlier holder of the lock left.
-        begun = None if left is None else left.partial
-        resume = self._resume(url, begun if status.partial is None else status.partial.name)
-        if resume is not None:
-            announce(resume)
-        else:
-            self._ask_for_room(url, status)
-
-        def target(info: ObjectInfo) -> Partial:
-            partial = self._begin(url, info, places)
-            try:
-                announce(partial)
-            except Exception:
-                partial.discard()  # or its lock would reserve room until this process ends
-                raise
+        def announce(partial: Partial) -> Partial:
+            """Say in the lock's record where the shard grows, for those who wait."""
+            size = partial.metadata.info.size
+            if lock is not None and (size is None or size > BLOCK):  # one block is never shown
+                lock.update(replace(self._holder(), partial=partial.path.name))
             return partial
 
-        return self._fetcher.fetch(origin, url, target=target, resume=resume, status=status)
+        # A copy of what the origin has replaced may still be in an upstream.
+        upstreams = () if status.outdated else self._origins.upstreams(url)
+        for source in chain(upstreams, (None,)):
+            status.upstream = source is not None
+            # What an upstream began comes before what an earlier holder of the lock left.
+            resume = self._resume(url, left if status.partial is None else status.partial.name)
+            if resume is not None:
+                announce(resume)
+            else:
+                self._ask_for_room(url, status)
+            try:
+                fetched = self._fetcher.fetch(
+                    source or self._origins.of(url),
+                    url,
+                    target=lambda info: announce(self._begin(url, info, places)),
+                    resume=resume,
+                    status=status,
+                )
+            except ShardCacheError as exn:
+                if source is None or isinstance(exn, (FetchCancelledError, CacheFullError)):
+                    raise
+                logger.info("%s: not from %s: %s", url, source.name, exn)
+                continue
+            if source is None or source.digest in (None, fetched.digest):
+                return fetched
+            fetched.partial.discard()
+            source.distrust()
+            logger.warning("%s: its copy in %s is damaged", url, source.name)
+        raise AssertionError("the origin is the last")
 
     def _ask_for_room(self, url: ShardURL, status: FetchStatus) -> None:
         """Ask no origin for what there is no room for, as far as both are known."""
         size = self._fetcher.likely_size(url, status.listed) or _USUAL
-        answers = [space.refuses(str(url), size) for _, space in self._places]
-        refusals = [answer for answer in answers if answer is not None]
-        if status.listed is not None and len(refusals) == len(answers):
+        refusals = [space.refuses(str(url), size) for _, space in self._places]
+        status.roomless = None not in refusals
+        if status.roomless and status.listed is not None and refusals[-1] is not None:
             raise refusals[-1]
-        small = all(s.max_size is not None and s.max_size < size for _, s in self._places)
-        status.roomless = small or len(refusals) == len(answers)
 
     def _resume(self, url: ShardURL, name: str | None) -> Partial | None:
         """Take over the partial of this name, if nobody is at it."""
@@ -440,9 +369,7 @@ class Coordinator:
                 raise
         return None
 
-    def _begin(
-        self, url: ShardURL, info: ObjectInfo, places: Sequence[tuple[Store, Space]]
-    ) -> Partial:
+    def _begin(self, url: ShardURL, info: ObjectInfo, places: _Places) -> Partial:
         """Begin a partial in the first place that has room."""
         made = clock.time(), boot_id(), __version__
         metadata = Metadata(str(url), url.key, info, info.size or 0, "", None, *made)
@@ -459,10 +386,19 @@ class Coordinator:
         raise AssertionError("there is always a place")
 
     def _publish(self, url: ShardURL, fetched: Fetched) -> Path:
+        """Make an entry of what was fetched, unless it is no archive or `validate` refuses it."""
         partial = fetched.partial
         try:
             check_archive(partial.fd, url.basename, str(url))
-            self._validate(url, partial)
+            if self._config.validate is not None:
+                try:
+                    self._config.validate(partial.data)
+                except Exception as exn:  # a user's check may raise anything: that is its answer
+                    raise IntegrityError(
+                        f"{url} was refused by the validate hook: {type(exn).__name__}: {exn}. "
+                        "Look at the object, or at the hook.",
+                        url=str(url),
+                    ) from exn
             metadata = replace(
                 partial.metadata,
                 size=fetched.size,
@@ -480,15 +416,3 @@ class Coordinator:
             raise
         partial.close()
         return entry
-
-    def _validate(self, url: ShardURL, partial: Partial) -> None:
-        if self._config.validate is None:
-            return
-        try:
-            self._config.validate(partial.data)
-        except Exception as exn:  # a user's check may raise anything: that is its answer
-            raise IntegrityError(
-                f"{url} was refused by the validate hook: {type(exn).__name__}: {exn}. "
-                "Look at the object, or at the hook.",
-                url=str(url),
-            ) from exn

@@ -1,9 +1,8 @@
 """Waiting for another process's fetch: announced, watched, bounded.
 
-A waiter never takes a lock away. It watches whether the holder's partial grows,
-notes for `top` whom it waits for, says so every ten seconds, and in the end either sees
-the entry, gets the lock, is told that the holder is stale, or gives up with an error
-that names holder, age and progress.
+A waiter never takes a lock away. It watches whether the holder's partial grows, notes for `top`
+whom it waits for, says so every ten seconds, and in the end either sees the entry, gets the lock,
+is told that the holder is stale, or gives up with an error that names holder, age and progress.
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Sequence
-from pathlib import Path
 
 from shardcache import clock
+from shardcache.config import Config
 from shardcache.errors import LockTimeoutError
 from shardcache.fetch.status import FetchStatus
-from shardcache.layout import is_directory, parse_partial_name
+from shardcache.layout import Layout, is_directory, parse_partial_name
 from shardcache.locks.flock import Holder, read_holder
 from shardcache.locks.sessions import Wait, WaitNote
 from shardcache.store.partial import Progress, read_progress
@@ -41,47 +40,35 @@ class Waiter:
     """One caller's wait for one key.
 
     Args:
-        partials: where fetches grow.
         url: the shard.
         status: is told where the holder's partial is; ends the wait when it is called off.
-        record: the file in which the holder says who it is.
-        timeout: seconds after which `pause` gives up.
-        stale_after: seconds without growth after which the holder is stale.
-        note, waiter: where a long wait is noted, and who waits.
+        layouts: where fetches grow; the last one has the lock.
+        config: the bounds of the wait.
+        waiter: who waits.
     """
 
     def __init__(
         self,
-        partials: Sequence[Path],
         url: ShardURL,
-        *,
         status: FetchStatus,
-        record: Path,
-        timeout: float,
-        stale_after: float,
-        note: WaitNote | None = None,
-        waiter: Holder | None = None,
+        layouts: Sequence[Layout],
+        config: Config,
+        waiter: Holder,
     ) -> None:
-        self._partials = partials
         self._url = url
         self._status = status
-        self._timeout = timeout
-        self._stale_after = stale_after
-        self._record = record
+        self._layouts = layouts
+        self._config = config
         self._poll = _FIRST_POLL
         self._begun = self._changed = self._announced = clock.monotonic()
-        self._seen: tuple[Holder | None, Progress | None] | None = None
-        self._note, self._waiter = note, waiter
+        self._note = WaitNote(layouts[-1])
+        self._wait = Wait(str(url), url.key, waiter)
+        self._holder, self._progress = self._look()
 
     @property
     def stale(self) -> bool:
         """Whether the holder's partial has not grown for ``stale_after`` seconds."""
-        return clock.monotonic() - self._changed >= self._stale_after
-
-    @property
-    def waited(self) -> float:
-        """Seconds since the wait began."""
-        return clock.monotonic() - self._begun
+        return clock.monotonic() - self._changed >= self._config.stale_after
 
     def pause(self) -> None:
         """Sleep a little and look again.
@@ -90,65 +77,63 @@ class Waiter:
             LockTimeoutError: the wait is over its bound.
             FetchCancelledError: it was called off.
         """
-        if self._seen is None:
-            self._seen = self._look()
         pause = self._poll * random.uniform(0.5, 1.0)  # noqa: S311 - jitter
         self._status.sleep(pause, str(self._url))
         self._poll = min(self._poll * 1.5, _LAST_POLL)
         now = clock.monotonic()
         seen = self._look()
-        if seen != self._seen:
+        if seen != (self._holder, self._progress):
             self._changed = now
-        self._seen = seen
-        if now - self._begun >= self._timeout:
+        self._holder, self._progress = seen
+        waited = now - self._begun
+        if waited >= self._config.lock_timeout:
             raise LockTimeoutError(
-                f"{self._url} was not there after {format_duration(now - self._begun)}: "
+                f"{self._url} was not there after {format_duration(waited)}: "
                 f"{self.describe()}. Look at that process, or raise lock_timeout.",
                 url=str(self._url),
-                holder=seen[0],
-                waited=now - self._begun,
+                holder=self._holder,
+                waited=waited,
             )
         if now - self._announced >= _ANNOUNCE_EVERY:
             self._announced = now
-            logger.warning(
-                "%s: waiting for %s, %s",
-                self._url,
-                format_duration(self.waited),
-                self.describe(),
-                extra=self._facts(),
-            )
+            self._announce(waited)
+        if waited >= _NOTE_AFTER:
+            self._note.say(self._wait)
 
-        if now - self._begun >= _NOTE_AFTER and self._note is not None and self._waiter is not None:
-            self._note.say(Wait(str(self._url), self._url.key, self._waiter))
+    def close(self) -> None:
+        """Wait no longer."""
+        self._note.close()
 
     def _look(self) -> tuple[Holder | None, Progress | None]:
-        holder = read_holder(self._record)
+        holder = read_holder(self._layouts[-1].holder(self._url.key))
         name = holder.partial if holder else None
         # The name comes out of a file anybody may have damaged: a name, no path.
         if name is None or parse_partial_name(name) is None:
             return holder, None
-        places = [directory / name for directory in self._partials]
+        places = [layout.partial / name for layout in self._layouts]
         partial = next((path for path in places[:-1] if is_directory(path)), places[-1])
         self._status.grows_in(partial)
         return holder, read_progress(partial)
 
-    def _facts(self) -> dict[str, object]:
-        """What a log record says beside its text; see docs/observing.md."""
-        holder, progress = self._seen or (None, None)
-        return {
+    def _announce(self, waited: float) -> None:
+        """Say whom it waits for; the fields are in docs/observing.md."""
+        holder, progress = self._holder, self._progress
+        facts = {
             "event": "waiting",
             "shard": str(self._url),
-            "seconds": self.waited,
+            "seconds": waited,
             "holder_pid": holder.pid if holder else None,
             "holder_host": holder.host if holder else None,
             "holder_rank": holder.rank if holder else None,
             "written": progress.written if progress else None,
             "size": progress.total if progress else None,
         }
+        text = "%s: waiting for %s, %s"
+        logger.warning(text, self._url, format_duration(waited), self.describe(), extra=facts)
 
     def describe(self) -> str:
         """Who holds the shard, since when, and how far they are."""
-        holder, progress = self._seen or (None, None)
+        holder, progress = self._holder, self._progress
         if holder is None:
             return "its lock is held by a process that did not say who it is"
         age = format_duration(max(0.0, clock.time() - holder.started))

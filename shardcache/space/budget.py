@@ -124,12 +124,8 @@ class Space:
             OSError: the disk fails.
         """
         if size is not None:
-            if self.max_size is not None and size > self.max_size:
-                raise CacheFullError(
-                    f"{url} has {format_bytes(size)}, more than the whole cache may hold "
-                    f"({format_bytes(self.max_size)}). Raise max_size.",
-                    url=url,
-                )
+            if too_large := self._too_large(url, size):
+                raise too_large
             if self.max_size is None and self._is_ample(Volume.of(self.node.base), size):
                 yield
                 return
@@ -140,9 +136,19 @@ class Space:
                 self.recount()
 
     def refuses(self, url: str, size: int) -> CacheFullError | None:
-        """Why there is no room for a shard, if that was found lately."""
+        """Why there is no room for a shard: it is too large, or that was found lately."""
         usage = self._read()
-        return None if usage is None else usage.refuses(url, size)
+        found_lately = None if usage is None else usage.refuses(url, size)
+        return self._too_large(url, size) or found_lately
+
+    def _too_large(self, url: str, size: int) -> CacheFullError | None:
+        if self.max_size is None or size <= self.max_size:
+            return None
+        return CacheFullError(
+            f"{url} has {format_bytes(size)}, more than the whole cache may hold "
+            f"({format_bytes(self.max_size)}). Raise max_size.",
+            url=url,
+        )
 
     def make_room(self, url: str, size: int) -> None:
         """Free ``size`` bytes, and three entries more, after the disk said that it is full.

@@ -9,7 +9,7 @@
         | it fails ----------------------------------------------> past the cache
 
 With ``strict`` there is no way past: faults are raised, as they are where a path is asked for
-(`Opener.obtain`).
+(`Opener.obtain`). A `Lookahead` has the next shards of a pipeline fetched before it asks.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import errno
 import io
 import logging
 import os
-from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, BinaryIO
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from shardcache import clock
 from shardcache.config import Config
@@ -38,7 +39,7 @@ from shardcache.errors import (
 from shardcache.fetch.status import FetchStatus
 from shardcache.files import Breaker, fault_kind, is_disk_fault
 from shardcache.locks.flock import is_file
-from shardcache.origins.base import ObjectInfo
+from shardcache.origins.base import Body, ObjectInfo
 from shardcache.runtime import Process
 from shardcache.store.entry import DamagedError, Entry, Opened, open_data
 from shardcache.streams.sources import FetchSource, OriginSource
@@ -46,11 +47,11 @@ from shardcache.streams.stream import ShardStream
 from shardcache.urls import ShardURL
 
 if TYPE_CHECKING:
-    from shardcache.fetch.background import Fetching, Share
+    from shardcache.fetch.background import Fetching
     from shardcache.fetch.coordinator import Obtained
     from shardcache.streams.sources import Source
 
-__all__ = ["Opener"]
+__all__ = ["Lookahead", "Opener"]
 
 logger = logging.getLogger(__name__)
 
@@ -58,9 +59,6 @@ logger = logging.getLogger(__name__)
 _STUCK_POLL = 0.25
 #: WebDataset reads 10 KiB at a time; with the default buffer each is a system call.
 _BUFFER = 1 << 18
-#: What the cache says of itself, in the guise of our own errors; the others are the origin's.
-_OF_THE_CACHE = (CacheFullError, LockTimeoutError)
-_TOO_MANY_FILES = {errno.EMFILE: "this process has", errno.ENFILE: "the machine has"}
 
 
 class PausedError(OSError):
@@ -87,97 +85,68 @@ class Opener:
 
     def __init__(self, config: Config, here: Callable[[], Process]) -> None:
         self.config = config
-        self._here = here
+        self.here = here
 
     # -- streams -----------------------------------------------------------------
 
     def open(
-        self, shard: ShardURL, *, finish: bool = True, ahead: Opened | Share | None = None
+        self, shard: ShardURL, *, finish: bool = True, ahead: Opened | FetchSource | None = None
     ) -> tuple[BinaryIO, str | None]:
         """A stream of the shard, and its local path or None while it has none.
 
         Args:
             shard: which.
             finish: whether a fetch goes on to its end when the stream is closed before.
-            ahead: what `fetch_ahead` returned for the shard; it is the stream's now.
+            ahead: what a `Lookahead` has of the shard; it is the stream's now.
 
         Raises:
             As `Cache.open`.
         """
         if shard.scheme == "file" and self.is_in_place(shard):
             return _open_in_place(shard)
-        process, begun = self._here(), clock.monotonic()
-        opened, share = (ahead, None) if isinstance(ahead, Opened) else (None, ahead)
+        process, begun = self.here(), clock.monotonic()
+        opened = ahead if isinstance(ahead, Opened) else None
         source: Source
         try:
-            # The path that is taken a million times, and is not to call many others.
-            ready = process.ready
-            if opened is None and ready is not None and not process.reading.faults:
-                try:
-                    opened = ready.store.open(shard.key, shard.basename)
-                except (DamagedError, OSError):
-                    opened = self._find(process, shard)  # it deals with that
+            if isinstance(ahead, FetchSource):
+                ahead.begin()
             elif opened is None:
-                opened = self._find(process, shard)
-            source = opened or self._fetch_source(process, shard, finish, share, begun)
+                ready = process.ready
+                if ready is None or process.reading.faults:
+                    opened = self.find(shard)
+                else:  # the path that is taken a million times, and is not to call many others
+                    try:
+                        opened = ready.store.open(shard.key, shard.basename)
+                    except (DamagedError, OSError):
+                        opened = self.find(shard)  # it deals with that
+            source = opened or ahead or FetchSource(self, shard, finish=finish)
         except (ShardCacheError, OSError) as exn:
-            source = self.stream_past(shard, exn, 0, None, FetchStatus())
+            source = self._stream_past(shard, exn, 0, None)
         stream = ShardStream(self, shard, source)
         if opened is None:
             stream.wait(whole=self.config.fill == "complete")
             return io.BufferedReader(stream, _BUFFER), stream.path
         process.touch(opened)
-        now = clock.monotonic()
-        if share is not None and share.began:  # it would not be there but for this reader
-            process.counters.opened("fetched", opened.size, now - begun)
-        else:
-            tiers = process.tiers
-            tier = tiers.index(process.tier_of(opened.directory)) if len(tiers) > 1 else None
-            process.counters.opened("hit", opened.size, now - begun, tier)
+        tiers = process.tiers
+        tier = tiers.index(process.tier_of(opened.directory)) if len(tiers) > 1 else None
+        process.counters.opened("hit", opened.size, clock.monotonic() - begun, tier)
         if logger.isEnabledFor(logging.DEBUG):  # what it says is not made for nobody
             say = {"event": "hit", "shard": str(shard), "bytes": opened.size}
             logger.debug("%s: hit", shard, extra=say)
         return io.BufferedReader(stream, _BUFFER), opened.path
 
-    def _fetch_source(
-        self, process: Process, shard: ShardURL, finish: bool, ahead: Share | None, begun: float
-    ) -> FetchSource:
-        share = ahead
-        if share is None or share.fetching is None or not _is_final(share.fetching):
-            share = self.join(shard, finish=finish)
-        began = share.began or (ahead is not None and ahead.began)
-        if ahead is not None and share is not ahead:
-            ahead.leave()
-        return FetchSource(self, process, shard, share, began, clock.monotonic() - begun)
+    def join(
+        self, shard: ShardURL, *, finish: bool = False, ahead: bool = False
+    ) -> tuple[Fetching, bool]:
+        """Want a shard fetched in the background, once for all who want it; see `Fetchings.join`.
 
-    def fetch_ahead(self, shard: ShardURL) -> Opened | Share | None:
-        """Begin to fetch a shard that will be asked for, unless it is there: then pin it."""
-        if self.is_in_place(shard):
-            return None
-        try:
-            return self.find(shard) or self.join(shard, ahead=True)
-        except OSError as exn:  # whoever asks for it is told
-            logger.debug("%s: not fetched ahead: %s", shard, exn)
-            return None
-
-    def join(self, shard: ShardURL, *, ahead: bool = False, finish: bool = False) -> Share:
-        """Want a shard fetched in the background, once for all who want it.
-
-        With ``ahead`` nobody waits for it yet; with ``finish`` it is fetched even if all leave.
+        With ``ahead`` nobody waits for it yet.
         """
-        process = self._here()
-        coordinator = process.coordinator()  # of a child that has just been forked
-
-        def fetch(status: FetchStatus, patient: Callable[[], bool]) -> Obtained | None:
-            if not ahead:
-                return self._get(process, shard, status, patient)
-            with coordinator.ahead_slot() as free:
-                return self._get(process, shard, status, patient) if free or patient() else None
-
-        try:
-            return process.fetchings.join(shard, fetch, ahead=ahead, finish=finish)
-        except RuntimeError as exn:  # a limit of processes
-            raise OSError(errno.EAGAIN, str(exn)) from exn
+        process = self.here()
+        process.coordinator()  # of a child that has just been forked
+        return process.fetchings.join(
+            shard, lambda status: self._get(shard, status, ahead=ahead), finish=finish
+        )
 
     # -- past a fault ------------------------------------------------------------
 
@@ -192,30 +161,27 @@ class Opener:
             return self._mend(shard, failed, fault, position, begun)
         if isinstance(failed, FetchSource):
             failed.counted = True  # here
-            return self.stream_past(
-                shard, fault, position, failed.info if begun else None, failed.status
-            )
+            pin = failed.info if begun else None
+            return self._stream_past(shard, fault, position, pin, failed.take_answer)
         if isinstance(failed, OriginSource) and failed.nearer is not None:
             logger.info("%s: the rest does not come from an upstream: %s", shard, fault)
             pin = failed.info if begun else None
-            return OriginSource(self._here(), shard, start=position, pin=pin)
+            return OriginSource(self.here(), shard, start=position, pin=pin)
         raise fault  # the origin was the last
 
     def _mend(
         self, shard: ShardURL, opened: Opened, fault: OSError, position: int, begun: bool
     ) -> Source:
         """Open an entry again whose handle is stale; set any other that fails aside."""
-        process = self._here()
-        entry = opened.entry
+        process, entry = self.here(), opened.entry
         store = process.store_of(entry)
-        if fault.errno == errno.ESTALE and not opened.reopened:
-            with contextlib.suppress(DamagedError, OSError):
+        info = None
+        with contextlib.suppress(DamagedError, OSError):
+            if fault.errno == errno.ESTALE and not opened.reopened:
                 where = opened.directory, opened.path, opened.size
                 if (again := open_data(*where, store.layout.grace)) is not None:
                     again.reopened = True
                     return again
-        info = None
-        with contextlib.suppress(DamagedError, OSError):
             info = entry.metadata().info
         process.disk_failed(process.reading, fault)
         try:
@@ -237,28 +203,28 @@ class Opener:
             fault.strerror,
         )
         if not begun:
-            return self._origin_source(process, shard, position, FetchStatus())
+            return self._nearest(shard, position)
         return OriginSource(
             process, shard, start=position, pin=info, version=entry.version, size=entry.size
         )
 
-    def stream_past(
+    def _stream_past(
         self,
         shard: ShardURL,
         fault: Exception,
         start: int,
         pin: ObjectInfo | None,
-        status: FetchStatus,
+        take_answer: Callable[[], Body | None] = lambda: None,
     ) -> OriginSource:
         """A shard from ``start`` on, from its origin, because the cache failed; counted and said.
 
-        It has to be the version ``pin``, if there is one. ``status`` is that of the fetch that
-        failed: it may have kept the origin's answer.
+        It has to be the version ``pin``, if there is one. ``take_answer`` gives what the fetch
+        that failed has kept of the origin.
 
         Raises:
             ``fault``, with ``strict`` or where it is the origin's; as `OriginSource`.
         """
-        process = self._here()
+        process = self.here()
         counter = next(_COUNTERS[kind] for kind in type(fault).__mro__ if kind in _COUNTERS)
         counts = {} if counter is None else {counter: 1}
         try:
@@ -266,16 +232,15 @@ class Opener:
             if pin is not None:
                 source = OriginSource(process, shard, start=start, pin=pin)
             else:
-                source = self._origin_source(process, shard, start, status)
+                source = self._nearest(shard, start, take_answer)
         except Exception as exn:
-            status.drop_answer()
             process.counters.add({"failed": 1, **counts})
-            number = fault.errno if isinstance(fault, OSError) else None
+            number = getattr(fault, "errno", None)
             said = exn is fault or isinstance(exn, (ShardNotFoundError, AccessDeniedError))
-            if said or number not in _TOO_MANY_FILES:
+            if said or number not in (errno.EMFILE, errno.ENFILE):
                 raise
             raise TransferError(
-                f"{shard} cannot be opened: {_TOO_MANY_FILES[number]} too many open files ({exn}). "
+                f"{shard} cannot be opened: there are too many open files ({exn}). "
                 "Close streams that were read to their end, or raise the limit (ulimit -n).",
                 url=str(shard),
                 errno=number,
@@ -283,29 +248,15 @@ class Opener:
         process.counters.add({"bypassed": 1, **counts})
         return source
 
-    def _origin_source(
-        self, process: Process, shard: ShardURL, start: int, status: FetchStatus
-    ) -> OriginSource:
-        """A shard past the cache: the answer that a fetch has kept, a nearer copy or the origin."""
-        process.coordinator()  # of a child that has just been forked
-        answer = None if start else status.take_answer()
-        if start == 0 and answer is None:
-            for copy in process.origins.upstreams(shard):
-                try:
-                    return OriginSource(process, shard, nearer=copy)
-                except (ShardCacheError, OSError) as exn:
-                    logger.info("%s: not from %s: %s", shard, copy.name, exn)
-        return OriginSource(process, shard, start=start, answer=answer)
-
     def _warn_streamed(self, process: Process, shard: ShardURL, fault: Exception) -> None:
         """Warn that a shard is streamed; raises what there is no way past."""
-        if isinstance(fault, _OF_THE_CACHE):
+        if isinstance(fault, (CacheFullError, LockTimeoutError)):
             kind, reason = type(fault).__name__, fault.message
         elif isinstance(fault, OSError) and not isinstance(fault, ShardCacheError):
             kind, reason = fault_kind(fault), str(fault.strerror or fault)
             if str(self.config.dir) not in reason:
                 reason = f"{self.config.dir}: {reason}"
-        else:
+        else:  # the origin's own
             raise fault
         if self.config.strict:
             raise fault
@@ -316,60 +267,47 @@ class Opener:
         else:
             process.warn(kind, text, shard, reason, extra=say)
 
+    def _nearest(
+        self,
+        shard: ShardURL,
+        start: int,
+        take_answer: Callable[[], Body | None] = lambda: None,
+    ) -> OriginSource:
+        """A shard past the cache: an answer that is there, a nearer copy or the origin."""
+        process = self.here()
+        process.coordinator()  # of a child that has just been forked
+        answer = None if start else take_answer()
+        if start == 0 and answer is None:
+            for copy in process.origins.upstreams(shard):
+                try:
+                    return OriginSource(process, shard, nearer=copy)
+                except (ShardCacheError, OSError) as exn:
+                    logger.info("%s: not from %s: %s", shard, copy.name, exn)
+        return OriginSource(process, shard, start=start, answer=answer)
+
     # -- entries ---------------------------------------------------------------
 
-    def find(self, shard: ShardURL) -> Opened | None:
-        """The shard's entry, open and pinned, and marked as used; None is a miss."""
-        process = self._here()
-        opened = self._find(process, shard)
-        if opened is not None:
-            process.touch(opened)
-        return opened
-
     def fetch(self, shard: ShardURL, status: FetchStatus | None = None) -> tuple[Entry, str]:
-        """The shard's entry, fetched if need be, and how it was had; raises as `obtain`."""
-        obtained = self.obtain(shard, status, use=False)
-        obtained.opened.close()
-        return obtained.opened.entry, obtained.outcome
+        """The shard's entry, fetched if need be, and how it was had; raises as `obtain`.
 
-    def obtain(
-        self, shard: ShardURL, status: FetchStatus | None = None, *, use: bool = True
-    ) -> Obtained:
-        """The shard's entry, open and pinned, fetched if need be; raises as `open` with ``strict``.
-
-        ``status`` is kept up to date. With ``use`` False it is no use of the shard, only seen to.
+        It is no use of the shard, only seen to. ``status`` is kept up to date.
         """
-        from shardcache.fetch.coordinator import Obtained, Outcome  # here: they bring the engine
-
-        self.refuse_in_place(shard)
-        process = self._here()
-        status = FetchStatus() if status is None else status
-        begun = clock.monotonic()
-        try:
-            opened = self._find(process, shard, status.outdated, asked=True)
-            obtained = None if opened is None else Obtained(opened, Outcome.HIT)
-            obtained = obtained or self._get(process, shard, status, asked=True)
-        finally:
-            status.drop_answer()
-        assert obtained is not None  # it waits for others
-        process.touch(obtained.opened)
-        if use:
-            waited = clock.monotonic() - begun
-            process.counters.opened(obtained.outcome, obtained.opened.size, waited)
-        say = {"event": str(obtained.outcome), "shard": str(shard)}
-        logger.debug("%s: %s", shard, obtained.outcome, extra=say)
-        return obtained
+        opened, outcome = self.obtain(shard, status)
+        opened.close()
+        return opened.entry, outcome
 
     def pin(self, shard: ShardURL) -> Opened:
         """An entry that is under its path and cannot leave it; raises as `obtain`."""
-        end = clock.monotonic() + self.config.lock_timeout
+        begun = clock.monotonic()
         while True:
-            opened = self.obtain(shard).opened
+            opened, outcome = self.obtain(shard)
+            waited = clock.monotonic() - begun
             if not opened.stuck and is_file(opened.path, opened.fd):
+                self.here().counters.opened(outcome, opened.size, waited)
                 return opened
             opened.close()  # it was evicted meanwhile, or is stuck
             if opened.stuck:
-                if clock.monotonic() >= end:
+                if waited >= self.config.lock_timeout:
                     raise LockTimeoutError(
                         f"{shard} is being evicted by a process that does not go on. Look for "
                         "one that is stopped, or read the shard with open().",
@@ -377,21 +315,37 @@ class Opener:
                     )
                 clock.sleep(_STUCK_POLL)
 
-    def _find(
-        self,
-        process: Process,
-        shard: ShardURL,
-        outdated: Collection[str] = (),
-        *,
-        asked: bool = False,
+    def obtain(self, shard: ShardURL, status: FetchStatus | None = None) -> tuple[Opened, str]:
+        """The shard's entry, open and pinned, fetched if need be; raises as `open` with ``strict``.
+
+        Where only a path will do, a disk that failed lately is asked all the same.
+        """
+        self.refuse_in_place(shard)
+        status = FetchStatus() if status is None else status
+        try:
+            opened = self.find(shard, status.outdated, asked=True)
+            obtained = self._get(shard, status, asked=True) if opened is None else (opened, "hit")
+        finally:
+            status.drop_answer()
+        assert obtained is not None  # it waits for others
+        opened, outcome = obtained
+        self.here().touch(opened)
+        say = {"event": outcome, "shard": str(shard)}
+        logger.debug("%s: %s", shard, outcome, extra=say)
+        return opened, outcome
+
+    def find(
+        self, shard: ShardURL, outdated: Collection[str] = (), *, asked: bool = False
     ) -> Opened | None:
         """The entry, of no ``outdated`` version. Who ``asked`` for it can do with nothing else."""
-        process.coordinator()
+        process = self.here()
+        coordinator = process.coordinator()
         self._gate(process.reading, asked)
         try:
             if not process.reading.closed:
                 process.check_root()  # nothing is read that may be somebody else's by now
-            opened = process.coordinator().lookup(shard, outdated)
+                coordinator = process.coordinator()
+            opened = coordinator.lookup(shard, outdated)
         except OSError as exn:
             process.disk_failed(process.reading, exn)
             raise
@@ -402,15 +356,10 @@ class Opener:
         return opened
 
     def _get(
-        self,
-        process: Process,
-        shard: ShardURL,
-        status: FetchStatus,
-        patient: Callable[[], bool] = lambda: True,
-        *,
-        asked: bool = False,
+        self, shard: ShardURL, status: FetchStatus, *, ahead: bool = False, asked: bool = False
     ) -> Obtained | None:
         """Wait for it, link it or fetch it; see `Coordinator.get`. What is fetched is counted."""
+        process = self.here()
         obtained = None
         begun = clock.monotonic()
         if begun >= process.look_at:
@@ -419,12 +368,12 @@ class Opener:
         try:
             process.check_root()
             try:
-                obtained = process.coordinator().get(shard, status, patient)
+                obtained = process.coordinator().get(shard, status, ahead=ahead)
             except OSError as exn:
                 if isinstance(exn, ShardCacheError) or not process.changed_tiers():
                     raise
                 process.check_root()  # the disk went away in the midst of it
-                obtained = process.coordinator().get(shard, status, patient)
+                obtained = process.coordinator().get(shard, status, ahead=ahead)
         except OSError as exn:
             process.disk_failed(process.writing, exn)
             raise
@@ -467,16 +416,6 @@ class Opener:
             )
 
 
-def _is_final(fetching: Fetching) -> bool:
-    """Whether a fetch has ended in what its reader is to be told, or has kept the answer for it.
-
-    Asking again would cost another request.
-    """
-    error = fetching.error
-    passing = isinstance(error, (*_OF_THE_CACHE, FetchCancelledError))
-    return bool(fetching.status.answers) or (isinstance(error, ShardCacheError) and not passing)
-
-
 def _open_in_place(shard: ShardURL) -> tuple[BinaryIO, str]:
     path = str(shard.local_path)
     try:
@@ -485,3 +424,71 @@ def _open_in_place(shard: ShardURL) -> tuple[BinaryIO, str]:
         raise ShardNotFoundError(
             f"{path} does not exist. Check the pattern.", url=str(shard)
         ) from exn
+
+
+class Lookahead:
+    """The items of a list in their order, with the next ``prefetch`` shards on their way.
+
+    Nothing waits for a shard ahead: one that another process has in hand is left to it, and one
+    that is cached is opened, so that it stays. The list may be endless. When the consumer stops,
+    so does all of this. What the list raises is raised in its place, after the items before it.
+    For one thread.
+
+    Args:
+        opener: opens shards, and begins to fetch them.
+        data: the list; it is asked for items earlier than without a look ahead.
+        shard_of: tells the shard of an item.
+    """
+
+    def __init__(
+        self, opener: Opener, data: Iterable[Any], shard_of: Callable[[Any], ShardURL]
+    ) -> None:
+        self._opener = opener
+        self._data = iter(data)
+        self._shard_of = shard_of
+        self._coming: deque[tuple[Any, Opened | FetchSource | None]] = deque()
+        self._error: Exception | None = None  # of the list
+
+    def __iter__(self) -> Iterator[Any]:
+        """The items; `open` is to be called once for each."""
+        try:
+            while self._coming or self._take(begin=False):
+                yield self._coming[0][0]
+        finally:
+            for _, source in self._coming:
+                if source is not None:
+                    source.close()
+        if self._error is not None:
+            raise self._error
+
+    def open(self) -> tuple[BinaryIO, str | None]:
+        """Open the shard of the item, then begin to fetch the next: what is read now goes first.
+
+        As `Opener.open`, whose fetch ends when the stream is dropped.
+        """
+        item, source = self._coming.popleft()  # whoever has it decides how long its stream lives
+        shard = self._shard_of(item)
+        del item
+        opened = self._opener.open(shard, finish=False, ahead=source)
+        while len(self._coming) < self._opener.config.prefetch and self._take(begin=True):
+            pass
+        return opened
+
+    def _take(self, *, begin: bool) -> bool:
+        """Take the next item off the list, and perhaps begin with it; False at the end."""
+        try:
+            item = next(self._data)
+        except Exception as exn:  # noqa: BLE001 - raised when its turn comes
+            if not isinstance(exn, StopIteration):
+                self._error = exn
+            self._data = iter(())
+            return False
+        source = None
+        if begin:
+            with contextlib.suppress(ShardCacheError, OSError):  # whoever opens it is told
+                shard = self._shard_of(item)
+                if not self._opener.is_in_place(shard):
+                    found = self._opener.find(shard)
+                    source = found or FetchSource(self._opener, shard, ahead=True)
+        self._coming.append((item, source))
+        return True

@@ -14,8 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from shardcache import clock
-from shardcache.errors import IntegrityError, TransferError
-from shardcache.fetch.status import FetchStatus
+from shardcache.errors import (
+    CacheFullError,
+    FetchCancelledError,
+    IntegrityError,
+    LockTimeoutError,
+    ShardCacheError,
+    TransferError,
+)
 from shardcache.origins.base import (
     Body,
     ObjectInfo,
@@ -33,7 +39,7 @@ if TYPE_CHECKING:
 
     from _typeshed import WriteableBuffer
 
-    from shardcache.fetch.background import Fetching, Share
+    from shardcache.fetch.background import Fetching
     from shardcache.runtime import Process
     from shardcache.streams.opener import Opener
     from shardcache.urls import ShardURL
@@ -59,36 +65,45 @@ class FetchSource:
     the fetch in the background has the lock as soon as it is free.
 
     Args:
-        opener: finds the entry, and joins another fetch in a forked child.
-        process: counts what the open comes to; a child's copy does not.
+        opener: runs the fetch and finds the entry.
         shard: which.
-        share: of its fetch; it is left when this is closed.
-        began: whether the fetch was begun for this reader.
-        waited: seconds that it has waited so far.
+        finish: whether the fetch goes on to its end when this is closed before.
+        ahead: nobody reads the shard yet; `begin` says when somebody does.
+
+    Raises:
+        OSError: the disk or the process is at a limit.
     """
 
     path = None
 
     def __init__(
-        self,
-        opener: Opener,
-        process: Process,
-        shard: ShardURL,
-        share: Share,
-        began: bool,
-        waited: float,
+        self, opener: Opener, shard: ShardURL, *, finish: bool = False, ahead: bool = False
     ) -> None:
-        self.counted = False  # what the open came to
+        self.counted = ahead  # what the open came to: to be counted once
         self._opener = opener
-        self._counters = process.counters
         self._shard = shard
-        self._share: Share | None = share
-        self._began = began
-        self._waited = waited
+        self._finish = finish
+        self._waited = 0.0
         self._seen: Path | None = None  # the partial that was looked at last
         self._partial: PartialSource | None = None
         self._given = 0  # the end of what was read
         self._limit = 0  # the end of what may be
+        # A forked child goes on with a copy of these, which is not written.
+        self._counters = opener.here().counters
+        self._fetching: Fetching | None
+        self._fetching, self._began = opener.join(shard, finish=finish, ahead=ahead)
+
+    def begin(self) -> None:
+        """Somebody reads the shard that was fetched ahead; raises as the constructor.
+
+        What failed ahead is tried again, except where asking again would cost another request for
+        the same answer.
+        """
+        self.counted = False
+        fetching = self._joined()
+        if fetching.error is not None and not _is_final(fetching):
+            self._leave()
+            self._joined()
 
     @property
     def info(self) -> ObjectInfo | None:
@@ -100,18 +115,23 @@ class FetchSource:
         """Bytes of the shard, once known."""
         return None if self._partial is None else self._partial.info.size
 
-    @property
-    def status(self) -> FetchStatus:
-        """Of the fetch, which may have kept the origin's answer."""
-        fetching = None if self._share is None else self._share.fetching
-        return FetchStatus() if fetching is None else fetching.status
+    def take_answer(self) -> Body | None:
+        """What the origin has sent of a shard that could not be stored; the caller closes it."""
+        return None if self._fetching is None else self._fetching.status.take_answer()
 
     def wait(self, *, whole: bool) -> bool:
         """Wait until there is a partial, or with ``whole`` the end; whether the fetch ended."""
-        fetching, begun = self._joined(), clock.monotonic()
-        fetching.wait_begun(whole=whole)
-        self._waited += clock.monotonic() - begun
+        fetching = self._joined()
+        status = fetching.status
+        self._wait(fetching, lambda: fetching.done or not (whole or status.partial is None))
         return fetching.done
+
+    def _wait(
+        self, fetching: Fetching, over: Callable[[], bool], seconds: float | None = None
+    ) -> None:
+        begun = clock.monotonic()
+        fetching.wait(over, seconds)
+        self._waited += clock.monotonic() - begun
 
     def readinto(self, buffer: WriteableBuffer, position: int) -> int | None:
         """Read what is behind the watermark; None if nothing is: then `advance`."""
@@ -135,33 +155,32 @@ class FetchSource:
         fetching = self._joined()
         seen, done = fetching.changes, fetching.done  # now: what comes later is seen next time
         own = fetching.status.written > 0
-        opened, outcome = None, "fetched"
+        opened, outcome = None, "coalesced"
         if done:
             if fetching.error is not None:
                 raise fetching.error
             if fetching.obtained is None:  # whoever began it did not wait: join another one
                 self._leave()
                 return None
-            outcome = str(fetching.obtained.outcome)
+            outcome = fetching.obtained.outcome
             opened = fetching.obtained.opened.duplicate()
         elif self._partial is not None and self._partial.sealed and not own:
-            outcome = "coalesced"
             opened = self._opener.find(self._shard)
         if opened is not None:
             self._check(opened)
             self._count(outcome, opened.size)
         elif not self._grown(fetching.status.partial, position):
-            begun = clock.monotonic()
             # Another process says nothing when there is more.
-            fetching.wait(seen, _OWN_POLL if own and self._partial is not None else _POLL)
-            self._waited += clock.monotonic() - begun
+            seconds = _OWN_POLL if own and self._partial is not None else _POLL
+            self._wait(fetching, lambda: fetching.changes != seen, seconds)
         return opened
 
     def _joined(self) -> Fetching:
-        if self._share is None or not self._share.alive:  # after a fork: that is in the parent
-            self._share = self._opener.join(self._shard)
-        assert self._share.fetching is not None
-        return self._share.fetching
+        """Its fetch; another one after a fork, for that is in the parent, and where it has none."""
+        if self._fetching is None or not self._fetching.alive:
+            self._fetching, began = self._opener.join(self._shard, finish=self._finish)
+            self._began |= began
+        return self._fetching
 
     def _grown(self, path: Path | None, position: int) -> bool:
         """Whether there is more to read at ``position`` than there was."""
@@ -202,6 +221,8 @@ class FetchSource:
         if not self._given or self._partial is None:
             return
         old, new = self._partial.data.fileno(), opened.file.fileno()
+        if os.path.sameopenfile(old, new):
+            return
         try:
             if opened.entry.version != self._partial.info.version:
                 raise TransferError(
@@ -209,8 +230,7 @@ class FetchSource:
                     "the old version. Read the shard again.",
                     url=str(self._shard),
                 )
-            starts = () if os.path.sameopenfile(old, new) else range(0, self._given, BLOCK)
-            for start in starts:
+            for start in range(0, self._given, BLOCK):
                 length = min(BLOCK, self._given - start)
                 if os.pread(old, length, start) != os.pread(new, length, start):
                     raise IntegrityError(
@@ -229,18 +249,26 @@ class FetchSource:
             self._counters.opened(outcome if self._began else "coalesced", size, self._waited)
 
     def _leave(self) -> None:
-        share, self._share = self._share, None
-        if share is not None:
-            share.leave()
+        fetching, self._fetching = self._fetching, None
+        if fetching is not None and fetching.alive:
+            fetching.leave()
 
     def close(self) -> None:
         """Want no more of the fetch, and let go of the partial."""
-        fetching = None if self._share is None else self._share.fetching
+        fetching = self._fetching
         others = fetching is not None and self._partial is not None and not fetching.status.written
         self._count("coalesced" if others else "fetched", self.size or 0)
         if self._partial is not None:
             self._partial.close()
         self._leave()
+
+
+def _is_final(fetching: Fetching) -> bool:
+    """Whether a fetch has kept the origin's answer, or ended in what only the origin can mend."""
+    passing = isinstance(fetching.error, (CacheFullError, LockTimeoutError, FetchCancelledError))
+    return bool(fetching.status.answers) or (
+        isinstance(fetching.error, ShardCacheError) and not passing
+    )
 
 
 class OriginSource:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 from shardcache.errors import ConfigError
-from shardcache.streams.prefetch import Lookahead
+from shardcache.streams.opener import Lookahead
 from shardcache.urls import ShardURL, redact
 from shardcache.wds.samples import eof_option, reraise, tar_files
 

@@ -228,7 +228,7 @@ def test_closing_the_cache_calls_off_what_nobody_reads_and_says_so(
     with cache.open(URL) as stream:
         assert stream.read(10) == DATA[:10]
     process = cache._here()
-    assert [str(shard) for shard in process.fetchings.unfinished()] == [URL]  # it goes on
+    assert [str(one.shard) for one in process.fetchings.unfinished()] == [URL]  # it goes on
     cache.close()
     assert process.fetchings.unfinished() == []
     held.release()

@@ -16,6 +16,7 @@ from shardcache.errors import ShardNotFoundError
 from shardcache.locks.flock import Holder, KeyLock
 from shardcache.origins.base import TransientError
 from shardcache.store.digest import BLOCK
+from shardcache.streams.sources import FetchSource
 from tests.support.fakes import Fault, MemoryOrigin
 from tests.support.storetools import wait_until
 from tests.support.tars import make_tar
@@ -178,10 +179,10 @@ def test_a_failure_ahead_is_tried_again_when_it_matters(
     real = process.coordinator().get
     failures = [OSError(28, "No space left on device")]
 
-    def get(shard, *arguments):
+    def get(shard, *arguments, **options):
         if str(shard) == URLS[1] and failures:
             raise failures.pop()
-        return real(shard, *arguments)
+        return real(shard, *arguments, **options)
 
     monkeypatch.setattr(process.coordinator(), "get", get)
     samples = cache.url_opener(URLS[:2])
@@ -221,7 +222,7 @@ def test_a_node_fetches_only_so_many_ahead(
     event = threading.Event()
     one, other = make_cache(), make_cache(prefetch=2)
     origin.faults.append(Fault(after=0, wait=event))
-    ahead = one.opener.fetch_ahead(one.parse(URLS[1]))
+    ahead = FetchSource(one.opener, one.parse(URLS[1]), ahead=True)
     wait_until(lambda: URLS[1] in asked(origin))
     second = other.url_opener(URLS[2:5])
     assert next(second)["stream"].read() == DATA[2]
@@ -229,7 +230,7 @@ def test_a_node_fetches_only_so_many_ahead(
     assert URLS[3] not in asked(origin)
     assert next(second)["stream"].read() == DATA[3]  # whoever waits needs no place
     event.set()
-    ahead.leave()
+    ahead.close()
 
 
 def test_a_transient_failure_ahead_ends_like_one_of_open(

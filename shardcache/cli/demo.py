@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,12 +50,13 @@ _LISTENERS = ("s3", "master", "volume", "filer", "admin")
 _READY_SECONDS = 60.0  # ready in 1 to 2 s on an idle machine
 _STOP_SECONDS = 15.0  # gone in about 1 s
 _PR_SET_PDEATHSIG = 1
+_LOG = "server.log"
 
 
 class S3Server:
     """A private S3 server on ``127.0.0.1``, running while its ``with`` block does.
 
-    On Linux it ends with the thread that entered the block, even if that is killed; only its data
+    It ends with the thread that entered the block, even if that is killed; only its data
     is left then, in a new directory below ``directory``. Its only identity is random, so that
     another server on the same port is not mistaken for it.
     """
@@ -70,18 +71,25 @@ class S3Server:
 
     def __enter__(self) -> Self:
         weed = _find_weed()
-        with contextlib.ExitStack() as stack:
-            made = tempfile.mkdtemp(prefix="shardcache-s3-", dir=self._parent)
-            stack.callback(shutil.rmtree, made, ignore_errors=True)
-            log = Path(made, "server.log").resolve()
-            process = stack.enter_context(self._running(weed, log))
-            self._admin = stack.enter_context(contextlib.closing(self.client()))
-            self._wait_until_ready(process, log)
-            self._stack = stack.pop_all()
+        self._home = Path(tempfile.mkdtemp(prefix="shardcache-s3-", dir=self._parent)).resolve()
+        self._admin = self.client()
+        self._process = self._start(weed)
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._stack.close()
+        self._admin.close()
+        self._process.terminate()  # weed then removes its sockets in /tmp
+        try:
+            self._process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        shutil.rmtree(self._home, ignore_errors=True)
 
     def environment(self) -> dict[str, str]:
         """The variables that lead S3 clients of child processes to this server."""
@@ -138,11 +146,10 @@ class S3Server:
                     sent += int(float(value))
         return requests, sent
 
-    @contextlib.contextmanager
-    def _running(self, weed: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-        directory = str(log.parent)
+    def _start(self, weed: str) -> subprocess.Popen[bytes]:
+        home = str(self._home)
         command = [
-            *(weed, "-logtostderr=true", "mini", f"-dir={directory}"),
+            *(weed, "-logtostderr=true", "mini", f"-dir={home}"),
             *("-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-metricsPort={self._metrics_port}"),
             *(f"-{name}.port={port}" for port, name in enumerate(_LISTENERS, self._first_port)),
             # Relative, since the path of a socket must be short; weed's default is in /tmp.
@@ -152,44 +159,30 @@ class S3Server:
             # Every bucket takes a volume of its own; by default free space sets their number.
             "-volume.max=1000",
         ]
-        environment = {"PATH": os.defpath, "HOME": directory, "TMPDIR": directory}
+        environment = {"PATH": os.defpath, "HOME": home, "TMPDIR": home, **self.environment()}
         libc = ctypes.CDLL(None)
-
-        def end_with_parent() -> None:
-            if sys.platform == "linux":
-                libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-        with log.open("wb") as file:
-            process = subprocess.Popen(
+        with (self._home / _LOG).open("wb") as log:
+            return subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                cwd=directory,
-                env={**environment, **self.environment()},
+                stdout=log,
+                stderr=log,
+                cwd=home,
+                env=environment,
                 start_new_session=True,  # Ctrl-C is for the owner, who then stops it
-                preexec_fn=end_with_parent,
+                preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
             )
-        try:
-            yield process
-        finally:
-            process.terminate()  # weed then removes its sockets in /tmp
-            try:
-                process.wait(_STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
 
-    def _wait_until_ready(self, process: subprocess.Popen[bytes], log: Path) -> None:
+    def _wait_until_ready(self) -> None:
         from botocore.exceptions import BotoCoreError, ClientError
 
         deadline = time.monotonic() + _READY_SECONDS
-        while time.monotonic() < deadline and process.poll() is None:
+        while time.monotonic() < deadline and self._process.poll() is None:
             with contextlib.suppress(BotoCoreError, ClientError):  # not yet, or another server
                 self._admin.list_buckets()
                 return
             time.sleep(0.05)
-        text = log.read_text("utf-8", "replace").replace(self.secret_key, "***")
+        text = (self._home / _LOG).read_text("utf-8", "replace").replace(self.secret_key, "***")
         tail = "\n".join(text.splitlines()[-15:])
         raise ShardCacheError(
             "The embedded S3 server did not come up. Check free space and that this machine "
@@ -224,23 +217,15 @@ def _find_weed() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One row of the table: S3 requests, bytes that the server sent and should have sent, samples.
-
-    ``samples`` is None where nothing was read; ``complete`` says that each was seen exactly once.
-    """
+    """One row of the table; ``samples`` is None where nothing was read."""
 
     step: str
-    requests: int
-    origin_bytes: int
+    requests: int  #: for shards
+    origin_bytes: int  #: sent by the server
     expected_bytes: int
     samples: int | None
     seconds: float
-    complete: bool
-
-    @property
-    def ok(self) -> bool:
-        """Whether no sample was lost, and what should have been fetched was, exactly once."""
-        return self.complete and self.origin_bytes == self.expected_bytes
+    ok: bool  #: each byte was sent once, and each sample seen once
 
 
 def run(home: Path, log: Callable[[str], None]) -> tuple[int, list[Step]]:
@@ -261,20 +246,19 @@ def run(home: Path, log: Callable[[str], None]) -> tuple[int, list[Step]]:
         keys = [f"{shard:04d}-{n:05d}" for shard in range(SHARDS) for n in range(SAMPLES)]
         steps: list[Step] = []
 
-        def step(name: str, fresh: int, work: Callable[[], list[str] | None]) -> None:
+        def step(name: str, fresh: int, work: Callable[..., list[str] | None], *args: Any) -> None:
+            log(name)
             before, began = _settled_traffic(server), time.monotonic()
-            seen = work()
+            seen = work(cache, environment, *args)
             seconds = round(time.monotonic() - began, 3)
             requests, sent = (b - a for a, b in zip(before, _settled_traffic(server), strict=True))
-            samples, complete = (None, True) if seen is None else (len(seen), sorted(seen) == keys)
-            steps.append(Step(name, requests, sent, fresh * size, samples, seconds, complete))
+            ok = sent == fresh * size and (seen is None or sorted(seen) == keys)
+            samples = None if seen is None else len(seen)
+            steps.append(Step(name, requests, sent, fresh * size, samples, seconds, ok))
 
-        log(f"shardcache prewarm '{_spec(half)}'")
-        step(f"prewarm {half} shards", half, lambda: _prewarm(cache, environment, half))
+        step(f"prewarm {half} shards", half, _prewarm, half)
         for epoch in range(EPOCHS):
-            log(f"epoch {epoch + 1}: {RANKS} ranks x {WORKERS} workers")
-            fresh = 0 if epoch else SHARDS - half
-            step(f"epoch {epoch + 1}", fresh, lambda: _epoch(cache, environment))
+            step(f"epoch {epoch + 1}", 0 if epoch else SHARDS - half, _epoch)
         return size, steps
 
 
@@ -319,8 +303,8 @@ def _epoch(cache: Path, environment: dict[str, str]) -> list[str]:
     # Forked: WebDataset is imported once.
     context, ignored = multiprocessing.get_context("fork"), (signal.SIGINT, signal.SIG_IGN)
     with ProcessPoolExecutor(len(workers), context, signal.signal, ignored) as pool:
-        found = list(pool.map(_read, itertools.repeat(cache), workers))
-    return [key for keys in found for key in keys]
+        found = pool.map(_read, itertools.repeat(cache), workers)
+        return list(itertools.chain.from_iterable(found))
 
 
 def _read(cache: Path, environment: dict[str, str]) -> list[str]:
@@ -369,7 +353,18 @@ def demo_command(invocation: Invocation, keep: bool) -> ExitCode:
     summary = {"ok": ok, "shards": SHARDS, "shard_bytes": size, "dir": home if keep else None}
     console.object("demo", steps=steps, summary=summary)
     titles = ["STEP", "REQUESTS", "FROM ORIGIN", "EXPECTED", "SAMPLES", "TIME"]
-    console.table(titles, map(_cells, steps), right=titles[1:])
+    rows = [
+        [
+            step.step,
+            str(step.requests),
+            format_bytes(step.origin_bytes),
+            format_bytes(step.expected_bytes),
+            "-" if step.samples is None else f"{step.samples:,}",
+            format_duration(step.seconds),
+        ]
+        for step in steps
+    ]
+    console.table(titles, rows, right=titles[1:])
     verdict = "this is not as promised, please report it"
     if ok:
         verdict = "each fetched exactly once; every sample seen once per epoch"
@@ -377,9 +372,3 @@ def demo_command(invocation: Invocation, keep: bool) -> ExitCode:
     if keep:
         console.hint(f"Kept in {home}; remove it when you are done.")
     return ExitCode.DONE if ok else ExitCode.DAMAGED
-
-
-def _cells(step: Step) -> tuple[str, ...]:
-    sent, expected = format_bytes(step.origin_bytes), format_bytes(step.expected_bytes)
-    samples = "-" if step.samples is None else f"{step.samples:,}"
-    return step.step, str(step.requests), sent, expected, samples, format_duration(step.seconds)

@@ -1,51 +1,40 @@
-"""``shardcache ls``, ``rm``, ``pin`` and ``unpin``: single shards in the cache."""
+"""``shardcache ls``, ``rm``, ``pin``, ``unpin`` and ``clean``: the shards in the cache."""
 
 from __future__ import annotations
 
 import fnmatch
+import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from datetime import datetime
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import click
 
 from shardcache.cache import Cache
-from shardcache.cli.main import (
-    DURATION,
-    ExitCode,
-    Invocation,
-    command,
-    dry_run_option,
-    flag,
-    number_option,
-    urls_argument,
-    yes_option,
-)
-from shardcache.cli.output import counted, short_date
+from shardcache.cli import main as cli
+from shardcache.cli.main import ExitCode, Invocation, command, flag
+from shardcache.cli.output import Console, counted, local_time, printable
 from shardcache.clock import utc
 from shardcache.locks.flock import read_holder
 from shardcache.prewarm.plan import expand
-from shardcache.ranks import detect
-from shardcache.space.eviction import Policy, linked
+from shardcache.space.clean import CleanReport
+from shardcache.space.eviction import Policy, Reason, linked
 from shardcache.space.memory import Volume
-from shardcache.space.pins import pinned_keys
 from shardcache.store.entry import DamagedError, Metadata
 from shardcache.store.partial import in_flight, read_progress
 from shardcache.store.root import is_cache
-from shardcache.store.store import Entry, Namespaces
-from shardcache.units import exact_duration, format_age, format_bytes
+from shardcache.store.store import Entry
+from shardcache.units import Limit, exact_duration, format_age, format_bytes
 from shardcache.urls import ShardURL, redact
 
 #: A shard or a fetch as it is printed: raw values by name.
 Row = dict[str, Any]
-#: What ``--sort`` knows -> field of a row; partials have ``begun_at`` alone.
-_SORTED_BY = {"url": "url", "size": "size", "used": "used_at", "fetched": "fetched_at",
-              "state": "state"}  # fmt: skip
+_GAUGE = 24
+_SORTED_BY = ("url", "size", "used", "fetched", "state")
 #: Columns, without and with ``--long``.
 _SHARD = ("SHARD", "SIZE", "USED", "FETCHED", "STATE"), ("VERSION", "PATH")
-_PARTIAL = ("SHARD", "SIZE", "WRITTEN", "DONE", "BEGUN", "STATE"), ("HOLDER", "DIRECTORY")
+_PARTIAL = ("SHARD", "SIZE", "WRITTEN", "DONE", "BEGUN", "STATE"), ("HOLDER", "DIR")
 
 
 def matches_glob(glob: str, url: str) -> bool:
@@ -63,10 +52,10 @@ def matches_glob(glob: str, url: str) -> bool:
 @command("ls")
 @flag("-l", "--long", help="Also show version and path.")
 @flag("--partial", help="List fetches in flight instead of entries.")
-@number_option("--limit", help="Show the first N only.", least=0)
+@cli.number_option("--limit", help="Show the first N only.", least=0)
 @click.option(
     "--sort",
-    type=click.Choice([f"{field}{turn}" for field in _SORTED_BY for turn in ("", ":asc", ":desc")]),
+    type=click.Choice([f"{field}{turn}" for field in _SORTED_BY for turn in ("", ":desc")]),
     default="url",
     metavar="FIELD[:desc]",
     help="Order by url, size, used, fetched or state.  [default: url]",
@@ -98,19 +87,13 @@ def ls_command(
     with invocation.cache(existing=True) as cache:
         if not is_cache(cache.dir):
             console.hint(f"Nothing was cached in {cache.dir} yet.")
-        if partial:
-            rows = list(partials(cache))
-            summary, footer = _sum_partials(rows)
-        else:
-            shards = dict(_shards(cache))
-            rows = list(shards.values())
-            summary, footer = _sum_shards(cache, shards)
+        rows, summary, footer = (_list_partials if partial else _list_shards)(cache)
     found = [row for row in rows if glob is None or matches_glob(glob, row["url"] or "")]
     shown = _ordered(found, sort)[:limit]
     if len(found) != len(rows):
         footer = f"{len(found):,} of {footer}"
     summary |= {"matching": len(found), "shown": len(shown)}
-    console.object("ls", {"partials" if partial else "shards": shown, "summary": summary})
+    console.object("ls", **{"partials" if partial else "shards": shown}, summary=summary)
     usual, more = _PARTIAL if partial else _SHARD
     titles = [*usual, *more] if long else usual
     cells = ([_cell(row, title) for title in titles] for row in shown)
@@ -119,48 +102,43 @@ def ls_command(
 
 
 def _ordered(rows: list[Row], sort: str) -> list[Row]:
-    """Rows as ``--sort`` says; unknown values come last. A time sorts as its age."""
+    """Rows as ``--sort`` says, the latest time first; unknown values come last."""
     field, _, direction = sort.partition(":")
-    is_reversed = direction == "desc"
-
-    def key(row: Row) -> tuple[bool, Any]:
-        value = row.get(_SORTED_BY[field], row.get("begun_at"))
-        value = -value.timestamp() if isinstance(value, datetime) else value
-        return (value is None) != is_reversed, 0 if value is None else value
-
-    return sorted(sorted(rows, key=lambda row: str(row["url"])), key=key, reverse=is_reversed)
+    name = {"used": "used_at", "fetched": "fetched_at"}.get(field, field)
+    rows = sorted(rows, key=lambda row: str(row["url"]))
+    known = [row for row in rows if row.get(name) is not None]
+    known.sort(key=lambda row: row[name], reverse=(direction == "desc") != name.endswith("_at"))
+    return known + [row for row in rows if row.get(name) is None]
 
 
 def _cell(row: Row, title: str) -> str:
+    name = {"SHARD": "url", "WRITTEN": "written_bytes"}.get(title, title.lower())
     match title:
-        case "SHARD":
-            return row["url"] or "?"
-        case "SIZE" | "WRITTEN":
-            size = row["size" if title == "SIZE" else "written_bytes"]
-            return "-" if size is None else format_bytes(size)
         case "DONE":
             return f"{row['written_bytes'] / row['size']:.0%}" if row["size"] else "-"
         case "USED" | "BEGUN":
-            moment = row["used_at" if title == "USED" else "begun_at"]
+            moment = row[f"{name}_at"]
             return "-" if moment is None else format_age(time.time() - moment.timestamp())
         case "FETCHED":
-            return short_date(row["fetched_at"])
-    return row["dir" if title == "DIRECTORY" else title.lower()] or "-"
+            return local_time(row["fetched_at"])
+        case "SIZE" | "WRITTEN":
+            return "-" if row[name] is None else format_bytes(row[name])
+    return row[name] or "-"
 
 
 def _tier(cache: Cache, path: str) -> int:
     """The number of the tier that ``path`` is in: 1 is the first that is filled."""
-    tiers = cache.config.by_tier()
-    inside = (n for n, tier in enumerate(tiers, 1) if path.startswith(f"{tier.dir}/"))
-    return next(inside, len(tiers))
+    process = cache.processes.here()
+    return process.tiers.index(process.tier_of(path)) + 1
 
 
-def _shards(cache: Cache) -> Iterator[tuple[Entry, Row]]:
-    """The shards in the cache; what cannot be read of a damaged one is None."""
-    namespaces = Namespaces(cache.config, detect())
-    pinned = pinned_keys(namespaces.node, time.time())
+def _list_shards(cache: Cache) -> tuple[list[Row], Row, str]:
+    """The shards in the cache, and their sum, for programs and for people."""
+    namespaces = cache.processes.here().namespaces
+    policy = Policy.of(cache.config, namespaces.node, time.time())
+    shards: dict[Entry, Row] = {}
     for entry in cache.entries():
-        metadata: Metadata | None = None
+        metadata: Metadata | None = None  # what cannot be read of a damaged one is None
         path: str | None = None
         state = "damaged"
         try:
@@ -170,11 +148,11 @@ def _shards(cache: Cache) -> Iterator[tuple[Entry, Row]]:
             is_whole = entry.data.lstat().st_size == entry.size
             if is_whole and stated == (entry.key, entry.version, entry.size):
                 state = "in_use" if namespaces.own.is_pinned(entry) else "ok"
-                state = "pinned" if entry.key in pinned else state
+                state = "pinned" if entry.key in policy.pinned else state
         except (DamagedError, OSError):
             if not entry.path.exists():
                 continue  # evicted meanwhile
-        row = {
+        shards[entry] = {
             "url": metadata.url if metadata else None,
             "size": entry.size,
             "used_at": utc(entry.used),
@@ -188,17 +166,11 @@ def _shards(cache: Cache) -> Iterator[tuple[Entry, Row]]:
             "digest": metadata.digest if metadata else None,
             "checked": metadata.checked if metadata else None,
         }
-        yield entry, row
-
-
-def _sum_shards(cache: Cache, shards: dict[Entry, Row]) -> tuple[Row, str]:
-    """The sum of the shards, for programs and for people."""
-    files = linked(shards)
-    policy = Policy.of(cache.config, Namespaces(cache.config, detect()).node, time.time())
 
     def stays(entry: Entry) -> bool:
         return shards[entry]["state"] in ("pinned", "in_use") or policy.protects(entry)
 
+    files = linked(shards)
     size = sum(links[0].size for links in files)
     evictable = sum(links[0].size for links in files if not any(map(stays, links)))
     most = Volume.of(cache.dir).budget(cache.config) if shards else None
@@ -208,7 +180,7 @@ def _sum_shards(cache: Cache, shards: dict[Entry, Row]) -> tuple[Row, str]:
     if shards:
         footer += f"; {format_bytes(evictable)} evictable"
     summary = {"shards": len(files), "bytes": size, "max_size": most, "evictable_bytes": evictable}
-    return summary, footer
+    return [*shards.values()], summary, footer
 
 
 def partials(cache: Cache) -> Iterator[Row]:
@@ -235,13 +207,39 @@ def partials(cache: Cache) -> Iterator[Row]:
             }
 
 
-def _sum_partials(rows: list[Row]) -> tuple[Row, str]:
-    """The sum of the partials, for programs and for people."""
+def _list_partials(cache: Cache) -> tuple[list[Row], Row, str]:
+    """`partials`, and their sum, for programs and for people."""
+    rows = list(partials(cache))
     live = sum(row["state"] == "live" for row in rows)
     orphans, written = len(rows) - live, sum(row["written_bytes"] for row in rows)
     whole = f"{counted(len(rows), 'partial')}, {format_bytes(written)}"
     summary = {"partials": len(rows), "live": live, "orphans": orphans, "written_bytes": written}
-    return summary, f"{whole}: {live:,} live, {counted(orphans, 'orphan')}"
+    return rows, summary, f"{whole}: {live:,} live, {counted(orphans, 'orphan')}"
+
+
+def tiers(cache: Cache) -> Iterator[Row]:
+    """How full each tier is; ``max_size`` is None where free space alone limits it."""
+    entries = list(cache.entries())
+    for number, config in enumerate(cache.config.by_tier(), 1):
+        root = os.fspath(config.dir)
+        files = linked(entry for entry in entries if entry.directory.startswith(f"{root}/"))
+        yield {
+            "tier": number,
+            "dir": root,
+            "shards": len(files),
+            "bytes": sum(links[0].size for links in files),
+            "max_size": Volume.of(config.dir).budget(config) if config.dir.is_dir() else None,
+        }
+
+
+def gauge(tier: Row) -> str:
+    """How full a tier is, in a line."""
+    used, most = tier["bytes"], tier["max_size"]
+    text = f"{counted(tier['shards'], 'shard')}, {format_bytes(used)}"
+    if most:
+        bar = "#" * round(_GAUGE * min(1.0, used / most))
+        text = f"[{bar:-<{_GAUGE}}] {used / most:4.0%}  {text} of {format_bytes(most)}"
+    return f"{printable(tier['dir'])}  {text}"
 
 
 # -- rm, pin and unpin --------------------------------------------------------------
@@ -252,10 +250,24 @@ def _parse_shards(cache: Cache, urls: Iterable[str]) -> list[ShardURL]:
     return list({shard.key: shard for shard in map(cache.parse, expand(urls))}.values())
 
 
+def _print(
+    console: Console, name: str, rows: list[Row], text: str, bad: Mapping[str, str], **summary: Any
+) -> ExitCode:
+    """Print what became of each shard; ``bad`` says what is wrong with a state."""
+    console.object(name, shards=rows, summary=summary)
+    console.info(text)
+    for row in rows:
+        if row["state"] in bad:
+            console.error(f"{row['url']} {bad[row['state']]}")
+    if any(row["state"] == "in_use" for row in rows):
+        return ExitCode.BUSY
+    return ExitCode.FAILED if any(row["state"] in bad for row in rows) else ExitCode.DONE
+
+
 @command("rm")
-@dry_run_option
-@yes_option
-@urls_argument
+@cli.dry_run_option
+@cli.yes_option
+@cli.urls_argument
 def rm_command(invocation: Invocation, urls: tuple[str, ...], yes: bool, dry_run: bool) -> ExitCode:
     """Remove shards, all cached versions of them.
 
@@ -267,7 +279,7 @@ def rm_command(invocation: Invocation, urls: tuple[str, ...], yes: bool, dry_run
       shardcache rm -y 's3://lab/old-{0000..0127}.tar'
       shardcache rm -n s3://lab/train-0412.tar
     """
-    console, rows, counts = invocation.console, list[Row](), Counter[str]()
+    rows = list[Row]()
     with invocation.cache(existing=True) as cache:
         shards = _parse_shards(cache, urls)
         sizes = [cache.remove(shard.raw, dry_run=True)[0] for shard in shards]
@@ -278,30 +290,27 @@ def rm_command(invocation: Invocation, urls: tuple[str, ...], yes: bool, dry_run
             freed, in_use = cache.remove(shard.raw, dry_run=dry_run)
             state = "in_use" if in_use else "removed" if freed else "not_cached"
             rows.append({"url": str(shard), "size": freed, "state": state})
-            counts[state] += 1
-    freed = sum(row["size"] for row in rows)
-    summary = {name: counts[name] for name in ("removed", "in_use", "not_cached")}
-    summary |= {"dry_run": dry_run, "removed_bytes": freed}
-    console.object("rm", shards=rows, summary=summary)
-    verb = "would remove" if dry_run else "removed"
-    console.info(f"{verb} {counted(counts['removed'], 'shard')}, {format_bytes(freed)}")
-    for row in rows:
-        if row["state"] == "in_use":
-            console.error(
-                f"{row['url']} stays: it is pinned or being read. See `shardcache unpin`, or try "
-                "again when its job has ended."
-            )
-        elif row["state"] == "not_cached":
-            console.error(f"{row['url']} is not cached in {cache.dir}")
-    if counts["in_use"]:
-        return ExitCode.BUSY
-    return ExitCode.FAILED if counts["not_cached"] else ExitCode.DONE
+    counts, freed = Counter(row["state"] for row in rows), sum(row["size"] for row in rows)
+    removed = f"{counted(counts['removed'], 'shard')}, {format_bytes(freed)}"
+    why = "stays: it is pinned or being read. See `shardcache unpin`, or try again when its job "
+    return _print(
+        invocation.console,
+        "rm",
+        rows,
+        f"{'would remove' if dry_run else 'removed'} {removed}",
+        {"in_use": f"{why}has ended.", "not_cached": f"is not cached in {cache.dir}"},
+        **{name: counts[name] for name in ("removed", "in_use", "not_cached")},
+        dry_run=dry_run,
+        removed_bytes=freed,
+    )
 
 
 @command("pin")
-@click.option("--for", "seconds", type=DURATION, help="So long, such as 3d; else until `unpin`.")
-@urls_argument
-def pin_command(invocation: Invocation, urls: tuple[str, ...], seconds: float | None) -> None:
+@click.option(
+    "--for", "seconds", type=cli.DURATION, help="So long, such as 3d; else until `unpin`."
+)
+@cli.urls_argument
+def pin_command(invocation: Invocation, urls: tuple[str, ...], seconds: float | None) -> ExitCode:
     """Keep shards: no limit, no `clean --all`, no `rm` removes them.
 
     Braces are expanded. What is not cached is not fetched, but kept once it is. To pin
@@ -312,24 +321,23 @@ def pin_command(invocation: Invocation, urls: tuple[str, ...], seconds: float | 
       shardcache pin 's3://lab/val-{0000..0031}.tar' --for 3d
       shardcache prewarm 's3://lab/val-{0000..0031}.tar'
     """
-    console, rows = invocation.console, list[Row]()
+    rows = list[Row]()
     with invocation.cache() as cache:
         for shard in _parse_shards(cache, urls):
             cache.pin(shard.raw, seconds)
             state = "cached" if shard.raw in cache else "not_cached"
             rows.append({"url": str(shard), "state": state})
     absent = sum(row["state"] == "not_cached" for row in rows)
-    summary = {"pinned": len(rows), "not_cached": absent, "seconds": seconds}
-    console.object("pin", shards=rows, summary=summary)
-    until = "until they are unpinned" if seconds is None else f"for {exact_duration(seconds)}"
-    console.info(f"pinned {counted(len(rows), 'shard')} {until}")
+    text = f"pinned {counted(len(rows), 'shard')} "
+    text += "until they are unpinned" if seconds is None else f"for {exact_duration(seconds)}"
     if absent:
-        are = "is" if absent == 1 else "are"
-        console.hint(f"{absent:,} of them {are} not cached yet, and kept once fetched.")
+        text += f"; {absent:,} not cached yet, and kept once fetched"
+    summary = {"pinned": len(rows), "not_cached": absent, "seconds": seconds}
+    return _print(invocation.console, "pin", rows, text, {}, **summary)
 
 
 @command("unpin")
-@urls_argument
+@cli.urls_argument
 def unpin_command(invocation: Invocation, urls: tuple[str, ...]) -> ExitCode:
     """Keep shards no longer than the limits say.
 
@@ -339,16 +347,108 @@ def unpin_command(invocation: Invocation, urls: tuple[str, ...]) -> ExitCode:
     Examples:
       shardcache unpin 's3://lab/val-{0000..0031}.tar'
     """
+    with invocation.cache() as cache:
+        rows = [
+            {"url": str(shard), "state": "unpinned" if cache.unpin(shard.raw) else "not_pinned"}
+            for shard in _parse_shards(cache, urls)
+        ]
+    unpinned = sum(row["state"] == "unpinned" for row in rows)
+    return _print(
+        invocation.console,
+        "unpin",
+        rows,
+        f"unpinned {counted(unpinned, 'shard')}",
+        {"not_pinned": f"was not pinned in {cache.dir}"},
+        unpinned=unpinned,
+        not_pinned=len(rows) - unpinned,
+    )
+
+
+# -- clean -----------------------------------------------------------------------
+
+_REASONS = {
+    Reason.MAX_SIZE: "over max_size",
+    Reason.MIN_FREE: "for min_free",
+    Reason.MAX_AGE: "older than max_age",
+    Reason.ORPHAN: "left by dead processes",
+}
+
+
+@command("clean")
+@cli.dry_run_option
+@cli.yes_option
+@flag("--all", "everything", help="Remove all that nobody is reading.")
+@click.option(
+    "--wait/--no-wait", default=True, help="Wait for another clean, or exit with 6 (default: wait)."
+)
+@flag("--orphans", help="Only what dead processes left, however new.")
+@click.option(
+    "--max-age", type=cli.DURATION, help="Remove what was unused for so long, such as 14d."
+)
+@click.option(
+    "--min-free", type=cli.SIZE, help="Space to be free afterwards, such as 100GB or 10%."
+)
+@click.option("--max-size", type=cli.SIZE, help="Most the cache may hold, such as 800GB or 80%.")
+def clean_command(
+    invocation: Invocation,
+    orphans: bool,
+    everything: bool,
+    yes: bool,
+    dry_run: bool,
+    wait: bool,
+    **limits: Limit | float | None,
+) -> None:
+    """Remove what the limits say, and what dead processes left.
+
+    Without options the configured limits hold. What is being read, and what was
+    used since the oldest running job began, stays. Partials younger than an hour
+    stay, too, so that an interrupted prewarm resumes; --orphans removes them.
+
+    \b
+    Examples:
+      shardcache clean -n
+      shardcache clean --max-size 800GB --max-age 14d
+      17 * * * *  /opt/venv/bin/shardcache --dir /local/nvme/shards clean -q
+      shardcache clean --all -y
+    """
+    given: dict[str, Any] = {n: str(value) for n, value in limits.items() if value is not None}
+    if everything and (given or orphans):
+        raise click.UsageError("--all removes everything; give no limit or --orphans with it.")
     console = invocation.console
     with invocation.cache() as cache:
-        found = {str(shard): cache.unpin(shard.raw) for shard in _parse_shards(cache, urls)}
-    unpinned = sum(found.values())
-    rows = [
-        {"url": url, "state": "unpinned" if was else "not_pinned"} for url, was in found.items()
-    ]
-    summary = {"unpinned": unpinned, "not_pinned": len(rows) - unpinned}
-    console.object("unpin", shards=rows, summary=summary)
-    console.info(f"unpinned {counted(unpinned, 'shard')}")
-    for url in (url for url, was_pinned in found.items() if not was_pinned):
-        console.error(f"{url} was not pinned in {cache.dir}")
-    return ExitCode.DONE if all(found.values()) else ExitCode.FAILED
+        if not cache.dir.exists():
+            console.hint(f"{cache.dir} does not exist; there is nothing to clean.")
+            console.object("clean", CleanReport((), 0, 0, 0, dry_run), freed=0)
+            return
+        if everything and not dry_run:
+            invocation.confirm(f"Remove every shard in {cache.dir}?", yes)
+        report = cache.clean(
+            **given,
+            orphans=orphans,
+            limits=bool(given) or not orphans,
+            everything=everything,
+            dry_run=dry_run,
+            wait=wait,
+        )
+        console.object("clean", report, freed=report.freed)
+        console.info(_clean_text(cache, report, given))
+        if report.missing:
+            console.warning(
+                f"{format_bytes(report.missing)} more would have to go, but the rest is in use "
+                "or was used since the running jobs began"
+            )
+
+
+def _clean_text(cache: Cache, report: CleanReport, given: dict[str, Any]) -> str:
+    removed, kept = ("would remove", "would keep") if report.dry_run else ("removed", "kept")
+    rest = f"{kept} {counted(report.kept, 'shard')}, {format_bytes(report.kept_bytes)}"
+    max_size = given.get("max_size", cache.config.max_size)
+    limit = Volume.of(cache.dir).budget(cache.config.replace(max_size=max_size))
+    if limit:
+        rest += f" ({report.kept_bytes / limit:.0%} of {format_bytes(limit)})"
+    if not report.removed:
+        return f"nothing to remove; {rest}"
+    found = [f"{n:,} {why}" for reason, why in _REASONS.items() if (n := report.count(reason))]
+    why = f": {', '.join(found)}" if found else ""
+    shards, size = counted(len(report.removed), "shard"), format_bytes(report.freed)
+    return f"{removed} {shards}, {size}{why}\n{rest}"

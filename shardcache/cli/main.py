@@ -13,7 +13,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import enum
-import errno
 import functools
 import gc
 import importlib
@@ -22,7 +21,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
@@ -32,13 +31,8 @@ import click
 from shardcache import config as configuration
 from shardcache.cli.output import Console, reason
 from shardcache.config import Loaded, __version__
-from shardcache.errors import (
-    CacheFullError,
-    ConfigError,
-    IntegrityError,
-    LockTimeoutError,
-    ShardCacheError,
-)
+from shardcache.errors import ConfigError, IntegrityError, LockTimeoutError, ShardCacheError
+from shardcache.files import FULL
 from shardcache.units import parse_duration, parse_limit
 
 if TYPE_CHECKING:
@@ -72,21 +66,15 @@ class ExitCode(enum.IntEnum):
 #: Command -> module, in the order of the help text.
 _COMMANDS = {
     "prewarm": "prewarm", "ls": "entries", "path": "prewarm", "rm": "entries", "pin": "entries",
-    "unpin": "entries", "clean": "clean", "verify": "verify", "stats": "stats", "top": "top",
-    "report": "report", "recipe": "recipe", "config": "config", "dir": "config",
+    "unpin": "entries", "clean": "entries", "verify": "verify", "stats": "stats", "top": "top",
+    "report": "stats", "recipe": "config", "config": "config", "dir": "config",
     "doctor": "doctor", "demo": "demo",
 }  # fmt: skip
-_BY_ERROR: tuple[tuple[type[Exception], ExitCode], ...] = (
-    (ConfigError, ExitCode.USAGE),
-    (CacheFullError, ExitCode.FULL),
-    (LockTimeoutError, ExitCode.BUSY),
-    (IntegrityError, ExitCode.DAMAGED),
-    (ShardCacheError, ExitCode.FAILED),
-)
-_UNUSABLE = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ELOOP})
-_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
-#: All that `dir` reads: a mistake in another variable must not hide where the cache is.
-_FOR_DIRECTORY = ("SHARDCACHE_DIR", "SHARDCACHE_CONFIG", "WDS_CACHE", "HOME", "XDG_CONFIG_HOME")
+_BY_ERROR: dict[type[Exception], ExitCode] = {
+    ConfigError: ExitCode.USAGE,
+    LockTimeoutError: ExitCode.BUSY,
+    IntegrityError: ExitCode.DAMAGED,
+}
 #: A live display hides the cursor (DECTCEM); the second signal leaves no time to do it in order.
 _SHOW_CURSOR = b"\x1b[?25h"
 
@@ -98,22 +86,14 @@ class Invocation:
         self.console = Console()
         self.dir: str | None = None  #: the value of ``--dir``
         self.config: str | None = None  #: the value of ``--config``
-        self.directory: Path | None = None  #: of the cache, once it is known
         self.received: int | None = None  #: the first signal
-        self.stop = threading.Event()  #: set by the first signal during `graceful`
-        self._graceful = False
+        self.stop = threading.Event()  #: set by the first signal
+        self.graceful = False  #: the first signal does no more than set `stop`
 
-    # -- configuration and cache -------------------------------------------------
-
-    def loaded(self, *, directory_only: bool = False) -> Loaded:
-        """The configuration in force; or its directory, whatever else is wrong with it."""
-        environ: Mapping[str, str] = os.environ
-        if directory_only:
-            environ = {name: environ[name] for name in _FOR_DIRECTORY if name in environ}
+    def loaded(self) -> Loaded:
+        """The configuration in force."""
         files = None if self.config is None else [Path(self.config)]
-        loaded = configuration.load({"dir": self.dir}, environ, files)
-        self.directory = loaded.config.dir
-        return loaded
+        return configuration.load({"dir": self.dir}, files=files)
 
     def cache(self, *, existing: bool = False, connections: int = 0, **options: Any) -> Cache:
         """Open the cache; its faults are errors here, not reasons to stream.
@@ -129,13 +109,9 @@ class Invocation:
         from shardcache.store.root import check_links, is_foreign
 
         config = self.loaded().config
-        if config.dir.exists() and not config.dir.is_dir():
-            raise ConfigError(
-                f"{config.dir} is not a directory; point dir at a directory for the cache"
-            )
         if existing:
             check_links(Layout.of_root(config.dir))
-            if is_foreign(config.dir):
+            if config.dir.exists() and (not config.dir.is_dir() or is_foreign(config.dir)):
                 raise ConfigError(
                     f"{config.dir} is not a shardcache directory (it has no manifest.json). "
                     "Check --dir or SHARDCACHE_DIR."
@@ -143,11 +119,10 @@ class Invocation:
         connections = max(connections, config.connections)
         return Cache.from_config(config.replace(strict=True, connections=connections, **options))
 
-    # -- people ------------------------------------------------------------------
-
     def confirm(self, question: str, yes: bool) -> None:
         """Ask before something is destroyed."""
-        if not yes and not self.console.interactive:
+        interactive = sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
+        if not yes and not interactive:
             raise click.UsageError(f"{question} Nobody can be asked here: pass -y to confirm.")
         if not yes:
             click.confirm(question, abort=True, err=True)
@@ -169,8 +144,6 @@ class Invocation:
             library.removeHandler(handler)
             library.level, library.propagate = before
 
-    # -- signals -----------------------------------------------------------------
-
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
         """Handle SIGINT and SIGTERM while the context lasts, if that is in the main thread."""
@@ -186,15 +159,6 @@ class Invocation:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    @contextlib.contextmanager
-    def graceful(self) -> Iterator[None]:
-        """Let the first signal only set `stop` while the context lasts."""
-        self._graceful = True
-        try:
-            yield
-        finally:
-            self._graceful = False
-
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None:
             if os.isatty(2):
@@ -202,9 +166,9 @@ class Invocation:
                     os.write(2, _SHOW_CURSOR)
             os._exit(128 + number)
         self.received = number
-        if not self._graceful:
-            raise KeyboardInterrupt
         self.stop.set()
+        if not self.graceful:
+            raise KeyboardInterrupt
 
 
 class _ConsoleHandler(logging.Handler):
@@ -372,15 +336,16 @@ def _run(invocation: Invocation, arguments: Sequence[str] | None) -> int:
     except (KeyboardInterrupt, click.Abort):
         console.error("nothing was done" if invocation.received is None else "interrupted")
         return ExitCode.FAILED
-    except ShardCacheError as exn:
+    except (ShardCacheError, OSError) as exn:
         console.error(reason(exn), exn)
-        return next(code for kind, code in _BY_ERROR if isinstance(exn, kind))
-    except OSError as exn:
-        console.error(reason(exn), exn)
-        if exn.errno in _NO_SPACE:
-            return ExitCode.FULL
-        inside = str(exn.filename or "").startswith(str(invocation.directory))
-        return ExitCode.USAGE if inside and exn.errno in _UNUSABLE else ExitCode.FAILED
+        return code_of(exn)
+
+
+def code_of(exn: Exception) -> ExitCode:
+    """How a command ends that failed with ``exn``."""
+    if isinstance(exn, OSError) and exn.errno in FULL:
+        return ExitCode.FULL
+    return _BY_ERROR.get(type(exn), ExitCode.FAILED)
 
 
 def _end_process(code: int) -> NoReturn:

@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TextIO
@@ -45,11 +45,6 @@ class Console:
     no_progress: bool = False
 
     # -- the terminal ------------------------------------------------------------
-
-    @property
-    def interactive(self) -> bool:
-        """Whether a question could be asked and answered."""
-        return sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
 
     @property
     def progress(self) -> bool:
@@ -89,10 +84,10 @@ class Console:
     # -- stdout ------------------------------------------------------------------
 
     def object(self, command: str, record: Any = None, **more: Any) -> None:
-        """Print the result for programs: the fields of a dataclass or a mapping, and ``more``."""
+        """Print the result for programs: the fields of ``record``, and ``more``."""
         if self.json:
-            found = {"schema": SCHEMA, "command": command, **_plain(record or {}), **_plain(more)}
-            _write(sys.stdout, f"{json.dumps(found, allow_nan=False)}\n")
+            found = {"schema": SCHEMA, "command": command, **fields_of(record), **more}
+            _write(sys.stdout, f"{json.dumps(found, default=_plain, allow_nan=False)}\n")
 
     def data(self, text: str) -> None:
         """Print what was asked for."""
@@ -137,7 +132,7 @@ class Console:
 
     def message(self, label: str, text: str, color: str = "") -> None:
         """Print lines after a coloured label; safe between threads."""
-        shown = "\n".join(printable(line) for line in text.splitlines())
+        shown = "\n".join(map(printable, text.splitlines()))
         _write(sys.stderr, f"{self.styled(label, color, sys.stderr)}{shown}\n")
 
 
@@ -162,12 +157,9 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
-def short_date(moment: datetime | None) -> str:
-    """``Nov 20 21:04`` in local time; the year instead of the time when long ago."""
-    if moment is None:
-        return "-"
-    recent = abs((datetime.now(UTC) - moment).days) < 182
-    return moment.astimezone().strftime("%b %d %H:%M" if recent else "%b %d  %Y")
+def local_time(moment: datetime | None) -> str:
+    """``2026-11-20 21:04`` where the reader is."""
+    return "-" if moment is None else f"{moment.astimezone():%Y-%m-%d %H:%M}"
 
 
 def short_duration(seconds: float | None) -> str:
@@ -184,8 +176,6 @@ def percentage(share: float | None, decimals: int = 1) -> str:
 
 def printable(text: str) -> str:
     """``text`` in one line, with control characters and lone surrogates escaped."""
-    if text.isprintable():
-        return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -200,26 +190,21 @@ def reason(exn: Exception) -> str:
 
 
 def fields_of(record: Any) -> dict[str, Any]:
-    """The fields of a dataclass, a named tuple or a mapping."""
+    """What a result has for programs: its ``as_dict``, else the fields of a dataclass or tuple."""
     for method in ("as_dict", "_asdict"):
         if hasattr(record, method):
             return dict(getattr(record, method)())
-    if dataclasses.is_dataclass(record):
-        return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
-    return dict(record)
+    fields = () if record is None else dataclasses.fields(record)
+    return {field.name: getattr(record, field.name) for field in fields}
 
 
 def _plain(value: Any) -> Any:
-    """A result as JSON has it."""
-    if isinstance(value, Mapping) or hasattr(value, "_asdict") or dataclasses.is_dataclass(value):
-        return {name: _plain(each) for name, each in fields_of(value).items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+    """A value that JSON does not know."""
     if isinstance(value, datetime):
         return value.astimezone(UTC).isoformat(timespec="milliseconds")
     if isinstance(value, Exception):
         return {"type": type(value).__name__, "message": reason(value)}
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
+    return os.fspath(value) if isinstance(value, os.PathLike) else fields_of(value)
 
 
 def _is_dumb() -> bool:

@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from shardcache.cli.main import (
-    DURATION,
-    SIZE,
-    ExitCode,
-    Invocation,
-    Parsed,
-    command,
-    dry_run_option,
-    flag,
-    number_option,
-)
+from shardcache.cli import main as cli
+from shardcache.cli.main import ExitCode, Invocation, command, flag, number_option
 from shardcache.cli.output import Console, counted, fields_of, printable, reason
 from shardcache.cli.progress import Position, Positions, PrewarmProgress, display
-from shardcache.errors import CacheFullError, ConfigError, ShardCacheError, ShardNotFoundError
+from shardcache.errors import ConfigError, ShardCacheError, ShardNotFoundError
 from shardcache.fetch.connections import parse_rate
 from shardcache.fetch.status import FetchStatus
 from shardcache.prewarm.helpers import most_processes
@@ -36,21 +26,20 @@ from shardcache.results import Event, Outcome, Planned, PrewarmReport, Stopped
 from shardcache.units import Limit, format_bytes, format_duration, format_rate
 
 if TYPE_CHECKING:
-    from shardcache.cache import Cache
     from shardcache.prewarm.ray import NodeReport
 
-#: Shards named that failed like another one; ``-v`` and JSON tell all.
-_NAMED = 5
-RATE = Parsed("RATE", parse_rate)
+#: Absent shards that are tried as prefixes.
+_TRIED = 5
+RATE = cli.Parsed("RATE", parse_rate)
 
 
 @command("prewarm")
-@dry_run_option
+@cli.dry_run_option
 @click.option("--limit-rate", type=RATE, help="Most bytes per second of all connections: 50MB.")
 @flag("--best-effort", help="Leave out what does not fit; do not refuse.")
 @number_option("--max-failures", help="Accept up to N failed shards, stop at the next.", least=0)
-@click.option("--deadline", type=DURATION, help="Stop after this long, such as 5m.")
-@click.option("--max-size", type=SIZE, help="What the cache may hold, such as 800GB or 80%.")
+@click.option("--deadline", type=cli.DURATION, help="Stop after this long, such as 5m.")
+@click.option("--max-size", type=cli.SIZE, help="What the cache may hold, such as 800GB or 80%.")
 @flag("--check", help="Only tell whether all is cached (exit 4 if not).")
 @flag("--refresh", help="Ask origins for what is cached; fetch what they replaced.")
 @number_option("--node-count", help="So many nodes, where no launcher tells; with --node-rank.")
@@ -65,6 +54,7 @@ RATE = Parsed("RATE", parse_rate)
     "-f",
     "--file",
     "lists",
+    type=click.File(encoding="utf-8"),
     multiple=True,
     metavar="LIST",
     help="Read SPECs from a file, one per line; - is stdin. May be repeated.",
@@ -73,7 +63,7 @@ RATE = Parsed("RATE", parse_rate)
 def prewarm_command(
     invocation: Invocation,
     specs: tuple[str, ...],
-    lists: tuple[str, ...],
+    lists: tuple[TextIO, ...],
     jobs: int | None,
     max_size: Limit | None,
     ray: bool,
@@ -111,9 +101,9 @@ def prewarm_command(
         )
     if ray and stated:
         raise click.UsageError("With --ray each node is told which one it is.")
-    wanted = [*specs, *(spec for name in lists for spec in _read_list(name))]
+    wanted = [*specs, *(spec for file in lists for spec in _read_list(file))]
     if not wanted:
-        empty = f"There is no shard in {', '.join(lists)}: one SPEC per line."
+        empty = "There is no shard in the list: one SPEC per line."
         raise click.UsageError(empty if lists else "Which shards? Give a SPEC, or a list with -f.")
     processes = 1 if ray else most_processes()
     options["jobs"] = jobs or JOBS * processes
@@ -130,8 +120,8 @@ def prewarm_command(
             progress(event)
             if isinstance(event, Planned) and not check:
                 console.info(str(event.plan))
-                if not options["dry_run"]:  # from now on the first signal ends the run
-                    stack.enter_context(invocation.graceful())
+                if not options["dry_run"]:
+                    invocation.graceful = True  # from now on the first signal ends the run
                     stack.enter_context(display(console, progress.positions))
 
         report = prewarm(
@@ -148,17 +138,20 @@ def prewarm_command(
         if check or not options["dry_run"]:
             console.info(_end_text(report, options))
         print_failures(console, report, options["max_failures"])
-        _suggest_prefixes(console, cache, report)
+        absent = [r.url for r in report.results if isinstance(r.error, ShardNotFoundError)]
+        for url in absent[:_TRIED]:
+            if "." not in url.rpartition("/")[2]:
+                with suppress(ShardCacheError, OSError):  # the failure itself was printed
+                    count = len(expand(f"{url}/", cache))
+                    console.hint(f"  {counted(count, 'shard')} below {url}/ : did you mean that?")
     return _exit_code(report, options)
 
 
-def _read_list(name: str) -> list[str]:
+def _read_list(file: TextIO) -> list[str]:
     try:
-        text = sys.stdin.read() if name == "-" else Path(name).read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as exn:
-        why = exn.strerror if isinstance(exn, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"the list {name} cannot be read: {why}") from exn
-    specs = map(str.strip, text.splitlines())
+        specs = [line.strip() for line in file]
+    except UnicodeDecodeError as exn:
+        raise ConfigError(f"the list {file.name} cannot be read: it is not UTF-8 text") from exn
     return [spec for spec in specs if spec and not spec.startswith("#")]
 
 
@@ -171,16 +164,6 @@ def _exit_code(report: PrewarmReport, options: Mapping[str, Any]) -> int:
     if report.failed > (options["max_failures"] or 0):
         return ExitCode.SOME_FAILED
     return ExitCode.SOME_FAILED if report.not_started and not best_effort else 0
-
-
-def _suggest_prefixes(console: Console, cache: Cache, report: PrewarmReport) -> None:
-    """For names that do not exist, but are prefixes of others: suggest the prefix."""
-    absent = [r.url for r in report.results if isinstance(r.error, ShardNotFoundError)]
-    for url in absent[:_NAMED]:
-        if "." not in url.rpartition("/")[2]:
-            with suppress(ShardCacheError, OSError):  # the failure itself was printed
-                count = len(expand(f"{url}/", cache))
-                console.hint(f"  {counted(count, 'shard')} below {url}/ : did you mean that?")
 
 
 # -- every node of a Ray cluster -----------------------------------------------
@@ -201,7 +184,8 @@ def _prewarm_ray(
     def on_news(news: Sequence[NodeReport]) -> None:
         latest[:] = news
 
-    with invocation.graceful(), display(console, lambda: _positions(latest)):
+    invocation.graceful = True
+    with display(console, lambda: _positions(latest)):
         nodes = prewarm_nodes(
             specs,
             settings={
@@ -215,12 +199,25 @@ def _prewarm_ray(
             **options,
         )
     console.info(f"{counted(len(nodes), 'node')}: {', '.join(node.name for node in nodes)}")
+    shards, records, codes = list[Any](), dict[str, Any](), list[int]()
+    failures = defaultdict[tuple[str, str], list[str]](list)
     for node in nodes:
         if node.plan is not None and not options["check"]:
             console.info(f"{node.name}  {node.plan}")
         if node.error or node.interrupted or not options["dry_run"]:
             console.info(f"{node.name}  {_node_text(node, options)}")
-    codes = [_node_code(node, options) for node in nodes]
+        if node.error is not None:
+            failures["lost" if node.lost else "failed", reason(node.error)].append(node.name)
+        for line in _failures(node.report, everything=console.verbosity > 0):
+            failures["failed", line].append(node.name)
+        code = _exit_code(node.report, options)
+        if node.error is not None:
+            code = cli.code_of(node.error)
+            code = ExitCode.SOME_FAILED if code is ExitCode.FAILED else code
+        codes.append(code)
+        record = {"number": node.number, "exit_code": code, "lost": node.lost, "error": node.error}
+        records[node.name] = {**record, **fields_of(node.report)}
+        shards += [{"node": node.name, **fields_of(each)} for each in node.report.results]
     seconds, received = time.monotonic() - began, sum(node.received for node in nodes)
     done = "All cached on" if options["check"] else "Warmed"
     done = "Planned for" if options["dry_run"] else done
@@ -228,27 +225,8 @@ def _prewarm_ray(
         f"{done} {codes.count(0):,} of {counted(len(nodes), 'node')} in "
         f"{format_duration(seconds)}, {format_rate(received / seconds)}."
     )
-    records = {
-        node.name: {
-            "number": node.number,
-            "exit_code": code,
-            "lost": node.lost,
-            "error": node.error,
-            **node.report.as_dict(),
-        }
-        for node, code in zip(nodes, codes, strict=True)
-    }
-    console.object(
-        "prewarm",
-        shards=[{"node": n.name, **fields_of(r)} for n in nodes for r in n.report.results],
-        summary={"seconds": round(seconds, 6), "received_bytes": received, "nodes": records},
-    )
-    failures = defaultdict[tuple[str, str], list[str]](list)
-    for node in nodes:
-        if node.error is not None:
-            failures["lost" if node.lost else "failed", reason(node.error)].append(node.name)
-        for line in _failures(node.report, everything=console.verbosity > 0):
-            failures["failed", line].append(node.name)
+    summary = {"seconds": round(seconds, 6), "received_bytes": received, "nodes": records}
+    console.object("prewarm", shards=shards, summary=summary)
     for (word, text), names in failures.items():
         console.message(f"  {word}  ", f"{', '.join(names)}: {text}", "red")
     if any(node.lost or node.interrupted for node in nodes):
@@ -256,14 +234,6 @@ def _prewarm_ray(
     bad = set(codes) - {0}
     # 2, 4 and 5 are the command's own if they are true of all nodes that are not done.
     return 0 if not bad else bad.pop() if len(bad) == 1 else ExitCode.SOME_FAILED
-
-
-def _node_code(node: NodeReport, options: Mapping[str, Any]) -> int:
-    if node.error is None:
-        return _exit_code(node.report, options)
-    if isinstance(node.error, CacheFullError):
-        return ExitCode.FULL
-    return ExitCode.USAGE if isinstance(node.error, ConfigError) else ExitCode.SOME_FAILED
 
 
 def _node_text(node: NodeReport, options: Mapping[str, Any]) -> str:
@@ -317,22 +287,17 @@ def print_failures(console: Console, report: PrewarmReport, max_failures: int | 
 
 
 def _failures(report: PrewarmReport, *, everything: bool) -> Iterator[str]:
-    """Why shards failed; of many that failed alike only the first, and the others' names."""
-    alike = defaultdict[str, list[tuple[str, str]]](list)
+    """Why shards failed; of many that failed alike only the first, and how many more."""
+    alike = defaultdict[str, list[str]](list)
     for result in report.results:
         if result.outcome is Outcome.FAILED and result.error is not None:
             text = reason(result.error)
-            if isinstance(result.error, OSError) and not isinstance(result.error, ShardCacheError):
-                text = f"the local disk failed: {text}"
-            alike[text.replace(result.url.partition("://")[2], "")].append((result.url, text))
-    for group in alike.values():
-        shown = group if everything else group[:1]
-        for url, text in shown:
-            yield text if url in text else f"{url}: {text}"
-        rest = [url.rpartition("/")[2] for url, _ in group[len(shown) :]]
-        if rest:
-            names = ", ".join(rest[:_NAMED]) + (", ..." if len(rest) > _NAMED else "")
-            yield f"{len(rest):,} more for the same reason: {names}"
+            line = text if result.url in text else f"{result.url}: {text}"
+            alike[text.replace(result.url.partition("://")[2], "")].append(line)
+    for lines in alike.values():
+        yield from lines if everything else lines[:1]
+        if len(lines) > 1 and not everything:
+            yield f"{len(lines) - 1:,} more for the same reason; -v names them"
 
 
 # -- path ----------------------------------------------------------------------

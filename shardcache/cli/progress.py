@@ -9,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from shardcache.cli.output import Console, printable
-from shardcache.results import Event, Finished, Outcome, Planned, PrewarmPlan, Started
-from shardcache.units import format_bytes, format_rate
+from shardcache.results import Event, Finished, Outcome, Planned, PrewarmPlan, Started, Stopping
+from shardcache.units import format_bytes
 
 #: Seconds between two lines where nothing can be redrawn: a log of an hour has 360.
 LINE_EVERY = 10.0
@@ -51,8 +50,8 @@ def display(console: Console, positions: Callable[[], Positions]) -> Iterator[No
     if not console.progress:
         yield
         return
-    show, ended = _draw_bars if console.live else _print_lines, threading.Event()
-    thread = threading.Thread(target=show, args=(console, positions, ended), daemon=True)
+    ended = threading.Event()
+    thread = threading.Thread(target=_show, args=(console, positions, ended), daemon=True)
     thread.start()
     try:
         yield
@@ -61,9 +60,10 @@ def display(console: Console, positions: Callable[[], Positions]) -> Iterator[No
         thread.join()
 
 
-def _draw_bars(
-    console: Console, positions: Callable[[], Positions], ended: threading.Event
-) -> None:
+def _show(console: Console, positions: Callable[[], Positions], ended: threading.Event) -> None:
+    if not console.live and ended.wait(LINE_EVERY):
+        return  # before rich was imported, which takes longer than many a command
+
     from rich import progress
     from rich.table import Column
     from rich.text import Text
@@ -74,101 +74,83 @@ def _draw_bars(
         def render(self, task: progress.Task) -> Text:
             return Text(task.description, no_wrap=True, overflow="ellipsis")
 
-    whole = [Column(no_wrap=True) for _ in range(3)]
-    rows: dict[str, progress.TaskID] = {}
-    with progress.Progress(
-        progress.BarColumn(_BAR),
+    every = _REDRAW_EVERY if console.live else LINE_EVERY
+    bars = progress.Progress(
+        *([progress.BarColumn(_BAR)] if console.live else []),
         Description(),
-        progress.TaskProgressColumn("{task.percentage:.0f}%", table_column=whole[0]),
-        progress.TransferSpeedColumn(whole[1]),
+        progress.TaskProgressColumn("{task.percentage:.0f}%", table_column=Column(no_wrap=True)),
+        progress.TransferSpeedColumn(Column(no_wrap=True)),
         "ETA",
-        progress.TimeRemainingColumn(table_column=whole[2]),
+        progress.TimeRemainingColumn(table_column=Column(no_wrap=True)),
         console=console.terminal(sys.stderr),
         auto_refresh=False,
-        speed_estimate_period=_WINDOW,
+        speed_estimate_period=max(_WINDOW, 3 * every),
         transient=True,
         redirect_stdout=sys.stdout.isatty(),
-    ) as bars:
+    )
+    rows: dict[str, progress.TaskID] = {}
+    with bars if console.live else contextlib.nullcontext():
         while True:
-            found = positions()
+            found = positions() if console.live else {"": positions()[""]}
             for key in rows.keys() - found.keys():
                 bars.remove_task(rows.pop(key))
             for key, at in found.items():
                 if key not in rows:
                     rows[key] = bars.add_task(at.text, total=at.total)
                 bars.update(rows[key], description=at.text, completed=at.done, total=at.total)
-            bars.refresh()
-            if ended.wait(_REDRAW_EVERY):
+            if console.live:
+                bars.refresh()
+            else:
+                bars.console.print(bars)
+            if ended.wait(every):
                 return
-
-
-def _print_lines(
-    console: Console, positions: Callable[[], Positions], ended: threading.Event
-) -> None:
-    """Print ``28%, 512/1,848 shards, 256.0 GB of 924.3 GB, 2.9 GB/s, ETA 0:03:50``."""
-    before, then = positions()[""].done, time.monotonic()
-    while not ended.wait(LINE_EVERY):
-        at, now = positions()[""], time.monotonic()
-        speed = max(0, at.done - before) / (now - then)
-        before, then = at.done, now
-        line = f"{at.text}, {format_rate(speed)}"
-        if at.total:
-            line = f"{at.done / at.total:.0%}, {line}"
-            if speed:
-                minutes, seconds = divmod(round((at.total - at.done) / speed), 60)
-                line += f", ETA {minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
-        console.hint(line)
 
 
 class PrewarmProgress:
     """Where a prewarm is; one thread hands in its events, another asks for `positions`."""
 
     def __init__(self) -> None:
+        self._plan = PrewarmPlan((), {}, {}, 0, 0, 0)
         self._active: dict[str, Started] = {}
-        self._plan: PrewarmPlan | None = None
         self._sizes: dict[str, int] = {}  # of the shards to fetch, as far as they are known
         self._done = self._bytes = self._failed = 0
-        self._is_stopping = False
+        self._note = ""
 
     def __call__(self, event: Event) -> None:
         """Take an event."""
-        if isinstance(event, Planned):
-            plan = self._plan = event.plan
-            self._sizes = {k: size for k, size in plan.sizes.items() if k not in plan.left_out}
-        elif isinstance(event, Started):
-            self._active[event.shard.key] = event
-        elif isinstance(event, Finished):
-            key, result = event.shard.key, event.result
-            # First, so that for an instant too little is counted, never too much.
-            self._active.pop(key, None)
-            assert self._plan is not None
-            if key not in self._plan.cached or result.outcome is not Outcome.CACHED:
-                self._done += 1
-                self._failed += result.outcome is Outcome.FAILED
-                # A shard that failed is done with, too: the estimate is for the rest.
-                self._bytes += result.size or 0
-                self._sizes.setdefault(key, result.size or 0)
-        else:
-            self._is_stopping = True
+        match event:
+            case Planned(plan):
+                self._plan = plan
+                self._sizes = {k: size for k, size in plan.sizes.items() if k not in plan.left_out}
+            case Started(shard, _):
+                self._active[shard.key] = event
+            case Finished(shard, result):
+                # First, so that for an instant too little is counted, never too much.
+                self._active.pop(shard.key, None)
+                if shard.key not in self._plan.cached or result.outcome is not Outcome.CACHED:
+                    self._done += 1
+                    self._failed += result.outcome is Outcome.FAILED
+                    # A shard that failed is done with, too: the estimate is for the rest.
+                    self._bytes += result.size or 0
+                    self._sizes.setdefault(shard.key, result.size or 0)
+            case Stopping():
+                self._note = ", stopping"
 
     def positions(self) -> Positions:
         """The whole run, and the shards that are being fetched."""
-        plan, active = self._plan, list(self._active.values())
-        assert plan is not None
-        shards = max(len(plan.to_fetch) - len(plan.left_out), self._done)
+        active = list(self._active.values())
+        shards = max(len(self._plan.to_fetch) - len(self._plan.left_out), self._done)
         written = self._bytes + sum(started.status.written for started in active)
         total = sum(self._sizes.values()) if len(self._sizes) >= shards else None
         text = f"{self._done:,}/{shards:,} shards, {format_bytes(written)}"
         text += f" of {format_bytes(total)}" if total is not None else ""
         text += f", {self._failed:,} failed" if self._failed else ""
-        text += ", stopping" if self._is_stopping else ""
-        parts = {started.shard.key: _of_shard(started) for started in active[:_SHOWN]}
-        return {"": Position(text, written, total), **parts}
-
-
-def _of_shard(started: Started) -> Position:
-    name, status = printable(started.shard.basename), started.status
-    if status.size is None:  # it is still connecting, or another process has the shard's lock
-        return Position(f"{name}  waiting")
-    retries = f"  retry {status.retries}" if status.retries else ""
-    return Position(f"{name}{retries}", status.written, status.size)
+        found = {"": Position(f"{text}{self._note}", written, total)}
+        for shard, status in active[:_SHOWN]:
+            name = printable(shard.basename)
+            if status.size is None:  # still connecting, or another process has the shard's lock
+                found[shard.key] = Position(f"{name}  waiting")
+            else:
+                retries = f"  retry {status.retries}" if status.retries else ""
+                found[shard.key] = Position(f"{name}{retries}", status.written, status.size)
+        return found

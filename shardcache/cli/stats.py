@@ -1,23 +1,47 @@
-"""``shardcache stats``: what the cache has done on this node."""
+"""``shardcache stats`` and ``report``: what the cache has done, as text and as a page.
+
+The page is the template ``report.html`` with charts that matplotlib draws (the extra ``report``).
+It needs no scripts and nothing from elsewhere, and is readable on a phone, light and dark.
+"""
 
 from __future__ import annotations
 
+import html
+import io
+import math
+import os
+import string
+import time
+from collections import defaultdict
 from collections.abc import Sequence
+from datetime import datetime
+from importlib import resources
+from pathlib import Path
+from typing import Any
 
 import click
 
+from shardcache.cli.entries import gauge, tiers
 from shardcache.cli.main import Invocation, command, flag, since_option
-from shardcache.cli.output import Console, counted, percentage, short_date, short_duration
+from shardcache.cli.output import Console, counted, local_time, percentage, short_duration
 from shardcache.clock import utc
+from shardcache.config import __version__
+from shardcache.errors import ConfigError
 from shardcache.stats import database
 from shardcache.stats.database import Sample
 from shardcache.stats.prometheus import exposition
 from shardcache.stats.summary import OUTCOMES, Stats, Waits, by_hour, by_rank, rank_records, summed
-from shardcache.units import format_bytes
+from shardcache.units import format_bytes, format_rate
 
+#: Seconds of an interval of the charts, and how many there are at most.
+_STEPS = (60, 300, 900, 3600, 4 * 3600, 24 * 3600, 7 * 24 * 3600)
+_INTERVALS = 100
+#: Readable on white and on black. Only what failed is red.
+_COLORS = ("#3b82c4", "#d97706", "#8b5cf6", "#0d9488", "#64748b", "#dc2626")
+_GREY = "#80868e"
 #: Shown even if there were none.
 _ALWAYS = ("hits", "coalesced", "misses")
-ROW_TITLES = ("OPENS", "HITS", "HIT RATE", "MISSES", "BYPASSED", "FETCHED", "SAVED", "WAIT P99")
+ROW_TITLES = ("OPENS", "HIT RATE", "BYPASSED", "FETCHED", "SAVED", "WAIT P99")
 _WAITS = {"disk": "for the disk", "lock": "for others", "network": "for the network"}
 
 
@@ -119,22 +143,138 @@ def _print_rows(console: Console, samples: Sequence[Sample], by: str) -> None:
     else:
         hours = {utc(hour): found for hour, found in by_hour(samples).items()}
         records = [{"hour": hour, **found.as_dict()} for hour, found in hours.items()]
-        groups = {short_date(hour): found for hour, found in hours.items()}
-    console.object("stats", {f"{by}s": records, "summary": total})
-    rows = ((name, *row(found)) for name, found in groups.items())
+        groups = {local_time(hour): found for hour, found in hours.items()}
+    console.object("stats", **{f"{by}s": records}, summary=total)
+    rows = ((name, *cells(found)) for name, found in groups.items())
     console.table([by.upper(), *ROW_TITLES], rows, ROW_TITLES)
     console.data(f"{counted(total.opens, 'open')}, {percentage(total.hit_rate, 2)} hits")
 
 
-def row(found: Stats) -> tuple[str, ...]:
-    """The cells under `ROW_TITLES`."""
-    return (
-        f"{found.opens:,}",
-        f"{found.hits:,}",
+def cells(found: Stats, seconds: float | None = None) -> list[str]:
+    """The cells under `ROW_TITLES`; with ``seconds`` they are per second."""
+
+    def number(n: int) -> str:
+        return f"{n:,}" if seconds is None else f"{n / seconds:,.1f}/s"
+
+    def size(n: int) -> str:
+        return format_bytes(n) if seconds is None else format_rate(n / seconds)
+
+    return [
+        number(found.opens),
         percentage(found.hit_rate, 2),
-        f"{found.misses:,}",
-        f"{found.bypassed:,}",
-        format_bytes(found.bytes_origin),
-        format_bytes(found.bytes_saved),
+        number(found.bypassed),
+        size(found.bytes_origin),
+        size(found.bytes_saved),
         short_duration(found.all_waits.percentile(0.99)),
-    )
+    ]
+
+
+# -- report ----------------------------------------------------------------------
+
+
+@command("report")
+@since_option
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("shardcache-report.html"),
+    metavar="FILE",
+    help="Where to.  [default: shardcache-report.html]",
+)
+def report_command(invocation: Invocation, since: float | None, output: Path) -> None:
+    """Write a page of charts: one HTML file.
+
+    Hit rate over time, bytes from cache and origin, waits, evictions. It needs no scripts and
+    nothing from elsewhere, and can be sent around. The charts need the extra shardcache[report];
+    `stats --json` has the same figures.
+
+    \b
+    Examples:
+      shardcache report
+      shardcache report --since 24h -o /var/www/html/shardcache.html
+    """
+    with invocation.cache(existing=True) as cache:
+        samples, gauges = cache.samples(since), map(gauge, tiers(cache))
+        total = summed(samples)
+        span = "Nothing was counted"
+        if total.since is not None and total.until is not None:
+            span = f"{local_time(utc(total.since))} to {local_time(utc(total.until))}"
+        rows = [(rank, *cells(found)) for rank, found in by_rank(samples).items()]
+        template = resources.files("shardcache.cli") / "templates" / "report.html"
+        text = string.Template(template.read_text("utf-8")).substitute(
+            node=html.escape(os.uname().nodename),
+            version=__version__,
+            made=local_time(utc(time.time())),
+            span=span,
+            figures=html.escape("\n".join([figures(total), *gauges])),
+            charts=_charts(samples) if samples else "",
+            ranks="\n".join(
+                f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in line)}</tr>"
+                for line in (("RANK", *ROW_TITLES), *rows)
+            ),
+        )
+    size, console = output.write_bytes(text.encode()), invocation.console
+    console.object("report", path=output, size=size)
+    console.info(f"wrote {output}, {format_bytes(size)}")
+
+
+def _charts(samples: Sequence[Sample]) -> str:
+    """Draw what was counted over time, as SVG: rates as a line, sums as bars."""
+    try:
+        from matplotlib import dates, rcParams, ticker
+        from matplotlib.figure import Figure
+    except ImportError as exn:
+        raise ConfigError(
+            "The charts need matplotlib: pip install 'shardcache[report]'. `shardcache stats "
+            "--json` works without."
+        ) from exn
+    # The finest intervals that fit the page.
+    starts = [sample.start for sample in samples]
+    fine, span = max(sample.seconds for sample in samples), max(starts) - min(starts)
+    step = next((s for s in _STEPS if s >= fine and span / s <= _INTERVALS), _STEPS[-1])
+    groups = defaultdict[int, list[Sample]](list)
+    for sample in sorted(samples, key=lambda sample: sample.start):
+        groups[sample.start // step * step].append(sample)
+    sums = [*map(summed, groups.values())]
+    rates = [math.nan if each.hit_rate is None else 100 * each.hit_rate for each in sums]
+    sources = {"cache": "bytes_saved", "origin": "bytes_origin", "upstreams": "bytes_upstream"}
+    charts: dict[str, tuple[str, dict[str, list[Any]]]] = {"Hit rate": ("%", {"hits": rates})}
+    for title, unit, names in (
+        ("Opens", "", {name: name for name in OUTCOMES}),
+        ("Where bytes came from", "B", sources),
+        ("Bytes evicted", "B", {"evicted": "bytes_evicted"}),
+    ):
+        found = {label: [getattr(each, name) for each in sums] for label, name in names.items()}
+        if found := {label: values for label, values in found.items() if any(values)}:
+            charts[title] = unit, found
+    rcParams["svg.hashsalt"] = "shardcache"  # the same page for the same figures
+    rcParams["svg.fonttype"] = "none"  # text, in the fonts of the page
+    figure = Figure(figsize=(8.4, 2.4 * len(charts)), layout="constrained")
+    x, width = [dates.date2num(utc(start)) for start in groups], 0.8 * step / 86400
+    zone = datetime.now().astimezone().tzinfo
+    every = figure.subplots(len(charts), squeeze=False).flat
+    for axes, (title, (unit, series)) in zip(every, charts.items(), strict=True):
+        below = [0.0] * len(x)
+        for (name, values), color in zip(series.items(), _COLORS, strict=False):
+            if unit == "%":
+                axes.plot(x, values, marker=".", label=name, color=color)
+            else:
+                axes.bar(x, values, width, below, label=name, color=color, align="edge")
+                below = [a + b for a, b in zip(below, values, strict=True)]
+        axes.set_title(title, loc="left", color=_GREY)
+        axes.set_ylim(0, 105 if unit == "%" else None)
+        axes.yaxis.set_major_formatter(ticker.EngFormatter(unit=unit))
+        axes.yaxis.set_major_locator(ticker.MaxNLocator(5, integer=True))
+        locator = dates.AutoDateLocator(tz=zone)
+        axes.xaxis.set_major_locator(locator)
+        axes.xaxis.set_major_formatter(dates.ConciseDateFormatter(locator, tz=zone))
+        axes.tick_params(colors=_GREY, labelsize=8)
+        axes.grid(axis="y", color=_GREY, alpha=0.25, linewidth=0.6)
+        axes.spines[:].set_visible(False)
+        if len(series) > 1:
+            above = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": len(series)}
+            axes.legend(**above, frameon=False, fontsize=8, labelcolor=_GREY)
+    drawn = io.StringIO()
+    figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None})
+    return drawn.getvalue()[drawn.getvalue().index("<svg") :]

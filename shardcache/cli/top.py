@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -16,26 +17,16 @@ import click
 
 from shardcache import clock
 from shardcache.cache import Cache
-from shardcache.cli.entries import Row, partials
+from shardcache.cli.entries import Row, gauge, partials, tiers
 from shardcache.cli.main import Invocation, command, number_option
-from shardcache.cli.output import (
-    Console,
-    counted,
-    percentage,
-    printable,
-    short_duration,
-    text_table,
-)
+from shardcache.cli.output import counted, printable, short_duration, text_table
+from shardcache.cli.stats import ROW_TITLES, cells
 from shardcache.clock import utc
-from shardcache.layout import parse_partial_name
 from shardcache.locks.flock import Holder, read_holder
 from shardcache.locks.sessions import live_sessions, live_waits
-from shardcache.space.eviction import linked
-from shardcache.space.memory import Volume
 from shardcache.stats.database import Sample
 from shardcache.stats.summary import Stats, by_rank, rank_records, summed
-from shardcache.store.partial import read_progress
-from shardcache.units import format_bytes, format_rate
+from shardcache.units import format_rate
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -44,20 +35,8 @@ if TYPE_CHECKING:
 _SMOOTH = 3
 #: Seconds of statistics that are read each time: the last minutes of every process are in them.
 _WINDOW = 3600.0
-_GAUGE = 24
 #: Rows of each kind that a screen has room for.
 _MOST = 12
-
-
-@dataclass(frozen=True, slots=True)
-class TierUse:
-    """How full a tier is; ``max_size`` is None where free space alone limits it."""
-
-    tier: int
-    dir: str
-    shards: int
-    bytes: int
-    max_size: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,19 +47,10 @@ class Activity:
     seconds: float | None  #: over which rates are taken; None at first
     processes: int  #: that use the cache
     total: Stats  #: what was counted in these seconds
-    by_rank: Mapping[str, Stats]
+    ranks: Mapping[str, Stats]
     fetches: Sequence[Row]  #: `partials` in flight with ``bytes_per_second``, the furthest first
-    tiers: Sequence[TierUse]
+    tiers: Sequence[Row]
     waits: Sequence[Row]  #: who waits for whom, the longest first
-
-    def rate(self, name: str) -> float:
-        """How often a thing was counted per second."""
-        return self.total.counters[name] / self.seconds if self.seconds else 0.0
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        found = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {**found, "ranks": rank_records(found.pop("by_rank"))}
 
 
 class Watcher:
@@ -107,9 +77,9 @@ class Watcher:
             seconds=max(1e-3, now - began) if len(kept) > 1 else None,
             processes=len(live_sessions(self._cache.processes.here().namespaces.node)),
             total=summed(changed),
-            by_rank={rank: each for rank, each in by_rank(changed).items() if each.opens},
+            ranks={rank: each for rank, each in by_rank(changed).items() if each.opens},
             fetches=self._fetches(now - last),
-            tiers=tier_uses(self._cache),
+            tiers=list(tiers(self._cache)),
             waits=self._waits(),
         )
 
@@ -118,30 +88,21 @@ class Watcher:
         before, self._written = self._written, {row["dir"]: row["written_bytes"] for row in live}
         for row in live:
             more = row["written_bytes"] - before.get(row["dir"], row["written_bytes"])
-            is_known = row["dir"] in before and seconds
-            row["bytes_per_second"] = max(0, more) / seconds if is_known else None
+            row["bytes_per_second"] = max(0, more) / seconds if seconds else 0.0
             row["url"] = row["url"] or row["key"]
         return sorted(live, key=lambda row: (-row["written_bytes"], row["url"]))
 
     def _waits(self) -> list[Row]:
-        now, stores = clock.time(), self._cache.processes.here().stores()
-        found = []
-        for store in stores:
+        now, found = clock.time(), list[Row]()
+        for store in self._cache.processes.here().stores():
             for wait in live_waits(store.layout):
-                holder, progress = read_holder(store.layout.holder(wait.key)), None
-                name = holder.partial if holder else None
-                if name is not None and parse_partial_name(name) is not None:
-                    # In whichever tier it grows.
-                    grows = (read_progress(each.layout.partial / name) for each in stores)
-                    progress = next(filter(None, grows), None)
+                holder = read_holder(store.layout.holder(wait.key))
                 row = {
                     "url": wait.url,
                     **_process(wait.waiter),
                     "since": utc(wait.waiter.started),
                     "seconds": max(0.0, now - wait.waiter.started),
                     "holder": _process(holder) if holder else None,
-                    "written_bytes": progress.written if progress else None,
-                    "size": progress.total if progress else None,
                 }
                 found.append(row)
         return sorted(found, key=lambda row: (-row["seconds"], row["url"]))
@@ -149,18 +110,6 @@ class Watcher:
 
 def _process(holder: Holder) -> Row:
     return {"pid": holder.pid, "host": holder.host, "rank": holder.rank, "job": holder.job}
-
-
-def tier_uses(cache: Cache) -> list[TierUse]:
-    """How full each tier is."""
-    entries, found = list(cache.entries()), []
-    for number, config in enumerate(cache.config.by_tier(), 1):
-        root = os.fspath(config.dir)
-        files = linked(entry for entry in entries if entry.directory.startswith(f"{root}/"))
-        limit = Volume.of(config.dir).budget(config) if config.dir.is_dir() else None
-        used = sum(links[0].size for links in files)
-        found.append(TierUse(number, root, len(files), used, limit))
-    return found
 
 
 # -- the command -------------------------------------------------------------------
@@ -188,16 +137,21 @@ def top_command(invocation: Invocation, interval: float, count: int | None) -> N
     """
     console = invocation.console
     count = count or (1 if console.json else None)
-    with invocation.cache(existing=True) as cache:
+    with invocation.cache(existing=True) as cache, contextlib.suppress(KeyboardInterrupt):
         title = f"shardcache top  {printable(str(cache.dir))}"
         activities = _watch(Watcher(cache), interval, count)
         if console.live and not console.json:
-            _draw(console, activities, title)
+            from rich.live import Live
+
+            terminal = console.terminal(sys.stdout)
+            with Live(f"{title}  ...", console=terminal, auto_refresh=False) as live:
+                for activity in activities:
+                    live.update(frame(activity, title), refresh=True)
             return
         for activity in activities:
-            console.object("top", activity)
-            console.render(frame(activity, title))
-            console.data("")
+            console.object("top", activity, ranks=rank_records(activity.ranks))
+            if not console.json:
+                console.render(frame(activity, title))
 
 
 def _watch(watcher: Watcher, interval: float, count: int | None) -> Iterator[Activity]:
@@ -207,76 +161,35 @@ def _watch(watcher: Watcher, interval: float, count: int | None) -> Iterator[Act
         yield watcher.look()
 
 
-def _draw(console: Console, activities: Iterator[Activity], title: str) -> None:
-    """Redraw on a screen of its own; the last state stays."""
-    from rich.live import Live
-
-    shown: RenderableType = f"{title}  ..."
-    try:
-        with Live(
-            shown, console=console.terminal(sys.stdout), screen=True, auto_refresh=False
-        ) as live:
-            for activity in activities:
-                shown = frame(activity, title)
-                live.update(shown, refresh=True)
-    finally:
-        console.render(shown)
-
-
 def frame(activity: Activity, title: str) -> RenderableType:
     """An activity for people."""
     from rich.console import Group
     from rich.text import Text
 
-    total, seconds = activity.total, activity.seconds or 1.0
-    others = [f"{name} {activity.rate(name):,.1f}/s" for name in ("misses", "bypassed", "failed")]
-    fetched, evicted = (format_rate(activity.rate(f"bytes_{n}")) for n in ("origin", "evicted"))
-    lines = [
-        f"{title}  {activity.at.astimezone():%H:%M:%S}  "
-        f"{counted(activity.processes, 'process', 'processes')}",
-        "",
-        f"opens     {total.opens / seconds:>10,.1f}/s    hits {percentage(total.hit_rate):>6}    "
-        f"wait p99 {_p99(total)}",
-        f"coalesced {activity.rate('coalesced'):>10,.1f}/s    {'    '.join(others)}",
-        f"read      {format_rate(activity.rate('bytes_opened')):>12}    fetched {fetched}    "
-        f"evicted {evicted}",
-        "",
-        *map(_gauge, activity.tiers),
-        "",
+    using = counted(activity.processes, "process", "processes")
+    gauges = [Text(gauge(tier), no_wrap=True, overflow="ellipsis") for tier in activity.tiers]
+    counted_by = {"all": activity.total, **(activity.ranks if len(activity.ranks) > 1 else {})}
+    rates = [[rank, *cells(found, activity.seconds or 1.0)] for rank, found in counted_by.items()]
+    flying = counted(len(activity.fetches), "fetch", "fetches")
+    parts: list[RenderableType] = [
+        Text(f"{title}  {activity.at.astimezone():%H:%M:%S}  {using}\n", no_wrap=True),
+        *gauges,
+        text_table(["RANK", *ROW_TITLES], _first(rates), ROW_TITLES),
+        Text(f"\n{flying} in flight"),
     ]
-    parts: list[RenderableType] = [Text("\n".join(lines), no_wrap=True, overflow="ellipsis")]
-    if len(activity.by_rank) > 1:
-        titles = ["RANK", "OPENS/s", "HITS", "FETCHED/s", "WAIT P99"]
-        rows = [
-            [
-                rank,
-                f"{found.opens / seconds:,.1f}",
-                percentage(found.hit_rate),
-                format_rate(found.bytes_origin / seconds),
-                _p99(found),
-            ]
-            for rank, found in activity.by_rank.items()
-        ]
-        parts.append(text_table(titles, _first(rows), titles))
-    parts.append(Text(f"{counted(len(activity.fetches), 'fetch', 'fetches')} in flight"))
     if activity.fetches:
-        rows = []
-        for row in activity.fetches:
-            rate = row["bytes_per_second"]
-            speed = "" if rate is None else format_rate(rate)
-            rows.append([row["url"], _share(row), speed, _name(row)])
+        rows = [
+            [each["url"], _share(each), format_rate(each["bytes_per_second"]), _name(each)]
+            for each in activity.fetches
+        ]
         parts.append(text_table(["SHARD", "DONE", "RATE", "WHO"], _first(rows), ["DONE", "RATE"]))
     if activity.waits:
-        titles = ["WAITS", "WHO", "FOR WHOM", "SINCE", "HOW FAR"]
         rows = []
-        for row in activity.waits:
-            holder = row["holder"]
-            whom = "?" if holder is None else _name(holder)
-            if holder is not None and holder["host"] != row["host"]:
-                whom += f" on {holder['host']}"
-            since = short_duration(row["seconds"])
-            rows.append([row["url"], _name(row), whom, since, _share(row)])
-        parts.append(text_table(titles, _first(rows), ["SINCE", "HOW FAR"]))
+        for each in activity.waits:
+            names = _name(each), _name(each["holder"] or {})
+            rows.append([each["url"], *names, short_duration(each["seconds"])])
+        titles = ["WAITS", "WHO", "FOR WHOM", "SINCE"]
+        parts.append(text_table(titles, _first(rows), ["SINCE"]))
     return Group(*parts)
 
 
@@ -285,26 +198,14 @@ def _first(rows: list[list[str]]) -> list[list[str]]:
     return [*rows[:_MOST], [f"... and {more:,} more"]] if more > 0 else rows
 
 
-def _gauge(tier: TierUse) -> str:
-    used = f"{counted(tier.shards, 'shard')}, {format_bytes(tier.bytes)}"
-    name = printable(tier.dir)
-    if not tier.max_size:
-        return f"{name}  {used}"
-    share = tier.bytes / tier.max_size
-    full = round(_GAUGE * min(1.0, share))
-    bar = "#" * full + "-" * (_GAUGE - full)
-    return f"{name}  [{bar}] {share:4.0%}  {used} of {format_bytes(tier.max_size)}"
-
-
 def _share(row: Row) -> str:
     written, size = row["written_bytes"], row["size"]
     return "?" if written is None or not size else f"{written / size:.0%}"
 
 
-def _name(row: Row) -> str:
-    rank = "" if row["rank"] is None else f"rank {row['rank']}, "
-    return "" if row["pid"] is None else f"{rank}pid {row['pid']}"
-
-
-def _p99(found: Stats) -> str:
-    return short_duration(found.all_waits.percentile(0.99))
+def _name(process: Row) -> str:
+    """``rank 3, pid 4711``, of another host also its name."""
+    rank = "" if process.get("rank") is None else f"rank {process['rank']}, "
+    host = process.get("host") or os.uname().nodename
+    host = "" if host == os.uname().nodename else f" on {host}"
+    return f"{rank}pid {process['pid']}{host}" if process.get("pid") else "?"

@@ -7,13 +7,12 @@ import functools
 import sys
 import time
 from collections import Counter
-from typing import Any
 
 import click
 
 from shardcache.cli.entries import matches_glob
 from shardcache.cli.main import SIZE, ExitCode, Invocation, command, dry_run_option, flag
-from shardcache.cli.output import Console, counted, printable
+from shardcache.cli.output import Console, counted, fields_of, printable
 from shardcache.cli.progress import Position, Positions, display
 from shardcache.store.verify import Finding, State, VerifyStatus
 from shardcache.units import Limit, format_bytes, format_duration
@@ -72,7 +71,8 @@ def verify_command(
         text = f"{status.done:,}/{status.shards:,} shards, {done}"
         return {"": Position(text, status.passed, status.bytes)}
 
-    with invocation.cache() as cache, invocation.graceful():
+    invocation.graceful = True
+    with invocation.cache() as cache:
         if not cache.dir.exists() or not any(cache.dir.iterdir()):
             console.hint(f"Nothing was cached in {cache.dir} yet.")
         else:
@@ -94,15 +94,18 @@ def verify_command(
                         console.data(_line(console, finding))
     stopped, seconds = invocation.stop.is_set(), round(time.monotonic() - began, 3)
     verified, set_aside = counts.total() - counts[State.UNCHECKED], sum(f.set_aside for f in wrong)
-    summary: dict[str, Any] = {
-        "interrupted": stopped,
-        "verified": verified,
-        "verified_bytes": size,
-        "seconds": seconds,
-        **{state.value: counts[state] for state in State},
-        "set_aside": set_aside,
-    }
-    console.object("verify", findings=wrong, summary=summary)
+    console.object(
+        "verify",
+        findings=[{**fields_of(each), "entry": fields_of(each.entry)} for each in wrong],
+        summary={
+            "interrupted": stopped,
+            "verified": verified,
+            "verified_bytes": size,
+            "seconds": seconds,
+            **{state.value: counts[state] for state in State},
+            "set_aside": set_aside,
+        },
+    )
     notes = [f"{counts[state]:,} {text}" for state, text in _TEXTS.items() if counts[state]]
     if counts[State.DAMAGED] and repair:
         notes[0] += ", to be set aside" if dry_run else f", {set_aside:,} set aside"

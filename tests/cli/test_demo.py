@@ -46,7 +46,6 @@ def test_the_demo_counts_what_the_server_sent_and_keeps_what_it_should(tmp_path:
     steps = answer["steps"]
     assert [step["origin_bytes"] for step in steps] == [half, half, 0]
     assert [step["samples"] for step in steps] == [None, 5120, 5120]
-    assert all(step["complete"] for step in steps)
     assert [step["requests"] > 0 for step in steps] == [True, True, False]
     (kept,) = tmp_path.iterdir()
     assert report["dir"] == str(kept)
@@ -70,7 +69,7 @@ def test_an_interrupted_demo_leaves_nothing(tmp_path):
 
 def test_the_table_says_whether_the_promise_was_kept(run, monkeypatch, tmp_path):
     for sent, expected in (100, 0), (150, 4):
-        step = demo.Step("prewarm 8 shards", 41, sent, 100, None, 1.5, True)
+        step = demo.Step("prewarm 8 shards", 41, sent, 100, None, 1.5, expected == 0)
         monkeypatch.setattr(demo, "run", lambda home, log, step=step: (100, [step]))
         code, out, err = run("demo", "--keep", "--dir", tmp_path)
         assert code == expected and str(tmp_path) in err

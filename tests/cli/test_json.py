@@ -56,11 +56,11 @@ SHAPES: dict[str, tuple[int, str]] = {
         "at seconds processes total.opens ranks fetches waits tiers.dir tiers.shards tiers.bytes "
         "tiers.max_size",
     ),
-    "report": (0, "node at total.opens over_time ranks settings.value tiers.tier cached_bytes"),
+    "report -o {dir}/report.html": (0, "path size"),
     "config": (0, "options.name options.value options.source options.default summary.set"),
     "dir": (0, "dir"),
     "doctor": (0, "findings.level findings.found findings.fix summary.fail"),
-    "recipe cron": (0, "kind files.name files.text files.path"),
+    "recipe cron": (0, "kind files.name files.text"),
     "clean -n --all": (
         0,
         "removed.name removed.reason removed.size freed kept kept_bytes missing dry_run",
@@ -103,10 +103,10 @@ def used(run, warm, tmp_path):
     return warm
 
 
-def test_json_has_the_keys_that_scripts_rely_on(run, used, bucket):
+def test_json_has_the_keys_that_scripts_rely_on(run, used, bucket, tmp_path):
     assert {line.split()[0] for line in SHAPES} == set(_COMMANDS) - {"demo"}
     for line, (expected, shape) in SHAPES.items():
-        words = [word.format(*used, bucket=bucket) for word in line.split()]
+        words = [word.format(*used, bucket=bucket, dir=tmp_path) for word in line.split()]
         code, out, err = run(*words, "--json")
         assert code == expected, (line, err)
         found = json.loads(out)  # one object

@@ -15,7 +15,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from shardcache.cli.recipe import render
+from shardcache.cli.config import render
 from tests.support.clitools import run_process
 
 ODD = '/mnt/50%/it\'s "a" $HOME $(X) disk; #1'
@@ -26,7 +26,7 @@ CLEAN = ["clean", "--quiet", "--no-wait"]
 
 
 def odd(python=sys.executable):
-    return [python, "-m", "shardcache"], ODD, VARIABLES, [SPEC], "lab/train:17"
+    return [python, "-m", "shardcache"], ODD, VARIABLES, [SPEC]
 
 
 both = pytest.mark.parametrize("setting", [PLAIN, odd()], ids=["plain", "odd"])
@@ -148,12 +148,11 @@ def kubelet(text):
 
 @pytest.mark.parametrize("specs", [[], [SPEC]])
 def test_a_daemon_set_that_kubernetes_takes(spy, tmp_path, specs):
-    files = render("k8s", [], ODD, VARIABLES, specs, "lab/train:17")
+    files = render("k8s", [], ODD, VARIABLES, specs)
     found = yaml.safe_load(files["shardcache.yaml"])
     kubernetes_validate.validate(found, "1.31", strict=True)
     pod = found["spec"]["template"]["spec"]
     [container] = pod["containers"]
-    assert container["image"] == "lab/train:17"
     assert container["volumeMounts"][0]["mountPath"] == pod["volumes"][0]["hostPath"]["path"] == ODD
     (tmp_path / "sleep").write_text("#!/bin/sh\nkill $PPID\n")
     (tmp_path / "sleep").chmod(0o755)
@@ -173,19 +172,3 @@ def test_a_recipe_has_the_options_that_are_set_and_no_secret(run, tmp_path):
     assert f" {sys.executable} -m shardcache --dir {cache} clean --quiet --no-wait" in out
     code, out, err = run("recipe", "slurm", "--prewarm", "https://me:hush@host/a.tar")
     assert (code, out) == (2, "") and "with a credential" in err and "hush" not in err
-
-
-def test_files_are_written_whole_and_never_over_others(run, tmp_path):
-    units = tmp_path / "units"
-    units.mkdir()
-    code, out, err = run("recipe", "systemd", "-o", units)
-    assert (code, out) == (0, "") and err.count("wrote ") == 2
-    names = {"shardcache-clean.service", "shardcache-clean.timer"}
-    assert {p.name for p in units.iterdir()} == names
-    (units / "shardcache-clean.service").unlink()
-    (units / "shardcache-clean.timer").write_text("mine")
-    code, _, err = run("recipe", "systemd", "-o", units)
-    assert code == 2 and "is there already" in err
-    assert [path.read_text() for path in units.iterdir()] == ["mine"]
-    assert run("recipe", "slurm", "-o", units)[0] == 0
-    assert os.access(units / "epilog.sh", os.X_OK)

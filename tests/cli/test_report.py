@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 
@@ -25,22 +24,15 @@ def shop(tmp_path) -> Shop:
     return shop
 
 
-def test_the_page_needs_nothing_from_elsewhere_and_shows_what_json_tells(run, shop, tmp_path):
+def test_the_page_needs_nothing_from_elsewhere_and_shows_what_was_counted(run, shop, tmp_path):
     page = tmp_path / "report.html"
     code, out, err = run("--dir", shop.path, "report", "-o", page)
     assert (code, err) == (0, "") and f"wrote {page}" in out
     html = page.read_text()
     assert "<svg" in html and not re.search(r"<(script|link|img|iframe)\b", html)
     assert not re.search(r"""\b(src|href)=["'][^#]""", html)
-    code, out, _ = run("--dir", shop.path, "report", "--json")
-    told = json.loads(out)
-    total = told["total"]
-    assert (code, total["opens"], total["fetches"]) == (0, 12, 5)
-    assert total["hits"] == sum(row["hits"] for row in told["over_time"])
-    assert told["cached_bytes"] == 4 * shop.size
     text = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", html))
-    assert f"{total['hit_rate']:.1%} hits" in text
-    for fact in ("12 opens", f"{shop.path}: 4 shards", "1 asked"):
+    for fact in ("Opens 12 ", f"{shop.path} 4 shards", "1 asked"):
         assert fact in text, fact
     for title in ("Hit rate", "Opens", "Where bytes came from"):
         assert title in text
@@ -58,4 +50,3 @@ def test_without_matplotlib_it_says_what_to_install(run, shop, tmp_path, monkeyp
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, _, err = run("--dir", shop.path, "report", "-o", tmp_path / "r.html")
     assert code == 2 and "pip install 'shardcache[report]'" in err
-    assert run("--dir", shop.path, "report", "--json")[0] == 0

@@ -14,7 +14,7 @@ def test_a_list_without_a_shard_is_a_usage_error(run, monkeypatch, options):
     """Not "All 0 shards cached": whoever wrote the list believes that there is something in it."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n  \n# nothing but remarks\n"))
     code, out, err = run("prewarm", "-f", "-", *options)
-    assert (code, out) == (2, "") and "There is no shard in -" in err
+    assert (code, out) == (2, "") and "There is no shard in the list" in err
 
 
 def test_a_list_holds_what_the_command_line_takes(run, bucket, data, s3_environment, tmp_path):

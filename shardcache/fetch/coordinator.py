@@ -336,7 +336,6 @@ class Coordinator:
             if source is None or source.digest in (None, fetched.digest):
                 return fetched
             fetched.partial.discard()
-            source.distrust()
             logger.warning("%s: its copy in %s is damaged", url, source.name)
         raise AssertionError("the origin is the last")
 

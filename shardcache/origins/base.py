@@ -1,20 +1,18 @@
 """The protocol between the fetch engine and origins, and the meaning of refusals.
 
-Every origin may be used by several threads at once, in the process that made it.
-
-The texts of lower libraries name whole URLs, signatures included. So an origin makes an error of
-its own inside ``except`` and raises it after the block: inside, it would hold on to theirs, and
+Errors of lower libraries name whole URLs, signatures included. So an origin makes an error of its
+own inside ``except`` and raises it after the block: inside, it would hold on to theirs, and
 whoever collects errors (Sentry, rich) would print that.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Protocol
 
 from shardcache.errors import AccessDeniedError, ConfigError, ShardNotFoundError
@@ -45,23 +43,13 @@ class VersionChangedError(Exception):
     """The object is no longer the version that was asked for (412), or became shorter (416)."""
 
 
-def retry_after(headers: Mapping[str, str]) -> float | None:
-    """Seconds to stay away, where the answer says so in seconds."""
-    try:
-        seconds = float(headers.get("retry-after", ""))
-    except ValueError:
-        return None  # absent, or a date: full jitter will do
-    return max(0.0, seconds) if math.isfinite(seconds) else None
-
-
 def refusal(
     url: ShardURL,
     status: int,
     reason: str,
     *,
-    missing: str = "not found",
     hint: str = "check the credentials, and whether a signed URL expired",
-    headers: Mapping[str, str] = MappingProxyType({}),
+    headers: Mapping[str, str] | None = None,
 ) -> Exception:
     """What a refusal means, whatever protocol it came by.
 
@@ -69,7 +57,6 @@ def refusal(
         url: the shard.
         status: of HTTP, or the one that comes nearest.
         reason: who refused, and why; without a secret.
-        missing: what a 404 is about.
         hint: what to do where access is denied.
         headers: of the answer, by names in lower case.
     """
@@ -78,14 +65,22 @@ def refusal(
     if status == 416:
         return VersionChangedError(f"{url} became shorter")
     if status in _TRANSIENT:
-        return TransientError(reason, retry_after=retry_after(headers))
+        return TransientError(reason, retry_after=_retry_after(headers or {}))
     if status in (404, 410):
-        text = f"{url}: {missing} ({reason}). Check the pattern and the endpoint."
+        text = f"{url}: not found ({reason}). Check the pattern and the endpoint."
         return ShardNotFoundError(text, url=str(url))
     if status in (401, 403, 407):
         return AccessDeniedError(f"{url}: access denied ({reason}): {hint}.", url=str(url))
     text = f"{url}: the request is refused ({reason}). Check the region, the endpoint and the URL."
     return ConfigError(text, url=str(url))
+
+
+def _retry_after(headers: Mapping[str, str]) -> float | None:
+    try:
+        seconds = float(headers.get("retry-after", ""))
+    except ValueError:
+        return None  # absent, or a date: full jitter will do
+    return max(0.0, seconds) if math.isfinite(seconds) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,13 +139,12 @@ class ObjectInfo:
     def from_record(cls, record: dict[str, Any]) -> ObjectInfo:
         """The inverse of `as_record`; KeyError, TypeError or ValueError for what is none."""
         stated = record["checksum"]
-        info = cls(**{**record, "checksum": stated and Checksum(**stated)})
-        if info.size is not None and (type(info.size) is not int or info.size < 0):
+        size, texts = record["size"], [record["etag"], record["version_id"], record["modified"]]
+        if size is not None and (type(size) is not int or size < 0):
             raise ValueError("size")
-        texts = info.etag, info.version_id, info.modified, *(stated or {}).values()
-        if not all(isinstance(text, str) for text in texts if text is not None):
+        if not all(isinstance(t, str) for t in (*texts, *(stated or {}).values()) if t is not None):
             raise TypeError("a field that is not text")
-        return info
+        return cls(**{**record, "checksum": stated and Checksum(**stated)})
 
 
 class Body(Protocol):
@@ -179,7 +173,7 @@ class Body(Protocol):
 
 
 class Origin(Protocol):
-    """Where shards come from."""
+    """Where shards come from; several threads of the process that made it may use it at once."""
 
     #: Whether it serves a pinned range from that version or not at all; if false, the object is
     #: described again after its last byte.
@@ -221,3 +215,12 @@ def skip(body: Body, position: int) -> None:
         if count == 0:
             raise TransientError("the origin ended early")
         left -= count
+
+
+def read_all(body: Body, most: int) -> bytes:
+    """Up to ``most`` bytes of a body, which is closed."""
+    found, buffer = b"", memoryview(bytearray(min(most, 64 * 1024)))
+    with contextlib.closing(body):
+        while len(found) < most and (count := body.readinto(buffer[: most - len(found)])):
+            found += buffer[:count]
+    return found

@@ -17,15 +17,9 @@ from shardcache.errors import ConfigError
 from shardcache.origins.base import ObjectInfo, TransientError
 from shardcache.urls import ShardURL
 
-__all__ = ["PipeOrigin"]
-
 
 class PipeOrigin:
-    """Runs ``pipe:`` commands; see `base.Origin`.
-
-    Args:
-        timeout: seconds without a byte before a command counts as stuck.
-    """
+    """Runs ``pipe:`` commands, which may be silent for ``timeout`` seconds; see `base.Origin`."""
 
     pins = True  # there is nothing to describe again
     states_checksums = False
@@ -56,12 +50,12 @@ class PipeOrigin:
 class PipeBody:
     """One run of a command; see `base.Body`."""
 
-    waited = 0.0
+    info = ObjectInfo(size=None)
     start = 0
     stop: int | None = None
+    waited = 0.0
 
     def __init__(self, command: str, timeout: float) -> None:
-        self.info = ObjectInfo(size=None)
         self._timeout = timeout
         self._process = subprocess.Popen(  # noqa: S602 - what `pipe:` is, where it is allowed
             command,
@@ -87,8 +81,6 @@ class PipeBody:
             status = None
             with contextlib.suppress(subprocess.TimeoutExpired):  # which quotes the command
                 status = self._process.wait(self._timeout)
-            if status is None:
-                raise TransientError("the command closed its output and goes on")
             if status != 0:
                 raise TransientError(f"the command ended with status {status}")
         return count

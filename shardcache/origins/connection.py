@@ -2,7 +2,7 @@
 
 A body is received by as few system calls as possible, for in Python the end of each is a wait for
 the interpreter's lock: a plain socket blocks until a whole buffer is full (MSG_WAITALL), TLS gives
-a record per call. An answer that breaks off within its head is none.
+a record per call.
 
 A `Transport` may be used by all threads of the process that made it. A `Response` belongs to one
 thread, apart from `Response.abort`.
@@ -21,18 +21,17 @@ import time
 import weakref
 from base64 import b64encode
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
+from shardcache.errors import ConfigError
 from shardcache.origins.base import ObjectInfo, TransientError
 from shardcache.threads import undivided
 
 if TYPE_CHECKING:
     import ssl
-
-__all__ = ["Response", "Transport", "split_login", "split_place", "tls_context"]
 
 #: Bytes per second under which a connection counts as stalled. Well under any
 #: link that could feed training, well above a peer that only keeps alive.
@@ -45,13 +44,25 @@ _CONNECT_TIMEOUT = 10.0
 _LONGEST_HEAD = 64 * 1024
 _HEAD_AT_ONCE = 8 * 1024
 
-_HEAD_END = re.compile(rb"\r?\n\r?\n")
-_LINE_END = re.compile(rb"\n")
+#: Scheme, server and path. Not by `urlsplit`, which changes some paths.
+_URL = re.compile(r"(https?)://([^/?#]+)([^#]*)")
 _STATUS = re.compile(r"HTTP/1\.([0-9]) ([0-9]{3})(?: (.*))?\Z")
-_CHUNK = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;.*)?\r?\n\Z")
-_PLACE_END = re.compile(r"[/?]")
+_CHUNK = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;.*)?\Z")
 _CONTROL = re.compile(r"[\r\n\0]")
-_PORTS = {"http": 80, "https": 443}
+
+
+def split_url(url: str) -> tuple[str, str, str]:
+    """Scheme, server and path (ValueError: it is no URL of a web server)."""
+    found = _URL.match(url)
+    if found is None:
+        raise ValueError("it is no URL of a web server")
+    scheme, place, path = found.groups()
+    return scheme, place, path if path.startswith("/") else f"/{path}"
+
+
+def basic_login(user: str) -> str:
+    """The part of a URL before an ``@`` as the value of a header."""
+    return f"Basic {b64encode(unquote(user).encode()).decode()}"
 
 
 def content_length(headers: Mapping[str, str]) -> int | None:
@@ -61,63 +72,22 @@ def content_length(headers: Mapping[str, str]) -> int | None:
     return int(text) if text.isdecimal() and len(text) < 20 else None
 
 
-def split_login(url: str) -> tuple[str, str | None]:
-    """The URL without its user part and fragment, and that part as a header's value."""
-    scheme, _, rest = url.partition("#")[0].partition("://")
-    place, path = split_place(rest)
-    user, at, host = place.rpartition("@")
-    login = b64encode(unquote(user).encode()).decode()
-    return f"{scheme}://{host}{path}", f"Basic {login}" if at else None
-
-
-def split_place(rest: str) -> tuple[str, str]:
-    """Host and path of what follows ``://``; not by `urlsplit`, which changes some paths."""
-    found = _PLACE_END.search(rest)
-    end = len(rest) if found is None else found.start()
-    return rest[:end], rest[end:]
-
-
-def tls_context(trusted: str | bool | None = None) -> ssl.SSLContext:
-    """What TLS trusts; raises OSError for a file that is missing, or holds no certificate.
-
-    Args:
-        trusted: file of certificates; None for the system's (SSL_CERT_FILE), False for anybody's.
-    """
-    import ssl  # here: what a server without TLS takes no time for
-
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    if trusted is False:
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-    elif isinstance(trusted, str):
-        context.load_verify_locations(cafile=trusted)
-    else:
-        context.load_default_certs()
-    return context
-
-
 class _Connection:
     """One socket; ``held`` has bytes of the body that came with the head."""
 
-    def __init__(self, sock: socket.socket, timeout: float) -> None:
-        self.use(sock, min(_SLICE, timeout), secure=False)
+    def __init__(self, sock: socket.socket, timeout: float, *, secure: bool = False) -> None:
+        self.socket = sock
         self.held = b""
         self._timeout = timeout
+        self._slice = wait = min(_SLICE, timeout)
         self._spent, self._came = 0.0, 0  # since the rate was looked at: seconds and bytes
+        self._flags = 0 if secure else socket.MSG_WAITALL
+        # A time-out of Python's means a non-blocking socket, and a poll per call.
+        sock.settimeout(wait if secure else None)
+        pair = struct.pack("@ll", int(wait), max(1, int(wait % 1 * 1e6)))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, pair)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def use(self, sock: socket.socket, wait: float, *, secure: bool) -> None:
-        """Go on with ``sock``, or TLS around the one so far; a call lasts ``wait`` seconds."""
-        self.socket, self._slice = sock, wait
-        if secure:
-            self._flags = 0
-            sock.settimeout(wait)
-        else:  # a time-out of Python's would mean a non-blocking socket, and a poll per call
-            self._flags = socket.MSG_WAITALL
-            sock.settimeout(None)
-            pair = struct.pack("@ll", int(wait), max(1, int(wait % 1 * 1e6)))
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, pair)
 
     def __del__(self) -> None:
         self.close()
@@ -138,27 +108,23 @@ class _Connection:
         poller.register(self.socket, select.POLLIN)
         return not self.held and not poller.poll(0)
 
-    def ask(self, head: bytes) -> tuple[list[str], float]:
-        """Send a request: the lines of the answer's head, and the seconds until its first byte."""
+    def ask(self, head: bytes) -> tuple[str, float]:
+        """Send a request: the head of the answer, and the seconds until its first byte."""
         asked = time.monotonic()
-        until = asked + self._timeout
         self._spent, self._came = 0.0, 0
         self.socket.sendall(head)
-        self.held += self._more(until)
+        self.held = self._more(asked + self._timeout)
         waited = time.monotonic() - asked
-        found = self._through(_HEAD_END, until).rstrip(b"\r\n").decode("latin-1")
-        return re.split("\r?\n", found), waited
+        return self.up_to(b"\r\n\r\n").decode("latin-1"), waited
 
-    def line(self) -> bytes:
-        """The next line, its end included."""
-        return self._through(_LINE_END, time.monotonic() + self._timeout)
-
-    def _through(self, end: re.Pattern[bytes], until: float) -> bytes:
-        while (match := end.search(self.held)) is None:
+    def up_to(self, end: bytes) -> bytes:
+        """What comes before ``end``, which is passed over."""
+        until = time.monotonic() + self._timeout
+        while end not in self.held:
             if len(self.held) > _LONGEST_HEAD:
                 raise ConnectionError("it sent a head without an end")
             self.held += self._more(until)
-        found, self.held = self.held[: match.end()], self.held[match.end() :]
+        found, _, self.held = self.held.partition(end)
         return found
 
     def _more(self, until: float) -> bytes:
@@ -198,6 +164,27 @@ class _Connection:
         return got
 
 
+@dataclass(slots=True)
+class _Server:
+    """The way to a server, the header lines for its proxy, and idle connections."""
+
+    host: str
+    port: int
+    proxy: tuple[str, int] | None
+    login: list[str]
+    idle: deque[_Connection] = field(default_factory=deque)
+
+    def take(self) -> _Connection | None:
+        """A kept connection that seems to be alive."""
+        with contextlib.suppress(IndexError):
+            while True:
+                connection = self.idle.pop()
+                if connection.is_idle():
+                    return connection
+                connection.close()
+        return None
+
+
 class Response:
     """An answer, and its body on the way in; see `base.Body`.
 
@@ -205,7 +192,7 @@ class Response:
         status, reason: of its first line.
         headers: by names in lower case.
         waited: seconds from the request to the first byte.
-        info, start, stop: which bytes of which version these are, once `http.described` knows.
+        info, start, stop: which bytes of which version these are, once `http.checked` knows.
     """
 
     info: ObjectInfo
@@ -213,34 +200,30 @@ class Response:
     stop: int | None
 
     def __init__(
-        self,
-        connection: _Connection,
-        idle: deque[_Connection],
-        lines: list[str],
-        waited: float,
-        *,
-        bodiless: bool = False,
+        self, server: _Server, connection: _Connection, request: bytes, *, bodiless: bool
     ) -> None:
-        first = _STATUS.match(lines[0])
-        if first is None:
+        head, self.waited = connection.ask(request)
+        first, *lines = head.split("\r\n")
+        status = _STATUS.match(first)
+        if status is None:
             raise ConnectionError("what it sends is not HTTP")
-        self.status, self.reason = int(first[2]), first[3] or ""
-        self.waited = waited
+        self.status, self.reason = int(status[2]), status[3] or ""
         self.headers: dict[str, str] = {}
-        for line in lines[1:]:
+        for line in lines:
             name, _, value = line.partition(":")
             self.headers[name.strip().lower()] = value.strip()
         self._connection: _Connection | None = connection
-        self._idle = idle
-        self._left = content_length(self.headers)  # of the chunk, where the body comes in chunks
+        self._idle = server.idle
         self._chunked = "chunked" in self.headers.get("transfer-encoding", "").lower()
+        #: Bytes to come: of the body, or of a chunk; None where the connection's end is the body's.
+        self._left = content_length(self.headers)
         if bodiless or self.status in (204, 304):
             self._left, self._chunked = 0, False
-        elif self._chunked:
-            self._left = None
-        closes = "close" in self.headers.get("connection", "").lower() or first[1] == "0"
+        closes = "close" in self.headers.get("connection", "").lower() or status[1] == "0"
         # What may follow the last chunk is not read.
-        self._reusable = self._left is not None and not closes
+        self._reusable = self._left is not None and not self._chunked and not closes
+        if self._chunked:
+            self._left = None
         self._ended = self._left == 0
         self._aborted = False
 
@@ -256,8 +239,8 @@ class Response:
         try:
             if self._chunked and not self._left:
                 self._left = self._next_chunk(connection)
-                self._ended = self._left == 0
-                if self._ended:
+                if self._left == 0:
+                    self._ended = True
                     return 0
             count = connection.fill(buffer if self._left is None else buffer[: self._left])
             if count == 0 and self._left is not None:
@@ -265,7 +248,7 @@ class Response:
         except OSError as exn:
             reason = "the read was called off" if self._aborted else f"the connection broke: {exn}"
             raise TransientError(reason, timed_out=isinstance(exn, TimeoutError)) from exn
-        if self._left is None:  # the body ends with the connection
+        if self._left is None:
             self._ended = count == 0
         else:
             self._left -= count
@@ -274,19 +257,12 @@ class Response:
 
     def _next_chunk(self, connection: _Connection) -> int:
         """Bytes of the chunk that comes next; 0 behind the last."""
-        if self._left is not None and connection.line().strip():
+        if self._left is not None and connection.up_to(b"\r\n"):
             raise ConnectionError("a chunk is longer than it said")
-        size = _CHUNK.match(connection.line())
+        size = _CHUNK.match(connection.up_to(b"\r\n"))
         if size is None:
             raise ConnectionError("it sent no size of a chunk")
         return int(size[1], 16)
-
-    def read(self, most: int) -> bytes:
-        """The body, or its first ``most`` bytes; raises as `readinto`."""
-        found, buffer = b"", memoryview(bytearray(min(most, _LONGEST_HEAD)))
-        while len(found) < most and (count := self.readinto(buffer[: most - len(found)])):
-            found += buffer[:count]
-        return found
 
     def abort(self) -> None:
         """Make a blocked `readinto` of another thread return or raise."""
@@ -308,34 +284,13 @@ class Response:
             connection.close()
 
 
-@dataclass(slots=True)
-class _Server:
-    """The way to a server, the header lines for its proxy, and idle connections."""
-
-    host: str
-    port: int
-    proxy: tuple[str, int] | None = None
-    login: list[str] = field(default_factory=list)
-    idle: deque[_Connection] = field(default_factory=deque)
-
-    def take(self) -> _Connection | None:
-        """A kept connection that seems to be alive."""
-        with contextlib.suppress(IndexError):
-            while True:
-                connection = self.idle.pop()
-                if connection.is_idle():
-                    return connection
-                connection.close()
-        return None
-
-
 class Transport:
     """The connections of one client.
 
     Args:
         timeout: seconds without enough bytes before a connection counts as dead.
         proxies: URLs by scheme; None for those of the environment (``https_proxy``, ``no_proxy``).
-        context: makes what TLS needs, on first use.
+        trusted: file of certificates; None for the system's (SSL_CERT_FILE), False for anybody's.
     """
 
     def __init__(
@@ -343,12 +298,12 @@ class Transport:
         *,
         timeout: float,
         proxies: Mapping[str, str] | None = None,
-        context: Callable[[], ssl.SSLContext] = tls_context,
+        trusted: str | bool | None = None,
     ) -> None:
         self._timeout = timeout
         self._connect_timeout = min(timeout, _CONNECT_TIMEOUT)
         self._proxies = proxies
-        self._make_context = context
+        self._trusted = trusted
         self._servers: dict[tuple[str, str], _Server] = {}
         weakref.finalize(self, _close_idle, self._servers)
 
@@ -365,38 +320,36 @@ class Transport:
             TimeoutError: there was no answer in time.
             OSError: the connection failed.
             ValueError: this is no URL, or a header spans lines.
+            ConfigError: there are no certificates to trust.
         """
-        scheme, _, rest = url.partition("://")
-        place, path = split_place(rest)
-        server = self._server(scheme, place)
-        target = path if path.startswith("/") else f"/{path}"
+        scheme, place, target = split_url(url)
+        server = self._servers.get((scheme, place))
+        if server is None:
+            server = self._servers.setdefault((scheme, place), self._find(scheme, place))
         lines = [f"Host: {place}", *(f"{name}: {value}" for name, value in headers.items())]
         if server.proxy and scheme == "http":
             target = f"http://{place}{target}"
             lines += server.login
-        head = _head(f"{method} {target} HTTP/1.1", lines)
+        request = _head(f"{method} {target} HTTP/1.1", lines)
         connection = server.take() or self._connect(scheme, server)
         try:
-            answer = connection.ask(head)
-            return Response(connection, server.idle, *answer, bodiless=method == "HEAD")
+            return Response(server, connection, request, bodiless=method == "HEAD")
         except OSError:
             connection.close()
             raise
 
-    def _server(self, scheme: str, place: str) -> _Server:
-        server = self._servers.get((scheme, place))
-        if server is None:
-            server = _Server(*_host_and_port(scheme, place))
-            if proxy := self._proxy_for(scheme, server.host):
-                # As curl takes it, "host:port" is a proxy too.
-                proxy, login = split_login(proxy if "://" in proxy else f"http://{proxy}")
-                hop, _, rest = proxy.partition("://")
-                if hop != "http":
-                    raise ValueError(f"a proxy must be an http:// URL, not {hop}://")
-                server.proxy = _host_and_port(hop, split_place(rest)[0])
-                server.login = [f"Proxy-Authorization: {login}"] if login else []
-            server = self._servers.setdefault((scheme, place), server)
-        return server
+    def _find(self, scheme: str, place: str) -> _Server:
+        host, port = _host_and_port(scheme, place)
+        proxy = self._proxy_for(scheme, host)
+        if not proxy:
+            return _Server(host, port, None, [])
+        # As curl takes it, "host:port" is a proxy too.
+        hop, server, _ = split_url(proxy if "://" in proxy else f"http://{proxy}")
+        if hop != "http":
+            raise ValueError("a proxy must be an http:// URL")
+        user, at, server = server.rpartition("@")
+        login = [f"Proxy-Authorization: {basic_login(user)}"] if at else []
+        return _Server(host, port, _host_and_port(hop, server), login)
 
     def _proxy_for(self, scheme: str, host: str) -> str | None:
         if self._proxies is not None:
@@ -408,35 +361,47 @@ class Transport:
         return None if proxy_bypass(host) else getproxies().get(scheme)
 
     def _connect(self, scheme: str, server: _Server) -> _Connection:
-        place = server.host, server.port
-        sock = socket.create_connection(server.proxy or place, timeout=self._connect_timeout)
+        place = server.proxy or (server.host, server.port)
+        sock = socket.create_connection(place, timeout=self._connect_timeout)
         connection = _Connection(sock, self._timeout)
+        if scheme == "http":
+            return connection
         try:
-            if scheme == "https":
-                if server.proxy:
-                    self._tunnel(connection, server)
-                sock.settimeout(self._connect_timeout)
-                secure = self._context.wrap_socket(sock, server_hostname=server.host)
-                connection.use(secure, min(_SLICE, self._timeout), secure=True)
-        except OSError:
+            if server.proxy:
+                host = f"[{server.host}]" if ":" in server.host else server.host
+                target = f"{host}:{server.port}"
+                head = _head(f"CONNECT {target} HTTP/1.1", [f"Host: {target}", *server.login])
+                response = Response(server, connection, head, bodiless=True)
+                if not 200 <= response.status < 300:
+                    kind = PermissionError if response.status in (403, 407) else ConnectionError
+                    raise kind(f"the proxy answered {response.status} {response.reason}")
+            sock.settimeout(self._connect_timeout)
+            secure = self._tls.wrap_socket(sock, server_hostname=server.host)
+            return _Connection(secure, self._timeout, secure=True)
+        except (OSError, ConfigError):
             connection.close()
             raise
-        return connection
-
-    @staticmethod
-    def _tunnel(connection: _Connection, server: _Server) -> None:
-        host = f"[{server.host}]" if ":" in server.host else server.host
-        place = f"{host}:{server.port}"
-        head = _head(f"CONNECT {place} HTTP/1.1", [f"Host: {place}", *server.login])
-        response = Response(connection, server.idle, *connection.ask(head), bodiless=True)
-        if not 200 <= response.status < 300:
-            kind = PermissionError if response.status in (403, 407) else ConnectionError
-            raise kind(f"the proxy answered {response.status} {response.reason}")
 
     @functools.cached_property
-    def _context(self) -> ssl.SSLContext:
+    def _tls(self) -> ssl.SSLContext:
         with undivided():  # a fork
-            return self._make_context()
+            import ssl  # here: what a server without TLS takes no time for
+
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            if self._trusted is False:
+                context.check_hostname = False
+                context.verify_mode = ssl.CERT_NONE
+            elif isinstance(self._trusted, str):
+                try:
+                    context.load_verify_locations(cafile=self._trusted)
+                except OSError as exn:
+                    raise ConfigError(
+                        "the certificates to trust are not where AWS_CA_BUNDLE or verify say "
+                        f"({exn.strerror or type(exn).__name__}). Correct the path."
+                    ) from None
+            else:
+                context.load_default_certs()
+            return context
 
 
 def _close_idle(servers: dict[tuple[str, str], _Server]) -> None:
@@ -446,10 +411,10 @@ def _close_idle(servers: dict[tuple[str, str], _Server]) -> None:
 
 
 def _host_and_port(scheme: str, place: str) -> tuple[str, int]:
-    parts = urlsplit(f"//{place}")
-    if not parts.hostname or scheme not in _PORTS:
-        raise ValueError(f"{scheme}://{place} is no web server")
-    return parts.hostname, parts.port or _PORTS[scheme]
+    parts = urlsplit(f"{scheme}://{place}")
+    if not parts.hostname:
+        raise ValueError("it names no host")
+    return parts.hostname, parts.port or (443 if scheme == "https" else 80)
 
 
 def _head(first: str, lines: list[str]) -> bytes:

@@ -4,11 +4,12 @@ It is part of a shard's identity: the same bucket name on two endpoints is two o
 asks here for the key, `S3Origin` for the client, so both always mean the same server.
 
 Importing botocore costs a hit a tenth of a second, so it is asked only where a configuration
-file says something about endpoints. Reads the environment and the files of AWS; changes nothing.
+file says something about endpoints.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Mapping
@@ -16,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from shardcache.config import Config
-
-__all__ = ["aws_files", "credential_source", "endpoint_of", "s3_endpoint", "scheme_options"]
 
 logger = logging.getLogger(__name__)
 
@@ -79,27 +78,21 @@ def aws_files() -> bytes:
         ("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"),
     ):
         path = os.path.expandvars(os.environ.get(variable, usual))
-        try:
+        with contextlib.suppress(OSError):
             # os.path: where there is no home (any uid in a container), pathlib raises.
             found += Path(os.path.expanduser(path)).read_bytes()  # noqa: PTH111
-        except OSError:
-            continue
     return found
 
 
 def credential_source(options: Mapping[str, Any]) -> str | None:
-    """Where the credentials for S3 come from, such as ``env``; None if there are none.
-
-    Args:
-        options: as s3fs takes them; see `s3.S3Origin`.
-    """
-    import botocore.session
-    from botocore.exceptions import BotoCoreError
-
+    """Where the credentials for S3 come from, such as ``env``; None if there are none."""
     if options.get("anon"):
         return "nowhere: requests are anonymous (anon)"
     if options.get("key"):
         return "storage_options"
+    import botocore.session
+    from botocore.exceptions import BotoCoreError
+
     try:
         found = botocore.session.Session(profile=options.get("profile")).get_credentials()
     except BotoCoreError as exn:

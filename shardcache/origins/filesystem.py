@@ -20,8 +20,6 @@ from shardcache.errors import ConfigError, ShardCacheError
 from shardcache.origins.base import ObjectInfo, TransientError, VersionChangedError, refusal
 from shardcache.urls import ShardURL, redact
 
-__all__ = ["FsspecOrigin"]
-
 T = TypeVar("T")
 
 #: Bytes asked for at once where every read is a request of its own (gs, az, hf).
@@ -89,17 +87,18 @@ class FsspecOrigin:
 
     def names_below(self, directory: ShardURL, *, deep: bool) -> list[str]:
         """Names of files relative to ``directory``; ``deep`` descends. Takes the time it takes."""
-
-        def names() -> list[str]:
+        try:
             filesystem, root = self._filesystem(), self._path(directory)
             filesystem.invalidate_cache()
             found = filesystem.find(root, maxdepth=None if deep else 1)
             if not found and not filesystem.isdir(root):
                 raise FileNotFoundError(root)
+        except Exception as exn:  # noqa: BLE001 - every filesystem has its own exceptions
+            error = _sorted(exn, directory)
+        else:
             start = len(root.rstrip("/")) + 1
             return [str(name)[start:] for name in found]
-
-        return self.call(directory, names, patient=True)
+        raise error
 
     def _path(self, url: ShardURL) -> str:
         if url.is_local:
@@ -123,19 +122,11 @@ class FsspecOrigin:
                 raise ConfigError(f"{self._protocol}:// cannot be read here: {reason}")
             return self._made
 
-    def call(
-        self,
-        url: ShardURL,
-        function: Callable[[], T],
-        *,
-        answer: Future[T] | None = None,
-        patient: bool = False,
-    ) -> T:
+    def call(self, url: ShardURL, function: Callable[[], T], answer: Future[T] | None = None) -> T:
         """What ``function`` returns, called in a thread of its own; raises as `base.Origin.open`.
 
         The thread of a call that never returns stays behind, and does not keep the process from
-        ending. Another thread may put an exception into ``answer``, to end the wait; a ``patient``
-        call may take any time.
+        ending. Another thread may put an exception into ``answer``, to end the wait.
         """
         outcome: Future[T] = Future() if answer is None else answer
 
@@ -149,7 +140,7 @@ class FsspecOrigin:
                     outcome.set_result(found)
 
         threads.start(run, "shardcache-filesystem")
-        wait([outcome], None if patient else self._timeout)
+        wait([outcome], self._timeout)
         if not outcome.done():
             raise TransientError(f"nothing came for {self._timeout:g} s", timed_out=True)
         if (failed := outcome.exception()) is not None:
@@ -195,7 +186,7 @@ class FsspecBody:
             return 0
         self._reading = Future()
         # Not into the buffer: a thread that is given up on may still read.
-        data = self._origin.call(self._url, lambda: self._file.read(size), answer=self._reading)
+        data = self._origin.call(self._url, lambda: self._file.read(size), self._reading)
         if not data and self.stop is not None:
             if self._origin.stat(self._url).version != self.info.version:
                 raise VersionChangedError(f"{self._url} became shorter")

@@ -1,9 +1,8 @@
 """Shards behind a prefix or a pattern, and sizes of many shards by few requests.
 
-S3 is listed with the client and the credentials that fetch from it, a thousand
-keys per request; everything else through its fsspec filesystem. A listing is
-never taken for the truth about an object: sizes found here serve planning only,
-and every fetch learns its own.
+S3 is listed with the client and the credentials that fetch from it, a thousand keys per request;
+everything else through its fsspec filesystem. Sizes that are found here serve planning only: every
+fetch learns its own.
 """
 
 from __future__ import annotations
@@ -29,8 +28,6 @@ from shardcache.origins.filesystem import FsspecOrigin
 from shardcache.origins.retry import RetryPolicy
 from shardcache.origins.s3 import S3Origin
 from shardcache.urls import ShardURL, parse_url, redact
-
-__all__ = ["Listing", "is_pattern", "refuse_local"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -78,19 +75,15 @@ def refuse_local(shard: ShardURL, config: Config) -> None:
 
 
 class Listing:
-    """Lists the origins of one configuration; for one thread of one process.
+    """Lists the origins of one configuration; for one thread of one process."""
 
-    Args:
-        config: endpoint, storage options, time-outs.
-        seconds: about how long learning `sizes` may take; None for as long as it takes.
-    """
-
-    def __init__(self, config: Config, *, seconds: float | None = None) -> None:
+    def __init__(self, config: Config) -> None:
         self._config = config
-        self._end = clock.monotonic() + (float("inf") if seconds is None else seconds)
-        timeout = min(config.timeout, _TIMEOUT, seconds or _TIMEOUT)
-        options = scheme_options(config, "s3")
-        self._s3 = S3Origin(options, endpoint_url=config.endpoint_url, timeout=timeout)
+        self._s3 = S3Origin(
+            scheme_options(config, "s3"),
+            endpoint_url=config.endpoint_url,
+            timeout=min(config.timeout, _TIMEOUT),
+        )
         self._sizes: dict[tuple[str, str], int] = {}  # by bucket and key, of what was listed
 
     def matches(self, pattern: str) -> list[str]:
@@ -108,10 +101,8 @@ class Listing:
             bucket, slash, rest = root.partition("://")[2].partition("/")
             if not bucket or not slash:
                 raise ConfigError(f"{redact(pattern)}: a bucket's name has to be given in full")
-            options = {} if deep else {"delimiter": "/"}
-            pages = self._pages(
-                bucket.rpartition("@")[2], rest, attempts=self._config.attempts, **options
-            )
+            query = {} if deep else {"delimiter": "/"}
+            pages = self._pages(bucket.rpartition("@")[2], rest, query, self._config.attempts)
             names = [key for page in pages for key in page if not key.endswith("/")]
         else:
             rest = root[root.rfind("/") + 1 :]
@@ -132,16 +123,16 @@ class Listing:
         return urls
 
     def _pages(
-        self, bucket: str, prefix: str, *, attempts: int, **options: str
+        self, bucket: str, prefix: str, query: dict[str, str], attempts: int
     ) -> Iterator[list[str]]:
         """Keys in a bucket, page by page; their sizes are kept."""
         where = f"s3://{bucket}/{prefix}"
         url = ShardURL(where, "s3", where, "", "")
-        options["max_keys"] = str(_PAGE)
+        query = {**query, "max-keys": str(_PAGE)}
         while True:
             try:
                 found, token = self._retried(
-                    where, attempts, lambda: self._s3.list_page(url, **options)
+                    where, attempts, lambda: self._s3.list_page(url, query)
                 )
             except AccessDeniedError as exn:
                 raise AccessDeniedError(
@@ -149,11 +140,11 @@ class Listing:
                     "train-{000..127}.tar, need no listing.",
                     url=where,
                 ) from exn
-            self._sizes |= {(bucket, key): size for key, size in found}
-            yield [key for key, _ in found]
+            self._sizes |= {(bucket, key): size for key, size in found.items()}
+            yield list(found)
             if not token:
                 return
-            options["continuation_token"] = token
+            query["continuation-token"] = token
 
     def _files(self, directory: str, deep: bool) -> list[str]:
         config = self._config
@@ -182,8 +173,8 @@ class Listing:
             # Characters, not parts of a path, are what S3 compares.
             prefix = os.path.commonprefix([keys[0], keys[-1]])  # noqa: RUF071
             try:
-                for page in self._pages(bucket, prefix, attempts=1):
-                    left = 0 if clock.monotonic() > self._end else left - 1
+                for page in self._pages(bucket, prefix, {}, attempts=1):
+                    left -= 1
                     if left <= 0 or (page and page[-1] >= keys[-1]):
                         break
             except ShardCacheError as exn:

@@ -9,37 +9,41 @@ the entry's sidecar beside it, ``<name>.shardcache.json``: it is of the version 
 is compared with the digest in the sidecar, and a fetch that began with it can go on at the origin.
 Other copies have the version that the upstream states.
 
-An upstream is believed: a shard that was replaced at its origin is served as the upstream has it.
-One that fails or is silent is left alone for a minute (`files.Breaker`); nothing that goes
-wrong with it is an error. Shards with a query or a version in their URL are not looked for.
+Nothing that goes wrong with an upstream is an error; one that fails or is silent is left alone for
+a minute. Shards with a query or a version in their URL are not looked for.
 
-Origins are made on first use and belong to the process that made them: a forked child makes an
-`Origins` of its own, because sockets, event loops and locks must not be shared with the parent.
+Origins belong to the process that made them: a forked child makes an `Origins` of its own, because
+sockets, event loops and locks must not be shared with the parent.
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import json
 import logging
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from shardcache.config import Config, Upstream
 from shardcache.errors import AccessDeniedError, ConfigError, ShardNotFoundError
 from shardcache.files import Breaker, random_token
-from shardcache.origins.base import Body, ObjectInfo, Origin, TransientError, VersionChangedError
+from shardcache.origins.base import (
+    Body,
+    ObjectInfo,
+    Origin,
+    TransientError,
+    VersionChangedError,
+    read_all,
+)
 from shardcache.origins.endpoints import s3_endpoint, scheme_options
 from shardcache.urls import ShardURL, parse_url, redact
 
-__all__ = ["Origins", "UpstreamOrigin"]
-
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 _SIDECAR = ".shardcache.json"
 #: Bytes of a sidecar that are read; one has about 700.
@@ -63,22 +67,17 @@ class Origins:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._places: list[_Place] | None = None
         self._guard = threading.Lock()
         self._made: dict[str, Origin] = {}
 
     def of(self, url: ShardURL) -> Origin:
-        """The origin of ``url``; ConfigError if its client cannot be set up."""
+        """The origin of ``url``."""
+        config, scheme = self._config, url.scheme
         with self._guard:
-            if url.scheme not in self._made:
-                config = self._config
-                self._made[url.scheme] = _make(
-                    url.scheme,
-                    scheme_options(config, url.scheme),
-                    config.endpoint_url,
-                    config.timeout,
-                )
-            return self._made[url.scheme]
+            if scheme not in self._made:
+                options = scheme_options(config, scheme)
+                self._made[scheme] = _make(scheme, options, config.endpoint_url, config.timeout)
+            return self._made[scheme]
 
     def add(self, scheme: str, origin: Origin) -> None:
         """Read ``scheme`` from ``origin`` in this process."""
@@ -86,16 +85,14 @@ class Origins:
             self._made[scheme] = origin
 
     def prepare(self, url: ShardURL) -> None:
-        """Make the client that reading ``url`` takes, where it takes long; raises as `of`."""
-        from shardcache.origins.s3 import S3Origin
-
-        origin = self.of(url)
-        if isinstance(origin, S3Origin):
-            origin.prepare()
+        """Make the client that reading ``url`` takes (ConfigError: it cannot be set up)."""
+        prepare = getattr(self.of(url), "prepare", None)
+        if prepare is not None:  # of S3: the others' take no time
+            prepare()
 
     def upstreams(self, url: ShardURL) -> Iterator[UpstreamOrigin]:
         """The shard in each upstream that has it; each is asked when its turn comes."""
-        for place in self._made_places():
+        for place in self._places:
             if (found := place.find(url)) is not None:
                 yield found
 
@@ -112,16 +109,13 @@ class Origins:
             data: its bytes.
             sidecar: what is known of them, as an entry's sidecar has it.
         """
-        for place in self._made_places():
+        for place in self._places:
             if place.writes:
                 place.write(url, data, sidecar)
 
-    def _made_places(self) -> list[_Place]:
-        with self._guard:
-            if self._places is None:
-                config = self._config
-                self._places = [_Place(each, config.timeout) for each in config.upstreams]
-            return self._places
+    @functools.cached_property
+    def _places(self) -> list[_Place]:
+        return [_Place(each, self._config.timeout) for each in self._config.upstreams]
 
 
 def _make(
@@ -145,6 +139,7 @@ def _make(
     return FsspecOrigin(scheme, options, timeout=timeout)
 
 
+@dataclass(slots=True)
 class UpstreamOrigin:
     """One shard as an upstream has it; a `base.Origin` of that shard alone.
 
@@ -153,23 +148,15 @@ class UpstreamOrigin:
         digest: tree digest of the bytes, where a sidecar states it.
     """
 
-    states_checksums = False  # the digest proves more
+    name: str
+    pins: bool
+    _origin: Origin
+    _copy: ShardURL  # where it is
+    _found: ObjectInfo  # what the upstream says of it
+    _info: ObjectInfo  # the version at the origin, where a sidecar states it
+    digest: str | None = None
 
-    def __init__(
-        self,
-        place: _Place,
-        copy: ShardURL,
-        found: ObjectInfo,
-        info: ObjectInfo | None = None,
-        digest: str | None = None,
-    ) -> None:
-        self.name = place.name
-        self.digest = digest
-        self.pins = place.origin.pins
-        self._place = place
-        self._copy = copy  # where it is
-        self._found = found  # what the upstream says of it
-        self._info = info or found  # the version at the origin, where a sidecar states it
+    states_checksums = False  # the digest proves more
 
     def open(
         self, url: ShardURL, start: int, stop: int | None, pin: ObjectInfo | None = None
@@ -177,41 +164,30 @@ class UpstreamOrigin:
         """See `base.Origin.open`."""
         if pin is not None and pin.version != self._info.version:
             raise VersionChangedError(str(url))
-        body = self._place.origin.open(self._copy, start, stop, self._found)
+        body = self._origin.open(self._copy, start, stop, self._found)
         body.info = self._info
         return body
 
     def stat(self, url: ShardURL) -> ObjectInfo:
         """See `base.Origin.stat`."""
-        if self._place.origin.stat(self._copy).version != self._found.version:
+        if self._origin.stat(self._copy).version != self._found.version:
             raise VersionChangedError(str(url))
         return self._info
 
-    def distrust(self) -> None:
-        """Read this copy no more in this process: it is damaged."""
-        self._place.distrusted.add(self._copy.key)
-
 
 class _Place:
-    """One upstream.
-
-    Attributes:
-        name: for people, without credentials.
-        origin: reads it.
-        writes: whether what was fetched is copied there.
-        distrusted: keys of copies that are damaged.
-    """
+    """One upstream; ``writes``: what was fetched is copied there."""
 
     def __init__(self, upstream: Upstream, timeout: float) -> None:
-        self.name = redact(upstream.url)
         self.writes = upstream.write_back
-        self.distrusted: set[str] = set()
+        self._name = redact(upstream.url)
         self._base = upstream.url.rstrip("/")
         self._endpoint = upstream.endpoint_url
         self._options: dict[str, Any] = dict(upstream.storage_options)
         self._scheme = upstream.url.partition("://")[0].lower() if "://" in upstream.url else "file"
         self._breaker = Breaker(threshold=_FAILURES)
-        self.origin = _make(self._scheme, self._options, self._endpoint, min(timeout, _TIMEOUT))
+        timeout = min(timeout, _TIMEOUT)
+        self._origin = _make(self._scheme, self._options, self._endpoint, timeout)
 
     def _copy_of(self, url: ShardURL) -> ShardURL | None:
         """Where it would keep a shard; None if such a shard is not looked for."""
@@ -228,60 +204,49 @@ class _Place:
 
     def find(self, url: ShardURL) -> UpstreamOrigin | None:
         """A shard as it has it, or None."""
-        copy = self._copy_of(url)
-        if copy is None or copy.key in self.distrusted or not self._breaker.allows():
+        origin, copy = self._origin, self._copy_of(url)
+        if copy is None or not self._breaker.allows():
             return None
-        found = self._try(lambda: self.origin.stat(copy))
-        if found is None or found.size is None:
-            return None
-        sidecar = self._try(lambda: self._read_sidecar(copy))
-        if sidecar is None:
-            return UpstreamOrigin(self, copy, found)
+        found, sidecar = None, b""
         try:
-            record = json.loads(sidecar)
-            if (record["key"], record["size"]) != (url.key, found.size):
-                raise ValueError("it is of another shard")
-            info = ObjectInfo.from_record(record["object"])
-            return UpstreamOrigin(self, copy, found, info, str(record["digest"]))
-        except (KeyError, TypeError, ValueError, RecursionError) as exn:
-            logger.info("%s: its copy in %s is not used: its sidecar: %r", url, self.name, exn)
-            return None
-
-    def _read_sidecar(self, copy: ShardURL) -> bytes:
-        url = self._parse(f"{copy.raw}{_SIDECAR}")
-        found, buffer = b"", memoryview(bytearray(_MOST))
-        with contextlib.closing(self.origin.open(url, 0, _MOST)) as body:
-            while len(found) < _MOST and (count := body.readinto(buffer)):
-                found += buffer[:count]
-        return found
-
-    def _try(self, ask: Callable[[], T]) -> T | None:
-        try:
-            answer = ask()
+            found = origin.stat(copy)
+            beside = self._parse(f"{copy.raw}{_SIDECAR}")
+            sidecar = read_all(origin.open(beside, 0, _MOST), _MOST)
         except ShardNotFoundError:
-            answer = None
+            pass  # there is no copy, or somebody else's
         except _REFUSALS as exn:
             self._failed(exn)
             return None
         self._breaker.succeeded()
-        return answer
+        if found is None or found.size is None:
+            return None
+        info, digest = found, None
+        if sidecar:
+            try:
+                record = json.loads(sidecar)
+                if (record["key"], record["size"]) != (url.key, found.size):
+                    raise ValueError("it is of another shard")
+                info, digest = ObjectInfo.from_record(record["object"]), str(record["digest"])
+            except (KeyError, TypeError, ValueError, RecursionError) as exn:
+                logger.info("%s: its copy in %s is not used: %r", url, self._name, exn)
+                return None
+        return UpstreamOrigin(self._name, origin.pins, origin, copy, found, info, digest)
 
     def _failed(self, exn: Exception) -> None:
         if self._breaker.failed():
             logger.warning(
                 "the upstream %s is left alone for a while, shards come from elsewhere: %s",
-                self.name,
+                self._name,
                 exn,
             )
         else:
-            logger.info("the upstream %s: %s", self.name, exn)
+            logger.info("the upstream %s: %s", self._name, exn)
 
     def write(self, url: ShardURL, data: Path, sidecar: bytes) -> None:
         """Copy an entry there unless it is there, its sidecar last; nothing is raised."""
         copy = self._copy_of(url)
         if copy is None or not self._breaker.allows():
             return
-        self.distrusted.discard(copy.key)
         present = self.find(url)
         if present is not None and present.digest == json.loads(sidecar)["digest"]:
             return

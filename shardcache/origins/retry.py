@@ -20,8 +20,6 @@ from shardcache.urls import redact
 if TYPE_CHECKING:
     from tenacity import RetryCallState
 
-__all__ = ["RetryPolicy"]
-
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -127,9 +125,8 @@ class Attempts:
 
     def _give_up(self, state: RetryCallState) -> NoReturn:
         cause, count = _cause(state), state.attempt_number
-        late = self._is_late(state.upcoming_sleep)
         limit = f"{count} attempt{'s' if count > 1 else ''} failed"
-        if late:
+        if late := self._is_late(state.upcoming_sleep):
             limit = f"the deadline of {self.policy.deadline:g} s is over"
         kind = TransferTimeoutError if late or cause.timed_out else TransferError
         raise kind(

@@ -154,7 +154,7 @@ def prewarm(
             importlib.import_module(f"shardcache.{name}")
     helpers = [Helper(lambda channel: _serve(cache, channel)) for _ in range(count)]
     try:
-        listing = Listing(cache.config, seconds=deadline)
+        listing = Listing(cache.config)
         shards = wanted_shards(cache, [urls] if isinstance(urls, str) else urls, listing, share)
         if not looking:
             _prepare(cache)

@@ -40,7 +40,7 @@ def test_a_cache_prepares_its_directory_and_its_client(
     process = cache.processes.made()
     assert process is not None
     origin = process.origins.of(cache.parse("s3://lab/a.tar"))
-    assert origin._made is not None
+    assert origin._keys is not None
     assert list(cache.entries()) == []
     cache.close()
 

@@ -191,11 +191,6 @@ def test_learning_sizes_is_bounded(stocked, cache, proxy, monkeypatch):
     assert len(proxy.requests()) == 1
 
 
-def test_learning_sizes_takes_no_longer_than_it_may(stocked, cache, proxy):
-    proxy.pause()
-    assert Listing(cache.config, seconds=0.6).sizes(numbered(cache, stocked, range(4))) == {}
-
-
 def test_forbidden_listing_leaves_sizes_unknown(stocked, cache, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-the-secret")
     assert Listing(cache.config).sizes(numbered(cache, stocked, [0])) == {}

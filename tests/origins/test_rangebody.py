@@ -240,7 +240,7 @@ def test_requests_are_signed_as_botocore_signs_them(serve, style: str) -> None:
     for key in ("a.bin?versionId=v+1", "a b/ü%+*.tar"):
         origin.open(parse_url(f"s3://lab/{key}"), 0, 5).close()
     origin.open(parse_url("s3://lab/a.bin"), 0, None).close()
-    assert origin.list_page(parse_url("s3://lab/x y/"), delimiter="/") == ([("a", 5)], "")
+    assert origin.list_page(parse_url("s3://lab/x y/"), {"delimiter": "/"}) == ({"a": 5}, "")
     assert len(server.heads) == 4
     place = "http://store.invalid/lab/" if style == "path" else "http://lab.store.invalid/"
     for head in server.heads:

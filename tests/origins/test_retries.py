@@ -19,7 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from shardcache import AccessDeniedError, Cache, TransferError
 from shardcache.cli.demo import S3Server
-from shardcache.origins.base import TransientError, retry_after
+from shardcache.origins.base import TransientError, _retry_after
 from shardcache.origins.retry import BASE, CAP, RETRY_AFTER_CAP, RetryPolicy
 from tests.fetch.test_faults import MIB, SIZE, Lab, bucket, lab, page, shard  # noqa: F401 - fixtures
 from tests.support.proxy import Fault, Rule
@@ -77,7 +77,7 @@ def test_a_call_that_was_repeated_leaves_nothing_for_the_garbage_collector() -> 
     [("7", 7.0), ("-3", 0.0), ("Wed, 21 Oct 2015 07:28:00 GMT", None), ("inf", None), ("", None)],
 )
 def test_what_retry_after_may_say(said: str, seconds: float | None) -> None:
-    assert retry_after({"retry-after": said}) == seconds
+    assert _retry_after({"retry-after": said}) == seconds
 
 
 # -- one layer --------------------------------------------------------------------------

@@ -129,8 +129,8 @@ def test_keys_are_exact_bytes(origin: S3Origin, s3: S3Server, bucket: str, key: 
     url = parse_url(f"s3://{bucket}/{key}")
     assert contents(origin.open(url, 0, None)) == data
     assert contents(origin.open(url, 100, 200)) == data[100:200]
-    listed, _ = origin.list_page(parse_url(f"s3://{bucket}/{key[:3]}"))
-    assert (key, len(data)) in listed
+    listed, _ = origin.list_page(parse_url(f"s3://{bucket}/{key[:3]}"), {})
+    assert listed[key] == len(data)
 
 
 def test_a_key_that_a_web_server_would_shorten_is_asked_for_as_it_is(s3, bucket, proxy):
@@ -181,9 +181,7 @@ def test_what_is_missing_costs_one_request_and_is_named(cache, bucket, proxy):
         cache.open(f"s3://{bucket}/none.tar")
     assert isinstance(caught.value, FileNotFoundError)
     assert len(proxy.requests()) == 1
-    with pytest.raises(
-        ShardNotFoundError, match="no-such-bucket/none.tar: its bucket does not exist"
-    ):
+    with pytest.raises(ShardNotFoundError, match=r"not found .*NoSuchBucket"):
         cache.open("s3://no-such-bucket/none.tar")
 
 

@@ -32,7 +32,7 @@ from shardcache.origins.base import (
     skip,
 )
 from shardcache.origins.retry import Attempts
-from shardcache.store.digest import BLOCK, Comparison, MismatchError, block_digest, tree_digest
+from shardcache.store.digest import BLOCK, MismatchError, block_digest, compare, tree_digest
 from shardcache.store.partial import Partial
 from shardcache.urls import ShardURL
 
@@ -131,8 +131,7 @@ class Job:
         self._attempts = attempts
         self._status = status
         self._described = described or not origin.states_checksums
-        self._comparison = Comparison()
-        self._comparison.stated = self._pin.checksum if described else None
+        self._checksum = self._pin.checksum  # as the origin states it
         self._guard = threading.Lock()
         self._failed = False  # as `_stop`, for who looks often
         self._stop = threading.Event()
@@ -195,7 +194,7 @@ class Job:
                 "Please report this.",
                 url=str(self._url),
             )
-        checked = self._comparison.compare(partial.fd, size, self._pin.checksum)
+        checked = compare(partial.fd, self._checksum)
         return Fetched(partial, size, tree_digest(digests), checked)
 
     def abandon(self, exn: BaseException) -> None:
@@ -336,8 +335,6 @@ class Job:
         """A block is there, or the last of an object of unknown size, which may be empty."""
         index, count, status = part.next // BLOCK, len(block), self._status
         if count:
-            if self._comparison.stated is not None:
-                self._comparison.add(index, block)
             digest = block_digest(block)
             # What a connection delivers after it was aborted is not the object: behind
             # TLS it is ciphertext. Whoever resumes would believe it.
@@ -383,7 +380,7 @@ class Job:
             logger.info("%s: no checksum to compare with: %s", self._url, exn)
             return
         if stated.version == self._pin.version:
-            self._comparison.stated = stated.checksum
+            self._checksum = stated.checksum or self._checksum
         elif stated.etag or not self._pin.etag:  # gateways may name versions only beside bytes
             self.fail(VersionChangedError(str(self._url)))
 

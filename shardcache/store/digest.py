@@ -8,7 +8,6 @@ the blocks it finds, and damage can be located; a digest of the whole stream all
 from __future__ import annotations
 
 import base64
-import errno
 import hashlib
 import os
 import zlib
@@ -61,16 +60,14 @@ def file_digest(fd: int) -> str:
 
 
 @cache
-def _crc_functions(
-    algorithm: str,
-) -> tuple[Callable[[memoryview, int], int] | None, Callable[[int, int, int], int] | None]:
-    """What continues a CRC over more bytes, and what makes one CRC of two and a length."""
+def _crc(algorithm: str) -> Callable[[memoryview, int], int] | None:
+    """What continues a CRC over more bytes, if it is installed."""
     try:
         from awscrt import checksums
     except ImportError:
-        return zlib.crc32 if algorithm == "crc32" else None, None
-    # Older versions of awscrt join nothing.
-    return getattr(checksums, algorithm, None), getattr(checksums, f"combine_{algorithm}", None)
+        return zlib.crc32 if algorithm == "crc32" else None
+    found: Callable[[memoryview, int], int] | None = getattr(checksums, algorithm, None)
+    return found
 
 
 def can_check(checksum: Checksum | None) -> bool:
@@ -83,7 +80,7 @@ def can_check(checksum: Checksum | None) -> bool:
     if checksum is None or "-" in checksum.value:
         return False
     algorithm = checksum.algorithm
-    return algorithm in _HASHES or (algorithm in _CRCS and _crc_functions(algorithm)[0] is not None)
+    return algorithm in _HASHES or (algorithm in _CRCS and _crc(algorithm) is not None)
 
 
 def file_checksum(fd: int, algorithm: str) -> str:
@@ -93,15 +90,11 @@ def file_checksum(fd: int, algorithm: str) -> str:
         for block in read_blocks(fd):
             digest.update(block)
         return base64.b64encode(digest.digest()).decode()
-    function, value = _crc_functions(algorithm)[0], 0
+    function, value = _crc(algorithm), 0
     assert function is not None
     for block in read_blocks(fd):
         value = function(block, value)
-    return _encoded(algorithm, value)
-
-
-def _encoded(algorithm: str, crc: int) -> str:
-    return base64.b64encode(crc.to_bytes(_CRCS[algorithm], "big")).decode()
+    return base64.b64encode(value.to_bytes(_CRCS[algorithm], "big")).decode()
 
 
 class MismatchError(Exception):
@@ -113,57 +106,20 @@ class MismatchError(Exception):
         self.found = found
 
 
-class Comparison:
-    """Compares a shard with the checksum that its origin states of the whole object.
+def compare(fd: int, checksum: Checksum | None) -> str | None:
+    """Compare a complete file with what its origin states of it, or raise MismatchError.
 
-    Blocks arrive in any order: their CRCs are computed while they are warm and joined in the
-    end. For the threads of one job; `compare` comes after they ended.
+    It is read back: the file was just written, so that comes from memory.
+
+    Returns:
+        The algorithm; None if there is nothing to compare with.
     """
-
-    def __init__(self) -> None:
-        #: What the origin says, once it has said it.
-        self.stated: Checksum | None = None
-        self._crcs: dict[int, int] = {}
-
-    def add(self, index: int, block: memoryview) -> None:
-        """Take a block that came, where a CRC of it is known to be of use."""
-        if self.stated is not None and can_check(self.stated):
-            function, join = _crc_functions(self.stated.algorithm)
-            if function is not None and join is not None:
-                self._crcs[index] = function(block, 0)
-
-    def compare(self, fd: int, size: int, other: Checksum | None) -> str | None:
-        """Compare the complete file, or raise MismatchError.
-
-        Where nothing was `stated`, with ``other``, which came along with the bytes.
-
-        Returns:
-            The algorithm; None if there is nothing to compare with.
-        """
-        checksum = self.stated or other
-        if checksum is None or not can_check(checksum):
-            return None
-        algorithm = checksum.algorithm
-        found = self._joined(fd, size, algorithm) or file_checksum(fd, algorithm)
-        if found != checksum.value:
-            raise MismatchError(checksum, found)
-        return algorithm
-
-    def _joined(self, fd: int, size: int, algorithm: str) -> str | None:
-        """The CRC of all blocks; those that came before it was known are read back."""
-        function, join = _crc_functions(algorithm)
-        if join is None or function is None:
-            return None
-        buffer, total = memoryview(bytearray(BLOCK)), 0
-        for start in range(0, size, BLOCK):
-            block = buffer[: min(BLOCK, size - start)]
-            crc = self._crcs.get(start // BLOCK)
-            if crc is None:
-                if os.preadv(fd, [block], start) != len(block):
-                    raise OSError(errno.EIO, f"block {start // BLOCK} is cut short")
-                crc = function(block, 0)
-            total = join(total, crc, len(block))
-        return _encoded(algorithm, total)
+    if checksum is None or not can_check(checksum):
+        return None
+    found = file_checksum(fd, checksum.algorithm)
+    if found != checksum.value:
+        raise MismatchError(checksum, found)
+    return checksum.algorithm
 
 
 #: First bytes of what tarfile's "r|*" opens.

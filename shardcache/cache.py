@@ -26,7 +26,7 @@ from shardcache.origins.endpoints import endpoint_of
 from shardcache.ranks import detect
 from shardcache.runtime import Processes
 from shardcache.store.entry import DamagedError
-from shardcache.store.root import check_links, is_cache, make_root
+from shardcache.store.root import check_layout, check_links, is_cache, make_root
 from shardcache.store.store import Entry
 from shardcache.streams.opener import Opener
 from shardcache.units import parse_duration
@@ -289,7 +289,7 @@ class Cache:
         reports = []
         for tier in process.present:
             if not dry_run:
-                tier.check()
+                check_layout(tier.namespaces.node)
             given = {"max_age": max_age, **(sizes if tier is process.home else {})}
             changes = {name: value for name, value in given.items() if value is not None}
             space = tier.space(tier.config.replace(**changes) if changes else None)

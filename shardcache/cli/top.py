@@ -95,13 +95,13 @@ class Watcher:
     def _waits(self) -> list[Row]:
         now, found = clock.time(), list[Row]()
         for store in self._cache.processes.here().stores():
-            for wait in live_waits(store.layout):
-                holder = read_holder(store.layout.holder(wait.key))
+            for key, waiter in live_waits(store.layout):
+                holder = read_holder(store.layout.holder(key))
                 row = {
-                    "url": wait.url,
-                    **_process(wait.waiter),
-                    "since": utc(wait.waiter.started),
-                    "seconds": max(0.0, now - wait.waiter.started),
+                    "url": waiter.url or key,
+                    **_process(waiter),
+                    "since": utc(waiter.started),
+                    "seconds": max(0.0, now - waiter.started),
                     "holder": _process(holder) if holder else None,
                 }
                 found.append(row)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 from shardcache import clock
 from shardcache.config import Config
@@ -17,7 +18,7 @@ from shardcache.errors import LockTimeoutError
 from shardcache.fetch.status import FetchStatus
 from shardcache.layout import Layout, is_directory, parse_partial_name
 from shardcache.locks.flock import Holder, read_holder
-from shardcache.locks.sessions import Wait, WaitNote
+from shardcache.locks.sessions import Session
 from shardcache.store.partial import Progress, read_progress
 from shardcache.units import format_bytes, format_duration
 from shardcache.urls import ShardURL
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 _FIRST_POLL = 0.02
 _LAST_POLL = 0.25
 _ANNOUNCE_EVERY = 10.0
-#: Seconds of waiting that are worth a note (`waits`): what people can see, and longer than most.
+#: Seconds of waiting that are worth a note in `sessions`: what people can see, and longer than most.
 _NOTE_AFTER = 0.5
 
 
@@ -61,8 +62,8 @@ class Waiter:
         self._config = config
         self._poll = _FIRST_POLL
         self._begun = self._changed = self._announced = clock.monotonic()
-        self._note = WaitNote(layouts[-1])
-        self._wait = Wait(str(url), url.key, waiter)
+        self._waits = url.key, replace(waiter, url=str(url))
+        self._note: Session | None = None
         self._holder, self._progress = self._look()
 
     @property
@@ -97,12 +98,13 @@ class Waiter:
         if now - self._announced >= _ANNOUNCE_EVERY:
             self._announced = now
             self._announce(waited)
-        if waited >= _NOTE_AFTER:
-            self._note.say(self._wait)
+        if waited >= _NOTE_AFTER and self._note is None:
+            self._note = Session(self._layouts[-1], self._waits[1].started, self._waits)
 
     def close(self) -> None:
         """Wait no longer."""
-        self._note.close()
+        if self._note is not None:
+            self._note.close()
 
     def _look(self) -> tuple[Holder | None, Progress | None]:
         holder = read_holder(self._layouts[-1].holder(self._url.key))

@@ -23,7 +23,6 @@ import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from shardcache.files import FULL, PRIVATE, Modes, open_exclusive, open_file, set_mode
 from shardcache.layout import (
@@ -48,8 +47,9 @@ _UNSUPPORTED = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP})
 _PATIENCE = (0.001, 0.01, 0.02)
 #: A lock's file, or its directory, may be swept between two of our calls, not this often in a row.
 _ATTEMPTS = 100
-#: Bytes of a record, so that writing one replaces the last one in a single call.
-_RECORD = 2048
+#: Bytes of a record, so that writing one replaces the last one in a single call; and most of one
+#: that names a long URL.
+_RECORD, _MAX_RECORD = 2048, 16 << 10
 
 
 def try_flock(fd: int, *, shared: bool = False) -> bool | None:
@@ -88,7 +88,7 @@ def is_file(path: str | Path, fd: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who fetches a key, as they wrote it into the lock file.
+    """Who fetches a key, or waits for it, as they wrote it into a file.
 
     For people and for finding the partial: nothing rests on its truth.
     """
@@ -99,6 +99,7 @@ class Holder:
     job: str | None
     started: float  #: seconds since the epoch
     partial: str | None = None  #: directory name of the partial it writes, once there is one
+    url: str | None = None  #: of the shard, without credentials, if it waits
 
     @classmethod
     def this_process(cls, *, rank: int | None, job: str | None, now: float) -> Holder:
@@ -106,39 +107,32 @@ class Holder:
         return cls(os.getpid(), socket.gethostname(), rank, job, now)
 
     def encode(self) -> bytes:
-        """As `read_holder` reads it."""
+        """As `decode` reads it."""
         record = {name: getattr(self, name) for name in self.__slots__}
         return json.dumps(record).encode().ljust(_RECORD)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Holder | None:
+        """What `encode` wrote; None for anything else."""
+        try:
+            holder = cls(**json.loads(data))
+            # It is shown on terminals, with its age, and others may write it.
+            typed = isinstance(holder.pid, int) and holder.host.isprintable()
+            typed = typed and 0 <= holder.started < 1e11 and isinstance(holder.rank, int | None)
+            texts = holder.job, holder.partial, holder.url
+        except (ValueError, TypeError, AttributeError):
+            return None
+        return holder if typed and all(isinstance(each, str | None) for each in texts) else None
 
     def __str__(self) -> str:
         text = f"process {self.pid} on {self.host}"
         return text if self.rank is None else f"{text} (rank {self.rank})"
 
 
-def parse_holder(record: Any) -> Holder | None:
-    """What `Holder.encode` wrote, read as JSON; None for anything else."""
-    try:
-        holder = Holder(**record)
-        # It is shown on terminals, with its age, and others may write it.
-        typed = isinstance(holder.pid, int) and holder.host.isprintable()
-        typed = typed and 0 <= holder.started < 1e11 and isinstance(holder.rank, int | None)
-        typed = typed and all(isinstance(text, str | None) for text in (holder.job, holder.partial))
-    except (TypeError, AttributeError):
-        return None
-    return holder if typed else None
-
-
-def _decode(data: bytes) -> Holder | None:
-    try:
-        return parse_holder(json.loads(data)) if data else None
-    except ValueError:
-        return None
-
-
 def read_holder(path: Path) -> Holder | None:
-    """The record in a lock file, or None if there is none that makes sense."""
+    """The record in a file, or None if there is none that makes sense."""
     try:
-        return _decode(read_file(path, 2 * _RECORD))
+        return Holder.decode(read_file(path, _MAX_RECORD))
     except OSError:
         return None
 
@@ -147,10 +141,7 @@ class KeyLock:
     """The right to fetch one key on this node; one object per attempt.
 
     ``left`` is the record of the holder before, once the lock was acquired: of a fetch that was
-    killed it names the partial.
-
-    Every object opens the lock file anew, flock tells open files apart, and a forked child's copy
-    is closed before any of its code runs.
+    killed it names the partial. A forked child's copy is closed before any of its code runs.
     """
 
     def __init__(self, path: Path, modes: Modes = PRIVATE) -> None:
@@ -189,7 +180,7 @@ class KeyLock:
                 self.release()
                 return False
             if os.fstat(file.fileno()).st_nlink:
-                self.left = _decode(os.pread(file.fileno(), 2 * _RECORD, 0))
+                self.left = Holder.decode(os.pread(file.fileno(), _MAX_RECORD, 0))
                 self.update(holder)
                 return True
             self.release()  # swept between our open and our flock

@@ -18,7 +18,7 @@ from shardcache.layout import Layout, replace_file
 from shardcache.locks.flock import Holder, read_holder
 
 if TYPE_CHECKING:
-    from filelock import LeaseCompromise, SoftFileLease
+    from filelock import SoftFileLease
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,6 @@ class KeyLease:
         self._record = layout.holder(key)
         self._seconds = seconds
         self._lease: SoftFileLease | None = None
-        self._held = False
         self._seen: tuple[int, int] | None = None  # the holder's marker, since `_since`
         self._since = 0.0
 
@@ -54,15 +53,11 @@ class KeyLease:
         """
         from filelock import SoftFileLease, Timeout
 
+        modes = self._layout.modes
         try:
-            modes = self._layout.modes
             modes.make_directory(self.path.parent, levels=1)
             lease = self._lease = self._lease or SoftFileLease(
-                self.path,
-                lease_duration=self._seconds,
-                on_compromise=_report,
-                thread_local=False,
-                mode=modes.file,
+                self.path, lease_duration=self._seconds, thread_local=False, mode=modes.file
             )
             lease.acquire(blocking=False)
         except Timeout:
@@ -73,7 +68,6 @@ class KeyLease:
                 raise
             logger.warning("%s: going on without a lease: %s", self.path, exn)
             return True
-        self._held = True
         self.left = read_holder(self._record)
         self.update(holder)
         return True
@@ -93,7 +87,7 @@ class KeyLease:
 
     def update(self, holder: Holder) -> None:
         """Replace the record of a lease that is held."""
-        if self._held:
+        if self._lease is not None and self._lease.is_locked:
             mode, via = self._layout.modes.file, self._layout.partial
             with contextlib.suppress(OSError):  # it is meant for people
                 replace_file(self._record, holder.encode(), mode, via=via)
@@ -101,14 +95,7 @@ class KeyLease:
     def release(self) -> None:
         """Let the next one go on; harmless when the lease is not held, and twice."""
         lease, self._lease = self._lease, None
-        if lease is None or not self._held:
-            return
-        self._held = False
-        for give_back in (self._record.unlink, lease.release):
-            with contextlib.suppress(OSError):  # the record is for people, the lease expires
-                give_back()
-
-
-def _report(compromise: LeaseCompromise) -> None:
-    # The fetch goes on: what it publishes is the same version, whoever else fetches it.
-    logger.info("%s: the lease was lost (%s)", compromise.lock_file, compromise.reason)
+        if lease is not None and lease.is_locked:
+            for give_back in (self._record.unlink, lease.release):
+                with contextlib.suppress(OSError):  # the record is for people, the lease expires
+                    give_back()

@@ -53,8 +53,7 @@ class Mount:
 
     point: str  #: where it is mounted
     type: str  #: such as ``ext4``, ``nfs4``, ``fuse.juicefs``
-    source: str  #: device or server
-    options: frozenset[str]  #: of the mount and of the filesystem
+    options: frozenset[str] = frozenset()  #: of the mount and of the filesystem
     root: str = "/"  #: which directory of the filesystem is mounted there
 
     @property
@@ -72,13 +71,11 @@ def read_mounts() -> list[Mount]:
         return []
     mounts = []
     for line in table.splitlines():
-        before, separator, after = line.partition(" - ")
-        left, right = before.split(" "), after.split(" ")
-        if not separator or len(left) < 6 or len(right) < 3:
-            continue
-        options = frozenset(left[5].split(",")) | frozenset(right[2].split(","))
-        point, root, source = map(_unescape, (left[4], left[3], right[1]))
-        mounts.append(Mount(point, right[0], source, options, root))
+        before, _, after = line.partition(" - ")  # spaces within a field are escaped
+        _, _, _, root, point, options, *_ = before.split(" ")
+        kind, _, more = after.split(" ", 2)
+        both = frozenset(f"{options},{more}".split(","))
+        mounts.append(Mount(_unescape(point), kind, both, _unescape(root)))
     return mounts
 
 

@@ -18,7 +18,6 @@ import functools
 import json
 import logging
 import math
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -74,10 +73,9 @@ class _Usage:
     counted: float  #: when, of the monotonic clock, which all processes share
     most: int | None = None  #: what `held` can be at most, as a refusal found; None without any
 
-    def refuses(self, url: str, size: int) -> CacheFullError | None:
-        """Why a shard finds no room, as the last refusal found."""
-        missing = 0 if self.most is None else self.held + size - self.most
-        return _no_room(url, missing) if missing > 0 else None
+    def missing(self, size: int) -> int:
+        """Bytes for which a shard finds no room, as the last refusal found."""
+        return 0 if self.most is None else max(0, self.held + size - self.most)
 
 
 class Space:
@@ -138,8 +136,8 @@ class Space:
     def refuses(self, url: str, size: int) -> CacheFullError | None:
         """Why there is no room for a shard: it is too large, or that was found lately."""
         usage = self._read()
-        found_lately = None if usage is None else usage.refuses(url, size)
-        return self._too_large(url, size) or found_lately
+        missing = 0 if usage is None else usage.missing(size)
+        return self._too_large(url, size) or (_no_room(url, missing) if missing else None)
 
     def _too_large(self, url: str, size: int) -> CacheFullError | None:
         if self.max_size is None or size <= self.max_size:
@@ -158,11 +156,11 @@ class Space:
         with self._budget_lock():
             self.recount()
             needed = max(1, size) - self._sweep()
-            found = [entry for store in self.stores() for entry in store.entries()]
+            found = self._entries()
             spare = 3 * sum(entry.size for entry in found) // max(1, len(found))
-            chosen = self.plan(Limits(free_needed=max(0, needed + spare)), found=found)
-            if chosen.freed < needed:
-                raise _no_room(url, needed - chosen.freed)
+            chosen = self.plan(Limits(free_needed=max(0, needed), spare=spare), found=found)
+            if chosen.missing:
+                raise _no_room(url, chosen.missing)
             self.evict(chosen)
 
     def relieve(self) -> int:
@@ -172,7 +170,7 @@ class Space:
         ended. Entries that are read or pinned stay.
         """
         with self._budget_lock():
-            chosen = self.plan(Limits(free_needed=self.limits().free_needed), protect=False)
+            chosen = self.plan(Limits(free_needed=self.limits().free_needed), jobs=False)
             self.recount()
             return sum(removal.size for removal in self.evict(chosen))
 
@@ -188,8 +186,8 @@ class Space:
                 return  # no limit applies, so the number is not needed
             if usage is None:
                 usage, found = self._count()
-            elif refusal := usage.refuses(url, need):
-                raise refusal
+            elif missing := usage.missing(need):
+                raise _no_room(url, missing)
             over = 0 if limits.max_size is None else usage.held + need - limits.max_size
             if max(over, limits.free_needed) <= 0:
                 self._write(replace(usage, held=usage.held + need))
@@ -201,20 +199,16 @@ class Space:
             if found is None:
                 usage = None  # what is evicted or refused is counted first
                 continue
-            # One in a hundred goes along; what is missing to that is not missing.
-            entries = total_bytes(found)
-            spare = entries // _EACH if len(found) >= _EACH else 0
+            held = total_bytes(found)
+            spare = held // _EACH if len(found) >= _EACH else 0
             chosen = self.plan(
-                replace(limits, free_needed=limits.free_needed and limits.free_needed + spare),
-                reserved=usage.held - entries + need + spare,
-                found=found,
+                replace(limits, spare=spare), reserved=usage.held - held + need, found=found
             )
-            missing = chosen.missing - spare
-            if missing > 0:
+            if chosen.missing:
                 # Under other policies only readers keep entries, and may end at any moment.
                 if self._config.policy == "working-set":
-                    self._write(replace(usage, most=usage.held + need - missing))
-                raise _no_room(url, missing)
+                    self._write(replace(usage, most=usage.held + need - chosen.missing))
+                raise _no_room(url, chosen.missing)
             if len(self.evict(chosen)) == len(chosen.removed) and len(self.stores()) == 1:
                 self._write(replace(usage, held=usage.held - chosen.freed + need))
                 return
@@ -232,13 +226,16 @@ class Space:
         """The fetches in flight, of all namespaces."""
         return [flight for store in self.stores() for flight in in_flight(store.layout)]
 
+    def _entries(self) -> list[Entry]:
+        return [entry for store in self.stores() for entry in store.entries()]
+
     def _count(self) -> tuple[_Usage, list[Entry]]:
         """Count anew. Fetches first: what is published meanwhile is an entry, and counts as one."""
         counted = clock.monotonic()
         flights = self.flights()
         if not all(flight.is_measured for flight in flights):
             counted = -math.inf  # the final size of one is unknown: the next admission counts again
-        found = [entry for store in self.stores() for entry in store.entries()]
+        found = self._entries()
         published = {(entry.key, entry.version) for entry in found}
         fetched = [each for each in flights if (each.key, each.version) not in published]
         held = total_bytes(found) + sum(flight.reserved for flight in fetched)
@@ -309,7 +306,7 @@ class Space:
         limits: Limits,
         *,
         reserved: int = 0,
-        protect: bool = True,
+        jobs: bool = True,
         found: Iterable[Entry] | None = None,
     ) -> CleanReport:
         """What would have to go; see `eviction.plan`.
@@ -317,14 +314,12 @@ class Space:
         Args:
             limits: what must hold afterwards.
             reserved: bytes of fetches in flight.
-            protect: whether what running jobs use stays.
+            jobs: whether what running jobs use stays.
             found: the entries, where they were listed already.
         """
-        stores = self.stores()
-        if found is None:
-            found = (entry for store in stores for entry in store.entries())
-        policy = Policy.of(self._config, self.node, clock.time(), jobs=protect)
-        return plan(found, limits, policy, reserved=reserved, in_use=stores[0].is_pinned)
+        policy = Policy.of(self._config, self.node, clock.time(), jobs=jobs)
+        entries = self._entries() if found is None else found
+        return plan(entries, limits, policy, reserved=reserved, in_use=self.stores()[0].is_pinned)
 
     def _sweep(self) -> int:
         """Remove what dead processes left; returns bytes freed."""
@@ -361,17 +356,10 @@ class Space:
 
     @contextlib.contextmanager
     def sole_cleaner(self, *, wait: bool) -> Iterator[None]:
-        """Hold the lock of those who clean the root; with ``wait``, after ``lock_timeout`` at most.
+        """Hold the lock of those who clean the root, or raise `LockTimeoutError`.
 
-        Raises:
-            LockTimeoutError: another one cleans it.
+        With ``wait``, after ``lock_timeout`` at most.
         """
-        me = owner = os.geteuid()
-        with contextlib.suppress(FileNotFoundError):
-            owner = os.lstat(self.node.locks).st_uid
-        if owner != me and self.node.modes.group is None:
-            yield  # root for a user: the lock would be root's from then on
-            return
         with self._hold("clean", self._config.lock_timeout if wait else 0.0) as other:
             if other is not None:
                 root = self.node.base.parent

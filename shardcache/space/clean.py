@@ -13,12 +13,11 @@ import os
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from shardcache import clock, threads
 from shardcache.errors import LockTimeoutError
 from shardcache.space.budget import Space
-from shardcache.space.eviction import CleanReport, Limits, Reason, sweep
+from shardcache.space.eviction import CleanReport, Limits, sweep
 from shardcache.space.pins import remove_expired
 from shardcache.space.tiers import Tier
 from shardcache.stats import database
@@ -55,31 +54,26 @@ def clean(
     """
     keep = 0.0 if orphans or limits.everything else _KEEP_PARTIALS
     leftovers = [one for s in space.stores() for one in sweep(s, keep=keep, dry_run=dry_run)]
-    # Leftovers count as in flight, and their bytes come free, in a dry run too.
-    reserved = sum(flight.reserved for flight in space.flights())
-    if dry_run:
-        reserved -= sum(one.size for one in leftovers if one.reason is Reason.ORPHAN)
-    still = max(0, limits.free_needed - sum(one.size for one in leftovers))
-    limits = replace(limits, free_needed=still)
-    chosen = space.plan(limits, reserved=reserved, protect=not limits.everything)
+    swept = sum(one.size for one in leftovers)
+    # What a dry run leaves counts as in flight.
+    reserved = sum(flight.reserved for flight in space.flights()) - (swept if dry_run else 0)
+    limits = replace(limits, free_needed=max(0, limits.free_needed - swept))
+    chosen = space.plan(limits, reserved=reserved, jobs=not limits.everything)
     if dry_run:
         return replace(chosen, removed=(*leftovers, *chosen.removed))
-    gone = space.evict(chosen)
-    names = {removal.name for removal in gone}
-    stayed = [one for one in chosen.removed if one.name not in names and Path(one.name).exists()]
-    now = clock.time()
+    gone, now = space.evict(chosen), clock.time()
     space.recount()
     remove_expired(space.node, now)
     try:
         database.compact(space.node, now)
     except OSError as exn:
         logger.info("statistics are compacted another time: %s", exn)
-    return CleanReport(
-        (*leftovers, *gone),
-        chosen.kept + len(stayed),
-        chosen.kept_bytes + sum(one.size for one in stayed),
-        chosen.missing,
-        dry_run,
+    return replace(
+        chosen,
+        removed=(*leftovers, *gone),
+        kept=chosen.kept + len(chosen.removed) - len(gone),
+        kept_bytes=chosen.kept_bytes + chosen.freed - sum(one.size for one in gone),
+        dry_run=False,
     )
 
 
@@ -105,11 +99,7 @@ def remove(
     removed = freed = in_use = 0
     for store in stores:
         for entry in store.entries_of(key):
-            if pinned:
-                goes = False
-            else:
-                goes = not store.is_pinned(entry) if dry_run else store.evict(entry)
-            if goes:
+            if not pinned and (not store.is_pinned(entry) if dry_run else store.evict(entry)):
                 removed += 1
                 freed += entry.size
             elif entry.path.exists():

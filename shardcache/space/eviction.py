@@ -21,6 +21,8 @@ one costs an unlucky eviction, never what is being read or pinned.
 from __future__ import annotations
 
 import contextlib
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -50,7 +52,6 @@ class Reason(StrEnum):
     MIN_FREE = "min_free"
     MAX_AGE = "max_age"
     ALL = "all"
-    ASKED = "asked"
     ORPHAN = "orphan"
 
 
@@ -60,6 +61,7 @@ class Limits:
 
     max_size: int | None = None  #: bytes of entries and fetches in flight together
     free_needed: int = 0  #: bytes to remove so that the filesystem keeps its free space
+    spare: int = 0  #: bytes that go along with those, as far as they may
     max_age: float | None = None  #: seconds since the last use
     everything: bool = False  #: remove all that may be removed
 
@@ -191,10 +193,17 @@ def plan(
     """
     files = linked(entries)
     total = sum(links[0].size for links in files)
-    over = 0 if limits.max_size is None else total + reserved - limits.max_size
-    short = limits.free_needed
+    over = -math.inf if limits.max_size is None else total + reserved - limits.max_size
+    short = limits.free_needed or -math.inf
+    spare = limits.spare if max(over, short) > 0 else 0
     # Where a newer version went before an older one, the older would be served again.
-    replaced = _replaced(links[0] for links in files if links[0].key not in policy.pinned)
+    versions = Counter(links[0].key for links in files)
+    several = [links[0] for links in files if versions[links[0].key] > 1]
+    newest = {each.key: each.version for each in sorted(several, key=lambda each: each.published)}
+
+    def is_replaced(links: Links) -> bool:
+        key, version = links[0].key, links[0].version
+        return newest.get(key, version) != version and key not in policy.pinned
 
     def last_used(links: Links) -> float:
         return max(map(policy.last_used, links))
@@ -202,7 +211,7 @@ def plan(
     def order(links: Links) -> tuple[object, ...]:
         published = policy.kind == "fifo"
         date = min(entry.published for entry in links) if published else last_used(links)
-        return links[0] not in replaced, date, *links[0]  # of the same age: by their names
+        return not is_replaced(links), date, *links[0]  # of the same age: by their names
 
     removed: list[Removal] = []
     for links in sorted(files, key=order):
@@ -210,34 +219,21 @@ def plan(
             reason = Reason.ALL
         elif limits.max_age is not None and policy.now - last_used(links) > limits.max_age:
             reason = Reason.MAX_AGE
-        elif over > 0:
+        elif over + spare > 0:
             reason = Reason.MAX_SIZE
-        elif short > 0:
+        elif short + spare > 0:
             reason = Reason.MIN_FREE
         else:
             continue
-        kept = any(map(policy.keeps, links)) and links[0] not in replaced
+        kept = any(map(policy.keeps, links)) and not is_replaced(links)
         if kept or any(map(in_use, links)):
             continue
         removed.append(Removal(links[0].directory, links[0].size, reason, links))
         over -= links[0].size
         short -= links[0].size
     kept_bytes = total - sum(removal.size for removal in removed)
-    missing = max(0, over, short)
+    missing = int(max(0, over, short))
     return CleanReport(tuple(removed), len(files) - len(removed), kept_bytes, missing, dry_run=True)
-
-
-def _replaced(entries: Iterable[Entry]) -> set[Entry]:
-    """The entries that a newer version of the same shard replaces."""
-    versions: dict[str, list[Entry]] = {}
-    for entry in entries:
-        versions.setdefault(entry.key, []).append(entry)
-    replaced: set[Entry] = set()
-    for alike in versions.values():
-        if len(alike) > 1:
-            newest = max(alike, key=lambda entry: entry.published)
-            replaced.update(entry for entry in alike if entry.version != newest.version)
-    return replaced
 
 
 def sweep(store: Store, *, keep: float = 0.0, dry_run: bool = False) -> Iterator[Removal]:

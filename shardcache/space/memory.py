@@ -14,13 +14,13 @@ import contextlib
 import functools
 import os
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from shardcache import clock
 from shardcache.config import Config
 from shardcache.locks.mounts import MEMORY_TYPES, mount_of, read_mounts
 
-__all__ = ["Headroom", "Volume", "cpu_quota", "is_memory", "memory_headroom"]
+__all__ = ["Volume", "cpu_quota", "is_memory", "memory_headroom"]
 
 _MEMBERSHIP = Path("/proc/self/cgroup")
 #: v1 states "no limit" as the largest multiple of a page in a signed 64-bit number.
@@ -28,19 +28,20 @@ _UNLIMITED = 1 << 60
 #: What a pod may write locally includes its logs and all else that its containers write.
 _EPHEMERAL_SHARE = 0.9
 #: Seconds for which an answer of the cgroups is used, and what part of what they left may be
-#: written meanwhile. With small shards, asking for each took 13 % of the time of a prewarm.
+#: written meanwhile. With small shards, asking for each took 13 % of the time of a prewarm; without
+#: the second bound, a job that grew as it began to write was killed within the first second.
 _ASKED_EVERY = 1.0
 _WRITTEN = 1 / 16
 #: device -> when the cgroups were asked, what they left, and what the disk had free then.
-_asked: dict[int, tuple[float, Headroom | None, int]] = {}
+_asked: dict[int, tuple[float, Volume | None, int]] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Volume:
-    """A filesystem, as it is now."""
+    """A filesystem, or the memory of a cgroup, as it is now."""
 
     size: int  #: bytes; of a RAM disk no more than the cgroup of this process may have
-    free: int  #: bytes that this user may still write; likewise
+    free: int  #: bytes that may still be written; likewise
 
     @classmethod
     def of(cls, path: Path) -> Volume:
@@ -50,7 +51,7 @@ class Volume:
         if is_memory(path) and (memory := _headroom_beside(path, free)) is not None:
             # A ramfs states nothing: its size is 0.
             free = min(free, memory.free) if size else memory.free
-            size = min(size or memory.limit, memory.limit)
+            size = min(size or memory.size, memory.size)
         return cls(size, free)
 
     def budget(self, config: Config) -> int | None:
@@ -74,31 +75,21 @@ def _is_memory(path: str, device: int) -> bool:
     return mount is not None and mount.type in MEMORY_TYPES
 
 
-@dataclass(frozen=True, slots=True)
-class Headroom:
-    """Of the tightest cgroup: bytes that it may have, and how many may still be taken."""
-
-    limit: int
-    free: int
-
-
-def _headroom_beside(disk: Path, free: int) -> Headroom | None:
+def _headroom_beside(disk: Path, free: int) -> Volume | None:
     """What the cgroups leave beside a disk that has so many bytes free; asked now and then.
 
     What was written to the disk since then is subtracted; what the job takes itself is not.
     """
     now, device = clock.monotonic(), disk.stat().st_dev
-    if device in _asked:
-        then, memory, free_then = _asked[device]
-        written = free_then - free
-        if now - then < _ASKED_EVERY and (memory is None or written <= memory.free * _WRITTEN):
-            return memory and Headroom(memory.limit, memory.free - written)
-    memory = memory_headroom()
-    _asked[device] = now, memory, free
-    return memory
+    then, memory, free_then = _asked.get(device, (-_ASKED_EVERY, None, free))
+    written = free_then - free
+    if now - then >= _ASKED_EVERY or (memory and written > memory.free * _WRITTEN):
+        memory, written = memory_headroom(), 0
+        _asked[device] = now, memory, free
+    return memory and Volume(memory.size, memory.free - written)
 
 
-def memory_headroom() -> Headroom | None:
+def memory_headroom() -> Volume | None:
     """What the tightest level leaves; None without a limit, or where the kernel does not tell."""
     found = []
     with contextlib.suppress(OSError, ValueError):  # there are none, or it makes no sense
@@ -110,14 +101,14 @@ def memory_headroom() -> Headroom | None:
             rows = dict(row.split() for row in _read(level, "memory.stat").splitlines())
             names = (f"{'total_' if v1 else ''}{name}_file" for name in ("inactive", "active"))
             cache = sum(int(rows.get(name, 0)) for name in names)
-            found.append(Headroom(int(stated), max(0, int(stated) - max(0, used - cache))))
-    return min(found, key=lambda headroom: headroom.free, default=None)
+            found.append(Volume(int(stated), max(0, int(stated) - max(0, used - cache))))
+    return min(found, key=lambda volume: volume.free, default=None)
 
 
 def cpu_quota() -> float | None:
     """How many CPUs' time the tightest level allows; otherwise as `memory_headroom`."""
     found = []
-    with contextlib.suppress(OSError, ValueError):  # there are none, or it makes no sense
+    with contextlib.suppress(OSError, ValueError):
         for level, v1 in _levels("cpu"):
             names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if v1 else ("cpu.max",)
             quota, period = " ".join(_read(level, name) for name in names).split()
@@ -133,26 +124,19 @@ def _read(level: Path, name: str) -> str:
 @functools.cache  # where a process is does not change; what a level leaves is asked each time
 def _levels(controller: str) -> tuple[tuple[Path, bool], ...]:
     """The directories of our cgroup and of all above it, each with whether it is of v1."""
-    paths = {}
+    paths: dict[str, str] = {}
     for line in _MEMBERSHIP.read_text("utf-8", "surrogateescape").splitlines():
         _, controllers, path = line.split(":", 2)
-        for name in controllers.split(","):
-            paths[name] = path
-    # What v1 controls, the v2 hierarchy beside it does not.
-    old = controller in paths
-    path = paths[controller] if old else paths.get("", "/")
+        paths |= dict.fromkeys(controllers.split(","), path)
+    v1 = controller in paths  # then the v2 hierarchy beside it does not control it
     for mount in read_mounts():
         ours = mount.type == "cgroup" and controller in mount.options
-        if not (ours if old else mount.type == "cgroup2"):
-            continue
-        top = Path(mount.point)
-        inside = PurePosixPath(path)
-        # A container may see the host's path, and only its own part mounted.
-        if mount.root != "/" and inside.is_relative_to(mount.root):
-            inside = PurePosixPath("/", inside.relative_to(mount.root))
-        if ".." in inside.parts:  # outside of our cgroup namespace
-            inside = PurePosixPath("/")
-        directory = top / inside.relative_to("/")
-        above = (level for level in directory.parents if level.is_relative_to(top))
-        return tuple((level, old) for level in (directory, *above))
+        if ours if v1 else mount.type == "cgroup2":
+            top, path = Path(mount.point), paths[controller] if v1 else paths.get("", "/")
+            # A container may see the host's path, and only its own part mounted.
+            relative = os.path.relpath(path, mount.root)
+            is_outside = ".." in f"{path}/{relative}".split("/")  # of our cgroup namespace
+            inside = top if is_outside else top / relative
+            above = (level for level in inside.parents if level.is_relative_to(top))
+            return tuple((level, v1) for level in (inside, *above))
     return ()

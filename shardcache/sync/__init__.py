@@ -15,9 +15,8 @@ uses `locks` and what is below it.
 from __future__ import annotations
 
 from shardcache.errors import BarrierTimeoutError, InTheWayError, OnceError, WaitTimeoutError
-from shardcache.sync.barrier import barrier
 from shardcache.sync.board import rank, world_size
-from shardcache.sync.once import once
+from shardcache.sync.collective import barrier, once
 from shardcache.sync.paths import atomic_write, makedirs, wait_for
 
 __all__ = ["BarrierTimeoutError", "InTheWayError", "OnceError", "WaitTimeoutError"]

@@ -11,10 +11,8 @@ import contextlib
 import multiprocessing
 import os
 import secrets
-import shutil
 import socket
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -33,8 +31,6 @@ Scope = Literal["node", "job"]
 DIRECTORY_VARIABLE = "SHARDCACHE_SYNC_DIR"
 #: Below a directory that users name, which holds files of theirs, too.
 _NAME = ".shardcache-sync"
-#: Seconds without a call after which a job's notes on the node are removed.
-_FORGOTTEN = 30 * 86400.0
 #: Launchers count these up when they start the ranks anew (torchrun, Slurm), and for each step.
 _COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "SLURM_STEP_ID")
 
@@ -92,11 +88,9 @@ def _ask(call: Callable[..., T], *args: Any) -> T:
 
 def process_name(pid: int) -> str:
     """A name that no other process has, on any machine: boot, number, start in ticks (proc(5))."""
-    with contextlib.suppress(OSError):  # no Linux
-        # The second field may hold anything, so count from its last parenthesis.
-        stat = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
-        return f"{boot_id()}-{pid}-{stat.rpartition(')')[2].split()[19]}"
-    return f"{socket.gethostname()}-{pid}"
+    # The second field may hold anything, so count from its last parenthesis.
+    stat = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
+    return f"{boot_id()}-{pid}-{stat.rpartition(')')[2].split()[19]}"
 
 
 #: The name of a process that nobody launched; its forked children know it, too.
@@ -224,12 +218,6 @@ def board_for(per: Scope, directory: str | os.PathLike[str] | None, job: str | N
             "torch.distributed.init_process_group() first.",
             variable=DIRECTORY_VARIABLE,
         )
-    with contextlib.suppress(OSError):  # it is new; another rank removes the same
-        os.utime(place / name)
-    with contextlib.suppress(OSError):
-        for path in place.iterdir():
-            if time.time() - path.lstat().st_mtime > _FORGOTTEN:
-                shutil.rmtree(path, ignore_errors=True)  # which refuses a link
     return FileBoard(place / where)
 
 

@@ -13,12 +13,12 @@ import pytest
 
 from shardcache.cache import Cache
 from shardcache.cli.demo import S3Server
-from shardcache.layout import IDLE_GRACE, Layout, is_lease_name
+from shardcache.layout import IDLE_GRACE, Layout
 from shardcache.locks.flock import Holder, read_holder, remove_locks
 from shardcache.locks.lease import KeyLease
 from shardcache.store.root import make_root
 from tests.support.proxy import Proxy
-from tests.support.storetools import PATIENCE, Parent, forked, needs_root
+from tests.support.storetools import Parent, forked, needs_root, wait_until
 from tests.support.tars import make_tar
 
 KEY = "0123456789abcdef" * 2
@@ -30,81 +30,58 @@ def layout(tmp_path: Path) -> Layout:
     return replace(make_root(tmp_path / "cache", "1"), grace=IDLE_GRACE)
 
 
-def lease(layout: Layout, seconds: float = 60.0) -> KeyLease:
-    return KeyLease(layout, KEY, seconds)
-
-
-def test_one_holder_at_a_time(layout: Layout) -> None:
-    first, second = lease(layout), lease(layout)
+def test_one_holds_a_lease_and_what_is_no_lease_is_granted(tmp_path: Path, layout: Layout) -> None:
+    first, second, odd = (KeyLease(layout, KEY, seconds) for seconds in (60.0, 60.0, 30.0))
     assert first.try_acquire(ME)
     assert not second.try_acquire(ME)
     assert read_holder(layout.holder(KEY)) == ME
+    assert odd.try_acquire(ME)  # of another duration, says filelock: a duplicate at worst
+    odd.release()
+    assert layout.lease(KEY).exists()  # it was not the odd one's to remove
     first.release()
     assert not layout.holder(KEY).exists()
     assert second.try_acquire(ME)
     second.release()
     second.release()
     assert not layout.lease(KEY).exists()
-
-
-def test_a_lease_that_is_not_renewed_is_taken(layout: Layout) -> None:
-    """The holder is of another host, as far as its marker says, so only time can tell."""
-    dead = lease(layout, 1.0)
-    assert dead.try_acquire(ME)
-    marker = layout.lease(KEY).read_bytes()
-    dead.release()
-    host = socket.gethostname().encode()
-    assert host in marker
-    layout.lease(KEY).write_bytes(marker.replace(host, b"another-node"))
-    heir = lease(layout, 1.0)
-    assert not heir.try_acquire(ME)
-    end = time.monotonic() + PATIENCE
-    while not heir.try_acquire(ME):
-        assert time.monotonic() < end
-        time.sleep(0.1)
-    heir.release()
-
-
-def test_a_live_holder_keeps_its_lease(layout: Layout) -> None:
-    holder, other = lease(layout, 1.0), lease(layout, 1.0)
-    assert holder.try_acquire(ME)
-    for _ in range(30):  # three times its duration
-        assert not other.try_acquire(ME)
-        time.sleep(0.1)
-    holder.release()
-    assert other.try_acquire(ME)
-    other.release()
-
-
-def test_what_cannot_be_a_lease_is_granted(tmp_path: Path, layout: Layout) -> None:
-    first, second = lease(layout, 60.0), lease(layout, 30.0)
-    assert first.try_acquire(ME)
-    assert second.try_acquire(ME)  # of another duration, says filelock: a duplicate at worst
-    second.release()
-    assert layout.lease(KEY).exists()  # it was not the second one's to remove
-    first.release()
     (tmp_path / "v1").write_text("")
     assert KeyLease(Layout.of_root(tmp_path), KEY).try_acquire(ME)
 
 
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_lease_is_taken_when_it_is_not_renewed_and_no_sooner(layout: Layout, alive: bool) -> None:
+    """The dead one is of another host, as far as its marker says, so only time can tell."""
+    holder, heir = KeyLease(layout, KEY, 1.0), KeyLease(layout, KEY, 1.0)
+    assert holder.try_acquire(ME)
+    if alive:
+        end = time.monotonic() + 3.0  # three times its duration
+        while time.monotonic() < end:
+            assert not heir.try_acquire(ME)
+            time.sleep(0.1)
+        holder.release()
+    else:
+        marker, host = layout.lease(KEY).read_bytes(), socket.gethostname().encode()
+        holder.release()
+        assert host in marker
+        layout.lease(KEY).write_bytes(marker.replace(host, b"another-node"))
+        assert not heir.try_acquire(ME)
+    wait_until(lambda: heir.try_acquire(ME))
+    heir.release()
+
+
 def test_dead_leases_are_swept_and_live_ones_are_not(layout: Layout) -> None:
-    mine = lease(layout)
+    mine = KeyLease(layout, KEY)
     assert mine.try_acquire(ME)
-    assert {p.name for p in layout.lease(KEY).parent.iterdir()} == {
-        f"{KEY}.lease",
-        f"{KEY}.holder",
-    }
-    remove_locks(layout)
-    assert layout.lease(KEY).exists() and layout.holder(KEY).exists()
-    past = time.time() - 2 * IDLE_GRACE
     stranger = layout.lease(KEY).with_name("notes.txt")
     stranger.write_text("mine")
-    for path in (stranger, layout.lease(KEY), layout.holder(KEY)):
+    remove_locks(layout)
+    assert set(os.listdir(stranger.parent)) == {f"{KEY}.lease", f"{KEY}.holder", "notes.txt"}
+    past = time.time() - 2 * IDLE_GRACE
+    for path in stranger.parent.iterdir():
         os.utime(path, (past, past))
     remove_locks(layout)
     assert os.listdir(stranger.parent) == ["notes.txt"]
     mine.release()
-    assert is_lease_name(f"{KEY}.lease") and not is_lease_name(f"{KEY}.lease2")
 
 
 @needs_root
@@ -127,16 +104,14 @@ def test_two_nodes_with_one_directory_fetch_a_shard_once(
             for name, data in shards.items():
                 with cache.open(f"s3://{bucket}/{name}") as stream:
                     assert stream.read() == data
-            parent.say(os.listdir("/dev/shm"))
+            parent.say([name.split("-")[0] for name in os.listdir("/dev/shm")])
 
     with forked(node) as first, forked(node) as second:
         first.tell()
         second.tell()
-        found = [first.hear(), second.hear()]
-    # Each had sessions of its own: they agreed by nothing but the leases.
-    names = [[name.split("-")[0] for name in names] for names in found]
-    assert names == [["shardcache"]] * 2, found
+        # Each had sessions of its own: they agreed by nothing but the leases.
+        assert [first.hear(), second.hear()] == [["shardcache"]] * 2
     fetches = {name: seen.object_fetches for name, seen in proxy.summary().items()}
     assert fetches == {f"{bucket}/{name}": 1 for name in shards}
-    left = {p.name for p in (tmp_path / "cache" / "v1" / "locks").rglob("*") if p.is_file()}
-    assert left == set()
+    locks = tmp_path / "cache" / "v1" / "locks"
+    assert not [path for path in locks.rglob("*") if path.is_file()]

@@ -1,31 +1,45 @@
-"""Sessions: who uses the cache, since when, for as long as they live."""
+"""Sessions: who uses the cache, since when, for as long as they live; and who waits for whom."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from shardcache.cache import Cache
+from shardcache.cli.output import Console
+from shardcache.cli.top import Watcher, frame
 from shardcache.layout import Layout
-from shardcache.locks.sessions import (
-    Session,
-    live_sessions,
-)
+from shardcache.locks.flock import Holder, KeyLock
+from shardcache.locks.sessions import Session, live_sessions, live_waits
 from shardcache.store.root import make_root
+from shardcache.urls import parse_url
+from tests.support.clitools import run_process
+from tests.support.fakes import FakeClock, MemoryOrigin
 from tests.support.storetools import (
     PATIENCE,
     Parent,
     forked,
     no_descriptor_left,
     refusing,
+    wait_until,
 )
 from tests.support.tars import make_tar
+
+URL = "s3://lab/train-0000.tar"
+KEY = parse_url(URL).key
+DATA = make_tar(1, size=400_000)
+WAITER = Holder(12, "node-7", 5, None, 1_000_010.0, url=URL)
+MakeCache = Callable[..., Cache]
 
 
 @pytest.fixture
@@ -33,43 +47,29 @@ def layout(tmp_path: Path) -> Layout:
     return make_root(tmp_path / "cache", "test")
 
 
-def oldest(layout: Layout) -> float | None:
-    return min(live_sessions(layout), default=None)
-
-
 def names(layout: Layout) -> list[str]:
-    return sorted(os.listdir(layout.sessions))
+    return os.listdir(layout.sessions)
 
 
 @pytest.mark.locks_work("flock")
-def test_the_oldest_session_counts(layout: Layout) -> None:
-    assert oldest(layout) is None
-    with no_descriptor_left():
-        young, old = Session(layout, 2000.0), Session(layout, 1000.5)
-        assert oldest(layout) == 1000.5
-        old.close()
-        old.close()
-        assert oldest(layout) == 2000.0
-        young.close()
-    assert oldest(layout) is None
-    assert names(layout) == []
-
-
-@pytest.mark.locks_work("flock")
-def test_a_dead_process_does_not_count_and_a_stopped_one_does(layout: Layout) -> None:
+def test_live_sessions_count_stopped_or_not_and_dead_ones_go(layout: Layout) -> None:
     def work(parent: Parent) -> None:
-        session = Session(layout, 1000.0)
+        session = Session(layout, 1000.5)
         parent.say(session.path.name)
         parent.hear()
 
-    with forked(work) as child:
-        name = child.hear()
-        child.kill(signal.SIGSTOP)
-        assert oldest(layout) == 1000.0
-        child.kill()
-        assert names(layout) == [name]
-        assert oldest(layout) is None
-    assert names(layout) == []
+    with no_descriptor_left():
+        young = Session(layout, 2000.0)
+        with forked(work) as child:
+            name = child.hear()
+            child.kill(signal.SIGSTOP)
+            assert sorted(live_sessions(layout)) == [1000.5, 2000.0]
+            child.kill()
+            assert name in names(layout)
+            assert live_sessions(layout) == [2000.0]
+        young.close()
+        young.close()
+    assert live_sessions(layout) == [] and names(layout) == []
 
 
 def test_a_session_that_cannot_be_asked_counts_as_live(
@@ -80,7 +80,7 @@ def test_a_session_that_cannot_be_asked_counts_as_live(
     os.utime(path, (1000, 1000))
     concerns = lambda p, *a, **k: str(p) == str(path)  # noqa: E731
     monkeypatch.setattr(os, "open", refusing(errno.EACCES, when=concerns, real=os.open))
-    assert oldest(layout) == 1000.0
+    assert live_sessions(layout) == [1000.0]
     assert path.exists()
 
 
@@ -88,14 +88,14 @@ def test_a_cache_that_cannot_be_written_has_no_session_and_no_error(
     layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("open", "utime"):
-        with pytest.MonkeyPatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch, no_descriptor_left():
             patch.setattr(os, name, refusing(errno.ENOSPC, real=getattr(os, name)))
-            with no_descriptor_left():
-                Session(layout, 1000.0).close()
+            Session(layout, 1000.0).close()
         assert names(layout) == []
     shutil.rmtree(layout.sessions)
     layout.sessions.touch()
     Session(layout, 1000.0).close()
+    assert layout.sessions.is_file()
 
 
 def test_a_program_that_closes_nothing_ends_without_a_word_and_without_a_session(
@@ -114,3 +114,106 @@ print(sum(name.endswith(".session") for name in found))
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert (done.stdout, done.stderr) == ("1\n", "")
     assert os.listdir(tmp_path / "cache/v1/sessions") == []
+
+
+# -- who waits for whom --------------------------------------------------------------
+
+
+@pytest.mark.locks_work
+def test_a_wait_of_half_a_second_is_noted_and_the_note_goes_with_it(
+    make_cache: MakeCache, origin: MemoryOrigin, clock: FakeClock
+) -> None:
+    origin.objects[URL] = DATA
+    cache = make_cache(fill="complete")
+    layout = Layout.of_root(cache.dir)
+    lock = KeyLock(layout.key_lock(KEY))
+    assert lock.try_acquire(WAITER)
+    seen: list[tuple[float, list[tuple[str, Holder]]]] = []
+
+    def look() -> None:
+        seen.append((clock.elapsed, list(live_waits(layout))))
+        if clock.elapsed > 3.0:
+            lock.release()
+
+    clock.on_sleep.append(look)
+    with no_descriptor_left():
+        assert cache.open(URL).read() == DATA
+    assert not [name for name in names(layout) if name.endswith(".wait")]
+    assert not any(found for at, found in seen if at < 0.5)
+    late = [found for at, found in seen if at > 1.0]
+    assert late and all(len(found) == 1 for found in late)
+    ((key, waiter),) = late[-1]
+    assert (key, waiter.url, waiter.pid, waiter.started) == (KEY, URL, os.getpid(), clock.now)
+
+
+@pytest.mark.locks_work
+def test_a_killed_process_is_not_said_to_wait_and_its_note_is_swept(layout: Layout) -> None:
+    def work(parent: Parent) -> None:
+        session = Session(layout, 0.0, (KEY, WAITER))
+        parent.say(session.path.name)
+        parent.hear()
+
+    with forked(work) as child:
+        name = child.hear()
+        with Cache(layout.base.parent, min_free=0) as cache:
+            cache.clean()
+            assert list(live_waits(layout)) == [(KEY, WAITER)]
+            child.kill()
+            assert list(live_waits(layout)) == []
+            cache.clean(dry_run=True)
+            assert names(layout) == [name]
+            cache.clean()
+    assert names(layout) == []
+
+
+@pytest.mark.locks_work
+@pytest.mark.parametrize("text", [b"", b"{", b'{"pid": "12"}', b"[]"])
+def test_what_is_no_note_is_not_shown(layout: Layout, text: bytes) -> None:
+    session = Session(layout, 0.0, (KEY, WAITER))
+    session.path.write_bytes(text)
+    assert list(live_waits(layout)) == []
+    session.close()
+
+
+@pytest.mark.locks_work
+def test_top_shows_who_waits_for_whom_since_when(
+    make_cache: MakeCache,
+    origin: MemoryOrigin,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A process that fetches, and one that waits for it: all of it real but the origin."""
+    origin.objects[URL] = DATA
+
+    def fetch(parent: Parent) -> None:
+        def wait(path: Path) -> None:
+            parent.say(os.getpid())
+            parent.hear()
+
+        make_cache(validate=wait).fetch(URL)
+
+    with forked(fetch) as child:
+        fetcher = child.hear()
+        monkeypatch.setenv("SHARDCACHE_RANK", "1")
+        cache, results = make_cache(), list[bytes]()
+        thread = threading.Thread(target=lambda: results.append(cache.open(URL).read()))
+        thread.start()
+        watcher = Watcher(cache)
+        (waiting,) = wait_until(lambda: watcher.look().waits)
+        assert waiting["pid"] == os.getpid() and waiting["seconds"] >= 0.4
+        Console().render(frame(watcher.look(), "top"))
+        _, table = capsys.readouterr().out.split("WAITS")
+        titles, row, *_ = table.splitlines()
+        assert titles.split() == ["WHO", "FOR", "WHOM", "SINCE"]
+        assert row.startswith(URL)
+        assert f"rank 1, pid {os.getpid()}" in row and f"pid {fetcher}" in row
+        arguments = ("top", "--count", "1", "--interval", "0.2", "--json")
+        code, said, _ = run_process(*arguments, directory=cache.dir)
+        (found,) = json.loads(said)["waits"]
+        assert code == 0 and found["url"] == URL and found["since"].endswith("+00:00")
+        assert (found["rank"], found["pid"]) == (1, os.getpid())
+        assert found["holder"]["pid"] == fetcher and found["seconds"] > 0
+        child.tell()
+        thread.join(PATIENCE)
+    assert results == [DATA]
+    wait_until(lambda: not watcher.look().waits)  # its thread looks now and then

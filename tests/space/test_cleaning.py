@@ -199,18 +199,6 @@ def test_cleaners_take_turns_or_say_who_is_at_it(tmp_path: Path) -> None:
         assert cache.clean(wait=False).removed == ()
 
 
-@pytest.mark.locks_work("files")  # where they are removed, their directory is made anew
-def test_root_cleans_a_users_cache_and_leaves_no_file_of_its_own(tmp_path: Path) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("somebody else's cache needs root")
-    with Cache(tmp_path / "cache", min_free=0) as cache:
-        cache.pin("s3://lab/a.tar")
-        for path in (cache.dir, *cache.dir.rglob("*")):
-            os.chown(path, 12345, 12345)
-        assert cache.clean().removed == ()
-        assert {path.stat().st_uid for path in cache.dir.rglob("*")} == {12345}
-
-
 # -- beside a job --------------------------------------------------------------
 
 

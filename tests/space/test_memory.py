@@ -13,54 +13,30 @@ from shardcache.config import Config
 from shardcache.locks import mounts
 from shardcache.locks.mounts import Mount
 from shardcache.space import memory as module
-from shardcache.space.memory import (
-    Headroom,
-    Volume,
-    cpu_quota,
-    memory_headroom,
-)
+from shardcache.space.memory import Volume, cpu_quota, memory_headroom
 
 GIB = 1 << 30
-NONE = 9223372036854771712  # as v1 states it
-
-
-def write_v1(directory: Path, limit: object, used: int, cache: int = 0) -> None:
-    """The files of one level of memory, as the kernel writes them."""
-    rows = f"inactive_file 0\nactive_file 0\ntotal_inactive_file {cache // 4}\n"
-    write(directory, "memory.limit_in_bytes", limit)
-    write(directory, "memory.usage_in_bytes", used)
-    write(directory, "memory.stat", f"{rows}total_active_file {cache - cache // 4}")
-
-
-def write_v2(directory: Path, limit: object, used: int, cache: int = 0) -> None:
-    write(directory, "memory.max", limit)
-    write(directory, "memory.current", used)
-    write(
-        directory,
-        "memory.stat",
-        f"anon 5\ninactive_file {cache // 4}\nactive_file {cache * 3 // 4}",
-    )
-
-
-def write(directory: Path, name: str, value: object) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / name).write_text(f"{value}\n")
+NONE = 9223372036854771712 / GIB  # as v1 states it
 
 
 @pytest.fixture
 def tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """The kernel states such a cgroup, and v1 and v2 at such directories."""
+    """The kernel states such a cgroup, and these values of its levels, below ``v1`` or ``v2``."""
     files = tmp_path / "proc-cgroup", tmp_path / "proc-mountinfo"
     monkeypatch.setattr(module, "_MEMBERSHIP", files[0])
     monkeypatch.setattr(mounts, "_MOUNTINFO", files[1])
 
-    def tell(membership: str, root: str = "/") -> None:
-        files[0].write_text(membership)
+    def tell(membership: str, levels: dict[str, dict[str, object]]) -> None:
+        files[0].write_text(f"{membership}\n")
+        for level, values in levels.items():
+            (tmp_path / level).mkdir(parents=True, exist_ok=True)
+            for name, value in values.items():
+                (tmp_path / level / name).write_text(f"{value}\n")
         lines = ["22 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw"]
-        v1, v2 = tmp_path / "v1", tmp_path / "v2"
-        if v2.exists():
+        root = "/docker/abc" if "docker" in membership else "/"
+        if (v2 := tmp_path / "v2").exists():
             lines.append(f"30 22 0:26 / {v2} rw,nosuid shared:9 - cgroup2 cgroup rw")
-        if v1.exists():
+        if (v1 := tmp_path / "v1").exists():
             lines.append(f"31 22 0:27 {root} {v1} rw,nosuid - cgroup cgroup rw,cpu,cpuacct,memory")
         files[1].write_text("\n".join(lines) + "\n")
         module._levels.cache_clear()
@@ -69,57 +45,61 @@ def tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
     module._levels.cache_clear()
 
 
+def memory(v1: bool, limit: float | str, used: int, cache: int = 0) -> dict[str, object]:
+    """The files of one level, in GiB."""
+    stated = limit if isinstance(limit, str) else int(limit * GIB)
+    rows = {"inactive_file": GIB * cache // 4, "active_file": GIB * cache * 3 // 4}
+    if v1:
+        rows = {name: 0 for name in rows} | {f"total_{name}": n for name, n in rows.items()}
+    return {
+        "memory.limit_in_bytes" if v1 else "memory.max": stated,
+        "memory.usage_in_bytes" if v1 else "memory.current": GIB * used,
+        "memory.stat": "\n".join(f"{name} {n}" for name, n in rows.items()),
+    }
+
+
 @pytest.mark.parametrize(
-    ("levels", "membership", "free"),
+    ("membership", "levels", "free"),
     [
-        ({"v2/job": ("max", 5), "v2/job/task": (8, 3)}, "0::/job/task", (8, 5)),
+        ("0::/job/task", {"v2/job": ("max", 5), "v2/job/task": (8, 3)}, (8, 5)),
         # the tightest level counts
-        ({"v2/job": (16, 12), "v2/job/task": (8, 3)}, "0::/job/task", (16, 4)),
+        ("0::/job/task", {"v2/job": (16, 12), "v2/job/task": (8, 3)}, (16, 4)),
         # the page cache is free
-        ({"v2/job": (8, 7, 4)}, "0::/job", (8, 5)),
-        ({"v1/job": (8, 7, 4)}, "5:memory:/job\n0::/", (8, 5)),
+        ("0::/job", {"v2/job": (8, 7, 4)}, (8, 5)),
+        ("5:memory:/job\n0::/", {"v1/job": (8, 7, 4)}, (8, 5)),
         # no limit
-        ({"v2/job": ("max", 1)}, "0::/job", None),
-        ({"v1": (NONE / GIB, 1), "v1/job": (NONE / GIB, 1)}, "4:cpu,memory:/job", None),
+        ("0::/job", {"v2/job": ("max", 1)}, None),
+        ("4:cpu,memory:/job", {"v1": (NONE, 1), "v1/job": (NONE, 1)}, None),
         # beside v1 the other hierarchy has no memory
-        ({"v1/job": (2, 1), "v2/job": (9, 1)}, "5:memory:/job\n1:name=systemd:/x\n0::/job", (2, 1)),
+        ("5:memory:/job\n1:name=systemd:/x\n0::/job", {"v1/job": (2, 1), "v2/job": (9, 1)}, (2, 1)),
         # Docker with v1: the path is the host's, and only the container's own part is mounted
-        ({"v1": (4, 1)}, "5:memory:/docker/abc", (4, 3)),
-        ({"v1": (4, 1), "v1/step": (2, 1)}, "5:memory:/docker/abc/step", (2, 1)),
+        ("5:memory:/docker/abc", {"v1": (4, 1)}, (4, 3)),
+        ("5:memory:/docker/abc/step", {"v1": (4, 1), "v1/step": (2, 1)}, (2, 1)),
         # a namespace of its own: what is above is `..` to it
-        ({"v2": (4, 1)}, "0::/", (4, 3)),
-        ({"v2": (4, 1)}, "0::/../sibling", (4, 3)),
+        ("0::/../sibling", {"v2": (4, 1)}, (4, 3)),
         # the kernel does not tell
-        *(({"v2": ("max", 1)}, text, None) for text in ("", "nonsense", "5:memory:/x", "a:b:c:d")),
-        ({}, "0::/", None),
+        *((text, {"v2": ("max", 1)}, None) for text in ("", "nonsense", "5:memory:/x", "a:b:c:d")),
+        ("0::/", {}, None),
     ],
 )
-def test_what_the_cgroups_leave(tmp_path: Path, tell, levels, membership, free) -> None:
-    for name, (limit, *used) in levels.items():
-        stated = limit if limit == "max" else int(limit * GIB)
-        writes = write_v1 if name.startswith("v1") else write_v2
-        writes(tmp_path / name, stated, *(GIB * n for n in used))
-    tell(membership + "\n", "/docker/abc" if "docker" in membership else "/")
-    assert memory_headroom() == (free and Headroom(free[0] * GIB, free[1] * GIB))
+def test_what_the_cgroups_leave(tell, membership, levels, free) -> None:
+    tell(membership, {name: memory(name[:2] == "v1", *each) for name, each in levels.items()})
+    assert memory_headroom() == (free and Volume(free[0] * GIB, free[1] * GIB))
 
 
 @pytest.mark.parametrize(
-    ("levels", "membership", "cpus"),
+    ("membership", "levels", "cpus"),
     [
-        ({"v2/job/task": "max 100000"}, "0::/job/task", None),
-        ({"v2/job/task": "max 100000", "v2/job": "250000 100000"}, "0::/job/task", 2.5),
-        ({"v1/job": "400000", "v1": "-1"}, "5:cpu,cpuacct:/job\n4:memory:/", 4.0),
+        ("0::/job", {"v2/job": {"cpu.max": "max 100000"}}, None),
+        ("0::/job", {"v2": {"cpu.max": "250000 100000"}, "v2/job": {"cpu.max": "max 9"}}, 2.5),
+        ("5:cpu,cpuacct:/\n4:memory:/", {"v1": {"cpu.cfs_quota_us": 400_000}}, 4.0),
     ],
 )
-def test_the_tightest_quota_of_cpus_counts(tmp_path: Path, tell, levels, membership, cpus) -> None:
-    for name, quota in levels.items():
-        write(tmp_path / name, "cpu.max" if name.startswith("v2") else "cpu.cfs_quota_us", quota)
-        write(tmp_path / name, "cpu.cfs_period_us", 100_000)
-    tell(membership + "\n")
+def test_the_tightest_quota_of_cpus_counts(tell, membership, levels, cpus) -> None:
+    tell(
+        membership, {name: {"cpu.cfs_period_us": 100_000, **each} for name, each in levels.items()}
+    )
     assert cpu_quota() == cpus
-
-
-# -- volumes ---------------------------------------------------------------------
 
 
 def test_a_cache_keeps_to_the_tighter_of_its_limits(tmp_path: Path) -> None:
@@ -131,22 +111,24 @@ def test_a_cache_keeps_to_the_tighter_of_its_limits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "memory", "size", "free"),
+    ("kind", "memory", "found"),
     [
-        ("ext4", Headroom(100, 10), 8000, 6000),
-        ("tmpfs", None, 8000, 6000),
-        ("tmpfs", Headroom(10_000, 9000), 8000, 6000),
-        ("tmpfs", Headroom(5000, 1000), 5000, 1000),
-        ("tmpfs", Headroom(10_000, 1000), 8000, 1000),
+        ("ext4", Volume(100, 10), Volume(8000, 6000)),
+        ("tmpfs", None, Volume(8000, 6000)),
+        ("tmpfs", Volume(10_000, 9000), Volume(8000, 6000)),
+        ("tmpfs", Volume(5000, 1000), Volume(5000, 1000)),
     ],
 )
 def test_a_ram_disk_has_no_more_than_its_cgroup_leaves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind, memory, size, free
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind, memory, found
 ) -> None:
     module._is_memory.cache_clear()
     module._asked.clear()
-    monkeypatch.setattr(module, "mount_of", lambda path: Mount("/", kind, "x", frozenset()))
+    monkeypatch.setattr(module, "mount_of", lambda path: Mount("/", kind))
     monkeypatch.setattr(module, "memory_headroom", lambda: memory)
-    found = SimpleNamespace(f_frsize=10, f_blocks=800, f_bavail=600)
-    monkeypatch.setattr(os, "statvfs", lambda path: found)
-    assert Volume.of(tmp_path) == Volume(size, free)
+    stated = SimpleNamespace(f_frsize=10, f_blocks=800, f_bavail=600)
+    monkeypatch.setattr(os, "statvfs", lambda path: stated)
+    assert Volume.of(tmp_path) == found
+    if kind == "tmpfs" and memory:  # asked once a second: what is written meanwhile is subtracted
+        stated.f_bavail -= 5
+        assert Volume.of(tmp_path).free == min(5950, memory.free - 50)

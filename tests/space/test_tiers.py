@@ -183,7 +183,7 @@ from shardcache import Cache
 from shardcache.space import clean
 from shardcache.space.memory import memory_headroom
 home, ram, urls = sys.argv[2], sys.argv[3], sys.argv[4:]
-limit = memory_headroom().limit
+limit = memory_headroom().size
 def read(url):
     with cache.open(url) as stream:
         while stream.read(1 << 20):

@@ -11,7 +11,7 @@ import pytest
 
 from shardcache import sync
 from shardcache.errors import ConfigError
-from tests.support.storetools import PATIENCE, Parent, age, crowd, forked
+from tests.support.storetools import PATIENCE, Parent, crowd, forked
 
 
 @pytest.fixture
@@ -221,25 +221,6 @@ def test_once_per_node_needs_no_shared_directory(
     with crowd(3, rank) as children:
         results = [child.hear() for child in children]
     assert results == [results[0]] * 3 and ran.count() == 1
-
-
-def test_what_jobs_left_on_a_node_long_ago_is_removed_and_nothing_else(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ran: Any
-) -> None:
-    place, precious = tmp_path / "place", tmp_path / "precious"
-    place.mkdir()
-    precious.mkdir()
-    (place / "link").symlink_to(precious)
-    monkeypatch.setattr("shardcache.sync.board.node_directory", lambda name: place)
-    for job in ("old", "used"):
-        sync.once("k", ran, per="node", job=job)
-    for path in (place / "old", place / "used", precious):
-        age(path, 40 * 86400.0)
-    os.utime(place / "link", (1, 1), follow_symlinks=False)
-    for job in ("used", "new"):
-        sync.once("k", ran, per="node", job=job)
-    assert sorted(os.listdir(place)) == ["link", "new", "used"] and precious.is_dir()
-    assert ran.count() == 3
 
 
 def test_nodes_that_share_a_directory_work_once_each(

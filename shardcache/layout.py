@@ -6,7 +6,7 @@
            partial/evict.<key>.<random>/                 an entry on its way out, or damaged
            partial/.<name>.<random>                      a file on its way to its name
            locks/<aa>/<key>.lock  ranks/<name>/ (a tree like this one)
-           sessions/<random>.session  sessions/<random>.wait  pins/<key>.pin
+           sessions/<random>.session  sessions/<key>.<random>.wait  pins/<key>.pin
 
 This module alone makes and recognizes these names. A name that does not match was not made by
 the library and is never touched. Version and size stand in the names of entries and partials, so

@@ -50,7 +50,7 @@ def memory(v1: bool, limit: float | str, used: int, cache: int = 0) -> dict[str,
     stated = limit if isinstance(limit, str) else int(limit * GIB)
     rows = {"inactive_file": GIB * cache // 4, "active_file": GIB * cache * 3 // 4}
     if v1:
-        rows = {name: 0 for name in rows} | {f"total_{name}": n for name, n in rows.items()}
+        rows = dict.fromkeys(rows, 0) | {f"total_{name}": n for name, n in rows.items()}
     return {
         "memory.limit_in_bytes" if v1 else "memory.max": stated,
         "memory.usage_in_bytes" if v1 else "memory.current": GIB * used,

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 _FIRST_POLL = 0.02
 _LAST_POLL = 0.25
 _ANNOUNCE_EVERY = 10.0
-#: Seconds of waiting that are worth a note in `sessions`: what people can see, and longer than most.
+#: Seconds of waiting that are worth a note: what people can see, and longer than most.
 _NOTE_AFTER = 0.5
 
 

@@ -11,11 +11,13 @@ BIN := $(VENV)/bin
 
 PARALLEL := --numprocesses $(WORKERS) --dist loadfile
 
+# A stamp whose recipe failed half-way is no stamp.
+.DELETE_ON_ERROR:
 .PHONY: help demo test coverage stress stress-full test-integrations lint audit bench docs clean
 
 help:
 	@echo "make demo    the main job on an embedded S3 server, with a table of what happened"
-	@echo "make test    the whole test suite"
+	@echo "make test    the whole test suite (five minutes on two cores)"
 	@echo "make coverage  the same, and which lines it runs"
 	@echo "make stress  storms, crashes, broken locks and filesystems, naive variants (15 minutes)"
 	@echo "make stress-full  the same for hours: every system call, long storms, fuzzing"
@@ -26,31 +28,30 @@ help:
 	@echo "make docs    write the generated parts of README.md anew"
 	@echo "make clean   remove .venv and caches of tools"
 
-# One stamp per extra: the demo does not wait for torch.
+# One stamp per extra: the demo does not wait for torch. Two runs of make in one checkout take
+# turns here, and the second finds the work done: installing under a running test would break it.
+INSTALL = @flock .venv.lock sh -euc '\
+	if test -e $@ && ! test pyproject.toml -nt $@; then exit; fi; \
+	$(PYTHON) -m venv $(VENV); \
+	$(BIN)/python -m pip install --quiet --editable ".[$(1)]"; \
+	touch $@ $(2)'
+
 $(VENV)/.demo: pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable '.[demo]'
-	@touch $@
+	$(call INSTALL,demo)
 
 $(VENV)/.test: pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable '.[test]'
-	@touch $@
+	$(call INSTALL,test,$(VENV)/.demo)
 
 # Apart from `.test`: what it installs weighs a gigabyte.
 $(VENV)/.test-integrations: pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable '.[test-integrations]'
-	@touch $@
+	$(call INSTALL,test-integrations,$(VENV)/.demo $(VENV)/.test)
 
 # boto3 apart, in the version of the botocore that s3fs pins: the two are numbered alike, and
 # pip asked for both at once finds no way out.
 $(VENV)/.bench: pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable '.[bench]'
+	$(call INSTALL,bench,$(VENV)/.demo)
 	$(BIN)/python -m pip install --quiet \
 		"boto3==$$($(BIN)/python -c 'import botocore; print(botocore.__version__)')"
-	@touch $@
 
 demo: $(VENV)/.demo
 	@$(BIN)/shardcache demo
@@ -94,4 +95,4 @@ docs: $(VENV)/.test
 	$(BIN)/python docs/generate.py
 
 clean:
-	rm -rf $(VENV) .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv.lock .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .hypothesis

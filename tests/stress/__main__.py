@@ -1,4 +1,4 @@
-"""Everything that is long: ``python -m tests.stress`` in minutes, with ``--full`` in hours.
+"""Everything that is long: ``python -m tests.stress`` in a quarter of an hour, ``--full`` in hours.
 
 Ends with a table of what was tried and what was found; exit 1 if anything was.
 """
@@ -19,29 +19,32 @@ LOCK_TESTS = [
     "tests/store/test_partials.py",
     "tests/space/test_budget.py",
 ]
-FAULTS = ["refused", "lying", "deleted"]
 
 
 def steps(full: bool) -> dict[str, list[str]]:
     """What is run, by what it is called: arguments of Python."""
     pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    locks = [*pytest, "-p", "tests.stress.brokenflock"]
-    minutes = "30" if full else "2"
-    found = {
-        "crash points": ["-m", "tests.stress.crash", *([] if full else ["--every", "40"])],
-        "storm": ["-m", "tests.stress.storm", "--minutes", minutes],
-        "storm, flock lies": ["-m", "tests.stress.storm", "--minutes", minutes, "--flock", "lying"],
-        "tests of tests/stress": [*pytest, "tests/stress"],
+    locks = [*pytest, "-p", "tests.stress.brokenflock", *LOCK_TESTS, "--flock"]
+    parallel = ["--numprocesses", str(os.cpu_count()), "--dist", "loadfile"]
+    storm = ["-m", "tests.stress.storm", "--minutes", "30" if full else "1.5"]
+    return {
+        "a kill or an error at system calls": [
+            *("-m", "tests.stress.crash"),
+            *([] if full else ["--every", "40"]),
+        ],
+        "a storm": storm,
+        "a storm in which flock lies": [*storm, "--flock", "lying"],
+        "tests where flock is refused": [*locks, "refused"],
+        "tests where flock lies": [*locks, "lying"],
+        "tests/stress": [*pytest, *parallel, "tests/stress"],
     }
-    for fault in FAULTS:
-        found[f"tests with locks {fault}"] = [*locks, "--flock", fault, *LOCK_TESTS]
-    return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.stress", description=__doc__)
     parser.add_argument("--full", action="store_true", help="all of it: hours")
     full = parser.parse_args().full
+    os.environ["FUZZ"] = "100" if full else os.environ.get("FUZZ", "1")
     rows = []
     for name, arguments in steps(full).items():
         begun = time.monotonic()
@@ -51,13 +54,13 @@ def main() -> int:
             log.seek(0)
             lines = log.read().strip().splitlines()
         if status not in (0, 77):
-            print("\n".join(lines[-80:]))
-        said = "skipped" if status == 77 else "nothing" if status == 0 else f"FAILED ({status})"
-        rows.append((name, time.monotonic() - begun, said, lines[-1] if lines else ""))
+            print("\n".join(lines[-80:]), flush=True)
+        found = {0: "nothing", 77: "skipped"}.get(status, f"FAILED ({status})")
+        rows.append((name, time.monotonic() - begun, found, lines[-1] if lines else ""))
     print(f"\n{os.cpu_count()} cores\n\n| tried | s | found | last line |\n|---|--:|---|---|")
-    for name, seconds, said, last in rows:
-        print(f"| {name} | {seconds:.0f} | {said} | {last} |")
-    return int(any(said.startswith("FAILED") for _, _, said, _ in rows))
+    for name, seconds, found, last in rows:
+        print(f"| {name} | {seconds:.0f} | {found} | {last} |")
+    return int(any(found.startswith("FAILED") for _, _, found, _ in rows))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,7 @@ import pytest
 
 from shardcache import Cache
 from tests.stress.fuse.shim import Shim, mounted, needs_fuse
-from tests.stress.storm.origin import Origin
-from tests.stress.storm.plan import Storm
+from tests.stress.origin import Origin, Shards
 
 #: Bytes per second and connection: a fetch that others can meet under way.
 SLOW, FAST = 400_000, 1e9
@@ -29,16 +27,18 @@ def under_way(root: Path) -> bool:
 class Far:
     """The origin; its first shard has several blocks."""
 
-    def __init__(self, storm: Storm, origin: Origin) -> None:
-        self.storm, self.origin = storm, origin
-        big = max(storm.sizes, key=storm.sizes.__getitem__)
-        self.names = [big, *(name for name in storm.names if name != big)]
+    def __init__(self) -> None:
+        self.shards = Shards(48, seed=7)
+        self.origin = Origin(self.shards)
+        big = max(self.shards.names, key=self.shards.sizes.__getitem__)
+        self.names = [big, *(name for name in self.shards.names if name != big)]
+        self.rate(FAST)
 
     def cache(self, root: Path, **options: Any) -> Cache:
         return Cache(root, min_free=0, prefetch=0, attempts=2, **options)
 
     def url(self, number: int = 0) -> str:
-        return self.storm.url(self.names[number])
+        return f"{self.origin.url}/{self.names[number]}"
 
     def read(self, cache: Cache, number: int = 0) -> bool:
         """Whether a shard is what it should be; whether it is stored is another matter."""
@@ -46,27 +46,24 @@ class Far:
             return self.right(stream.read(), number)
 
     def right(self, data: bytes, number: int = 0, version: int = 0) -> bool:
-        return data == self.storm.data(self.names[number], version)
+        return data == self.shards.data(self.names[number], version)
 
     def replace(self) -> None:
         """A new version of the first shard."""
-        self.origin.ask("PUT", f"/{self.names[0]}")
+        self.origin.replace(self.names[0])
 
     def fetches(self, number: int = 0) -> int:
         return self.origin.fetches().get(self.names[number], 0)
 
     def rate(self, value: float) -> None:
-        self.origin.ask("PUT", f"/?rate={value}")
+        self.origin.set("rate", value)
 
 
 @pytest.fixture
-def far(tmp_path: Path) -> Iterator[Far]:
-    storm = Storm(tmp_path, "", 0, seed=7)
-    origin = Origin(storm)
-    far = Far(replace(storm, endpoint=origin.url), origin)
-    far.rate(FAST)
-    yield far
-    origin.close()
+def far() -> Iterator[Far]:
+    found = Far()
+    yield found
+    found.origin.close()
 
 
 @pytest.fixture

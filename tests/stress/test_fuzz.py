@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import socket
 import sys
 import tempfile
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from shardcache import Cache
 from shardcache.errors import ShardCacheError
 from tests.support.tars import make_tar
+from tests.support.webservers import Scripted
 
 #: How much is tried: more with ``FUZZ=100`` or so.
 TRIES = int(os.environ.get("FUZZ", "1"))
@@ -175,36 +174,9 @@ answers = st.builds(
 )
 
 
-class Speaker:
-    """Says what it is told to, to whoever asks anything."""
-
-    def __init__(self) -> None:
-        self.answer = b""
-        self._socket = socket.create_server(("127.0.0.1", 0), backlog=64)
-        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._thread.start()
-
-    def _serve(self) -> None:
-        with suppress(OSError):
-            while True:
-                connection, _ = self._socket.accept()
-                with connection, suppress(OSError):
-                    connection.settimeout(5)
-                    connection.recv(1 << 16)
-                    connection.sendall(self.answer)
-
-    def close(self) -> None:
-        self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-        self._thread.join()
-
-
-@pytest.fixture(scope="module")
-def speaker() -> Iterator[Speaker]:
-    found = Speaker()
-    yield found
-    found.close()
+@pytest.fixture
+def speaker(serve: Callable[..., Scripted]) -> Scripted:
+    return serve(b"")
 
 
 @given(answer=answers | st.binary(max_size=60))
@@ -212,8 +184,8 @@ def speaker() -> Iterator[Speaker]:
 @example(b"HTTP/1.1 301 x\r\nTransfer-Encoding: chunked\r\n\r\nxxxxx")
 @example(b"HTTP/1.1 206 x\r\nContent-Range: bytes 0-9/" + b"9" * 5000 + b"\r\n\r\n")
 @settings(max_examples=100 * TRIES, deadline=None, suppress_health_check=list(HealthCheck))
-def test_no_answer_is_more_than_a_cache_can_take(speaker: Speaker, answer: bytes) -> None:
-    speaker.answer = answer
+def test_no_answer_is_more_than_a_cache_can_take(speaker: Scripted, answer: bytes) -> None:
+    speaker.answer = lambda head: answer
     with tempfile.TemporaryDirectory() as home:
         cache = Cache(home + "/cache", min_free=0, attempts=1, timeout=5.0, prefetch=0)
         with cache, suppress(ShardCacheError), cache.open(f"{speaker.url}/a.tar") as stream:

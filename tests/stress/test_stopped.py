@@ -12,15 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.stress.conftest import FAST, SLOW, Far, under_way
-from tests.support.storetools import Parent, forked, wait_until
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "cache"
+from tests.support.storetools import Parent, children, forked, wait_until
 
 
 def fetches(parent: Parent, far: Far, root: Path) -> None:
@@ -28,7 +21,8 @@ def fetches(parent: Parent, far: Far, root: Path) -> None:
         parent.say([far.right(path.read_bytes(), version=version) for version in (0, 1)])
 
 
-def test_who_wakes_with_an_older_version_does_not_bring_it_back(far: Far, root: Path) -> None:
+def test_who_wakes_with_an_older_version_does_not_bring_it_back(far: Far, tmp_path: Path) -> None:
+    root = tmp_path / "cache"
     far.rate(SLOW)
     with forked(fetches, far, root) as stopped:
         wait_until(lambda: under_way(root))
@@ -52,16 +46,12 @@ import shardcache
 warnings.simplefilter("ignore")
 directory, urls = sys.argv[1], json.loads(sys.argv[2])
 cache = shardcache.Cache(directory, min_free=0, stale_after=600)
-
-def epoch():
-    dataset = cache.attach(wds.WebDataset(urls, shardshuffle=False))
-    loader = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=2)
-    return sorted(sample["__url__"] for sample in loader)
-
 died = 0
 while True:
     try:
-        seen = epoch()
+        dataset = cache.attach(wds.WebDataset(urls, shardshuffle=False))
+        loader = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=2)
+        seen = sorted(sample["__url__"] for sample in loader)
         break
     except RuntimeError as exn:
         assert "exited unexpectedly" in str(exn) or "killed by signal" in str(exn), exn
@@ -70,15 +60,14 @@ print(json.dumps([seen, died]))
 """
 
 
-def test_the_peers_of_a_killed_worker_go_on_and_lose_nothing(far: Far, root: Path) -> None:
-    urls = [far.url(number) for number in range(4)]
+def test_the_peers_of_a_killed_worker_go_on_and_lose_nothing(far: Far, tmp_path: Path) -> None:
+    root, urls = tmp_path / "cache", [far.url(number) for number in range(4)]
     far.rate(SLOW)
     command = [sys.executable, "-c", RANK, str(root), json.dumps(urls)]
     ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     try:
         wait_until(lambda: under_way(root))
-        workers = Path(f"/proc/{ranks[0].pid}/task/{ranks[0].pid}/children")
-        os.kill(int(wait_until(lambda: workers.read_text().split())[0]), signal.SIGKILL)
+        os.kill(min(wait_until(lambda: children(ranks[0].pid))), signal.SIGKILL)
         far.rate(FAST)
         # Nobody waits for the dead as long as a live holder may be silent.
         found = [json.loads(rank.communicate(timeout=300)[0]) for rank in ranks]

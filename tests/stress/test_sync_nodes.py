@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
+import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,20 +18,18 @@ from tests.stress.fuse.shim import Shim
 from tests.support.storetools import PATIENCE, Parent, crowd, forked, wait_until
 from tests.sync.test_once import at_work
 
+Nodes = tuple[Shim, Shim]
+
 
 @pytest.mark.parametrize("done", [True, False])
 @pytest.mark.parametrize("number", [errno.EEXIST, errno.ENOENT])
-def test_a_lie_about_a_mkdir_is_not_believed(
-    nodes: tuple[Shim, Shim], number: int, done: bool
-) -> None:
+def test_a_lie_about_a_mkdir_is_not_believed(nodes: Nodes, number: int, done: bool) -> None:
     rule = nodes[0].fail("mkdir", "*", error=number, done=done, times=3)
     assert sync.makedirs(nodes[0].root / "a" / "b").is_dir()
     assert nodes[0].struck(rule) >= 2
 
 
-def test_one_that_never_comes_into_sight_ends_in_an_error_that_says_so(
-    nodes: tuple[Shim, Shim],
-) -> None:
+def test_one_that_never_comes_into_sight_ends_in_an_error_that_says_so(nodes: Nodes) -> None:
     one, two = nodes
     two.set(delay=3600.0)
     (one.root / "a").mkdir()
@@ -36,7 +38,7 @@ def test_one_that_never_comes_into_sight_ends_in_an_error_that_says_so(
     assert caught.value.waited >= 0.3
 
 
-def test_a_remembered_absence_does_not_count(nodes: tuple[Shim, Shim]) -> None:
+def test_a_remembered_absence_does_not_count(nodes: Nodes) -> None:
     one, two = nodes
     two.set(negative=3600.0)
     path = two.root / "d" / "x"
@@ -48,10 +50,10 @@ def test_a_remembered_absence_does_not_count(nodes: tuple[Shim, Shim]) -> None:
     assert path.read_text() == "there"  # and from now on for everybody on this node
 
 
-# -- once and barrier ------------------------------------------------------------------------
+# -- the runner of once dies, or is taken for dead ---------------------------------------
 
 
-def test_a_runner_is_dead_when_its_lease_is_over(nodes: tuple[Shim, Shim]) -> None:
+def test_a_runner_is_dead_when_its_lease_is_over(nodes: Nodes) -> None:
     root = nodes[0].root
     with forked(at_work, root, 1.5, "first") as first:
         assert first.hear() == "at work"
@@ -65,36 +67,121 @@ def test_a_runner_is_dead_when_its_lease_is_over(nodes: tuple[Shim, Shim]) -> No
             assert second.hear() == "second"
 
 
-def test_a_runner_that_was_taken_for_dead_gets_the_result_that_counts(
-    nodes: tuple[Shim, Shim],
-) -> None:
+def test_a_runner_that_was_taken_for_dead_gets_the_result_that_counts(nodes: Nodes) -> None:
     root = nodes[0].root
     with forked(at_work, root, 1.0, "first") as first:
         assert first.hear() == "at work"
-        first.kill(19)  # SIGSTOP: no heartbeat any more
+        first.kill(signal.SIGSTOP)  # no heartbeat any more
         with forked(at_work, root, 1.0, "second") as second:
             assert second.hear() == "at work"
             second.tell()
             assert second.hear() == "second"
-        first.kill(18)
+        first.kill(signal.SIGCONT)
         first.tell()
         assert first.hear() == "second"
 
 
-def test_ranks_on_two_nodes_meet_again_and_again(tmp_path: Path, nodes: tuple[Shim, Shim]) -> None:
-    for shim in nodes:
-        shim.set(delay=0.1, negative=0.1)
-    roots = [shim.root for shim in nodes]
+# -- many ranks, on nodes that see each other late ---------------------------------------
 
-    def rank(parent: Parent, number: int) -> None:
-        os.environ |= {"RANK": str(number), "WORLD_SIZE": "4"}
-        for _ in range(5):
-            sync.barrier(dir=roots[number % 2], job="j", timeout=PATIENCE)
-            parent.say(None)
 
-    with crowd(4, rank) as children:
+def together(nodes: Nodes, count: int, act: Callable[[int, Path], Any]) -> list[Any]:
+    """What each rank's ``act(number, root)`` returns; all begin at the same time."""
+    for node in nodes:
+        node.set(delay=0.3, negative=0.3)
+
+    def work(parent: Parent, number: int) -> None:
+        os.environ |= {"RANK": str(number), "WORLD_SIZE": str(count)}
+        parent.say("ready")
+        parent.hear()
+        parent.say(act(number, nodes[number % 2].root))
+
+    with crowd(count, work) as children:
+        for child in children:
+            child.hear()
+        for child in children:
+            child.tell()
+        return [child.hear() for child in children]
+
+
+def test_ranks_meet_again_and_again(tmp_path: Path, nodes: Nodes) -> None:
+    def meet(number: int, root: Path) -> None:
         for _ in range(5):
-            for child in children:
-                child.hear()
+            sync.barrier(dir=root, job="j", timeout=PATIENCE)
+
+    together(nodes, 4, meet)
     left = [p.name for p in tmp_path.joinpath("backing").rglob("rank-*")]
     assert sorted(left) == [f"rank-{n}" for n in range(4)]  # of the last one only
+
+
+def test_ranks_make_one_directory_and_write_into_it(nodes: Nodes) -> None:
+    def trace(number: int, root: Path) -> None:
+        path = root / "traces" / "step-100"
+        path.exists()  # as scripts ask first: from now on its absence is remembered
+        sync.makedirs(path)
+        (path / f"rank-{number}.json").write_text("{}")
+
+    together(nodes, 24, trace)
+    assert len(list(nodes[0].backing.rglob("rank-*.json"))) == 24
+
+
+def test_ranks_wait_for_the_directories_that_rank_0_makes_late(nodes: Nodes) -> None:
+    def save(number: int, root: Path) -> None:
+        places = [root / name for name in ("weights", "optimizer", "rng")]
+        if number:
+            sync.wait_for(places, by="rank 0", timeout=PATIENCE)
+        for place in places:
+            if number == 0:
+                place.mkdir()
+            (place / f"rank-{number}.pt").write_bytes(b"0")
+
+    together(nodes, 8, save)
+
+
+def test_one_rank_copies_a_program_and_all_see_it_whole(tmp_path: Path, nodes: Nodes) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    text = "import model\n" * 200
+    for name in ("train.py", "model.py"):
+        (source / name).write_text(text)
+
+    def start(number: int, root: Path) -> None:
+        copied = root / "code"
+
+        def copy() -> None:
+            shutil.copytree(source, copied)
+
+        sync.once("code", copy, dir=root, job="race")
+        sync.wait_for([copied / path.name for path in source.iterdir()], timeout=PATIENCE)
+        for path in source.iterdir():
+            assert (copied / path.name).read_text() == text, "it is not whole"
+
+    together(nodes, 4, start)
+
+
+def test_a_claim_that_vanishes_lets_nobody_see_half_a_file(nodes: Nodes) -> None:
+    def fetch(parent: Parent, number: int) -> None:
+        root = nodes[number].root
+
+        def work() -> None:
+            parent.say("fetches")
+            parent.hear()
+            with sync.atomic_write(root / "shard.tar") as file:
+                file.write(b"shard" * 2000)
+
+        parent.hear()
+        sync.once("shard.tar", work, dir=root, job="cache", timeout=PATIENCE)
+        sync.wait_for(root / "shard.tar", timeout=PATIENCE)
+        parent.say((root / "shard.tar").read_bytes() == b"shard" * 2000)
+
+    with crowd(2, fetch) as (first, second):
+        assert first.ask() == "fetches"
+        claims = list(nodes[0].root.rglob("claim.0"))
+        assert claims
+        for claim in claims:
+            claim.unlink()
+        second.tell()
+        first.tell()
+        assert first.hear() is True
+        if (said := second.hear()) == "fetches":  # at worst it is done twice
+            said = second.ask()
+        assert said is True

@@ -14,6 +14,8 @@ import pytest
 
 from shardcache.cache import Cache
 from shardcache.cli.demo import S3Server
+from shardcache.layout import read_manifest
+from shardcache.locks.mounts import node_namespace
 from tests.support.fakes import FakeClock, MemoryOrigin
 from tests.support.proxy import Proxy
 from tests.support.webservers import Scripted, running
@@ -54,23 +56,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if collection_path.name in APART - named else None
 
 
-def _outside() -> set[Path]:
-    """Lock files of caches on network filesystems: what tests make outside their directories."""
-    shared = Path("/dev/shm")
-    node = "shardcache-[0-9g]*-" + "[0-9a-f]" * 16
-    return {path for form in (node, "shardcache-sync-*") for path in shared.glob(form)}
-
-
-_BEFORE = _outside()
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if not hasattr(session.config, "workerinput"):  # the last of the processes that test
-        for path in _outside() - _BEFORE:
-            if path.is_dir():
+@pytest.fixture(scope="session", autouse=True)
+def _nothing_left_on_the_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Caches on network filesystems keep their sessions in a directory of the node."""
+    yield
+    for where, _, names in os.walk(tmp_path_factory.getbasetemp()):
+        # A test may have damaged it, and another run's directories are not ours to remove.
+        if "manifest.json" in names and read_manifest(Path(where)).get("id"):
+            local = node_namespace(Path(where), "lease", 0.0).local
+            for path in local.parent.glob(f"shardcache-*-{local.name.rpartition('-')[2]}"):
                 shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
 
 
 @pytest.fixture

@@ -19,10 +19,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import BinaryIO, Literal, NamedTuple, Self
+from http.server import BaseHTTPRequestHandler
+from socketserver import TCPServer, ThreadingMixIn
+from typing import Any, Literal, NamedTuple, Self
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from shardcache.cli.demo import S3Server
+from tests.support.storetools import wait_until
 
 Headers = list[tuple[str, str]]
 _PIECE = 256 * 1024
@@ -144,29 +147,40 @@ class _HungUpError(Exception):
     """The connection is over."""
 
 
+class _Server(ThreadingMixIn, TCPServer):
+    """Accepts connections for a proxy; one thread serves each."""
+
+    allow_reuse_address = True
+    request_queue_size = 256
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, proxy: Proxy, address: tuple[str, int]) -> None:
+        self.proxy = proxy
+        super().__init__(address, _Connection)
+
+    def process_request(self, client: Any, address: Any) -> None:
+        self.proxy.clients.add(client)
+        super().process_request(client, address)
+
+    def shutdown_request(self, client: Any) -> None:
+        client.close()  # without a FIN of its own: it may be a reset
+        self.proxy.clients.discard(client)
+
+
 class Proxy:
-    """See the module. Use as a context manager.
-
-    Args:
-        server: where requests are passed on to.
-
-    Attributes:
-        endpoint_url: where clients connect.
-        throttle: payload bytes per second and connection; None for no limit.
-    """
+    """See the module. Use as a context manager; ``endpoint_url`` is where clients connect."""
 
     def __init__(self, server: S3Server) -> None:
-        self._keys = (server.access_key, server.secret_key)
-        self._upstream = urlsplit(server.endpoint_url)
+        self.keys = (server.access_key, server.secret_key)
+        self.upstream = urlsplit(server.endpoint_url)
+        self.clients: set[socket.socket] = set()
+        self.limit: int | None = None  # bytes of each body that may pass
         self._lock = threading.Lock()
         self._rules: list[Rule] = []
         self._requests: list[Request] = []
-        self._limit: int | None = None  # bytes of each body that may pass
-        self._clients: dict[socket.socket, threading.Thread] = {}
-        self._listener: socket.socket | None = None
-        self._acceptor: threading.Thread | None = None
+        self._server: _Server | None = None
         self._address = ("127.0.0.1", 0)
-        self.throttle: float | None = None
 
     def __enter__(self) -> Self:
         self.listen()
@@ -182,7 +196,7 @@ class Proxy:
     @property
     def open(self) -> int:
         """How many connections there are now."""
-        return len(self._clients)
+        return len(self.clients)
 
     # -- what passed ---------------------------------------------------------
 
@@ -222,120 +236,95 @@ class Proxy:
         self._rules = list(rules)
         self.reset()
 
+    def meet(self, request: Request) -> Fault:
+        """Record a request; the fault that it meets."""
+        with self._lock:
+            fault = next((rule.fault for rule in self._rules if rule.fires(request)), _NONE)
+            request.fault = fault.name or None
+            self._requests.append(request)
+        return fault
+
     def pause(self, after: int = 0) -> None:
         """Freeze every body, now and to come, once ``after`` bytes of it have passed."""
-        self._limit = after
+        self.limit = after
 
     def resume(self) -> None:
         """Let bodies flow again."""
-        self._limit = None
-
-    def refuse(self) -> None:
-        """Refuse new connections until `listen`."""
-        listener, self._listener = self._listener, None
-        if listener is not None and self._acceptor is not None:
-            # Wakes the acceptor; a forked child may hold the descriptor and with it the port.
-            listener.shutdown(socket.SHUT_RDWR)
-            self._acceptor.join()
-            listener.close()
+        self.limit = None
 
     def listen(self) -> None:
         """Accept connections, at the same port as before."""
-        self._listener = socket.create_server(self._address, backlog=256)
-        self._address = self._listener.getsockname()
-        self._acceptor = threading.Thread(target=self._accept, args=(self._listener,), daemon=True)
-        self._acceptor.start()
+        self._server = _Server(self, self._address)
+        self._address = self._server.server_address
+        threading.Thread(target=self._server.serve_forever, args=(_TICK,), daemon=True).start()
+
+    def refuse(self) -> None:
+        """Refuse new connections until `listen`."""
+        server, self._server = self._server, None
+        if server is not None:
+            server.shutdown()
+            # A forked child may hold the descriptor and with it the port.
+            server.socket.shutdown(socket.SHUT_RDWR)
+            server.server_close()
 
     def cut(self) -> None:
         """End all connections, as a server that restarts does."""
-        with self._lock:
-            clients = dict(self._clients)
-        for client in clients:
+        for client in list(self.clients):
             with contextlib.suppress(OSError):  # it has ended already
                 client.shutdown(socket.SHUT_RDWR)
-        for thread in clients.values():
-            thread.join()
+        wait_until(lambda: not self.clients)
 
     def close(self) -> None:
         """Cut all connections and wait until nothing is left."""
         self.refuse()
         self.cut()
 
-    # -- one connection ------------------------------------------------------
 
-    def _accept(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                client, _ = listener.accept()
-            except OSError:
-                if self._listener is not listener:
-                    return
-                time.sleep(_TICK)  # out of descriptors
-                continue
-            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            thread = threading.Thread(target=self._serve, args=(client,), daemon=True)
-            with self._lock:
-                self._clients[client] = thread
-                thread.start()
+class _Connection(BaseHTTPRequestHandler):
+    """Serves the requests of one connection."""
 
-    def _serve(self, client: socket.socket) -> None:
-        try:
-            # An end is how keep-alive finishes; what it cut short is in the record.
-            ended = contextlib.suppress(_HungUpError, OSError, http.client.HTTPException)
-            with ended, client.makefile("rb") as source:
-                while self._exchange(client, source):
-                    pass
-        finally:
-            with self._lock:
-                del self._clients[client]
-            client.close()
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    server: _Server
 
-    def _exchange(self, client: socket.socket, source: BinaryIO) -> bool:
-        """Serve one request; whether the connection lives on."""
-        words = source.readline().decode("latin-1").split()
-        if len(words) != 3:
-            return False
-        method, target, _ = words
-        headers = _read_headers(source)
-        fields = {name.lower(): value for name, value in headers}
-        if fields.get("expect"):
-            client.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
-            headers = [(name, value) for name, value in headers if name.lower() != "expect"]
-        payload = source.read(int(fields.get("content-length", 0)))
-        request = _request(method, target, fields.get("range", ""))
-        with self._lock:
-            fault = next((rule.fault for rule in self._rules if rule.fires(request)), _NONE)
-            request.fault = fault.name or None
-            self._requests.append(request)
+    def handle(self) -> None:
+        # An end is how keep-alive finishes; what it cut short is in the record.
+        with contextlib.suppress(_HungUpError, OSError, http.client.HTTPException):
+            super().handle()
+
+    def log_message(self, *_: Any) -> None:
+        """The proxy has a record."""
+
+    def _exchange(self) -> None:
+        payload = self.rfile.read(int(self.headers.get("content-length", 0)))
+        request = _request(self.command, self.path, self.headers.get("range", ""))
+        fault = self.server.proxy.meet(request)
         try:
             if fault.before is not None:
                 fault.before()
             if fault.hang_up:
-                _finish(client, fault.hang_up)
+                self._finish(fault.hang_up)
             if fault.answer is not None:
                 time.sleep(fault.delay)
-                given = fault.answer
-                self._respond(client, request, given, iter([given.body]), fault)
+                self._respond(request, fault.answer, iter([fault.answer.body]), fault)
             else:
-                self._ask(client, request, target, headers, payload, fault)
+                self._ask(request, payload, fault)
         except BaseException:
             request.aborted = True
             raise
-        return not fault.leave and fields.get("connection", "").lower() != "close"
+        self.close_connection |= fault.leave
 
-    def _ask(
-        self,
-        client: socket.socket,
-        request: Request,
-        target: str,
-        headers: Headers,
-        payload: bytes,
-        fault: Fault,
-    ) -> None:
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _exchange
+
+    def _ask(self, request: Request, payload: bytes, fault: Fault) -> None:
+        """Pass the request on, and what the server answers back."""
+        upstream = self.server.proxy.upstream
+        target = self.path
+        headers = [(name, v) for name, v in self.headers.items() if name.lower() != "expect"]
         if fault.strip or fault.span or fault.path:
-            target, headers = self._sign(request.method, target, headers, fault)
-        host, port = str(self._upstream.hostname), self._upstream.port
-        with contextlib.closing(http.client.HTTPConnection(host, port, 60)) as server:
+            target, headers = self._sign(headers, fault)
+        connection = http.client.HTTPConnection(str(upstream.hostname), upstream.port, 60)
+        with contextlib.closing(connection) as server:
             server.putrequest(request.method, target, skip_host=True, skip_accept_encoding=True)
             for name, value in headers:
                 server.putheader(name, value)
@@ -351,33 +340,28 @@ class Proxy:
                 if found.length is None:
                     kept = [*kept, ("Content-Length", str(len(whole)))]
             answer = Answer(found.status, kept, b"", found.reason)
-            self._respond(client, request, answer, body, fault)
+            self._respond(request, answer, body, fault)
 
-    def _sign(
-        self, method: str, target: str, headers: Headers, fault: Fault
-    ) -> tuple[str, Headers]:
+    def _sign(self, headers: Headers, fault: Fault) -> tuple[str, Headers]:
+        """The request that the fault asks in place of this one."""
         from botocore.auth import S3SigV4Auth
         from botocore.awsrequest import AWSRequest
         from botocore.credentials import Credentials
 
+        proxy = self.server.proxy
         dropped = {*_NOT_PASSED_ON, *(name.lower() for name in fault.strip)}
         kept = {name: value for name, value in headers if name.lower() not in dropped}
         if fault.span is not None:
             for name in [name for name in kept if name.lower() == "range"]:
                 del kept[name]
             kept["Range"] = f"bytes={fault.span[0]}-{fault.span[1] - 1}"
-        target = f"/{fault.path}" if fault.path else target
-        signed = AWSRequest(method, f"{self._upstream.geturl()}{target}", headers=kept)
-        S3SigV4Auth(Credentials(*self._keys), "s3", "us-east-1").add_auth(signed)
-        return target, [("Host", self._upstream.netloc), *signed.headers.items()]
+        target = f"/{fault.path}" if fault.path else self.path
+        signed = AWSRequest(self.command, f"{proxy.upstream.geturl()}{target}", headers=kept)
+        S3SigV4Auth(Credentials(*proxy.keys), "s3", "us-east-1").add_auth(signed)
+        return target, [("Host", proxy.upstream.netloc), *signed.headers.items()]
 
     def _respond(
-        self,
-        client: socket.socket,
-        request: Request,
-        answer: Answer,
-        body: Iterator[bytes],
-        fault: Fault,
+        self, request: Request, answer: Answer, body: Iterator[bytes], fault: Fault
     ) -> None:
         changes = dict(fault.headers)
         if fault is not _NONE:  # all of the body is in one piece
@@ -396,39 +380,48 @@ class Proxy:
         request.status = answer.status
         head = [f"HTTP/1.1 {answer.status} {answer.reason or '-'}"]
         head += [f"{name}: {value}" for name, value in headers]
-        client.sendall("\r\n".join([*head, "", ""]).encode("latin-1"))
+        self.connection.sendall("\r\n".join([*head, "", ""]).encode("latin-1"))
         if request.method != "HEAD":
             for piece in body:
-                self._send(client, request, piece, fault)
+                self._send(request, piece, fault)
         if fault.cut is not None:
-            _finish(client, fault.how)
+            self._finish(fault.how)
         end = b"0\r\n\r\n" if fault.chunked and request.method != "HEAD" else b""
-        client.sendall(end + fault.extra)
+        self.connection.sendall(end + fault.extra)
 
-    def _send(self, client: socket.socket, request: Request, data: bytes, fault: Fault) -> None:
+    def _send(self, request: Request, data: bytes, fault: Fault) -> None:
         view = memoryview(data)
         while view:
-            rate, limit = fault.rate or self.throttle, self._limit
+            rate, limit = fault.rate, self.server.proxy.limit
             room = len(view) if rate is None else max(1, int(rate * _TICK))
             if limit is not None:
                 room = min(room, max(0, limit - request.body_bytes))
             if not room:
-                if _gone(client, _TICK):
+                if self._gone(_TICK):
                     raise _HungUpError
                 continue
             piece, view = view[:room], view[room:]
             request.body_bytes += len(piece)
-            client.sendall(b"%x\r\n%b\r\n" % (len(piece), bytes(piece)) if fault.chunked else piece)
-            if rate is not None and _gone(client, len(piece) / rate):
+            chunk = b"%x\r\n%b\r\n" % (len(piece), bytes(piece)) if fault.chunked else piece
+            self.connection.sendall(chunk)
+            if rate is not None and self._gone(len(piece) / rate):
                 raise _HungUpError
 
+    def _gone(self, seconds: float | None) -> bool:
+        """Wait; whether the client hung up meanwhile."""
+        poller = select.poll()
+        poller.register(self.connection, select.POLLRDHUP | select.POLLHUP | select.POLLERR)
+        return bool(poller.poll(None if seconds is None else seconds * 1000.0))
 
-def _read_headers(source: BinaryIO) -> Headers:
-    found: Headers = []
-    while (line := source.readline().decode("latin-1").rstrip("\r\n")) != "":
-        name, _, value = line.partition(":")
-        found.append((name, value.strip()))
-    return found
+    def _finish(self, how: str) -> None:
+        """End the connection before its time."""
+        if how == "stall":
+            self._gone(None)
+        if how == "reset":
+            # Lingering for 0 seconds: close() then sends RST in place of FIN.
+            linger = struct.pack("ii", 1, 0)
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        raise _HungUpError
 
 
 def _request(method: str, target: str, asked: str) -> Request:
@@ -441,20 +434,3 @@ def _request(method: str, target: str, asked: str) -> Request:
         first, _, last = asked.removeprefix("bytes=").partition("-")
         span = (int(first), int(last) + 1 if last else None) if first else (-int(last), None)
     return Request(method, path, span, reads, time.monotonic())
-
-
-def _gone(client: socket.socket, seconds: float | None) -> bool:
-    """Wait; whether the client hung up meanwhile."""
-    poller = select.poll()
-    poller.register(client, select.POLLRDHUP | select.POLLHUP | select.POLLERR)
-    return bool(poller.poll(None if seconds is None else seconds * 1000.0))
-
-
-def _finish(client: socket.socket, how: str) -> None:
-    """End the connection before its time."""
-    if how == "stall":
-        _gone(client, None)
-    if how == "reset":
-        # Lingering for 0 seconds: close() then sends RST in place of FIN.
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    raise _HungUpError

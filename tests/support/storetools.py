@@ -31,8 +31,8 @@ from shardcache.store.partial import Partial
 from shardcache.store.store import Store
 from shardcache.urls import parse_url
 
-#: Ends a test that hangs; nothing passes or fails by being faster.
-PATIENCE = 60.0
+#: Seconds: ends a test that hangs; nothing passes or fails by being faster.
+PATIENCE = 120.0
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="changes users")
 

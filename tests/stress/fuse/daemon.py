@@ -2,7 +2,7 @@
 
 It speaks the protocol itself (include/uapi/linux/fuse.h, 7.36 and later): pyfuse3 does not pass
 flock on, mfusepy knows paths only, and both hide what the tests want to see: an inode that outlives
-its name on another node, a flock without an answer, an absence that is remembered.
+its name on another node, and an absence that is remembered.
 
 An inode's number is an O_PATH descriptor, kept as long as the mount, so that it stays reachable
 whatever becomes of its name. Orders come on stdin, one JSON object a line, and are answered on
@@ -55,48 +55,24 @@ _LOCKS = {0: fcntl.LOCK_SH, 1: fcntl.LOCK_EX, 2: fcntl.LOCK_UN}  # by F_RDLCK, F
 
 @dataclass(slots=True)
 class Settings:
-    """How the filesystem behaves.
+    """How the filesystem behaves."""
 
-    Attributes:
-        entry, attr: seconds the kernel may remember names and attributes.
-        negative: seconds it may remember that there is no such name.
-        delay: seconds during which a name made elsewhere is not seen here.
-        stale: whether what was removed elsewhere answers ESTALE, as on NFS,
-            or lives until it is closed, as on a local filesystem.
-        flock: "working", "lying", "refused" or "hanging".
-        flock_error: what "refused" says.
-    """
-
-    entry: float = 0.0
-    attr: float = 0.0
-    negative: float = 0.0
-    delay: float = 0.0
-    stale: bool = False
-    flock: str = "working"
-    flock_error: int = errno.ENOLCK
+    negative: float = 0.0  # seconds the kernel may remember that there is no such name
+    delay: float = 0.0  # seconds during which a name made elsewhere is not seen here
+    stale: bool = False  # what was removed elsewhere answers ESTALE, as on NFS
 
 
 @dataclass(slots=True)
 class Rule:
-    """One fault.
+    """One fault."""
 
-    Attributes:
-        ops: names of operations (``rename``, ``lookup``, ...).
-        pattern: shell pattern of paths relative to the mount; either of two.
-        error: errno that is answered.
-        done: whether the operation is carried out first.
-        times: how many requests it strikes; -1 is all.
-        skip: how many it lets pass first.
-        struck: how many it has struck.
-    """
-
-    ops: list[str]
-    pattern: str
-    error: int = 0
-    done: bool = False
-    times: int = 1
-    skip: int = 0
-    struck: int = 0
+    ops: list[str]  # names of operations (``rename``, ``lookup``, ...)
+    pattern: str  # shell pattern of paths relative to the mount; either of two
+    error: int = 0  # errno that is answered
+    done: bool = False  # the operation is carried out first
+    times: int = 1  # how many requests it strikes; -1 is all
+    skip: int = 0  # how many it lets pass first
+    struck: int = 0  # how many it has struck
 
 
 @dataclass(slots=True)
@@ -117,16 +93,8 @@ class Request:
         return [os.fsdecode(name) for name in encoded]
 
 
-class HangError(Exception):
-    """This request is not answered."""
-
-
 def key_of(found: os.stat_result) -> Key:
     return found.st_dev, found.st_ino
-
-
-def _split(seconds: float) -> tuple[int, int]:
-    return int(seconds), int(seconds % 1 * 1e9)
 
 
 def _attributes(found: os.stat_result) -> bytes:
@@ -178,8 +146,7 @@ class Files:
             self._known[parent, name] = key_of(found)
         elif not self._visible(parent, name, found):
             raise FileNotFoundError(errno.ENOENT, "")
-        (entry, entry_n), (attr, attr_n) = _split(self.settings.entry), _split(self.settings.attr)
-        return _ENTRY.pack(node, 0, entry, attr, entry_n, attr_n) + _attributes(found)
+        return _ENTRY.pack(node, 0, 0, 0, 0, 0) + _attributes(found)
 
     def _visible(self, parent: int, name: str, found: os.stat_result) -> bool:
         if self._known.get((parent, name)) != key_of(found):
@@ -201,8 +168,8 @@ class Files:
         except FileNotFoundError:
             if not self.settings.negative:
                 raise
-            seconds, nanos = _split(self.settings.negative)
-            return _ENTRY.pack(0, 0, seconds, 0, nanos, 0) + bytes(_ATTR.size)
+            seconds, rest = divmod(self.settings.negative, 1)
+            return _ENTRY.pack(0, 0, int(seconds), 0, int(rest * 1e9), 0) + bytes(_ATTR.size)
 
     def mkdir(self, request: Request) -> bytes:
         (name,) = request.names()
@@ -247,8 +214,7 @@ class Files:
 
     def getattr(self, request: Request) -> bytes:
         self._alive(request.node)
-        seconds, nanos = _split(self.settings.attr)
-        return struct.pack("<Q2I", seconds, nanos, 0) + _attributes(os.fstat(request.node))
+        return struct.pack("<Q2I", 0, 0, 0) + _attributes(os.fstat(request.node))
 
     def setattr(self, request: Request) -> bytes:
         valid, _, handle, size, _, atime, mtime, _, atime_n, mtime_n, _, mode, _, uid, gid, _ = (
@@ -332,13 +298,8 @@ class Files:
 
     def setlk(self, request: Request) -> bytes:
         handle, _owner, _start, _end, kind = request.unpack("<4QI")
-        if self.settings.flock == "hanging":
-            raise HangError
-        if self.settings.flock == "refused":
-            raise OSError(self.settings.flock_error, "")
-        if self.settings.flock == "working":
-            self._alive(request.node)
-            fcntl.flock(handle, _LOCKS[kind] | fcntl.LOCK_NB)  # nobody here waits for a lock
+        self._alive(request.node)
+        fcntl.flock(handle, _LOCKS[kind] | fcntl.LOCK_NB)  # nobody here waits for a lock
         return b""
 
 
@@ -348,7 +309,6 @@ class Daemon:
     def __init__(self, backing: str, mountpoint: str) -> None:
         self.files = Files(backing)
         self.rules: list[Rule] = []
-        self.hanging: dict[int, Request] = {}
         self.device = mount(mountpoint)
 
     def serve(self) -> None:
@@ -377,13 +337,9 @@ class Daemon:
             versions = (major, min(minor, 38), readahead, flags, 16, 12, _MAX_WRITE, 1, 256, 0)
             extra = flags2 & _DIRECT_IO_MMAP if offered & _EXTENDED else 0
             self._reply(unique, struct.pack("<4I2H2I2HIH26x", *versions, extra, 0))
-        elif op == _INTERRUPT:
-            (unique,) = struct.unpack_from("<Q", body)
-            if self.hanging.pop(unique, None):
-                self._reply(unique, error=errno.EINTR)
         elif name := OPERATIONS.get(op):
             self._handle(Request(unique, name, self.files.node(node), body))
-        elif op not in (_FORGET, _BATCH_FORGET):
+        elif op not in (_FORGET, _BATCH_FORGET, _INTERRUPT):  # those want no answer
             self._reply(unique, error=errno.ENOSYS)
         return True
 
@@ -394,8 +350,6 @@ class Daemon:
     def _handle(self, request: Request) -> None:
         try:
             self._reply(request.unique, self._carry_out(request))
-        except HangError:
-            self.hanging[request.unique] = request
         except OSError as exn:
             self._reply(request.unique, error=exn.errno or errno.EIO)
 
@@ -442,10 +396,7 @@ class Daemon:
             self.files.settings = Settings()
             for rule in self.rules:
                 rule.times = 0
-        if self.files.settings.flock != "hanging":
-            while self.hanging:
-                self._handle(self.hanging.popitem()[1])
-        return {"hanging": len(self.hanging), "struck": [rule.struck for rule in self.rules]}
+        return {"struck": [rule.struck for rule in self.rules]}
 
 
 def mount(mountpoint: str) -> int:
@@ -480,7 +431,7 @@ def main(backing: str, mountpoint: str) -> None:
         daemon.serve()
     finally:
         unmount(mountpoint)
-        os._exit(0)  # closes the device, which lets go whatever hangs
+        os._exit(0)  # closes the device, which lets go whoever still waits
 
 
 if __name__ == "__main__":

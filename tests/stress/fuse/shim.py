@@ -1,7 +1,7 @@
 """A filesystem that fails on demand: the cache on what a network mount may do.
 
     with mounted(tmp_path) as shim:
-        shim.set(flock="lying")
+        shim.set(stale=True)
         shim.fail("rename", "v1/objects/*", error=errno.EIO, done=True)
         Cache(shim.root)
 
@@ -31,12 +31,7 @@ from tests.support.storetools import PATIENCE
 
 
 class Shim:
-    """A mount, and the hand on its faults.
-
-    Attributes:
-        root: the mountpoint.
-        backing: the directory behind it, where "another node" works.
-    """
+    """A mount ``root`` of the directory ``backing``, where "another node" works; and its faults."""
 
     def __init__(self, root: Path, backing: Path) -> None:
         self.root, self.backing = root, backing
@@ -70,16 +65,12 @@ class Shim:
         return len(self.ask("fail", ops=op.split(), pattern=pattern, **fault)["struck"]) - 1
 
     def heal(self) -> None:
-        """No fault any more; what hung is carried out."""
+        """No fault any more."""
         self.ask("heal")
 
     def struck(self, rule: int) -> int:
         """How often a rule struck."""
         return self.ask("status")["struck"][rule]
-
-    def hanging(self) -> int:
-        """How many requests hang now."""
-        return self.ask("status")["hanging"]
 
     def crash(self) -> None:
         """The process dies, and the mount stays: every call says ENOTCONN."""
@@ -97,12 +88,7 @@ class Shim:
 
 @contextlib.contextmanager
 def mounted(directory: Path, *, name: str = "net") -> Iterator[Shim]:
-    """A fresh mount ``directory``/``name`` of ``directory``/backing, which may exist.
-
-    Args:
-        directory: where.
-        name: of the mountpoint; several of one directory are several nodes.
-    """
+    """A mount ``directory``/``name`` of ``directory``/backing; several names are several nodes."""
     root, backing = directory / name, directory / "backing"
     for path in (root, backing):
         path.mkdir(exist_ok=True)

@@ -1,16 +1,13 @@
-"""``python -m tests.stress.crash``: a process killed, or failed by its disk, at every system call.
+"""``python -m tests.stress.crash``: a process killed before every system call that touches a cache.
 
 For each scenario one run under strace tells which system calls touch the cache directory. Then it
-is run anew for each of them, on a fresh copy of the directory, and its process is
+is run anew for each of them, on a fresh copy of the directory, and its process is killed (SIGKILL)
+before the call.
 
-* killed (SIGKILL) before the call;
-* given each error that the call may answer, once and from that call on.
-
-After a kill a new process must read every shard at once, from the cache, with the right bytes,
-whether a sweep comes first or not; no entry may look complete that is not; a sweep must leave
-nothing but entries and locks. After an
-error the process itself must have read the right bytes, with each warning once. Exit 1 if anything
-is wrong, 77 where nothing can be traced. ``--every N`` takes one point in N.
+Then a new process must read every shard at once, from the cache, with the right bytes, whether a
+sweep comes first or not; no entry may look complete that is not; a sweep must leave nothing but
+entries and locks. Exit 1 if anything is wrong, 77 where nothing can be traced. ``--every N`` takes
+one point in N. What a failing disk answers at each call is tried in test_netfs.py.
 """
 
 from __future__ import annotations
@@ -31,34 +28,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardcache import Cache
-from shardcache.errors import ShardCacheError
-from tests.stress.crash.strace import KILL, Run, Strike, trace, unavailable
+from tests.stress.strace import Call, Run, trace, unavailable
 from tests.support.storetools import forked, payload
 from tests.support.tars import tar_of
 
 MIB = 1 << 20
 BIG = "big.tar"
-_ANY = ("EIO", "EACCES", "ENOMEM")
-_CHANGE = ("ENOSPC", "EDQUOT", "EROFS", *_ANY)
-_WRITE = ("ENOSPC", "EDQUOT", "EIO")
-#: Calls that change a directory, a file or a lock, and what they may answer on a failing disk.
-EFFECTS = {
-    "fchmod": ("EROFS", "EIO"), "flock": ("ENOLCK", "EIO"), "fsync": _WRITE, "fallocate": _WRITE,
-    "ftruncate": ("ENOSPC", "EROFS", "EIO"), "link": _CHANGE, "linkat": _CHANGE, "mkdir": _CHANGE,
-    "mkdirat": _CHANGE, "pwrite64": _WRITE, "pwritev": _WRITE, "rename": _CHANGE,
-    "renameat": _CHANGE, "renameat2": _CHANGE, "rmdir": _CHANGE[2:], "unlink": _CHANGE[2:],
-    "unlinkat": _CHANGE[2:], "utimensat": ("EROFS", "EIO", "EACCES"), "write": _WRITE,
-}  # fmt: skip
-LOOKS = {
-    "close": ("EIO",), "fstat": ("EIO",), "fstatfs": ("EIO",), "getdents64": ("EIO",),
-    "lstat": _ANY, "newfstatat": _ANY, "pread64": ("EIO",), "preadv": ("EIO",), "read": ("EIO",),
-    "stat": _ANY, "statfs": ("EIO",), "statx": _ANY,
-}  # fmt: skip
-
-
 #: The first has several blocks, the others one.
 SHARDS = {
     name: tar_of([("000000.bin", payload(size))])
@@ -103,21 +81,14 @@ Act = Callable[[Place], Any]
 
 @dataclass(frozen=True)
 class Scenario:
-    """One job to be struck.
+    """One job to be struck."""
 
-    Attributes:
-        act: what the struck process does.
-        before: what others did, each with the call at which it was killed, if it was: part of
-            the name, part of the text; the one in the middle of all that fit.
-        reads: what the next process must be able to read at once.
-        maintains: it may raise what the disk says, instead of reading past it.
-    """
-
-    act: Act
-    reads: tuple[str, ...]
+    act: Act  # what the struck process does
+    reads: tuple[str, ...]  # what the next process must be able to read at once
+    #: What others did, each with the call at which it was killed, if it was: part of the name,
+    #: part of the text; the one in the middle of all that fit.
     before: tuple[tuple[Act, tuple[str, str] | None], ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
-    maintains: bool = False
 
 
 def _reading(*names: str) -> Act:
@@ -174,15 +145,12 @@ SCENARIOS = {
     "room is made": Scenario(
         _reading("d.tar"), ("d.tar",), _HAVE, {"max_size": sum(len(SHARDS[n]) for n in _ABC)}
     ),
-    "remove": Scenario(_remove, ("a.tar",), _HAVE, maintains=True),
-    "clean to a limit": Scenario(
-        _clean(max_size=len(SHARDS["c.tar"]) + 1000), _ABC, _HAVE, maintains=True
-    ),
+    "remove": Scenario(_remove, ("a.tar",), _HAVE),
+    "clean to a limit": Scenario(_clean(max_size=len(SHARDS["c.tar"]) + 1000), _ABC, _HAVE),
     "sweep": Scenario(
         _clean(orphans=True, limits=False),
         (BIG, *_ABC),
         (*_HAVE, (_remove, _UNLINKS), (_reading(BIG), _WROTE)),
-        maintains=True,
     ),
 }
 
@@ -190,21 +158,11 @@ SCENARIOS = {
 # -- one attempt -----------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Point:
-    """One attempt; one at the publishing rename is in every sample."""
+class Result(NamedTuple):
+    """What became of an attempt; ``struck`` is None if the run did not come to the call."""
 
     scenario: str
-    strike: Strike
-    publishes: bool = False
-
-
-@dataclass(frozen=True)
-class Result:
-    """What became of it; ``call`` is None if the run did not come to it."""
-
-    point: Point
-    call: str | None
+    struck: Call | None
     wrong: list[str]
 
 
@@ -226,8 +184,7 @@ class Stage:
                 with self._copy(place) as copy:
                     calls = trace(copy.root, lambda act=act, copy=copy: act(copy)).calls
                 fit = [c for c in calls if killed[0] in c.name and killed[1] in c.text]
-                middle = fit[len(fit) // 2]
-                strike = Strike(middle.name, middle.number)
+                strike = fit[len(fit) // 2]
             run = trace(place.root, lambda act=act: act(place) and None, strike)
             if run.error or run.killed != bool(killed):
                 raise RuntimeError(f"{name} cannot be prepared: {run.error or run}")
@@ -251,14 +208,14 @@ class Stage:
                 shutil.copytree(place.root, copy.root, symlinks=True)
             yield copy
 
-    def strike(self, name: str, strike: Strike | None) -> tuple[Run, list[str]]:
+    def strike(self, name: str, strike: Call | None) -> tuple[Run, list[str]]:
         """One attempt on a fresh copy: what happened, and what was wrong."""
         scenario = SCENARIOS[name]
         prepared = self._place(scenario, self._home / "prepared" / name.replace(" ", "-"))
         with self._copy(prepared) as place:
             planted = set(inspect(place.root))
             run = trace(place.root, lambda: _act(scenario, place), strike)
-            wrong = [] if run.killed else _behaviour(run)
+            wrong = [] if run.killed or run.answer else [f"it ended with {run.error}"]
             wrong += [text for text in inspect(place.root) if text not in planted]
             with self._copy(place) as twin:
                 for step in (_read, _sweep):
@@ -267,37 +224,18 @@ class Stage:
                 wrong += _alone(step, scenario, place)
             return run, wrong
 
-    def attempt(self, point: Point) -> Result:
-        run, wrong = self.strike(point.scenario, point.strike)
-        struck = run.struck
-        if struck is None and run.killed:
+    def attempt(self, point: tuple[str, Call]) -> Result:
+        run, wrong = self.strike(*point)
+        if run.struck is None and run.killed:
             wrong.append("it was killed, but not by us")
-        if point.strike.kind != KILL and run.astray:  # it hit a call that was the origin's
-            struck, wrong = None, []
-        return Result(point, struck and struck.text, wrong)
+        return Result(point[0], run.struck, wrong)
 
 
 def _act(scenario: Scenario, place: Place) -> dict[str, list[str]]:
-    """What the struck process does; what it warned of, and imported."""
+    """What the struck process does; what it imported."""
     known = set(sys.modules)
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger().addHandler(handler)
-    try:
-        scenario.act(place)
-    except (OSError, ShardCacheError):
-        if not scenario.maintains:
-            raise
-    return {"said": said, "imported": sorted(set(sys.modules) - known)}
-
-
-def _behaviour(run: Run) -> list[str]:
-    """What was wrong with a process that was not killed."""
-    if run.hung or run.error or run.answer is None:
-        return ["it hangs" if run.hung else f"it raised: {run.error}" if run.error else "it died"]
-    many = {text: n for text, n in Counter(run.answer["said"]).items() if n > 1}
-    return [f"it warned {count} times: {text}" for text, count in many.items()]
+    scenario.act(place)
+    return {"imported": sorted(set(sys.modules) - known)}
 
 
 def inspect(root: Path) -> Iterator[str]:
@@ -344,54 +282,43 @@ def _alone(step: Callable[[Scenario, Place], list[str]], *given: Any) -> list[st
 # -- all of them -----------------------------------------------------------------------
 
 
-def points(name: str, run: Run, part: str | None) -> Iterator[Point]:
-    """Every kill, and every error, of the calls that a run made; each name and number once."""
-    for call in {(call.name, call.number): call for call in run.calls}.values():
-        makes = call.name == "openat" and "O_CREAT" in call.text
-        if part != "errors":
-            publishes = call.name.startswith("rename") and "/objects/" in call.text
-            yield Point(name, Strike(call.name, call.number), publishes)
-        if part != "kills":
-            opens = ("EMFILE", *(_CHANGE if makes else _ANY)) if call.name == "openat" else ()
-            for error in opens or EFFECTS.get(call.name) or LOOKS.get(call.name, ()):
-                yield Point(name, Strike(call.name, call.number, error))
-                if call.name in EFFECTS and call.name != "write":
-                    yield Point(name, Strike(call.name, call.number, error, on=True))
-
-
-def sweep(names: list[str], every: int = 1, part: str | None = None) -> list[Result]:
-    """Try one point in so many of these scenarios."""
-    logging.getLogger().addHandler(logging.NullHandler())  # warnings are part of the play
+def sweep(names: list[str], every: int) -> list[Result]:
+    """Try one point in so many of these scenarios; those that publish are in every sample."""
+    draw = random.Random(every)
     with tempfile.TemporaryDirectory(prefix="shardcache-crash-") as home:
         stage = Stage(Path(home).resolve())
-        chosen = [p for name in names for p in points(name, stage.prepare(name), part)]
-        draw = random.Random(every)
-        chosen = [p for p in chosen if p.publishes or draw.randrange(every) == 0]
+        points = []
+        for name in names:
+            calls = {call[:2]: call for call in stage.prepare(name).calls}  # of several threads
+            for call in calls.values():
+                publishes = call.name.startswith("rename") and "/objects/" in call.text
+                if publishes or draw.randrange(every) == 0:
+                    points.append((name, call))
         gc.freeze()  # or every child copies what the collector touches
         context = multiprocessing.get_context("fork")
         with context.Pool(os.cpu_count()) as pool:
-            return list(pool.imap(stage.attempt, chosen))
+            return list(pool.imap(stage.attempt, points))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.stress.crash", description=__doc__)
     parser.add_argument("--scenario", action="append", choices=list(SCENARIOS))
-    parser.add_argument("--part", choices=["kills", "errors"], help="default: both")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="a sample of the points")
     given = parser.parse_args()
     if reason := unavailable():
         print(f"skipped: {reason}")
         return 77
+    logging.getLogger().addHandler(logging.NullHandler())  # warnings are part of the play
     begun = time.monotonic()
-    results = sweep(given.scenario or list(SCENARIOS), given.every, given.part)
-    table = Counter((r.point.scenario, r.point.strike.kind == KILL) for r in results)
-    print(f"{time.monotonic() - begun:.0f} s\n\n| scenario | killed | failed |\n|---|--:|--:|")
-    for name in given.scenario or SCENARIOS:
-        print(f"| {name} | {table[name, True]} | {table[name, False]} |")
+    results = sweep(given.scenario or list(SCENARIOS), given.every)
+    points = Counter(result.scenario for result in results)
+    print(f"{time.monotonic() - begun:.0f} s\n\n| scenario | kills |\n|---|--:|")
+    for name, count in points.items():
+        print(f"| {name} | {count} |")
     bad = [result for result in results if result.wrong]
-    for result in bad[:20]:
-        print(f"\n{result.point.scenario}: {result.point.strike}: {result.call}", *result.wrong)
-    missed = sum(result.call is None for result in results)
+    for name, call, wrong in bad[:20]:
+        print(f"\n{name}: {call and call.text}", *wrong)
+    missed = sum(result.struck is None for result in results)
     print(f"\n{len(results)} points, {missed} not reached, {len(bad)} bad")
     return 1 if bad else 0
 

@@ -1,0 +1,587 @@
+"""``python -m tests.stress.storm --minutes 30``: many processes, one cache, every fault at once.
+
+Workers open, hold, pin, link, evict, clean, remove and fork. The boss kills, terminates, stops and
+continues them, deletes lock files, replaces objects, slows the origin down, and fills the disk.
+Everybody writes down what breaks a promise:
+
+* bytes: a completed read is one version of the shard, stored before the read ended;
+* visibility: a published file never changes, and a pinned one stays;
+* economy: a crowd on cold shards fetches each once, and a storm no more than its calls explain;
+* bounded wait: every call ends within its bound;
+* budget and crash: a sweep leaves nothing of dead processes, and the limit holds;
+* errors: no exception reaches a caller that a healthy origin gives no reason for.
+
+The same seed plans the same faults; which call they hit is the kernel's choice. Exit 1 if anything
+was written down.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import errno
+import faulthandler
+import hashlib
+import logging
+import os
+import random
+import sched
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from multiprocessing.sharedctypes import RawArray
+from pathlib import Path
+from typing import Any
+
+from shardcache import Cache, errors
+from tests.stress.brokenflock import broken_environment
+from tests.stress.origin import MIB, Origin, Shards, die_with_parent
+from tests.support.disktools import disk
+from tests.support.storetools import Child, Parent, crowd, forked
+
+STALE_AFTER, LOCK_TIMEOUT = 1.5, 20.0
+#: Seconds that a call may take beyond `LOCK_TIMEOUT`, on a machine that does much else.
+_SLACK = 120.0
+#: Seconds that somebody holds a shard open, at most.
+_HOLD = 0.8
+#: How often a worker does each, of 1000 calls or so.
+_CALLS = {
+    "read": 700, "hold": 45, "pinned": 20, "fetch": 30, "path": 50, "opener": 35, "forked": 10,
+    "remove": 25, "clean": 54, "restart": 8,
+}  # fmt: skip
+#: Mean seconds between two faults of a kind.
+_FAULTS = {
+    "kill": 2.0, "stop": 2.2, "terminate": 6.0, "unlock": 0.8, "put": 1.2, "slow": 10.0,
+    "fill": 16.0, "sample": 0.7,
+}  # fmt: skip
+_SLOW, _FAST = 1.5e6, 12e6
+_TICK = 0.02
+#: Looks at the budget in a row: what is being published or evicted counts twice for a moment.
+_IN_A_ROW = 3
+_FIGURES = ["calls", "verified reads", "verified bytes", "streamed past the cache", "longest ms"]
+
+
+class Storm:
+    """What all processes of a storm share; they are forked once it is made."""
+
+    def __init__(self, directory: Path, seed: int, workers: int, lying: bool) -> None:
+        self.directory, self.seed, self.workers, self.lying = directory, seed, workers, lying
+        self.shards = Shards(48, seed)
+        self.names = self.shards.names
+        self.origin = Origin(self.shards)
+        self.root = directory / "disk" / "cache"
+        self.stop_file = directory / "stop"
+        #: Less than half of all, so that there is something to evict.
+        self.max_size = max(int(sum(self.shards.sizes.values()) * 0.45), 12 * MIB)
+        self.versions = RawArray("q", len(self.names))  # stored, or about to be
+        self.replaced = RawArray("d", len(self.names))  # when the last one was
+        self.counts = [RawArray("q", len(_FIGURES)) for _ in range(workers)]
+        self._wrong = directory / "wrong"
+
+    def cache(self, **options: Any) -> Cache:
+        usual = {
+            "max_size": self.max_size,
+            "min_free": 0,
+            "part_size": MIB,  # several requests for a shard, between which it may be replaced
+            "attempts": 6,
+            "timeout": 5.0,
+            "lock_timeout": LOCK_TIMEOUT,
+            "stale_after": STALE_AFTER,
+        }
+        return Cache(self.root, **{**usual, **options})
+
+    def url(self, name: str) -> str:
+        return f"{self.origin.url}/{name}"
+
+    def wrong(self, promise: str, text: str) -> None:
+        """Write down what broke a promise."""
+        with open(self._wrong, "ab", buffering=0) as file:
+            file.write(f"{promise}: {text}\0".encode())
+
+    def violations(self) -> list[str]:
+        return self._wrong.read_text().split("\0")[:-1] if self._wrong.exists() else []
+
+
+# -- those who use the cache -------------------------------------------------------------
+
+
+class TerminatedError(BaseException):
+    """SIGTERM or SIGINT."""
+
+
+class Worker:
+    """One life of one worker."""
+
+    def __init__(self, storm: Storm, slot: int, life: int) -> None:
+        self.storm, self.slot = storm, slot
+        self.draw = random.Random(f"{storm.seed}/{slot}.{life}")
+        self.cache = self._cache()
+
+    def _cache(self) -> Cache:
+        isolation = "rank" if self.slot % 8 == 7 else "node"
+        if isolation == "rank":
+            os.environ["SHARDCACHE_RANK"] = str(self.slot)
+        return self.storm.cache(isolation=isolation, prefetch=self.slot % 3)
+
+    def live(self) -> None:
+        """Make calls until told to stop."""
+        calls = [getattr(self, f"_{name}") for name in _CALLS]
+        while not self.storm.stop_file.exists():
+            self.draw.choices(calls, list(_CALLS.values()))[0](self._choose())
+            time.sleep(self.draw.expovariate(250))
+
+    def _choose(self) -> str:
+        """A shard: mostly of those that are popular now."""
+        names = self.storm.names
+        window = int(time.monotonic() / 2) * 3
+        at = int(self.draw.paretovariate(0.8)) % (len(names) // 4)
+        return names[(window + at) % len(names)]
+
+    @contextlib.contextmanager
+    def _call(self, op: str, name: str) -> Iterator[None]:
+        """One call: it must end in time, and only with an error that has a reason."""
+        counts, began = self.storm.counts[self.slot], time.monotonic()
+        counts[0] += 1
+        try:
+            yield
+        except Exception as exn:
+            if not self._explained(exn, op in ("pinned", "fetch"), name, began):
+                self.storm.wrong("errors", f"{op} of {name}: {traceback.format_exc()[-3000:]}")
+        took = time.monotonic() - began
+        counts[4] = max(counts[4], int(took * 1000))
+        if took > LOCK_TIMEOUT + _SLACK:
+            self.storm.wrong("bounded wait", f"{op} of {name} took {took:.0f} s")
+
+    def _explained(self, exn: Exception, stores: bool, name: str, began: float) -> bool:
+        """Whether the call's shard, or the disk, gave a reason for an error."""
+        if type(exn) in (errors.TransferError, errors.IntegrityError):
+            # Replaced while somebody had read some of it, or again and again.
+            return self.storm.replaced[self.storm.names.index(name)] >= began - LOCK_TIMEOUT
+        if not stores:
+            return False
+        number = getattr(exn, "errno", None)
+        if isinstance(exn, errors.LockTimeoutError):
+            return time.monotonic() - began >= LOCK_TIMEOUT
+        if isinstance(exn, FileNotFoundError) or number == errno.EBUSY:
+            return self.storm.lying  # nobody can tell what is in use
+        full = number in (errno.ENOSPC, errno.EDQUOT)
+        return full or isinstance(exn, errors.CacheFullError)
+
+    def _check(self, name: str, data: bytes, streamed: bool = False) -> None:
+        version, wrong = self.storm.shards.examine(name, data)
+        if wrong is None and version > self.storm.versions[self.storm.names.index(name)]:
+            wrong = f"version {version} was not stored when it ended"
+        if wrong is not None:
+            self.storm.wrong("bytes", f"{name}: {wrong}")
+        counts = self.storm.counts[self.slot]
+        for figure, more in enumerate((1, len(data), streamed), 1):
+            counts[figure] += more
+
+    def _read(self, name: str) -> None:
+        with self._call("read", name), self.cache.open(self.storm.url(name)) as stream:
+            data = stream.read()
+            self._check(name, data, "://" in str(stream.name))
+
+    def _hold(self, name: str) -> None:
+        """Read a bit, wait while others evict, and read the rest or close."""
+        with self._call("hold", name), self.cache.open(self.storm.url(name)) as stream:
+            head = stream.read(self.draw.randrange(200_000))
+            if self.draw.random() < 0.5:
+                time.sleep(self.draw.random() * _HOLD)
+                self._check(name, head + stream.read())
+
+    def _pinned(self, name: str) -> None:
+        with self._call("pinned", name), self.cache.pinned(self.storm.url(name)) as path:
+            before = path.stat().st_ino
+            time.sleep(self.draw.random() * _HOLD)
+            gone = not path.exists() or path.stat().st_ino != before
+            if gone and not self.storm.lying:
+                self.storm.wrong("in use", f"{name} was evicted while it was pinned")
+            self._check(name, path.read_bytes())
+
+    def _fetch(self, name: str) -> None:
+        with self._call("fetch", name):
+            self.cache.fetch(self.storm.url(name))
+
+    def _path(self, name: str) -> None:
+        """Read by path without a pin, as other programs do: it may be gone, never changing."""
+        with self._call("path", name), contextlib.suppress(FileNotFoundError):
+            if path := self.cache.path(self.storm.url(name)):
+                self._check(name, path.read_bytes())
+
+    def _opener(self, first: str) -> None:
+        """Read the way a WebDataset does, with shards fetched ahead."""
+        names = [first, *(self._choose() for _ in range(self.draw.randint(1, 4)))]
+        samples = self.cache.url_opener(iter([{"url": self.storm.url(name)} for name in names]))
+        for name in names:
+            done = False
+            with self._call("opener", name), next(samples)["stream"] as stream:
+                self._check(name, stream.read())
+                done = True
+            if not done:
+                return  # a generator that raised has ended
+
+    def _forked(self, name: str) -> None:
+        """A child reads through the cache that it came with."""
+        with self._call("fork", name):
+            if (pid := os.fork()) == 0:
+                status = 1
+                try:
+                    die_with_parent()
+                    self._read(name)
+                    self.cache.close()
+                    status = 0
+                finally:
+                    os._exit(status)
+            assert os.waitpid(pid, 0)[1] == 0
+
+    def _remove(self, name: str) -> None:
+        with self._call("remove", name):
+            self.cache.remove(self.storm.url(name))
+
+    def _clean(self, name: str) -> None:
+        """To a limit, of what dead processes left, or, seldom, of everything."""
+        limit = {"max_size": int(self.storm.max_size * self.draw.uniform(0.5, 1))}
+        ways = [limit, {"orphans": True, "limits": False}, {"everything": True}]
+        with self._call("clean", name):
+            self.cache.clean(**self.draw.choices(ways, (18, 35, 1))[0])
+
+    def _restart(self, name: str) -> None:
+        with self._call("restart", name):
+            self.cache.close()
+            self.cache = self._cache()
+
+
+def live(storm: Storm, slot: int, life: int) -> int:
+    """Live one life, in a forked process; returns its exit status."""
+    die_with_parent()
+    faulthandler.register(signal.SIGUSR1, open(storm.directory / f"stuck-{os.getpid()}", "w"))
+    logging.getLogger("shardcache").addHandler(logging.NullHandler())
+    logging.getLogger("shardcache").propagate = False
+
+    def end(number: int, frame: object) -> None:
+        raise TerminatedError
+
+    try:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, end)
+        worker = Worker(storm, slot, life)
+        try:
+            worker.live()
+        finally:
+            worker.cache.close()
+    except TerminatedError:
+        return 143
+    except BaseException:
+        storm.wrong("errors", f"worker {slot}.{life}: {traceback.format_exc()[-3000:]}")
+    return 0
+
+
+# -- the one who makes their lives hard --------------------------------------------------
+
+
+def below(directory: Path, suffix: str = "") -> list[Path]:
+    """Files anywhere below a directory; what goes away meanwhile is passed over."""
+    return sorted(
+        Path(where, name)
+        for where, _, names in os.walk(directory)
+        for name in names
+        if name.endswith(suffix)
+    )
+
+
+def published(root: Path) -> dict[int, tuple[Path, int]]:
+    """Inode -> (path, bytes) of every entry's data: a link takes no room."""
+    found = {}
+    for base in (root / "v1", *(root / "v1" / "ranks").glob("*")):
+        for path in below(base / "objects", ".tar"):
+            with contextlib.suppress(FileNotFoundError):
+                found[path.stat().st_ino] = path, path.stat().st_size
+    return found
+
+
+class Boss:
+    """One thread, one loop: keeps every slot occupied, and does what goes wrong."""
+
+    def __init__(self, storm: Storm, own_disk: bool) -> None:
+        self.storm, self.own_disk = storm, own_disk
+        self.draw = random.Random(f"{storm.seed}/boss")
+        self.slots: dict[int, int] = {}  # of live workers, by process
+        self.stopped: set[int] = set()
+        self.done: defaultdict[str, int] = defaultdict(int)
+        self._sent: defaultdict[int, set[int]] = defaultdict(set)
+        self._digests: dict[str, str] = {}
+        self._over = 0
+        self._budget_unlocked = storm.lying
+        self._due = sched.scheduler()
+
+    def blow(self, seconds: float) -> None:
+        """Let it blow, then wait until every worker has ended or is stuck."""
+        storm = self.storm
+        self._half = time.monotonic() + seconds / 2
+        end = time.monotonic() + seconds
+        storm.origin.set("rate", _FAST)
+        storm.origin.set("faults", 60)
+        for slot in range(storm.workers):
+            self._spawn(slot, 0)
+        for name, mean in _FAULTS.items():
+            if name != "fill" or self.own_disk:
+                self._every(mean, getattr(self, f"_{name}"))
+        while time.monotonic() < end:
+            self._tick()
+        self._due = sched.scheduler()
+        for pid in sorted(self.stopped):
+            self._continue(pid)
+        storm.origin.set("rate", _FAST)
+        storm.origin.set("faults", 0)
+        self._free()
+        storm.stop_file.touch()
+        end = time.monotonic() + LOCK_TIMEOUT + _SLACK
+        while self.slots and time.monotonic() < end:
+            self._tick()
+        for pid in self.slots:
+            os.kill(pid, signal.SIGUSR1)  # faulthandler writes where it is
+            time.sleep(1.0)
+            storm.wrong("bounded wait", (storm.directory / f"stuck-{pid}").read_text())
+            os.kill(pid, signal.SIGKILL)
+
+    def _tick(self) -> None:
+        time.sleep(_TICK)
+        with contextlib.suppress(ChildProcessError):
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                pid, status = found[0], os.waitstatus_to_exitcode(found[1])
+                self.stopped.discard(pid)
+                if (slot := self.slots.pop(pid, None)) is None:
+                    continue  # a child that outlived its parent, or the origin
+                if status not in {0} | self._sent.pop(pid, set()):
+                    self.storm.wrong("errors", f"a worker ended with status {status}")
+                self.done["lives"] += 1
+                self._due.enter(0.15, 0, self._spawn, (slot, self.done["lives"]))
+        self._due.run(blocking=False)
+
+    def _every(self, mean: float, action: Callable[[], None]) -> None:
+        def act() -> None:
+            action()
+            self._every(mean, action)
+
+        self._due.enter(self.draw.expovariate(1 / mean), 0, act)
+
+    def _spawn(self, slot: int, life: int) -> None:
+        if self.storm.stop_file.exists():
+            return
+        if (pid := os.fork()) == 0:
+            os._exit(live(self.storm, slot, life))
+        self.slots[pid] = slot
+
+    def _kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """Anyone who runs: at any moment most are in a call that fetches, waits or holds."""
+        if running := sorted(set(self.slots) - self.stopped):
+            pid = self.draw.choice(running)
+            self._sent[pid] |= {-number, 143}
+            self.done["kills and terminations"] += 1
+            os.kill(pid, number)
+
+    def _terminate(self) -> None:
+        self._kill(self.draw.choice((signal.SIGTERM, signal.SIGINT)))
+
+    def _stop(self) -> None:
+        """Stop a process: for a moment, or past ``stale_after``; two at a time."""
+        running = sorted(set(self.slots) - self.stopped)
+        if len(self.stopped) >= 2 or not running:
+            return
+        pid = self.draw.choice(running)
+        self.stopped.add(pid)
+        self.done["stops"] += 1
+        os.kill(pid, signal.SIGSTOP)
+        short = self.draw.random() < 0.5
+        seconds = self.draw.uniform(0.05, STALE_AFTER) if short else STALE_AFTER + 2.0
+        self._due.enter(seconds, 0, self._continue, (pid,))
+
+    def _continue(self, pid: int) -> None:
+        if pid in self.stopped:  # else it was killed
+            self.stopped.discard(pid)
+            os.kill(pid, signal.SIGCONT)
+
+    def _unlock(self) -> None:
+        """Delete a lock file or a directory of them; the budget's only in the second half."""
+        now = time.monotonic()
+        if int(now / 9) % 2 == 0:
+            return  # a stopped holder must keep its lock long enough to be passed by
+        victims = below(self.storm.root / "v1" / "locks", ".lock")
+        if now < self._half:
+            victims = [path for path in victims if path.stem != "budget"]
+        if victims:
+            chosen = self.draw.choice(victims)
+            self._budget_unlocked |= chosen.stem == "budget"
+            self.done["lock files deleted"] += 1
+            if self.draw.random() < 0.3 and chosen.parent.name != "locks":
+                shutil.rmtree(chosen.parent, ignore_errors=True)  # a new one may be there already
+            chosen.unlink(missing_ok=True)
+
+    def _put(self) -> None:
+        """Replace an object: mostly one that is being fetched, where one is."""
+        fetched = [path.name for path in below(self.storm.root / "v1" / "partial", ".tar")]
+        some = fetched if fetched and self.draw.random() < 0.7 else self.storm.names
+        name = self.draw.choice(some)
+        index = self.storm.names.index(name)
+        self.storm.versions[index] += 1
+        self.storm.replaced[index] = time.monotonic()
+        self.done["overwrites"] += 1
+        self.storm.origin.replace(name)
+
+    def _slow(self) -> None:
+        self.storm.origin.set("rate", _SLOW)
+        self._due.enter(self.draw.uniform(1, 4), 0, self.storm.origin.set, ("rate", _FAST))
+
+    def _fill(self) -> None:
+        self.done["disk filled"] += 1
+        free = os.statvfs(self.storm.root.parent)
+        size = free.f_bavail * free.f_frsize - self.draw.randrange(1 << 19)
+        filler = self.storm.root.parent / "filler"
+        with open(filler, "wb") as file, contextlib.suppress(OSError):
+            os.posix_fallocate(file.fileno(), 0, max(1, size))
+        self._due.enter(self.draw.uniform(0.5, 2.5), 0, self._free)
+
+    def _free(self) -> None:
+        (self.storm.root.parent / "filler").unlink(missing_ok=True)
+
+    # -- what it finds -------------------------------------------------------------
+
+    def _sample(self) -> None:
+        """Add up the budget, and read some of what is published."""
+        first, entries = published(self.storm.root), published(self.storm.root)
+        # What was there in two looks in a row was there at one moment.
+        total = sum(size for inode, (_, size) in entries.items() if inode in first)
+        excused = self.stopped or self._budget_unlocked
+        self._over = self._over + 1 if total > self.storm.max_size and not excused else 0
+        if self._over == _IN_A_ROW:
+            self.storm.wrong("budget", f"{total} bytes in {_IN_A_ROW} looks in a row")
+        paths = sorted(path for path, _ in entries.values())
+        self.read_again(self.draw.sample(paths, min(3, len(paths))))
+
+    def read_again(self, paths: list[Path]) -> None:
+        """Read published files: each is whole, and what it was before."""
+        for path in paths:
+            with contextlib.suppress(FileNotFoundError):
+                inode, data = path.stat().st_ino, path.read_bytes()
+                _, wrong = self.storm.shards.examine(path.name, data)
+                digest = hashlib.sha256(data).hexdigest()
+                if wrong or self._digests.setdefault(f"{path}#{inode}", digest) != digest:
+                    self.storm.wrong("visibility", f"{path}: {wrong or 'it changed'}")
+
+
+# -- before and after --------------------------------------------------------------------
+
+
+def cold_crowd(storm: Storm) -> None:
+    """Everybody reads the same cold shards, in an order of their own: each is fetched once."""
+    names = storm.names[: len(storm.names) // 4]
+
+    def read(parent: Parent, number: int) -> None:
+        with storm.cache(lock_timeout=600.0, stale_after=300.0) as cache:
+            for name in random.Random(number).sample(names, len(names)):
+                with cache.open(storm.url(name)) as stream:
+                    assert storm.shards.examine(name, stream.read()) == (0, None)
+
+    with crowd(storm.workers, read) as children:
+        for child in children:
+            _ended(storm, "the crowd", child)
+    fetches = storm.origin.fetches()
+    if not storm.lying and fetches != dict.fromkeys(names, 1):
+        storm.wrong("economy", f"a crowd on {len(names)} cold shards fetched {fetches}")
+
+
+def audit(storm: Storm, boss: Boss) -> None:
+    """After the end: everything can be read, and a sweep leaves nothing."""
+    boss.read_again([path for path, _ in published(storm.root).values()])
+    for path in storm.root.rglob("partial/**/*"):  # what a dead process left may be kept a while
+        os.utime(path, (1e9, 1e9), follow_symlinks=False)
+
+    def read(parent: Parent) -> None:
+        with storm.cache() as cache:
+            for name, version in zip(storm.names, storm.versions, strict=True):
+                with cache.open(storm.url(name)) as stream:
+                    found, wrong = storm.shards.examine(name, stream.read())
+                assert wrong is None, wrong
+                assert found == version or cache.path(storm.url(name)) is not None
+
+    _swept(storm, storm.max_size, "--max-size", str(storm.max_size))
+    with forked(read) as child:
+        _ended(storm, "reading all", child)
+    _swept(storm, 0, "--all", "-y")
+
+
+def _ended(storm: Storm, what: str, child: Child) -> None:
+    """Wait for a child, however long it takes."""
+    if status := child.wait():
+        try:
+            child.hear()
+        except (AssertionError, EOFError) as exn:
+            storm.wrong("errors", f"{what} ended with {status}: {exn}")
+
+
+def _swept(storm: Storm, limit: int, *options: str) -> None:
+    command = [sys.executable, "-m", "shardcache", "--dir", str(storm.root), "clean", *options]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        storm.wrong("crash", f"clean ended with {done.returncode}: {done.stdout}{done.stderr}")
+    left = [path for kind in ("partial", "sessions") for path in storm.root.glob(f"v1/**/{kind}/*")]
+    left += [path for path in below(storm.root) if path.name.startswith(".")]
+    if left:
+        storm.wrong("crash", f"after the sweep there are {[str(path) for path in left]}")
+    if (total := sum(size for _, size in published(storm.root).values())) > limit:
+        storm.wrong("budget", f"{total} bytes after the sweep, not {limit}")
+
+
+def blow(seconds: float, seed: int, workers: int, lying: bool) -> tuple[dict[str, int], list[str]]:
+    """One storm, from beginning to end; figures, and what was wrong."""
+    set_child_subreaper = 36
+    ctypes.CDLL(None).prctl(set_child_subreaper, 1)
+    with contextlib.ExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="shardcache-storm-"))
+        storm = Storm(Path(directory).resolve(), seed, workers, lying)
+        stack.callback(storm.origin.close)
+        storm.root.parent.mkdir()
+        if own_disk := os.geteuid() == 0:
+            size = int(storm.max_size * 1.5) + 16 * MIB
+            stack.enter_context(disk(storm.root.parent, f"size={size}"))
+        boss = Boss(storm, own_disk)
+        cold_crowd(storm)
+        boss.blow(seconds)
+        fetches = sum(storm.origin.fetches().values())
+        audit(storm, boss)
+        figures = {name: sum(each[n] for each in storm.counts) for n, name in enumerate(_FIGURES)}
+        figures["longest ms"] = max(each[-1] for each in storm.counts)
+        if fetches > 1.5 * figures["calls"] + len(storm.names):
+            storm.wrong("economy", f"{fetches} fetches by {figures['calls']} calls")
+        return {**figures, **boss.done, "fetches": fetches}, storm.violations()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.stress.storm", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=random.randrange(1 << 31))
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--flock", choices=["working", "lying"], default="working")
+    given = parser.parse_args()
+    lying = given.flock == "lying"
+    if lying and "BROKEN_FLOCK" not in os.environ:
+        os.execve(sys.executable, sys.orig_argv, broken_environment("lying"))
+    figures, wrong = blow(given.minutes * 60, given.seed, given.workers, lying)
+    print(f"seed {given.seed}\n\n| | |\n|---|--:|")
+    for name, figure in figures.items():
+        print(f"| {name} | {figure:,} |")
+    print(*wrong[:20], sep="\n\n")
+    print(f"\n{len(wrong)} promises broken" if wrong else "\nAll held.")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

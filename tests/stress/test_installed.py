@@ -1,0 +1,69 @@
+"""A fresh installation: the wheel and what pip finds for it, in an empty virtual environment."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardcache.cli.demo import S3Server
+from tests.support.tars import make_tar
+
+HOME = Path(__file__).resolve().parents[2]
+#: Seconds: pip may wait for the network.
+_PATIENCE = 540
+
+
+def run(*command: str | Path, **environment: str) -> str:
+    """What a program prints that knows nothing of this checkout; it must succeed."""
+    known = {name: text for name, text in os.environ.items() if not name.startswith("PYTHON")}
+    done = subprocess.run(
+        [*map(str, command)],
+        cwd="/",
+        env={**known, **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=_PATIENCE,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the programs of a new environment are that has the wheel and the demo's extra."""
+    home = tmp_path_factory.mktemp("fresh")
+    pip = [sys.executable, "-m", "pip"]
+    run(*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", home, HOME)
+    (wheel,) = home.glob("shardcache-*.whl")
+    run(sys.executable, "-m", "venv", home / "venv")
+    run(home / "venv" / "bin" / "python", "-m", "pip", "install", "--quiet", f"{wheel}[demo]")
+    return home / "venv" / "bin"
+
+
+def test_the_demo_keeps_its_promise(fresh: Path, tmp_path: Path) -> None:
+    assert "each fetched exactly once" in run(fresh / "shardcache", "demo", TMPDIR=str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_three_lines_of_the_readme_train_from_s3(
+    fresh: Path, s3: S3Server, bucket: str, s3_environment: dict[str, str], tmp_path: Path
+) -> None:
+    for number in range(3):
+        s3.put(bucket, f"train-{number:04d}.tar", make_tar(number))
+    (lines,) = re.findall(r"```python\n(.*?)```", (HOME / "README.md").read_text(), re.DOTALL)
+    code = lines.replace("/local/nvme/shards", str(tmp_path / "cache"))
+    code = code.replace("s3://bucket/train-{0000..2047}", f"s3://{bucket}/train-{{0000..0002}}")
+    assert run(fresh / "python", "-c", code + "print(len(list(ds)))") == "12\n"
+    assert "3 shards" in run(fresh / "shardcache", "--dir", tmp_path / "cache", "stats")
+
+
+def test_what_is_installed_is_consistent_and_imports_lightly(fresh: Path) -> None:
+    run(fresh / "python", "-m", "pip", "check")
+    heavy = "print({'torch', 'botocore', 's3fs', 'rich'} & set(__import__('sys').modules))"
+    assert run(fresh / "python", "-c", f"import shardcache; {heavy}") == "set()\n"

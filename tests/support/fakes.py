@@ -41,51 +41,31 @@ class FakeClock:
 
 @dataclass
 class Fault:
-    """What goes wrong with one request.
+    """What goes wrong with one request."""
 
-    Attributes:
-        after: bytes delivered before it strikes; None lets the request itself fail.
-        error: what is raised; None ends the body short.
-        wait: an event the body waits for once, at ``after`` bytes.
-        corrupt: flips the byte at ``after`` instead of failing.
-    """
-
-    after: int | None = 0
-    error: Exception | None = None
-    wait: threading.Event | None = None
-    corrupt: bool = False
+    after: int | None = 0  # bytes delivered before it strikes; None lets the request itself fail
+    error: Exception | None = None  # what is raised; None ends the body short
+    wait: threading.Event | None = None  # what the body waits for once, at ``after`` bytes
+    corrupt: bool = False  # flips the byte at ``after`` instead of failing
 
 
 @dataclass
 class MemoryOrigin:
-    """Objects in memory, served like S3 serves them.
+    """Objects in memory, served like S3 serves them."""
 
-    Attributes:
-        objects: canonical URL to bytes.
-        requests: (url, start, stop) of every `open`, in order.
-        stats: URLs described.
-        faults: strike the next requests, one each.
-        pins: as `origin.Origin.pins`.
-        ranges: whether ranges are honoured.
-        sizes: whether sizes are stated.
-        etags: whether versions can be told apart.
-        checksums: canonical URL to what `stat` states.
-        bodies: every answer that was given.
-    """
-
-    objects: dict[str, bytes] = field(default_factory=dict)
-    requests: list[tuple[str, int, int | None]] = field(default_factory=list)
-    stats: list[str] = field(default_factory=list)
-    faults: deque[Fault] = field(default_factory=deque)
+    objects: dict[str, bytes] = field(default_factory=dict)  # by canonical URL
+    requests: list[tuple[str, int, int | None]] = field(default_factory=list)  # url, start, stop
+    stats: list[str] = field(default_factory=list)  # URLs described
+    faults: deque[Fault] = field(default_factory=deque)  # of the next requests, one each
     pins: bool = True
     states_checksums: bool = True
-    ranges: bool = True
-    sizes: bool = True
-    etags: bool = True
-    checksums: dict[str, Checksum] = field(default_factory=dict)
+    ranges: bool = True  # honoured
+    sizes: bool = True  # stated
+    etags: bool = True  # stated
+    checksums: dict[str, Checksum] = field(default_factory=dict)  # that `stat` states
     chunk: int = 64 * 1024
-    delivered: int = 0
-    bodies: list[MemoryBody] = field(default_factory=list)
+    delivered: int = 0  # bytes
+    bodies: list[MemoryBody] = field(default_factory=list)  # every answer that was given
     guard: threading.Lock = field(default_factory=threading.Lock)
 
     def info(self, url: ShardURL) -> ObjectInfo:

@@ -36,19 +36,12 @@ NO_SHARDS = {"pandas", "Arrow"}
 
 @dataclass(frozen=True)
 class Block:
-    """One Python block of the page.
+    """One Python block of the page."""
 
-    Attributes:
-        section: its heading.
-        number: of the section's blocks.
-        code: what the user writes.
-        printed: what stands below it; ``...`` is anything.
-    """
-
-    section: str
-    number: int
-    code: str
-    printed: str
+    section: str  # its heading
+    number: int  # of the section's blocks
+    code: str  # what the user writes
+    printed: str  # what stands below it; ``...`` is anything
 
     def __str__(self) -> str:
         return f"{self.section.split()[0]}-{self.number}"

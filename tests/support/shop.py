@@ -37,10 +37,7 @@ class Shop:
 
     def entries(self) -> dict[str, Entry]:
         """What is cached: path of the shard -> entry."""
-        with Cache(self.path, cache_local=True) as cache:
-            return {
-                entry.metadata().url.removeprefix("file://"): entry for entry in cache.entries()
-            }
+        return {url: links[0] for url, links in self.links().items()}
 
     def links(self) -> dict[str, list[Entry]]:
         """As `entries`, of all namespaces."""

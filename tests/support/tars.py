@@ -15,10 +15,7 @@ def tar_of(
 ) -> bytes:
     """A tar archive of files, given by name and content.
 
-    Args:
-        members: the files, in order.
-        style: a format of `tarfile`.
-        whole_records: pad with zeros to a multiple of 10,240 bytes, as the tar command does.
+    With ``whole_records`` it is padded to a multiple of 10,240 bytes, as by the tar command.
     """
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=style) as archive:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -18,15 +19,7 @@ EXAMPLES = ROOT / "examples"
 
 
 class DataSet:
-    """Shards in a bucket, ``train-0000.tar`` and so on.
-
-    Args:
-        server: where to.
-        bucket: exists already.
-        proxy: between the server and who reads.
-        shards: how many.
-        members: samples of each.
-    """
+    """Shards in a bucket, ``train-0000.tar`` and so on, with so many samples each."""
 
     def __init__(
         self, server: S3Server, bucket: str, proxy: Proxy, shards: int = 4, members: int = 6
@@ -59,12 +52,7 @@ class DataSet:
 
 
 def programs(directory: Path, **scripts: str) -> str:
-    """A PATH whose ``shardcache``, ``torchrun`` and ``python`` are this interpreter's.
-
-    Args:
-        directory: where they are put.
-        **scripts: further programs, by name.
-    """
+    """A PATH whose ``shardcache``, ``torchrun`` and ``python`` are this interpreter's; and more."""
     directory.mkdir()
     python = f"exec '{sys.executable}'"
     scripts = {
@@ -80,12 +68,9 @@ def programs(directory: Path, **scripts: str) -> str:
 
 
 def run(
-    command: list[str], patience: float = 150, cwd: Path = ROOT, **environment: str
+    command: list[str], patience: float = 300, cwd: Path = ROOT, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program of the examples to its end; it must succeed.
-
-    It, and all that it started, is gone when this returns.
-    """
+    """Run a program of the examples to its end; it must succeed."""
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -100,19 +85,8 @@ def run(
     try:
         out, err = process.communicate(timeout=patience)
     finally:
-        _end_session(process)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
     assert process.returncode == 0, f"{command} ended with {process.returncode}:\n{out}{err}"
     return subprocess.CompletedProcess(command, 0, out, err)
-
-
-def _end_session(process: subprocess.Popen[str]) -> None:
-    """Kill what a program that did not end has left in its session."""
-    if process.poll() is None:
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                try:
-                    if os.getsid(int(entry.name)) == process.pid:
-                        os.kill(int(entry.name), 9)
-                except ProcessLookupError:
-                    continue
-        process.communicate()

@@ -40,19 +40,11 @@ import logging
 logging.basicConfig(format="%(message)s", level=logging.WARNING)
 from shardcache import Cache
 
-def resolve(path):
-    import importlib
-    module, _, names = path.partition(":")
-    *owners, name = names.split(".")
-    owner = importlib.import_module(module)
-    for each in owners:
-        owner = getattr(owner, each)
-    return owner, name
-
 if os.environ.get("STOP_AT"):
-    import functools, signal
+    import functools, pkgutil, signal
     when, _, place = os.environ["STOP_AT"].partition(" ")
-    owner, name = resolve(place)
+    owner, _, name = place.replace(":", ".").rpartition(".")
+    owner = pkgutil.resolve_name(owner)
     call, state = getattr(owner, name), []
     def stop(moment):
         if moment == when and not state:
@@ -113,32 +105,19 @@ class Clock:
 
 
 class Worker:
-    """One such process; use as a context manager.
-
-    Args:
-        clock: its wall clock.
-        stop_at: "before" or "after", and a call of the library as ``module:name``, where it
-            stops itself the first time.
-        prefix: a command that starts it.
-        options: of its cache.
-    """
+    """One such process, with these options of its cache; use as a context manager."""
 
     def __init__(
         self,
         clock: Clock | None = None,
         *,
-        stop_at: str = "",
-        prefix: Sequence[str] = (),
+        stop_at: str = "",  # "before" or "after", and a call of the library as ``module:name``
+        prefix: Sequence[str] = (),  # a command that starts it
         **options: Any,
     ) -> None:
+        given = json.dumps({"min_free": 0, **options}, default=str)
         self.process = subprocess.Popen(
-            [
-                *prefix,
-                sys.executable,
-                "-c",
-                _WORKER,
-                json.dumps({"min_free": 0, **options}, default=str),
-            ],
+            [*prefix, sys.executable, "-c", _WORKER, given],
             bufsize=0,  # `hear` asks whether there is more
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -7,10 +7,11 @@ goes on writing the `FetchStatus` of a `Started` event.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from shardcache.errors import ShardCacheError
 from shardcache.fetch.status import FetchStatus
 from shardcache.files import FULL
 from shardcache.store.entry import Entry
@@ -112,6 +113,23 @@ class PrewarmPlan:
         entry = self.cached.get(shard.key)
         return entry.size if entry is not None else self.sizes.get(shard.key)
 
+    def results(
+        self, found: Mapping[str, ShardResult], otherwise: Outcome
+    ) -> tuple[ShardResult, ...]:
+        """One per shard, in order: as `found` by its key, else as planned, else ``otherwise``."""
+
+        def planned(shard: ShardURL) -> ShardResult:
+            outcome, error = otherwise, self.unconfirmed.get(shard.key)
+            if error is not None:
+                outcome = Outcome.FAILED
+            elif shard.key in self.left_out:
+                outcome = Outcome.LEFT_OUT
+            elif shard.key in self.cached:
+                outcome = Outcome.CACHED
+            return ShardResult(str(shard), outcome, self.size_of(shard), error=error)
+
+        return tuple(found.get(shard.key) or planned(shard) for shard in self.shards)
+
 
 class Outcome(StrEnum):
     """What became of one shard."""
@@ -121,7 +139,6 @@ class Outcome(StrEnum):
     COALESCED = "coalesced"
     LINKED = "linked"
     FAILED = "failed"
-    CANCELLED = "cancelled"
     NOT_STARTED = "not_started"
     LEFT_OUT = "left_out"
     MISSING = "missing"
@@ -157,8 +174,8 @@ class ShardResult:
 
     Attributes:
         url: canonical URL, free of credentials.
-        outcome: ``missing`` is not cached, after a check or a dry run; ``left_out``
-            found no room under best effort.
+        outcome: ``missing`` is not cached, after a check or a dry run; ``left_out`` found no room
+            under best effort; ``not_started`` was not begun, or cut short.
         size: bytes, or None where not known.
         seconds: that it took.
         received: bytes that came over the network for it.
@@ -173,6 +190,10 @@ class ShardResult:
     received: int = 0
     retries: int = 0
     error: Exception | None = None
+
+    def portable(self) -> ShardResult:
+        """The same, for another process: a pickle of a foreign error may not open."""
+        return replace(self, error=None if self.error is None else portable(self.error))
 
 
 class _Counted:
@@ -207,7 +228,7 @@ class PrewarmReport:
     coalesced = _Counted(Outcome.COALESCED)
     linked = _Counted(Outcome.LINKED)
     failed = _Counted(Outcome.FAILED)
-    not_started = _Counted(Outcome.NOT_STARTED, Outcome.CANCELLED)
+    not_started = _Counted(Outcome.NOT_STARTED)
     missing = _Counted(Outcome.MISSING)
 
     def __repr__(self) -> str:
@@ -306,13 +327,14 @@ class Finished(NamedTuple):
     result: ShardResult
 
 
-class Stopping(NamedTuple):
-    """No further shard will be started."""
-
-    reason: Stopped
+Event = Planned | Started | Finished
 
 
-Event = Planned | Started | Finished | Stopping
+def portable(error: Exception) -> Exception:
+    """An error that can be pickled: one of ours, or what it says."""
+    if isinstance(error, ShardCacheError | OSError):
+        return error
+    return ShardCacheError(f"{type(error).__name__}: {error}")
 
 
 def is_full(exn: BaseException | None) -> bool:

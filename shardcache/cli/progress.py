@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from shardcache.cli.output import Console, printable
-from shardcache.results import Event, Finished, Outcome, Planned, PrewarmPlan, Started, Stopping
+from shardcache.results import Event, Finished, Outcome, Planned, PrewarmPlan, Started
 from shardcache.units import format_bytes
 
 #: Seconds between two lines where nothing can be redrawn: a log of an hour has 360.
@@ -114,7 +114,6 @@ class PrewarmProgress:
         self._active: dict[str, Started] = {}
         self._sizes: dict[str, int] = {}  # of the shards to fetch, as far as they are known
         self._done = self._bytes = self._failed = 0
-        self._note = ""
 
     def __call__(self, event: Event) -> None:
         """Take an event."""
@@ -133,8 +132,6 @@ class PrewarmProgress:
                     # A shard that failed is done with, too: the estimate is for the rest.
                     self._bytes += result.size or 0
                     self._sizes.setdefault(shard.key, result.size or 0)
-            case Stopping():
-                self._note = ", stopping"
 
     def positions(self) -> Positions:
         """The whole run, and the shards that are being fetched."""
@@ -145,7 +142,7 @@ class PrewarmProgress:
         text = f"{self._done:,}/{shards:,} shards, {format_bytes(written)}"
         text += f" of {format_bytes(total)}" if total is not None else ""
         text += f", {self._failed:,} failed" if self._failed else ""
-        found = {"": Position(f"{text}{self._note}", written, total)}
+        found = {"": Position(text, written, total)}
         for shard, status in active[:_SHOWN]:
             name = printable(shard.basename)
             if status.size is None:  # still connecting, or another process has the shard's lock

@@ -29,7 +29,7 @@ from shardcache.config import __version__
 from shardcache.errors import ConfigError
 from shardcache.stats import database
 from shardcache.stats.database import Sample
-from shardcache.stats.prometheus import exposition
+from shardcache.stats.metrics import exposition
 from shardcache.stats.summary import OUTCOMES, Stats, Waits, by_hour, by_rank, rank_records, summed
 from shardcache.units import format_bytes, format_rate
 

@@ -66,7 +66,7 @@ class Watcher:
         now, kept = clock.monotonic(), self._samples
         last = kept[-1][0] if kept else now
         samples = self._cache.samples(_WINDOW)
-        kept.append((now, {(each.start, each.rank, each.job): each for each in samples}))
+        kept.append((now, {(each.start, each.rank): each for each in samples}))
         (began, before), (_, after) = kept[0], kept[-1]
         changed = [
             replace(each, counters=each.counters - before[key].counters) if key in before else each

@@ -15,21 +15,31 @@ import functools
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from shardcache.cache import Cache
 from shardcache.config import __version__
 from shardcache.errors import ConfigError
-from shardcache.stats.counters import COUNTERS, WAITS
+from shardcache.stats.counters import WAITS
 from shardcache.stats.database import Sample
-from shardcache.stats.summary import OUTCOMES, summed
+from shardcache.stats.metrics import SUMS, Metric
+from shardcache.stats.summary import summed
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation
 
 logger = logging.getLogger(__name__)
 
+_METRICS = (
+    *SUMS,
+    Metric("waits", "{wait}", "Waits of readers for a shard.", "for",
+           {wait: f"waits_{wait}" for wait in WAITS}),
+    Metric("wait.time", "s", "How long readers waited for shards.", "for",
+           {wait: f"wait_s_{wait}" for wait in WAITS}),
+    Metric("fetches.active", "{shard}", "Shards that the process fetches or waits for.", "",
+           {"": "active"}),
+)  # fmt: skip
 #: Caches, and whether each stands for its node, by the provider that their metrics go to (None is
 #: the global one). Of two instruments of one name, OpenTelemetry drops the second, so all caches
 #: share one set.
@@ -56,7 +66,7 @@ def observe(
         ConfigError: the package ``opentelemetry-api`` is missing, or the cache counts nothing.
     """
     try:
-        from opentelemetry.metrics import Observation, get_meter
+        from opentelemetry.metrics import get_meter
     except ImportError:
         raise ConfigError(
             "metrics need the package opentelemetry-api. Run: pip install 'shardcache[otel]'"
@@ -68,19 +78,20 @@ def observe(
         return
     caches = _observed[meter_provider] = weakref.WeakKeyDictionary({cache: node})
     meter = get_meter("shardcache", __version__, meter_provider)
-    for name, unit, about, label, keys in _METRICS:
-        read = functools.partial(_read, caches, label, keys, Observation)
-        is_gauge = name == "fetches.active"
+    for metric in _METRICS:
+        read = functools.partial(_read, caches, metric)
+        is_gauge = metric.name == "fetches.active"
         make = meter.create_observable_gauge if is_gauge else meter.create_observable_counter
-        make(f"shardcache.{name}", [read], unit, about)
+        make(f"shardcache.{metric.name}", [read], metric.unit, metric.about)
 
 
 def _counted(cache: Cache, node: bool) -> dict[str, float]:
     """Counters by their names; ``waits_`` and ``wait_s_`` of each wait; of a process ``active``."""
     process = cache.processes.made()
-    samples = cache.samples(ever=True) if node else []
-    if process is not None and not node:
-        samples = [Sample(0, 0, None, None, process.counters.snapshot())]
+    if node:
+        samples = cache.samples(ever=True)
+    else:
+        samples = [] if process is None else [Sample(0, 0, 0, process.counters.snapshot())]
     found = summed(samples)
     counts: dict[str, float] = {**found.counters}
     for wait, waits in found.waits.items():
@@ -92,13 +103,11 @@ def _counted(cache: Cache, node: bool) -> dict[str, float]:
 
 
 def _read(
-    caches: Mapping[Cache, bool],
-    label: str,
-    keys: Mapping[str, str],
-    make: type[Observation],
-    options: CallbackOptions,
+    caches: Mapping[Cache, bool], metric: Metric, options: CallbackOptions
 ) -> list[Observation]:
     """The values of a metric; none of a directory whose database cannot be read."""
+    from opentelemetry.metrics import Observation
+
     found: Counter[tuple[str, str]] = Counter()
     for cache, node in list(caches.items()):
         try:
@@ -106,37 +115,10 @@ def _read(
         except OSError as exn:
             logger.debug("no metrics: %s", exn)
             continue
-        known = {value: counts[key] for value, key in keys.items() if key in counts}
-        for value, number in known.items():
-            found[value, str(cache.dir)] += number  # type: ignore[assignment]
+        for value, counter in metric.counters.items():
+            if counter in counts:
+                found[value, str(cache.dir)] += counts[counter]  # type: ignore[assignment]
     return [
-        make(number, {"dir": directory, **({label: value} if label else {})})
+        Observation(number, {"dir": directory, **({metric.label: value} if metric.label else {})})
         for (value, directory), number in found.items()
     ]
-
-
-def _all(prefix: str) -> dict[str, str]:
-    return {name.removeprefix(prefix): name for name in COUNTERS if name.startswith(prefix)}
-
-
-#: Name, unit, description, label, and for each value of the label what is counted there. Names are
-#: for ever: dashboards hang on them.
-_METRICS: Sequence[tuple[str, str, str, str, Mapping[str, str]]] = (
-    ("opens", "{shard}", "Shards asked for.", "outcome", {name: name for name in OUTCOMES}),
-    ("opened", "By", "Bytes of shards opened.", "", {"": "bytes_opened"}),
-    ("received", "By", "Bytes that came over the network.", "source",
-     {"origin": "bytes_origin", "upstream": "bytes_upstream"}),
-    ("bypassed", "By", "Bytes streamed, not stored.", "", {"": "bytes_bypassed"}),
-    ("stored", "By", "Bytes of shards stored.", "", {"": "bytes_stored"}),
-    ("fetches", "{shard}", "Shards fetched.", "", {"": "fetches"}),
-    ("fetches.failed", "{shard}", "Fetches that failed.", "", {"": "fetches_failed"}),
-    ("retries", "{request}", "Requests that were repeated.", "", {"": "retries"}),
-    ("evictions", "{shard}", "Entries evicted or removed.", "reason", _all("evicted_")),
-    ("evicted", "By", "Bytes of entries evicted or removed.", "", {"": "bytes_evicted"}),
-    ("errors", "{error}", "Errors.", "kind", _all("errors_")),
-    ("waits", "{wait}", "Waits of readers for a shard.", "for", {w: f"waits_{w}" for w in WAITS}),
-    ("wait.time", "s", "How long readers waited for shards.", "for",
-     {w: f"wait_s_{w}" for w in WAITS}),
-    ("fetches.active", "{shard}", "Shards that the process fetches or waits for.", "",
-     {"": "active"}),
-)  # fmt: skip

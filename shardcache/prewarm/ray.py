@@ -16,11 +16,11 @@ import io
 import ipaddress
 import logging
 import os
+import queue
 import signal
 import socket
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, redirect_stdout
@@ -43,6 +43,7 @@ from shardcache.results import (
     PrewarmReport,
     ShardResult,
     Stopped,
+    portable,
 )
 
 #: Seconds between two pieces of news of a node, and between two looks for them and for a stop.
@@ -51,8 +52,8 @@ _NEWS_EVERY, _TICK = 1.0, 0.2
 _FAREWELL = 20.0
 #: Ray itself tries for minutes to reach an address where nobody listens.
 _CONNECT_SECONDS = 10.0
-#: Attributes of a `NodeReport`; of the results those that are new.
-_News = dict[str, Any]
+#: What a node tells: events, and in the end its report, or why there is none.
+_News = list[Event | PrewarmReport | Exception]
 
 
 class NodeLostError(ShardCacheError):
@@ -67,8 +68,7 @@ class NodeReport:
         name: of the node; where two nodes share a name, with the beginning of its id.
         number: from 0 on, in the order of addresses and names.
         plan: what the node has to do, once it has told.
-        results: by URL, the shards that it is done with.
-        seconds, stopped: as of a `PrewarmReport`.
+        results: by key, the shards that it is done with.
         ended: whether there will be no more news.
         interrupted: whether it was cancelled.
         error: why the node is not done, other than by single shards.
@@ -78,11 +78,10 @@ class NodeReport:
     number: int
     plan: PrewarmPlan | None = None
     results: dict[str, ShardResult] = field(default_factory=dict)
-    seconds: float = 0.0
-    stopped: Stopped | None = None
     ended: bool = False
     interrupted: bool = False
     error: Exception | None = None
+    _report: PrewarmReport | None = None
 
     @property
     def lost(self) -> bool:
@@ -97,20 +96,24 @@ class NodeReport:
     @property
     def report(self) -> PrewarmReport:
         """The node's report, of what it told before it ended, was lost or was interrupted."""
+        if self._report is not None:
+            return self._report
         plan = self.plan or PrewarmPlan((), {}, {}, 0, 0, 0)
-        results = []
-        for shard in plan.shards:
-            outcome = Outcome.CACHED if shard.key in plan.cached else Outcome.NOT_STARTED
-            unknown = ShardResult(str(shard), outcome, plan.size_of(shard))
-            results.append(self.results.get(unknown.url, unknown))
-        stopped = Stopped.REQUESTED if self.interrupted else self.stopped
-        return PrewarmReport(plan, tuple(results), self.seconds, stopped)
+        results = plan.results(self.results, Outcome.NOT_STARTED)
+        return PrewarmReport(plan, results, 0.0, Stopped.REQUESTED if self.interrupted else None)
 
     def take(self, news: _News) -> None:
         """Learn what the node tells."""
-        self.results |= {result.url: result for result in news.pop("results")}
-        for name, value in news.items():
-            setattr(self, name, value)
+        for each in news:
+            match each:
+                case Planned(plan):
+                    self.plan = plan
+                case Finished(shard, result):
+                    self.results[shard.key] = result
+                case PrewarmReport():
+                    self._report = each
+                case Exception():
+                    self.error = each
 
 
 def prewarm_nodes(
@@ -263,45 +266,32 @@ def _prewarm_here(
 
     `ray.cancel` raises KeyboardInterrupt in it, which ends the prewarm; Ray delivers no more news.
     """
-    events: deque[Event] = deque()
-    stop = threading.Event()
+    news, stop = queue.SimpleQueue[Event | PrewarmReport | Exception](), threading.Event()
 
-    def work() -> PrewarmReport:
-        loaded = configuration.load(settings, files=None if config_file is None else [config_file])
-        connections = max(loaded.config.connections, options.get("jobs", JOBS))
-        config = loaded.config.replace(strict=True, connections=connections)
-        with Cache.from_config(config) as cache:
-            return prewarm(cache, specs, share=share, on_event=events.append, stop=stop, **options)
+    def on_event(event: Event) -> None:
+        if isinstance(event, Finished):
+            news.put(event._replace(result=event.result.portable()))
+        elif isinstance(event, Planned):
+            news.put(event)
+
+    def work() -> None:
+        try:
+            files = None if config_file is None else [config_file]
+            config = configuration.load(settings, files=files).config
+            connections = max(config.connections, options.get("jobs", JOBS))
+            config = config.replace(strict=True, connections=connections)
+            with Cache.from_config(config) as cache:
+                found = prewarm(cache, specs, share=share, on_event=on_event, stop=stop, **options)
+            results = tuple(result.portable() for result in found.results)
+            news.put(replace(found, results=results))
+        except Exception as exn:  # noqa: BLE001 - it belongs into the node's report
+            news.put(portable(exn))
 
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(work)
         try:
-            is_last = False
-            while not is_last:
-                is_last = bool(wait([future], _NEWS_EVERY).done)
-                news: _News = {}
-                done: list[ShardResult] = []
-                while events:
-                    match events.popleft():
-                        case Planned(plan):
-                            news["plan"] = plan
-                        case Finished(_, result):
-                            done.append(result)
-                if is_last and (error := future.exception()) is not None:
-                    news["error"] = _portable(error)
-                elif is_last:
-                    report = future.result()
-                    done = [*report.results]
-                    news |= {"seconds": report.seconds, "stopped": report.stopped}
-                yield news | {
-                    "results": [replace(each, error=_portable(each.error)) for each in done]
-                }
+            while not future.done() or not news.empty():
+                wait([future], _NEWS_EVERY)
+                yield [news.get() for _ in range(news.qsize())]
         finally:
             stop.set()
-
-
-def _portable(error: BaseException | None) -> Exception | None:
-    """An error that can be sent: a pickle of a foreign one may not open."""
-    if error is None or isinstance(error, ShardCacheError | OSError):
-        return error
-    return ShardCacheError(f"{type(error).__name__}: {error}")

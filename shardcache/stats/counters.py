@@ -120,13 +120,12 @@ class Counters:
         allowed: Callable[[], bool] = lambda: True,
     ) -> None:
         self._where = where
-        self._rank = None if ranks is None or ranks.source == "none" else ranks.rank
-        self._job = None if ranks is None else ranks.job
+        self._rank = database.NO_RANK if ranks is None or ranks.source == "none" else ranks.rank
         self._allowed = allowed
         self._guard = threading.RLock()
         self._writing = threading.Lock()
-        self._written: Counter[str] = Counter()
-        self._row: defaultdict[str, int] = defaultdict(int)  # not written yet
+        self._counted: defaultdict[str, int] = defaultdict(int)
+        self._written: Counter[str] = Counter()  # how much of it is in the database
         self._due = 0.0  # when to write, of the monotonic clock
         _all.add(self)
         # The children of multiprocessing end without what is registered with atexit.
@@ -139,7 +138,7 @@ class Counters:
             return
         with self._guard:
             for name, count in counts.items():  # in its midst a stream may be closed, and counted
-                self._row[name] += count
+                self._counted[name] += count
         if clock.monotonic() >= self._due:
             self._write(wait=0.0)
 
@@ -155,13 +154,13 @@ class Counters:
         waited = int(seconds * 1e6)
         bucket = int(2 * math.log2(waited)) if waited > 1 else 0
         with self._guard:
-            row = self._row
-            row[name] += 1
-            row["bytes_opened"] += size
-            row[wait_name] += waited
-            row[buckets[bucket if bucket < BUCKETS else -1]] += 1
+            counted = self._counted
+            counted[name] += 1
+            counted["bytes_opened"] += size
+            counted[wait_name] += waited
+            counted[buckets[bucket if bucket < BUCKETS else -1]] += 1
             if tier is not None and tier < len(_TIERS):
-                row[_TIERS[tier]] += 1
+                counted[_TIERS[tier]] += 1
         if clock.monotonic() >= self._due:
             self._write(wait=0.0)
 
@@ -192,34 +191,32 @@ class Counters:
             logger.info("%s: fetched %s from its %s in %s", shard, *took, extra=extra)
         self.add(counts)
 
-    def flush(self, wait: float = _LAST_BUSY) -> None:
-        """Write what is not written yet; waits so many seconds for others who write."""
-        if self._where is not None:
-            self._write(wait)
+    def flush(self) -> None:
+        """Write what is not written yet."""
+        self._write(_LAST_BUSY)
 
     def snapshot(self) -> Counter[str]:
         """Everything counted so far, written or not, by the names of the database."""
         with self._guard:
-            return self._written + Counter(self._row)
+            return Counter(self._counted)
 
     def _write(self, wait: float) -> None:
-        """Write what is not written yet, unless another thread does so or the disk fails."""
+        """Write what is not written yet, unless another thread does so or the disk fails.
+
+        Waits so many seconds for others who write.
+        """
         self._due = clock.monotonic() + _INTERVAL  # first of all, for other threads
         if not self._allowed() or not self._writing.acquire(wait > 0, wait or -1):
             return
         try:
-            with self._guard:
-                row, self._row = self._row, defaultdict(int)
-                self._written.update(row)
+            counted = self.snapshot()
+            row = counted - self._written
             if row and self._where is not None:
                 minute = int(clock.time() // 60) * 60
-                database.add(self._where(), self._rank, self._job, minute, row, max(_BUSY, wait))
+                database.add(self._where(), self._rank, minute, row, max(_BUSY, wait))
+                self._written = counted
         except OSError as exn:
             logger.debug("what was counted is not kept yet: %s", exn)
-            with self._guard:
-                self._written.subtract(row)
-                for name, n in row.items():
-                    self._row[name] += n
         finally:
             self._writing.release()
 

@@ -1,7 +1,7 @@
 """What all processes of a node have counted: ``stats.db``, an SQLite database.
 
-It has one row per minute, rank, job and name; per hour after two hours. After thirty days all that
-is older is one row per name, so that sums for Prometheus never fall.
+It has one row per minute, rank and name; per hour after two hours. After thirty days all that is
+older is one row per name, so that sums for Prometheus never fall.
 
 Each call opens the database and closes it before it returns, and a fork waits for that
 (`threads.undivided`): a connection never gets into a child. Where each write opens the database, a
@@ -29,36 +29,34 @@ from shardcache.threads import undivided
 if TYPE_CHECKING:
     import sqlite3
 
-__all__ = ["Sample", "add", "compact", "samples", "zero"]
+__all__ = ["NO_RANK", "Sample", "add", "compact", "samples", "zero"]
 
 logger = logging.getLogger(__name__)
 
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS counts (
-    start INTEGER, seconds INTEGER, rank INTEGER, job TEXT, name TEXT, n INTEGER,
-    PRIMARY KEY (start, seconds, rank, job, name)
+CREATE TABLE IF NOT EXISTS counted (
+    start INTEGER, seconds INTEGER, rank INTEGER, name TEXT, n INTEGER,
+    PRIMARY KEY (start, seconds, rank, name)
 ) WITHOUT ROWID
 """
-_ADD = """
-INSERT INTO counts VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET n = n + excluded.n
-"""
+_ADD = "INSERT INTO counted VALUES (?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET n = n + excluded.n"
 #: From minutes to hours, and from hours to "long ago"; times in seconds since the epoch.
 _COMPACT = (
     """
-    INSERT INTO counts SELECT start / 3600 * 3600, 3600, rank, job, name, sum(n) FROM counts
-    WHERE seconds = 60 AND start < :hour GROUP BY 1, 3, 4, 5
+    INSERT INTO counted SELECT start / 3600 * 3600, 3600, rank, name, sum(n) FROM counted
+    WHERE seconds = 60 AND start < :hour GROUP BY 1, 3, 4
     ON CONFLICT DO UPDATE SET n = n + excluded.n
     """,
-    "DELETE FROM counts WHERE seconds = 60 AND start < :hour",
+    "DELETE FROM counted WHERE seconds = 60 AND start < :hour",
     """
-    INSERT INTO counts SELECT 0, 3600, -1, '', name, sum(n) FROM counts
+    INSERT INTO counted SELECT 0, 3600, -1, name, sum(n) FROM counted
     WHERE start > 0 AND start < :old GROUP BY name
     ON CONFLICT DO UPDATE SET n = n + excluded.n
     """,
-    "DELETE FROM counts WHERE start > 0 AND start < :old",
+    "DELETE FROM counted WHERE start > 0 AND start < :old",
 )
-#: Stand for "none" in the key of `counts`.
-_NO_RANK, _NO_JOB = -1, ""
+#: Of a process outside any job.
+NO_RANK = -1
 
 _HOUR = 3600
 #: Seconds for which minutes, and hours, are kept.
@@ -74,35 +72,23 @@ class Sample:
 
     start: int  #: seconds since the epoch; 0 for all that is older than what is kept
     seconds: int  #: how long it lasted
-    rank: int | None  #: of the job; None outside any
-    job: str | None  #: its id; None outside any
+    rank: int  #: of the job, or `NO_RANK`
     #: By name (`counters.COUNTERS`); how many waits there were of each length has names such as
     #: ``disk:12`` (`counters.WAITS`, and a bucket of `counters.bucket_range`).
     counters: Counter[str] = field(default_factory=Counter)
 
 
-def add(
-    layout: Layout,
-    rank: int | None,
-    job: str | None,
-    minute: int,
-    row: Mapping[str, int],
-    busy: float,
-) -> None:
+def add(layout: Layout, rank: int, minute: int, row: Mapping[str, int], busy: float) -> None:
     """Add what a process counted (name -> how many), or raise and add nothing.
 
     ``minute`` is its start, in seconds since the epoch; ``busy`` how many seconds to wait for
     other writers.
     """
     _make(layout)
-    key = minute, 60, _NO_RANK if rank is None else rank, job or _NO_JOB
     with _opened(layout, busy, repair=True) as db:
-        if db is None:
-            return
-        db.execute("BEGIN IMMEDIATE")
-        db.execute(_SCHEMA)
-        db.executemany(_ADD, [(*key, name, n) for name, n in row.items()])
-        db.execute("COMMIT")
+        if db is not None:
+            db.execute(_SCHEMA)
+            db.executemany(_ADD, [(minute, 60, rank, name, n) for name, n in row.items()])
 
 
 def samples(layout: Layout, since: float = 0.0, *, ever: bool = False) -> list[Sample]:
@@ -110,12 +96,11 @@ def samples(layout: Layout, since: float = 0.0, *, ever: bool = False) -> list[S
 
     What ended before ``since``, in seconds since the epoch, is left out.
     """
-    found: dict[tuple[int, int, int, str], Sample] = {}
+    found: dict[tuple[int, int, int], Sample] = {}
     with _opened(layout, _PATIENCE) as db:
-        query = "SELECT * FROM counts WHERE start + seconds > ? AND (start > 0 OR ?)"
-        for start, seconds, rank, job, name, n in db.execute(query, (since, ever)) if db else ():
-            sample = Sample(start, seconds, None if rank == _NO_RANK else rank, job or None)
-            found.setdefault((start, seconds, rank, job), sample).counters[name] += n
+        query = "SELECT * FROM counted WHERE start + seconds > ? AND (start > 0 OR ?)"
+        for *key, name, n in db.execute(query, (since, ever)) if db else ():
+            found.setdefault(tuple(key), Sample(*key)).counters[name] += n
     return list(found.values())
 
 
@@ -124,25 +109,23 @@ def compact(layout: Layout, now: float) -> None:
     ages = {"hour": now - _MINUTES_KEPT, "old": now - _KEPT}
     times = {name: int(time) // _HOUR * _HOUR for name, time in ages.items()}
     with _opened(layout, _PATIENCE) as db:
-        if db is not None:
-            db.execute("BEGIN IMMEDIATE")
-            for statement in _COMPACT:
+        for statement in _COMPACT:
+            if db is not None:
                 db.execute(statement, times)
-            db.execute("COMMIT")
 
 
 def zero(layout: Layout) -> None:
     """Begin to count anew."""
     with _opened(layout, _PATIENCE) as db:
         if db is not None:
-            db.execute("DELETE FROM counts")
+            db.execute("DELETE FROM counted")
 
 
 @contextlib.contextmanager
 def _opened(
     layout: Layout, busy: float, *, repair: bool = False
 ) -> Iterator[sqlite3.Connection | None]:
-    """The database, open for as long as it is needed; None if nothing was written yet.
+    """The database, open for one transaction; None if nothing was written yet.
 
     With ``repair`` a damaged one is removed.
     """
@@ -158,10 +141,13 @@ def _opened(
         uri = f"{path.absolute().as_uri()}?mode=rw"
         with (
             undivided(),
-            contextlib.closing(sqlite3.connect(uri, busy, isolation_level=None, uri=True)) as db,
+            contextlib.closing(
+                sqlite3.connect(uri, busy, isolation_level="IMMEDIATE", uri=True)
+            ) as db,
         ):
             db.execute("PRAGMA synchronous = OFF")
             yield db
+            db.commit()
     except sqlite3.DatabaseError as exn:
         # An operational one says locked, read-only or full.
         if repair and not isinstance(exn, sqlite3.OperationalError):

@@ -16,7 +16,7 @@ from typing import Any
 
 from shardcache.clock import utc
 from shardcache.stats.counters import BUCKETS, COUNTERS, WAITS, Counts, bucket_range
-from shardcache.stats.database import Sample
+from shardcache.stats.database import NO_RANK, Sample
 from shardcache.units import format_bytes, format_duration
 
 __all__ = ["OUTCOMES", "Stats", "Waits", "by_hour", "by_rank", "rank_records", "summed"]
@@ -142,8 +142,8 @@ def summed(samples: Iterable[Sample]) -> Stats:
 
 def by_rank(samples: Iterable[Sample]) -> dict[str, Stats]:
     """A sum for each rank, by its number; ``-`` where there is none."""
-    found = _grouped(samples, lambda sample: -1 if sample.rank is None else sample.rank)
-    return {"-" if rank < 0 else str(rank): each for rank, each in found.items()}
+    found = _grouped(samples, lambda sample: sample.rank)
+    return {"-" if rank == NO_RANK else str(rank): each for rank, each in found.items()}
 
 
 def rank_records(ranks: Mapping[str, Stats]) -> list[dict[str, Any]]:

@@ -21,7 +21,6 @@ from shardcache.results import (
     ShardResult,
     Started,
     Stopped,
-    Stopping,
 )
 from shardcache.urls import parse_url
 from tests.support.tars import make_tar
@@ -130,9 +129,8 @@ def test_progress_follows_events_and_running_fetches():
     for shard in plan.shards[1:11]:
         progress(Finished(shard, ShardResult("u", Outcome.FETCHED, 1000, received=1000)))
     progress(Finished(plan.shards[11], ShardResult("u", Outcome.FAILED, 1000)))
-    progress(Stopping(Stopped.DEADLINE))
     (whole,) = progress.positions().values()
-    assert whole.text == "11/13 shards, 11.0 KB of 13.0 KB, 1 failed, stopping"
+    assert whole.text == "11/13 shards, 11.0 KB of 13.0 KB, 1 failed"
     unknown = PrewarmProgress()
     unknown(Planned(make_plan(3, sizes={})))
     (whole,) = unknown.positions().values()
@@ -170,14 +168,13 @@ def test_summaries_in_words():
         result(3, Outcome.LINKED),
         result(4, Outcome.FAILED, error=ValueError()),
         result(5, Outcome.NOT_STARTED),
-        result(6, Outcome.CANCELLED),
-        result(7, Outcome.LEFT_OUT),
+        result(6, Outcome.LEFT_OUT),
     )
-    report = PrewarmReport(make_plan(8), results, 2.0, Stopped.DEADLINE)
+    report = PrewarmReport(make_plan(7), results, 2.0, Stopped.DEADLINE)
     assert str(report) == (
-        "Warmed 3 of 7 shards (3.0 KB) in 2.0 s, 500 B/s; 1 failed, 1 retried, "
+        "Warmed 3 of 6 shards (3.0 KB) in 2.0 s, 500 B/s; 1 failed, 1 retried, "
         "1 fetched by other processes, 1 linked, 1 left out for want of room, "
-        "2 not done because the deadline is over."
+        "1 not done because the deadline is over."
     )
     all_there = PrewarmReport(make_plan(1, cached=1), (result(0, Outcome.CACHED),), 0.1)
     assert str(all_there) == "All 1 shard cached (100 B)."

@@ -1,0 +1,84 @@
+"""What a cache has done, as metrics: names for Prometheus and OpenTelemetry, and Prometheus' text.
+
+The format is that of the textfile collector: prometheus.io/docs/instrumenting/exposition_formats.
+Sums only grow, apart from ``stats --zero``, which Prometheus takes for a restart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from shardcache.stats.counters import BUCKETS, COUNTERS, bucket_range
+from shardcache.stats.summary import OUTCOMES, Stats
+
+__all__ = ["SUMS", "Metric", "exposition"]
+
+#: Bounds of the histogram: every other octave is enough to see what readers wait for.
+_STEP = 4
+
+
+class Metric(NamedTuple):
+    """Something that is counted."""
+
+    name: str
+    unit: str
+    about: str
+    label: str  #: what its values are told apart by, or ""
+    counters: Mapping[str, str]  #: value of the label -> name of the counter
+
+
+def _all(prefix: str) -> dict[str, str]:
+    return {name.removeprefix(prefix): name for name in COUNTERS if name.startswith(prefix)}
+
+
+#: Names are for ever: dashboards hang on them.
+SUMS = (
+    Metric("opens", "{shard}", "Shards asked for.", "outcome", {name: name for name in OUTCOMES}),
+    Metric("opened", "By", "Bytes of shards opened.", "", {"": "bytes_opened"}),
+    Metric("received", "By", "Bytes that came over the network.", "source",
+           {"origin": "bytes_origin", "upstream": "bytes_upstream"}),
+    Metric("bypassed", "By", "Bytes streamed, not stored.", "", {"": "bytes_bypassed"}),
+    Metric("stored", "By", "Bytes of shards stored.", "", {"": "bytes_stored"}),
+    Metric("fetches", "{shard}", "Shards fetched.", "", {"": "fetches"}),
+    Metric("fetches.failed", "{shard}", "Fetches that failed.", "", {"": "fetches_failed"}),
+    Metric("retries", "{request}", "Requests that were repeated.", "", {"": "retries"}),
+    Metric("evictions", "{shard}", "Entries evicted or removed.", "reason", _all("evicted_")),
+    Metric("evicted", "By", "Bytes of entries evicted or removed.", "", {"": "bytes_evicted"}),
+    Metric("errors", "{error}", "Errors.", "kind", _all("errors_")),
+)  # fmt: skip
+
+
+def exposition(found: Stats, directory: str) -> str:
+    """All metrics, with the cache's directory as a label."""
+    lines: list[str] = []
+    escaped = directory.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+    def family(name: str, kind: str, help: str, values: Iterable[tuple[str, str, float]]) -> None:
+        lines.append(f"# HELP shardcache_{name} {help}")
+        lines.append(f"# TYPE shardcache_{name} {kind}")
+        for suffix, labels, value in values:
+            lines.append(f'shardcache_{name}{suffix}{{dir="{escaped}"{labels}}} {value:.17g}')
+
+    for name, unit, about, label, counters in SUMS:
+        full = name.replace(".", "_") + ("_bytes" if unit == "By" else "") + "_total"
+        values = [
+            ("", label and f',{label}="{value}"', getattr(found, counter))
+            for value, counter in counters.items()
+        ]
+        family(full, "counter", about, values)
+    about = "How long readers waited for a shard, and for what."
+    family("wait_seconds", "histogram", about, _histograms(found))
+    return "\n".join(lines) + "\n"
+
+
+def _histograms(found: Stats) -> Iterator[tuple[str, str, float]]:
+    for wait, waits in found.waits.items():
+        total = 0
+        for bucket in range(BUCKETS):
+            total += waits.buckets.get(bucket, 0)
+            if bucket % _STEP == _STEP - 1:
+                yield "_bucket", f',for="{wait}",le="{bucket_range(bucket)[1]:g}"', total
+        yield "_bucket", f',for="{wait}",le="+Inf"', total
+        yield "_sum", f',for="{wait}"', found.counters[f"wait_us_{wait}"] / 1e6
+        yield "_count", f',for="{wait}"', total

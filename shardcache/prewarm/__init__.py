@@ -2,8 +2,8 @@
 
     from shardcache.prewarm import expand, prewarm
 
-`plan` expands shard specifications and compares them with what is cached, `run` fetches what is
-missing, `helpers` are further processes for it, `ray` runs a prewarm on every node of a cluster.
+`plan` expands shard specifications and compares them with what is cached, `run` is a whole prewarm,
+`pool` its threads, `helpers` its further processes; `ray` runs one on every node of a cluster.
 Uses `cache` and the rooms below it; what a prewarm gives back is in `shardcache.results`.
 """
 

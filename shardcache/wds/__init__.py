@@ -5,6 +5,6 @@ Others import `attach`, `url_opener`, `register`, `tar_files` and `tar_samples`.
 """
 
 from shardcache.wds.attach import attach, register, url_opener
-from shardcache.wds.samples import tar_files, tar_samples
+from shardcache.wds.tar import tar_files, tar_samples
 
 __all__ = ["attach", "register", "tar_files", "tar_samples", "url_opener"]

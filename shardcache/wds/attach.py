@@ -1,7 +1,7 @@
 """WebDataset's ways in: `attach`, `url_opener`, `register`.
 
 WebDataset's pipeline is a list of stages; the one that turns URLs into streams is replaced by
-ours, and the one that takes archives apart by a faster one (`samples`). Nothing here is global, so
+ours, and the one that takes archives apart by a faster one (`tar`). Nothing here is global, so
 it works under fork, spawn and forkserver alike; only `register` writes into WebDataset's own table,
 which a spawned worker does not inherit.
 
@@ -10,14 +10,13 @@ Streams stay open after they are yielded: WebDataset goes on reading them and dr
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 from shardcache.errors import ConfigError
 from shardcache.streams.opener import Lookahead
 from shardcache.urls import ShardURL, redact
-from shardcache.wds.samples import eof_option, reraise, tar_files
+from shardcache.wds.tar import reraise, tar_files
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache, Handler
@@ -91,48 +90,38 @@ def attach(dataset: _Pipeline, cache: Cache, *, fast_tar: bool = True) -> _Pipel
         raise ConfigError(
             f"attach() takes a WebDataset or a DataPipeline, not {type(dataset).__name__}"
         )
-    for index, stage in enumerate(pipeline):
-        if replacement := _replacement(stage, cache):
-            pipeline[index : index + 1] = replacement
-            if fast_tar:
-                pipeline[:] = map(_faster, pipeline)
-            match getattr(pipeline[0], "urls", None):
-                case [str(first), *_]:
-                    cache.prepare(first)
-                case _:
-                    cache.prepare(None)
-            return dataset
-    names = ", ".join(getattr(stage, "__name__", type(stage).__name__) for stage in pipeline)
-    raise ConfigError(
-        f"no stage of this pipeline opens URLs ({names}). Call attach() on the WebDataset itself, "
-        "or put cache.url_opener where the pipeline opens its shards."
-    )
+    stages = [each for stage in pipeline for each in _replaced(stage, cache)]
+    if stages == pipeline:
+        names = ", ".join(getattr(stage, "__name__", type(stage).__name__) for stage in pipeline)
+        raise ConfigError(
+            f"no stage of this pipeline opens URLs ({names}). Call attach() on the WebDataset "
+            "itself, or put cache.url_opener where the pipeline opens its shards."
+        )
+    pipeline[:] = map(_faster, stages) if fast_tar else stages
+    urls = getattr(stages[0], "urls", None)
+    cache.prepare(urls[0] if isinstance(urls, list) and urls else None)
+    return dataset
 
 
-def _replacement(stage: Any, cache: Cache) -> list[Any]:
-    """The stages that take the place of one that opens URLs; none of another one."""
-    from webdataset import cache as wds_cache
+def _replaced(stage: Any, cache: Cache) -> list[Any]:
+    """The stages that take the place of one that opens URLs; any other stage as it is."""
     from webdataset import filters, tariterators
+    from webdataset.cache import FileCache, StreamingOpen
 
-    def opener(handler: Handler | None) -> Any:
-        return functools.partial(url_opener, handler=handler, cache=cache)
-
-    if isinstance(stage, functools.partial) and stage.func is url_opener:  # attached before
-        return [opener(stage.keywords["handler"])]
-    kinds: Any = tuple(getattr(wds_cache, name, ()) for name in ("StreamingOpen", "FileCache"))
-    if isinstance(stage, kinds):  # 0.2.86 has neither
-        return [opener(stage.handler)]
     function, args, options = _called(stage)
-    handler = options.get("handler", next(iter(args), None))
-    if function is tariterators.url_opener:
-        return [opener(handler)]
+    if isinstance(stage, FileCache | StreamingOpen):
+        handler = stage.handler
+    elif function in (url_opener, tariterators.url_opener, tariterators.tarfile_samples):
+        handler = options.get("handler", next(iter(args), None))
+    else:
+        return [stage]
+    stages = [filters.FilterFunction(url_opener, handler=handler, cache=cache)]
     if function is tariterators.tarfile_samples:  # it opens, expands and groups
-        return [
-            opener(handler),
+        stages += [
             filters.FilterFunction(tariterators.tar_file_expander, *args, **options),
             filters.FilterFunction(tariterators.group_by_keys, handler=handler or reraise),
         ]
-    return []
+    return stages
 
 
 def _faster(stage: Any) -> Any:
@@ -141,9 +130,7 @@ def _faster(stage: Any) -> Any:
     from webdataset.tariterators import tar_file_expander
 
     function, args, options = _called(stage)
-    if function is not tar_file_expander:
-        return stage
-    return FilterFunction(tar_files, *args, **eof_option(), **options)
+    return FilterFunction(tar_files, *args, **options) if function is tar_file_expander else stage
 
 
 def _called(stage: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:

@@ -1,4 +1,9 @@
-"""From a binary stream to the members of a tar archive: those that tarfile finds, sooner.
+"""From streams of shards to files and samples: those that WebDataset finds with tarfile, sooner.
+
+`tar_files` takes the place of WebDataset's expander. It yields the same names in the same order
+and the same bytes, and calls handlers at the same places, with the same exceptions. A member that
+cannot be read is the handler's for once. An archive that cannot be read goes to it a second time,
+with the stream and the URL; what it lets pass leaves no mark of the shard's end.
 
 Nearly all headers of a shard are plain: a regular file, its name, its size. These are parsed here,
 by one regular expression and a checksum in C. At the first header that is not plain, tarfile itself
@@ -6,7 +11,7 @@ takes over, on the same bytes: sparse files, global headers, numbers in odd spel
 compression. So there is no second opinion: an archive has the members that the installed tarfile
 finds, and ends, or breaks, where and how it says so.
 
-The stream is never closed. In memory are one member and one buffer. Nothing is read beyond a
+Streams are never closed. In memory are one member and one buffer. Nothing is read beyond a
 member before the next one is asked for, so a shard that is still on its way is not waited for.
 """
 
@@ -15,9 +20,12 @@ from __future__ import annotations
 import io
 import re
 import tarfile
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 from zlib import adler32
+
+if TYPE_CHECKING:
+    from shardcache.cache import Handler
 
 _BLOCK = 512
 _ZEROS = bytes(_BLOCK)
@@ -54,8 +62,91 @@ _REGULAR = (b"0", b"\0", b"7")
 _WITHOUT_DATA = (b"5", b"2", b"1", b"3", b"4", b"6")
 _EXTENDED = (b"x", b"L")
 
+#: Members that WebDataset keeps for itself.
+_is_meta = re.compile(r"__[^/]*__($|/)").match
+
 #: Name, size and type in a plain header.
 _Fields = tuple[str, int, bytes]
+
+
+def reraise(exn: Exception) -> bool:
+    """The default handler."""
+    raise exn
+
+
+def tar_files(
+    data: Iterable[dict[str, Any]],
+    handler: Handler = reraise,
+    select_files: Callable[[str], bool] | None = None,
+    rename_files: Callable[[str], str] | None = None,
+    eof_value: Any = {},  # noqa: B006 - yielded as it is, as by the function it replaces
+) -> Iterator[Any]:
+    """Expand opened shards into files; a drop-in for WebDataset's ``tar_file_expander``.
+
+    Args:
+        data: ``dict(url=..., stream=...)``, perhaps with ``local_path``.
+        handler: called with what a member or an archive raises: True goes on with the
+            next, False stops. The default raises.
+        select_files: tells by its name whether a file is wanted.
+        rename_files: gives files other names, before they are selected.
+        eof_value: yielded behind each shard, unless it is None.
+
+    Yields:
+        ``dict(fname=..., data=..., __url__=...)``, with ``__local_path__`` if there is one.
+    """
+    for source in data:
+        url = source["url"]
+        local_path = source.get("local_path")
+        try:
+            stream = source["stream"]
+            walk = TarWalk(stream)
+            for name in walk:
+                try:
+                    if name.startswith("__") and (
+                        ("/" not in name and name.endswith("__")) or _is_meta(name)
+                    ):
+                        continue
+                    if rename_files:
+                        name = rename_files(name)
+                    if select_files is not None and not select_files(name):
+                        continue
+                    sample = {"fname": name, "data": walk.read(), "__url__": url}
+                except Exception as exn:  # noqa: BLE001 - the handler decides
+                    if hasattr(exn, "args") and len(exn.args) > 0:
+                        exn.args = (f"{exn.args[0]!s} @ {stream!s}", *exn.args[1:])
+                    if handler(exn):
+                        continue
+                    break
+                if local_path is not None:
+                    sample["__local_path__"] = local_path
+                yield sample
+            if eof_value is not None:
+                yield eof_value
+        except Exception as exn:  # noqa: BLE001 - the handler decides
+            exn.args = (*exn.args, source.get("stream"), source.get("url"))
+            if not handler(exn):
+                return
+
+
+def tar_samples(
+    data: Iterable[dict[str, Any]],
+    handler: Handler = reraise,
+    select_files: Callable[[str], bool] | None = None,
+    rename_files: Callable[[str], str] | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Expand opened shards into samples: `tar_files`, grouped by WebDataset's ``group_by_keys``.
+
+    Args:
+        data, handler, select_files, rename_files: as for `tar_files`.
+
+    Yields:
+        ``dict(__key__=..., __url__=..., field=bytes, ...)``.
+    """
+    from webdataset.tariterators import group_by_keys
+
+    files = tar_files(data, handler, select_files, rename_files)
+    samples: Iterator[dict[str, Any]] = group_by_keys(files, handler=handler)
+    return samples
 
 
 class TarWalk:

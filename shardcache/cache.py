@@ -19,14 +19,12 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypedDict, TypeVar, Unpack
 
 from shardcache import clock, threads
 from shardcache.config import Config, Options, __version__, load
-from shardcache.errors import ConfigError
 from shardcache.files import Modes
-from shardcache.layout import Layout
 from shardcache.origins.endpoints import endpoint_of
 from shardcache.ranks import detect
 from shardcache.runtime import Processes
 from shardcache.store.entry import DamagedError
-from shardcache.store.root import check_layout, check_links, is_cache, make_root
+from shardcache.store.root import check_root, make_root, require_cache
 from shardcache.store.store import Entry
 from shardcache.streams.opener import Opener
 from shardcache.units import parse_duration
@@ -288,8 +286,8 @@ class Cache:
         process = self._here()
         reports = []
         for tier in process.present:
-            if not dry_run:
-                check_layout(tier.namespaces.node)
+            if not dry_run and os.geteuid() != 0:  # root may clean for others
+                check_root(tier.config.dir, tier.namespaces.node.modes)
             given = {"max_age": max_age, **(sizes if tier is process.home else {})}
             changes = {name: value for name, value in given.items() if value is not None}
             space = tier.space(tier.config.replace(**changes) if changes else None)
@@ -449,21 +447,6 @@ class Cache:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def require_cache(root: Path) -> None:
-    """Refuse a directory that is no cache: nothing in it is the library's to remove.
-
-    Raises:
-        ConfigError: it has no manifest, or leads elsewhere.
-    """
-    check_links(Layout.of_root(root))
-    if not is_cache(root):
-        raise ConfigError(
-            f"{root} is not a shardcache directory (it has no manifest.json), so nothing in it "
-            "is touched. Check dir.",
-            dir=root,
-        )
 
 
 _default: Cache | None = None

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from time import monotonic, sleep, time
 
-__all__ = ["boot_id", "monotonic", "rfc3339", "sleep", "time", "utc"]
+__all__ = ["boot_id", "monotonic", "sleep", "time", "utc"]
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _LAST_SECOND = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
@@ -23,11 +23,6 @@ def utc(seconds: float) -> datetime:
     return datetime.fromtimestamp(min(max(seconds, 0.0), _LAST_SECOND), UTC)
 
 
-def rfc3339(seconds: float) -> str:
-    """Seconds since the epoch as RFC 3339 in UTC."""
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
-
-
 @functools.cache
 def boot_id() -> str:
     """The kernel's id of this boot; empty where there is none (then boots are not told apart).
@@ -36,5 +31,5 @@ def boot_id() -> str:
     """
     try:
         return _BOOT_ID.read_text("ascii").strip()
-    except (OSError, UnicodeDecodeError):
+    except OSError:
         return ""

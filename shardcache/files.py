@@ -86,15 +86,14 @@ class Modes:
         unnamed = path.with_name(f".new.{random_token()}")
         unnamed.mkdir(mode=0o700)
         try:
-            if unnamed.stat().st_gid != self.group:
-                os.chown(unnamed, -1, self.group)
+            os.chown(unnamed, -1, self.group)
             set_mode(unnamed, self.directory)
             unnamed.rename(path)
         except OSError as exn:
             with contextlib.suppress(OSError):
                 unnamed.rmdir()
-            if exn.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
-                raise FileExistsError(exn.errno, exn.strerror, str(path)) from exn
+            if exn.errno in (errno.ENOTEMPTY, errno.ENOTDIR):
+                raise FileExistsError(errno.EEXIST, exn.strerror, str(path)) from exn
             raise
 
     def make_directory(
@@ -123,35 +122,34 @@ class Modes:
         raise FileNotFoundError(errno.ENOENT, "it is removed as fast as it is made", str(path))
 
     def objection(self, path: Path, found: os.stat_result) -> str | None:
-        """Why ``path`` must not be a directory of the cache, and what to do; None if it may."""
-        if not stat.S_ISDIR(found.st_mode):
+        """Why ``path`` must not be a cache, and what to do; None if it may."""
+        mode = found.st_mode
+        if not stat.S_ISDIR(mode):
             return f"{path} is not a directory; point dir at a directory"
-        if found.st_mode & stat.S_IWOTH:
+        if mode & stat.S_IWOTH:
             return (
                 f"{path} can be written by every user, who could plant shards in it; use a "
                 f"directory of your own below it, such as {path}/shards, or look at what is in "
                 f"it, then: chmod o-w {path}"
             )
-        if self.group is None:
-            if found.st_uid != os.geteuid():
-                return (
-                    f"{path} belongs to user {found.st_uid} and this process is user "
-                    f"{os.geteuid()}; use a directory of your own, or share one: shared_group"
-                )
-            if found.st_mode & stat.S_IWGRP:
-                return (
-                    f"{path} can be written by the group {group_name(found.st_gid)}, whose members "
-                    f"could plant shards in it; look at what is in it, then: chmod g-w {path} (or "
-                    "share it with them: shared_group)"
-                )
+        if self.group is None and found.st_uid != os.geteuid():
+            return (
+                f"{path} belongs to user {found.st_uid} and this process is user "
+                f"{os.geteuid()}; use a directory of your own, or share one: shared_group"
+            )
+        if self.group is None and mode & stat.S_IWGRP:
+            return (
+                f"{path} can be written by the group {group_name(found.st_gid)}, whose members "
+                f"could plant shards in it; look at what is in it, then: chmod g-w {path} (or "
+                "share it with them: shared_group)"
+            )
+        if self.group is None or (found.st_gid == self.group and not self.directory & ~mode):
             return None
         name = group_name(self.group)
-        if found.st_gid == self.group and self.directory & ~found.st_mode == 0:
-            return None
         return (
             f"{path} is not shared by the group {name} (it has group {group_name(found.st_gid)} "
-            f"and mode {stat.S_IMODE(found.st_mode):04o}); user {found.st_uid}, whose it is, can "
-            f"mend that: chgrp {name} {path} && chmod {self.directory:o} {path}"
+            f"and mode {stat.S_IMODE(mode):04o}); user {found.st_uid}, whose it is, can mend that: "
+            f"chgrp {name} {path} && chmod {self.directory:o} {path}"
         )
 
 
@@ -166,30 +164,23 @@ def open_file(
     path: str | os.PathLike[str], access: int = os.O_RDONLY, mode: int = 0o600
 ) -> io.FileIO:
     """Open a file, never through a symbolic link, waiting for nobody."""
-    fd = os.open(path, access | SAFELY, mode)
-    try:
-        return io.FileIO(fd)
-    except OSError:
-        os.close(fd)
-        raise
+    return io.FileIO(path, opener=lambda path, _: os.open(path, access | SAFELY, mode))
 
 
 def write_new(path: Path | str, data: bytes, mode: int, *, sync: bool = False) -> None:
-    """Make a file that does not exist yet; with ``sync``, on the disk."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
+    """Make a file that does not exist yet; with ``sync``, on the disk.
+
+    Where that fails, a part of it may be left.
+    """
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | SAFELY, mode)
     try:
-        try:
-            set_mode(fd, mode)
-            if os.write(fd, data) != len(data):
-                raise OSError(errno.ENOSPC, "the disk is full", str(path))
-            if sync:
-                os.fsync(fd)
-        finally:
-            os.close(fd)
-    except OSError:
-        with contextlib.suppress(OSError):  # its directory went away; the first error counts
-            os.unlink(path)  # noqa: PTH108
-        raise
+        set_mode(fd, mode)
+        if os.write(fd, data) != len(data):
+            raise OSError(errno.ENOSPC, "the disk is full", str(path))
+        if sync:
+            os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def sync_directory(path: Path) -> None:
@@ -288,19 +279,15 @@ class Breaker:
 
     @property
     def left(self) -> float:
-        """Seconds until the disk may be asked again."""
-        return 0.0 if self.closed else max(0.0, self._until - clock.monotonic())
-
-    def allows(self) -> bool:
-        """Whether the disk may be asked."""
-        return not self.left
+        """Seconds until the disk may be asked again; 0 if it may."""
+        return max(0.0, self._until - clock.monotonic())
 
     def failed(self, *, at_once: bool = False) -> bool:
         """Note a fault, which alone is enough with ``at_once``; whether this opened it."""
         if self.left:
             return False  # of a call that began before the pause, which that makes no longer
         was_closed = self.closed
-        self.faults = max(self.faults + 1, self._threshold if at_once else 0)
+        self.faults += self._threshold if at_once else 1
         if not self.closed:
             self._until = clock.monotonic() + _PAUSE
         return was_closed and not self.closed

@@ -173,15 +173,6 @@ class Layout:
 # -- what is found on disk -----------------------------------------------------------------
 
 
-def refuse_links(*paths: Path) -> None:
-    """Refuse paths that lead elsewhere: nothing is written through those (NotADirectoryError)."""
-    for path in paths:
-        if os.path.islink(path):  # noqa: PTH114 - a path that cannot be seen is none
-            raise NotADirectoryError(
-                errno.ENOTDIR, f"{path} is a symbolic link, which the cache does not follow"
-            )
-
-
 def list_names(directory: Path | str) -> list[str]:
     """The names in a directory; none if it is missing, or a symbolic link, which is not ours."""
     try:
@@ -205,24 +196,20 @@ def is_directory(path: Path | str) -> bool:
 
 
 def is_idle(path: Path, grace: float = IDLE_GRACE) -> bool:
-    """Whether nothing in a directory was written or touched for ``grace`` seconds."""
+    """Whether a file, or what is in a directory, was not written for ``grace`` seconds."""
     latest = 0.0
-    for name in list_names(path):
+    for each in [path / name for name in list_names(path)] or [path]:
         with contextlib.suppress(FileNotFoundError):
-            latest = max(latest, last_change(path / name))
+            found = each.lstat()
+            # A clock that is ahead can state no future change.
+            latest = max(latest, min(found.st_mtime, found.st_ctime))
     return time.time() - latest > grace
-
-
-def last_change(path: Path) -> float:
-    """When a file was last written or touched; a clock that is ahead can state no future one."""
-    found = path.lstat()
-    return min(found.st_mtime, found.st_ctime)
 
 
 def remove_old(path: Path, age: float = IDLE_GRACE) -> None:
     """Remove a file, or an empty directory, that was not written for long."""
     with contextlib.suppress(OSError):  # it has its name by now
-        if time.time() - last_change(path) > age:
+        if is_idle(path, age):
             path.rmdir() if is_directory(path) else path.unlink()
 
 
@@ -241,32 +228,28 @@ def read_manifest(root: Path) -> dict[str, Any]:
     return manifest if isinstance(manifest, dict) else {}
 
 
-# -- files that appear with all they hold --------------------------------------------------
-# ``mode`` is a file's mode whatever the umask. ``via`` is where it is written before it has its
-# name: a process may be killed in between, and sweepers look in `Layout.partial` alone. Where the
-# disk is full, read-only or failing (OSError) no file is left.
+def replace_file(path: Path, data: bytes, mode: int, *, via: Path, once: bool = False) -> None:
+    """Make ``path`` hold ``data``, all at once; where that fails, no file is left.
 
-
-def replace_file(path: Path, data: bytes, mode: int, *, via: Path) -> None:
-    """Make ``path`` hold ``data``, all at once."""
+    Args:
+        path: the file.
+        data: what it shall hold.
+        mode: its mode, whatever the umask.
+        via: where it is written before it has its name. A process may be killed in between, and
+            sweepers look in `Layout.partial` alone.
+        once: leave a file that exists: of several makers one wins.
+    """
     temporary = via / f".{path.name}.{random_token()}"
-    write_new(temporary, data, mode)
     try:
-        temporary.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):  # its directory went away; the first error counts
-            temporary.unlink()
-        raise
-
-
-def make_once(path: Path, data: bytes, mode: int, *, via: Path) -> None:
-    """Make ``path`` hold ``data`` unless it exists: of several makers one wins."""
-    temporary = via / f".{path.name}.{random_token()}"
-    write_new(temporary, data, mode)
-    try:
-        with contextlib.suppress(FileExistsError):  # or ours, and the answer was lost (NFS)
-            os.link(temporary, path)
-    except OSError:  # a filesystem without hard links: the last maker wins
+        write_new(temporary, data, mode)
+        if once:
+            try:
+                os.link(temporary, path)
+                return
+            except FileExistsError:  # or it is ours, and the answer was lost (NFS)
+                return
+            except OSError:  # a filesystem without hard links: the last maker wins
+                pass
         temporary.replace(path)
     finally:
         with contextlib.suppress(OSError):  # it was renamed

@@ -105,10 +105,6 @@ class Process:
         """The tier that an entry is in."""
         return next((tier for tier in self.tiers if tier.owns(directory)), self.home)
 
-    def store_of(self, entry: Entry) -> Store:
-        """The store of the namespace that an entry is in."""
-        return self.tier_of(entry.directory).store.owning(entry)
-
     # -- the engine --------------------------------------------------------------
 
     def coordinator(self) -> Coordinator:
@@ -238,7 +234,7 @@ class Process:
 
         def copy() -> None:
             entry = Entry.at(Path(path).parent)
-            grace = self.store_of(entry).layout.grace
+            grace = self.tier_of(entry.directory).store.layout.grace
             try:
                 opened = open_data(entry.directory, path, entry.size, grace)
                 if opened is not None:  # or it was evicted

@@ -27,9 +27,9 @@ def test_only_faults_in_a_row_open_it(breaker: Breaker) -> None:
         assert breaker.faults
         assert not breaker.succeeded()  # it was never open
         assert not breaker.faults
-    assert breaker.closed and breaker.allows()
+    assert breaker.closed and not breaker.left
     break_it(breaker)
-    assert not breaker.closed and not breaker.allows()
+    assert not breaker.closed
     assert breaker.left == 60
 
 
@@ -37,13 +37,13 @@ def test_after_the_pause_it_may_be_asked_again(breaker: Breaker, clock: FakeCloc
     break_it(breaker)
     clock.sleep(59.9)
     assert not breaker.succeeded()  # the echo of an earlier call
-    assert not breaker.failed() and not breaker.allows()  # likewise: the pause grows no longer
+    assert not breaker.failed() and breaker.left  # likewise: the pause grows no longer
     clock.sleep(0.1)
-    assert breaker.allows()
+    assert not breaker.left
     assert not breaker.failed()  # still open: no news
     assert breaker.left == 60
     clock.sleep(60)
-    assert breaker.allows() and not breaker.closed
+    assert not breaker.left and not breaker.closed
     assert breaker.succeeded()
     assert breaker.closed and not breaker.faults
 

@@ -105,17 +105,11 @@ class Invocation:
             options: change the configuration.
         """
         from shardcache.cache import Cache
-        from shardcache.layout import Layout
-        from shardcache.store.root import check_links, is_foreign
+        from shardcache.store.root import require_cache
 
         config = self.loaded().config
         if existing:
-            check_links(Layout.of_root(config.dir))
-            if config.dir.exists() and (not config.dir.is_dir() or is_foreign(config.dir)):
-                raise ConfigError(
-                    f"{config.dir} is not a shardcache directory (it has no manifest.json). "
-                    "Check --dir or SHARDCACHE_DIR."
-                )
+            require_cache(config.dir, empty=True)
         connections = max(connections, config.connections)
         return Cache.from_config(config.replace(strict=True, connections=connections, **options))
 

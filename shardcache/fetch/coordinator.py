@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
@@ -49,7 +50,7 @@ from shardcache.space.tiers import Tier
 from shardcache.store.digest import BLOCK, check_archive
 from shardcache.store.entry import DamagedError, Metadata
 from shardcache.store.partial import LostError, Partial
-from shardcache.store.store import Opened, Store, Stores
+from shardcache.store.store import Opened, Store, open_first, set_aside
 from shardcache.urls import ShardURL
 
 __all__ = ["Coordinator", "Obtained"]
@@ -103,7 +104,9 @@ class Coordinator:
         warn: Callable[..., None],
     ) -> None:
         stores = [tier.store for tier in tiers]
-        self.store = stores[0] if len(stores) == 1 else Stores(stores)
+        #: Opens an entry in whichever tier it is; see `Store.open`.
+        self.open = stores[0].open if len(stores) == 1 else functools.partial(open_first, stores)
+        self.layout = stores[-1].layout
         # As they are now: a tier that is made anew gets another coordinator.
         self._places = [(tier.store, tier.space()) for tier in tiers]
         self._tiers = tiers
@@ -148,7 +151,7 @@ class Coordinator:
     def _get(
         self, url: ShardURL, status: FetchStatus, ahead: bool, places: _Places
     ) -> Obtained | None:
-        holder, lock, waiter = self._holder(), self._lock(url.key, self.store.layout), None
+        holder, lock, waiter = self._holder(), self._lock(url.key, self.layout), None
         try:
             while not lock.try_acquire(holder):
                 if ahead:
@@ -182,12 +185,12 @@ class Coordinator:
         With ``condemn`` a bad one is set aside; who does so has the lock of the key.
         """
         try:
-            return self.store.open(url.key, url.basename, outdated)
+            return self.open(url.key, url.basename, outdated)
         except DamagedError as exn:
             logger.info("%s: not used: %s", url, exn)
             if isinstance(exn.__cause__, OSError):
                 self._on_fault(exn.__cause__)
-            if condemn and self.store.condemn(Path(exn.directory), f"{url}: {exn}"):
+            if condemn and set_aside(Path(exn.directory), f"{url}: {exn}"):
                 self._warn("damaged", "%s was damaged and is fetched again: %s", url, exn)
             return None
 
@@ -209,7 +212,7 @@ class Coordinator:
     @contextlib.contextmanager
     def _slot(self, name: str, count: int) -> Iterator[bool]:
         """One of the node's few places for fetches of a kind; False if all are taken."""
-        layout, holder = self.store.layout, self._holder()
+        layout, holder = self.layout, self._holder()
         slots = (KeyLock(layout.named_lock(f"{name}-{n}"), layout.modes) for n in range(count))
         lock = next((slot for slot in slots if slot.try_acquire(holder)), None)
         try:
@@ -258,7 +261,7 @@ class Coordinator:
             errno.EBUSY,
             f"what was fetched vanished, {_TRIES} times in a row. Locks do not work there, or "
             "something else empties it; stop that, or use another directory",
-            str(self.store.layout.base),
+            str(self.layout.base),
         )
 
     def _drop(self, url: ShardURL, outdated: Collection[str]) -> None:
@@ -270,7 +273,7 @@ class Coordinator:
 
     def _link(self, url: ShardURL, outdated: Collection[str]) -> Opened | None:
         """Share a sibling namespace's copy, by hard link or else as it is."""
-        pairs = ((t.store, other) for t in self._tiers for other in t.namespaces.siblings())
+        pairs = ((t.store, other) for t in self._tiers for other in t.namespaces.all()[1:])
         for store, sibling in pairs:
             other = opened = None
             try:

@@ -205,7 +205,7 @@ class _Place:
     def find(self, url: ShardURL) -> UpstreamOrigin | None:
         """A shard as it has it, or None."""
         origin, copy = self._origin, self._copy_of(url)
-        if copy is None or not self._breaker.allows():
+        if copy is None or self._breaker.left:
             return None
         found, sidecar = None, b""
         try:
@@ -245,7 +245,7 @@ class _Place:
     def write(self, url: ShardURL, data: Path, sidecar: bytes) -> None:
         """Copy an entry there unless it is there, its sidecar last; nothing is raised."""
         copy = self._copy_of(url)
-        if copy is None or not self._breaker.allows():
+        if copy is None or self._breaker.left:
             return
         present = self.find(url)
         if present is not None and present.digest == json.loads(sidecar)["digest"]:

@@ -131,7 +131,7 @@ class Pool:
         process, now = self._cache.processes.here(), clock.time()
         process.coordinator()
         for entry in self._plan.cached.values():  # now none is evicted to make room for others
-            process.store_of(entry).touch(entry.directory, now)
+            process.tier_of(entry.directory).store.touch(entry.directory, now)
         try:
             self._attend(report)
         except BaseException:

@@ -11,7 +11,7 @@ import json
 import logging
 import math
 
-from shardcache.layout import Layout, is_pin_name, list_names, read_file, refuse_links, replace_file
+from shardcache.layout import Layout, is_pin_name, list_names, read_file, replace_file
 from shardcache.urls import ShardURL
 
 __all__ = ["pin", "pinned_keys", "remove_expired", "unpin"]
@@ -23,7 +23,6 @@ _MAX_RECORD = 16_384
 
 def pin(layout: Layout, shard: ShardURL, until: float | None) -> None:
     """Keep a shard until then, in seconds since the epoch; None without end."""
-    refuse_links(layout.pins)
     layout.modes.make_directory(layout.pins, levels=0)
     data = json.dumps({"schema": 1, "url": str(shard), "until": until}).encode()
     replace_file(layout.pin(shard.key), data, layout.modes.file, via=layout.partial)

@@ -10,10 +10,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from shardcache.config import Config, __version__
-from shardcache.files import Modes
 from shardcache.locks.sessions import Session
 from shardcache.ranks import Ranks
-from shardcache.store.root import Identity, check_layout, identity, is_cache, make_root
+from shardcache.store.root import Identity, identity, is_cache, make_root
 from shardcache.store.store import Namespaces, Store
 from shardcache.units import format_duration
 
@@ -76,12 +75,11 @@ class Tier:
         """
         self.end_session()
         self._identity = None
-        node = make_root(self.config.dir, __version__, Modes.of(self.config.shared_group))
+        node = make_root(self.config.dir, __version__, self.namespaces.node.modes)
         # Anew: the directory of this node is named by the manifest.
         self.namespaces = Namespaces(self.config, self._ranks)
         own, layout = self.namespaces.own.layout, self.namespaces.node
         if own != node:
-            check_layout(own)
             own.make()
         self._identity = identity(self.config.dir, own)
         if layout.grace is not None and self.config.locks == "auto":

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from shardcache.layout import Layout, make_once, refuse_links
+from shardcache.layout import Layout, replace_file
 from shardcache.threads import undivided
 
 if TYPE_CHECKING:
@@ -135,7 +135,6 @@ def _opened(
     if not path.exists() or (path.stat().st_size == 0 and not repair):
         yield None
         return
-    refuse_links(*layout.directories, path)
     try:
         # Where it cannot be written, SQLite opens it for reading.
         uri = f"{path.absolute().as_uri()}?mode=rw"
@@ -164,6 +163,5 @@ def _make(layout: Layout) -> None:
     if layout.modes.group is None and os.lstat(layout.base).st_uid != os.geteuid():
         raise PermissionError(errno.EPERM, "the cache belongs to another user", str(layout.base))
     if not path.exists():
-        refuse_links(*layout.directories, path)
         via = layout.partial if layout.local is None else path.parent
-        make_once(path, b"", layout.modes.file, via=via)
+        replace_file(path, b"", layout.modes.file, via=via, once=True)

@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardcache.clock import rfc3339
+from shardcache.clock import utc
 from shardcache.files import SAFELY, open_file
 from shardcache.layout import (
     META,
@@ -67,28 +67,27 @@ class Metadata:
         record: dict[str, Any] = {"schema": SCHEMA}
         record |= {name: getattr(self, name) for name in self.__slots__}
         record["object"] = record.pop("info").as_record()
-        record["fetched_at"] = rfc3339(self.fetched_at)
+        record["fetched_at"] = utc(self.fetched_at).isoformat(timespec="milliseconds")
         return f"{json.dumps(record)}\n".encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Metadata:
         """Read what `encode` wrote (DamagedError: it is anything else)."""
         try:
-            record = json.loads(data)
-            if record["schema"] != SCHEMA:
-                raise ValueError(f"it has schema {str(record['schema'])[:20]}, not {SCHEMA}")
-            texts = {name: record[name] for name in ("url", "key", "digest", "boot", "library")}
-            size, checked = record["size"], record["checked"]
-            typed = all(isinstance(text, str) for text in texts.values()) and type(size) is int
-            if not typed or not isinstance(checked, str | None):
+            record = dict(json.loads(data))
+            if record.pop("schema") != SCHEMA:
+                raise ValueError("it has another schema")
+            record["info"] = ObjectInfo.from_record(record.pop("object"))
+            date = datetime.fromisoformat(record["fetched_at"]).timestamp()
+            found = cls(**{**record, "fetched_at": max(0.0, date)})
+            texts = found.url, found.key, found.digest, found.boot, found.library
+            typed = type(found.size) is int and isinstance(found.checked, str | None)
+            if not typed or not all(isinstance(text, str) for text in texts):
                 raise TypeError("a field has another type")
-            fetched_at = datetime.fromisoformat(record["fetched_at"]).timestamp()
-            info = ObjectInfo.from_record(record["object"])
-            rfc3339(fetched_at)  # else `encode` could not write it
-        except (ValueError, TypeError, KeyError, ArithmeticError, RecursionError) as exn:
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as exn:
             reason = f"{type(exn).__name__}: {exn}"[:200]
             raise DamagedError(f"its sidecar cannot be read ({reason})") from exn
-        return cls(info=info, size=size, checked=checked, fetched_at=fetched_at, **texts)
+        return found
 
 
 #: What opening says of what is gone, and of a planted link, directory or socket.
@@ -206,14 +205,12 @@ def versions(layout: Layout, key: str) -> list[tuple[int, str, int]]:
 
 def scan(layout: Layout) -> Iterator[Entry]:
     """Every entry of a namespace, in no order; what has not the name and place of one is none."""
-    for prefix in list_names(layout.objects):
-        directory = f"{layout.objects}/{prefix}"
-        if is_key(prefix * 16) and is_directory(directory):
-            for key in _directories(directory):
-                if is_key(key.name) and key.name.startswith(prefix):
-                    for child in _directories(key.path):
-                        if (parsed := parse_entry_name(child.name)) is not None:
-                            yield Entry(child.path, key.name, *parsed, _used(child.path))
+    for prefix in _directories(str(layout.objects)):
+        for key in _directories(prefix.path):
+            if is_key(key.name) and key.name[:2] == prefix.name:
+                for child in _directories(key.path):
+                    if (parsed := parse_entry_name(child.name)) is not None:
+                        yield Entry(child.path, key.name, *parsed, _used(child.path))
 
 
 def _directories(path: str) -> list[os.DirEntry[str]]:
@@ -314,21 +311,20 @@ def hold(directory: Path, grace: float | None, *, shared: bool = False) -> Itera
 
     Where flock does not tell (``grace``) nothing is locked: free is what was idle for so long.
     """
-    data = data_file(directory)
-    if grace is not None or data is None:
-        yield grace is None or is_idle(directory, grace)
+    if grace is not None:
+        yield is_idle(directory, grace)
         return
-    try:
-        file = open_file(data)
-    except OSError as exn:
-        # What is gone or planted nobody reads. Another member of the group may have been killed
-        # before it opened its file to all. With EMFILE for one nobody knows.
-        if exn.errno not in NOT_DATA | GONE | {errno.EACCES}:
-            raise
-        yield exn.errno != errno.EACCES or is_idle(directory)
-        return
-    with file:
-        free = try_flock(file.fileno(), shared=shared)
-        if free and not shared:  # or it was removed since it was opened, and made anew
-            free = is_file(data, file.fileno())
+    data = data_file(directory) or directory
+    with contextlib.ExitStack() as stack:
+        try:
+            fd = stack.enter_context(open_file(data)).fileno()
+            free = try_flock(fd, shared=shared)
+            if free and not shared:  # or it was removed since it was opened, and made anew
+                free = is_file(data, fd)
+        except OSError as exn:
+            # What is gone or planted nobody reads. Another member of the group may have been
+            # killed before it opened its file to all. With EMFILE for one nobody knows.
+            if exn.errno not in NOT_DATA | GONE | {errno.EACCES}:
+                raise
+            free = None if exn.errno == errno.EACCES else True
         yield is_idle(directory) if free is None else free

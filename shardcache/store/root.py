@@ -6,7 +6,6 @@ Making it is idempotent and may happen in any number of processes at once.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import stat
 from pathlib import Path
@@ -19,15 +18,13 @@ from shardcache.layout import (
     Layout,
     is_temporary_name,
     list_names,
-    make_once,
     read_manifest,
+    replace_file,
 )
 
 #: Device and inode.
 Identity = tuple[int, int]
 
-#: Of the manifest: what it says about all layouts below it.
-_SCHEMA = 1
 #: In the manifest: the number of the group that shares the cache.
 _GROUP = "shared_group"
 _TAG_NAME = "CACHEDIR.TAG"
@@ -58,8 +55,7 @@ def make_root(root: Path, library: str, modes: Modes = PRIVATE) -> Layout:
     """Make ``root`` a cache of this version of the library, or check that it may be used as one.
 
     Raises:
-        ConfigError: ``root`` is not a directory, belongs to somebody else, anybody may
-            write to it, it leads elsewhere, or others share it than ``modes`` say.
+        ConfigError: as `check_root` and `check_manifest`.
         OSError: it cannot be made or written (EACCES, EROFS, ENOSPC, ...).
     """
     try:
@@ -71,16 +67,15 @@ def make_root(root: Path, library: str, modes: Modes = PRIVATE) -> Layout:
         raise ConfigError(
             f"{exn.filename} is not a directory; point dir at a directory for the cache", dir=root
         ) from exn
-    check_group(root, modes)
+    check_manifest(root, modes)
     check_root(root, modes)
     layout = Layout.of_root(root, modes)
-    check_layout(layout)
     layout.make()
     if not (root / MANIFEST).exists():
         # Backups skip what the tag is in: it must not be in a directory that holds
         # other things as well.
         home = root if _is_alone(root) else layout.base
-        manifest = {"schema": _SCHEMA, "layouts": ["v1"], "id": random_token(), "library": library}
+        manifest = {"schema": 1, "layouts": ["v1"], "id": random_token(), "library": library}
         if modes.group is not None:
             manifest[_GROUP] = modes.group
         texts = {home / _TAG_NAME: _CACHEDIR_TAG, home / _README_NAME: _README}
@@ -88,12 +83,14 @@ def make_root(root: Path, library: str, modes: Modes = PRIVATE) -> Layout:
         # processes of a node find each other's locks (`mounts`).
         texts[root / MANIFEST] = json.dumps(manifest) + "\n"
         for path, text in texts.items():
-            make_once(path, text.encode(), modes.file, via=layout.partial)
+            replace_file(path, text.encode(), modes.file, via=layout.partial, once=True)
     return layout
 
 
 def _is_alone(root: Path) -> bool:
-    """Whether a directory holds nothing but what `make_root` makes."""
+    """Whether a directory holds nothing but what `make_root` makes, or is missing."""
+    if root.exists() and not root.is_dir():
+        return False
     names = list_names(root.resolve())
     return all(name in _ROOT_NAMES or is_temporary_name(name) for name in names)
 
@@ -104,21 +101,35 @@ def is_foreign(root: Path) -> bool:
     return not _is_alone(root) and not is_cache(root)
 
 
+def is_cache(root: Path) -> bool:
+    """Whether ``root`` bears our manifest and leads nowhere else; else nothing may be removed."""
+    try:
+        manifest = (root / MANIFEST).lstat()
+    except OSError:
+        return False
+    return stat.S_ISREG(manifest.st_mode) and Layout.of_root(root).linked() is None
+
+
+def require_cache(root: Path, *, empty: bool = False) -> None:
+    """Refuse (ConfigError) a directory that is no cache; with ``empty``, not a missing or new one.
+
+    Nothing in it is the library's to remove.
+    """
+    check_links(Layout.of_root(root))
+    if is_foreign(root) if empty else not is_cache(root):
+        raise ConfigError(
+            f"{root} is not a shardcache directory (it has no manifest.json), so nothing in it "
+            "is touched. Check dir (--dir, SHARDCACHE_DIR).",
+            dir=root,
+        )
+
+
 def check_root(root: Path, modes: Modes = PRIVATE) -> None:
-    """Refuse (ConfigError) a root that somebody else could tamper with."""
+    """Refuse (ConfigError) a root that somebody else could tamper with, or that leads elsewhere."""
     reason = modes.objection(root, root.stat())
     if reason is not None:
         raise ConfigError(reason, dir=root)
-
-
-def check_layout(layout: Layout) -> None:
-    """Refuse (ConfigError) a namespace that leads elsewhere, or that others could tamper with."""
-    check_links(layout)
-    for path in layout.directories:
-        with contextlib.suppress(FileNotFoundError):
-            reason = layout.modes.objection(path, path.lstat())
-            if reason is not None:
-                raise ConfigError(reason, dir=layout.base)
+    check_links(Layout.of_root(root))
 
 
 def check_links(layout: Layout) -> None:
@@ -132,25 +143,17 @@ def check_links(layout: Layout) -> None:
         )
 
 
-def check_group(root: Path, modes: Modes) -> None:
-    """Refuse (ConfigError) a cache that others share than ``modes`` say, or of a newer library.
+def check_manifest(root: Path, modes: Modes) -> None:
+    """Refuse (ConfigError) a cache that others share than ``modes`` say.
 
     What one process makes for itself alone, the others could not read, and could not tell from
     a failing disk.
     """
     manifest = read_manifest(root)
-    stated, schema = manifest.get(_GROUP), manifest.get("schema")
-    # A new layout gets a directory of its own beside ``v1``, and each library touches only those
-    # that it knows. Other changes have a new schema.
-    if isinstance(schema, int) and schema > _SCHEMA:
-        library = str(manifest.get("library", "of another version"))[:20]
-        reason = (
-            f"{root} was made by shardcache {library}, which keeps it in a way that this one does "
-            f"not know (schema {schema}). Upgrade shardcache, or use another directory."
-        )
-    elif stated == modes.group or not manifest:
+    stated = manifest.get(_GROUP)
+    if stated == modes.group or not manifest:
         return
-    elif isinstance(stated, int):
+    if isinstance(stated, int):
         name = group_name(stated)
         reason = (
             f"{root} is shared by the group {name}; set shared_group={name!r}, or use a directory "
@@ -178,12 +181,3 @@ def identity(root: Path, namespace: Layout) -> Identity | None:
         return None
     # Where other machines have the filesystem, inode numbers may come and go (FUSE).
     return found.st_dev, 0 if namespace.grace is not None else found.st_ino
-
-
-def is_cache(root: Path) -> bool:
-    """Whether ``root`` bears our manifest and leads nowhere else; else nothing may be removed."""
-    try:
-        manifest = (root / MANIFEST).lstat()
-    except OSError:
-        return False
-    return stat.S_ISREG(manifest.st_mode) and Layout.of_root(root).linked() is None

@@ -50,9 +50,9 @@ from shardcache.store.entry import (
     versions,
 )
 from shardcache.store.partial import LostError, Partial
-from shardcache.store.root import check_group, check_links
+from shardcache.store.root import check_links, check_manifest
 
-__all__ = ["Entry", "Namespaces", "Opened", "Store", "Stores"]
+__all__ = ["Entry", "Namespaces", "Opened", "Store", "open_first", "set_aside"]
 
 logger = logging.getLogger(__name__)
 
@@ -207,33 +207,12 @@ class Store:
                 try:
                     theirs = self._open_at(str(entry), partial.data.name, size)
                 except DamagedError as damage:
-                    self.condemn(entry, f"found while publishing: {damage}")
+                    set_aside(entry, f"found while publishing: {damage}")
                 else:
                     if theirs is not None:
                         theirs.close()
                         return False
         raise OSError(errno.EBUSY, "an entry is there and cannot be seen", str(entry))
-
-    def condemn(self, directory: Path, reason: str) -> bool:
-        """Set an entry aside, sound or not: no reader finds it, and the next sweep removes it.
-
-        Call with the key's lock held, so that an entry fetched in its place is not taken for it.
-        Whoever has the entry open reads on. Returns whether this call did it.
-        """
-        key = directory.parent.name
-        self._known.pop(key, None)
-        if not self._move(directory, self.layout.new_evicted(key)):
-            return False
-        logger.info("set aside a damaged entry: %s (%s)", directory.name, reason)
-        return True
-
-    def _move(self, directory: Path, target: Path) -> bool:
-        """Move an entry out of sight; False if it is gone."""
-        try:
-            directory.rename(target)
-        except FileNotFoundError:
-            return False
-        return True
 
     def touch(self, directory: str, now: float) -> None:
         """Note a use. A cache that cannot be written keeps its old times."""
@@ -254,11 +233,6 @@ class Store:
         """Every version of one shard, newest first."""
         return (Entry.at(Path(directory)) for _, directory, _ in versions(self.layout, key))
 
-    def owning(self, entry: Entry) -> Store:
-        """The store of the namespace of this root that an entry is in."""
-        base = entry.path.parents[3]  # objects/<aa>/<key>/<entry>
-        return Store(replace(self.layout, base=base), verify_after_boot=False)
-
     def is_pinned(self, entry: Entry) -> bool:
         """Whether somebody reads or has pinned an entry of any namespace of this root right now."""
         with hold(entry.path, self._grace) as free:
@@ -270,8 +244,8 @@ class Store:
         Returns whether this call removed it.
         """
         with hold(entry.path, self._grace) as free:
-            doomed = self.layout.new_evicted(entry.key)
-            if not free or not self._move(entry.path, doomed):
+            doomed = _hide(entry.path) if free else None
+            if doomed is None:
                 return False
             # The lock is held until the names are gone: a reader that gets its
             # pin afterwards sees a link count of zero and looks again.
@@ -301,33 +275,45 @@ class Store:
         return True
 
 
-class Stores:
-    """What a coordinator asks of a store, of all tiers together; locks are in the last one."""
+def set_aside(directory: Path, reason: str) -> bool:
+    """Set an entry aside, sound or not: no reader finds it, and the next sweep removes it.
 
-    def __init__(self, stores: Sequence[Store]) -> None:
-        self._stores = list(stores)
-        self.layout = self._stores[-1].layout
+    Call with the key's lock held, so that an entry fetched in its place is not taken for it.
+    Whoever has the entry open reads on. Returns whether this call did it.
+    """
+    if _hide(directory) is None:
+        return False
+    logger.info("set aside a damaged entry: %s (%s)", directory.name, reason)
+    return True
 
-    def open(self, key: str, basename: str, outdated: Collection[str] = ()) -> Opened | None:
-        """See `Store.open`; where one tier's entry is damaged, another's will do."""
-        damaged: DamagedError | None = None
-        # Where it was last: a look at a tier that has not got it costs as much as a hit.
-        for store in sorted(self._stores, key=lambda one: not one.knows(key)):
-            try:
-                opened = store.open(key, basename, outdated)
-            except DamagedError as exn:
-                damaged = damaged or exn
-                continue
-            if opened is not None:
-                return opened
-        if damaged is not None:
-            raise damaged
+
+def _hide(directory: Path) -> Path | None:
+    """Move an entry out of sight, in its own namespace; where to, or None if it is gone."""
+    hidden = Layout(directory.parents[3]).new_evicted(directory.parent.name)
+    try:
+        directory.rename(hidden)
+    except FileNotFoundError:
         return None
+    return hidden
 
-    def condemn(self, directory: Path, reason: str) -> bool:
-        """See `Store.condemn`."""
-        inside = (one for one in self._stores if directory.is_relative_to(one.layout.base))
-        return next(inside).condemn(directory, reason)
+
+def open_first(
+    stores: Sequence[Store], key: str, basename: str, outdated: Collection[str] = ()
+) -> Opened | None:
+    """See `Store.open`; of several tiers, where one's entry is damaged, another's will do."""
+    damaged: DamagedError | None = None
+    # Where it was last: a look at a tier that has not got it costs as much as a hit.
+    for store in sorted(stores, key=lambda one: not one.knows(key)):
+        try:
+            opened = store.open(key, basename, outdated)
+        except DamagedError as exn:
+            damaged = damaged or exn
+            continue
+        if opened is not None:
+            return opened
+    if damaged is not None:
+        raise damaged
+    return None
 
 
 #: The job of processes that no launcher named: they share one namespace per
@@ -349,7 +335,7 @@ class Namespaces:
 
     def __init__(self, config: Config, ranks: Ranks) -> None:
         modes = Modes.of(config.shared_group)
-        check_group(config.dir, modes)
+        check_manifest(config.dir, modes)
         self.node = node_namespace(config.dir, config.locks, config.touch_interval, modes)
         self._verify = config.fsync == "verify-after-boot"
         layout = self.node
@@ -358,23 +344,13 @@ class Namespaces:
             name = job if config.isolation == "job" else f"{job}-{ranks.rank}"
             layout = self.node.rank(safe_name(name))
             check_links(layout)
-        self.own = self._store(layout)
+        self.own = Store(layout, verify_after_boot=self._verify)
 
-    def _store(self, layout: Layout) -> Store:
-        return Store(layout, verify_after_boot=self._verify)
-
-    def siblings(self) -> Sequence[Store]:
-        """Every namespace but our own, as they are now."""
+    def all(self) -> list[Store]:
+        """Every namespace as they are now, our own first."""
         # A name of another kind was not made by us, nor was what leads elsewhere.
-        names = [name for name in list_names(self.node.ranks) if is_rank_name(name)]
-        layouts = [self.node, *map(self.node.rank, names)]
-        return [
-            self._store(layout)
-            for layout in layouts
-            if layout.base != self.own.layout.base
-            and (layout is self.node or (is_directory(layout.base) and not layout.linked()))
-        ]
-
-    def all(self) -> Sequence[Store]:
-        """Every namespace, our own first."""
-        return [self.own, *self.siblings()]
+        names = filter(is_rank_name, list_names(self.node.ranks))
+        ranks = (rank for rank in map(self.node.rank, names) if rank.linked() is None)
+        layouts = [self.node, *ranks]
+        others = (each for each in layouts if each.base != self.own.layout.base)
+        return [self.own, *(Store(each, verify_after_boot=self._verify) for each in others)]

@@ -21,14 +21,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from shardcache import clock
 from shardcache.errors import ConfigError, ShardCacheError, ShardNotFoundError, TransferError
 from shardcache.origins.base import ObjectInfo
 from shardcache.origins.resolve import Origins
 from shardcache.origins.retry import RetryPolicy
 from shardcache.store.digest import block_digest, read_blocks, tree_digest
 from shardcache.store.entry import GONE, DamagedError, Entry, Metadata, open_data, readable
-from shardcache.store.store import Store
+from shardcache.store.store import Store, set_aside
 from shardcache.urls import ShardURL, redact
 
 
@@ -54,25 +53,14 @@ class Finding:
     set_aside: bool = False  #: so that the next reader fetches the shard anew
 
 
+@dataclass(slots=True)
 class VerifyStatus:
-    """How far it is. Safe between threads.
+    """How far it is."""
 
-    Attributes:
-        shards: entries to check.
-        bytes: of them.
-        done: entries that were checked.
-        passed: bytes that were checked.
-    """
-
-    def __init__(self) -> None:
-        self.shards = self.bytes = self.done = self.passed = 0
-        self._guard = threading.Lock()
-
-    def add(self, passed: int, done: int = 0) -> None:
-        """So many bytes and entries more were checked."""
-        with self._guard:
-            self.passed += passed
-            self.done += done
+    shards: int = 0  #: entries to check
+    bytes: int = 0  #: of them
+    done: int = 0  #: entries that were checked
+    passed: int = 0  #: bytes of them
 
 
 def differs(then: ObjectInfo, now: ObjectInfo) -> str | None:
@@ -103,22 +91,10 @@ _AT_ONCE = 4
 #: Shards of one bucket or host in a row, each with all its attempts, that get no answer
 #: before the others are not asked for: thousands would take days and tell nothing more.
 _SILENT = 3
-#: Seconds until a retry that waits notices that nobody wants it any more.
-_SLICE = 0.25
 
 
 class _StoppedError(Exception):
     """Nobody wants the result any more."""
-
-
-@dataclass(slots=True)
-class _Copies:
-    """What is known of one shard while its copies are checked."""
-
-    digests: dict[tuple[int, int], str] = field(default_factory=dict)  #: by device and inode
-    #: What the origin has now, or why that is not known.
-    origin: ObjectInfo | tuple[State, str] | None = None
-    read: int = 0  #: bytes of the present one
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -142,6 +118,11 @@ class Verifier:
     status: VerifyStatus
     stop: threading.Event
     _ended: bool = field(default=False, init=False)
+    _guard: threading.Lock = field(default_factory=threading.Lock, init=False)  #: of `status`
+    #: By key, device and inode.
+    _digests: dict[tuple[str, int, int], str] = field(default_factory=dict, init=False)
+    #: By key and version.
+    _answers: dict[tuple[str, str], tuple[State, str]] = field(default_factory=dict, init=False)
     _silent: Counter[str] = field(default_factory=Counter, init=False)
 
     def __post_init__(self) -> None:
@@ -159,10 +140,11 @@ class Verifier:
         if self.sample < 1:
             shards = random.SystemRandom().sample(shards, math.ceil(len(shards) * self.sample))
         self.status.shards = sum(map(len, shards))
-        self.status.bytes = sum(entry.size for shard in shards for _, entry in shard)
+        self.status.bytes = sum(entry.size for copies in shards for _, entry in copies)
         pool = ThreadPoolExecutor(_AT_ONCE, "shardcache-verify")
         try:
-            for found in pool.map(self._shard, shards):
+            for copies, found in zip(shards, pool.map(self._shard, shards), strict=True):
+                self.status.done += len(copies)
                 yield from found
         finally:
             self._ended = True
@@ -172,98 +154,94 @@ class Verifier:
         if self._ended or self.stop.is_set():
             raise _StoppedError
 
-    def _shard(self, entries: Iterable[tuple[Store, Entry]]) -> list[Finding]:
+    def _sleep(self, seconds: float) -> None:
+        self.stop.wait(seconds)
+        self._go_on()
+
+    def _shard(self, copies: Iterable[tuple[Store, Entry]]) -> list[Finding]:
         """What is found of the entries of one shard, until it is stopped."""
-        copies = _Copies()
         found: list[Finding] = []
         with contextlib.suppress(_StoppedError):
-            for store, entry in entries:
-                with contextlib.suppress(FileNotFoundError):  # evicted
-                    found.append(self._entry(store, entry, copies))
-                self.status.add(entry.size - copies.read, done=1)
-                copies.read = 0
+            for store, entry in copies:
+                self._go_on()
+                try:
+                    found.append(self._entry(store, entry))
+                except OSError as exn:
+                    if exn.errno not in GONE:  # else it was evicted
+                        reason = exn.strerror or str(exn)
+                        found.append(Finding(entry, None, State.UNCHECKED, reason))
         return found
 
-    def _entry(self, store: Store, entry: Entry, copies: _Copies) -> Finding:
-        """What is found of one entry; FileNotFoundError if it goes meanwhile."""
-        self._go_on()
+    def _entry(self, store: Store, entry: Entry) -> Finding:
+        """What is found of one entry; OSError: it went meanwhile, or the disk does not tell."""
         url = None
         try:
             before = os.lstat(entry.directory)
-            try:
-                with readable():
-                    metadata = entry.metadata()
-                    url = metadata.url
-                    self._check_data(store, entry, metadata, copies)
-            except DamagedError as exn:
-                return self._damaged(store, Finding(entry, url, State.DAMAGED, str(exn)), before)
-            # Of several versions readers are given the newest.
-            newest = next(store.entries_of(entry.key), entry)
-            if not self.remote or newest.directory != entry.directory:
-                return Finding(entry, url, State.OK)
-            if copies.origin is None:
-                copies.origin = self._ask(metadata)
-            if isinstance(copies.origin, tuple):
-                return Finding(entry, url, *copies.origin)
-            difference = differs(metadata.info, copies.origin)
-        except OSError as exn:
-            if exn.errno in GONE:
-                raise FileNotFoundError(exn.errno, exn.strerror) from exn
-            return Finding(entry, url, State.UNCHECKED, exn.strerror or str(exn))
-        except ValueError as exn:
-            return Finding(entry, url, State.UNREACHABLE, str(exn))
-        if difference is None:
+            with readable():
+                metadata = entry.metadata()
+                url = metadata.url
+                self._check_data(store, entry, metadata)
+        except DamagedError as exn:
+            _check_same(entry, before)
+            finding = Finding(entry, url, State.DAMAGED, str(exn))
+            return finding if self.sole is None else self._set_aside(store, finding, before)
+        finally:
+            with self._guard:
+                self.status.passed += entry.size
+        # Of several versions readers are given the newest.
+        newest = next(store.entries_of(entry.key), entry)
+        if not self.remote or newest.directory != entry.directory:
             return Finding(entry, url, State.OK)
-        reason = f"the origin has another version ({difference})"
-        return Finding(entry, url, State.CHANGED, reason)
+        asked = entry.key, entry.version
+        if asked not in self._answers:
+            self._answers[asked] = self._ask(metadata)
+        return Finding(entry, url, *self._answers[asked])
 
-    def _damaged(self, store: Store, finding: Finding, before: os.stat_result) -> Finding:
-        """Set a damaged entry aside, if that is to be and it is still the one that was read."""
+    def _check_data(self, store: Store, entry: Entry, metadata: Metadata) -> None:
+        """Open the data as a reader would, and read it."""
+        try:
+            name = self.parse(metadata.url).basename
+        except ConfigError:  # of a scheme that is no longer allowed
+            name = entry.data.name
+        path, grace = f"{entry.directory}/{name}", store.layout.grace
+        opened = open_data(entry.directory, path, entry.size, grace)
+        if opened is None:
+            raise DamagedError("its data file is missing")
+        with opened.file:
+            if not self.quick and self._digest(entry.key, opened.fd) != metadata.digest:
+                raise DamagedError("its bytes changed since they were fetched")
+
+    def _digest(self, key: str, fd: int) -> str:
+        found = os.fstat(fd)
+        file = key, found.st_dev, found.st_ino
+        if file not in self._digests:
+            digests = []
+            for block in read_blocks(fd):
+                self._go_on()
+                digests.append(block_digest(block))
+            self._digests[file] = tree_digest(digests)
+        return self._digests[file]
+
+    def _set_aside(self, store: Store, finding: Finding, before: os.stat_result) -> Finding:
+        """Set a damaged entry aside, if it is still the one that was read."""
         entry = finding.entry
-        _check_same(entry, before)
-        if self.sole is None:
-            return finding
+        assert self.sole is not None
         try:
             with self.sole(store, entry.key) as alone:
                 if alone:
                     # Publishing takes this lock, so an entry that replaced it meanwhile stays.
                     _check_same(entry, before)
-                    store.condemn(entry.path, f"found by verify: {finding.reason}")
+                    set_aside(entry.path, f"found by verify: {finding.reason}")
                     return replace(finding, set_aside=True)
-            reason = "not set aside: another process fetches it"
+            reason = "another process fetches it"
         except FileNotFoundError:
             raise
         except OSError as exn:
-            reason = f"not set aside: {exn.strerror or exn}"
-        return replace(finding, reason=f"{finding.reason}; {reason}")
+            reason = exn.strerror or str(exn)
+        return replace(finding, reason=f"{finding.reason}; not set aside: {reason}")
 
-    def _check_data(self, store: Store, entry: Entry, metadata: Metadata, copies: _Copies) -> None:
-        data = entry.data
-        with contextlib.suppress(ConfigError):  # of a scheme that is no longer allowed
-            if data.name != self.parse(metadata.url).basename:
-                raise DamagedError("its data file is missing")
-        opened = open_data(entry.directory, str(data), entry.size, store.layout.grace)
-        if opened is None:
-            raise FileNotFoundError(errno.ENOENT, "it was evicted", str(data))
-        with opened.file:
-            if not self.quick and self._digest(opened.fd, copies) != metadata.digest:
-                raise DamagedError("its bytes changed since they were fetched")
-
-    def _digest(self, fd: int, copies: _Copies) -> str:
-        found = os.fstat(fd)
-        file = found.st_dev, found.st_ino
-        if file not in copies.digests:
-            digests = []
-            for block in read_blocks(fd):
-                self._go_on()
-                digests.append(block_digest(block))
-                copies.read += len(block)
-                self.status.add(len(block))
-            copies.digests[file] = tree_digest(digests)
-        return copies.digests[file]
-
-    def _ask(self, metadata: Metadata) -> ObjectInfo | tuple[State, str]:
-        """Ask an origin for a description of a shard; of the shard nothing is fetched."""
+    def _ask(self, metadata: Metadata) -> tuple[State, str]:
+        """Ask the origin of a shard which version it has; of the shard nothing is fetched."""
         if metadata.url.startswith("pipe:"):
             return State.UNREACHABLE, "it is what a command wrote, which states no version"
         try:
@@ -276,6 +254,8 @@ class Verifier:
             origin = self.origins.of(shard)
             attempts = self.policy.started(str(shard))
             found = attempts.call(lambda: origin.stat(shard), sleep=self._sleep)
+            self._silent[place] = 0
+            difference = differs(metadata.info, found)
         except ShardNotFoundError:
             return State.GONE, "the origin has it no longer"
         except TransferError as exn:
@@ -283,13 +263,11 @@ class Verifier:
             return State.UNREACHABLE, redact(str(exn.__cause__ or exn))
         except ShardCacheError as exn:  # ConfigError is one
             return State.UNREACHABLE, exn.message
-        self._silent[place] = 0
-        return found
-
-    def _sleep(self, seconds: float) -> None:
-        for _ in range(math.ceil(seconds / _SLICE)):
-            self._go_on()
-            clock.sleep(_SLICE)
+        except ValueError as exn:
+            return State.UNREACHABLE, str(exn)
+        if difference is None:
+            return State.OK, ""
+        return State.CHANGED, f"the origin has another version ({difference})"
 
 
 def _check_same(entry: Entry, before: os.stat_result) -> None:

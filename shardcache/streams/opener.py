@@ -42,6 +42,7 @@ from shardcache.locks.flock import is_file
 from shardcache.origins.base import Body, ObjectInfo
 from shardcache.runtime import Process
 from shardcache.store.entry import DamagedError, Entry, Opened, open_data
+from shardcache.store.store import set_aside
 from shardcache.streams.sources import FetchSource, OriginSource
 from shardcache.streams.stream import ShardStream
 from shardcache.urls import ShardURL
@@ -116,7 +117,7 @@ class Opener:
                     opened = self.find(shard)
                 else:  # the path that is taken a million times, and is not to call many others
                     try:
-                        opened = ready.store.open(shard.key, shard.basename)
+                        opened = ready.open(shard.key, shard.basename)
                     except (DamagedError, OSError):
                         opened = self.find(shard)  # it deals with that
             source = opened or ahead or FetchSource(self, shard, finish=finish)
@@ -174,7 +175,7 @@ class Opener:
     ) -> Source:
         """Open an entry again whose handle is stale; set any other that fails aside."""
         process, entry = self.here(), opened.entry
-        store = process.store_of(entry)
+        store = process.tier_of(entry.directory).store
         info = None
         with contextlib.suppress(DamagedError, OSError):
             if fault.errno == errno.ESTALE and not opened.reopened:
@@ -189,7 +190,7 @@ class Opener:
                 # Whoever publishes has this lock, so what has the name now, keeps it. Is it
                 # another file by now, then it did not fail.
                 if alone and is_file(opened.path, opened.fd):
-                    store.condemn(entry.path, f"{shard}: {fault.strerror}")
+                    set_aside(entry.path, f"{shard}: {fault.strerror}")
         except OSError as exn:
             logger.info("%s: %s cannot be set aside: %s", shard, opened.path, exn)
         if self.config.strict:
@@ -397,7 +398,7 @@ class Opener:
 
     def _gate(self, breaker: Breaker, asked: bool) -> None:
         """Go on, unless the disk is to be left alone and there is a way past it."""
-        if breaker.faults and not (asked or self.config.strict or breaker.allows()):
+        if breaker.left and not (asked or self.config.strict):
             raise PausedError(errno.EIO, f"the disk failed; tried again in {breaker.left:.0f} s")
 
     # -- files that are not cached -------------------------------------------------

@@ -23,7 +23,7 @@ from shardcache.space.budget import Space
 from shardcache.space.clean import CleanReport, clean, remove
 from shardcache.space.eviction import Limits, Reason
 from shardcache.store.root import make_root
-from shardcache.store.store import Store
+from shardcache.store.store import Store, set_aside
 from shardcache.urls import parse_url
 from tests.support.shop import Shop
 from tests.support.storetools import (
@@ -75,7 +75,7 @@ def shelve(bench: Bench) -> None:
     bench.leave()
     damaged = publish(bench.store, "s3://lab/bad.tar", bytes(100))
     os.truncate(damaged.data, 1)
-    assert bench.store.condemn(damaged.path, "test")
+    assert set_aside(damaged.path, "test")
 
 
 CASES: dict[str, Callable[[], Limits]] = {

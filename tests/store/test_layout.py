@@ -20,7 +20,6 @@ from shardcache.layout import (
     is_evicted_name,
     is_key,
     is_lock_name,
-    make_once,
     parse_entry_name,
     parse_partial_name,
     replace_file,
@@ -136,13 +135,12 @@ def test_a_file_is_replaced_all_at_once_or_not_at_all(
         replace_file(path, b"two", 0o600, via=tmp_path)
         assert reader.read() == b"one"
     assert path.read_bytes() == b"two" and stat.S_IMODE(path.stat().st_mode) == 0o600
-    make_once(path, b"three", 0o600, via=tmp_path)  # of several makers one wins
+    replace_file(path, b"three", 0o600, via=tmp_path, once=True)  # of several makers one wins
     (tmp_path / "full").mkdir()  # no file is renamed to it
     with no_descriptor_left(), pytest.raises(OSError):
         replace_file(tmp_path / "full", b"new", 0o600, via=tmp_path)
     monkeypatch.setattr("shardcache.files.set_mode", refusing(errno.EIO, real=None))
-    for make in (replace_file, make_once):
-        with no_descriptor_left(), pytest.raises(OSError):
-            make(path, b"new", 0o600, via=tmp_path)
+    with no_descriptor_left(), pytest.raises(OSError):
+        replace_file(path, b"new", 0o600, via=tmp_path)
     assert path.read_bytes() == b"two"
     assert {p.name for p in tmp_path.iterdir()} == {"meta.json", "full"}

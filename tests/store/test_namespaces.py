@@ -47,9 +47,9 @@ def test_everybody_sees_the_namespace_of_every_job(tmp_path: Path, job: str) -> 
     mine.own.layout.make()
     entry = publish(mine.own)
     node = Namespaces(config(tmp_path), Ranks())
-    assert [store.layout for store in node.siblings()] == [mine.own.layout]
+    assert [store.layout for store in node.all()[1:]] == [mine.own.layout]
     assert [e for store in node.all() for e in store.entries()] == [entry]
-    assert [store.layout.base for store in mine.siblings()] == [tmp_path / "v1"]
+    assert [store.layout.base for store in mine.all()[1:]] == [tmp_path / "v1"]
 
 
 def test_what_was_not_made_by_us_is_no_namespace(tmp_path: Path) -> None:
@@ -58,14 +58,13 @@ def test_what_was_not_made_by_us_is_no_namespace(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     Layout(elsewhere).make()
     node.ranks.mkdir()
-    (node.ranks / "file").touch()
     (node.ranks / ".hidden").mkdir()
     (node.ranks / "a b").mkdir()
     (node.ranks / "link").symlink_to(elsewhere)
     node.rank("half").make()
     node.rank("half").objects.rmdir()
     node.rank("half").objects.symlink_to(elsewhere / "objects")
-    assert Namespaces(config(tmp_path), Ranks()).siblings() == []
+    assert Namespaces(config(tmp_path), Ranks()).all()[1:] == []
 
 
 def test_a_directory_that_another_node_made_and_this_one_does_not_see_yet_is_waited_for(

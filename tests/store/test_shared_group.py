@@ -270,18 +270,6 @@ def test_a_root_that_the_group_does_not_share_is_refused_with_the_command_that_m
     assert ask(BELA, lambda: fetch(root, shared_group=GROUP)) == [("fetched", True, 1)]
 
 
-@pytest.mark.parametrize("inner", ["v1", "v1/partial"])
-@pytest.mark.parametrize(("mode", "fix"), [(0o700, "chmod 2770"), (0o2777, "chmod o-w")])
-def test_a_directory_inside_that_somebody_changed_is_refused_with_the_fix(
-    area: Path, inner: str, mode: int, fix: str
-) -> None:
-    root = area / "cache"
-    ask(ANNA, lambda: fetch(root, shared_group=GROUP))
-    (root / inner).chmod(mode)
-    with pytest.raises(AssertionError, match=fix):
-        ask(ANNA, lambda: fetch(root, shared_group=GROUP))
-
-
 def cli(*arguments: str, **environment: str) -> Callable[[], tuple[int, str]]:
     def run() -> tuple[int, str]:
         os.environ.update(environment)

@@ -18,7 +18,7 @@ from shardcache.store import store as module
 from shardcache.store.digest import BLOCK
 from shardcache.store.entry import DamagedError, Entry
 from shardcache.store.partial import LostError, in_flight, remove_leftover
-from shardcache.store.store import Opened, Store
+from shardcache.store.store import Opened, Store, set_aside
 from shardcache.urls import parse_url
 from tests.support.storetools import (
     Parent,
@@ -197,8 +197,8 @@ def test_a_damaged_entry_is_never_opened_is_set_aside_and_comes_back(
             read(store)
         assert caught.value.directory == entry.directory
         assert not store.is_pinned(entry)
-        assert store.condemn(entry.path, "test")
-        assert not store.condemn(entry.path, "test")
+        assert set_aside(entry.path, "test")
+        assert not set_aside(entry.path, "test")
     assert read(store) is None
     [aside] = in_flight(store.layout)
     assert remove_leftover(store.layout, aside.path)

@@ -94,7 +94,7 @@ def times(path: Path) -> dict[str, int]:
         (lambda path, other: (path / META).unlink(), "it has no sidecar"),
         (lambda path, other: (path / META).write_bytes(b"\0" * 9), "its sidecar cannot be read"),
         (lambda path, other: shutil.copy(other / META, path), "its sidecar describes another"),
-        (lambda path, other: (path / "0.tar").unlink(), "it has no data file"),
+        (lambda path, other: (path / "0.tar").unlink(), "its data file is missing"),
         (lambda path, other: (path / "0.tar").rename(path / "b"), "its data file is missing"),
         (
             lambda path, other: ((path / "0.tar").unlink(), (path / "0.tar").symlink_to("x")),

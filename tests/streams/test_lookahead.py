@@ -200,7 +200,7 @@ def test_what_another_process_fetches_is_left_to_it(
 ) -> None:
     cache = make_cache(prefetch=2)
     coordinator = cache._here().coordinator()
-    layout = coordinator.store.layout
+    layout = coordinator.layout
     lock = KeyLock(layout.key_lock(cache.parse(URLS[1]).key), layout.modes)
     holder = Holder.this_process(rank=None, job=None, now=0.0)
     assert lock.try_acquire(holder)

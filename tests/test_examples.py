@@ -109,17 +109,3 @@ def test_scripts_are_what_bash_and_shellcheck_take(name: str) -> None:
     for command in (["bash", "-n"], [str(checker)]):
         done = subprocess.run([*command, str(EXAMPLES / name)], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_scripts_say_what_is_missing(name: str, tmp_path: Path) -> None:
-    done = subprocess.run(["bash", str(EXAMPLES / name)], capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "give a specification of shards" in done.stderr
-
-
-def test_every_example_is_told_of() -> None:
-    told = re.findall(r"^\| `([\w.]+)` \|", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
-    assert sorted(told) == sorted(
-        p.name for p in EXAMPLES.iterdir() if p.suffix in (".py", ".sh", ".sbatch")
-    )

@@ -1,11 +1,15 @@
-"""Many processes on one node against a real server: economy, death, isolation."""
+"""Many processes on one node against a real server: economy, death, isolation, containers."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import json
+import os
 import signal
-import time
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -88,7 +92,8 @@ def test_killing_the_fetching_process_half_way_costs_the_others_little(
         wait_until(lambda: written(root) >= len(SHARD) // 2 - 4 * BLOCK)
         for other in others:
             other.tell("read", url)
-        time.sleep(0.5)  # let them wait for the holder
+        sessions = Layout.of_root(root).sessions
+        wait_until(lambda: len(list(sessions.glob("*.wait"))) == 3)  # for the holder
         victim.process.kill()
         victim.process.wait()
         proxy.resume()
@@ -129,14 +134,68 @@ def test_ranks_apart_share_bytes_by_hard_link_and_do_not_wait(
     assert fetches(proxy) == 1
 
 
-@pytest.mark.locks_work
-def test_ranks_of_one_job_share_a_namespace_of_their_own(
-    url: str, proxy: Proxy, root: Path
-) -> None:
-    with rank(0, root, "job") as one, rank(1, root, "job") as other:
-        one.tell("read", url)
-        other.tell("read", url)
-        assert one.hear()[0] == other.hear()[0] == STORED
-    assert fetches(proxy) == 1
-    (entry,) = Cache(root).entries()
-    assert entry.path.parents[3].name == "77"
+# -- containers, whose process ids and host names mean nothing to one another -------------
+
+ROOT = Path(__file__).resolve().parent.parent
+#: As a container runtime starts its init: the worker gets the pid 2 in every one of them.
+CONTAINER = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+
+
+@functools.cache
+def may_unshare() -> bool:
+    try:
+        return subprocess.run([*CONTAINER, "true"], capture_output=True).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+@pytest.fixture
+def containers() -> None:
+    if not may_unshare():
+        pytest.skip("this user may not make namespaces (needs root and unshare of util-linux)")
+
+
+@pytest.mark.usefixtures("containers")
+def test_containers_with_equal_pids_share_one_fetch(url: str, root: Path, proxy: Proxy) -> None:
+    prefix = (*CONTAINER, "sh", "-c", '"$0" "$@"; true')
+    with contextlib.ExitStack() as stack:
+        workers = [stack.enter_context(Worker(prefix=prefix, dir=root)) for _ in range(4)]
+        host = os.uname().nodename
+        assert [worker.ask("who") for worker in workers] == [[2, host]] * 4
+        for worker in workers:
+            worker.tell("read", url)
+        assert [worker.hear()[0] for worker in workers] == [STORED] * 4
+        assert fetches(proxy) == 1
+        sessions = list((root / "v1/sessions").glob("*.session"))
+        assert len(sessions) == 4  # and nobody took another's for its own
+
+
+#: Runs as init of a pid namespace, in which it may say which pid comes next.
+REUSE = """
+import json, subprocess, sys
+from pathlib import Path
+from tests.support.workers import Worker
+
+directory, url = sys.argv[1:]
+options = {"dir": directory, "stale_after": 3600, "lock_timeout": 20, "strict": True}
+with Worker(stop_at="before shardcache.fetch.job:Job.finish", **options) as holder:
+    pid = holder.process.pid
+    holder.tell("read", url)
+    holder.stopped()
+# Killed, with its lock record and its partial left behind.
+Path("/proc/sys/kernel/ns_last_pid").write_text(str(pid - 1))
+stranger = subprocess.Popen(["sleep", "600"])
+assert stranger.pid == pid, (stranger.pid, pid)
+with Worker(**options) as successor:
+    print(json.dumps(successor.ask("read", url)))
+"""
+
+
+@pytest.mark.usefixtures("containers")
+def test_the_pid_of_a_dead_holder_may_belong_to_anybody(url: str, root: Path, proxy: Proxy) -> None:
+    command = [*CONTAINER, sys.executable, "-c", REUSE, str(root), url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == STORED  # the dead holder is not taken for alive
+    # The successor resumed.
+    assert sum(t.body_bytes for t in proxy.summary().values()) < 1.3 * len(SHARD)

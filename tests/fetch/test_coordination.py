@@ -399,7 +399,6 @@ def test_the_cache_directory_may_vanish_in_mid_run(
     assert fetches(origin) == 2
 
 
-@pytest.mark.locks_work("files")
 def test_the_lock_directory_may_be_deleted_at_any_time(
     make_cache: MakeCache, origin: MemoryOrigin
 ) -> None:

@@ -89,7 +89,6 @@ CASES: dict[str, Callable[[], Limits]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.locks_work("files")
 def test_a_dry_run_touches_nothing_and_says_what_the_run_will_do(bench: Bench, case: str) -> None:
     shelve(bench)
     limits = CASES[case]()
@@ -131,7 +130,7 @@ def test_all_means_all_that_nobody_uses(bench: Bench) -> None:
     session.close()
 
 
-@pytest.mark.locks_work("answers", "files")
+@pytest.mark.locks_work("answers")
 def test_files_of_other_people_survive_everything(bench: Bench, tmp_path: Path) -> None:
     shelve(bench)
     outside = tmp_path / "outside"
@@ -161,7 +160,7 @@ def test_files_of_other_people_survive_everything(bench: Bench, tmp_path: Path) 
     assert (outside / "model.ckpt").read_text() == "weights"
 
 
-@pytest.mark.locks_work("flock", "answers", "files")
+@pytest.mark.locks_work
 def test_every_version_of_a_shard_that_nobody_uses_is_removed_everywhere(bench: Bench) -> None:
     url, other = "s3://lab/a.tar", "s3://lab/b.tar"
     key = parse_url(url).key
@@ -184,7 +183,7 @@ def test_every_version_of_a_shard_that_nobody_uses_is_removed_everywhere(bench: 
 # -- one at a time -------------------------------------------------------------
 
 
-@pytest.mark.locks_work("flock", "answers", "files")
+@pytest.mark.locks_work
 def test_cleaners_take_turns_or_say_who_is_at_it(tmp_path: Path) -> None:
     with Cache(tmp_path / "cache", min_free=0, lock_timeout="0.3s") as cache:
         cache.pin("s3://lab/a.tar")  # makes the directory

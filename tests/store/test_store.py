@@ -226,7 +226,6 @@ def test_a_file_that_cannot_be_read_is_damage_and_a_disk_that_cannot_is_an_error
     assert entry.path.exists()
 
 
-@pytest.mark.locks_work("files")
 def test_want_of_descriptors_damages_and_removes_nothing(store: Store) -> None:
     entry = publish(store)
     live = begin(store.layout, metadata_for(data=payload(BLOCK + 1)))

@@ -107,7 +107,6 @@ def test_a_writer_that_is_swept_before_it_has_its_lock_starts_over(
     assert list(layout.partial.iterdir()) == []
 
 
-@pytest.mark.locks_work("files")
 def test_what_is_not_ours_stays(layout: Layout, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()

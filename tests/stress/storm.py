@@ -6,7 +6,7 @@ Everybody writes down what breaks a promise:
 
 * bytes: a completed read is one version of the shard, stored before the read ended;
 * visibility: a published file never changes, and a pinned one stays;
-* economy: a crowd on cold shards fetches each once, and a storm no more than its calls explain;
+* economy: there are no more fetches than calls explain;
 * bounded wait: every call ends within its bound;
 * budget and crash: a sweep leaves nothing of dead processes, and the limit holds;
 * errors: no exception reaches a caller that a healthy origin gives no reason for.
@@ -44,7 +44,7 @@ from shardcache import Cache, errors
 from tests.stress.brokenflock import broken_environment
 from tests.stress.origin import MIB, Origin, Shards, die_with_parent
 from tests.support.disktools import disk
-from tests.support.storetools import Child, Parent, crowd, forked
+from tests.support.storetools import Child, Parent, forked
 
 STALE_AFTER, LOCK_TIMEOUT = 1.5, 20.0
 #: Seconds that a call may take beyond `LOCK_TIMEOUT`, on a machine that does much else.
@@ -477,25 +477,7 @@ class Boss:
                     self.storm.wrong("visibility", f"{path}: {wrong or 'it changed'}")
 
 
-# -- before and after --------------------------------------------------------------------
-
-
-def cold_crowd(storm: Storm) -> None:
-    """Everybody reads the same cold shards, in an order of their own: each is fetched once."""
-    names = storm.names[: len(storm.names) // 4]
-
-    def read(parent: Parent, number: int) -> None:
-        with storm.cache(lock_timeout=600.0, stale_after=300.0) as cache:
-            for name in random.Random(number).sample(names, len(names)):
-                with cache.open(storm.url(name)) as stream:
-                    assert storm.shards.examine(name, stream.read()) == (0, None)
-
-    with crowd(storm.workers, read) as children:
-        for child in children:
-            _ended(storm, "the crowd", child)
-    fetches = storm.origin.fetches()
-    if not storm.lying and fetches != dict.fromkeys(names, 1):
-        storm.wrong("economy", f"a crowd on {len(names)} cold shards fetched {fetches}")
+# -- after the end ---------------------------------------------------------------------
 
 
 def audit(storm: Storm, boss: Boss) -> None:
@@ -553,7 +535,6 @@ def blow(seconds: float, seed: int, workers: int, lying: bool) -> tuple[dict[str
             size = int(storm.max_size * 1.5) + 16 * MIB
             stack.enter_context(disk(storm.root.parent, f"size={size}"))
         boss = Boss(storm, own_disk)
-        cold_crowd(storm)
         boss.blow(seconds)
         fetches = sum(storm.origin.fetches().values())
         audit(storm, boss)

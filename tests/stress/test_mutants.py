@@ -79,7 +79,7 @@ MUTANTS = [
         "fetch/coordinator.py",
         r"if lock\.try_acquire\(holder\):",
         "if lock.try_acquire(holder) or True:",
-        "tests/fetch/test_coordination.py -k threads_share",
+        "tests/test_processes.py -k eight_processes",
     ),
     Mutant(
         "Economy",
@@ -176,6 +176,14 @@ MUTANTS = [
         r"yield is_idle\(directory\) if free is None else free",
         "yield True",
         "tests/test_cache.py -k survives",
+    ),
+    Mutant(
+        "In use",
+        "the least recently used goes, in use or not, in a storm",
+        "store/entry.py",
+        r"yield is_idle\(directory\) if free is None else free",
+        "yield True",
+        "-m tests.stress.storm --minutes 0.3 --seed 1",
     ),
 ]
 

@@ -1,4 +1,4 @@
-"""A cache on a network filesystem: whatever it says or loses, every read is right, and ends.
+"""A cache on a filesystem that fails: whatever it says or loses, every read is right, and ends.
 
 The filesystem is `fuse.shim`, the origin a web server in another process. Two mounts of one
 directory are two nodes.
@@ -147,10 +147,11 @@ CHANGES = ["create", "mkdir", "rename", "unlink", "rmdir", "link", "write", "set
 def test_whatever_the_filesystem_cannot_do_any_more_every_read_is_right(
     far: Far, shim: Shim, caplog: pytest.LogCaptureFixture, op: str, number: int, locks: str
 ) -> None:
-    with far.cache(shim.root / "cache", locks=locks) as cache:
+    options = {"locks": locks, "fsync": "fsync"}
+    with far.cache(shim.root / "cache", **options) as cache:
         assert far.read(cache, 1)
     caplog.clear()
-    with far.cache(shim.root / "cache", locks=locks) as cache:
+    with far.cache(shim.root / "cache", **options) as cache:
         shim.fail(op, "cache/*", error=number, times=-1)
         assert far.read(cache, 1) and far.read(cache, 2) and far.read(cache, 3)
         shim.heal()

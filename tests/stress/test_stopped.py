@@ -1,6 +1,6 @@
-"""SIGSTOP and SIGKILL in the middle of a fetch: others go on; who wakes late does no harm.
+"""SIGKILL for a worker of a DataLoader in the middle of a fetch: the others go on.
 
-More of it is in tests/test_processes.py.
+Processes that are stopped or killed elsewhere are in tests/test_processes.py.
 """
 
 from __future__ import annotations
@@ -13,29 +13,7 @@ import sys
 from pathlib import Path
 
 from tests.stress.conftest import FAST, SLOW, Far, under_way
-from tests.support.storetools import Parent, children, forked, wait_until
-
-
-def fetches(parent: Parent, far: Far, root: Path) -> None:
-    with far.cache(root) as cache, cache.pinned(far.url()) as path:
-        parent.say([far.right(path.read_bytes(), version=version) for version in (0, 1)])
-
-
-def test_who_wakes_with_an_older_version_does_not_bring_it_back(far: Far, tmp_path: Path) -> None:
-    root = tmp_path / "cache"
-    far.rate(SLOW)
-    with forked(fetches, far, root) as stopped:
-        wait_until(lambda: under_way(root))
-        stopped.kill(signal.SIGSTOP)
-        far.rate(FAST)
-        far.replace()
-        with far.cache(root, stale_after=1.0) as cache, cache.pinned(far.url()) as path:
-            assert far.right(path.read_bytes(), version=1)
-        stopped.kill(signal.SIGCONT)
-        assert stopped.hear() == [False, True]
-    with far.cache(root) as cache, cache.open(far.url()) as stream:
-        assert far.right(stream.read(), version=1)
-
+from tests.support.storetools import children, wait_until
 
 #: One rank: an epoch through a DataLoader, begun anew when a worker has died, as a launcher would.
 RANK = """

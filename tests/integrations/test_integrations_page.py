@@ -1,6 +1,6 @@
 """docs/integrations.md tells the truth: what needs torch and WebDataset alone runs here.
 
-The rest runs in `tests/integrations`.
+The rest runs in `tests/packages`.
 """
 
 from __future__ import annotations
@@ -18,27 +18,16 @@ from tests.support.proxy import Proxy
 from tests.support.trainingtools import DataSet
 
 
-@pytest.fixture
-def data(
-    s3: S3Server,
-    s3_environment: dict[str, str],
-    proxy: Proxy,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> DataSet:
-    """The bucket of the page, by its name."""
-    s3.create_bucket("bucket")
+@pytest.mark.usefixtures("s3_environment")
+@pytest.mark.parametrize("block", [b for b in blocks() if not NEEDS[b.section]], ids=str)
+def test_a_block_prints_what_it_says_and_fetches_each_shard_once(
+    block: Block, s3: S3Server, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s3.create_bucket("bucket")  # that of the page
+    data, out = DataSet(s3, "bucket", proxy), io.StringIO()
     monkeypatch.setenv("SHARDCACHE_DIR", str(tmp_path / "shards"))
     monkeypatch.setenv("SHARDCACHE_MIN_FREE", "0")
     monkeypatch.setattr("shardcache.cache._default", None)
-    return DataSet(s3, "bucket", proxy)
-
-
-@pytest.mark.parametrize("block", [b for b in blocks() if not NEEDS[b.section]], ids=str)
-def test_a_block_prints_what_it_says_and_fetches_each_shard_once(
-    block: Block, data: DataSet, tmp_path: Path
-) -> None:
-    out = io.StringIO()
     with warnings.catch_warnings(), contextlib.redirect_stdout(out):
         warnings.simplefilter("ignore")  # torch's, of what forks
         exec(compile(block.here(tmp_path), str(block), "exec"), {"__name__": "__main__"})  # noqa: S102
@@ -48,4 +37,3 @@ def test_a_block_prints_what_it_says_and_fetches_each_shard_once(
 
 def test_every_section_with_code_is_run_somewhere() -> None:
     assert {block.section for block in blocks()} == set(NEEDS)
-    assert sum(not needs for needs in NEEDS.values()) == 3

@@ -1,13 +1,16 @@
-"""docs/integrations.md: every block that needs more than torch and WebDataset."""
+"""docs/integrations.md: blocks that need more than torch and WebDataset. And the Ray example."""
 
 from __future__ import annotations
 
 import importlib
+import re
+import sys
 
 import pytest
 
 from tests.packages.conftest import Bench
 from tests.support.pagetools import NEEDS, Block, blocks
+from tests.support.trainingtools import EXAMPLES, run
 
 
 @pytest.mark.parametrize("block", [b for b in blocks() if NEEDS[b.section]], ids=str)
@@ -18,3 +21,11 @@ def test_a_block_prints_what_it_says_and_fetches_each_object_once(
         importlib.import_module(name.partition(".")[0])  # or else the extra is not installed
     block.check(bench.run(block.here(bench.directory)))
     assert bench.fetched() == block.objects
+
+
+def test_the_ray_example_prewarms_and_reads_every_sample(bench: Bench) -> None:
+    command = [sys.executable, str(EXAMPLES / "ray_train.py"), bench.data.spec]
+    lines = run([*command, "--dir", str(bench.cache)], 170).stdout.splitlines()
+    assert re.fullmatch(r"\S+: 4 shards cached, 0 not", lines[0])
+    assert lines[1:] == [f"epoch {n}: 24 samples, 24 different" for n in (1, 2)]
+    assert bench.data.once()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from tests.packages.conftest import Bench
@@ -43,26 +41,3 @@ def test_workers_read_every_sample_and_share_one_fetch_per_shard(method: str, be
     for link in links:
         assert bench.cache in link.readlink().parents
     assert bench.stored() == {f"train-{n:04d}.tar": 1 for n in range(4)}
-
-
-def test_a_shard_that_was_evicted_is_fetched_again(bench: Bench) -> None:
-    code = """
-import wids
-import shardcache
-cache = shardcache.Cache()
-names = shardcache.wids.LocalNames(cache, "links")
-shards = [{"url": f"s3://bucket/train-{n:04d}.tar", "nsamples": 6} for n in range(2)]
-def dataset():
-    return wids.ShardListDataset(shards, localname=names, transformations=[])
-first = dataset()
-print(first[0]["__key__"], first.cache.get_shard(shards[0]["url"]).path.partition("/")[0])
-names.close()
-freed, stay = cache.remove(shards[0]["url"])
-print(freed > 0, stay)
-print(first[1]["__key__"])  # mapped: it is read to its end
-print(dataset()[2]["__key__"])
-"""
-    printed = bench.run(code).splitlines()
-    assert printed == ["0000-00000 links", "True 0", "0000-00001", "0000-00002"]
-    assert bench.data.fetches == {"bucket/train-0000.tar": 2}
-    assert os.listdir(bench.directory / "links")

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -195,46 +194,30 @@ def test_nothing_is_counted_where_that_is_switched_off(
 # -- the command --------------------------------------------------------------------
 
 
-@pytest.fixture
-def used(tmp_path: Path) -> Path:
-    """A cache from which two shards were read, one of them twice."""
+def test_people_and_prometheus_are_told_and_counting_can_begin_anew(tmp_path: Path) -> None:
     shop = Shop(tmp_path, count=2)
     with Cache(shop.path, cache_local=True, min_free=0) as cache:
         for url in (*shop.urls, shop.urls[0]):
             with cache.open(url) as stream:
                 stream.read()
-    return shop.path
 
+    def told(*arguments: str) -> str:
+        code, out, errors = run_process("stats", *arguments, directory=shop.path)
+        assert code == 0, errors
+        return out
 
-def told(*arguments: object) -> Any:
-    directory, *rest = arguments
-    code, said, errors = run_process(*rest, directory=directory)
-    assert code == 0, errors
-    return said
+    out = told()
+    assert "Opens                     3\n" in out
+    assert "  Hits                    1 / 3 (33.33%)\n" in out
+    assert "  Misses                  2 / 3 (66.67%)\n" in out
+    assert "for the disk" in out and "Evicted 0" in out
+    assert "HIT RATE" in told("--by", "rank")
+    assert "3 opens, 33.33% hits" in told("--by", "hour")
 
-
-def test_people_are_told_numerator_and_denominator(used: Path) -> None:
-    said = told(used, "stats")
-    assert "Opens                     3\n" in said
-    assert "  Hits                    1 / 3 (33.33%)\n" in said
-    assert "  Misses                  2 / 3 (66.67%)\n" in said
-    assert "for the disk" in said and "Evicted 0" in said
-    assert "HIT RATE" in told(used, "stats", "--by", "rank")
-    assert "3 opens, 33.33% hits" in told(used, "stats", "--by", "hour")
-
-
-def test_counting_can_begin_anew(used: Path) -> None:
-    assert told(used, "stats", "--zero") == "counting anew\n"
-    assert told(used, "stats") == "Nothing was counted.\n"
-
-
-def test_prometheus_reads_it(used: Path) -> None:
-    families = {
-        f.name: f
-        for f in text_string_to_metric_families(told(used, "stats", "--format", "prometheus"))
-    }
+    families = {f.name: f for f in text_string_to_metric_families(told("--format", "prometheus"))}
     opens = {s.labels["outcome"]: s.value for s in families["shardcache_opens"].samples}
     assert (opens["hits"], opens["misses"], opens["failed"]) == (1, 2, 0)
+    assert families["shardcache_opened_bytes"].samples[0].value == 3 * shop.size
     waits = families["shardcache_wait_seconds"]
     assert waits.type == "histogram"
     counts = [s for s in waits.samples if s.name.endswith("_count")]
@@ -243,4 +226,7 @@ def test_prometheus_reads_it(used: Path) -> None:
         s.value for s in waits.samples if s.labels.get("for") == "network" and "le" in s.labels
     ]
     assert buckets == sorted(buckets) and buckets[-1] == 2
-    assert all(s.labels["dir"] == str(used) for f in families.values() for s in f.samples)
+    assert all(s.labels["dir"] == str(shop.path) for f in families.values() for s in f.samples)
+
+    assert told("--zero") == "counting anew\n"
+    assert told() == "Nothing was counted.\n"

@@ -7,14 +7,12 @@ import gzip
 import io
 import lzma
 import os
-import pickle
 import random
 import shutil
 import subprocess
 import tarfile
-import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,17 +20,12 @@ import pytest
 import webdataset as wds
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from webdataset import tariterators
-from webdataset.filters import FilterFunction, pipelinefilter
 
-from shardcache import Cache
 from shardcache.wds import tar_files, tar_samples
 from shardcache.wds.tar import TarWalk
-from tests.support.fakes import MemoryOrigin
 from tests.support.tars import make_tar
 from tests.wds.archives import BLOCK, FORMATS, OnlyRead, archive, damaged, mended, same, seen, small
 
-MakeCache = Callable[..., Cache]
 GNU_TAR = shutil.which("tar")
 
 
@@ -146,17 +139,11 @@ def extended(records: bytes, padding: bytes = b"") -> bytes:
 @pytest.mark.parametrize(
     "header",
     [
-        extended(b"11 path=ab\n", b"12 path=cde\n"),
         extended(b"11 path=ab\n", b"junk"),
-        extended(b"11 path=abX"),
         extended(b"011 path=ab\n"),
-        extended(b"5 path=ab\n"),
         extended(b"20 path=ab\n11 path=cd\n"),
         extended(b"29 uname=1 hdrcharset=BINARY\n11 path=ab\n" + b"11 path=\xff\xfe\n"),
-        extended(b"11 path=ab\nrest"),
         extended(b"11 path=\xff\xfe\n"),
-        extended(b"21 hdrcharset=BINARY\n11 path=\xff\xfe\n"),
-        extended(b"24 comment=hdrcharset=x\n"),
         extended(b"10 size=7\n11 size=x1\n"),
         extended(b"22 GNU.sparse.major=1\n"),
         extended(b"11 path=ab\n") + extended(b"11 path=cd\n"),
@@ -197,85 +184,6 @@ def test_nothing_is_read_beyond_a_member_until_the_next_is_asked_for(form: int) 
     stream = io.BytesIO(small(form))
     data = next(tar_files([{"url": "u", "stream": stream}]))["data"]
     assert stream.getvalue()[stream.tell() - len(data) : stream.tell()] == data
-
-
-# -- in pipelines ----------------------------------------------------------------------
-
-SPEC = "s3://lab/train-{0000..0002}.tar"
-
-
-@pytest.fixture(autouse=True)
-def _objects(origin: MemoryOrigin) -> Iterator[None]:
-    for seed in range(3):
-        origin.objects[f"s3://lab/train-{seed:04d}.tar"] = make_tar(seed)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-def functions(dataset: Any) -> list[Any]:
-    return [getattr(stage, "f", stage) for stage in dataset.pipeline]
-
-
-def test_attach_replaces_the_expander_and_keeps_its_arguments(
-    make_cache: MakeCache, origin: MemoryOrigin
-) -> None:
-    cache = make_cache()
-    cache.prewarm(SPEC)  # or samples have no path of their shard the first time
-    stock = cache.attach(wds.WebDataset(SPEC, shardshuffle=False), fast_tar=False)
-    ours = cache.attach(wds.WebDataset(SPEC, shardshuffle=False))
-    assert tariterators.tar_file_expander in functions(stock)
-    assert tar_files in functions(ours)
-    expected = [list(sample.items()) for sample in stock]
-    again = pickle.loads(pickle.dumps(cache.attach(ours)))
-    assert len(expected) == 12
-    for each in (ours, again):
-        assert [list(sample.items()) for sample in each] == expected
-
-    cache.remove("s3://lab/train-0001.tar")
-    origin.objects["s3://lab/train-0001.tar"] = b"junk" * 500
-    told: list[Exception] = []
-    dataset = wds.WebDataset(
-        SPEC,
-        shardshuffle=False,
-        handler=lambda exn: told.append(exn) or True,
-        select_files=lambda name: name.endswith("txt"),
-        rename_files=lambda name: f"x/{name}",
-    )
-    samples = list(cache.attach(dataset))
-    assert len(told) == 1 and len(samples) == 8
-    assert "cls" not in samples[0] and samples[0]["__key__"] == "x/0000-00000"
-
-
-def test_stages_that_are_not_webdatasets_own_stay(make_cache: MakeCache) -> None:
-    def mine(data: Any) -> Any:
-        return tariterators.tar_file_expander(data)
-
-    expand = pipelinefilter(tariterators.tar_file_expander)
-    for stage, is_replaced in (
-        (mine, False),
-        (FilterFunction(mine), False),
-        (tariterators.tar_file_expander, True),
-        (expand(handler=wds.ignore_and_continue), True),
-        (expand(wds.ignore_and_continue, _select), True),
-    ):
-        pipeline = wds.DataPipeline(wds.SimpleShardList(SPEC), tariterators.url_opener, stage)
-        make_cache().attach(pipeline)
-        assert (functions(pipeline)[-1] is tar_files) is is_replaced
-
-
-def test_a_hand_made_pipeline_takes_the_stage_as_it_is(make_cache: MakeCache) -> None:
-    cache = make_cache()
-    cache.prewarm(SPEC)
-    expand, group = tariterators.tar_file_expander, tariterators.group_by_keys
-    stock, grouped, expanded = (
-        list(wds.DataPipeline(wds.SimpleShardList(SPEC), cache.url_opener, *stages))
-        for stages in ([expand, group], [tar_samples], [tar_files, group])
-    )
-    assert grouped == expanded == stock
-    for is_fast in (False, True):
-        combined = wds.DataPipeline(wds.SimpleShardList(SPEC), wds.tarfile_to_samples())
-        assert list(cache.attach(combined, fast_tar=is_fast)) == stock
 
 
 def test_no_more_than_one_shard_is_held_when_the_next_is_opened() -> None:

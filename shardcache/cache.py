@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypedDict, TypeVar, Unpack
 
@@ -46,7 +46,7 @@ _Pipeline = TypeVar("_Pipeline")
 #: What WebDataset asks about an error: True goes on, False stops.
 Handler = Callable[[Exception], bool]
 
-#: URLs remembered, about 500 bytes each.
+#: URLs remembered, about 700 bytes each.
 _REMEMBERED = 100_000
 
 
@@ -103,13 +103,15 @@ class Cache:
     def _setup(self, config: Config, started: float) -> None:
         self.config = config
         self._started = started
-        self._endpoint = endpoint_of(config)
         #: What belongs to each process, and what opens shards; for the rooms of this package.
         self.processes = Processes(config, detect(), started)
         self.opener = Opener(config, self.processes.here)
         self._here = self.processes.here
+        endpoint, schemes = endpoint_of(config), config.allow_schemes
         # Parsing costs more than opening; epochs ask for the same URLs again.
-        self._parsed: dict[str, ShardURL] = {}
+        self._parse = lru_cache(_REMEMBERED)(
+            partial(parse_url, endpoint=endpoint, allow_schemes=schemes)
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(type(self).from_config, started=self._started), (self.config,)
@@ -124,13 +126,7 @@ class Cache:
 
     def parse(self, url: str) -> ShardURL:
         """The shard's names under this cache's endpoint and schemes (ConfigError: no such URL)."""
-        shard = self._parsed.get(url)
-        if shard is None:
-            shard = parse_url(url, endpoint=self._endpoint, allow_schemes=self.config.allow_schemes)
-            if len(self._parsed) >= _REMEMBERED:
-                self._parsed.clear()
-            self._parsed[url] = shard
-        return shard
+        return self._parse(url)
 
     # -- reading ---------------------------------------------------------------
 
@@ -168,7 +164,7 @@ class Cache:
             IntegrityError: the origin cannot serve it.
             CacheFullError, LockTimeoutError, OSError: with ``strict`` only.
         """
-        return self.opener.open(self._parsed.get(url) or self.parse(url))[0]
+        return self.opener.open(self._parse(url))[0]
 
     @contextlib.contextmanager
     def pinned(self, url: str) -> Iterator[Path]:
@@ -230,10 +226,7 @@ class Cache:
         self, data: Iterable[Any], handler: Handler | None = None, **kw: Any
     ) -> Iterator[dict[str, Any]]:
         """A stage in place of ``webdataset.tariterators.url_opener``; see `wds.url_opener`."""
-        opened: Iterator[dict[str, Any]] = _room_above("wds").url_opener(
-            data, handler, cache=self, **kw
-        )
-        return opened
+        yield from _room_above("wds").url_opener(data, handler, cache=self, **kw)
 
     def prewarm(
         self, urls: str | Iterable[str | ShardURL], **options: Unpack[PrewarmOptions]
@@ -256,7 +249,6 @@ class Cache:
         min_free: int | str | None = None,
         max_age: float | str | None = None,
         orphans: bool = False,
-        limits: bool = True,
         everything: bool = False,
         dry_run: bool = False,
         wait: bool = True,
@@ -266,8 +258,7 @@ class Cache:
         Args:
             max_size, min_free, max_age: instead of the configured limits.
             orphans: also remove the partials that dead processes left within the last hour,
-                which otherwise stay to be resumed.
-            limits: apply limits; False sweeps only.
+                which otherwise stay to be resumed; and nothing else, unless limits are given.
             everything: remove all that nobody uses.
             dry_run: touch nothing, tell what would go.
             wait: whether to wait for somebody else who cleans it, ``lock_timeout`` at most.
@@ -283,6 +274,7 @@ class Cache:
         require_cache(self.dir)
         # The sizes that are given are those of `dir`; other tiers have their own.
         sizes = {"max_size": max_size, "min_free": min_free}
+        sweep_only = orphans and max_size is min_free is max_age is None
         process = self._here()
         reports = []
         for tier in process.present:
@@ -291,11 +283,9 @@ class Cache:
             given = {"max_age": max_age, **(sizes if tier is process.home else {})}
             changes = {name: value for name, value in given.items() if value is not None}
             space = tier.space(tier.config.replace(**changes) if changes else None)
-            chosen = space.limits() if limits else Limits()
-            if everything:
-                chosen = Limits(everything=True)
-            alone = contextlib.nullcontext() if dry_run else space.sole_cleaner(wait=wait)
-            with alone:
+            with contextlib.nullcontext() if dry_run else space.sole_cleaner(wait=wait):
+                none = Limits(everything=everything)
+                chosen = none if everything or sweep_only else space.limits()
                 reports.append(cleaning.clean(space, chosen, orphans=orphans, dry_run=dry_run))
         return cleaning.joined(reports)
 

@@ -423,12 +423,7 @@ def clean_command(
         if everything and not dry_run:
             invocation.confirm(f"Remove every shard in {cache.dir}?", yes)
         report = cache.clean(
-            **given,
-            orphans=orphans,
-            limits=bool(given) or not orphans,
-            everything=everything,
-            dry_run=dry_run,
-            wait=wait,
+            **given, orphans=orphans, everything=everything, dry_run=dry_run, wait=wait
         )
         console.object("clean", report, freed=report.freed)
         console.info(_clean_text(cache, report, given))

@@ -173,7 +173,7 @@ def test_one_fetches_the_other_hits_touches_evicts_and_sweeps(area: Path) -> Non
         used = sidecar.stat().st_mtime
         with open_cache(root, shared_group=GROUP) as cache:
             removed = cache.remove("s3://lab/1.tar")
-            return had, used, removed, len(cache.clean(orphans=True, limits=False).removed)
+            return had, used, removed, len(cache.clean(orphans=True).removed)
 
     had, used, removed, swept = ask(BELA, use, umask=0)
     assert had == [("hit", True, 0)]
@@ -201,7 +201,7 @@ def test_half_a_shard_is_resumed_by_its_own_user_only(area: Path) -> None:
         origin = MemoryOrigin(objects=big)
         with open_cache(root, origin, shared_group=GROUP) as cache, cache.open(URL) as stream:
             right = stream.read() == big[URL]
-            cache.clean(orphans=True, limits=False)
+            cache.clean(orphans=True)
         return origin.delivered, right
 
     for user, delivered in ((ANNA, size - half), (BELA, size)):

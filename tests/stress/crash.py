@@ -148,7 +148,7 @@ SCENARIOS = {
     "remove": Scenario(_remove, ("a.tar",), _HAVE),
     "clean to a limit": Scenario(_clean(max_size=len(SHARDS["c.tar"]) + 1000), _ABC, _HAVE),
     "sweep": Scenario(
-        _clean(orphans=True, limits=False),
+        _clean(orphans=True),
         (BIG, *_ABC),
         (*_HAVE, (_remove, _UNLINKS), (_reading(BIG), _WROTE)),
     ),
@@ -263,7 +263,7 @@ def _sweep(scenario: Scenario, place: Place) -> list[str]:
     for path in place.root.glob("v1/**/partial/**/*"):  # it may be kept for a while
         os.utime(path, (1e9, 1e9), follow_symlinks=False)
     with place.cache() as cache:
-        cache.clean(orphans=True, limits=False)
+        cache.clean(orphans=True)
     kinds = ("partial", "sessions")
     left = [path for kind in kinds for path in place.root.glob(f"v1/**/{kind}/*")]
     left += [path for path in place.root.rglob(".*") if path not in left]

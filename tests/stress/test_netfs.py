@@ -32,7 +32,7 @@ def swept(far: Far, shim: Shim) -> bool:
         if (directory := shim.backing / "cache" / "v1" / "partial").exists():
             age(directory)
         with far.cache(shim.root / "cache") as cache:
-            cache.clean(orphans=True, limits=False)
+            cache.clean(orphans=True)
         return partials(shim) == []
 
     return bool(wait_until(nothing_left))
@@ -79,7 +79,7 @@ def test_a_killed_fetch_is_no_burden_and_a_sweep_harms_none_under_way(far: Far, 
         child.tell()
         wait_until(lambda: under_way(shim.backing / "cache"))
         with far.cache(root) as cache:
-            cache.clean(orphans=True, limits=False)
+            cache.clean(orphans=True)
             cache.clean(everything=True)
         assert partials(shim)
         far.rate(FAST)

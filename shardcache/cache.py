@@ -279,7 +279,7 @@ class Cache:
         reports = []
         for tier in process.present:
             if not dry_run and os.geteuid() != 0:  # root may clean for others
-                check_root(tier.config.dir, tier.namespaces.node.modes)
+                check_root(tier.config.dir, tier.node.modes)
             given = {"max_age": max_age, **(sizes if tier is process.home else {})}
             changes = {name: value for name, value in given.items() if value is not None}
             space = tier.space(tier.config.replace(**changes) if changes else None)
@@ -327,7 +327,7 @@ class Cache:
         process = self._here()
         return Verifier(
             stores=process.stores(),
-            origins=Origins(self.config),
+            origins=process.origins if process.ready else Origins(self.config),
             policy=RetryPolicy(self.config.attempts, self.config.deadline),
             parse=self.parse,
             quick=quick,
@@ -367,7 +367,7 @@ class Cache:
         key = self.parse(url).key
         found = False
         for tier in self._here().present:
-            found |= pins.unpin(tier.namespaces.node, key)
+            found |= pins.unpin(tier.node, key)
             tier.space().recount()
         return found
 
@@ -388,8 +388,8 @@ class Cache:
         key, now = self.parse(url).key, clock.time()
         freed = stay = 0
         for tier in self._here().present:
-            pinned = key in pinned_keys(tier.namespaces.node, now)
-            stores = tier.namespaces.all()
+            pinned = key in pinned_keys(tier.node, now)
+            stores = tier.stores()
             removed, size, in_use = cleaning.remove(stores, key, pinned=pinned, dry_run=dry_run)
             if removed and not dry_run:
                 tier.space().recount()
@@ -423,7 +423,7 @@ class Cache:
 
         self._here().counters.flush()
         begin = 0.0 if since is None else clock.time() - parse_duration(since)
-        return samples(self._here().namespaces.node, begin, ever=ever)
+        return samples(self._here().home.node, begin, ever=ever)
 
     # -- ending ----------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from shardcache.ranks import Ranks
 from shardcache.space.tiers import Tier
 from shardcache.stats.counters import Counters
 from shardcache.store.entry import DamagedError, open_data
-from shardcache.store.store import Entry, Namespaces, Opened, Store
+from shardcache.store.store import Entry, Opened, Store
 from shardcache.units import format_duration
 from shardcache.urls import ShardURL
 
@@ -73,7 +73,7 @@ class Process:
         self.ready: Coordinator | None = None
         self.reading = Breaker()
         self.writing = Breaker()
-        where = (lambda: self.namespaces.node) if config.stats else None
+        where = (lambda: self.home.node) if config.stats else None
         self.counters = Counters(where, ranks, lambda: self._is_well)
         self._housekeepers: list[Housekeeper] = []
         self.look_at = 0.0  # of the monotonic clock: when `keep_house` is to be called again
@@ -88,18 +88,13 @@ class Process:
         return self.tiers[-1]
 
     @property
-    def namespaces(self) -> Namespaces:
-        """Those of the last tier."""
-        return self.tiers[-1].namespaces
-
-    @property
     def present(self) -> list[Tier]:
         """The tiers that are caches by now, and the last one."""
         return [tier for tier in self.tiers if tier.present or tier is self.home]
 
     def stores(self) -> list[Store]:
         """Every namespace of every tier."""
-        return [store for tier in self.present for store in tier.namespaces.all()]
+        return [store for tier in self.present for store in tier.stores()]
 
     def tier_of(self, directory: str) -> Tier:
         """The tier that an entry is in."""

@@ -134,8 +134,8 @@ def _tier(cache: Cache, path: str) -> int:
 
 def _list_shards(cache: Cache) -> tuple[list[Row], Row, str]:
     """The shards in the cache, and their sum, for programs and for people."""
-    namespaces = cache.processes.here().namespaces
-    policy = Policy.of(cache.config, namespaces.node, time.time())
+    home = cache.processes.here().home
+    policy = Policy.of(cache.config, home.node, time.time())
     shards: dict[Entry, Row] = {}
     for entry in cache.entries():
         metadata: Metadata | None = None  # what cannot be read of a damaged one is None
@@ -147,7 +147,7 @@ def _list_shards(cache: Cache) -> tuple[list[Row], Row, str]:
             stated = metadata.key, metadata.info.version, metadata.size
             is_whole = entry.data.lstat().st_size == entry.size
             if is_whole and stated == (entry.key, entry.version, entry.size):
-                state = "in_use" if namespaces.own.is_pinned(entry) else "ok"
+                state = "in_use" if home.store.is_pinned(entry) else "ok"
                 state = "pinned" if entry.key in policy.pinned else state
         except (DamagedError, OSError):
             if not entry.path.exists():

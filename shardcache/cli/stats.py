@@ -79,7 +79,7 @@ def stats_command(
         if zero:
             process = cache.processes.here()
             process.counters.flush()
-            database.zero(process.namespaces.node)
+            database.zero(process.home.node)
             console.object("stats", zeroed=True)
             console.info("counting anew")
         elif form:

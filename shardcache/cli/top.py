@@ -75,7 +75,7 @@ class Watcher:
         return Activity(
             at=utc(clock.time()),
             seconds=max(1e-3, now - began) if len(kept) > 1 else None,
-            processes=len(live_sessions(self._cache.processes.here().namespaces.node)),
+            processes=len(live_sessions(self._cache.processes.here().home.node)),
             total=summed(changed),
             ranks={rank: each for rank, each in by_rank(changed).items() if each.opens},
             fetches=self._fetches(now - last),

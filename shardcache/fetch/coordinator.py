@@ -273,7 +273,7 @@ class Coordinator:
 
     def _link(self, url: ShardURL, outdated: Collection[str]) -> Opened | None:
         """Share a sibling namespace's copy, by hard link or else as it is."""
-        pairs = ((t.store, other) for t in self._tiers for other in t.namespaces.all()[1:])
+        pairs = ((t.store, other) for t in self._tiers for other in t.stores()[1:])
         for store, sibling in pairs:
             other = opened = None
             try:

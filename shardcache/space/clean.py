@@ -162,7 +162,7 @@ class Housekeeper:
     def _was_cleaned(self) -> bool:
         """Whether a process of this node cleaned lately: that writes to the lock's file."""
         with contextlib.suppress(FileNotFoundError):
-            last = os.lstat(self._tier.namespaces.node.named_lock("clean")).st_mtime
+            last = os.lstat(self._tier.node.named_lock("clean")).st_mtime
             return 0 <= clock.time() - last < INTERVAL
         return False
 

@@ -10,10 +10,20 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from shardcache.config import Config, __version__
+from shardcache.files import Modes
+from shardcache.layout import Layout, is_rank_name, list_names
+from shardcache.locks.mounts import node_namespace
 from shardcache.locks.sessions import Session
-from shardcache.ranks import Ranks
-from shardcache.store.root import Identity, identity, is_cache, make_root
-from shardcache.store.store import Namespaces, Store
+from shardcache.ranks import Ranks, safe_name
+from shardcache.store.root import (
+    Identity,
+    check_links,
+    check_manifest,
+    identity,
+    is_cache,
+    make_root,
+)
+from shardcache.store.store import Store
 from shardcache.units import format_duration
 
 if TYPE_CHECKING:
@@ -21,6 +31,10 @@ if TYPE_CHECKING:
     from shardcache.space.eviction import Removal
 
 __all__ = ["Tier"]
+
+#: The job of processes that no launcher named: they share one namespace per
+#: rank, as they would without isolation.
+_NO_JOB = "local"
 
 
 class Tier:
@@ -32,6 +46,10 @@ class Tier:
         started: when the job began to use the cache, for the session.
         warn: says something of a kind once (`runtime.Process.warn`).
         evicted: is told of every shard that is evicted here.
+
+    Raises:
+        ConfigError: others share the root than the configuration says, or our namespace
+            leads elsewhere.
     """
 
     def __init__(
@@ -43,18 +61,40 @@ class Tier:
         evicted: Callable[[Removal], None],
     ) -> None:
         self.config = config
-        self.namespaces = Namespaces(config, ranks)
         self._ranks = ranks
         self._started = started
         self._warn = warn
         self._evicted = evicted
         self._session: Session | None = None
         self._identity: Identity | None = None
+        self._look()
 
-    @property
-    def store(self) -> Store:
-        """The namespace that this process stores into."""
-        return self.namespaces.own
+    def _look(self) -> None:
+        """Find out where the namespaces are."""
+        config = self.config
+        modes = Modes.of(config.shared_group)
+        check_manifest(config.dir, modes)
+        #: The node's namespace.
+        self.node = node_namespace(config.dir, config.locks, config.touch_interval, modes)
+        own = self.node
+        if config.isolation != "node":
+            job = self._ranks.job or _NO_JOB
+            name = job if config.isolation == "job" else f"{job}-{self._ranks.rank}"
+            own = self.node.rank(safe_name(name))
+            check_links(own)
+        #: The namespace that this process stores into.
+        self.store = self._store(own)
+
+    def _store(self, layout: Layout) -> Store:
+        return Store(layout, verify_after_boot=self.config.fsync == "verify-after-boot")
+
+    def stores(self) -> list[Store]:
+        """Every namespace as they are now, our own first."""
+        # A name of another kind was not made by us, nor was what leads elsewhere.
+        names = filter(is_rank_name, list_names(self.node.ranks))
+        ranks = (rank for rank in map(self.node.rank, names) if rank.linked() is None)
+        own = self.store.layout.base
+        return [self.store, *(self._store(x) for x in (self.node, *ranks) if x.base != own)]
 
     @property
     def made(self) -> bool:
@@ -75,39 +115,35 @@ class Tier:
         """
         self.end_session()
         self._identity = None
-        node = make_root(self.config.dir, __version__, self.namespaces.node.modes)
-        # Anew: the directory of this node is named by the manifest.
-        self.namespaces = Namespaces(self.config, self._ranks)
-        own, layout = self.namespaces.own.layout, self.namespaces.node
-        if own != node:
-            own.make()
-        self._identity = identity(self.config.dir, own)
-        if layout.grace is not None and self.config.locks == "auto":
+        node = make_root(self.config.dir, __version__, self.node.modes)
+        self._look()  # anew: the directory of this node is named by the manifest
+        if self.store.layout != node:
+            self.store.layout.make()
+        self._identity = identity(self.config.dir, self.store.layout)
+        if self.node.grace is not None and self.config.locks == "auto":
             self._warn(
                 "locking",
                 "%s is on no local filesystem. Nodes agree by leases on who fetches, and entries "
                 "are evicted only after %s without use. A local disk is faster.",
                 self.config.dir,
-                format_duration(layout.grace),
+                format_duration(self.node.grace),
             )
-        self._session = Session(layout, self._started)
+        self._session = Session(self.node, self._started)
 
     def changed(self) -> bool:
         """Whether the directory is not what it was, or was never made."""
-        found = identity(self.config.dir, self.namespaces.own.layout)
+        found = identity(self.config.dir, self.store.layout)
         return found is None or found != self._identity
 
     def space(self, config: Config | None = None) -> Space:
         """The budget, under these limits instead of its own; see `Space`."""
         from shardcache.space.budget import Space  # `import shardcache` stays light
 
-        return Space(
-            self.namespaces.node, self.namespaces.all, config or self.config, self._evicted
-        )
+        return Space(self.node, self.stores, config or self.config, self._evicted)
 
     def owns(self, directory: str) -> bool:
         """Whether an entry's directory is in it."""
-        return directory.startswith(f"{self.namespaces.node.base}/")
+        return directory.startswith(f"{self.node.base}/")
 
     def end_session(self) -> None:
         """Use it no longer. What this job used may go now."""

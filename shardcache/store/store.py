@@ -1,16 +1,9 @@
-"""Entries: complete shards on disk, found by opening them.
+"""The entries of one namespace, for any number of processes and threads at once.
 
-Safe with any number of processes and threads on one store at once:
-
-* opening is the lookup: an entry that could be opened and pinned is a hit, and stays readable
-  until it is closed, whatever is evicted meanwhile;
-* publishing is one rename; "already there" is success;
-* evicting takes the exclusive flock that a pin blocks, renames the directory out of sight, then
-  deletes it;
-* the data of a published entry is never modified. Its sidecar may be replaced by one that says
-  when the data was last verified.
-
-Not safe: editing entries by hand (deleting them is fine).
+Opening is the lookup: an entry that could be opened and pinned is a hit, and stays readable until
+it is closed, whatever is evicted meanwhile. Publishing is one rename. Evicting takes the exclusive
+flock that a pin blocks, renames the directory out of sight, then deletes it. The data of an entry
+is never modified; its sidecar may be replaced by one that says when the data was last verified.
 """
 
 from __future__ import annotations
@@ -25,18 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from shardcache.clock import boot_id
-from shardcache.config import Config
-from shardcache.files import Modes, sync_directory, write_new
-from shardcache.layout import (
-    META,
-    Layout,
-    is_directory,
-    is_rank_name,
-    list_names,
-    replace_file,
-)
-from shardcache.locks.mounts import node_namespace
-from shardcache.ranks import Ranks, safe_name
+from shardcache.files import sync_directory, write_new
+from shardcache.layout import META, Layout, is_directory, replace_file
 from shardcache.store.digest import file_digest
 from shardcache.store.entry import (
     DamagedError,
@@ -50,9 +33,8 @@ from shardcache.store.entry import (
     versions,
 )
 from shardcache.store.partial import LostError, Partial
-from shardcache.store.root import check_links, check_manifest
 
-__all__ = ["Entry", "Namespaces", "Opened", "Store", "open_first", "set_aside"]
+__all__ = ["Entry", "Opened", "Store", "open_first", "set_aside"]
 
 logger = logging.getLogger(__name__)
 
@@ -300,57 +282,10 @@ def _hide(directory: Path) -> Path | None:
 def open_first(
     stores: Sequence[Store], key: str, basename: str, outdated: Collection[str] = ()
 ) -> Opened | None:
-    """See `Store.open`; of several tiers, where one's entry is damaged, another's will do."""
-    damaged: DamagedError | None = None
+    """See `Store.open`; in several tiers."""
     # Where it was last: a look at a tier that has not got it costs as much as a hit.
     for store in sorted(stores, key=lambda one: not one.knows(key)):
-        try:
-            opened = store.open(key, basename, outdated)
-        except DamagedError as exn:
-            damaged = damaged or exn
-            continue
+        opened = store.open(key, basename, outdated)
         if opened is not None:
             return opened
-    if damaged is not None:
-        raise damaged
     return None
-
-
-#: The job of processes that no launcher named: they share one namespace per
-#: rank, as they would without isolation.
-_NO_JOB = "local"
-
-
-class Namespaces:
-    """All namespaces of one root, as stores; safe between threads.
-
-    Attributes:
-        node: the layout of the node's namespace.
-        own: the namespace that this process stores into.
-
-    Raises:
-        ConfigError: others share the root than the configuration says, or our namespace
-            leads elsewhere.
-    """
-
-    def __init__(self, config: Config, ranks: Ranks) -> None:
-        modes = Modes.of(config.shared_group)
-        check_manifest(config.dir, modes)
-        self.node = node_namespace(config.dir, config.locks, config.touch_interval, modes)
-        self._verify = config.fsync == "verify-after-boot"
-        layout = self.node
-        if config.isolation != "node":
-            job = ranks.job or _NO_JOB
-            name = job if config.isolation == "job" else f"{job}-{ranks.rank}"
-            layout = self.node.rank(safe_name(name))
-            check_links(layout)
-        self.own = Store(layout, verify_after_boot=self._verify)
-
-    def all(self) -> list[Store]:
-        """Every namespace as they are now, our own first."""
-        # A name of another kind was not made by us, nor was what leads elsewhere.
-        names = filter(is_rank_name, list_names(self.node.ranks))
-        ranks = (rank for rank in map(self.node.rank, names) if rank.linked() is None)
-        layouts = [self.node, *ranks]
-        others = (each for each in layouts if each.base != self.own.layout.base)
-        return [self.own, *(Store(each, verify_after_boot=self._verify) for each in others)]

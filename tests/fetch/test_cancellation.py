@@ -56,7 +56,7 @@ def test_a_wait_for_another_process_is_called_off(
 ) -> None:
     origin.objects[URL] = make_tar(1)
     cache = make_cache()
-    layout = cache._here().namespaces.own.layout
+    layout = cache._here().home.store.layout
     lock = KeyLock(layout.key_lock(cache.parse(URL).key))
     assert lock.try_acquire(Holder(1, "node", None, None, 0.0))
     try:

@@ -366,5 +366,5 @@ def test_a_namespace_of_a_rank_that_is_removed_is_made_again(
     urls = shards(origin, 2)
     cache = make_cache(isolation="rank")
     assert read(cache, urls[0], origin)
-    shutil.rmtree(cache._here().namespaces.own.layout.base)
+    shutil.rmtree(cache._here().home.store.layout.base)
     assert read(cache, urls[0], origin) and read(cache, urls[1], origin)

@@ -11,13 +11,14 @@ import pytest
 from shardcache.config import Config
 from shardcache.layout import Layout
 from shardcache.ranks import Ranks
+from shardcache.space.tiers import Tier
 from shardcache.store.root import make_root
-from shardcache.store.store import Namespaces
 from tests.support.storetools import publish
 
 
-def config(path: Path, isolation: str = "node", **options: object) -> Config:
-    return Config(path, isolation=isolation, **options)
+def tier(path: Path, ranks: Ranks = Ranks(), isolation: str = "node", **options: object) -> Tier:
+    config = Config(path, isolation=isolation, **options)
+    return Tier(config, ranks, 0.0, lambda *a: None, lambda removal: None)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +36,7 @@ def test_a_node_shares_a_namespace_unless_ranks_or_jobs_are_apart(
     tmp_path: Path, isolation: str, ranks: Ranks, name: str
 ) -> None:
     make_root(tmp_path, "test")
-    own = Namespaces(config(tmp_path, isolation), ranks).own.layout
+    own = tier(tmp_path, ranks, isolation).store.layout
     assert own.base == tmp_path / "v1" / name
 
 
@@ -43,13 +44,13 @@ def test_a_node_shares_a_namespace_unless_ranks_or_jobs_are_apart(
 def test_everybody_sees_the_namespace_of_every_job(tmp_path: Path, job: str) -> None:
     # Else nobody would count it, clean it, or share its copies.
     make_root(tmp_path, "test")
-    mine = Namespaces(config(tmp_path, "job"), Ranks(job=job))
-    mine.own.layout.make()
-    entry = publish(mine.own)
-    node = Namespaces(config(tmp_path), Ranks())
-    assert [store.layout for store in node.all()[1:]] == [mine.own.layout]
-    assert [e for store in node.all() for e in store.entries()] == [entry]
-    assert [store.layout.base for store in mine.all()[1:]] == [tmp_path / "v1"]
+    mine = tier(tmp_path, Ranks(job=job), "job")
+    mine.store.layout.make()
+    entry = publish(mine.store)
+    node = tier(tmp_path)
+    assert [store.layout for store in node.stores()[1:]] == [mine.store.layout]
+    assert [e for store in node.stores() for e in store.entries()] == [entry]
+    assert [store.layout.base for store in mine.stores()[1:]] == [tmp_path / "v1"]
 
 
 def test_what_was_not_made_by_us_is_no_namespace(tmp_path: Path) -> None:
@@ -64,7 +65,7 @@ def test_what_was_not_made_by_us_is_no_namespace(tmp_path: Path) -> None:
     node.rank("half").make()
     node.rank("half").objects.rmdir()
     node.rank("half").objects.symlink_to(elsewhere / "objects")
-    assert Namespaces(config(tmp_path), Ranks()).all()[1:] == []
+    assert tier(tmp_path).stores()[1:] == []
 
 
 def test_a_directory_that_another_node_made_and_this_one_does_not_see_yet_is_waited_for(

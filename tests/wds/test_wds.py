@@ -165,7 +165,7 @@ def test_a_shard_that_was_dropped_is_not_pinned_while_the_next_is_fetched(
     real = origin.open
 
     def look(url, start, stop, pin=None):
-        pinned.extend(cache._here().namespaces.own.is_pinned(e) for e in cache.entries())
+        pinned.extend(cache._here().home.store.is_pinned(e) for e in cache.entries())
         return real(url, start, stop, pin)
 
     origin.open = look

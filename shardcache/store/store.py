@@ -282,10 +282,15 @@ def _hide(directory: Path) -> Path | None:
 def open_first(
     stores: Sequence[Store], key: str, basename: str, outdated: Collection[str] = ()
 ) -> Opened | None:
-    """See `Store.open`; in several tiers."""
+    """See `Store.open`; of several tiers, where one's entry is damaged, another's will do."""
+    damaged: DamagedError | None = None
     # Where it was last: a look at a tier that has not got it costs as much as a hit.
     for store in sorted(stores, key=lambda one: not one.knows(key)):
-        opened = store.open(key, basename, outdated)
-        if opened is not None:
-            return opened
+        try:
+            if (opened := store.open(key, basename, outdated)) is not None:
+                return opened
+        except DamagedError as exn:
+            damaged = damaged or exn
+    if damaged is not None:
+        raise damaged
     return None

@@ -16,9 +16,11 @@ from shardcache.store.root import make_root
 from tests.support.storetools import publish
 
 
-def tier(path: Path, ranks: Ranks = Ranks(), isolation: str = "node", **options: object) -> Tier:
+def tier(
+    path: Path, ranks: Ranks | None = None, isolation: str = "node", **options: object
+) -> Tier:
     config = Config(path, isolation=isolation, **options)
-    return Tier(config, ranks, 0.0, lambda *a: None, lambda removal: None)
+    return Tier(config, ranks or Ranks(), 0.0, lambda *a: None, lambda removal: None)
 
 
 @pytest.mark.parametrize(

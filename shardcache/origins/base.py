@@ -23,20 +23,14 @@ _TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 class TransientError(Exception):
-    """This attempt failed and the next may succeed.
-
-    Args:
-        reason: what happened.
-        retry_after: seconds the origin asked us to stay away, if it did.
-        timed_out: whether the cause was silence rather than a refusal.
-    """
+    """This attempt failed and the next may succeed."""
 
     def __init__(
         self, reason: str, *, retry_after: float | None = None, timed_out: bool = False
     ) -> None:
         super().__init__(reason)
-        self.retry_after = retry_after
-        self.timed_out = timed_out
+        self.retry_after = retry_after  # seconds that the origin asks us to stay away
+        self.timed_out = timed_out  # by silence rather than a refusal
 
 
 class VersionChangedError(Exception):
@@ -53,12 +47,8 @@ def refusal(
 ) -> Exception:
     """What a refusal means, whatever protocol it came by.
 
-    Args:
-        url: the shard.
-        status: of HTTP, or the one that comes nearest.
-        reason: who refused, and why; without a secret.
-        hint: what to do where access is denied.
-        headers: of the answer, by names in lower case.
+    ``status`` is that of HTTP or the one that comes nearest, ``reason`` says who refused and why,
+    without a secret, and ``hint`` what to do where access is denied.
     """
     if status == 412:
         return VersionChangedError(str(url))
@@ -103,10 +93,7 @@ class ObjectInfo:
 
     @property
     def version(self) -> str:
-        """24 hexadecimal digits naming this version: of VersionId, else ETag and size.
-
-        The modification time counts only where there is no validator at all.
-        """
+        """24 hexadecimal digits naming it: of VersionId, else ETag or time, and size."""
         if self.version_id and self.version_id != "null":
             parts: list[Any] = ["version-id", self.version_id]
         elif self.etag:
@@ -118,10 +105,7 @@ class ObjectInfo:
 
     @property
     def identifiable(self) -> bool:
-        """Whether two answers can be told to be of one version.
-
-        Where they cannot, an object is read by a single request or not at all.
-        """
+        """Whether two answers can be told to be of one version; else one must bring it all."""
         return bool(self.version_id or self.etag or self.modified)
 
     def as_record(self) -> dict[str, Any]:

@@ -102,113 +102,99 @@ class _Connection:
             # Not the method of TLS sockets: that makes them hand over what is encrypted.
             socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
 
-    def is_idle(self) -> bool:
-        """Whether no byte and no end came since the last answer."""
-        poller = select.poll()
-        poller.register(self.socket, select.POLLIN)
-        return not self.held and not poller.poll(0)
-
-    def ask(self, head: bytes) -> tuple[str, float]:
-        """Send a request: the head of the answer, and the seconds until its first byte."""
-        asked = time.monotonic()
+    def ask(self, request: bytes) -> str:
+        """Send a request: the head of its answer."""
         self._spent, self._came = 0.0, 0
-        self.socket.sendall(head)
-        self.held = self._more(asked + self._timeout)
-        waited = time.monotonic() - asked
-        return self.up_to(b"\r\n\r\n").decode("latin-1"), waited
+        self.socket.sendall(request)
+        head = self.up_to(b"\r\n\r\n").decode("latin-1")
+        self._spent, self._came = 0.0, 0
+        return head
 
     def up_to(self, end: bytes) -> bytes:
         """What comes before ``end``, which is passed over."""
-        until = time.monotonic() + self._timeout
         while end not in self.held:
             if len(self.held) > _LONGEST_HEAD:
                 raise ConnectionError("it sent a head without an end")
-            self.held += self._more(until)
+            view = memoryview(bytearray(_HEAD_AT_ONCE))
+            count = self._receive(view, 0)
+            if count == 0:
+                raise ConnectionResetError("it closed the connection")
+            self.held += view[: max(0, count)]
         found, _, self.held = self.held.partition(end)
         return found
 
-    def _more(self, until: float) -> bytes:
-        while True:
-            try:
-                data = self.socket.recv(_HEAD_AT_ONCE)
-            except (BlockingIOError, TimeoutError):
-                if time.monotonic() >= until:
-                    raise TimeoutError(f"nothing came for {self._timeout:g} s") from None
-                continue
-            if not data:
-                raise ConnectionResetError("it closed the connection")
-            return data
-
     def fill(self, view: memoryview) -> int:
-        """Receive until ``view`` is full, or for a second; 0 at the end.
+        """Receive until ``view`` is full, or for a second; 0 at the end."""
+        got = min(len(view), len(self.held))
+        view[:got], self.held = self.held[:got], self.held[got:]
+        begun = time.monotonic()
+        while got < len(view):
+            count = self._receive(view[got:], self._flags)
+            got += max(0, count)
+            if count == 0 or (got and time.monotonic() - begun >= self._slice):
+                break
+        return got
+
+    def _receive(self, view: memoryview, flags: int) -> int:
+        """Bytes that came; 0 at the end, -1 where a slice of time brought none.
 
         A `TimeoutError` means too few bytes in the last ``timeout`` seconds spent here.
         """
-        got = min(len(view), len(self.held))
-        view[:got], self.held = self.held[:got], self.held[got:]
-        begun = last = time.monotonic()
-        while got < len(view):
-            try:
-                count = self.socket.recv_into(view[got:], 0, self._flags)
-            except (BlockingIOError, TimeoutError):  # a slice of time without a byte
-                count = -1
-            now = time.monotonic()
-            self._spent, self._came = self._spent + now - last, self._came + max(0, count)
-            if self._spent >= self._timeout:
-                if self._came < self._spent * _MIN_RATE:
-                    raise TimeoutError(f"only {self._came} bytes in {self._spent:.0f} s")
-                self._spent, self._came = 0.0, 0
-            got, last = got + max(0, count), now
-            if count == 0 or (got and now - begun >= self._slice):
-                break
-        return got
+        begun = time.monotonic()
+        try:
+            count = self.socket.recv_into(view, 0, flags)
+        except (BlockingIOError, TimeoutError):
+            count = -1
+        self._spent += time.monotonic() - begun
+        self._came += max(0, count)
+        if self._spent >= self._timeout:
+            if self._came < self._spent * _MIN_RATE:
+                raise TimeoutError(f"only {self._came} bytes in {self._spent:.0f} s")
+            self._spent, self._came = 0.0, 0
+        return count
 
 
 @dataclass(slots=True)
 class _Server:
-    """The way to a server, the header lines for its proxy, and idle connections."""
+    """The way to a server, and idle connections."""
 
     host: str
     port: int
     proxy: tuple[str, int] | None
-    login: list[str]
+    login: list[str]  # header lines for the proxy
     idle: deque[_Connection] = field(default_factory=deque)
 
     def take(self) -> _Connection | None:
-        """A kept connection that seems to be alive."""
+        """A kept connection on which no byte and no end came since the last answer."""
         with contextlib.suppress(IndexError):
             while True:
                 connection = self.idle.pop()
-                if connection.is_idle():
+                poller = select.poll()
+                poller.register(connection.socket, select.POLLIN)
+                if not connection.held and not poller.poll(0):
                     return connection
                 connection.close()
         return None
 
 
 class Response:
-    """An answer, and its body on the way in; see `base.Body`.
+    """An answer, and its body on the way in; see `base.Body`."""
 
-    Attributes:
-        status, reason: of its first line.
-        headers: by names in lower case.
-        waited: seconds from the request to the first byte.
-        info, start, stop: which bytes of which version these are, once `http.checked` knows.
-    """
-
-    info: ObjectInfo
+    info: ObjectInfo  # as `start` and `stop` set by `http.checked`
     start: int
     stop: int | None
 
     def __init__(
         self, server: _Server, connection: _Connection, request: bytes, *, bodiless: bool
     ) -> None:
-        head, self.waited = connection.ask(request)
-        first, *lines = head.split("\r\n")
+        asked = time.monotonic()
+        first, *lines = connection.ask(request).split("\r\n")
+        self.waited = time.monotonic() - asked
         status = _STATUS.match(first)
         if status is None:
             raise ConnectionError("what it sends is not HTTP")
         self.status, self.reason = int(status[2]), status[3] or ""
-        self.headers: dict[str, str] = {}
+        self.headers: dict[str, str] = {}  # by names in lower case
         for line in lines:
             name, _, value = line.partition(":")
             self.headers[name.strip().lower()] = value.strip()
@@ -228,11 +214,7 @@ class Response:
         self._aborted = False
 
     def readinto(self, buffer: memoryview) -> int:
-        """Fill ``buffer``, or take what comes within a second; 0 at the end.
-
-        Raises:
-            TransientError: the connection broke, or is too slow.
-        """
+        """See `base.Body.readinto`; it takes what comes within a second."""
         connection = self._connection
         if self._ended or not buffer or connection is None:
             return 0
@@ -265,7 +247,7 @@ class Response:
         return int(size[1], 16)
 
     def abort(self) -> None:
-        """Make a blocked `readinto` of another thread return or raise."""
+        """See `base.Body.abort`."""
         self._aborted = True
         if (connection := self._connection) is not None:
             connection.abort()
@@ -289,7 +271,7 @@ class Transport:
 
     Args:
         timeout: seconds without enough bytes before a connection counts as dead.
-        proxies: URLs by scheme; None for those of the environment (``https_proxy``, ``no_proxy``).
+        proxies: URLs by scheme; None for those of the environment.
         trusted: file of certificates; None for the system's (SSL_CERT_FILE), False for anybody's.
     """
 
@@ -308,17 +290,11 @@ class Transport:
         weakref.finalize(self, _close_idle, self._servers)
 
     def request(self, method: str, url: str, headers: Mapping[str, str]) -> Response:
-        """Ask, over a kept connection if there is one; redirects are not followed.
-
-        Args:
-            method: GET or HEAD.
-            url: in ASCII, without a user part; its path is sent as it is.
-            headers: those beside Host.
+        """Ask for a URL in ASCII without a user part, whose path is sent as it is.
 
         Raises:
             PermissionError: a proxy wants a login.
-            TimeoutError: there was no answer in time.
-            OSError: the connection failed.
+            OSError: the connection failed, or there was no answer in time.
             ValueError: this is no URL, or a header spans lines.
             ConfigError: there are no certificates to trust.
         """
@@ -339,8 +315,15 @@ class Transport:
             raise
 
     def _find(self, scheme: str, place: str) -> _Server:
+        """The way to a server."""
         host, port = _host_and_port(scheme, place)
-        proxy = self._proxy_for(scheme, host)
+        proxy = None
+        if self._proxies is not None:
+            proxy = self._proxies.get(scheme)
+        elif any(name.lower().endswith("_proxy") for name in os.environ):
+            from urllib.request import getproxies, proxy_bypass  # here: it brings half of `email`
+
+            proxy = None if proxy_bypass(host) else getproxies().get(scheme)
         if not proxy:
             return _Server(host, port, None, [])
         # As curl takes it, "host:port" is a proxy too.
@@ -350,15 +333,6 @@ class Transport:
         user, at, server = server.rpartition("@")
         login = [f"Proxy-Authorization: {basic_login(user)}"] if at else []
         return _Server(host, port, _host_and_port(hop, server), login)
-
-    def _proxy_for(self, scheme: str, host: str) -> str | None:
-        if self._proxies is not None:
-            return self._proxies.get(scheme)
-        if not any(name.lower().endswith("_proxy") for name in os.environ):
-            return None
-        from urllib.request import getproxies, proxy_bypass  # here: it brings half of `email`
-
-        return None if proxy_bypass(host) else getproxies().get(scheme)
 
     def _connect(self, scheme: str, server: _Server) -> _Connection:
         place = server.proxy or (server.host, server.port)

@@ -37,12 +37,8 @@ def endpoint_of(config: Config) -> str | None:
 def s3_endpoint(options: Mapping[str, Any], endpoint_url: str | None = None) -> str | None:
     """The endpoint that a client with these options uses; None for AWS.
 
-    The order is botocore's: what is passed, AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, the
-    profile's ``services`` section, the profile's ``endpoint_url``.
-
-    Args:
-        options: as s3fs takes them; see `s3.S3Origin`.
-        endpoint_url: overrides the endpoint of ``options``.
+    The order is botocore's: what is passed, ``endpoint_url`` first, AWS_ENDPOINT_URL_S3,
+    AWS_ENDPOINT_URL, the profile's ``services`` section, the profile's ``endpoint_url``.
     """
     passed = endpoint_url or options.get("endpoint_url")
     passed = passed or (options.get("client_kwargs") or {}).get("endpoint_url")

@@ -34,13 +34,7 @@ _STATUS = {FileNotFoundError: 404, IsADirectoryError: 404, PermissionError: 403}
 
 
 class FsspecOrigin:
-    """Reads the shards of one fsspec protocol.
-
-    Args:
-        protocol: as fsspec names it.
-        storage_options: for the filesystem's constructor.
-        timeout: seconds without an answer before a call counts as dead.
-    """
+    """Reads the shards of one fsspec protocol; a call that takes ``timeout`` seconds is dead."""
 
     pins = False
     states_checksums = False

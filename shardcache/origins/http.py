@@ -133,11 +133,7 @@ def checked(response: Response, start: int, stop: int | None) -> Response:
 
 
 class WebOrigin:
-    """Reads shards over HTTP.
-
-    Args:
-        timeout: seconds without enough bytes before a connection counts as dead.
-    """
+    """Reads shards over HTTP."""
 
     pins = True  # every answer carries its version, and is compared
     states_checksums = False

@@ -59,11 +59,7 @@ _FAILURES = 2
 
 
 class Origins:
-    """The origins of one configuration, one per scheme, and its upstreams; safe between threads.
-
-    Args:
-        config: endpoint, storage options, time-outs, upstreams.
-    """
+    """The origins of one configuration, one per scheme, and its upstreams; safe between threads."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -102,13 +98,7 @@ class Origins:
         return any(upstream.write_back for upstream in self._config.upstreams)
 
     def write_back(self, url: ShardURL, data: Path, sidecar: bytes) -> None:
-        """Copy what was fetched to the upstreams that are to have it; nothing is raised.
-
-        Args:
-            url: the shard.
-            data: its bytes.
-            sidecar: what is known of them, as an entry's sidecar has it.
-        """
+        """Copy an entry's data and sidecar to the upstreams that want them; nothing is raised."""
         for place in self._places:
             if place.writes:
                 place.write(url, data, sidecar)
@@ -141,20 +131,15 @@ def _make(
 
 @dataclass(slots=True)
 class UpstreamOrigin:
-    """One shard as an upstream has it; a `base.Origin` of that shard alone.
+    """One shard as an upstream has it; a `base.Origin` of that shard alone."""
 
-    Attributes:
-        name: of the upstream, for people.
-        digest: tree digest of the bytes, where a sidecar states it.
-    """
-
-    name: str
+    name: str  # of the upstream, for people
     pins: bool
     _origin: Origin
     _copy: ShardURL  # where it is
     _found: ObjectInfo  # what the upstream says of it
     _info: ObjectInfo  # the version at the origin, where a sidecar states it
-    digest: str | None = None
+    digest: str | None  # tree digest of the bytes, where a sidecar states it
 
     states_checksums = False  # the digest proves more
 

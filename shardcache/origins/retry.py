@@ -72,11 +72,7 @@ class Attempts:
         return self.end is not None and clock.monotonic() + pause > self.end
 
     def call(self, function: Callable[[], T], *, sleep: Callable[[float], None]) -> T:
-        """Call ``function`` until it succeeds, within the policy.
-
-        Args:
-            function: one attempt.
-            sleep: how to wait in between; may raise to cancel.
+        """Call ``function`` until it succeeds; ``sleep`` waits in between, and may raise to cancel.
 
         Raises:
             TransferError, TransferTimeoutError: the last attempt failed too.

@@ -103,10 +103,9 @@ class S3Origin:
         self._address: Callable[[str, str], _Bucket]
 
     def prepare(self) -> Callable[[], Any]:
-        """Find endpoint, region and credentials, if need be; returns what tells the credentials.
+        """Find endpoint, region and credentials, unless that is done (ConfigError: it fails).
 
-        Raises:
-            ConfigError: they cannot be set up.
+        Returns what tells the credentials for a request.
         """
         with self._guard:
             if self._keys is None:
@@ -230,13 +229,11 @@ class S3Origin:
         return object_info(response.headers, size)
 
     def list_page(self, url: ShardURL, query: Mapping[str, str]) -> tuple[dict[str, int], str]:
-        """One answer of ListObjectsV2 on the keys that begin as ``url``, maybe a bucket, does.
+        """Keys that begin as ``url`` does, with their sizes, and a token for the next page.
 
-        ``query`` has its further parameters. Returns the keys with their sizes in bytes, and the
-        token that asks for the next page.
+        ``query`` has further parameters of ListObjectsV2.
         """
-        asked = {"list-type": "2", "encoding-type": "url", **query}
-        response = self._ask("GET", url, {}, asked)
+        response = self._ask("GET", url, {}, {"list-type": "2", "encoding-type": "url", **query})
         try:
             page = ElementTree.fromstring(read_all(response, _LISTING_BYTES))  # noqa: S314 - by expat
             decode = unquote_plus if page.findtext("{*}EncodingType") == "url" else str
@@ -289,10 +286,7 @@ class S3Origin:
         query: Mapping[str, str],
         keys: Callable[[], Any],
     ) -> tuple[str, Response]:
-        """Sign and send a request: the region it was signed for, and the answer.
-
-        ``region`` is where the bucket is said to be.
-        """
+        """The region a request was signed for, and its answer."""
         name, key = url.bucket_and_key()
         try:
             bucket = self._bucket(name, region)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
-from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import botocore.session
@@ -15,46 +14,38 @@ from shardcache import Cache
 from shardcache.origins.endpoints import s3_endpoint
 from tests.support.webservers import Files, running
 
-#: Options of a cache, and the environment, that name an endpoint in one of the ways of botocore.
-Way = Callable[[str], tuple[dict[str, Any], dict[str, str]]]
-WAYS: dict[str, Way] = {
-    "endpoint_url": lambda url: ({"endpoint_url": url}, {}),
-    "storage_options": lambda url: ({"storage_options": {"endpoint_url": url}}, {}),
-    "client_kwargs": lambda url: (
-        {"storage_options": {"client_kwargs": {"endpoint_url": url}}},
-        {},
-    ),
-    "storage_options.s3": lambda url: ({"storage_options": {"s3": {"endpoint_url": url}}}, {}),
-    "AWS_ENDPOINT_URL": lambda url: ({}, {"AWS_ENDPOINT_URL": url}),
-    "AWS_ENDPOINT_URL_S3": lambda url: ({}, {"AWS_ENDPOINT_URL_S3": url}),
-}
-#: Files that name one in a profile, by the variable that names the file.
-FILES = {
-    "AWS_CONFIG_FILE": "[profile lab]\nendpoint_url = {}\n",
-    "AWS_SHARED_CREDENTIALS_FILE": "[lab]\nendpoint_url = {}\n",
-    "AWS_CONFIG_FILE with services": "[profile lab]\nservices = near\n"
-    "[services near]\ns3 =\n  endpoint_url = {}\n",
-}
+OF_LAB = "[profile lab]\nendpoint_url = @\n"
+SERVICES = "[profile lab]\nservices = near\n[services near]\ns3 =\n  endpoint_url = @\n"
+#: Options of a cache, the environment ("env"), and files of AWS, by the variables that name them.
+WAYS: list[dict[str, Any]] = [
+    {"endpoint_url": "@"},
+    {"storage_options": {"endpoint_url": "@"}},
+    {"storage_options": {"client_kwargs": {"endpoint_url": "@"}}},
+    {"storage_options": {"s3": {"endpoint_url": "@"}}},
+    {"env": {"AWS_ENDPOINT_URL": "@"}},
+    {"env": {"AWS_ENDPOINT_URL_S3": "@"}},
+    {"env": {"AWS_PROFILE": "lab"}, "AWS_CONFIG_FILE": OF_LAB},
+    {"env": {"AWS_DEFAULT_PROFILE": "lab"}, "AWS_CONFIG_FILE": SERVICES},
+    {"env": {"AWS_PROFILE": "lab"}, "AWS_SHARED_CREDENTIALS_FILE": OF_LAB.replace("profile ", "")},
+    {
+        "storage_options": {"profile": "lab", "key": "me", "secret": "x"},
+        "AWS_CONFIG_FILE": SERVICES,
+    },
+]
 
 
-@pytest.mark.parametrize(
-    "way", [*WAYS, *product(FILES, ["AWS_PROFILE", "AWS_DEFAULT_PROFILE", "option"])], ids=str
-)
+@pytest.mark.parametrize("way", WAYS, ids=str)
 def test_two_endpoints_that_share_a_directory_keep_their_own_bytes(way, tmp_path, monkeypatch):
     with running(Files()) as one, running(Files()) as other:
         for server in (one, other, one, other):
             server.files["/lab/a.bin"] = f"bytes of {server.url}".encode()
+            options = json.loads(json.dumps(way).replace("@", server.url))
             keys = {"AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "mine"}
-            if isinstance(way, str):
-                options, environment = WAYS[way](server.url)
-            else:
-                file = tmp_path / f"aws-{server.server_address[1]}"
-                file.write_text(FILES[way[0]].format(server.url))
-                options, environment = {}, {way[0].partition(" ")[0]: str(file), way[1]: "lab"}
-                if way[1] == "option":
-                    options = {"storage_options": {"profile": "lab", "key": "me", "secret": "x"}}
-            for variable, value in (keys | environment).items():
+            for variable, value in (keys | options.pop("env", {})).items():
                 monkeypatch.setenv(variable, value)
+            for variable in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+                (tmp_path / variable).write_text(options.pop(variable, ""))
+                monkeypatch.setenv(variable, str(tmp_path / variable))
             with (
                 Cache(tmp_path / "cache", min_free=0, **options) as cache,
                 cache.open("s3://lab/a.bin") as stream,

@@ -66,16 +66,11 @@ def test_http_without_ranges_is_read_in_one_stream(cache: Cache, lengths: bool) 
     assert entry.size == len(SHARD)
 
 
-def test_a_user_in_the_url_is_sent_as_a_header(cache: Cache, web: Files) -> None:
-    assert read(cache, web.url.replace("://", "://me:canary@") + "/a.tar") == SHARD
-    assert all("\r\nAuthorization: Basic bWU6Y2FuYXJ5\r\n" in head for head in web.heads)
-
-
-def test_a_login_is_not_sent_to_a_server_that_another_one_names(cache: Cache, web: Files) -> None:
+def test_a_login_is_sent_as_a_header_and_to_no_server_that_another_one_names(cache, web):
     with running(Files()) as first:
         first.redirects = {"/a.tar": f"{web.url}/a.tar"}
         assert read(cache, first.url.replace("://", "://me:canary@") + "/a.tar") == SHARD
-        assert "\r\nAuthorization:" in first.heads[0]
+        assert "\r\nAuthorization: Basic bWU6Y2FuYXJ5\r\n" in first.heads[0]
     assert "\r\nAuthorization:" not in "".join(web.heads)
 
 
@@ -88,16 +83,6 @@ def test_redirects_are_followed_unless_they_lead_nowhere(cache: Cache, web: File
     with pytest.raises(ConfigError, match="redirects more than 5 times"):
         cache.fetch(f"{web.url}/again.tar")
     assert len(web.requests) == 6
-
-
-def test_memory_shards(cache: Cache) -> None:
-    memory = fsspec.filesystem("memory")
-    memory.pipe("/lab/m.tar", SHARD)
-    assert read(cache, "memory://lab/m.tar") == SHARD
-    memory.rm("/lab", recursive=True)
-    assert read(cache, "memory://lab/m.tar") == SHARD
-    with pytest.raises(ShardNotFoundError, match="memory://lab/none.tar"):
-        cache.open("memory://lab/none.tar")
 
 
 def test_a_slow_mount_is_cached_by_modification_time(tmp_path: Path) -> None:

@@ -14,14 +14,11 @@ from shardcache import AccessDeniedError, Cache, ConfigError, ShardNotFoundError
 from shardcache.cli.demo import S3Server
 from shardcache.origins.base import VersionChangedError
 from shardcache.origins.s3 import S3Origin
-from shardcache.store.digest import BLOCK
 from shardcache.urls import parse_url
 from tests.support.proxy import Proxy
 from tests.support.tars import make_tar
 
 pytestmark = pytest.mark.usefixtures("s3_environment")
-
-LARGE = make_tar(3, members=10, size=2 * BLOCK)  # 40 MiB: three parts
 
 
 @pytest.fixture
@@ -32,18 +29,6 @@ def cache(tmp_path: Path) -> Cache:
 def read(cache: Cache, url: str) -> bytes:
     with cache.open(url) as stream:
         return stream.read()
-
-
-def test_a_shard_of_several_parts_arrives_once_and_checked(tmp_path, s3, bucket, proxy):
-    cache = Cache(tmp_path / "cache", min_free=0, part_size="16MiB")
-    s3.put(bucket, "big.tar", LARGE)
-    proxy.reset()
-    assert read(cache, f"s3://{bucket}/big.tar") == LARGE
-    traffic = proxy.summary()[f"{bucket}/big.tar"]
-    assert (traffic.object_fetches, traffic.body_bytes, traffic.failed) == (1, len(LARGE), 0)
-    assert traffic.gets == 3
-    (entry,) = cache.entries()
-    assert entry.metadata().checked == "crc32"
 
 
 @pytest.mark.parametrize("asked", [False, True])
@@ -62,19 +47,6 @@ def test_botocore_is_asked_only_for_what_is_not_stated(tmp_path, s3, bucket, mon
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.split() == [str(len(make_tar(1))), str(asked)], done.stderr
-
-
-def test_small_shards_that_were_listed_cost_one_request_each(cache, s3, bucket, proxy):
-    names = [f"small/{number}.tar" for number in range(5)]
-    for number, name in enumerate(names):
-        s3.put(bucket, name, make_tar(number))
-    proxy.reset()
-    report = cache.prewarm([f"s3://{bucket}/{name}" for name in names])
-    assert report.fetched == 5
-    for name in names:
-        traffic = proxy.summary()[f"{bucket}/{name}"]
-        assert (traffic.gets, traffic.heads) == (1, 0)
-    assert {entry.metadata().checked for entry in cache.entries()} == {"crc32"}
 
 
 @pytest.mark.parametrize("algorithm", ["CRC32C", "CRC64NVME", "SHA256", "SHA1"])
@@ -97,9 +69,6 @@ def test_a_version_id_in_the_url_is_honoured(cache: Cache, s3: S3Server, bucket:
     for seed, version in zip((1, 2), versions, strict=True):
         assert read(cache, f"s3://{bucket}/v.tar?versionId={version}") == make_tar(seed)
     assert read(cache, f"s3://{bucket}/v.tar") == make_tar(2)
-
-
-# -- single answers ----------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -133,15 +102,6 @@ def test_keys_are_exact_bytes(origin: S3Origin, s3: S3Server, bucket: str, key: 
     assert listed[key] == len(data)
 
 
-def test_a_key_that_a_web_server_would_shorten_is_asked_for_as_it_is(s3, bucket, proxy):
-    s3.put(bucket, "a//b.tar", make_tar(1))
-    origin = S3Origin({}, timeout=30)
-    assert contents(origin.open(parse_url(f"s3://{bucket}/a//b.tar"), 0, None)) == make_tar(1)
-    with pytest.raises((ShardNotFoundError, ConfigError)):
-        origin.open(parse_url(f"s3://{bucket}/x/../a//b.tar"), 0, None)
-    assert [r.path for r in proxy.requests()] == [f"{bucket}/a//b.tar", f"{bucket}/x/../a//b.tar"]
-
-
 def test_a_whole_object_states_its_checksum_unless_it_may_be_compressed(origin, s3, bucket):
     url = parse_url(f"s3://{bucket}/first.tar")
     body = origin.open(url, 0, None)
@@ -171,9 +131,6 @@ def test_a_replaced_object_is_never_spliced(origin: S3Origin, s3: S3Server, buck
         origin.open(url, 0, 5, pin)
     with pytest.raises(VersionChangedError, match="shorter"):
         origin.open(url, 100, 200)
-
-
-# -- failures ----------------------------------------------------------------------
 
 
 def test_what_is_missing_costs_one_request_and_is_named(cache, bucket, proxy):

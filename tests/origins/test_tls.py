@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import select
 import shutil
-import socket
-import socketserver
 import ssl
 import subprocess
 import threading
@@ -16,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from shardcache import Cache, ConfigError
-from shardcache.origins.base import TransientError
+from shardcache.origins.base import TransientError, read_all
 from shardcache.origins.http import WebOrigin
 from shardcache.urls import parse_url
 from tests.support.tars import make_tar
-from tests.support.webservers import Files, Scripted, running
+from tests.support.webservers import Connection, Files, Scripted, answer, running
 
 SHARD = make_tar(11)
 
@@ -46,7 +43,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return certificate, key
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def context(authority: tuple[Path, Path]) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(*authority)
@@ -91,43 +88,31 @@ def test_a_ca_bundle_of_the_options_or_the_environment_is_used(
     assert read(tmp_path / "web", f"{secure}/a.tar") == SHARD
 
 
-class Tunnel(socketserver.BaseRequestHandler):
-    """A proxy for CONNECT."""
+def test_tls_goes_through_a_proxy_in_one_tunnel(context, authority, monkeypatch):
+    class Tunnel(Connection):
+        """A proxy that is the server, too."""
 
-    made: list[str] = []
+        def handle(self) -> None:
+            super().handle()
+            self.request = context.wrap_socket(self.request, server_side=True)
+            self.setup()
+            for _ in range(3):
+                super().handle()
 
-    def handle(self) -> None:
-        head = self.request.makefile("rb")
-        self.made.append(head.readline().split()[1].decode())
-        host, port = self.made[-1].split(":")
-        while head.readline().strip():
-            pass
-        with socket.create_connection((host, int(port))) as server:
-            self.request.sendall(b"HTTP/1.1 200 Connection established\r\n\r\n")
-            pairs = {self.request: server, server: self.request}
-            while True:
-                for source in select.select(list(pairs), [], [])[0]:
-                    if not (data := source.recv(1 << 16)):
-                        return
-                    pairs[source].sendall(data)
-
-
-def test_tls_goes_through_a_proxy_in_one_tunnel(secure, authority, monkeypatch):
-    Tunnel.made.clear()
-    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Tunnel) as proxy:
-        proxy.daemon_threads = True
-        thread = threading.Thread(target=proxy.serve_forever, args=(0.02,))
-        thread.start()
-        monkeypatch.setenv("https_proxy", f"127.0.0.1:{proxy.server_address[1]}")
-        monkeypatch.setenv("SSL_CERT_FILE", str(authority[0]))
-        origin = WebOrigin(timeout=20)
+    file = answer("206 Partial", SHARD[:9], Content_Range="bytes 0-8/99", Connection=None)
+    proxy = Scripted(lambda head: b"HTTP/1.1 200 OK\r\n\r\n" if "CONNECT" in head else file)
+    proxy.RequestHandlerClass = Tunnel
+    monkeypatch.setenv("https_proxy", proxy.url.removeprefix("http://"))
+    monkeypatch.setenv("SSL_CERT_FILE", str(authority[0]))
+    origin = WebOrigin(timeout=60)
+    with running(proxy):
         for _ in range(3):
-            with closing(origin.open(parse_url(f"{secure}/a.tar"), 0, 1000)) as body:
-                found = bytearray(1000)
-                assert body.readinto(memoryview(found)) == 1000 and found == SHARD[:1000]
-        proxy.shutdown()
-        thread.join()
-    assert Tunnel.made == [secure.removeprefix("https://")]
+            body = origin.open(parse_url("https://127.0.0.1:9/a.tar"), 0, 9)
+            assert read_all(body, 99) == SHARD[:9]
+    assert [head.split(" HTTP")[0] for head in proxy.heads] == [
+        "CONNECT 127.0.0.1:9",
+        *["GET /a.tar"] * 3,
+    ]
 
 
 def test_a_blocked_read_of_tls_can_be_aborted(context, authority, monkeypatch):

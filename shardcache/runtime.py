@@ -6,7 +6,6 @@ compares process ids.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
@@ -22,7 +21,7 @@ from shardcache.files import Breaker, fault_kind, is_disk_fault
 from shardcache.ranks import Ranks
 from shardcache.space.tiers import Tier
 from shardcache.stats.counters import Counters
-from shardcache.store.entry import DamagedError, open_data
+from shardcache.store.entry import DamagedError
 from shardcache.store.store import Entry, Opened, Store
 from shardcache.units import format_duration
 from shardcache.urls import ShardURL
@@ -190,8 +189,6 @@ class Process:
             elif not is_first:
                 raise
             else:
-                text = "%s cannot be written (%s); shards not in it are streamed"
-                self.warn(fault_kind(exn), text, path, reason)
                 self.disk_failed(self.writing, exn)
 
     # -- what is noted -----------------------------------------------------------
@@ -227,19 +224,17 @@ class Process:
         Without ``wait`` in a thread of its own, which a reader is not to wait for.
         """
 
-        def copy() -> None:
-            entry = Entry.at(Path(path).parent)
-            grace = self.tier_of(entry.directory).store.layout.grace
-            try:
-                opened = open_data(entry.directory, path, entry.size, grace)
-                if opened is not None:  # or it was evicted
-                    with contextlib.closing(opened):
-                        self.origins.write_back(shard, Path(path), entry.metadata().encode())
-            except (OSError, DamagedError) as exn:
-                logger.info("%s: not copied to an upstream: %s", shard, exn)
-
         if not self.origins.writes_back:
             return
+        data = Path(path)
+
+        def copy() -> None:
+            try:
+                sidecar = Entry.at(data.parent).metadata().encode()
+                self.origins.write_back(shard, data, sidecar)
+            except (OSError, DamagedError) as exn:  # it was evicted
+                logger.info("%s: not copied to an upstream: %s", shard, exn)
+
         if wait:
             copy()
             return
@@ -265,24 +260,16 @@ class Process:
 
     def disk_failed(self, breaker: Breaker, exn: OSError) -> None:
         """Count a fault, if it is one of the disk; after too many it is left alone for a while."""
-        if not is_disk_fault(exn):
-            return
-        read_only = exn.errno == errno.EROFS
-        if not breaker.failed(at_once=read_only):  # asking thrice would not help
-            return
-        text = "%s: %s. It is not %s for %s, then tried again; shards are streamed meanwhile."
-        verb = "written" if breaker is self.writing else "read"
-        said = (text, self._config.dir, exn.strerror or exn, verb, format_duration(breaker.left))
-        if read_only:
-            self.warn(fault_kind(exn), *said)
-        else:
-            logger.warning(*said)
-
-    def disk_works(self, breaker: Breaker) -> None:
-        """The disk did as it should: all is well again."""
-        if breaker.succeeded():
-            verb = "written" if breaker is self.writing else "read"
-            logger.info("%s can be %s again", self._config.dir, verb)
+        # Of what is read-only one is enough.
+        if is_disk_fault(exn) and breaker.failed(at_once=exn.errno == errno.EROFS):
+            self.warn(
+                fault_kind(exn),
+                "%s: %s. It is not %s for %s, then tried again; shards are streamed meanwhile.",
+                self._config.dir,
+                exn.strerror or exn,
+                "written" if breaker is self.writing else "read",
+                format_duration(breaker.left),
+            )
 
     # -- ending ------------------------------------------------------------------
 

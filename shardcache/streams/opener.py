@@ -353,7 +353,7 @@ class Opener:
         if opened is not None and process.reading.faults:  # can it be read, too?
             with contextlib.suppress(OSError):  # the stream meets that as well, and mends it
                 os.pread(opened.fd, 1, 0)
-                process.disk_works(process.reading)
+                process.reading.succeeded()
         return opened
 
     def _get(
@@ -392,7 +392,7 @@ class Opener:
                 )
         if obtained is not None and fetched:
             if process.writing.faults:
-                process.disk_works(process.writing)
+                process.writing.succeeded()
             process.write_back(shard, obtained.opened.path, wait=asked)
         return obtained
 

@@ -25,7 +25,7 @@ help:
 	@echo "make lint    ruff (with its security rules), mypy, pyright, layers, dependencies"
 	@echo "make audit   known vulnerabilities of the dependencies (needs the network)"
 	@echo "make bench   every benchmark, against peers; writes docs/benchmarks.md (hours)"
-	@echo "make docs    write the generated parts of README.md anew"
+	@echo "make docs    write docs/options.md and docs/cli.md anew"
 	@echo "make clean   remove .venv and caches of tools"
 
 # One stamp per extra: the demo does not wait for torch. Two runs of make in one checkout take

@@ -1,7 +1,7 @@
 """Every option of the library: its type, its default, its help, and where it was set.
 
 One declaration serves the keyword arguments of ``Cache``, the keys of the TOML files, the
-``SHARDCACHE_*`` variables, the table in the README and ``shardcache config``. First wins, key by
+``SHARDCACHE_*`` variables, docs/options.md and ``shardcache config``. First wins, key by
 key::
 
     argument > SHARDCACHE_* > TOML files > WDS_CACHE, WDS_CACHE_SIZE > default

@@ -42,7 +42,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class ExitCode(enum.IntEnum):
-    """How a command ended. Scripts rely on the numbers; README.md has this table."""
+    """How a command ended. Scripts rely on the numbers; docs/cli.md has this table."""
 
     meaning: str
 

@@ -1,4 +1,4 @@
-"""The pages tell the truth: code of the README runs, what is generated is current, links lead on."""
+"""The pages tell the truth: the README's code runs, generated pages are current, links lead on."""
 
 from __future__ import annotations
 

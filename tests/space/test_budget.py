@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,15 +16,13 @@ from shardcache.locks.flock import Holder, KeyLock
 from shardcache.locks.sessions import Session
 from shardcache.space.budget import Space
 from shardcache.store.entry import Entry
-from shardcache.store.partial import Partial, in_flight
+from shardcache.store.partial import Partial
 from shardcache.store.root import make_root
 from shardcache.store.store import Store
-from shardcache.urls import parse_url
 from tests.support.fakes import FakeClock
 from tests.support.storetools import (
     Parent,
     begin,
-    crowd,
     fill,
     forked,
     metadata_for,
@@ -42,18 +40,23 @@ class Bench:
     """A root with room for what the test says; the disk is as free as it says."""
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch, **options: object) -> None:
-        self.root = path / "cache"
-        self.layout = make_root(self.root, "test")
+        self.layout = make_root(path / "cache", "test")
         self.store = Store(self.layout)
         self.clock = FakeClock(monkeypatch, now=10_000.0)
         self.free = 100 * GB
-        self.config = Config(self.root, **{"min_free": 0, **options})
+        config = Config(path / "cache", **{"min_free": 0, **options})
+        self.space = Space(self.layout, lambda: [self.store], config)
+        self.counts = 0
+        listed = self.store.entries
         monkeypatch.setattr(os, "statvfs", lambda path: self._statvfs())
-        self.space = Space(self.layout, lambda: [self.store], self.config)
+        monkeypatch.setattr(self.store, "entries", lambda: self._list(listed()))
 
     def _statvfs(self) -> object:
-        size = 1000 * GB
-        return SimpleNamespace(f_frsize=1, f_blocks=size, f_bavail=self.free)
+        return SimpleNamespace(f_frsize=1, f_blocks=1000 * GB, f_bavail=self.free)
+
+    def _list(self, entries: Iterator[Entry]) -> Iterator[Entry]:
+        self.counts += 1
+        return entries
 
     def shelve(self, count: int, size: int) -> list[Entry]:
         """Entries that were used one after the other."""
@@ -61,9 +64,16 @@ class Bench:
         return [publish(self.store, url, bytes(size), used=n) for n, url in enumerate(urls, 1)]
 
     def admit(self, url: str = NEW, size: int | None = 0) -> Partial:
-        metadata = metadata_for(url, b"", size=size)
         with self.space.reserved(url, size):
-            return Partial.create(self.layout, metadata, parse_url(url).basename)
+            return begin(self.layout, metadata_for(url, b"", size=size))
+
+    def fetch(self, number: int, size: int = 1000) -> None:
+        url, data = f"s3://lab/{number:04d}.tar", bytes(size)
+        partial = self.admit(url, size)
+        fill(partial, data)
+        path = self.store.publish(partial, metadata_for(url, data))
+        os.utime(path / "meta.json", (self.clock.time(), self.clock.time()))
+        partial.close()
 
     def used(self) -> int:
         entries = sum(entry.size for entry in Store(self.layout).entries())
@@ -75,40 +85,19 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Bench
     return lambda **options: Bench(tmp_path, monkeypatch, **options)
 
 
-def there(entries: Sequence[Entry]) -> list[bool]:
+@pytest.fixture
+def library(make: Callable[..., Bench]) -> Bench:
+    """200 entries of 1,000 bytes in a cache for 210."""
+    bench = make(max_size=210_000)
+    bench.shelve(200, 1000)
+    return bench
+
+
+def there(entries: list[Entry]) -> list[bool]:
     return [entry.path.exists() for entry in entries]
 
 
 # -- admission -----------------------------------------------------------------
-
-
-def test_a_shard_larger_than_the_cache_is_refused_before_anything_is_touched(make) -> None:
-    bench = make(max_size=1000)
-    [entry] = bench.shelve(1, 5)
-    with no_descriptor_left(), pytest.raises(CacheFullError, match="whole cache") as caught:
-        bench.admit(size=1001)
-    assert caught.value.url == NEW
-    assert entry.path.exists() and list(in_flight(bench.layout)) == []
-
-
-@pytest.mark.locks_work("answers")
-@pytest.mark.parametrize(
-    ("options", "free", "size", "left"),
-    [
-        ({"max_size": 100}, 100 * GB, 40, [False, True, True]),
-        ({"max_size": 100}, 100 * GB, 10, [True, True, True]),
-        ({"min_free": "10%"}, 100 * GB + 50, 60, [False, True, True]),
-        ({"min_free": "10%"}, 100 * GB + 50, 100, [False, False, True]),
-    ],
-)
-def test_the_least_recently_used_make_room_for_the_newcomer(
-    make, options, free, size, left
-) -> None:
-    bench = make(**options)
-    bench.free = free
-    entries = bench.shelve(3, 30)
-    bench.admit(size=size).discard()
-    assert there(entries) == left
 
 
 @pytest.mark.locks_work("flock")
@@ -122,25 +111,6 @@ def test_the_free_space_floor_counts_what_is_not_written_yet(make) -> None:
     partials.append(bench.admit(size=GB))
     for partial in partials:
         partial.discard()
-
-
-@pytest.mark.locks_work("flock")
-def test_a_resumed_partial_is_admitted_by_asking_for_nothing_more(make) -> None:
-    # Claimed, it reserves all that it will be; room is needed for the rest of it.
-    bench = make(max_size=10 * MIB)
-    [entry] = bench.shelve(1, 6 * MIB)
-    partial = begin(bench.layout, metadata_for(NEW, b"", size=8 * MIB))
-    partial.close()
-    claimed = Partial.claim(bench.layout, partial.path, "new.tar")
-    assert bench.used() == 14 * MIB
-    session = Session(bench.layout, 0.5)
-    with pytest.raises(CacheFullError), bench.space.reserved(NEW, None):
-        pass
-    assert claimed.path.exists() and entry.path.exists()
-    session.close()
-    with bench.space.reserved(NEW, None):
-        assert bench.used() == 8 * MIB and not entry.path.exists()
-    claimed.discard()
 
 
 @pytest.mark.locks_work("answers")
@@ -200,36 +170,8 @@ def test_a_full_disk_frees_what_is_needed_or_says_that_it_cannot(make) -> None:
 # -- the number ----------------------------------------------------------------
 
 
-class Library(Bench):
-    """200 entries of 1,000 bytes in a cache for 210."""
-
-    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        super().__init__(path, monkeypatch, max_size=210_000)
-        self.shelve(200, 1000)
-        self.counts = 0
-        listed = self.store.entries
-        monkeypatch.setattr(self.store, "entries", lambda: self._list(listed()))
-
-    def _list(self, entries: Iterator[Entry]) -> Iterator[Entry]:
-        self.counts += 1
-        return entries
-
-    def fetch(self, number: int, size: int = 1000) -> None:
-        url, data = f"s3://lab/{number:04d}.tar", bytes(size)
-        partial = self.admit(url, size)
-        fill(partial, data)
-        path = self.store.publish(partial, metadata_for(url, data))
-        os.utime(path / "meta.json", (self.clock.time(), self.clock.time()))
-        partial.close()
-
-
-@pytest.fixture
-def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Library:
-    return Library(tmp_path, monkeypatch)
-
-
 @pytest.mark.locks_work("answers")
-def test_what_fits_costs_no_count_and_the_budget_holds(library: Library) -> None:
+def test_what_fits_costs_no_count_and_the_budget_holds(library: Bench) -> None:
     for number in range(200, 210):
         library.fetch(number)
     assert (library.counts, library.used()) == (1, 210_000)
@@ -248,23 +190,19 @@ def test_what_fits_costs_no_count_and_the_budget_holds(library: Library) -> None
 
 def test_what_is_published_while_it_is_counted_counts_once(make, monkeypatch) -> None:
     bench = make(max_size=2 * MIB)
-    first, second = "s3://lab/0.tar", "s3://lab/1.tar"
-    metadata = metadata_for(first, bytes(MIB))
-    with bench.space.reserved(first, MIB):
-        partial = Partial.create(bench.layout, metadata, "0.tar")
+    metadata = metadata_for("s3://lab/0.tar", bytes(MIB))
+    partial = begin(bench.layout, metadata)
     fill(partial, bytes(MIB))
     flights = bench.space.flights()
     bench.store.publish(partial, metadata)
     bench.space.recount()
     monkeypatch.setattr(bench.space, "flights", lambda: flights)  # as they were just before
-    admitted = bench.admit(second, MIB)
-    assert admitted.path.is_dir()  # not refused for want of room
-    admitted.discard()
+    bench.admit("s3://lab/1.tar", MIB).discard()  # not refused for want of room
     partial.close()
 
 
 @pytest.mark.locks_work("flock", "answers")
-def test_what_was_refused_is_refused_without_a_count_for_a_minute(library: Library) -> None:
+def test_what_was_refused_is_refused_without_a_count_for_a_minute(library: Bench) -> None:
     session = Session(library.layout, 0.5)
     for _ in range(3):
         with pytest.raises(CacheFullError, match=r"1.0 KB more would have to go"):
@@ -282,7 +220,7 @@ def test_what_was_refused_is_refused_without_a_count_for_a_minute(library: Libra
 
 
 @pytest.mark.locks_work("flock", "answers")
-def test_shards_of_unknown_size_are_counted_as_they_grow(library: Library) -> None:
+def test_shards_of_unknown_size_are_counted_as_they_grow(library: Bench) -> None:
     library.fetch(200)
     partial = library.admit("s3://lab/unknown.tar", None)
     for number, size in ((201, 5000), (202, 9000)):
@@ -292,14 +230,9 @@ def test_shards_of_unknown_size_are_counted_as_they_grow(library: Library) -> No
     partial.discard()
 
 
-def test_nodes_that_share_a_directory_count_each_time(library: Library) -> None:
-    library.space.node = replace(library.layout, grace=3600.0)
-    for number in range(200, 204):
-        library.fetch(number)
-    assert library.counts == 4 and not library.layout.usage.exists()
-
-
-def test_a_number_that_makes_no_sense_is_counted_anew(library: Library) -> None:
+def test_where_the_number_is_shared_by_nobody_or_makes_no_sense_it_is_counted(
+    library: Bench,
+) -> None:
     library.fetch(200)
     usage = library.layout.usage
     boot = usage.read_bytes().split(b'"')[1]
@@ -308,40 +241,12 @@ def test_a_number_that_makes_no_sense_is_counted_anew(library: Library) -> None:
         counts = library.counts
         library.fetch(201)
         assert library.counts == counts + 1
-
-
-# -- many processes ------------------------------------------------------------
-
-
-@pytest.mark.locks_work
-def test_reservations_of_many_processes_never_exceed_the_budget(tmp_path: Path) -> None:
-    # Nobody publishes: what was admitted is held, and adds up.
-    root = tmp_path / "cache"
-    layout = make_root(root, "test")
-    config = Config(root, max_size=100 * MIB, min_free=0)
-
-    def work(parent: Parent, number: int) -> None:
-        store = Store(layout)
-        space = Space(layout, lambda: [store], config)
-        parent.hear()
-        held = []
-        for n in range(5):
-            url = f"s3://lab/{number}-{n}.tar"
-            metadata = metadata_for(url, b"", size=9 * MIB)
-            try:
-                with space.reserved(url, 9 * MIB):
-                    held.append(begin(layout, metadata))
-            except CacheFullError:
-                break
-        parent.say(len(held))
-        parent.hear()
-
-    with crowd(6, work) as children:
-        for child in children:
-            child.tell()
-        # 11 of 9 MiB fit into 100, and not one more.
-        assert sum(child.hear() for child in children) == 11
-        assert sum(f.reserved for f in in_flight(layout)) == 99 * MIB
+    usage.unlink()
+    library.space.node = replace(library.layout, grace=3600.0)  # nodes share the directory
+    counts = library.counts
+    for number in (202, 203):
+        library.fetch(number)
+    assert library.counts == counts + 2 and not usage.exists()
 
 
 @pytest.mark.locks_work("flock")

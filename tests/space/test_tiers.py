@@ -7,7 +7,6 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from tests.support.storetools import no_descriptor_left
 from tests.support.tars import make_tar
 
 MIB = 1 << 20
-Make = Callable[..., Cache]
 
 
 @pytest.fixture
@@ -183,7 +181,8 @@ from shardcache import Cache
 from shardcache.space import clean
 from shardcache.space.memory import memory_headroom
 home, ram, urls = sys.argv[2], sys.argv[3], sys.argv[4:]
-limit = memory_headroom().size
+limit = lowest = memory_headroom().size
+clean._MEMORY_INTERVAL = 0.01
 def read(url):
     with cache.open(url) as stream:
         while stream.read(1 << 20):
@@ -191,74 +190,49 @@ def read(url):
 def in_ram():
     return sum(entry.size for entry in cache.entries() if ram in str(entry.path))
 with Cache(home, cache_local=True, min_free=0, tiers=[ram]) as cache:
-"""
-_FILL = """
-    tiers, lowest = [], limit
+    tiers, held = [], []
     for url in urls:
         read(url)
         tiers.append(ram in str(cache.path(url)))
         lowest = min(lowest, memory_headroom().free)
-    print(json.dumps([limit, lowest, tiers]))
-"""
-_GROW = """
-    clean._GLANCE, held = 0.01, []
-    for url in urls:
-        cache.fetch(url)
     full = in_ram()
     cache.pin(urls[0])
     reader = cache.open(urls[1])
     for step in range(15):
         held.append(bytearray(8 << 20))
-        read(urls[2 + step])
         end = time.monotonic() + 60
         while memory_headroom().free < limit // 20:
             assert time.monotonic() < end
             read(urls[2 + step % 2])
             time.sleep(0.02)
-    print(json.dumps([full, in_ram(), [ram in str(cache.path(url)) for url in urls[:2]]]))
-    assert len(reader.read()) > 0
+    stay = [ram in str(cache.path(url)) for url in urls[:2]]
+    print(json.dumps([limit, lowest, tiers, full, in_ram(), stay]))
+    while reader.read(1 << 20):
+        pass
 """
 
 
-@pytest.fixture
-def run(tmp_path: Path, ram: Path) -> Iterator[Callable[[str, int], Any]]:
-    """Runs a job in a cgroup of 256 MiB beside a RAM disk that would take four times as much."""
-
-    def run(program: str, size: int) -> Any:
-        (tmp_path / "data").mkdir()
-        urls = [tmp_path / "data" / f"{number}.tar" for number in range(40)]
-        for number, url in enumerate(urls):
-            url.write_bytes(make_tar(number % 3, members=2, size=size))
-        done = subprocess.run(
-            [sys.executable, "-c", _JOB + program, group, tmp_path / "home", ram, *urls],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=Path(__file__).parents[2],
-        )
-        assert done.returncode == 0, (done.returncode, done.stderr)
-        return json.loads(done.stdout)
-
+@needs_mounts
+def test_a_ram_disk_is_filled_as_far_as_its_cgroup_allows_and_gives_back_what_the_job_needs(
+    tmp_path: Path, ram: Path
+) -> None:
+    """The job grows by 120 MiB in a cgroup of 256: with all that was cached it would be killed."""
+    urls = [tmp_path / f"{number}.tar" for number in range(40)]
+    for number, url in enumerate(urls):
+        url.write_bytes(make_tar(number % 3, members=2, size=5_000_000))
     groups = limited_group()
     group = next(groups)
     with disk(ram, "size=1g"):
-        yield run
+        command = [sys.executable, "-c", _JOB, group, tmp_path / "home", ram, *urls]
+        done = subprocess.run(
+            command, capture_output=True, text=True, cwd=Path(__file__).parents[2]
+        )
     next(groups, None)
-
-
-@needs_mounts
-def test_a_ram_disk_is_never_filled_beyond_the_memory_of_its_cgroup(run) -> None:
-    limit, lowest, tiers = run(_FILL, 5_000_000)
-    assert limit == 256 * MIB
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    limit, lowest, tiers, full, left, stay = json.loads(done.stdout)
+    assert limit == 256 * MIB and lowest > 0
     # 5 % of the limit stays free, and a shard more or less.
-    assert lowest > 0
     assert tiers[0] and not tiers[-1] and tiers == sorted(tiers, reverse=True)
     assert 10 <= sum(tiers) < 26
-
-
-@needs_mounts
-def test_a_ram_disk_gives_back_what_the_job_comes_to_need(run) -> None:
-    """120 MiB more of a cgroup of 256: with all that was cached the kernel would kill."""
-    full, left, stay = run(_GROW, 2_500_000)
     assert full > 110 * MIB and left < full - 60 * MIB
     assert stay == [True, True]  # the one is pinned, the other is read

@@ -6,7 +6,6 @@ import logging
 import os
 import stat
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -46,16 +45,11 @@ def test_what_is_in_the_way_is_named_and_left_alone(tmp_path: Path, kind: str) -
         thing.symlink_to(tmp_path / "nowhere")
     else:
         thing.write_text("precious")
-    with pytest.raises(FileExistsError) as caught:
+    told = "a symbolic link to" if kind == "dangling link" else "is a file"
+    with pytest.raises(FileExistsError, match=f"{thing}.* {told}.* Remove or rename") as caught:
         sync.makedirs(thing / "below" if kind == "file above" else thing, timeout=PATIENCE)
     assert isinstance(caught.value, sync.InTheWayError)
-    told = "a symbolic link to" if kind == "dangling link" else "is a file"
-    assert str(thing) in str(caught.value) and told in str(caught.value)
-    assert "Remove or rename" in str(caught.value)
     assert os.path.lexists(thing) and not (tmp_path / "nowhere").exists()
-
-
-# -- a remembered absence ----------------------------------------------------------------
 
 
 def test_asking_makes_nothing(tmp_path: Path) -> None:
@@ -89,14 +83,11 @@ def test_waiting_is_announced_every_ten_seconds_and_grows_rarer(
     assert 35 < len(clock.naps) < 120 and caught.value.waited == pytest.approx(35, abs=0.01)
 
 
-@pytest.mark.parametrize("timeout", [-1, "soon", float("nan"), True])
-def test_a_timeout_that_cannot_work_is_refused_before_anything_is_made(
-    tmp_path: Path, timeout: Any
-) -> None:
-    with pytest.raises(ConfigError):
-        sync.makedirs(tmp_path / "x", timeout=timeout)
-    with pytest.raises(ConfigError):
-        sync.wait_for(tmp_path / "x", timeout=timeout)
+def test_a_timeout_that_cannot_work_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    for call in (sync.makedirs, sync.wait_for):
+        for timeout in (-1, "soon", float("nan"), True):
+            with pytest.raises(ConfigError):
+                call(tmp_path / "x", timeout=timeout)
     assert os.listdir(tmp_path) == []
 
 
@@ -146,9 +137,8 @@ def test_a_killed_writer_leaves_the_old_file(tmp_path: Path) -> None:
     assert path.read_bytes() == b"old"
 
 
-@pytest.mark.parametrize("mode", ["a", "rb+"])
-def test_other_modes_are_refused(tmp_path: Path, mode: str) -> None:
-    with pytest.raises(ConfigError, match="wb, w"), sync.atomic_write(tmp_path / "a", mode):  # type: ignore[call-overload]
+def test_other_modes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="wb, w"), sync.atomic_write(tmp_path / "a", "a"):  # type: ignore[call-overload]
         pass
     with pytest.raises(IsADirectoryError), sync.atomic_write(tmp_path):
         pass

@@ -19,8 +19,8 @@ import pytest
 import shardcache
 from shardcache.cache import Cache
 from shardcache.cli.main import _COMMANDS, ExitCode, command_line
-from tests.support.clitools import Command, wait_until
-from tests.support.storetools import tree
+from tests.support.clitools import Command
+from tests.support.storetools import tree, wait_until
 
 URL = "s3://b/x.tar"
 
@@ -234,7 +234,7 @@ def test_dir_prints_the_directory_and_says_how_to_set_one(run, tmp_path, monkeyp
 def test_the_first_signal_leaves_partials_that_are_resumed(slow, proxy, run, tmp_path, number):
     directory = tmp_path / "cache"
     with Command("prewarm", slow, "-j", "2", directory=directory) as command:
-        wait_until(lambda: written(run) >= 3 << 20, command)
+        wait_until(lambda: written(run) >= 3 << 20)
         command.process.send_signal(number)
         ended, out, err = command.end()
     assert ended == 128 + number and "Traceback" not in err
@@ -270,7 +270,7 @@ def test_the_second_signal_ends_at_once(slow, run, tmp_path):
     directory = tmp_path / "cache"
     words = ["prewarm", slow, "-j", "1", "--no-progress"]
     with Command(*words, directory=directory, python=python) as command:
-        wait_until(lambda: written(run), command)
+        wait_until(lambda: written(run))
         command.process.send_signal(signal.SIGINT)
         assert "calling off" in command.process.stderr.readline()
         command.process.send_signal(signal.SIGTERM)

@@ -12,11 +12,11 @@ import struct
 import subprocess
 import sys
 import termios
-import time
 
 import pytest
 
 from shardcache.cli.main import main
+from tests.support.storetools import PATIENCE
 from tests.support.tars import make_tar
 
 SHARDS = 4
@@ -70,17 +70,9 @@ class Command:
             "TERM": "xterm",
             **dict(environment),
         }
-        options = {
-            "stdin": subprocess.DEVNULL,
-            "stdout": subprocess.PIPE,
-            "stderr": subprocess.PIPE,
-            **options,
-        }
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         self.process = subprocess.Popen(
-            [*python, *map(str, arguments)],
-            env=environ,
-            text=True,
-            **options,
+            [*python, *map(str, arguments)], env=environ, text=True, **{**pipes, **options}
         )
 
     def __enter__(self):
@@ -91,19 +83,13 @@ class Command:
         self.process.communicate()
 
     def end(self):
-        out, err = self.process.communicate(timeout=150)
+        out, err = self.process.communicate(timeout=2 * PATIENCE)
         return self.process.returncode, out, err
 
 
 def run_process(*arguments, directory, environment=(), **options):
     with Command(*arguments, directory=directory, environment=environment, **options) as command:
         return command.end()
-
-
-def wait_until(condition, command):
-    while not condition():
-        assert command.process.poll() is None, command.end()
-        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -143,7 +129,7 @@ class Screen:
     def read(self, until=None):
         """Read until ``until`` was seen, or to the end."""
         while until is None or not re.search(until, self.text):
-            readable, _, _ = select.select([self.leader], [], [], 60)
+            readable, _, _ = select.select([self.leader], [], [], PATIENCE)
             assert readable, self.text
             try:
                 chunk = os.read(self.leader, 65536)

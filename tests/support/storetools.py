@@ -165,10 +165,7 @@ def no_descriptor_left() -> Iterator[None]:
     before = descriptors()
     yield
     # What went meanwhile was an earlier test's; a thread that ends may take its time.
-    end = time.monotonic() + 5
-    while (left := set(descriptors()) - set(before)) and time.monotonic() < end:
-        time.sleep(0.01)
-    assert not left, left
+    wait_until(lambda: set(descriptors()) <= set(before))
 
 
 @contextlib.contextmanager
@@ -287,7 +284,7 @@ def crowd(count: int, function: Callable[..., None], *args: Any) -> Iterator[lis
 
 
 def wait_until(condition: Callable[[], Any]) -> Any:
-    """Wait for something that will happen."""
+    """Wait for something that will happen; what it was, in the end."""
     end = time.monotonic() + PATIENCE
     while not (found := condition()):
         assert time.monotonic() < end, "it never came true"

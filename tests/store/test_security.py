@@ -10,7 +10,7 @@ import contextlib
 import io
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,26 +64,19 @@ def test_a_url_is_refused_in_every_way_in_and_nothing_is_run(tmp_path: Path, url
         ways: list[Callable[[], Any]] = [
             lambda: cache.open(text),
             lambda: cache.fetch(text),
-            lambda: cache.pinned(text).__enter__(),
             lambda: cache.path(text),
-            lambda: cache.remove(text),
             lambda: list(url_opener([{"url": text}], cache=cache)),
         ]
         # WebDataset's "::" joins several shards, and prewarm reads its specs as WebDataset does.
         if "::" not in text:
             ways.append(lambda: cache.prewarm([text]))
         for way in ways:
-            try:
-                with pytest.raises(ConfigError) as caught:
-                    way()
-            except pytest.fail.Exception:
-                raise AssertionError(f"{way} did not refuse") from None
-            assert fix in str(caught.value) or "nothing in it" in str(caught.value)
+            with pytest.raises(ConfigError) as caught:
+                way()
+            assert fix in str(caught.value)
             assert "SECRET" not in str(caught.value) and "\x1b" not in str(caught.value)
-    for arguments in (("path", text), ("path", "--fetch", text)):
-        code, said = command("--dir", tmp_path / "cache", *arguments)
-        assert code == 2, said
-        assert "SECRET" not in said and "\x1b" not in said
+    code, said = command("--dir", tmp_path / "cache", "path", "--fetch", text)
+    assert code == 2 and "SECRET" not in said and "\x1b" not in said
     assert not marker.exists()
 
 
@@ -112,22 +105,17 @@ def test_no_key_leaves_its_place(tmp_path: Path, name: str, origin, make_cache) 
 # -- roots ---------------------------------------------------------------------
 
 
-def cache_error(path: Path) -> str:
-    """What opening a shard says of a root; empty if it is used."""
-    shard = path.parent / "origin.tar"
+def fetch_in(root: Path) -> tuple[str, str]:
+    """What Python and the command line say of a root; empty if it is used."""
+    shard, said = str(root.parent / "origin.tar"), ""
     try:
-        with Cache(path, min_free=0, cache_local=True) as cache:
-            cache.fetch(str(shard))
+        with Cache(root, min_free=0, cache_local=True) as cache:
+            cache.fetch(shard)
     except ConfigError as exn:
-        return str(exn)
-    return ""
-
-
-def cli_error(path: Path) -> str:
-    code, said = command("--dir", path, "prewarm", path.parent / "origin.tar", "--best-effort",
-                         SHARDCACHE_CACHE_LOCAL="1")  # fmt: skip
-    assert code in (0, 2), said
-    return said if code else ""
+        said = str(exn)
+    code, printed = command("--dir", root, "prewarm", shard, SHARDCACHE_CACHE_LOCAL="1")
+    assert code in (0, 2), printed
+    return said, printed if code else ""
 
 
 def directory(uid: int, mode: int, fix: str) -> Callable[[Path], str]:
@@ -141,20 +129,11 @@ def directory(uid: int, mode: int, fix: str) -> Callable[[Path], str]:
 
 
 def group_writable_cache(root: Path) -> str:
-    for path in (root, *make_root(root, "1").directories):
+    make_root(root, "1")
+    for path in (root, *root.rglob("*")):
         os.chown(path, ANNA.uid, ANNA.uid)
-        path.chmod(0o770)
-    os.chown(root / MANIFEST, ANNA.uid, ANNA.uid)
+    root.chmod(0o770)
     return f"chmod g-w {root}"
-
-
-def foreign_open(root: Path) -> str:
-    for path in (root, *make_root(root, "1").directories):
-        os.chown(path, BELA.uid, BELA.uid)
-        path.chmod(0o777)
-    root.chmod(0o755)
-    (root / MANIFEST).chmod(0o644)
-    return "use a directory of your own"
 
 
 ROOTS = {
@@ -162,40 +141,28 @@ ROOTS = {
     "writable": directory(ANNA.uid, 0o1777, "below it, such as {root}/shards"),
     "group-writable": directory(ANNA.uid, 0o770, "chmod g-w {root}"),
     "a file": lambda root: root.touch() or "point dir at a directory",
-    "a pipe": lambda root: os.mkfifo(root) or "point dir at a directory",
-    "foreign, with directories for all": foreign_open,
     "a cache that its group may write": group_writable_cache,
 }
-
-
-@pytest.fixture
-def public(tmp_path: Path) -> Iterator[Path]:
-    """A directory like /tmp, with a shard in it that everybody may read."""
-    (tmp_path / "origin.tar").write_bytes(SHARDS["a.tar"])
-    assert cache_error(tmp_path / "cache") == ""  # all code is loaded, before users change
-    assert cli_error(tmp_path / "cache") == ""
-    with public_directory() as directory:
-        directory.chmod(0o1777)
-        (directory / "origin.tar").write_bytes(SHARDS["a.tar"])
-        yield directory
 
 
 @needs_root
 @pytest.mark.parametrize("kind", ROOTS)
 def test_a_root_that_others_could_tamper_with_is_refused_with_the_fix(
-    public: Path, kind: str
+    tmp_path: Path, kind: str
 ) -> None:
-    root = public / "cache"
-    fix = ROOTS[kind](root)
-    before = {p: p.lstat().st_mtime_ns for p in public.rglob("*")}
-    said = ask(ANNA, cache_error, root)
-    assert fix in said and str(root) in said
-    said = ask(ANNA, cli_error, root)
-    assert fix in said and str(root) in said
-    for arguments in (("clean", "--all", "-y"), ("ls",), ("rm", "-y", "s3://lab/a.tar")):
-        code, said = ask(ANNA, lambda a=arguments: command("--dir", root, *a))
-        assert code != 0 or "nothing" in said.lower() or "0 shards" in said, said
-    assert {p: p.lstat().st_mtime_ns for p in public.rglob("*")} == before
+    (tmp_path / "origin.tar").write_bytes(SHARDS["a.tar"])
+    assert fetch_in(tmp_path / "cache") == ("", "")  # all code is loaded, before users change
+    with public_directory() as public:
+        public.chmod(0o1777)
+        (public / "origin.tar").write_bytes(SHARDS["a.tar"])
+        root = public / "cache"
+        fix = ROOTS[kind](root)
+        before = {p: p.lstat().st_mtime_ns for p in public.rglob("*")}
+        for said in ask(ANNA, fetch_in, root):
+            assert fix in said and str(root) in said
+        for arguments in (("clean", "--all", "-y"), ("rm", "-y", "s3://lab/a.tar")):
+            assert ask(ANNA, lambda a=arguments: command("--dir", root, *a))[0] != 0
+        assert {p: p.lstat().st_mtime_ns for p in public.rglob("*")} == before
 
 
 # -- what a damaged or hostile record may say ------------------------------------
@@ -209,12 +176,9 @@ def entry_of(make_cache, origin, url: str = "s3://lab/a.tar"):
 
 HOSTILE: dict[str, Callable[[dict[str, Any]], bytes]] = {
     "another size": lambda r: json.dumps({**r, "size": 1}).encode(),
+    "another type": lambda r: json.dumps({**r, "url": 1}).encode(),
     "deep": lambda r: b"[" * 60_000,
     "huge": lambda r: json.dumps({**r, "url": "a" * 20_000_000}).encode(),
-    "empty": lambda r: b"",
-    "another version": lambda r: json.dumps(
-        {**r, "object": {**r["object"], "etag": "../../x"}}
-    ).encode(),
     "the next schema": lambda r: json.dumps({**r, "schema": 2}).encode(),
 }
 
@@ -224,17 +188,14 @@ def test_a_hostile_sidecar_is_a_miss_and_is_replaced(make_cache, origin, kind: s
     cache, entry, url = entry_of(make_cache, origin)
     sidecar = entry.path / META
     sidecar.write_bytes(HOSTILE[kind](json.loads(sidecar.read_bytes())))
-    assert entry.path.exists()
     code, said = command("--dir", cache.dir, "ls", "--json")
     assert code == 0 and json.loads(said)["shards"][0]["state"] == "damaged"
-    again = make_cache()
-    before = len(origin.requests)
+    again, before = make_cache(), len(origin.requests)
     for _ in range(2):
         with again.open(url) as stream:
             assert stream.read() == SHARDS["a.tar"]
     assert len(origin.requests) == before + 1
     assert json.loads(sidecar.read_bytes())["url"] == url
-    assert command("--dir", cache.dir, "clean")[0] == 0
 
 
 # -- what is not ours --------------------------------------------------------------
@@ -273,25 +234,15 @@ def test_nothing_that_is_not_ours_is_ever_removed(tmp_path: Path, make_cache, or
             assert file.read() == b"precious", path
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("clean", "--all", "-y"),
-        ("clean", "--max-size", "1B"),
-        ("rm", "-y", "s3://lab/a.tar"),
-        ("clean", "--orphans"),
-    ],
-)
 def test_a_directory_without_our_manifest_is_not_touched(
-    tmp_path: Path, make_cache, origin, arguments: tuple[str, ...]
+    tmp_path: Path, make_cache, origin
 ) -> None:
-    cache, _, _ = entry_of(make_cache, origin)
+    cache, _, url = entry_of(make_cache, origin)
     (cache.dir / MANIFEST).unlink()
-    before = sorted(cache.dir.rglob("*.tar"))
-    code, said = command("--dir", cache.dir, *arguments)
-    assert code == 2 and "is not a shardcache directory" in said
-    assert sorted(cache.dir.rglob("*.tar")) == before != []
-    dotted = tmp_path / "x" / ".." / "cache"  # the same place, said otherwise
     (tmp_path / "x").mkdir()
-    code, said = command("--dir", dotted, *arguments)
-    assert code == 2 and "is not a shardcache directory" in said
+    before = sorted(cache.dir.rglob("*.tar"))
+    for directory in (cache.dir, tmp_path / "x" / ".." / "cache"):  # the same place, said otherwise
+        for arguments in (("clean", "--all", "-y"), ("clean", "--orphans"), ("rm", "-y", url)):
+            code, said = command("--dir", directory, *arguments)
+            assert code == 2 and "is not a shardcache directory" in said
+    assert sorted(cache.dir.rglob("*.tar")) == before != []

@@ -17,7 +17,7 @@ from shardcache.locks.flock import try_flock
 from shardcache.store import store as module
 from shardcache.store.digest import BLOCK
 from shardcache.store.entry import DamagedError, Entry
-from shardcache.store.partial import LostError, in_flight, remove_leftover
+from shardcache.store.partial import in_flight, remove_leftover
 from shardcache.store.store import Opened, Store, set_aside
 from shardcache.urls import parse_url
 from tests.support.storetools import (
@@ -92,14 +92,6 @@ def test_the_newest_version_is_opened(store: Store) -> None:
     assert {e.size for e in store.entries()} == {3, 5, 6}
 
 
-def test_the_same_version_published_twice_is_there_once(store: Store) -> None:
-    entry = publish(store)
-    before = tree(entry.path)
-    assert publish(store) == entry
-    assert tree(entry.path) == before
-    assert list(store.layout.partial.iterdir()) == []
-
-
 def test_publishing_again_replaces_an_entry_that_is_damaged(store: Store) -> None:
     for damage in (
         lambda path: (path / NAME).unlink(),
@@ -112,25 +104,6 @@ def test_publishing_again_replaces_an_entry_that_is_damaged(store: Store) -> Non
         publish(again(store))
         assert read(again(store)) == b"shard"
     assert len(list(in_flight(store.layout))) == 4
-
-
-@pytest.mark.parametrize("number", [errno.ENOENT, errno.EIO])
-def test_a_rename_that_fails_publishes_nothing(
-    store: Store, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    partial = begin(store.layout, metadata_for())
-
-    def fail(*args: object) -> None:
-        if number == errno.ENOENT:  # another process took it
-            shutil.rmtree(partial.path)
-        raise OSError(number, os.strerror(number))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "rename", fail)
-        with pytest.raises(LostError if number == errno.ENOENT else OSError):
-            store.publish(partial, metadata_for())
-    partial.discard()
-    assert read(store) is None and list(store.layout.partial.iterdir()) == []
 
 
 def test_with_sync_all_is_on_the_disk_before_it_has_its_name_and_then_the_name(
@@ -147,29 +120,13 @@ def test_with_sync_all_is_on_the_disk_before_it_has_its_name_and_then_the_name(
     assert synced == [*inside, str(path.parent), str(path.parent.parent)]
 
 
-def test_a_known_entry_is_opened_without_a_listing(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    urls = ["s3://lab/a.tar", "s3://lab/b.tar"]
-    for url in urls:
-        publish(store, url, url.encode())
-        assert read(store, url) == url.encode()
-    monkeypatch.setattr(module, "versions", None)
-    for url in urls:
-        assert read(store, url) == url.encode()
-
-
 # -- damage --------------------------------------------------------------------
 
 DAMAGE = {
     "its data file is missing": lambda path: (path / NAME).unlink(),
     "has 3 bytes, not 5": lambda path: os.truncate(path / NAME, 3),
-    "has 9 bytes, not 5": lambda path: os.truncate(path / NAME, 9),
     "no sidecar": lambda path: (path / META).unlink(),
     "cannot be read": lambda path: (path / META).write_bytes(b"\0" * 100),
-    "describes another": lambda path: (path / META).write_bytes(
-        metadata_for("s3://lab/b.tar", b"shard").encode()
-    ),
     "another shard": lambda path: (path / META).write_bytes(
         metadata_for(data=b"shard", etag="other").encode()
     ),
@@ -295,14 +252,6 @@ def test_only_entries_in_their_places_are_listed(store: Store, tmp_path: Path) -
     assert read(again(store)) == b"shard"
 
 
-def test_a_use_is_noted_where_that_is_possible(store: Store) -> None:
-    entry = publish(store)
-    store.touch(entry.directory, 4321.0)
-    assert next(store.entries()).used == 4321.0
-    shutil.rmtree(entry.path)
-    store.touch(entry.directory, 1.0)
-
-
 @pytest.mark.parametrize("theirs", ["newer", "older", "the same"])
 def test_a_late_publication_supersedes_only_what_was_there_before(
     store: Store, theirs: str
@@ -347,24 +296,17 @@ def test_an_entry_that_was_removed_and_published_anew_meanwhile_stays(
     assert entry.data.exists()
 
 
-@pytest.mark.locks_work("answers")
-def test_an_idle_entry_is_evicted_without_a_trace(store: Store) -> None:
-    entry = publish(store)
-    with no_descriptor_left():
-        assert not store.is_pinned(entry)
-        assert store.evict(entry)
-        assert not store.evict(entry)
-        assert not store.is_pinned(entry)
-    assert not entry.path.parent.exists()
-    assert list(store.layout.partial.iterdir()) == []
-    assert read(store) is None
-
-
 @pytest.mark.locks_work("flock")
 def test_what_another_process_reads_is_not_evicted_until_that_is_dead(
     store: Store,
 ) -> None:
-    entry = publish(store)
+    metadata = metadata_for(data=b"shard")
+    partial = begin(store.layout, metadata)
+    fill(partial, b"shard")
+    entry = Entry.at(store.publish(partial, metadata))
+    assert store.is_pinned(entry) and not store.evict(entry)  # until its writer has let go
+    partial.close()
+    assert not store.is_pinned(entry)
 
     def hold(parent: Parent) -> None:
         opened = pin(again(store))
@@ -378,18 +320,11 @@ def test_what_another_process_reads_is_not_evicted_until_that_is_dead(
         assert not store.evict(entry)
         assert child.ask() == b"shard" and entry.data.exists()
         child.kill()
-        assert not store.is_pinned(entry) and store.evict(entry)
-
-
-@pytest.mark.locks_work("flock")
-def test_an_entry_is_safe_from_its_publication_to_the_writers_end(store: Store) -> None:
-    metadata = metadata_for(data=b"shard")
-    partial = begin(store.layout, metadata)
-    fill(partial, b"shard")
-    entry = Entry.at(store.publish(partial, metadata))
-    assert store.is_pinned(entry) and not store.evict(entry)
-    partial.close()
-    assert store.evict(entry)
+        assert not store.is_pinned(entry)
+        with no_descriptor_left():
+            assert store.evict(entry) and not store.evict(entry)
+    assert not entry.path.parent.exists() and read(store) is None
+    assert list(store.layout.partial.iterdir()) == []
 
 
 @pytest.mark.locks_work("answers")
@@ -422,28 +357,3 @@ def test_an_evictor_that_does_not_go_on_is_no_miss(store: Store) -> None:
         assert file.read() == b"shard"
     assert read(store) is None
     os.close(fd)
-
-
-# -- siblings ------------------------------------------------------------------
-
-
-@pytest.fixture
-def sibling(tmp_path: Path) -> Store:
-    return make_store(tmp_path / "cache" / "v1" / "ranks" / "job-1")
-
-
-@pytest.mark.locks_work("answers")
-def test_a_link_is_an_entry_of_its_own_with_the_same_bytes(store: Store, sibling: Store) -> None:
-    entry = publish(store)
-    opened = pin(store)
-    with no_descriptor_left():
-        assert sibling.link(opened, entry.metadata(), NAME)
-        assert sibling.link(opened, entry.metadata(), NAME)  # already there
-    opened.close()
-    assert read(sibling) == b"shard"
-    [linked] = sibling.entries()
-    assert linked.data.samefile(entry.data)
-    assert linked.metadata() == entry.metadata()
-    assert store.evict(entry)
-    assert read(sibling) == b"shard" and read(store) is None
-    assert list(sibling.layout.partial.iterdir()) == []

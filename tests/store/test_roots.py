@@ -1,0 +1,237 @@
+"""Names on disk, the making of roots, and who shares one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardcache.cache import Cache
+from shardcache.config import Config
+from shardcache.errors import ConfigError
+from shardcache.layout import (
+    MANIFEST,
+    Layout,
+    is_directory,
+    is_evicted_name,
+    is_key,
+    is_lock_name,
+    parse_entry_name,
+    parse_partial_name,
+    replace_file,
+)
+from shardcache.locks.sessions import Session
+from shardcache.ranks import Ranks
+from shardcache.space.tiers import Tier
+from shardcache.store.root import is_cache, make_root
+from tests.support.fakes import MemoryOrigin
+from tests.support.storetools import (
+    Parent,
+    begin,
+    crowd,
+    make_store,
+    metadata_for,
+    no_descriptor_left,
+    publish,
+    tree,
+)
+from tests.support.tars import make_tar
+
+KEY = "0123456789abcdef" * 2
+URL = "s3://lab/a.tar"
+hexes = st.text("0123456789abcdef", min_size=32, max_size=32)
+
+
+@given(key=hexes, version=hexes, size=st.integers(0, 2**64 - 1))
+def test_every_name_that_is_made_is_understood(key: str, version: str, size: int) -> None:
+    layout, version = Layout(Path("/cache/v1")), version[:24]
+    entry = layout.entry(key, version, size)
+    assert parse_entry_name(entry.name) == (version, size)
+    assert entry.parent == layout.key_dir(key) and is_key(entry.parent.name)
+    assert parse_partial_name(layout.new_partial(key, version, size).name) == (key, version, size)
+    assert is_evicted_name(layout.new_evicted(key).name)
+    assert is_lock_name(layout.key_lock(key).name)
+    assert layout.key_lock(key).parent.name == entry.parent.parent.name == key[:2]
+
+
+def test_a_file_is_replaced_all_at_once_or_not_at_all(tmp_path: Path) -> None:
+    path, directory = tmp_path / "meta.json", tmp_path / "directory"
+    replace_file(path, b"one", 0o640, via=tmp_path)
+    with open(path, "rb") as reader:
+        replace_file(path, b"two", 0o600, via=tmp_path)
+        assert reader.read() == b"one"
+    replace_file(path, b"three", 0o600, via=tmp_path, once=True)  # of several makers one wins
+    assert path.read_bytes() == b"two" and path.stat().st_mode & 0o777 == 0o600
+    directory.mkdir()
+    with no_descriptor_left(), pytest.raises(IsADirectoryError):
+        replace_file(directory, b"new", 0o600, via=tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == {path.name, directory.name}
+
+
+# -- making a root -------------------------------------------------------------
+
+
+def test_a_root_says_what_it_is_and_is_mended(tmp_path: Path) -> None:
+    root = tmp_path / "deep" / "cache"
+    assert not is_cache(root)
+    (root / "lost+found").mkdir(parents=True)
+    root.chmod(0o700)
+    (root / f".{MANIFEST}.{KEY}").touch()  # its maker was killed before the rename
+    layout = make_root(root, "1.2")
+    assert is_cache(root) and layout == Layout.of_root(root)
+    tag = (root / "CACHEDIR.TAG").read_bytes()
+    assert tag[:43] == b"Signature: 8a477f597d28d172789f06886806bc55"
+    assert "clean" in (root / "README.txt").read_text()
+    manifest = json.loads((root / MANIFEST).read_text())
+    assert manifest["layouts"] == ["v1"] and manifest["library"] == "1.2"
+    shutil.rmtree(layout.base)
+    assert make_root(root, "1.3") == layout
+    assert all(is_directory(path) for path in layout.directories)
+    assert json.loads((root / MANIFEST).read_text()) == manifest
+
+
+def test_many_processes_may_make_one_root_at_once(tmp_path: Path) -> None:
+    root = tmp_path / "deep" / "cache"
+
+    def make(parent: Parent, number: int) -> None:
+        parent.hear()
+        make_root(root, str(number))
+        parent.say((root / MANIFEST).read_bytes())
+
+    with crowd(12, make) as children:
+        for child in children:
+            child.tell()
+        assert len({child.hear() for child in children}) == 1
+    assert {p.name for p in root.iterdir()} == {MANIFEST, "CACHEDIR.TAG", "README.txt", "v1"}
+
+
+def test_a_directory_with_other_things_keeps_them_and_its_backups(tmp_path: Path) -> None:
+    (tmp_path / "model.ckpt").touch()
+    (tmp_path / "README.txt").write_text("my project")
+    layout = make_root(tmp_path, "1")
+    assert is_cache(tmp_path) and (tmp_path / "README.txt").read_text() == "my project"
+    assert not (tmp_path / "CACHEDIR.TAG").exists()
+    assert (layout.base / "CACHEDIR.TAG").exists()
+
+
+@pytest.mark.parametrize("name", ["", "objects", "partial"])
+def test_a_root_that_leads_elsewhere_is_refused_and_nothing_is_cleaned(
+    tmp_path: Path, name: str
+) -> None:
+    moved = make_root(tmp_path / "cache", "1").base / name
+    moved.rename(tmp_path / "elsewhere")
+    moved.symlink_to(tmp_path / "elsewhere")
+    assert not is_cache(tmp_path / "cache")
+    cache = Cache(tmp_path / "cache", strict=True)
+    for call in (lambda: cache.clean(everything=True), lambda: cache.fetch(URL)):
+        with pytest.raises(ConfigError, match="symbolic link"):
+            call()
+
+
+def test_a_directory_that_another_node_made_and_this_one_does_not_see_yet_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On NFS every rank makes the same directory: EEXIST comes before the name can be seen."""
+    parent = tmp_path / "deep"
+    parent.mkdir()
+    late = iter(range(8))
+
+    def blind(real: Callable[..., bool]) -> Callable[..., bool]:
+        def see(path: Path) -> bool:
+            return real(path) and (path != parent or next(late, None) is None)
+
+        return see
+
+    for where, name in ((Path, "exists"), (Path, "is_dir"), (os.path, "lexists")):
+        monkeypatch.setattr(where, name, blind(getattr(where, name)))
+    assert make_root(parent / "cache", "test").base.is_dir()
+    assert next(late, None) is None  # it was looked for, again and again
+
+
+def test_the_layout_of_another_version_of_the_library_is_left_alone(
+    make_cache: Callable[..., Cache], origin: MemoryOrigin, tmp_path: Path
+) -> None:
+    root, shard = tmp_path / "cache", make_tar(1)
+    origin.objects[URL] = shard
+    make_cache(dir=root).close()
+    # A subtree as a newer library might keep it: much like ours, down to the names.
+    store = make_store(root / "newer")
+    publish(store, URL, b"shard of the newer library")
+    begin(store.layout, metadata_for(data=b"x" * 5000)).close()
+    Session(store.layout, 1.0).close()
+    (store.layout.sessions / f"{'0' * 32}.session").touch()
+    (store.layout.locks / "00").mkdir()
+    (store.layout.locks / "00" / f"{'0' * 32}.lock").touch()
+    store.layout.base.rename(root / "v2")
+    (root / "newer").rmdir()
+    manifest = {"schema": 1, "layouts": ["v1", "v2"], "id": "f" * 32, "library": "9.0", "more": [1]}
+    (root / MANIFEST).write_text(json.dumps(manifest))
+    before = tree(root / "v2"), (root / MANIFEST).read_bytes()
+    cache = make_cache(dir=root)
+    with cache.open(URL) as stream:
+        assert stream.read() == shard
+    assert len(list(cache.entries())) == 1
+    cache.clean(max_size=1)
+    cache.fetch(URL)
+    assert cache.remove(URL)[0] == len(shard)
+    cache.clean(everything=True, orphans=True)
+    assert (tree(root / "v2"), (root / MANIFEST).read_bytes()) == before
+
+
+# -- namespaces ----------------------------------------------------------------
+
+
+def tier(path: Path, isolation: str = "node", ranks: Ranks | None = None) -> Tier:
+    config = Config(path, isolation=isolation)
+    return Tier(config, ranks or Ranks(), 0.0, lambda *a: None, lambda removal: None)
+
+
+@pytest.mark.parametrize(
+    ("isolation", "ranks", "name"),
+    [
+        ("node", Ranks(rank=3, job="job", source="torch"), "."),
+        ("rank", Ranks(rank=3, job="j7"), "ranks/j7-3"),
+        ("rank", Ranks(), "ranks/local-0"),
+        ("job", Ranks(rank=3, job="j7"), "ranks/j7"),
+        ("job", Ranks(), "ranks/local"),
+    ],
+)
+def test_a_node_shares_a_namespace_unless_ranks_or_jobs_are_apart(
+    tmp_path: Path, isolation: str, ranks: Ranks, name: str
+) -> None:
+    make_root(tmp_path, "test")
+    assert tier(tmp_path, isolation, ranks).store.layout.base == tmp_path / "v1" / name
+
+
+@pytest.mark.parametrize("job", ["j7", "nightly/2026-01-01", "-rf", "..", "x" * 200, "\u00e9"])
+def test_everybody_sees_the_namespace_of_every_job(tmp_path: Path, job: str) -> None:
+    # Else nobody would count it, clean it, or share its copies.
+    make_root(tmp_path, "test")
+    mine = tier(tmp_path, "job", Ranks(job=job))
+    mine.store.layout.make()
+    entry = publish(mine.store)
+    node = tier(tmp_path)
+    assert [store.layout for store in node.stores()[1:]] == [mine.store.layout]
+    assert [e for store in node.stores() for e in store.entries()] == [entry]
+    assert [store.layout.base for store in mine.stores()[1:]] == [tmp_path / "v1"]
+
+
+def test_what_was_not_made_by_us_is_no_namespace(tmp_path: Path) -> None:
+    make_root(tmp_path, "test")
+    node = Layout.of_root(tmp_path)
+    elsewhere = tmp_path / "elsewhere"
+    Layout(elsewhere).make()
+    node.ranks.mkdir()
+    (node.ranks / ".hidden").mkdir()
+    (node.ranks / "a b").mkdir()
+    (node.ranks / "link").symlink_to(elsewhere)
+    node.rank("half").make()
+    node.rank("half").objects.rmdir()
+    node.rank("half").objects.symlink_to(elsewhere / "objects")
+    assert tier(tmp_path).stores()[1:] == []

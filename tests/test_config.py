@@ -167,21 +167,18 @@ def test_what_is_no_tier_is_refused(given: object) -> None:
 
 def test_files_are_merged_key_by_key_and_the_first_wins(home: Path) -> None:
     stated, user = home / "stated.toml", home / ".config" / "shardcache" / "config.toml"
-    xdg = home / "xdg" / "shardcache" / "config.toml"
-    for file in (user, xdg):
-        file.parent.mkdir(parents=True)
+    user.parent.mkdir(parents=True)
     stated.write_text('dir = "/stated"\n')
     Path("shardcache.toml").write_text('dir = "/local"\nattempts = 2\n')
     user.write_text('dir = "/user"\nattempts = 3\nconnections = 4\n')
-    xdg.write_text("connections = 5\n")
     environ = {"HOME": str(home), "SHARDCACHE_CONFIG": str(stated)}
     config, sources = load({}, environ)
     assert (str(config.dir), config.attempts, config.connections) == ("/stated", 2, 4)
     assert sources["dir"] == f"file {stated}"
     assert sources["attempts"] == f"file {home / 'work' / 'shardcache.toml'}"
     assert sources["connections"] == f"file {user}"
-    environ["XDG_CONFIG_HOME"] = str(xdg.parents[1])
-    assert load({}, environ).config.connections == 5
+    environ["XDG_CONFIG_HOME"] = str(home / "absent")
+    assert load({}, environ).config.connections == 32
 
 
 @pytest.mark.parametrize("content", [b"attempts = \n", b"\xff"])

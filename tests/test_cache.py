@@ -67,6 +67,15 @@ def test_what_is_in_use_survives_every_form_of_clean(make_cache: MakeCache) -> N
     assert list(cache.entries()) == []
 
 
+def test_sweeping_leaves_what_is_over_a_limit(make_cache: MakeCache) -> None:
+    with make_cache() as cache:
+        read(cache)
+    small = make_cache(max_size=1)
+    assert small.clean(orphans=True).removed == ()
+    assert len(small.clean(orphans=True, max_size=1, dry_run=True).removed) == 1
+    assert len(small.clean().removed) == 1
+
+
 def test_path_tells_without_fetching(make_cache: MakeCache, origin: MemoryOrigin) -> None:
     cache = make_cache()
     assert cache.path(URL) is None

@@ -50,7 +50,7 @@ def test_a_lock_that_is_held_for_a_moment_is_waited_for_and_no_longer(
 
 
 @pytest.mark.locks_work("flock")
-def test_one_holds_a_key_until_it_lets_go_or_is_killed(tmp_path: Path) -> None:
+def test_one_holds_a_key_until_it_lets_go(tmp_path: Path) -> None:
     path = tmp_path / "aa" / "key.lock"
     one, other = KeyLock(path), KeyLock(path)
     with no_descriptor_left():
@@ -64,20 +64,6 @@ def test_one_holds_a_key_until_it_lets_go_or_is_killed(tmp_path: Path) -> None:
         assert other.try_acquire(ME)
         assert not free(path)
         other.release()
-
-    def hold(parent: Parent) -> None:
-        lock = KeyLock(path)
-        parent.say(lock.try_acquire(Holder.this_process(rank=None, job=None, now=1.0)))
-        parent.hear()
-
-    with forked(hold) as child:
-        assert child.hear()
-        child.kill(signal.SIGSTOP)
-        assert not free(path)
-        holder = read_holder(path)
-        assert holder is not None and holder.pid == child.pid
-        child.kill()
-        assert free(path)
 
 
 @pytest.mark.locks_work("answers")

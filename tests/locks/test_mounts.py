@@ -15,11 +15,8 @@ from shardcache.cache import Cache
 from shardcache.layout import IDLE_GRACE, Layout
 from shardcache.locks import mounts
 from shardcache.locks.mounts import Mount, mount_of, node_namespace
-from shardcache.store.digest import BLOCK
-from shardcache.store.partial import Partial, in_flight, remove_leftover
 from shardcache.store.root import make_root
 from tests.support.fakes import MemoryOrigin
-from tests.support.storetools import metadata_for, payload
 from tests.support.tars import make_tar
 
 URL = "s3://lab/a.tar"
@@ -178,21 +175,3 @@ def aged(path: Path) -> None:
     past = time.time() - 2 * IDLE_GRACE
     for file in path.iterdir():
         os.utime(file, (past, past))
-
-
-def test_with_leases_a_partial_is_left_alone_until_the_grace_is_over(root: Path) -> None:
-    layout = node_namespace(root, "lease", 600.0)
-    layout.make()
-    partial = Partial.create(layout, metadata_for(URL, payload(BLOCK + 1)), "a.tar")
-    [found] = in_flight(layout)
-    assert found.live and found.reserved == BLOCK + 1
-    assert Partial.claim(layout, partial.path, "a.tar") is None
-    assert not remove_leftover(layout, partial.path)
-    aged(partial.path)
-    claimed = Partial.claim(layout, partial.path, "a.tar")
-    assert claimed is not None
-    aged(claimed.path)
-    [found] = in_flight(layout)
-    assert not found.live and remove_leftover(layout, claimed.path)
-    partial.close()
-    claimed.close()

@@ -1,7 +1,8 @@
-"""Jobs that share a cache which cannot hold all: what each of them gets."""
+"""Jobs that share a cache which cannot hold all: what each of them gets, and what pins keep."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -11,8 +12,11 @@ from pathlib import Path
 import pytest
 
 from shardcache.cache import Cache
+from shardcache.units import format_bytes
+from tests.support.clitools import run_process
 from tests.support.disktools import disk, needs_mounts
 from tests.support.shop import Shop
+from tests.support.storetools import Parent, crowd
 from tests.support.tars import make_tar
 
 pytestmark = pytest.mark.locks_work
@@ -55,31 +59,24 @@ def test_what_the_first_of_two_jobs_has_it_keeps_and_the_second_takes_over_in_ti
         assert numbers(shop) == [0, 2, 3, 4]
 
 
-def test_what_was_fetched_beforehand_for_a_job_to_come_stays_beside_a_running_one(
+def test_what_was_fetched_for_a_job_to_come_stays_and_what_was_not_used_for_long_goes(
     shop: Shop,
 ) -> None:
-    budget = 2 * shop.size
-    with shop.worker(max_size=budget) as running:
-        shop.expect(running, shop.urls[0])
-        with Cache(shop.path, cache_local=True, min_free=0, max_size=budget) as cache:
-            assert cache.prewarm([shop.urls[1]]).failed == 0
-        shop.expect(running, shop.urls[2], stored=False)
-        assert numbers(shop) == [0, 1]
-
-
-def test_what_a_job_did_not_use_for_long_goes_all_the_same(shop: Shop) -> None:
     budget = 3 * shop.size
-    with shop.worker(max_size=budget, protect_for="1h") as job:
-        for number in range(3):
-            shop.expect(job, shop.urls[number])
+    with shop.worker(max_size=budget, protect_for="1h") as running:
+        shop.expect(running, shop.urls[0])
+        shop.expect(running, shop.urls[1])
+        with Cache(shop.path, cache_local=True, min_free=0, max_size=budget) as cache:
+            assert cache.prewarm([shop.urls[2]]).failed == 0
+        shop.expect(running, shop.urls[3], stored=False)
         shop.use(shop.urls[0], time.time() - 3590)
         shop.use(shop.urls[1], time.time() - 3610)
         # The job began before that, as far as it says itself.
-        [session] = (shop.path / "v1/sessions").glob("*.session")
-        os.utime(session, (time.time() - 9000,) * 2)
-        shop.expect(job, shop.urls[3])
+        for session in (shop.path / "v1/sessions").glob("*.session"):
+            os.utime(session, (time.time() - 9000,) * 2)
+        shop.expect(running, shop.urls[3])
         assert numbers(shop) == [0, 2, 3]
-        shop.expect(job, shop.urls[4], stored=False)
+        shop.expect(running, shop.urls[4], stored=False)
 
 
 @pytest.mark.parametrize(("policy", "gone"), [("lru", 1), ("fifo", 0)])
@@ -103,8 +100,7 @@ def test_half_of_the_data_gives_half_of_the_hits_in_whatever_order(
     chance, size = random.Random(7), 5 * shop.size
     with Cache(shop.path, cache_local=True, min_free=0, max_size=size) as cache:
         for _ in range(4):
-            urls = chance.sample(shop.urls, 10) if shuffled else shop.urls
-            for url in urls:
+            for url in chance.sample(shop.urls, 10) if shuffled else shop.urls:
                 with cache.open(url) as stream:
                     assert len(stream.read()) == shop.size
         found = cache.stats()
@@ -128,14 +124,13 @@ def test_what_is_to_stay_free_stays_free(tmp_path: Path) -> None:
         assert 5 < sum(str(file) in cache for file in files) < 16
 
 
-# -- pins ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("policy", ["working-set", "lru", "fifo"])
-def test_what_is_pinned_stays_whatever_comes(shop: Shop, policy: str) -> None:
+def test_what_is_pinned_stays_whatever_comes_until_its_time_is_over(
+    shop: Shop, policy: str
+) -> None:
     budget = 2 * shop.size
     with Cache(shop.path, cache_local=True, min_free=0, max_size=budget, policy=policy) as cache:
-        cache.pin(shop.urls[0])  # before it is there
+        cache.pin(shop.urls[0], 3600)  # before it is there
         for url in shop.urls[:2]:
             cache.fetch(url)
         shop.use(shop.urls[0], 1_735_700_000.0)
@@ -143,20 +138,54 @@ def test_what_is_pinned_stays_whatever_comes(shop: Shop, policy: str) -> None:
         cache.fetch(shop.urls[2])
         assert numbers(shop) == [0, 2]
         assert cache.remove(shop.urls[0]) == (0, 1)
-        assert cache.clean(everything=True, dry_run=True).kept == 1
-        assert cache.clean(everything=True).kept == 1
-        assert numbers(shop) == [0]
+        cache.pin(shop.urls[2], -0.1)
+        for dry_run in (True, False):
+            assert cache.clean(everything=True, dry_run=dry_run).kept == 1
+        assert numbers(shop) == [0] and len(list((shop.path / "v1/pins").iterdir())) == 1
         assert cache.unpin(shop.urls[0]) is True and cache.unpin(shop.urls[0]) is False
         assert cache.remove(shop.urls[0]) == (shop.size, 0)
 
 
-def test_a_pin_ends_with_its_time(shop: Shop) -> None:
-    with Cache(shop.path, cache_local=True, min_free=0) as cache:
-        for url in shop.urls[:2]:
-            cache.fetch(url)
-        cache.pin(shop.urls[0], 0.05)
-        cache.pin(shop.urls[1], 3600)
-        time.sleep(0.1)
-        assert cache.clean(everything=True).kept == 1
-        assert numbers(shop) == [1]
-        assert len(list((shop.path / "v1/pins").iterdir())) == 1
+# -- ranks apart: what several of them link is one file ---------------------------------
+
+
+def rank(parent: Parent, number: int, shop: Shop) -> None:
+    """A rank with a budget of 3.4 shards, which reads what it is told until it is told nothing."""
+    os.environ |= {"SHARDCACHE_JOB": "17", "SHARDCACHE_RANK": str(number)}
+    size = int(3.4 * shop.size)
+    with Cache(shop.path, cache_local=True, min_free=0, isolation="rank", max_size=size) as cache:
+        while (url := parent.hear()) is not None:
+            with cache.open(url) as stream:
+                read = len(stream.read())
+            parent.say((read, url in cache))
+    parent.say()
+
+
+def test_four_ranks_that_link_three_shards_fetch_each_once_and_it_goes_with_all_its_links(
+    shop: Shop,
+) -> None:
+    with crowd(4, rank, shop) as ranks:
+        for url in 2 * shop.urls[:3]:
+            for each in ranks:
+                assert each.ask(url) == (shop.size, True)
+        assert ranks[3].ask(shop.urls[3]) == (shop.size, False)  # there is no room for a fourth
+        for each in ranks:
+            each.ask(None)
+    with Cache(shop.path) as cache:
+        found = cache.stats()
+        assert (found.fetches, found.linked, found.hits, found.bypassed) == (3, 9, 12, 1)
+    summary = json.loads(run_process("ls", "--json", directory=shop.path)[1])["summary"]
+    assert (summary["shards"], summary["bytes"]) == (3, 3 * shop.size)
+    assert f"3 shards, {format_bytes(3 * shop.size)}" in run_process("ls", directory=shop.path)[1]
+    for number, entries in enumerate(shop.links()[url] for url in shop.urls[:3]):
+        for entry in entries:  # the last use of a file is that of its latest link
+            os.utime(entry.path / "meta.json", (1.75e9, 1.75e9 - 1000 * number))
+        os.utime(entries[0].path / "meta.json", (1.75e9, 1.75e9 + number))
+    with Cache(shop.path, cache_local=True, min_free=0, max_size=int(3.4 * shop.size)) as cache:
+        cache.fetch(shop.urls[3])
+        assert [len(shop.links().get(url, [])) for url in shop.urls[:4]] == [0, 4, 4, 1]
+        with cache.open(shop.urls[1]) as stream:  # reads the link of a rank
+            assert stream.read(1)
+            report = cache.clean(everything=True)
+        assert (len(report.removed), report.freed, report.kept) == (2, 2 * shop.size, 1)
+        assert cache.clean(max_size=shop.size).kept_bytes == shop.size

@@ -6,7 +6,6 @@ import contextlib
 import random
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,8 +16,6 @@ from shardcache.locks.flock import Holder, KeyLock
 from tests.support.disktools import disk, needs_mounts
 from tests.support.storetools import Parent, crowd
 from tests.support.tars import make_tar
-
-pytestmark = [needs_mounts, pytest.mark.locks_work]
 
 COUNT = 40
 
@@ -34,17 +31,32 @@ def data_bytes(base: Path) -> int:
     return total
 
 
-@contextlib.contextmanager
-def watching(layout: Layout) -> Iterator[list[int]]:
-    """Looks again and again how full the cache is.
+@needs_mounts
+@pytest.mark.locks_work
+@pytest.mark.parametrize("policy", ["working-set", "lru"])
+def test_sixteen_processes_never_pass_the_limit_and_never_see_a_full_disk(
+    tmp_path: Path, policy: str
+) -> None:
+    shards = {}
+    for number in range(COUNT):
+        data = shards[str(tmp_path / f"{number}.tar")] = make_tar(number, 10, 50_000)
+        (tmp_path / f"{number}.tar").write_bytes(data)
+    limit = COUNT // 5 * len(data)
+    root = tmp_path / "ram" / "cache"
+    layout, seen, ended = Layout.of_root(root), list[int](), threading.Event()
 
-    With the budget's lock, so that nothing is evicted for a newcomer while it looks: what went and
-    what took its place would count both, though they were never there together.
-    """
-    seen: list[int] = []
-    ended = threading.Event()
+    def work(parent: Parent, number: int) -> None:
+        options = {"cache_local": True, "min_free": 0, "max_size": limit, "policy": policy}
+        with Cache(root, **options) as cache:
+            parent.hear()
+            for url in random.Random(number).sample(list(shards), COUNT):
+                with cache.open(url) as stream:
+                    assert stream.read() == shards[url]
+        parent.say()
 
     def watch() -> None:
+        # With the budget's lock, so that nothing is evicted for a newcomer meanwhile: what went
+        # and what took its place would count both, though they were never there together.
         me = Holder.this_process(rank=None, job=None, now=time.time())
         while not ended.wait(0.005):
             lock = KeyLock(layout.named_lock("budget"))
@@ -53,46 +65,18 @@ def watching(layout: Layout) -> Iterator[list[int]]:
                     seen.append(data_bytes(layout.base))
                     lock.release()
 
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield seen
-    finally:
-        ended.set()
-        thread.join()
-
-
-@pytest.mark.parametrize("policy", ["working-set", "lru"])
-def test_sixteen_processes_never_pass_the_limit_and_never_see_a_full_disk(
-    tmp_path: Path, policy: str
-) -> None:
-    shards = {}
-    (tmp_path / "origin").mkdir()
-    for number in range(COUNT):
-        data = shards[str(tmp_path / f"origin/{number}.tar")] = make_tar(number, 10, 50_000)
-        (tmp_path / f"origin/{number}.tar").write_bytes(data)
-    limit = COUNT // 5 * len(data)
-
-    def work(parent: Parent, number: int) -> None:
-        with Cache(
-            root, cache_local=True, min_free=0, max_size=limit, strict=False, policy=policy
-        ) as cache:
-            parent.say("ready")
-            parent.hear()
-            for url in random.Random(number).sample(list(shards), COUNT):
-                with cache.open(url) as stream:
-                    assert stream.read() == shards[url]
-        parent.say("done")
-
-    with disk(tmp_path / "ram", "size=24m") as ram:
-        root = ram / "cache"
-        layout = Layout.of_root(root)
-        with watching(layout) as seen, crowd(16, work) as children:
-            for said, told in (("ready", "go"), ("done", None)):
+    with disk(tmp_path / "ram", "size=24m"):
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            with crowd(16, work) as children:
                 for child in children:
-                    assert child.hear() == said
-                for child in children if told else ():
-                    child.tell(told)
+                    child.tell()
+                for child in children:
+                    child.hear()
+        finally:
+            ended.set()
+            watcher.join()
         # A file of the filesystem is a whole number of blocks.
         assert 0 < max(seen) <= limit + 4096 * COUNT
         with Cache(root) as cache:

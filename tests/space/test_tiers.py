@@ -70,22 +70,6 @@ def test_shards_go_to_the_first_tier_that_has_room(shop: Shop, ram: Path, fill: 
         assert len(list(cache.entries())) == 5
 
 
-def test_every_tier_keeps_to_its_own_limits_when_it_is_cleaned(shop: Shop, ram: Path) -> None:
-    with opened(shop, ram, 3 * shop.size) as cache:
-        for url in shop.urls:
-            cache.fetch(url)
-    with opened(shop, ram, 2 * shop.size) as cache:
-        report = cache.clean(max_size=shop.size)
-        assert (len(report.removed), report.kept) == (3, 3)
-        assert [place(cache, ram, url) for url in shop.urls].count("ram") == 2
-        assert cache.remove(next(u for u in shop.urls if place(cache, ram, u) == "ram"))[0] > 0
-        for url in shop.urls:
-            cache.pin(url)  # holds in every tier
-        assert cache.clean(everything=True).removed == ()
-        assert all(cache.unpin(url) for url in shop.urls)
-        assert cache.clean(everything=True).kept == 0
-
-
 @needs_mounts
 def test_a_tier_that_cannot_be_made_is_done_without(
     shop: Shop, ram: Path, caplog: pytest.LogCaptureFixture
@@ -162,13 +146,26 @@ def test_a_ram_disk_that_is_unmounted_in_mid_run_is_done_without(
 
 
 @pytest.mark.locks_work("flock")
-def test_prewarming_counts_the_room_of_all_tiers(shop: Shop, ram: Path) -> None:
-    with opened(shop, ram, 2 * shop.size, max_size=3 * shop.size) as cache:
+def test_prewarming_counts_the_room_of_all_tiers_and_cleaning_keeps_each_to_its_own(
+    shop: Shop, ram: Path
+) -> None:
+    (more := shop.origin / "more.tar").write_bytes(Path(shop.urls[0]).read_bytes())
+    with opened(shop, ram, 3 * shop.size, max_size=3 * shop.size) as cache:
         with pytest.raises(CacheFullError):
-            cache.prewarm(shop.urls)
+            cache.prewarm([*shop.urls, str(more)])
         assert list(cache.entries()) == []
-        assert cache.prewarm(shop.urls[:5]).failed == 0
-        assert len(list(cache.entries())) == 5
+        assert cache.prewarm(shop.urls).failed == 0
+        assert len(list(cache.entries())) == 6
+    with opened(shop, ram, 2 * shop.size) as cache:
+        report = cache.clean(max_size=shop.size)
+        assert (len(report.removed), report.kept) == (3, 3)
+        assert [place(cache, ram, url) for url in shop.urls].count("ram") == 2
+        assert cache.remove(next(u for u in shop.urls if place(cache, ram, u) == "ram"))[0] > 0
+        for url in shop.urls:
+            cache.pin(url)  # holds in every tier
+        assert cache.clean(everything=True).removed == ()
+        assert all(cache.unpin(url) for url in shop.urls)
+        assert cache.clean(everything=True).kept == 0
 
 
 # -- memory ----------------------------------------------------------------------

@@ -99,7 +99,7 @@ Budget: links are counted once per rank
     space/eviction.py
     -return sum(links[0].size for links in linked(entries))
     +return sum(entry.size for entry in entries)
-    tests/space/test_links.py
+    tests/space/test_jobs.py
 
 Ownership: any directory is taken for a cache
     store/root.py

@@ -122,12 +122,7 @@ def render(
 ) -> dict[str, str]:
     """Fill in the templates of a kind: text by file name.
 
-    Args:
-        kind: of `KINDS`.
-        program: how the command line is run on the machine, by absolute path.
-        directory: of the cache.
-        variables: of the environment, each as ``NAME=value``.
-        prewarm: shards to fetch before a job.
+    ``program`` is how the command line is run, ``variables`` are each ``NAME=value``.
     """
     if secret := next((redact(spec) for spec in prewarm if redact(spec) != spec), None):
         raise ConfigError(

@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -32,14 +33,14 @@ from pathlib import Path
 from typing import Any, Self
 
 from shardcache.cache import Cache
-from shardcache.cli.main import ExitCode, Invocation, command, flag
+from shardcache.cli.main import Invocation, command, flag
 from shardcache.errors import ConfigError, ShardCacheError
 from shardcache.units import format_bytes, format_duration
 
 SHARDS, SAMPLES = 16, 320
 #: 320 samples of 100 kB and their tar headers: shards of 32 MB.
 SAMPLE_BYTES = 100_000
-RANKS, WORKERS, EPOCHS = 2, 2, 2
+RANKS, WORKERS = 2, 2
 BUCKET = "demo"
 
 # -- the S3 server -------------------------------------------------------------
@@ -130,21 +131,25 @@ class S3Server:
         """Store one object; returns its ETag, quotes included."""
         return str(self._admin.put_object(Bucket=bucket, Key=key, Body=data)["ETag"])
 
-    def traffic(self, bucket: str) -> tuple[int, int]:
-        """Requests for a bucket, uploads excepted, and bytes of objects sent, since the start."""
-        requests = sent = 0
+    def traffic(self, bucket: str) -> Counter[str]:
+        """``requests`` for a bucket, uploads excepted, and ``bytes`` of objects sent."""
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        url = f"http://127.0.0.1:{self._metrics_port}/metrics"
-        with opener.open(url, timeout=_STOP_SECONDS) as answer:
-            for line in answer.read().decode().splitlines():
-                name, _, value = line.rpartition(" ")
-                if f'bucket="{bucket}"' not in name:
-                    continue
-                if name.startswith("SeaweedFS_s3_request_total{") and 'type="PUT"' not in name:
-                    requests += int(float(value))
-                elif name.startswith("SeaweedFS_s3_bucket_traffic_sent_bytes_total{"):
-                    sent += int(float(value))
-        return requests, sent
+        url, before = f"http://127.0.0.1:{self._metrics_port}/metrics", None
+        while True:
+            found = Counter[str]()
+            with opener.open(url, timeout=_STOP_SECONDS) as answer:
+                for line in answer.read().decode().splitlines():
+                    name, _, value = line.rpartition(" ")
+                    if f'bucket="{bucket}"' not in name:
+                        continue
+                    if name.startswith("SeaweedFS_s3_request_total{") and 'type="PUT"' not in name:
+                        found["requests"] += int(float(value))
+                    elif name.startswith("SeaweedFS_s3_bucket_traffic_sent_bytes_total{"):
+                        found["bytes"] += int(float(value))
+            if found == before:
+                return found
+            before = found
+            time.sleep(0.1)  # it counts an answer shortly after its end
 
     def _start(self, weed: str) -> subprocess.Popen[bytes]:
         home = str(self._home)
@@ -203,7 +208,8 @@ def _free_ports(count: int) -> int:
 
 def _find_weed() -> str:
     # Not resolved: in a venv the interpreter is a link out of it.
-    found = shutil.which("weed", path=Path(sys.executable).parent) or shutil.which("weed")
+    places = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    found = shutil.which("weed", path=places)
     if found is None:
         raise ConfigError(
             "The embedded S3 server needs the program 'weed', which is not installed. "
@@ -220,12 +226,10 @@ class Step:
     """One row of the table; ``samples`` is None where nothing was read."""
 
     step: str
-    requests: int  #: for shards
-    origin_bytes: int  #: sent by the server
-    expected_bytes: int
+    requests: int  #: that the server answered, for shards
+    origin_bytes: int  #: of shards that it sent
     samples: int | None
     seconds: float
-    ok: bool  #: each byte was sent once, and each sample seen once
 
 
 def run(home: Path, log: Callable[[str], None]) -> tuple[int, list[Step]]:
@@ -235,30 +239,22 @@ def run(home: Path, log: Callable[[str], None]) -> tuple[int, list[Step]]:
         log(f"writing {SHARDS} shards of {SAMPLES} samples")
         server.create_bucket(BUCKET)
         (size,) = {_write_shard(server, number) for number in range(SHARDS)}
-        cache, half = home / "cache", SHARDS // 2
         environment = {
             # No profile, token or proxy of the user's comes between.
             **{name: value for name, value in os.environ.items() if not name.startswith("AWS_")},
             **server.environment(),
             **dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1"),
+            "SHARDCACHE_DIR": str(home / "cache"),
             "SHARDCACHE_MIN_FREE": "0",  # the same on a disk that is nearly full
         }
-        keys = [f"{shard:04d}-{n:05d}" for shard in range(SHARDS) for n in range(SAMPLES)]
-        steps: list[Step] = []
-
-        def step(name: str, fresh: int, work: Callable[..., list[str] | None], *args: Any) -> None:
+        steps = []
+        for name, work in (("prewarm half", _prewarm), ("epoch 1", _epoch), ("epoch 2", _epoch)):
             log(name)
-            before, began = _settled_traffic(server), time.monotonic()
-            seen = work(cache, environment, *args)
+            before, began = server.traffic(BUCKET), time.monotonic()
+            samples = work(environment)
             seconds = round(time.monotonic() - began, 3)
-            requests, sent = (b - a for a, b in zip(before, _settled_traffic(server), strict=True))
-            ok = sent == fresh * size and (seen is None or sorted(seen) == keys)
-            samples = None if seen is None else len(seen)
-            steps.append(Step(name, requests, sent, fresh * size, samples, seconds, ok))
-
-        step(f"prewarm {half} shards", half, _prewarm, half)
-        for epoch in range(EPOCHS):
-            step(f"epoch {epoch + 1}", 0 if epoch else SHARDS - half, _epoch)
+            used = server.traffic(BUCKET) - before
+            steps.append(Step(name, used["requests"], used["bytes"], samples, seconds))
         return size, steps
 
 
@@ -278,24 +274,15 @@ def _write_shard(server: S3Server, number: int) -> int:
     return len(buffer.getvalue())
 
 
-def _settled_traffic(server: S3Server) -> tuple[int, int]:
-    """The server's traffic; it counts an answer shortly after its end."""
-    last, now = None, server.traffic(BUCKET)
-    while now != last:
-        time.sleep(0.1)
-        last, now = now, server.traffic(BUCKET)
-    return now
-
-
-def _prewarm(cache: Path, environment: dict[str, str], shards: int) -> None:
-    command = [sys.executable, "-m", "shardcache", "--dir", str(cache), "prewarm", _spec(shards)]
+def _prewarm(environment: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "shardcache", "prewarm", _spec(SHARDS // 2)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise ShardCacheError(f"prewarm ended with {done.returncode}: {done.stderr.strip()}")
 
 
-def _epoch(cache: Path, environment: dict[str, str]) -> list[str]:
-    """Let the workers of all ranks read all shards; returns the keys of the samples they saw."""
+def _epoch(environment: dict[str, str]) -> int:
+    """Let the workers of all ranks read all shards; returns how many samples they saw."""
     workers = [
         {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORKER": str(worker)}
         for rank, worker in itertools.product(range(RANKS), range(WORKERS))
@@ -303,11 +290,10 @@ def _epoch(cache: Path, environment: dict[str, str]) -> list[str]:
     # Forked: WebDataset is imported once.
     context, ignored = multiprocessing.get_context("fork"), (signal.SIGINT, signal.SIG_IGN)
     with ProcessPoolExecutor(len(workers), context, signal.signal, ignored) as pool:
-        found = pool.map(_read, itertools.repeat(cache), workers)
-        return list(itertools.chain.from_iterable(found))
+        return sum(pool.map(_read, workers))
 
 
-def _read(cache: Path, environment: dict[str, str]) -> list[str]:
+def _read(environment: dict[str, str]) -> int:
     """Read a worker's share, which WebDataset takes from the environment."""
     import webdataset
 
@@ -315,9 +301,9 @@ def _read(cache: Path, environment: dict[str, str]) -> list[str]:
     os.environ.clear()
     os.environ.update(environment, WORLD_SIZE=str(RANKS), NUM_WORKERS=str(WORKERS))
     options = {"shardshuffle": False, "nodesplitter": webdataset.split_by_node}
-    with Cache(cache) as opened:
-        dataset = opened.attach(webdataset.WebDataset(_spec(SHARDS), **options))
-        return [sample["__key__"] for sample in dataset]
+    with Cache() as cache:
+        dataset = cache.attach(webdataset.WebDataset(_spec(SHARDS), **options))
+        return sum(1 for _ in dataset)
 
 
 # -- the command ---------------------------------------------------------------
@@ -325,15 +311,14 @@ def _read(cache: Path, environment: dict[str, str]) -> list[str]:
 
 @command("demo")
 @flag("--keep", help="Leave the cache and the shards behind.")
-def demo_command(invocation: Invocation, keep: bool) -> ExitCode:
+def demo_command(invocation: Invocation, keep: bool) -> None:
     """See it work on an embedded S3 server.
 
     Runs a whole job on this machine: makes shards, prewarms, trains, and counts.
     Starts an S3 server of its own (pip install 'shardcache[demo]'), reads shards
     through WebDataset from two ranks with two workers each for two epochs, and
     shows what the server was asked for. Everything is kept below a new directory in
-    --dir, or in the system's temporary one, and removed at the end. Exit code 4
-    if a shard was fetched more than once, or a sample was lost.
+    --dir, or in the system's temporary one, and removed at the end.
 
     \b
     Examples:
@@ -349,26 +334,20 @@ def demo_command(invocation: Invocation, keep: bool) -> ExitCode:
     finally:
         if not keep:
             shutil.rmtree(home, ignore_errors=True)
-    ok = all(step.ok for step in steps)
-    summary = {"ok": ok, "shards": SHARDS, "shard_bytes": size, "dir": home if keep else None}
+    summary = {"shards": SHARDS, "shard_bytes": size, "dir": home if keep else None}
     console.object("demo", steps=steps, summary=summary)
-    titles = ["STEP", "REQUESTS", "FROM ORIGIN", "EXPECTED", "SAMPLES", "TIME"]
+    titles = ["STEP", "REQUESTS", "FROM ORIGIN", "SAMPLES", "TIME"]
     rows = [
         [
             step.step,
             str(step.requests),
             format_bytes(step.origin_bytes),
-            format_bytes(step.expected_bytes),
             "-" if step.samples is None else f"{step.samples:,}",
             format_duration(step.seconds),
         ]
         for step in steps
     ]
     console.table(titles, rows, right=titles[1:])
-    verdict = "this is not as promised, please report it"
-    if ok:
-        verdict = "each fetched exactly once; every sample seen once per epoch"
-    console.data(f"{SHARDS} shards of {format_bytes(size)}, {verdict}")
+    console.data(f"{SHARDS} shards of {format_bytes(size)}; each is to be fetched once")
     if keep:
         console.hint(f"Kept in {home}; remove it when you are done.")
-    return ExitCode.DONE if ok else ExitCode.DAMAGED

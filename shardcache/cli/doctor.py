@@ -13,7 +13,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -47,17 +46,6 @@ _READ_BYTES = 8 << 20
 _TEMPORARY = ("/tmp", "/var/tmp")  # noqa: S108 - named, not used
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One finding of a check about its subject."""
-
-    level: str
-    check: str
-    subject: str
-    found: str
-    fix: str
-
-
 @command("doctor")
 @click.option("--url", metavar="URL", help="Also read the start of this shard, and time it.")
 def doctor_command(invocation: Invocation, url: str | None) -> ExitCode:
@@ -73,26 +61,27 @@ def doctor_command(invocation: Invocation, url: str | None) -> ExitCode:
       shardcache doctor --url s3://lab/train-0000.tar
       shardcache --dir /local/nvme/shards doctor --json
     """
-    console, findings = invocation.console, list[Finding]()
-    for finding in _examine(invocation.loaded().config, url):
-        findings.append(finding)
-        if not (console.quiet and finding.level == "ok"):
-            label = console.styled(f"{finding.level:<4}", _COLORS[finding.level], sys.stdout)
-            text = f"{finding.found.rstrip('.')}. {finding.fix}" if finding.fix else finding.found
-            console.data(f"{label}  {printable(f'{finding.subject}  {text}')}")
-    counts = Counter(finding.level for finding in findings)
+    console, findings = invocation.console, list[dict[str, str]]()
+    for each in _examine(invocation.loaded().config, url):
+        findings.append(each)
+        level, text = each["level"], f"{each['subject']}  {each['found']}"
+        if not (console.quiet and level == "ok"):
+            label = console.styled(f"{level:<4}", _COLORS[level], sys.stdout)
+            text = f"{text.rstrip('.')}. {each['fix']}" if each["fix"] else text
+            console.data(f"{label}  {printable(text)}")
+    counts = Counter(each["level"] for each in findings)
     console.info(f"{counts['fail']} failed, {counted(counts['warn'], 'warning')}")
     summary = {level: counts[level] for level in _COLORS}
     console.object("doctor", findings=findings, summary=summary)
     return ExitCode.DAMAGED if counts["fail"] else ExitCode.DONE
 
 
-def _examine(config: Config, url: str | None) -> Iterator[Finding]:
+def _examine(config: Config, url: str | None) -> Iterator[dict[str, str]]:
     for tier in config.by_tier():
         for check in (_owner, _filesystem, _space, _inodes):
             found = _run(check, os.fspath(tier.dir), tier)
             yield from found
-            if check is _owner and found[0].level == "fail":
+            if check is _owner and found[0]["level"] == "fail":
                 break  # the other checks would find nothing
     yield from _run(_cpus, "CPUs")
     yield from _run(_credentials, "S3", config)
@@ -101,18 +90,16 @@ def _examine(config: Config, url: str | None) -> Iterator[Finding]:
         yield from _run(_read, "pipe:" if url.startswith("pipe:") else url, config, url)
 
 
-def _run(check: Callable[..., Answers], subject: str, *args: object) -> list[Finding]:
+def _run(check: Callable[..., Answers], subject: str, *args: object) -> list[dict[str, str]]:
     """The findings of a check; what it raises is one."""
     answers = list[tuple[str, str, str]]()
     try:
         answers += check(*args)
     except (ShardCacheError, OSError) as exn:
         answers.append(("fail", "it cannot be used", reason(exn)))
-    name = check.__name__.lstrip("_")
-    return [
-        Finding(level, name, redact(subject), redact(found), redact(fix))
-        for level, found, fix in answers
-    ]
+    names = ("check", "subject", "level", "found", "fix")
+    rows = ((check.__name__.lstrip("_"), subject, *answer) for answer in answers)
+    return [dict(zip(names, map(redact, row), strict=True)) for row in rows]
 
 
 def _existing(directory: Path) -> Path:

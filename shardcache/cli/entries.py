@@ -32,6 +32,7 @@ from shardcache.urls import ShardURL, redact
 Row = dict[str, Any]
 _GAUGE = 24
 _SORTED_BY = ("url", "size", "used", "fetched", "state")
+_urls_argument = click.argument("urls", nargs=-1, required=True, metavar="URL...")
 #: Columns, without and with ``--long``.
 _SHARD = ("SHARD", "SIZE", "USED", "FETCHED", "STATE"), ("VERSION", "PATH")
 _PARTIAL = ("SHARD", "SIZE", "WRITTEN", "DONE", "BEGUN", "STATE"), ("HOLDER", "DIR")
@@ -126,12 +127,6 @@ def _cell(row: Row, title: str) -> str:
     return row[name] or "-"
 
 
-def _tier(cache: Cache, path: str) -> int:
-    """The number of the tier that ``path`` is in: 1 is the first that is filled."""
-    process = cache.processes.here()
-    return process.tiers.index(process.tier_of(path)) + 1
-
-
 def _list_shards(cache: Cache) -> tuple[list[Row], Row, str]:
     """The shards in the cache, and their sum, for programs and for people."""
     home = cache.processes.here().home
@@ -158,7 +153,6 @@ def _list_shards(cache: Cache) -> tuple[list[Row], Row, str]:
             "used_at": utc(entry.used),
             "fetched_at": utc(metadata.fetched_at) if metadata else None,
             "state": state,
-            "tier": _tier(cache, entry.directory),
             "key": entry.key,
             "version": entry.version,
             "path": path,
@@ -201,7 +195,6 @@ def partials(cache: Cache) -> Iterator[Row]:
                 "holder": str(holder) if holder else None,
                 "pid": holder.pid if holder else None,
                 "rank": holder.rank if holder else None,
-                "tier": _tier(cache, str(found.path)),
                 "key": found.key,
                 "dir": str(found.path),
             }
@@ -267,7 +260,7 @@ def _print(
 @command("rm")
 @cli.dry_run_option
 @cli.yes_option
-@cli.urls_argument
+@_urls_argument
 def rm_command(invocation: Invocation, urls: tuple[str, ...], yes: bool, dry_run: bool) -> ExitCode:
     """Remove shards, all cached versions of them.
 
@@ -309,7 +302,7 @@ def rm_command(invocation: Invocation, urls: tuple[str, ...], yes: bool, dry_run
 @click.option(
     "--for", "seconds", type=cli.DURATION, help="So long, such as 3d; else until `unpin`."
 )
-@cli.urls_argument
+@_urls_argument
 def pin_command(invocation: Invocation, urls: tuple[str, ...], seconds: float | None) -> ExitCode:
     """Keep shards: no limit, no `clean --all`, no `rm` removes them.
 
@@ -337,7 +330,7 @@ def pin_command(invocation: Invocation, urls: tuple[str, ...], seconds: float | 
 
 
 @command("unpin")
-@cli.urls_argument
+@_urls_argument
 def unpin_command(invocation: Invocation, urls: tuple[str, ...]) -> ExitCode:
     """Keep shards no longer than the limits say.
 
@@ -426,7 +419,7 @@ def clean_command(
             **given, orphans=orphans, everything=everything, dry_run=dry_run, wait=wait
         )
         console.object("clean", report, freed=report.freed)
-        console.info(_clean_text(cache, report, given))
+        console.info(_clean_text(report))
         if report.missing:
             console.warning(
                 f"{format_bytes(report.missing)} more would have to go, but the rest is in use "
@@ -434,13 +427,9 @@ def clean_command(
             )
 
 
-def _clean_text(cache: Cache, report: CleanReport, given: dict[str, Any]) -> str:
+def _clean_text(report: CleanReport) -> str:
     removed, kept = ("would remove", "would keep") if report.dry_run else ("removed", "kept")
     rest = f"{kept} {counted(report.kept, 'shard')}, {format_bytes(report.kept_bytes)}"
-    max_size = given.get("max_size", cache.config.max_size)
-    limit = Volume.of(cache.dir).budget(cache.config.replace(max_size=max_size))
-    if limit:
-        rest += f" ({report.kept_bytes / limit:.0%} of {format_bytes(limit)})"
     if not report.removed:
         return f"nothing to remove; {rest}"
     found = [f"{n:,} {why}" for reason, why in _REASONS.items() if (n := report.count(reason))]

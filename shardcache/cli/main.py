@@ -24,7 +24,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import click
 
@@ -208,7 +208,6 @@ def number_option(
 
 
 flag = functools.partial(click.option, is_flag=True)
-urls_argument = click.argument("urls", nargs=-1, required=True, metavar="URL...")
 dry_run_option = flag("-n", "--dry-run", help="Say what would be done, and do nothing.")
 yes_option = flag("-y", "--yes", help="Do not ask.")
 since_option = click.option(
@@ -308,7 +307,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # A signal is the reason for whatever else went wrong after it.
         code = code if invocation.received is None else 128 + invocation.received
         if arguments is None:
-            _end_process(code)
+            # As the interpreter ends, but without freeing what it holds, which takes some 35 ms
+            # after a prewarm: commands close what they open, and print unbuffered.
+            atexit._run_exitfuncs()
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError):  # it was closed, or a full disk
+                    stream.flush()
+            os._exit(code)
     return code
 
 
@@ -340,16 +345,3 @@ def code_of(exn: Exception) -> ExitCode:
     if isinstance(exn, OSError) and exn.errno in FULL:
         return ExitCode.FULL
     return _BY_ERROR.get(type(exn), ExitCode.FAILED)
-
-
-def _end_process(code: int) -> NoReturn:
-    """End the process as the interpreter would, but without freeing what it holds.
-
-    That takes some 35 ms after a prewarm, and changes nothing that is left behind: commands close
-    what they open, and print unbuffered.
-    """
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # it was closed, or the disk is full
-            stream.flush()
-    os._exit(code)

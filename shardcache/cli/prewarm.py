@@ -14,11 +14,10 @@ import click
 
 from shardcache.cli import main as cli
 from shardcache.cli.main import ExitCode, Invocation, command, flag, number_option
-from shardcache.cli.output import Console, counted, fields_of, printable, reason
+from shardcache.cli.output import Console, counted, fields_of, reason
 from shardcache.cli.progress import Position, Positions, PrewarmProgress, display
 from shardcache.errors import ConfigError, ShardCacheError, ShardNotFoundError
 from shardcache.fetch.connections import parse_rate
-from shardcache.fetch.status import FetchStatus
 from shardcache.prewarm.helpers import most_processes
 from shardcache.prewarm.plan import expand, own_share
 from shardcache.prewarm.run import JOBS, prewarm
@@ -199,7 +198,7 @@ def _prewarm_ray(
             **options,
         )
     console.info(f"{counted(len(nodes), 'node')}: {', '.join(node.name for node in nodes)}")
-    shards, records, codes = list[Any](), dict[str, Any](), list[int]()
+    shards, records = list[Any](), dict[str, Any]()
     failures = defaultdict[tuple[str, str], list[str]](list)
     for node in nodes:
         if node.plan is not None and not options["check"]:
@@ -214,15 +213,15 @@ def _prewarm_ray(
         if node.error is not None:
             code = cli.code_of(node.error)
             code = ExitCode.SOME_FAILED if code is ExitCode.FAILED else code
-        codes.append(code)
         record = {"number": node.number, "exit_code": code, "lost": node.lost, "error": node.error}
         records[node.name] = {**record, **fields_of(node.report)}
         shards += [{"node": node.name, **fields_of(each)} for each in node.report.results]
     seconds, received = time.monotonic() - began, sum(node.received for node in nodes)
+    codes = [record["exit_code"] for record in records.values()]
     done = "All cached on" if options["check"] else "Warmed"
     done = "Planned for" if options["dry_run"] else done
     console.info(
-        f"{done} {codes.count(0):,} of {counted(len(nodes), 'node')} in "
+        f"{done} {sum(not code for code in codes):,} of {counted(len(nodes), 'node')} in "
         f"{format_duration(seconds)}, {format_rate(received / seconds)}."
     )
     summary = {"seconds": round(seconds, 6), "received_bytes": received, "nodes": records}
@@ -317,17 +316,14 @@ def path_command(invocation: Invocation, url: str, fetch: bool) -> None:
       shardcache path s3://lab/train-0000.tar
       tar tf "$(shardcache path --fetch s3://lab/train-0000.tar)"
     """
-    console, status = invocation.console, FetchStatus()
     with invocation.cache(existing=not fetch) as cache:
         shard = cache.parse(url)
         found = cache.path(url)
         if found is None and fetch:
-            name = printable(shard.basename)
-            with display(console, lambda: {"": Position(name, status.written, status.size)}):
-                cache.fetch(url, status)
+            cache.fetch(url)
             found = cache.path(url)
     if found is None:
         advice = "Pass --fetch to fetch it." if not fetch else "It was evicted again at once."
         raise ShardNotFoundError(f"{shard} is not cached in {cache.dir}. {advice}", url=str(shard))
-    console.object("path", url=str(shard), path=found)
-    console.data(os.fspath(found))
+    invocation.console.object("path", url=str(shard), path=found)
+    invocation.console.data(os.fspath(found))

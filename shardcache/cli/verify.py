@@ -12,19 +12,10 @@ import click
 
 from shardcache.cli.entries import matches_glob
 from shardcache.cli.main import SIZE, ExitCode, Invocation, command, dry_run_option, flag
-from shardcache.cli.output import Console, counted, fields_of, printable
+from shardcache.cli.output import counted, fields_of, printable
 from shardcache.cli.progress import Position, Positions, display
 from shardcache.store.verify import Finding, State, VerifyStatus
 from shardcache.units import Limit, format_bytes, format_duration
-
-_LABEL = max(len(state) for state in State)
-_TEXTS = {
-    State.DAMAGED: "damaged",
-    State.CHANGED: "changed at the origin",
-    State.GONE: "gone from the origin",
-    State.UNREACHABLE: "whose origin could not be asked",
-    State.UNCHECKED: "that could not be checked",
-}
 
 
 @command("verify")
@@ -91,7 +82,10 @@ def verify_command(
                     size += 0 if finding.state is State.UNCHECKED else finding.entry.size
                     if finding.state is not State.OK:
                         wrong.append(finding)
-                        console.data(_line(console, finding))
+                        label = console.styled(f"{finding.state:<11}", "yellow", sys.stdout)
+                        aside = " (set aside)" if finding.set_aside else ""
+                        name = finding.url or finding.entry.directory
+                        console.data(f"{label}  {printable(f'{name}  {finding.reason}')}{aside}")
     stopped, seconds = invocation.stop.is_set(), round(time.monotonic() - began, 3)
     verified, set_aside = counts.total() - counts[State.UNCHECKED], sum(f.set_aside for f in wrong)
     console.object(
@@ -106,7 +100,7 @@ def verify_command(
             "set_aside": set_aside,
         },
     )
-    notes = [f"{counts[state]:,} {text}" for state, text in _TEXTS.items() if counts[state]]
+    notes = [f"{counts[state]:,} {state}" for state in [*State][1:] if counts[state]]
     if counts[State.DAMAGED] and repair:
         notes[0] += ", to be set aside" if dry_run else f", {set_aside:,} set aside"
     console.info(
@@ -122,12 +116,3 @@ def verify_command(
         return ExitCode.DAMAGED
     unknown = counts[State.UNCHECKED] or counts[State.UNREACHABLE]
     return ExitCode.SOME_FAILED if unknown else ExitCode.DONE
-
-
-def _line(console: Console, finding: Finding) -> str:
-    """``damaged      s3://lab/a.tar  its bytes changed since they were fetched``."""
-    color = "red" if finding.state is State.DAMAGED else "yellow"
-    label = console.styled(f"{finding.state.value:<{_LABEL}}", color, sys.stdout)
-    name = finding.url or finding.entry.directory
-    aside = " (set aside)" if finding.set_aside else ""
-    return f"{label}  {printable(name)}  {printable(finding.reason)}{aside}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -40,15 +39,12 @@ def test_the_demo_counts_what_the_server_sent_and_keeps_what_it_should(tmp_path:
         code, out, err = command.end()
     assert code == 0, err
     answer = json.loads(out)
-    report = answer["summary"]
-    assert report["ok"] is True
-    half = 8 * report["shard_bytes"]
-    steps = answer["steps"]
-    assert [step["origin_bytes"] for step in steps] == [half, half, 0]
+    half, steps = 8 * answer["summary"]["shard_bytes"], answer["steps"]
+    assert [step["origin_bytes"] for step in steps] == [half, half, 0]  # each shard once
     assert [step["samples"] for step in steps] == [None, 5120, 5120]
     assert [step["requests"] > 0 for step in steps] == [True, True, False]
     (kept,) = tmp_path.iterdir()
-    assert report["dir"] == str(kept)
+    assert answer["summary"]["dir"] == str(kept)
     assert [path.name for path in kept.iterdir()] == ["cache"]
     assert processes_of(tmp_path) == []
 
@@ -65,16 +61,6 @@ def test_an_interrupted_demo_leaves_nothing(tmp_path):
     assert code == 130 and "Traceback" not in errors + output + rest
     wait_until(lambda: processes_of(tmp_path) == [])
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_table_says_whether_the_promise_was_kept(run, monkeypatch, tmp_path):
-    for sent, expected in (100, 0), (150, 4):
-        step = demo.Step("prewarm 8 shards", 41, sent, 100, None, 1.5, expected == 0)
-        monkeypatch.setattr(demo, "run", lambda home, log, step=step: (100, [step]))
-        code, out, err = run("demo", "--keep", "--dir", tmp_path)
-        assert code == expected and str(tmp_path) in err
-        assert re.search(rf"prewarm 8 shards +41 +{sent} B +100 B +- +1\.5 s", out)
-        assert ("each fetched exactly once" in out) is (code == 0)
 
 
 def test_without_weed_the_message_says_what_to_install(run, monkeypatch, tmp_path):

@@ -26,7 +26,7 @@ SHAPES: dict[str, tuple[int, str]] = {
     "ls": (
         0,
         "shards.url shards.state shards.size shards.used_at shards.fetched_at shards.key "
-        "shards.version shards.path shards.etag shards.digest shards.tier summary.shards "
+        "shards.version shards.path shards.etag shards.digest summary.shards "
         "summary.bytes summary.max_size summary.evictable_bytes summary.matching summary.shown",
     ),
     "ls --partial": (

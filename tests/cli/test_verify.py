@@ -111,7 +111,7 @@ def test_what_changed_and_what_is_gone_is_exit_4(run, warm, s3, bucket):
     assert code == 4
     assert [line.split()[:2] for line in lines] == [["changed", warm[1]], ["gone", warm[2]]]
     assert "10 bytes instead of" in lines[0]
-    assert out.splitlines()[-1].endswith(": 1 changed at the origin, 1 gone from the origin")
+    assert out.splitlines()[-1].endswith(": 1 changed, 1 gone")
     assert "shardcache rm" in err
     run("rm", "-y", warm[1])
     run("prewarm", warm[1])
@@ -129,7 +129,7 @@ def test_an_origin_that_does_not_answer_is_exit_3_and_damage_still_4(
     assert code == 3
     assert [line.split()[0] for line in lines[:-1]] == ["unreachable"] * SHARDS
     assert "does not answer" in out
-    assert lines[-1].endswith(": 4 whose origin could not be asked")
+    assert lines[-1].endswith(": 4 unreachable")
     flip(entries[warm[1]])
     assert run("verify", "--remote")[0] == 4
 
@@ -156,7 +156,7 @@ def test_findings_are_printed_above_the_bar_and_the_bar_is_gone_at_the_end(silen
         silent.close()
         text = screen.read()
     assert re.search(r"\x1b\[2Kunreachable ", text)
-    assert text.endswith(": 4 whose origin could not be asked\r\n")
+    assert text.endswith(": 4 unreachable\r\n")
 
 
 def test_interrupted_it_says_how_far_it_came(silent, tmp_path):

@@ -42,10 +42,8 @@ def test_it_looks_and_leaves_everything_as_it_is(run, ask, tmp_path):
     first, *_, last = out.splitlines()
     assert first == f"ok    {tmp_path / 'cache'}  writable, will be made"
     assert re.fullmatch(r"0 failed, \d warnings?", last)
-    shop = Shop(tmp_path, 3)
-    with Cache(shop.path, cache_local=True, min_free=0) as cache:
-        for url in shop.urls:
-            cache.fetch(url)
+    with Cache(min_free=0) as cache:
+        cache.pin("s3://lab/a.tar")
     before = tree(tmp_path)
     code, rows = ask()
     assert code == 0 and of(rows, "owner")["found"] == "writable, mode 700"

@@ -12,15 +12,6 @@ from shardcache.cli.output import Console
 from shardcache.cli.progress import Position, display
 
 
-def test_what_was_not_asked_for_is_not_printed(capsys):
-    Console().object("x", {})
-    for console in (Console(json=True), Console(quiet=True)):
-        console.info("for people")
-        console.hint("hint") if console.quiet else console.table(["A"], [["b"]])
-    Console(quiet=True).warning("look")
-    assert capsys.readouterr() == ("", "warning: look\n")
-
-
 def test_no_value_can_steer_a_terminal_or_break_a_row(capsys):
     Console().table(
         ["SHARD", "SIZE"], [("s3://b/\ta\nb\x1b[31m\udc80[red]:boom:", "1 B")], ["SIZE"]

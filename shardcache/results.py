@@ -19,6 +19,70 @@ from shardcache.units import format_bytes, format_duration, format_rate
 from shardcache.urls import ShardURL
 
 
+class Outcome(StrEnum):
+    """What became of one shard."""
+
+    CACHED = "cached"
+    FETCHED = "fetched"
+    COALESCED = "coalesced"  # another process fetched it
+    LINKED = "linked"
+    FAILED = "failed"
+    NOT_STARTED = "not_started"  # or cut short
+    LEFT_OUT = "left_out"  # there was no room, under best effort
+    MISSING = "missing"  # not cached, by a check or a dry run
+
+
+_NEW = (Outcome.FETCHED, Outcome.COALESCED, Outcome.LINKED)
+
+
+class Stopped(StrEnum):
+    """Why no further shard was started."""
+
+    REQUESTED = "requested"
+    DEADLINE = "deadline"
+    FAILURES = "failures"
+    REFUSED = "refused"
+    FULL = "full"
+
+    @property
+    def why(self) -> str:
+        """The same in words."""
+        return {
+            "requested": "the run was interrupted",
+            "deadline": "the deadline is over",
+            "failures": "too many failed",
+            "refused": "nothing there could be read",
+            "full": "there is no room",
+        }[self]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardResult:
+    """One shard's end.
+
+    Attributes:
+        url: canonical URL, free of credentials.
+        outcome: what became of it.
+        size: bytes, or None where not known.
+        seconds: that it took.
+        received: bytes that came over the network for it.
+        retries: requests repeated.
+        error: why it failed or was cut short.
+    """
+
+    url: str
+    outcome: Outcome
+    size: int | None = None
+    seconds: float = 0.0
+    received: int = 0
+    retries: int = 0
+    error: Exception | None = None
+
+    def portable(self) -> ShardResult:
+        """The same, for another process: a pickle of a foreign error may not open."""
+        return self if self.error is None else replace(self, error=portable(self.error))
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class PrewarmPlan:
     """Which shards are cached, which have to be fetched, and how much room the cache has.
@@ -47,9 +111,6 @@ class PrewarmPlan:
     unconfirmed: Mapping[str, Exception] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        return f"<PrewarmPlan: {self}>"
-
-    def __str__(self) -> str:
         """Say it, as in ``Need 2,048 shards, 1.0 TB: 1,310 cached, 738 to fetch (369.0 GB)``."""
         total, fetch, unknown = self.cached_bytes + self.fetch_bytes, self.to_fetch, self.unknown
         size = f", {'at least ' if unknown else ''}{format_bytes(total)}" if total else ""
@@ -131,71 +192,6 @@ class PrewarmPlan:
         return tuple(found.get(shard.key) or planned(shard) for shard in self.shards)
 
 
-class Outcome(StrEnum):
-    """What became of one shard."""
-
-    CACHED = "cached"
-    FETCHED = "fetched"
-    COALESCED = "coalesced"
-    LINKED = "linked"
-    FAILED = "failed"
-    NOT_STARTED = "not_started"
-    LEFT_OUT = "left_out"
-    MISSING = "missing"
-
-
-_NEW = (Outcome.FETCHED, Outcome.COALESCED, Outcome.LINKED)
-
-
-class Stopped(StrEnum):
-    """Why no further shard was started."""
-
-    REQUESTED = "requested"
-    DEADLINE = "deadline"
-    FAILURES = "failures"
-    REFUSED = "refused"
-    FULL = "full"
-
-    @property
-    def why(self) -> str:
-        """The same in words."""
-        return {
-            "requested": "the run was interrupted",
-            "deadline": "the deadline is over",
-            "failures": "too many failed",
-            "refused": "nothing there could be read",
-            "full": "there is no room",
-        }[self]
-
-
-@dataclass(frozen=True, slots=True)
-class ShardResult:
-    """One shard's end.
-
-    Attributes:
-        url: canonical URL, free of credentials.
-        outcome: ``missing`` is not cached, after a check or a dry run; ``left_out`` found no room
-            under best effort; ``not_started`` was not begun, or cut short.
-        size: bytes, or None where not known.
-        seconds: that it took.
-        received: bytes that came over the network for it.
-        retries: requests repeated.
-        error: why it failed or was cut short.
-    """
-
-    url: str
-    outcome: Outcome
-    size: int | None = None
-    seconds: float = 0.0
-    received: int = 0
-    retries: int = 0
-    error: Exception | None = None
-
-    def portable(self) -> ShardResult:
-        """The same, for another process: a pickle of a foreign error may not open."""
-        return replace(self, error=None if self.error is None else portable(self.error))
-
-
 class _Counted:
     """An attribute of a report: how many shards ended so."""
 
@@ -232,9 +228,6 @@ class PrewarmReport:
     missing = _Counted(Outcome.MISSING)
 
     def __repr__(self) -> str:
-        return f"<PrewarmReport: {self}>"
-
-    def __str__(self) -> str:
         """Say it, as in ``Warmed 737 of 738 shards (368.5 GB) in 2m 08s, 2.9 GB/s; 1 failed.``"""
         wanted = len(self.results) - self.cached
         number = wanted or self.cached
@@ -268,7 +261,7 @@ class PrewarmReport:
             "received_bytes": self.received,
             "seconds": round(self.seconds, 6),
             "stopped": self.stopped,
-            "interrupted": self.interrupted,
+            "interrupted": self.stopped is Stopped.REQUESTED,
         }
 
     def count(self, *outcomes: Outcome) -> int:
@@ -295,11 +288,6 @@ class PrewarmReport:
     def received(self) -> int:
         """Bytes that came over the network for this call."""
         return sum(result.received for result in self.results)
-
-    @property
-    def interrupted(self) -> bool:
-        """Whether somebody asked for a stop before all was done."""
-        return self.stopped is Stopped.REQUESTED
 
     @property
     def full(self) -> bool:

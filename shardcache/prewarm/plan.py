@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from shardcache import clock
@@ -157,10 +158,7 @@ def wanted_shards(
     """
     shards: list[ShardURL] = []
     for each in wanted:
-        if isinstance(each, ShardURL):
-            shards.append(each)
-        else:
-            shards += map(cache.parse, _expand(each, listing))
+        shards += [each] if isinstance(each, ShardURL) else map(cache.parse, _expand(each, listing))
     found: dict[str, ShardURL] = {}
     for shard in shards if share is None else share.of(shards):
         refuse_local(shard, cache.config)
@@ -188,14 +186,18 @@ def make_plan(
     wanted = {shard.key for shard in shards}
     entries = list(cache.entries())
     cached = {entry.key: entry for entry in entries if entry.key in wanted}
-    answers: dict[str, frozenset[str] | Exception] = {}
+    outdated: dict[str, frozenset[str]] = {}
+    unconfirmed: dict[str, Exception] = {}
     if refresh:
         known = [shard for shard in shards if shard.key in cached]
         with ThreadPoolExecutor(_QUESTIONS, "shardcache-refresh") as pool:
-            found = pool.map(lambda shard: _outdated(cache, shard), known)
-            answers = {shard.key: answer for shard, answer in zip(known, found, strict=True)}
-    outdated = {key: each for key, each in answers.items() if each and isinstance(each, frozenset)}
-    cached = {key: entry for key, entry in cached.items() if key not in outdated}
+            answers = list(pool.map(partial(_outdated, cache), known))
+        for shard, answer in zip(known, answers, strict=True):
+            if isinstance(answer, Exception):
+                unconfirmed[shard.key] = answer
+            elif answer:
+                outdated[shard.key] = answer
+                del cached[shard.key]
     missing = [shard for shard in shards if shard.key not in cached]
     sizes: Mapping[str, int] = {}
     if missing and ask_sizes:
@@ -221,7 +223,7 @@ def make_plan(
         too_much,
         left_out=frozenset(left_out),
         outdated=outdated,
-        unconfirmed={key: each for key, each in answers.items() if isinstance(each, Exception)},
+        unconfirmed=unconfirmed,
     )
 
 
@@ -246,9 +248,9 @@ def _outdated(cache: Cache, shard: ShardURL) -> frozenset[str] | Exception:
 
 def _room(tier: Tier, entries: list[Entry], wanted: set[str], need: int) -> tuple[int, int, int]:
     """Bytes free, to be evicted, and missing for ``need`` more, in one directory."""
-    config = tier.config
+    config, space = tier.config, tier.space()
     here = [entry for entry in entries if tier.owns(entry.directory)]
-    flights = tier.space().flights()
+    flights = space.flights()
     # Part of `need`, and on disk already.
     resumable = sum(flight.occupied for flight in flights if flight.key in wanted)
     others = sum(flight.reserved for flight in flights if flight.key not in wanted)
@@ -257,7 +259,7 @@ def _room(tier: Tier, entries: list[Entry], wanted: set[str], need: int) -> tupl
     limit = volume.budget(config)
     free = spare = volume.free - config.min_free.of(volume.size) + resumable
     kept = total_bytes([entry for entry in here if entry.key in wanted])
-    chosen = tier.space().plan(
+    chosen = space.plan(
         Limits(max_size=limit, free_needed=max(0, need - spare)),
         reserved=others + need + kept,
         found=[entry for entry in here if entry.key not in wanted],

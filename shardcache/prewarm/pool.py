@@ -18,6 +18,7 @@ import math
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -67,55 +68,44 @@ _FAREWELL = 5.0
 _HERE = ""
 
 
+@dataclass(eq=False)
 class Pool:
     """The threads of one prewarm; see the module. Used once.
 
-    Args:
+    Attributes:
         cache: where to.
         plan: what to fetch.
+        stop: set from outside, in order to stop.
         jobs: most shards at a time.
         best_effort: whether a shard that finds no room is left out and has not failed.
         max_failures: stop at the next failure after so many; None goes on.
         rate: most bytes per second; None for no limit.
         end: when to stop, of the monotonic clock.
-        stop: set from outside, in order to stop.
-
-    Attributes:
         results: of each shard that was tried, by key.
         stopped: why no further shard was started, or None.
     """
 
-    def __init__(
-        self,
-        cache: Cache,
-        plan: PrewarmPlan,
-        *,
-        jobs: int,
-        best_effort: bool = False,
-        max_failures: int | None = None,
-        rate: int | None = None,
-        end: float = math.inf,
-        stop: threading.Event,
-    ) -> None:
-        self.results: dict[str, ShardResult] = {}
-        self.stopped: Stopped | None = None
+    cache: Cache
+    plan: PrewarmPlan
+    stop: threading.Event
+    jobs: int
+    best_effort: bool = False
+    max_failures: int | None = None
+    rate: int | None = None
+    end: float = math.inf
+    results: dict[str, ShardResult] = field(default_factory=dict)
+    stopped: Stopped | None = None
+
+    def __post_init__(self) -> None:
+        done = self.plan.left_out | self.plan.unconfirmed.keys()
+        self._todo = deque(shard for shard in self.plan.shards if shard.key not in done)
+        self.jobs = min(self.jobs, len(self._todo))
+        self._throttle = None if self.rate is None else Throttle(self.rate)
         self._events: deque[Event] = deque()
-        self._cache = cache
-        self._plan = plan
-        done = plan.left_out | plan.unconfirmed.keys()
-        self._todo = deque(shard for shard in plan.shards if shard.key not in done)
-        self._jobs = min(jobs, len(self._todo))
-        self._best_effort = best_effort
-        self._max_failures = max_failures
-        self._rate = rate
-        self._throttle = None if rate is None else Throttle(rate)
-        self._end = end
-        self._stop = stop
         self._cut_at: float | None = None  # when running fetches were called off
         self._running: dict[str, FetchStatus] = {}
         self._helpers: list[Helper] = []
-        self._working = 0  # threads that fetch
-        self._failures = self._left_out = 0
+        self._working = self._failures = 0  # threads that fetch; shards that failed
         self._refused: Counter[str] = Counter()  # by scope: a bucket, or this machine
         self._succeeded: set[str] = set()
         self._ended = threading.Condition()  # guards all of the above
@@ -128,9 +118,9 @@ class Pool:
         Raises:
             KeyboardInterrupt, and what ``report`` raises: once the fetches have ended.
         """
-        process, now = self._cache.processes.here(), clock.time()
+        process, now = self.cache.processes.here(), clock.time()
         process.coordinator()
-        for entry in self._plan.cached.values():  # now none is evicted to make room for others
+        for entry in self.plan.cached.values():  # now none is evicted to make room for others
             process.tier_of(entry.directory).store.touch(entry.directory, now)
         try:
             self._attend(report)
@@ -149,14 +139,14 @@ class Pool:
 
     def _attend(self, report: Callable[[list[Event]], None]) -> None:
         """Start threads, report events and watch for reasons to stop, until all is done."""
-        connections = self._cache.processes.here().fetcher.connections
+        connections = self.cache.processes.here().fetcher.connections
         while self._start_threads(connections.limit):
             with self._ended:
                 tick = _TICK if connections.known else _FIRST_TICK
                 self._ended.wait_for(lambda: not (self._working or self._helpers), tick)
-                if self._stop.is_set():
+                if self.stop.is_set():
                     self._halt(Stopped.REQUESTED)
-                elif clock.monotonic() >= self._end:
+                elif clock.monotonic() >= self.end:
                     self._halt(Stopped.DEADLINE)
             report(_taken(self._events))
             if self._cut_at is not None:
@@ -173,7 +163,7 @@ class Pool:
 
         False if there is nothing left to do or to wait for.
         """
-        while self._todo and self._working < min(self._jobs, connections):
+        while self._todo and self._working < min(self.jobs, connections):
             with self._ended:
                 self._working += 1
             threads.start(self._work, "shardcache-prewarm")
@@ -183,20 +173,20 @@ class Pool:
 
     def share(self, helpers: Sequence[Helper]) -> None:
         """Give each helper an equal share, and follow it in a thread. Call before `work`."""
-        count = min(1 + len(helpers), self._jobs)
+        count = min(1 + len(helpers), self.jobs)
         if count < 2:
             return
         todo, self._todo = list(self._todo), deque(list(self._todo)[::count])
-        jobs, self._jobs = self._jobs // count, -(-self._jobs // count)
-        if self._rate is not None:
-            self._rate //= count
-            self._throttle = Throttle(self._rate)
-        options = {"jobs": jobs, "best_effort": self._best_effort, "rate": self._rate}
+        jobs, self.jobs = self.jobs // count, -(-self.jobs // count)
+        if self.rate is not None:
+            self.rate //= count
+            self._throttle = Throttle(self.rate)
+        options = {"jobs": jobs, "best_effort": self.best_effort, "rate": self.rate}
         for number, helper in enumerate(helpers[: count - 1], 1):
             share = todo[number::count]
-            sizes = self._plan.sizes
+            sizes = self.plan.sizes
             known = {shard.key: sizes[shard.key] for shard in share if shard.key in sizes}
-            outdated = self._plan.outdated
+            outdated = self.plan.outdated
             plan = PrewarmPlan(tuple(share), {}, known, 0, 0, 0, outdated=outdated)
             helper.send((plan, options))
             self._helpers.append(helper)
@@ -249,8 +239,8 @@ class Pool:
                 if self._is_hopeless(_HERE) or self._is_hopeless(_bucket(shard)):
                     self.stopped = self.stopped or Stopped.REFUSED
                     continue
-                outdated = self._plan.outdated.get(shard.key, frozenset())
-                listed = self._plan.size_of(shard)
+                outdated = self.plan.outdated.get(shard.key, frozenset())
+                listed = self.plan.size_of(shard)
                 status = FetchStatus(listed=listed, outdated=outdated, throttle=self._throttle)
                 self._running[shard.key] = status
                 self._events.append(started := Started(shard, status))
@@ -261,13 +251,13 @@ class Pool:
         began = clock.monotonic()
         error: Exception | None = None
         try:
-            entry, how = self._cache.opener.fetch(shard, status)
+            entry, how = self.cache.opener.fetch(shard, status)
             status.size = entry.size
             outcome = Outcome.CACHED if how == "hit" else Outcome(how)
         except FetchCancelledError as exn:
             outcome, error = Outcome.NOT_STARTED, exn
         except Exception as exn:  # noqa: BLE001 - the error of one shard belongs into its result
-            room = self._best_effort and is_full(exn)
+            room = self.best_effort and is_full(exn)
             outcome, error = (Outcome.LEFT_OUT if room else Outcome.FAILED), exn
         size = status.listed if status.size is None else status.size
         seconds = clock.monotonic() - began
@@ -278,33 +268,25 @@ class Pool:
     def _finish(self, event: Finished) -> None:
         """Note a result, and draw conclusions for the shards to come."""
         shard, result = event
+        error = result.error
         with self._ended:
             self._running.pop(shard.key, None)
             self.results[shard.key] = result
-            self._judge(shard, result)
-        self._events.append(event)
-
-    def _judge(self, shard: ShardURL, result: ShardResult) -> None:
-        error = result.error
-        if result.outcome is Outcome.NOT_STARTED:
-            self._halt(Stopped.REQUESTED)
-        elif result.outcome is Outcome.LEFT_OUT:
-            self._left_out += 1
-            if self._left_out >= _REFUSALS:
+            if result.outcome is Outcome.NOT_STARTED:
+                self._halt(Stopped.REQUESTED)
+            elif is_full(error):
                 self._halt(Stopped.FULL)
-        elif error is None:
-            if result.outcome is not Outcome.CACHED:
+            elif result.outcome is Outcome.FAILED:
+                if isinstance(error, AccessDeniedError | ConfigError | TransferError):
+                    self._refused[_bucket(shard)] += 1
+                elif isinstance(error, OSError) and not isinstance(error, ShardCacheError):
+                    self._refused[_HERE] += 1
+                self._failures += 1
+                if self.max_failures is not None and self._failures > self.max_failures:
+                    self._halt(Stopped.FAILURES)
+            elif result.outcome is not Outcome.CACHED:
                 self._succeeded |= {_HERE, _bucket(shard)}
-        elif is_full(error):
-            self._halt(Stopped.FULL)
-        else:
-            if isinstance(error, AccessDeniedError | ConfigError | TransferError):
-                self._refused[_bucket(shard)] += 1
-            elif isinstance(error, OSError) and not isinstance(error, ShardCacheError):
-                self._refused[_HERE] += 1
-            self._failures += 1
-            if self._max_failures is not None and self._failures > self._max_failures:
-                self._halt(Stopped.FAILURES)
+        self._events.append(event)
 
     def _is_hopeless(self, scope: str) -> bool:
         patience = max(_REFUSALS, self._working)
@@ -350,7 +332,7 @@ def serve(cache: Cache, owner: Channel) -> None:
     plan, options = task
     stop, log = threading.Event(), _Forward()
     logging.getLogger("shardcache").handlers[:] = [log]
-    pool = Pool(cache, plan, **options, stop=stop)
+    pool = Pool(cache, plan, stop, **options)
 
     def report(events: list[Event]) -> None:
         if owner.poll():

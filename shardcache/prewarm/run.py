@@ -127,16 +127,8 @@ def prewarm(
                 needed=plan.fetch_bytes,
                 missing=plan.missing,
             )
-        pool = Pool(
-            cache,
-            plan,
-            jobs=jobs,
-            best_effort=best_effort,
-            max_failures=max_failures,
-            rate=rate,
-            end=math.inf if deadline is None else began + deadline,
-            stop=stop or threading.Event(),
-        )
+        pool = Pool(cache, plan, stop or threading.Event(), jobs, best_effort, max_failures, rate)
+        pool.end = math.inf if deadline is None else began + deadline
         pool.share(helpers)
         pool.work(report)
     finally:

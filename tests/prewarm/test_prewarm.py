@@ -71,8 +71,8 @@ def test_what_is_in_flight_already_is_not_counted_twice(make_cache, origin, list
     origin.faults.append(Fault(after=size - 200_000, wait=threading.Event()))
     stop = threading.Event()
     cut = prewarm(cache, [url], stop=stop, on_event=stop_when_written(stop.set, size // 2))
-    assert cut.interrupted
-    partial = next(in_flight(cache._here().home.store.layout))
+    assert cut.stopped is Stopped.REQUESTED
+    partial = next(in_flight(cache._here().namespaces.own.layout))
     assert partial.occupied > size // 2
     plan = planned(cache, [url])
     assert plan.missing == 0
@@ -249,7 +249,7 @@ def test_interrupt_is_passed_on_after_the_fetches_have_let_go(make_cache, origin
     with pytest.raises(KeyboardInterrupt):
         prewarm(cache, urls, jobs=2, on_event=on_event)
     assert not [t for t in threading.enumerate() if t.name.startswith("shardcache-prewarm")]
-    assert not any(f.live for f in in_flight(cache._here().home.store.layout))
+    assert not any(f.live for f in in_flight(cache._here().namespaces.own.layout))
 
 
 def test_a_fetch_that_does_not_end_is_not_waited_for(make_cache, origin, listed, monkeypatch):
@@ -268,7 +268,7 @@ def test_a_fetch_that_does_not_end_is_not_waited_for(make_cache, origin, listed,
     monkeypatch.setattr(Opener, "fetch", stuck)
     report = prewarm(cache, urls, jobs=1, stop=stop)
     release.set()
-    assert report.not_started == 2 and report.interrupted
+    assert report.not_started == 2 and report.stopped is Stopped.REQUESTED
 
 
 @pytest.mark.locks_work("flock")

@@ -245,7 +245,7 @@ def test_interrupt_is_passed_on_after_the_fetches_have_let_go(make_cache, origin
     with pytest.raises(KeyboardInterrupt):
         cache.prewarm(urls, jobs=2, on_event=on_event)
     assert not [t for t in threading.enumerate() if t.name.startswith("shardcache-prewarm")]
-    assert not any(f.live for f in in_flight(cache._here().namespaces.own.layout))
+    assert not any(f.live for f in in_flight(cache._here().home.store.layout))
 
 
 def test_a_fetch_that_does_not_end_is_not_waited_for(make_cache, listed, fill, monkeypatch):

@@ -273,11 +273,6 @@ class Process:
 
     # -- ending ------------------------------------------------------------------
 
-    def cancel(self) -> None:
-        """Call off all its fetches; they raise `FetchCancelledError`, and can be resumed."""
-        if self.ready is not None:
-            self.fetcher.cancel()
-
     def close(self) -> None:
         """End the session and the fetches that nobody reads; with its next use all begins anew."""
         self._end_housekeeping()

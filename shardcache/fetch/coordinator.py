@@ -133,7 +133,7 @@ class Coordinator:
             LockTimeoutError: somebody else has been fetching it for too long.
             OSError: the local disk failed.
         """
-        with self._fetcher.cancellable(status), contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack:
             if ahead and not stack.enter_context(self._slot("ahead", _AHEAD_FETCHES)):
                 return None
             try:

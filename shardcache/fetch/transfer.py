@@ -20,9 +20,7 @@ from __future__ import annotations
 
 import logging
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from shardcache.errors import IntegrityError, TransferError
 from shardcache.fetch.connections import Connections
@@ -59,8 +57,6 @@ class Fetcher:
         self.policy = policy
         self.connections = Connections(connections, part_size)
         self._largest: dict[str, int] = {}  # bytes of the largest shard so far, by folder
-        self._running: set[FetchStatus] = set()
-        self._guard = threading.Lock()
 
     def fetch(
         self,
@@ -189,24 +185,6 @@ class Fetcher:
         if len(self._largest) >= _FOLDERS and not known:
             self._largest.clear()
         self._largest[folder] = max(known, sys.maxsize if size is None else size)
-
-    @contextmanager
-    def cancellable(self, status: FetchStatus) -> Iterator[None]:
-        """Let `cancel` end what is done meanwhile: a fetch, or the wait for another process's."""
-        with self._guard:
-            self._running.add(status)
-        try:
-            yield
-        finally:
-            with self._guard:
-                self._running.discard(status)
-
-    def cancel(self) -> None:
-        """Call off every fetch in flight, and every wait for one: `FetchCancelledError`."""
-        with self._guard:
-            running = list(self._running)
-        for status in running:
-            status.cancel()
 
 
 def _folder(url: ShardURL) -> str:

@@ -1,4 +1,4 @@
-"""`Process.cancel` ends every wait of the process: fetches, retries, other processes' fetches."""
+"""`FetchStatus.cancel` ends a fetch wherever it is: retrying, or waiting for another process."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ def test_a_wait_that_is_called_off_says_so(clock: FakeClock) -> None:
 
 
 def caught_in(cache: Cache, until: Callable[[], bool]) -> list[BaseException]:
-    """What a thread that opens the shard raises when the cache is cancelled."""
+    """What a thread that fetches the shard raises when that is called off."""
     found: list[BaseException] = []
+    status = FetchStatus()
 
     def read() -> None:
         try:
-            cache.open(URL).close()
+            cache.fetch(URL, status)
         except BaseException as exn:
             found.append(exn)
 
@@ -45,7 +46,7 @@ def caught_in(cache: Cache, until: Callable[[], bool]) -> list[BaseException]:
     while not until():
         assert time.monotonic() < end and thread.is_alive(), found
         time.sleep(0.01)
-    cache._here().cancel()
+    status.cancel()
     thread.join(PATIENCE)
     assert not thread.is_alive()
     return found

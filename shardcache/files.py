@@ -1,14 +1,10 @@
-"""Opening files safely, and who may do what with them: one user, or all users of one group.
+"""Opening files safely, who may do what with them, and disks that fail.
 
     private    directories 0700   files 0600   published data 0400
     shared     directories 2770   files 0660   published data 0440
 
-The set-group-id bit gives everything that is made below a directory its group. Members of the
-group trust each other: any of them may remove or replace what another one stored.
-
-A lock on a file lives as long as its open file does, also in a forked child. So files whose
-flock says "this process writes" are made by `open_exclusive` and `dup_exclusive`, and a forked
-child closes them before any of its code runs. Safe between threads.
+The set-group-id bit gives all that is made below a directory its group, whose members trust each
+other: any of them may remove or replace what another one stored.
 """
 
 from __future__ import annotations
@@ -19,7 +15,6 @@ import io
 import os
 import stat
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,17 +91,15 @@ class Modes:
                 raise FileExistsError(errno.EEXIST, exn.strerror, str(path)) from exn
             raise
 
-    def make_directory(
-        self, path: Path, levels: int = 1, make: Callable[[Path], None] | None = None
-    ) -> None:
-        """Make a directory (by ``make``) and what it is in, as others may do at the same moment.
+    def make_directory(self, path: Path, levels: int = 1) -> None:
+        """Make a directory and what it is in, as others may do at the same moment.
 
         At most ``levels`` directories above it are made too: where a disk was unmounted, nobody
         has checked yet what has taken its place.
         """
         for _ in range(_ATTEMPTS):
             try:
-                (make or self.new_directory)(path)
+                self.new_directory(path)
                 return
             except FileExistsError:
                 if path.is_dir():
@@ -116,7 +109,7 @@ class Modes:
                 clock.sleep(_LATE)
             except FileNotFoundError:
                 if levels:
-                    self.make_directory(path.parent, levels - 1, make)
+                    self.make_directory(path.parent, levels - 1)
                 elif not path.parent.exists():  # else it was removed as soon as it was made
                     raise
         raise FileNotFoundError(errno.ENOENT, "it is removed as fast as it is made", str(path))

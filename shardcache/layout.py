@@ -1,16 +1,8 @@
-"""The names on disk: how each is made, and what a name that is found says.
+"""The names on disk (a tree of them is in docs/design.md): how each is made, and what it says.
 
-    <root>/  manifest.json  CACHEDIR.TAG  README.txt (in v1 where the root holds other things)
-      v1/  objects/<aa>/<key>/<version>-<size>/          an entry: <basename>, meta.json
-           partial/<key>.<version>[-<size>].<random>/    a fetch in flight: <basename>, progress
-           partial/evict.<key>.<random>/                 an entry on its way out, or damaged
-           partial/.<name>.<random>                      a file on its way to its name
-           locks/<aa>/<key>.lock  ranks/<name>/ (a tree like this one)
-           sessions/<random>.session  sessions/<key>.<random>.wait  pins/<key>.pin
-
-This module alone makes and recognizes these names. A name that does not match was not made by
-the library and is never touched. Version and size stand in the names of entries and partials, so
-that neither a hit nor a scan nor the budget has to read a file.
+This module alone makes and recognizes them. A name that does not match was not made by the library
+and is never touched. Version and size stand in the names of entries and partials, so that neither
+a hit nor a scan nor the budget has to read a file.
 """
 
 from __future__ import annotations

@@ -59,9 +59,6 @@ def make_root(root: Path, library: str, modes: Modes = PRIVATE) -> Layout:
         OSError: it cannot be made or written (EACCES, EROFS, ENOSPC, ...).
     """
     try:
-        if modes.group is None and not root.parent.exists():
-            # The umask decides about directories that are not the cache's.
-            modes.make_directory(root.parent, levels=99, make=Path.mkdir)
         modes.make_directory(root, levels=99)
     except (FileExistsError, NotADirectoryError) as exn:
         raise ConfigError(

@@ -86,10 +86,6 @@ class Store:
                     return opened
         return None
 
-    def knows(self, key: str) -> bool:
-        """Whether this process found an entry of ``key`` the last time."""
-        return key in self._known
-
     def _open_at(self, directory: str, basename: str, size: int) -> Opened | None:
         """Open an entry that this process sees for the first time; None if it is gone."""
         opened = None
@@ -285,7 +281,7 @@ def open_first(
     """See `Store.open`; of several tiers, where one's entry is damaged, another's will do."""
     damaged: DamagedError | None = None
     # Where it was last: a look at a tier that has not got it costs as much as a hit.
-    for store in sorted(stores, key=lambda one: not one.knows(key)):
+    for store in sorted(stores, key=lambda one: key not in one._known):
         try:
             if (opened := store.open(key, basename, outdated)) is not None:
                 return opened

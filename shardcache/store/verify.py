@@ -182,7 +182,8 @@ class Verifier:
                 url = metadata.url
                 self._check_data(store, entry, metadata)
         except DamagedError as exn:
-            _check_same(entry, before)
+            if not _is_same(entry, before):  # another one is in its place
+                raise FileNotFoundError(errno.ENOENT, "it is gone", entry.directory) from exn
             finding = Finding(entry, url, State.DAMAGED, str(exn))
             return finding if self.sole is None else self._set_aside(store, finding, before)
         finally:
@@ -228,17 +229,14 @@ class Verifier:
         assert self.sole is not None
         try:
             with self.sole(store, entry.key) as alone:
-                if alone:
-                    # Publishing takes this lock, so an entry that replaced it meanwhile stays.
-                    _check_same(entry, before)
+                # Publishing takes this lock, so an entry that replaced it meanwhile stays.
+                if alone and _is_same(entry, before):
                     set_aside(entry.path, f"found by verify: {finding.reason}")
                     return replace(finding, set_aside=True)
-            reason = "another process fetches it"
-        except FileNotFoundError:
-            raise
         except OSError as exn:
-            reason = exn.strerror or str(exn)
-        return replace(finding, reason=f"{finding.reason}; not set aside: {reason}")
+            reason = f"{finding.reason}; not set aside: {exn.strerror or exn}"
+            return replace(finding, reason=reason)
+        return finding
 
     def _ask(self, metadata: Metadata) -> tuple[State, str]:
         """Ask the origin of a shard which version it has; of the shard nothing is fetched."""
@@ -270,9 +268,8 @@ class Verifier:
         return State.CHANGED, f"the origin has another version ({difference})"
 
 
-def _check_same(entry: Entry, before: os.stat_result) -> None:
-    if not os.path.samestat(os.lstat(entry.directory), before):
-        raise FileNotFoundError(errno.ENOENT, "another one is in its place", entry.directory)
+def _is_same(entry: Entry, before: os.stat_result) -> bool:
+    return os.path.samestat(os.lstat(entry.directory), before)
 
 
 def _name(entry: Entry) -> str:

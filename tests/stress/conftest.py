@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shardcache import Cache
-from tests.stress.fuse.shim import Shim, mounted, needs_fuse
+from tests.stress.fuse.shim import Shim, mounted
 from tests.stress.origin import Origin, Shards
 
 #: Bytes per second and connection: a fetch that others can meet under way.
@@ -68,7 +68,6 @@ def far() -> Iterator[Far]:
 
 @pytest.fixture
 def shim(tmp_path: Path) -> Iterator[Shim]:
-    needs_fuse()
     with mounted(tmp_path) as found:
         yield found
 
@@ -76,6 +75,5 @@ def shim(tmp_path: Path) -> Iterator[Shim]:
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[tuple[Shim, Shim]]:
     """Two nodes: two mounts of one directory."""
-    needs_fuse()
     with mounted(tmp_path, name="here") as here, mounted(tmp_path, name="there") as there:
         yield here, there

@@ -16,14 +16,16 @@ import multiprocessing
 import random
 import re
 import signal
+import sys
 import threading
 import time
 from collections import Counter
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
 from typing import Any
 from urllib.request import Request, urlopen
 
 from tests.support.tars import tar_of
+from tests.support.webservers import Scripted, answer
 
 KIB, MIB = 1 << 10, 1 << 20
 _LINE, _BLOCK, _HEAD, _END = 64, 4096, 512, 1024
@@ -69,66 +71,59 @@ class Shards:
         return version, f"{what}; at {at} stands {data[at : at + _LINE]!r}"
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    shards: Shards
-    versions: Counter[str]
-    fetches: Counter[str]
-    guard = threading.Lock()
-    rate = 12e6
-    faults = 0.0
+class _Server(Scripted):
+    def __init__(self, shards: Shards) -> None:
+        super().__init__(self._serve, most=sys.maxsize)
+        self.shards, self.versions, self.fetches = shards, Counter(), Counter()
+        self.rate, self.faults = 12e6, 0.0
+        self._guard = threading.Lock()
 
-    def do_GET(self) -> None:
-        name = self.path.lstrip("/")
+    def _serve(self, head: str) -> Iterator[bytes]:
+        method, name = re.match(r"(\w+) /(\S*)", head).groups()
+        if method == "PUT":
+            return self._obey(name)
         if not name:
-            return self._answer(200, json.dumps(self.fetches).encode())
+            return iter([answer("200 OK", json.dumps(self.fetches).encode(), Connection=None)])
+        return self._shard(name, head, whole=method == "GET")
+
+    def _obey(self, order: str) -> Iterator[bytes]:
+        if order.startswith("?"):
+            name, _, value = order[1:].partition("=")
+            setattr(self, name, float(value))
+        else:
+            self.versions[order] += 1
+        yield answer("200 OK", Connection=None)
+
+    def _shard(self, name: str, head: str, whole: bool) -> Iterator[bytes]:
         version = self.versions[name]
         data, etag = self.shards.data(name, version), f'"v{version}"'
-        if self.headers.get("If-Match", etag) != etag:
-            return self._answer(412)
-        start, end = 0, len(data)
-        status, headers = 200, {"ETag": etag, "Accept-Ranges": "bytes"}
-        if asked := self.headers.get("Range"):
-            first, _, last = asked.removeprefix("bytes=").partition("-")
-            start, end = int(first), min(end, int(last) + 1 if last else end)
-            if start >= len(data):
-                return self._answer(416, b"", {"Content-Range": f"bytes */{len(data)}"})
-            status, headers["Content-Range"] = 206, f"bytes {start}-{end - 1}/{len(data)}"
+        pinned = re.search(r"\r\nIf-Match: (\S+)", head)
         fault = random.randrange(int(self.faults)) if self.faults else None
+        headers: dict[str, object] = {"ETag": etag, "Connection": None}
+        if pinned and pinned[1] != etag:
+            yield answer("412 Precondition Failed", **headers)
+            return
         if fault == 0:
-            return self._answer(503, b"slow down", {"Retry-After": "0"})
-        if start == 0 and self.command == "GET":
-            with self.guard:
-                self.fetches[name] += 1
-        return self._answer(status, data[start:end], headers, cut=fault == 1)
-
-    do_HEAD = do_GET
-
-    def do_PUT(self) -> None:
-        if self.path.startswith("/?"):
-            key, value = self.path[2:].split("=")
-            setattr(_Handler, key, float(value))
-        else:
-            with self.guard:
-                self.versions[self.path.lstrip("/")] += 1
-        self._answer(200)
-
-    def _answer(
-        self, status: int, body: bytes = b"", headers: Any = None, cut: bool = False
-    ) -> None:
-        self.send_response(status)
-        for name, value in {"Content-Length": len(body), **(headers or {})}.items():
-            self.send_header(name, str(value))
-        self.end_headers()
-        for at in range(0, len(body) if self.command != "HEAD" else 0, _CHUNK):
-            if cut and at >= len(body) // 2:
-                self.close_connection = True
+            yield answer("503 Slow Down", Retry_After=0, **headers)
+            return
+        start, status = 0, "200 OK"
+        if asked := re.search(r"\r\nRange: bytes=(\d+)-(\d*)", head):
+            start, size = int(asked[1]), len(data)
+            data = data[start : int(asked[2] or size) + 1]
+            if start >= size:
+                yield answer("416 Range", Content_Range=f"bytes */{size}", **headers)
                 return
-            self.wfile.write(body[at : at + _CHUNK])
-            time.sleep(len(body[at : at + _CHUNK]) / self.rate)
-
-    def log_message(self, *_: Any) -> None:
-        """Nothing is printed."""
+            status = "206 Partial"
+            headers["Content_Range"] = f"bytes {start}-{start + len(data) - 1}/{size}"
+        if start == 0 and whole:
+            with self._guard:
+                self.fetches[name] += 1
+        yield answer(status, Content_Length=len(data), **headers)
+        for at in range(0, len(data) if whole else 0, _CHUNK):
+            if fault == 1 and at >= len(data) // 2:
+                raise ConnectionAbortedError
+            yield data[at : at + _CHUNK]
+            time.sleep(len(data[at : at + _CHUNK]) / self.rate)
 
 
 def die_with_parent() -> None:
@@ -137,14 +132,11 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
-def _serve(shards: Shards, said: Any) -> None:
+def _run(shards: Shards, said: Any) -> None:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _Handler.shards, _Handler.versions, _Handler.fetches = shards, Counter(), Counter()
-    ThreadingHTTPServer.request_queue_size = 256
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-    server.handle_error = lambda *_: None  # clients are killed all the time
-    said.send(server.server_address[1])
+    server = _Server(shards)
+    said.send(server.url)
     server.serve_forever()
 
 
@@ -154,9 +146,9 @@ class Origin:
     def __init__(self, shards: Shards) -> None:
         context = multiprocessing.get_context("fork")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(shards, theirs), daemon=True)
+        self._process = context.Process(target=_run, args=(shards, theirs), daemon=True)
         self._process.start()
-        self.url = f"http://127.0.0.1:{self._pipe.recv()}"
+        self.url = self._pipe.recv()
 
     def _ask(self, method: str, path: str) -> bytes:
         with urlopen(Request(self.url + path, method=method), timeout=60) as answer:

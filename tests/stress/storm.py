@@ -249,7 +249,7 @@ class Worker:
     def _clean(self, name: str) -> None:
         """To a limit, of what dead processes left, or, seldom, of everything."""
         limit = {"max_size": int(self.storm.max_size * self.draw.uniform(0.5, 1))}
-        ways = [limit, {"orphans": True, "limits": False}, {"everything": True}]
+        ways = [limit, {"orphans": True}, {"everything": True}]
         with self._call("clean", name):
             self.cache.clean(**self.draw.choices(ways, (18, 35, 1))[0])
 

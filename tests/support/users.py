@@ -22,14 +22,6 @@ class User:
     uid: int
     groups: tuple[int, ...] = (GROUP,)
 
-    def become(self, umask: int = 0o077) -> None:
-        """Turn this process into one of the user's, for good."""
-        os.chdir("/")  # where the tests run may be closed to others
-        os.setgroups(list(self.groups))
-        os.setresgid(self.uid, self.uid, self.uid)
-        os.setresuid(self.uid, self.uid, self.uid)
-        os.umask(umask)
-
 
 ANNA = User(64991)
 BELA = User(64992)
@@ -42,7 +34,11 @@ def running(
     """``function(parent, *args)`` in a process of ``user``; see `storetools.forked`."""
 
     def child(parent: Parent) -> None:
-        user.become(umask)
+        os.chdir("/")  # where the tests run may be closed to others
+        os.setgroups(list(user.groups))
+        os.setresgid(user.uid, user.uid, user.uid)
+        os.setresuid(user.uid, user.uid, user.uid)
+        os.umask(umask)
         function(parent, *args)
 
     with forked(child) as found:

@@ -11,12 +11,16 @@ from collections.abc import Callable, Iterator
 
 
 class Scripted(socketserver.ThreadingTCPServer):
-    """Answers every request with ``answer(request head)``; ``most`` of them per connection."""
+    """Answers every request with ``answer(request head)``, which may be several pieces.
+
+    A connection ends after ``most`` answers, or when an OSError is raised between two pieces.
+    """
 
     allow_reuse_address = True
     daemon_threads = True
+    request_queue_size = 256
 
-    def __init__(self, answer: Callable[[str], bytes], most: int = 1) -> None:
+    def __init__(self, answer: Callable[[str], bytes | Iterator[bytes]], most: int = 1) -> None:
         self.answer = answer
         self.most = most
         self.heads: list[str] = []
@@ -41,7 +45,9 @@ class Connection(socketserver.StreamRequestHandler):
                         return
                     head += line.decode("latin-1")
                 self.server.heads.append(head)
-                self.wfile.write(self.server.answer(head))
+                said = self.server.answer(head)
+                for piece in [said] if isinstance(said, bytes) else said:
+                    self.wfile.write(piece)
 
 
 def answer(status: str, body: bytes = b"", **headers: object) -> bytes:

@@ -14,12 +14,10 @@ reach the caller as one.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import select
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -92,24 +90,11 @@ def mounted(directory: Path, *, name: str = "net") -> Iterator[Shim]:
     root, backing = directory / name, directory / "backing"
     for path in (root, backing):
         path.mkdir(exist_ok=True)
-    shim = Shim(root, backing)
+    try:
+        shim = Shim(root, backing)
+    except OSError as exn:
+        pytest.skip(f"needs to mount a FUSE filesystem: {exn}")
     try:
         yield shim
     finally:
         shim.close()
-
-
-@functools.cache
-def _why_not() -> str | None:
-    with tempfile.TemporaryDirectory() as directory:
-        try:
-            with mounted(Path(directory)):
-                return None
-        except OSError as exn:
-            return f"needs to mount a FUSE filesystem: {exn}"
-
-
-def needs_fuse() -> None:
-    """Skip the calling test where nothing can be mounted."""
-    if reason := _why_not():
-        pytest.skip(reason)

@@ -73,11 +73,8 @@ class FsspecOrigin:
 
         found = self.call(url, info)
         size = found.get("size")
-        return ObjectInfo(
-            size=None if size is None else int(size),
-            etag=_first(found, _VALIDATORS),
-            modified=_first(found, _TIMES),
-        )
+        size = None if size is None else int(size)
+        return ObjectInfo(size, _first(found, _VALIDATORS), modified=_first(found, _TIMES))
 
     def names_below(self, directory: ShardURL, *, deep: bool) -> list[str]:
         """Names of files relative to ``directory``; ``deep`` descends. Takes the time it takes."""

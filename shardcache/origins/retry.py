@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from shardcache import clock
 from shardcache.errors import TransferError, TransferTimeoutError
@@ -88,18 +88,33 @@ class Attempts:
                 raise failed.pop()
             return function()
 
-        from tenacity import Retrying, retry_if_exception_type
+        import tenacity
 
-        retrying = Retrying(
-            retry=retry_if_exception_type(TransientError),
+        jitter = tenacity.wait_random_exponential(multiplier=BASE, max=CAP)
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(TransientError),
             stop=self._is_over,
-            wait=_pause,
+            # Behind what was asked for: jitter spreads the herd that was told the same number.
+            wait=lambda state: _asked(state) + jitter(state),
             sleep=sleep,
             before_sleep=self._report,
-            retry_error_callback=self._give_up,
+            reraise=True,
         )
         try:
             return retrying(attempt)
+        except TransientError as exn:
+            count = retrying.statistics["attempt_number"]
+            late = count < self.policy.attempts
+            limit = f"{count} attempt{'s' if count > 1 else ''} failed"
+            if late:
+                limit = f"the deadline of {self.policy.deadline:g} s is over"
+            kind = TransferTimeoutError if late or exn.timed_out else TransferError
+            raise kind(
+                f"{self.what} could not be fetched: {redact(str(exn))} ({limit}). "
+                "Check the endpoint and the network, then try again; what was fetched is kept.",
+                url=self.what,
+                attempts=count,
+            ) from exn
         finally:
             # It is part of a cycle, and would keep the fetch, and the lock of its partial.
             retrying.iter_state.reset()
@@ -112,36 +127,15 @@ class Attempts:
         logger.warning(
             "%s: %s; attempt %d of %d failed, next in %.1f s",
             self.what,
-            redact(str(_cause(state))),
+            redact(str(state.outcome and state.outcome.exception())),
             state.attempt_number,
             self.policy.attempts,
             state.upcoming_sleep,
             extra={"event": "retry", "shard": self.what, "attempt": state.attempt_number},
         )
 
-    def _give_up(self, state: RetryCallState) -> NoReturn:
-        cause, count = _cause(state), state.attempt_number
-        limit = f"{count} attempt{'s' if count > 1 else ''} failed"
-        if late := self._is_late(state.upcoming_sleep):
-            limit = f"the deadline of {self.policy.deadline:g} s is over"
-        kind = TransferTimeoutError if late or cause.timed_out else TransferError
-        raise kind(
-            f"{self.what} could not be fetched: {redact(str(cause))} ({limit}). "
-            "Check the endpoint and the network, then try again; what was fetched is kept.",
-            url=self.what,
-            attempts=count,
-        ) from cause
 
-
-def _cause(state: RetryCallState) -> TransientError:
-    cause = state.outcome and state.outcome.exception()
-    assert isinstance(cause, TransientError)
-    return cause
-
-
-def _pause(state: RetryCallState) -> float:
-    from tenacity import wait_random_exponential
-
-    jitter: float = wait_random_exponential(multiplier=BASE, max=CAP)(state)
-    # Behind what was asked for: it spreads the herd that was told the same number of seconds.
-    return min(_cause(state).retry_after or 0.0, RETRY_AFTER_CAP) + jitter
+def _asked(state: RetryCallState) -> float:
+    """Seconds that the origin asked us to stay away."""
+    failed = state.outcome and state.outcome.exception()
+    return min(getattr(failed, "retry_after", None) or 0.0, RETRY_AFTER_CAP)

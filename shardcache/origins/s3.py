@@ -47,9 +47,9 @@ _LOGIN = (
     "log in again, or check the profile, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and "
     "AWS_SESSION_TOKEN against this endpoint"
 )
+_WRONG_KEYS = ("InvalidToken", "InvalidAccessKeyId", "SignatureDoesNotMatch")
 _HINTS = {
-    **dict.fromkeys((*_EXPIRED, "InvalidToken", "InvalidAccessKeyId"), _LOGIN),
-    "SignatureDoesNotMatch": _LOGIN,
+    **dict.fromkeys((*_EXPIRED, *_WRONG_KEYS), _LOGIN),
     "InvalidObjectState": "it is archived; restore it first",
     "RequestTimeTooSkewed": "this machine's clock is off; synchronise it",
 }
@@ -111,6 +111,7 @@ class S3Origin:
             if self._keys is None:
                 with undivided():  # a fork: it imports
                     self._endpoint = s3_endpoint(self._options, self._endpoint_url) or ""
+                    self._place = redact(self._endpoint) or "AWS"
                     self._keys = self._use_stated_keys() or self._ask_botocore()
             return self._keys
 
@@ -139,7 +140,6 @@ class S3Origin:
             return None
         self._region = os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
         self._transport = Transport(timeout=self._timeout)
-        self.place = redact(self._endpoint)
         service, server = "s3" if keys.access_key else "", self._endpoint.rstrip("/")
         self._address = lambda name, region: _Bucket(server, f"/{quote(name)}", region, service)
         return lambda: keys
@@ -202,7 +202,6 @@ class S3Origin:
             proxies=client.meta.config.proxies,
             trusted=get_cert_path(verify),
         )
-        self.place = redact(str(client.meta.endpoint_url))
         self._address = address
         return lambda: session.get_credentials().get_frozen_credentials()
 
@@ -242,7 +241,7 @@ class S3Origin:
                 for found in page.iterfind("{*}Contents")
             }
         except (ElementTree.ParseError, ValueError) as exn:
-            text = f"{url}: what {self.place} answers is not S3: {exn}. Check endpoint_url."
+            text = f"{url}: what {self._place} answers is not S3: {exn}. Check endpoint_url."
             raise ConfigError(text, url=str(url)) from None
         return keys, page.findtext("{*}NextContinuationToken") or ""
 
@@ -272,7 +271,7 @@ class S3Origin:
                 raise refusal(
                     url,
                     _STATUS.get(code, response.status),
-                    f"{self.place} answered {response.status} {code}: {message}",
+                    f"{self._place} answered {response.status} {code}: {message}",
                     hint=_HINTS.get(code, _MAY_NOT),
                     headers=response.headers,
                 )
@@ -303,7 +302,7 @@ class S3Origin:
             target = f"{bucket.server}{path}?{asked}" if asked else f"{bucket.server}{path}"
             return bucket.region, self._transport.request(method, target, headers)
         except Exception as exn:  # noqa: BLE001 - sorted, or raised as it is
-            error = _sorted(exn, url, self.place)
+            error = _sorted(exn, url, self._place)
         raise error
 
     def _bucket(self, name: str, region: str | None) -> _Bucket:

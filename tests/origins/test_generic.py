@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -104,61 +104,55 @@ def test_a_filesystem_that_is_not_installed_says_so(cache: Cache) -> None:
 
 
 class Odd(MemoryFileSystem):
-    """A filesystem that is silent in one call until it is released, or fails in it."""
+    """A filesystem that tells `hook` of each call, which may be silent or fail."""
 
     protocol = "odd"
-    at = ""
-    error: Exception | None = None
-    released = threading.Event()
+    hook: Callable[[str], object] = staticmethod(lambda call: None)
     made_with: dict[str, Any] = {}
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         Odd.made_with = options
 
-    def _call(self, name: str) -> None:
-        if name == self.at:
-            if self.error is not None:
-                raise self.error
-            self.released.wait()
-
     def info(self, path: str, **options: Any) -> Any:
-        self._call("info")
+        self.hook("info")
         return super().info(path, **options)
 
     def open(self, path: str, mode: str = "rb", **options: Any) -> Any:
-        self._call("open")
+        self.hook("open")
         file = super().open(path, mode, **options)
         read = file.read
-        file.read = lambda size=-1: self._call("read") or read(size)
+        file.read = lambda size=-1: self.hook("read") or read(size)
         return file
 
 
 @pytest.fixture
-def odd() -> Iterator[type[Odd]]:
+def odd(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets the hook."""
     fsspec.register_implementation("odd", Odd, clobber=True)
     Odd().pipe_file("odd://lab/a.tar", SHARD)
-    yield Odd
-    Odd.at, Odd.error = "", None
-    Odd.released.set()
-    Odd.released = threading.Event()
+    return lambda hook: monkeypatch.setattr(Odd, "hook", staticmethod(hook))
 
 
-@pytest.fixture
-def odd_cache(tmp_path: Path, odd: type[Odd]) -> Cache:
+ODD = "odd://lab/a.tar"
+
+
+def odd_cache(path: Path, **given: Any) -> Cache:
     options = {"odd": {"own": True}, "key": "belongs-to-s3"}
-    given = {"min_free": 0, "timeout": 0.1, "attempts": 1, "storage_options": options}
-    return Cache(tmp_path / "cache", allow_schemes=["odd"], **given)
+    given = {"min_free": 0, "attempts": 1, "storage_options": options, **given}
+    return Cache(path, allow_schemes=["odd"], **given)
 
 
 @pytest.mark.parametrize("call", ["info", "open", "read"])
-def test_a_silent_filesystem_is_given_up_on(odd_cache: Cache, odd: type[Odd], call: str) -> None:
-    odd.at = call
+def test_a_silent_filesystem_is_given_up_on(tmp_path: Path, odd, call: str) -> None:
+    released = threading.Event()
+    odd(lambda name: name == call and released.wait())
     with pytest.raises(TransferTimeoutError, match="nothing came for"):
-        read(odd_cache, "odd://lab/a.tar")
-    odd.at = ""
-    assert read(odd_cache, "odd://lab/a.tar") == SHARD
-    assert odd.made_with.get("own") and "key" not in odd.made_with  # options of its scheme
+        read(odd_cache(tmp_path, timeout=0.1), ODD)
+    odd(lambda name: None)
+    assert read(odd_cache(tmp_path), ODD) == SHARD
+    assert Odd.made_with.get("own") and "key" not in Odd.made_with  # options of its scheme
+    released.set()
 
 
 class StatusError(Exception):
@@ -171,35 +165,39 @@ class StatusError(Exception):
     [
         (StatusError(403), AccessDeniedError),
         (StatusError(409), ConfigError),
-        (StatusError(429), TransferError),
         (StatusError(503), TransferError),
         (PermissionError(), AccessDeniedError),
         (TimeoutError(), TransferTimeoutError),
         (RuntimeError(), TransferError),
     ],
 )
-def test_errors_of_a_filesystem_are_sorted_by_their_status_or_kind(odd_cache, odd, raised, error):
-    odd.at, odd.error = "read", raised
-    with pytest.raises(error, match="odd://lab/a.tar") as caught:
-        read(odd_cache, "odd://lab/a.tar")
+def test_errors_of_a_filesystem_are_sorted_by_their_status_or_kind(tmp_path, odd, raised, error):
+    def fail(call: str) -> None:
+        if call == "read":
+            raise raised
+
+    odd(fail)
+    with pytest.raises(error, match=ODD) as caught:
+        read(odd_cache(tmp_path), ODD)
     assert isinstance(caught.value, TransferError) == issubclass(error, TransferError)
 
 
-def test_a_file_that_became_shorter_is_another_version(odd):
-    url = parse_url("odd://lab/a.tar", allow_schemes={"odd"})
+def test_a_file_that_became_shorter_is_another_version(odd) -> None:
+    url = parse_url(ODD, allow_schemes={"odd"})
     origin = FsspecOrigin("odd", {}, timeout=60)
     pin = origin.stat(url)
-    Odd().pipe_file("odd://lab/a.tar", SHARD[:-512])
+    Odd().pipe_file(ODD, SHARD[:-512])
     body = origin.open(url, len(SHARD) - 512, None, pin)
     with pytest.raises(VersionChangedError, match="became shorter"):
         body.readinto(memoryview(bytearray(512)))
 
 
-def test_a_blocked_read_of_a_filesystem_can_be_aborted(odd: type[Odd]) -> None:
-    odd.at = "read"
-    origin = FsspecOrigin("odd", {}, timeout=600)
-    body = origin.open(parse_url("odd://lab/a.tar", allow_schemes={"odd"}), 0, None)
-    threading.Timer(0.1, body.abort).start()
+def test_a_blocked_read_of_a_filesystem_can_be_aborted(odd) -> None:
+    reading, released = threading.Event(), threading.Event()
+    odd(lambda name: name == "read" and (reading.set(), released.wait()))
+    body = FsspecOrigin("odd", {}, timeout=600).open(parse_url(ODD, allow_schemes={"odd"}), 0, None)
+    threading.Thread(target=lambda: reading.wait() and body.abort()).start()
     with pytest.raises(TransientError, match="called off"):
         body.readinto(memoryview(bytearray(100)))
+    released.set()
     body.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gzip
 import threading
-from collections.abc import Callable
 
 import pytest
 from botocore.auth import S3SigV4Auth
@@ -26,17 +25,6 @@ def part(span: str, body: bytes, **headers: object) -> bytes:
 
 def web_origin(server: Scripted, timeout: float = 20) -> tuple[WebOrigin, ShardURL]:
     return WebOrigin(timeout=timeout), parse_url(f"{server.url}/a.bin")
-
-
-def s3_origin(server: Scripted, timeout: float = 20) -> tuple[Origin, ShardURL]:
-    keys = {"key": "AK", "secret": "SK", "endpoint_url": server.url}
-    return S3Origin(keys, timeout=timeout), parse_url("s3://lab/a.bin")
-
-
-@pytest.fixture(params=[web_origin, s3_origin])
-def connect(request: pytest.FixtureRequest) -> Callable[..., tuple[Origin, ShardURL]]:
-    """Both origins that speak HTTP, on the same misbehaving server."""
-    return request.param
 
 
 def read_all(origin: Origin, url: ShardURL, start: int = 0, stop: int = 100) -> bytes:
@@ -67,9 +55,9 @@ HELLO_CHUNKED = HELLO.replace(b"Content-Length: 5", b"Transfer-Encoding: chunked
         (HELLO_CHUNKED + b"2;name=value\r\nhe\r\n3\r\nllo\r\n0\r\nTrailer: x\r\n\r\n", b"hello"),
     ],
 )
-def test_a_right_answer_is_read_as_it_is(serve, connect, answered: bytes, found: bytes) -> None:
+def test_a_right_answer_is_read_as_it_is(serve, answered: bytes, found: bytes) -> None:
     server = serve(answered)
-    assert read_all(*connect(server), 0, len(found)) == found
+    assert read_all(*web_origin(server), 0, len(found)) == found
     head = server.heads[0].lower()
     assert 'if-match: "v1"' in head and f"range: bytes=0-{len(found) - 1}" in head
     assert "accept-encoding: gzip" not in head
@@ -90,9 +78,7 @@ WRONG = [
     (CHUNKED + b"5\r\nhello\r\nworld\r\n", TransientError, "no size of a chunk"),
     (CHUNKED + b"5\r\nhello!\r\n0\r\n\r\n", TransientError, "longer than it said"),
     (answer("200 OK", b"<html>", Content_Type="text/html", ETag=None), TransientError, "a page"),
-    (answer("500 Oops", Retry_After=7), TransientError, "500"),
-    (answer("503 Slow Down", Retry_After=7), TransientError, "503"),
-    (answer("429 Too Many Requests", Retry_After=7), TransientError, "429"),
+    *((answer(status, Retry_After=7), TransientError, status) for status in ("500", "503", "429")),
     (answer("412 Precondition Failed"), VersionChangedError, None),
     (answer("416 Range Not Satisfiable"), VersionChangedError, "shorter"),
     (answer("204 No Content"), ConfigError, "204"),
@@ -103,14 +89,11 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("answered", "kind", "said"), WRONG)
-def test_a_wrong_answer_costs_one_request_and_is_sorted(serve, connect, answered, kind, said):
+def test_a_wrong_answer_costs_one_request_and_is_sorted(serve, answered, kind, said):
     server = serve(answered)
+    span = () if b"chunked" in answered else (10, 20)
     with pytest.raises(kind, match=said) as caught:
-        origin, url = connect(server)
-        if b"chunked" in answered:
-            read_all(origin, url)
-        else:
-            read_all(origin, url, 10, 20)
+        read_all(*web_origin(server), *span)
     assert len(server.heads) == 1
     if b"Retry-After" in answered:
         assert caught.value.retry_after == 7
@@ -136,17 +119,14 @@ def test_a_connection_that_trickles_is_given_up_on(serve) -> None:
     assert caught.value.timed_out
 
 
-def test_a_weak_validator_is_compared_but_not_insisted_on(connect, serve) -> None:
+def test_a_weak_validator_is_compared_but_not_insisted_on(serve) -> None:
     refused, weak = answer("412 Precondition Failed"), part("0-4/5", b"hello", ETag='W/"a"')
-    origin, url = connect(serve(lambda head: refused if "If-Match" in head else weak))
+    origin, url = web_origin(serve(lambda head: refused if "If-Match" in head else weak))
     pin = None
     for _ in range(2):
         with contextlib.closing(origin.open(url, 0, 5, pin)) as body:
             assert pin is None or pin.version == body.info.version
             pin = body.info
-
-
-# -- proxies ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -168,9 +148,6 @@ def test_a_proxy_is_given_the_login_of_its_url(serve, monkeypatch, scheme, answe
     assert "Proxy-Authorization: Basic bWU6cGFzcw==" in head
 
 
-# -- S3's own --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("header", [True, False])
 def test_a_bucket_in_another_region_is_asked_for_there_from_then_on(serve, header: bool) -> None:
     told = b"<Error><Code>AuthorizationHeaderMalformed</Code><Region>eu-west-3</Region></Error>"
@@ -178,7 +155,8 @@ def test_a_bucket_in_another_region_is_asked_for_there_from_then_on(serve, heade
     if header:
         moved = answer("301 Moved Permanently", x_amz_bucket_region="eu-west-3")
     server = serve(lambda head: HELLO if "/eu-west-3/s3/aws4_request" in head else moved, most=9)
-    origin, url = s3_origin(server)
+    keys = {"key": "AK", "secret": "SK", "endpoint_url": server.url}
+    origin, url = S3Origin(keys, timeout=20), parse_url("s3://lab/a.bin")
     for _ in range(2):
         assert read_all(origin, url, 0, 5) == b"hello"
     assert len(server.heads) == 3

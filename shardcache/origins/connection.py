@@ -21,8 +21,7 @@ import time
 import weakref
 from base64 import b64encode
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
@@ -73,11 +72,15 @@ def content_length(headers: Mapping[str, str]) -> int | None:
 
 
 class _Connection:
-    """One socket; ``held`` has bytes of the body that came with the head."""
+    """One socket."""
+
+    #: What a proxy wants before the path, and further lines of the head.
+    prefix: str = ""
+    login: Sequence[str] = ()
 
     def __init__(self, sock: socket.socket, timeout: float, *, secure: bool = False) -> None:
         self.socket = sock
-        self.held = b""
+        self.held = b""  # bytes of the body that came with the head
         self._timeout = timeout
         self._slice = wait = min(_SLICE, timeout)
         self._spent, self._came = 0.0, 0  # since the rate was looked at: seconds and bytes
@@ -101,6 +104,12 @@ class _Connection:
         with contextlib.suppress(OSError):
             # Not the method of TLS sockets: that makes them hand over what is encrypted.
             socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
+
+    def is_idle(self) -> bool:
+        """Whether no byte and no end came since the last answer."""
+        poller = select.poll()
+        poller.register(self.socket, select.POLLIN)
+        return not self.held and not poller.poll(0)
 
     def ask(self, request: bytes) -> str:
         """Send a request: the head of its answer."""
@@ -154,27 +163,7 @@ class _Connection:
         return count
 
 
-@dataclass(slots=True)
-class _Server:
-    """The way to a server, and idle connections."""
-
-    host: str
-    port: int
-    proxy: tuple[str, int] | None
-    login: list[str]  # header lines for the proxy
-    idle: deque[_Connection] = field(default_factory=deque)
-
-    def take(self) -> _Connection | None:
-        """A kept connection on which no byte and no end came since the last answer."""
-        with contextlib.suppress(IndexError):
-            while True:
-                connection = self.idle.pop()
-                poller = select.poll()
-                poller.register(connection.socket, select.POLLIN)
-                if not connection.held and not poller.poll(0):
-                    return connection
-                connection.close()
-        return None
+_Idle = deque[_Connection]
 
 
 class Response:
@@ -185,7 +174,7 @@ class Response:
     stop: int | None
 
     def __init__(
-        self, server: _Server, connection: _Connection, request: bytes, *, bodiless: bool
+        self, connection: _Connection, idle: _Idle, request: bytes, *, bodiless: bool
     ) -> None:
         asked = time.monotonic()
         first, *lines = connection.ask(request).split("\r\n")
@@ -199,7 +188,7 @@ class Response:
             name, _, value = line.partition(":")
             self.headers[name.strip().lower()] = value.strip()
         self._connection: _Connection | None = connection
-        self._idle = server.idle
+        self._idle = idle
         self._chunked = "chunked" in self.headers.get("transfer-encoding", "").lower()
         #: Bytes to come: of the body, or of a chunk; None where the connection's end is the body's.
         self._left = content_length(self.headers)
@@ -283,11 +272,10 @@ class Transport:
         trusted: str | bool | None = None,
     ) -> None:
         self._timeout = timeout
-        self._connect_timeout = min(timeout, _CONNECT_TIMEOUT)
         self._proxies = proxies
         self._trusted = trusted
-        self._servers: dict[tuple[str, str], _Server] = {}
-        weakref.finalize(self, _close_idle, self._servers)
+        self._idle: dict[tuple[str, str], _Idle] = {}  # by scheme and server
+        weakref.finalize(self, _close_all, self._idle)
 
     def request(self, method: str, url: str, headers: Mapping[str, str]) -> Response:
         """Ask for a URL in ASCII without a user part, whose path is sent as it is.
@@ -299,24 +287,20 @@ class Transport:
             ConfigError: there are no certificates to trust.
         """
         scheme, place, target = split_url(url)
-        server = self._servers.get((scheme, place))
-        if server is None:
-            server = self._servers.setdefault((scheme, place), self._find(scheme, place))
+        idle = self._idle.get((scheme, place))
+        if idle is None:
+            idle = self._idle.setdefault((scheme, place), deque())
+        connection = _take(idle) or self._connect(scheme, place)
         lines = [f"Host: {place}", *(f"{name}: {value}" for name, value in headers.items())]
-        if server.proxy and scheme == "http":
-            target = f"http://{place}{target}"
-            lines += server.login
-        request = _head(f"{method} {target} HTTP/1.1", lines)
-        connection = server.take() or self._connect(scheme, server)
         try:
-            return Response(server, connection, request, bodiless=method == "HEAD")
-        except OSError:
+            request = _head(method, f"{connection.prefix}{target}", [*lines, *connection.login])
+            return Response(connection, idle, request, bodiless=method == "HEAD")
+        except (OSError, ValueError):
             connection.close()
             raise
 
-    def _find(self, scheme: str, place: str) -> _Server:
-        """The way to a server."""
-        host, port = _host_and_port(scheme, place)
+    def _proxy(self, scheme: str, host: str) -> tuple[tuple[str, int] | None, list[str]]:
+        """The proxy on the way to a host, if any, and the header lines that it wants."""
         proxy = None
         if self._proxies is not None:
             proxy = self._proxies.get(scheme)
@@ -325,32 +309,35 @@ class Transport:
 
             proxy = None if proxy_bypass(host) else getproxies().get(scheme)
         if not proxy:
-            return _Server(host, port, None, [])
+            return None, []
         # As curl takes it, "host:port" is a proxy too.
-        hop, server, _ = split_url(proxy if "://" in proxy else f"http://{proxy}")
+        hop, place, _ = split_url(proxy if "://" in proxy else f"http://{proxy}")
         if hop != "http":
             raise ValueError("a proxy must be an http:// URL")
-        user, at, server = server.rpartition("@")
+        user, at, place = place.rpartition("@")
         login = [f"Proxy-Authorization: {basic_login(user)}"] if at else []
-        return _Server(host, port, _host_and_port(hop, server), login)
+        return _host_and_port(hop, place), login
 
-    def _connect(self, scheme: str, server: _Server) -> _Connection:
-        place = server.proxy or (server.host, server.port)
-        sock = socket.create_connection(place, timeout=self._connect_timeout)
+    def _connect(self, scheme: str, place: str) -> _Connection:
+        host, port = _host_and_port(scheme, place)
+        proxy, login = self._proxy(scheme, host)
+        timeout = min(self._timeout, _CONNECT_TIMEOUT)
+        sock = socket.create_connection(proxy or (host, port), timeout=timeout)
         connection = _Connection(sock, self._timeout)
         if scheme == "http":
+            if proxy:
+                connection.prefix, connection.login = f"http://{place}", login
             return connection
         try:
-            if server.proxy:
-                host = f"[{server.host}]" if ":" in server.host else server.host
-                target = f"{host}:{server.port}"
-                head = _head(f"CONNECT {target} HTTP/1.1", [f"Host: {target}", *server.login])
-                response = Response(server, connection, head, bodiless=True)
+            if proxy:
+                target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+                request = _head("CONNECT", target, [f"Host: {target}", *login])
+                response = Response(connection, deque(), request, bodiless=True)
                 if not 200 <= response.status < 300:
                     kind = PermissionError if response.status in (403, 407) else ConnectionError
                     raise kind(f"the proxy answered {response.status} {response.reason}")
-            sock.settimeout(self._connect_timeout)
-            secure = self._tls.wrap_socket(sock, server_hostname=server.host)
+            sock.settimeout(timeout)
+            secure = self._tls.wrap_socket(sock, server_hostname=host)
             return _Connection(secure, self._timeout, secure=True)
         except (OSError, ConfigError):
             connection.close()
@@ -378,10 +365,19 @@ class Transport:
             return context
 
 
-def _close_idle(servers: dict[tuple[str, str], _Server]) -> None:
-    for server in servers.values():
-        while server.idle:
-            server.idle.pop().close()
+def _take(idle: _Idle) -> _Connection | None:
+    """A kept connection that seems to be alive."""
+    with contextlib.suppress(IndexError):
+        while not (connection := idle.pop()).is_idle():
+            connection.close()
+        return connection
+    return None
+
+
+def _close_all(kept: dict[tuple[str, str], _Idle]) -> None:
+    for idle in kept.values():
+        while idle:
+            idle.pop().close()
 
 
 def _host_and_port(scheme: str, place: str) -> tuple[str, int]:
@@ -391,7 +387,8 @@ def _host_and_port(scheme: str, place: str) -> tuple[str, int]:
     return parts.hostname, parts.port or (443 if scheme == "https" else 80)
 
 
-def _head(first: str, lines: list[str]) -> bytes:
+def _head(method: str, target: str, lines: list[str]) -> bytes:
+    first = f"{method} {target} HTTP/1.1"
     if any(_CONTROL.search(line) for line in (first, *lines)):
         raise ValueError("a line of the request holds a control character")
     return "\r\n".join([first, *lines, "", ""]).encode("latin-1")

@@ -34,7 +34,6 @@ T = TypeVar("T")
 
 #: What counts as a shard below a prefix. Their sidecars (.tar.idx, .json, .md5) do not.
 _SHARD = re.compile(r"\.(tar|tgz|tar\.(gz|bz2|xz|zst|lz4))\Z", re.IGNORECASE)
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
 #: A question mark before ``name=`` begins a query (``?versionId=``), it is no wildcard.
 _WILDCARD = re.compile(r"\*|\?(?![A-Za-z][A-Za-z0-9_.-]*=)")
 _GLOB = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
@@ -47,16 +46,9 @@ _SPARE_PAGES = 64
 _TIMEOUT = 10.0
 
 
-def _scheme_of(url: str) -> str:
-    found = _SCHEME.match(url)
-    return found[1].lower() if found else "file"
-
-
 def is_pattern(url: str) -> bool:
-    """Whether ``url`` stands for what a listing finds: a prefix with ``/`` at its end,
-    or a name with ``*`` or ``?`` in it.
-    """
-    scheme = _scheme_of(url)
+    """Whether ``url`` is a prefix with ``/`` at its end, or has ``*`` or ``?`` in it."""
+    scheme = url.partition(":")[0].lower()
     if scheme == "pipe":
         return False
     if scheme in ("http", "https"):  # a query, and a directory that is a document, look the same
@@ -97,7 +89,7 @@ class Listing:
             AccessDeniedError, ConfigError, TransferError: it cannot be listed.
         """
         root, wanted, deep = _split(pattern)
-        if _scheme_of(pattern) in ("s3", "s3a", "s3n"):
+        if pattern.partition(":")[0].lower() in ("s3", "s3a", "s3n"):
             bucket, slash, rest = root.partition("://")[2].partition("/")
             if not bucket or not slash:
                 raise ConfigError(f"{redact(pattern)}: a bucket's name has to be given in full")
@@ -182,7 +174,6 @@ class Listing:
                 if isinstance(exn, TransferError):
                     break  # it would be as silent for the next folder, and cost as long
             if left <= 0:
-                logger.info("listing s3://%s for sizes takes too long", bucket)
                 break
         sizes = {key: self._sizes[name] for name, key in names.items() if name in self._sizes}
         for shard in shards:

@@ -164,8 +164,11 @@ class S3Origin:
         }
         try:
             session = botocore.session.Session(profile=options.get("profile"))
-            if options.get("key"):
-                session.set_credentials(*(options.get(name) for name in ("key", "secret", "token")))
+            names = "aws_access_key_id", "aws_secret_access_key", "aws_session_token"
+            keys = [client_kwargs.pop(name, None) for name in names]
+            keys = keys if keys[0] else [options.get(name) for name in ("key", "secret", "token")]
+            if keys[0]:
+                session.set_credentials(*keys)
             # Any region will do: S3 answers with the right one.
             region = client_kwargs.pop("region_name", None)
             self._region = region or session.get_config_variable("region") or "us-east-1"

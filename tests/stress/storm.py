@@ -250,6 +250,8 @@ class Worker:
         """To a limit, of what dead processes left, or, seldom, of everything."""
         limit = {"max_size": int(self.storm.max_size * self.draw.uniform(0.5, 1))}
         ways = [limit, {"orphans": True}, {"everything": True}]
+        if not (self.storm.root / "manifest.json").exists():
+            return  # nobody has used it yet
         with self._call("clean", name):
             self.cache.clean(**self.draw.choices(ways, (18, 35, 1))[0])
 

@@ -35,8 +35,6 @@ _FIRST = 60.0
 _MEMORY_INTERVAL = 2.0
 #: Seconds for which the partials of dead processes stay: an interrupted prewarm resumes them.
 _KEEP_PARTIALS = 3600.0
-#: The part of ``max_size`` that a round leaves.
-_SOFT = 0.95
 #: Seconds that the end of a process waits for a round.
 _FAREWELL = 2.0
 
@@ -111,8 +109,7 @@ class Housekeeper:
     """Cleans beside a job, so that a node without cron stays within its bounds.
 
     Every few minutes one of the processes that use a cache does what ``shardcache clean`` does, in
-    a thread of its own, under the same lock, and only if nobody else has done so lately. It goes a
-    little below the limits, so that an admission seldom has to list all entries.
+    a thread of its own, under the same lock, and only if nobody else has done so lately.
     A RAM disk is checked every few seconds: as the job's own memory grows, the cgroup leaves less
     for the disk, and the kernel would kill the job, not ask the cache. A disk that fails is no
     error of the job's here: the next read or write finds it.
@@ -144,27 +141,24 @@ class Housekeeper:
     def _work(self, is_round: bool) -> None:
         space = self._tier.space()
         try:
-            if not is_round:
+            if is_round:
+                self._clean(space)
+            else:
                 logger.info("gave %d bytes of %s back to the job", space.relieve(), space.node.base)
-            elif not self._was_cleaned():
-                with space.sole_cleaner(wait=False):
-                    limits = space.limits()
-                    if limits.max_size is not None:
-                        limits = replace(limits, max_size=int(limits.max_size * _SOFT))
-                    report = clean(space, limits)
-                if report.removed:
-                    logger.info("cleaned: %d removed, %d bytes", len(report.removed), report.freed)
         except LockTimeoutError as exn:
             logger.debug("%s", exn)
         except OSError as exn:
             logger.info("cleaning beside the job failed: %s", exn)
 
-    def _was_cleaned(self) -> bool:
-        """Whether a process of this node cleaned lately: that writes to the lock's file."""
-        with contextlib.suppress(FileNotFoundError):
-            last = os.lstat(self._tier.node.named_lock("clean")).st_mtime
-            return 0 <= clock.time() - last < INTERVAL
-        return False
+    def _clean(self, space: Space) -> None:
+        with contextlib.suppress(FileNotFoundError):  # nobody has cleaned it yet
+            last = os.lstat(space.node.named_lock("clean")).st_mtime  # cleaners write to it
+            if 0 <= clock.time() - last < INTERVAL:
+                return
+        with space.sole_cleaner(wait=False):
+            report = clean(space, space.limits())
+        if report.removed:
+            logger.info("cleaned: %d removed, %d bytes", len(report.removed), report.freed)
 
     def close(self) -> None:
         """End with the process: a round that is under way may be left at any point."""

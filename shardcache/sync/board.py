@@ -88,9 +88,11 @@ def _ask(call: Callable[..., T], *args: Any) -> T:
 
 def process_name(pid: int) -> str:
     """A name that no other process has, on any machine: boot, number, start in ticks (proc(5))."""
-    # The second field may hold anything, so count from its last parenthesis.
-    stat = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
-    return f"{boot_id()}-{pid}-{stat.rpartition(')')[2].split()[19]}"
+    with contextlib.suppress(OSError):  # a parent outside of our pid namespace has no stat
+        # The second field may hold anything, so count from its last parenthesis.
+        stat = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
+        return f"{boot_id()}-{pid}-{stat.rpartition(')')[2].split()[19]}"
+    return f"{socket.gethostname()}-{pid}"
 
 
 #: The name of a process that nobody launched; its forked children know it, too.

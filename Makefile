@@ -13,7 +13,7 @@ PARALLEL := --numprocesses $(WORKERS) --dist loadfile
 
 # A stamp whose recipe failed half-way is no stamp.
 .DELETE_ON_ERROR:
-.PHONY: help demo test coverage stress stress-full test-integrations lint audit bench docs clean
+.PHONY: help demo test coverage stress stress-full test-integrations lint audit bench docs site clean
 
 help:
 	@echo "make demo    the main job on an embedded S3 server, with a table of what happened"
@@ -26,6 +26,7 @@ help:
 	@echo "make audit   known vulnerabilities of the dependencies (needs the network)"
 	@echo "make bench   every benchmark, against peers; writes docs/benchmarks.md (hours)"
 	@echo "make docs    write docs/options.md and docs/cli.md anew"
+	@echo "make site    build the documentation's site in .site"
 	@echo "make clean   remove .venv and caches of tools"
 
 # One stamp per extra: the demo does not wait for torch. Two runs of make in one checkout take
@@ -45,6 +46,11 @@ $(VENV)/.test: pyproject.toml
 # Apart from `.test`: what it installs weighs a gigabyte.
 $(VENV)/.test-integrations: pyproject.toml
 	$(call INSTALL,test-integrations,$(VENV)/.demo $(VENV)/.test)
+
+$(VENV)/.docs: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	@touch $@
 
 # boto3 apart, in the version of the botocore that s3fs pins: the two are numbered alike, and
 # pip asked for both at once finds no way out.
@@ -94,5 +100,8 @@ bench: $(VENV)/.bench
 docs: $(VENV)/.test
 	$(BIN)/python docs/generate.py
 
+site: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
 clean:
-	rm -rf $(VENV) .venv.lock .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .site .venv.lock .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .hypothesis

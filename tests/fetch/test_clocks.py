@@ -6,7 +6,6 @@ Nothing but the order of evictions, and ages that people ask for, may depend on 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ import pytest
 from shardcache.cache import Cache
 from shardcache.layout import Layout
 from shardcache.locks.flock import Holder, KeyLock
-from shardcache.locks.sessions import Session
 from tests.support.shop import Shop
 from tests.support.workers import YEAR, Clock
 
@@ -74,21 +72,6 @@ def test_what_was_used_in_the_future_goes_first_and_makes_room(shop: Shop, tmp_p
         shop.expect(right, shop.urls[7], stored=False)
 
 
-def test_a_clock_set_back_in_mid_run_leaves_the_running_jobs_shards(
-    shop: Shop, tmp_path: Path
-) -> None:
-    budget = 4 * shop.size
-    clock = Clock(tmp_path / "clock")
-    clock.set(AHEAD)
-    with shop.worker(clock, max_size=budget) as job:
-        for url in shop.urls[:3]:
-            shop.expect(job, url)
-        clock.set(0)
-        shop.expect(job, shop.urls[3])
-        shop.expect(job, shop.urls[4], stored=False)
-        assert set(shop.entries()) == set(shop.urls[:4])
-
-
 def test_a_job_that_began_before_the_clock_was_right_keeps_no_shard_for_ever(
     shop: Shop, tmp_path: Path
 ) -> None:
@@ -122,19 +105,3 @@ def test_nothing_in_use_goes_whatever_the_clock_says(shop: Shop, tmp_path: Path)
             for url in shop.urls[1:4]:
                 other.ask("read", url)
             assert Path(name).exists()
-
-
-# -- a clock that means nothing at all ------------------------------------------------
-
-
-def test_a_session_counts_whatever_its_date(
-    tmp_path: Path, make_cache: Callable[..., Cache]
-) -> None:
-    """Live is who holds the lock; the date only tells since when."""
-    layout = Layout.of_root(make_cache().dir)
-    for started in (0.0, 1.0, -5e8, 3e9, 4e9):
-        session = Session(layout, started)
-        with Cache(layout.base.parent) as cleaner:
-            cleaner.clean()
-        assert session.path.exists()
-        session.close()

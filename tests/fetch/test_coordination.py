@@ -7,26 +7,27 @@ import logging
 import os
 import shutil
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-import shardcache.clock
 from shardcache.cache import Cache
 from shardcache.errors import IntegrityError, LockTimeoutError, TransferError
-from shardcache.layout import Layout
+from shardcache.layout import META, Layout
 from shardcache.locks.flock import Holder, KeyLock, read_holder
 from shardcache.origins.base import TransientError
 from shardcache.store.digest import BLOCK
+from shardcache.store.entry import Metadata
 from shardcache.store.partial import Partial
 from shardcache.store.store import Store
 from tests.support.fakes import FakeClock, Fault, MemoryOrigin
+from tests.support.storetools import wait_until
 from tests.support.tars import make_tar
 
-URL = "s3://lab/train-0000.tar"
-DATA = make_tar(1, members=3, size=BLOCK)
+URL, OTHER = "s3://lab/train-0000.tar", "s3://lab/other.tar"
+DATA, NEWER = (make_tar(seed, members=3, size=BLOCK) for seed in (1, 2))
 MakeCache = Callable[..., Cache]
 
 
@@ -40,38 +41,68 @@ def read(cache: Cache, url: str = URL) -> bytes:
         return stream.read()
 
 
+def streamed(cache: Cache) -> bool:
+    """Read the shard; whether it was not stored."""
+    with cache.open(URL) as stream:
+        assert stream.read() == DATA
+        return bool(stream.name == URL)
+
+
 def fetches(origin: MemoryOrigin) -> int:
     return sum(start == 0 for _, start, _ in origin.requests)
 
 
-def hold(cache: Cache, *, pid: int = 4711, started: float | None = None) -> KeyLock:
+def layout(cache: Cache) -> Layout:
+    return Layout.of_root(cache.dir)
+
+
+def hold(cache: Cache, clock: FakeClock) -> KeyLock:
     """Take the key's lock as another process would."""
-    shard = cache.parse(URL)
-    lock = KeyLock(Layout.of_root(cache.dir).key_lock(shard.key))
-    now = shardcache.clock.time() if started is None else started
-    assert lock.try_acquire(Holder(pid, "node-7", 3, "job", now))
+    lock = KeyLock(layout(cache).key_lock(cache.parse(URL).key))
+    assert lock.try_acquire(Holder(4711, "node-7", 3, "job", clock.time()))
     return lock
 
 
+def metadata_for(cache: Cache, origin: MemoryOrigin) -> Metadata:
+    shard = cache.parse(URL)
+    return Metadata(URL, shard.key, origin.info(shard), len(DATA), "", None, 1.0, "boot", "test")
+
+
+def interrupted(cache: Cache, origin: MemoryOrigin) -> None:
+    """A fetch that fails after two blocks and leaves them."""
+    origin.faults.append(Fault(after=2 * BLOCK + 9, error=TransientError("reset")))
+    origin.faults.append(Fault(after=None))
+    with pytest.raises(TransferError):
+        cache.fetch(URL)
+    origin.requests.clear()
+
+
+# -- sharing -------------------------------------------------------------------------------
+
+
 @pytest.mark.locks_work
-def test_threads_share_one_fetch(make_cache: MakeCache, origin: MemoryOrigin) -> None:
-    cache = make_cache()
-    results: list[bytes] = []
+def test_threads_share_one_fetch_and_a_hit_asks_nobody(
+    make_cache: MakeCache, origin: MemoryOrigin
+) -> None:
+    cache, results = make_cache(), []
     threads = [threading.Thread(target=lambda: results.append(read(cache))) for _ in range(16)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert results == [DATA] * 16
-    assert fetches(origin) == 1
-    assert origin.delivered == len(DATA)
+    assert (fetches(origin), origin.delivered) == (1, len(DATA))
+    origin.objects.clear()
+    origin.requests.clear()
+    origin.stats.clear()
+    assert read(cache) == read(make_cache()) == DATA
+    assert (origin.requests, origin.stats) == ([], [])
 
 
 def test_whoever_gets_the_lock_looks_again_before_fetching(
     make_cache: MakeCache, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, late = make_cache(), make_cache()
-    real = KeyLock.try_acquire
+    first, late, real = make_cache(), make_cache(), KeyLock.try_acquire
 
     def others_first(self: KeyLock, holder: Holder) -> bool:
         monkeypatch.setattr(KeyLock, "try_acquire", real)
@@ -83,46 +114,25 @@ def test_whoever_gets_the_lock_looks_again_before_fetching(
     assert fetches(origin) == 1
 
 
-def test_a_hit_asks_the_origin_nothing(make_cache: MakeCache, origin: MemoryOrigin) -> None:
-    cache = make_cache()
-    read(cache)
-    origin.requests.clear()
-    origin.stats.clear()
-    origin.objects.clear()
-    assert read(cache) == DATA
-    assert read(make_cache()) == DATA
-    assert (origin.requests, origin.stats) == ([], [])
+# -- waiting -------------------------------------------------------------------------------
 
 
 @pytest.mark.locks_work
-def test_a_stuck_holder_is_passed_by_after_stale_after_and_keeps_its_lock(
-    make_cache: MakeCache, origin: MemoryOrigin, clock: FakeClock, caplog: pytest.LogCaptureFixture
-) -> None:
-    cache = make_cache(stale_after=120)
-    lock = hold(cache)
-    with caplog.at_level(logging.WARNING):
-        assert read(cache) == DATA
-    assert 120 <= clock.elapsed < 125
-    assert fetches(origin) == 1
-    another = KeyLock(lock.path)
-    assert not another.try_acquire(Holder(1, "x", None, None, 0.0))  # still the holder's
-    lock.release()
-    text = caplog.text
-    assert "process 4711 on node-7 (rank 3) has been fetching it for 10" in text
-    assert "fetching it here too" in text
-
-
-@pytest.mark.locks_work
-def test_waiting_is_announced_every_ten_seconds(
-    make_cache: MakeCache, origin: MemoryOrigin, clock: FakeClock, caplog: pytest.LogCaptureFixture
+def test_a_stuck_holder_is_announced_and_passed_by_and_keeps_its_lock(
+    make_cache: MakeCache, origin: MemoryOrigin, clock: FakeClock, caplog
 ) -> None:
     cache = make_cache(stale_after=60)
-    lock = hold(cache)
-    with caplog.at_level(logging.WARNING, logger="shardcache.fetch.waiting"):
-        read(cache)
+    lock = hold(cache, clock)
+    with caplog.at_level(logging.WARNING):
+        assert read(cache) == DATA
+    assert 60 <= clock.elapsed < 65
+    assert fetches(origin) == 1
+    assert not KeyLock(lock.path).try_acquire(Holder(1, "x", None, None, 0.0))
     lock.release()
-    announced = [r for r in caplog.records if "waiting for" in r.getMessage()]
-    assert len(announced) == 5  # at 10, 20, ... 50 seconds
+    said = [r.getMessage() for r in caplog.records if getattr(r, "event", "") == "waiting"]
+    assert len(said) == 5  # at 10, 20, ... 50 seconds
+    assert "process 4711 on node-7 (rank 3) has been fetching it for 10" in said[0]
+    assert "fetching it here too" in caplog.text
 
 
 @pytest.mark.locks_work
@@ -130,78 +140,50 @@ def test_a_holder_that_makes_progress_is_never_passed_by(
     make_cache: MakeCache, origin: MemoryOrigin, clock: FakeClock
 ) -> None:
     cache = make_cache(stale_after=10, lock_timeout=100)
-    lock = hold(cache)
-    shard = cache.parse(URL)
-    layout = Layout.of_root(cache.dir)
-    template = metadata_for(cache, origin)
-    partial = Partial.create(layout, template, shard.basename)
+    lock = hold(cache, clock)
+    partial = Partial.create(layout(cache), metadata_for(cache, origin), "train-0000.tar")
     lock.update(Holder(4711, "node-7", 3, "job", clock.time(), partial.path.name))
-    block = iter(range(10**6))
+    grown = [0]
 
     def grow() -> None:
-        if int(clock.elapsed) > grow.last:
-            grow.last = int(clock.elapsed)
-            partial.record(next(block), b"x" * 16, BLOCK)
+        if int(clock.elapsed) > grown[-1]:
+            grown.append(int(clock.elapsed))
+            partial.record(len(grown), b"x" * 16, BLOCK)
 
-    grow.last = 0
     clock.on_sleep.append(grow)
-    with pytest.raises(LockTimeoutError, match=r"process 4711 on node-7 \(rank 3\)") as caught:
+    with pytest.raises(LockTimeoutError, match=r"process 4711 on node-7 \(rank 3\).*%"):
         cache.fetch(URL)
     assert 100 <= clock.elapsed < 101
-    assert "%" in str(caught.value)
     assert fetches(origin) == 0
     partial.discard()
     lock.release()
 
 
-def metadata_for(cache: Cache, origin: MemoryOrigin):
-    from shardcache.store.entry import Metadata
-
-    shard = cache.parse(URL)
-    return Metadata(URL, shard.key, origin.info(shard), len(DATA), "", None, 1.0, "boot", "test")
-
-
 @pytest.mark.locks_work
-def test_a_reader_that_waited_too_long_streams_instead(
-    make_cache: MakeCache, origin: MemoryOrigin, clock: FakeClock
+def test_a_reader_that_waited_too_long_streams_unless_it_is_strict(
+    make_cache: MakeCache, clock: FakeClock
 ) -> None:
     cache = make_cache(lock_timeout=5, stale_after=60)
-    lock = hold(cache)
-    stream, path = cache.opener.open(cache.parse(URL))
-    with stream:
-        assert stream.read() == DATA
-    assert path is None
+    lock = hold(cache, clock)
+    assert streamed(cache)
     assert 5 <= clock.elapsed < 6
-    lock.release()
-
-
-@pytest.mark.locks_work
-def test_a_strict_reader_that_waited_too_long_gets_the_error(
-    make_cache: MakeCache, origin: MemoryOrigin, clock: FakeClock
-) -> None:
-    cache = make_cache(lock_timeout=5, stale_after=60, strict=True)
-    lock = hold(cache)
     with pytest.raises(LockTimeoutError):
-        cache.open(URL)
+        make_cache(lock_timeout=5, stale_after=60, strict=True).open(URL)
     lock.release()
 
 
 @pytest.mark.locks_work
-def test_only_two_pass_a_stuck_holder_by(
-    make_cache: MakeCache, origin: MemoryOrigin, clock: FakeClock
-) -> None:
+def test_only_two_pass_a_stuck_holder_by(make_cache: MakeCache, clock: FakeClock) -> None:
     cache = make_cache(stale_after=1, lock_timeout=30)
-    lock = hold(cache)
-    layout = Layout.of_root(cache.dir)
-    slots = [KeyLock(layout.named_lock(f"private-{n}")) for n in range(2)]
-    for slot in slots:
-        assert slot.try_acquire(Holder(1, "x", None, None, 0.0))
+    locks = [KeyLock(layout(cache).named_lock(f"private-{n}")) for n in range(2)]
+    assert all(lock.try_acquire(Holder(1, "x", None, None, 0.0)) for lock in locks)
+    locks.append(hold(cache, clock))
     with pytest.raises(LockTimeoutError):
         cache.fetch(URL)
-    slots[0].release()
+    locks[0].release()
     assert cache.fetch(URL).size == len(DATA)
-    slots[1].release()
-    lock.release()
+    for lock in locks:
+        lock.release()
 
 
 @pytest.mark.locks_work("flock")
@@ -209,37 +191,32 @@ def test_a_late_holder_publishes_nothing_over_the_entry(
     make_cache: MakeCache, origin: MemoryOrigin
 ) -> None:
     cache = make_cache()
-    shard = cache.parse(URL)
-    late = Partial.create(Layout.of_root(cache.dir), metadata_for(cache, origin), shard.basename)
+    late = Partial.create(layout(cache), metadata_for(cache, origin), "train-0000.tar")
     entry = cache.fetch(URL)
     inode = entry.data.stat().st_ino
     late.write(0, memoryview(DATA))
-    store = Store(Layout.of_root(cache.dir))
-    assert store.publish(late, entry.metadata()) == entry.path
+    assert Store(layout(cache)).publish(late, entry.metadata()) == entry.path
     late.close()
     assert entry.data.stat().st_ino == inode
-    assert os.listdir(Layout.of_root(cache.dir).partial) == []
+    assert os.listdir(layout(cache).partial) == []
+
+
+# -- resuming ------------------------------------------------------------------------------
 
 
 @pytest.mark.locks_work("answers")
-def test_what_a_failed_fetch_left_is_resumed(make_cache: MakeCache, origin: MemoryOrigin) -> None:
+@pytest.mark.parametrize("replaced", [False, True])
+def test_what_a_failed_fetch_left_is_resumed_unless_the_object_was_replaced(
+    make_cache: MakeCache, origin: MemoryOrigin, replaced: bool
+) -> None:
     cache = make_cache(attempts=1, connections=1)
-    origin.faults.append(Fault(after=2 * BLOCK + 9, error=TransientError("reset")))
-    origin.faults.append(Fault(after=None))
-    with pytest.raises(TransferError):
-        cache.fetch(URL)
-    origin.requests.clear()
-    assert read(cache) == DATA
-    assert [start for _, start, _ in origin.requests] == [2 * BLOCK]
-
-
-def interrupted(cache: Cache, origin: MemoryOrigin) -> None:
-    """A fetch that fails after a block and leaves it."""
-    origin.faults.append(Fault(after=BLOCK + 9, error=TransientError("reset")))
-    origin.faults.append(Fault(after=None))
-    with pytest.raises(TransferError):
-        cache.fetch(URL)
-    origin.requests.clear()
+    interrupted(cache, origin)
+    if replaced:
+        origin.objects[URL] = NEWER
+    assert read(cache) == origin.objects[URL]
+    assert origin.requests[0][1] == 2 * BLOCK
+    assert len(origin.requests) == 1 + replaced
+    assert os.listdir(layout(cache).partial) == []
 
 
 @pytest.mark.locks_work
@@ -248,16 +225,22 @@ def test_a_resumed_fetch_needs_its_own_bytes_and_no_more(
     make_cache: MakeCache, origin: MemoryOrigin, less: int, stored: bool
 ) -> None:
     interrupted(make_cache(attempts=1, connections=1), origin)
-    cache = make_cache(max_size=len(DATA) - less)
-    with cache.open(URL) as stream:
-        assert stream.read() == DATA
-        assert (stream.name != URL) == stored
-    assert len(list(cache.entries())) == stored
+    assert streamed(make_cache(max_size=len(DATA) - less)) != stored
+
+
+@pytest.mark.locks_work("flock")
+def test_a_resumed_fetch_is_admitted_anew(make_cache: MakeCache, origin: MemoryOrigin) -> None:
+    budget = len(DATA) + 5 * BLOCK
+    cache = make_cache(attempts=1, connections=1, max_size=budget)
+    interrupted(cache, origin)
+    origin.objects[OTHER] = make_tar(2, members=2, size=2 * BLOCK)
+    assert cache.fetch(OTHER).size > 5 * BLOCK  # the dead fetch holds nothing back
+    assert streamed(cache)
+    assert sum(entry.size for entry in cache.entries()) <= budget
 
 
 @pytest.mark.locks_work
-@pytest.mark.parametrize("resumed", [True, False])
-@pytest.mark.parametrize("rank", [None, 3])
+@pytest.mark.parametrize(("resumed", "rank"), [(True, None), (False, 3)])
 def test_the_lock_says_who_fetches_what(
     make_cache: MakeCache,
     origin: MemoryOrigin,
@@ -270,59 +253,43 @@ def test_the_lock_says_who_fetches_what(
     if rank is not None:
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("WORLD_SIZE", "8")
-    cache = make_cache(connections=1)
-    layout = Layout.of_root(cache.dir)
-    seen: list[Holder] = []
-    real = origin.open
+    cache, seen, real = make_cache(connections=1), [], origin.open
 
-    def watched(*args):
-        if args[1]:  # not the first, which tells the size
-            holder = read_holder(layout.key_lock(cache.parse(URL).key))
-            assert holder is not None
-            seen.append(holder)
-            assert [holder.partial] == os.listdir(layout.partial)
-        return real(*args)
+    def watched(*arguments: Any) -> Any:
+        if arguments[1]:  # not the first, which tells the size
+            holder = read_holder(layout(cache).key_lock(cache.parse(URL).key))
+            assert holder is not None and [holder.partial] == os.listdir(layout(cache).partial)
+            seen.append((holder.pid, holder.rank))
+        return real(*arguments)
 
-    origin.open = watched
+    origin.open = watched  # type: ignore[method-assign]
     origin.faults.append(Fault(after=BLOCK, error=TransientError("reset")))
     cache.fetch(URL)
-    assert {(holder.pid, holder.rank) for holder in seen} == {(os.getpid(), rank)}
+    assert set(seen) == {(os.getpid(), rank)}
 
 
-@pytest.mark.locks_work("answers")
-def test_a_resumed_partial_of_an_older_version_is_dropped(
-    make_cache: MakeCache, origin: MemoryOrigin
-) -> None:
-    cache = make_cache(attempts=1, connections=1)
-    origin.faults.append(Fault(after=2 * BLOCK + 9, error=TransientError("reset")))
-    origin.faults.append(Fault(after=None))
-    with pytest.raises(TransferError):
-        cache.fetch(URL)
-    newer = make_tar(2, members=3, size=BLOCK)
-    origin.objects[URL] = newer
-    assert read(cache) == newer
-    assert URL in cache
-    assert os.listdir(Layout.of_root(cache.dir).partial) == []
+# -- damage --------------------------------------------------------------------------------
 
 
-def test_a_damaged_entry_is_a_miss_with_a_reason_and_fetched_again(
-    make_cache: MakeCache, origin: MemoryOrigin, caplog: pytest.LogCaptureFixture
-) -> None:
-    entry = make_cache().fetch(URL)
+def truncated(entry: Any) -> None:
     os.truncate(entry.data, 100)
+
+
+def without_sidecar(entry: Any) -> None:
+    (entry.path / META).unlink()
+
+
+@pytest.mark.parametrize("damage", [truncated, without_sidecar])
+def test_a_damaged_entry_is_a_miss_with_a_reason_and_fetched_again(
+    make_cache: MakeCache, origin: MemoryOrigin, caplog, damage: Callable[[Any], None]
+) -> None:
+    damage(make_cache().fetch(URL))
     with caplog.at_level(logging.WARNING):
         assert read(make_cache()) == DATA
     assert fetches(origin) == 2
-    assert "its data file has 100 bytes" in caplog.text
-    [aside] = os.listdir(Layout.of_root(make_cache().dir).partial)
+    assert "was damaged and is fetched again" in caplog.text
+    [aside] = os.listdir(layout(make_cache()).partial)
     assert aside.startswith("evict.")
-
-
-def test_a_missing_sidecar_is_a_miss(make_cache: MakeCache, origin: MemoryOrigin) -> None:
-    entry = make_cache().fetch(URL)
-    (entry.path / "meta.json").unlink()
-    assert read(make_cache()) == DATA
-    assert fetches(origin) == 2
 
 
 def test_an_entry_of_another_boot_is_verified_once(
@@ -334,8 +301,8 @@ def test_an_entry_of_another_boot_is_verified_once(
         file.seek(2 * BLOCK)
         file.write(bytes(64))
     assert read(make_cache()) != DATA  # same boot: trusted
-    monkeypatch.setattr("shardcache.store.store.boot_id", lambda: "another-boot")
-    monkeypatch.setattr("shardcache.fetch.coordinator.boot_id", lambda: "another-boot")
+    for module in ("store.store", "fetch.coordinator"):
+        monkeypatch.setattr(f"shardcache.{module}.boot_id", lambda: "another-boot")
     assert read(make_cache()) == DATA
     assert fetches(origin) == 2
     hashed: list[int] = []
@@ -344,9 +311,7 @@ def test_an_entry_of_another_boot_is_verified_once(
     assert hashed == []
 
 
-def test_a_validate_hook_refuses_before_publishing(
-    make_cache: MakeCache, origin: MemoryOrigin
-) -> None:
+def test_a_validate_hook_refuses_before_publishing(make_cache: MakeCache) -> None:
     seen: list[bytes] = []
 
     def check(path: Path) -> None:
@@ -358,62 +323,93 @@ def test_a_validate_hook_refuses_before_publishing(
     with pytest.raises(IntegrityError, match="no labels"):
         cache.fetch(URL)
     assert list(cache.entries()) == []
+    assert os.listdir(layout(cache).partial) == []
     assert read(cache) == DATA
     assert seen == [DATA, DATA]
 
 
-def test_an_error_page_is_not_published(make_cache: MakeCache, origin: MemoryOrigin) -> None:
-    origin.objects[URL] = b"<html><body>503 Service Unavailable</body></html>" * 20
-    cache = make_cache()
-    with pytest.raises(IntegrityError, match="no tar archive"):
-        cache.fetch(URL)
-    assert list(cache.entries()) == []
-    assert os.listdir(Layout.of_root(cache.dir).partial) == []
+@pytest.mark.locks_work("answers")
+@pytest.mark.parametrize("times", [1, 1000])
+def test_a_disk_or_quota_that_is_full_makes_room_once_and_then_streams(
+    make_cache: MakeCache, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    origin.objects[OTHER] = NEWER
+    first = make_cache()
+    os.utime(first.fetch(OTHER).path / META, (1, 1))  # a job that is over has left it
+    first.close()
+    cache, real, struck = make_cache(), Partial.write, []
+
+    def write(*arguments: Any) -> None:
+        if len(struck) < times:
+            struck.append(arguments)
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+        real(*arguments)
+
+    monkeypatch.setattr(Partial, "write", write)
+    assert streamed(cache) == (times > 1)
+    assert OTHER not in cache
 
 
-def test_a_full_disk_makes_room_once_and_then_streams(
-    make_cache: MakeCache, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
+# -- what other programs do to the cache ---------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["", "v1/locks"])
+def test_directories_may_vanish_at_any_time(
+    make_cache: MakeCache, origin: MemoryOrigin, what: str
 ) -> None:
     cache = make_cache()
-    tries: list[int] = []
-
-    def full(self, offset, data, fd=None):
-        tries.append(offset)
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(Partial, "write", full)
-    stream, path = cache.opener.open(cache.parse(URL))
-    with stream:
-        assert stream.read() == DATA
-    assert path is None
-    assert len(tries) >= 1
-
-
-def test_the_cache_directory_may_vanish_in_mid_run(
-    make_cache: MakeCache, origin: MemoryOrigin
-) -> None:
-    cache = make_cache()
-    read(cache)
-    shutil.rmtree(cache.dir)
-    assert read(cache) == DATA  # streamed or fetched anew: the reader does not care
+    cache.fetch(URL)
+    cache.remove(URL)
+    shutil.rmtree(cache.dir / what)
+    assert read(cache) == DATA
+    assert URL in cache
     assert fetches(origin) == 2
 
 
-def test_the_lock_directory_may_be_deleted_at_any_time(
+def test_a_partial_that_is_swept_in_mid_fetch_is_begun_anew(
     make_cache: MakeCache, origin: MemoryOrigin
 ) -> None:
-    cache = make_cache()
-    shutil.rmtree(Layout.of_root(cache.dir).locks)
+    cache = make_cache(connections=1)
+    gate, partial = threading.Event(), layout(cache).partial
+    origin.faults.append(Fault(after=2 * BLOCK, wait=gate))
+
+    def sweep() -> None:  # somebody's rm -rf: our own sweeper would see the lock
+        wait_until(lambda: any(path.stat().st_size >= BLOCK for path in partial.glob("*/*.tar")))
+        shutil.rmtree(partial, ignore_errors=True)
+        gate.set()
+
+    saboteur = threading.Thread(target=sweep)
+    saboteur.start()
     assert read(cache) == DATA
-    assert fetches(origin) == 1
-    assert len(list(cache.entries())) == 1
+    saboteur.join()
+    assert URL in cache
+
+
+def test_something_that_empties_the_cache_all_the_time_is_reported(
+    make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, real = make_cache(), Store.publish
+
+    def publish(*arguments: Any, **options: Any) -> Path:
+        entry = real(*arguments, **options)
+        shutil.rmtree(entry)
+        return entry
+
+    monkeypatch.setattr(Store, "publish", publish)
+    with pytest.raises(OSError, match="vanished, 5 times") as caught:
+        cache.fetch(URL)
+    assert not isinstance(caught.value, TransferError)  # the origin is well
+    assert streamed(cache)
+
+
+# -- uses, and siblings --------------------------------------------------------------------
 
 
 def test_a_use_is_noted_once_and_then_every_touch_interval(
-    make_cache: MakeCache, origin: MemoryOrigin, clock: FakeClock
+    make_cache: MakeCache, clock: FakeClock
 ) -> None:
     cache = make_cache(touch_interval=600)
-    entry = cache.fetch(URL)
+    cache.fetch(URL)
 
     def used() -> float:
         (found,) = cache.entries()
@@ -427,121 +423,23 @@ def test_a_use_is_noted_once_and_then_every_touch_interval(
     clock.elapsed += 1
     read(cache)
     assert used() == pytest.approx(clock.time(), abs=1e-3)
-    assert entry.path.exists()
 
 
-@pytest.mark.locks_work("answers")
-def test_a_quota_that_is_reached_evicts_what_finished_jobs_left(
-    make_cache: MakeCache, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("how", ["is damaged", "cannot be linked"])
+def test_a_copy_of_a_sibling_that_cannot_be_shared(
+    make_cache: MakeCache, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    old = "s3://lab/old.tar"
-    origin.objects[old] = make_tar(7, members=3, size=BLOCK)
-    first = make_cache()
-    os.utime(first.fetch(old).path / "meta.json", (1, 1))
-    first.close()
-    cache = make_cache()
-    real = Partial.write
-    struck: list[int] = []
-
-    def write(self, offset, data, fd=None):
-        if not struck:
-            struck.append(offset)
-            raise OSError(errno.EDQUOT, "Disk quota exceeded")
-        real(self, offset, data, fd)
-
-    monkeypatch.setattr(Partial, "write", write)
-    assert read(cache) == DATA
-    assert URL in cache
-    assert old not in cache
-
-
-def test_a_partial_that_is_swept_in_mid_fetch_is_begun_anew(
-    make_cache: MakeCache, origin: MemoryOrigin, caplog: pytest.LogCaptureFixture
-) -> None:
-    cache = make_cache(connections=1)
-    gate = threading.Event()
-    origin.faults.append(Fault(after=2 * BLOCK, wait=gate))
-    partial = Layout.of_root(cache.dir).partial
-
-    def sweep() -> None:
-        # Somebody's rm -rf: our own sweeper would see the lock.
-        while not any(path.stat().st_size >= BLOCK for path in partial.glob("*/*.tar")):
-            time.sleep(0.01)
-        shutil.rmtree(partial, ignore_errors=True)
-        gate.set()
-
-    saboteur = threading.Thread(target=sweep)
-    saboteur.start()
-    assert read(cache) == DATA
-    saboteur.join()
-    assert URL in cache
-
-
-def ranks(cache_options: dict, monkeypatch: pytest.MonkeyPatch, rank: int) -> dict:
-    monkeypatch.setenv("SHARDCACHE_RANK", str(rank))
     monkeypatch.setenv("SHARDCACHE_JOB", "job")
-    return {**cache_options, "isolation": "rank"}
+    monkeypatch.setenv("SHARDCACHE_RANK", "0")
+    entry = make_cache(isolation="rank").fetch(URL)
+    if how == "is damaged":
+        truncated(entry)
+    else:
 
+        def refuse(*arguments: object) -> None:
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
 
-def test_a_damaged_copy_of_a_sibling_is_not_shared(
-    make_cache: MakeCache, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    entry = make_cache(**ranks({}, monkeypatch, 0)).fetch(URL)
-    os.chmod(entry.data, 0o600)
-    os.truncate(entry.data, 10)
-    assert read(make_cache(**ranks({}, monkeypatch, 1))) == DATA
-    assert fetches(origin) == 2
-
-
-def test_where_links_are_impossible_the_siblings_copy_is_read(
-    make_cache: MakeCache, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_cache(**ranks({}, monkeypatch, 0)).fetch(URL)
-
-    def refuse(*args: object, **kw: object) -> None:
-        raise OSError(errno.EXDEV, "Invalid cross-device link")
-
-    monkeypatch.setattr(os, "link", refuse)
-    cache = make_cache(**ranks({}, monkeypatch, 1))
-    assert read(cache) == DATA
-    assert fetches(origin) == 1
-    assert len(list(cache.entries())) == 1
-
-
-def test_something_that_empties_the_cache_all_the_time_is_reported(
-    make_cache: MakeCache, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache = make_cache()
-    real = Store.publish
-
-    def publish(self, *args, **kw):
-        entry = real(self, *args, **kw)
-        shutil.rmtree(entry)
-        return entry
-
-    monkeypatch.setattr(Store, "publish", publish)
-    with pytest.raises(OSError, match="vanished, 5 times") as caught:
-        cache.fetch(URL)
-    assert not isinstance(caught.value, TransferError)  # the origin is well
-    with cache.open(URL) as stream:
-        assert stream.name == URL
-        assert stream.read() == DATA
-
-
-@pytest.mark.locks_work("flock")
-def test_a_resumed_fetch_is_admitted_anew(make_cache: MakeCache, origin: MemoryOrigin) -> None:
-    other = "s3://lab/other.tar"
-    origin.objects[other] = make_tar(2, members=3, size=BLOCK)
-    budget = len(DATA) + 5 * BLOCK
-    cache = make_cache(attempts=1, connections=1, max_size=budget)
-    origin.faults.append(Fault(after=BLOCK + 9, error=TransientError("reset")))
-    origin.faults.append(Fault(after=None))
-    with pytest.raises(TransferError):
-        cache.fetch(URL)
-    origin.objects[other] = make_tar(2, members=2, size=2 * BLOCK)
-    assert cache.fetch(other).size > 5 * BLOCK  # the dead fetch holds nothing back
-    stream, path = cache.opener.open(cache.parse(URL))
-    with stream:
-        assert stream.read() == DATA
-    assert path is None
-    assert sum(entry.size for entry in cache.entries()) <= budget
+        monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setenv("SHARDCACHE_RANK", "1")
+    assert read(make_cache(isolation="rank")) == DATA
+    assert fetches(origin) == 1 + (how == "is damaged")

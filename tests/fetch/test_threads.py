@@ -1,18 +1,22 @@
-"""What a fork waits for, and what not."""
+"""What is made ready in the background; what a fork waits for, and what not."""
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import subprocess
 import sys
 import threading
-import time
+from pathlib import Path
 
 import pytest
+import webdataset as wds
 
 from shardcache import threads
-from tests.support.storetools import PATIENCE, forked
+from shardcache.cache import Cache
+from tests.support.fakes import MemoryOrigin
+from tests.support.storetools import PATIENCE, forked, wait_until
 
 #: Seconds that something takes which a fork has to wait for.
 LONG = 0.4
@@ -57,23 +61,33 @@ def test_a_fork_waits_for_no_thread_that_goes_on() -> None:
         thread.join()
 
 
-def test_a_fork_waits_for_what_is_not_to_be_divided() -> None:
-    begun, over = threading.Event(), []
+FORK = """
+import filelock, os, sys, threading, time
+begun = threading.Event()
+from shardcache.threads import start, undivided
+done = []
+@undivided()
+def prepare():
+    with undivided():
+        begun.set()
+    time.sleep(0.2)
+    from shardcache.files import PRIVATE, open_exclusive
+    with filelock.FileLock(sys.argv[1]):
+        open_exclusive(sys.argv[1] + "2", os.O_RDWR | os.O_CREAT | os.O_EXCL, PRIVATE).close()
+    done.append(True)
+start(prepare, "prepare")
+begun.wait()
+pid = os.fork()
+if not pid:
+    os._exit(0 if done else 1)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
 
-    def work() -> None:
-        with threads.undivided():
-            with threads.undivided():
-                pass
-            begun.set()
-            time.sleep(LONG)
-            over.append(True)
 
-    thread = threads.start(work, "shardcache-test")
-    assert begun.wait(PATIENCE)
-    with forked(lambda parent: parent.say((list(over), dict(threads._undivided)))) as child:
-        assert child.hear() == ([True], {})
-    thread.join()
-    assert threads._undivided == {}
+def test_a_fork_waits_for_work_that_takes_locks(tmp_path: Path) -> None:
+    """Others take locks of theirs for a fork, which would not be had then: it waits first."""
+    command = [sys.executable, "-c", FORK, str(tmp_path / "lock")]
+    assert subprocess.run(command, timeout=2 * PATIENCE, check=False).returncode == 0
 
 
 def test_a_fork_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,3 +118,40 @@ def test_what_spells_the_names_of_hosts_is_there_before_a_thread_is() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=PATIENCE)
     assert done.stdout == b"True\n", done
+
+
+# -- what a cache makes ready --------------------------------------------------------------
+
+
+def prepared(cache: Cache, url: str | None) -> None:
+    cache.prepare(url)
+    wait_until(lambda: not any(t.name == "shardcache-prepare" for t in threading.enumerate()))
+
+
+def test_a_cache_prepares_its_directory_and_its_client(tmp_path: Path) -> None:
+    with Cache(tmp_path / "cache", min_free=0, endpoint_url="http://127.0.0.1:9") as cache:
+        prepared(cache, "s3://lab/a.tar")
+        assert (tmp_path / "cache" / "v1").is_dir()
+        assert cache._here().origins.of(cache.parse("s3://lab/a.tar"))._keys is not None
+
+
+@pytest.mark.parametrize(
+    ("url", "failing"), [(None, 0), ("s3://lab/a.tar", 0), ("no://URL", 1), ("pipe:x", 1)]
+)
+def test_whatever_cannot_be_prepared_is_no_error(
+    make_cache, origin: MemoryOrigin, url: str | None, failing: int, caplog
+) -> None:
+    with caplog.at_level(logging.DEBUG, "shardcache.cache"):
+        prepared(make_cache(), url)
+    assert origin.requests == []
+    assert ["not prepared" in message for message in caplog.messages] == [True] * failing
+
+
+def test_attaching_prepares_for_the_first_shard(make_cache, monkeypatch) -> None:
+    asked: list[str | None] = []
+    monkeypatch.setattr(Cache, "prepare", lambda self, url=None: asked.append(url))
+    cache = make_cache()
+    cache.attach(wds.WebDataset("s3://lab/{c..d}.tar", shardshuffle=False))
+    cache.attach(wds.WebDataset(["s3://lab/e.tar"], resampled=True, shardshuffle=False))
+    cache.attach(wds.DataPipeline(lambda: iter(()), wds.tariterators.url_opener))
+    assert asked == ["s3://lab/c.tar", "s3://lab/e.tar", None]

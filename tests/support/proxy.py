@@ -53,7 +53,7 @@ class Answer(NamedTuple):
 class Fault:
     """What goes wrong with one exchange; everything that is not set goes right."""
 
-    name: str  # for the record and for messages
+    name: str = "fault"  # for the record and for messages
     before: Callable[[], object] | None = None  # called first; may change objects on the server
     delay: float = 0.0  # seconds before the first byte of the answer
     hang_up: Literal["", "close", "reset", "stall"] = ""  # instead of any answer; reset is RST

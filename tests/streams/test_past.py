@@ -1,0 +1,274 @@
+"""Streams past the cache: one request, bytes once, from a nearer copy, versions never mixed."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardcache import Cache, TransferError
+from shardcache.errors import CacheFullError
+from shardcache.origins.base import TransientError
+from shardcache.origins.filesystem import FsspecBody
+from shardcache.store.digest import BLOCK
+from tests.support.fakes import FakeClock, Fault, MemoryOrigin
+from tests.support.storetools import no_descriptor_left
+from tests.support.tars import make_tar
+
+URLS = [f"s3://lab/{name}/0.tar" for name in "abc"]
+URL = URLS[0]
+LARGE = make_tar(1, 20, BLOCK // 2)  # 20 MiB: longer than the first part that is asked for
+DATA = make_tar(1, members=50, size=40_000)
+OTHER = make_tar(2, members=50, size=40_000)
+Make = Callable[..., Cache]
+
+
+def read(cache: Cache, url: str = URL) -> bytes:
+    with cache.open(url) as stream:
+        return stream.read()
+
+
+def starts(origin: MemoryOrigin) -> list[int]:
+    return [start for _, start, _ in origin.requests]
+
+
+# -- what a shard costs that is streamed ---------------------------------------------------
+
+
+@pytest.fixture
+def large(origin: MemoryOrigin) -> list[bytes]:
+    """Shards of 20 MiB."""
+    origin.states_checksums = False
+    origin.objects.update({url: LARGE + bytes([n]) * 512 for n, url in enumerate(URLS)})
+    return list(origin.objects.values())
+
+
+@pytest.mark.parametrize("how", ["follow", "complete", "ahead"])
+def test_a_shard_larger_than_the_budget_costs_one_request(
+    make_cache: Make, origin: MemoryOrigin, large: list[bytes], how: str
+) -> None:
+    cache = make_cache(max_size="10MiB", fill="follow" if how == "ahead" else how, prefetch=2)
+    with no_descriptor_left():
+        if how == "ahead":
+            rows = cache.url_opener({"url": url} for url in URLS)
+            assert [row["stream"].read() for row in rows] == large
+        else:
+            assert [read(cache, url) for url in URLS] == large
+        gc.collect()
+    assert starts(origin) == [0, 0, 0]
+    assert origin.delivered == sum(map(len, large))
+    assert all(body.closed for body in origin.bodies)
+
+
+def test_where_no_room_is_left_a_shard_costs_one_request(
+    make_cache: Make, origin: MemoryOrigin, large: list[bytes]
+) -> None:
+    """The first shard is in use, so the second one cannot take its place."""
+    cache = make_cache(max_size=len(LARGE) + BLOCK)
+    with cache.open(URL) as held:
+        assert held.read() == large[0]
+        assert read(cache, URLS[1]) == large[1]
+    assert len([url for url, *_ in origin.requests if url == URLS[1]]) == 1
+
+
+def test_an_answer_that_nobody_reads_is_closed(
+    make_cache: Make, origin: MemoryOrigin, large: list[bytes]
+) -> None:
+    cache = make_cache(max_size="10MiB", strict=True)
+    with pytest.raises(CacheFullError), cache.pinned(URL):
+        pass
+    with pytest.raises(CacheFullError):
+        cache.open(URLS[1])
+    assert cache.prewarm([URLS[2]]).fetched == 0
+    gc.collect()
+    assert all(body.closed for body in origin.bodies)
+
+
+# -- origins that are slow, break, and change ----------------------------------------------
+
+
+@pytest.fixture
+def full(make_cache: Make, origin: MemoryOrigin) -> Make:
+    """Caches without room for a shard."""
+    origin.objects[URL] = DATA
+    return lambda **options: make_cache(max_size=1000, **options)
+
+
+def test_a_slow_reader_is_no_slow_origin(
+    full: Make, origin: MemoryOrigin, clock: FakeClock
+) -> None:
+    received = bytearray()
+    with full(attempts=1, deadline=100.0, timeout=30.0).open(URL) as stream:
+        while chunk := stream.read(10_240):
+            received += chunk
+            clock.sleep(5)  # two minutes from one read of the origin to the next
+    assert received == DATA
+    assert len(origin.requests) == 1
+
+
+def test_a_broken_connection_is_continued_unseen(full: Make, origin: MemoryOrigin) -> None:
+    origin.faults.append(Fault(after=BLOCK + 7, error=TransientError("reset")))
+    assert read(full()) == DATA
+    assert starts(origin) == [0, BLOCK + 7]
+
+
+def test_a_streamed_shard_can_be_sought_in(full: Make, origin: MemoryOrigin) -> None:
+    with full().open(URL) as stream:
+        assert stream.read(10) == DATA[:10]
+        stream.seek(BLOCK)
+        assert stream.read(10) == DATA[BLOCK:][:10]
+        stream.seek(-5, os.SEEK_END)
+        assert (stream.read(), stream.tell()) == (DATA[-5:], len(DATA))
+        stream.seek(0)
+        origin.objects[URL] = OTHER
+        with pytest.raises(TransferError, match="was replaced while it was streamed"):
+            stream.read()
+
+
+@pytest.mark.parametrize("when", ["never", "before it is continued", "before its last bytes"])
+def test_a_file_is_compared_with_what_was_read_of_it(
+    full: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Its origin cannot insist on a version."""
+    path, new = tmp_path / "a.bin", tmp_path / "new"
+    path.write_bytes(DATA)
+    with full(cache_local=True, attempts=3).open(str(path)) as stream:
+        assert stream.name == f"file://{path}"
+        assert stream.raw.read(BLOCK) == DATA[:BLOCK]
+        if when == "never":
+            assert stream.read() == DATA[BLOCK:]
+            return
+        new.write_bytes(DATA[::-1])
+        os.utime(new, (1, 1))
+        new.rename(path)
+        if when == "before it is continued":
+
+            def broken(body: FsspecBody, view: memoryview) -> int:
+                monkeypatch.undo()
+                raise TransientError("reset")
+
+            monkeypatch.setattr(FsspecBody, "readinto", broken)
+        with pytest.raises(TransferError, match="was replaced"):
+            stream.raw.readall()
+
+
+# -- a copy that is nearer -----------------------------------------------------------------
+
+
+@pytest.fixture
+def copy(make_cache: Make, origin: MemoryOrigin, tmp_path: Path) -> Path:
+    """The shard on a NAS, as another node has written it."""
+    origin.objects[URL] = DATA
+    place = {"url": str(tmp_path / "nas"), "write_back": True}
+    with make_cache(dir=tmp_path / "first", upstreams=[place]) as cache:
+        read(cache)
+    origin.requests.clear()
+    origin.stats.clear()
+    return tmp_path / "nas/lab/a/0.tar"
+
+
+@pytest.fixture
+def near(full: Make, tmp_path: Path, copy: Path) -> Cache:
+    """A cache without room for it."""
+    return full(dir=tmp_path / "full", upstreams=[tmp_path / "nas"], attempts=1)
+
+
+def replace(copy: Path) -> None:
+    copy.with_name("new").write_bytes(OTHER)
+    copy.with_name("new").replace(copy)
+
+
+def test_it_comes_from_there_and_nothing_from_the_origin(near: Cache, origin: MemoryOrigin) -> None:
+    with no_descriptor_left():
+        assert read(near) == DATA
+    with near.open(URL) as stream:
+        assert b"".join(iter(lambda: stream.read(10_007), b"")) == DATA
+        assert stream.read() == b""
+    assert (origin.requests, origin.stats) == ([], [])
+    assert URL not in near
+
+
+@pytest.mark.parametrize("content", [OTHER, b""])
+def test_a_copy_that_somebody_else_made_is_streamed_too(
+    near: Cache, copy: Path, origin: MemoryOrigin, content: bytes
+) -> None:
+    copy.with_name("0.tar.shardcache.json").unlink()
+    copy.write_bytes(content)
+    near._here().writing.failed(at_once=True)  # or an empty one would be stored
+    assert read(near) == content and not origin.requests
+
+
+@pytest.mark.parametrize("how", ["missing", "a loop"])
+def test_where_there_is_none_it_comes_from_the_origin(
+    near: Cache, copy: Path, origin: MemoryOrigin, how: str
+) -> None:
+    copy.unlink()
+    if how == "a loop":
+        copy.symlink_to(copy)
+    assert read(near) == DATA and origin.requests
+
+
+@pytest.mark.parametrize("what", ["the copy", "both", "a copy of somebody else's"])
+def test_where_it_is_replaced_the_rest_is_of_the_same_version(
+    near: Cache, copy: Path, origin: MemoryOrigin, what: str
+) -> None:
+    if what == "a copy of somebody else's":
+        copy.with_name("0.tar.shardcache.json").unlink()
+    with near.open(URL) as stream:
+        begin = stream.read(10)
+        replace(copy)
+        if what == "the copy":
+            assert begin + stream.read() == DATA
+            assert min(starts(origin)) > 0
+            return
+        if what == "both":
+            origin.objects[URL] = OTHER
+        with pytest.raises(TransferError, match="was replaced while it was streamed"):
+            stream.read()
+
+
+@pytest.mark.parametrize("piece", [10_007, 2 * BLOCK])
+def test_a_reader_that_goes_on_after_an_error_is_given_no_later_bytes(
+    near: Cache, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch, piece: int
+) -> None:
+    """The copy goes away in the midst of a block, and the origin is down for a moment."""
+    got, served, errors, real = bytearray(), 0, 0, FsspecBody.readinto
+
+    def readinto(self: FsspecBody, buffer: memoryview) -> Any:
+        nonlocal served
+        if served >= BLOCK + BLOCK // 2:
+            raise TransientError("the NAS hangs")
+        served += (count := real(self, buffer[: BLOCK // 4]))
+        return count
+
+    with near.open(URL) as stream:
+        monkeypatch.setattr(FsspecBody, "readinto", readinto)
+        origin.faults.append(Fault(None, TransientError("503")))
+        while errors < 3:
+            try:
+                if not (found := stream.read(piece)):
+                    break
+                got += found
+            except TransferError:
+                errors += 1
+    assert errors == 3
+    assert DATA.startswith(bytes(got))
+    monkeypatch.undo()
+    assert read(near) == DATA
+
+
+def test_what_was_read_already_is_never_continued_with_a_copy(
+    make_cache: Make, tmp_path: Path, copy: Path, origin: MemoryOrigin
+) -> None:
+    """Where a cached file fails the rest is to be of its version."""
+    cache = make_cache(dir=tmp_path / "node", upstreams=[tmp_path / "nas"])
+    assert read(cache) == DATA
+    with cache.open(URL) as stream:
+        begin = stream.read(1000)
+        os.truncate(stream.name, BLOCK)
+        assert begin + stream.read() == DATA
+    assert starts(origin) == [BLOCK]

@@ -97,25 +97,30 @@ def test_a_value_means_the_same_wherever_it_is_given_and_a_wrong_one_is_refused_
         assert bad in str(caught.value) and "Accepted: " in str(caught.value)
 
 
-def test_precedence_is_argument_environment_file_webdataset_default(home: Path) -> None:
-    file = home / "x.toml"
-    file.write_text('dir = "/file"\nmax_size = "1GB"\nattempts = 2\n')
-    environ = {"SHARDCACHE_DIR": "/env", "SHARDCACHE_MAX_SIZE": "2GB"}
-    wds = {"WDS_CACHE": "/wds", "WDS_CACHE_SIZE": "3e9"}
-
-    def winner(explicit: dict[str, object], env: dict[str, str], files: list[Path]) -> list[str]:
-        loaded = load(explicit, {**env, **wds}, files)
-        return [str(loaded.config.dir), str(loaded.config.max_size), loaded.sources["dir"]]
-
-    full: dict[str, object] = {"dir": "/arg", "max_size": "4GB"}
-    assert winner(full, environ, [file]) == ["/arg", "4GB", "argument"]
-    assert winner({}, environ, [file]) == ["/env", "2GB", "environment SHARDCACHE_DIR"]
-    assert winner({}, {}, [file]) == ["/file", "1GB", f"file {file}"]
-    assert winner({}, {}, []) == ["/wds", "3GB", "environment WDS_CACHE"]
-    assert load({}, {**environ, **wds}, [file]).config.attempts == 2
-    assert load(full, {"SHARDCACHE_ATTEMPTS": " "}, [file]).config.attempts == 2  # not set
-    cleared = load({}, {"SHARDCACHE_MAX_SIZE": "None"}, [file])
-    assert cleared.config.max_size is None and cleared.sources["fill"] == "default"
+def test_the_first_place_that_sets_an_option_wins(home: Path) -> None:
+    user = home / ".config" / "shardcache" / "config.toml"
+    user.parent.mkdir(parents=True)
+    (home / "stated.toml").write_text('dir = "/stated"\n')
+    Path("shardcache.toml").write_text('dir = "/local"\nattempts = 2\n')
+    user.write_text('dir = "/user"\nattempts = 3\nconnections = 4\n')
+    sources = {
+        f"file {home}/work/shardcache.toml": {},
+        f"file {home}/stated.toml": {"SHARDCACHE_CONFIG": str(home / "stated.toml")},
+        "environment SHARDCACHE_DIR": {"SHARDCACHE_DIR": "/env"},
+        "argument": {},
+    }
+    environ = {"HOME": str(home), "WDS_CACHE": "/wds", "WDS_CACHE_SIZE": "3e9"}
+    for source, variables in sources.items():
+        environ |= variables
+        explicit = {"dir": "/arg"} if source == "argument" else {}
+        config, found = load(explicit, environ)
+        assert found["dir"] == source
+        assert (config.attempts, config.connections, str(config.max_size)) == (2, 4, "3GB")
+    assert found["attempts"] == f"file {home}/work/shardcache.toml"
+    assert (found["max_size"], found["fill"]) == ("environment WDS_CACHE_SIZE", "default")
+    more = {"SHARDCACHE_MAX_SIZE": "None", "SHARDCACHE_ATTEMPTS": " "}  # cleared, and not set
+    config, _ = load({}, {**environ, **more, "XDG_CONFIG_HOME": str(home / "absent")})
+    assert (config.max_size, config.attempts, config.connections) == (None, 2, 32)
 
 
 def test_no_directory_anywhere_names_three_ways_to_set_one() -> None:
@@ -160,25 +165,6 @@ def test_a_validator_is_for_code_only() -> None:
 def test_what_is_no_tier_is_refused(given: object) -> None:
     with pytest.raises(ConfigError):
         Config(DIR, tiers=given)
-
-
-# --- files ---------------------------------------------------------------------------
-
-
-def test_files_are_merged_key_by_key_and_the_first_wins(home: Path) -> None:
-    stated, user = home / "stated.toml", home / ".config" / "shardcache" / "config.toml"
-    user.parent.mkdir(parents=True)
-    stated.write_text('dir = "/stated"\n')
-    Path("shardcache.toml").write_text('dir = "/local"\nattempts = 2\n')
-    user.write_text('dir = "/user"\nattempts = 3\nconnections = 4\n')
-    environ = {"HOME": str(home), "SHARDCACHE_CONFIG": str(stated)}
-    config, sources = load({}, environ)
-    assert (str(config.dir), config.attempts, config.connections) == ("/stated", 2, 4)
-    assert sources["dir"] == f"file {stated}"
-    assert sources["attempts"] == f"file {home / 'work' / 'shardcache.toml'}"
-    assert sources["connections"] == f"file {user}"
-    environ["XDG_CONFIG_HOME"] = str(home / "absent")
-    assert load({}, environ).config.connections == 32
 
 
 @pytest.mark.parametrize("content", [b"attempts = \n", b"\xff"])

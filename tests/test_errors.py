@@ -9,7 +9,7 @@ import pickle
 import pytest
 
 from shardcache import errors
-from shardcache.errors import IntegrityError, ShardCacheError
+from shardcache.errors import ShardCacheError
 
 ALL = [c for c in vars(errors).values() if isinstance(c, type) and c.__module__ == errors.__name__]
 URL = "s3://lab/train-0000.tar"
@@ -31,6 +31,15 @@ def test_an_error_survives_pickling_also_after_webdataset_added_the_url(cls: typ
     assert copy.copy(exn).url == URL
 
 
-def test_an_integrity_error_is_no_os_error() -> None:
+def test_an_error_is_also_what_a_caller_would_catch_without_knowing_it() -> None:
+    for cls, builtin in {
+        errors.ConfigError: ValueError,
+        errors.ShardNotFoundError: FileNotFoundError,
+        errors.AccessDeniedError: PermissionError,
+        errors.TransferTimeoutError: TimeoutError,
+        errors.LockTimeoutError: TimeoutError,
+        errors.CacheFullError: OSError,
+    }.items():
+        assert issubclass(cls, builtin)
     # It must not be taken for a fault of the local disk and streamed around.
-    assert not issubclass(IntegrityError, OSError)
+    assert not issubclass(errors.IntegrityError, OSError)

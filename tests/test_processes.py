@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -136,7 +134,6 @@ def test_ranks_apart_share_bytes_by_hard_link_and_do_not_wait(
 
 # -- containers, whose process ids and host names mean nothing to one another -------------
 
-ROOT = Path(__file__).resolve().parent.parent
 #: As a container runtime starts its init: the worker gets the pid 2 in every one of them.
 CONTAINER = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
 
@@ -168,34 +165,3 @@ def test_containers_with_equal_pids_share_one_fetch(url: str, root: Path, proxy:
         assert fetches(proxy) == 1
         sessions = list((root / "v1/sessions").glob("*.session"))
         assert len(sessions) == 4  # and nobody took another's for its own
-
-
-#: Runs as init of a pid namespace, in which it may say which pid comes next.
-REUSE = """
-import json, subprocess, sys
-from pathlib import Path
-from tests.support.workers import Worker
-
-directory, url = sys.argv[1:]
-options = {"dir": directory, "stale_after": 3600, "lock_timeout": 20, "strict": True}
-with Worker(stop_at="before shardcache.fetch.job:Job.finish", **options) as holder:
-    pid = holder.process.pid
-    holder.tell("read", url)
-    holder.stopped()
-# Killed, with its lock record and its partial left behind.
-Path("/proc/sys/kernel/ns_last_pid").write_text(str(pid - 1))
-stranger = subprocess.Popen(["sleep", "600"])
-assert stranger.pid == pid, (stranger.pid, pid)
-with Worker(**options) as successor:
-    print(json.dumps(successor.ask("read", url)))
-"""
-
-
-@pytest.mark.usefixtures("containers")
-def test_the_pid_of_a_dead_holder_may_belong_to_anybody(url: str, root: Path, proxy: Proxy) -> None:
-    command = [*CONTAINER, sys.executable, "-c", REUSE, str(root), url]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == STORED  # the dead holder is not taken for alive
-    # The successor resumed.
-    assert sum(t.body_bytes for t in proxy.summary().values()) < 1.3 * len(SHARD)

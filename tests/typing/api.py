@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import errno
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from webdataset.pipeline import DataPipeline
 from webdataset.shardlists import SimpleShardList
 
 import shardcache
-from shardcache import Cache, ShardCacheError, wds
+from shardcache import Cache, wds
 from shardcache.fetch.status import FetchStatus
 from shardcache.results import Event, Finished, Planned, PrewarmReport
 from shardcache.space.clean import CleanReport
@@ -100,22 +99,3 @@ assert_type(cache.url_opener([{"url": URL}], keep_going), Iterator[dict[str, Any
 assert_type(shardcache.url_opener([{"url": URL}]), Iterator[dict[str, Any]])
 wds.register("s3", cache)
 DataPipeline(SimpleShardList([URL]), cache.url_opener, wds.tar_samples)
-
-# -- errors ----------------------------------------------------------------------------
-
-try:
-    cache.open(URL)
-except shardcache.ShardNotFoundError as exn:
-    assert_type(exn.message, str)
-    as_file: FileNotFoundError = exn
-except shardcache.AccessDeniedError as exn:
-    as_permission: PermissionError = exn
-except shardcache.TransferTimeoutError as exn:
-    as_timeout: TimeoutError = exn
-    as_transfer: shardcache.TransferError = exn
-except shardcache.CacheFullError as exn:
-    full: bool = exn.errno == errno.ENOSPC
-except (shardcache.IntegrityError, shardcache.LockTimeoutError) as exn:
-    base: ShardCacheError = exn
-except shardcache.ConfigError as exn:
-    as_value: ValueError = exn

@@ -1,12 +1,14 @@
-"""Partials: what is recorded is there, the living keep theirs, the dead are resumed."""
+"""Partials: what is recorded is there, the living keep theirs, the dead are resumed or swept."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import signal
 import stat
 import threading
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardcache.layout import META, PROGRESS, Layout, parse_partial_name
+from shardcache.locks.flock import Holder, KeyLock, remove_locks
 from shardcache.store import partial as module
 from shardcache.store.digest import BLOCK, block_digest
 from shardcache.store.entry import Metadata
@@ -24,10 +27,14 @@ from shardcache.store.partial import (
     PartialSource,
     in_flight,
     read_progress,
+    remove_leftover,
+    remove_unnamed,
 )
 from tests.support.storetools import (
     Parent,
+    age,
     begin,
+    crowd,
     fill,
     forked,
     make_store,
@@ -35,11 +42,14 @@ from tests.support.storetools import (
     no_descriptor_left,
     payload,
     refusing,
+    tree,
 )
 
 SIZE = 3 * BLOCK + 777
 DATA = payload(SIZE)
 NAME = "a.tar"
+KEY = metadata_for(data=DATA).key
+ME = Holder.this_process(rank=None, job=None, now=1.0)
 
 
 @pytest.fixture
@@ -47,10 +57,10 @@ def layout(tmp_path: Path) -> Layout:
     return make_store(tmp_path).layout
 
 
-def left_behind(layout: Layout, blocks: list[int], data: bytes = DATA) -> Path:
+def left_behind(layout: Layout, blocks: Iterable[int] = range(4)) -> Path:
     """What a process leaves that fetched some blocks and was killed."""
-    partial = begin(layout, metadata_for(data=data))
-    fill(partial, data, iter(blocks))
+    partial = begin(layout, metadata_for(data=DATA))
+    fill(partial, DATA, iter(blocks))
     partial.close()
     return partial.path
 
@@ -181,22 +191,6 @@ def test_a_partial_counts_as_live_until_its_last_worker_let_go(layout: Layout) -
     assert remains(layout) == []
 
 
-@pytest.mark.parametrize(
-    ("call", "name"), [("open", NAME), ("open", PROGRESS), ("pwrite", ""), ("mkdir", "")]
-)
-def test_a_disk_that_fails_leaves_nothing(
-    layout: Layout, monkeypatch: pytest.MonkeyPatch, call: str, name: str
-) -> None:
-    number = errno.ENOSPC
-    concerns = lambda path, *a, **k: name in str(path)  # noqa: E731
-    monkeypatch.setattr(os, call, refusing(number, when=concerns, real=getattr(os, call)))
-    with no_descriptor_left(), pytest.raises(OSError) as caught:
-        begin(layout, metadata_for(data=DATA))
-    assert caught.value.errno == number
-    monkeypatch.undo()
-    assert remains(layout) == []
-
-
 # -- reading while it grows ----------------------------------------------------
 
 
@@ -249,26 +243,7 @@ def test_the_first_bytes_are_shown_early_and_many_blocks_at_once(layout: Layout)
     made.discard()
 
 
-def test_what_cannot_be_told_apart_is_not_followed(layout: Layout) -> None:
-    metadata = metadata_for(data=DATA)
-    made = begin(layout, replace(metadata, info=replace(metadata.info, etag=None)))
-    with no_descriptor_left(), pytest.raises(module.DamagedError, match="told from others"):
-        PartialSource(made.path, NAME)
-    made.discard()
-
-
 # -- sealing -------------------------------------------------------------------
-
-
-def test_a_sealed_partial_is_what_an_entry_must_be(layout: Layout) -> None:
-    metadata = metadata_for(data=DATA)
-    partial = begin(layout, replace(metadata, digest=""))
-    fill(partial, DATA)
-    partial.seal(metadata, layout.modes, sync=False)
-    assert sorted(os.listdir(partial.path)) == [NAME, META]
-    assert Metadata.decode((partial.path / META).read_bytes()) == metadata == partial.metadata
-    assert stat.S_IMODE(partial.data.stat().st_mode) == 0o400
-    partial.discard()
 
 
 def test_a_partial_that_was_taken_away_cannot_be_sealed(layout: Layout) -> None:
@@ -333,7 +308,6 @@ def of_another(path: Path, **other: object) -> None:
     "damage",
     [
         lambda path: (path / PROGRESS).unlink(),
-        lambda path: (path / PROGRESS).write_bytes(b"short"),
         lambda path: (path / PROGRESS).write_bytes(b"SHCPROG1" + bytes(99)),
         lambda path: of_another(path, url="s3://lab/b.tar"),
         lambda path: of_another(path, etag="other"),
@@ -348,26 +322,6 @@ def test_useless_remains_are_removed(layout: Layout, damage) -> None:
     with no_descriptor_left():
         assert Partial.claim(layout, path, NAME) is None
     assert remains(layout) == []
-
-
-@pytest.mark.locks_work("answers")
-@pytest.mark.parametrize(
-    ("where", "call", "number"),
-    [(os, "preadv", errno.EIO), (module, "open_exclusive", errno.EMFILE)],
-)
-def test_a_disk_that_fails_while_claiming_is_an_error_and_keeps_the_bytes(
-    layout: Layout, monkeypatch: pytest.MonkeyPatch, where: object, call: str, number: int
-) -> None:
-    path = left_behind(layout, [0, 1])
-    monkeypatch.setattr(where, call, refusing(number, real=None))
-    with no_descriptor_left(), pytest.raises(OSError) as caught:
-        Partial.claim(layout, path, NAME)
-    assert caught.value.errno == number
-    monkeypatch.undo()
-    [name] = remains(layout)
-    partial = Partial.claim(layout, layout.partial / name, NAME)
-    assert partial is not None and partial.written == 2 * BLOCK
-    partial.discard()
 
 
 @pytest.mark.locks_work("answers")
@@ -442,3 +396,159 @@ def test_a_child_that_unwinds_takes_nothing_from_its_parent(layout: Layout) -> N
     partial.seal(metadata_for(data=DATA), layout.modes, sync=False)
     assert partial.data.read_bytes() == DATA
     partial.discard()
+
+
+# -- sweeping ------------------------------------------------------------------
+
+
+def half_evicted(layout: Layout) -> Path:
+    path = layout.new_evicted(KEY)
+    path.mkdir()
+    (path / "a.tar").write_bytes(DATA)
+    (path / META).write_bytes(b"{}")
+    return path
+
+
+def sweep(layout: Layout) -> int:
+    return sum(remove_leftover(layout, found.path) for found in in_flight(layout) if not found.live)
+
+
+@pytest.mark.locks_work
+def test_the_living_are_told_from_the_dead_and_stay(layout: Layout) -> None:
+    dead, doomed = left_behind(layout), half_evicted(layout)
+    live = begin(layout, metadata_for(data=DATA))
+    before = tree(layout.base)
+    with no_descriptor_left():
+        found = {f.path: f for f in in_flight(layout)}
+    assert tree(layout.base) == before
+    assert {f.path: (f.live, f.key) for f in found.values()} == {
+        dead: (False, KEY),
+        doomed: (False, ""),
+        live.path: (True, KEY),
+    }
+    assert sweep(layout) == 2 and not remove_leftover(layout, live.path)
+    fill(live, DATA)
+    live.seal(metadata_for(data=DATA), layout.modes, sync=False)
+    assert not remove_leftover(layout, live.path)
+    live.discard()
+
+
+@pytest.mark.locks_work("answers")
+def test_the_dead_are_removed_whatever_state_they_were_left_in_and_links_are_not_followed(
+    layout: Layout, tmp_path: Path
+) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "a.tar").write_bytes(DATA)
+    layout.new_partial(KEY, "2" * 24, 1).symlink_to(outside)
+    layout.new_evicted(KEY).symlink_to(outside)
+    before = tree(tmp_path)
+    left_behind(layout)
+    half_evicted(layout)
+    layout.new_evicted(KEY).mkdir()  # killed before the last rmdir
+    only_meta = left_behind(layout)
+    (only_meta / "a.tar").rename(only_meta / META)
+    layout.new_partial(KEY, "0" * 24, 1).mkdir()  # killed before it made its file
+    with no_descriptor_left():
+        assert sweep(layout) == 5
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.locks_work("answers")
+def test_a_writer_that_is_swept_before_it_has_its_lock_starts_over(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.open
+
+    def late(path: object, *args: object) -> int:
+        if str(path).endswith("a.tar"):
+            monkeypatch.setattr(os, "open", real)
+            assert sweep(layout) == 1
+        return real(path, *args)
+
+    monkeypatch.setattr(os, "open", late)
+    with no_descriptor_left(), pytest.raises(LostError):
+        begin(layout, metadata_for(data=DATA))
+    assert list(layout.partial.iterdir()) == []
+
+
+@pytest.mark.locks_work("answers")
+def test_of_a_sweeper_and_a_claimer_one_wins(layout: Layout) -> None:
+    def run_sweeper(parent: Parent, number: int) -> None:
+        while (path := parent.hear()) is not None:
+            parent.say(remove_leftover(layout, path))
+
+    def run_claimer(parent: Parent, number: int) -> None:
+        kept = []
+        while (path := parent.hear()) is not None:
+            partial = Partial.claim(layout, path, "a.tar")
+            kept.append(partial)
+            parent.say(partial is not None and partial.data.read_bytes() == DATA)
+
+    with crowd(2, run_sweeper) as sweepers, crowd(2, run_claimer) as claimers:
+        for _ in range(40):
+            path = left_behind(layout)
+            for child in (*sweepers, *claimers):
+                child.tell(path)
+            assert sum(child.hear() for child in (*sweepers, *claimers)) <= 1
+            assert not path.exists() or sweep(layout) == 1
+
+
+def test_without_flock_only_what_is_long_idle_counts_as_dead(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live, idle, doomed = left_behind(layout), left_behind(layout), half_evicted(layout)
+    age(idle)
+    age(doomed)
+    os.utime(live / "a.tar", (1, 1))  # but its progress is fresh
+    monkeypatch.setattr(fcntl, "flock", refusing(errno.ENOSYS, real=fcntl.flock))
+    assert {f.path: f.live for f in in_flight(layout)} == {
+        live: True,
+        idle: False,
+        doomed: False,
+    }
+    assert not remove_leftover(layout, live)
+    assert sweep(layout) == 2
+    assert [p.name for p in layout.partial.iterdir()] == [live.name]
+
+
+# -- lock files ----------------------------------------------------------------
+
+
+@pytest.mark.locks_work
+def test_lock_files_nobody_holds_go_and_their_directories(layout: Layout, tmp_path: Path) -> None:
+    (tmp_path / "victim").touch()
+    layout.named_lock("budget").touch()
+    for name in ("ab", "zz"):
+        (layout.locks / name).mkdir()
+        (layout.locks / name / "notes").touch()
+    (layout.locks / "ab" / f"{'cd' * 16}.lock").touch()  # in another key's place
+    (layout.locks / "ab" / f"{'ab' * 16}.lock").symlink_to(tmp_path / "victim")
+    (layout.locks / "ef").symlink_to(layout.locks / "ab")
+    before = tree(tmp_path)
+    keys = [f"{n:02x}" * 16 for n in range(20)]
+    for key in keys:
+        lock = KeyLock(layout.key_lock(key))
+        assert lock.try_acquire(ME)
+        lock.release()
+    held = KeyLock(layout.key_lock(keys[3]))
+    assert held.try_acquire(ME)
+    with no_descriptor_left():
+        remove_locks(layout)
+    assert not KeyLock(layout.key_lock(keys[3])).try_acquire(ME)
+    assert [key for key in keys if layout.key_lock(key).exists()] == [keys[3]]
+    held.release()
+    remove_locks(layout)
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.locks_work("answers")
+def test_files_whose_writers_died_before_naming_them_go(layout: Layout) -> None:
+    left = layout.partial / f".{META}.{KEY}"
+    left.write_bytes(DATA)
+    (layout.partial / ".notes").write_bytes(DATA)
+    remove_unnamed(layout)
+    assert left.exists()  # its writer may live
+    age(layout.partial)
+    remove_unnamed(layout)
+    assert os.listdir(layout.partial) == [".notes"]

@@ -17,7 +17,7 @@ from dataclasses import replace
 from shardcache import clock, threads
 from shardcache.errors import LockTimeoutError
 from shardcache.space.budget import Space
-from shardcache.space.eviction import CleanReport, Limits, sweep
+from shardcache.space.eviction import CleanReport, Limits, linked, sweep
 from shardcache.space.pins import remove_expired
 from shardcache.space.tiers import Tier
 from shardcache.stats import database
@@ -92,16 +92,23 @@ def remove(
     """Remove every version of one shard that nobody uses; with ``pinned``, none.
 
     Returns:
-        How many entries went, their bytes, and how many stay because they are pinned or in use.
+        How many went, their bytes, and how many stay because they are pinned or in use. What
+        several namespaces link counts once.
     """
     removed = freed = in_use = 0
-    for store in stores:
-        for entry in store.entries_of(key):
-            if not pinned and (not store.is_pinned(entry) if dry_run else store.evict(entry)):
-                removed += 1
-                freed += entry.size
-            elif entry.path.exists():
-                in_use += 1
+    store = stores[0]
+    for links in linked(entry for each in stores for entry in each.entries_of(key)):
+        if pinned:
+            goes = False
+        elif dry_run:
+            goes = not any(map(store.is_pinned, links))
+        else:
+            goes = all(store.evict(entry) for entry in links)
+        if goes:
+            removed += 1
+            freed += links[0].size
+        elif any(entry.path.exists() for entry in links):
+            in_use += 1
     return removed, freed, in_use
 
 

@@ -72,18 +72,6 @@ def test_live_sessions_count_stopped_or_not_and_dead_ones_go(layout: Layout) -> 
     assert live_sessions(layout) == [] and names(layout) == []
 
 
-def test_a_session_that_cannot_be_asked_counts_as_live(
-    layout: Layout, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = layout.sessions / f"{'0' * 32}.session"
-    path.touch()
-    os.utime(path, (1000, 1000))
-    concerns = lambda p, *a, **k: str(p) == str(path)  # noqa: E731
-    monkeypatch.setattr(os, "open", refusing(errno.EACCES, when=concerns, real=os.open))
-    assert live_sessions(layout) == [1000.0]
-    assert path.exists()
-
-
 def test_a_cache_that_cannot_be_written_has_no_session_and_no_error(
     layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:

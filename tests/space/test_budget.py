@@ -21,12 +21,9 @@ from shardcache.store.root import make_root
 from shardcache.store.store import Store
 from tests.support.fakes import FakeClock
 from tests.support.storetools import (
-    Parent,
     begin,
     fill,
-    forked,
     metadata_for,
-    no_descriptor_left,
     payload,
     publish,
 )
@@ -155,18 +152,6 @@ def test_a_stuck_budget_lock_is_passed_by_after_its_bound(make, caplog) -> None:
     lock.release()
 
 
-@pytest.mark.locks_work("flock")
-def test_a_full_disk_frees_what_is_needed_or_says_that_it_cannot(make) -> None:
-    bench = make()
-    entries = bench.shelve(6, 30)
-    bench.space.make_room(NEW, 50)
-    assert there(entries) == [False] * 5 + [True]  # three more, for the inodes
-    session = Session(bench.layout, 1.0)
-    with no_descriptor_left(), pytest.raises(CacheFullError):
-        bench.space.make_room(NEW, 10)
-    session.close()
-
-
 # -- the number ----------------------------------------------------------------
 
 
@@ -247,21 +232,3 @@ def test_where_the_number_is_shared_by_nobody_or_makes_no_sense_it_is_counted(
     for number in (202, 203):
         library.fetch(number)
     assert library.counts == counts + 2 and not usage.exists()
-
-
-@pytest.mark.locks_work("flock")
-def test_the_reservation_of_a_killed_process_is_free_when_it_is_counted(make) -> None:
-    bench = make(max_size=10 * MIB)
-
-    def hold(parent: Parent) -> None:
-        held = bench.admit("s3://lab/a.tar", 8 * MIB)
-        parent.say(held.path.name)
-        parent.hear()
-
-    with forked(hold) as child:
-        child.hear()
-        with pytest.raises(CacheFullError, match=r"no room for s3://lab/new.tar"):
-            bench.admit(size=8 * MIB)
-        child.kill()
-        bench.clock.sleep(60)
-        bench.admit(size=8 * MIB).discard()

@@ -19,7 +19,7 @@ from shardcache.layout import Layout
 from shardcache.locks.flock import Holder, KeyLock
 from shardcache.space import clean as module
 from shardcache.space.budget import Space
-from shardcache.space.clean import CleanReport, clean, remove
+from shardcache.space.clean import CleanReport, clean
 from shardcache.space.eviction import Limits, Reason
 from shardcache.store.root import make_root
 from shardcache.store.store import Store, set_aside
@@ -31,7 +31,6 @@ from tests.support.storetools import (
     metadata_for,
     payload,
     publish,
-    read,
     tree,
     wait_until,
 )
@@ -111,26 +110,6 @@ def test_a_dead_process_s_partial_stays_an_hour_to_be_resumed(bench: Bench) -> N
             os.utime(path, (then, then))
         assert clean(bench.space, Limits()).count(Reason.ORPHAN) == removed
     assert not partial.exists()
-
-
-@pytest.mark.locks_work
-def test_every_version_of_a_shard_that_nobody_uses_is_removed_everywhere(bench: Bench) -> None:
-    url, other = "s3://lab/a.tar", "s3://lab/b.tar"
-    key = parse_url(url).key
-    for store in bench.stores:
-        for data in (b"1", b"22"):
-            publish(store, url, data)
-    publish(bench.store, other)
-    before = tree(bench.root)
-    assert remove(bench.stores, key, dry_run=True) == (4, 6, 0)
-    assert remove(bench.stores, key, pinned=True) == (0, 0, 4)
-    assert tree(bench.root) == before
-    opened = bench.rank.open(key, "a.tar")
-    for dry_run in (True, False):
-        assert remove(bench.stores, key, dry_run=dry_run)[2] == 1
-    assert read(bench.store, url) is None and read(bench.store, other) == b"shard"
-    opened.close()
-    assert (remove(bench.stores, key)[0], remove(bench.stores, key)) == (1, (0, 0, 0))
 
 
 @pytest.mark.locks_work

@@ -186,6 +186,9 @@ def test_four_ranks_that_link_three_shards_fetch_each_once_and_it_goes_with_all_
         assert [len(shop.links().get(url, [])) for url in shop.urls[:4]] == [0, 4, 4, 1]
         with cache.open(shop.urls[1]) as stream:  # reads the link of a rank
             assert stream.read(1)
+            assert cache.remove(shop.urls[1]) == (0, 1)
             report = cache.clean(everything=True)
         assert (len(report.removed), report.freed, report.kept) == (2, 2 * shop.size, 1)
-        assert cache.clean(max_size=shop.size).kept_bytes == shop.size
+        for dry_run in (True, False):
+            assert cache.remove(shop.urls[1], dry_run=dry_run) == (shop.size, 0)
+        assert list(cache.entries()) == []

@@ -124,27 +124,6 @@ def test_a_ram_disk_that_others_fill_is_passed_by(shop: Shop, ram: Path, tmp_pat
         assert list(Layout.of_root(ram).partial.iterdir()) == []
 
 
-@needs_mounts
-def test_a_ram_disk_that_is_unmounted_in_mid_run_is_done_without(
-    shop: Shop, ram: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with opened(shop, ram, None, touch_interval=0) as cache:
-        with disk(ram, "size=16m"):
-            read(cache, shop.urls[0])
-        with disk(ram, "size=16m"):  # mounted again, it is filled again
-            held = cache.open(shop.urls[0])
-            assert held.read(100) == Path(shop.urls[0]).read_bytes()[:100]
-            assert place(cache, ram, shop.urls[0]) == "ram"
-        ram.rmdir()
-        ram.write_text("in the way")
-        assert held.read() == Path(shop.urls[0]).read_bytes()[100:]
-        held.close()
-        for url in shop.urls[:2]:
-            assert read(cache, url) == Path(url).read_bytes()
-            assert place(cache, ram, url) == "home"
-    assert ram.read_text() == "in the way"
-
-
 @pytest.mark.locks_work("flock")
 def test_prewarming_counts_the_room_of_all_tiers_and_cleaning_keeps_each_to_its_own(
     shop: Shop, ram: Path

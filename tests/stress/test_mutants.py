@@ -63,7 +63,7 @@ Economy: a streamed shard is asked for again
     streams/opener.py
     -answer = None if start else take_answer()
     +answer = None
-    tests/streams/test_economy.py
+    tests/streams/test_past.py
 
 Crash: nobody resumes what a dead process left
     fetch/coordinator.py
@@ -93,7 +93,7 @@ Bounded wait: a stopped holder is waited for
     fetch/waiting.py
     ->= self._config.stale_after
     +>= 1e9
-    tests/fetch/test_coordination.py -k stuck_holder_is_passed_by
+    tests/fetch/test_coordination.py -k stuck_holder_is_announced_and_passed_by
 
 Budget: links are counted once per rank
     space/eviction.py

@@ -137,10 +137,8 @@ class Traffic:
     """What one object cost."""
 
     gets: int = 0  # successful or not
-    heads: int = 0
     object_fetches: int = 0  # how often somebody was sent its first byte
     body_bytes: int = 0  # of successful GETs
-    failed: int = 0  # answered with 4xx or 5xx, or aborted
 
 
 class _HungUpError(Exception):
@@ -219,10 +217,8 @@ class Proxy:
             if r.method in ("GET", "HEAD") and r.reads_object:
                 found = summed.setdefault(r.path, Traffic())
                 found.gets += r.method == "GET"
-                found.heads += r.method == "HEAD"
                 found.object_fetches += r.is_object_fetch
                 found.body_bytes += r.body_bytes if r.status in (200, 206) else 0
-                found.failed += r.status >= 400 or r.aborted
         return summed
 
     def reset(self) -> None:

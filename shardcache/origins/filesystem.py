@@ -78,18 +78,17 @@ class FsspecOrigin:
 
     def names_below(self, directory: ShardURL, *, deep: bool) -> list[str]:
         """Names of files relative to ``directory``; ``deep`` descends. Takes the time it takes."""
-        try:
+
+        def names() -> list[str]:
             filesystem, root = self._filesystem(), self._path(directory)
             filesystem.invalidate_cache()
             found = filesystem.find(root, maxdepth=None if deep else 1)
             if not found and not filesystem.isdir(root):
                 raise FileNotFoundError(root)
-        except Exception as exn:  # noqa: BLE001 - every filesystem has its own exceptions
-            error = _sorted(exn, directory)
-        else:
             start = len(root.rstrip("/")) + 1
             return [str(name)[start:] for name in found]
-        raise error
+
+        return self.call(directory, names, patient=True)
 
     def _path(self, url: ShardURL) -> str:
         if url.is_local:
@@ -113,11 +112,19 @@ class FsspecOrigin:
                 raise ConfigError(f"{self._protocol}:// cannot be read here: {reason}")
             return self._made
 
-    def call(self, url: ShardURL, function: Callable[[], T], answer: Future[T] | None = None) -> T:
+    def call(
+        self,
+        url: ShardURL,
+        function: Callable[[], T],
+        answer: Future[T] | None = None,
+        *,
+        patient: bool = False,
+    ) -> T:
         """What ``function`` returns, called in a thread of its own; raises as `base.Origin.open`.
 
         The thread of a call that never returns stays behind, and does not keep the process from
-        ending. Another thread may put an exception into ``answer``, to end the wait.
+        ending. Another thread may put an exception into ``answer``, to end the wait; a ``patient``
+        call may take any time.
         """
         outcome: Future[T] = Future() if answer is None else answer
 
@@ -131,7 +138,7 @@ class FsspecOrigin:
                     outcome.set_result(found)
 
         threads.start(run, "shardcache-filesystem")
-        wait([outcome], self._timeout)
+        wait([outcome], None if patient else self._timeout)
         if not outcome.done():
             raise TransientError(f"nothing came for {self._timeout:g} s", timed_out=True)
         if (failed := outcome.exception()) is not None:

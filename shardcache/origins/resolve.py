@@ -216,14 +216,9 @@ class _Place:
         return UpstreamOrigin(self._name, origin.pins, origin, copy, found, info, digest)
 
     def _failed(self, exn: Exception) -> None:
-        if self._breaker.failed():
-            logger.warning(
-                "the upstream %s is left alone for a while, shards come from elsewhere: %s",
-                self._name,
-                exn,
-            )
-        else:
-            logger.info("the upstream %s: %s", self._name, exn)
+        opened = self._breaker.failed()
+        text = "the upstream %s is left alone for a while: %s" if opened else "the upstream %s: %s"
+        logger.log(logging.WARNING if opened else logging.INFO, text, self._name, exn)
 
     def write(self, url: ShardURL, data: Path, sidecar: bytes) -> None:
         """Copy an entry there unless it is there, its sidecar last; nothing is raised."""

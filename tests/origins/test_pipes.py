@@ -29,25 +29,11 @@ def test_a_command_runs_once_and_its_output_is_cached(cache: Cache, tmp_path: Pa
     assert (tmp_path / "log").read_text() == "ran\n"
 
 
-def test_a_second_run_that_says_less_leaves_nothing_of_the_first(cache, tmp_path):
-    (tmp_path / "long.tar").write_bytes(make_tar(1, members=3, size=1 << 20))
-    (tmp_path / "short.tar").write_bytes(SHARD)
-    flag = tmp_path / "flag"
-    url = (
-        f"pipe:if [ -e {flag} ]; then cat {tmp_path}/short.tar; "
-        f"else touch {flag}; cat {tmp_path}/long.tar; exit 1; fi"
-    )
-    with cache.open(url) as stream:
-        assert stream.read() == SHARD
-    (entry,) = cache.entries()
-    assert entry.data.read_bytes() == SHARD
-
-
 @pytest.mark.parametrize(
     ("options", "command", "error"),
     [
         ({"max_size": 1, "deadline": 1}, "while :; do echo x; sleep 0.1; done", TransferError),
-        ({"timeout": 0.2}, "exec sleep 60", TransferTimeoutError),
+        ({"timeout": 1}, "exec sleep 3600", TransferTimeoutError),
     ],
 )
 def test_a_command_ends_with_its_reader(tmp_path: Path, options, command, error) -> None:

@@ -173,7 +173,11 @@ def test_a_bucket_whose_signatures_are_others_is_refused(tmp_path: Path) -> None
         cache.open("s3://shards--use1-az4--x-s3/a.tar")
 
 
-def test_an_unknown_profile_is_a_configuration_error(tmp_path: Path) -> None:
-    cache = Cache(tmp_path / "cache", min_free=0, storage_options={"profile": "nobody"})
-    with pytest.raises(ConfigError, match="nobody"):
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"profile": "nobody"}, "nobody"), ({"key": "AK\n", "secret": "x"}, "control character")],
+)
+def test_options_that_cannot_be_right_are_a_configuration_error(tmp_path, options, said) -> None:
+    cache = Cache(tmp_path / "cache", min_free=0, storage_options=options)
+    with pytest.raises(ConfigError, match=said):
         cache.open("s3://lab/a.tar")

@@ -52,6 +52,10 @@ _READY_SECONDS = 60.0  # ready in 1 to 2 s on an idle machine
 _STOP_SECONDS = 15.0  # gone in about 1 s
 _PR_SET_PDEATHSIG = 1
 _LOG = "server.log"
+_METRICS = {
+    "SeaweedFS_s3_request_total": "requests",
+    "SeaweedFS_s3_bucket_traffic_sent_bytes_total": "bytes",
+}
 
 
 class S3Server:
@@ -138,14 +142,10 @@ class S3Server:
         while True:
             found = Counter[str]()
             with opener.open(url, timeout=_STOP_SECONDS) as answer:
-                for line in answer.read().decode().splitlines():
-                    name, _, value = line.rpartition(" ")
-                    if f'bucket="{bucket}"' not in name:
-                        continue
-                    if name.startswith("SeaweedFS_s3_request_total{") and 'type="PUT"' not in name:
-                        found["requests"] += int(float(value))
-                    elif name.startswith("SeaweedFS_s3_bucket_traffic_sent_bytes_total{"):
-                        found["bytes"] += int(float(value))
+                lines = answer.read().decode().splitlines()
+            for name, _, value in (line.rpartition(" ") for line in lines):
+                if f'bucket="{bucket}"' in name and 'type="PUT"' not in name:
+                    found[_METRICS.get(name.partition("{")[0], "")] += int(float(value))
             if found == before:
                 return found
             before = found

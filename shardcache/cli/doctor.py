@@ -1,6 +1,6 @@
 """``shardcache doctor``: the machine against the configuration.
 
-Seven checks; each finding is ok, warn or fail, with what to do. Nothing is made or changed.
+Six checks; each finding is ok, warn or fail, with what to do. Nothing is made or changed.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def doctor_command(invocation: Invocation, url: str | None) -> ExitCode:
 
 def _examine(config: Config, url: str | None) -> Iterator[dict[str, str]]:
     for tier in config.by_tier():
-        for check in (_owner, _filesystem, _space, _inodes):
+        for check in (_owner, _filesystem, _space):
             found = _run(check, os.fspath(tier.dir), tier)
             yield from found
             if check is _owner and found[0]["level"] == "fail":
@@ -170,19 +170,10 @@ def _space(tier: Config) -> Answers:
         yield "warn", f"{text}: only {format_bytes(room)} can be held", fix
     else:
         yield "ok", text, ""
-
-
-def _inodes(tier: Config) -> Answers:
-    """Whether files can still be made there: five for a shard."""
-    disk = os.statvfs(_existing(tier.dir))
-    if not disk.f_files:
-        return  # made as they are needed
-    text = f"{disk.f_favail:,} of {disk.f_files:,} inodes free"
-    if disk.f_favail >= 5:
-        yield "ok", text, ""
-    else:
+    inodes = os.statvfs(path)
+    if inodes.f_files and inodes.f_favail < 5:  # what a shard takes
         fix = "Remove small files on that disk (df -i), or make the filesystem with more inodes."
-        yield "fail", text, fix
+        yield "fail", f"{inodes.f_favail:,} of {inodes.f_files:,} inodes free", fix
 
 
 def _cpus() -> Answers:

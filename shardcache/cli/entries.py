@@ -19,7 +19,7 @@ from shardcache.clock import utc
 from shardcache.locks.flock import read_holder
 from shardcache.prewarm.plan import expand
 from shardcache.space.clean import CleanReport
-from shardcache.space.eviction import Policy, Reason, linked
+from shardcache.space.eviction import Policy, linked
 from shardcache.space.memory import Volume
 from shardcache.store.entry import DamagedError, Metadata
 from shardcache.store.partial import in_flight, read_progress
@@ -359,13 +359,6 @@ def unpin_command(invocation: Invocation, urls: tuple[str, ...]) -> ExitCode:
 
 # -- clean -----------------------------------------------------------------------
 
-_REASONS = {
-    Reason.MAX_SIZE: "over max_size",
-    Reason.MIN_FREE: "for min_free",
-    Reason.MAX_AGE: "older than max_age",
-    Reason.ORPHAN: "left by dead processes",
-}
-
 
 @command("clean")
 @cli.dry_run_option
@@ -432,7 +425,7 @@ def _clean_text(report: CleanReport) -> str:
     rest = f"{kept} {counted(report.kept, 'shard')}, {format_bytes(report.kept_bytes)}"
     if not report.removed:
         return f"nothing to remove; {rest}"
-    found = [f"{n:,} {why}" for reason, why in _REASONS.items() if (n := report.count(reason))]
-    why = f": {', '.join(found)}" if found else ""
+    reasons = Counter(each.reason for each in report.removed)
+    why = ", ".join(f"{number:,} {reason}" for reason, number in reasons.items())
     shards, size = counted(len(report.removed), "shard"), format_bytes(report.freed)
-    return f"{removed} {shards}, {size}{why}\n{rest}"
+    return f"{removed} {shards}, {size}: {why}\n{rest}"

@@ -22,7 +22,7 @@ from shardcache.prewarm.helpers import most_processes
 from shardcache.prewarm.plan import expand, own_share
 from shardcache.prewarm.run import JOBS, prewarm
 from shardcache.results import Event, Outcome, Planned, PrewarmReport, Stopped
-from shardcache.units import Limit, format_bytes, format_duration, format_rate
+from shardcache.units import Limit, format_duration, format_rate
 
 if TYPE_CHECKING:
     from shardcache.prewarm.ray import NodeReport
@@ -111,15 +111,16 @@ def prewarm_command(
         return _prewarm_ray(invocation, wanted, options, max_size, ranks)
     share = None if ranks is None else own_share(node_rank, node_count, ranks)
     changes = {} if max_size is None else {"max_size": max_size}
-    console, check, progress = invocation.console, options["check"], PrewarmProgress()
-    cache = invocation.cache(connections=jobs or 0, existing=check, **changes)
+    console, progress = invocation.console, PrewarmProgress()
+    looking = options["check"] or options["dry_run"]
+    cache = invocation.cache(connections=jobs or 0, existing=options["check"], **changes)
     with cache, ExitStack() as stack:
 
         def on_event(event: Event) -> None:
             progress(event)
-            if isinstance(event, Planned) and not check:
+            if isinstance(event, Planned):
                 console.info(str(event.plan))
-                if not options["dry_run"]:
+                if not looking:
                     invocation.graceful = True  # from now on the first signal ends the run
                     stack.enter_context(display(console, progress.positions))
 
@@ -134,8 +135,8 @@ def prewarm_command(
         )
         stack.close()
         console.object("prewarm", shards=report.results, summary=report)
-        if check or not options["dry_run"]:
-            console.info(_end_text(report, options))
+        if not looking:
+            console.info(str(report))
         print_failures(console, report, options["max_failures"])
         absent = [r.url for r in report.results if isinstance(r.error, ShardNotFoundError)]
         for url in absent[:_TRIED]:
@@ -183,6 +184,7 @@ def _prewarm_ray(
     def on_news(news: Sequence[NodeReport]) -> None:
         latest[:] = news
 
+    looking = options["check"] or options["dry_run"]
     invocation.graceful = True
     with display(console, lambda: _positions(latest)):
         nodes = prewarm_nodes(
@@ -201,10 +203,10 @@ def _prewarm_ray(
     shards, records = list[Any](), dict[str, Any]()
     failures = defaultdict[tuple[str, str], list[str]](list)
     for node in nodes:
-        if node.plan is not None and not options["check"]:
+        if node.plan is not None:
             console.info(f"{node.name}  {node.plan}")
-        if node.error or node.interrupted or not options["dry_run"]:
-            console.info(f"{node.name}  {_node_text(node, options)}")
+        if node.error or node.interrupted or not looking:
+            console.info(f"{node.name}  {_node_text(node)}")
         if node.error is not None:
             failures["lost" if node.lost else "failed", reason(node.error)].append(node.name)
         for line in _failures(node.report, everything=console.verbosity > 0):
@@ -218,12 +220,9 @@ def _prewarm_ray(
         shards += [{"node": node.name, **fields_of(each)} for each in node.report.results]
     seconds, received = time.monotonic() - began, sum(node.received for node in nodes)
     codes = [record["exit_code"] for record in records.values()]
-    done = "All cached on" if options["check"] else "Warmed"
-    done = "Planned for" if options["dry_run"] else done
-    console.info(
-        f"{done} {sum(not code for code in codes):,} of {counted(len(nodes), 'node')} in "
-        f"{format_duration(seconds)}, {format_rate(received / seconds)}."
-    )
+    done = f"{sum(not code for code in codes):,} of {counted(len(nodes), 'node')}"
+    speed = f"{format_duration(seconds)}, {format_rate(received / seconds)}"
+    console.info(f"{'Ok on' if looking else 'Warmed'} {done} in {speed}.")
     summary = {"seconds": round(seconds, 6), "received_bytes": received, "nodes": records}
     console.object("prewarm", shards=shards, summary=summary)
     for (word, text), names in failures.items():
@@ -235,9 +234,9 @@ def _prewarm_ray(
     return 0 if not bad else bad.pop() if len(bad) == 1 else ExitCode.SOME_FAILED
 
 
-def _node_text(node: NodeReport, options: Mapping[str, Any]) -> str:
+def _node_text(node: NodeReport) -> str:
     if node.error is None and not node.interrupted:
-        return _end_text(node.report, options)
+        return str(node.report)
     word = "lost" if node.lost else "interrupted" if node.interrupted else "failed"
     if node.plan is None:
         return word
@@ -255,20 +254,6 @@ def _positions(nodes: Sequence[NodeReport]) -> Positions:
     shards, size = (sum(len(p.shards) for p in plans), sum(p.fetch_bytes for p in plans))
     text = f"{ended:,}/{len(nodes):,} nodes done, {done:,}/{shards:,} shards"
     return {"": Position(text, sum(node.received for node in nodes), size)}
-
-
-# -- texts ---------------------------------------------------------------------
-
-
-def _end_text(report: PrewarmReport, options: Mapping[str, Any]) -> str:
-    """The report's own text, or ``1,310 of 2,048 shards cached (655.0 GB); 738 missing``."""
-    if not options["check"]:
-        return str(report)
-    total = len(report.results)
-    size = format_bytes(report.plan.cached_bytes)
-    absent = total - report.cached
-    rest = f"; {absent:,} missing" if absent else ""
-    return f"{report.cached:,} of {counted(total, 'shard')} cached ({size}){rest}"
 
 
 def print_failures(console: Console, report: PrewarmReport, max_failures: int | None) -> None:

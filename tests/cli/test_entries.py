@@ -70,7 +70,7 @@ def test_a_cache_that_is_just_being_made_is_empty(run, tmp_path):
 def test_clean_removes_what_is_over_the_limit(run, warm, data, tmp_path):
     limit = sum(map(len, data.values())) - 1
     first, second = run("clean", "-n", "--max-size", limit)[1].splitlines()
-    assert re.fullmatch(r"would remove 1 shard, [\d.]+ KB: 1 over max_size", first)
+    assert re.fullmatch(r"would remove 1 shard, [\d.]+ KB: 1 max_size", first)
     assert re.fullmatch(r"would keep 3 shards, [\d.]+ KB", second)
     assert run("clean", "--max-size", limit)[1].startswith("removed 1 shard, ")
     assert run("clean")[1].startswith("nothing to remove; kept 3 shards, ")
@@ -93,9 +93,9 @@ def test_clean_tells_each_reason(run, warm, tmp_path, monkeypatch):
     (orphan / "x.tar").write_bytes(b"x")
     monkeypatch.setenv("SHARDCACHE_MAX_AGE", "14d")
     _, out, _ = run("clean", "-n")
-    assert "1 older than max_age" in out and "dead" not in out  # new enough to be resumed
-    assert "2 older than max_age" in run("clean", "-n", "--max-age", "7d")[1]
-    assert "1 left by dead processes" in run("clean", "--orphans")[1]
+    assert "1 max_age" in out and "orphan" not in out  # new enough to be resumed
+    assert "2 max_age" in run("clean", "-n", "--max-age", "7d")[1]
+    assert "1 orphan" in run("clean", "--orphans")[1]
     assert not orphan.exists()
     assert run("clean", "-q", "--max-age", "7d") == (0, "", "")
 

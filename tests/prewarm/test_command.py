@@ -31,7 +31,7 @@ def test_max_size_is_what_the_cache_may_hold(run, spec, data):
     code, _, err = run("prewarm", spec, "--max-size", f"{2 * size}B")
     assert code == 5 and "more than there is room for" in err
     assert run("prewarm", spec, "--max-size", f"{2 * size}B", "--best-effort")[0] == 0
-    assert "2 of 4 shards cached" in run("prewarm", spec, "--check")[1]
+    assert "2 cached, 2 to fetch" in run("prewarm", spec, "--check")[1]
     assert run("prewarm", spec, "--max-size", f"{4 * size}B")[0] == 0
 
 

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -145,22 +146,11 @@ def test_exit_codes(run, warm, bucket, s3, proxy, tmp_path, monkeypatch):
     assert {*ENDS.values()} == {code for code in ExitCode if code < 128}
 
 
-@pytest.mark.parametrize(
-    ("number", "code"),
-    [
-        (errno.EIO, ExitCode.FAILED),
-        (errno.ENOSPC, ExitCode.FULL),
-        (errno.EDQUOT, ExitCode.FULL),
-    ],
-)
-def test_a_fault_of_the_disk_is_one_sentence(run, monkeypatch, number, code):
-    monkeypatch.setenv("SHARDCACHE_DIR", "/disk")
-
-    def fail(self, url):
-        raise OSError(number, "it failed", "/disk/x")
-
-    monkeypatch.setattr(Cache, "path", fail)
-    assert run("path", URL) == (code, "", "error: /disk/x: it failed\n")
+def test_a_fault_of_the_disk_is_one_sentence(run, monkeypatch):
+    for number, code in (errno.EIO, 1), (errno.ENOSPC, 5), (errno.EDQUOT, 5):
+        fault = mock.Mock(side_effect=OSError(number, "it failed", "/disk/x"))
+        monkeypatch.setattr(Cache, "path", fault)
+        assert run("path", URL) == (code, "", "error: /disk/x: it failed\n")
     assert "Traceback" in run("path", URL, "-vv")[2]
 
 
@@ -183,7 +173,7 @@ def test_the_librarys_log_is_shown_as_asked(run, monkeypatch):
 # -- config and dir ------------------------------------------------------------
 
 
-def test_config_tells_value_and_source(run, tmp_path, monkeypatch):
+def test_config_tells_value_and_source_and_dir_where(run, tmp_path, monkeypatch):
     monkeypatch.setenv("SHARDCACHE_MAX_SIZE", "5GB")
     code, out, _ = run("config")
     assert code == 0
@@ -195,9 +185,6 @@ def test_config_tells_value_and_source(run, tmp_path, monkeypatch):
     found = json.loads(run("config", "--config", file, "--json")[1])
     rows = {row["name"]: (row["value"], row["source"]) for row in found["options"]}
     assert rows["attempts"] == ("7", f"file {file}") and "hush" not in json.dumps(found)
-
-
-def test_dir_prints_the_directory_and_says_how_to_set_one(run, tmp_path, monkeypatch):
     assert run("dir") == (0, f"{tmp_path / 'cache'}\n", "")
     assert run("--dir", "/elsewhere", "dir") == (0, "/elsewhere\n", "")
     monkeypatch.delenv("SHARDCACHE_DIR")

@@ -5,12 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
-from shardcache.cli.output import Console
-from shardcache.cli.prewarm import print_failures
 from shardcache.cli.progress import PrewarmProgress
-from shardcache.errors import AccessDeniedError
 from shardcache.fetch.status import FetchStatus
 from shardcache.results import (
     Finished,
@@ -78,6 +73,8 @@ def test_bad_credentials_are_told_once(run, spec, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     code, _, err = run("prewarm", spec)
     assert (code, err.count("AWS_SECRET_ACCESS_KEY")) == (3, 1) and "Traceback" not in err
+    assert "3 more for the same reason" in err
+    assert run("prewarm", spec, "-v")[2].count("AWS_SECRET_ACCESS_KEY") == 4
 
 
 def test_path_prints_a_path_and_nothing_else_and_fetches_on_request(
@@ -134,20 +131,6 @@ def test_progress_follows_events_and_running_fetches():
 # -- what is said of a prewarm -------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("plan", "text"),
-    [
-        (make_plan(1, cached=1), "Need 1 shard, 100 B: 1 cached, nothing to fetch"),
-        (make_plan(2, evict=5), "free 1.0 GB, 5 B of older shards make room  ok"),
-        (make_plan(2, missing=7), "does not fit: 7 B too many"),
-        (make_plan(3, sizes={shards(1)[0].key: 9}), "3 to fetch (9 B and 2 of unknown size)"),
-        (make_plan(3, left_out=frozenset("k")), "1 do not fit and are left out"),
-    ],
-)
-def test_plans_in_words(plan, text):
-    assert text in str(plan)
-
-
 def result(number, outcome, **more):
     return ShardResult(f"s3://b/x-{number}.tar", outcome, 1000, **more)
 
@@ -163,21 +146,3 @@ def test_summaries_in_words():
         "1 fetched by other processes, 1 linked, 1 left out for want of room, "
         "1 not done because the deadline is over."
     )
-
-
-def test_one_reason_is_told_once(capsys):
-    denied = [
-        result(n, Outcome.FAILED, error=AccessDeniedError(f"s3://b/x-{n}.tar: denied (403)"))
-        for n in range(9)
-    ]
-    odd = result(91, Outcome.FAILED, error=OSError(28, "No space left on device"))
-    report = PrewarmReport(make_plan(1), (*denied, odd), 1.0)
-    print_failures(Console(), report, None)
-    assert capsys.readouterr().err.splitlines() == [
-        "  failed  s3://b/x-0.tar: denied (403)",
-        "  failed  8 more for the same reason; -v names them",
-        "  failed  s3://b/x-91.tar: No space left on device",
-        "  To accept that many failures, pass --max-failures 10.",
-    ]
-    print_failures(Console(verbosity=1), report, 3)
-    assert len(capsys.readouterr().err.splitlines()) == 10

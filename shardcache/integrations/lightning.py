@@ -18,14 +18,16 @@ import contextlib
 import importlib
 import logging
 import sys
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardcache import sync
 from shardcache.errors import ConfigError, ShardCacheError
 from shardcache.ranks import detect
-from shardcache.stats.summary import Stats
+from shardcache.stats.database import NO_RANK, Sample
+from shardcache.stats.summary import summed
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache
@@ -63,7 +65,7 @@ class ShardCacheHooks:
         self.shards = (shards,) if isinstance(shards, str) else tuple(shards)
         self.prewarm = prewarm
         self.makedirs = tuple(map(Path, makedirs))
-        self._before: Mapping[str, int] | None = None
+        self._before: Counter[str] | None = None
 
     def setup(self, trainer: Any = None, pl_module: Any = None, stage: str | None = None) -> None:
         """Make the directories; in the first rank of a node have the first shards.
@@ -94,8 +96,7 @@ class ShardCacheHooks:
         before, self._before = self._before, self._counted()
         if self._before is None or before is None:
             return {}
-        changed = {name: max(0, n - before.get(name, 0)) for name, n in self._before.items()}
-        stats = Stats(None, None, {}, **changed)
+        stats = summed([Sample(0, 0, NO_RANK, self._before - before)])
         found = {
             "shardcache/opens": stats.opens,
             "shardcache/hit_rate": stats.hit_rate,
@@ -104,9 +105,9 @@ class ShardCacheHooks:
         }
         return {name: float(value) for name, value in found.items() if value is not None}
 
-    def _counted(self) -> Mapping[str, int] | None:
+    def _counted(self) -> Counter[str] | None:
         try:
-            return self.cache.stats().counters
+            return Counter(self.cache.stats().counters)
         except (OSError, ShardCacheError) as exn:
             logger.warning("this epoch's metrics are missing: %s", exn)
             return None
@@ -139,10 +140,8 @@ else:
         for package in sorted(_PACKAGES, key=lambda package: package not in sys.modules):
             with contextlib.suppress(ImportError):
                 bases = (ShardCacheHooks, importlib.import_module(package).Callback)
-                made = type(
-                    name, bases, {"__module__": __name__, "__doc__": ShardCacheHooks.__doc__}
-                )
-                return globals().setdefault(name, made)
+                described = {"__module__": __name__, "__doc__": ShardCacheHooks.__doc__}
+                return globals().setdefault(name, type(name, bases, described))
         raise ConfigError(
             "ShardCacheCallback is a callback of Lightning, which is not installed: pip install "
             "lightning. ShardCacheHooks has the same hooks for other loops."

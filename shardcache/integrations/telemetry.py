@@ -96,7 +96,7 @@ def _counted(cache: Cache, node: bool) -> dict[str, float]:
     counts: dict[str, float] = {**found.counters}
     for wait, waits in found.waits.items():
         counts[f"waits_{wait}"] = waits.count
-        counts[f"wait_s_{wait}"] = counts[f"wait_us_{wait}"] / 1e6
+        counts[f"wait_s_{wait}"] = waits.seconds
     if not node:
         counts["active"] = 0 if process is None else process.unfinished()
     return counts

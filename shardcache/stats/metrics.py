@@ -80,5 +80,5 @@ def _histograms(found: Stats) -> Iterator[tuple[str, str, float]]:
             if bucket % _STEP == _STEP - 1:
                 yield "_bucket", f',for="{wait}",le="{bucket_range(bucket)[1]:g}"', total
         yield "_bucket", f',for="{wait}",le="+Inf"', total
-        yield "_sum", f',for="{wait}"', found.counters[f"wait_us_{wait}"] / 1e6
+        yield "_sum", f',for="{wait}"', waits.seconds
         yield "_count", f',for="{wait}"', total

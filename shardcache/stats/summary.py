@@ -9,9 +9,10 @@ asked; a bypass was streamed and not stored; a failed one raised.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from shardcache.clock import utc
@@ -30,8 +31,8 @@ _PERCENTILES = (0.5, 0.9, 0.99)
 class Waits:
     """How long readers waited."""
 
-    #: Bucket (`counters.bucket_range`) -> how many.
-    buckets: Mapping[int, int] = field(default_factory=dict)
+    buckets: Mapping[int, int]  #: bucket (`counters.bucket_range`) -> how many
+    seconds: float = 0.0  #: all of them together
 
     @property
     def count(self) -> int:
@@ -92,13 +93,11 @@ class Stats(Counts):
         total: Counter[int] = Counter()
         for found in self.waits.values():
             total.update(found.buckets)
-        return Waits(total)
+        return Waits(total, sum(found.seconds for found in self.waits.values()))
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: times, numbers of things, bytes and seconds."""
         names = ("opens", "hit_rate", "bytes_saved", "evicted", "errors")
-        seconds = {wait: self.counters[f"wait_us_{wait}"] / 1e6 for wait in WAITS}
-        seconds["all"] = sum(seconds.values())
         return {
             "since": None if self.since is None else utc(self.since),
             "until": None if self.until is None else utc(self.until),
@@ -107,7 +106,7 @@ class Stats(Counts):
             "waits": {
                 wait: {
                     "count": found.count,
-                    "seconds": seconds[wait],
+                    "seconds": found.seconds,
                     **{f"p{share * 100:g}": found.percentile(share) for share in _PERCENTILES},
                 }
                 for wait, found in {**self.waits, "all": self.all_waits}.items()
@@ -115,9 +114,6 @@ class Stats(Counts):
         }
 
     def __repr__(self) -> str:
-        return f"<shardcache Stats: {self}>"
-
-    def __str__(self) -> str:
         rate = "no opens" if self.hit_rate is None else f"{self.hit_rate:.2%} hits"
         saved = format_bytes(self.bytes_saved)
         waited = self.all_waits.percentile(0.99)
@@ -131,11 +127,14 @@ def summed(samples: Iterable[Sample]) -> Stats:
     counters: Counter[str] = Counter()
     for sample in samples:
         counters.update(sample.counters)
-    buckets = {w: {b: n for b in range(BUCKETS) if (n := counters[f"{w}:{b}"])} for w in WAITS}
+    waits = {}
+    for wait in WAITS:
+        buckets = {bucket: counters[f"{wait}:{bucket}"] for bucket in range(BUCKETS)}
+        waits[wait] = Waits(+Counter(buckets), counters[f"wait_us_{wait}"] / 1e6)
     return Stats(
         min((sample.start for sample in samples), default=None),
         max((sample.start + sample.seconds for sample in samples), default=None),
-        {wait: Waits(found) for wait, found in buckets.items()},
+        waits,
         **{name: counters[name] for name in COUNTERS},
     )
 
@@ -160,7 +159,5 @@ def by_hour(samples: Iterable[Sample]) -> dict[int, Stats]:
 
 
 def _grouped(samples: Iterable[Sample], key: Callable[[Sample], int]) -> dict[int, Stats]:
-    groups: dict[int, list[Sample]] = {}
-    for sample in samples:
-        groups.setdefault(key(sample), []).append(sample)
-    return {one: summed(groups[one]) for one in sorted(groups)}
+    ordered = sorted(samples, key=key)
+    return {each: summed(group) for each, group in itertools.groupby(ordered, key)}

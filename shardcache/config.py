@@ -78,7 +78,7 @@ def _public(value: object) -> object:
         kept = {n: _public(v) for n, v in value.items() if not re.search(_CREDENTIALS, str(n))}
         if gone := [str(name) for name in value if kept.get(name) != value[name]]:
             logger.warning(
-                "storage options %s are left out of a pickle, or a part of them; who reads it "
+                "storage options %s are left out of a pickle, or a part of them; whoever reads it "
                 "needs credentials of its own (environment, profile, role)",
                 ", ".join(gone),
             )
@@ -483,7 +483,11 @@ def load(
         ((name, env.get(var), f"environment {var}") for var, name in _WDS_VARIABLES.items()),
     ):
         if name not in _FIELDS:
-            raise ConfigError(f"unknown option {name!r} ({source}). {_hint(name)}")
+            import difflib  # only a mistake has to wait for it
+
+            similar = difflib.get_close_matches(name, _FIELDS, n=1)
+            known = f"Did you mean {similar[0]}?" if similar else f"Known: {', '.join(_FIELDS)}."
+            raise ConfigError(f"unknown option {name!r} ({source}). {known}")
         if value is not None and sources[name] == "default":
             values[name], sources[name] = _parse(_FIELDS[name], value, source), source
     if "dir" not in values:
@@ -494,13 +498,6 @@ def load(
             'dir = "/local/nvme/shards" in shardcache.toml.'
         )
     return Loaded(Config(**values), sources)
-
-
-def _hint(name: str) -> str:
-    import difflib  # only a mistake has to wait for it
-
-    similar = difflib.get_close_matches(name, _FIELDS, n=1)
-    return f"Did you mean {similar[0]}?" if similar else f"Known: {', '.join(sorted(_FIELDS))}."
 
 
 def _usual_files(env: Mapping[str, str]) -> list[Path]:

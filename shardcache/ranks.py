@@ -67,8 +67,8 @@ def detect(environ: Mapping[str, str] | None = None) -> Ranks:
     env = os.environ if environ is None else environ
     ranks = _launched(env, "torch") or _slurm(env) or Ranks()
     if (rank := whole_number(env, RANK_VARIABLE)) is not None:
-        # Who is beside another rank on its node is not known. A rank that the launcher has not
-        # counted means a larger world than it knows of.
+        # The local rank of another rank is not known. A rank that the launcher has not counted
+        # means a larger world than it knows of.
         local = ranks.local_rank if rank == ranks.rank else None
         ranks = Ranks(rank, max(ranks.world_size, rank + 1), local, ranks.job, "explicit")
     return replace(ranks, job=_text(env, JOB_VARIABLE) or ranks.job or _text(env, "SLURM_JOB_ID"))

@@ -48,7 +48,7 @@ class Process:
 
     Args:
         config: options.
-        ranks: who we are.
+        ranks: which process of which job this is.
         started: when the job began to use the cache, for the session.
 
     Attributes:
@@ -75,7 +75,7 @@ class Process:
         where = (lambda: self.home.node) if config.stats else None
         self.counters = Counters(where, ranks, lambda: self._is_well)
         self._housekeepers: list[Housekeeper] = []
-        self.look_at = 0.0  # of the monotonic clock: when `keep_house` is to be called again
+        self.clean_due = 0.0  # of the monotonic clock: when to call `clean_if_due` again
         self._touched: dict[str, float] = {}
         self._copying: list[threading.Thread] = []
 
@@ -154,7 +154,7 @@ class Process:
         usable = [tier for tier in self.tiers if tier.made or tier is self.home]
         self._end_housekeeping()
         self._housekeepers = [Housekeeper(tier) for tier in usable]
-        self.look_at = 0.0
+        self.clean_due = 0.0
         self._touched.clear()
         return Coordinator(
             usable,
@@ -205,18 +205,18 @@ class Process:
         """Note a use of an entry, on its first use here and then at most every interval."""
         now, directory = clock.monotonic(), opened.directory
         last = self._touched.get(directory)
-        if now >= self.look_at:
-            self.keep_house()
+        if now >= self.clean_due:
+            self.clean_if_due()
         if last is None or now - last >= self._config.touch_interval:
             self._touched[directory] = now
             self.tier_of(directory).store.touch(directory, clock.time())
 
-    def keep_house(self) -> None:
+    def clean_if_due(self) -> None:
         """Have the cache cleaned in the background if that is due; see `space.clean`."""
         if self._is_well:
             for housekeeper in self._housekeepers:
                 housekeeper.check()
-            self.look_at = min((one.due for one in self._housekeepers), default=0.0)
+            self.clean_due = min((one.due for one in self._housekeepers), default=0.0)
 
     def write_back(self, shard: ShardURL, path: str, *, wait: bool) -> None:
         """Copy a shard that was fetched to the upstreams that are to have it.

@@ -363,8 +363,8 @@ class Opener:
         process = self.here()
         obtained = None
         begun = clock.monotonic()
-        if begun >= process.look_at:
-            process.keep_house()
+        if begun >= process.clean_due:
+            process.clean_if_due()
         self._gate(process.writing, asked)
         try:
             process.check_root()

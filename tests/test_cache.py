@@ -67,6 +67,7 @@ def test_what_is_in_use_survives_every_form_of_clean(make_cache: MakeCache) -> N
     assert list(cache.entries()) == []
 
 
+@pytest.mark.locks_work("answers")
 def test_sweeping_leaves_what_is_over_a_limit(make_cache: MakeCache) -> None:
     with make_cache() as cache:
         read(cache)

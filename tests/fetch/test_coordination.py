@@ -354,6 +354,7 @@ def test_a_disk_or_quota_that_is_full_makes_room_once_and_then_streams(
 
 
 @pytest.mark.parametrize("what", ["", "v1/locks"])
+@pytest.mark.locks_work("answers")
 def test_directories_may_vanish_at_any_time(
     make_cache: MakeCache, origin: MemoryOrigin, what: str
 ) -> None:

@@ -213,6 +213,7 @@ def test_the_last_block_is_never_shown(layout: Layout, size: int, known: bool) -
 
 
 @pytest.mark.parametrize("size", [0, 1, BLOCK])
+@pytest.mark.locks_work("answers")
 def test_a_shard_of_one_block_has_no_journal_and_is_not_resumed(layout: Layout, size: int) -> None:
     data = payload(size)
     made = begin(layout, metadata_for(data=data))

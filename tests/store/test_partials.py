@@ -7,8 +7,8 @@ import fcntl
 import os
 import signal
 import stat
-import threading
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,7 +34,6 @@ from tests.support.storetools import (
     Parent,
     age,
     begin,
-    crowd,
     fill,
     forked,
     make_store,
@@ -128,25 +127,19 @@ def test_blocks_from_many_threads_are_all_recorded_and_a_fresh_start_forgets_the
     data = payload(16 * BLOCK)
     partial = begin(layout, metadata_for(data=data, size=None))
 
-    def work(number: int) -> None:
+    def work(index: int) -> None:
         with partial.handle() as file:
-            for index in range(number, 16, 4):
-                block = memoryview(data)[index * BLOCK : (index + 1) * BLOCK]
-                partial.write(index * BLOCK, block, file.fileno())
-                partial.record(index, block_digest(block), BLOCK)
+            block = memoryview(data)[index * BLOCK : (index + 1) * BLOCK]
+            partial.write(index * BLOCK, block, file.fileno())
+            partial.record(index, block_digest(block), BLOCK)
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(16)))
     assert progress(partial.path) == (None, 16 * BLOCK)
     assert partial.data.read_bytes() == data
     partial.restart()
     assert progress(partial.path) == (None, 0)
     assert partial.digests == [] and partial.data.stat().st_size == 0
-    fill(partial, payload(BLOCK, seed=2))
-    assert progress(partial.path) == (None, BLOCK)
     partial.discard()
 
 
@@ -471,28 +464,6 @@ def test_a_writer_that_is_swept_before_it_has_its_lock_starts_over(
     with no_descriptor_left(), pytest.raises(LostError):
         begin(layout, metadata_for(data=DATA))
     assert list(layout.partial.iterdir()) == []
-
-
-@pytest.mark.locks_work("answers")
-def test_of_a_sweeper_and_a_claimer_one_wins(layout: Layout) -> None:
-    def run_sweeper(parent: Parent, number: int) -> None:
-        while (path := parent.hear()) is not None:
-            parent.say(remove_leftover(layout, path))
-
-    def run_claimer(parent: Parent, number: int) -> None:
-        kept = []
-        while (path := parent.hear()) is not None:
-            partial = Partial.claim(layout, path, "a.tar")
-            kept.append(partial)
-            parent.say(partial is not None and partial.data.read_bytes() == DATA)
-
-    with crowd(2, run_sweeper) as sweepers, crowd(2, run_claimer) as claimers:
-        for _ in range(40):
-            path = left_behind(layout)
-            for child in (*sweepers, *claimers):
-                child.tell(path)
-            assert sum(child.hear() for child in (*sweepers, *claimers)) <= 1
-            assert not path.exists() or sweep(layout) == 1
 
 
 def test_without_flock_only_what_is_long_idle_counts_as_dead(

@@ -1,13 +1,8 @@
 """Locks, and who holds them: flock(2), which the kernel frees when their holder dies.
 
-* `KeyLock`: one fetch of a key per node; never waited for, never stolen.
-* the writer's exclusive lock on a partial's data file says whether the writer lives.
-* the readers' shared lock on an entry's data file keeps it from being evicted.
-
-Locks only save bandwidth. Every caller stays correct when flock is refused, lies, or its file
-vanishes: bytes are pinned to a version and published by rename, whoever wrote them.
-
-Order: key, then budget, then single entries without waiting.
+They only save bandwidth. Every caller stays correct when flock is refused, lies, or its file
+vanishes: bytes are pinned to a version and published by rename, whoever wrote them. Order: key,
+then budget, then single entries without waiting.
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
 """Which filesystem a path is on, and so which kind of lock is used there.
 
 On a local filesystem flock(2) tells the truth. On any other (NFS, Lustre, GPFS, FUSE, unknown) it
-may be refused, granted to everybody, or hang. There no file of the cache is locked with it:
-
-* a lease beside the entries says who fetches a key, for all nodes (`lease`);
-* how long ago an entry or a partial was touched says whether it is in use (`Layout.grace`);
-* sessions and the budget's lock are in a directory of this node (`Layout.local`).
-
-The type of the mount alone decides. `os.statvfs` and even `os.stat` may hang on a dead server, so
-the answer comes from ``/proc/self/mountinfo`` (proc(5)) and the text of the path. Symbolic links in
-the path are followed, which asks the filesystems that hold the links.
+may be refused, granted to everybody, or hang, so no file of the cache is locked with it there:
+leases say who fetches, ages say what is in use (`Layout.grace`), and sessions and the budget's lock
+are in a directory of this node (`Layout.local`). `os.statvfs` and even `os.stat` may hang on a dead
+server, so the type comes from ``/proc/self/mountinfo`` (proc(5)) and the text of the path, of which
+symbolic links are followed.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ of dead processes are removed by whoever counts next.
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import logging
 import os
@@ -50,8 +49,7 @@ class Session:
             layout.modes.make_directory(layout.sessions, levels=0)
             for _ in range(_ATTEMPTS):
                 if self._register(layout, started, b"" if waits is None else waits[1].encode()):
-                    return
-            raise OSError(errno.EBUSY, "something keeps removing it", str(self.path))
+                    break
         except OSError as exn:
             # A cache that cannot be written evicts nothing, so nobody needs to know of us.
             logger.debug("%s was not made: %s", self.path, exn)

@@ -1,14 +1,11 @@
 """Room for a shard before its first byte is written.
 
 The node keeps one number, ``usage``: bytes of all shards, and of all fetches in flight with their
-final sizes. It is read and written under the budget lock only: an admission adds its shard, so many
-processes keep one budget. A fetch that fails leaves its bytes in the number, and what is removed by
-hand is not subtracted; so entries and partials are counted again before anything is evicted or
-refused, and after a minute. A refusal is believed as long, unless somebody cleans the cache or a
-job ends meanwhile.
-
-Where locks do not work, each process may overshoot by what others admit at the same moment. Nodes
-that share a directory do not share the number: they count each time.
+final sizes. It is read and written under the budget lock only. Entries and partials are counted
+again before anything is evicted or refused, and after a minute; a refusal is believed as long,
+unless somebody cleans the cache or a job ends meanwhile. Where locks do not work, each process may
+overshoot by what others admit at the same moment. Nodes that share a directory do not share the
+number: they count each time.
 """
 
 from __future__ import annotations

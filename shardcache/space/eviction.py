@@ -4,18 +4,10 @@
     lru           the least recently used goes first
     fifo          what was fetched first goes first
 
-An epoch is one scan over the dataset, and evicting what this epoch has read to make room for what
-it reads next gives a cache that never hits: with half of the data in it, LRU and FIFO hit not once
-where shards come in order. So what was used since the oldest live session began stays, unless
-nobody used it for ``protect_for``; a newcomer that finds no room is streamed. The first of two jobs
-keeps its working set, the second one gets what is free.
-
 `plan` is pure: the same entries, limits and policy give the same plan, so a dry run shows exactly
 what a run would do. What several ranks link is one file: it counts once, is as young as its latest
-use, and goes with all its links or stays.
-
-Dates come from wall clocks, which can be wrong. A date in the future counts as long ago. A wrong
-one costs an unlucky eviction, never what is being read or pinned.
+use, and goes with all its links or stays. Dates come from wall clocks: one in the future counts as
+long ago, and a wrong one costs an unlucky eviction, never what is being read or pinned.
 """
 
 from __future__ import annotations

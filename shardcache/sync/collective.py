@@ -1,12 +1,11 @@
 """What the ranks of a job do together: `once` and `barrier`.
 
-**once.** The first rank that claims the work runs it and posts the outcome, a result or a failure;
-the others wait for that. An outcome stays: a later call of the same job gets it and runs nothing.
-Claims are numbered, and beside each is its runner's heartbeat. When a runner has given up or been
-silent for `lease` seconds, the next number may be claimed: nothing is taken from anybody, and
-nothing has to be removed after a death. A runner that was only stopped goes on: of two outcomes the
-first counts, for both. Whoever makes both names has the claim, so removing one of them, as people
-do with lock files, lets nobody in.
+**once.** The first rank that claims the work runs it and posts the outcome, which stays; the others
+wait for that. Claims are numbered, and beside each is its runner's heartbeat. When a runner has
+given up or been silent for `lease` seconds, the next number may be claimed: nothing is taken from
+anybody. A runner that was only stopped goes on: of two outcomes the first counts, for both. Whoever
+makes both names has the claim, so removing one of them, as people do with lock files, lets nobody
+in.
 
 **barrier.** Every rank posts that it has come and waits until all have. Each rank numbers the
 barriers of one name for itself: its n-th call meets the n-th call of the others. A rank that has

@@ -66,7 +66,7 @@ def test_one_holds_a_key_until_it_lets_go(tmp_path: Path) -> None:
         other.release()
 
 
-@pytest.mark.locks_work("answers")
+@pytest.mark.locks_work("flock", "answers")
 def test_a_lock_file_unlinked_between_open_and_flock_is_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

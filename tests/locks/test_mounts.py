@@ -136,6 +136,7 @@ def test_all_who_share_a_root_share_a_directory_of_the_node_that_nobody_planted(
     assert place() == fallback
 
 
+@pytest.mark.locks_work("flock")
 def test_with_leases_nothing_in_the_cache_is_locked(
     make_cache: Callable[..., Cache],
     origin: MemoryOrigin,

@@ -113,6 +113,7 @@ DAY = 86_400.0
         ("fifo", -60, [-100], False),
     ],
 )
+@pytest.mark.locks_work("flock")
 def test_what_a_policy_keeps(tmp_path: Path, kind, used, started, stays) -> None:
     now, layout = 1_800_000_000.0, make_root(tmp_path / "cache", "test")
     config = Config(tmp_path / "cache", policy=kind, protect_for="24h")

@@ -189,6 +189,7 @@ with Cache(home, cache_local=True, min_free=0, tiers=[ram]) as cache:
 
 
 @needs_mounts
+@pytest.mark.locks_work
 def test_a_ram_disk_is_filled_as_far_as_its_cgroup_allows_and_gives_back_what_the_job_needs(
     tmp_path: Path, ram: Path
 ) -> None:

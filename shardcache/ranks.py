@@ -22,14 +22,15 @@ Source = Literal["torch", "slurm", "explicit", "none"]
 RANK_VARIABLE = "SHARDCACHE_RANK"
 JOB_VARIABLE = "SHARDCACHE_JOB"
 
-#: Where each launcher states rank, world size, local rank and job: torchrun
+#: Where each launcher states rank, world size, local rank, local world size and job: torchrun
 #: (torch/distributed/run.py), srun(1).
-_LAUNCHERS: dict[Source, tuple[str, str, str, str]] = {
-    "torch": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"),
-    "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_JOB_ID"),
+_LAUNCHERS: dict[Source, tuple[str, ...]] = {
+    "torch": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
+    "slurm": (
+        *("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+        *("SLURM_NTASKS_PER_NODE", "SLURM_JOB_ID"),  # the first with --ntasks-per-node
+    ),
 }
-#: How many processes of the job are on this node; Slurm's with --ntasks-per-node.
-_LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")
 #: torchrun's --rdzv-id when nobody gave one: the same for every job, so not an id.
 _NO_RUN_ID = "none"
 #: SLURM_MAX_NORMAL_STEP_ID in slurm.h. Above it are the pseudo-steps (batch script,
@@ -44,8 +45,8 @@ _HASHED = r".*--[0-9a-f]{12}"
 class Ranks:
     """One process's place in its job; a process that nobody launched is rank 0 of 1.
 
-    ``local_rank`` (among the processes on this node) is None where no launcher tells, ``job``
-    outside any job. ``source`` says who gave the rank.
+    ``local_rank`` and ``local_size`` (among and of the processes on this node) are None where no
+    launcher tells, ``job`` outside any job. ``source`` says what gave the rank.
     """
 
     rank: int = 0
@@ -53,6 +54,7 @@ class Ranks:
     local_rank: int | None = None
     job: str | None = None
     source: Source = "none"
+    local_size: int | None = None
 
 
 def detect(environ: Mapping[str, str] | None = None) -> Ranks:
@@ -70,17 +72,9 @@ def detect(environ: Mapping[str, str] | None = None) -> Ranks:
         # The local rank of another rank is not known. A rank that the launcher has not counted
         # means a larger world than it knows of.
         local = ranks.local_rank if rank == ranks.rank else None
-        ranks = Ranks(rank, max(ranks.world_size, rank + 1), local, ranks.job, "explicit")
+        world = max(ranks.world_size, rank + 1)
+        ranks = Ranks(rank, world, local, ranks.job, "explicit", ranks.local_size)
     return replace(ranks, job=_text(env, JOB_VARIABLE) or ranks.job or _text(env, "SLURM_JOB_ID"))
-
-
-def local_world_size() -> int | None:
-    """How many processes of this job are on this node; None where no launcher tells.
-
-    Raises:
-        ConfigError: a variable that is not a whole number.
-    """
-    return next((size for name in _LOCAL_SIZES if (size := whole_number(os.environ, name))), None)
 
 
 def _slurm(env: Mapping[str, str]) -> Ranks | None:
@@ -91,7 +85,8 @@ def _slurm(env: Mapping[str, str]) -> Ranks | None:
         return _launched(env, "slurm")
     # The batch script itself: SLURM_PROCID is 0 and SLURM_NTASKS is what srun *would*
     # start. Taking that for the world would have rank 0 wait for ranks that never come.
-    return Ranks(local_rank=0, source="slurm")
+    size = whole_number(env, "SLURM_NTASKS_PER_NODE") or None
+    return Ranks(local_rank=0, source="slurm", local_size=size)
 
 
 def _launched(env: Mapping[str, str], source: Source) -> Ranks | None:
@@ -101,7 +96,7 @@ def _launched(env: Mapping[str, str], source: Source) -> Ranks | None:
     # not even that it is malformed.
     if not (_text(env, numbers[0]) and _text(env, numbers[1])):
         return None
-    rank, world_size, local_rank = (whole_number(env, name) for name in numbers)
+    rank, world_size, local_rank, local_size = (whole_number(env, name) for name in numbers)
     assert rank is not None
     assert world_size is not None
     if rank >= world_size:
@@ -110,7 +105,8 @@ def _launched(env: Mapping[str, str], source: Source) -> Ranks | None:
             f"{numbers[1]} - 1. Correct or unset them, or state {RANK_VARIABLE}."
         )
     job = _text(env, job_name)
-    return Ranks(rank, world_size, local_rank, None if job == _NO_RUN_ID else job, source)
+    job = None if job == _NO_RUN_ID else job
+    return Ranks(rank, world_size, local_rank, job, source, local_size or None)
 
 
 def _text(env: Mapping[str, str], name: str) -> str | None:

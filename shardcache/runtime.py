@@ -244,10 +244,6 @@ class Process:
         except RuntimeError as exn:  # a limit of processes
             logger.info("%s: not copied to an upstream: %s", shard, exn)
 
-    def unfinished(self) -> int:
-        """How many shards it fetches or waits for, for its readers."""
-        return 0 if self.ready is None else len(self.fetchings.unfinished())
-
     def _count_eviction(self, removal: Removal) -> None:
         self.counters.add({f"evicted_{removal.reason}": 1, "bytes_evicted": removal.size})
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import pytest
 
 from shardcache.errors import ConfigError
-from shardcache.ranks import Ranks, detect, local_world_size, safe_name
+from shardcache.ranks import Ranks, detect, safe_name
 
 Env = Mapping[str, str]
 
@@ -26,8 +26,8 @@ BY_HAND = {"SHARDCACHE_RANK": "9", "SHARDCACHE_JOB": "mine"}
 
 MIXED: dict[str, tuple[Env, Ranks]] = {
     "nobody": ({}, Ranks(0, 1, None, None, "none")),
-    "torchrun": (TORCH, Ranks(11, 16, 3, "run-7", "torch")),
-    "Slurm": (SLURM, Ranks(5, 8, 1, "901593", "slurm")),
+    "torchrun": ({**TORCH, "LOCAL_WORLD_SIZE": "8"}, Ranks(11, 16, 3, "run-7", "torch", 8)),
+    "Slurm": ({**SLURM, "SLURM_NTASKS_PER_NODE": "4"}, Ranks(5, 8, 1, "901593", "slurm", 4)),
     "torchrun under srun": ({**SLURM, **TORCH}, Ranks(11, 16, 3, "run-7", "torch")),
     # Every torchrun without --rdzv-id says "none": two jobs would share one namespace.
     "torchrun without an id": (
@@ -45,7 +45,10 @@ MIXED: dict[str, tuple[Env, Ranks]] = {
         {**SLURM, "RANK": "40", "WORLD_SIZE": "64"},
         Ranks(40, 64, None, "901593", "torch"),
     ),
-    "a batch script": (BATCH, Ranks(0, 1, 0, "901593", "slurm")),
+    "a batch script": (
+        {**BATCH, "SLURM_NTASKS_PER_NODE": "4"},
+        Ranks(0, 1, 0, "901593", "slurm", 4),
+    ),
     "an interactive step": (
         {**BATCH, "SLURM_STEP_ID": str(0xFFFFFFFA)},
         Ranks(0, 1, 0, "901593", "slurm"),
@@ -105,11 +108,3 @@ def test_a_job_id_becomes_a_name_and_stays_one() -> None:
         name = safe_name(job)
         assert re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,49}--[0-9a-f]{12}", name)
         assert safe_name(job) == name
-
-
-def test_every_launcher_counts_the_processes_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"):
-        for text, count in ((" ", None), (" 8 ", 8), ("0", None)):
-            monkeypatch.setenv(name, text)
-            assert local_world_size() == count
-        monkeypatch.delenv(name)

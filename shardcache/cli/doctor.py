@@ -28,7 +28,7 @@ from shardcache.origins.base import ObjectInfo
 from shardcache.origins.endpoints import credential_source, endpoint_of, scheme_options
 from shardcache.origins.resolve import Origins
 from shardcache.origins.retry import RetryPolicy
-from shardcache.ranks import detect, local_world_size
+from shardcache.ranks import detect
 from shardcache.space.memory import Volume, cpu_quota, is_memory
 from shardcache.store.entry import scan
 from shardcache.store.root import check_root, is_foreign
@@ -178,7 +178,8 @@ def _space(tier: Config) -> Answers:
 
 def _cpus() -> Answers:
     """The CPUs that may be used against the DataLoader workers that are likely to be started."""
-    ranks, slurm = local_world_size() or 1, detect().source == "slurm"
+    found = detect()
+    ranks, slurm = found.local_size or 1, found.source == "slurm"
     total, quota = os.cpu_count() or 1, cpu_quota()
     usable = min(len(os.sched_getaffinity(0)), quota or total)
     # srun binds each task to CPUs of its own.

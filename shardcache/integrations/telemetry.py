@@ -98,7 +98,8 @@ def _counted(cache: Cache, node: bool) -> dict[str, float]:
         counts[f"waits_{wait}"] = waits.count
         counts[f"wait_s_{wait}"] = waits.seconds
     if not node:
-        counts["active"] = 0 if process is None else process.unfinished()
+        running = process.fetchings.unfinished() if process and process.ready else []
+        counts["active"] = len(running)
     return counts
 
 

@@ -212,7 +212,7 @@ def board_for(per: Scope, directory: str | os.PathLike[str] | None, job: str | N
         where /= f"node-{boot_id()[:13] or os.uname().nodename}"
     if directory := directory or os.environ.get(DIRECTORY_VARIABLE, "").strip():
         return FileBoard(Path(directory).absolute() / _NAME / where)
-    is_local = per == "node" or world_size() in (1, ranks.local_world_size())
+    is_local = per == "node" or world_size() in (1, ranks.detect().local_size)
     if not is_local or (place := node_directory("sync")) is None:
         raise ConfigError(
             f"The {world_size()} ranks of this job have no place to meet. Give dir=, or set "
@@ -240,7 +240,7 @@ def job_name(job: str | None = None) -> str:
         name = bytes(chosen).decode()
     if name is None and found.world_size == 1:
         name = _ALONE
-    if name is None and found.world_size == ranks.local_world_size():
+    if name is None and found.world_size == found.local_size:
         # torchrun without --rdzv-id: one process has started all ranks, which are on this node.
         parent = multiprocessing.parent_process()
         name = process_name((parent and parent.pid) or os.getppid())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import os
+import shutil
 import threading
 import time
 import zlib
@@ -25,7 +26,7 @@ from shardcache.origins.base import Body, Checksum, ObjectInfo, TransientError
 from shardcache.store.digest import BLOCK
 from shardcache.store.partial import Partial
 from tests.support.fakes import Fault, MemoryOrigin
-from tests.support.storetools import PATIENCE, wait_until
+from tests.support.storetools import PATIENCE, Parent, forked, wait_until
 from tests.support.tars import make_tar
 
 URL = "s3://lab/train-0000.tar"
@@ -90,18 +91,24 @@ def _taken_for(body: Body, pin: ObjectInfo | None = None) -> Body:
     return body
 
 
-def test_the_first_bytes_are_read_before_the_last_have_come(
-    make_cache: MakeCache, held: Hold
+@pytest.mark.parametrize(
+    ("processes", "after", "some"),
+    [(1, 3 * BLOCK + 5, 3 * BLOCK), (2, 3 * BLOCK + 5, 3 * BLOCK), (2, 200_000, 100_000)],
+)
+def test_all_read_one_fetch_before_its_last_bytes_have_come(
+    make_cache: MakeCache, origin: MemoryOrigin, processes: int, after: int, some: int
 ) -> None:
-    cache = one(make_cache)
-    with cache.open(URL) as stream:
-        assert stream.read(3 * BLOCK) == DATA[: 3 * BLOCK]
-        assert URL not in cache
-        held.release()
-        assert stream.read() == DATA[3 * BLOCK :]
-        assert stream.read() == b""
-        assert Path(stream.name).read_bytes() == DATA
-    assert URL in cache
+    """The first sample does not wait for a whole block."""
+    hold = Hold(origin, after)
+    caches = [one(make_cache) for _ in range(processes)]
+    with caches[0].open(URL) as first, caches[-1].open(URL) as second:
+        assert first.read(some) == second.read(some) == DATA[:some]
+        assert URL not in caches[0]
+        hold.release()
+        assert first.read() == second.read() == DATA[some:]
+        assert first.read() == b""
+        assert Path(first.name).read_bytes() == DATA
+    assert fetches(origin) == 1
 
 
 def test_with_fill_complete_nothing_is_read_before_all_is_there(
@@ -119,59 +126,23 @@ def test_with_fill_complete_nothing_is_read_before_all_is_there(
         assert Path(stream.name).read_bytes() == stream.read() == DATA
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_all_follow_one_fetch(
-    make_cache: MakeCache, origin: MemoryOrigin, held: Hold, processes: int
-) -> None:
-    caches = [one(make_cache) for _ in range(processes)]
-    with caches[0].open(URL) as first, caches[-1].open(URL) as second:
-        assert first.read(BLOCK) == second.read(BLOCK) == DATA[:BLOCK]
-        held.release()
-        assert first.read() == second.read() == DATA[BLOCK:]
-    assert fetches(origin) == 1
-
-
-def test_the_first_sample_waits_for_no_whole_block(
-    make_cache: MakeCache, origin: MemoryOrigin
-) -> None:
-    hold = Hold(origin, 200_000)
-    with one(make_cache).open(URL) as first, one(make_cache).open(URL) as second:
-        assert first.read(100_000) == second.read(100_000) == DATA[:100_000]
-        hold.release()
-        assert first.read() == second.read() == DATA[100_000:]
-    assert fetches(origin) == 1
-
-
+@pytest.mark.parametrize("removed", [False, True])
 def test_who_follows_goes_on_when_the_fetching_process_gives_up(
-    make_cache: MakeCache, origin: MemoryOrigin, held: Hold
+    make_cache: MakeCache, origin: MemoryOrigin, held: Hold, removed: bool
 ) -> None:
+    """It goes on where the other one ended, or from another file of the same version."""
     fetching, following = one(make_cache), one(make_cache)
     some = BLOCK + 10
     with fetching.open(URL) as first, following.open(URL) as second:
         assert first.read(some) == second.read(some) == DATA[:some]
+        if removed:
+            (partial,) = Layout.of_root(fetching.dir).partial.iterdir()
+            shutil.rmtree(partial)
         call_off(fetching)
         with pytest.raises(FetchCancelledError):
             first.read()
         assert second.read() == DATA[some:]
-    assert fetches(origin) == 1  # it went on where the other one ended
-    assert origin.requests[-1][1] >= BLOCK
-
-
-def test_who_follows_goes_on_from_another_file_of_the_same_version(
-    make_cache: MakeCache, origin: MemoryOrigin, held: Hold
-) -> None:
-    fetching, following = one(make_cache), one(make_cache)
-    with fetching.open(URL) as first, following.open(URL) as second:
-        assert first.read(10) == second.read(10) == DATA[:10]
-        (partial,) = Layout.of_root(fetching.dir).partial.iterdir()
-        for path in partial.iterdir():
-            path.unlink()
-        partial.rmdir()
-        call_off(fetching)
-        with pytest.raises(FetchCancelledError):
-            first.read()
-        assert second.read() == DATA[10:]
-    assert fetches(origin) == 2
+    assert fetches(origin) == 1 + removed
 
 
 def test_what_differs_in_another_file_of_the_same_version_is_an_error(
@@ -215,15 +186,28 @@ def test_the_last_block_is_withheld_until_all_is_checked(make_cache: MakeCache) 
     assert got == DATA[:limit]
 
 
-def test_a_shard_that_never_has_its_checksum_ends_in_an_error(
-    make_cache: MakeCache, origin: MemoryOrigin
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        ("a checksum that is never right", IntegrityError),
+        ("an error page", IntegrityError),
+        ("an origin that is gone", TransferError),
+    ],
+)
+def test_an_error_stays_an_error(
+    make_cache: MakeCache, origin: MemoryOrigin, how: str, error: type[Exception]
 ) -> None:
-    origin.checksums[URL] = crc(b"something else")
-    cache = one(make_cache)
-    for _ in range(2):
-        # It may have failed before the stream is handed out.
-        with pytest.raises(IntegrityError, match="states crc32"), cache.open(URL) as stream:
+    if how == "a checksum that is never right":
+        origin.checksums[URL] = crc(b"something else")
+    elif how == "an error page":
+        origin.objects[URL] = b"<html>no such bucket</html>" * 200_000
+    else:
+        origin.faults.extend([Fault(after=BLOCK, error=TransientError("reset")), Fault(after=None)])
+    # It may have failed before the stream is handed out.
+    with pytest.raises(error), one(make_cache).open(URL) as stream:
+        with pytest.raises(error):
             stream.read()
+        stream.read()
 
 
 def test_closing_the_cache_calls_off_what_nobody_reads_and_says_so(
@@ -254,19 +238,13 @@ def test_closing_the_cache_leaves_a_stream_what_it_reads(
     assert fetches(origin) == 1
 
 
-def test_an_error_stays_an_error(make_cache: MakeCache, origin: MemoryOrigin) -> None:
-    origin.faults.append(Fault(after=BLOCK, error=TransientError("reset")))
-    origin.faults.append(Fault(after=None))
-    # It may have failed before the stream is handed out.
-    with pytest.raises(TransferError), one(make_cache).open(URL) as stream:
-        with pytest.raises(TransferError):
-            stream.read()
-        stream.read()
-
-
-@pytest.mark.parametrize("pins", [True, False])
-def test_nothing_is_read_of_a_resumed_version_before_it_is_known_to_be_the_current_one(
-    make_cache: MakeCache, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch, pins: bool
+@pytest.mark.parametrize(("pins", "replaced"), [(True, False), (True, True), (False, True)])
+def test_what_was_resumed_is_read_once_it_is_known_to_be_the_current_version(
+    make_cache: MakeCache,
+    origin: MemoryOrigin,
+    monkeypatch: pytest.MonkeyPatch,
+    pins: bool,
+    replaced: bool,
 ) -> None:
     if not pins:
         origin.pins = origin.states_checksums = False
@@ -277,26 +255,14 @@ def test_nothing_is_read_of_a_resumed_version_before_it_is_known_to_be_the_curre
     origin.faults.append(Fault(after=None))
     with pytest.raises(TransferError):
         one(make_cache).fetch(URL)
-    origin.objects[URL] = NEWER
+    if replaced:
+        origin.objects[URL] = NEWER
+    data, some = origin.objects[URL], 10 if replaced else 2 * BLOCK
     hold = Hold(origin, 0)  # time enough to read what should not be shown
     with one(make_cache).open(URL) as stream:
-        assert stream.read(10) == NEWER[:10]
+        assert stream.read(some) == data[:some]
         hold.release()
-        assert stream.read() == NEWER[10:]
-
-
-def test_what_was_resumed_is_read_as_soon_as_it_is_confirmed(
-    make_cache: MakeCache, origin: MemoryOrigin
-) -> None:
-    origin.faults.append(Fault(after=2 * BLOCK + 9, error=TransientError("reset")))
-    origin.faults.append(Fault(after=None))
-    with pytest.raises(TransferError):
-        one(make_cache).fetch(URL)
-    hold = Hold(origin, 0)
-    with one(make_cache).open(URL) as stream:
-        assert stream.read(2 * BLOCK) == DATA[: 2 * BLOCK]
-        hold.release()
-        assert stream.read() == DATA[2 * BLOCK :]
+        assert stream.read() == data[some:]
 
 
 def test_a_disk_that_fills_up_in_the_midst_costs_the_reader_nothing(
@@ -351,14 +317,6 @@ def test_a_shard_of_unknown_size_is_followed_too(
         assert stream.read() == DATA[2 * BLOCK :]
 
 
-def test_an_error_page_is_refused_before_a_byte_of_it_is_read(
-    make_cache: MakeCache, origin: MemoryOrigin
-) -> None:
-    origin.objects[URL] = b"<html>no such bucket</html>" * 200_000
-    with one(make_cache).open(URL) as stream, pytest.raises(IntegrityError, match="no tar"):
-        stream.read(1)
-
-
 def test_where_no_thread_can_be_started_a_shard_is_streamed(
     make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -387,26 +345,22 @@ def test_seeking_waits_for_what_is_sought(make_cache: MakeCache, held: Hold) -> 
         assert stream.read() == DATA[1:]
 
 
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_child_goes_on_with_its_parents_stream(make_cache: MakeCache, held: Hold) -> None:
     cache = one(make_cache)
     stream = cache.open(URL)
     assert stream.read(10) == DATA[:10]
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            process = cache._here()
-            process.coordinator()
-            process.origins.add("s3", MemoryOrigin())  # without the shard: it must not be asked
-            os.write(writer, b"ready")
-            os._exit(0 if stream.read() == DATA[10:] else 1)
-        finally:
-            os._exit(2)
-    assert os.read(reader, 5) == b"ready"
-    held.release()
-    assert stream.read() == DATA[10:]
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+    def work(parent: Parent) -> None:
+        cache._here().coordinator()
+        cache._here().origins.add("s3", MemoryOrigin())  # without the shard: it must not be asked
+        parent.say("ready")
+        parent.say(stream.read() == DATA[10:])
+
+    with forked(work) as child:
+        assert child.hear() == "ready"
+        held.release()
+        assert stream.read() == DATA[10:]
+        assert child.hear()
     stream.close()
 
 

@@ -12,7 +12,7 @@ import pytest
 import webdataset as wds
 
 from shardcache.cache import Cache
-from shardcache.errors import ShardNotFoundError
+from shardcache.errors import ShardNotFoundError, TransferError
 from shardcache.locks.flock import Holder, KeyLock
 from shardcache.origins.base import TransientError
 from shardcache.store.digest import BLOCK
@@ -170,25 +170,35 @@ def test_what_the_list_raises_comes_after_what_it_gave(make_cache: MakeCache) ->
     assert found == DATA[:2]
 
 
-def test_a_failure_ahead_is_tried_again_when_it_matters(
-    make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), TransientError("reset")])
+def test_a_failure_ahead_is_tried_again_unless_it_is_the_origins(
+    make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch, origin: MemoryOrigin, error: Exception
 ) -> None:
     """The disk failed while nobody waited for the shard; that is no answer to who asks now."""
-    cache = make_cache(prefetch=1)
-    process = cache._here()
-    real = process.coordinator().get
-    failures = [OSError(28, "No space left on device")]
+    cache = make_cache(prefetch=1, attempts=1)
+    failures = [error]
 
-    def get(shard, *arguments, **options):
-        if str(shard) == URLS[1] and failures:
-            raise failures.pop()
-        return real(shard, *arguments, **options)
+    def failing(where: object, name: str) -> None:
+        real = getattr(where, name)
 
-    monkeypatch.setattr(process.coordinator(), "get", get)
+        def call(shard, *arguments, **options):
+            if str(shard) == URLS[1] and failures:
+                raise failures.pop()
+            return real(shard, *arguments, **options)
+
+        monkeypatch.setattr(where, name, call)
+
+    if isinstance(error, OSError):
+        failing(cache._here().coordinator(), "get")
+    else:
+        failing(origin, "open")
     samples = cache.url_opener(URLS[:2])
     assert next(samples)["stream"].read() == DATA[0]
-    wait_until(lambda: not failures)
-    wait_until(lambda: not running())
+    wait_until(lambda: not failures and not running())
+    if isinstance(error, TransientError):
+        with pytest.raises(TransferError, match="reset"):
+            next(samples)
+        return
     with next(samples)["stream"] as stream:
         assert stream.read() == DATA[1]
     assert URLS[1] in cache
@@ -216,9 +226,7 @@ def test_what_another_process_fetches_is_left_to_it(
 def test_a_node_fetches_only_so_many_ahead(
     make_cache: MakeCache, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from shardcache.fetch import coordinator as coordination
-
-    monkeypatch.setattr(coordination, "_AHEAD_FETCHES", 1)
+    monkeypatch.setattr("shardcache.fetch.coordinator._AHEAD_FETCHES", 1)
     event = threading.Event()
     one, other = make_cache(), make_cache(prefetch=2)
     origin.faults.append(Fault(after=0, wait=event))
@@ -231,25 +239,3 @@ def test_a_node_fetches_only_so_many_ahead(
     assert next(second)["stream"].read() == DATA[3]  # whoever waits needs no place
     event.set()
     ahead.close()
-
-
-def test_a_transient_failure_ahead_ends_like_one_of_open(
-    make_cache: MakeCache, origin: MemoryOrigin
-) -> None:
-    cache = make_cache(prefetch=1, attempts=1)
-    samples = cache.url_opener(URLS[:2])
-    real = origin.open
-
-    def flaky(url, start, stop, pin=None):
-        if str(url) == URLS[1]:
-            raise TransientError("reset")
-        return real(url, start, stop, pin)
-
-    origin.open = flaky
-    assert next(samples)["stream"].read() == DATA[0]
-    wait_until(lambda: not running())
-    with pytest.raises(OSError, match="reset"):
-        next(samples)
-
-
-# -- who goes first --------------------------------------------------------------

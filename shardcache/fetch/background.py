@@ -111,7 +111,8 @@ class Fetching:
         obtained, self.obtained = self.obtained, None
         if obtained is not None:
             obtained.opened.close()
-        self.status.drop_answer()
+        if self.status.answers:
+            self.status.drop_answer()
 
     def _notify(self) -> None:
         """Wake all who wait."""

@@ -185,10 +185,11 @@ class Counters:
         counts[f"bytes_{source}"] = received
         if done:
             counts |= {"fetches_upstream": int(upstream), "bytes_stored": size}
-            extra = {"event": "fetched", "shard": str(shard), "bytes": size, "seconds": seconds}
-            extra |= {"retries": retries, "source": source}
-            took = format_bytes(size), source, format_duration(seconds)
-            logger.info("%s: fetched %s from its %s in %s", shard, *took, extra=extra)
+            if logger.isEnabledFor(logging.INFO):  # what it says is not made for nobody
+                extra = {"event": "fetched", "shard": str(shard), "bytes": size}
+                extra |= {"seconds": seconds, "retries": retries, "source": source}
+                took = format_bytes(size), source, format_duration(seconds)
+                logger.info("%s: fetched %s from its %s in %s", shard, *took, extra=extra)
         self.add(counts)
 
     def flush(self) -> None:

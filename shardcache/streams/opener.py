@@ -39,7 +39,6 @@ from shardcache.errors import (
 from shardcache.fetch.status import FetchStatus
 from shardcache.files import Breaker, fault_kind, is_disk_fault
 from shardcache.locks.flock import is_file
-from shardcache.origins.base import Body, ObjectInfo
 from shardcache.runtime import Process
 from shardcache.store.entry import DamagedError, Entry, Opened, open_data
 from shardcache.store.store import set_aside
@@ -122,7 +121,7 @@ class Opener:
                         opened = self.find(shard)  # it deals with that
             source = opened or ahead or FetchSource(self, shard, finish=finish)
         except (ShardCacheError, OSError) as exn:
-            source = self._stream_past(shard, exn, 0, None)
+            source = self._stream_past(shard, exn)
         stream = ShardStream(self, shard, source)
         if opened is None:
             stream.wait(whole=self.config.fill == "complete")
@@ -162,8 +161,7 @@ class Opener:
             return self._mend(shard, failed, fault, position, begun)
         if isinstance(failed, FetchSource):
             failed.counted = True  # here
-            pin = failed.info if begun else None
-            return self._stream_past(shard, fault, position, pin, failed.take_answer)
+            return self._stream_past(shard, fault, position, failed, begun)
         if isinstance(failed, OriginSource) and failed.nearer is not None:
             logger.info("%s: the rest does not come from an upstream: %s", shard, fault)
             pin = failed.info if begun else None
@@ -213,14 +211,11 @@ class Opener:
         self,
         shard: ShardURL,
         fault: Exception,
-        start: int,
-        pin: ObjectInfo | None,
-        take_answer: Callable[[], Body | None] = lambda: None,
+        start: int = 0,
+        failed: FetchSource | None = None,
+        begun: bool = False,
     ) -> OriginSource:
         """A shard from ``start`` on, from its origin, because the cache failed; counted and said.
-
-        It has to be the version ``pin``, if there is one. ``take_answer`` gives what the fetch
-        that failed has kept of the origin.
 
         Raises:
             ``fault``, with ``strict`` or where it is the origin's; as `OriginSource`.
@@ -230,10 +225,10 @@ class Opener:
         counts = {} if counter is None else {counter: 1}
         try:
             self._warn_streamed(process, shard, fault)
-            if pin is not None:
-                source = OriginSource(process, shard, start=start, pin=pin)
+            if failed is not None and begun:
+                source = OriginSource(process, shard, start=start, pin=failed.info)
             else:
-                source = self._nearest(shard, start, take_answer)
+                source = self._nearest(shard, start, failed)
         except Exception as exn:
             process.counters.add({"failed": 1, **counts})
             number = getattr(fault, "errno", None)
@@ -269,15 +264,12 @@ class Opener:
             process.warn(kind, text, shard, reason, extra=say)
 
     def _nearest(
-        self,
-        shard: ShardURL,
-        start: int,
-        take_answer: Callable[[], Body | None] = lambda: None,
+        self, shard: ShardURL, start: int, failed: FetchSource | None = None
     ) -> OriginSource:
-        """A shard past the cache: an answer that is there, a nearer copy or the origin."""
+        """A shard past the cache: an answer that a fetch has kept, a nearer copy or the origin."""
         process = self.here()
         process.coordinator()  # of a child that has just been forked
-        answer = None if start else take_answer()
+        answer = failed.take_answer() if failed is not None and start == 0 else None
         if start == 0 and answer is None:
             for copy in process.origins.upstreams(shard):
                 try:

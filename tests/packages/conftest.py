@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,7 +39,7 @@ class Bench:
         self.directory = directory
         self.cache = directory / "shards"
 
-    def run(self, code: str, *arguments: str, **environment: str) -> str:
+    def run(self, code: str, *arguments: str) -> str:
         """Run a program of these lines; what it prints.
 
         From a file, since spawned workers import it.
@@ -48,17 +47,13 @@ class Bench:
         program = self.directory / "program.py"
         program.write_text(code)
         command = [sys.executable, str(program), *arguments]
-        return run(command, 170, self.directory, **environment).stdout
+        return run(command, 170, self.directory).stdout
 
     def fetched(self) -> set[str]:
         """What crossed the network: each of it once."""
         fetches = self.data.fetches
         assert set(fetches.values()) <= {1}, fetches
         return {path.removeprefix("bucket/") for path in fetches}
-
-    def stored(self) -> Counter[str]:
-        """Names of the data files in the cache."""
-        return Counter(p.name for p in self.cache.rglob("*") if p.suffix in (".tar", ".parquet"))
 
 
 @pytest.fixture

@@ -1,10 +1,8 @@
-"""The callback in trainers of both packages, with workers, in several processes."""
+"""The callback in a trainer of several processes; docs/integrations.md has one in one process."""
 
 from __future__ import annotations
 
 import csv
-
-import pytest
 
 from tests.packages.conftest import Bench
 from tests.support.tars import sample_tar as shard
@@ -64,18 +62,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(
-    ("package", "devices", "strategy", "method"),
-    [
-        ("lightning.pytorch", "1", "auto", "spawn"),
-        # Forked: spawned workers know no process group, by which WebDataset splits.
-        ("pytorch_lightning", "2", "ddp_spawn", "fork"),
-    ],
-)
-def test_trainers_prewarm_train_and_log(
-    package: str, devices: str, strategy: str, method: str, bench: Bench
-) -> None:
-    printed = bench.run(PROGRAM, package, devices, strategy, method)
+def test_ranks_prewarm_train_and_log(bench: Bench) -> None:
+    # Forked: spawned workers know no process group, by which WebDataset splits.
+    printed = bench.run(PROGRAM, "pytorch_lightning", "2", "ddp_spawn", "fork")
     seen = [line.split()[1:] for line in printed.splitlines() if line.startswith("seen ")]
     assert seen == [bench.data.keys] * 2
     assert bench.data.once()

@@ -130,36 +130,30 @@ def test_what_an_open_came_to(make_cache: Make, origin: MemoryOrigin, fill: str)
     assert found.bytes_saved <= size
 
 
-def test_retries_errors_and_removals_are_counted(make_cache: Make, origin: MemoryOrigin) -> None:
-    cache = make_cache()
-    origin.objects["s3://lab/a.tar"] = make_tar(1, members=20, size=10_000)
+def test_retries_errors_removals_and_upstreams_are_counted(
+    make_cache: Make, origin: MemoryOrigin, tmp_path: Path
+) -> None:
+    near = tmp_path / "nas/lab/b.tar"
+    near.parent.mkdir(parents=True)
+    cache = make_cache(upstreams=[tmp_path / "nas"])
+    for name in "ab":
+        origin.objects[f"s3://lab/{name}.tar"] = make_tar(1, members=20, size=10_000)
+    near.write_bytes(origin.objects["s3://lab/b.tar"])
     origin.objects["s3://lab/bad.tar"] = b"no archive at all" * 1000
     origin.faults.extend(Fault(after=100, error=TransientError("reset")) for _ in range(2))
     cache.fetch("s3://lab/a.tar")
     with pytest.raises(IntegrityError, match="bad.tar"):
         cache.open("s3://lab/bad.tar").read()
     cache.remove("s3://lab/a.tar")
-    cache.fetch("s3://lab/a.tar")
+    cache.fetch("s3://lab/b.tar")
     cache.clean(everything=True)
-    found = cache.stats("24h")
+    found, size = cache.stats("24h"), near.stat().st_size
     assert (found.retries, found.errors_integrity, found.failed) == (2, 1, 1)
     assert (found.evicted_asked, found.evicted_all, found.evicted) == (1, 1, 2)
-    assert found.bytes_evicted == 2 * len(origin.objects["s3://lab/a.tar"])
+    assert (found.bytes_evicted, found.bytes_upstream) == (2 * size, size)
+    assert (found.fetches, found.fetches_upstream) == (2, 1)
     with pytest.raises(ConfigError, match="soon"):
         cache.stats("soon")
-
-
-def test_bytes_of_upstreams_are_counted_apart(
-    make_cache: Make, origin: MemoryOrigin, tmp_path: Path
-) -> None:
-    data = origin.objects["s3://lab/a.tar"] = make_tar(1, members=20, size=10_000)
-    (tmp_path / "nas/lab").mkdir(parents=True)
-    (tmp_path / "nas/lab/a.tar").write_bytes(data)
-    cache = make_cache(upstreams=[tmp_path / "nas"])
-    cache.open("s3://lab/a.tar").read()
-    found = cache.stats()
-    assert (found.bytes_upstream, found.bytes_origin) == (len(data), 0)
-    assert (found.fetches, found.fetches_upstream) == (1, 1) and found.bytes_saved == len(data)
 
 
 def test_hits_and_evictions_are_counted_by_tier_and_reason(tmp_path: Path) -> None:

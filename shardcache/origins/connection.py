@@ -188,30 +188,26 @@ class Response:
             name, _, value = line.partition(":")
             self.headers[name.strip().lower()] = value.strip()
         self._connection: _Connection | None = connection
-        self._idle = idle
+        self._idle, self._aborted = idle, False
         self._chunked = "chunked" in self.headers.get("transfer-encoding", "").lower()
         #: Bytes to come: of the body, or of a chunk; None where the connection's end is the body's.
-        self._left = content_length(self.headers)
+        self._left = None if self._chunked else content_length(self.headers)
         if bodiless or self.status in (204, 304):
             self._left, self._chunked = 0, False
-        closes = "close" in self.headers.get("connection", "").lower() or status[1] == "0"
         # What may follow the last chunk is not read.
-        self._reusable = self._left is not None and not self._chunked and not closes
-        if self._chunked:
-            self._left = None
-        self._ended = self._left == 0
-        self._aborted = False
+        closing = "close" in self.headers.get("connection", "").lower() or status[1] == "0"
+        self._reusable = self._left is not None and not closing
 
     def readinto(self, buffer: memoryview) -> int:
         """See `base.Body.readinto`; it takes what comes within a second."""
         connection = self._connection
-        if self._ended or not buffer or connection is None:
+        if connection is None or not buffer or (self._left == 0 and not self._chunked):
             return 0
         try:
             if self._chunked and not self._left:
                 self._left = self._next_chunk(connection)
-                if self._left == 0:
-                    self._ended = True
+                self._chunked = self._left > 0
+                if not self._chunked:
                     return 0
             count = connection.fill(buffer if self._left is None else buffer[: self._left])
             if count == 0 and self._left is not None:
@@ -219,11 +215,10 @@ class Response:
         except OSError as exn:
             reason = "the read was called off" if self._aborted else f"the connection broke: {exn}"
             raise TransientError(reason, timed_out=isinstance(exn, TimeoutError)) from exn
-        if self._left is None:
-            self._ended = count == 0
-        else:
+        if self._left is not None:
             self._left -= count
-            self._ended = self._left == 0 and not self._chunked
+        elif count == 0:
+            self._left = 0
         return count
 
     def _next_chunk(self, connection: _Connection) -> int:
@@ -237,7 +232,7 @@ class Response:
 
     def abort(self) -> None:
         """See `base.Body.abort`."""
-        self._aborted = True
+        self._aborted, self._reusable = True, False
         if (connection := self._connection) is not None:
             connection.abort()
 
@@ -249,7 +244,7 @@ class Response:
         connection, self._connection = self._connection, None
         if connection is None:
             return
-        if self._ended and self._reusable and not self._aborted:
+        if self._reusable and self._left == 0:
             self._idle.append(connection)
         else:
             connection.close()

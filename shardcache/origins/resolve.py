@@ -100,7 +100,7 @@ class Origins:
     def write_back(self, url: ShardURL, data: Path, sidecar: bytes) -> None:
         """Copy an entry's data and sidecar to the upstreams that want them; nothing is raised."""
         for place in self._places:
-            if place.writes:
+            if place.upstream.write_back:
                 place.write(url, data, sidecar)
 
     @functools.cached_property
@@ -159,18 +159,15 @@ class UpstreamOrigin:
 
 
 class _Place:
-    """One upstream; ``writes``: what was fetched is copied there."""
+    """One upstream."""
 
     def __init__(self, upstream: Upstream, timeout: float) -> None:
-        self.writes = upstream.write_back
+        self.upstream = upstream
         self._name = redact(upstream.url)
-        self._base = upstream.url.rstrip("/")
-        self._endpoint = upstream.endpoint_url
-        self._options: dict[str, Any] = dict(upstream.storage_options)
         self._scheme = upstream.url.partition("://")[0].lower() if "://" in upstream.url else "file"
         self._breaker = Breaker(threshold=_FAILURES)
-        timeout = min(timeout, _TIMEOUT)
-        self._origin = _make(self._scheme, self._options, self._endpoint, timeout)
+        options, timeout = upstream.storage_options, min(timeout, _TIMEOUT)
+        self._origin = _make(self._scheme, options, upstream.endpoint_url, timeout)
 
     def _copy_of(self, url: ShardURL) -> ShardURL | None:
         """Where it would keep a shard; None if such a shard is not looked for."""
@@ -180,10 +177,11 @@ class _Place:
         parts = name.split("/")
         if any(part in ("", ".", "..") or len(part.encode()) > _MAX_NAME for part in parts):
             return None
-        return self._parse(f"{self._base}/{name}")
+        return self._parse(f"{self.upstream.url.rstrip('/')}/{name}")
 
     def _parse(self, url: str) -> ShardURL:
-        return parse_url(url, endpoint=self._endpoint, allow_schemes={self._scheme})
+        endpoint = self.upstream.endpoint_url
+        return parse_url(url, endpoint=endpoint, allow_schemes={self._scheme})
 
     def find(self, url: ShardURL) -> UpstreamOrigin | None:
         """A shard as it has it, or None."""
@@ -234,9 +232,9 @@ class _Place:
             else:
                 import fsspec
 
-                options = self._options
-                if self._scheme == "s3" and (endpoint := s3_endpoint(options, self._endpoint)):
-                    options = {**options, "endpoint_url": endpoint}
+                options = dict(self.upstream.storage_options)
+                if self._scheme == "s3":
+                    options["endpoint_url"] = s3_endpoint(options, self.upstream.endpoint_url)
                 writer = fsspec.filesystem(self._scheme, **options)
                 path = writer._strip_protocol(copy.raw)
                 writer.put_file(os.fspath(data), path)

@@ -373,19 +373,16 @@ class Space:
         lock = KeyLock(self.node.named_lock(name), self.node.modes)
         holder = Holder.this_process(rank=None, job=None, now=clock.time())
         start = announced = clock.monotonic()
-        other = None
         try:
-            while not lock.try_acquire(holder):
-                now, other = clock.monotonic(), str(read_holder(lock.path) or "somebody")
+            while not (held := lock.try_acquire(holder)):
+                now, other = clock.monotonic(), read_holder(lock.path) or "somebody"
                 if now - start >= seconds:
                     break
                 if now - announced >= _ANNOUNCE_EVERY:
                     announced = now
                     logger.warning("waiting for %s, which has the %s lock", other, name)
                 clock.sleep(_POLL)
-            else:
-                other = None
-            yield other
+            yield None if held else str(other)
         finally:
             lock.release()
 

@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypedDict, TypeVar, Unpack
 
@@ -96,9 +96,9 @@ class Cache:
             started: when the job began to use the cache, in seconds since the epoch; the
                 default is now.
         """
-        cache = cls.__new__(cls)
-        cache._setup(config, clock.time() if started is None else started)
-        return cache
+        made = cls.__new__(cls)
+        made._setup(config, clock.time() if started is None else started)
+        return made
 
     def _setup(self, config: Config, started: float) -> None:
         self.config = config
@@ -439,9 +439,7 @@ class Cache:
         self.close()
 
 
-_default: Cache | None = None
-
-
+@cache
 def default_cache() -> Cache:
     """The cache that ``SHARDCACHE_DIR``, ``SHARDCACHE_CONFIG`` and the like describe.
 
@@ -450,10 +448,7 @@ def default_cache() -> Cache:
     Raises:
         ConfigError: no directory is set anywhere, or an option cannot work.
     """
-    global _default
-    if _default is None:
-        _default = Cache()
-    return _default
+    return Cache()
 
 
 def url_opener(

@@ -205,7 +205,7 @@ def test_type_checkers_know_the_options_of_a_prewarm() -> None:
 def test_the_default_cache_comes_from_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardcache.cache._default", None)
+    default_cache.cache_clear()
     monkeypatch.setenv("SHARDCACHE_DIR", str(tmp_path / "default"))
     assert default_cache().dir == tmp_path / "default"
     assert default_cache() is default_cache()

@@ -8,7 +8,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from shardcache import ConfigError
+from shardcache import ConfigError, default_cache
 from shardcache.cli.demo import S3Server
 from tests.support.proxy import Proxy
 from tests.support.storetools import Parent, forked
@@ -29,7 +29,7 @@ def url(s3: S3Server, bucket: str, s3_environment: dict, proxy: Proxy) -> str:
 
 @pytest.fixture
 def default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("shardcache.cache._default", None)
+    default_cache.cache_clear()
     monkeypatch.setenv("SHARDCACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("SHARDCACHE_MIN_FREE", "0")
     return tmp_path / "cache"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from shardcache import default_cache
 from shardcache.cli.demo import S3Server
 from tests.support.pagetools import NEEDS, Block, blocks
 from tests.support.proxy import Proxy
@@ -27,7 +28,7 @@ def test_a_block_prints_what_it_says_and_fetches_each_shard_once(
     data, out = DataSet(s3, "bucket", proxy), io.StringIO()
     monkeypatch.setenv("SHARDCACHE_DIR", str(tmp_path / "shards"))
     monkeypatch.setenv("SHARDCACHE_MIN_FREE", "0")
-    monkeypatch.setattr("shardcache.cache._default", None)
+    default_cache.cache_clear()
     with warnings.catch_warnings(), contextlib.redirect_stdout(out):
         warnings.simplefilter("ignore")  # torch's, of what forks
         exec(compile(block.here(tmp_path), str(block), "exec"), {"__name__": "__main__"})  # noqa: S102

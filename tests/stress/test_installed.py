@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -47,7 +48,9 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_demo_keeps_its_promise(fresh: Path, tmp_path: Path) -> None:
-    assert "each fetched exactly once" in run(fresh / "shardcache", "demo", TMPDIR=str(tmp_path))
+    found = json.loads(run(fresh / "shardcache", "demo", "--json", TMPDIR=str(tmp_path)))
+    size = found["summary"]["shards"] * found["summary"]["shard_bytes"]
+    assert sum(step["origin_bytes"] for step in found["steps"]) == size  # each shard once
     assert list(tmp_path.iterdir()) == []
 
 

@@ -61,7 +61,7 @@ Economy: everybody fetches
 
 Economy: a streamed shard is asked for again
     streams/opener.py
-    -answer = None if start else take_answer()
+    -answer = failed.take_answer() if failed is not None and start == 0 else None
     +answer = None
     tests/streams/test_past.py
 

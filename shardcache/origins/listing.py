@@ -16,13 +16,7 @@ from typing import TypeVar
 
 from shardcache import clock
 from shardcache.config import Config
-from shardcache.errors import (
-    AccessDeniedError,
-    ConfigError,
-    ShardCacheError,
-    ShardNotFoundError,
-    TransferError,
-)
+from shardcache.errors import AccessDeniedError, ConfigError, ShardCacheError, ShardNotFoundError
 from shardcache.origins.endpoints import scheme_options
 from shardcache.origins.filesystem import FsspecOrigin
 from shardcache.origins.retry import RetryPolicy
@@ -161,20 +155,18 @@ class Listing:
         for bucket, key in sorted(names.keys() - self._sizes.keys()):
             folders.setdefault((bucket, key.rpartition("/")[0]), []).append(key)
         left = _SPARE_PAGES + len(names) // _PAGE
-        for (bucket, _), keys in folders.items():
-            # Characters, not parts of a path, are what S3 compares.
-            prefix = os.path.commonprefix([keys[0], keys[-1]])  # noqa: RUF071
-            try:
+        try:
+            for (bucket, _), keys in folders.items():
+                # Characters, not parts of a path, are what S3 compares.
+                prefix = os.path.commonprefix([keys[0], keys[-1]])  # noqa: RUF071
                 for page in self._pages(bucket, prefix, {}, attempts=1):
                     left -= 1
                     if left <= 0 or (page and page[-1] >= keys[-1]):
                         break
-            except ShardCacheError as exn:
-                logger.info("sizes in s3://%s are not known beforehand: %s", bucket, exn)
-                if isinstance(exn, TransferError):
-                    break  # it would be as silent for the next folder, and cost as long
-            if left <= 0:
-                break
+                if left <= 0:
+                    break
+        except ShardCacheError as exn:  # the next folder would be as silent or forbidden
+            logger.info("sizes are not known beforehand: %s", exn)
         sizes = {key: self._sizes[name] for name, key in names.items() if name in self._sizes}
         for shard in shards:
             if shard.is_local:

@@ -23,9 +23,8 @@ from shardcache.files import Modes
 from shardcache.origins.endpoints import endpoint_of
 from shardcache.ranks import detect
 from shardcache.runtime import Processes
-from shardcache.store.entry import DamagedError
+from shardcache.store.entry import DamagedError, Entry
 from shardcache.store.root import check_root, make_root, require_cache
-from shardcache.store.store import Entry
 from shardcache.streams.opener import Opener
 from shardcache.units import parse_duration
 from shardcache.urls import ShardURL, parse_url

@@ -21,8 +21,7 @@ from shardcache.files import Breaker, fault_kind, is_disk_fault
 from shardcache.ranks import Ranks
 from shardcache.space.tiers import Tier
 from shardcache.stats.counters import Counters
-from shardcache.store.entry import DamagedError
-from shardcache.store.store import Entry, Opened, Store
+from shardcache.store.entry import DamagedError, Entry, Opened, Store
 from shardcache.units import format_duration
 from shardcache.urls import ShardURL
 

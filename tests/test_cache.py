@@ -18,7 +18,7 @@ from shardcache.cache import PrewarmOptions
 from shardcache.layout import Layout
 from shardcache.prewarm import prewarm
 from shardcache.store.digest import BLOCK
-from shardcache.store.store import Store
+from shardcache.store.entry import Store
 from shardcache.streams.opener import Opener
 from tests.support.fakes import Fault, MemoryOrigin
 from tests.support.storetools import Parent, forked, wait_until

@@ -30,7 +30,7 @@ from shardcache.origins.resolve import Origins
 from shardcache.origins.retry import RetryPolicy
 from shardcache.ranks import detect
 from shardcache.space.memory import Volume, cpu_quota, is_memory
-from shardcache.store.entry import scan
+from shardcache.store.entry import Store
 from shardcache.store.root import check_root, is_foreign
 from shardcache.units import format_bytes, format_duration, format_rate
 from shardcache.urls import parse_url, redact
@@ -151,7 +151,7 @@ def _filesystem(tier: Config) -> Answers:
 def _space(tier: Config) -> Answers:
     """max_size and min_free against the disk; of a RAM disk also against the job's memory."""
     disk = Volume.of(path := _existing(tier.dir))
-    held = sum(entry.size for entry in scan(Layout.of_root(tier.dir)))
+    held = sum(entry.size for entry in Store(Layout.of_root(tier.dir)).entries())
     floor, limit = tier.min_free.of(disk.size), disk.budget(tier)
     room = max(0, disk.free - floor) + held
     text = f"{format_bytes(disk.free)} of {format_bytes(disk.size)} free, "

@@ -21,10 +21,9 @@ from shardcache.prewarm.plan import expand
 from shardcache.space.clean import CleanReport
 from shardcache.space.eviction import Policy, linked
 from shardcache.space.memory import Volume
-from shardcache.store.entry import DamagedError, Metadata
+from shardcache.store.entry import DamagedError, Entry, Metadata
 from shardcache.store.partial import in_flight, read_progress
 from shardcache.store.root import is_cache
-from shardcache.store.store import Entry
 from shardcache.units import Limit, exact_duration, format_age, format_bytes
 from shardcache.urls import ShardURL, redact
 

@@ -48,9 +48,16 @@ from shardcache.ranks import Ranks
 from shardcache.space.budget import Space
 from shardcache.space.tiers import Tier
 from shardcache.store.digest import BLOCK, check_archive
-from shardcache.store.entry import DamagedError, Metadata
-from shardcache.store.partial import LostError, Partial
-from shardcache.store.store import Opened, Store, open_first, set_aside
+from shardcache.store.entry import (
+    DamagedError,
+    LostError,
+    Metadata,
+    Opened,
+    Store,
+    open_first,
+    set_aside,
+)
+from shardcache.store.partial import Partial
 from shardcache.urls import ShardURL
 
 __all__ = ["Coordinator", "Obtained"]

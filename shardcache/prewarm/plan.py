@@ -25,8 +25,7 @@ from shardcache.results import PrewarmPlan
 from shardcache.space.eviction import Limits, total_bytes
 from shardcache.space.memory import Volume
 from shardcache.space.tiers import Tier
-from shardcache.store.entry import DamagedError
-from shardcache.store.store import Entry
+from shardcache.store.entry import DamagedError, Entry
 from shardcache.store.verify import differs
 from shardcache.urls import ShardURL, redact
 

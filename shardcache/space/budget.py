@@ -35,8 +35,8 @@ from shardcache.space.eviction import (
     total_bytes,
 )
 from shardcache.space.memory import Volume, is_memory
+from shardcache.store.entry import Entry, Store
 from shardcache.store.partial import InFlight, in_flight
-from shardcache.store.store import Entry, Store
 from shardcache.units import format_bytes
 
 __all__ = ["Space"]

@@ -21,7 +21,7 @@ from shardcache.space.eviction import CleanReport, Limits, linked, sweep
 from shardcache.space.pins import remove_expired
 from shardcache.space.tiers import Tier
 from shardcache.stats import database
-from shardcache.store.store import Store
+from shardcache.store.entry import Store
 
 __all__ = ["CleanReport", "Housekeeper", "clean", "joined", "remove"]
 

@@ -15,6 +15,7 @@ from shardcache.layout import Layout, is_rank_name, list_names
 from shardcache.locks.mounts import node_namespace
 from shardcache.locks.sessions import Session
 from shardcache.ranks import Ranks, safe_name
+from shardcache.store.entry import Store
 from shardcache.store.root import (
     Identity,
     check_links,
@@ -23,7 +24,6 @@ from shardcache.store.root import (
     is_cache,
     make_root,
 )
-from shardcache.store.store import Store
 from shardcache.units import format_duration
 
 if TYPE_CHECKING:

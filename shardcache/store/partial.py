@@ -54,7 +54,7 @@ from shardcache.layout import (
 )
 from shardcache.locks.flock import is_file, wait_flock
 from shardcache.store.digest import BLOCK, block_digest
-from shardcache.store.entry import MAX_BYTES, DamagedError, Metadata, data_file, hold
+from shardcache.store.entry import MAX_BYTES, DamagedError, LostError, Metadata, data_file, hold
 
 _MAGIC = b"SHCPROG3"
 #: Magic, where the records begin, and whether the blocks may be read.
@@ -63,10 +63,6 @@ _RECORD = struct.Struct("<16sQ")
 #: Records that a reader takes in one call: 256 MiB of data.
 _AHEAD = 256
 _MAKE = os.O_RDWR | os.O_CREAT | os.O_EXCL
-
-
-class LostError(Exception):
-    """Somebody swept or took over this partial: before it was locked, or locks do not work."""
 
 
 @dataclass(frozen=True, slots=True)

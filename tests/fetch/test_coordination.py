@@ -19,9 +19,8 @@ from shardcache.layout import META, Layout
 from shardcache.locks.flock import Holder, KeyLock, read_holder
 from shardcache.origins.base import TransientError
 from shardcache.store.digest import BLOCK
-from shardcache.store.entry import Metadata
+from shardcache.store.entry import Metadata, Store
 from shardcache.store.partial import Partial
-from shardcache.store.store import Store
 from tests.support.fakes import FakeClock, Fault, MemoryOrigin
 from tests.support.storetools import wait_until
 from tests.support.tars import make_tar
@@ -301,12 +300,12 @@ def test_an_entry_of_another_boot_is_verified_once(
         file.seek(2 * BLOCK)
         file.write(bytes(64))
     assert read(make_cache()) != DATA  # same boot: trusted
-    for module in ("store.store", "fetch.coordinator"):
+    for module in ("store.entry", "fetch.coordinator"):
         monkeypatch.setattr(f"shardcache.{module}.boot_id", lambda: "another-boot")
     assert read(make_cache()) == DATA
     assert fetches(origin) == 2
     hashed: list[int] = []
-    monkeypatch.setattr("shardcache.store.store.file_digest", hashed.append)
+    monkeypatch.setattr("shardcache.store.entry.file_digest", hashed.append)
     assert read(make_cache()) == DATA
     assert hashed == []
 

@@ -15,10 +15,9 @@ from shardcache.errors import CacheFullError
 from shardcache.locks.flock import Holder, KeyLock
 from shardcache.locks.sessions import Session
 from shardcache.space.budget import Space
-from shardcache.store.entry import Entry
+from shardcache.store.entry import Entry, Store
 from shardcache.store.partial import Partial
 from shardcache.store.root import make_root
-from shardcache.store.store import Store
 from tests.support.fakes import FakeClock
 from tests.support.storetools import (
     begin,

@@ -21,8 +21,8 @@ from shardcache.space import clean as module
 from shardcache.space.budget import Space
 from shardcache.space.clean import CleanReport, clean
 from shardcache.space.eviction import Limits, Reason
+from shardcache.store.entry import Store, set_aside
 from shardcache.store.root import make_root
-from shardcache.store.store import Store, set_aside
 from shardcache.urls import parse_url
 from tests.support.shop import Shop
 from tests.support.storetools import (

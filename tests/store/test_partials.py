@@ -20,9 +20,8 @@ from shardcache.layout import META, PROGRESS, Layout, parse_partial_name
 from shardcache.locks.flock import Holder, KeyLock, remove_locks
 from shardcache.store import partial as module
 from shardcache.store.digest import BLOCK, block_digest
-from shardcache.store.entry import Metadata
+from shardcache.store.entry import LostError, Metadata
 from shardcache.store.partial import (
-    LostError,
     Partial,
     PartialSource,
     in_flight,

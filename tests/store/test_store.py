@@ -14,11 +14,10 @@ import pytest
 
 from shardcache.layout import META
 from shardcache.locks.flock import try_flock
-from shardcache.store import store as module
+from shardcache.store import entry as module
 from shardcache.store.digest import BLOCK
-from shardcache.store.entry import DamagedError, Entry
+from shardcache.store.entry import DamagedError, Entry, Opened, Store, set_aside
 from shardcache.store.partial import in_flight, remove_leftover
-from shardcache.store.store import Opened, Store, set_aside
 from shardcache.urls import parse_url
 from tests.support.storetools import (
     Parent,

@@ -36,13 +36,13 @@ Bytes: the endpoint is left out of the key
     tests/test_urls.py
 
 Bytes: only the size is checked
-    store/store.py
+    store/entry.py
     -if file_digest(fd) != metadata.digest:
     +if False:
     tests/store/test_store.py -k another_boot
 
 Visibility: the final name is written directly
-    store/store.py
+    store/entry.py
     -partial.path.rename(entry)
     +shutil.copytree(partial.path, entry); shutil.rmtree(partial.path)
     -m tests.stress.crash --every 3 --scenario resume

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shardcache.cache import Cache
 from shardcache.layout import Layout
-from shardcache.store.store import Entry
+from shardcache.store.entry import Entry
 from tests.support.tars import make_tar
 from tests.support.workers import Clock, Worker
 

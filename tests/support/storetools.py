@@ -26,9 +26,8 @@ from shardcache.clock import boot_id
 from shardcache.layout import Layout
 from shardcache.origins.base import ObjectInfo
 from shardcache.store.digest import BLOCK, block_digest, tree_digest
-from shardcache.store.entry import Entry, Metadata
+from shardcache.store.entry import Entry, Metadata, Store
 from shardcache.store.partial import Partial
-from shardcache.store.store import Store
 from shardcache.urls import parse_url
 
 #: Seconds: ends a test that hangs; nothing passes or fails by being faster.

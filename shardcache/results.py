@@ -24,12 +24,12 @@ class Outcome(StrEnum):
 
     CACHED = "cached"
     FETCHED = "fetched"
-    COALESCED = "coalesced"  # another process fetched it
+    COALESCED = "coalesced"  #: another process fetched it
     LINKED = "linked"
     FAILED = "failed"
-    NOT_STARTED = "not_started"  # or cut short
-    LEFT_OUT = "left_out"  # there was no room, under best effort
-    MISSING = "missing"  # not cached, by a check or a dry run
+    NOT_STARTED = "not_started"  #: or cut short
+    LEFT_OUT = "left_out"  #: there was no room, under best effort
+    MISSING = "missing"  #: not cached, by a check or a dry run
 
 
 _NEW = (Outcome.FETCHED, Outcome.COALESCED, Outcome.LINKED)

@@ -13,9 +13,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-import os
 from typing import TYPE_CHECKING, Any
 
+import fsspec
 from fsspec.implementations.chained import ChainedFileSystem
 
 from shardcache.errors import ConfigError
@@ -58,7 +58,6 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
         if target_protocol is None:
             raise ConfigError("shardcache:: needs the origin's URL: shardcache::s3://...")
         self._target_protocol = target_protocol
-        self._made: tuple[int, Any] | None = None  # and by which process
         self._target_options = target_options or {}
         self._options = {k: v for k, v in options.items() if k not in _FSSPEC_OPTIONS}
         if self._target_options:
@@ -66,13 +65,8 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
 
     @property
     def fs(self) -> Any:
-        """The target filesystem, of this process: s3fs refuses to work in a forked child."""
-        import fsspec
-
-        if self._made is None or self._made[0] != os.getpid():
-            made = fsspec.filesystem(self._target_protocol, **self._target_options)
-            self._made = os.getpid(), made
-        return self._made[1]
+        """The target filesystem; fsspec keeps one for each process, which a fork needs."""
+        return fsspec.filesystem(self._target_protocol, **self._target_options)
 
     @functools.cached_property
     def cache(self) -> Cache:

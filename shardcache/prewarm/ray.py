@@ -69,7 +69,6 @@ class NodeReport:
         number: from 0 on, in the order of addresses and names.
         plan: what the node has to do, once it has told.
         results: by key, the shards that it is done with.
-        ended: whether there will be no more news.
         interrupted: whether it was cancelled.
         error: why the node is not done, other than by single shards.
     """
@@ -78,10 +77,14 @@ class NodeReport:
     number: int
     plan: PrewarmPlan | None = None
     results: dict[str, ShardResult] = field(default_factory=dict)
-    ended: bool = False
     interrupted: bool = False
     error: Exception | None = None
     _report: PrewarmReport | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether there will be no more news."""
+        return self.interrupted or not (self._report is None and self.error is None)
 
     @property
     def lost(self) -> bool:
@@ -153,8 +156,8 @@ def prewarm_nodes(
     expanded = expand(specs)  # a mistake is told once, not by every node
     if any("${" in spec for spec in specs):
         specs = expanded  # the nodes need not know the variables
-    settings = dict(settings or {})
     file = None if config_file is None else Path(config_file).absolute()
+    order = specs, dict(settings or {}), file, options
     stop, out = stop or threading.Event(), sys.stdout
     with _connected() as ray:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -169,9 +172,7 @@ def prewarm_nodes(
             nodes.append(NodeReport(unique, number))
             share = None if ranks_per_node is None else Share(number, len(alive), ranks_per_node)
             pin = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            stream = task.options(scheduling_strategy=pin).remote(
-                specs, settings, file, options, share
-            )
+            stream = task.options(scheduling_strategy=pin).remote(*order, share)
             streams[stream] = nodes[number]
         end: float | None = None
         try:
@@ -185,22 +186,19 @@ def prewarm_nodes(
                     report = streams[stream]
                     try:
                         report.take(ray.get(next(stream)))
-                        continue
                     except StopIteration:
-                        pass
+                        del streams[stream]
                     except ray.exceptions.RayError as exn:
+                        del streams[stream]
+                        report.interrupted = end is not None
                         if end is None:
                             report.error = _lost(ray, alive[report.number]["NodeID"], exn)
-                        report.interrupted = end is not None
-                    report.ended = True
-                    del streams[stream]
                 with redirect_stdout(out):
                     on_news(nodes)
         finally:
-            for stream in streams:
+            for stream, report in streams.items():  # they did not end in time
                 ray.cancel(stream)
-        for report in streams.values():  # they did not end in time
-            report.ended = report.interrupted = True
+                report.interrupted = True
     on_news(nodes)
     return tuple(nodes)
 

@@ -14,9 +14,8 @@ import pytest
 
 from shardcache import default_cache
 from shardcache.cli.demo import S3Server
-from tests.support.pagetools import NEEDS, Block, blocks
 from tests.support.proxy import Proxy
-from tests.support.trainingtools import DataSet
+from tests.support.trainingtools import NEEDS, Block, DataSet, blocks
 
 
 @pytest.mark.usefixtures("s3_environment")

@@ -9,8 +9,7 @@ import sys
 import pytest
 
 from tests.packages.conftest import Bench
-from tests.support.pagetools import NEEDS, Block, blocks
-from tests.support.trainingtools import EXAMPLES, run
+from tests.support.trainingtools import EXAMPLES, NEEDS, Block, blocks, run
 
 
 @pytest.mark.parametrize("block", [b for b in blocks() if NEEDS[b.section]], ids=str)

@@ -46,6 +46,8 @@ from tests.stress.origin import MIB, Origin, Shards, die_with_parent
 from tests.support.disktools import disk
 from tests.support.storetools import Child, Parent, forked
 
+#: Processes that use the cache at any time.
+_WORKERS = 8
 STALE_AFTER, LOCK_TIMEOUT = 1.5, 20.0
 #: Seconds that a call may take beyond `LOCK_TIMEOUT`, on a machine that does much else.
 _SLACK = 120.0
@@ -71,8 +73,8 @@ _FIGURES = ["calls", "verified reads", "verified bytes", "streamed past the cach
 class Storm:
     """What all processes of a storm share; they are forked once it is made."""
 
-    def __init__(self, directory: Path, seed: int, workers: int, lying: bool) -> None:
-        self.directory, self.seed, self.workers, self.lying = directory, seed, workers, lying
+    def __init__(self, directory: Path, seed: int, lying: bool) -> None:
+        self.directory, self.seed, self.lying = directory, seed, lying
         self.shards = Shards(48, seed)
         self.names = self.shards.names
         self.origin = Origin(self.shards)
@@ -82,7 +84,7 @@ class Storm:
         self.max_size = max(int(sum(self.shards.sizes.values()) * 0.45), 12 * MIB)
         self.versions = RawArray("q", len(self.names))  # stored, or about to be
         self.replaced = RawArray("d", len(self.names))  # when the last one was
-        self.counts = [RawArray("q", len(_FIGURES)) for _ in range(workers)]
+        self.counts = [RawArray("q", len(_FIGURES)) for _ in range(_WORKERS)]
         self._wrong = directory / "wrong"
 
     def cache(self, **options: Any) -> Cache:
@@ -331,7 +333,7 @@ class Boss:
         end = time.monotonic() + seconds
         storm.origin.set("rate", _FAST)
         storm.origin.set("faults", 60)
-        for slot in range(storm.workers):
+        for slot in range(_WORKERS):
             self._spawn(slot, 0)
         for name, mean in _FAULTS.items():
             if name != "fill" or self.own_disk:
@@ -524,13 +526,13 @@ def _swept(storm: Storm, limit: int, *options: str) -> None:
         storm.wrong("budget", f"{total} bytes after the sweep, not {limit}")
 
 
-def blow(seconds: float, seed: int, workers: int, lying: bool) -> tuple[dict[str, int], list[str]]:
+def blow(seconds: float, seed: int, lying: bool) -> tuple[dict[str, int], list[str]]:
     """One storm, from beginning to end; figures, and what was wrong."""
     set_child_subreaper = 36
     ctypes.CDLL(None).prctl(set_child_subreaper, 1)
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="shardcache-storm-"))
-        storm = Storm(Path(directory).resolve(), seed, workers, lying)
+        storm = Storm(Path(directory).resolve(), seed, lying)
         stack.callback(storm.origin.close)
         storm.root.parent.mkdir()
         if own_disk := os.geteuid() == 0:
@@ -551,13 +553,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.stress.storm", description=__doc__)
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 31))
-    parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--flock", choices=["working", "lying"], default="working")
     given = parser.parse_args()
     lying = given.flock == "lying"
     if lying and "BROKEN_FLOCK" not in os.environ:
         os.execve(sys.executable, sys.orig_argv, broken_environment("lying"))
-    figures, wrong = blow(given.minutes * 60, given.seed, given.workers, lying)
+    figures, wrong = blow(given.minutes * 60, given.seed, lying)
     print(f"seed {given.seed}\n\n| | |\n|---|--:|")
     for name, figure in figures.items():
         print(f"| {name} | {figure:,} |")

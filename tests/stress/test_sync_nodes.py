@@ -15,7 +15,7 @@ import pytest
 from shardcache import sync
 from shardcache.sync.paths import find
 from tests.stress.fuse.shim import Shim
-from tests.support.storetools import PATIENCE, Parent, crowd, forked, wait_until
+from tests.support.storetools import PATIENCE, Parent, crowd, forked
 from tests.sync.test_once import at_work
 
 Nodes = tuple[Shim, Shim]
@@ -48,23 +48,6 @@ def test_a_remembered_absence_does_not_count(nodes: Nodes) -> None:
     assert not path.exists() and not path.parent.exists()  # for as long as an hour
     assert find(path) is not None
     assert path.read_text() == "there"  # and from now on for everybody on this node
-
-
-# -- the runner of once dies, or is taken for dead ---------------------------------------
-
-
-def test_a_runner_is_dead_when_its_lease_is_over(nodes: Nodes) -> None:
-    root = nodes[0].root
-    with forked(at_work, root, 1.5, "first") as first:
-        assert first.hear() == "at work"
-        with forked(at_work, root, 1.5, "second") as second:
-            beat = wait_until(lambda: next(root.rglob("claim.0.beat"), None))
-            beats: set[str] = set()
-            wait_until(lambda: beats.add(beat.read_text()) or len(beats) >= 3)
-            first.kill()
-            assert second.hear() == "at work"
-            second.tell()
-            assert second.hear() == "second"
 
 
 def test_a_runner_that_was_taken_for_dead_gets_the_result_that_counts(nodes: Nodes) -> None:

@@ -379,7 +379,7 @@ def _sorted(exn: Exception, url: ShardURL, place: str) -> Exception:
         return unanswered(exn, url, place)
     if not type(exn).__module__.startswith("botocore"):  # which need not be imported
         return exn
-    reason = redact(str(exn)).partition("\n")[0]
+    reason = " ".join(redact(str(exn)).split())
     kinds = {kind.__name__ for kind in type(exn).__mro__}
     answer = getattr(exn, "response", {}).get("ResponseMetadata", {})
     if kinds & {"ConnectionError", "HTTPClientError"} or answer.get("HTTPStatusCode", 0) >= 500:

@@ -72,27 +72,6 @@ def test_what_was_used_in_the_future_goes_first_and_makes_room(shop: Shop, tmp_p
         shop.expect(right, shop.urls[7], stored=False)
 
 
-def test_a_job_that_began_before_the_clock_was_right_keeps_no_shard_for_ever(
-    shop: Shop, tmp_path: Path
-) -> None:
-    """The battery was empty: the machine believes in 1970 until the network is up."""
-    budget = 3 * shop.size
-    with shop.worker(max_size=budget) as earlier:
-        for url in shop.urls[:3]:
-            shop.expect(earlier, url)
-    for url in shop.urls[:3]:
-        shop.use(url, time.time() - 7 * 86400)
-    clock = Clock(tmp_path / "clock")
-    clock.set(-int(time.time()) + 60)
-    with shop.worker(clock, max_size=budget) as job:
-        assert job.ask("time") < 1e6
-        shop.expect(job, shop.urls[3])  # its session says 1970
-        clock.set(0)
-        for url in shop.urls[4:6]:
-            shop.expect(job, url)
-        assert set(shop.urls[4:6]) < set(shop.entries())
-
-
 def test_nothing_in_use_goes_whatever_the_clock_says(shop: Shop, tmp_path: Path) -> None:
     clock = Clock(tmp_path / "clock")
     with shop.worker() as reader, shop.worker(clock, max_size=2 * shop.size) as other:

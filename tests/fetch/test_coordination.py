@@ -185,21 +185,6 @@ def test_only_two_pass_a_stuck_holder_by(make_cache: MakeCache, clock: FakeClock
         lock.release()
 
 
-@pytest.mark.locks_work("flock")
-def test_a_late_holder_publishes_nothing_over_the_entry(
-    make_cache: MakeCache, origin: MemoryOrigin
-) -> None:
-    cache = make_cache()
-    late = Partial.create(layout(cache), metadata_for(cache, origin), "train-0000.tar")
-    entry = cache.fetch(URL)
-    inode = entry.data.stat().st_ino
-    late.write(0, memoryview(DATA))
-    assert Store(layout(cache)).publish(late, entry.metadata()) == entry.path
-    late.close()
-    assert entry.data.stat().st_ino == inode
-    assert os.listdir(layout(cache).partial) == []
-
-
 # -- resuming ------------------------------------------------------------------------------
 
 
@@ -289,25 +274,6 @@ def test_a_damaged_entry_is_a_miss_with_a_reason_and_fetched_again(
     assert "was damaged and is fetched again" in caplog.text
     [aside] = os.listdir(layout(make_cache()).partial)
     assert aside.startswith("evict.")
-
-
-def test_an_entry_of_another_boot_is_verified_once(
-    make_cache: MakeCache, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    entry = make_cache().fetch(URL)
-    os.chmod(entry.data, 0o600)
-    with open(entry.data, "r+b") as file:  # same size, other bytes: lost in a power failure
-        file.seek(2 * BLOCK)
-        file.write(bytes(64))
-    assert read(make_cache()) != DATA  # same boot: trusted
-    for module in ("store.entry", "fetch.coordinator"):
-        monkeypatch.setattr(f"shardcache.{module}.boot_id", lambda: "another-boot")
-    assert read(make_cache()) == DATA
-    assert fetches(origin) == 2
-    hashed: list[int] = []
-    monkeypatch.setattr("shardcache.store.entry.file_digest", hashed.append)
-    assert read(make_cache()) == DATA
-    assert hashed == []
 
 
 def test_a_validate_hook_refuses_before_publishing(make_cache: MakeCache) -> None:

@@ -14,7 +14,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -279,39 +278,6 @@ def test_a_ram_disk_that_goes_away_is_begun_anew(
             assert held.read() == origin.objects[urls[0]][100:]
             cache.close()
             assert list(sessions.glob("*.session")) == []
-
-
-def test_a_disk_with_a_cache_of_its_own_takes_the_place_of_another(
-    make_cache: MakeCache, origin: MemoryOrigin, ram: Path, tmp_path: Path
-) -> None:
-    urls = shards(origin, 3)
-    with disk(tmp_path / "other", "size=32m") as other:
-        prepared = make_cache(dir=other)
-        prepared.fetch(urls[0])
-        long_ago(prepared)
-        prepared.close()
-        cache = make_cache(dir=ram)
-        assert read(cache, urls[0], origin)
-        assert ram.stat().st_ino == other.stat().st_ino  # of all tmpfs: only the device differs
-        subprocess.run(["mount", "--bind", str(other), str(ram)], check=True)
-        origin.requests.clear()
-        assert read(cache, urls[1], origin)
-        assert read(cache, urls[0], origin)
-        assert {url for url, _, _ in origin.requests} == {urls[1]}
-        assert len(list(Layout.of_root(ram).sessions.glob("*.session"))) == 1
-        # Its use is noted, although a use of the other one was a moment ago.
-        assert all(time.time() - entry.used < 600 for entry in cache.entries())
-        cache.close()
-        unmount(ram)
-
-
-def test_a_lost_manifest_is_written_again(make_cache: MakeCache, origin: MemoryOrigin) -> None:
-    urls = shards(origin, 2)
-    cache = make_cache()
-    assert read(cache, urls[0], origin)
-    (cache.dir / "manifest.json").unlink()
-    assert read(cache, urls[1], origin)
-    assert cache.clean(everything=True).removed  # what bears none is not touched
 
 
 def test_a_root_that_comes_back_as_somebody_elses_is_not_read(

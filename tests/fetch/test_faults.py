@@ -417,19 +417,6 @@ def test_an_object_replaced_all_the_time_is_reported(lab: Lab) -> None:
     assert lab.gets() <= 4 * PARTS
 
 
-def test_a_replaced_object_is_not_resumed(lab: Lab) -> None:
-    down = Fault(answer=page(500, "InternalError"))
-    lab.proxy.script(Rule(down, start=2 * MIB, times=None))
-    cache = lab.cache(connections=1)
-    with pytest.raises(TransferError, match="what was fetched is kept"):
-        cache.open(lab.url())
-    assert len(os.listdir(lab.path / "v1/partial")) == 1
-    lab.put(version=2)
-    lab.proxy.script()
-    lab.expect(cache, version=2)
-    assert os.listdir(lab.path / "v1/partial") == []
-
-
 def test_a_streamed_object_that_is_replaced_is_an_error_not_a_splice(lab: Lab) -> None:
     cut = Fault(cut=2 * MIB)
     ignoring = Fault(before=lambda: lab.put(version=2), strip=("if-match",))
@@ -568,15 +555,6 @@ def test_an_error_page_with_200_is_never_a_shard(
     say(caught, lab, url)
     assert lab.gets(key) <= 4
     assert url not in cache
-
-
-def test_bytes_that_are_always_wrong_are_an_integrity_error(lab: Lab) -> None:
-    lab.proxy.script(Rule(Fault(body=shifted), start=MIB, times=None))
-    with pytest.raises(IntegrityError, match="crc32") as caught:
-        lab.cache().open(lab.url())
-    say(caught, lab, lab.url())
-    assert lab.gets() == 2 * PARTS
-    assert os.listdir(lab.path / "v1/partial") == []
 
 
 @pytest.mark.parametrize("endpoint", ["http://nowhere.invalid:9", "http://127.0.0.1:9"])

@@ -104,12 +104,12 @@ class Opener:
         if shard.scheme == "file" and self.is_in_place(shard):
             return _open_in_place(shard)
         process, begun = self.here(), clock.monotonic()
+        if isinstance(ahead, FetchSource) and not ahead.begin():
+            ahead = None
         opened = ahead if isinstance(ahead, Opened) else None
         source: Source
         try:
-            if isinstance(ahead, FetchSource):
-                ahead.begin()
-            elif opened is None:
+            if ahead is None:
                 ready = process.ready
                 if ready is None or process.reading.faults:
                     opened = self.find(shard)

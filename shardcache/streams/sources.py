@@ -93,17 +93,19 @@ class FetchSource:
         self._fetching: Fetching | None
         self._fetching, self._began = opener.join(shard, finish=finish, ahead=ahead)
 
-    def begin(self) -> None:
-        """Somebody reads the shard that was fetched ahead; raises as the constructor.
+    def begin(self) -> bool:
+        """Somebody reads the shard that was fetched ahead; False if that is to be tried again.
 
-        What failed ahead is tried again, except where asking again would cost another request for
-        the same answer.
+        It is where the fetch did not wait for somebody else's, or ended in an error that is not
+        the origin's: that of the origin would cost another request.
         """
-        self.counted = False
-        fetching = self._joined()
-        if fetching.error is not None and not _is_final(fetching):
-            self._leave()
-            self._joined()
+        fetching = self._fetching
+        assert fetching is not None
+        if not fetching.done or fetching.obtained is not None or _is_final(fetching):
+            self.counted = False
+            return True
+        self._leave()
+        return False
 
     @property
     def info(self) -> ObjectInfo | None:

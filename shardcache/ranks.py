@@ -16,16 +16,22 @@ from typing import Literal
 
 from shardcache.errors import ConfigError
 
-Source = Literal["torch", "slurm", "explicit", "none"]
+Source = Literal["torch", "openmpi", "pmi", "slurm", "explicit", "none"]
 
 #: Set by hand, these win over every launcher.
 RANK_VARIABLE = "SHARDCACHE_RANK"
 JOB_VARIABLE = "SHARDCACHE_JOB"
 
 #: Where each launcher states rank, world size, local rank, local world size and job: torchrun
-#: (torch/distributed/run.py), srun(1).
+#: (torch/distributed/run.py), mpirun of Open MPI ("Environment variables set for MPI
+#: applications"), Hydra of MPICH and Intel MPI, srun(1).
 _LAUNCHERS: dict[Source, tuple[str, ...]] = {
     "torch": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
+    "openmpi": (
+        *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+        *("OMPI_COMM_WORLD_LOCAL_SIZE", "PMIX_NAMESPACE"),
+    ),
+    "pmi": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_JOBID"),
     "slurm": (
         *("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
         *("SLURM_NTASKS_PER_NODE", "SLURM_JOB_ID"),  # the first with --ntasks-per-node
@@ -60,14 +66,16 @@ class Ranks:
 def detect(environ: Mapping[str, str] | None = None) -> Ranks:
     """This process's `Ranks` according to ``environ`` (default: ``os.environ``).
 
-    Order: ``SHARDCACHE_RANK``/``SHARDCACHE_JOB``, torchrun, Slurm. The job id is the launcher's,
-    else ``SLURM_JOB_ID``. Empty variables count as not set.
+    Order: ``SHARDCACHE_RANK``/``SHARDCACHE_JOB``, torchrun, MPI, Slurm: mpirun starts its daemons
+    with srun, and the ranks below inherit the daemon's ``SLURM_PROCID``. The job id is the
+    launcher's, else ``SLURM_JOB_ID``. Empty variables count as not set.
 
     Raises:
         ConfigError: a variable that is not a whole number, or a rank outside its world.
     """
     env = os.environ if environ is None else environ
-    ranks = _launched(env, "torch") or _slurm(env) or Ranks()
+    launched = _launched(env, "torch") or _launched(env, "openmpi") or _launched(env, "pmi")
+    ranks = launched or _slurm(env) or Ranks()
     if (rank := whole_number(env, RANK_VARIABLE)) is not None:
         # The local rank of another rank is not known. A rank that the launcher has not counted
         # means a larger world than it knows of.

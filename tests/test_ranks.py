@@ -20,6 +20,11 @@ def env(text: str) -> Env:
 
 TORCH = env("RANK=11 WORLD_SIZE=16 LOCAL_RANK=3 TORCHELASTIC_RUN_ID=run-7")
 SLURM = env("SLURM_JOB_ID=901593 SLURM_STEP_ID=0 SLURM_PROCID=5 SLURM_NTASKS=8 SLURM_LOCALID=1")
+MPIRUN = env(
+    "OMPI_COMM_WORLD_RANK=6 OMPI_COMM_WORLD_SIZE=8 OMPI_COMM_WORLD_LOCAL_RANK=2 "
+    "OMPI_COMM_WORLD_LOCAL_SIZE=4 PMIX_NAMESPACE=ns-1"
+)
+HYDRA = env("PMI_RANK=6 PMI_SIZE=8 MPI_LOCALRANKID=2 MPI_LOCALNRANKS=4")
 #: What a batch script sees before any srun: rank 0 of the tasks it asked for.
 BATCH = env("SLURM_JOB_ID=901593 SLURM_PROCID=0 SLURM_NTASKS=8 SLURM_LOCALID=0")
 BY_HAND = {"SHARDCACHE_RANK": "9", "SHARDCACHE_JOB": "mine"}
@@ -29,6 +34,12 @@ MIXED: dict[str, tuple[Env, Ranks]] = {
     "torchrun": ({**TORCH, "LOCAL_WORLD_SIZE": "8"}, Ranks(11, 16, 3, "run-7", "torch", 8)),
     "Slurm": ({**SLURM, "SLURM_NTASKS_PER_NODE": "4"}, Ranks(5, 8, 1, "901593", "slurm", 4)),
     "torchrun under srun": ({**SLURM, **TORCH}, Ranks(11, 16, 3, "run-7", "torch")),
+    "mpirun in Slurm, whose daemon srun started": (
+        {**SLURM, **MPIRUN},
+        Ranks(6, 8, 2, "ns-1", "openmpi", 4),
+    ),
+    "Hydra in Slurm": ({**SLURM, **HYDRA}, Ranks(6, 8, 2, "901593", "pmi", 4)),
+    "torchrun under mpirun": ({**MPIRUN, **TORCH}, Ranks(11, 16, 3, "run-7", "torch")),
     # Every torchrun without --rdzv-id says "none": two jobs would share one namespace.
     "torchrun without an id": (
         {**TORCH, "TORCHELASTIC_RUN_ID": "none"},

@@ -97,10 +97,6 @@ class CleanReport:
         """Bytes of all that was removed."""
         return sum(removal.size for removal in self.removed)
 
-    def count(self, reason: Reason) -> int:
-        """How many things were removed for ``reason``."""
-        return sum(removal.reason is reason for removal in self.removed)
-
 
 @dataclass(frozen=True, slots=True)
 class Policy:

@@ -64,6 +64,10 @@ def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path)
 
 
+def reasons(report: CleanReport) -> list[Reason]:
+    return [removal.reason for removal in report.removed]
+
+
 CASES: dict[str, Callable[[], Limits]] = {
     "nothing": Limits,
     "max_size that orphans would break": lambda: Limits(max_size=4600),
@@ -94,9 +98,9 @@ def test_a_dry_run_touches_nothing_and_says_what_the_run_will_do(bench: Bench, c
     assert not any(Path(removal.name).exists() for removal in real.removed)
     left = [*bench.store.entries(), *bench.rank.entries()]
     assert (real.kept, real.kept_bytes) == (len(left), sum(entry.size for entry in left))
-    assert real.count(Reason.ORPHAN) == 2
+    assert reasons(real).count(Reason.ORPHAN) == 2
     if case == "all":
-        assert (real.kept, real.count(Reason.ALL)) == (1, 4)
+        assert (real.kept, reasons(real).count(Reason.ALL)) == (1, 4)
     assert live.path.exists() and Path(opened.path).exists()
     opened.close()
     live.discard()
@@ -108,7 +112,7 @@ def test_a_dead_process_s_partial_stays_an_hour_to_be_resumed(bench: Bench) -> N
         then = clock.time() - age
         for path in partial.iterdir():
             os.utime(path, (then, then))
-        assert clean(bench.space, Limits()).count(Reason.ORPHAN) == removed
+        assert reasons(clean(bench.space, Limits())) == [Reason.ORPHAN] * removed
     assert not partial.exists()
 
 

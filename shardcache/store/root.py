@@ -6,6 +6,7 @@ Making it is idempotent and may happen in any number of processes at once.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import stat
 from pathlib import Path
@@ -58,6 +59,9 @@ def make_root(root: Path, library: str, modes: Modes = PRIVATE) -> Layout:
         ConfigError: as `check_root` and `check_manifest`.
         OSError: it cannot be made or written (EACCES, EROFS, ENOSPC, ...).
     """
+    if modes.group is None:  # the umask decides about directories that are not the cache's
+        with contextlib.suppress(OSError):  # it comes again below, unless another process made it
+            root.parent.mkdir(parents=True, exist_ok=True)
     try:
         modes.make_directory(root, levels=99)
     except (FileExistsError, NotADirectoryError) as exn:

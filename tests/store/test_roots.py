@@ -96,6 +96,16 @@ def test_a_root_says_what_it_is_and_is_mended(tmp_path: Path) -> None:
     assert json.loads((root / MANIFEST).read_text()) == manifest
 
 
+def test_the_umask_decides_about_the_directories_above_a_root(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        make_root(tmp_path / "scratch" / "team" / "cache", "1.2")
+    finally:
+        os.umask(before)
+    modes = [(tmp_path / name).stat().st_mode & 0o777 for name in ("scratch", "scratch/team/cache")]
+    assert modes == [0o750, 0o700]
+
+
 def test_many_processes_may_make_one_root_at_once(tmp_path: Path) -> None:
     root = tmp_path / "deep" / "cache"
 

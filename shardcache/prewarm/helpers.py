@@ -69,5 +69,5 @@ def _run(serve: Callable[[Channel], None], channel: Channel, owners_end: Channel
     owners_end.close()  # otherwise the owner's death would not be noticed
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner says when to stop
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    with suppress(EOFError, OSError):  # the owner has died
+    with suppress(Exception):  # the owner has died; or it does what is left, and says what is wrong
         serve(channel)

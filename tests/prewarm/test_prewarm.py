@@ -103,6 +103,11 @@ def test_local_paths_are_refused_unless_they_are_cached(make_cache, tmp_path):
     assert report.fetched == 1 and report.plan.sizes  # a local size costs a stat
 
 
+def test_a_directory_that_cannot_be_used_is_said_once(unlisted):
+    with pytest.raises(ConfigError, match="cannot be used for the cache"):
+        Cache("/proc/cache").prewarm(names(9))
+
+
 def test_too_much_is_refused_before_anything_is_fetched_and_best_effort_takes_what_fits(
     make_cache, origin, listed, fill
 ):

@@ -15,6 +15,7 @@ import pytest
 from shardcache.cache import Cache
 from shardcache.cli.demo import S3Server
 from shardcache.config import Config, StorageOptions, Upstream
+from shardcache.errors import TransferError
 from shardcache.origins.base import TransientError
 from shardcache.origins.filesystem import FsspecBody
 from tests.support.fakes import MemoryOrigin
@@ -126,12 +127,12 @@ def test_a_damaged_copy_is_not_used_and_the_reader_does_not_notice(node, origin,
     assert list((other.dir / "v1/partial").iterdir()) == []
 
 
-def test_who_began_at_an_upstream_goes_on_at_the_origin(node, origin, nas, monkeypatch):
-    big = make_tar(3, members=200, size=60_000)
-    origin.objects[URL] = big
+@pytest.fixture
+def breaks_off(node, origin, nas, monkeypatch) -> bytes:
+    """A shard whose copy in the upstream cannot be read to its end."""
+    big = origin.objects[URL] = make_tar(3, members=200, size=60_000)
     with node(writes(nas)) as first:
         read(first)
-    before = len(origin.requests)
     real = FsspecBody.readinto
     passed: list[int] = []
 
@@ -142,10 +143,24 @@ def test_who_began_at_an_upstream_goes_on_at_the_origin(node, origin, nas, monke
         return passed[-1]
 
     monkeypatch.setattr(FsspecBody, "readinto", failing)
-    other = node(nas, attempts=1, connections=1)
-    assert read(other) == big and version(other) == version(first)
-    asked = origin.requests[before:]
-    assert asked and min(start for _, start, _ in asked) >= 1 << 20  # what came is not asked again
+    origin.requests.clear()
+    return big
+
+
+def test_who_began_at_an_upstream_goes_on_at_the_origin(breaks_off, node, origin, nas):
+    assert read(node(nas, attempts=1, connections=1)) == breaks_off
+    starts = [start for _, start, _ in origin.requests]
+    assert starts and min(starts) >= 1 << 20  # what came is not asked again
+
+
+def test_who_streams_from_an_upstream_gets_no_other_version_of_the_rest(
+    breaks_off, node, origin, nas
+):
+    origin.objects[URL] = make_tar(4, members=200, size=60_000)
+    with node(nas, attempts=1, max_size="1MiB").open(URL) as stream:
+        assert stream.read(1 << 20) == breaks_off[: 1 << 20]
+        with pytest.raises(TransferError, match="replaced"):
+            stream.read()
 
 
 @pytest.mark.parametrize(

@@ -392,7 +392,6 @@ def clean_command(
     \b
     Examples:
       shardcache clean -n
-      shardcache clean --max-size 800GB --max-age 14d
       17 * * * *  /opt/venv/bin/shardcache --dir /local/nvme/shards clean -q
       shardcache clean --all -y
     """

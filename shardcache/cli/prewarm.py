@@ -87,9 +87,8 @@ def prewarm_command(
     \b
     Examples:
       shardcache prewarm 's3://lab/train-{0000..2047}.tar' -j 16
-      shardcache prewarm s3://lab/val/ 's3://lab/test-*.tar'
+      shardcache prewarm s3://lab/val/ 's3://lab/test-*.tar' --check
       shardcache prewarm -f shards.txt --deadline 5m --best-effort
-      shardcache prewarm --check 's3://lab/train-{0000..2047}.tar'
       srun --ntasks-per-node=1 shardcache prewarm --shard-by-node 's3://lab/{0000..2047}.tar'
       shardcache prewarm --ray 's3://lab/train-{0000..2047}.tar'
     """

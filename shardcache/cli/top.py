@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 _SMOOTH = 3
 #: Seconds of statistics that are read each time: the last minutes of every process are in them.
 _WINDOW = 3600.0
-#: Rows of each kind that a screen has room for.
-_MOST = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +172,7 @@ def frame(activity: Activity, title: str) -> RenderableType:
     parts: list[RenderableType] = [
         Text(f"{title}  {activity.at.astimezone():%H:%M:%S}  {using}\n", no_wrap=True),
         *gauges,
-        text_table(["RANK", *ROW_TITLES], _first(rates), ROW_TITLES),
+        text_table(["RANK", *ROW_TITLES], rates, ROW_TITLES),
         Text(f"\n{flying} in flight"),
     ]
     if activity.fetches:
@@ -182,20 +180,15 @@ def frame(activity: Activity, title: str) -> RenderableType:
             [each["url"], _share(each), format_rate(each["bytes_per_second"]), _name(each)]
             for each in activity.fetches
         ]
-        parts.append(text_table(["SHARD", "DONE", "RATE", "WHO"], _first(rows), ["DONE", "RATE"]))
+        parts.append(text_table(["SHARD", "DONE", "RATE", "WHO"], rows, ["DONE", "RATE"]))
     if activity.waits:
         rows = []
         for each in activity.waits:
             names = _name(each), _name(each["holder"] or {})
             rows.append([each["url"], *names, short_duration(each["seconds"])])
         titles = ["WAITS", "WHO", "FOR WHOM", "SINCE"]
-        parts.append(text_table(titles, _first(rows), ["SINCE"]))
+        parts.append(text_table(titles, rows, ["SINCE"]))
     return Group(*parts)
-
-
-def _first(rows: list[list[str]]) -> list[list[str]]:
-    more = len(rows) - _MOST
-    return [*rows[:_MOST], [f"... and {more:,} more"]] if more > 0 else rows
 
 
 def _share(row: Row) -> str:

@@ -98,7 +98,7 @@ def test_limits_that_a_disk_cannot_keep_are_named(ask, tmp_path, monkeypatch):
         assert level("9MiB") == "ok"
         assert level("20MiB") == "fail"  # a RAM disk: it would take the job's memory
         assert level("9MiB", "20%") == "warn"
-        (path / "others").write_bytes(bytes(os.statvfs(path).f_bavail * 4096 - MIB))
+        (path / "others").write_bytes(bytes(os.statvfs(path).f_bavail * 4096 - (64 << 10)))
         assert level("9MiB") == "warn"
         assert level(f"{6 * shop.size}B") == "ok"  # what the cache holds itself is not missing
         assert level("1MiB", "5MB", "other") == "fail"

@@ -275,8 +275,12 @@ class Coordinator:
         """Evict replaced versions that nobody reads; what stays is evicted before others."""
         for store, space in self._places:
             for entry in store.entries_of(url.key):
-                if entry.version in outdated and store.evict(entry):
+                if entry.version not in outdated:
+                    continue
+                if store.evict(entry):
                     space.recount()
+                else:
+                    store.mark_replaced(entry)
 
     def _link(self, url: ShardURL, outdated: Collection[str]) -> Opened | None:
         """Share a sibling namespace's copy, by hard link or else as it is."""

@@ -252,6 +252,7 @@ class Opened:
     #: end all the same, but may leave its path.
     stuck: bool = False
     reopened: bool = False  #: in place of one whose handle was stale
+    replaced: bool = False  #: a newer version was published, see `Store.mark_replaced`
 
     @property
     def fd(self) -> int:
@@ -310,7 +311,7 @@ def open_data(directory: str, path: str, size: int, grace: float | None) -> Open
             return None
         if found.st_size != size or not stat.S_ISREG(found.st_mode):
             raise DamagedError(f"its data file has {found.st_size} bytes, not {size}")
-        opened = Opened(file, path, directory, size, stuck)
+        opened = Opened(file, path, directory, size, stuck, replaced=found.st_mtime == 0.0)
     finally:
         if opened is None:
             file.close()
@@ -369,7 +370,9 @@ class Store:
             try:
                 opened = open_data(*known, self._grace)
                 if opened is not None:
-                    return opened
+                    if not opened.replaced:
+                        return opened
+                    opened.close()
             except (DamagedError, OSError) as exn:  # met again below
                 logger.debug("%s: %s", key, exn)
             self._known.pop(key, None)
@@ -497,6 +500,16 @@ class Store:
                 os.utime(path, follow_symlinks=False)
         except OSError as exn:
             logger.debug("cannot note a use of %s: %s", directory, exn)
+
+    def mark_replaced(self, entry: Entry) -> None:
+        """Have the processes that know this entry look for a newer version; for one that is in use.
+
+        They see it in the `fstat` of their next open. Nothing else reads a data file's time.
+        """
+        try:
+            os.utime(entry.data, (0, 0), follow_symlinks=False)
+        except (DamagedError, OSError) as exn:  # another member's of the group, or read-only
+            logger.info("%s is served on where it is known: %s", entry.path.name, exn)
 
     def entries(self) -> Iterator[Entry]:
         """Every entry, in no order; what has not the name and place of one is none."""

@@ -58,11 +58,13 @@ def test_after_a_refresh_everybody_is_given_the_new_version(
 ) -> None:
     """A stream that is open reads on what it began to read; then the old version goes."""
     running = make_cache()
+    assert read(running) == OLD  # it knows where that is
     with running.open(URL) as stream:
         begun = stream.read(1000)
         origin.objects[URL] = NEW
         refresh(make_cache())
         assert versions_on_disk(running) == 2
+        assert read(running) == NEW
         assert begun + stream.read() == OLD
     assert read(make_cache()) == NEW
     refreshed = make_cache()

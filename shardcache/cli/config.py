@@ -14,7 +14,7 @@ import shlex
 import string
 import sys
 from collections.abc import Sequence
-from importlib import resources
+from pathlib import Path
 
 import click
 
@@ -128,7 +128,7 @@ def render(
         raise ConfigError(
             f"{secret} was given with a credential, which would be in the file. Leave it out."
         )
-    folder = resources.files("shardcache.cli") / "templates"
+    folder = Path(__file__).parent / "templates"
 
     def filled(name: str) -> str:
         return string.Template((folder / name).read_text("utf-8")).substitute(fields)

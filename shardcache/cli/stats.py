@@ -15,7 +15,6 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from datetime import datetime
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +200,7 @@ def report_command(invocation: Invocation, since: float | None, output: Path) ->
         if total.since is not None and total.until is not None:
             span = f"{local_time(utc(total.since))} to {local_time(utc(total.until))}"
         rows = [(rank, *cells(found)) for rank, found in by_rank(samples).items()]
-        template = resources.files("shardcache.cli") / "templates" / "report.html"
+        template = Path(__file__).parent / "templates" / "report.html"
         text = string.Template(template.read_text("utf-8")).substitute(
             node=html.escape(os.uname().nodename),
             version=__version__,

@@ -252,8 +252,6 @@ class Worker:
         """To a limit, of what dead processes left, or, seldom, of everything."""
         limit = {"max_size": int(self.storm.max_size * self.draw.uniform(0.5, 1))}
         ways = [limit, {"orphans": True}, {"everything": True}]
-        if not (self.storm.root / "manifest.json").exists():
-            return  # nobody has used it yet
         with self._call("clean", name):
             self.cache.clean(**self.draw.choices(ways, (18, 35, 1))[0])
 
@@ -538,6 +536,13 @@ def blow(seconds: float, seed: int, lying: bool) -> tuple[dict[str, int], list[s
         if own_disk := os.geteuid() == 0:
             size = int(storm.max_size * 1.5) + 16 * MIB
             stack.enter_context(disk(storm.root.parent, f"size={size}"))
+
+        def begin(parent: Parent) -> None:
+            with storm.cache() as cache:
+                cache.fetch(storm.url(storm.names[0]))
+
+        with forked(begin) as child:  # until somebody has used it, it cannot be cleaned
+            _ended(storm, "the first fetch", child)
         boss = Boss(storm, own_disk)
         boss.blow(seconds)
         fetches = sum(storm.origin.fetches().values())

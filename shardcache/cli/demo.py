@@ -348,6 +348,12 @@ def demo_command(invocation: Invocation, keep: bool) -> None:
         for step in steps
     ]
     console.table(titles, rows, right=titles[1:])
-    console.data(f"{SHARDS} shards of {format_bytes(size)}; each is to be fetched once")
+    sent, wanted = sum(step.origin_bytes for step in steps), SHARDS * size
+    if sent != wanted or any(step.samples not in (None, SHARDS * SAMPLES) for step in steps):
+        raise ShardCacheError(
+            f"{SHARDS} shards have {wanted} bytes and {SHARDS * SAMPLES} samples; the server sent "
+            f"{sent} bytes, and the table shows the samples. Please report this."
+        )
+    console.data(f"Each of {SHARDS} shards of {format_bytes(size)} crossed the network once.")
     if keep:
         console.hint(f"Kept in {home}; remove it when you are done.")

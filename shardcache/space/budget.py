@@ -23,7 +23,14 @@ from shardcache import clock
 from shardcache.clock import boot_id
 from shardcache.config import Config
 from shardcache.errors import CacheFullError, LockTimeoutError
-from shardcache.layout import Layout, list_names, parse_partial_name, read_file, replace_file
+from shardcache.layout import (
+    Layout,
+    is_directory,
+    list_names,
+    parse_partial_name,
+    read_file,
+    replace_file,
+)
 from shardcache.locks.flock import Holder, KeyLock, read_holder
 from shardcache.space.eviction import (
     CleanReport,
@@ -227,14 +234,22 @@ class Space:
         return [entry for store in self.stores() for entry in store.entries()]
 
     def _count(self) -> tuple[_Usage, list[Entry]]:
-        """Count anew. Fetches first: what is published meanwhile is an entry, and counts as one."""
+        """Count anew. Fetches first: what is published meanwhile is an entry, and counts as one.
+
+        Another fetch of a version that is published counts beside it: once that is evicted, it
+        will be an entry itself.
+        """
         counted = clock.monotonic()
         flights = self.flights()
         if not all(flight.is_measured for flight in flights):
             counted = -math.inf  # the final size of one is unknown: the next admission counts again
         found = self._entries()
         published = {(entry.key, entry.version) for entry in found}
-        fetched = [each for each in flights if (each.key, each.version) not in published]
+        fetched = [
+            each
+            for each in flights
+            if (each.key, each.version) not in published or is_directory(each.path)
+        ]
         held = total_bytes(found) + sum(flight.reserved for flight in fetched)
         return _Usage(held, counted), found
 

@@ -185,6 +185,20 @@ def test_what_is_published_while_it_is_counted_counts_once(make, monkeypatch) ->
     partial.close()
 
 
+@pytest.mark.locks_work("flock")
+def test_a_second_fetch_of_what_is_published_counts_beside_it(make) -> None:
+    bench = make(max_size=3 * MIB)
+    metadata = metadata_for("s3://lab/0.tar", bytes(MIB))
+    second = begin(bench.layout, metadata)  # its process was stopped, and passed by
+    publish(bench.store, "s3://lab/0.tar", bytes(MIB), used=1.0)
+    bench.space.recount()
+    bench.admit("s3://lab/1.tar", MIB).discard()
+    bench.space.recount()
+    bench.admit("s3://lab/2.tar", 2 * MIB).discard()  # in place of the published one
+    assert list(bench.store.entries()) == []
+    second.close()
+
+
 @pytest.mark.locks_work("flock", "answers")
 def test_what_was_refused_is_refused_without_a_count_for_a_minute(library: Bench) -> None:
     session = Session(library.layout, 0.5)

@@ -1,8 +1,7 @@
-"""`Cache`: the one object users hold.
+"""`Cache`: the one object that users hold.
 
-It may be shared by threads, pickled, forked and spawned: what belongs to a
-process (descriptors, clients, locks, the session) is made on first use in that
-process and never carried into another.
+Threads may share it, and it may be pickled, forked and spawned. Each process makes its own
+descriptors, clients, locks and session when it first needs them.
 """
 
 from __future__ import annotations
@@ -68,17 +67,16 @@ class PrewarmOptions(TypedDict, total=False):
 class Cache:
     """A directory on a local disk that holds shards.
 
-    A fault of the cache never fails a read that the origin can serve, unless ``strict``: one
-    warning, then shards are streamed.
+    If the cache fails, shards are streamed from their origin: there is one warning, and no error
+    unless ``strict`` is set. The directory is made when it is first used.
 
     Args:
-        dir: where; also from ``SHARDCACHE_DIR`` or a configuration file.
-        **options: see `Config`; the same names as in the environment
+        dir: the directory. Without it, ``SHARDCACHE_DIR`` or a configuration file says which.
+        **options: see docs/options.md. They have the same names in the environment
             (``SHARDCACHE_MAX_SIZE``) and in ``shardcache.toml``.
 
     Raises:
-        ConfigError: an option that cannot work. The directory is made on first
-            use, not here.
+        ConfigError: an option cannot work.
     """
 
     def __init__(
@@ -124,17 +122,24 @@ class Cache:
         return self.config.dir
 
     def parse(self, url: str) -> ShardURL:
-        """The shard's names under this cache's endpoint and schemes (ConfigError: no such URL)."""
+        """Parse a URL with the endpoint and the schemes of this cache.
+
+        Raises:
+            ConfigError: the URL is malformed, or its scheme is not allowed.
+        """
         return self._parse(url)
 
     # -- reading ---------------------------------------------------------------
 
     def prepare(self, url: str | None = None) -> None:
-        """Begin to make ready, in the background, what the first miss of this process needs.
+        """Prepare the first download of this process, in the background.
 
-        The directories, the engine's modules, and the client of the origin of ``url``, which
-        together take some tenths of a second. Nothing is fetched. What fails is reported by the
-        read that needs it.
+        This makes the directories, imports modules and makes the client that reads ``url``, which
+        takes some tenths of a second. It downloads nothing and raises nothing: if something is
+        wrong, the first read says so.
+
+        Args:
+            url: a shard of the data set; None prepares no client.
         """
 
         def run() -> None:
@@ -151,26 +156,32 @@ class Cache:
             threads.start(run, "shardcache-prepare")
 
     def open(self, url: str) -> BinaryIO:
-        """Open a shard for reading: from the cache, fetched meanwhile if need be.
+        """Open a shard for reading. If it is not cached, it is downloaded meanwhile.
 
-        The first bytes can be read while the others are on their way (``fill="follow"``);
-        the fetch goes on to its end even if the stream is closed before. The stream's
-        ``name`` is the local path, or the URL where the shard was not in the cache.
-        While it is open the entry cannot be evicted.
+        With ``fill="follow"``, the first bytes can be read before the last have arrived. The
+        download goes on to its end, even if the stream is closed early. Nothing evicts the shard
+        while the stream is open.
+
+        Returns:
+            A stream. Its ``name`` is the local path, or the URL if the shard was not cached.
 
         Raises:
-            ShardNotFoundError, AccessDeniedError, ConfigError, TransferError,
-            IntegrityError: the origin cannot serve it.
-            CacheFullError, LockTimeoutError, OSError: with ``strict`` only.
+            ShardNotFoundError: the origin does not have the shard.
+            AccessDeniedError: the origin refuses the credentials.
+            TransferError: the origin does not answer, or stopped in the middle.
+            IntegrityError: the bytes are not what the origin states.
+            ConfigError: the URL or the configuration cannot work.
+            CacheFullError: with ``strict`` only: there is no room.
+            LockTimeoutError: with ``strict`` only: another process took too long.
+            OSError: with ``strict`` only: the disk fails.
         """
         return self.opener.open(self._parse(url))[0]
 
     @contextlib.contextmanager
     def pinned(self, url: str) -> Iterator[Path]:
-        """The shard as a file that stays while the context lasts.
+        """Give the shard as a file, which stays while the context lasts.
 
-        Raises:
-            As `open` with ``strict``: a path needs a stored shard.
+        It raises what `open` raises with ``strict``, because a path needs a shard on the disk.
         """
         shard = self.parse(url)
         if self.opener.is_in_place(shard):
@@ -183,14 +194,22 @@ class Cache:
             opened.close()
 
     def fetch(self, url: str, status: FetchStatus | None = None) -> Entry:
-        """Make sure that the shard is in the cache; returns its entry, and raises as `pinned`.
+        """Make sure that the shard is in the cache; raises what `pinned` raises.
 
-        ``status`` is kept up to date while it is fetched.
+        Args:
+            url: the shard.
+            status: is kept up to date during the download.
+
+        Returns:
+            The entry: path, size in bytes, version.
         """
         return self.opener.fetch(self.parse(url), status)[0]
 
     def path(self, url: str) -> Path | None:
-        """Where the shard is, or None if it is not cached. Not pinned: it may go any time."""
+        """The local path of the shard, or None if it is not cached.
+
+        The shard may be evicted at any time; `pinned` prevents that.
+        """
         shard = self.parse(url)
         if self.opener.is_in_place(shard):
             return shard.local_path if shard.local_path.exists() else None
@@ -217,27 +236,48 @@ class Cache:
     # -- ways in ---------------------------------------------------------------
 
     def attach(self, dataset: _Pipeline, *, fast_tar: bool = True) -> _Pipeline:
-        """Make a WebDataset pipeline read its shards through this cache; see `wds.attach`."""
+        """Make a WebDataset pipeline read its shards through this cache.
+
+        Args:
+            dataset: a ``WebDataset`` or ``DataPipeline``.
+            fast_tar: whether shardcache reads the archives, which yields the same samples several
+                times faster. False leaves them to WebDataset.
+
+        Returns:
+            ``dataset`` itself, changed.
+
+        Raises:
+            ConfigError: the pipeline has no stage that opens shards.
+        """
         attached: _Pipeline = _room_above("wds").attach(dataset, self, fast_tar=fast_tar)
         return attached
 
     def url_opener(
         self, data: Iterable[Any], handler: Handler | None = None, **kw: Any
     ) -> Iterator[dict[str, Any]]:
-        """A stage in place of ``webdataset.tariterators.url_opener``; see `wds.url_opener`."""
+        """A stage for pipelines, in place of ``webdataset.tariterators.url_opener``.
+
+        Args:
+            data: URLs, or dicts with a ``url``.
+            handler: what to do with an error, as in WebDataset; the default raises it.
+            **kw: what WebDataset passes on to its own opener; it is ignored.
+
+        Returns:
+            Dicts with ``url``, ``stream`` and, if the shard is on the disk, ``local_path``.
+        """
         yield from _room_above("wds").url_opener(data, handler, cache=self, **kw)
 
     def prewarm(
         self, urls: str | Iterable[str | ShardURL], **options: Unpack[PrewarmOptions]
     ) -> PrewarmReport:
-        """Fetch many shards at once; see `prewarm.prewarm` for the options."""
+        """Download many shards at once; see `prewarm.prewarm` for options, result and errors."""
         report: PrewarmReport = _room_above("prewarm").prewarm(self, urls, **options)
         return report
 
     # -- looking after it ------------------------------------------------------
 
     def entries(self) -> Iterator[Entry]:
-        """Every entry, of all tiers and namespaces, in no order."""
+        """All entries, in no order."""
         for store in self._here().stores():
             yield from store.entries()
 
@@ -252,19 +292,22 @@ class Cache:
         dry_run: bool = False,
         wait: bool = True,
     ) -> CleanReport:
-        """Remove entries until the limits hold, and what dead processes left.
+        """Remove entries until the limits hold, and what dead processes left behind.
 
         Args:
-            max_size, min_free, max_age: instead of the configured limits.
-            orphans: also remove the partials that dead processes left within the last hour,
-                which otherwise stay to be resumed; and nothing else, unless limits are given.
-            everything: remove all that nobody uses.
-            dry_run: touch nothing, tell what would go.
-            wait: whether to wait for somebody else who cleans it, ``lock_timeout`` at most.
+            max_size: the most that the cache may hold, in bytes or as text such as "800GB"; the
+                default is the configured limit.
+            min_free: how much of the filesystem must stay free, likewise.
+            max_age: how long an entry may be unused, in seconds or as text such as "14d".
+            orphans: remove all unfinished downloads of dead processes. Otherwise those of the
+                last hour stay, to be resumed. Unless a limit is given, nothing else is removed.
+            everything: remove all entries that no process uses.
+            dry_run: remove nothing, and report what would be removed.
+            wait: wait for another process that cleans, for ``lock_timeout`` at most.
 
         Raises:
             ConfigError: the directory is not a cache.
-            LockTimeoutError: somebody else cleans it.
+            LockTimeoutError: another process cleans it.
             OSError: the filesystem is read-only or failing.
         """
         from shardcache.space import clean as cleaning
@@ -299,24 +342,27 @@ class Cache:
         status: VerifyStatus | None = None,
         stop: threading.Event | None = None,
     ) -> Generator[Finding, None, None]:
-        """Compare entries with what was fetched; yields what was found of each, in no order.
+        """Compare the cached shards with what was downloaded.
 
-        Safe beside jobs: entries are pinned while they are read, no last use changes, and
-        what is evicted meanwhile is left out.
+        This is safe while jobs run. It keeps entries from being evicted while it reads them, and
+        does not count as a use.
 
         Args:
-            wanted: says of a URL whether its shard is to be looked at, or of the data file's
-                name where the sidecar does not tell the URL; None takes all.
-            quick: compare sizes, read no data.
+            wanted: chooses shards by their URL (or by the name of the data file, if the URL is not
+                known); None takes all.
+            quick: compare sizes only, and read no data.
             remote: ask the origin of each shard which version it has.
-            repair: set damaged entries aside, so that the next reader fetches them anew.
-            sample: share of the shards to look at, above 0 and up to 1; at least one is.
+            repair: set damaged entries aside, so that the next reader downloads them again.
+            sample: the share of shards to check, above 0 and up to 1; at least one is checked.
             status: is kept up to date.
-            stop: ends it early once set.
+            stop: ends the check early once it is set.
+
+        Yields:
+            What was found of each shard, in no order.
 
         Raises:
-            ConfigError: the directory is not a cache, or no such ``sample``.
-            OSError: it cannot be read, or with ``repair`` and ``strict`` not be written.
+            ConfigError: the directory is not a cache, or ``sample`` is not a share.
+            OSError: the directory cannot be read.
         """
         from shardcache.origins.resolve import Origins
         from shardcache.origins.retry import RetryPolicy
@@ -339,14 +385,14 @@ class Cache:
         ).findings()
 
     def pin(self, url: str, seconds: float | None = None) -> None:
-        """Keep a shard, now or once it is fetched: nothing evicts it, nor ``clean --all``.
+        """Keep a shard: nothing evicts it, not even ``clean --all``. It need not be cached yet.
 
         Args:
             url: the shard.
-            seconds: for how long; None until `unpin`.
+            seconds: for how long; None keeps it until `unpin`.
 
         Raises:
-            ConfigError: the directory must not be used, or not a URL that is cached.
+            ConfigError: the directory must not be used, or the URL is not one that is cached.
             OSError: the disk is full, read-only or failing.
         """
         from shardcache.space import pins
@@ -359,7 +405,7 @@ class Cache:
             pins.pin(node, shard, until)
 
     def unpin(self, url: str) -> bool:
-        """Keep a shard no longer; False if it was not pinned. Raises as `pin`."""
+        """End what `pin` began; False if the shard was not pinned. It raises what `pin` raises."""
         from shardcache.space import pins
 
         require_cache(self.dir)
@@ -371,13 +417,17 @@ class Cache:
         return found
 
     def remove(self, url: str, *, dry_run: bool = False) -> tuple[int, int]:
-        """Remove one shard, all versions that nobody uses.
+        """Remove all versions of a shard that no process uses.
+
+        Args:
+            url: the shard.
+            dry_run: remove nothing, and report what would be removed.
 
         Returns:
             Bytes freed, and how many entries stay because they are pinned or in use.
 
         Raises:
-            ConfigError: the directory is not a cache, or not a URL.
+            ConfigError: the directory is not a cache, or the URL is malformed.
             OSError: the filesystem is read-only or failing.
         """
         from shardcache.space import clean as cleaning
@@ -398,14 +448,14 @@ class Cache:
         return freed, stay
 
     def stats(self, since: float | str | None = None) -> Stats:
-        """What the cache has done on this node: opens, bytes, waits, evictions, by all processes.
+        """What all processes of this node have done: opens, bytes, waits, evictions.
 
         Args:
-            since: how far back, in seconds or as text such as "24h"; None for the 30 days that
-                are kept.
+            since: how far to look back, in seconds or as text such as "24h"; None takes the 30
+                days that are kept.
 
         Raises:
-            ConfigError: ``since`` is no duration.
+            ConfigError: ``since`` is not a duration.
             OSError: the directory cannot be read.
         """
         from shardcache.stats.summary import summed
@@ -413,10 +463,11 @@ class Cache:
         return summed(self.samples(since))
 
     def samples(self, since: float | str | None = None, *, ever: bool = False) -> list[Sample]:
-        """What was counted, minute by minute, or hour by hour where that is longer ago.
+        """The same as `stats`, by minute, and by hour for what is older than two hours.
 
-        Args and errors as for `stats`; with ``ever`` also what is older than 30 days, as one
-        sample from the epoch.
+        Args:
+            since: see `stats`.
+            ever: include everything older than 30 days, as one sample that starts at 0.
         """
         from shardcache.stats.database import samples
 
@@ -427,7 +478,7 @@ class Cache:
     # -- ending ----------------------------------------------------------------
 
     def close(self) -> None:
-        """End this process's session; the cache can be used again afterwards."""
+        """End the session of this process. The cache can be used again afterwards."""
         if (process := self.processes.made()) is not None:
             process.close()
 
@@ -440,9 +491,9 @@ class Cache:
 
 @cache
 def default_cache() -> Cache:
-    """The cache that ``SHARDCACHE_DIR``, ``SHARDCACHE_CONFIG`` and the like describe.
+    """The cache that the environment and configuration files describe.
 
-    Made once per process; a forked child uses the same object, safely.
+    There is one for all callers. A forked child may go on using it.
 
     Raises:
         ConfigError: no directory is set anywhere, or an option cannot work.

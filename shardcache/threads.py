@@ -29,8 +29,8 @@ _BEFORE_FORK = 30.0
 _LOOK = 0.0005
 _ENDING = 5.0
 
-#: Threads remembered before those that ended are forgotten: asking the kernel takes a while.
-_MANY = 256
+#: Threads remembered before those that ended are forgotten.
+_MANY = 64
 
 #: Modules that take locks of their own before a fork.
 _HOOKS = ("concurrent.futures.thread", "filelock")
@@ -52,7 +52,7 @@ def start(function: Callable[[], object], name: str) -> threading.Thread:
     """
     _wait_before_forks()
     if len(_ours) >= _MANY:
-        _ours.difference_update([other for other in list(_ours) if _is_gone(other)])
+        _ours.difference_update(_ended() - _ending())
     thread = threading.Thread(target=function, name=name, daemon=True)
     _ours.add(thread)
     try:
@@ -78,16 +78,16 @@ def undivided() -> Iterator[None]:
             _undivided[me] = depth - 1
 
 
-def _is_gone(thread: threading.Thread) -> bool:
-    """Whether it has ended, in the eyes of the kernel, too."""
-    if thread.is_alive() or thread.native_id is None:  # or not started yet
-        return False
-    return not os.path.exists(f"/proc/self/task/{thread.native_id}")  # noqa: PTH110 - in a hook
+def _ended() -> set[threading.Thread]:
+    """Those of our threads that have ended, in the eyes of Python."""
+    return {each for each in list(_ours) if each.native_id is not None and not each.is_alive()}
 
 
-def _is_ending(thread: threading.Thread) -> bool:
-    started = thread.native_id is not None
-    return started and not thread.is_alive() and not _is_gone(thread)
+def _ending() -> set[threading.Thread]:
+    """Those that have not ended yet in the eyes of the kernel."""
+    ended = _ended()  # before the kernel is asked: they do not come back
+    tasks = set(os.listdir("/proc/self/task")) if ended else ()  # noqa: PTH208 - in a hook
+    return {each for each in ended if str(each.native_id) in tasks}
 
 
 @functools.cache
@@ -112,7 +112,7 @@ def _wait() -> None:
         _gate.acquire()
         waited = time.monotonic() - begun
         busy = waited < _BEFORE_FORK and any(each != me for each in list(_undivided))
-        ending = waited < _ENDING and any(_is_ending(each) for each in list(_ours))
+        ending = waited < _ENDING and _ending()
         if not (busy or ending):
             return
         _gate.release()

@@ -34,8 +34,8 @@ def a_validator(path: Path) -> None:
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty home that is the working directory's parent."""
-    (tmp_path / "work").mkdir()
-    monkeypatch.chdir(tmp_path / "work")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
     yield tmp_path
 
 
@@ -104,7 +104,7 @@ def test_the_first_place_that_sets_an_option_wins(home: Path) -> None:
     Path("shardcache.toml").write_text('dir = "/local"\nattempts = 2\n')
     user.write_text('dir = "/user"\nattempts = 3\nconnections = 4\n')
     sources = {
-        f"file {home}/work/shardcache.toml": {},
+        f"file {home}/here/shardcache.toml": {},
         f"file {home}/stated.toml": {"SHARDCACHE_CONFIG": str(home / "stated.toml")},
         "environment SHARDCACHE_DIR": {"SHARDCACHE_DIR": "/env"},
         "argument": {},
@@ -116,7 +116,7 @@ def test_the_first_place_that_sets_an_option_wins(home: Path) -> None:
         config, found = load(explicit, environ)
         assert found["dir"] == source
         assert (config.attempts, config.connections, str(config.max_size)) == (2, 4, "3GB")
-    assert found["attempts"] == f"file {home}/work/shardcache.toml"
+    assert found["attempts"] == f"file {home}/here/shardcache.toml"
     assert (found["max_size"], found["fill"]) == ("environment WDS_CACHE_SIZE", "default")
     more = {"SHARDCACHE_MAX_SIZE": "None", "SHARDCACHE_ATTEMPTS": " "}  # cleared, and not set
     config, _ = load({}, {**environ, **more, "XDG_CONFIG_HOME": str(home / "absent")})
@@ -213,8 +213,8 @@ def test_a_dir_that_cannot_be_meant_is_refused(
 def test_a_relative_dir_starts_where_it_was_written(home: Path) -> None:
     (home / "etc").mkdir()
     (home / "etc" / "x.toml").write_text('dir = "cache"\n')
-    assert load({"dir": "cache"}, {}, []).config.dir == home / "work" / "cache"
-    assert load({}, {"SHARDCACHE_DIR": "cache"}, []).config.dir == home / "work" / "cache"
+    assert load({"dir": "cache"}, {}, []).config.dir == home / "here" / "cache"
+    assert load({}, {"SHARDCACHE_DIR": "cache"}, []).config.dir == home / "here" / "cache"
     assert load({}, {}, [home / "etc" / "x.toml"]).config.dir == home / "etc" / "cache"
 
 

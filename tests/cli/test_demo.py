@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from shardcache.cli import demo
 from tests.support.clitools import Command
 from tests.support.storetools import wait_until
 
@@ -42,6 +43,17 @@ def test_the_demo_counts_what_the_server_sent_and_keeps_what_it_should(tmp_path:
     assert answer["summary"]["dir"] == str(kept)
     assert [path.name for path in kept.iterdir()] == ["cache"]
     assert processes_of(tmp_path) == []
+
+
+def test_a_shard_that_was_sent_twice_fails_the_demo(run, monkeypatch) -> None:
+    samples = demo.SHARDS * demo.SAMPLES
+    for extra, expected in ((0, 0), (1, 1)):
+        sent = demo.Step("epoch 1", 1, (demo.SHARDS + extra) * 100, samples, 0.1)
+        monkeypatch.setattr(demo, "run", lambda home, log, sent=sent: (100, [sent]))
+        code, out, err = run("demo")
+        assert code == expected
+        assert ("crossed the network once" in out) is (extra == 0)
+        assert ("the server sent 1700 bytes" in err) is (extra == 1)
 
 
 def test_an_interrupted_demo_leaves_nothing(tmp_path):

@@ -181,7 +181,9 @@ def test_what_is_published_while_it_is_counted_counts_once(make, monkeypatch) ->
     bench.store.publish(partial, metadata)
     bench.space.recount()
     monkeypatch.setattr(bench.space, "flights", lambda: flights)  # as they were just before
-    bench.admit("s3://lab/1.tar", MIB).discard()  # not refused for want of room
+    admitted = bench.admit("s3://lab/1.tar", MIB)  # not refused for want of room
+    assert admitted.path.is_dir()
+    admitted.discard()
     partial.close()
 
 

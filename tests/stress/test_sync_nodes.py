@@ -118,6 +118,7 @@ def test_ranks_wait_for_the_directories_that_rank_0_makes_late(nodes: Nodes) -> 
             (place / f"rank-{number}.pt").write_bytes(b"0")
 
     together(nodes, 8, save)
+    assert len(list(nodes[0].backing.rglob("rank-*.pt"))) == 3 * 8
 
 
 def test_one_rank_copies_a_program_and_all_see_it_whole(tmp_path: Path, nodes: Nodes) -> None:

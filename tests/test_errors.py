@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
-import copy
 import errno
 import pickle
 
 import pytest
 
 from shardcache import errors
-from shardcache.errors import ShardCacheError
 
 ALL = [c for c in vars(errors).values() if isinstance(c, type) and c.__module__ == errors.__name__]
 URL = "s3://lab/train-0000.tar"
 
 
 @pytest.mark.parametrize("cls", ALL)
-def test_an_error_survives_pickling_also_after_webdataset_added_the_url(cls: type) -> None:
+def test_an_error_survives_pickling_also_after_webdataset_added_the_url(cls):
     exn = cls(f"{URL} is gone. Look again.", url=URL, waited=1.5)
     exn.args += (URL,)
     exn.__notes__ = ["seen by worker 3"]
-    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
-        found = pickle.loads(pickle.dumps(exn, protocol))
-        assert type(found) is cls and isinstance(found, ShardCacheError)
-        assert str(found) == found.message == f"{URL} is gone. Look again."
-        assert found.args == (f"{URL} is gone. Look again.", URL)
-        assert (found.url, found.waited) == (URL, 1.5)
-        assert found.__notes__ == ["seen by worker 3"]
-        assert isinstance(exn, OSError) is (getattr(found, "errno", None) in errno.errorcode)
-    assert copy.copy(exn).url == URL
+    found = pickle.loads(pickle.dumps(exn))
+    assert type(found) is cls and isinstance(found, errors.ShardCacheError)
+    assert str(found) == found.message == f"{URL} is gone. Look again."
+    assert found.args == (f"{URL} is gone. Look again.", URL)
+    assert (found.url, found.waited, found.__notes__) == (URL, 1.5, ["seen by worker 3"])
+    assert isinstance(exn, OSError) is (getattr(found, "errno", None) in errno.errorcode)
 
 
-def test_an_error_is_also_what_a_caller_would_catch_without_knowing_it() -> None:
+def test_an_error_is_also_what_a_caller_would_catch_without_knowing_it():
     for cls, builtin in {
         errors.ConfigError: ValueError,
         errors.ShardNotFoundError: FileNotFoundError,

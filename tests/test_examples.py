@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 
 from shardcache import Cache
-from shardcache.cli.demo import S3Server
-from tests.support.proxy import Proxy
 from tests.support.trainingtools import EXAMPLES, ROOT, DataSet, programs, run
 
 SHARDS, MEMBERS = 8, 6
@@ -24,11 +22,11 @@ SCONTROL = '[[ "$*" == "show hostnames node[1]" ]] && echo localhost'
 
 
 @pytest.fixture
-def data(s3: S3Server, bucket: str, s3_environment: dict[str, str], proxy: Proxy) -> DataSet:
+def data(s3, bucket, s3_environment, proxy):
     return DataSet(s3, bucket, proxy, SHARDS, MEMBERS)
 
 
-def epochs(listed: Path) -> dict[int, list[str]]:
+def epochs(listed):
     """The samples that `train.py --list` wrote down, by epoch."""
     found: dict[int, list[str]] = defaultdict(list)
     for line in listed.read_text().splitlines():
@@ -37,9 +35,7 @@ def epochs(listed: Path) -> dict[int, list[str]]:
     return found
 
 
-def test_two_ranks_with_two_spawned_workers_fetch_each_shard_once(
-    data: DataSet, tmp_path: Path
-) -> None:
+def test_two_ranks_with_two_spawned_workers_fetch_each_shard_once(data, tmp_path):
     listed = tmp_path / "listed"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     train = [str(EXAMPLES / "train.py"), data.spec, "--dir", str(tmp_path / "cache")]
@@ -54,7 +50,7 @@ def test_two_ranks_with_two_spawned_workers_fetch_each_shard_once(
     assert ranks == {0, 1}
 
 
-def test_the_script_for_one_node_prewarms_and_trains(data: DataSet, tmp_path: Path) -> None:
+def test_the_script_for_one_node_prewarms_and_trains(data, tmp_path):
     """Its training loop alone, without ranks; torchrun itself runs in the other two."""
     listed = tmp_path / "listed"
     alone = '[[ "${*:1:3}" == "--standalone --nproc-per-node 1" ]] && exec python "${@:4}"'
@@ -73,7 +69,7 @@ def test_the_script_for_one_node_prewarms_and_trains(data: DataSet, tmp_path: Pa
     assert Cache(tmp_path / "cache").stats().hits == 2 * SHARDS  # all of them were there
 
 
-def test_the_batch_file_prewarms_and_trains_through_srun(data: DataSet, tmp_path: Path) -> None:
+def test_the_batch_file_prewarms_and_trains_through_srun(data, tmp_path):
     listed = tmp_path / "listed"
     script = ["bash", str(EXAMPLES / "train.sbatch"), data.spec, "--workers", "0", "--epochs", "1"]
     done = run(
@@ -94,7 +90,7 @@ def test_the_batch_file_prewarms_and_trains_through_srun(data: DataSet, tmp_path
     assert Cache(tmp_path / "cache").stats().hits == SHARDS
 
 
-def test_training_goes_on_when_prewarming_fails(data: DataSet, tmp_path: Path) -> None:
+def test_training_goes_on_when_prewarming_fails(data, tmp_path):
     path = programs(tmp_path / "bin", torchrun='echo "trains: ${*: -1}"')
     (tmp_path / "bin" / "shardcache").write_text("#!/usr/bin/env bash\nexit 3\n")
     script = ["bash", str(EXAMPLES / "torchrun.sh"), data.spec]
@@ -104,7 +100,7 @@ def test_training_goes_on_when_prewarming_fails(data: DataSet, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_scripts_are_what_bash_and_shellcheck_take(name: str) -> None:
+def test_scripts_are_what_bash_and_shellcheck_take(name):
     checker = Path(sys.executable).with_name("shellcheck")
     for command in (["bash", "-n"], [str(checker)]):
         done = subprocess.run([*command, str(EXAMPLES / name)], capture_output=True, text=True)

@@ -14,7 +14,7 @@ from shardcache.cache import Cache
 from shardcache.layout import Layout
 from shardcache.locks.flock import Holder, KeyLock
 from shardcache.origins.base import TransientError
-from tests.support.fakes import FakeClock, Fault, MemoryOrigin
+from tests.support.fakes import Fault
 from tests.support.tars import make_tar
 
 HERE = Path(__file__).resolve().parent.parent
@@ -27,16 +27,16 @@ _PLAIN = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName
 
 
 @pytest.fixture
-def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+def log(caplog):
     caplog.set_level("DEBUG", "shardcache")
     return caplog
 
 
-def fields(record: logging.LogRecord) -> dict[str, object]:
+def fields(record):
     return {name: value for name, value in vars(record).items() if name not in _PLAIN}
 
 
-def documented(event: str) -> tuple[set[str], list[str]]:
+def documented(event):
     """Fields and levels of an event, as the page says."""
     for row in PAGE.splitlines():
         cells = [cell.strip() for cell in row.strip("|").split("|")]
@@ -46,7 +46,7 @@ def documented(event: str) -> tuple[set[str], list[str]]:
     raise AssertionError(f"{event} is not documented")
 
 
-def only(log: pytest.LogCaptureFixture, event: str) -> logging.LogRecord:
+def only(log, event):
     (found,) = (one for one in log.records if getattr(one, "event", None) == event)
     names, levels = documented(event)
     assert set(fields(found)) == {"event", *names}
@@ -54,9 +54,7 @@ def only(log: pytest.LogCaptureFixture, event: str) -> logging.LogRecord:
     return found
 
 
-def test_a_miss_and_a_hit_say_what_they_are(
-    make_cache: MakeCache, origin: MemoryOrigin, log: pytest.LogCaptureFixture
-) -> None:
+def test_a_miss_and_a_hit_say_what_they_are(make_cache, origin, log):
     origin.objects[URL] = DATA
     cache = make_cache()
     for _ in range(2):
@@ -67,9 +65,7 @@ def test_a_miss_and_a_hit_say_what_they_are(
     assert [one.levelname for one in log.records if one.levelno >= logging.INFO] == ["INFO"]
 
 
-def test_who_waits_says_for_whom(
-    make_cache: MakeCache, origin: MemoryOrigin, clock: FakeClock, log: pytest.LogCaptureFixture
-) -> None:
+def test_who_waits_says_for_whom(make_cache, origin, clock, log):
     origin.objects[URL] = DATA
     cache = make_cache(fill="complete")
     lock = KeyLock(Layout.of_root(cache.dir).key_lock(cache.parse(URL).key))
@@ -82,9 +78,7 @@ def test_who_waits_says_for_whom(
     assert 10 <= float(str(told["seconds"])) < 12
 
 
-def test_what_is_tried_again_evicted_or_streamed_says_so(
-    make_cache: MakeCache, origin: MemoryOrigin, log: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_tried_again_evicted_or_streamed_says_so(make_cache, origin, log):
     origin.objects.update({URL: DATA, "s3://lab/big.tar": make_tar(2, members=9)})
     origin.faults.append(Fault(after=None, error=TransientError("busy")))
     cache = make_cache(max_size=len(DATA))
@@ -99,7 +93,7 @@ def test_what_is_tried_again_evicted_or_streamed_says_so(
     assert (told["bytes"], told["reason"]) == (len(DATA), "all")
 
 
-def test_every_metric_is_documented() -> None:
+def test_every_metric_is_documented():
     rows = re.findall(r"^\| (`shardcache.*?) \|", PAGE, flags=re.M)
     named = {name for row in rows for name in re.findall(r"`(?:shardcache)?\.([\w.]+)`", row)}
     assert named == {name for name, *_ in telemetry._METRICS} | {"fetches.active"}

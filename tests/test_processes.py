@@ -8,16 +8,13 @@ import hashlib
 import os
 import signal
 import subprocess
-from pathlib import Path
 
 import pytest
 
 from shardcache import Cache
-from shardcache.cli.demo import S3Server
 from shardcache.layout import Layout
 from shardcache.store.digest import BLOCK
 from shardcache.store.partial import read_progress
-from tests.support.proxy import Proxy
 from tests.support.storetools import wait_until
 from tests.support.tars import make_tar
 from tests.support.workers import Worker
@@ -29,39 +26,37 @@ STORED = [hashlib.sha256(SHARD).hexdigest(), True]
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path):
     return tmp_path / "cache"
 
 
 @pytest.fixture
-def url(s3: S3Server, bucket: str, proxy: Proxy) -> str:
+def url(s3, bucket, proxy):
     s3.put(bucket, "a.tar", SHARD)
     proxy.reset()
     return f"s3://{bucket}/a.tar"
 
 
-def fetches(proxy: Proxy) -> int:
+def fetches(proxy):
     return sum(traffic.object_fetches for traffic in proxy.summary().values())
 
 
-def partials(root: Path) -> list[Path]:
+def partials(root):
     return list(Layout.of_root(root).partial.glob("*"))
 
 
-def written(root: Path) -> int:
+def written(root):
     """Bytes written by the fetch in flight, if there is one."""
     return max((p.written for path in partials(root) if (p := read_progress(path))), default=0)
 
 
-def rank(number: int, root: Path, isolation: str) -> Worker:
+def rank(number, root, isolation):
     names = f"RANK={number} WORLD_SIZE=2 LOCAL_RANK={number} SLURM_JOB_ID=77"
     return Worker(prefix=("env", *names.split()), dir=root, isolation=isolation)
 
 
 @pytest.mark.locks_work
-def test_eight_processes_and_four_cold_shards_cost_four_object_fetches(
-    s3: S3Server, bucket: str, proxy: Proxy, root: Path
-) -> None:
+def test_eight_processes_and_four_cold_shards_cost_four_object_fetches(s3, bucket, proxy, root):
     shards = {f"{bucket}/{n}.tar": make_tar(n, members=4, size=BLOCK) for n in range(4)}
     for path, data in shards.items():
         s3.put(*path.split("/"), data)
@@ -80,9 +75,7 @@ def test_eight_processes_and_four_cold_shards_cost_four_object_fetches(
 
 
 @pytest.mark.locks_work
-def test_killing_the_fetching_process_half_way_costs_the_others_little(
-    url: str, proxy: Proxy, root: Path
-) -> None:
+def test_killing_the_fetching_process_half_way_costs_the_others_little(url, proxy, root):
     with contextlib.ExitStack() as stack:
         victim, *others = (stack.enter_context(Worker(dir=root)) for _ in range(4))
         proxy.pause(len(SHARD) // 4)  # of each part: half-way through both
@@ -100,9 +93,7 @@ def test_killing_the_fetching_process_half_way_costs_the_others_little(
     assert partials(root) == []
 
 
-def test_a_stopped_holder_is_passed_by_and_does_no_harm_when_it_wakes(
-    url: str, proxy: Proxy, root: Path
-) -> None:
+def test_a_stopped_holder_is_passed_by_and_does_no_harm_when_it_wakes(url, proxy, root):
     with Worker(dir=root) as holder, Worker(dir=root, stale_after=1) as other:
         proxy.pause(len(SHARD) // 4)
         holder.tell("read", url)
@@ -117,9 +108,7 @@ def test_a_stopped_holder_is_passed_by_and_does_no_harm_when_it_wakes(
     assert partials(root) == []
 
 
-def test_ranks_apart_share_bytes_by_hard_link_and_do_not_wait(
-    url: str, proxy: Proxy, root: Path
-) -> None:
+def test_ranks_apart_share_bytes_by_hard_link_and_do_not_wait(url, proxy, root):
     for number in (0, 1):
         with rank(number, root, "rank") as worker:
             assert worker.ask("read", url) == STORED
@@ -139,7 +128,7 @@ CONTAINER = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
 
 
 @functools.cache
-def may_unshare() -> bool:
+def may_unshare():
     try:
         return subprocess.run([*CONTAINER, "true"], capture_output=True).returncode == 0
     except FileNotFoundError:
@@ -147,13 +136,13 @@ def may_unshare() -> bool:
 
 
 @pytest.fixture
-def containers() -> None:
+def containers():
     if not may_unshare():
         pytest.skip("this user may not make namespaces (needs root and unshare of util-linux)")
 
 
 @pytest.mark.usefixtures("containers")
-def test_containers_with_equal_pids_share_one_fetch(url: str, root: Path, proxy: Proxy) -> None:
+def test_containers_with_equal_pids_share_one_fetch(url, root, proxy):
     prefix = (*CONTAINER, "sh", "-c", '"$0" "$@"; true')
     with contextlib.ExitStack() as stack:
         workers = [stack.enter_context(Worker(prefix=prefix, dir=root)) for _ in range(4)]

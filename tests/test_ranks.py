@@ -14,7 +14,7 @@ from shardcache.ranks import Ranks, detect, safe_name
 Env = Mapping[str, str]
 
 
-def env(text: str) -> Env:
+def env(text):
     return dict(word.split("=") for word in text.split())
 
 
@@ -82,9 +82,7 @@ MIXED: dict[str, tuple[Env, Ranks]] = {
 
 
 @pytest.mark.parametrize("case", MIXED)
-def test_launchers_are_understood_alone_and_inside_one_another(
-    case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launchers_are_understood_alone_and_inside_one_another(case, monkeypatch):
     environ, expected = MIXED[case]
     assert detect(environ) == expected
     monkeypatch.setattr(os, "environ", dict(environ))
@@ -99,19 +97,19 @@ NUMBERS = {
 
 
 @pytest.mark.parametrize("variable", NUMBERS)
-def test_a_malformed_number_is_refused_by_name(variable: str) -> None:
+def test_a_malformed_number_is_refused_by_name(variable):
     for value in ("-1", "3.0", "zero", "1_0", "+1", "9" * 5000):
         with pytest.raises(ConfigError, match=rf"^{variable}=.*whole number") as caught:
             detect({**NUMBERS[variable], variable: value})
         assert len(str(caught.value)) < 300
 
 
-def test_a_rank_outside_its_world_is_refused() -> None:
+def test_a_rank_outside_its_world_is_refused():
     with pytest.raises(ConfigError, match=r"SLURM_PROCID=8 does not fit SLURM_NTASKS=8"):
         detect({**SLURM, "SLURM_PROCID": "8"})
 
 
-def test_a_job_id_becomes_a_name_and_stays_one() -> None:
+def test_a_job_id_becomes_a_name_and_stays_one():
     for job in ("901593", "run-7", "a.b_c-D", "x" * 64, "_", "0-1"):
         assert safe_name(job) == job
     bad = ("", ".", "..", ".hidden", "-rf", "a/b", "../etc", "a b", "x" * 65, "9\n", "jöb")

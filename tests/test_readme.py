@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 import shardcache
-from shardcache.cli.demo import S3Server
 from tests.support.tars import make_tar
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,13 +20,13 @@ README = (ROOT / "README.md").read_text("utf-8")
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.DOTALL)
 
 
-def commands() -> list[str]:
+def commands():
     """Of the README, the first of which installs the package."""
     texts = [text for language, text in BLOCKS if language == "console"]
     return [line[2:] for text in texts for line in text.splitlines() if line.startswith("$ ")]
 
 
-def test_the_generated_pages_are_current() -> None:
+def test_the_generated_pages_are_current():
     done = subprocess.run(
         [sys.executable, str(ROOT / "docs" / "generate.py"), "--check"],
         capture_output=True,
@@ -36,9 +35,7 @@ def test_the_generated_pages_are_current() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_loader_trains_from_s3(
-    s3: S3Server, bucket: str, s3_environment: dict, tmp_path: Path
-) -> None:
+def test_the_loader_trains_from_s3(s3, bucket, s3_environment, tmp_path):
     for number in range(3):
         s3.put(bucket, f"train-{number:04d}.tar", make_tar(number))
     (code,) = (text for language, text in BLOCKS if language == "python")
@@ -55,9 +52,7 @@ def test_the_loader_trains_from_s3(
     assert done.stdout == "12\n"
 
 
-def test_prewarm_and_cron_lines_run_as_they_stand(
-    s3: S3Server, bucket: str, s3_environment: dict, tmp_path: Path
-) -> None:
+def test_prewarm_and_cron_lines_run_as_they_stand(s3, bucket, s3_environment, tmp_path):
     for number in range(3):
         s3.put(bucket, f"train-{number:04d}.tar", make_tar(number))
     bin_directory = Path(sys.executable).parent
@@ -78,7 +73,7 @@ def test_prewarm_and_cron_lines_run_as_they_stand(
     assert len(list(shardcache.Cache(tmp_path / "cache").entries())) == 3
 
 
-def test_a_wheel_holds_the_types_the_command_and_the_way_in_for_fsspec(tmp_path: Path) -> None:
+def test_a_wheel_holds_the_types_the_command_and_the_way_in_for_fsspec(tmp_path):
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir"]
     subprocess.run([*pip, str(tmp_path), str(ROOT)], check=True, capture_output=True)
     (wheel,) = tmp_path.glob("shardcache-*.whl")
@@ -93,7 +88,7 @@ def test_a_wheel_holds_the_types_the_command_and_the_way_in_for_fsspec(tmp_path:
     assert not [name for name in names if name.startswith(("tests/", "benchmarks/"))]
 
 
-def test_the_package_installs_what_pip_is_told() -> None:
+def test_the_package_installs_what_pip_is_told():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["name"] == "shardcache"
     assert project["version"] == shardcache.__version__
@@ -104,7 +99,7 @@ PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_what_a_page_names_within_the_repository_is_there(page: Path) -> None:
+def test_what_a_page_names_within_the_repository_is_there(page):
     text = page.read_text("utf-8")
     links = {page.parent / link for link in re.findall(r"\]\((?!https?:)([^)#]+)", text)}
     folders = "benchmarks|docs|examples|shardcache|tests"

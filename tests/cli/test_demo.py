@@ -7,7 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
+
+import pytest
 
 from shardcache.cli import demo
 from tests.support.clitools import Command
@@ -18,19 +19,16 @@ def processes_of(directory):
     """Command lines of live processes that mention ``directory``, ours excepted."""
     found = subprocess.run(["ps", "-wweo", "pid=,stat=,args="], capture_output=True, text=True)
     rows = [line.split(maxsplit=2) for line in found.stdout.splitlines()]
-    return [
-        row
-        for row in rows
-        if int(row[0]) != os.getpid() and row[1][0] != "Z" and str(directory) in row[2]
-    ]
+    others = (row for row in rows if int(row[0]) != os.getpid() and row[1][0] != "Z")
+    return [row for row in others if str(directory) in row[2]]
 
 
-def demo_command(directory: Path, *arguments: object) -> Command:
+def demo_command(directory, *arguments):
     home = {"TMPDIR": str(directory), "HOME": str(directory)}
     return Command("demo", *arguments, directory=directory, environment=home)
 
 
-def test_the_demo_counts_what_the_server_sent_and_keeps_what_it_should(tmp_path: Path) -> None:
+def test_the_demo_counts_what_the_server_sent_and_keeps_what_it_should(tmp_path):
     with demo_command(tmp_path, "--keep", "--json") as command:
         code, out, err = command.end()
     assert code == 0, err
@@ -45,15 +43,15 @@ def test_the_demo_counts_what_the_server_sent_and_keeps_what_it_should(tmp_path:
     assert processes_of(tmp_path) == []
 
 
-def test_a_shard_that_was_sent_twice_fails_the_demo(run, monkeypatch) -> None:
-    samples = demo.SHARDS * demo.SAMPLES
-    for extra, expected in ((0, 0), (1, 1)):
-        sent = demo.Step("epoch 1", 1, (demo.SHARDS + extra) * 100, samples, 0.1)
-        monkeypatch.setattr(demo, "run", lambda home, log, sent=sent: (100, [sent]))
-        code, out, err = run("demo")
-        assert code == expected
-        assert ("crossed the network once" in out) is (extra == 0)
-        assert ("the server sent 1700 bytes" in err) is (extra == 1)
+@pytest.mark.parametrize(("room", "expected"), [("1GB", 0), ("1MB", 1)])
+def test_shards_that_are_sent_twice_fail_the_demo(run, monkeypatch, tmp_path, room, expected):
+    monkeypatch.setattr(demo, "SHARDS", 4)
+    monkeypatch.setattr(demo, "SAMPLES", 4)  # of 100 kB
+    monkeypatch.setenv("SHARDCACHE_MAX_SIZE", room)  # where it is full, shards are streamed
+    code, out, err = run("demo", "--dir", tmp_path)
+    assert code == expected, err
+    assert ("crossed the network once" in out) is (expected == 0)
+    assert ("the server sent" in err) is (expected == 1)
 
 
 def test_an_interrupted_demo_leaves_nothing(tmp_path):
@@ -92,7 +90,7 @@ with S3Server(Path(sys.argv[1])) as server:
 """
 
 
-def test_the_server_ends_with_a_killed_owner(tmp_path: Path) -> None:
+def test_the_server_ends_with_a_killed_owner(tmp_path):
     done = subprocess.run([sys.executable, "-c", OWNER, str(tmp_path)], timeout=120)
     assert done.returncode == -signal.SIGKILL
     wait_until(lambda: processes_of(tmp_path) == [])

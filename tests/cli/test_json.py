@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from typing import Any
 
 import pytest
 
@@ -74,7 +73,7 @@ SHAPES: dict[str, tuple[int, str]] = {
 }
 
 
-def keys(found: Any, path: str = "") -> set[str]:
+def keys(found, path=""):
     """Paths of all keys; those of a list are those of its members. Values are of their kinds."""
     if isinstance(found, list):
         return {path}.union(*(keys(each, path) for each in found))

@@ -12,7 +12,7 @@ from tests.support.shop import Shop
 
 
 @pytest.fixture
-def shop(tmp_path) -> Shop:
+def shop(tmp_path):
     """A cache in which four shards were fetched, each opened three times, one evicted."""
     shop = Shop(tmp_path, 4)
     with Cache(shop.path, cache_local=True, min_free=0, max_size="10GB") as cache:

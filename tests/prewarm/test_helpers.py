@@ -6,13 +6,10 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shardcache.cli.demo import S3Server
-from tests.support.proxy import Proxy
 from tests.support.tars import make_tar
 
 SHARDS = 12
@@ -48,13 +45,13 @@ with Cache(directory, min_free=0) as cache:
 
 
 @pytest.fixture
-def urls(s3: S3Server, bucket: str, s3_environment: dict[str, str], proxy: Proxy) -> list[str]:
+def urls(s3, bucket, s3_environment, proxy):
     for number in range(SHARDS):
         s3.put(bucket, f"{number:02}.tar", make_tar(number))
     return [f"s3://{bucket}/{number:02}.tar" for number in range(SHARDS)]
 
 
-def run(directory: Path, what: str, urls: list[str]) -> dict[str, Any]:
+def run(directory, what, urls):
     command = [sys.executable, "-c", PROGRAM, str(directory), what, *urls]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -63,7 +60,7 @@ def run(directory: Path, what: str, urls: list[str]) -> dict[str, Any]:
     return found
 
 
-def test_each_does_a_share(tmp_path: Path, urls: list[str], proxy: Proxy) -> None:
+def test_each_does_a_share(tmp_path, urls, proxy):
     absent = urls[0].replace("00.tar", "absent.tar")
     found = run(tmp_path, "", [*urls[:3], absent, *urls[3:]])
     assert found["outcomes"] == ["fetched"] * 3 + ["failed"] + ["fetched"] * (SHARDS - 3)
@@ -71,15 +68,13 @@ def test_each_does_a_share(tmp_path: Path, urls: list[str], proxy: Proxy) -> Non
     assert {proxy.fetches(url.removeprefix("s3://")) for url in urls} == {1}
 
 
-def test_the_share_of_one_that_is_killed_is_done_by_the_other(
-    tmp_path: Path, urls: list[str]
-) -> None:
+def test_the_share_of_one_that_is_killed_is_done_by_the_other(tmp_path, urls):
     found = run(tmp_path, "kill", urls)
     assert found["killed"] == 1
     assert Counter(found["outcomes"]).keys() <= {"fetched", "cached"}
 
 
-def test_all_stop_when_they_are_told_to(tmp_path: Path, urls: list[str], proxy: Proxy) -> None:
+def test_all_stop_when_they_are_told_to(tmp_path, urls, proxy):
     proxy.pause(after=8_000)  # a listing passes, a shard does not
     found = run(tmp_path, "stop", urls)
     assert found["stopped"] == "requested" and "fetched" not in found["outcomes"]

@@ -27,7 +27,7 @@ from tests.support.fakes import Fault
 from tests.support.tars import make_tar
 
 
-def names(count: int, bucket: str = "b") -> list[str]:
+def names(count, bucket="b"):
     return [f"s3://{bucket}/train-{n:04d}.tar" for n in range(count)]
 
 
@@ -58,11 +58,11 @@ def fill(origin):
     return fill
 
 
-def asked(origin) -> set[str]:
+def asked(origin):
     return {url for url, *_ in origin.requests}
 
 
-def outcomes(report) -> str:
+def outcomes(report):
     marks = {"failed": "F", "not_started": "-", "fetched": ".", "cached": "c", "left_out": "o"}
     return "".join(marks[result.outcome] for result in report.results)
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,7 +18,7 @@ from tests.support.tars import make_tar
 
 
 @pytest.fixture
-def order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, ...]]:
+def order(tmp_path, monkeypatch):
     """Four shards on a mount that is cached, and what a node is told of them."""
     monkeypatch.setenv("SHARDCACHE_CACHE_LOCAL", "1")
     monkeypatch.setenv("SHARDCACHE_MIN_FREE", "0")
@@ -30,14 +27,14 @@ def order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
     for number in range(4):
         (tmp_path / "data" / f"{number}.tar").write_bytes(make_tar(number))
 
-    def order(spec: str = "{0..3}.tar", settings: Any = None, **options: Any) -> tuple[Any, ...]:
+    def order(spec="{0..3}.tar", settings=None, **options):
         settings = {"dir": tmp_path / "cache", **(settings or {})}
         return [f"file://{tmp_path}/data/{spec}"], settings, None, options
 
     return order
 
 
-def taken(order: tuple[Any, ...], share: Share | None = None) -> NodeReport:
+def taken(order, share=None):
     """What the driver knows of the node in the end; all that was sent can be sent."""
     node = NodeReport("node-a", 0)
     for news in _prewarm_here(*order, share):
@@ -45,7 +42,7 @@ def taken(order: tuple[Any, ...], share: Share | None = None) -> NodeReport:
     return node
 
 
-def test_a_node_tells_its_plan_each_shard_and_its_report(order: Any) -> None:
+def test_a_node_tells_its_plan_each_shard_and_its_report(order):
     node = taken(order())
     assert node.plan is not None and len(node.plan.shards) == 4
     assert node.report.fetched == len(node.results) == 4 and node.error is None
@@ -63,20 +60,16 @@ def test_a_node_tells_its_plan_each_shard_and_its_report(order: Any) -> None:
         ({}, "nothing-*.tar", ShardNotFoundError),
     ],
 )
-def test_a_node_that_can_do_nothing_says_why(
-    order: Any, settings: Any, spec: str, kind: type[Exception]
-) -> None:
+def test_a_node_that_can_do_nothing_says_why(order, settings, spec, kind):
     node = taken(order(spec, settings))
     assert type(node.error) is kind and not node.lost
 
 
-def test_errors_that_cannot_be_sent_are_sent_as_text(
-    order: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_that_cannot_be_sent_are_sent_as_text(order, monkeypatch):
     class Strange(Exception):
         """Cannot be pickled: it is no name of a module."""
 
-    def strange(*args: Any) -> Any:
+    def strange(*args):
         raise Strange("odd")
 
     monkeypatch.setattr(Opener, "fetch", strange)
@@ -86,13 +79,11 @@ def test_errors_that_cannot_be_sent_are_sent_as_text(
     }
 
 
-def test_a_task_that_is_cancelled_ends_its_prewarm(
-    order: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_that_is_cancelled_ends_its_prewarm(order, monkeypatch):
     """As `ray.cancel` does it: an exception where the task is."""
     begun, fetch = threading.Event(), Opener.fetch
 
-    def slow(*args: Any) -> Any:
+    def slow(*args):
         begun.set()
         return fetch(*args)
 

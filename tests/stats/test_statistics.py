@@ -5,31 +5,23 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from shardcache.cache import Cache
-from shardcache.cli.demo import S3Server
 from shardcache.errors import ConfigError, IntegrityError, ShardNotFoundError
 from shardcache.layout import Layout
 from shardcache.origins.base import TransientError
 from shardcache.stats.summary import by_rank
-from tests.support.clitools import run_process
-from tests.support.fakes import Fault, MemoryOrigin
-from tests.support.proxy import Proxy
+from tests.support.fakes import Fault
 from tests.support.shop import Shop
-from tests.support.storetools import Parent, crowd
+from tests.support.storetools import crowd
 from tests.support.tars import make_tar
-
-Make = Callable[..., Cache]
-MIB = 1 << 20
 
 
 @pytest.fixture
-def shards(s3: S3Server, bucket: str, s3_environment: dict[str, str]) -> list[str]:
+def shards(s3, bucket, s3_environment):
     """Twelve of about 3 MB: more than one request each."""
     urls = []
     for number in range(12):
@@ -38,7 +30,7 @@ def shards(s3: S3Server, bucket: str, s3_environment: dict[str, str]) -> list[st
     return urls
 
 
-def fetched(proxy: Proxy) -> tuple[int, int]:
+def fetched(proxy):
     """Object fetches and bytes of objects that the server gave."""
     found = [r for r in proxy.requests() if r.method == "GET" and r.reads_object]
     return sum(r.is_object_fetch for r in found), sum(r.body_bytes for r in found)
@@ -48,10 +40,8 @@ def fetched(proxy: Proxy) -> tuple[int, int]:
 
 
 @pytest.mark.locks_work
-def test_eight_processes_count_what_the_server_has_given(
-    tmp_path: Path, shards: list[str], proxy: Proxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def work(parent: Parent, number: int) -> None:
+def test_eight_processes_count_what_the_server_has_given(tmp_path, shards, proxy, monkeypatch):
+    def work(parent, number):
         os.environ["SHARDCACHE_RANK"] = str(number)
         opened = 0
         with Cache(tmp_path / "cache", min_free=0) as cache:
@@ -78,9 +68,7 @@ def test_eight_processes_count_what_the_server_has_given(
     assert sum(waits.count for waits in found.waits.values()) == found.opens
 
 
-def test_a_process_that_ends_without_closing_has_counted_all(
-    tmp_path: Path, shards: list[str], s3_environment: dict[str, str]
-) -> None:
+def test_a_process_that_ends_without_closing_has_counted_all(tmp_path, shards, s3_environment):
     program = f"""
 import shardcache, multiprocessing
 cache = shardcache.Cache({str(tmp_path / "cache")!r}, min_free=0)
@@ -103,49 +91,53 @@ if __name__ == "__main__":
 # -- every outcome ----------------------------------------------------------------
 
 
+@pytest.fixture
+def urls(origin):
+    """Of shards of one size, which the origin has."""
+    found = [f"s3://lab/{name}.tar" for name in "abc"]
+    origin.objects |= {url: make_tar(1, members=20, size=10_000) for url in found}
+    return found
+
+
 @pytest.mark.parametrize("fill", ["follow", "complete"])
-def test_what_an_open_came_to(make_cache: Make, origin: MemoryOrigin, fill: str) -> None:
-    for name in "abc":
-        origin.objects[f"s3://lab/{name}.tar"] = make_tar(1, members=20, size=10_000)
-    size = len(origin.objects["s3://lab/a.tar"])
+def test_what_an_open_came_to(make_cache, origin, urls, fill):
+    size = len(origin.objects[urls[0]])
     cache = make_cache(fill=fill, max_size=2 * size + 1000)
     with pytest.raises(ShardNotFoundError):
         cache.open("s3://lab/none.tar").read()
-    for name in ("a", "b", "a", "c", "c"):  # no room for the third
-        with cache.open(f"s3://lab/{name}.tar") as stream:
+    for number in (0, 1, 0, 2, 2):  # no room for the third
+        with cache.open(urls[number]) as stream:
             assert len(stream.read()) == size
     found = cache.stats()
     counted = {name: n for name, n in found.counters.items() if n and "wait" not in name}
-    assert {name: counted.pop(name) for name in ("hits", "misses", "bypassed", "failed")} == {
+    assert counted.pop("bytes_origin") >= 4 * size
+    assert counted == {
         "hits": 1,
         "misses": 2,
         "bypassed": 2,
         "failed": 1,
+        "bytes_opened": 3 * size,
+        "bytes_bypassed": 2 * size,
+        "bytes_stored": 2 * size,
+        "fetches": 2,
+        "bypassed_full": 2,
+        "errors_origin": 1,
     }
-    assert counted.pop("bytes_opened") == 3 * size
-    assert counted.pop("bytes_bypassed") == 2 * size
-    assert counted.pop("bytes_stored") == 2 * size
-    assert counted.pop("bytes_origin") >= 4 * size
-    assert counted == {"fetches": 2, "bypassed_full": 2, "errors_origin": 1}
     assert found.bytes_saved <= size
 
 
-def test_retries_errors_removals_and_upstreams_are_counted(
-    make_cache: Make, origin: MemoryOrigin, tmp_path: Path
-) -> None:
+def test_retries_errors_removals_and_upstreams_are_counted(make_cache, origin, urls, tmp_path):
     near = tmp_path / "nas/lab/b.tar"
     near.parent.mkdir(parents=True)
-    cache = make_cache(upstreams=[tmp_path / "nas"])
-    for name in "ab":
-        origin.objects[f"s3://lab/{name}.tar"] = make_tar(1, members=20, size=10_000)
-    near.write_bytes(origin.objects["s3://lab/b.tar"])
-    origin.objects["s3://lab/bad.tar"] = b"no archive at all" * 1000
+    near.write_bytes(origin.objects[urls[1]])
+    origin.objects[urls[2]] = b"no archive at all" * 1000
     origin.faults.extend(Fault(after=100, error=TransientError("reset")) for _ in range(2))
-    cache.fetch("s3://lab/a.tar")
-    with pytest.raises(IntegrityError, match="bad.tar"):
-        cache.open("s3://lab/bad.tar").read()
-    cache.remove("s3://lab/a.tar")
-    cache.fetch("s3://lab/b.tar")
+    cache = make_cache(upstreams=[tmp_path / "nas"])
+    cache.fetch(urls[0])
+    with pytest.raises(IntegrityError, match=r"c\.tar"):
+        cache.open(urls[2]).read()
+    cache.remove(urls[0])
+    cache.fetch(urls[1])
     cache.clean(everything=True)
     found, size = cache.stats("24h"), near.stat().st_size
     assert (found.retries, found.errors_integrity, found.failed) == (2, 1, 1)
@@ -156,30 +148,25 @@ def test_retries_errors_removals_and_upstreams_are_counted(
         cache.stats("soon")
 
 
-def test_hits_and_evictions_are_counted_by_tier_and_reason(tmp_path: Path) -> None:
+def test_hits_and_evictions_are_counted_by_tier_and_reason(tmp_path):
     shop = Shop(tmp_path, count=6)
     tier = {"dir": tmp_path / "fast", "max_size": 2 * shop.size, "min_free": 0}
     with Cache(shop.path, cache_local=True, min_free=0, tiers=[tier]) as cache:
         for url in shop.urls * 3:
-            with cache.open(url) as stream:
-                stream.read()
-        cache.clean(max_size=shop.size)
+            cache.open(url).read()
+        cache.clean(max_size=shop.size)  # all are in use
         found = cache.stats()
-    assert (found.misses, found.hits) == (6, 12)
+    assert (found.misses, found.hits, found.evicted) == (6, 12, 0)
     assert (found.hits_tier_1, found.hits_tier_2, found.hits_tier_3) == (4, 8, 0)
-    assert (found.evicted_max_size, found.evicted, found.bytes_evicted) == (0, 0, 0)  # all in use
     with Cache(shop.path, min_free=0) as cache:
         cache.clean(max_size=shop.size)
         found = cache.stats()
     assert (found.evicted_max_size, found.evicted, found.bytes_evicted) == (3, 3, 3 * shop.size)
 
 
-def test_nothing_is_counted_where_that_is_switched_off(
-    make_cache: Make, origin: MemoryOrigin
-) -> None:
-    origin.objects["s3://lab/a.tar"] = make_tar(1)
+def test_nothing_is_counted_where_that_is_switched_off(make_cache, urls):
     cache = make_cache(stats=False)
-    cache.open("s3://lab/a.tar").read()
+    cache.open(urls[0]).read()
     cache.close()
     assert cache.stats().opens == 0
     assert not Layout.of_root(cache.dir).stats.exists()
@@ -188,16 +175,15 @@ def test_nothing_is_counted_where_that_is_switched_off(
 # -- the command --------------------------------------------------------------------
 
 
-def test_people_and_prometheus_are_told_and_counting_can_begin_anew(tmp_path: Path) -> None:
+def test_people_and_prometheus_are_told_and_counting_can_begin_anew(run, tmp_path, monkeypatch):
     shop = Shop(tmp_path, count=2)
     with Cache(shop.path, cache_local=True, min_free=0) as cache:
         for url in (*shop.urls, shop.urls[0]):
-            with cache.open(url) as stream:
-                stream.read()
+            cache.open(url).read()
 
-    def told(*arguments: str) -> str:
-        code, out, errors = run_process("stats", *arguments, directory=shop.path)
-        assert code == 0, errors
+    def told(*arguments):
+        code, out, errors = run("stats", *arguments)
+        assert (code, errors) == (0, "")
         return out
 
     out = told()
@@ -209,18 +195,16 @@ def test_people_and_prometheus_are_told_and_counting_can_begin_anew(tmp_path: Pa
     assert "3 opens, 33.33% hits" in told("--by", "hour")
 
     families = {f.name: f for f in text_string_to_metric_families(told("--format", "prometheus"))}
+    assert all(s.labels["dir"] == str(shop.path) for f in families.values() for s in f.samples)
     opens = {s.labels["outcome"]: s.value for s in families["shardcache_opens"].samples}
     assert (opens["hits"], opens["misses"], opens["failed"]) == (1, 2, 0)
     assert families["shardcache_opened_bytes"].samples[0].value == 3 * shop.size
-    waits = families["shardcache_wait_seconds"]
-    assert waits.type == "histogram"
-    counts = [s for s in waits.samples if s.name.endswith("_count")]
-    assert {s.labels["for"]: s.value for s in counts} == {"disk": 1, "lock": 0, "network": 2}
-    buckets = [
-        s.value for s in waits.samples if s.labels.get("for") == "network" and "le" in s.labels
-    ]
+    assert families["shardcache_wait_seconds"].type == "histogram"
+    waits = families["shardcache_wait_seconds"].samples
+    counts = {s.labels["for"]: s.value for s in waits if s.name.endswith("_count")}
+    assert counts == {"disk": 1, "lock": 0, "network": 2}
+    buckets = [s.value for s in waits if s.labels["for"] == "network" and "le" in s.labels]
     assert buckets == sorted(buckets) and buckets[-1] == 2
-    assert all(s.labels["dir"] == str(shop.path) for f in families.values() for s in f.samples)
 
     assert told("--zero") == "counting anew\n"
     assert told() == "Nothing was counted.\n"

@@ -80,17 +80,25 @@ def test_every_command_has_help_with_examples_that_parse(run, command, tmp_path,
         ("prewarm s3://b/{0..3.tar", "s3://b/{0..3.tar"),
         ("pin gopher://x/y.tar", "gopher"),
         ("rm -y pipe:true", "pipe:"),
+        ("prewarm s3://b/x --node-rank 0", "go with --shard-by-node"),
+        ("prewarm s3://b/x --ranks-per-node 8", "go with --shard-by-node"),
+        ("prewarm s3://b/x --shard-by-node --node-rank 0", "go together"),
+        ("prewarm s3://b/x --shard-by-node", "which node this is"),
+        ("prewarm s3://b/x --ray --shard-by-node --node-rank 0 --node-count 2", "With --ray"),
+        ("prewarm s3://b/x --ray", "pip install 'shardcache[ray]'"),
     ],
 )
 def test_a_usage_error_is_one_sentence_and_touches_nothing(run, tmp_path, monkeypatch, line, said):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "file").write_text("# precious")
     monkeypatch.chdir(tmp_path)
-    before = tree(tmp_path)
+    monkeypatch.delenv("GROUP_RANK", raising=False)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    before = tree(tmp_path / "folder")
     code, out, err = run(*shlex.split(line))
     assert (code, out) == (2, ""), err
     assert err.startswith("error: ") and said in err and len(err.splitlines()) == 1
-    assert tree(tmp_path) == before
+    assert tree(tmp_path / "folder") == before and not (tmp_path / "cache").exists()
 
 
 # -- exit codes ----------------------------------------------------------------

@@ -6,7 +6,6 @@ import errno
 import os
 import pickle
 import threading
-import time
 from functools import partial
 
 import pytest
@@ -23,7 +22,9 @@ from shardcache.origins.listing import Listing
 from shardcache.results import Finished, Planned, Started, Stopped
 from shardcache.store.partial import Partial, in_flight
 from shardcache.streams.opener import Opener
+from tests.support.clitools import SHARDS
 from tests.support.fakes import Fault
+from tests.support.storetools import refusing, wait_until
 from tests.support.tars import make_tar
 
 
@@ -75,37 +76,31 @@ def test_an_interrupted_prewarm_that_filled_the_budget_can_be_taken_up(
     make_cache, origin, listed, fill
 ):
     (url,) = fill(names(1), members=3000)
-    size = len(origin.objects[url])
+    size, stop = len(origin.objects[url]), threading.Event()
     cache = make_cache(max_size=size + 100_000, part_size="64MiB")
     origin.faults.append(Fault(after=size - 200_000, wait=threading.Event()))
-    stop = threading.Event()
-
-    def watch(status):
-        while status.written < size // 2:
-            time.sleep(0.005)
-        stop.set()
 
     def on_event(event):
         if isinstance(event, Started):
-            threading.Thread(target=watch, args=(event.status,), daemon=True).start()
+            wait_until(lambda: event.status.written >= size // 2)
+            stop.set()
 
     assert cache.prewarm([url], stop=stop, on_event=on_event).stopped is Stopped.REQUESTED
     assert cache.prewarm([url], dry_run=True).plan.missing == 0
     assert cache.prewarm([url]).fetched == 1
 
 
-def test_local_paths_are_refused_unless_they_are_cached(make_cache, tmp_path):
+def test_what_cannot_be_done_is_said_once_and_at_once(make_cache, unlisted, tmp_path):
     shard = tmp_path / "x.tar"
     shard.write_bytes(make_tar(1))
     with pytest.raises(ConfigError, match="cache_local"):
         make_cache().prewarm([str(shard)])
-    report = make_cache(cache_local=True).prewarm([str(shard)])
-    assert report.fetched == 1 and report.plan.sizes  # a local size costs a stat
-
-
-def test_a_directory_that_cannot_be_used_is_said_once(unlisted):
     with pytest.raises(ConfigError, match="cannot be used for the cache"):
         Cache("/proc/cache").prewarm(names(9))
+    with pytest.raises(ConfigError, match="jobs"):
+        make_cache().prewarm([], jobs=0)
+    report = make_cache(cache_local=True).prewarm([str(shard)])
+    assert report.fetched == 1
 
 
 def test_too_much_is_refused_before_anything_is_fetched_and_best_effort_takes_what_fits(
@@ -178,32 +173,13 @@ def test_everything_is_fetched_once_and_told_in_order(make_cache, origin, listed
     assert (again.cached, again.received) == (6, 0)
 
 
-def test_one_failure_does_not_stop_the_others(make_cache, origin, listed, fill, monkeypatch):
-    urls = names(5)
-    fill([*urls[:2], *urls[3:]])
-    fetch = Opener.fetch
-
-    def sometimes(self, shard, status=None):
-        if str(shard) == urls[1]:
-            raise ZeroDivisionError("odd")
-        return fetch(self, shard, status)
-
-    monkeypatch.setattr(Opener, "fetch", sometimes)
-    report = make_cache().prewarm(urls, jobs=2)
-    assert outcomes(report) == ".FF.." and report.stopped is None
-    assert isinstance(report.results[1].error, ZeroDivisionError)
-    assert isinstance(report.results[2].error, ShardNotFoundError)
-    assert [u for u, *_ in origin.requests].count(urls[2]) == 1
-    with pytest.raises(ConfigError, match="jobs"):
-        make_cache().prewarm([], jobs=0)
-
-
-DENIED, MISTAKEN = AccessDeniedError("no"), ConfigError("no")
+DENIED, MISTAKEN, GONE = AccessDeniedError("no"), ConfigError("no"), ShardNotFoundError("no")
 
 
 @pytest.mark.parametrize(
     ("errors", "buckets", "expected", "stopped"),
     [
+        ([None, ZeroDivisionError("odd"), GONE], ["b"], ".FF..", None),
         ([DENIED] * 50, ["b"], "FFF" + 47 * "-", Stopped.REFUSED),
         ([TransferError("silent")] * 50, ["b"], "FFF" + 17 * "-", Stopped.REFUSED),
         # To credentials without s3:ListBucket, a missing object looks like a refusal.
@@ -211,7 +187,7 @@ DENIED, MISTAKEN = AccessDeniedError("no"), ConfigError("no")
         ([MISTAKEN] * 3, ["bad", "good"], "FFF---......", Stopped.REFUSED),
     ],
 )
-def test_refusals_that_all_shards_of_a_bucket_will_meet_end_it(
+def test_one_failure_stops_no_others_but_refusals_that_all_shards_of_a_bucket_will_meet_do(
     make_cache, origin, unlisted, fill, errors, buckets, expected, stopped
 ):
     urls = [url for b in buckets for url in fill(names(len(expected) // len(buckets), b))]
@@ -223,10 +199,7 @@ def test_refusals_that_all_shards_of_a_bucket_will_meet_end_it(
 
 
 def test_a_broken_disk_is_believed_after_some_shards(make_cache, listed, fill, monkeypatch):
-    def broken(self, *args, **kwargs):
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(Partial, "write", broken)
+    monkeypatch.setattr(Partial, "write", refusing(errno.EIO, real=None))
     report = make_cache().prewarm(fill(names(9)), jobs=1)
     assert outcomes(report) == "FFF------" and report.stopped is Stopped.REFUSED
 
@@ -307,23 +280,18 @@ def test_ranks_link_what_a_sibling_has(make_cache, listed, fill, monkeypatch):
     assert (report.linked, report.received) == (2, 0)
 
 
-def test_s3_shards_cost_one_fetch_each_and_few_listings(
-    s3, bucket, s3_environment, proxy, tmp_path
-):
-    data = {f"x-{n:02d}.tar": make_tar(n) for n in range(12)}
-    for name, content in data.items():
-        s3.put(bucket, name, content)
-    with Cache(tmp_path / "cache", min_free=0) as cache:
-        report = cache.prewarm(f"s3://{bucket}/x-{{00..11}}.tar", jobs=4)
-        assert (report.fetched, report.plan.unknown) == (12, 0)
+def test_s3_shards_cost_one_fetch_each_and_few_listings(run, spec, bucket, data, proxy, tmp_path):
+    with Cache(tmp_path / "cache") as cache:
+        report = cache.prewarm(spec, jobs=4)
+        assert (report.fetched, report.plan.unknown) == (SHARDS, 0)
         assert {proxy.fetches(f"{bucket}/{name}") for name in data} == {1}
         assert len([r for r in proxy.requests() if not r.reads_object]) == 1  # listings
         proxy.reset()
-        assert cache.prewarm(f"s3://{bucket}/x-0*.tar", dry_run=True).cached == 10
+        assert cache.prewarm(f"s3://{bucket}/train-*.tar", dry_run=True).cached == SHARDS
         assert len(proxy.requests()) == 1
-    with Cache(tmp_path / "other", min_free=0) as other:
+    with Cache(tmp_path / "other") as other:
         proxy.reset()
-        found = other.prewarm(f"s3://{bucket}/x-*.tar", dry_run=True)
+        found = other.prewarm(f"s3://{bucket}/train-*.tar", dry_run=True)
         # What was listed to find the shards tells their sizes, too.
         assert found.plan.fetch_bytes == sum(map(len, data.values()))
         assert len(proxy.requests()) == 1

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
-import logging
 import re
 import shlex
 import signal
 import subprocess
 import sys
-from pathlib import Path
-from unittest import mock
 
 import pytest
 
@@ -20,7 +16,8 @@ import shardcache
 from shardcache.cache import Cache
 from shardcache.cli.main import _COMMANDS, ExitCode, command_line
 from tests.support.clitools import Command
-from tests.support.storetools import tree, wait_until
+from tests.support.proxy import Answer, Fault, Rule
+from tests.support.storetools import PATIENCE, tree, wait_until
 
 URL = "s3://b/x.tar"
 
@@ -119,21 +116,23 @@ ENDS = {
     "path s3://{bucket}/absent.tar": ExitCode.FAILED,
     "rm -y s3://{bucket}/absent.tar": ExitCode.FAILED,
     "unpin {0}": ExitCode.FAILED,
-    "prewarm ftp://x/y.tar": ExitCode.USAGE,
     "prewarm {0} s3://{bucket}/absent.tar": ExitCode.SOME_FAILED,
     "prewarm --check s3://{bucket}/absent.tar": ExitCode.DAMAGED,
-    "prewarm -f list": ExitCode.USAGE,
+    "clean --all": ExitCode.USAGE,
     "verify": ExitCode.DAMAGED,
     "prewarm s3://{bucket}/large.tar": ExitCode.FULL,
     "path --fetch s3://{bucket}/large.tar": ExitCode.FULL,
     "report -o /dev/full": ExitCode.FULL,
+    "report -o /nowhere/x": ExitCode.FAILED,
     "rm -y {0}": ExitCode.BUSY,
     "clean --no-wait": ExitCode.BUSY,
     "verify train-0000.tar --remote": ExitCode.SOME_FAILED,
 }
 
 
-def test_exit_codes(run, warm, bucket, s3, proxy, tmp_path, monkeypatch):
+def test_exit_codes_and_one_sentence_for_each_failure(
+    run, warm, bucket, s3, proxy, tmp_path, monkeypatch
+):
     monkeypatch.setenv("SHARDCACHE_ATTEMPTS", "1")
     with contextlib.ExitStack() as stack:
         cache = stack.enter_context(Cache(tmp_path / "cache", min_free=0))
@@ -151,31 +150,23 @@ def test_exit_codes(run, warm, bucket, s3, proxy, tmp_path, monkeypatch):
                 code, _, err = run(*words)
             assert code == expected, (line, err)
             assert "Traceback" not in err
+            if line.startswith("report"):
+                assert re.fullmatch(r"error: (/nowhere/x: No such file.*|No space left.*)\n", err)
     assert {*ENDS.values()} == {code for code in ExitCode if code < 128}
 
 
-def test_a_fault_of_the_disk_is_one_sentence(run, monkeypatch):
-    for number, code in (errno.EIO, 1), (errno.ENOSPC, 5), (errno.EDQUOT, 5):
-        fault = mock.Mock(side_effect=OSError(number, "it failed", "/disk/x"))
-        monkeypatch.setattr(Cache, "path", fault)
-        assert run("path", URL) == (code, "", "error: /disk/x: it failed\n")
-    assert "Traceback" in run("path", URL, "-vv")[2]
-
-
-def test_the_librarys_log_is_shown_as_asked(run, monkeypatch):
-    logger = logging.getLogger("shardcache.cache")
-
-    def noisy(self, url):
-        for level in (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR):
-            logger.log(level, "said at %d", level)
-            logger.log(level, "retry at %d", level, extra={"event": "retry"})
-        return Path("/x")
-
-    monkeypatch.setattr(Cache, "path", noisy)
-    assert run("path", URL, "-q")[2].splitlines() == ["error: said at 40"]
-    assert run("path", URL)[2].splitlines() == ["warning: said at 30", "error: said at 40"]
-    assert {"info: said at 20", "warning: retry at 30"} <= {*run("path", URL, "-v")[2].splitlines()}
-    assert "debug: said at 10" in run("-v", "path", URL, "-v")[2]
+def test_the_librarys_log_is_shown_as_asked(run, spec, bucket, proxy):
+    shown = {}
+    for number, option in enumerate(("-q", "--no-progress", "-v", "-vv")):
+        proxy.script(Rule(Fault(answer=Answer(503, [], b"", "Slow Down"))))
+        code, _, err = run(option, "path", "--fetch", f"s3://{bucket}/train-{number:04d}.tar")
+        shown[option] = err
+        assert code == 0
+    assert shown["-q"] == shown["--no-progress"] == ""  # retries are part of the progress
+    for line in (r"^info: .*fetched", r"^warning: .*attempt 1 of 5"):
+        assert re.search(line, shown["-v"], re.M)
+    assert "debug: " not in shown["-v"] and "debug: " in shown["-vv"]
+    assert run("path", f"s3://{bucket}/none.tar", "-vv")[2].count("Traceback") == 1
 
 
 # -- config and dir ------------------------------------------------------------
@@ -248,20 +239,16 @@ def test_the_second_signal_ends_at_once(slow, run, tmp_path):
     assert "Warmed" not in out and "run the same command" not in err
 
 
-def test_a_signal_that_is_ignored_stays_ignored(run, monkeypatch):
-    def interrupted(self, url):
-        signal.raise_signal(signal.SIGTERM)
-        return Path("/x")
+def test_a_signal_that_is_ignored_stays_ignored(slow, proxy, run, tmp_path):
+    def ignore():  # as nohup does with another
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-    monkeypatch.setattr(Cache, "path", interrupted)
-    before = signal.getsignal(signal.SIGTERM)
-    code, _, err = run("path", URL)
-    assert (code, err.strip()) == (143, "error: interrupted")
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as nohup does with others
-    try:
-        assert run("path", URL)[:2] == (0, "/x\n")
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    words = ["prewarm", slow, "--no-progress"]
+    with Command(*words, directory=tmp_path / "cache", preexec_fn=ignore) as command:
+        wait_until(lambda: written(run))
+        command.process.send_signal(signal.SIGINT)
+        proxy.resume()
+        assert command.end()[0] == 0
 
 
 # -- as a process --------------------------------------------------------------
@@ -284,7 +271,7 @@ def test_dir_and_help_import_nothing_heavy():
 def test_streams_that_are_closed_full_or_hung_up_on_are_survived(warm, tmp_path):
     with Command("ls", directory=tmp_path / "cache") as command:
         command.process.stdout.close()
-        assert command.process.wait(60) == 0
+        assert command.process.wait(PATIENCE) == 0
         assert command.process.stderr.read() == ""
     start = f"exec {sys.executable} -m shardcache --dir {tmp_path / 'cache'} ls"
     for end, code in (">&- 2>&-", 0), (">/dev/full", 5):

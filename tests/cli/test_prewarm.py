@@ -97,51 +97,35 @@ def test_path_prints_a_path_and_nothing_else_and_fetches_on_request(
 
 # -- progress ------------------------------------------------------------------
 
-
-def shards(count):
-    return tuple(parse_url(f"s3://b/x-{n}.tar") for n in range(count))
-
-
-def make_plan(count, *, sizes=None, cached=0, **more):
-    wanted = shards(count)
-    have = {s.key: type("E", (), {"size": 100})() for s in wanted[:cached]}
-    known = {s.key: 1000 for s in wanted[cached:]} if sizes is None else sizes
-    fields = {"free": 10**9, "evict": 0, "missing": 0, **more}
-    return PrewarmPlan(wanted, have, known, **fields)
+SHARDS = tuple(parse_url(f"s3://b/x-{n}.tar") for n in range(14))
+CACHED = {SHARDS[0].key: type("Entry", (), {"size": 100})()}
+PLAN = PrewarmPlan(SHARDS, CACHED, {s.key: 1000 for s in SHARDS[1:]}, 10**9, 0, 0)
 
 
 def test_progress_follows_events_and_running_fetches():
-    plan, progress = make_plan(14, cached=1), PrewarmProgress()
-    progress(Planned(plan))
-    for number, shard in enumerate(plan.shards[:12]):
+    progress = PrewarmProgress()
+    progress(Planned(PLAN))
+    for number, shard in enumerate(SHARDS[:12]):
         status = FetchStatus(size=1000 if number else None, written=500)
         status.retries = 2 if number == 3 else 0
         progress(Started(shard, status))
     whole, *parts = progress.positions().values()
     assert len(parts) == 8 and (whole.done, whole.total) == (6000, 13_000)
     assert parts[0].text == "x-0.tar  waiting" and parts[3].text == "x-3.tar  retry 2"
-    progress(Finished(plan.shards[0], ShardResult("u", Outcome.CACHED, 100)))
-    for shard in plan.shards[1:11]:
+    progress(Finished(SHARDS[0], ShardResult("u", Outcome.CACHED, 100)))
+    for shard in SHARDS[1:11]:
         progress(Finished(shard, ShardResult("u", Outcome.FETCHED, 1000, received=1000)))
-    progress(Finished(plan.shards[11], ShardResult("u", Outcome.FAILED, 1000)))
+    progress(Finished(SHARDS[11], ShardResult("u", Outcome.FAILED, 1000)))
     (whole,) = progress.positions().values()
     assert whole.text == "11/13 shards, 11.0 KB of 13.0 KB, 1 failed"
 
 
-# -- what is said of a prewarm -------------------------------------------------
-
-
-def result(number, outcome, **more):
-    return ShardResult(f"s3://b/x-{number}.tar", outcome, 1000, **more)
-
-
-def test_summaries_in_words():
-    results = [
-        result(n, outcome) for n, outcome in enumerate(Outcome) if outcome is not Outcome.MISSING
-    ]
-    results[1] = result(1, Outcome.FETCHED, received=1000, retries=1)
-    report = PrewarmReport(make_plan(7), tuple(results), 2.0, Stopped.DEADLINE)
-    assert str(report) == (
+def test_a_report_in_words():
+    kinds = [outcome for outcome in Outcome if outcome is not Outcome.MISSING]
+    results = [ShardResult(f"s3://b/x-{n}.tar", kind, 1000) for n, kind in enumerate(kinds)]
+    results[1] = ShardResult("s3://b/x-1.tar", Outcome.FETCHED, 1000, received=1000, retries=1)
+    plan = PrewarmPlan(SHARDS[: len(kinds)], {}, {}, 10**9, 0, 0)
+    assert str(PrewarmReport(plan, tuple(results), 2.0, Stopped.DEADLINE)) == (
         "Warmed 3 of 6 shards (3.0 KB) in 2.0 s, 500 B/s; 1 failed, 1 retried, "
         "1 fetched by other processes, 1 linked, 1 left out for want of room, "
         "1 not done because the deadline is over."

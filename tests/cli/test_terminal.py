@@ -9,6 +9,7 @@ import signal
 import pytest
 
 from tests.support.clitools import Screen, run_process
+from tests.support.storetools import PATIENCE
 
 
 def test_without_a_terminal_there_is_no_bar_no_escape_and_no_prompt(spec, bucket, tmp_path):
@@ -34,7 +35,7 @@ def test_a_terminal_shows_live_progress_and_an_interrupt_gives_the_cursor_back(s
         assert re.search(r"\x1b\[[39]\dm.*0/3.*MB.*ETA", screen.text)
         os.killpg(screen.command.process.pid, signal.SIGINT)
         text = screen.read()
-        assert screen.command.process.wait(60) == 130
+        assert screen.command.process.wait(PATIENCE) == 130
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
     assert "run the same command to go on" in text
 
@@ -43,17 +44,15 @@ def test_a_terminal_shows_live_progress_and_an_interrupt_gives_the_cursor_back(s
 def test_a_terminal_without_progress(spec, tmp_path, option):
     environment = {"TERM": "dumb"} if option == "TERM=dumb" else {}
     options = [] if environment else [option]
-    with Screen(
-        "prewarm", spec, *options, directory=tmp_path / "cache", environment=environment
-    ) as screen:
+    words = ["prewarm", spec, *options]
+    with Screen(*words, directory=tmp_path / "cache", environment=environment) as screen:
         assert "\x1b" not in screen.read()
-        assert screen.command.process.wait(60) == 0
+        assert screen.command.process.wait(PATIENCE) == 0
 
 
 def test_a_narrow_terminal_folds_names_and_loses_nothing(run, warm, tmp_path):
-    with Screen(
-        "ls", directory=tmp_path / "cache", environment={"NO_COLOR": "1"}, columns=60
-    ) as screen:
+    plain = {"NO_COLOR": "1"}
+    with Screen("ls", directory=tmp_path / "cache", environment=plain, columns=60) as screen:
         lines = screen.read().splitlines()
     assert all(len(line) <= 60 for line in lines[:-1])
     cells = [line[: lines[0].index("SIZE")].split("  ")[0] for line in lines[1:-1]]
@@ -66,10 +65,10 @@ def test_a_terminal_is_asked_before_something_is_removed(run, warm, tmp_path):
         screen.read(until=r"Remove 1 shard, .*\[y/N\]")
         screen.type("n\n")
         assert "nothing was done" in screen.read()
-        assert screen.command.process.wait(60) == 1
+        assert screen.command.process.wait(PATIENCE) == 1
     assert run("path", warm[0])[0] == 0
     with Screen("clean", "--all", directory=directory) as screen:
         screen.read(until=r"Remove every shard in .*\[y/N\]")
         screen.type("y\n")
         assert "removed 4 shards" in screen.read()
-        assert screen.command.process.wait(60) == 0
+        assert screen.command.process.wait(PATIENCE) == 0

@@ -10,7 +10,7 @@ from shardcache.cli.top import Watcher, frame
 from shardcache.layout import Layout
 from shardcache.stats import database
 from tests.support.clitools import Screen
-from tests.support.storetools import begin, metadata_for, wait_until
+from tests.support.storetools import PATIENCE, begin, metadata_for, wait_until
 from tests.support.tars import make_tar
 
 URL = "s3://lab/train/0.tar"
@@ -47,30 +47,28 @@ def test_a_fetch_in_flight_is_shown_with_who_makes_it(
     monkeypatch.setenv("SHARDCACHE_RANK", "3")
     origin.objects[URL] = DATA
     gate = threading.Event()
-    cache = make_cache(validate=lambda path: gate.wait(30) or None)
-    stream = cache.open(URL)
-    try:
-        assert stream.read(10) == DATA[:10]
-        watcher = Watcher(cache)
-        whole = len(DATA)
-        wait_until(lambda: watcher.look().fetches[0]["written_bytes"] == whole)
-        (flight,) = watcher.look().fetches
-        assert (flight["url"], flight["size"]) == (URL, whole)
-        assert (flight["pid"], flight["rank"]) == (os.getpid(), 3)
+    cache = make_cache(validate=lambda path: gate.wait(PATIENCE) or None)
+    watcher = Watcher(cache)
+
+    def shown():
         Console().render(frame(watcher.look(), "top"))
-        lines = capsys.readouterr().out.splitlines()
-        assert "1 fetch in flight" in lines
-        assert lines[-1].split()[0] == URL
-        assert "100%" in lines[-1] and f"rank 3, pid {os.getpid()}" in lines[-1]
-    finally:
+        return capsys.readouterr().out.splitlines()
+
+    with cache.open(URL) as stream:
+        assert stream.read(10) == DATA[:10]
+        wait_until(lambda: watcher.look().fetches[0]["written_bytes"] == len(DATA))
+        (flight,) = watcher.look().fetches
+        assert (flight["url"], flight["size"]) == (URL, len(DATA))
+        assert (flight["pid"], flight["rank"]) == (os.getpid(), 3)
+        *_, title, _, last = shown()
+        assert title == "1 fetch in flight" and last.split()[0] == URL
+        assert "100%" in last and f"rank 3, pid {os.getpid()}" in last
         gate.set()
         stream.read()
-        stream.close()
     wait_until(lambda: not watcher.look().fetches)
     left = begin(Layout.of_root(cache.dir), metadata_for("s3://lab/dead.tar", DATA))
     left.close()  # as of a process that was killed
-    Console().render(frame(watcher.look(), "top"))
-    assert "0 fetches in flight" in capsys.readouterr().out
+    assert "0 fetches in flight" in shown()
 
 
 def test_on_a_terminal_it_redraws_and_leaves_the_last_look(make_cache):
@@ -78,5 +76,5 @@ def test_on_a_terminal_it_redraws_and_leaves_the_last_look(make_cache):
     cache.pin(URL)  # makes it a cache
     with Screen("top", "--count", "2", "--interval", "0.3", directory=cache.dir) as screen:
         text = screen.read()
-        assert screen.command.process.wait(60) == 0
+        assert screen.command.process.wait(PATIENCE) == 0
     assert text.count("0 fetches in flight") >= 2 and "\x1b[1A" in text  # the cursor goes up again

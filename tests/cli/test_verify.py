@@ -12,20 +12,18 @@ import pytest
 
 from shardcache.cache import Cache
 from tests.support.clitools import SHARDS, Command, Screen
-from tests.support.storetools import tree
+from tests.support.storetools import PATIENCE, tree
 
 SOUND = r"verified 4 shards, [\d.]+ KB in [\d.]+ m?s: nothing is wrong\n"
 
 
 @pytest.fixture
 def flip(warm, tmp_path):
-    """Changes a byte of a cached shard."""
+    """Changes the first byte of a cached shard, a name."""
 
     def flip(url):
         with Cache(tmp_path / "cache") as cache, open(cache.entry(url).data, "r+b") as file:
-            first = file.read(1)[0]
-            file.seek(0)
-            file.write(bytes([first ^ 0x80]))
+            file.write(b"x")
             return file.name
 
     return flip
@@ -109,28 +107,25 @@ def silent(proxy, warm):
     address = urlsplit(proxy.endpoint_url)
     proxy.close()
     with socket.create_server((address.hostname, address.port)) as server:
-        server.settimeout(60)
+        server.settimeout(PATIENCE)
         yield server
 
 
 def test_that_is_exit_3_and_told_above_a_bar_that_goes_at_the_end(silent, tmp_path):
     environment = {"SHARDCACHE_ATTEMPTS": "1", "NO_COLOR": "1"}
-    with Screen(
-        "verify", "--remote", directory=tmp_path / "cache", environment=environment
-    ) as screen:
+    words, directory = ["verify", "--remote"], tmp_path / "cache"
+    with Screen(*words, directory=directory, environment=environment) as screen:
         screen.read(until=r"━.*0/4 shards.*ETA")
         silent.close()
         text = screen.read()
-        assert screen.command.process.wait(60) == 3
+        assert screen.command.process.wait(PATIENCE) == 3
     assert re.search(r"\x1b\[2Kunreachable ", text) and "does not answer" in text
     assert text.endswith(": 4 unreachable\r\n")
 
 
 def test_interrupted_it_says_how_far_it_came(silent, tmp_path):
-    environment = {"SHARDCACHE_TIMEOUT": "1s"}
-    with Command(
-        "verify", "--remote", directory=tmp_path / "cache", environment=environment
-    ) as command:
+    words, environment = ["verify", "--remote"], {"SHARDCACHE_TIMEOUT": "1s"}
+    with Command(*words, directory=tmp_path / "cache", environment=environment) as command:
         connection, _ = silent.accept()
         with connection:
             command.process.send_signal(signal.SIGINT)

@@ -65,9 +65,9 @@ class ExitCode(enum.IntEnum):
 
 #: Command -> module, in the order of the help text.
 _COMMANDS = {
-    "prewarm": "prewarm", "ls": "entries", "path": "prewarm", "rm": "entries", "pin": "entries",
-    "unpin": "entries", "clean": "entries", "verify": "verify", "stats": "stats", "top": "top",
-    "report": "stats", "recipe": "config", "config": "config", "dir": "config",
+    "run": "run", "prewarm": "prewarm", "ls": "entries", "path": "prewarm", "rm": "entries",
+    "pin": "entries", "unpin": "entries", "clean": "entries", "verify": "verify", "stats": "stats",
+    "top": "top", "report": "stats", "recipe": "config", "config": "config", "dir": "config",
     "doctor": "doctor", "demo": "demo",
 }  # fmt: skip
 _BY_ERROR: dict[type[Exception], ExitCode] = {

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 #: What counts as a shard below a prefix. Their sidecars (.tar.idx, .json, .md5) do not.
-_SHARD = re.compile(r"\.(tar|tgz|tar\.(gz|bz2|xz|zst|lz4))\Z", re.IGNORECASE)
+SHARD = re.compile(r"\.(tar|tgz|tar\.(gz|bz2|xz|zst|lz4))\Z", re.IGNORECASE)
 #: A question mark before ``name=`` begins a query (``?versionId=``), it is no wildcard.
 _WILDCARD = re.compile(r"\*|\?(?![A-Za-z][A-Za-z0-9_.-]*=)")
 _GLOB = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
@@ -183,7 +183,7 @@ def _split(pattern: str) -> tuple[str, Callable[[str], bool], bool]:
     """(what all matches begin with, a test of the rest, whether it spans directories)."""
     found = _WILDCARD.search(pattern)
     if found is None:
-        return pattern, lambda rest: _SHARD.search(rest) is not None, True
+        return pattern, lambda rest: SHARD.search(rest) is not None, True
     root, glob = pattern[: found.start()], pattern[found.start() :]
     if shards_only := glob.endswith("/"):
         glob += "**"
@@ -191,6 +191,6 @@ def _split(pattern: str) -> tuple[str, Callable[[str], bool], bool]:
     regex = re.compile("".join(_GLOB.get(p) or re.escape(p) for p in pieces), re.DOTALL)
 
     def wanted(name: str) -> bool:
-        return bool(regex.fullmatch(name) and (not shards_only or _SHARD.search(name)))
+        return bool(regex.fullmatch(name) and (not shards_only or SHARD.search(name)))
 
     return root, wanted, "/" in glob or "**" in glob

@@ -4,7 +4,8 @@ Others import `attach`, `url_opener`, `register`, `tar_files` and `tar_samples`.
 `cache` and what lies below it.
 """
 
-from shardcache.wds.attach import attach, register, url_opener
+from shardcache.wds.attach import attach, url_opener
+from shardcache.wds.gopen import register
 from shardcache.wds.tar import tar_files, tar_samples
 
 __all__ = ["attach", "register", "tar_files", "tar_samples", "url_opener"]

@@ -1,25 +1,28 @@
-"""WebDataset's ways in: `attach`, `url_opener`, `register`.
+"""WebDataset's ways in: `attach` and `url_opener`.
 
 WebDataset's pipeline is a list of stages; the one that turns URLs into streams is replaced by
 ours, and the one that takes archives apart by a faster one (`tar`). Nothing here is global, so
-it works under fork, spawn and forkserver alike; only `register` writes into WebDataset's own table,
-which a spawned worker does not inherit.
+it works under fork, spawn and forkserver alike.
 
 Streams stay open after they are yielded: WebDataset goes on reading them and drops them later.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardcache.errors import ConfigError
 from shardcache.streams.opener import Lookahead
 from shardcache.urls import ShardURL, redact
+from shardcache.wds.gopen import log_once
 from shardcache.wds.tar import reraise, tar_files
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache, Handler
+
+logger = logging.getLogger(__name__)
 
 _Pipeline = TypeVar("_Pipeline")
 
@@ -47,16 +50,20 @@ def url_opener(
     def parsed(item: Any) -> ShardURL:
         return cache.parse(item["url"] if isinstance(item, dict) else item)
 
-    ahead = Lookahead(cache.opener, data, parsed)
+    ahead, opened, failed, first = Lookahead(cache.opener, data, parsed), 0, 0, None
     for item in ahead:
         sample: dict[str, Any] = item if isinstance(item, dict) else {"url": item}
         try:
             stream, path = ahead.open()
         except Exception as exn:  # noqa: BLE001 - the handler decides, as in WebDataset
             exn.args = (*exn.args, redact(str(sample["url"])))
-            if (handler or reraise)(exn):
+            go_on = (handler or reraise)(exn)
+            log_once(exn, str(sample["url"]))
+            failed, first = failed + 1, first or exn
+            if go_on:
                 continue
-            return
+            break
+        opened += 1
         sample["stream"] = stream
         if path is not None:
             sample["local_path"] = path
@@ -64,6 +71,8 @@ def url_opener(
         # The consumer owns the stream now; holding on to it here would keep the
         # last shard pinned while the next one is fetched.
         del stream, sample, item
+    if failed and not opened:
+        logger.error("none of %d shards could be opened. The first: %s", failed, first)
 
 
 def attach(dataset: _Pipeline, cache: Cache, *, fast_tar: bool = True) -> _Pipeline:
@@ -140,19 +149,3 @@ def _called(stage: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     if isinstance(stage, FilterFunction):
         return stage.f, stage.args, stage.kw
     return stage, (), {}
-
-
-def register(scheme: str, cache: Cache) -> None:
-    """Let ``cache`` open all URLs of one scheme, such as ``s3``, in WebDataset's own ``gopen``.
-
-    For code whose pipeline cannot be changed. The table lives in this process:
-    forked workers inherit it, spawned ones must call this in ``worker_init_fn``.
-    """
-    import webdataset
-
-    def gopen(url: str, mode: str = "rb", bufsize: int = 8192, **options: Any) -> BinaryIO:
-        if mode != "rb":
-            raise ConfigError(f"{url}: the cache reads shards; mode {mode!r} is not supported")
-        return cache.open(url)
-
-    webdataset.gopen_schemes[scheme] = gopen

@@ -1,0 +1,114 @@
+"""``shardcache run``: programs that know nothing of the cache."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import pytest
+
+from tests.support.clitools import SHARDS, Command, run_process
+from tests.support.storetools import wait_until
+
+#: As timm and lhotse do it: the pipeline is built in the workers, errors are skipped.
+TRAINING = """
+import sys, torch, webdataset as wds
+class Samples(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        shards = wds.SimpleShardList(sys.argv[1]), wds.split_by_worker
+        samples = wds.tarfile_to_samples(handler=wds.ignore_and_continue)
+        return (sample["__key__"] for sample in wds.DataPipeline(*shards, samples))
+if __name__ == "__main__":
+    for epoch in range(2):
+        loader = torch.utils.data.DataLoader(
+            Samples(), batch_size=None, num_workers=2, multiprocessing_context=sys.argv[2])
+        keys = sorted(loader)
+        print(len(keys), len(set(keys)))
+    sys.exit(7)
+"""
+
+
+@pytest.fixture
+def program(tmp_path):
+    def write(text):
+        path = tmp_path / "train.py"
+        path.write_text(text)
+        return [sys.executable, path]
+
+    return write
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_workers_read_through_the_cache_however_they_start(method, program, spec, proxy, tmp_path):
+    command = "run", "-o", "min_free=0", "--", *program(TRAINING), spec, method
+    code, out, err = run_process(*command, directory=tmp_path / "cache")
+    assert (code, out) == (7, "80 80\n" * 2), err
+    assert [t.object_fetches for t in proxy.summary().values()] == [1] * SHARDS
+    assert f"{2 * SHARDS} shards opened, {SHARDS} of them from the cache" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["-o", "max_siz=1GB", "--", "touch"], "Did you mean max_size?"),
+        (["-o", "max_size=many", "--", "touch"], "max_size"),
+        (["-o", "max_size", "--", "touch"], "NAME=VALUE"),
+        (["--dir", "/proc/self/status", "--", "touch"], "not a directory"),
+        ([], "Give a program"),
+    ],
+)
+def test_what_is_wrong_is_said_before_the_program_starts(arguments, text, tmp_path, run):
+    code, _, err = run("run", *arguments, *([tmp_path / "started"] if arguments else []))
+    assert code == 2 and text in err and not (tmp_path / "started").exists()
+
+
+def test_skipped_errors_are_told_once(program, s3_environment, tmp_path):
+    absent = "s3://nowhere/train-{0000..0009}.tar", "fork"
+    code, out, err = run_process("run", "--", *program(TRAINING), *absent, directory=tmp_path / "c")
+    assert (code, out) == (7, "0 0\n" * 2)
+    assert err.count("s3://nowhere/train-") == 4, err  # two epochs of two workers
+    assert "20 could not be opened" in err
+
+
+def test_only_reading_shards_is_taken_over(program, bucket, spec, tmp_path):
+    text = """
+import sys, mark, webdataset as wds
+other, first = sys.argv[1:]
+with wds.TarWriter(other) as writer:
+    writer.write({"__key__": "a", "txt": "b"})
+assert wds.gopen(other).name == other and wds.gopen("pipe:echo hello").read() == b"hello\\n"
+assert wds.gopen(first).name == first
+try:
+    wds.gopen(first.replace("train-0000.tar", "_info.json"))
+except ValueError as exn:
+    print(exn, mark.here)
+"""
+    (tmp_path / "sitecustomize.py").write_text("import mark; mark.here = 'customized'")
+    (tmp_path / "mark.py").touch()
+    code, out, err = run_process(
+        "run", "--", *program(text), tmp_path / "x.tar", f"s3://{bucket}/train-0000.tar",
+        directory=tmp_path / "cache",
+        environment={"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
+    )  # fmt: skip
+    assert code == 0, err
+    assert "no gopen handler" in out and "customized" in out
+
+
+def test_signals_reach_the_program_and_its_end_is_told(program, tmp_path):
+    started = tmp_path / "started"
+    text = f"open({str(started)!r}, 'w'); import signal; signal.pause()"
+    with Command("run", "--", *program(text), directory=tmp_path / "cache") as command:
+        wait_until(started.exists)
+        command.process.send_signal(signal.SIGTERM)
+        assert command.end()[0] == 128 + signal.SIGTERM
+
+
+def test_the_variables_do_the_same(run, program, spec, tmp_path):
+    code, out, _ = run("run", "-o", "min_free=0", "--env")
+    assert code == 0
+    script = f"{out}\nexec {sys.executable} {program(TRAINING)[1]} '{spec}' spawn"
+    (tmp_path / "job.sh").write_text(script)
+    process = run_process(python=["sh", tmp_path / "job.sh"], directory=tmp_path / "cache")
+    assert process[:2] == (7, "80 80\n" * 2), process[2]
+    assert run("ls")[1].count("train-") == SHARDS

@@ -148,12 +148,30 @@ def test_register_lets_unchanged_pipelines_read_s3(
     make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = make_cache()
-    monkeypatch.setitem(wds.gopen_schemes, "s3", None)
-    register("s3", cache)
+    monkeypatch.setitem(wds.gopen_schemes, "s3", lambda url, mode, *rest: (url, mode))
+    register("s3", make_cache())
+    register("s3", cache)  # again
     assert keys(wds.WebDataset(SPEC, shardshuffle=False)) == KEYS
-    with pytest.raises(ConfigError, match="mode 'wb'"):
-        wds.gopen("s3://lab/x.tar", "wb")
     assert len(list(cache.entries())) == len(SHARDS)
+    for what_is_left in (("s3://lab/x.tar", "wb"), ("s3://lab/_info.json", "rb")):
+        assert wds.gopen(*what_is_left) == what_is_left
+
+
+@pytest.mark.parametrize("way", ["url_opener", "gopen"])
+def test_an_error_that_a_handler_hides_is_logged_once(
+    way: str, make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setattr("shardcache.wds.gopen._logged", set())
+    monkeypatch.setitem(wds.gopen_schemes, "s3", None)
+    register("s3", cache := make_cache())
+    options = {"shardshuffle": False, "empty_check": False, "handler": lambda exn: True}
+    absent = wds.WebDataset("s3://lab/{0..9}.tar", **options)
+    if way == "url_opener":
+        cache.attach(absent)
+    assert [*absent] == [*absent] == []
+    told = [text for text in caplog.messages if "s3://lab/0.tar" in text and "not found" in text]
+    none = [text for text in caplog.messages if "none of 10 shards" in text]
+    assert len(told) - len(none) == 1 and len(none) == (2 if way == "url_opener" else 0)
 
 
 @pytest.mark.locks_work("answers")

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shardcache import Cache
-from tests.stress.fuse.shim import Shim, mounted
-from tests.stress.origin import Origin, Shards
+from tests.stress.fuse import Shim, mounted
+from tests.stress.origin import Origin
+from tests.support.storetools import Parent, crowd
 
 #: Bytes per second and connection: a fetch that others can meet under way.
 SLOW, FAST = 400_000, 1e9
@@ -24,46 +25,54 @@ def under_way(root: Path) -> bool:
     return False
 
 
-class Far:
-    """The origin; its first shard has several blocks."""
+def together(count: int, act: Callable[[int], Any]) -> list[Any]:
+    """What ``act(number)`` returns in each of so many processes, which begin at the same time."""
+
+    def work(parent: Parent, number: int) -> None:
+        parent.say("ready")
+        parent.hear()
+        parent.say(act(number))
+
+    with crowd(count, work) as children:
+        for child in children:
+            child.hear()
+        for child in children:
+            child.tell()
+        return [child.hear() for child in children]
+
+
+class Far(Origin):
+    """Shards by number; the first has several blocks."""
 
     def __init__(self) -> None:
-        self.shards = Shards(48, seed=7)
-        self.origin = Origin(self.shards)
-        big = max(self.shards.names, key=self.shards.sizes.__getitem__)
-        self.names = [big, *(name for name in self.shards.names if name != big)]
-        self.rate(FAST)
+        super().__init__(48, seed=7)
+        big = max(self.names, key=self.sizes.__getitem__)
+        self.order = [big, *(name for name in self.names if name != big)]
 
     def cache(self, root: Path, **options: Any) -> Cache:
         return Cache(root, min_free=0, prefetch=0, attempts=2, **options)
 
     def url(self, number: int = 0) -> str:
-        return f"{self.origin.url}/{self.names[number]}"
+        return f"{self.address}/{self.order[number]}"
 
     def read(self, cache: Cache, number: int = 0) -> bool:
         """Whether a shard is what it should be; whether it is stored is another matter."""
         with cache.open(self.url(number)) as stream:
             return self.right(stream.read(), number)
 
-    def right(self, data: bytes, number: int = 0, version: int = 0) -> bool:
-        return data == self.shards.data(self.names[number], version)
+    def right(self, data: bytes, number: int = 0) -> bool:
+        return data == self.data(self.order[number], version=0)
 
-    def replace(self) -> None:
-        """A new version of the first shard."""
-        self.origin.replace(self.names[0])
-
-    def fetches(self, number: int = 0) -> int:
-        return self.origin.fetches().get(self.names[number], 0)
-
-    def rate(self, value: float) -> None:
-        self.origin.set("rate", value)
+    def begun(self) -> int:
+        """How often the first shard was fetched from its first byte."""
+        return self.fetches[self.names.index(self.order[0])]
 
 
 @pytest.fixture
 def far() -> Iterator[Far]:
     found = Far()
-    yield found
-    found.origin.close()
+    with found.serving():
+        yield found
 
 
 @pytest.fixture
@@ -75,5 +84,5 @@ def shim(tmp_path: Path) -> Iterator[Shim]:
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[tuple[Shim, Shim]]:
     """Two nodes: two mounts of one directory."""
-    with mounted(tmp_path, name="here") as here, mounted(tmp_path, name="there") as there:
+    with mounted(tmp_path, "here") as here, mounted(tmp_path, "there") as there:
         yield here, there

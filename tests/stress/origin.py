@@ -2,30 +2,24 @@
 
 Every 64 bytes of a shard state its name, its version and the offset of their 4 KiB block, so a byte
 of another shard, another version or another place, a hole and a lost tail are all seen.
-
-``GET /name`` answers a shard's newest version, with ranges, If-Match and an ETag. ``PUT /name``
-makes a new version, ``PUT /?rate=N`` sets the bytes per second of a connection, ``PUT /?faults=60``
-refuses or cuts off two requests in sixty, ``GET /`` tells how often each shard was begun.
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
-import multiprocessing
 import random
 import re
 import signal
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
-from typing import Any
-from urllib.request import Request, urlopen
+from contextlib import contextmanager
+from multiprocessing.sharedctypes import RawArray, RawValue
 
+from tests.support.storetools import Parent, forked
 from tests.support.tars import tar_of
-from tests.support.webservers import Scripted, answer
+from tests.support.webservers import Scripted, answer, part_of
 
 KIB, MIB = 1 << 10, 1 << 20
 _LINE, _BLOCK, _HEAD, _END = 64, 4096, 512, 1024
@@ -71,101 +65,61 @@ class Shards:
         return version, f"{what}; at {at} stands {data[at : at + _LINE]!r}"
 
 
-class _Server(Scripted):
-    def __init__(self, shards: Shards) -> None:
-        super().__init__(self._serve, most=sys.maxsize)
-        self.shards, self.versions, self.fetches = shards, Counter(), Counter()
-        self.rate, self.faults = 12e6, 0.0
+class Origin(Shards):
+    """The shards on a server. All processes that are forked later share how it behaves."""
+
+    address: str
+
+    def __init__(self, count: int, seed: int) -> None:
+        super().__init__(count, seed)
+        self.versions = RawArray("q", count)  # that are stored now
+        self.fetches = RawArray("q", count)  # how often each was begun from its first byte
+        self.rate = RawValue("d", 1e9)  # bytes per second of a connection
+        self.faults = RawValue("q", 0)  # of so many requests, one is refused and one is cut off
         self._guard = threading.Lock()
 
-    def _serve(self, head: str) -> Iterator[bytes]:
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """Serve, at ``address``, from a process of its own."""
+        with forked(self._run) as process:
+            self.address = process.hear()
+            yield
+
+    def _run(self, parent: Parent) -> None:
+        die_with_parent()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        server = Scripted(self._answer, most=sys.maxsize)
+        parent.say(server.url)
+        server.serve_forever()
+
+    def _answer(self, head: str) -> Iterator[bytes]:
         method, name = re.match(r"(\w+) /(\S*)", head).groups()
-        if method == "PUT":
-            return self._obey(name)
-        if not name:
-            return iter([answer("200 OK", json.dumps(self.fetches).encode(), Connection=None)])
-        return self._shard(name, head, whole=method == "GET")
-
-    def _obey(self, order: str) -> Iterator[bytes]:
-        if order.startswith("?"):
-            name, _, value = order[1:].partition("=")
-            setattr(self, name, float(value))
-        else:
-            self.versions[order] += 1
-        yield answer("200 OK", Connection=None)
-
-    def _shard(self, name: str, head: str, whole: bool) -> Iterator[bytes]:
-        version = self.versions[name]
-        data, etag = self.shards.data(name, version), f'"v{version}"'
+        number = self.names.index(name)
+        version = self.versions[number]
         pinned = re.search(r"\r\nIf-Match: (\S+)", head)
-        fault = random.randrange(int(self.faults)) if self.faults else None
-        headers: dict[str, object] = {"ETag": etag, "Connection": None}
+        fault = random.randrange(self.faults.value) if self.faults.value else None
+        etag = f'"v{version}"'
         if pinned and pinned[1] != etag:
-            yield answer("412 Precondition Failed", **headers)
+            yield answer("412 Precondition Failed", Connection=None)
             return
         if fault == 0:
-            yield answer("503 Slow Down", Retry_After=0, **headers)
+            yield answer("503 Slow Down", Retry_After=0, Connection=None)
             return
-        start, status = 0, "200 OK"
-        if asked := re.search(r"\r\nRange: bytes=(\d+)-(\d*)", head):
-            start, size = int(asked[1]), len(data)
-            data = data[start : int(asked[2] or size) + 1]
-            if start >= size:
-                yield answer("416 Range", Content_Range=f"bytes */{size}", **headers)
-                return
-            status = "206 Partial"
-            headers["Content_Range"] = f"bytes {start}-{start + len(data) - 1}/{size}"
-        if start == 0 and whole:
+        stated, data = part_of(self.data(name, version), head, ETag=etag)
+        yield stated
+        if method == "HEAD":
+            return
+        if not re.search(r"\r\nRange: bytes=[1-9]", head):
             with self._guard:
-                self.fetches[name] += 1
-        yield answer(status, Content_Length=len(data), **headers)
-        for at in range(0, len(data) if whole else 0, _CHUNK):
+                self.fetches[number] += 1
+        for at in range(0, len(data), _CHUNK):
             if fault == 1 and at >= len(data) // 2:
                 raise ConnectionAbortedError
             yield data[at : at + _CHUNK]
-            time.sleep(len(data[at : at + _CHUNK]) / self.rate)
+            time.sleep(len(data[at : at + _CHUNK]) / self.rate.value)
 
 
 def die_with_parent() -> None:
     """For a forked process: nobody is left to end it."""
     set_parent_death_signal = 1
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-
-
-def _run(shards: Shards, said: Any) -> None:
-    die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    server = _Server(shards)
-    said.send(server.url)
-    server.serve_forever()
-
-
-class Origin:
-    """The server's other end, which ends it when it is closed."""
-
-    def __init__(self, shards: Shards) -> None:
-        context = multiprocessing.get_context("fork")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_run, args=(shards, theirs), daemon=True)
-        self._process.start()
-        self.url = self._pipe.recv()
-
-    def _ask(self, method: str, path: str) -> bytes:
-        with urlopen(Request(self.url + path, method=method), timeout=60) as answer:
-            return bytes(answer.read())
-
-    def set(self, name: str, value: float) -> None:
-        """``rate`` or ``faults``, from now on."""
-        self._ask("PUT", f"/?{name}={value}")
-
-    def replace(self, name: str) -> None:
-        """Store the next version of a shard."""
-        self._ask("PUT", f"/{name}")
-
-    def fetches(self) -> dict[str, int]:
-        """How often each shard was begun from its first byte."""
-        return dict(json.loads(self._ask("GET", "/")))
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.join()

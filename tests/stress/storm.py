@@ -42,9 +42,9 @@ from typing import Any
 
 from shardcache import Cache, errors
 from tests.stress.brokenflock import broken_environment
-from tests.stress.origin import MIB, Origin, Shards, die_with_parent
+from tests.stress.origin import MIB, Origin, die_with_parent
 from tests.support.disktools import disk
-from tests.support.storetools import Child, Parent, forked
+from tests.support.storetools import forked
 
 #: Processes that use the cache at any time.
 _WORKERS = 8
@@ -65,57 +65,50 @@ _FAULTS = {
 }  # fmt: skip
 _SLOW, _FAST = 1.5e6, 12e6
 _TICK = 0.02
+_TERMINATED = 143
 #: Looks at the budget in a row: what is being published or evicted counts twice for a moment.
 _IN_A_ROW = 3
 _FIGURES = ["calls", "verified reads", "verified bytes", "streamed past the cache", "longest ms"]
 
 
-class Storm:
+class Storm(Origin):
     """What all processes of a storm share; they are forked once it is made."""
 
     def __init__(self, directory: Path, seed: int, lying: bool) -> None:
+        super().__init__(48, seed)
         self.directory, self.seed, self.lying = directory, seed, lying
-        self.shards = Shards(48, seed)
-        self.names = self.shards.names
-        self.origin = Origin(self.shards)
         self.root = directory / "disk" / "cache"
         self.stop_file = directory / "stop"
         #: Less than half of all, so that there is something to evict.
-        self.max_size = max(int(sum(self.shards.sizes.values()) * 0.45), 12 * MIB)
-        self.versions = RawArray("q", len(self.names))  # stored, or about to be
-        self.replaced = RawArray("d", len(self.names))  # when the last one was
+        self.max_size = max(int(sum(self.sizes.values()) * 0.45), 12 * MIB)
+        self.replaced = RawArray("d", len(self.names))  # when each was, the last time
         self.counts = [RawArray("q", len(_FIGURES)) for _ in range(_WORKERS)]
-        self._wrong = directory / "wrong"
+        self.wrongs = directory / "wrong"
+        self.wrongs.touch()
 
     def cache(self, **options: Any) -> Cache:
-        usual = {
-            "max_size": self.max_size,
-            "min_free": 0,
-            "part_size": MIB,  # several requests for a shard, between which it may be replaced
-            "attempts": 6,
-            "timeout": 5.0,
-            "lock_timeout": LOCK_TIMEOUT,
-            "stale_after": STALE_AFTER,
-        }
-        return Cache(self.root, **{**usual, **options})
+        return Cache(
+            self.root,
+            max_size=self.max_size,
+            min_free=0,
+            part_size=MIB,  # several requests for a shard, between which it may be replaced
+            attempts=6,
+            timeout=5.0,
+            lock_timeout=LOCK_TIMEOUT,
+            stale_after=STALE_AFTER,
+            **options,
+        )
 
     def url(self, name: str) -> str:
-        return f"{self.origin.url}/{name}"
+        return f"{self.address}/{name}"
 
     def wrong(self, promise: str, text: str) -> None:
         """Write down what broke a promise."""
-        with open(self._wrong, "ab", buffering=0) as file:
+        with open(self.wrongs, "ab", buffering=0) as file:
             file.write(f"{promise}: {text}\0".encode())
-
-    def violations(self) -> list[str]:
-        return self._wrong.read_text().split("\0")[:-1] if self._wrong.exists() else []
 
 
 # -- those who use the cache -------------------------------------------------------------
-
-
-class TerminatedError(BaseException):
-    """SIGTERM or SIGINT."""
 
 
 class Worker:
@@ -134,9 +127,11 @@ class Worker:
 
     def live(self) -> None:
         """Make calls until told to stop."""
-        calls = [getattr(self, f"_{name}") for name in _CALLS]
         while not self.storm.stop_file.exists():
-            self.draw.choices(calls, list(_CALLS.values()))[0](self._choose())
+            (call,) = self.draw.choices(list(_CALLS), list(_CALLS.values()))
+            name = self._choose()
+            with self._call(call, name):
+                getattr(self, f"_{call}")(self.storm.url(name), name)
             time.sleep(self.draw.expovariate(250))
 
     def _choose(self) -> str:
@@ -177,7 +172,7 @@ class Worker:
         return full or isinstance(exn, errors.CacheFullError)
 
     def _check(self, name: str, data: bytes, streamed: bool = False) -> None:
-        version, wrong = self.storm.shards.examine(name, data)
+        version, wrong = self.storm.examine(name, data)
         if wrong is None and version > self.storm.versions[self.storm.names.index(name)]:
             wrong = f"version {version} was not stored when it ended"
         if wrong is not None:
@@ -186,21 +181,21 @@ class Worker:
         for figure, more in enumerate((1, len(data), streamed), 1):
             counts[figure] += more
 
-    def _read(self, name: str) -> None:
-        with self._call("read", name), self.cache.open(self.storm.url(name)) as stream:
+    def _read(self, url: str, name: str) -> None:
+        with self.cache.open(url) as stream:
             data = stream.read()
             self._check(name, data, "://" in str(stream.name))
 
-    def _hold(self, name: str) -> None:
+    def _hold(self, url: str, name: str) -> None:
         """Read a bit, wait while others evict, and read the rest or close."""
-        with self._call("hold", name), self.cache.open(self.storm.url(name)) as stream:
+        with self.cache.open(url) as stream:
             head = stream.read(self.draw.randrange(200_000))
             if self.draw.random() < 0.5:
                 time.sleep(self.draw.random() * _HOLD)
                 self._check(name, head + stream.read())
 
-    def _pinned(self, name: str) -> None:
-        with self._call("pinned", name), self.cache.pinned(self.storm.url(name)) as path:
+    def _pinned(self, url: str, name: str) -> None:
+        with self.cache.pinned(url) as path:
             before = path.stat().st_ino
             time.sleep(self.draw.random() * _HOLD)
             gone = not path.exists() or path.stat().st_ino != before
@@ -208,82 +203,72 @@ class Worker:
                 self.storm.wrong("in use", f"{name} was evicted while it was pinned")
             self._check(name, path.read_bytes())
 
-    def _fetch(self, name: str) -> None:
-        with self._call("fetch", name):
-            self.cache.fetch(self.storm.url(name))
+    def _fetch(self, url: str, name: str) -> None:
+        self.cache.fetch(url)
 
-    def _path(self, name: str) -> None:
+    def _path(self, url: str, name: str) -> None:
         """Read by path without a pin, as other programs do: it may be gone, never changing."""
-        with self._call("path", name), contextlib.suppress(FileNotFoundError):
-            if path := self.cache.path(self.storm.url(name)):
+        with contextlib.suppress(FileNotFoundError):
+            if path := self.cache.path(url):
                 self._check(name, path.read_bytes())
 
-    def _opener(self, first: str) -> None:
+    def _opener(self, url: str, name: str) -> None:
         """Read the way a WebDataset does, with shards fetched ahead."""
-        names = [first, *(self._choose() for _ in range(self.draw.randint(1, 4)))]
+        names = [name, *(self._choose() for _ in range(self.draw.randint(1, 4)))]
         samples = self.cache.url_opener(iter([{"url": self.storm.url(name)} for name in names]))
-        for name in names:
+        for each in names:
             done = False
-            with self._call("opener", name), next(samples)["stream"] as stream:
-                self._check(name, stream.read())
+            with self._call("opener", each), next(samples)["stream"] as stream:
+                self._check(each, stream.read())
                 done = True
             if not done:
                 return  # a generator that raised has ended
 
-    def _forked(self, name: str) -> None:
+    def _forked(self, url: str, name: str) -> None:
         """A child reads through the cache that it came with."""
-        with self._call("fork", name):
-            if (pid := os.fork()) == 0:
-                status = 1
-                try:
-                    die_with_parent()
-                    self._read(name)
-                    self.cache.close()
-                    status = 0
-                finally:
-                    os._exit(status)
-            assert os.waitpid(pid, 0)[1] == 0
+        if (pid := os.fork()) == 0:
+            status = 1
+            try:
+                die_with_parent()
+                with self._call("read", name):
+                    self._read(url, name)
+                self.cache.close()
+                status = 0
+            finally:
+                os._exit(status)
+        assert os.waitpid(pid, 0)[1] == 0
 
-    def _remove(self, name: str) -> None:
-        with self._call("remove", name):
-            self.cache.remove(self.storm.url(name))
+    def _remove(self, url: str, name: str) -> None:
+        self.cache.remove(url)
 
-    def _clean(self, name: str) -> None:
+    def _clean(self, url: str, name: str) -> None:
         """To a limit, of what dead processes left, or, seldom, of everything."""
         limit = {"max_size": int(self.storm.max_size * self.draw.uniform(0.5, 1))}
         ways = [limit, {"orphans": True}, {"everything": True}]
-        with self._call("clean", name):
-            self.cache.clean(**self.draw.choices(ways, (18, 35, 1))[0])
+        self.cache.clean(**self.draw.choices(ways, (18, 35, 1))[0])
 
-    def _restart(self, name: str) -> None:
-        with self._call("restart", name):
-            self.cache.close()
-            self.cache = self._cache()
+    def _restart(self, url: str, name: str) -> None:
+        self.cache.close()
+        self.cache = self._cache()
 
 
-def live(storm: Storm, slot: int, life: int) -> int:
-    """Live one life, in a forked process; returns its exit status."""
+def live(storm: Storm, slot: int, life: int) -> None:
+    """Live one life, in a forked process, and end it."""
     die_with_parent()
-    faulthandler.register(signal.SIGUSR1, open(storm.directory / f"stuck-{os.getpid()}", "w"))
-    logging.getLogger("shardcache").addHandler(logging.NullHandler())
-    logging.getLogger("shardcache").propagate = False
-
-    def end(number: int, frame: object) -> None:
-        raise TerminatedError
-
+    status = 0
     try:
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, end)
+            signal.signal(number, lambda *_: sys.exit(_TERMINATED))
+        faulthandler.register(signal.SIGUSR1)
         worker = Worker(storm, slot, life)
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(lambda: worker.cache.close())  # the one that it has then
             worker.live()
-        finally:
-            worker.cache.close()
-    except TerminatedError:
-        return 143
+    except SystemExit:
+        status = _TERMINATED
     except BaseException:
         storm.wrong("errors", f"worker {slot}.{life}: {traceback.format_exc()[-3000:]}")
-    return 0
+    os._exit(status)
 
 
 # -- the one who makes their lives hard --------------------------------------------------
@@ -302,8 +287,8 @@ def below(directory: Path, suffix: str = "") -> list[Path]:
 def published(root: Path) -> dict[int, tuple[Path, int]]:
     """Inode -> (path, bytes) of every entry's data: a link takes no room."""
     found = {}
-    for base in (root / "v1", *(root / "v1" / "ranks").glob("*")):
-        for path in below(base / "objects", ".tar"):
+    for path in below(root / "v1", ".tar"):
+        if path.parts[-5] == "objects":
             with contextlib.suppress(FileNotFoundError):
                 found[path.stat().st_ino] = path, path.stat().st_size
     return found
@@ -329,8 +314,7 @@ class Boss:
         storm = self.storm
         self._half = time.monotonic() + seconds / 2
         end = time.monotonic() + seconds
-        storm.origin.set("rate", _FAST)
-        storm.origin.set("faults", 60)
+        storm.rate.value, storm.faults.value = _FAST, 60
         for slot in range(_WORKERS):
             self._spawn(slot, 0)
         for name, mean in _FAULTS.items():
@@ -341,17 +325,16 @@ class Boss:
         self._due = sched.scheduler()
         for pid in sorted(self.stopped):
             self._continue(pid)
-        storm.origin.set("rate", _FAST)
-        storm.origin.set("faults", 0)
+        storm.rate.value, storm.faults.value = _FAST, 0
         self._free()
         storm.stop_file.touch()
         end = time.monotonic() + LOCK_TIMEOUT + _SLACK
         while self.slots and time.monotonic() < end:
             self._tick()
         for pid in self.slots:
-            os.kill(pid, signal.SIGUSR1)  # faulthandler writes where it is
+            os.kill(pid, signal.SIGUSR1)  # faulthandler shows where it is
+            storm.wrong("bounded wait", f"process {pid} is stuck: its stack is above")
             time.sleep(1.0)
-            storm.wrong("bounded wait", (storm.directory / f"stuck-{pid}").read_text())
             os.kill(pid, signal.SIGKILL)
 
     def _tick(self) -> None:
@@ -379,14 +362,14 @@ class Boss:
         if self.storm.stop_file.exists():
             return
         if (pid := os.fork()) == 0:
-            os._exit(live(self.storm, slot, life))
+            live(self.storm, slot, life)
         self.slots[pid] = slot
 
     def _kill(self, number: signal.Signals = signal.SIGKILL) -> None:
         """Anyone who runs: at any moment most are in a call that fetches, waits or holds."""
         if running := sorted(set(self.slots) - self.stopped):
             pid = self.draw.choice(running)
-            self._sent[pid] |= {-number, 143}
+            self._sent[pid] |= {-number, _TERMINATED}
             self.done["kills and terminations"] += 1
             os.kill(pid, number)
 
@@ -433,14 +416,16 @@ class Boss:
         some = fetched if fetched and self.draw.random() < 0.7 else self.storm.names
         name = self.draw.choice(some)
         index = self.storm.names.index(name)
-        self.storm.versions[index] += 1
         self.storm.replaced[index] = time.monotonic()
+        self.storm.versions[index] += 1
         self.done["overwrites"] += 1
-        self.storm.origin.replace(name)
 
     def _slow(self) -> None:
-        self.storm.origin.set("rate", _SLOW)
-        self._due.enter(self.draw.uniform(1, 4), 0, self.storm.origin.set, ("rate", _FAST))
+        def end() -> None:
+            self.storm.rate.value = _FAST
+
+        self.storm.rate.value = _SLOW
+        self._due.enter(self.draw.uniform(1, 4), 0, end)
 
     def _fill(self) -> None:
         self.done["disk filled"] += 1
@@ -473,7 +458,7 @@ class Boss:
         for path in paths:
             with contextlib.suppress(FileNotFoundError):
                 inode, data = path.stat().st_ino, path.read_bytes()
-                _, wrong = self.storm.shards.examine(path.name, data)
+                _, wrong = self.storm.examine(path.name, data)
                 digest = hashlib.sha256(data).hexdigest()
                 if wrong or self._digests.setdefault(f"{path}#{inode}", digest) != digest:
                     self.storm.wrong("visibility", f"{path}: {wrong or 'it changed'}")
@@ -488,27 +473,27 @@ def audit(storm: Storm, boss: Boss) -> None:
     for path in storm.root.rglob("partial/**/*"):  # what a dead process left may be kept a while
         os.utime(path, (1e9, 1e9), follow_symlinks=False)
 
-    def read(parent: Parent) -> None:
+    def read() -> None:
         with storm.cache() as cache:
             for name, version in zip(storm.names, storm.versions, strict=True):
                 with cache.open(storm.url(name)) as stream:
-                    found, wrong = storm.shards.examine(name, stream.read())
+                    found, wrong = storm.examine(name, stream.read())
                 assert wrong is None, wrong
                 assert found == version or cache.path(storm.url(name)) is not None
 
     _swept(storm, storm.max_size, "--max-size", str(storm.max_size))
-    with forked(read) as child:
-        _ended(storm, "reading all", child)
+    _alone(storm, read)
     _swept(storm, 0, "--all", "-y")
 
 
-def _ended(storm: Storm, what: str, child: Child) -> None:
-    """Wait for a child, however long it takes."""
-    if status := child.wait():
-        try:
-            child.hear()
-        except (AssertionError, EOFError) as exn:
-            storm.wrong("errors", f"{what} ended with {status}: {exn}")
+def _alone(storm: Storm, work: Callable[[], object]) -> None:
+    """Do something that must not fail in a child, however long it takes."""
+    with forked(lambda parent: work() and None) as child:
+        if child.wait():
+            try:
+                child.hear()
+            except (AssertionError, EOFError) as exn:
+                storm.wrong("errors", f"{work.__name__}: {exn}")
 
 
 def _swept(storm: Storm, limit: int, *options: str) -> None:
@@ -531,27 +516,24 @@ def blow(seconds: float, seed: int, lying: bool) -> tuple[dict[str, int], list[s
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="shardcache-storm-"))
         storm = Storm(Path(directory).resolve(), seed, lying)
-        stack.callback(storm.origin.close)
+        stack.enter_context(storm.serving())
         storm.root.parent.mkdir()
         if own_disk := os.geteuid() == 0:
             size = int(storm.max_size * 1.5) + 16 * MIB
             stack.enter_context(disk(storm.root.parent, f"size={size}"))
 
-        def begin(parent: Parent) -> None:
-            with storm.cache() as cache:
-                cache.fetch(storm.url(storm.names[0]))
-
-        with forked(begin) as child:  # until somebody has used it, it cannot be cleaned
-            _ended(storm, "the first fetch", child)
+        # Until somebody has used it, it cannot be cleaned.
+        _alone(storm, lambda: storm.cache().fetch(storm.url(storm.names[0])))
         boss = Boss(storm, own_disk)
         boss.blow(seconds)
-        fetches = sum(storm.origin.fetches().values())
+        fetches = sum(storm.fetches)
         audit(storm, boss)
         figures = {name: sum(each[n] for each in storm.counts) for n, name in enumerate(_FIGURES)}
         figures["longest ms"] = max(each[-1] for each in storm.counts)
         if fetches > 1.5 * figures["calls"] + len(storm.names):
             storm.wrong("economy", f"{fetches} fetches by {figures['calls']} calls")
-        return {**figures, **boss.done, "fetches": fetches}, storm.violations()
+        wrong = storm.wrongs.read_text().split("\0")[:-1]
+        return {**figures, **boss.done, "fetches": fetches}, wrong
 
 
 def main() -> int:
@@ -560,6 +542,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 31))
     parser.add_argument("--flock", choices=["working", "lying"], default="working")
     given = parser.parse_args()
+    logging.disable()  # warnings are part of the play
     lying = given.flock == "lying"
     if lying and "BROKEN_FLOCK" not in os.environ:
         os.execve(sys.executable, sys.orig_argv, broken_environment("lying"))

@@ -1,13 +1,13 @@
 """A cache on a filesystem that fails: whatever it says or loses, every read is right, and ends.
 
-The filesystem is `fuse.shim`, the origin a web server in another process. Two mounts of one
-directory are two nodes.
+The filesystem is `tests.stress.fuse`, the origin a web server in another process.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
+import os
 import socket
 from pathlib import Path
 
@@ -16,9 +16,9 @@ import pytest
 from shardcache.layout import Layout
 from shardcache.locks.flock import Holder
 from shardcache.locks.lease import KeyLease
-from tests.stress.conftest import FAST, SLOW, Far, under_way
-from tests.stress.fuse.shim import Shim
-from tests.support.storetools import Parent, age, crowd, forked, wait_until
+from tests.stress.conftest import FAST, SLOW, Far, together, under_way
+from tests.stress.fuse import Shim
+from tests.support.storetools import Parent, age, forked, wait_until
 
 
 def partials(shim: Shim) -> list[Path]:
@@ -38,22 +38,9 @@ def swept(far: Far, shim: Shim) -> bool:
     return bool(wait_until(nothing_left))
 
 
-def reader(parent: Parent, number: int, far: Far, roots: list[Path]) -> None:
-    """A process that reads the first shard when told."""
-    parent.say("ready")
-    parent.hear()
-    with far.cache(roots[number % len(roots)]) as cache:
-        right = far.read(cache)
-    parent.say(right)
-
-
 def all_read(far: Far, count: int, roots: list[Path]) -> bool:
-    with crowd(count, reader, far, roots) as children:
-        for child in children:
-            child.hear()
-        for child in children:
-            child.tell()
-        return all(said for said in [child.hear() for child in children])
+    """Whether so many processes, on these nodes, read the first shard rightly."""
+    return all(together(count, lambda number: far.read(far.cache(roots[number % len(roots)]))))
 
 
 # -- locks -----------------------------------------------------------------------------
@@ -64,34 +51,32 @@ def test_four_processes_get_a_cold_shard_by_one_fetch_without_any_flock(
 ) -> None:
     rule = shim.fail("setlk", error=errno.ENOLCK, times=-1)
     assert all_read(far, 4, [shim.root / "cache"])
-    assert far.fetches() == 1
+    assert far.begun() == 1
     with far.cache(shim.root / "cache") as cache:
-        assert far.read(cache) and far.fetches() == 1
+        assert far.read(cache) and far.begun() == 1
     assert swept(far, shim)
     assert shim.struck(rule) == 0  # nothing there can hang
 
 
 def test_a_killed_fetch_is_no_burden_and_a_sweep_harms_none_under_way(far: Far, shim: Shim) -> None:
     root = shim.root / "cache"
-    far.rate(SLOW)
-    with forked(reader, 0, far, [root]) as child:
-        child.hear()
-        child.tell()
+    far.rate.value = SLOW
+    with forked(lambda parent: parent.say(far.read(far.cache(root)))) as child:
         wait_until(lambda: under_way(shim.backing / "cache"))
         with far.cache(root) as cache:
             cache.clean(orphans=True)
             cache.clean(everything=True)
         assert partials(shim)
-        far.rate(FAST)
+        far.rate.value = FAST
         assert child.hear() is True
     with far.cache(root) as cache:
         assert cache.path(far.url()) is not None
-        assert far.fetches() == 1
-    far.rate(SLOW)
+        assert far.begun() == 1
+    far.rate.value = SLOW
     with forked(lambda parent: far.read(far.cache(root), 1)) as child:
         wait_until(lambda: partials(shim))
         child.kill()
-    far.rate(FAST)
+    far.rate.value = FAST
     with far.cache(root, stale_after=2) as cache:
         assert far.read(cache, 1)
     assert swept(far, shim)
@@ -133,7 +118,7 @@ def test_a_published_file_that_fails_is_read_all_the_same(
         assert far.read(cache)
         assert shim.struck(rule)
         if op != "read" and times == 1 and number == errno.ESTALE:
-            assert far.fetches() == 1  # one fresh look
+            assert far.begun() == 1  # one fresh look
         shim.heal()
         assert far.read(cache)
 
@@ -168,12 +153,12 @@ def test_a_mount_that_dies_under_a_reader_is_read_on_from_the_origin(
     if not cold:
         with far.cache(root) as cache:
             assert far.read(cache)
-    far.rate(SLOW * 5)
+    far.rate.value = SLOW * 5
     with far.cache(root) as cache:
         with cache.open(far.url()) as stream:
             first = stream.read(1000)
             shim.crash()
-            far.rate(FAST)
+            far.rate.value = FAST
             assert far.right(first + stream.read())
         assert far.read(cache, 1)
 
@@ -233,7 +218,7 @@ def test_many_processes_make_one_root(far: Far, shim: Shim, tmp_path: Path, wher
     root = (tmp_path if where == "disk" else shim.root) / "a" / "deep" / "cache"
     assert all_read(far, 24, [root])
     assert (root / "manifest.json").is_file()
-    assert far.fetches() == 1
+    assert far.begun() == 1
 
 
 def test_a_parent_that_another_node_has_just_made_is_no_reason_to_fail(
@@ -253,7 +238,7 @@ def test_nodes_that_see_each_others_names_late_get_it_and_share_it(
         node.set(delay=0.4, negative=0.4, stale=True)
     roots = [node.root / "deep" / "cache" for node in nodes]
     assert all_read(far, 6, roots)
-    assert far.fetches() <= 4
+    assert far.begun() <= 4
     for root in roots:
         with far.cache(root) as cache:
             wait_until(lambda cache=cache: cache.path(far.url()))
@@ -264,14 +249,15 @@ def test_an_entry_that_another_node_evicts_is_read_to_its_end(
     far: Far, nodes: tuple[Shim, Shim]
 ) -> None:
     here, there = nodes
-    for node in nodes:
-        node.set(stale=True)
+    here.set(stale=True)
     with far.cache(here.root / "cache") as cache:
         assert far.read(cache)
-        with cache.open(far.url()) as stream:
+        with cache.open(far.url()) as stream, open(str(stream.name), "rb") as plain:
             first = stream.read(1000)
             age(here.backing / "cache" / "v1" / "objects")  # however long ago it was used
             with far.cache(there.root / "cache") as other:
                 other.remove(far.url())
+            with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
+                plain.read()
             assert far.right(first + stream.read())
         assert far.read(cache)

@@ -40,13 +40,13 @@ print(json.dumps([seen, died]))
 
 def test_the_peers_of_a_killed_worker_go_on_and_lose_nothing(far: Far, tmp_path: Path) -> None:
     root, urls = tmp_path / "cache", [far.url(number) for number in range(4)]
-    far.rate(SLOW)
+    far.rate.value = SLOW
     command = [sys.executable, "-c", RANK, str(root), json.dumps(urls)]
     ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     try:
         wait_until(lambda: under_way(root))
         os.kill(min(wait_until(lambda: children(ranks[0].pid))), signal.SIGKILL)
-        far.rate(FAST)
+        far.rate.value = FAST
         # Nobody waits for the dead as long as a live holder may be silent.
         found = [json.loads(rank.communicate(timeout=300)[0]) for rank in ranks]
     finally:

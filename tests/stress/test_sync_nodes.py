@@ -8,13 +8,13 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from shardcache import sync
 from shardcache.sync.paths import find
-from tests.stress.fuse.shim import Shim
+from tests.stress.conftest import together
+from tests.stress.fuse import Shim
 from tests.support.storetools import PATIENCE, Parent, crowd, forked
 from tests.sync.test_once import at_work
 
@@ -67,23 +67,16 @@ def test_a_runner_that_was_taken_for_dead_gets_the_result_that_counts(nodes: Nod
 # -- many ranks, on nodes that see each other late ---------------------------------------
 
 
-def together(nodes: Nodes, count: int, act: Callable[[int, Path], Any]) -> list[Any]:
-    """What each rank's ``act(number, root)`` returns; all begin at the same time."""
+def ranks(nodes: Nodes, count: int, act: Callable[[int, Path], None]) -> None:
+    """Each rank does ``act(number, root)``; all begin at the same time."""
     for node in nodes:
         node.set(delay=0.3, negative=0.3)
 
-    def work(parent: Parent, number: int) -> None:
+    def work(number: int) -> None:
         os.environ |= {"RANK": str(number), "WORLD_SIZE": str(count)}
-        parent.say("ready")
-        parent.hear()
-        parent.say(act(number, nodes[number % 2].root))
+        act(number, nodes[number % 2].root)
 
-    with crowd(count, work) as children:
-        for child in children:
-            child.hear()
-        for child in children:
-            child.tell()
-        return [child.hear() for child in children]
+    together(count, work)
 
 
 def test_ranks_meet_again_and_again(tmp_path: Path, nodes: Nodes) -> None:
@@ -91,7 +84,7 @@ def test_ranks_meet_again_and_again(tmp_path: Path, nodes: Nodes) -> None:
         for _ in range(5):
             sync.barrier(dir=root, job="j", timeout=PATIENCE)
 
-    together(nodes, 4, meet)
+    ranks(nodes, 4, meet)
     left = [p.name for p in tmp_path.joinpath("backing").rglob("rank-*")]
     assert sorted(left) == [f"rank-{n}" for n in range(4)]  # of the last one only
 
@@ -103,7 +96,7 @@ def test_ranks_make_one_directory_and_write_into_it(nodes: Nodes) -> None:
         sync.makedirs(path)
         (path / f"rank-{number}.json").write_text("{}")
 
-    together(nodes, 24, trace)
+    ranks(nodes, 24, trace)
     assert len(list(nodes[0].backing.rglob("rank-*.json"))) == 24
 
 
@@ -117,7 +110,7 @@ def test_ranks_wait_for_the_directories_that_rank_0_makes_late(nodes: Nodes) -> 
                 place.mkdir()
             (place / f"rank-{number}.pt").write_bytes(b"0")
 
-    together(nodes, 8, save)
+    ranks(nodes, 8, save)
     assert len(list(nodes[0].backing.rglob("rank-*.pt"))) == 3 * 8
 
 
@@ -139,7 +132,7 @@ def test_one_rank_copies_a_program_and_all_see_it_whole(tmp_path: Path, nodes: N
         for path in source.iterdir():
             assert (copied / path.name).read_text() == text, "it is not whole"
 
-    together(nodes, 4, start)
+    ranks(nodes, 4, start)
 
 
 def test_a_claim_that_vanishes_lets_nobody_see_half_a_file(nodes: Nodes) -> None:

@@ -226,10 +226,11 @@ class Child:
 
 
 class Parent:
-    """A child's end: `say` to the parent, `hear` what it tells."""
+    """A child's end: `say` to the parent, `hear` what it tells; `select` can wait for it."""
 
     def __init__(self, channel: Connection) -> None:
         self._channel = channel
+        self.fileno = channel.fileno
 
     def say(self, value: Any = None) -> None:
         self._channel.send(("said", value))

@@ -58,14 +58,25 @@ def answer(status: str, body: bytes = b"", **headers: object) -> bytes:
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 
+def part_of(data: bytes, head: str, **headers: object) -> tuple[bytes, bytes]:
+    """The head of an answer, and its body: the range that is asked for, or all."""
+    status, size = "200 OK", len(data)
+    if found := re.search(r"\r\nRange: bytes=(\d+)-(\d*)", head):
+        start = int(found[1])
+        data = data[start : int(found[2] or size) + 1]
+        status = "206 Partial"
+        headers["Content_Range"] = f"bytes {start}-{start + len(data) - 1}/{size}"
+    return answer(status, Connection=None, **{"Content_Length": len(data), **headers}), data
+
+
 class Files(Scripted):
     """Serves ``files``; honours ranges and states sizes unless told otherwise."""
 
     def __init__(self, *, lengths: bool = True) -> None:
         super().__init__(self.file, most=100 if lengths else 1)
         self.files: dict[str, bytes] = {}
-        self.ranges, self.lengths = True, lengths
         self.redirects: dict[str, str] = {}
+        self.ranges, self.lengths = True, lengths
 
     @property
     def requests(self) -> list[str]:
@@ -78,17 +89,12 @@ class Files(Scripted):
             return answer("302 Found", Location=self.redirects[path])
         if path not in self.files:
             return answer("404 Not Found")
-        data, status, span = self.files[path], "200 OK", None
-        etag = f'"{hash(data)}"'
-        found = re.search(r"\r\nRange: bytes=(\d+)-(\d*)", head)
-        if found and self.ranges:
-            start, size = int(found[1]), len(data)
-            data = data[start : int(found[2] or size) + 1]
-            status, span = "206 Partial", f"bytes {start}-{start + len(data) - 1}/{size}"
-        length = len(data) if self.lengths else None
-        headers = {"ETag": etag, "Content_Range": span, "Content_Length": length}
-        said = answer(status, **headers, Connection=None)
-        return said if method == "HEAD" else said + data
+        data = self.files[path]
+        headers: dict[str, object] = {"ETag": f'"{hash(data)}"'}
+        if not self.lengths:
+            headers["Content_Length"] = None
+        stated, body = part_of(data, head if self.ranges else "", **headers)
+        return stated if method == "HEAD" else stated + body
 
 
 @contextlib.contextmanager

@@ -1,0 +1,404 @@
+"""A filesystem that fails on demand: the cache on what a network mount may do.
+
+    with mounted(tmp_path) as shim:
+        shim.set(stale=True)
+        shim.fail("rename", "v1/objects/*", error=errno.EIO, done=True)
+        Cache(shim.root)
+
+A passthrough FUSE filesystem, one process per mount; several mounts of one directory are several
+nodes. It speaks the protocol itself (include/uapi/linux/fuse.h, 7.36 and later): pyfuse3 does not
+pass flock on, mfusepy knows paths only, and both hide what the tests want to see: an inode that
+outlives its name on another node, and an absence that is remembered. The kernel itself asks once
+more when ``open`` or ``stat`` say ESTALE: two of them in a row reach the caller as one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import fnmatch
+import os
+import resource
+import select
+import struct
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.stress.origin import die_with_parent
+from tests.support.storetools import Child, Parent, forked
+
+#: Requests that are served: the methods that serve them, and how their arguments are laid out.
+OPERATIONS = {
+    1: ("lookup", ""), 3: ("getattr", "16x"), 4: ("setattr", "2I6Q7I"), 9: ("mkdir", "I4x"),
+    10: ("unlink", ""), 11: ("rmdir", ""), 12: ("rename", "Q"), 13: ("link", "Q"),
+    14: ("open", "I"), 15: ("read", "2QI"), 16: ("write", "2QI20x"), 17: ("statfs", ""),
+    18: ("release", "Q"), 20: ("fsync", "Q"), 27: ("opendir", "I"), 28: ("readdir", "2QI"),
+    29: ("releasedir", "Q"), 30: ("fsyncdir", "Q"), 32: ("setlk", "4QI"), 33: ("setlk", "4QI"),
+    35: ("create", "2I8x"),
+}  # fmt: skip
+#: Those whose arguments end in names.
+_NAMED = {"lookup", "mkdir", "unlink", "rmdir", "rename", "link", "create"}
+_INIT, _NO_ANSWER, _ROOT = 26, (2, 36, 42), 1  # forget, interrupt, forget many
+_MAX_WRITE = 1 << 20
+#: What of the kernel's offers is accepted: reads in parallel, large writes, flock.
+_FLAGS = 1 | 1 << 5 | 1 << 10 | 1 << 18 | 1 << 22
+_EXTENDED, _DIRECT_IO_MMAP = 1 << 30, 1 << 4
+_MODE, _UID, _GID, _SIZE, _ATIME, _MTIME, _FH, _ATIME_NOW, _MTIME_NOW = (1 << n for n in range(9))
+_LOCKS = {fcntl.F_RDLCK: fcntl.LOCK_SH, fcntl.F_WRLCK: fcntl.LOCK_EX, fcntl.F_UNLCK: fcntl.LOCK_UN}
+
+
+@dataclass(slots=True)
+class Rule:
+    """One fault."""
+
+    ops: list[str]  # names of operations (``rename``, ``lookup``, ...)
+    pattern: str  # shell pattern of paths relative to the mount; either of two
+    error: int  # errno that is answered
+    done: bool = False  # the operation is carried out first
+    times: int = 1  # how many requests it strikes; -1 is all
+    skip: int = 0  # how many it lets pass first
+    struck: int = 0  # how many it has struck
+
+
+class Shim:
+    """A mount ``root`` of the directory ``backing``, where "another node" works; and its faults."""
+
+    def __init__(self, root: Path, backing: Path, process: Child) -> None:
+        self.root, self.backing, self._process = root, backing, process
+
+    def set(self, **settings: float) -> None:
+        """Change how it behaves.
+
+        Args:
+            negative: Seconds the kernel may remember that there is no such name.
+            delay: Seconds during which a name made elsewhere is not seen here.
+            stale: Whether what was removed elsewhere answers ESTALE, as on NFS.
+        """
+        self._process.ask(settings)
+
+    def fail(self, ops: str, pattern: str = "*", **fault: Any) -> int:
+        """Add a `Rule` for one or several operations; returns its number."""
+        return len(self._process.ask(Rule(ops.split(), pattern, **fault))) - 1
+
+    def heal(self) -> None:
+        """Drop all rules."""
+        self._process.ask("heal")
+
+    def struck(self, rule: int) -> int:
+        """How often a rule struck."""
+        return int(self._process.ask({})[rule])
+
+    def crash(self) -> None:
+        """The process dies, and the mount stays: every call says ENOTCONN."""
+        self._process.kill()
+
+
+@contextlib.contextmanager
+def mounted(directory: Path, name: str = "net") -> Iterator[Shim]:
+    """A mount ``directory``/``name`` of ``directory``/backing."""
+    root, backing = directory / name, (directory / "backing").resolve()
+    for path in (root, backing):
+        path.mkdir(exist_ok=True)
+    libc = ctypes.CDLL(None, use_errno=True)
+    try:
+        device = os.open("/dev/fuse", os.O_RDWR | os.O_NONBLOCK)
+    except OSError as exn:
+        pytest.skip(f"needs FUSE: {exn}")
+    options = f"fd={device},rootmode=40000,user_id=0,group_id=0,default_permissions,allow_other"
+    nosuid_nodev, detach = 6, 2
+    if libc.mount(b"shim", bytes(root), b"fuse.shim", nosuid_nodev, options.encode()):
+        pytest.skip(f"needs to mount a FUSE filesystem: {os.strerror(ctypes.get_errno())}")
+    try:
+        with forked(_serve, device, str(backing)) as process:
+            os.close(device)
+            yield Shim(root, backing, process)
+    finally:
+        libc.umount2(bytes(root), detach)
+
+
+# -- the process behind a mount ----------------------------------------------------------
+
+
+def _serve(parent: Parent, device: int, backing: str) -> None:
+    """Answer the kernel, and the test, one at a time, until it is unmounted or killed."""
+    die_with_parent()
+    os.umask(0)  # the kernel has applied the asker's
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 65536), hard))
+    served = _Files(device, backing)
+    while True:
+        ready, _, _ = select.select([device, parent], [], [])
+        if parent in ready:
+            served.obey(parent.hear())
+            parent.say([rule.struck for rule in served.rules])
+        elif not served.receive():
+            return
+
+
+def _attributes(found: os.stat_result) -> bytes:
+    seconds = (int(found.st_atime), int(found.st_mtime), int(found.st_ctime))
+    nanos = (t % 10**9 for t in (found.st_atime_ns, found.st_mtime_ns, found.st_ctime_ns))
+    owner = (found.st_mode, found.st_nlink, found.st_uid, found.st_gid, found.st_rdev)
+    size = (found.st_ino, found.st_size, found.st_blocks)
+    return struct.pack("<6Q10I", *size, *seconds, *nanos, *owner, found.st_blksize, 0)
+
+
+def _stat(name: bytes, directory: int) -> os.stat_result | None:
+    with contextlib.suppress(FileNotFoundError):
+        return os.stat(name, dir_fd=directory, follow_symlinks=False)
+    return None
+
+
+class _Files:
+    """The operations have the names of requests; each returns its answer or raises OSError.
+
+    An inode's number is an O_PATH descriptor, kept as long as the mount, so that it stays
+    reachable whatever becomes of its name.
+    """
+
+    def __init__(self, device: int, backing: str) -> None:
+        self.device, self.backing = device, backing
+        self.rules: list[Rule] = []
+        self.negative = self.delay = 0.0
+        self.stale = False
+        self._root = os.open(backing, os.O_PATH | os.O_DIRECTORY)
+        self._nodes = {self._key(self._root): self._root}
+        self._removed: set[tuple[int, int]] = set()  # inodes whose names went through this mount
+        self._known: dict[tuple[int, bytes], tuple[int, int]] = {}  # names made or seen here
+        self._listings: dict[int, list[bytes]] = {}
+
+    def obey(self, order: Any) -> None:
+        if order == "heal":
+            self.rules.clear()
+        elif isinstance(order, Rule):
+            self.rules.append(order)
+        else:
+            vars(self).update(order)
+
+    def receive(self) -> bool:
+        """Answer one request; False when the filesystem was unmounted."""
+        try:
+            data = os.read(self.device, _MAX_WRITE + 4096)
+        except OSError as exn:
+            return exn.errno != errno.ENODEV  # else the request was called off meanwhile
+        _length, op, unique, number = struct.unpack_from("<2I2Q", data)
+        body, answer, error = data[40:], b"", 0
+        if op in _NO_ANSWER:
+            return True
+        try:
+            if op == _INIT:
+                answer = self._agreed(body)
+            elif op in OPERATIONS:
+                answer = self._carry_out(*OPERATIONS[op], self._node(number), body)
+            else:
+                error = errno.ENOSYS
+        except OSError as exn:
+            error = exn.errno or errno.EIO
+        with contextlib.suppress(FileNotFoundError):  # the asker was interrupted and has gone
+            head = struct.pack("<IiQ", 16 + len(answer), -error, unique)
+            os.writev(self.device, [head, answer])
+        return True
+
+    def _agreed(self, body: bytes) -> bytes:
+        major, minor, readahead, offered, flags2 = struct.unpack_from("<5I", body)
+        extra = flags2 & _DIRECT_IO_MMAP if offered & _EXTENDED else 0
+        flags = offered & (_FLAGS | _EXTENDED)
+        first = (major, min(minor, 38), readahead, flags, 16, 12, _MAX_WRITE, 1, 256, 0)
+        return struct.pack("<4I2H2I2HIH26x", *first, extra, 0)
+
+    def _carry_out(self, op: str, layout: str, node: int, body: bytes) -> bytes:
+        given = struct.unpack_from(f"<{layout}", body)
+        rest = body[struct.calcsize(f"<{layout}") :]
+        names = rest.split(b"\0")[:-1] if op in _NAMED else []
+        rule = self._rule(op, node, given, names)
+        if not op.startswith("release"):
+            self._check(node)
+        if rule is None or rule.done:
+            data = [rest] if op == "write" else []
+            answer = bytes(getattr(self, op)(node, *given, *names, *data))
+        if rule is not None:
+            raise OSError(rule.error, "")
+        return answer
+
+    def _rule(self, op: str, node: int, given: tuple[int, ...], names: list[bytes]) -> Rule | None:
+        """The rule that strikes this request, if one does."""
+        rules = [rule for rule in self.rules if op in rule.ops and rule.times]
+        directories = [node, self._node(given[0])] if op == "rename" else [node]
+        paths = []
+        for directory, name in zip(directories, names or [b""], strict=True) if rules else ():
+            path = os.path.join(os.readlink(f"/proc/self/fd/{directory}"), os.fsdecode(name))
+            paths.append(os.path.relpath(path, self.backing))
+        for rule in rules:
+            if any(fnmatch.fnmatchcase(path, rule.pattern) for path in paths):
+                if not rule.skip:
+                    rule.times -= rule.times > 0
+                    rule.struck += 1
+                    return rule
+                rule.skip -= 1
+        return None
+
+    # -- inodes ----------------------------------------------------------------------
+
+    def _node(self, number: int) -> int:
+        """The inode that the kernel means."""
+        return self._root if number == _ROOT else number
+
+    @staticmethod
+    def _key(inode: int | os.stat_result) -> tuple[int, int]:
+        found = os.fstat(inode) if isinstance(inode, int) else inode
+        return found.st_dev, found.st_ino
+
+    def _check(self, node: int) -> None:
+        """Raise ESTALE if another node removed it."""
+        found = os.fstat(node)
+        if self.stale and not found.st_nlink and self._key(found) not in self._removed:
+            raise OSError(errno.ESTALE, "")
+
+    def _entry(self, parent: int, name: bytes, *, made: bool = False) -> bytes:
+        """The answer to a lookup, or to what made the name."""
+        fd = os.open(name, os.O_PATH | os.O_NOFOLLOW, dir_fd=parent)
+        found = os.fstat(fd)
+        node = self._nodes.setdefault(self._key(found), fd)
+        if node != fd:
+            os.close(fd)
+        if made:
+            self._known[parent, name] = self._key(found)
+        elif not self._visible(parent, name, found):
+            raise FileNotFoundError(errno.ENOENT, "")
+        return struct.pack("<4Q2I", node, 0, 0, 0, 0, 0) + _attributes(found)
+
+    def _visible(self, parent: int, name: bytes, found: os.stat_result) -> bool:
+        if self._known.get((parent, name)) != self._key(found):
+            if found.st_ctime + self.delay > time.time():
+                return False
+            self._known[parent, name] = self._key(found)
+        return True
+
+    @staticmethod
+    def _opened(fd: int) -> bytes:
+        """The answer to what opened ``fd``: its own number is the handle."""
+        past_the_page_cache = 1  # the errors of reads reach the reader as they are
+        return struct.pack("<QIi", fd, past_the_page_cache, 0)
+
+    # -- names -----------------------------------------------------------------------
+
+    def lookup(self, node: int, name: bytes) -> bytes:
+        try:
+            return self._entry(node, name)
+        except FileNotFoundError:
+            if not self.negative:
+                raise
+            seconds, rest = divmod(self.negative, 1)
+            return struct.pack("<4Q2I88x", 0, 0, int(seconds), 0, int(rest * 1e9), 0)
+
+    def mkdir(self, node: int, mode: int, name: bytes) -> bytes:
+        os.mkdir(name, mode & 0o7777, dir_fd=node)
+        return self._entry(node, name, made=True)
+
+    def link(self, node: int, source: int, name: bytes) -> bytes:
+        self._check(source)
+        os.link(f"/proc/self/fd/{source}", name, dst_dir_fd=node, follow_symlinks=True)
+        return self._entry(node, name, made=True)
+
+    def create(self, node: int, flags: int, mode: int, name: bytes) -> bytes:
+        flags = flags & (os.O_ACCMODE | os.O_EXCL) | os.O_CREAT | os.O_NOFOLLOW
+        fd = os.open(name, flags, mode & 0o7777, dir_fd=node)
+        return self._entry(node, name, made=True) + self._opened(fd)
+
+    def unlink(self, node: int, name: bytes, directory: bool = False) -> bytes:
+        found = os.stat(name, dir_fd=node, follow_symlinks=False)
+        (os.rmdir if directory else os.unlink)(name, dir_fd=node)
+        self._removed.add(self._key(found))
+        return b""
+
+    def rmdir(self, node: int, name: bytes) -> bytes:
+        return self.unlink(node, name, directory=True)
+
+    def rename(self, node: int, number: int, old: bytes, new: bytes) -> bytes:
+        target = self._node(number)
+        found, there = os.stat(old, dir_fd=node, follow_symlinks=False), _stat(new, target)
+        os.rename(old, new, src_dir_fd=node, dst_dir_fd=target)
+        if there is not None and not os.path.samestat(found, there):
+            self._removed.add(self._key(there))
+        self._known[target, new] = self._key(found)
+        return b""
+
+    def readdir(self, node: int, handle: int, offset: int, size: int) -> bytes:
+        if offset == 0:
+            self._listings[handle] = list(self._listing(node, handle))
+        out = b""
+        for entry in self._listings[handle][offset:]:
+            if len(out) + len(entry) > size:
+                break
+            out += entry
+        return out
+
+    def _listing(self, node: int, handle: int) -> Iterator[bytes]:
+        """What is seen of a directory, one record for each name."""
+        offset = 0
+        for name in map(os.fsencode, os.listdir(handle)):
+            found = _stat(name, handle)
+            if found is not None and self._visible(node, name, found):
+                offset += 1
+                head = struct.pack("<2Q2I", found.st_ino, offset, len(name), found.st_mode >> 12)
+                yield (head + name).ljust(-(-(len(head) + len(name)) // 8) * 8, b"\0")
+
+    # -- attributes and data ---------------------------------------------------------
+
+    def getattr(self, node: int) -> bytes:
+        return struct.pack("<Q2I", 0, 0, 0) + _attributes(os.fstat(node))
+
+    def setattr(self, node: int, valid: int, _: int, handle: int, size: int, *more: int) -> bytes:
+        _owner, atime, mtime, _ctime, atime_n, mtime_n, _ctime_n, mode, _, uid, gid = more
+        path = f"/proc/self/fd/{node}"
+        if valid & _MODE:
+            os.chmod(path, mode & 0o7777)
+        if valid & (_UID | _GID):
+            os.chown(path, uid if valid & _UID else -1, gid if valid & _GID else -1)
+        if valid & _SIZE:
+            os.truncate(handle if valid & _FH else path, size)
+        if valid & (_ATIME | _MTIME):
+            now, found = time.time_ns(), os.fstat(node)
+            used = now if valid & _ATIME_NOW else atime * 10**9 + atime_n
+            changed = now if valid & _MTIME_NOW else mtime * 10**9 + mtime_n
+            used = used if valid & _ATIME else found.st_atime_ns
+            os.utime(path, ns=(used, changed if valid & _MTIME else found.st_mtime_ns))
+        return self.getattr(node)
+
+    def statfs(self, node: int) -> bytes:
+        found = os.statvfs(f"/proc/self/fd/{node}")
+        blocks = (found.f_blocks, found.f_bfree, found.f_bavail, found.f_files, found.f_ffree)
+        return struct.pack("<5Q4I24x", *blocks, found.f_bsize, found.f_namemax, found.f_frsize, 0)
+
+    def open(self, node: int, flags: int) -> bytes:
+        return self._opened(os.open(f"/proc/self/fd/{node}", flags & os.O_ACCMODE))
+
+    def read(self, node: int, handle: int, offset: int, size: int) -> bytes:
+        return os.pread(handle, size, offset)
+
+    def write(self, node: int, handle: int, offset: int, size: int, data: bytes) -> bytes:
+        return struct.pack("<2I", os.pwrite(handle, memoryview(data)[:size], offset), 0)
+
+    def fsync(self, node: int, handle: int) -> bytes:
+        os.fsync(handle)
+        return b""
+
+    def release(self, node: int, handle: int) -> bytes:
+        self._listings.pop(handle, None)
+        os.close(handle)
+        return b""
+
+    opendir, fsyncdir, releasedir = open, fsync, release
+
+    def setlk(
+        self, node: int, handle: int, _owner: int, _start: int, _end: int, kind: int
+    ) -> bytes:
+        fcntl.flock(handle, _LOCKS[kind] | fcntl.LOCK_NB)  # nobody here waits for a lock
+        return b""

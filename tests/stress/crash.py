@@ -8,19 +8,27 @@ Then a new process must read every shard at once, from the cache, with the right
 sweep comes first or not; no entry may look complete that is not; a sweep must leave nothing but
 entries and locks. Exit 1 if anything is wrong, 77 where nothing can be traced. ``--every N`` takes
 one point in N. What a failing disk answers at each call is tried in test_netfs.py.
+
+Runs are forked from this process, which has imported everything, so that one costs milliseconds.
+strace counts calls per thread: ``when=3`` strikes in whichever thread comes to its third call
+first. A killed call has no effect.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import gc
 import importlib
 import logging
 import multiprocessing
 import os
 import random
+import re
 import shutil
+import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -31,8 +39,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardcache import Cache
-from tests.stress.strace import Call, Run, trace, unavailable
-from tests.support.storetools import forked, payload
+from tests.support.storetools import PATIENCE, Child, Parent, forked, payload
 from tests.support.tars import tar_of
 
 MIB = 1 << 20
@@ -155,87 +162,166 @@ SCENARIOS = {
 }
 
 
+# -- a function under strace -------------------------------------------------------------
+
+#: Tells the child to begin. Waiting for a signal is no call that is counted.
+_GO = signal.SIGUSR1
+_PR_SET_PTRACER = 0x59616D61  # linux/prctl.h; -1 lets any process of our user trace us
+
+
+class Call(NamedTuple):
+    """The ``number``-th system call of a name in a thread, as strace shows it."""
+
+    name: str
+    number: int
+    text: str
+
+
+@dataclass
+class Run:
+    """What happened."""
+
+    calls: list[Call]  # that concern the watched directory
+    killed: bool = False
+    answer: Any = None  # what the function returned
+    error: str | None = None  # its traceback, if it raised
+
+
+def trace(watched: Path, function: Callable[[], Any], strike: Call | None = None) -> Run:
+    """Run a function in a child under strace, and kill it before a call such as ``strike``.
+
+    Raises:
+        RuntimeError: strace cannot attach.
+    """
+
+    def work(parent: Parent) -> None:
+        ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(-1))
+        parent.say("it may be traced now")
+        if signal.sigtimedwait({_GO}, PATIENCE) is not None:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {_GO})
+            parent.say(function())
+
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {_GO})
+    with forked(work) as child:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        child.hear()
+        return _trace(child, str(watched), strike)
+
+
+def _trace(child: Child, watched: str, strike: Call | None) -> Run:
+    run, counts, said, attached = Run([]), Counter[tuple[str, str]](), [], False
+    output, theirs = os.pipe()
+    command = ["timeout", str(PATIENCE), "strace", "-f", "-y", "-s", "0", "-o", f"/dev/fd/{theirs}"]
+    command += ["-e", "signal=none", "-p", str(child.pid)]
+    if strike is None:
+        command += ["-e", "trace=%file,%desc"]
+    else:
+        command += ["-e", f"trace={strike.name}"]
+        command += ["-e", f"inject={strike.name}:signal=KILL:when={strike.number}"]
+    null = subprocess.DEVNULL
+    with (
+        subprocess.Popen(command, stdin=null, stderr=theirs, pass_fds=[theirs]) as strace,
+        open(output, errors="replace") as lines,
+    ):
+        os.close(theirs)
+        for line in lines:
+            if line.startswith("strace: Process ") and line.endswith("attached\n"):
+                if not attached:
+                    os.kill(child.pid, _GO)
+                attached = True
+            elif line.startswith("strace:"):
+                said.append(line)
+            elif begun := re.match(r"(\d+)\s+(\w+)\(", line):
+                counts[begun.groups()] += 1
+                if watched in line:
+                    text = line.split(maxsplit=1)[1].rstrip()
+                    run.calls.append(Call(begun[2], counts[begun.groups()], text))
+    if not attached:
+        raise RuntimeError(" ".join(said) or "strace did not attach")
+    if strace.returncode == 124:  # timeout's
+        run.error = "it hung"
+        return run
+    run.killed = child.wait() == -signal.SIGKILL
+    try:
+        run.answer = None if run.killed else child.hear()
+    except AssertionError as exn:
+        run.error = str(exn)
+    return run
+
+
 # -- one attempt -----------------------------------------------------------------------
 
 
-class Result(NamedTuple):
-    """What became of an attempt; ``struck`` is None if the run did not come to the call."""
+class Point(NamedTuple):
+    """Where to strike."""
 
     scenario: str
-    struck: Call | None
-    wrong: list[str]
+    place: Place  # as the scenario finds it
+    call: Call
 
 
-class Stage:
-    """Where scenarios run, in processes without threads."""
-
-    def __init__(self, home: Path) -> None:
-        self._home = home
-        (home / "origin").mkdir()
-        for name, data in SHARDS.items():
-            (home / "origin" / name).write_bytes(data)
-
-    def prepare(self, name: str) -> Run:
-        """Make what the scenario finds, and watch it without striking it."""
-        place = self._place(SCENARIOS[name], self._home / "prepared" / name.replace(" ", "-"))
-        for act, killed in SCENARIOS[name].before:
-            strike = None
-            if killed:
-                with self._copy(place) as copy:
-                    calls = trace(copy.root, lambda act=act, copy=copy: act(copy)).calls
-                fit = [c for c in calls if killed[0] in c.name and killed[1] in c.text]
-                strike = fit[len(fit) // 2]
-            run = trace(place.root, lambda act=act: act(place) and None, strike)
-            if run.error or run.killed != bool(killed):
-                raise RuntimeError(f"{name} cannot be prepared: {run.error or run}")
-        while True:  # what it imports is imported here, so that later runs make the same calls
-            run, wrong = self.strike(name, None)
-            if wrong:
-                raise RuntimeError(f"{name} fails by itself: {wrong}")
-            if not (new := [m for m in run.answer["imported"] if m not in sys.modules]):
-                return run
-            for module in new:
-                importlib.import_module(module)
-
-    def _place(self, scenario: Scenario, root: Path) -> Place:
-        return Place(root, self._home / "origin", scenario.options)
-
-    @contextlib.contextmanager
-    def _copy(self, place: Place) -> Iterator[Place]:
-        with tempfile.TemporaryDirectory(dir=self._home, prefix="run-") as directory:
-            copy = Place(Path(directory, "cache"), place.origin, place.options)
-            if place.root.exists():
-                shutil.copytree(place.root, copy.root, symlinks=True)
-            yield copy
-
-    def strike(self, name: str, strike: Call | None) -> tuple[Run, list[str]]:
-        """One attempt on a fresh copy: what happened, and what was wrong."""
-        scenario = SCENARIOS[name]
-        prepared = self._place(scenario, self._home / "prepared" / name.replace(" ", "-"))
-        with self._copy(prepared) as place:
-            planted = set(inspect(place.root))
-            run = trace(place.root, lambda: _act(scenario, place), strike)
-            wrong = [] if run.killed or run.answer else [f"it ended with {run.error}"]
-            wrong += [text for text in inspect(place.root) if text not in planted]
-            with self._copy(place) as twin:
-                for step in (_read, _sweep):
-                    wrong += _alone(step, scenario, twin)
-            for step in (_sweep, _read, _sweep) if run.killed else ():
-                wrong += _alone(step, scenario, place)
-            return run, wrong
-
-    def attempt(self, point: tuple[str, Call]) -> Result:
-        run, wrong = self.strike(*point)
-        if run.struck is None and run.killed:
-            wrong.append("it was killed, but not by us")
-        return Result(point[0], run.struck, wrong)
+@contextlib.contextmanager
+def copied(place: Place) -> Iterator[Place]:
+    with tempfile.TemporaryDirectory(dir=place.origin.parent, prefix="run-") as directory:
+        copy = Place(Path(directory, "cache"), place.origin, place.options)
+        if place.root.exists():
+            shutil.copytree(place.root, copy.root, symlinks=True)
+        yield copy
 
 
-def _act(scenario: Scenario, place: Place) -> dict[str, list[str]]:
+def prepare(home: Path, name: str) -> Iterator[Point]:
+    """Make what the scenario finds, and watch it without striking it: every point."""
+    scenario = SCENARIOS[name]
+    place = Place(home / "prepared" / name.replace(" ", "-"), home / "origin", scenario.options)
+    for act, killed in scenario.before:
+        strike = None
+        if killed:
+            with copied(place) as copy:
+                calls = trace(copy.root, lambda act=act, copy=copy: act(copy)).calls
+            fit = [c for c in calls if killed[0] in c.name and killed[1] in c.text]
+            strike = fit[len(fit) // 2]
+        run = trace(place.root, lambda act=act: act(place) and None, strike)
+        if run.error or run.killed != bool(killed):
+            raise RuntimeError(f"{name} cannot be prepared: {run.error or run}")
+    while True:  # what it imports is imported here, so that later runs make the same calls
+        run, wrong = strike_at(name, place, None)
+        if wrong:
+            raise RuntimeError(f"{name} fails by itself: {wrong}")
+        if not (new := [module for module in run.answer if module not in sys.modules]):
+            break
+        for module in new:
+            importlib.import_module(module)
+    for call in {call[:2]: call for call in run.calls}.values():  # several threads make the same
+        yield Point(name, place, call)
+
+
+def strike_at(name: str, prepared: Place, call: Call | None) -> tuple[Run, list[str]]:
+    """One attempt on a fresh copy: what happened, and what was wrong."""
+    scenario = SCENARIOS[name]
+    with copied(prepared) as place:
+        planted = set(inspect(place.root))
+        run = trace(place.root, lambda: _act(scenario, place), call)
+        wrong = [f"it ended with {run.error}"] if run.error else []
+        wrong += [text for text in inspect(place.root) if text not in planted]
+        with copied(place) as twin:
+            for step in (_read, _sweep):
+                wrong += _alone(step, scenario, twin)
+        for step in (_sweep, _read, _sweep) if run.killed else ():
+            wrong += _alone(step, scenario, place)
+        return run, wrong
+
+
+def attempt(point: Point) -> tuple[Point, bool, list[str]]:
+    """Whether it was killed there, and what was wrong."""
+    run, wrong = strike_at(*point)
+    return point, run.killed, wrong
+
+
+def _act(scenario: Scenario, place: Place) -> list[str]:
     """What the struck process does; what it imported."""
     known = set(sys.modules)
     scenario.act(place)
-    return {"imported": sorted(set(sys.modules) - known)}
+    return sorted(set(sys.modules) - known)
 
 
 def inspect(root: Path) -> Iterator[str]:
@@ -282,22 +368,22 @@ def _alone(step: Callable[[Scenario, Place], list[str]], *given: Any) -> list[st
 # -- all of them -----------------------------------------------------------------------
 
 
-def sweep(names: list[str], every: int) -> list[Result]:
+def sweep(names: list[str], every: int) -> list[tuple[Point, bool, list[str]]]:
     """Try one point in so many of these scenarios; those that publish are in every sample."""
     draw = random.Random(every)
-    with tempfile.TemporaryDirectory(prefix="shardcache-crash-") as home:
-        stage = Stage(Path(home).resolve())
+    with tempfile.TemporaryDirectory(prefix="shardcache-crash-") as directory:
+        home = Path(directory).resolve()
+        (home / "origin").mkdir()
+        for name, data in SHARDS.items():
+            (home / "origin" / name).write_bytes(data)
         points = []
-        for name in names:
-            calls = {call[:2]: call for call in stage.prepare(name).calls}  # of several threads
-            for call in calls.values():
-                publishes = call.name.startswith("rename") and "/objects/" in call.text
-                if publishes or draw.randrange(every) == 0:
-                    points.append((name, call))
+        for point in [point for name in names for point in prepare(home, name)]:
+            publishes = point.call.name.startswith("rename") and "/objects/" in point.call.text
+            if publishes or draw.randrange(every) == 0:
+                points.append(point)
         gc.freeze()  # or every child copies what the collector touches
-        context = multiprocessing.get_context("fork")
-        with context.Pool(os.cpu_count()) as pool:
-            return list(pool.imap(stage.attempt, points))
+        with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
+            return list(pool.imap(attempt, points))
 
 
 def main() -> int:
@@ -305,20 +391,22 @@ def main() -> int:
     parser.add_argument("--scenario", action="append", choices=list(SCENARIOS))
     parser.add_argument("--every", type=int, default=1, metavar="N", help="a sample of the points")
     given = parser.parse_args()
-    if reason := unavailable():
-        print(f"skipped: {reason}")
+    try:
+        trace(Path("/"), lambda: None)
+    except (RuntimeError, FileNotFoundError) as exn:
+        print(f"skipped: strace is missing or not allowed: {exn}")
         return 77
-    logging.getLogger().addHandler(logging.NullHandler())  # warnings are part of the play
+    logging.disable()  # warnings are part of the play
     begun = time.monotonic()
     results = sweep(given.scenario or list(SCENARIOS), given.every)
-    points = Counter(result.scenario for result in results)
+    points = Counter(point.scenario for point, _, _ in results)
     print(f"{time.monotonic() - begun:.0f} s\n\n| scenario | kills |\n|---|--:|")
     for name, count in points.items():
         print(f"| {name} | {count} |")
-    bad = [result for result in results if result.wrong]
-    for name, call, wrong in bad[:20]:
-        print(f"\n{name}: {call and call.text}", *wrong)
-    missed = sum(result.struck is None for result in results)
+    bad = [(point, wrong) for point, _, wrong in results if wrong]
+    for point, wrong in bad[:20]:
+        print(f"\n{point.scenario}: {point.call.text}", *wrong)
+    missed = sum(not killed for _, killed, _ in results)
     print(f"\n{len(results)} points, {missed} not reached, {len(bad)} bad")
     return 1 if bad else 0
 

@@ -22,7 +22,6 @@ import contextlib
 import ctypes
 import errno
 import faulthandler
-import hashlib
 import logging
 import os
 import random
@@ -60,12 +59,11 @@ _CALLS = {
 }  # fmt: skip
 #: Mean seconds between two faults of a kind.
 _FAULTS = {
-    "kill": 2.0, "stop": 2.2, "terminate": 6.0, "unlock": 0.8, "put": 1.2, "slow": 10.0,
-    "fill": 16.0, "sample": 0.7,
+    "kill": 1.5, "stop": 2.2, "unlock": 0.8, "put": 1.2, "slow": 10.0, "fill": 16.0, "sample": 0.7,
 }  # fmt: skip
 _SLOW, _FAST = 1.5e6, 12e6
 _TICK = 0.02
-_TERMINATED = 143
+_SIGNALS, _TERMINATED = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT), 143
 #: Looks at the budget in a row: what is being published or evicted counts twice for a moment.
 _IN_A_ROW = 3
 _FIGURES = ["calls", "verified reads", "verified bytes", "streamed past the cache", "longest ms"]
@@ -304,7 +302,7 @@ class Boss:
         self.stopped: set[int] = set()
         self.done: defaultdict[str, int] = defaultdict(int)
         self._sent: defaultdict[int, set[int]] = defaultdict(set)
-        self._digests: dict[str, str] = {}
+        self._seen: dict[tuple[Path, int], int] = {}  # versions that were published
         self._over = 0
         self._budget_unlocked = storm.lying
         self._due = sched.scheduler()
@@ -365,16 +363,16 @@ class Boss:
             live(self.storm, slot, life)
         self.slots[pid] = slot
 
-    def _kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+    def _kill(self) -> None:
         """Anyone who runs: at any moment most are in a call that fetches, waits or holds."""
         if running := sorted(set(self.slots) - self.stopped):
             pid = self.draw.choice(running)
+            (number,) = self.draw.choices(
+                (signal.SIGKILL, signal.SIGTERM, signal.SIGINT), (6, 1, 1)
+            )
             self._sent[pid] |= {-number, _TERMINATED}
             self.done["kills and terminations"] += 1
             os.kill(pid, number)
-
-    def _terminate(self) -> None:
-        self._kill(self.draw.choice((signal.SIGTERM, signal.SIGINT)))
 
     def _stop(self) -> None:
         """Stop a process: for a moment, or past ``stale_after``; two at a time."""
@@ -385,8 +383,7 @@ class Boss:
         self.stopped.add(pid)
         self.done["stops"] += 1
         os.kill(pid, signal.SIGSTOP)
-        short = self.draw.random() < 0.5
-        seconds = self.draw.uniform(0.05, STALE_AFTER) if short else STALE_AFTER + 2.0
+        seconds = self.draw.choice((self.draw.uniform(0.05, STALE_AFTER), STALE_AFTER + 2.0))
         self._due.enter(seconds, 0, self._continue, (pid,))
 
     def _continue(self, pid: int) -> None:
@@ -421,11 +418,9 @@ class Boss:
         self.done["overwrites"] += 1
 
     def _slow(self) -> None:
-        def end() -> None:
-            self.storm.rate.value = _FAST
-
-        self.storm.rate.value = _SLOW
-        self._due.enter(self.draw.uniform(1, 4), 0, end)
+        rate = self.storm.rate
+        rate.value = _SLOW
+        self._due.enter(self.draw.uniform(1, 4), 0, setattr, (rate, "value", _FAST))
 
     def _fill(self) -> None:
         self.done["disk filled"] += 1
@@ -458,9 +453,8 @@ class Boss:
         for path in paths:
             with contextlib.suppress(FileNotFoundError):
                 inode, data = path.stat().st_ino, path.read_bytes()
-                _, wrong = self.storm.examine(path.name, data)
-                digest = hashlib.sha256(data).hexdigest()
-                if wrong or self._digests.setdefault(f"{path}#{inode}", digest) != digest:
+                version, wrong = self.storm.examine(path.name, data)
+                if wrong or self._seen.setdefault((path, inode), version) != version:
                     self.storm.wrong("visibility", f"{path}: {wrong or 'it changed'}")
 
 

@@ -20,8 +20,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.stress.brokensite import sitecustomize
-
 _SITE = Path(__file__).resolve().parent / "brokensite"
 #: What each fault leaves untrue.
 _UNTRUE = {"refused": {"flock", "answers"}, "lying": {"flock"}}
@@ -39,8 +37,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if how := config.getoption("--flock"):
-        sitecustomize.break_flock(how)
         os.environ.update(broken_environment(how))
+        from tests.stress.brokensite import sitecustomize  # noqa: F401  here, too
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -20,10 +20,11 @@ from shardcache.cli.demo import S3Server
 from shardcache.layout import Layout
 from shardcache.store.partial import in_flight
 from tests.support.proxy import Proxy
-from tests.support.storetools import PATIENCE, Child, Parent, children, forked, wait_until
+from tests.support.storetools import PATIENCE, Child, Parent, forked, wait_until
 from tests.support.tars import make_tar
 
 pytest.importorskip("ray", reason="pip install 'shardcache[ray]'")
+psutil = pytest.importorskip("psutil")  # Ray brings one
 pytestmark = pytest.mark.timeout(1200)  # a busy machine starts raylets slowly
 
 NODES = ["node-a", "node-b", "node-c"]
@@ -40,22 +41,10 @@ _SETTINGS = {
 }
 
 
-def below(pid: int) -> list[int]:
-    """Descriptors of all processes below one; none of them comes to mean another process."""
-    found = []
-    with contextlib.suppress(FileNotFoundError):  # it has ended
-        for child in children(pid):
-            with contextlib.suppress(ProcessLookupError):
-                found.append(os.pidfd_open(child))
-            found += below(child)
-    return found
-
-
-def kill(processes: list[int]) -> None:
+def kill(processes: list[Any]) -> None:
     for process in processes:
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(process, signal.SIGKILL)
-        os.close(process)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def serve(parent: Parent, directory: str) -> None:
@@ -78,9 +67,7 @@ def serve(parent: Parent, directory: str) -> None:
         else:
             node = nodes.pop(name)
             process = node.all_processes["raylet"][0].process
-            started = below(process.pid)
-            process.kill()
-            kill(started)
+            kill([process, *psutil.Process(process.pid).children(recursive=True)])
             process.wait()
             raylets.worker_nodes.discard(node)
             raylets.wait_for_nodes(PATIENCE)  # the cluster knows that it is dead
@@ -168,7 +155,7 @@ def cluster(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             found.add(name)
         yield found
         proxy.resume()
-        started = below(raylets.pid)
+        started = psutil.Process(raylets.pid).children(recursive=True)
         raylets.ask(None)
         kill(started)
     shutil.rmtree(directory, ignore_errors=True)

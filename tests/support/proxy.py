@@ -119,7 +119,6 @@ class Request:
     status: int = 0  # of the answer; 0 for none
     first: int | None = None  # offset in the object of the answer's first byte
     body_bytes: int = 0  # bytes of payload handed over; never behind what the client has read
-    aborted: bool = False  # either side ended before the answer did
 
     @property
     def is_object_fetch(self) -> bool:
@@ -295,19 +294,15 @@ class _Connection(BaseHTTPRequestHandler):
         payload = self.rfile.read(int(self.headers.get("content-length", 0)))
         request = _request(self.command, self.path, self.headers.get("range", ""))
         fault = self.server.proxy.meet(request)
-        try:
-            if fault.before is not None:
-                fault.before()
-            if fault.hang_up:
-                self._finish(fault.hang_up)
-            if fault.answer is not None:
-                time.sleep(fault.delay)
-                self._respond(request, fault.answer, iter([fault.answer.body]), fault)
-            else:
-                self._ask(request, payload, fault)
-        except BaseException:
-            request.aborted = True
-            raise
+        if fault.before is not None:
+            fault.before()
+        if fault.hang_up:
+            self._finish(fault.hang_up)
+        if fault.answer is not None:
+            time.sleep(fault.delay)
+            self._respond(request, fault.answer, iter([fault.answer.body]), fault)
+        else:
+            self._ask(request, payload, fault)
         self.close_connection |= fault.leave
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _exchange

@@ -111,15 +111,6 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
     "Hugging Face datasets": ("datasets",),
 }
 
-#: What a section reads, of the bucket; the others read all four shards.
-TABLES: Mapping[str, set[str]] = {
-    "pandas": {"table.csv", "table/part-0.parquet", "table/part-1.parquet"},
-    "Arrow": {"table/part-0.parquet", "table/part-1.parquet"},
-    "Ray Data": {"table/part-0.parquet", "table/part-1.parquet"},
-    "Hugging Face datasets": {"table.csv"},
-}
-NO_SHARDS = {"pandas", "Arrow"}
-
 
 @dataclass(frozen=True)
 class Block:
@@ -142,12 +133,6 @@ class Block:
         """Compare with what it really printed."""
         pattern = ".*".join(map(re.escape, self.printed.split("...")))
         assert re.fullmatch(pattern, printed), f"{self}: it printed\n{printed}"
-
-    @property
-    def objects(self) -> set[str]:
-        """What it reads."""
-        shards = set() if self.section in NO_SHARDS else {f"train-{n:04d}.tar" for n in range(4)}
-        return shards | TABLES.get(self.section, set())
 
 
 def blocks() -> list[Block]:

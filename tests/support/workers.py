@@ -1,7 +1,6 @@
-"""Processes that use a cache as they are told, and are stopped or misled about the time.
+"""Processes that use a cache as they are told, and are misled about the time.
 
-A process is told what to do over its standard input, line by line, and answers in JSON. It
-may stop itself (SIGSTOP) at a chosen call of the library: `Worker(stop_at=...)`.
+A process is told what to do over its standard input, line by line, and answers in JSON.
 
 Its clock, `time.time` and its relatives, is bent by a file that is read on every call, so that it
 can be set at any moment.
@@ -21,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.support.storetools import PATIENCE, wait_until
+from tests.support.storetools import PATIENCE
 
 YEAR = 365 * 86400
 
@@ -39,25 +38,6 @@ if os.environ.get("CLOCK_FILE"):
 import logging
 logging.basicConfig(format="%(message)s", level=logging.WARNING)
 from shardcache import Cache
-
-if os.environ.get("STOP_AT"):
-    import functools, pkgutil, signal
-    when, _, place = os.environ["STOP_AT"].partition(" ")
-    owner, _, name = place.replace(":", ".").rpartition(".")
-    owner = pkgutil.resolve_name(owner)
-    call, state = getattr(owner, name), []
-    def stop(moment):
-        if moment == when and not state:
-            state.append(True)
-            signal.raise_signal(signal.SIGSTOP)  # this thread first: at once
-    @functools.wraps(call)
-    def stopping(*arguments, **options):
-        stop("before")
-        try:
-            return call(*arguments, **options)
-        finally:
-            stop("after")
-    setattr(owner, name, stopping)
 
 cache = Cache(**json.loads(sys.argv[1]))
 print(json.dumps("ready"), flush=True)
@@ -81,8 +61,6 @@ for line in sys.stdin:
             answer = [[r.name, str(r.reason)] for r in report.removed]
         elif command == "who":
             answer = [os.getpid(), os.uname().nodename]
-        elif command == "time":
-            answer = time.time()
     except Exception as exn:
         answer = {"error": type(exn).__name__, "message": str(exn)}
     print(json.dumps([answer, time.monotonic() - begun]), flush=True)
@@ -111,7 +89,6 @@ class Worker:
         self,
         clock: Clock | None = None,
         *,
-        stop_at: str = "",  # "before" or "after", and a call of the library as ``module:name``
         prefix: Sequence[str] = (),  # a command that starts it
         **options: Any,
     ) -> None:
@@ -122,7 +99,7 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**os.environ, "STOP_AT": stop_at, **(clock.environment if clock else {})},
+            env={**os.environ, **(clock.environment if clock else {})},
         )
 
     def __enter__(self) -> Worker:
@@ -132,15 +109,6 @@ class Worker:
     def __exit__(self, *exc: object) -> None:
         self.process.kill()
         self.process.communicate()
-
-    @property
-    def state(self) -> str:
-        """As ``ps`` shows it: T is stopped."""
-        return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-    def stopped(self) -> None:
-        """Wait until it has stopped."""
-        wait_until(lambda: self.state == "T")
 
     def tell(self, *command: Any) -> None:
         assert self.process.stdin is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import shutil
 import signal
@@ -115,22 +116,17 @@ def test_ranks_wait_for_the_directories_that_rank_0_makes_late(nodes: Nodes) -> 
 
 
 def test_one_rank_copies_a_program_and_all_see_it_whole(tmp_path: Path, nodes: Nodes) -> None:
-    source = tmp_path / "source"
+    source, text = tmp_path / "source", "import model\n" * 200
     source.mkdir()
-    text = "import model\n" * 200
     for name in ("train.py", "model.py"):
         (source / name).write_text(text)
 
     def start(number: int, root: Path) -> None:
-        copied = root / "code"
-
-        def copy() -> None:
-            shutil.copytree(source, copied)
-
-        sync.once("code", copy, dir=root, job="race")
-        sync.wait_for([copied / path.name for path in source.iterdir()], timeout=PATIENCE)
-        for path in source.iterdir():
-            assert (copied / path.name).read_text() == text, "it is not whole"
+        copies = [root / "code" / path.name for path in source.iterdir()]
+        copy = functools.partial(shutil.copytree, source, root / "code")
+        sync.once("code", lambda: copy() and None, dir=root, job="race")
+        sync.wait_for(copies, timeout=PATIENCE)
+        assert all(copied.read_text() == text for copied in copies), "it is not whole"
 
     ranks(nodes, 4, start)
 
@@ -152,10 +148,8 @@ def test_a_claim_that_vanishes_lets_nobody_see_half_a_file(nodes: Nodes) -> None
 
     with crowd(2, fetch) as (first, second):
         assert first.ask() == "fetches"
-        claims = list(nodes[0].root.rglob("claim.0"))
-        assert claims
-        for claim in claims:
-            claim.unlink()
+        (claim,) = nodes[0].root.rglob("claim.0")
+        claim.unlink()
         second.tell()
         first.tell()
         assert first.hear() is True

@@ -59,7 +59,6 @@ class MemoryOrigin:
     faults: deque[Fault] = field(default_factory=deque)  # of the next requests, one each
     pins: bool = True
     states_checksums: bool = True
-    ranges: bool = True  # honoured
     sizes: bool = True  # stated
     etags: bool = True  # stated
     checksums: dict[str, Checksum] = field(default_factory=dict)  # that `stat` states
@@ -88,14 +87,9 @@ class MemoryOrigin:
         if pin is not None and pin.etag != info.etag:
             raise VersionChangedError(str(url))
         data = self.objects[str(url)]
-        if not self.ranges:
-            start, stop = 0, None
-        if not self.sizes:
-            stop = None
-        stop = len(data) if stop is None else min(stop, len(data))
-        body = MemoryBody(self, info, start, stop, memoryview(data)[start:stop], fault)
-        self.bodies.append(body)
-        return body
+        stop = len(data) if stop is None or not self.sizes else min(stop, len(data))
+        self.bodies.append(MemoryBody(self, info, start, stop, data[start:stop], fault))
+        return self.bodies[-1]
 
     def stat(self, url):
         with self.guard:
@@ -104,40 +98,31 @@ class MemoryOrigin:
 
 
 class MemoryBody:
-    waited = 0.0
+    """The answer to one request."""
 
     def __init__(self, origin, info, start, stop, data, fault) -> None:
-        self.info = info
-        self.waited = 0.0
-        self.start = start
-        self.stop = stop if origin.sizes else None
-        self._origin = origin
-        self._data = data
-        self._at = 0
-        self._fault = fault
-        self.aborted = threading.Event()
-        self.closed = False
+        self.info, self.start, self.stop = info, start, stop if origin.sizes else None
+        self.waited, self.closed, self.aborted = 0.0, False, threading.Event()
+        self._origin, self._data, self._at, self._fault = origin, data, 0, fault
 
     def readinto(self, buffer) -> int:
-        limit = self._at + min(len(buffer), self._origin.chunk)
-        fault = self._fault
-        if fault is not None and fault.after is not None:
-            if self._at >= fault.after and not fault.corrupt:
-                if fault.wait is not None:
-                    while not fault.wait.wait(0.01):
-                        if self.aborted.is_set():
-                            raise TransientError("aborted")
-                    self._fault = None
-                elif fault.error is not None:
-                    raise fault.error
-                else:
-                    if self.stop is not None:
-                        raise TransientError("the origin stopped early")
-                    return 0
-            elif not fault.corrupt:
-                limit = min(limit, fault.after)
-        chunk = bytearray(self._data[self._at : limit])
-        if fault is not None and fault.corrupt and self._at <= fault.after < limit:
+        fault, end = self._fault, self._at + min(len(buffer), self._origin.chunk)
+        if fault is not None and not fault.corrupt:
+            if self._at < fault.after:
+                end = min(end, fault.after)
+            elif fault.wait is not None:
+                while not fault.wait.wait(0.01):
+                    if self.aborted.is_set():
+                        raise TransientError("aborted")
+                self._fault = None
+            elif fault.error is not None:
+                raise fault.error
+            elif self.stop is not None:
+                raise TransientError("the origin stopped early")
+            else:
+                return 0
+        chunk = bytearray(self._data[self._at : end])
+        if fault is not None and fault.corrupt and self._at <= fault.after < end:
             chunk[fault.after - self._at] ^= 0xFF
             self._fault = None
         buffer[: len(chunk)] = chunk

@@ -57,7 +57,7 @@ class Fault:
     before: Callable[[], object] | None = None  # called first; may change objects on the server
     delay: float = 0.0  # seconds before the first byte of the answer
     hang_up: Literal["", "close", "reset", "stall"] = ""  # instead of any answer; reset is RST
-    strip: tuple[str, ...] = ()  # request headers that do not reach the server
+    strip: tuple[str, ...] = ()  # request headers, in small letters, that do not reach the server
     span: tuple[int, int] | None = None  # (start, stop) the server is asked for instead
     path: str | None = None  # bucket/key the server is asked for instead
     answer: Answer | None = None  # is given instead of asking the server
@@ -262,17 +262,13 @@ class Proxy:
             server.socket.shutdown(socket.SHUT_RDWR)
             server.server_close()
 
-    def cut(self) -> None:
-        """End all connections, as a server that restarts does."""
+    def close(self) -> None:
+        """End all connections, as a server does that stops, and wait until nothing is left."""
+        self.refuse()
         for client in list(self.clients):
             with contextlib.suppress(OSError):  # it has ended already
                 client.shutdown(socket.SHUT_RDWR)
         wait_until(lambda: not self.clients)
-
-    def close(self) -> None:
-        """Cut all connections and wait until nothing is left."""
-        self.refuse()
-        self.cut()
 
 
 class _Connection(BaseHTTPRequestHandler):
@@ -340,11 +336,9 @@ class _Connection(BaseHTTPRequestHandler):
         from botocore.credentials import Credentials
 
         proxy = self.server.proxy
-        dropped = {*_NOT_PASSED_ON, *(name.lower() for name in fault.strip)}
+        dropped = {*_NOT_PASSED_ON, *fault.strip, "range" if fault.span else ""}
         kept = {name: value for name, value in headers if name.lower() not in dropped}
         if fault.span is not None:
-            for name in [name for name in kept if name.lower() == "range"]:
-                del kept[name]
             kept["Range"] = f"bytes={fault.span[0]}-{fault.span[1] - 1}"
         target = f"/{fault.path}" if fault.path else self.path
         signed = AWSRequest(self.command, f"{proxy.upstream.geturl()}{target}", headers=kept)

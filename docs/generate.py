@@ -35,11 +35,12 @@ an environment variable, in upper case with `SHARDCACHE_` in front (`SHARDCACHE_
 An argument wins over a variable, and a variable over a file. shardcache reads
 `$SHARDCACHE_CONFIG`, `./shardcache.toml`, `~/.config/shardcache/config.toml` and
 `/etc/shardcache.toml`; the first file that sets an option wins. If nothing sets `dir` or
-`max_size`, WebDataset's `WDS_CACHE` and `WDS_CACHE_SIZE` do. `shardcache config` shows each value
-and where it came from.
+`max_size`, WebDataset's `WDS_CACHE` and `WDS_CACHE_SIZE` do. Without any directory the cache is
+`shardcache` in the user's cache directory, `$XDG_CACHE_HOME` or `~/.cache`. `shardcache config`
+shows each value and where it came from.
 
-Sizes are written like `800GB` or `1.5 TiB`, durations like `90`, `1h30m` or `14d`. `none` clears
-an option.
+Sizes are written like `800GB` or `1.5 TiB`; only in Python an `int` means bytes. Durations are
+written like `90`, `1h30m` or `14d`. `none` clears an option.
 
 {chr(10).join(rows)}
 """

@@ -23,7 +23,7 @@ from shardcache.errors import (
 
 if TYPE_CHECKING:
     from shardcache import sync, wds
-    from shardcache.cache import Cache, default_cache, url_opener
+    from shardcache.cache import Cache, attach, default_cache, url_opener
     from shardcache.config import __version__
     from shardcache.integrations import lightning, telemetry, wids
 
@@ -39,6 +39,7 @@ __all__ = [
     "TransferError",
     "TransferTimeoutError",
     "__version__",
+    "attach",
     "default_cache",
     "lightning",
     "sync",
@@ -53,6 +54,7 @@ __all__ = [
 _ON_FIRST_USE = {
     "Cache": "shardcache.cache",
     "__version__": "shardcache.config",
+    "attach": "shardcache.cache",
     "default_cache": "shardcache.cache",
     "lightning": "shardcache.integrations.lightning",
     "sync": "shardcache.sync",

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from shardcache.stats.summary import Stats
     from shardcache.store.verify import Finding, VerifyStatus
 
-__all__ = ["Cache", "default_cache", "url_opener"]
+__all__ = ["Cache", "attach", "default_cache", "url_opener"]
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,9 @@ class Cache:
     unless ``strict`` is set. The directory is made when it is first used.
 
     Args:
-        dir: the directory. Without it, ``SHARDCACHE_DIR`` or a configuration file says which.
+        dir: the directory. Without it, ``SHARDCACHE_DIR``, a configuration file or ``WDS_CACHE``
+            says which; if none does, it is ``~/.cache/shardcache`` (below ``XDG_CACHE_HOME`` if
+            that is set), and a log record of level INFO says so.
         **options: see docs/options.md. They have the same names in the environment
             (``SHARDCACHE_MAX_SIZE``) and in ``shardcache.toml``.
 
@@ -82,7 +84,10 @@ class Cache:
     def __init__(
         self, dir: str | os.PathLike[str] | None = None, **options: Unpack[Options]
     ) -> None:
-        self._setup(load({"dir": dir, **options}).config, clock.time())
+        config, sources = load({"dir": dir, **options})
+        if sources["dir"] == "default":
+            logger.info("caching in %s; SHARDCACHE_DIR names another directory", config.dir)
+        self._setup(config, clock.time())
 
     @classmethod
     def from_config(cls, config: Config, *, started: float | None = None) -> Cache:
@@ -496,9 +501,14 @@ def default_cache() -> Cache:
     There is one for all callers. A forked child may go on using it.
 
     Raises:
-        ConfigError: no directory is set anywhere, or an option cannot work.
+        ConfigError: an option cannot work.
     """
     return Cache()
+
+
+def attach(dataset: _Pipeline, *, fast_tar: bool = True) -> _Pipeline:
+    """Make a WebDataset pipeline read through the default cache; see `Cache.attach`."""
+    return default_cache().attach(dataset, fast_tar=fast_tar)
 
 
 def url_opener(

@@ -6,6 +6,7 @@ key::
 
     argument > SHARDCACHE_* > TOML files > WDS_CACHE, WDS_CACHE_SIZE > default
 
+Without any ``dir``, it is ``shardcache`` in the user's cache directory.
 A `Config` that exists is valid. An unknown key, variable or argument is an error. No repr, row or
 error shows a value of ``storage_options``, and no pickle holds a secret, except on the way into a
 process that multiprocessing is spawning.
@@ -36,6 +37,8 @@ __version__ = "0.1.0"
 logger = logging.getLogger(__name__)
 
 NONE = "none"
+#: The default of ``dir``, for people.
+DEFAULT_DIR = "~/.cache/shardcache"
 MIB = 1 << 20
 # Patterns are compiled when first used: `import shardcache` stays light.
 #: Storage options and HTTP headers that hold credentials: of s3fs, gcsfs, adlfs, botocore, aiohttp.
@@ -270,7 +273,7 @@ class TierOption:
 
     dir: Path = _opt(PATH, MISSING, "Where.")
     max_size: Limit | None = _opt(ROOM, None, "Most it may hold.")
-    min_free: Limit = _opt(LIMIT, Limit(percent=5.0), "Space on its filesystem that stays free.")
+    min_free: Limit = _opt(LIMIT, Limit(percent=10.0), "Space on its filesystem that stays free.")
 
     def __post_init__(self) -> None:
         _parse_all(self)
@@ -312,7 +315,7 @@ class Config:
     max_size: Limit | None = _opt(
         ROOM, None, "Most the cache may hold: bytes or % of the filesystem."
     )
-    min_free: Limit = _opt(LIMIT, Limit(percent=5.0), "Space on the filesystem that stays free.")
+    min_free: Limit = _opt(LIMIT, Limit(percent=10.0), "Space on the filesystem that stays free.")
     ephemeral_limit: int | None = _opt(
         SIZE, None, "Kubernetes' ephemeral-storage limit of the pod; nine tenths of it may be held."
     )
@@ -436,14 +439,13 @@ _PREFIX = "SHARDCACHE_"
 #: Variables with our prefix that are no options: those of `ranks` and `sync`, and those that
 #: Kubernetes gives every pod beside a Service called "shardcache" or "shardcache-x".
 _NO_OPTIONS = rf"{_PREFIX}(CONFIG|RANK|JOB|SYNC_DIR|(\w+_)?(SERVICE_HOST|SERVICE_PORT|PORT)(_\w+)?)"
-#: WebDataset's own variables, honoured where nothing of ours is set.
-_WDS_VARIABLES = {"WDS_CACHE": "dir", "WDS_CACHE_SIZE": "max_size"}
 
 
 class Loaded(NamedTuple):
     """A `Config` and, for each option, the source of its value.
 
-    A source is ``argument``, ``environment NAME``, ``file PATH`` or ``default``.
+    A source is ``argument``, ``environment NAME``, ``file PATH`` or ``default``. The default of
+    ``dir`` is the user's cache directory.
     """
 
     config: Config
@@ -457,7 +459,8 @@ def load(
 ) -> Loaded:
     """The options in force for ``explicit`` arguments, ``environ`` and TOML ``files``.
 
-    In the environment and in TOML the text ``none`` clears an option that may be unset.
+    In the environment and in TOML the text ``none`` clears an option that may be unset, and
+    sizes need a unit.
 
     Args:
         explicit: options given in code; a value of None means "not given".
@@ -467,7 +470,7 @@ def load(
 
     Raises:
         ConfigError: an unknown name, a value that cannot be used, a file that cannot be
-            read, or no ``dir`` anywhere.
+            read, or no ``dir`` anywhere and no home directory.
     """
     env = {k: v for k, v in (os.environ if environ is None else environ).items() if v.strip()}
     values: dict[str, Any] = {}
@@ -480,7 +483,7 @@ def load(
             if variable.startswith(_PREFIX) and not re.fullmatch(_NO_OPTIONS, variable)
         ),
         _from_files(_usual_files(env) if files is None else files),
-        ((name, env.get(var), f"environment {var}") for var, name in _WDS_VARIABLES.items()),
+        _from_webdataset(env),
     ):
         if name not in _FIELDS:
             import difflib  # only a mistake has to wait for it
@@ -491,13 +494,32 @@ def load(
         if value is not None and sources[name] == "default":
             values[name], sources[name] = _parse(_FIELDS[name], value, source), source
     if "dir" not in values:
+        values["dir"] = _user_directory(env)
+    return Loaded(Config(**values), sources)
+
+
+def _user_directory(env: Mapping[str, str]) -> Path:
+    """Where a user's cache is if nobody says where."""
+    caches = env.get("XDG_CACHE_HOME", "")
+    if not caches.startswith("/"):  # the XDG specification has relative paths ignored
+        caches = "~/.cache"
+    try:
+        return _directory(f"{caches}/shardcache")
+    except ValueError:
         raise ConfigError(
-            "no cache directory is set. Set it in one of three ways: "
-            'Cache("/local/nvme/shards") in code or --dir on the command line; '
+            "no cache directory is set, and this user has no home directory. Set one in one of "
+            'three ways: Cache("/local/nvme/shards") in code or --dir on the command line; '
             "SHARDCACHE_DIR=/local/nvme/shards in the environment; "
             'dir = "/local/nvme/shards" in shardcache.toml.'
-        )
-    return Loaded(Config(**values), sources)
+        ) from None
+
+
+def _from_webdataset(env: Mapping[str, str]) -> Iterator[tuple[str, str | None, str]]:
+    """WebDataset's own variables, honoured where nothing of ours is set."""
+    yield "dir", env.get("WDS_CACHE"), "environment WDS_CACHE"
+    size = env.get("WDS_CACHE_SIZE", "").strip()
+    size += "B" if size[-1:].isdigit() else ""  # WebDataset takes a number of bytes
+    yield "max_size", size or None, "environment WDS_CACHE_SIZE"
 
 
 def _usual_files(env: Mapping[str, str]) -> list[Path]:
@@ -525,7 +547,16 @@ def _from_files(paths: Sequence[Path]) -> Iterator[tuple[str, object, str]]:
             # A relative ``dir`` is relative to its file.
             if name == "dir" and isinstance(value, str) and not re.match(r"[~$]|\w+://|$", value):
                 value = path.parent / value
-            yield name, value, f"file {path}"
+            yield name, value if name == "storage_options" else _spelt(value), f"file {path}"
+
+
+def _spelt(value: Any) -> Any:
+    """A value of a file with its numbers as text, so that sizes need a unit there, too."""
+    if isinstance(value, list):
+        return list(map(_spelt, value))
+    if isinstance(value, dict):
+        return {k: v if k == "storage_options" else _spelt(v) for k, v in value.items()}
+    return str(value) if type(value) in (int, float) else value
 
 
 def _parse(option: dataclasses.Field[Any], value: object, source: str) -> object:
@@ -571,7 +602,7 @@ def describe(loaded: Loaded) -> tuple[Option, ...]:
     rows = []
     for name, option in _FIELDS.items():
         kind, help = option.metadata["kind"], option.metadata["help"]
-        default = "required" if option.default is MISSING else show(kind, option.default)
+        default = DEFAULT_DIR if option.default is MISSING else show(kind, option.default)
         value = show(kind, getattr(loaded.config, name))
         rows.append(Option(name, kind.text, default, help, value, loaded.sources[name]))
     return tuple(rows)

@@ -42,8 +42,8 @@ _TRUTHS = dict.fromkeys(("1", "true", "yes", "on"), True)
 _TRUTHS |= dict.fromkeys(("0", "false", "no", "off"), False)
 
 _ACCEPT_SIZE = (
-    "a whole number of bytes, or a number with KB, MB, GB, TB, PB (powers of 1000) "
-    "or KiB, MiB, GiB, TiB, PiB (powers of 1024), for example 800GB or 1.5 TiB"
+    "a number with B, KB, MB, GB, TB, PB (powers of 1000) or KiB, MiB, GiB, TiB, PiB "
+    "(powers of 1024), for example 800GB or 1.5 TiB; in Python also an int of bytes"
 )
 _ACCEPT_DURATION = (
     "a number of seconds, or w, d, h, m (minutes), s and ms, largest first, "
@@ -61,9 +61,9 @@ def _refuse(value: object, noun: str, accepted: str) -> ConfigError:
 def parse_bytes(value: str | int | float) -> int:
     """Bytes from a number or from text such as ``800GB``, ``1.5 TB``, ``1GiB``, ``512k``.
 
-    Case does not matter; K and KB are 1000, Ki and KiB are 1024. A plain number is
-    bytes, also as ``1e12``. A fraction of a unit is rounded down to whole bytes. ConfigError
-    for what is negative, not finite, above `MAX_BYTES`, or no number with a unit.
+    Case does not matter; K and KB are 1000, Ki and KiB are 1024. Text needs a unit, unless it
+    is 0: whoever writes 800 hardly means bytes. A fraction of a unit is rounded down to whole
+    bytes. ConfigError for what is negative, not finite, above `MAX_BYTES`, or has no unit.
     """
     number: float = -1
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -76,7 +76,11 @@ def parse_bytes(value: str | int | float) -> int:
             number = number if unit == 1 else int(number)
     if not 0 <= number <= MAX_BYTES or number % 1:
         raise _refuse(value, "a size", _ACCEPT_SIZE)
-    return int(number)
+    size = int(number)
+    if size and isinstance(value, str) and (text := value.strip())[-1].isdigit():
+        meant = f"{size}GB" if size < 100_000 else exact_bytes(size)
+        raise ConfigError(f"{text} bytes? Write {meant}.")
+    return size
 
 
 def format_bytes(n: float) -> str:
@@ -107,7 +111,7 @@ def exact_bytes(n: int) -> str:
         if n and n % base**power == 0
     ]
     # The first of several shortest: a unit reads better than digits.
-    return min([*texts, str(n)], key=len)
+    return min([*texts, f"{n}B" if n else "0"], key=len)
 
 
 def parse_duration(value: str | float) -> float:

@@ -163,6 +163,17 @@ def test_the_default_cache_comes_from_the_environment(tmp_path, monkeypatch):
     assert default_cache() is default_cache()
 
 
+def test_a_cache_without_any_option_says_where_it_is_and_leaves_a_tenth_of_the_disk(
+    tmp_path, caplog
+):
+    caplog.set_level("INFO", "shardcache")
+    config = Cache().config
+    assert config.dir == tmp_path / "user" / "shardcache"
+    assert (config.max_size, str(config.min_free)) == (None, "10%")
+    (said,) = caplog.messages
+    assert f"caching in {config.dir}" in said
+
+
 def test_a_bad_option_is_refused_before_anything_is_made(tmp_path):
     with pytest.raises(ConfigError, match="max_size"):
         Cache(tmp_path / "cache", maxsize="1GB")

@@ -119,6 +119,27 @@ def test_the_first_place_that_sets_an_option_wins(home):
     assert (config.max_size, config.attempts, config.connections) == (None, 2, 32)
 
 
+def test_without_a_directory_it_is_in_the_users_cache(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    for caches, parent in ("/scratch/me", "/scratch/me"), ("relative", "/home/me/.cache"):
+        config, sources = load({"dir": None}, {"XDG_CACHE_HOME": caches}, [])
+        assert (config.dir, sources["dir"]) == (Path(parent) / "shardcache", "default")
+    monkeypatch.setenv("HOME", "~")
+    with pytest.raises(ConfigError) as caught:
+        load({}, {}, [])
+    for way in ("Cache(", "SHARDCACHE_DIR=", "dir = ", "--dir"):
+        assert way in str(caught.value)
+
+
+def test_sizes_need_a_unit_in_files_too(home):
+    file = home / "x.toml"
+    for line in "max_size = 800", 'tiers = [{dir = "/ram", max_size = 800}]', 'tiers = "/ram=800"':
+        file.write_text(f"timeout = 1.5\nattempts = 2\n{line}\n")
+        with pytest.raises(ConfigError, match=r"800 bytes\? Write 800GB\.$"):
+            load({"dir": DIR}, {}, [file])
+    assert str(only({"WDS_CACHE_SIZE": "800"}).config.max_size) == "800B"  # WebDataset's own
+
+
 def test_an_unknown_name_is_refused_with_the_nearest_one(home):
     file = home / "x.toml"
     file.write_text('max_sise = "1GB"\n')

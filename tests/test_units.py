@@ -19,9 +19,9 @@ count = partial(units.parse_count, least=1, most=256)
 choice = partial(units.parse_choice, choices=("node", "rank"))
 READ: dict[Callable[..., Any], dict[Any, Any]] = {
     units.parse_bytes: {
-        "0": 0, "512": 512, " 7 B ": 7, "512k": 512_000, "512KiB": 524_288, "800GB": 8 * 10**11,
-        "1.5 TB": 15 * 10**11, "1.5GiB": 3 * 2**29, ".5kb": 500, "0.3KiB": 307, "1e12": 10**12,
-        "1E": 10**18, "1e3KB": 10**6, str(2**63 - 1): 2**63 - 1, 4096: 4096, 8e9: 8 * 10**9,
+        "0": 0, " 7 B ": 7, "512k": 512_000, "512KiB": 524_288, "800GB": 8 * 10**11,
+        "1.5 TB": 15 * 10**11, "1.5GiB": 3 * 2**29, ".5kb": 500, "0.3KiB": 307, "1e12B": 10**12,
+        "1E": 10**18, "1e3KB": 10**6, f"{2**63 - 1}B": 2**63 - 1, 4096: 4096, 8e9: 8 * 10**9,
     },
     units.parse_duration: {
         "0": 0.0, "90": 90.0, "90s": 90.0, "1.5": 1.5, "1h 30m": 5400.0, "1H30M": 5400.0,
@@ -46,7 +46,7 @@ SHOWN: dict[Callable[..., str], dict[float, str]] = {
         59.6: "1m", 128: "2m 08s", 3599.6: "1h", 5400: "1h 30m", 86_399: "1d", 1.2204e6: "14d 3h",
     },
     units.format_age: {-5: "just now", 0.9: "just now", 1: "1s ago", 125: "2m ago", 9e4: "1d ago"},
-    units.exact_bytes: {0: "0", 1000: "1KB", 16 << 20: "16MiB", 1001: "1001"},
+    units.exact_bytes: {0: "0", 1000: "1KB", 16 << 20: "16MiB", 1001: "1001B"},
     units.exact_duration: {0: "0s", 90: "90s", 1800: "30m", 1_209_600: "14d", 0.25: "0.25"},
 }  # fmt: skip
 REFUSED: dict[Callable[..., Any], list[Any]] = {
@@ -78,6 +78,21 @@ def test_what_means_nothing_is_refused_with_what_is_accepted(parse):
         with pytest.raises(ConfigError, match=r"is not .*\. Accepted: ") as caught:
             parse(value)
         assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("800", "800 bytes? Write 800GB."),
+        (" 1e12", "1e12 bytes? Write 1TB."),
+        ("1234567", "1234567 bytes? Write 1234567B."),
+    ],
+)
+def test_a_size_without_a_unit_is_asked_about(text: str, said: str) -> None:
+    for parse in units.parse_bytes, units.parse_limit:
+        with pytest.raises(ConfigError) as caught:
+            parse(text)
+        assert str(caught.value) == said
 
 
 @pytest.mark.parametrize("show", SHOWN)

@@ -31,7 +31,7 @@ from shardcache.origins.retry import RetryPolicy
 from shardcache.ranks import detect
 from shardcache.space.memory import Volume, cpu_quota, is_memory
 from shardcache.store.entry import Store
-from shardcache.store.root import check_root, is_foreign
+from shardcache.store.root import check_foreign, check_root
 from shardcache.units import format_bytes, format_duration, format_rate
 from shardcache.urls import parse_url, redact
 
@@ -113,6 +113,7 @@ def _owner(tier: Config) -> Answers:
     modes = Modes.of(tier.shared_group)
     if path == tier.dir and path.is_dir():
         check_root(tier.dir, modes)
+        check_foreign(tier.dir)
     if not path.is_dir():
         yield "fail", f"{path} is not a directory", "Point dir at a directory, or at a name in one."
     elif not os.access(path, os.W_OK | os.X_OK):
@@ -121,9 +122,6 @@ def _owner(tier: Config) -> Answers:
         yield "fail", f"nothing can be written in {path}", fix
     elif path != tier.dir:
         yield "ok", "writable, will be made", ""
-    elif is_foreign(path):
-        fix = f"Give the cache a directory of its own, such as {path / 'shards'}."
-        yield "warn", "no cache, but it has other things in it", fix
     else:
         yield "ok", f"writable, mode {stat.S_IMODE(path.stat().st_mode):o}", ""
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import click
@@ -19,7 +21,7 @@ from shardcache.clock import utc
 from shardcache.locks.flock import read_holder
 from shardcache.prewarm.plan import expand
 from shardcache.space.clean import CleanReport
-from shardcache.space.eviction import Policy, linked
+from shardcache.space.eviction import Policy, Removal, linked
 from shardcache.space.memory import Volume
 from shardcache.store.entry import DamagedError, Entry, Metadata
 from shardcache.store.partial import in_flight, read_progress
@@ -84,7 +86,7 @@ def ls_command(
       shardcache ls --json | jq -r '.shards[] | select(.state == "pinned") | .url'
     """
     console = invocation.console
-    with invocation.cache(existing=True) as cache:
+    with invocation.cache() as cache:
         if not is_cache(cache.dir):
             console.hint(f"Nothing was cached in {cache.dir} yet.")
         rows, summary, footer = (_list_partials if partial else _list_shards)(cache)
@@ -272,7 +274,7 @@ def rm_command(invocation: Invocation, urls: tuple[str, ...], yes: bool, dry_run
       shardcache rm -n s3://lab/train-0412.tar
     """
     rows = list[Row]()
-    with invocation.cache(existing=True) as cache:
+    with invocation.cache() as cache:
         shards = _parse_shards(cache, urls)
         sizes = [cache.remove(shard.raw, dry_run=True)[0] for shard in shards]
         if any(sizes) and not dry_run:
@@ -410,12 +412,25 @@ def clean_command(
             **given, orphans=orphans, everything=everything, dry_run=dry_run, wait=wait
         )
         console.object("clean", report, freed=report.freed)
+        if dry_run:
+            rows = [(_url_of(r), format_bytes(r.size), r.reason) for r in report.removed]
+            console.table(("SHARD", "SIZE", "WHY"), rows, right=("SIZE",))
         console.info(_clean_text(report))
         if report.missing:
             console.warning(
                 f"{format_bytes(report.missing)} more would have to go, but the rest is in use "
                 "or was used since the running jobs began"
             )
+
+
+def _url_of(removal: Removal) -> str:
+    """What would go: its URL, or its directory if that does not tell the URL."""
+    with contextlib.suppress(DamagedError, OSError):
+        if removal.entries:
+            return removal.entries[0].metadata().url
+        if progress := read_progress(Path(removal.name)):
+            return progress.metadata.url
+    return removal.name
 
 
 def _clean_text(report: CleanReport) -> str:

@@ -95,21 +95,23 @@ class Invocation:
         files = None if self.config is None else [Path(self.config)]
         return configuration.load({"dir": self.dir}, files=files)
 
-    def cache(self, *, existing: bool = False, connections: int = 0, **options: Any) -> Cache:
+    def cache(self, *, connections: int = 0, **options: Any) -> Cache:
         """Open the cache; its faults are errors here, not reasons to stream.
 
+        A directory with other things in it is refused, or a mistyped one would pass for an empty
+        cache.
+
         Args:
-            existing: refuse a directory that is no cache, so that a mistyped one does not pass for
-                an empty cache.
             connections: least number of them.
             options: change the configuration.
         """
         from shardcache.cache import Cache
-        from shardcache.store.root import require_cache
+        from shardcache.store.root import check_foreign, is_cache
 
-        config = self.loaded().config
-        if existing:
-            require_cache(config.dir, empty=True)
+        config, sources = self.loaded()
+        check_foreign(config.dir)
+        if sources["dir"] == "default" and not is_cache(config.dir):
+            self.console.hint(f"The cache is {config.dir}; --dir or SHARDCACHE_DIR names another.")
         connections = max(connections, config.connections)
         return Cache.from_config(config.replace(strict=True, connections=connections, **options))
 
@@ -321,7 +323,7 @@ def _run(invocation: Invocation, arguments: Sequence[str] | None) -> int:
     console = invocation.console
     try:
         returned = command_line.main(
-            args=None if arguments is None else list(arguments),
+            args=list(sys.argv[1:] if arguments is None else arguments) or ["--help"],
             prog_name="shardcache",
             standalone_mode=False,
             obj=invocation,

@@ -112,7 +112,7 @@ def prewarm_command(
     changes = {} if max_size is None else {"max_size": max_size}
     console, progress = invocation.console, PrewarmProgress()
     looking = options["check"] or options["dry_run"]
-    cache = invocation.cache(connections=jobs or 0, existing=options["check"], **changes)
+    cache = invocation.cache(connections=jobs or 0, **changes)
     with cache, ExitStack() as stack:
 
         def on_event(event: Event) -> None:
@@ -300,7 +300,7 @@ def path_command(invocation: Invocation, url: str, fetch: bool) -> None:
       shardcache path s3://lab/train-0000.tar
       tar tf "$(shardcache path --fetch s3://lab/train-0000.tar)"
     """
-    with invocation.cache(existing=not fetch) as cache:
+    with invocation.cache() as cache:
         shard = cache.parse(url)
         found = cache.path(url)
         if found is None and fetch:

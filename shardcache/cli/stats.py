@@ -74,7 +74,7 @@ def stats_command(
         raise click.UsageError("--zero goes with nothing else.")
     if form and (since is not None or by or console.json):
         raise click.UsageError("--format prometheus prints everything; Prometheus selects.")
-    with invocation.cache(existing=True) as cache:
+    with invocation.cache() as cache:
         if zero:
             process = cache.processes.here()
             process.counters.flush()
@@ -193,7 +193,7 @@ def report_command(invocation: Invocation, since: float | None, output: Path) ->
       shardcache report
       shardcache report --since 24h -o /var/www/html/shardcache.html
     """
-    with invocation.cache(existing=True) as cache:
+    with invocation.cache() as cache:
         samples, gauges = cache.samples(since), map(gauge, tiers(cache))
         total = summed(samples)
         span = "Nothing was counted"

@@ -135,7 +135,7 @@ def top_command(invocation: Invocation, interval: float, count: int | None) -> N
     """
     console = invocation.console
     count = count or (1 if console.json else None)
-    with invocation.cache(existing=True) as cache, contextlib.suppress(KeyboardInterrupt):
+    with invocation.cache() as cache, contextlib.suppress(KeyboardInterrupt):
         title = f"shardcache top  {printable(str(cache.dir))}"
         activities = _watch(Watcher(cache), interval, count)
         if console.live and not console.json:

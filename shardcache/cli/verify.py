@@ -11,11 +11,20 @@ from collections import Counter
 import click
 
 from shardcache.cli.entries import matches_glob
-from shardcache.cli.main import SIZE, ExitCode, Invocation, command, dry_run_option, flag
+from shardcache.cli.main import ExitCode, Invocation, Parsed, command, dry_run_option, flag
 from shardcache.cli.output import counted, fields_of, printable
 from shardcache.cli.progress import Position, Positions, display
+from shardcache.errors import ConfigError
 from shardcache.store.verify import Finding, State, VerifyStatus
-from shardcache.units import Limit, format_bytes, format_duration
+from shardcache.units import format_bytes, format_duration
+
+
+def _share(text: str) -> float:
+    """The share that a percentage says, with or without its sign."""
+    with contextlib.suppress(ValueError):
+        if 0 < (percent := float(text.strip().removesuffix("%"))) <= 100:
+            return percent / 100
+    raise ConfigError("write a percentage above 0%, such as 5%.")
 
 
 @command("verify")
@@ -23,12 +32,17 @@ from shardcache.units import Limit, format_bytes, format_duration
 @flag("--remote", help="Ask origins, too: does each still have that version?")
 @flag("--repair", help="Set damaged shards aside, to be fetched anew.")
 @dry_run_option
-@click.option("--sample", type=SIZE, metavar="PERCENT", help="Only a random share, such as 5%.")
+@click.option(
+    "--sample",
+    type=Parsed("PERCENT", _share),
+    default="100%",
+    help="Only a random share, such as 5%.",
+)
 @click.argument("glob", required=False)
 def verify_command(
     invocation: Invocation,
     glob: str | None,
-    sample: Limit | None,
+    sample: float,
     dry_run: bool,
     repair: bool,
     remote: bool,
@@ -52,8 +66,6 @@ def verify_command(
     """
     if dry_run and not repair:
         raise click.UsageError("-n goes with --repair; without it nothing is changed anyway.")
-    if sample is not None and not sample.percent:
-        raise click.BadParameter("write a percentage above 0%, such as 5%", param_hint="--sample")
     console, counts, wrong = invocation.console, Counter[State](), list[Finding]()
     size, began, status = 0, time.monotonic(), VerifyStatus()
 
@@ -72,7 +84,7 @@ def verify_command(
                 quick=quick,
                 remote=remote,
                 repair=repair and not dry_run,
-                sample=((sample and sample.percent) or 100.0) / 100,
+                sample=sample,
                 status=status,
                 stop=invocation.stop,
             )

@@ -70,16 +70,14 @@ def make_root(root: Path, library: str, modes: Modes = PRIVATE) -> Layout:
         ) from exn
     check_manifest(root, modes)
     check_root(root, modes)
+    check_foreign(root)
     layout = Layout.of_root(root, modes)
     layout.make()
     if not (root / MANIFEST).exists():
-        # Backups skip what the tag is in: it must not be in a directory that holds
-        # other things as well.
-        home = root if _is_alone(root) else layout.base
         manifest = {"schema": 1, "layouts": ["v1"], "id": random_token(), "library": library}
         if modes.group is not None:
             manifest[_GROUP] = modes.group
-        texts = {home / _TAG_NAME: _CACHEDIR_TAG, home / _README_NAME: _README}
+        texts = {root / _TAG_NAME: _CACHEDIR_TAG, root / _README_NAME: _README}
         # Last: its presence says that the rest is there. Its id never changes: by it the
         # processes of a node find each other's locks (`mounts`).
         texts[root / MANIFEST] = json.dumps(manifest) + "\n"
@@ -88,18 +86,22 @@ def make_root(root: Path, library: str, modes: Modes = PRIVATE) -> Layout:
     return layout
 
 
-def _is_alone(root: Path) -> bool:
-    """Whether a directory holds nothing but what `make_root` makes, or is missing."""
+def check_foreign(root: Path) -> None:
+    """Refuse (ConfigError) a directory that is no cache and holds something, or leads elsewhere."""
+    check_links(Layout.of_root(root))
     if root.exists() and not root.is_dir():
-        return False
-    names = list_names(root.resolve())
-    return all(name in _ROOT_NAMES or is_temporary_name(name) for name in names)
-
-
-def is_foreign(root: Path) -> bool:
-    """Whether a directory holds something, and is neither a cache nor just being made one."""
-    # The manifest is made last: what was listed before there was one may be ours.
-    return not _is_alone(root) and not is_cache(root)
+        raise ConfigError(
+            f"{root} is not a shardcache directory: it is a file; point dir at a directory",
+            dir=root,
+        )
+    names = [] if is_cache(root) else sorted(list_names(root.resolve()))
+    if strange := [n for n in names if n not in _ROOT_NAMES and not is_temporary_name(n)]:
+        shown = ", ".join(strange[:3]) + (", ..." if strange[3:] else "")
+        raise ConfigError(
+            f"{root} is not a shardcache directory, and it has other things in it ({shown}). "
+            f"Give the cache a directory of its own, such as {root / 'shards'}.",
+            dir=root,
+        )
 
 
 def is_cache(root: Path) -> bool:
@@ -111,16 +113,14 @@ def is_cache(root: Path) -> bool:
     return stat.S_ISREG(manifest.st_mode) and Layout.of_root(root).linked() is None
 
 
-def require_cache(root: Path, *, empty: bool = False) -> None:
-    """Refuse (ConfigError) a directory that is no cache; with ``empty``, not a missing or new one.
-
-    Nothing in it is the library's to remove.
-    """
-    check_links(Layout.of_root(root))
-    if is_foreign(root) if empty else not is_cache(root):
+def require_cache(root: Path) -> None:
+    """Refuse (ConfigError) a directory that is no cache: nothing in it is ours to remove."""
+    check_foreign(root)
+    if not is_cache(root):
+        why = "it has no manifest.json" if root.exists() else "it does not exist"
         raise ConfigError(
-            f"{root} is not a shardcache directory (it has no manifest.json), so nothing in it "
-            "is touched. Check dir (--dir, SHARDCACHE_DIR).",
+            f"{root} is not a shardcache directory ({why}), so nothing in it is touched. "
+            "Check dir (--dir, SHARDCACHE_DIR).",
             dir=root,
         )
 

@@ -59,7 +59,7 @@ def test_each_finding_has_its_fix_and_cron_gets_the_failures_alone(run, ask, tmp
     cache.mkdir(mode=0o700)
     (cache / "model.ckpt").write_text("precious")
     code, rows = ask()
-    assert code == 0 and f"{cache}/shards" in of(rows, "owner", "warn")["fix"]
+    assert code == 4 and f"{cache}/shards" in of(rows, "owner", "fail")["fix"]
     cache.chmod(0o777)
     code, rows = ask()
     assert code == 4 and "can be written by every user" in of(rows, "owner")["fix"]

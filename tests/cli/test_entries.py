@@ -69,8 +69,9 @@ def test_a_cache_that_is_just_being_made_is_empty(run, tmp_path):
 
 
 def test_clean_removes_what_is_over_the_limit(run, warm, data, tmp_path):
-    limit = sum(map(len, data.values())) - 1
-    first, second = run("clean", "-n", "--max-size", limit)[1].splitlines()
+    limit = f"{sum(map(len, data.values())) - 1}B"
+    _, named, first, second = run("clean", "-n", "--max-size", limit)[1].splitlines()
+    assert re.fullmatch(rf"({'|'.join(warm)}) +[\d.]+ KB +max_size", named)
     assert re.fullmatch(r"would remove 1 shard, [\d.]+ KB: 1 max_size", first)
     assert re.fullmatch(r"would keep 3 shards, [\d.]+ KB", second)
     assert run("clean", "--max-size", limit)[1].startswith("removed 1 shard, ")
@@ -78,7 +79,7 @@ def test_clean_removes_what_is_over_the_limit(run, warm, data, tmp_path):
     with Cache(tmp_path / "cache") as cache, contextlib.ExitStack() as stack:
         for entry in list(cache.entries()):
             stack.enter_context(cache.open(entry.metadata().url))
-        code, _, err = run("clean", "-q", "--max-size", "1")
+        code, _, err = run("clean", "-q", "--max-size", "1B")
     assert code == 0 and err.startswith("warning: ") and "in use" in err
     assert run("clean", "--all", "-n")[0] == 0 and len(states(run)) == 3
     assert run("clean", "--all", "-y")[0] == 0 and len(states(run)) == 0

@@ -55,7 +55,7 @@ def test_a_prewarm_keeps_its_rate(run, bucket, s3, s3_environment, proxy, tmp_pa
     rate = total  # a second's worth
     code, out, err = run_process(
         *("prewarm", f"s3://{bucket}/{{0..3}}.tar", "--json"),
-        *("--limit-rate", str(rate)),
+        *("--limit-rate", f"{rate}B"),
         directory=tmp_path / "cache",
     )
     assert code == 0, err

@@ -208,7 +208,7 @@ def test_a_ram_disk_is_filled_as_far_as_its_cgroup_allows_and_gives_back_what_th
     assert done.returncode == 0, (done.returncode, done.stderr)
     limit, lowest, tiers, full, left, stay = json.loads(done.stdout)
     assert limit == 256 * MIB and lowest > 0
-    # 5 % of the limit stays free, and a shard more or less.
+    # 10 % of the limit stays free, and a shard more or less.
     assert tiers[0] and not tiers[-1] and tiers == sorted(tiers, reverse=True)
     assert 10 <= sum(tiers) < 26
     assert full > 110 * MIB and left < full - 60 * MIB

@@ -121,13 +121,11 @@ def test_many_processes_may_make_one_root_at_once(tmp_path: Path) -> None:
     assert {p.name for p in root.iterdir()} == {MANIFEST, "CACHEDIR.TAG", "README.txt", "v1"}
 
 
-def test_a_directory_with_other_things_keeps_them_and_its_backups(tmp_path: Path) -> None:
+def test_a_directory_with_other_things_is_refused_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / "model.ckpt").touch()
-    (tmp_path / "README.txt").write_text("my project")
-    layout = make_root(tmp_path, "1")
-    assert is_cache(tmp_path) and (tmp_path / "README.txt").read_text() == "my project"
-    assert not (tmp_path / "CACHEDIR.TAG").exists()
-    assert (layout.base / "CACHEDIR.TAG").exists()
+    with pytest.raises(ConfigError, match=rf"\(model\.ckpt\)\. .* as {tmp_path}/shards\.$"):
+        Cache(tmp_path).open(URL)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.ckpt"]
 
 
 @pytest.mark.parametrize("name", ["", "objects", "partial"])

@@ -101,7 +101,7 @@ Budget: links are counted once per rank
 
 Ownership: any directory is taken for a cache
     store/root.py
-    -if is_foreign(root) if empty else not is_cache(root):
+    -if not is_cache(root):
     +if False:
     tests/store/test_security.py -k "removed or touched"
 

@@ -89,6 +89,7 @@ assert_type(stats.as_dict(), dict[str, Any])
 
 dataset = cache.attach(WebDataset("s3://lab/{00..99}.tar", shardshuffle=100), fast_tar=False)
 assert_type(dataset, WebDataset)
+assert_type(shardcache.attach(dataset), WebDataset)
 
 
 def keep_going(exn: Exception) -> bool:

@@ -131,6 +131,7 @@ def test_url_opener_keeps_keys_and_asks_the_handler_with_the_url_in_args(
     url, absent = "s3://lab/train-0000.tar", "s3://lab/none.tar"
     cache, seen = make_cache(fill="complete"), []
     monkeypatch.setattr("shardcache.cache.default_cache", lambda: cache)
+    assert keys(shardcache.attach(wds.WebDataset(SPEC, shardshuffle=False))) == KEYS
     for opener in (cache.url_opener, shardcache.url_opener):
         urls = [{"url": url, "__worker__": 3}, {"url": absent}, url]
         with_keys, plain = opener(urls, lambda exn: seen.append(exn) or True)

@@ -28,7 +28,6 @@ import random
 import sched
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -461,11 +460,18 @@ class Boss:
 # -- after the end ---------------------------------------------------------------------
 
 
-def audit(storm: Storm, boss: Boss) -> None:
-    """After the end: everything can be read, and a sweep leaves nothing."""
-    boss.read_again([path for path, _ in published(storm.root).values()])
-    for path in storm.root.rglob("partial/**/*"):  # what a dead process left may be kept a while
-        os.utime(path, (1e9, 1e9), follow_symlinks=False)
+def audit(storm: Storm) -> None:
+    """What processes find that come later: they read everything, and a sweep leaves nothing."""
+
+    def sweep(limit: int, **options: Any) -> None:
+        with storm.cache() as cache:
+            cache.clean(**options)
+        left = [p for kind in ("partial", "sessions") for p in storm.root.glob(f"v1/**/{kind}/*")]
+        left += [path for path in below(storm.root) if path.name.startswith(".")]
+        if left:
+            storm.wrong("crash", f"after the sweep there are {[str(path) for path in left]}")
+        if (total := sum(size for _, size in published(storm.root).values())) > limit:
+            storm.wrong("budget", f"{total} bytes after the sweep, not {limit}")
 
     def read() -> None:
         with storm.cache() as cache:
@@ -475,32 +481,21 @@ def audit(storm: Storm, boss: Boss) -> None:
                 assert wrong is None, wrong
                 assert found == version or cache.path(storm.url(name)) is not None
 
-    _swept(storm, storm.max_size, "--max-size", str(storm.max_size))
-    _alone(storm, read)
-    _swept(storm, 0, "--all", "-y")
+    for path in storm.root.rglob("partial/**/*"):  # what a dead process left may be kept a while
+        os.utime(path, (1e9, 1e9), follow_symlinks=False)
+    alone(storm, lambda: sweep(storm.max_size, max_size=storm.max_size))
+    alone(storm, read)
+    alone(storm, lambda: sweep(0, everything=True))
 
 
-def _alone(storm: Storm, work: Callable[[], object]) -> None:
+def alone(storm: Storm, work: Callable[[], object]) -> None:
     """Do something that must not fail in a child, however long it takes."""
-    with forked(lambda parent: work() and None) as child:
+    with forked(lambda parent: work()) as child:
         if child.wait():
             try:
                 child.hear()
             except (AssertionError, EOFError) as exn:
-                storm.wrong("errors", f"{work.__name__}: {exn}")
-
-
-def _swept(storm: Storm, limit: int, *options: str) -> None:
-    command = [sys.executable, "-m", "shardcache", "--dir", str(storm.root), "clean", *options]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        storm.wrong("crash", f"clean ended with {done.returncode}: {done.stdout}{done.stderr}")
-    left = [path for kind in ("partial", "sessions") for path in storm.root.glob(f"v1/**/{kind}/*")]
-    left += [path for path in below(storm.root) if path.name.startswith(".")]
-    if left:
-        storm.wrong("crash", f"after the sweep there are {[str(path) for path in left]}")
-    if (total := sum(size for _, size in published(storm.root).values())) > limit:
-        storm.wrong("budget", f"{total} bytes after the sweep, not {limit}")
+                storm.wrong("errors", f"{work}: {exn}")
 
 
 def blow(seconds: float, seed: int, lying: bool) -> tuple[dict[str, int], list[str]]:
@@ -517,11 +512,12 @@ def blow(seconds: float, seed: int, lying: bool) -> tuple[dict[str, int], list[s
             stack.enter_context(disk(storm.root.parent, f"size={size}"))
 
         # Until somebody has used it, it cannot be cleaned.
-        _alone(storm, lambda: storm.cache().fetch(storm.url(storm.names[0])))
+        alone(storm, lambda: storm.cache().fetch(storm.url(storm.names[0])))
         boss = Boss(storm, own_disk)
         boss.blow(seconds)
         fetches = sum(storm.fetches)
-        audit(storm, boss)
+        boss.read_again([path for path, _ in published(storm.root).values()])
+        audit(storm)
         figures = {name: sum(each[n] for each in storm.counts) for n, name in enumerate(_FIGURES)}
         figures["longest ms"] = max(each[-1] for each in storm.counts)
         if fetches > 1.5 * figures["calls"] + len(storm.names):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from shardcache import Cache
 from shardcache.errors import ShardCacheError
@@ -40,25 +40,22 @@ class DamagedCache(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.patch = pytest.MonkeyPatch()
-
-    @initialize()
-    def make(self) -> None:
         self.home = Path(tempfile.mkdtemp(prefix="shardcache-fuzz-"))
+        self.root = self.home / "cache"
         (self.home / "origin").mkdir()
         for name, data in SHARDS.items():
             (self.home / "origin" / name).write_bytes(data)
-        self.root = self.home / "cache"
+        self.cache: Cache | None = None
         self.reboot()
 
     def teardown(self) -> None:
-        if hasattr(self, "cache"):
-            self.cache.close()
-            shutil.rmtree(self.home)
+        self.cache.close()
+        shutil.rmtree(self.home)
         self.patch.undo()  # or all later tests of this process would run after another boot
 
     def reboot(self) -> None:
         """Another process, after a reboot: nothing is trusted unseen."""
-        if hasattr(self, "cache"):
+        if self.cache is not None:
             self.cache.close()
         DamagedCache.boots += 1
         boot = f"boot-{DamagedCache.boots}"
@@ -131,8 +128,7 @@ class DamagedCache(RuleBasedStateMachine):
 
     @invariant()
     def nothing_was_written_outside(self) -> None:
-        if hasattr(self, "home"):
-            assert sorted(os.listdir(self.home)) == ["cache", "origin"][not self.root.exists() :]
+        assert sorted(os.listdir(self.home)) == ["cache", "origin"][not self.root.exists() :]
 
 
 DamagedCache.TestCase.settings = settings(

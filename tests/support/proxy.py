@@ -17,7 +17,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from socketserver import TCPServer, ThreadingMixIn
@@ -28,7 +28,6 @@ from shardcache.cli.demo import S3Server
 from tests.support.storetools import wait_until
 
 Headers = list[tuple[str, str]]
-_PIECE = 256 * 1024
 #: Payload is sent in pieces of this many seconds' worth when its rate is limited.
 _TICK = 0.02
 #: What SigV4 makes anew.
@@ -65,11 +64,9 @@ class Fault:
     body: Callable[[bytes], bytes] | None = None  # changes the payload, and its stated length
     lie: bool = False  # the stated length stays what the server said
     chunked: bool = False  # sent in chunks, without Content-Length
-    extra: bytes = b""  # sent behind the answer
     cut: int | None = None  # bytes of payload after which the connection ends, by `how`
     how: Literal["close", "reset", "stall"] = "close"
     rate: float | None = None  # payload bytes per second
-    leave: bool = False  # close the connection after a complete answer, unannounced
 
 
 _NONE = Fault(name="")
@@ -294,40 +291,46 @@ class _Connection(BaseHTTPRequestHandler):
             fault.before()
         if fault.hang_up:
             self._finish(fault.hang_up)
-        if fault.answer is not None:
-            time.sleep(fault.delay)
-            self._respond(request, fault.answer, iter([fault.answer.body]), fault)
-        else:
-            self._ask(request, payload, fault)
-        self.close_connection |= fault.leave
+        answer = fault.answer or self._ask(payload, fault)
+        time.sleep(fault.delay)
+        body = answer.body if fault.body is None else fault.body(answer.body)
+        headers: dict[str, str | None] = {name.title(): value for name, value in answer.headers}
+        if self.command != "HEAD" or fault.answer:
+            headers["Content-Length"] = str(len(answer.body if fault.lie else body))
+        if fault.chunked:
+            headers |= {"Content-Length": None, "Transfer-Encoding": "chunked"}
+        headers |= {name.title(): value for name, value in fault.headers.items()}
+        said = headers.get("Content-Range") or "bytes 0-"
+        request.first = int(said.split()[-1].partition("-")[0]) if said[6:7].isdigit() else None
+        request.status = answer.status
+        head = [f"HTTP/1.1 {answer.status} {answer.reason or '-'}"]
+        head += [f"{name}: {value}" for name, value in headers.items() if value is not None]
+        self.connection.sendall("\r\n".join([*head, "", ""]).encode("latin-1"))
+        if self.command != "HEAD":
+            self._send(request, body[: fault.cut], fault)
+        if fault.cut is not None:
+            self._finish(fault.how)
+        if fault.chunked and self.command != "HEAD":
+            self.connection.sendall(b"0\r\n\r\n")
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _exchange
 
-    def _ask(self, request: Request, payload: bytes, fault: Fault) -> None:
-        """Pass the request on, and what the server answers back."""
-        upstream = self.server.proxy.upstream
-        target = self.path
+    def _ask(self, payload: bytes, fault: Fault) -> Answer:
+        """What the server says."""
+        upstream, target = self.server.proxy.upstream, self.path
         headers = [(name, v) for name, v in self.headers.items() if name.lower() != "expect"]
         if fault.strip or fault.span or fault.path:
             target, headers = self._sign(headers, fault)
         connection = http.client.HTTPConnection(str(upstream.hostname), upstream.port, 60)
         with contextlib.closing(connection) as server:
-            server.putrequest(request.method, target, skip_host=True, skip_accept_encoding=True)
+            server.putrequest(self.command, target, skip_host=True, skip_accept_encoding=True)
             for name, value in headers:
                 server.putheader(name, value)
             server.endheaders(payload)
             found = server.getresponse()
-            time.sleep(fault.delay)
             hop = ("connection", "transfer-encoding")
             kept = [(n, v) for n, v in found.getheaders() if n.lower() not in hop]
-            body: Iterator[bytes] = iter(lambda: found.read(_PIECE), b"")
-            if fault is not _NONE or (found.length is None and request.method != "HEAD"):
-                whole = found.read()
-                body = iter([whole])
-                if found.length is None:
-                    kept = [*kept, ("Content-Length", str(len(whole)))]
-            answer = Answer(found.status, kept, b"", found.reason)
-            self._respond(request, answer, body, fault)
+            return Answer(found.status, kept, found.read(), found.reason)
 
     def _sign(self, headers: Headers, fault: Fault) -> tuple[str, Headers]:
         """The request that the fault asks in place of this one."""
@@ -344,35 +347,6 @@ class _Connection(BaseHTTPRequestHandler):
         signed = AWSRequest(self.command, f"{proxy.upstream.geturl()}{target}", headers=kept)
         S3SigV4Auth(Credentials(*proxy.keys), "s3", "us-east-1").add_auth(signed)
         return target, [("Host", proxy.upstream.netloc), *signed.headers.items()]
-
-    def _respond(
-        self, request: Request, answer: Answer, body: Iterator[bytes], fault: Fault
-    ) -> None:
-        changes = dict(fault.headers)
-        if fault is not _NONE:  # all of the body is in one piece
-            whole = next(body, b"")
-            changed = fault.body(whole) if fault.body is not None else whole
-            body = iter([changed[: fault.cut]])
-            if fault.chunked:
-                changes |= {"Content-Length": None, "Transfer-Encoding": "chunked"}
-            elif fault.answer is not None or (len(changed) != len(whole) and not fault.lie):
-                changes["Content-Length"] = str(len(changed))
-        replaced = {name.lower() for name in changes}
-        headers = [(n, v) for n, v in answer.headers if n.lower() not in replaced]
-        headers += [(name, value) for name, value in changes.items() if value is not None]
-        said = {name.lower(): value for name, value in headers}.get("content-range", "bytes 0-")
-        request.first = int(said.split()[-1].partition("-")[0]) if said[6:7].isdigit() else None
-        request.status = answer.status
-        head = [f"HTTP/1.1 {answer.status} {answer.reason or '-'}"]
-        head += [f"{name}: {value}" for name, value in headers]
-        self.connection.sendall("\r\n".join([*head, "", ""]).encode("latin-1"))
-        if request.method != "HEAD":
-            for piece in body:
-                self._send(request, piece, fault)
-        if fault.cut is not None:
-            self._finish(fault.how)
-        end = b"0\r\n\r\n" if fault.chunked and request.method != "HEAD" else b""
-        self.connection.sendall(end + fault.extra)
 
     def _send(self, request: Request, data: bytes, fault: Fault) -> None:
         view = memoryview(data)

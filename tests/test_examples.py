@@ -14,10 +14,11 @@ from shardcache import Cache
 from tests.support.trainingtools import EXAMPLES, ROOT, DataSet, programs, run
 
 SHARDS, MEMBERS = 8, 6
-SCRIPTS = ["torchrun.sh", "train.sbatch"]
 
 #: What Slurm's programs do on an allocation of one node, no more.
 SRUN = '[[ $1 == --ntasks-per-node=1 ]] && shift\necho "srun: $1 $2" >&2\nexec "$@"'
+#: Its training loop alone, without ranks; torchrun itself runs in the other two.
+ALONE = '[[ "${*:1:3}" == "--standalone --nproc-per-node 1" ]] && exec python "${@:4}"'
 SCONTROL = '[[ "$*" == "show hostnames node[1]" ]] && echo localhost'
 
 
@@ -50,44 +51,38 @@ def test_two_ranks_with_two_spawned_workers_fetch_each_shard_once(data, tmp_path
     assert ranks == {0, 1}
 
 
-def test_the_script_for_one_node_prewarms_and_trains(data, tmp_path):
-    """Its training loop alone, without ranks; torchrun itself runs in the other two."""
-    listed = tmp_path / "listed"
-    alone = '[[ "${*:1:3}" == "--standalone --nproc-per-node 1" ]] && exec python "${@:4}"'
-    script = ["bash", str(EXAMPLES / "torchrun.sh"), data.spec, "--workers", "0"]
-    done = run(
-        [*script, "--list", str(listed)],
-        PATH=programs(tmp_path / "bin", torchrun=alone),
-        RANKS="1",
-        SHARDCACHE_DIR=str(tmp_path / "cache"),
-    )
-    assert [re.sub(r"\d\.\d+$", "?", line) for line in done.stdout.splitlines()[-2:]] == [
-        f"epoch {n}: rank 0 read 48 samples, loss ?" for n in (1, 2)
-    ]
-    assert data.complete(epochs(listed)[1])
-    assert data.once()
+NODE = {
+    "SLURM_SUBMIT_DIR": str(ROOT),
+    "SLURM_JOB_ID": "17",
+    "SLURM_JOB_NUM_NODES": "1",
+    "SLURM_JOB_NODELIST": "node[1]",
+    "PORT": "0",
+}
+#: Of a script: the programs it calls, its variables, and what it is seen to call.
+RUNS = {
+    "torchrun.sh": ({"torchrun": ALONE}, {}, []),
+    "train.sbatch": (
+        {"srun": SRUN, "scontrol": SCONTROL},
+        NODE,
+        ["srun: shardcache prewarm", "srun: torchrun --nnodes"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_script_is_what_bash_takes_and_prewarms_and_trains(data, tmp_path, name):
+    for command in (["bash", "-n"], [str(Path(sys.executable).with_name("shellcheck"))]):
+        done = subprocess.run([*command, str(EXAMPLES / name)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    stubs, variables, expected = RUNS[name]
+    listed, path = tmp_path / "listed", programs(tmp_path / "bin", **stubs)
+    variables = {"RANKS": "1", "SHARDCACHE_DIR": str(tmp_path / "cache"), **variables}
+    script = ["bash", str(EXAMPLES / name), data.spec, "--workers", "0", "--list", str(listed)]
+    done = run(script, PATH=path, **variables)
+    assert [line for line in done.stderr.splitlines() if line.startswith("srun: ")] == expected
+    assert len(re.findall(r"^epoch [12]: rank 0 read 48 samples, loss \d", done.stdout, re.M)) == 2
+    assert data.complete(epochs(listed)[1]) and data.once()
     assert Cache(tmp_path / "cache").stats().hits == 2 * SHARDS  # all of them were there
-
-
-def test_the_batch_file_prewarms_and_trains_through_srun(data, tmp_path):
-    listed = tmp_path / "listed"
-    script = ["bash", str(EXAMPLES / "train.sbatch"), data.spec, "--workers", "0", "--epochs", "1"]
-    done = run(
-        [*script, "--list", str(listed)],
-        PATH=programs(tmp_path / "bin", srun=SRUN, scontrol=SCONTROL),
-        RANKS="1",
-        PORT="0",
-        SHARDCACHE_DIR=str(tmp_path / "cache"),
-        SLURM_SUBMIT_DIR=str(ROOT),
-        SLURM_JOB_ID="17",
-        SLURM_JOB_NUM_NODES="1",
-        SLURM_JOB_NODELIST="node[1]",
-    )
-    calls = [line for line in done.stderr.splitlines() if line.startswith("srun: ")]
-    assert calls == ["srun: shardcache prewarm", "srun: torchrun --nnodes"]
-    assert data.complete(epochs(listed)[1])
-    assert data.once()
-    assert Cache(tmp_path / "cache").stats().hits == SHARDS
 
 
 def test_training_goes_on_when_prewarming_fails(data, tmp_path):
@@ -97,11 +92,3 @@ def test_training_goes_on_when_prewarming_fails(data, tmp_path):
     done = run(script, PATH=path, SHARDCACHE_DIR=str(tmp_path / "cache"))
     assert "prewarming ended with exit code 3; training goes on without" in done.stderr
     assert done.stdout == f"trains: {data.spec}\n"
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_scripts_are_what_bash_and_shellcheck_take(name):
-    checker = Path(sys.executable).with_name("shellcheck")
-    for command in (["bash", "-n"], [str(checker)]):
-        done = subprocess.run([*command, str(EXAMPLES / name)], capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr

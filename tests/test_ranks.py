@@ -4,95 +4,75 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 
 import pytest
 
 from shardcache.errors import ConfigError
 from shardcache.ranks import Ranks, detect, safe_name
 
-Env = Mapping[str, str]
+TORCH = "RANK=11 WORLD_SIZE=16 LOCAL_RANK=3 TORCHELASTIC_RUN_ID=run-7"
+SLURM = "SLURM_JOB_ID=9 SLURM_STEP_ID=0 SLURM_PROCID=5 SLURM_NTASKS=8 SLURM_LOCALID=1"
+MPIRUN = (
+    "OMPI_COMM_WORLD_RANK=6 OMPI_COMM_WORLD_SIZE=8 OMPI_COMM_WORLD_LOCAL_RANK=2 "
+    "OMPI_COMM_WORLD_LOCAL_SIZE=4 PMIX_NAMESPACE=ns-1"
+)
+HYDRA = "PMI_RANK=6 PMI_SIZE=8 MPI_LOCALRANKID=2 MPI_LOCALNRANKS=4"
+#: What a batch script sees before any srun: rank 0 of the tasks it asked for.
+BATCH = "SLURM_JOB_ID=9 SLURM_PROCID=0 SLURM_NTASKS=8 SLURM_LOCALID=0"
+BY_HAND = "SHARDCACHE_RANK=9 SHARDCACHE_JOB=mine"
 
 
 def env(text):
     return dict(word.split("=") for word in text.split())
 
 
-TORCH = env("RANK=11 WORLD_SIZE=16 LOCAL_RANK=3 TORCHELASTIC_RUN_ID=run-7")
-SLURM = env("SLURM_JOB_ID=901593 SLURM_STEP_ID=0 SLURM_PROCID=5 SLURM_NTASKS=8 SLURM_LOCALID=1")
-MPIRUN = env(
-    "OMPI_COMM_WORLD_RANK=6 OMPI_COMM_WORLD_SIZE=8 OMPI_COMM_WORLD_LOCAL_RANK=2 "
-    "OMPI_COMM_WORLD_LOCAL_SIZE=4 PMIX_NAMESPACE=ns-1"
-)
-HYDRA = env("PMI_RANK=6 PMI_SIZE=8 MPI_LOCALRANKID=2 MPI_LOCALNRANKS=4")
-#: What a batch script sees before any srun: rank 0 of the tasks it asked for.
-BATCH = env("SLURM_JOB_ID=901593 SLURM_PROCID=0 SLURM_NTASKS=8 SLURM_LOCALID=0")
-BY_HAND = {"SHARDCACHE_RANK": "9", "SHARDCACHE_JOB": "mine"}
-
-MIXED: dict[str, tuple[Env, Ranks]] = {
-    "nobody": ({}, Ranks(0, 1, None, None, "none")),
-    "torchrun": ({**TORCH, "LOCAL_WORLD_SIZE": "8"}, Ranks(11, 16, 3, "run-7", "torch", 8)),
-    "Slurm": ({**SLURM, "SLURM_NTASKS_PER_NODE": "4"}, Ranks(5, 8, 1, "901593", "slurm", 4)),
-    "torchrun under srun": ({**SLURM, **TORCH}, Ranks(11, 16, 3, "run-7", "torch")),
-    "mpirun in Slurm, whose daemon srun started": (
-        {**SLURM, **MPIRUN},
+#: Variables, of which the last counts, and what they say.
+MIXED = {
+    "nobody": ("", Ranks(0, 1, None, None, "none")),
+    "torchrun": (f"{TORCH} LOCAL_WORLD_SIZE=8", Ranks(11, 16, 3, "run-7", "torch", 8)),
+    "Slurm": (f"{SLURM} SLURM_NTASKS_PER_NODE=4", Ranks(5, 8, 1, "9", "slurm", 4)),
+    "torchrun under srun": (f"{SLURM} {TORCH}", Ranks(11, 16, 3, "run-7", "torch")),
+    "mpirun in Slurm, by a daemon": (
+        f"{SLURM} {MPIRUN}",
         Ranks(6, 8, 2, "ns-1", "openmpi", 4),
     ),
-    "Hydra in Slurm": ({**SLURM, **HYDRA}, Ranks(6, 8, 2, "901593", "pmi", 4)),
-    "torchrun under mpirun": ({**MPIRUN, **TORCH}, Ranks(11, 16, 3, "run-7", "torch")),
+    "Hydra in Slurm": (f"{SLURM} {HYDRA}", Ranks(6, 8, 2, "9", "pmi", 4)),
+    "torchrun under mpirun": (f"{MPIRUN} {TORCH}", Ranks(11, 16, 3, "run-7", "torch")),
     # Every torchrun without --rdzv-id says "none": two jobs would share one namespace.
-    "torchrun without an id": (
-        {**TORCH, "TORCHELASTIC_RUN_ID": "none"},
-        Ranks(11, 16, 3, None, "torch"),
+    "no id": (f"{TORCH} TORCHELASTIC_RUN_ID=none", Ranks(11, 16, 3, None, "torch")),
+    "no id but Slurm's": (
+        f"{TORCH} TORCHELASTIC_RUN_ID=none SLURM_JOB_ID=9",
+        Ranks(11, 16, 3, "9", "torch"),
     ),
-    "the same inside Slurm": (
-        {**TORCH, "TORCHELASTIC_RUN_ID": "none", "SLURM_JOB_ID": "901593"},
-        Ranks(11, 16, 3, "901593", "torch"),
-    ),
-    "a rank without a world": ({"RANK": "3"}, Ranks()),
-    "a world without a rank": ({"WORLD_SIZE": "3"}, Ranks()),
-    "a rank that is a word": ({"RANK": "general", **SLURM}, Ranks(5, 8, 1, "901593", "slurm")),
-    "exported by hand for another process": (
-        {**SLURM, "RANK": "40", "WORLD_SIZE": "64"},
-        Ranks(40, 64, None, "901593", "torch"),
-    ),
-    "a batch script": (
-        {**BATCH, "SLURM_NTASKS_PER_NODE": "4"},
-        Ranks(0, 1, 0, "901593", "slurm", 4),
-    ),
-    "an interactive step": (
-        {**BATCH, "SLURM_STEP_ID": str(0xFFFFFFFA)},
-        Ranks(0, 1, 0, "901593", "slurm"),
-    ),
-    "a shell in an allocation": (
-        {"SLURM_JOB_ID": "901593", "SLURM_NTASKS": "8"},
-        Ranks(job="901593"),
-    ),
-    "by hand, as the launcher has it": (
-        {**TORCH, "SHARDCACHE_RANK": "11"},
-        Ranks(11, 16, 3, "run-7", "explicit"),
-    ),
-    "by hand against it, beyond its world": (
-        {**SLURM, **BY_HAND},
-        Ranks(9, 10, None, "mine", "explicit"),
-    ),
+    "a rank without a world": ("RANK=3", Ranks()),
+    "a world without a rank": ("WORLD_SIZE=3", Ranks()),
+    "a rank that is a word": (f"RANK=general {SLURM}", Ranks(5, 8, 1, "9", "slurm")),
+    "for another process": (f"{SLURM} RANK=40 WORLD_SIZE=64", Ranks(40, 64, None, "9", "torch")),
+    "a batch script": (f"{BATCH} SLURM_NTASKS_PER_NODE=4", Ranks(0, 1, 0, "9", "slurm", 4)),
+    "an interactive step": (f"{BATCH} SLURM_STEP_ID={0xFFFFFFFA}", Ranks(0, 1, 0, "9", "slurm")),
+    "a shell in an allocation": ("SLURM_JOB_ID=9 SLURM_NTASKS=8", Ranks(job="9")),
+    "by hand the same": (f"{TORCH} SHARDCACHE_RANK=11", Ranks(11, 16, 3, "run-7", "explicit")),
+    "by hand beyond it": (f"{SLURM} {BY_HAND}", Ranks(9, 10, None, "mine", "explicit")),
     "by hand outside any world": (BY_HAND, Ranks(9, 10, None, "mine", "explicit")),
-    "empty variables": (dict.fromkeys([*TORCH, *SLURM, *BY_HAND], " "), Ranks()),
 }
 
 
 @pytest.mark.parametrize("case", MIXED)
 def test_launchers_are_understood_alone_and_inside_one_another(case, monkeypatch):
-    environ, expected = MIXED[case]
-    assert detect(environ) == expected
-    monkeypatch.setattr(os, "environ", dict(environ))
+    text, expected = MIXED[case]
+    assert detect(env(text)) == expected
+    monkeypatch.setattr(os, "environ", env(text))
     assert detect() == expected
+
+
+def test_empty_variables_say_nothing():
+    assert detect(dict.fromkeys(env(f"{TORCH} {SLURM} {BY_HAND}"), " ")) == Ranks()
 
 
 NUMBERS = {
     **dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK"), TORCH),
     **dict.fromkeys(("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_ID"), SLURM),
-    "SHARDCACHE_RANK": {},
+    "SHARDCACHE_RANK": "",
 }
 
 
@@ -100,13 +80,13 @@ NUMBERS = {
 def test_a_malformed_number_is_refused_by_name(variable):
     for value in ("-1", "3.0", "zero", "1_0", "+1", "9" * 5000):
         with pytest.raises(ConfigError, match=rf"^{variable}=.*whole number") as caught:
-            detect({**NUMBERS[variable], variable: value})
+            detect({**env(NUMBERS[variable]), variable: value})
         assert len(str(caught.value)) < 300
 
 
 def test_a_rank_outside_its_world_is_refused():
     with pytest.raises(ConfigError, match=r"SLURM_PROCID=8 does not fit SLURM_NTASKS=8"):
-        detect({**SLURM, "SLURM_PROCID": "8"})
+        detect(env(f"{SLURM} SLURM_PROCID=8"))
 
 
 def test_a_job_id_becomes_a_name_and_stays_one():

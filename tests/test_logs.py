@@ -59,8 +59,8 @@ def test_a_miss_and_a_hit_say_what_they_are(make_cache, origin, log):
     cache = make_cache()
     for _ in range(2):
         cache.open(URL).read()
-    told = fields(only(log, "fetched"))
-    assert (told["shard"], told["bytes"], told["source"]) == (URL, len(DATA), "origin")
+    wanted = {"event": "fetched", "shard": URL, "bytes": len(DATA), "source": "origin"}
+    assert wanted.items() <= fields(only(log, "fetched")).items()
     assert fields(only(log, "hit")) == {"event": "hit", "shard": URL, "bytes": len(DATA)}
     assert [one.levelname for one in log.records if one.levelno >= logging.INFO] == ["INFO"]
 
@@ -73,9 +73,9 @@ def test_who_waits_says_for_whom(make_cache, origin, clock, log):
     clock.on_sleep.append(lambda: lock.release() if clock.elapsed > 15 else None)
     cache.open(URL).read()
     told = fields(only(log, "waiting"))
-    assert (told["shard"], told["holder_pid"], told["holder_host"]) == (URL, 4711, "node-7")
-    assert (told["holder_rank"], told["written"], told["size"]) == (3, None, None)
-    assert 10 <= float(str(told["seconds"])) < 12
+    wanted = {"shard": URL, "holder_pid": 4711, "holder_host": "node-7", "holder_rank": 3}
+    assert wanted.items() <= told.items() and told["written"] is told["size"] is None
+    assert 10 <= told["seconds"] < 12
 
 
 def test_what_is_tried_again_evicted_or_streamed_says_so(make_cache, origin, log):

@@ -60,9 +60,18 @@ def test_eight_processes_and_four_cold_shards_cost_four_object_fetches(s3, bucke
         for worker in workers:
             for data in shards.values():
                 assert worker.hear()[0] == [hashlib.sha256(data).hexdigest(), True]
+        for worker in workers:
+            worker.process.communicate()  # it ends by itself, and has counted all
     traffic = proxy.summary()
     assert {path: t.object_fetches for path, t in traffic.items()} == dict.fromkeys(shards, 1)
-    assert sum(t.body_bytes for t in traffic.values()) == sum(map(len, shards.values()))
+    received = sum(t.body_bytes for t in traffic.values())
+    assert received == sum(map(len, shards.values()))
+    found = Cache(root).stats()  # tell the same
+    assert (found.opens, found.misses, found.fetches, found.failed) == (32, 4, 4, 0)
+    assert found.hits + found.coalesced == 28
+    assert (found.bytes_origin, found.bytes_opened) == (received, 8 * received)
+    assert found.bytes_saved == 7 * received
+    assert sum(waits.count for waits in found.waits.values()) == 32
 
 
 @pytest.mark.locks_work

@@ -29,9 +29,6 @@ def odd(python=sys.executable):
     return [python, "-m", "shardcache"], ODD, VARIABLES, [SPEC]
 
 
-both = pytest.mark.parametrize("setting", [PLAIN, odd()], ids=["plain", "odd"])
-
-
 @pytest.fixture
 def spy(tmp_path):
     """A program that notes how it is called, with its options."""
@@ -67,10 +64,10 @@ def checked(*command):
     assert (done.returncode, said) == (0, []), done.stdout + done.stderr
 
 
-@both
-def test_files_that_systemd_bash_and_shellcheck_take(setting, tmp_path):
+@pytest.mark.parametrize(("setting", "count"), [(PLAIN, 3), (odd(), 5)], ids=["plain", "odd"])
+def test_files_that_systemd_bash_and_shellcheck_take(setting, count, tmp_path):
     files = {**render("systemd", *setting), **render("slurm", *setting)}
-    assert len(files) == (3 if setting is PLAIN else 5)
+    assert len(files) == count
     for name, text in files.items():
         (tmp_path / name).write_text(text.replace("/opt/venv/bin/python", sys.executable))
         if name.endswith(".sh"):
@@ -151,7 +148,7 @@ def test_a_daemon_set_that_kubernetes_takes(spy, tmp_path, specs):
 
 def test_a_recipe_has_the_options_that_are_set_and_no_secret(run, tmp_path):
     config, cache = tmp_path / "job.toml", tmp_path / "cache"
-    config.write_text(f'dir = "{cache}"\nmax_size = "800GB"\n[storage_options]\nsecret = "hush"\n')
+    config.write_text('max_size = "800GB"\n[storage_options]\nsecret = "hush"\n')
     code, out, err = run_process("--config", config, "recipe", "cron", directory=cache)
     assert (code, err) == (0, "") and "hush" not in out
     assert "/usr/bin/env SHARDCACHE_MAX_SIZE=800GB SHARDCACHE_MIN_FREE=0 " in out

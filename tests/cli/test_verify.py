@@ -29,19 +29,13 @@ def flip(warm, tmp_path):
     return flip
 
 
-def test_a_sound_cache_is_one_line_and_so_is_an_empty_one(run, tmp_path, spec, proxy):
-    (tmp_path / "cache").mkdir()
+def test_a_sound_cache_is_one_line_and_so_is_an_empty_one(run, spec, proxy):
     code, out, err = run("verify")
-    assert (code, out.startswith("verified 0 shards, 0 B")) == (0, True)
-    assert "Nothing was cached" in err
-    (tmp_path / "cache" / "mine").write_text("")
-    code, out, err = run("verify")
-    assert (code, out, "not a shardcache directory" in err) == (2, "", True)
-    (tmp_path / "cache" / "mine").unlink()
+    assert code == 0 and out.startswith("verified 0 shards, 0 B") and "Nothing was cached" in err
     run("prewarm", spec)
     proxy.reset()
     code, out, err = run("verify")
-    assert (code, err, bool(re.fullmatch(SOUND, out))) == (0, "", True)
+    assert (code, err) == (0, "") and re.fullmatch(SOUND, out)
     assert run("verify", "-q") == (0, "", "") and proxy.requests() == []
     assert re.fullmatch(SOUND, run("verify", "--remote")[1])
     assert sorted(request.method for request in proxy.requests()) == ["HEAD"] * SHARDS
@@ -52,9 +46,7 @@ def test_damage_is_exit_4_and_a_line_with_url_and_reason(run, warm, flip):
     code, out, err = run("verify")
     line, summary = out.splitlines()
     assert code == 4 and re.fullmatch(r"verified 4 shards, .*: 1 damaged", summary)
-    assert line.split(maxsplit=2) == [
-        "damaged", warm[1], "its bytes changed since they were fetched"
-    ]  # fmt: skip
+    assert re.fullmatch(rf"damaged +{warm[1]} +its bytes changed since they were fetched", line)
     assert "--repair" in err
     assert run("verify", "-q")[:2] == (4, f"{line}\n")  # what cron has to mail
     assert "verified 1 shard," in run("verify", "train-0002.tar")[1]

@@ -271,15 +271,6 @@ def test_shards_that_are_wanted_do_not_make_room_for_each_other(make_cache, orig
     assert urls[1] not in cache  # though it was used last
 
 
-def test_ranks_link_what_a_sibling_has(make_cache, listed, fill, monkeypatch):
-    urls = fill(names(2))
-    make_cache().prewarm(urls)
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    report = make_cache(isolation="rank").prewarm(urls)
-    assert (report.linked, report.received) == (2, 0)
-
-
 def test_s3_shards_cost_one_fetch_each_and_few_listings(run, spec, bucket, data, proxy, tmp_path):
     with Cache(tmp_path / "cache") as cache:
         report = cache.prewarm(spec, jobs=4)

@@ -26,7 +26,6 @@ from shardcache.layout import (
     parse_partial_name,
     replace_file,
 )
-from shardcache.locks.sessions import Session
 from shardcache.ranks import Ranks
 from shardcache.space.tiers import Tier
 from shardcache.store.root import is_cache, make_root
@@ -99,10 +98,10 @@ def test_a_root_says_what_it_is_and_is_mended(tmp_path: Path) -> None:
 def test_the_umask_decides_about_the_directories_above_a_root(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
-        make_root(tmp_path / "scratch" / "team" / "cache", "1.2")
+        layout = make_root(tmp_path / "scratch" / "cache", "1.2")
     finally:
         os.umask(before)
-    modes = [(tmp_path / name).stat().st_mode & 0o777 for name in ("scratch", "scratch/team/cache")]
+    modes = [path.stat().st_mode & 0o777 for path in (tmp_path / "scratch", layout.base.parent)]
     assert modes == [0o750, 0o700]
 
 
@@ -146,18 +145,14 @@ def test_a_directory_that_another_node_made_and_this_one_does_not_see_yet_is_wai
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On NFS every rank makes the same directory: EEXIST comes before the name can be seen."""
-    root = tmp_path / "cache"
+    root, late = tmp_path / "cache", iter(range(8))
     root.mkdir(mode=0o700)
-    late = iter(range(8))
 
     def blind(real: Callable[..., bool]) -> Callable[..., bool]:
-        def see(path: Path) -> bool:
-            return real(path) and (path != root or next(late, None) is None)
+        return lambda path: real(path) and (path != root or next(late, None) is None)
 
-        return see
-
-    for where, name in ((Path, "is_dir"), (os.path, "lexists")):
-        monkeypatch.setattr(where, name, blind(getattr(where, name)))
+    monkeypatch.setattr(Path, "is_dir", blind(Path.is_dir))
+    monkeypatch.setattr(os.path, "lexists", blind(os.path.lexists))
     assert make_root(root, "test").base.is_dir()
     assert next(late, None) is None  # it was looked for, again and again
 
@@ -172,10 +167,9 @@ def test_the_layout_of_another_version_of_the_library_is_left_alone(
     store = make_store(root / "newer")
     publish(store, URL, b"shard of the newer library")
     begin(store.layout, metadata_for(data=b"x" * 5000)).close()
-    Session(store.layout, 1.0).close()
-    (store.layout.sessions / f"{'0' * 32}.session").touch()
-    (store.layout.locks / "00").mkdir()
-    (store.layout.locks / "00" / f"{'0' * 32}.lock").touch()
+    (store.layout.sessions / f"{KEY}.session").touch()
+    (store.layout.locks / KEY[:2]).mkdir()
+    store.layout.key_lock(KEY).touch()
     store.layout.base.rename(root / "v2")
     (root / "newer").rmdir()
     manifest = {"schema": 1, "layouts": ["v1", "v2"], "id": "f" * 32, "library": "9.0", "more": [1]}
@@ -185,8 +179,6 @@ def test_the_layout_of_another_version_of_the_library_is_left_alone(
     with cache.open(URL) as stream:
         assert stream.read() == shard
     assert len(list(cache.entries())) == 1
-    cache.clean(max_size=1)
-    cache.fetch(URL)
     assert cache.remove(URL)[0] == len(shard)
     cache.clean(everything=True, orphans=True)
     assert (tree(root / "v2"), (root / MANIFEST).read_bytes()) == before
@@ -200,21 +192,16 @@ def tier(path: Path, isolation: str = "node", ranks: Ranks | None = None) -> Tie
     return Tier(config, ranks or Ranks(), 0.0, lambda *a: None, lambda removal: None)
 
 
-@pytest.mark.parametrize(
-    ("isolation", "ranks", "name"),
-    [
+def test_a_node_shares_a_namespace_unless_ranks_or_jobs_are_apart(tmp_path: Path) -> None:
+    make_root(tmp_path, "test")
+    for isolation, ranks, name in (
         ("node", Ranks(rank=3, job="job", source="torch"), "."),
         ("rank", Ranks(rank=3, job="j7"), "ranks/j7-3"),
         ("rank", Ranks(), "ranks/local-0"),
         ("job", Ranks(rank=3, job="j7"), "ranks/j7"),
         ("job", Ranks(), "ranks/local"),
-    ],
-)
-def test_a_node_shares_a_namespace_unless_ranks_or_jobs_are_apart(
-    tmp_path: Path, isolation: str, ranks: Ranks, name: str
-) -> None:
-    make_root(tmp_path, "test")
-    assert tier(tmp_path, isolation, ranks).store.layout.base == tmp_path / "v1" / name
+    ):
+        assert tier(tmp_path, isolation, ranks).store.layout.base == tmp_path / "v1" / name
 
 
 @pytest.mark.parametrize("job", ["j7", "nightly/2026-01-01", "-rf", "..", "x" * 200, "\u00e9"])
@@ -235,9 +222,8 @@ def test_what_was_not_made_by_us_is_no_namespace(tmp_path: Path) -> None:
     node = Layout.of_root(tmp_path)
     elsewhere = tmp_path / "elsewhere"
     Layout(elsewhere).make()
-    node.ranks.mkdir()
-    (node.ranks / ".hidden").mkdir()
-    (node.ranks / "a b").mkdir()
+    for name in (".hidden", "a b"):
+        (node.ranks / name).mkdir(parents=True)
     (node.ranks / "link").symlink_to(elsewhere)
     node.rank("half").make()
     node.rank("half").objects.rmdir()

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import shutil
 import stat
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shardcache.layout import META
 from shardcache.locks.flock import try_flock
-from shardcache.store import entry as module
 from shardcache.store.digest import BLOCK
 from shardcache.store.entry import DamagedError, Entry, Opened, Store, set_aside
 from shardcache.store.partial import in_flight, remove_leftover
@@ -51,9 +53,8 @@ def again(store: Store) -> Store:
     return Store(store.layout)
 
 
-def pin(store: Store, url: str = URL) -> Opened:
-    shard = parse_url(url)
-    opened = store.open(shard.key, shard.basename)
+def pin(store: Store) -> Opened:
+    opened = store.open(KEY, NAME)
     assert opened is not None
     return opened
 
@@ -91,20 +92,6 @@ def test_the_newest_version_is_opened(store: Store) -> None:
     assert {e.size for e in store.entries()} == {3, 5, 6}
 
 
-def test_publishing_again_replaces_an_entry_that_is_damaged(store: Store) -> None:
-    for damage in (
-        lambda path: (path / NAME).unlink(),
-        lambda path: (path / META).unlink(),
-        lambda path: os.truncate(path / NAME, 3),
-        lambda path: (path / NAME).rename(path / "renamed.tar"),
-    ):
-        entry = publish(store)
-        damage(entry.path)
-        publish(again(store))
-        assert read(again(store)) == b"shard"
-    assert len(list(in_flight(store.layout))) == 4
-
-
 def test_with_sync_all_is_on_the_disk_before_it_has_its_name_and_then_the_name(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,33 +108,52 @@ def test_with_sync_all_is_on_the_disk_before_it_has_its_name_and_then_the_name(
 
 # -- damage --------------------------------------------------------------------
 
-DAMAGE = {
-    "its data file is missing": lambda path: (path / NAME).unlink(),
-    "has 3 bytes, not 5": lambda path: os.truncate(path / NAME, 3),
-    "no sidecar": lambda path: (path / META).unlink(),
-    "cannot be read": lambda path: (path / META).write_bytes(b"\0" * 100),
-    "another shard": lambda path: (path / META).write_bytes(
-        metadata_for(data=b"shard", etag="other").encode()
+
+def stating(**changes: Any) -> Callable[[Path], object]:
+    """Changes what a sidecar says."""
+
+    def harm(path: Path) -> None:
+        record = json.loads((path / META).read_bytes())
+        (path / META).write_text(json.dumps(record | changes))
+
+    return harm
+
+
+def planted(make: Callable[[Path], object]) -> Callable[[Path], object]:
+    """In place of the data there is something else."""
+    return lambda path: ((path / NAME).rename(path.parent / "moved"), make(path / NAME))
+
+
+DAMAGE: list[tuple[str, Callable[[Path], object]]] = [
+    ("its data file is missing", lambda path: (path / NAME).unlink()),
+    ("has 3 bytes, not 5", lambda path: os.truncate(path / NAME, 3)),
+    ("no sidecar", lambda path: (path / META).unlink()),
+    ("cannot be read", lambda path: (path / META).write_bytes(b"\0" * 100)),
+    ("cannot be read", lambda path: (path / META).write_bytes(b"[" * 60_000)),
+    ("cannot be read", stating(url="a" * 100_000)),
+    ("another type", stating(url=1)),
+    ("another schema", stating(schema=2)),
+    ("another shard", stating(size=1)),
+    (
+        "another shard",
+        lambda path: (path / META).write_bytes(metadata_for(data=b"shard", etag="x").encode()),
     ),
-    "symbolic links": lambda path: (
-        (path / NAME).rename(path.parent / "moved"),
-        (path / NAME).symlink_to(path.parent / "moved"),
-    ),
-    "a directory": lambda path: ((path / NAME).unlink(), (path / NAME).mkdir()),
-    "bytes, not 5": lambda path: ((path / NAME).unlink(), os.mkfifo(path / NAME)),
-}
+    ("symbolic links", planted(lambda path: path.symlink_to(path.parents[1] / "moved"))),
+    ("a directory", planted(Path.mkdir)),
+    ("bytes, not 5", planted(os.mkfifo)),
+]
 
 
 @pytest.mark.parametrize(
-    ("says", "known"), [*((says, False) for says in DAMAGE), ("has 3 bytes, not 5", True)]
+    ("says", "harm", "known"), [*((*each, False) for each in DAMAGE), (*DAMAGE[1], True)]
 )
 def test_a_damaged_entry_is_never_opened_is_set_aside_and_comes_back(
-    store: Store, says: str, known: bool
+    store: Store, says: str, harm: Callable[[Path], object], known: bool
 ) -> None:
     entry = publish(store)
     if known:
         assert read(store) == b"shard"
-    DAMAGE[says](entry.path)
+    harm(entry.path)
     with no_descriptor_left():
         with pytest.raises(DamagedError, match=says) as caught:
             read(store)
@@ -158,12 +164,14 @@ def test_a_damaged_entry_is_never_opened_is_set_aside_and_comes_back(
     assert read(store) is None
     [aside] = in_flight(store.layout)
     assert remove_leftover(store.layout, aside.path)
-    entry = publish(store)
-    assert read(store) == b"shard"
-    DAMAGE[says](entry.path)
+    harm(publish(store).path)
+    entry = publish(again(store))  # in its place
+    assert read(again(store)) == b"shard"
+    [aside] = in_flight(store.layout)
+    harm(entry.path)
     with no_descriptor_left():
         assert store.evict(entry)
-    assert list(store.layout.partial.iterdir()) == []
+    assert [left.path for left in in_flight(store.layout)] == [aside.path]
 
 
 @pytest.mark.parametrize(
@@ -209,24 +217,19 @@ def reboot(entry: Entry) -> None:
     (entry.path / META).write_bytes(replace(entry.metadata(), boot="another boot").encode())
 
 
-def test_an_entry_of_another_boot_is_hashed_once_and_no_newer_for_it(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_entry_of_another_boot_is_hashed_once_and_no_newer_for_it(store: Store) -> None:
     data = payload(BLOCK + 5)
     entry = publish(store, data=data)
+    before = entry.published, entry.metadata()
     reboot(entry)
-    before = entry.published
-    hashed = []
-    real = module.file_digest
-    monkeypatch.setattr(module, "file_digest", lambda fd: (hashed.append(fd), real(fd))[1])
-    for _ in range(3):
-        assert read(again(store)) == data
-    assert len(hashed) == 1 and entry.published == before
+    assert read(again(store)) == data
+    assert (entry.published, entry.metadata()) == before
     # Bytes that a power failure took are missed.
     entry.data.chmod(0o600)
     with open(entry.data, "r+b") as file:
         file.seek(BLOCK)
         file.write(b"\0")
+    assert read(again(store)) != data  # of this boot it is believed
     reboot(entry)
     with no_descriptor_left(), pytest.raises(DamagedError, match="changed"):
         read(again(store))
@@ -256,20 +259,21 @@ def test_a_late_publication_supersedes_only_what_was_there_before(
     store: Store, theirs: str
 ) -> None:
     metadata = metadata_for(URL, b"ours", etag="ours")
-    if theirs == "older":
-        entry = publish(store, data=b"theirs", etag="theirs")
-        os.utime(entry.path, (1, 1))
-    partial = begin(store.layout, metadata)
-    fill(partial, b"ours")
-    if theirs == "the same":
-        entry = publish(store, data=b"ours", etag="ours")
-    elif theirs == "newer":
+
+    def publish_theirs() -> Entry:
         entry = publish(store, data=b"theirs", etag="theirs")
         os.utime(entry.path, (1, 1))  # no clock decides
-    before = len(os.listdir("/proc/self/fd"))
-    place = store.publish(partial, metadata)
-    assert len(os.listdir("/proc/self/fd")) == before
-    partial.close()
+        return entry
+
+    with no_descriptor_left():
+        entry = publish_theirs() if theirs == "older" else None
+        partial = begin(store.layout, metadata)
+        fill(partial, b"ours")
+        if theirs == "the same":
+            entry = publish(store, data=b"ours", etag="ours")
+        entry = entry or publish_theirs()
+        place = store.publish(partial, metadata)
+        partial.close()
     assert (place == entry.path) == (theirs != "older")
     assert os.listdir(store.layout.partial) == []
     assert read(again(store)) == (b"theirs" if theirs == "newer" else b"ours")
@@ -282,12 +286,12 @@ def test_a_late_publication_supersedes_only_what_was_there_before(
 def test_an_entry_that_was_removed_and_published_anew_meanwhile_stays(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    entry = publish(store, URL, payload(10))
+    entry = publish(store)
 
     def late(fd: int, *, shared: bool = False) -> bool | None:
         monkeypatch.undo()
         assert again(store).evict(entry)
-        publish(store, URL, payload(10))
+        publish(store)
         return try_flock(fd, shared=shared)
 
     monkeypatch.setattr("shardcache.store.entry.try_flock", late)
@@ -308,11 +312,10 @@ def test_what_another_process_reads_is_not_evicted_until_that_is_dead(
     assert not store.is_pinned(entry)
 
     def hold(parent: Parent) -> None:
-        opened = pin(again(store))
-        parent.hear()
-        parent.say(os.pread(opened.fd, 100, 0))
-        parent.hear()
-        opened.close()
+        with pin(again(store)).file as file:
+            parent.hear()
+            parent.say(file.read())
+            parent.hear()
 
     with forked(hold) as child:
         wait_until(lambda: store.is_pinned(entry))

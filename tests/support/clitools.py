@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import fcntl
+import io
 import os
 import pty
 import re
@@ -56,6 +58,18 @@ def warm(run, spec, bucket):
     """A cache that has all shards; gives their URLs."""
     assert run("prewarm", spec)[0] == 0
     return [f"s3://{bucket}/train-{n:04d}.tar" for n in range(SHARDS)]
+
+
+def command(*arguments, **environment):
+    """The same, in a fork too; gives exit code and all output."""
+    text = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"SHARDCACHE_MIN_FREE": "0", **environment}.items():
+            patch.setenv(name, value)
+        with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+            code = main([str(argument) for argument in arguments])
+    assert "Traceback" not in text.getvalue()
+    return code, text.getvalue()
 
 
 class Command:

@@ -18,7 +18,7 @@ from shardcache.locks.flock import Holder, read_holder, remove_locks
 from shardcache.locks.lease import KeyLease
 from shardcache.store.root import make_root
 from tests.support.proxy import Proxy
-from tests.support.storetools import Parent, forked, needs_root, wait_until
+from tests.support.storetools import Parent, age, forked, needs_root, wait_until
 from tests.support.tars import make_tar
 
 KEY = "0123456789abcdef" * 2
@@ -48,23 +48,23 @@ def test_one_holds_a_lease_and_what_is_no_lease_is_granted(tmp_path: Path, layou
     assert KeyLease(Layout.of_root(tmp_path), KEY).try_acquire(ME)
 
 
-@pytest.mark.parametrize("alive", [True, False])
-def test_a_lease_is_taken_when_it_is_not_renewed_and_no_sooner(layout: Layout, alive: bool) -> None:
-    """The dead one is of another host, as far as its marker says, so only time can tell."""
-    holder, heir = KeyLease(layout, KEY, 1.0), KeyLease(layout, KEY, 1.0)
+def test_a_lease_is_taken_when_nobody_touches_it_for_its_time_and_no_sooner(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead, real, path = [0.0], time.monotonic, layout.lease(KEY)
+    monkeypatch.setattr(time, "monotonic", lambda: real() + ahead[0])
+    holder, heir = KeyLease(layout, KEY, 6000.0), KeyLease(layout, KEY, 6000.0)
     assert holder.try_acquire(ME)
-    if alive:
-        end = time.monotonic() + 3.0  # three times its duration
-        while time.monotonic() < end:
-            assert not heir.try_acquire(ME)
-            time.sleep(0.1)
-        holder.release()
-    else:
-        marker, host = layout.lease(KEY).read_bytes(), socket.gethostname().encode()
-        holder.release()
-        assert host in marker
-        layout.lease(KEY).write_bytes(marker.replace(host, b"another-node"))
+    marker, host = path.read_bytes(), socket.gethostname().encode()
+    holder.release()
+    assert host in marker
+    path.write_bytes(marker.replace(host, b"another-node"))  # so that only time can tell
+    for touched in range(5):
+        os.utime(path, (touched, touched))
         assert not heir.try_acquire(ME)
+        ahead[0] += 4000
+    assert not heir.try_acquire(ME)
+    ahead[0] += 2000
     wait_until(lambda: heir.try_acquire(ME))
     heir.release()
 
@@ -76,9 +76,7 @@ def test_dead_leases_are_swept_and_live_ones_are_not(layout: Layout) -> None:
     stranger.write_text("mine")
     remove_locks(layout)
     assert set(os.listdir(stranger.parent)) == {f"{KEY}.lease", f"{KEY}.holder", "notes.txt"}
-    past = time.time() - 2 * IDLE_GRACE
-    for path in stranger.parent.iterdir():
-        os.utime(path, (past, past))
+    age(stranger.parent)
     remove_locks(layout)
     assert os.listdir(stranger.parent) == ["notes.txt"]
     mine.release()
@@ -113,5 +111,4 @@ def test_two_nodes_with_one_directory_fetch_a_shard_once(
         assert [first.hear(), second.hear()] == [["shardcache"]] * 2
     fetches = {name: seen.object_fetches for name, seen in proxy.summary().items()}
     assert fetches == {f"{bucket}/{name}": 1 for name in shards}
-    locks = tmp_path / "cache" / "v1" / "locks"
-    assert not [path for path in locks.rglob("*") if path.is_file()]
+    assert not [p for p in (tmp_path / "cache/v1/locks").rglob("*") if p.is_file()]

@@ -13,8 +13,22 @@ from pathlib import Path
 import pytest
 
 from shardcache.files import dup_exclusive, open_exclusive
-from shardcache.locks.flock import Holder, KeyLock, read_holder, try_flock, wait_flock
-from tests.support.storetools import Parent, forked, no_descriptor_left, refusing
+from shardcache.locks.flock import (
+    Holder,
+    KeyLock,
+    read_holder,
+    remove_locks,
+    try_flock,
+    wait_flock,
+)
+from tests.support.storetools import (
+    Parent,
+    forked,
+    make_store,
+    no_descriptor_left,
+    refusing,
+    tree,
+)
 
 ME = Holder.this_process(rank=3, job="job", now=12.5)
 
@@ -135,3 +149,29 @@ def test_a_forked_child_does_not_keep_a_dead_writers_lock(tmp_path: Path, unwind
             os.kill(grandchild, 0)
         finally:
             os.kill(grandchild, signal.SIGKILL)
+
+
+@pytest.mark.locks_work
+def test_lock_files_nobody_holds_go_and_their_directories(tmp_path: Path) -> None:
+    layout = make_store(tmp_path).layout
+    (tmp_path / "victim").touch()
+    layout.named_lock("budget").touch()
+    for name in ("ab", "zz"):
+        (layout.locks / name).mkdir()
+        (layout.locks / name / "notes").touch()
+    (layout.locks / "ab" / f"{'cd' * 16}.lock").touch()  # in another key's place
+    (layout.locks / "ab" / f"{'ab' * 16}.lock").symlink_to(tmp_path / "victim")
+    (layout.locks / "ef").symlink_to(layout.locks / "ab")
+    before = tree(tmp_path)
+    locks = [KeyLock(layout.key_lock(f"{n:02x}" * 16)) for n in range(5)]
+    for lock in locks:
+        assert lock.try_acquire(ME)
+    for lock in locks[1:]:
+        lock.release()
+    with no_descriptor_left():
+        remove_locks(layout)
+    assert not free(locks[0].path)
+    assert [lock for lock in locks if lock.path.exists()] == locks[:1]
+    locks[0].release()
+    remove_locks(layout)
+    assert tree(tmp_path) == before

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from shardcache.locks import mounts
 from shardcache.locks.mounts import Mount, mount_of, node_namespace
 from shardcache.store.root import make_root
 from tests.support.fakes import MemoryOrigin
+from tests.support.storetools import age
 from tests.support.tars import make_tar
 
 URL = "s3://lab/a.tar"
@@ -32,37 +32,21 @@ TABLE = """\
 """
 
 
-@pytest.fixture
-def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel states `TABLE`."""
+def test_the_innermost_latest_mount_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mountinfo").write_text(TABLE)
+    (tmp_path / "link").symlink_to("/juice/cache")
     monkeypatch.setattr(mounts, "_MOUNTINFO", tmp_path / "mountinfo")
-
-
-@pytest.mark.usefixtures("table")
-@pytest.mark.parametrize(
-    ("path", "kind", "local"),
-    [
+    for path, kind, local in (
         ("/", "ext4", True),
         ("/dev/shm/x/y", "tmpfs", True),
         ("/data/shards", "nfs4", False),
         ("/database", "ext4", True),  # a name that begins alike is another directory
         ("/data/local disk/cache", "xfs", True),
-        ("/juice/cache", "fuse.juicefs", False),
+        (tmp_path / "link", "fuse.juicefs", False),
         ("/scratch/me", "lustre", False),  # mounted over another
-    ],
-)
-def test_the_innermost_latest_mount_counts(path: str, kind: str, local: bool) -> None:
-    found = mount_of(path)
-    assert found is not None and (found.type, found.is_local) == (kind, local)
-
-
-@pytest.mark.usefixtures("table")
-def test_a_link_leads_to_the_mount_behind_it_and_without_proc_nothing_is_known(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "link").symlink_to("/juice/cache")
-    assert mount_of(tmp_path / "link") == mount_of("/juice/x")
+    ):
+        found = mount_of(path)
+        assert found is not None and (found.type, found.is_local) == (kind, local)
     monkeypatch.setattr(mounts, "_MOUNTINFO", tmp_path / "absent")
     assert mount_of(tmp_path) is None
 
@@ -145,15 +129,13 @@ def test_with_leases_nothing_in_the_cache_is_locked(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    real = fcntl.flock
+    locked, real = [], fcntl.flock
 
-    def guarded(fd: int, operation: int) -> None:
-        number = fd if isinstance(fd, int) else fd.fileno()
-        name = os.readlink(f"/proc/self/fd/{number}")
-        assert not name.startswith(str(root)), f"flock on {name}"
+    def watched(fd: int, operation: int) -> None:
+        locked.append(os.readlink(f"/proc/self/fd/{fd}"))
         real(fd, operation)
 
-    monkeypatch.setattr(fcntl, "flock", guarded)
+    monkeypatch.setattr(fcntl, "flock", watched)
     on("nfs4", monkeypatch)
     origin.objects[URL] = origin.objects["s3://lab/b.tar"] = make_tar(1)
     with caplog.at_level(logging.WARNING, "shardcache"):
@@ -166,13 +148,6 @@ def test_with_leases_nothing_in_the_cache_is_locked(
     assert cache.clean(everything=True).removed == ()  # used a moment ago
     assert list(node.glob("*/sessions/*.session"))
     assert not list((root / "v1" / "sessions").iterdir())
-    for entry in cache.entries():
-        aged(entry.path)
+    age(root)
     assert len(cache.clean(everything=True).removed) == 2
-    assert cache.path(URL) is None
-
-
-def aged(path: Path) -> None:
-    past = time.time() - 2 * IDLE_GRACE
-    for file in path.iterdir():
-        os.utime(file, (past, past))
+    assert locked and not any(name.startswith(str(root)) for name in locked)

@@ -41,12 +41,6 @@ def free(path: Path) -> bool:
     return found
 
 
-def unheld(path: Path) -> bool:
-    """As `free`, for a file that is locked as a whole; creates and leaves nothing."""
-    with open(path, "r+b") as file:
-        return try_flock(file.fileno()) is True
-
-
 @pytest.mark.locks_work("flock")
 def test_a_lock_that_is_held_for_a_moment_is_waited_for_and_no_longer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -55,7 +49,7 @@ def test_a_lock_that_is_held_for_a_moment_is_waited_for_and_no_longer(
     monkeypatch.setattr(time, "sleep", naps.append)
     path = tmp_path / "data"
     path.touch()
-    with open(path, "rb") as evictor, open(path, "rb") as other:
+    with path.open("rb") as evictor, path.open("rb") as other:
         assert try_flock(evictor.fileno())
         assert wait_flock(other.fileno(), shared=True) is False
         assert 0 < sum(naps) < 0.1
@@ -122,30 +116,32 @@ def test_a_filesystem_without_flock_or_without_room_grants_every_lock(
 @pytest.mark.locks_work("flock")
 def test_a_forked_child_does_not_keep_a_dead_writers_lock(tmp_path: Path, unwinding: bool) -> None:
     path = tmp_path / "data"
+    path.touch()
 
     def write(parent: Parent) -> None:
-        file = open_exclusive(path, os.O_RDWR | os.O_CREAT)
+        file = open_exclusive(path, os.O_RDWR)
         assert try_flock(file.fileno())
         copy = dup_exclusive(file)
-        pid = os.fork()
-        if pid == 0:
+
+        def live(parent: Parent) -> None:
             if unwinding:
                 file.close()
                 copy.close()
-            parent.say("child")
+            parent.say()
             signal.alarm(120)
             signal.pause()
-        parent.hear()
-        parent.say(pid)
-        parent.hear()
 
-    with forked(write) as child:
-        assert child.hear() == "child"
-        assert not unheld(path)
-        grandchild = child.ask()
+        with forked(live) as child:
+            child.hear()
+            parent.say(child.pid)
+            parent.hear()
+
+    with forked(write) as child, path.open("rb") as file:
+        grandchild = child.hear()
+        assert try_flock(file.fileno()) is False
         try:
             child.kill()
-            assert unheld(path)
+            assert try_flock(file.fileno())
             os.kill(grandchild, 0)
         finally:
             os.kill(grandchild, signal.SIGKILL)

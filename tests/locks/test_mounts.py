@@ -101,23 +101,22 @@ def test_local_filesystems_are_locked_by_flock_and_all_others_by_leases(
 def test_all_who_share_a_root_share_a_directory_of_the_node_that_nobody_planted(
     root: Path, node: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def place(root: Path = root) -> Path | None:
-        return node_namespace(root, "lease", 600.0).local
+    def place(name: str = "cache") -> Path | None:
+        return node_namespace(tmp_path / name, "lease", 600.0).local
 
-    first, link, other = place(), tmp_path / "cache-link", tmp_path / "other-node"
-    link.symlink_to(root)
-    assert first is not None and first.parent == node and place(link) == first
+    (tmp_path / "link").symlink_to(root)
     make_root(tmp_path / "cache2", "1")
-    assert place(tmp_path / "cache2") != first
-    assert place(tmp_path / "cache3") is None  # not made yet
+    first, other = place(), tmp_path / "other-node"
+    assert first is not None and first.parent == node
+    assert place("link") == first != place("cache2")
+    assert place("cache3") is None  # not made yet
     other.mkdir()
     monkeypatch.setattr(mounts, "_NODE_DIRECTORIES", (str(node), str(other)))
     first.chmod(0o777)
-    fallback = place()
-    assert fallback is not None and fallback.parent == other
+    assert place() == other / first.name
     first.rmdir()
     first.symlink_to(tmp_path)
-    assert place() == fallback
+    assert place() == other / first.name
 
 
 @pytest.mark.locks_work("flock")

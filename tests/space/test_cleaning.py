@@ -26,6 +26,7 @@ from shardcache.store.root import make_root
 from shardcache.urls import parse_url
 from tests.support.shop import Shop
 from tests.support.storetools import (
+    age,
     begin,
     fill,
     metadata_for,
@@ -38,34 +39,18 @@ from tests.support.storetools import (
 MIB = 1 << 20
 
 
-class Bench:
-    """A root with a rank's namespace in it."""
-
-    def __init__(self, path: Path) -> None:
-        self.root = path / "cache"
-        self.layout = make_root(self.root, "test")
-        self.store = Store(self.layout)
-        self.rank = Store(self.layout.rank("job-0"))
-        self.rank.layout.make()
-        self.stores = [self.store, self.rank]
-        self.space = Space(self.layout, lambda: self.stores, Config(self.root, min_free=0))
-
-    def leave(self) -> Path:
-        """A partial of a dead process."""
-        data = payload(MIB)
-        partial = begin(self.layout, metadata_for("s3://lab/orphan.tar", data))
-        fill(partial, data)
-        partial.close()
-        return partial.path
-
-
 @pytest.fixture
-def bench(tmp_path: Path) -> Bench:
-    return Bench(tmp_path)
+def layout(tmp_path: Path) -> Layout:
+    return make_root(tmp_path / "cache", "test")
 
 
-def reasons(report: CleanReport) -> list[Reason]:
-    return [removal.reason for removal in report.removed]
+def leave(layout: Layout) -> Path:
+    """A partial of a dead process."""
+    data = payload(MIB)
+    partial = begin(layout, metadata_for("s3://lab/orphan.tar", data))
+    fill(partial, data)
+    partial.close()
+    return partial.path
 
 
 CASES: dict[str, Callable[[], Limits]] = {
@@ -80,39 +65,40 @@ CASES: dict[str, Callable[[], Limits]] = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.locks_work
-def test_a_dry_run_touches_nothing_and_says_what_the_run_will_do(bench: Bench, case: str) -> None:
+def test_a_dry_run_touches_nothing_and_says_what_the_run_will_do(layout: Layout, case: str) -> None:
+    store, rank = Store(layout), Store(layout.rank("job-0"))
+    rank.layout.make()
+    space = Space(layout, lambda: [store, rank], Config(layout.base.parent, min_free=0))
     for n in range(4):
-        publish(bench.store, f"s3://lab/{n}.tar", bytes(1000), used=n + 1.0)
-    publish(bench.rank, "s3://lab/r.tar", bytes(500), used=2.5)
-    bench.leave()
-    damaged = publish(bench.store, "s3://lab/bad.tar", bytes(100))
-    assert set_aside(damaged.path, "test")
-    opened = bench.store.open(parse_url("s3://lab/1.tar").key, "1.tar")
-    live = begin(bench.layout, metadata_for("s3://lab/live.tar", b"x"))
-    limits = CASES[case]()
-    before = tree(bench.root)
-    dry = clean(bench.space, limits, orphans=True, dry_run=True)
-    assert tree(bench.root) == before
-    real = clean(bench.space, limits, orphans=True)
+        publish(store, f"s3://lab/{n}.tar", bytes(1000), used=n + 1.0)
+    publish(rank, "s3://lab/r.tar", bytes(500), used=2.5)
+    leave(layout)
+    assert set_aside(publish(store, "s3://lab/bad.tar", bytes(100)).path, "test")
+    (layout.sessions / f"{'0' * 32}.{'0' * 32}.wait").touch()
+    live = begin(layout, metadata_for("s3://lab/live.tar", b"x"))
+    limits, before = CASES[case](), tree(layout.base)
+    with store.open(parse_url("s3://lab/1.tar").key, "1.tar").file:
+        dry = clean(space, limits, orphans=True, dry_run=True)
+        assert tree(layout.base) == before
+        real = clean(space, limits, orphans=True)
     assert replace(real, dry_run=True) == dry
     assert not any(Path(removal.name).exists() for removal in real.removed)
-    left = [*bench.store.entries(), *bench.rank.entries()]
+    left = [*store.entries(), *rank.entries()]
     assert (real.kept, real.kept_bytes) == (len(left), sum(entry.size for entry in left))
-    assert reasons(real).count(Reason.ORPHAN) == 2
+    reasons = [removal.reason for removal in real.removed]
+    assert reasons.count(Reason.ORPHAN) == 2 and os.listdir(layout.sessions) == []
+    assert live.path.exists() and "1.tar" in {entry.data.name for entry in left}
     if case == "all":
-        assert (real.kept, reasons(real).count(Reason.ALL)) == (1, 4)
-    assert live.path.exists() and Path(opened.path).exists()
-    opened.close()
+        assert (real.kept, reasons.count(Reason.ALL)) == (1, 4)
     live.discard()
 
 
-def test_a_dead_process_s_partial_stays_an_hour_to_be_resumed(bench: Bench) -> None:
-    partial = bench.leave()
-    for age, removed in ((0.0, 0), (3500.0, 0), (3700.0, 1)):
-        then = clock.time() - age
-        for path in partial.iterdir():
-            os.utime(path, (then, then))
-        assert reasons(clean(bench.space, Limits())) == [Reason.ORPHAN] * removed
+def test_a_dead_process_s_partial_stays_an_hour_to_be_resumed(layout: Layout) -> None:
+    partial = leave(layout)
+    with Cache(layout.base.parent, min_free=0) as cache:
+        for seconds, removed in ((0.0, 0), (3500.0, 0), (3700.0, 1)):
+            age(partial, seconds)
+            assert len(cache.clean().removed) == removed
     assert not partial.exists()
 
 
@@ -132,16 +118,14 @@ def test_cleaners_take_turns_or_say_who_is_at_it(tmp_path: Path) -> None:
 
 @pytest.mark.locks_work
 def test_one_of_a_nodes_processes_cleans_beside_its_job(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shop, rounds, real = Shop(tmp_path, count=5), [], module.clean
     with Cache(shop.path, cache_local=True, min_free=0) as earlier:
         for number, url in enumerate(shop.urls):
             earlier.fetch(url)
             shop.use(url, 1000.0 + number)
-    orphan = bench.leave()
-    for path in orphan.iterdir():
-        os.utime(path, (1000.0, 1000.0))
+    age(orphan := leave(layout))
 
     def clean(*arguments: Any, **options: Any) -> CleanReport:
         rounds.append(threading.current_thread().name)
@@ -149,8 +133,7 @@ def test_one_of_a_nodes_processes_cleans_beside_its_job(
 
     def read() -> None:
         with Cache(shop.path, cache_local=True, min_free=0, max_size=4 * shop.size) as cache:
-            with cache.open(shop.urls[0]) as stream:
-                stream.read()
+            cache.open(shop.urls[0]).close()
             wait_until(lambda: "shardcache-clean" not in {t.name for t in threading.enumerate()})
 
     monkeypatch.setattr(module, "_FIRST", -1.0)

@@ -21,18 +21,9 @@ NOW = 10_000.0
 
 @st.composite
 def shelves(draw: st.DrawFn) -> list[Entry]:
-    rows = draw(
-        st.lists(
-            st.tuples(
-                st.sampled_from(["one", "two"]),
-                st.integers(0, 6),
-                st.integers(0, 100),
-                st.sampled_from([0.0, 5000.0, 9000.0, 9999.0, NOW, 20_000.0]),
-            ),
-            max_size=10,
-            unique_by=lambda row: row[:2],
-        )
-    )
+    used = st.sampled_from([0.0, 5000.0, 9000.0, 9999.0, NOW, 20_000.0])
+    row = st.tuples(st.sampled_from(["one", "two"]), st.integers(0, 6), st.integers(0, 100), used)
+    rows = draw(st.lists(row, max_size=10, unique_by=lambda row: row[:2]))
     return [
         Entry(f"/{base}/{key:032x}/{'0' * 24}-{size:x}", f"{key:032x}", "0" * 24, size, used)
         for base, key, size, used in rows
@@ -101,26 +92,29 @@ DAY = 86_400.0
 
 
 @pytest.mark.parametrize(
-    ("kind", "used", "started", "stays"),
+    ("used", "started", "stays"),
     [
-        ("working-set", -60, [-50, -100], True),
-        ("working-set", -61, [-60], False),  # before the oldest job began
-        ("working-set", -60, [], False),  # no job runs
-        ("working-set", -DAY - 1, [-2 * DAY], False),  # nobody for so long
-        ("working-set", -DAY + 1, [-2 * DAY], True),
-        ("working-set", -DAY + 1, [2 * DAY], True),  # its clock was wrong
-        ("working-set", DAY, [-100], False),
-        ("fifo", -60, [-100], False),
+        (-60, [-50, -100], True),
+        (-61, [-60], False),  # before the oldest job began
+        (-60, [], False),  # no job runs
+        (-DAY - 1, [-2 * DAY], False),  # nobody for so long
+        (-DAY + 1, [-2 * DAY], True),
+        (-DAY + 1, [2 * DAY], True),  # its clock was wrong
+        (DAY, [-100], False),
     ],
 )
 @pytest.mark.locks_work("flock")
-def test_what_a_policy_keeps(tmp_path: Path, kind, used, started, stays) -> None:
+def test_what_running_jobs_keep(tmp_path: Path, used, started, stays) -> None:
     now, layout = 1_800_000_000.0, make_root(tmp_path / "cache", "test")
-    config = Config(tmp_path / "cache", policy=kind, protect_for="24h")
     sessions = [Session(layout, now + date) for date in started]
     entry = Entry("/objects/key/v", "key", "v", 10, now + used)
-    assert Policy.of(config, layout, now).keeps(entry) is stays
-    assert not Policy.of(config, layout, now, jobs=False).keeps(entry)
+    for kind, jobs, keeps in (
+        ("working-set", True, stays),
+        ("working-set", False, False),
+        ("fifo", True, False),
+    ):
+        config = Config(tmp_path / "cache", policy=kind, protect_for="24h")
+        assert Policy.of(config, layout, now, jobs=jobs).keeps(entry) is keeps
     for session in sessions:
         session.close()
 

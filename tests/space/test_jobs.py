@@ -12,12 +12,10 @@ from pathlib import Path
 import pytest
 
 from shardcache.cache import Cache
-from shardcache.units import format_bytes
 from tests.support.clitools import run_process
 from tests.support.disktools import disk, needs_mounts
 from tests.support.shop import Shop
 from tests.support.storetools import Parent, crowd
-from tests.support.tars import make_tar
 
 pytestmark = pytest.mark.locks_work
 
@@ -85,10 +83,10 @@ def test_under_other_policies_a_job_evicts_its_own(shop: Shop, policy: str, gone
     with shop.worker(max_size=budget, policy=policy) as job:
         for number in range(3):
             shop.expect(job, shop.urls[number])
-            time.sleep(0.02)  # fifo goes by the times that the filesystem gives
         now = time.time()
         for number, age in ((0, 10), (1, 30), (2, 20)):
             shop.use(shop.urls[number], now - age)
+            os.utime(shop.entries()[shop.urls[number]].path, (now, now - 10 + number))
         shop.expect(job, shop.urls[3])
         assert numbers(shop) == sorted({0, 1, 2, 3} - {gone})
 
@@ -108,20 +106,13 @@ def test_half_of_the_data_gives_half_of_the_hits_in_whatever_order(
 
 
 @needs_mounts
-def test_what_is_to_stay_free_stays_free(tmp_path: Path) -> None:
-    files = []
-    for number in range(20):
-        files.append(tmp_path / f"{number}.tar")
-        files[-1].write_bytes(make_tar(number, members=10, size=50_000))
-    with (
-        disk(tmp_path / "ram", "size=16m") as ram,
-        Cache(ram / "cache", cache_local=True, min_free="4MB") as cache,
-    ):
-        for file in files:
-            with cache.open(str(file)) as stream:
-                assert stream.read() == file.read_bytes()
-            assert shutil.disk_usage(ram).free >= 4_000_000
-        assert 5 < sum(str(file) in cache for file in files) < 16
+def test_what_is_to_stay_free_stays_free(shop: Shop) -> None:
+    with disk(shop.path, "size=1m"), Cache(shop.path, cache_local=True, min_free="800kB") as cache:
+        for url in shop.urls:
+            with cache.open(url) as stream:
+                assert stream.read() == Path(url).read_bytes()
+            assert shutil.disk_usage(shop.path).free >= 800_000
+        assert 1 < sum(url in cache for url in shop.urls) < 9
 
 
 @pytest.mark.parametrize("policy", ["working-set", "lru", "fifo"])
@@ -176,7 +167,6 @@ def test_four_ranks_that_link_three_shards_fetch_each_once_and_it_goes_with_all_
         assert (found.fetches, found.linked, found.hits, found.bypassed) == (3, 9, 12, 1)
     summary = json.loads(run_process("ls", "--json", directory=shop.path)[1])["summary"]
     assert (summary["shards"], summary["bytes"]) == (3, 3 * shop.size)
-    assert f"3 shards, {format_bytes(3 * shop.size)}" in run_process("ls", directory=shop.path)[1]
     for number, entries in enumerate(shop.links()[url] for url in shop.urls[:3]):
         for entry in entries:  # the last use of a file is that of its latest link
             os.utime(entry.path / "meta.json", (1.75e9, 1.75e9 - 1000 * number))

@@ -117,20 +117,6 @@ def test_an_entry_that_no_reader_would_be_given_is_damaged_and_repaired(
 # -- what is looked at -----------------------------------------------------------------
 
 
-def test_every_tier_is_checked(tmp_path: Path) -> None:
-    shop = Shop(tmp_path, count=4)
-    tier = {"dir": tmp_path / "ram", "min_free": 0, "max_size": 2 * shop.size}
-    with opened(shop, tiers=[tier]) as cache:
-        for url in shop.urls:
-            cache.fetch(url)
-        entries = list(cache.entries())
-        assert len({entry.path.is_relative_to(tmp_path / "ram") for entry in entries}) == 2
-        for entry in entries:
-            flip(entry, 7)
-        assert states(cache, repair=True) == ["damaged"] * 4
-        assert list(cache.entries()) == []
-
-
 def test_copies_are_read_once_and_a_damaged_one_is_linked_by_nobody(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:

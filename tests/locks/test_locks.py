@@ -13,22 +13,8 @@ from pathlib import Path
 import pytest
 
 from shardcache.files import dup_exclusive, open_exclusive
-from shardcache.locks.flock import (
-    Holder,
-    KeyLock,
-    read_holder,
-    remove_locks,
-    try_flock,
-    wait_flock,
-)
-from tests.support.storetools import (
-    Parent,
-    forked,
-    make_store,
-    no_descriptor_left,
-    refusing,
-    tree,
-)
+from shardcache.locks.flock import Holder, KeyLock, read_holder, remove_locks, try_flock, wait_flock
+from tests.support.storetools import Parent, forked, make_store, no_descriptor_left, refusing, tree
 
 ME = Holder.this_process(rank=3, job="job", now=12.5)
 

@@ -19,13 +19,7 @@ from shardcache.store.entry import Entry, Store
 from shardcache.store.partial import Partial
 from shardcache.store.root import make_root
 from tests.support.fakes import FakeClock
-from tests.support.storetools import (
-    begin,
-    fill,
-    metadata_for,
-    payload,
-    publish,
-)
+from tests.support.storetools import begin, fill, metadata_for, payload, publish
 
 GB = 10**9
 MIB = 1 << 20

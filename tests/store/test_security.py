@@ -29,7 +29,6 @@ URL, SHARD = "s3://lab/a.tar", make_tar(1)
 
 REFUSED = {
     "pipe:touch {marker}; cat {marker}": "allow_schemes=['pipe']",
-    "PIPE: touch {marker}": "allow_schemes=['pipe']",
     "shardcache::pipe:touch {marker}": "allow_schemes=['pipe']",
     "filecache::pipe:touch {marker}": "chain",
     "gs://AK:SECRET@lab/a.tar": "storage_options",

@@ -35,7 +35,6 @@ from tests.support.storetools import (
     read,
     refusing,
     tree,
-    wait_until,
 )
 
 URL = "s3://lab/a.tar"
@@ -292,30 +291,28 @@ def test_an_entry_that_was_removed_and_published_anew_meanwhile_stays(
 
 
 @pytest.mark.locks_work("flock")
-def test_what_another_process_reads_is_not_evicted_until_that_is_dead(
+def test_what_is_written_or_read_is_not_evicted_until_its_process_lets_go_or_dies(
     store: Store,
 ) -> None:
     metadata = metadata_for(data=b"shard")
     partial = begin(store.layout, metadata)
     fill(partial, b"shard")
     entry = Entry.at(store.publish(partial, metadata))
-    assert store.is_pinned(entry) and not store.evict(entry)  # until its writer has let go
+    assert store.is_pinned(entry) and not store.evict(entry)
     partial.close()
     assert not store.is_pinned(entry)
 
     def hold(parent: Parent) -> None:
         with pin(again(store)).file as file:
-            parent.hear()
             parent.say(file.read())
             parent.hear()
 
     with forked(hold) as child:
-        wait_until(lambda: store.is_pinned(entry))
-        assert not store.evict(entry)
-        assert child.ask() == b"shard" and entry.data.exists()
+        assert child.hear() == b"shard"
+        assert store.is_pinned(entry) and not store.evict(entry)
         child.kill()
-        assert not store.is_pinned(entry)
         with no_descriptor_left():
+            assert not store.is_pinned(entry)
             assert store.evict(entry) and not store.evict(entry)
     assert not entry.path.parent.exists() and read(store) is None
     assert list(store.layout.partial.iterdir()) == []

@@ -51,9 +51,6 @@ def test_the_innermost_latest_mount_counts(tmp_path: Path, monkeypatch: pytest.M
     assert mount_of(tmp_path) is None
 
 
-# -- which kind of lock ------------------------------------------------------------
-
-
 @pytest.fixture
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The directory of this node, for this test alone."""

@@ -103,9 +103,6 @@ print(sum(name.endswith(".session") for name in found))
     assert os.listdir(tmp_path / "cache/v1/sessions") == []
 
 
-# -- who waits for whom --------------------------------------------------------------
-
-
 @pytest.mark.locks_work
 def test_a_wait_of_half_a_second_is_noted_and_the_note_goes_with_it(
     make_cache: MakeCache, origin: MemoryOrigin, clock: FakeClock

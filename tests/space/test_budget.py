@@ -87,9 +87,6 @@ def there(entries: list[Entry]) -> list[bool]:
     return [entry.path.exists() for entry in entries]
 
 
-# -- admission -----------------------------------------------------------------
-
-
 @pytest.mark.locks_work("flock")
 def test_the_free_space_floor_counts_what_is_not_written_yet(make) -> None:
     bench = make(min_free="1GB")
@@ -143,9 +140,6 @@ def test_a_stuck_budget_lock_is_passed_by_after_its_bound(make, caplog) -> None:
     assert "going on without it" in caplog.text
     assert bench.clock.elapsed >= 60.0
     lock.release()
-
-
-# -- the number ----------------------------------------------------------------
 
 
 @pytest.mark.locks_work("answers")

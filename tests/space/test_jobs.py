@@ -122,9 +122,6 @@ def test_what_is_pinned_stays_whatever_comes_until_its_time_is_over(
         assert cache.remove(shop.urls[0]) == (shop.size, 0)
 
 
-# -- ranks apart: what several of them link is one file ---------------------------------
-
-
 def rank(parent: Parent, number: int, shop: Shop) -> None:
     """A rank with a budget of 3.4 shards, which reads what it is told until it is told nothing."""
     os.environ |= {"SHARDCACHE_JOB": "17", "SHARDCACHE_RANK": str(number)}
@@ -167,9 +164,6 @@ def test_four_ranks_that_link_three_shards_fetch_each_once_and_it_goes_with_all_
         for dry_run in (True, False):
             assert cache.remove(shop.urls[1], dry_run=dry_run) == (shop.size, 0)
         assert list(cache.entries()) == []
-
-
-# -- many processes on a disk that is too small for what they read ----------------------
 
 
 def data_bytes(base: Path) -> int:

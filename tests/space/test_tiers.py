@@ -139,8 +139,6 @@ def test_prewarming_counts_the_room_of_all_tiers_and_cleaning_keeps_each_to_its_
         assert cache.clean(everything=True).kept == 0
 
 
-# -- memory ----------------------------------------------------------------------
-
 _JOB = """
 import json, os, sys, time
 with open(sys.argv[1] + "/cgroup.procs", "w") as file:

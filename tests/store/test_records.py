@@ -38,8 +38,6 @@ from shardcache.store.entry import DamagedError, Metadata
 from tests.support.storetools import metadata_for, payload
 from tests.support.tars import make_tar, tar_of
 
-# -- sidecars ------------------------------------------------------------------
-
 texts = st.text(max_size=30)
 maybe = st.none() | texts
 sizes = st.integers(0, 2**64 - 1)
@@ -99,8 +97,6 @@ def test_versions_tell_objects_apart() -> None:
     assert ObjectInfo(1, '"a"', modified="x").version == one.version
 
 
-# -- digests and checksums -----------------------------------------------------
-
 #: Of "123456789". The CRCs are the check values in the catalogue of parametrised CRC algorithms:
 #: CRC-32/ISO-HDLC, CRC-32/ISCSI, CRC-64/NVME.
 NINE = {
@@ -158,8 +154,6 @@ def test_only_whole_object_checksums_are_checked_and_more_kinds_with_the_extra(
     finally:
         digests._crc.cache_clear()
 
-
-# -- archives ------------------------------------------------------------------
 
 URL = "s3://lab/train-0000.tar"
 PAGE = b"<?xml version='1.0'?><Error><Code>SlowDown</Code></Error>" + b" " * 600

@@ -73,9 +73,6 @@ def test_a_file_is_replaced_all_at_once_or_not_at_all(tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.iterdir()} == {path.name, directory.name}
 
 
-# -- making a root -------------------------------------------------------------
-
-
 def test_a_root_says_what_it_is_and_is_mended(tmp_path: Path) -> None:
     root = tmp_path / "deep" / "cache"
     assert not is_cache(root)
@@ -141,22 +138,6 @@ def test_a_root_that_leads_elsewhere_is_refused_and_nothing_is_cleaned(
             call()
 
 
-def test_a_directory_that_another_node_made_and_this_one_does_not_see_yet_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On NFS every rank makes the same directory: EEXIST comes before the name can be seen."""
-    root, late = tmp_path / "cache", iter(range(8))
-    root.mkdir(mode=0o700)
-
-    def blind(real: Callable[..., bool]) -> Callable[..., bool]:
-        return lambda path: real(path) and (path != root or next(late, None) is None)
-
-    monkeypatch.setattr(Path, "is_dir", blind(Path.is_dir))
-    monkeypatch.setattr(os.path, "lexists", blind(os.path.lexists))
-    assert make_root(root, "test").base.is_dir()
-    assert next(late, None) is None  # it was looked for, again and again
-
-
 def test_the_layout_of_another_version_of_the_library_is_left_alone(
     make_cache: Callable[..., Cache], origin: MemoryOrigin, tmp_path: Path
 ) -> None:
@@ -182,9 +163,6 @@ def test_the_layout_of_another_version_of_the_library_is_left_alone(
     assert cache.remove(URL)[0] == len(shard)
     cache.clean(everything=True, orphans=True)
     assert (tree(root / "v2"), (root / MANIFEST).read_bytes()) == before
-
-
-# -- namespaces ----------------------------------------------------------------
 
 
 def tier(path: Path, isolation: str = "node", ranks: Ranks | None = None) -> Tier:

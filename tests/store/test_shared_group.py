@@ -83,9 +83,6 @@ def area(tmp_path: Path) -> Iterator[Path]:
         yield directory
 
 
-# -- permissions ---------------------------------------------------------------
-
-
 @pytest.mark.parametrize("umask", [0, 0o022, 0o077])
 @pytest.mark.parametrize("group", [GROUP, None])
 def test_permissions_are_the_same_whatever_the_umask(
@@ -120,9 +117,6 @@ def test_outsiders_see_nothing_and_are_told_why(area: Path) -> None:
     for group, text in ((GROUP, "not in the group.*log in"), (None, "shared_group")):
         with pytest.raises(AssertionError, match=text):
             ask(OUTSIDER, lambda group=group: fetch(root, shared_group=group))
-
-
-# -- what members may do with each other's shards --------------------------------
 
 
 def test_one_fetches_the_other_hits_touches_and_evicts(area: Path) -> None:
@@ -178,9 +172,6 @@ def test_many_of_both_make_one_cache_and_fetch_every_shard_once(area: Path) -> N
         found = [row for child in children for row in child.hear()]
     assert all(right for _, right, _ in found)
     assert sum(requests for _, _, requests in found) == len(SHARDS)
-
-
-# -- refusals ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -67,9 +67,6 @@ def look(path: Path) -> dict[Path, tuple[int, int]]:
     return {p: (p.lstat().st_ino, p.lstat().st_mtime_ns) for p in path.rglob("*.*")}
 
 
-# -- damage ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("at", [0, 20_000, -1])
 def test_a_byte_that_changed_is_found_wherever_it_is(shop: Shop, at: int) -> None:
     url, status = shop.urls[2], VerifyStatus()
@@ -114,9 +111,6 @@ def test_an_entry_that_no_reader_would_be_given_is_damaged_and_repaired(
         assert len(read(cache, shop.urls[0])) == shop.size
 
 
-# -- what is looked at -----------------------------------------------------------------
-
-
 def test_copies_are_read_once_and_a_damaged_one_is_linked_by_nobody(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,9 +132,6 @@ def test_copies_are_read_once_and_a_damaged_one_is_linked_by_nobody(
     for cache in linked:
         assert read(cache, url) == Path(url).read_bytes()
         cache.close()
-
-
-# -- beside jobs -----------------------------------------------------------------------
 
 
 def during_reads(monkeypatch: pytest.MonkeyPatch, function: Callable[[], None]) -> None:
@@ -178,9 +169,6 @@ def test_what_is_evicted_meanwhile_is_left_out(shop: Shop) -> None:
         kept = found(cache, wanted=wanted, status=status, repair=True)
         assert [f.state for f in kept.values()] == [State.OK] * 4
         assert status.done == status.shards
-
-
-# -- the origin ------------------------------------------------------------------------
 
 
 @pytest.fixture

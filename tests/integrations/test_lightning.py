@@ -6,27 +6,23 @@ import logging
 import pickle
 import sys
 import types
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from shardcache import Cache, ConfigError, lightning
-from tests.support.fakes import MemoryOrigin
+from shardcache import ConfigError, lightning
 from tests.support.tars import make_tar
 
-MakeCache = Callable[..., Cache]
 SHARDS = "s3://lab/train-{0000..0003}.tar"
-SHARD = make_tar(0)
 URLS = [f"s3://lab/train-{n:04d}.tar" for n in range(4)]
 
 
 @pytest.fixture(autouse=True)
-def _objects(origin: MemoryOrigin) -> None:
+def _objects(origin):
     origin.objects.update({url: make_tar(seed) for seed, url in enumerate(URLS)})
 
 
-def cached(cache: Cache) -> list[str]:
+def cached(cache) -> list[str]:
     return [url for url in URLS if url in cache]
 
 
@@ -38,27 +34,22 @@ def cached(cache: Cache) -> list[str]:
         ("fit", None, None, 4),
         ("validate", 2, 0, 0),
         ("fit", 2, 1, 0),  # one rank of each node
+        (None, 2, "of the launcher", 0),  # a loop of its own has no trainer
     ],
 )
 def test_training_has_the_first_shards_fetched_before(
-    make_cache: MakeCache, stage: str, prewarm: int | None, local_rank: int | None, count: int
-) -> None:
+    make_cache, monkeypatch, stage, prewarm, local_rank, count
+):
     cache, trainer = make_cache(), types.SimpleNamespace(local_rank=local_rank)
+    if stage is None:
+        trainer = None
+        for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}.items():
+            monkeypatch.setenv(name, value)
     lightning.ShardCacheHooks(cache, SHARDS, prewarm=prewarm).setup(trainer, None, stage)
     assert cached(cache) == URLS[:count]
 
 
-def test_a_loop_of_its_own_is_told_its_rank_by_the_launcher(
-    make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}.items():
-        monkeypatch.setenv(name, value)
-    cache = make_cache()
-    lightning.ShardCacheHooks(cache, SHARDS).setup()
-    assert cached(cache) == []
-
-
-def test_directories_are_made_whoever_comes_first(make_cache: MakeCache, tmp_path: Path) -> None:
+def test_directories_are_made_whoever_comes_first(make_cache, tmp_path):
     wanted = [tmp_path / "traces" / "epoch", str(tmp_path / "checkpoints")]
     for _ in range(2):
         lightning.ShardCacheHooks(make_cache(), makedirs=wanted).setup(stage="test")
@@ -67,9 +58,7 @@ def test_directories_are_made_whoever_comes_first(make_cache: MakeCache, tmp_pat
         lightning.ShardCacheHooks(make_cache(), SHARDS, prewarm=-1)
 
 
-def test_what_cannot_be_prewarmed_is_a_warning(
-    make_cache: MakeCache, origin: MemoryOrigin, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_cannot_be_prewarmed_is_a_warning(make_cache, origin, caplog):
     del origin.objects[URLS[1]]
     cache = make_cache()
     with caplog.at_level(logging.WARNING):
@@ -80,8 +69,8 @@ def test_what_cannot_be_prewarmed_is_a_warning(
     assert cached(cache) == [URLS[0], URLS[2]]
 
 
-def test_each_epoch_is_logged_by_itself(make_cache: MakeCache) -> None:
-    cache, logged = make_cache(fill="complete"), []
+def test_each_epoch_is_logged_by_itself(make_cache):
+    cache, logged, size = make_cache(fill="complete"), [], len(make_tar(0))
     module = types.SimpleNamespace(log_dict=lambda metrics, **options: logged.append(metrics))
     hooks = lightning.ShardCacheHooks(cache, SHARDS, prewarm=1)
     hooks.on_train_epoch_end(None, module)
@@ -94,16 +83,14 @@ def test_each_epoch_is_logged_by_itself(make_cache: MakeCache) -> None:
         assert logged[-1] == {
             "shardcache/opens": opens,
             "shardcache/hit_rate": hit_rate,
-            "shardcache/bytes_read": opens * len(SHARD),
-            "shardcache/bytes_fetched": fetched * len(SHARD),
+            "shardcache/bytes_read": opens * size,
+            "shardcache/bytes_fetched": fetched * size,
         }
     hooks.on_train_epoch_end(None, module)
     assert "shardcache/hit_rate" not in logged[-1]  # of nothing
 
 
-def test_the_callback_is_lightnings_own_and_travels(
-    make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_callback_is_lightnings_own_and_travels(make_cache, monkeypatch):
     for name in ("lightning", "lightning.pytorch", "pytorch_lightning"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match="pip install lightning"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 
@@ -18,7 +19,8 @@ HEAVY = {
 def fresh(code: str) -> object:
     """What an interpreter of its own prints, read as Python."""
     command = [sys.executable, "-c", f"import sys, shardcache\n{code}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    env = {name: value for name, value in os.environ.items() if "COVERAGE" not in name}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
     return ast.literal_eval(done.stdout)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import threading
 
 import pytest
 from botocore.auth import S3SigV4Auth
@@ -16,15 +15,15 @@ from shardcache.origins.base import ObjectInfo, Origin, TransientError, VersionC
 from shardcache.origins.http import WebOrigin
 from shardcache.origins.s3 import S3Origin
 from shardcache.urls import ShardURL, parse_url
-from tests.support.webservers import Connection, Scripted, answer
+from tests.support.webservers import Scripted, answer
 
 
 def part(span: str, body: bytes, **headers: object) -> bytes:
     return answer("206 Partial Content", body, Content_Range=f"bytes {span}", **headers)
 
 
-def web_origin(server: Scripted, timeout: float = 20) -> tuple[WebOrigin, ShardURL]:
-    return WebOrigin(timeout=timeout), parse_url(f"{server.url}/a.bin")
+def web_origin(server: Scripted) -> tuple[WebOrigin, ShardURL]:
+    return WebOrigin(timeout=20), parse_url(f"{server.url}/a.bin")
 
 
 def read_all(origin: Origin, url: ShardURL, start: int = 0, stop: int = 100) -> bytes:
@@ -108,26 +107,6 @@ def test_what_follows_an_answer_is_not_taken_for_the_next_one(serve, size: int) 
     for _ in range(3):
         assert read_all(origin, url, 0, size) == b"x" * size
     assert len(server.heads) == 3
-
-
-def test_a_connection_that_trickles_is_given_up_on(serve) -> None:
-    """Slower than the least rate, though never silent for long."""
-    more = threading.Event()
-
-    class Trickling(Connection):
-        def handle(self) -> None:
-            super().handle()
-            with contextlib.suppress(OSError):
-                while not more.wait(0.01):
-                    self.wfile.write(b"x")
-
-    said = HELLO.replace(b"0-4/5", b"0-99999/100000").replace(b": 5", b": 100000")
-    server = serve(said[:-5])
-    server.RequestHandlerClass = Trickling
-    with pytest.raises(TransientError, match=r"only \d+ bytes") as caught:
-        read_all(*web_origin(server, 0.3), 0, 100000)
-    more.set()
-    assert caught.value.timed_out
 
 
 def test_a_weak_validator_is_compared_but_not_insisted_on(serve) -> None:

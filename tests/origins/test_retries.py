@@ -1,7 +1,6 @@
 """Repeating requests: how often, after which pause, with which credentials.
 
-Counted and timed at a proxy before a real S3 server (see `tests.fetch.test_faults`). And what is
-asked for again although somebody believes to know it: listings grow old.
+Counted at a proxy before a real S3 server (see `tests.fetch.test_faults`).
 """
 
 from __future__ import annotations
@@ -10,19 +9,16 @@ import gc
 import json
 import random
 import weakref
-from collections.abc import Callable
 
 import fsspec
 import pytest
 import webdataset as wds
-from fsspec.implementations.memory import MemoryFileSystem
 
 from shardcache import Cache, TransferError
 from shardcache.origins.base import TransientError
 from shardcache.origins.retry import BASE, CAP, RETRY_AFTER_CAP, RetryPolicy
 from tests.fetch.test_faults import MIB, SIZE, Lab, bucket, lab, page, shard  # noqa: F401 - fixtures
 from tests.support.proxy import Fault, Rule
-from tests.support.tars import make_tar
 from tests.support.webservers import answer
 
 
@@ -31,7 +27,7 @@ def test_pauses_are_spread_over_a_growing_interval_behind_what_the_server_asks(a
     """Full jitter: uniform from nothing to twice as much with every attempt, up to a cap."""
     random.seed(11)
     runs: list[list[float]] = []
-    for _ in range(200):
+    for _ in range(60):
         naps: list[float] = []
 
         def fail() -> None:
@@ -47,23 +43,21 @@ def test_pauses_are_spread_over_a_growing_interval_behind_what_the_server_asks(a
     assert (number, longest) == (8, CAP)  # the cap was reached
 
 
-def test_a_call_that_was_repeated_leaves_nothing_for_the_garbage_collector() -> None:
+def test_a_call_that_was_repeated_leaves_nothing_for_the_garbage_collector():
     """Which would keep a partial, and its lock."""
+    errors = [TransientError("503")]
 
-    def repeated() -> weakref.ref[Callable[..., object]]:
-        errors = [TransientError("503")]
+    def fail_once() -> None:
+        if errors:
+            raise errors.pop()
 
-        def fail_once() -> None:
-            if errors:
-                raise errors.pop()
-
-        sleep = lambda seconds: None  # noqa: E731
-        RetryPolicy(2, None).started("s3://lab/a.tar").call(fail_once, sleep=sleep)
-        return weakref.ref(sleep)
-
+    sleep = lambda seconds: None  # noqa: E731
+    kept = weakref.ref(sleep)
     gc.disable()
     try:
-        assert repeated()() is None
+        RetryPolicy(2, None).started("s3://lab/a.tar").call(fail_once, sleep=sleep)
+        del sleep
+        assert kept() is None
     finally:
         gc.enable()
 
@@ -120,18 +114,3 @@ def test_a_shard_that_was_replaced_since_it_was_listed_arrives_as_it_is_now(lab,
     assert (put.fired, report.fetched, report.failed) == (1, 1, 0)
     assert lab.proxy.requests()[0].path.rstrip("/") == lab.bucket  # the listing
     lab.expect(lab.caches[0], version=2, size=size)
-
-
-def test_listings_that_a_filesystem_keeps_are_not_believed(tmp_path, monkeypatch):
-    info, known = MemoryFileSystem.info, {}
-    monkeypatch.setattr(
-        MemoryFileSystem, "info", lambda self, path: known.setdefault(path, info(self, path))
-    )
-    monkeypatch.setattr(MemoryFileSystem, "invalidate_cache", lambda self: known.clear())
-    memory, new = fsspec.filesystem("memory"), make_tar(2, members=9)
-    memory.pipe("memory://kept/a.tar", make_tar(1))
-    assert memory.info("/kept/a.tar")["size"] == len(make_tar(1))
-    memory.pipe("memory://kept/a.tar", new)
-    assert memory.info("/kept/a.tar")["size"] < len(new)  # which is wrong
-    with Cache(tmp_path / "cache", min_free=0) as cache:
-        assert cache.fetch("memory://kept/a.tar").size == len(new)

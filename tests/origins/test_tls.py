@@ -6,9 +6,7 @@ import shutil
 import ssl
 import subprocess
 import threading
-from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 
@@ -26,66 +24,49 @@ if shutil.which("openssl") is None:
 
 
 @pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def authority(tmp_path_factory):
     """A self-signed certificate for 127.0.0.1, and its key."""
     home = tmp_path_factory.mktemp("tls")
-    certificate, key = home / "ca.pem", home / "key.pem"
-    subprocess.run(
-        [
-            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"),
-            *("-nodes", "-days", "2", "-subj", "/CN=127.0.0.1"),
-            *("-addext", "subjectAltName=IP:127.0.0.1"),
-            *("-keyout", str(key), "-out", str(certificate)),
-        ],
-        check=True,
-        capture_output=True,
+    command = (
+        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 "
+        "-subj /CN=127.0.0.1 -addext subjectAltName=IP:127.0.0.1 -keyout key.pem -out ca.pem"
     )
-    return certificate, key
+    subprocess.run(command.split(), cwd=home, check=True, capture_output=True)
+    return str(home / "ca.pem"), str(home / "key.pem")
 
 
 @pytest.fixture
-def context(authority: tuple[Path, Path]) -> ssl.SSLContext:
+def context(authority):
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(*authority)
     return context
 
 
-@pytest.fixture
-def secure(context: ssl.SSLContext) -> Iterator[str]:
-    """An https server's URL."""
+def test_a_certificate_is_trusted_by_options_or_environment_or_refused(
+    context, authority, tmp_path, monkeypatch
+):
     server = Files()
     server.files = {"/a.tar": SHARD, "/lab/a.tar": SHARD}
+    place = server.url.replace("http:", "https:")
+    web, caches = f"{place}/a.tar", iter(range(100))
+
+    def read(url: str, **client: object) -> bytes:
+        options = {"key": "AK", "secret": "SK", "client_kwargs": client}
+        given = {"endpoint_url": place, "storage_options": options, "attempts": 1}
+        with Cache(tmp_path / f"{next(caches)}", min_free=0, **given) as cache:
+            return cache.open(url).read()
+
     with running(server, context):
-        yield server.url.replace("http:", "https:")
-
-
-def read(path: Path, url: str, endpoint: str | None = None, **client: object) -> bytes:
-    """A shard, through a new cache."""
-    options = {"key": "AK", "secret": "SK", "client_kwargs": client}
-    cache = Cache(path, min_free=0, endpoint_url=endpoint, storage_options=options)
-    with cache, cache.open(url) as stream:
-        return stream.read()
-
-
-def test_an_untrusted_certificate_is_a_configuration_error(secure, tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match="AWS_CA_BUNDLE"):
-        read(tmp_path, "s3://lab/a.tar", secure)
-    with pytest.raises(ConfigError, match="SSL_CERT_FILE"):
-        read(tmp_path, f"{secure}/a.tar")
-    monkeypatch.setenv("AWS_CA_BUNDLE", "/nowhere.pem")
-    with pytest.raises(ConfigError, match="not where AWS_CA_BUNDLE or verify say"):
-        read(tmp_path, "s3://lab/a.tar", secure)
-
-
-def test_a_ca_bundle_of_the_options_or_the_environment_is_used(
-    secure: str, authority: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trusted = str(authority[0])
-    assert read(tmp_path / "options", "s3://lab/a.tar", secure, verify=trusted) == SHARD
-    monkeypatch.setenv("AWS_CA_BUNDLE", trusted)
-    monkeypatch.setenv("SSL_CERT_FILE", trusted)
-    assert read(tmp_path / "s3", "s3://lab/a.tar", secure) == SHARD
-    assert read(tmp_path / "web", f"{secure}/a.tar") == SHARD
+        for url, said in (("s3://lab/a.tar", "AWS_CA_BUNDLE"), (web, "SSL_CERT_FILE")):
+            with pytest.raises(ConfigError, match=said):
+                read(url)
+        assert read("s3://lab/a.tar", verify=authority[0]) == SHARD
+        for name in ("AWS_CA_BUNDLE", "SSL_CERT_FILE"):
+            monkeypatch.setenv(name, authority[0])
+        assert read("s3://lab/a.tar") == read(web) == SHARD
+        monkeypatch.setenv("AWS_CA_BUNDLE", "/nowhere.pem")
+        with pytest.raises(ConfigError, match="not where AWS_CA_BUNDLE or verify say"):
+            read("s3://lab/a.tar")
 
 
 def test_tls_goes_through_a_proxy_in_one_tunnel(context, authority, monkeypatch):
@@ -103,22 +84,20 @@ def test_tls_goes_through_a_proxy_in_one_tunnel(context, authority, monkeypatch)
     proxy = Scripted(lambda head: b"HTTP/1.1 200 OK\r\n\r\n" if "CONNECT" in head else file)
     proxy.RequestHandlerClass = Tunnel
     monkeypatch.setenv("https_proxy", proxy.url.removeprefix("http://"))
-    monkeypatch.setenv("SSL_CERT_FILE", str(authority[0]))
+    monkeypatch.setenv("SSL_CERT_FILE", authority[0])
     origin = WebOrigin(timeout=60)
     with running(proxy):
         for _ in range(3):
             body = origin.open(parse_url("https://127.0.0.1:9/a.tar"), 0, 9)
             assert read_all(body, 99) == SHARD[:9]
-    assert [head.split(" HTTP")[0] for head in proxy.heads] == [
-        "CONNECT 127.0.0.1:9",
-        *["GET /a.tar"] * 3,
-    ]
+    firsts = [head.split(" HTTP")[0] for head in proxy.heads]
+    assert firsts == ["CONNECT 127.0.0.1:9", *["GET /a.tar"] * 3]
 
 
 def test_a_blocked_read_of_tls_can_be_aborted(context, authority, monkeypatch):
     half = b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf"
     server = Scripted(lambda head: half, most=2)
-    monkeypatch.setenv("SSL_CERT_FILE", str(authority[0]))
+    monkeypatch.setenv("SSL_CERT_FILE", authority[0])
     url = parse_url(f"{server.url.replace('http:', 'https:')}/a")
     with running(server, context), closing(WebOrigin(timeout=60).open(url, 0, None)) as body:
         assert body.readinto(memoryview(bytearray(4))) == 4

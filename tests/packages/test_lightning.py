@@ -74,10 +74,11 @@ def test_ranks_prewarm_train_and_log(bench: Bench) -> None:
         rows = [row for row in csv.DictReader(file) if row["shardcache/opens"]]
     first, second = ({k: float(v) for k, v in row.items() if v} for row in rows)
     # Two of four were there before. What a worker has to tell of its last second, it tells when
-    # it opens its next shard: a hit may be missing, a fetch is not.
+    # it opens its next shard: an open may be logged with the next epoch, a fetch is not.
     assert first["shardcache/bytes_fetched"] == len(shard(2)) + len(shard(3))
-    assert 1 <= first["shardcache/opens"] <= 4
     assert second["shardcache/bytes_fetched"] == 0
-    assert second["shardcache/hit_rate"] == 1
-    assert 1 <= second["shardcache/opens"] <= 8 - first["shardcache/opens"]
-    assert second["shardcache/bytes_read"] == second["shardcache/opens"] * len(shard(0))
+    opens = [row["shardcache/opens"] for row in (first, second)]
+    misses = [row["shardcache/opens"] * (1 - row["shardcache/hit_rate"]) for row in (first, second)]
+    assert 1 <= opens[0] <= 4 and 1 <= opens[1] <= 8 - opens[0]
+    assert round(sum(misses)) <= 2
+    assert second["shardcache/bytes_read"] == opens[1] * len(shard(0))

@@ -3,35 +3,32 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from shardcache import sync
 from shardcache.errors import ConfigError
-from tests.support.storetools import PATIENCE, Parent, crowd, forked
+from tests.support.storetools import PATIENCE, crowd, forked
 
 
 @pytest.fixture
-def ran(tmp_path: Path) -> Callable[..., int]:
+def ran(tmp_path):
     """Call it to work; its ``count`` says how often that was done."""
 
-    def work(value: Any = None) -> Any:
+    def work(value=None):
         with open(tmp_path / "ran", "a") as file:
             file.write("x")
         return value
 
-    work.count = lambda: len((tmp_path / "ran").read_text()) if (tmp_path / "ran").exists() else 0  # type: ignore[attr-defined]
+    work.count = lambda: len((tmp_path / "ran").read_text()) if (tmp_path / "ran").exists() else 0
     return work
 
 
 # -- one runs, all get the result ----------------------------------------------------------
 
 
-def test_of_many_ranks_one_works_and_all_get_its_result(tmp_path: Path, ran: Any) -> None:
-    def rank(parent: Parent, number: int) -> None:
+def test_of_many_ranks_one_works_and_all_get_its_result(tmp_path, ran):
+    def rank(parent, number):
         parent.hear()
         results = []
         for _ in range(4):  # the n-th `again` of all is one run
@@ -48,12 +45,12 @@ def test_of_many_ranks_one_works_and_all_get_its_result(tmp_path: Path, ran: Any
     assert results[0][0]["from"] in [child.pid for child in children]
 
 
-def test_a_failure_is_seen_by_all_and_not_tried_again(tmp_path: Path, ran: Any) -> None:
-    def fail() -> None:
+def test_a_failure_is_seen_by_all_and_not_tried_again(tmp_path, ran):
+    def fail():
         ran()
         raise KeyError("s3://KEY:secret@lab/model.tar?X-Amz-Signature=0123 is gone")
 
-    def rank(parent: Parent, number: int) -> None:
+    def rank(parent, number):
         for _ in range(2):
             try:
                 sync.once("model", fail, dir=tmp_path, job="j", timeout=PATIENCE)
@@ -75,8 +72,8 @@ def test_a_failure_is_seen_by_all_and_not_tried_again(tmp_path: Path, ran: Any) 
             sync.once("k", lambda: {1, 2}, dir=tmp_path)
 
 
-def test_it_runs_again_only_when_asked(tmp_path: Path, ran: Any) -> None:
-    def call(key: str = "k", **options: Any) -> Any:
+def test_it_runs_again_only_when_asked(tmp_path, ran):
+    def call(key="k", **options):
         return sync.once(key, ran, ran.count() + 1, dir=tmp_path, **options)
 
     assert [call(), call(), call()] == [1, 1, 1]
@@ -90,10 +87,10 @@ def test_it_runs_again_only_when_asked(tmp_path: Path, ran: Any) -> None:
 # -- death ---------------------------------------------------------------------------------
 
 
-def at_work(parent: Parent, directory: Path, lease: float, value: str, again: bool = False) -> None:
+def at_work(parent, directory, lease, value, again=False):
     """Says when it begins, and ends when it is told to."""
 
-    def work() -> str:
+    def work():
         parent.say("at work")
         parent.hear()
         return value
@@ -101,7 +98,7 @@ def at_work(parent: Parent, directory: Path, lease: float, value: str, again: bo
     parent.say(sync.once("k", work, dir=directory, job="j", lease=lease, again=again))
 
 
-def test_when_the_runner_is_killed_another_one_takes_over(tmp_path: Path) -> None:
+def test_when_the_runner_is_killed_another_one_takes_over(tmp_path):
     with forked(at_work, tmp_path, 60.0, "first") as first:
         assert first.hear() == "at work"
         with forked(at_work, tmp_path, 60.0, "patient") as patient:
@@ -115,20 +112,18 @@ def test_when_the_runner_is_killed_another_one_takes_over(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
-def test_an_interrupt_is_no_failure_and_lets_another_rank_take_over_at_once(
-    tmp_path: Path, kind: type[BaseException]
-) -> None:
-    def interrupted() -> None:
+def test_an_interrupt_is_no_failure_and_lets_another_rank_take_over_at_once(tmp_path, kind):
+    def interrupted():
         raise kind
 
-    where: dict[str, Any] = {"dir": tmp_path, "job": "j", "timeout": PATIENCE / 3}
+    where = {"dir": tmp_path, "job": "j", "timeout": PATIENCE / 3}
     with pytest.raises(kind):
         sync.once("k", interrupted, **where)
     assert sync.once("k", lambda: "done", **where) == "done"
 
 
 @pytest.mark.parametrize("which", ["claim.0", "claim.0.beat"])
-def test_a_lock_file_that_vanishes_lets_nobody_else_in(tmp_path: Path, which: str) -> None:
+def test_a_lock_file_that_vanishes_lets_nobody_else_in(tmp_path, which):
     with forked(at_work, tmp_path, 60.0, "first") as first:
         assert first.hear() == "at work"
         (found,) = (p for p in tmp_path.rglob(which) if p.name == which)
@@ -139,8 +134,8 @@ def test_a_lock_file_that_vanishes_lets_nobody_else_in(tmp_path: Path, which: st
             assert first.hear() == second.hear() == "first"
 
 
-def test_a_wait_that_is_over_names_the_runner_and_is_no_again(tmp_path: Path) -> None:
-    where: dict[str, Any] = {"dir": tmp_path, "job": "j", "again": True}
+def test_a_wait_that_is_over_names_the_runner_and_is_no_again(tmp_path):
+    where = {"dir": tmp_path, "job": "j", "again": True}
     with forked(at_work, tmp_path, 60.0, "slow", True) as first:
         assert first.hear() == "at work"
         with pytest.raises(sync.WaitTimeoutError) as caught:
@@ -157,7 +152,7 @@ def test_a_wait_that_is_over_names_the_runner_and_is_no_again(tmp_path: Path) ->
 # -- where ranks meet ------------------------------------------------------------------------
 
 
-def test_what_cannot_work_is_refused_before_anything_is_posted(tmp_path: Path) -> None:
+def test_what_cannot_work_is_refused_before_anything_is_posted(tmp_path):
     bad = ({"per": "rank"}, {"lease": 0.1}, {"job": ""}, {"timeout": -1}, {"timeout": "soon"})
     for key, options in [(" ", {}), *(("k", each) for each in bad)]:
         with pytest.raises(ConfigError):
@@ -165,9 +160,7 @@ def test_what_cannot_work_is_refused_before_anything_is_posted(tmp_path: Path) -
     assert os.listdir(tmp_path) == []
 
 
-def test_ranks_on_several_nodes_without_a_place_are_told_what_to_do(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ran: Any
-) -> None:
+def test_ranks_on_several_nodes_without_a_place_are_told_what_to_do(monkeypatch, tmp_path, ran):
     for name, value in {"RANK": "3", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="no name in common.*set SHARDCACHE_JOB"):
@@ -181,14 +174,14 @@ def test_ranks_on_several_nodes_without_a_place_are_told_what_to_do(
     assert (tmp_path / "shared" / ".shardcache-sync").is_dir()
 
 
-def test_once_per_node_needs_no_shared_directory_and_nodes_that_share_one_work_once_each(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ran: Any
-) -> None:
+def test_once_per_node_needs_no_shared_directory_and_each_node_of_one_works(
+    monkeypatch, tmp_path, ran
+):
     monkeypatch.setattr("shardcache.sync.board.node_directory", lambda name: tmp_path / "node")
     for name, value in {"SHARDCACHE_JOB": "job", "WORLD_SIZE": "16", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
 
-    def rank(parent: Parent, number: int) -> None:
+    def rank(parent, number):
         os.environ["RANK"] = str(number)
         parent.say(sync.once("unpack", ran, number, per="node"))
 

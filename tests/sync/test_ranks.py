@@ -7,7 +7,7 @@ import os
 import pytest
 
 from shardcache.sync.board import job_name, process_name
-from tests.support.storetools import Parent, crowd
+from tests.support.storetools import crowd
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8",
             "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}  # fmt: skip
@@ -16,17 +16,17 @@ SLURM = {"SLURM_PROCID": "11", "SLURM_NTASKS": "16", "SLURM_LOCALID": "3", "SLUR
 
 
 @pytest.fixture(autouse=True)
-def _nobody_launched_this(monkeypatch: pytest.MonkeyPatch) -> None:
+def _nobody_launched_this(monkeypatch):
     for name in [*TORCHRUN, *SLURM]:
         monkeypatch.delenv(name, raising=False)
 
 
-def launch(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:
+def launch(monkeypatch, environment):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
 
 
-def test_a_job_is_named_by_its_launcher_and_its_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_is_named_by_its_launcher_and_its_restarts(monkeypatch):
     launch(monkeypatch, SLURM)
     assert job_name() == "4711-0-0-0"
     launch(monkeypatch, {"SLURM_RESTART_COUNT": "2", "SLURM_STEP_ID": "1"})
@@ -38,15 +38,13 @@ def test_a_job_is_named_by_its_launcher_and_its_restarts(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("launched", [True, False])
-def test_ranks_of_one_process_have_its_name_and_those_of_another_have_not(
-    monkeypatch: pytest.MonkeyPatch, launched: bool
-) -> None:
+def test_ranks_of_one_process_have_its_name_and_those_of_another_have_not(monkeypatch, launched):
     """Torchrun without an id has started them, or nobody has."""
     if launched:
         launch(monkeypatch, TORCHRUN)
     own = job_name()
 
-    def rank(parent: Parent, number: int) -> None:
+    def rank(parent, number):
         parent.say(job_name())
 
     with crowd(2, rank) as children:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,23 +14,18 @@ from webdataset.filters import FilterFunction, pipelinefilter
 
 import shardcache
 from shardcache import Cache, ConfigError, ShardNotFoundError
-from shardcache.cli.demo import S3Server
 from shardcache.wds import attach, register, tar_files, tar_samples
-from tests.support.fakes import MemoryOrigin
-from tests.support.proxy import Proxy
 from tests.support.tars import make_tar
+from tests.support.trainingtools import DataSet
 
-MEMBERS = 5
-MakeCache = Callable[..., Cache]
 SPEC = "s3://lab/train-{0000..0003}.tar"
-SHARDS = [make_tar(seed, MEMBERS) for seed in range(4)]
-KEYS = sorted(f"{seed:04d}-{n:05d}" for seed in range(4) for n in range(MEMBERS))
+SHARDS = [make_tar(seed, 5) for seed in range(4)]
+KEYS = sorted(f"{seed:04d}-{n:05d}" for seed in range(4) for n in range(5))
 
 
 @pytest.fixture(autouse=True)
-def _objects(origin: MemoryOrigin) -> Iterator[None]:
-    for seed, shard in enumerate(SHARDS):
-        origin.objects[f"s3://lab/train-{seed:04d}.tar"] = shard
+def _objects(origin):
+    origin.objects |= {f"s3://lab/train-{seed:04d}.tar": data for seed, data in enumerate(SHARDS)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -43,13 +36,11 @@ def keys(dataset) -> list[str]:
 
 
 @pytest.mark.parametrize("fast_tar", [True, False])
-def test_samples_are_the_same_as_without_the_cache(
-    make_cache: MakeCache, tmp_path: Path, fast_tar: bool
-) -> None:
+def test_samples_are_the_same_as_without_the_cache(make_cache, tmp_path, fast_tar):
     for seed, shard in enumerate(SHARDS):
         (tmp_path / f"train-{seed:04d}.tar").write_bytes(shard)
 
-    def samples(dataset: Any) -> list[list[tuple[str, Any]]]:
+    def samples(dataset):
         return [[each for each in sample.items() if each[0] not in differ] for sample in dataset]
 
     differ = ("__url__", "__local_path__")
@@ -65,36 +56,23 @@ def test_samples_are_the_same_as_without_the_cache(
     assert len(list(cache.entries())) == len(SHARDS)
 
 
-def test_attach_keeps_the_arguments_of_the_stages_that_it_replaces(
-    make_cache: MakeCache, origin: MemoryOrigin, tmp_path: Path
-) -> None:
+def test_every_form_of_a_pipeline_keeps_its_handler(make_cache, origin, tmp_path, monkeypatch):
     del origin.objects["s3://lab/train-0002.tar"]
     cache, go_on = make_cache(), wds.ignore_and_continue
-    samples = wds.tarfile_to_samples(handler=go_on)
-    opener = pipelinefilter(tariterators.url_opener)
-    combined = wds.DataPipeline(wds.SimpleShardList(SPEC), wds.split_by_worker, samples)
-    stages = opener(handler=go_on), tariterators.tar_file_expander, tariterators.group_by_keys
+    shards, expand = wds.SimpleShardList(SPEC), tariterators.tar_file_expander
+    opener, group = pipelinefilter(tariterators.url_opener), tariterators.group_by_keys
+    combined = wds.DataPipeline(shards, wds.split_by_worker, wds.tarfile_to_samples(handler=go_on))
     options = {"shardshuffle": False, "handler": go_on}
     for dataset in (
         wds.WebDataset(SPEC, **options),
         attach(combined, cache),  # again
-        wds.DataPipeline(wds.SimpleShardList(SPEC), *stages),
+        wds.DataPipeline(shards, opener(handler=go_on), expand, group),
         wds.WebDataset(SPEC, cache_dir=str(tmp_path), **options),
     ):
         assert keys(attach(dataset, cache)) == [key for key in KEYS if not key.startswith("0002")]
     assert list(tmp_path.glob("*.tar")) == []
-    told: list[Exception] = []
-    dataset = wds.WebDataset(
-        SPEC,
-        shardshuffle=False,
-        handler=lambda exn: told.append(exn) or True,
-        select_files=lambda name: name.endswith("txt"),
-        rename_files=lambda name: f"x/{name}",
-    ).batched(2)
-    (first, *_) = cache.attach(dataset)
-    assert len(told) == 1 and "cls" not in first and first["__key__"][0] == "x/0000-00000"
     for wrong, text in (
-        (wds.DataPipeline(wds.SimpleShardList(SPEC)), "no stage of this pipeline opens URLs"),
+        (wds.DataPipeline(shards), "no stage of this pipeline opens URLs"),
         (wds.WebLoader(combined, batch_size=None, num_workers=0), "WebDataset itself"),
         ([1, 2, 3], "takes a WebDataset"),
     ):
@@ -102,53 +80,13 @@ def test_attach_keeps_the_arguments_of_the_stages_that_it_replaces(
             cache.attach(wrong)
 
 
-def test_expanders_that_are_not_webdatasets_own_stay(make_cache: MakeCache) -> None:
-    def mine(data: Any) -> Any:
-        return tariterators.tar_file_expander(data)
-
-    expand = pipelinefilter(tariterators.tar_file_expander)
-    for stage, is_replaced in (
-        (mine, False),
-        (FilterFunction(mine), False),
-        (tariterators.tar_file_expander, True),
-        (expand(wds.ignore_and_continue, lambda name: True), True),
-    ):
-        pipeline = wds.DataPipeline(wds.SimpleShardList(SPEC), tariterators.url_opener, stage)
-        make_cache().attach(pipeline)
-        assert (getattr(pipeline.pipeline[-1], "f", None) is tar_files) is is_replaced
-
-
-def test_a_hand_made_pipeline_takes_the_stages_as_they_are(make_cache: MakeCache) -> None:
+def test_a_hand_made_pipeline_takes_the_stages_as_they_are_and_an_unchanged_one_the_scheme(
+    make_cache, monkeypatch
+):
     cache, group = make_cache(), tariterators.group_by_keys
-    for stages in ([tariterators.tar_file_expander, group], [tar_samples], [tar_files, group]):
-        pipeline = wds.DataPipeline(wds.SimpleShardList(SPEC), cache.url_opener, *stages)
-        assert keys(pipeline) == KEYS
-
-
-def test_url_opener_keeps_keys_and_asks_the_handler_with_the_url_in_args(
-    make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    url, absent = "s3://lab/train-0000.tar", "s3://lab/none.tar"
-    cache, seen = make_cache(fill="complete"), []
-    monkeypatch.setattr("shardcache.cache.default_cache", lambda: cache)
-    assert keys(shardcache.attach(wds.WebDataset(SPEC, shardshuffle=False))) == KEYS
-    for opener in (cache.url_opener, shardcache.url_opener):
-        urls = [{"url": url, "__worker__": 3}, {"url": absent}, url]
-        with_keys, plain = opener(urls, lambda exn: seen.append(exn) or True)
-        assert with_keys["__worker__"] == 3
-        assert with_keys["url"] == plain["url"] == url
-        assert plain["stream"].read() == Path(plain["local_path"]).read_bytes() == SHARDS[0]
-    assert isinstance(seen[0], ShardNotFoundError) and seen[0].args[-1] == absent
-    assert pickle.loads(pickle.dumps(seen[0])).args == seen[0].args
-    assert list(cache.url_opener([absent, url], handler=lambda exn: False)) == []
-    with pytest.raises(ShardNotFoundError):
-        list(cache.url_opener([absent, url]))
-
-
-def test_register_lets_unchanged_pipelines_read_s3(
-    make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache = make_cache()
+    expand, shards = tariterators.tar_file_expander, wds.SimpleShardList(SPEC)
+    for stages in ([expand, group], [tar_samples], [tar_files, group]):
+        assert keys(wds.DataPipeline(shards, cache.url_opener, *stages)) == KEYS
     monkeypatch.setitem(wds.gopen_schemes, "s3", lambda url, mode, *rest: (url, mode))
     register("s3", make_cache())
     register("s3", cache)  # again
@@ -159,9 +97,7 @@ def test_register_lets_unchanged_pipelines_read_s3(
 
 
 @pytest.mark.parametrize("way", ["url_opener", "gopen"])
-def test_an_error_that_a_handler_hides_is_logged_once(
-    way: str, make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
+def test_an_error_that_a_handler_hides_is_logged_once(way, make_cache, monkeypatch, caplog):
     monkeypatch.setattr("shardcache.wds.gopen._logged", set())
     monkeypatch.setitem(wds.gopen_schemes, "s3", None)
     register("s3", cache := make_cache())
@@ -175,56 +111,83 @@ def test_an_error_that_a_handler_hides_is_logged_once(
     assert len(told) - len(none) == 1 and len(none) == (2 if way == "url_opener" else 0)
 
 
+def test_attach_keeps_arguments_of_expanders_and_replaces_none_but_webdatasets(make_cache, origin):
+    del origin.objects["s3://lab/train-0002.tar"]
+    told, made = [], []
+    dataset = wds.WebDataset(
+        SPEC,
+        shardshuffle=False,
+        handler=lambda exn: told.append(exn) or True,
+        select_files=lambda name: name.endswith("txt"),
+        rename_files=lambda name: f"x/{name}",
+    ).batched(2)
+    (first, *_) = make_cache().attach(dataset)
+    assert len(told) == 1 and "cls" not in first and first["__key__"][0] == "x/0000-00000"
+
+    def mine(data):
+        made.append("mine")
+        return tariterators.tar_file_expander(data)
+
+    for stage in (mine, FilterFunction(mine)):
+        opener = pipelinefilter(tariterators.url_opener)(handler=wds.ignore_and_continue)
+        pipeline = wds.DataPipeline(wds.SimpleShardList(SPEC), opener, stage)
+        assert len(list(make_cache().attach(pipeline))) == 3 * 11
+    assert made == ["mine"] * 2
+
+
+def test_url_opener_keeps_keys_and_asks_the_handler_with_the_url_in_args(make_cache, monkeypatch):
+    url, absent = "s3://lab/train-0000.tar", "s3://lab/none.tar"
+    cache, seen = make_cache(fill="complete"), []
+    monkeypatch.setattr("shardcache.cache.default_cache", lambda: cache)
+    assert keys(shardcache.attach(wds.WebDataset(SPEC, shardshuffle=False))) == KEYS
+    for opener in (cache.url_opener, shardcache.url_opener):
+        urls = [{"url": url, "__worker__": 3}, {"url": absent}, url]
+        with_keys, plain = opener(urls, lambda exn: seen.append(exn) or True)
+        assert with_keys["__worker__"] == 3
+        assert with_keys["url"] == plain["url"] == url
+        assert plain["stream"].read() == Path(plain["local_path"]).read_bytes() == SHARDS[0]
+    assert isinstance(seen[0], ShardNotFoundError) and seen[0].args[-1] == absent
+    assert list(cache.url_opener([absent, url], handler=lambda exn: False)) == []
+    with pytest.raises(ShardNotFoundError):
+        list(cache.url_opener([absent, url]))
+
+
 @pytest.mark.locks_work("answers")
-def test_a_shard_that_was_dropped_is_not_pinned_while_the_next_is_fetched(
-    make_cache: MakeCache, origin: MemoryOrigin
-) -> None:
+def test_a_shard_that_was_dropped_is_not_pinned_while_the_next_is_fetched(make_cache, origin):
     cache = make_cache(fill="complete", prefetch=0)
-    pinned: list[bool] = []
+    evictable: list[bool] = []
     real = origin.open
 
-    def look(url, start, stop, pin=None):
-        pinned.extend(cache._here().home.store.is_pinned(e) for e in cache.entries())
-        return real(url, start, stop, pin)
+    def look(*args):
+        found = len(cache.clean(everything=True, dry_run=True).removed)
+        evictable.append(found == len(list(cache.entries())))
+        return real(*args)
 
     origin.open = look
-    for sample in (opener := cache.url_opener(wds.SimpleShardList(SPEC))):
+    for sample in cache.url_opener(wds.SimpleShardList(SPEC)):
         sample.clear()
-    assert pinned and not any(pinned)
+    assert len(evictable) >= len(SHARDS) and all(evictable)
     opener = cache.url_opener(wds.SimpleShardList(SPEC))
     stream = next(opener)["stream"]
     opener.close()
     assert stream.read() == SHARDS[0]  # the consumer's own is not closed
 
 
-@pytest.mark.parametrize(
-    ("method", "persistent"), [("fork", True), ("spawn", False), ("forkserver", True)]
-)
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_dataloader_workers_share_one_fetch_per_shard(
-    method: str,
-    persistent: bool,
-    s3: S3Server,
-    bucket: str,
-    proxy: Proxy,
-    s3_environment: dict,
-    tmp_path: Path,
-) -> None:
-    for seed, shard in enumerate(SHARDS):
-        s3.put(bucket, f"train-{seed:04d}.tar", shard)
-    cache = Cache(tmp_path / "cache", min_free=0)
-    dataset = wds.WebDataset(f"s3://{bucket}/train-{{0000..0003}}.tar", shardshuffle=False)
+    method, s3, bucket, proxy, s3_environment, tmp_path
+):
+    data, cache = DataSet(s3, bucket, proxy), Cache(tmp_path / "cache", min_free=0)
+    dataset = cache.attach(wds.WebDataset(data.spec, shardshuffle=False))
     if method == "fork":
-        assert list(cache.attach(dataset))  # the parent's clients must not reach the child
+        assert list(dataset)  # the parent's clients must not reach the child
     loader = torch.utils.data.DataLoader(
-        cache.attach(dataset),
+        dataset,
         batch_size=None,
         num_workers=2,
         multiprocessing_context=method,
-        persistent_workers=persistent,
+        persistent_workers=method != "spawn",
     )
     for _ in range(2):
-        assert keys(loader) == KEYS
-    traffic = proxy.summary()
-    assert {path: t.object_fetches for path, t in traffic.items()} == {
-        f"{bucket}/train-{seed:04d}.tar": 1 for seed in range(4)
-    }
+        assert data.complete(keys(loader))
+    assert data.once()

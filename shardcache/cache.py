@@ -180,7 +180,7 @@ class Cache:
             LockTimeoutError: with ``strict`` only: another process took too long.
             OSError: with ``strict`` only: the disk fails.
         """
-        return self.opener.open(self._parse(url))[0]
+        return self.opener.open(self._parse(url))
 
     @contextlib.contextmanager
     def pinned(self, url: str) -> Iterator[Path]:
@@ -268,7 +268,7 @@ class Cache:
             **kw: what WebDataset passes on to its own opener; it is ignored.
 
         Returns:
-            Dicts with ``url``, ``stream`` and, if the shard is on the disk, ``local_path``.
+            Dicts with ``url`` and ``stream``.
         """
         yield from _room_above("wds").url_opener(data, handler, cache=self, **kw)
 

@@ -90,8 +90,8 @@ class Opener:
 
     def open(
         self, shard: ShardURL, *, finish: bool = True, ahead: Opened | FetchSource | None = None
-    ) -> tuple[BinaryIO, str | None]:
-        """A stream of the shard, and its local path or None while it has none.
+    ) -> BinaryIO:
+        """A stream of the shard.
 
         Args:
             shard: which.
@@ -124,7 +124,7 @@ class Opener:
         stream = ShardStream(self, shard, source)
         if opened is None:
             stream.wait(whole=self.config.fill == "complete")
-            return io.BufferedReader(stream, _BUFFER), stream.path
+            return io.BufferedReader(stream, _BUFFER)
         process.touch(opened)
         tiers = process.tiers
         tier = tiers.index(process.tier_of(opened.directory)) if len(tiers) > 1 else None
@@ -132,7 +132,7 @@ class Opener:
         if logger.isEnabledFor(logging.DEBUG):  # what it says is not made for nobody
             say = {"event": "hit", "shard": str(shard), "bytes": opened.size}
             logger.debug("%s: hit", shard, extra=say)
-        return io.BufferedReader(stream, _BUFFER), opened.path
+        return io.BufferedReader(stream, _BUFFER)
 
     def join(
         self, shard: ShardURL, *, finish: bool = False, ahead: bool = False
@@ -408,10 +408,10 @@ class Opener:
             )
 
 
-def _open_in_place(shard: ShardURL) -> tuple[BinaryIO, str]:
+def _open_in_place(shard: ShardURL) -> BinaryIO:
     path = str(shard.local_path)
     try:
-        return open(path, "rb"), path
+        return open(path, "rb")
     except FileNotFoundError as exn:
         raise ShardNotFoundError(
             f"{path} does not exist. Check the pattern.", url=str(shard)
@@ -453,7 +453,7 @@ class Lookahead:
         if self._error is not None:
             raise self._error
 
-    def open(self) -> tuple[BinaryIO, str | None]:
+    def open(self) -> BinaryIO:
         """Open the shard of the item, then begin to fetch the next: what is read now goes first.
 
         As `Opener.open`, whose fetch ends when the stream is dropped.

@@ -49,11 +49,6 @@ class ShardStream(io.RawIOBase):
         self._source = source
         self._position = 0
 
-    @property
-    def path(self) -> str | None:
-        """Where the shard is, if all of it is there."""
-        return self._source.path
-
     def wait(self, *, whole: bool) -> None:
         """Wait until there can be bytes, or with ``whole`` all of them; raises as `readinto`."""
         while isinstance(self._source, FetchSource) and self._source.wait(whole=whole):

@@ -41,7 +41,8 @@ def url_opener(
         **_gopen_options: accepted for compatibility; they tune WebDataset's pipes.
 
     Yields:
-        The same dicts with ``stream`` and, unless streamed, ``local_path``.
+        The same dicts with ``stream``. Not with a ``local_path``, which only shards have that are
+        cached: of samples with different fields no batch can be made.
 
     Raises:
         Whatever ``handler`` raises; by default see `Cache.open`.
@@ -54,7 +55,7 @@ def url_opener(
     for item in ahead:
         sample: dict[str, Any] = item if isinstance(item, dict) else {"url": item}
         try:
-            stream, path = ahead.open()
+            stream = ahead.open()
         except Exception as exn:  # noqa: BLE001 - the handler decides, as in WebDataset
             exn.args = (*exn.args, redact(str(sample["url"])))
             go_on = (handler or reraise)(exn)
@@ -65,8 +66,6 @@ def url_opener(
             break
         opened += 1
         sample["stream"] = stream
-        if path is not None:
-            sample["local_path"] = path
         yield sample
         # The consumer owns the stream now; holding on to it here would keep the
         # last shard pinned while the next one is fetched.

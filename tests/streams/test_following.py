@@ -384,7 +384,7 @@ def test_what_is_opened_without_finish_is_called_off_with_its_last_stream(
     hold = Hold(origin, 2 * BLOCK)
     cache = one(make_cache)
     shard = cache.parse(URL)
-    first, second = (cache.opener.open(shard, finish=False)[0] for _ in range(2))
+    first, second = (cache.opener.open(shard, finish=False) for _ in range(2))
     assert first.read(BLOCK + 10) == second.read(BLOCK + 10)
     first.close()
     assert second.read(10)

@@ -55,7 +55,7 @@ def test_the_next_shards_are_there_when_they_are_asked_for(
     wait_until(lambda: all(url in cache for url in URLS[1:3]) and not running())
     assert asked(origin) == URLS[:3]
     second = next(samples)
-    assert Path(second["local_path"]).read_bytes() == second["stream"].read() == DATA[1]
+    assert Path(second["stream"].name).read_bytes() == second["stream"].read() == DATA[1]
     wait_until(lambda: URLS[3] in cache)
     assert asked(origin) == URLS[:4]
 

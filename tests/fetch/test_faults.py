@@ -7,14 +7,13 @@ is searched for anything wrong: see `Lab.audit`.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import gzip
 import os
 import random
 import re
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -32,12 +31,11 @@ from shardcache import (
     TransferTimeoutError,
 )
 from shardcache.cli.demo import S3Server
-from shardcache.fetch.status import FetchStatus
 from shardcache.origins import retry
 from shardcache.origins.base import ObjectInfo
 from shardcache.store.verify import State
 from tests.support.proxy import Answer, Fault, Proxy, Rule
-from tests.support.storetools import wait_until
+from tests.support.storetools import PATIENCE, descriptors, wait_until
 from tests.support.tars import tar_of
 
 MIB = 1 << 20
@@ -57,12 +55,11 @@ def shard(key: str, version: int, size: int = SIZE) -> bytes:
 
 
 def difference(found: bytes, expected: bytes) -> str:
-    """Where the first wrong byte is, and what is there."""
-    short = min(len(found), len(expected))
-    at = next(
-        (i for i in range(0, short, _LINE) if found[i : i + _LINE] != expected[i : i + _LINE]),
-        short,
-    )
+    """Where the first wrong byte is, and what is there; nothing if there is none."""
+    if found == expected:
+        return ""
+    longest = range(0, max(len(found), len(expected)), _LINE)
+    at = next(i for i in longest if found[i : i + _LINE] != expected[i : i + _LINE])
     return f"{len(found)} of {len(expected)} bytes; at {at}: {found[at : at + _LINE]!r}"
 
 
@@ -103,15 +100,10 @@ class Lab:
     def gets(self, key: str = "a.tar") -> int:
         return len(self.proxy.of(self.path_of(key)))
 
-    def heads(self, key: str = "a.tar") -> int:
-        return len(self.proxy.of(self.path_of(key), "HEAD"))
-
     def expect(self, cache: Cache, key: str = "a.tar", version: int = 1, size: int = SIZE) -> None:
         """Reading gives exactly this version."""
         with cache.open(self.url(key)) as stream:
-            found = stream.read()
-        expected = shard(key, version, size)
-        assert found == expected, difference(found, expected)
+            assert not difference(stream.read(), shard(key, version, size))
 
     def audit(self) -> None:
         """Nothing wrong is published, left to be resumed, or left open."""
@@ -120,29 +112,22 @@ class Lab:
         self.proxy.script()
         with Cache(self.path, min_free=0) as reader:
             assert {finding.state for finding in reader.verify()} <= {State.OK}
-            for key, versions in self.stored.items():
+            for key in self.stored:
                 with reader.open(self.url(key)) as stream:
-                    found = stream.read()
-                assert found in versions.values(), self.unknown(key, found)
+                    self.expect_any(key, stream.read())
         del reader, stream  # connections go with their cache
-        assert not self.open_files()
+        assert not [each for each in descriptors() if f" {self.path}" in each]
         wait_until(lambda: gc.collect() >= 0 and not self.proxy.open)
+
+    def expect_any(self, key: str, found: bytes, told: str = "") -> None:
+        """It is one of the versions that ever were."""
+        wrong = [difference(found, data) for data in self.stored[key].values()]
+        assert "" in wrong, f"{told}: {key} is none of {len(wrong)} versions: {wrong}"
 
     def settle(self) -> None:
         """Until no fetch goes on in the background."""
         processes = [cache._here() for cache in self.caches]
         wait_until(lambda: not any(process.fetchings.unfinished() for process in processes))
-
-    def unknown(self, key: str, found: bytes) -> str:
-        versions = [difference(found, data) for data in self.stored[key].values()]
-        return f"{key} is none of {len(versions)} versions: {versions}"
-
-    def open_files(self) -> list[str]:
-        links = []
-        for fd in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(FileNotFoundError):  # that of the listing itself
-                links.append(os.readlink(f"/proc/self/fd/{fd}"))
-        return [link for link in links if link.startswith(str(self.path))]
 
 
 @pytest.fixture(scope="module")
@@ -155,9 +140,7 @@ def bucket(s3: S3Server, request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def lab(
-    s3: S3Server, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Lab]:
+def lab(s3, bucket, tmp_path, monkeypatch) -> Iterator[Lab]:
     monkeypatch.setattr(retry, "BASE", 0.02)  # the pauses only: everything else is as it is
     with Proxy(s3) as proxy:
         for name, value in {**s3.environment(), "AWS_ENDPOINT_URL_S3": proxy.endpoint_url}.items():
@@ -213,15 +196,11 @@ GZIP = {"Content-Encoding": "gzip"}
 HEALED: dict[str, tuple[Fault, int | None]] = {
     "a body cut short is continued": (Fault(cut=300_000), 1),
     "a body cut at its first byte is asked for again": (Fault(cut=0), 1),
-    "a body cut at its last byte is continued": (Fault(cut=MIB - 1), 1),
     "a reset in the body is continued": (Fault(cut=300_000, how="reset"), 1),
     "a reset before the head is repeated": (Fault(hang_up="reset"), 1),
-    "a hang-up before the head is repeated": (Fault(hang_up="close"), 1),
     "a longer body than asked is not taken": (Fault(span=(MIB, 2 * MIB + 4096)), 1),
-    "a shorter range than asked is refused": (Fault(span=(MIB, 2 * MIB - 4096)), 1),
     "another range than asked is refused": (Fault(span=(2 * MIB, 3 * MIB)), 1),
     "a longer body under the right range is not taken": (Fault(body=longer, lie=True), 0),
-    "a longer stated body under the right range is refused": (Fault(body=longer), 1),
     "other bytes under the right range fail the checksum": (Fault(body=shifted), None),
     "an answer from the start is passed over": (Fault(strip=("range",)), 0),
     "an error page of S3 with 200 is not taken": (Fault(answer=page(200, "InternalError")), None),
@@ -234,11 +213,8 @@ HEALED: dict[str, tuple[Fault, int | None]] = {
     "the bytes of another object are not taken": (Fault(path="OTHER"), None),
     "a missing ETag in one answer is another version": (Fault(headers={"ETag": None}), None),
     "503 is repeated": (Fault(answer=page(503, "SlowDown")), 1),
-    "429 is repeated": (Fault(answer=page(429, "TooManyRequests")), 1),
-    "500 is repeated": (Fault(answer=page(500, "InternalError")), 1),
     "502 in HTML is repeated": (Fault(answer=HTML._replace(status=502)), 1),
     "400 RequestTimeout is repeated": (Fault(answer=page(400, "RequestTimeout")), 1),
-    "a slow first byte is waited for": (Fault(delay=0.3), 0),
     "a connection closed between requests goes unnoticed": (Fault(cut=MIB), 0),
     "expired credentials are renewed": (Fault(answer=page(400, "ExpiredToken")), 1),
 }
@@ -270,9 +246,8 @@ def test_one_fault_is_healed(lab: Lab, claim: str, start: int) -> None:
         Fault(hang_up="stall"),
         Fault(cut=300_000, how="stall"),
         Fault(rate=2000),
-        Fault(delay=1.5),
     ],
-    ids=["before the head", "in the body", "a trickle", "late"],
+    ids=["before the head", "in the body", "a trickle"],
 )
 def test_silence_is_given_up_after_timeout(lab: Lab, fault: Fault) -> None:
     rule = Rule(fault, start=MIB)
@@ -284,25 +259,14 @@ def test_silence_is_given_up_after_timeout(lab: Lab, fault: Fault) -> None:
     )
 
 
-def test_retry_after_is_waited_for(lab: Lab) -> None:
-    busy = page(503, "SlowDown", **{"Retry-After": "1"})
-    lab.proxy.script(Rule(Fault(answer=busy), start=0))
-    lab.expect(lab.cache())
-    first, second = (r for r in lab.proxy.of(lab.path_of()) if r.range and r.range[0] == 0)
-    assert second.started - first.started >= 1.0
-
-
-def test_a_refused_connection_is_tried_again_until_the_server_is_back(lab: Lab) -> None:
-    cache = lab.cache(attempts=100)
+def test_a_refused_connection_is_tried_again_until_the_server_is_back(lab: Lab, caplog) -> None:
+    caplog.set_level("INFO", "shardcache")
     lab.proxy.refuse()
-    status = FetchStatus()
-    timer = threading.Timer(0.3, lab.proxy.listen)
-    timer.start()
-    try:
-        cache.fetch(lab.url(), status)
-    finally:
-        timer.join()
-    lab.expect(cache)
+    with ThreadPoolExecutor() as pool:
+        fetching = pool.submit(lab.expect, lab.cache(attempts=100))
+        wait_until(lambda: any(getattr(each, "event", "") == "retry" for each in caplog.records))
+        lab.proxy.listen()
+        fetching.result(PATIENCE)
     assert lab.gets() == PARTS
 
 
@@ -321,33 +285,15 @@ def test_a_streamed_shard_heals_too(lab: Lab) -> None:
 # -- what the origin does not know or refuses to say ----------------------------------
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        page(403, "AccessDenied"),
-        page(405, "MethodNotAllowed"),
-        page(501, "NotImplemented"),
-        page(400, "ExpiredToken"),
-        page(503, "SlowDown"),
-        page(301, "PermanentRedirect"),
-        HTML,
-    ],
-    ids=lambda answer: f"{answer.status}",
-)
-def test_a_shard_needs_no_head(lab: Lab, answer: Answer) -> None:
-    lab.proxy.script(Rule(Fault(answer=answer), method="HEAD", times=None))
-    cache = lab.cache()
-    lab.expect(cache)
-    (entry,) = cache.entries()
-    assert entry.metadata().checked is None
-    assert lab.gets() == PARTS
-    assert lab.heads() <= 3
-
-
 NO_ETAG = {"ETag": None}
 #: claim -> (fault of all answers to this method, the ranges that are asked for)
 IN_PARTS = [(at, min(at + MIB, SIZE)) for at in range(0, SIZE, MIB)]
 SILENT: dict[str, tuple[Fault, str | None, list[tuple[int, int] | None]]] = {
+    "HEAD is refused": (Fault(answer=page(403, "AccessDenied")), "HEAD", IN_PARTS),
+    "HEAD is not known": (Fault(answer=page(501, "NotImplemented")), "HEAD", IN_PARTS),
+    "HEAD is too much": (Fault(answer=page(503, "SlowDown")), "HEAD", IN_PARTS),
+    "HEAD leads elsewhere": (Fault(answer=page(301, "PermanentRedirect")), "HEAD", IN_PARTS),
+    "HEAD is answered by a page": (Fault(answer=HTML), "HEAD", IN_PARTS),
     "a HEAD without an ETag is no change": (Fault(headers=NO_ETAG), "HEAD", IN_PARTS),
     "a HEAD without a length is no change": (
         Fault(headers={"Content-Length": None}, chunked=True),
@@ -368,7 +314,9 @@ SILENT: dict[str, tuple[Fault, str | None, list[tuple[int, int] | None]]] = {
 def test_an_origin_that_says_less(lab: Lab, claim: str) -> None:
     fault, method, ranges = SILENT[claim]
     lab.proxy.script(Rule(fault, method=method, times=None))
-    lab.expect(lab.cache())
+    lab.expect(cache := lab.cache())
+    (entry,) = cache.entries()
+    assert fault.answer is None or entry.metadata().checked is None
     found = [request.range for request in lab.proxy.of(lab.path_of())]
     assert sorted(found, key=str) == sorted(ranges, key=str)
 
@@ -398,6 +346,8 @@ def test_an_object_that_is_replaced_arrives_whole_in_its_new_version(lab: Lab, c
     when, always, size = REPLACED[claim]
     put = replace(always or Fault(), before=lambda: lab.put(version=2, size=size))
     rules = [Rule(put, **(when or {"start": 3 * MIB}))]
+    if "ignored" in claim:  # and nothing but the answer itself tells of it
+        rules.append(Rule(Fault(answer=page(403, "x")), method="HEAD", times=None))
     if always is not None:
         rules.append(Rule(always, method=None, times=None))
     lab.proxy.script(*rules)
@@ -416,44 +366,36 @@ def test_an_object_replaced_all_the_time_is_reported(lab: Lab) -> None:
     assert lab.gets() <= 4 * PARTS
 
 
-def test_a_streamed_object_that_is_replaced_is_an_error_not_a_splice(lab: Lab) -> None:
-    cut = Fault(cut=2 * MIB)
-    ignoring = Fault(before=lambda: lab.put(version=2), strip=("if-match",))
-    for late in (Fault(before=lambda: lab.put(version=2)), ignoring):
-        lab.put(version=1)
-        lab.proxy.script(Rule(cut), Rule(late))
-        with (
-            lab.cache(max_size="2MiB").open(lab.url()) as stream,
-            pytest.raises(TransferError, match="replaced while it was streamed") as caught,
-        ):
-            found = stream.read(2 * MIB)
-            assert found == shard("a.tar", 1)[: 2 * MIB]
+@pytest.mark.parametrize("ignored", [(), ("if-match",)], ids=["If-Match", "without"])
+def test_a_streamed_object_that_is_replaced_is_an_error_not_a_splice(lab, ignored):
+    late = Fault(before=lambda: lab.put(version=2), strip=ignored)
+    lab.proxy.script(Rule(Fault(cut=2 * MIB)), Rule(late))
+    with lab.cache(max_size="2MiB").open(lab.url()) as stream:
+        assert stream.read(2 * MIB) == shard("a.tar", 1)[: 2 * MIB]
+        with pytest.raises(TransferError, match="replaced while it was streamed") as caught:
             stream.read()
-        assert lab.url() in str(caught.value)
+    assert lab.url() in str(caught.value)
 
 
 # -- faults that stay -----------------------------------------------------------------
 
-#: claim -> (fault, error, what it says)
-FOR_EVER: dict[str, tuple[Fault, type[ShardCacheError], str]] = {
-    "503": (Fault(answer=page(503, "SlowDown")), TransferError, "503 SlowDown"),
-    "429": (Fault(answer=page(429, "Throttling")), TransferError, "429"),
-    "500": (Fault(answer=page(500, "InternalError")), TransferError, "500"),
-    "reset": (Fault(hang_up="reset"), TransferError, "does not answer"),
-    "hang-up": (Fault(hang_up="close"), TransferError, "does not answer"),
-    "empty bodies": (Fault(cut=0), TransferError, "before the end"),
-    "resets in the body": (Fault(cut=1000, how="reset"), TransferError, "broke"),
-    "short ranges": (Fault(span=(0, 4096)), TransferError, "asked for bytes"),
-    "other ranges": (Fault(span=(4096, MIB)), TransferError, "asked for bytes"),
-    "compressed bodies": (Fault(body=in_gzip, headers=GZIP), TransferError, "asked for bytes"),
+#: claim -> (fault, what the error says)
+FOR_EVER: dict[str, tuple[Fault, str]] = {
+    "503": (Fault(answer=page(503, "SlowDown")), "503 SlowDown"),
+    "reset": (Fault(hang_up="reset"), "does not answer"),
+    "hang-up": (Fault(hang_up="close"), "does not answer"),
+    "empty bodies": (Fault(cut=0), "before the end"),
+    "resets in the body": (Fault(cut=1000, how="reset"), "broke"),
+    "short ranges": (Fault(span=(0, 4096)), "asked for bytes"),
+    "compressed bodies": (Fault(body=in_gzip, headers=GZIP), "asked for bytes"),
 }
 
 
 @pytest.mark.parametrize("claim", FOR_EVER)
 def test_only_so_many_attempts(lab: Lab, claim: str) -> None:
-    fault, kind, said = FOR_EVER[claim]
+    fault, said = FOR_EVER[claim]
     lab.proxy.script(Rule(fault, times=None))
-    with pytest.raises(kind, match=said) as caught:
+    with pytest.raises(TransferError, match=said) as caught:
         lab.cache(attempts=4).open(lab.url())
     assert "4 attempts failed" in say(caught, lab, lab.url())
     starts = [r.range and r.range[0] for r in lab.proxy.of(lab.path_of())]
@@ -461,15 +403,11 @@ def test_only_so_many_attempts(lab: Lab, claim: str) -> None:
     assert lab.gets() <= 4 * 4  # one layer, on each of four connections
 
 
-@pytest.mark.parametrize("how", ["before the head", "in the body"])
-def test_silence_for_ever_is_a_timeout(lab: Lab, how: str) -> None:
-    stall = Fault(hang_up="stall")
-    if how == "in the body":
-        stall = Fault(cut=1000, how="stall")
+@pytest.mark.parametrize("stall", [Fault(hang_up="stall"), Fault(cut=1000, how="stall")])
+def test_silence_for_ever_is_a_timeout(lab: Lab, stall: Fault) -> None:
     lab.proxy.script(Rule(stall, times=None))
     with pytest.raises(TransferTimeoutError) as caught:
         lab.cache(attempts=2, timeout=0.5, connections=1).open(lab.url())
-    assert isinstance(caught.value, TimeoutError)
     say(caught, lab, lab.url())
     assert lab.gets() == 2
 
@@ -487,17 +425,10 @@ PERMANENT: dict[str, tuple[Answer, type[ShardCacheError], str, int]] = {
     "403": (page(403, "AccessDenied"), AccessDeniedError, "these credentials", 1),
     "a wrong clock": (page(403, "RequestTimeTooSkewed"), AccessDeniedError, "clock", 1),
     "an expired token": (page(400, "ExpiredToken"), AccessDeniedError, "log in again", 2),
-    "an expired request": (page(403, "RequestExpired"), AccessDeniedError, "log in again", 2),
     "another host": (
         page(301, "PermanentRedirect", Location="http://127.0.0.1:9/x"),
         ConfigError,
         "301",
-        1,
-    ),
-    "another host for now": (
-        page(307, "TemporaryRedirect", Location="http://127.0.0.1:9/x"),
-        ConfigError,
-        "307",
         1,
     ),
     "another region": (
@@ -536,18 +467,14 @@ def test_credentials_that_expire_in_mid_shard_are_an_error_that_can_be_resumed(l
 
 
 @pytest.mark.parametrize("key", ["a.tar", "a.bin"])
-@pytest.mark.parametrize("head", [True, False], ids=["HEAD answers", "HEAD is refused"])
 @pytest.mark.parametrize(
     "answer", [page(200, "InternalError"), HTML], ids=["page of S3", "page in HTML"]
 )
-def test_an_error_page_with_200_is_never_a_shard(
-    lab: Lab, answer: Answer, head: bool, key: str
-) -> None:
+def test_an_error_page_with_200_is_never_a_shard(lab: Lab, answer: Answer, key: str) -> None:
+    """Nor is there a HEAD that says what it should be."""
     url = lab.put(key)
-    rules = [Rule(Fault(answer=answer), times=None)]
-    if not head:
-        rules.append(Rule(Fault(answer=page(403, "x")), method="HEAD", times=None))
-    lab.proxy.script(*rules)
+    refused = Rule(Fault(answer=page(403, "x")), method="HEAD", times=None)
+    lab.proxy.script(Rule(Fault(answer=answer), times=None), refused)
     cache = lab.cache()
     with pytest.raises((TransferError, IntegrityError)) as caught:
         cache.open(url)
@@ -591,9 +518,7 @@ def random_script(rng: random.Random, lab: Lab) -> list[Rule]:
 
 @pytest.mark.parametrize("batch", range(10))
 @pytest.mark.parametrize("fill", ["complete", "follow"])
-def test_whatever_goes_wrong_the_bytes_are_right_or_an_error_says_why(
-    lab: Lab, fill: str, batch: int
-) -> None:
+def test_whatever_goes_wrong_the_bytes_are_right_or_an_error_says_why(lab, fill, batch):
     lab.put("other.tar", 7)
     cache, narrow = lab.cache(fill=fill), lab.cache(fill=fill, max_size="2MiB")
     for each in (cache, narrow):
@@ -607,7 +532,7 @@ def test_whatever_goes_wrong_the_bytes_are_right_or_an_error_says_why(
         try:
             with reader.open(lab.url()) as stream:
                 found = stream.read()
-            assert found in lab.stored["a.tar"].values(), f"{told}: {lab.unknown('a.tar', found)}"
+            lab.expect_any("a.tar", found, told)
         except ShardCacheError as exn:
             assert str(exn), told
         lab.settle()

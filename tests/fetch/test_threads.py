@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 import subprocess
 import sys
 import threading
@@ -15,49 +14,51 @@ import webdataset as wds
 
 from shardcache import threads
 from shardcache.cache import Cache
-from tests.support.fakes import MemoryOrigin
 from tests.support.storetools import PATIENCE, forked, wait_until
 
-#: Seconds that something takes which a fork has to wait for.
-LONG = 0.4
 
+def test_a_fork_waits_until_a_thread_that_has_ended_is_gone() -> None:
+    """OpenSSL locks what all its users share while such a thread ends, which takes microseconds.
 
-def is_there(thread: threading.Thread) -> bool:
-    """Whether the kernel knows it."""
-    return os.path.exists(f"/proc/self/task/{thread.native_id}")
-
-
-@pytest.fixture
-def ends_slowly():
-    """Makes the calling thread take `LONG` to end once Python has forgotten it, as one does
-    that has used OpenSSL, for microseconds: by the destructor of what is its own."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    key = ctypes.c_uint()
+    This one ends when it is let: by the destructor of what is its own it waits for a semaphore.
+    """
+    libc, key, semaphore = ctypes.CDLL(None), ctypes.c_uint(), ctypes.create_string_buffer(64)
     libc.pthread_setspecific.argtypes = [ctypes.c_uint, ctypes.c_void_p]
-    assert libc.pthread_key_create(ctypes.byref(key), libc.usleep) == 0
-    yield lambda: libc.pthread_setspecific(key, int(LONG * 1e6))
+    libc.sem_init(semaphore, 0, 0)
+    assert libc.pthread_key_create(ctypes.byref(key), libc.sem_wait) == 0
+    end = ctypes.addressof(semaphore)
+    thread = threads.start(lambda: libc.pthread_setspecific(key, end), "shardcache-test")
+    thread.join()
+    task = Path(f"/proc/self/task/{thread.native_id}")
+    assert task.exists()
+    threading.Timer(0.4, libc.sem_post, [semaphore]).start()  # so long a fork has to wait
+    with forked(lambda parent: parent.say("here")) as child:
+        assert not task.exists()
+        assert child.hear() == "here"
     libc.pthread_key_delete(key)
 
 
-def test_a_fork_waits_until_a_thread_that_has_ended_is_gone(ends_slowly) -> None:
-    """OpenSSL locks what all its users share while such a thread ends."""
-    thread = threads.start(ends_slowly, "shardcache-test")
-    thread.join()
-    assert is_there(thread)
+def test_a_fork_waits_for_no_thread_that_goes_on_and_not_for_ever(monkeypatch):
+    begun, end = threading.Event(), threading.Event()
+
+    def work() -> None:
+        with threads.undivided():
+            begun.set()
+            end.wait(PATIENCE)
+
+    going = threads.start(lambda: end.wait(PATIENCE), "shardcache-test")
+    monkeypatch.setattr(threads, "_BEFORE_FORK", 2 * PATIENCE)
+    with forked(lambda parent: parent.say(len(threads._ours))) as child:
+        assert going.is_alive()
+        assert child.hear() == 0  # it has none of them
+    monkeypatch.setattr(threads, "_BEFORE_FORK", 0.2)
+    stuck = threads.start(work, "shardcache-test")
+    assert begun.wait(PATIENCE)
     with forked(lambda parent: parent.say("here")) as child:
-        assert not is_there(thread)
+        assert stuck.is_alive()
         assert child.hear() == "here"
-
-
-def test_a_fork_waits_for_no_thread_that_goes_on() -> None:
-    end = threading.Event()
-    thread = threads.start(lambda: end.wait(PATIENCE), "shardcache-test")
-    try:
-        with forked(lambda parent: parent.say(len(threads._ours))) as child:
-            assert thread.is_alive()
-            assert child.hear() == 0  # it has none of them
-    finally:
-        end.set()
+    end.set()
+    for thread in (going, stuck):
         thread.join()
 
 
@@ -90,26 +91,6 @@ def test_a_fork_waits_for_work_that_takes_locks(tmp_path: Path) -> None:
     assert subprocess.run(command, timeout=2 * PATIENCE, check=False).returncode == 0
 
 
-def test_a_fork_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "_BEFORE_FORK", 0.2)
-    begun, end = threading.Event(), threading.Event()
-
-    def work() -> None:
-        with threads.undivided():
-            begun.set()
-            end.wait(PATIENCE)
-
-    stuck = threads.start(work, "shardcache-test")
-    assert begun.wait(PATIENCE)
-    try:
-        with forked(lambda parent: parent.say("here")) as child:
-            assert child.hear() == "here"
-            assert stuck.is_alive()
-    finally:
-        end.set()
-        stuck.join()
-
-
 def test_what_spells_the_names_of_hosts_is_there_before_a_thread_is() -> None:
     """A fork while it is being imported makes a child that knows no host."""
     program = (
@@ -138,9 +119,7 @@ def test_a_cache_prepares_its_directory_and_its_client(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("url", "failing"), [(None, 0), ("s3://lab/a.tar", 0), ("no://URL", 1), ("pipe:x", 1)]
 )
-def test_whatever_cannot_be_prepared_is_no_error(
-    make_cache, origin: MemoryOrigin, url: str | None, failing: int, caplog
-) -> None:
+def test_whatever_cannot_be_prepared_is_no_error(make_cache, origin, url, failing, caplog):
     with caplog.at_level(logging.DEBUG, "shardcache.cache"):
         prepared(make_cache(), url)
     assert origin.requests == []

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import threading
 import time
 import zlib
-from collections.abc import Callable
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -17,21 +15,20 @@ from shardcache.cache import Cache
 from shardcache.errors import FetchCancelledError, ShardNotFoundError
 from shardcache.fetch import job
 from shardcache.fetch.status import FetchStatus
-from shardcache.locks.flock import Holder, KeyLock
 from shardcache.origins.base import Checksum, TransientError
 from shardcache.store.digest import BLOCK
-from tests.support.fakes import FakeClock, Fault, MemoryOrigin
+from tests.support.caches import MakeCache, held_elsewhere, read
+from tests.support.fakes import Fault, MemoryOrigin
 from tests.support.storetools import PATIENCE, no_descriptor_left, payload, wait_until
 
 URL = "s3://lab/train-0000.bin"
 SIZE = 5 * BLOCK + 777
 DATA, NEWER = payload(SIZE), payload(SIZE)[::-1]
 RESET = TransientError("reset")
-Make = Callable[..., Cache]
 
 
 @pytest.fixture
-def make(make_cache: Make, origin: MemoryOrigin) -> Make:
+def make(make_cache: MakeCache, origin: MemoryOrigin) -> MakeCache:
     """Caches that fetch in parts of two blocks."""
     origin.objects[URL] = DATA
     defaults = {"part_size": 2 * BLOCK, "connections": 4, "attempts": 3}
@@ -53,7 +50,7 @@ def stated(origin: MemoryOrigin, data: bytes, url: str = URL) -> None:
 
 @pytest.mark.parametrize("told", [True, False], ids=["size", "no size"])
 @pytest.mark.parametrize("size", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, SIZE])
-def test_every_byte_arrives_once(make: Make, origin: MemoryOrigin, size: int, told: bool) -> None:
+def test_every_byte_arrives_once(make, origin, size, told):
     origin.objects[URL], origin.sizes = DATA[:size], told
     cache, status = make(), FetchStatus()
     with no_descriptor_left():
@@ -62,16 +59,14 @@ def test_every_byte_arrives_once(make: Make, origin: MemoryOrigin, size: int, to
     assert all(body.closed for body in origin.bodies)
 
 
-def test_progress_resets_the_attempts_and_nothing_comes_twice(
-    make: Make, origin: MemoryOrigin, clock: FakeClock
-) -> None:
+def test_progress_resets_the_attempts_and_nothing_comes_twice(make, origin, clock):
     origin.faults.extend(Fault(after=100_000, error=RESET) for _ in range(6))
     assert fetched(make()) == DATA
     assert origin.delivered == SIZE
     assert clock.naps == []  # there was progress: no pause
 
 
-def test_an_unpinned_origin_is_described_again_at_the_end(make: Make, origin: MemoryOrigin) -> None:
+def test_an_unpinned_origin_is_described_again_at_the_end(make, origin):
     origin.pins = origin.states_checksums = False
     real = origin.stat
 
@@ -85,9 +80,7 @@ def test_an_unpinned_origin_is_described_again_at_the_end(make: Make, origin: Me
 
 
 @pytest.mark.parametrize("sizes", [True, False])
-def test_an_answer_of_no_known_version_is_started_over_not_continued(
-    make: Make, origin: MemoryOrigin, sizes: bool
-) -> None:
+def test_an_answer_of_no_known_version_is_started_over_not_continued(make, origin, sizes):
     origin.etags, origin.sizes, real = False, sizes, origin.open
     if sizes:
         origin.faults.append(Fault(after=10**9))  # the first look passes
@@ -102,29 +95,10 @@ def test_an_answer_of_no_known_version_is_started_over_not_continued(
     assert fetched(make()) == NEWER
 
 
-def sha256(data: bytes) -> str:
-    return base64.b64encode(hashlib.sha256(data).digest()).decode()
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "value", "checked"),
-    [
-        ("sha256", sha256(DATA), "sha256"),
-        ("crc32", "AAAAAA==-3", None),  # one of parts is none of the whole
-        ("sha512", "AAAA", None),
-    ],
-)
-def test_a_stated_checksum_is_compared(
-    make: Make, origin: MemoryOrigin, algorithm: str, value: str, checked: str | None
-) -> None:
-    origin.checksums[URL] = Checksum(algorithm, value)
-    assert make().fetch(URL).metadata().checked == checked
-
-
-def test_many_threads_share_the_connections(make: Make, origin: MemoryOrigin) -> None:
+def test_many_threads_share_the_connections(make: MakeCache, origin: MemoryOrigin) -> None:
     urls = [f"s3://lab/{number}.bin" for number in range(12)]
     origin.objects.update(dict.fromkeys(urls, DATA))
-    most, real = [0], origin.open
+    most, real, cache = [0], origin.open, make()
 
     def counted(*arguments: Any) -> Any:
         body = real(*arguments)
@@ -132,31 +106,24 @@ def test_many_threads_share_the_connections(make: Make, origin: MemoryOrigin) ->
         return body
 
     origin.open = counted  # type: ignore[method-assign]
-    cache, results = make(), []
-    threads = [
-        threading.Thread(target=lambda url=url: results.append(fetched(cache, url))) for url in urls
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == [DATA] * 12
+    with ThreadPoolExecutor(12) as pool:
+        assert list(pool.map(lambda url: fetched(cache, url), urls)) == [DATA] * 12
     assert max(most) <= 4
 
 
-def test_a_process_that_may_start_no_threads_fetches_alone(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_may_start_no_threads_fetches_alone_and_streams(make, monkeypatch):
     def refuse(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     cache = make()
     monkeypatch.setattr(threading.Thread, "start", refuse)
+    with cache.open(URL) as stream:  # whose fetch would go on beside its reader
+        assert stream.read() == DATA and stream.name == URL
     assert fetched(cache) == DATA
 
 
 @pytest.mark.locks_work("answers")
-def test_what_comes_after_an_abort_is_not_believed(make: Make, origin: MemoryOrigin) -> None:
+def test_what_comes_after_an_abort_is_not_believed(make: MakeCache, origin: MemoryOrigin) -> None:
     """A connection that is aborted behind TLS goes on with ciphertext."""
     origin.objects[URL] = DATA[: 4 * BLOCK]
     receiving, real = threading.Event(), origin.open
@@ -204,9 +171,7 @@ def test_what_comes_after_an_abort_is_not_believed(make: Make, origin: MemoryOri
         (2 * BLOCK + 1, False, []),  # its parts could be of different versions
     ],
 )
-def test_a_small_shard_that_was_listed_takes_one_request(
-    make: Make, origin: MemoryOrigin, size: int, etags: bool, rest: list[tuple[int, int]]
-) -> None:
+def test_a_small_shard_that_was_listed_takes_one_request(make, origin, size, etags, rest):
     stated(origin, DATA[:size])
     origin.etags = etags
     entry = make().fetch(URL, FetchStatus(listed=BLOCK))
@@ -215,7 +180,7 @@ def test_a_small_shard_that_was_listed_takes_one_request(
     assert (asked(origin), origin.stats) == ([(0, None), *rest], [])
 
 
-def test_a_shard_is_asked_for_as_its_neighbour_was(make: Make, origin: MemoryOrigin) -> None:
+def test_a_shard_is_asked_for_as_its_neighbour_was(make: MakeCache, origin: MemoryOrigin) -> None:
     """Nobody has told its size, but the one before was small: one request, with checksum."""
     neighbour = "s3://lab/neighbour.bin"
     stated(origin, DATA[: BLOCK + 9])
@@ -230,9 +195,7 @@ def test_a_shard_is_asked_for_as_its_neighbour_was(make: Make, origin: MemoryOri
 
 
 @pytest.mark.parametrize("how", ["fails", "is silent"])
-def test_a_complete_shard_does_not_wait_for_its_checksum(
-    make: Make, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
+def test_a_complete_shard_does_not_wait_for_its_checksum(make, origin, monkeypatch, how):
     monkeypatch.setattr(job, "_LAST_ANSWER", 0.1)
     over, stats = threading.Event(), []
 
@@ -250,16 +213,13 @@ def test_a_complete_shard_does_not_wait_for_its_checksum(
     over.set()
 
 
-def test_closing_waits_for_copies_to_an_upstream_only_so_long(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_closing_waits_for_copies_to_an_upstream_only_so_long(make, tmp_path, monkeypatch):
     monkeypatch.setattr("shardcache.runtime.LAST_COPIES", 0.1)
     hangs = threading.Event()
     cache = make(upstreams=[{"url": str(tmp_path / "nas"), "write_back": True}])
     monkeypatch.setattr(cache._here().origins, "write_back", lambda *_: hangs.wait(2 * PATIENCE))
     begun = time.monotonic()
-    with cache.open(URL) as stream:
-        assert stream.read() == DATA
+    assert read(cache, URL) == DATA
     cache.close()
     assert time.monotonic() - begun < PATIENCE
     hangs.set()
@@ -269,35 +229,23 @@ def test_closing_waits_for_copies_to_an_upstream_only_so_long(
 
 
 @pytest.mark.parametrize("during", ["another's fetch", "retries", "silence"])
-def test_whatever_is_waited_for_can_be_called_off(
-    make: Make, origin: MemoryOrigin, during: str
-) -> None:
-    cache, found = make(attempts=100), []
-    namespace = cache._here().home.store.layout
-    lock = KeyLock(namespace.key_lock(cache.parse(URL).key))
-    status = FetchStatus()
+def test_whatever_is_waited_for_can_be_called_off(make, origin, during):
+    cache, status = make(attempts=100), FetchStatus()
     if during == "another's fetch":
-        assert lock.try_acquire(Holder(1, "node", None, None, 0.0))
+        lock = held_elsewhere(cache, URL)
     elif during == "retries":
         origin.faults.extend(Fault(after=None) for _ in range(100))
     else:
-        origin.faults.append(Fault(after=BLOCK + 10, wait=threading.Event()))
-
-    def fetch() -> None:
-        try:
-            cache.fetch(URL, status)
-        except FetchCancelledError as exn:
-            found.append(exn)
-
-    thread = threading.Thread(target=fetch)
-    thread.start()
-    if during == "retries":
-        wait_until(lambda: len(origin.requests) >= 3)
-    elif during == "silence":
-        wait_until(lambda: status.written == BLOCK)
-    status.cancel()
-    thread.join(PATIENCE)
-    assert len(found) == 1
-    lock.release()
+        origin.hold(BLOCK + 10)
+    with ThreadPoolExecutor() as pool:
+        fetching = pool.submit(cache.fetch, URL, status)
+        if during == "retries":
+            wait_until(lambda: len(origin.requests) >= 3)
+        elif during == "silence":
+            wait_until(lambda: status.written == BLOCK)
+        status.cancel()
+        assert isinstance(fetching.exception(PATIENCE), FetchCancelledError)
+    if during == "another's fetch":
+        lock.release()
     origin.faults.clear()
     assert fetched(cache) == DATA  # the cache goes on

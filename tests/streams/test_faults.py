@@ -1,13 +1,12 @@
 """The disk fails while an entry is read: right bytes all the same, or an error that stays.
 
-A disk that really fails is in tests/stress/test_failing_disk.py.
+A filesystem that really fails is in tests/stress/test_netfs.py.
 """
 
 from __future__ import annotations
 
 import errno
 import io
-import logging
 import os
 from collections.abc import Callable
 
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 
 from shardcache import Cache, TransferError
 from shardcache.store.digest import BLOCK
+from tests.support.caches import MakeCache, read, warnings
 from tests.support.fakes import MemoryOrigin
 from tests.support.storetools import no_descriptor_left, payload
 from tests.support.tars import make_tar
@@ -25,12 +25,11 @@ URL, SMALL_URL = "s3://lab/train-0000.tar", "s3://lab/small.bin"
 PART = BLOCK // 2
 DATA, NEWER = (make_tar(seed, members=3, size=PART) for seed in (1, 2))
 SMALL = payload(2000)
-Make = Callable[..., Cache]
 Break = Callable[..., None]
 
 
 @pytest.fixture
-def warm(make_cache: Make, origin: MemoryOrigin) -> Cache:
+def warm(make_cache: MakeCache, origin: MemoryOrigin) -> Cache:
     """A cache that has the shards."""
     origin.objects.update({URL: DATA, SMALL_URL: SMALL})
     cache = make_cache()
@@ -62,10 +61,6 @@ def break_reads(monkeypatch: pytest.MonkeyPatch) -> Break:
     return start
 
 
-def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
-
-
 READERS: dict[str, Callable[[io.BufferedReader], bytes]] = {
     "all at once": lambda stream: stream.read(),
     "in pieces": lambda stream: b"".join(iter(lambda: stream.read(10_240), b"")),
@@ -75,8 +70,8 @@ READERS: dict[str, Callable[[io.BufferedReader], bytes]] = {
 
 @pytest.mark.parametrize("how", READERS)
 def test_a_disk_that_fails_in_the_midst_is_not_seen_by_the_reader(
-    warm: Cache, break_reads: Break, origin: MemoryOrigin, caplog, how: str
-) -> None:
+    warm, break_reads, origin, caplog, how
+):
     with no_descriptor_left(), warm.open(URL) as stream:
         first = stream.raw.read(PART)
         break_reads(errno.EIO)
@@ -86,9 +81,7 @@ def test_a_disk_that_fails_in_the_midst_is_not_seen_by_the_reader(
     assert len(warnings(caplog)) == 1 and "the rest is streamed" in caplog.text
 
 
-def test_a_file_that_was_cut_short_is_no_end_of_the_shard(
-    warm: Cache, origin: MemoryOrigin, caplog
-) -> None:
+def test_a_file_that_was_cut_short_is_no_end_of_the_shard(warm, origin, caplog):
     with warm.open(URL) as stream:
         assert stream.read(1000) == DATA[:1000]
         os.truncate(stream.name, 2 * PART)
@@ -102,9 +95,7 @@ def test_a_file_that_was_cut_short_is_no_end_of_the_shard(
 
 @pytest.mark.parametrize("sidecar", [True, False])
 @pytest.mark.parametrize("at", [0, PART])
-def test_two_versions_are_never_spliced(
-    warm: Cache, break_reads: Break, origin: MemoryOrigin, at: int, sidecar: bool
-) -> None:
+def test_two_versions_are_never_spliced(warm, break_reads, origin, at, sidecar):
     """Before the first byte any version will do; then it is that one or none, and none it stays."""
     version = warm.entry(URL).version
     origin.objects[URL] = NEWER
@@ -122,9 +113,7 @@ def test_two_versions_are_never_spliced(
         assert begun == DATA[:at] and len(origin.requests) == 1
 
 
-def test_a_stale_handle_is_opened_once_more(
-    warm: Cache, break_reads: Break, origin: MemoryOrigin, caplog
-) -> None:
+def test_a_stale_handle_is_opened_once_more(warm, break_reads, origin, caplog):
     break_reads(errno.ESTALE, PART, times=2)  # the second time as the first read is repeated
     with no_descriptor_left(), warm.open(URL) as stream:
         assert stream.raw.read(PART) + stream.read() == DATA
@@ -135,9 +124,7 @@ def test_a_stale_handle_is_opened_once_more(
     assert len(origin.requests) == len(warnings(caplog)) == 1
 
 
-def test_with_strict_a_read_that_fails_is_raised_and_stays(
-    warm: Cache, make_cache: Make, break_reads: Break, origin: MemoryOrigin
-) -> None:
+def test_with_strict_a_read_that_fails_is_raised_and_stays(warm, make_cache, break_reads, origin):
     break_reads(errno.EIO, PART, times=5)
     with make_cache(strict=True).open(URL) as stream:
         assert stream.read(10) == DATA[:10]
@@ -147,41 +134,36 @@ def test_with_strict_a_read_that_fails_is_raised_and_stays(
     assert origin.requests == []
 
 
-def test_a_disk_that_fails_again_and_again_is_left_alone_until_a_read_goes_well(
-    warm: Cache, make_cache: Make, break_reads: Break, origin: MemoryOrigin
-) -> None:
+def test_a_disk_that_fails_again_and_again_is_left_alone_until_a_read_goes_well(warm, break_reads):
     reading = warm._here().reading
     with warm.open(URL) as stream, warm.open(SMALL_URL) as small:
         break_reads(errno.EIO, times=2)
         assert stream.read() == DATA
         assert reading.faults == 1
         assert small.read() == SMALL
-    with warm.open(URL) as stream:
-        assert stream.read() == DATA
-    with warm.open(URL) as stream:
-        assert stream.read(1) == DATA[:1]
+    assert read(warm, URL) == DATA  # fetched again
+    assert read(warm, URL) == DATA
     assert reading.faults == 0
 
 
+SPANS = {
+    "read": (-1, 2500),
+    "read1": (0, 2500),
+    "readinto": (0, 2500),
+    "peek": (0, 100),
+    "start": (0, 2500),
+    "end": (-2000, 0),
+    "cut": (0, 2000),
+}
 steps = st.lists(
-    st.one_of(
-        st.tuples(st.just("read"), st.integers(-1, 2500)),
-        st.tuples(st.just("read1"), st.integers(0, 2500)),
-        st.tuples(st.just("readinto"), st.integers(0, 2500)),
-        st.tuples(st.just("peek"), st.integers(0, 100)),
-        st.tuples(st.just("start"), st.integers(0, 2500)),
-        st.tuples(st.just("end"), st.integers(-2000, 0)),
-        st.tuples(st.just("cut"), st.integers(0, 2000)),
-    ),
+    st.one_of(*(st.tuples(st.just(s), st.integers(*span)) for s, span in SPANS.items())),
     max_size=20,
 )
 
 
 @given(steps, st.sampled_from([1, 64, 4096]), st.booleans())
 @settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
-def test_a_stream_is_the_shard_wherever_and_whenever_its_file_is_cut(
-    warm: Cache, steps: list[tuple[str, int]], buffer: int, cached: bool
-) -> None:
+def test_a_stream_is_the_shard_wherever_and_whenever_its_file_is_cut(warm, steps, buffer, cached):
     if not cached:
         warm.remove(SMALL_URL)
     raw = warm.open(SMALL_URL).detach()

@@ -5,37 +5,29 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import webdataset as wds
 
-from shardcache.cache import Cache
 from shardcache.errors import ShardNotFoundError, TransferError
-from shardcache.locks.flock import Holder, KeyLock
 from shardcache.origins.base import TransientError
 from shardcache.store.digest import BLOCK
 from shardcache.streams.sources import FetchSource
-from tests.support.fakes import Fault, MemoryOrigin
+from tests.support.caches import MakeCache, held_elsewhere
+from tests.support.fakes import MemoryOrigin
 from tests.support.storetools import wait_until
 from tests.support.tars import make_tar
 
 SHARDS = 6
 URLS = [f"s3://lab/train-{number:04d}.tar" for number in range(SHARDS)]
 DATA = [make_tar(number) for number in range(SHARDS)]
-MakeCache = Callable[..., Cache]
 
 
 @pytest.fixture(autouse=True)
 def _objects(origin: MemoryOrigin) -> None:
     origin.objects.update(zip(URLS, DATA, strict=True))
-
-
-@pytest.fixture
-def make_cache(make_cache: MakeCache) -> MakeCache:
-    """Caches whose shards are followed."""
-    return lambda **options: make_cache(**{"fill": "follow", **options})
 
 
 def running() -> list[str]:
@@ -46,9 +38,7 @@ def asked(origin: MemoryOrigin) -> list[str]:
     return sorted({url for url, _, _ in origin.requests})
 
 
-def test_the_next_shards_are_there_when_they_are_asked_for(
-    make_cache: MakeCache, origin: MemoryOrigin
-) -> None:
+def test_the_next_shards_are_there_when_they_are_asked_for(make_cache, origin):
     cache = make_cache(prefetch=2)
     samples = cache.url_opener(URLS)
     next(samples)
@@ -61,47 +51,28 @@ def test_the_next_shards_are_there_when_they_are_asked_for(
 
 
 @pytest.mark.parametrize("fill", ["follow", "complete"])
-@pytest.mark.parametrize("prefetch", [0, 1, 2, 64])
-def test_all_come_in_order_each_fetched_once(
-    make_cache: MakeCache, origin: MemoryOrigin, fill: str, prefetch: int
-) -> None:
+@pytest.mark.parametrize("prefetch", [0, 1, 64])
+def test_all_come_in_order_each_fetched_once(make_cache, origin, fill, prefetch):
     cache = make_cache(prefetch=prefetch, fill=fill)
     for _ in range(2):
-        assert [sample["stream"].read() for sample in cache.url_opener(URLS)] == DATA
+        found = []
+        for number, sample in enumerate(cache.url_opener(URLS)):
+            found.append(sample["stream"].read())
+            assert prefetch or asked(origin) in (URLS[: number + 1], URLS)  # nothing early
+        assert found == DATA
     assert sorted(url for url, _, _ in origin.requests) == URLS
-
-
-def test_with_prefetch_0_nothing_is_asked_for_early(
-    make_cache: MakeCache, origin: MemoryOrigin
-) -> None:
-    taken: list[str] = []
-
-    def listed() -> Iterator[str]:
-        for url in URLS:
-            taken.append(url)
-            yield url
-
-    samples = make_cache(prefetch=0).url_opener(listed())
-    with next(samples)["stream"] as stream:
-        stream.read()
-    assert taken == asked(origin) == URLS[:1]
 
 
 @pytest.fixture
 def large(origin: MemoryOrigin) -> list[threading.Event]:
     """Shards that do not come: all of them are held back at their first byte."""
-    events = []
     for url in URLS:
         origin.objects[url] = make_tar(1, members=20, size=BLOCK)
-        events.append(threading.Event())
-        origin.faults.append(Fault(after=0, wait=events[-1]))
-    return events
+    return [origin.hold(0) for _ in URLS]
 
 
 @pytest.mark.parametrize("how", ["close", "drop"])
-def test_nothing_runs_on_when_the_pipeline_is_dropped(
-    make_cache: MakeCache, origin: MemoryOrigin, large: list[threading.Event], how: str
-) -> None:
+def test_nothing_runs_on_when_the_pipeline_is_dropped(make_cache, origin, large, how):
     cache = make_cache(prefetch=3)
     samples = cache.url_opener(URLS)
     sample = next(samples)
@@ -120,9 +91,7 @@ def test_nothing_runs_on_when_the_pipeline_is_dropped(
     assert len(asked(origin)) == 4
 
 
-def test_an_endless_list_ends_with_its_consumer(
-    make_cache: MakeCache, origin: MemoryOrigin
-) -> None:
+def test_an_endless_list_ends_with_its_consumer(make_cache, origin):
     cache = make_cache(prefetch=2)
     dataset = cache.attach(wds.WebDataset(URLS, resampled=True, shardshuffle=False))
     assert len(list(itertools.islice(dataset, 100))) == 100
@@ -142,60 +111,45 @@ def test_what_is_there_is_held_until_it_is_asked_for(make_cache: MakeCache) -> N
 
 
 def test_errors_come_in_their_place(make_cache: MakeCache, origin: MemoryOrigin) -> None:
+    """Those of shards, and at the end that of the list."""
     del origin.objects[URLS[1]]
     seen: list[Exception] = []
 
-    def note(exn: Exception) -> bool:
-        seen.append(exn)
-        return True
+    def listed() -> Iterator[str]:
+        yield from URLS[:4]
+        raise LookupError("no more")
 
     found = []
-    for sample in make_cache(prefetch=3).url_opener(URLS[:4], note):
-        assert len(seen) == int(bool(found))
-        found.append(sample["stream"].read())
+    with pytest.raises(LookupError, match="no more"):
+        opener = make_cache(prefetch=5).url_opener(listed(), lambda exn: not seen.append(exn))
+        for sample in opener:
+            assert len(seen) == int(bool(found))
+            found.append(sample["stream"].read())
     assert found == [DATA[0], DATA[2], DATA[3]]
     assert [type(exn) for exn in seen] == [ShardNotFoundError]
     assert [url for url, _, _ in origin.requests].count(URLS[1]) == 1
 
 
-def test_what_the_list_raises_comes_after_what_it_gave(make_cache: MakeCache) -> None:
-    def listed() -> Iterator[str]:
-        yield from URLS[:2]
-        raise LookupError("no more")
-
-    found = []
-    with pytest.raises(LookupError, match="no more"):
-        for sample in make_cache(prefetch=5).url_opener(listed()):
-            found.append(sample["stream"].read())
-    assert found == DATA[:2]
-
-
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), TransientError("reset")])
+@pytest.mark.parametrize("origins", [False, True])
 def test_a_failure_ahead_is_tried_again_unless_it_is_the_origins(
-    make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch, origin: MemoryOrigin, error: Exception
-) -> None:
+    make_cache, monkeypatch, origin, origins
+):
     """The disk failed while nobody waited for the shard; that is no answer to who asks now."""
     cache = make_cache(prefetch=1, attempts=1)
-    failures = [error]
+    failures = [TransientError("reset") if origins else OSError(28, "No space left on device")]
+    where, name = (origin, "open") if origins else (cache._here().coordinator(), "get")
+    real = getattr(where, name)
 
-    def failing(where: object, name: str) -> None:
-        real = getattr(where, name)
+    def failing(shard, *arguments, **options):
+        if str(shard) == URLS[1] and failures:
+            raise failures.pop()
+        return real(shard, *arguments, **options)
 
-        def call(shard, *arguments, **options):
-            if str(shard) == URLS[1] and failures:
-                raise failures.pop()
-            return real(shard, *arguments, **options)
-
-        monkeypatch.setattr(where, name, call)
-
-    if isinstance(error, OSError):
-        failing(cache._here().coordinator(), "get")
-    else:
-        failing(origin, "open")
+    monkeypatch.setattr(where, name, failing)
     samples = cache.url_opener(URLS[:2])
     assert next(samples)["stream"].read() == DATA[0]
     wait_until(lambda: not failures and not running())
-    if isinstance(error, TransientError):
+    if origins:
         with pytest.raises(TransferError, match="reset"):
             next(samples)
         return
@@ -205,15 +159,9 @@ def test_a_failure_ahead_is_tried_again_unless_it_is_the_origins(
 
 
 @pytest.mark.locks_work
-def test_what_another_process_fetches_is_left_to_it(
-    make_cache: MakeCache, origin: MemoryOrigin
-) -> None:
+def test_what_another_process_fetches_is_left_to_it(make_cache, origin):
     cache = make_cache(prefetch=2)
-    coordinator = cache._here().coordinator()
-    layout = coordinator.layout
-    lock = KeyLock(layout.key_lock(cache.parse(URLS[1]).key), layout.modes)
-    holder = Holder.this_process(rank=None, job=None, now=0.0)
-    assert lock.try_acquire(holder)
+    lock = held_elsewhere(cache, URLS[1])
     samples = cache.url_opener(URLS[:3])
     assert next(samples)["stream"].read() == DATA[0]
     wait_until(lambda: not running())  # nobody waits in the background
@@ -223,13 +171,10 @@ def test_what_another_process_fetches_is_left_to_it(
 
 
 @pytest.mark.locks_work
-def test_a_node_fetches_only_so_many_ahead(
-    make_cache: MakeCache, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_fetches_only_so_many_ahead(make_cache, origin, monkeypatch):
     monkeypatch.setattr("shardcache.fetch.coordinator._AHEAD_FETCHES", 1)
-    event = threading.Event()
     one, other = make_cache(), make_cache(prefetch=2)
-    origin.faults.append(Fault(after=0, wait=event))
+    event = origin.hold(0)
     ahead = FetchSource(one.opener, one.parse(URLS[1]), ahead=True)
     wait_until(lambda: URLS[1] in asked(origin))
     second = other.url_opener(URLS[2:5])

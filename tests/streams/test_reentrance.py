@@ -9,19 +9,18 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shardcache.cache import Cache
 from shardcache.store.digest import BLOCK
-from tests.support.fakes import Fault, MemoryOrigin
 from tests.support.storetools import PATIENCE, Parent, forked
 from tests.support.tars import make_tar
 from tests.support.webservers import Files, running
 
 URL = "s3://lab/train-0000.tar"
+DATA = make_tar(1, members=3, size=BLOCK)
 
 
 @pytest.fixture(autouse=True)
@@ -32,11 +31,17 @@ def _no_other_collection() -> Iterator[None]:
     gc.enable()
 
 
+def drop(stream: Any) -> None:
+    """Leave it to the collector to close it."""
+    dropped = [stream]
+    dropped.append(dropped)
+
+
 def ends(function: Callable[[], object]) -> None:
     """Call it in a thread, which must not wait for itself."""
     thread = threading.Thread(target=function, daemon=True)
     thread.start()
-    thread.join(PATIENCE / 4)
+    thread.join(PATIENCE)
     assert not thread.is_alive()
 
 
@@ -48,19 +53,15 @@ class Collecting(dict[str, int]):
         return super().items()
 
 
-def test_a_stream_of_a_shard_in_flight_may_be_closed_while_its_process_counts(
-    make_cache: Callable[..., Cache], origin: MemoryOrigin
-) -> None:
-    origin.objects[URL] = make_tar(1, members=3, size=BLOCK)
-    more = threading.Event()
-    origin.faults.append(Fault(after=3 * BLOCK + 5, wait=more))
-    cache = make_cache(fill="follow", connections=1, attempts=1)
+def test_a_stream_of_a_shard_in_flight_may_be_closed_while_its_process_counts(make_cache, origin):
+    origin.objects[URL] = DATA
+    more = origin.hold(3 * BLOCK + 5)
+    cache = make_cache(connections=1, attempts=1)
     try:
         stream = cache.open(URL)
         assert stream.read(BLOCK)
-        dropped = [stream]
-        dropped.append(dropped)
-        del stream, dropped  # it is closed when the collector finds it
+        drop(stream)
+        del stream
         ends(lambda: cache._here().counters.add(Collecting(hits=1)))
     finally:
         more.set()
@@ -69,37 +70,29 @@ def test_a_stream_of_a_shard_in_flight_may_be_closed_while_its_process_counts(
 
 
 @pytest.mark.parametrize("read", [BLOCK // 2, 2 * BLOCK])
-def test_a_stream_past_the_cache_may_be_closed_while_a_connection_is_made(
-    tmp_path: Path, read: int
-) -> None:
+def test_a_stream_past_the_cache_may_be_closed_while_a_connection_is_made(tmp_path, read):
     """Its own connection is then ended, or kept for the next request."""
-    data = make_tar(1, members=3, size=BLOCK)[: 2 * BLOCK]
-    server = Files()
+    server, data = Files(), DATA[: 2 * BLOCK]
     server.files["/a.tar"] = data
     cache = Cache(tmp_path / "cache", max_size=BLOCK, min_free=0)
     with running(server), cache:
         url = f"{server.url}/a.tar"
         stream = cache.open(url)
         assert stream.read(read) == data[:read]
-        dropped: list[object] = [stream]
-        dropped.append(dropped)
-        del stream, dropped
-
+        drop(stream)
+        del stream
         ends(gc.collect)
         with cache.open(url) as again:
             assert again.read() == data
 
 
-def test_what_a_parent_opened_is_not_counted_by_the_child_that_closes_it_too(
-    make_cache: Callable[..., Cache], origin: MemoryOrigin
-) -> None:
-    data = make_tar(1, members=3, size=BLOCK)
-    origin.objects.update({URL: data, "s3://lab/big.tar": data * 2})
-    cache = make_cache(fill="follow", connections=1, attempts=1, max_size=len(data) + 1)
-    streamed = cache.open("s3://lab/big.tar")
+def test_what_a_parent_opened_is_not_counted_by_the_child_that_closes_it_too(make_cache, origin):
+    big = "s3://lab/big.tar"
+    origin.objects.update({URL: DATA, big: DATA * 2})
+    cache = make_cache(connections=1, attempts=1, max_size=len(DATA) + 1)
+    streamed = cache.open(big)
     assert streamed.read(BLOCK)
-    more = threading.Event()
-    origin.faults.append(Fault(after=3 * BLOCK + 5, wait=more))
+    more = origin.hold(3 * BLOCK + 5)
     followed = cache.open(URL)
     assert followed.read(BLOCK)
     before = cache.stats()
@@ -120,4 +113,4 @@ def test_what_a_parent_opened_is_not_counted_by_the_child_that_closes_it_too(
     cache.close()
     found = cache.stats()
     assert (found.opens, found.misses, found.bypassed) == (2, 1, 1)
-    assert found.bytes_bypassed == 2 * len(data)
+    assert found.bytes_bypassed == 2 * len(DATA)

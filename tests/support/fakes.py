@@ -67,6 +67,17 @@ class MemoryOrigin:
     bodies: list[MemoryBody] = field(default_factory=list)  # every answer that was given
     guard: threading.Lock = field(default_factory=threading.Lock)
 
+    def hold(self, after: int) -> threading.Event:
+        """Hold the next answer back behind so many bytes, until this is set."""
+        event = threading.Event()
+        self.faults.append(Fault(after=after, wait=event))
+        return event
+
+    @property
+    def fetches(self) -> int:
+        """How often an object was asked for from its first byte on."""
+        return sum(start == 0 for _, start, _ in self.requests)
+
     def info(self, url: ShardURL) -> ObjectInfo:
         data = self.objects.get(str(url))
         if data is None:
@@ -88,8 +99,9 @@ class MemoryOrigin:
             raise VersionChangedError(str(url))
         data = self.objects[str(url)]
         stop = len(data) if stop is None or not self.sizes else min(stop, len(data))
-        self.bodies.append(MemoryBody(self, info, start, stop, data[start:stop], fault))
-        return self.bodies[-1]
+        body = MemoryBody(self, info, start, stop, data[start:stop], fault)
+        self.bodies.append(body)  # other threads append theirs
+        return body
 
     def stat(self, url):
         with self.guard:

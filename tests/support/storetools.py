@@ -149,17 +149,18 @@ def children(pid: int | str = "self") -> set[int]:
     return found
 
 
+def descriptors() -> list[str]:
+    """What this process has open: number and path."""
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            found.append(f"{fd} {os.readlink(f'/proc/self/fd/{fd}')}")
+    return sorted(found)
+
+
 @contextlib.contextmanager
 def no_descriptor_left() -> Iterator[None]:
     """The body closes every descriptor that it opens."""
-
-    def descriptors() -> list[str]:
-        found = []
-        for fd in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(FileNotFoundError):  # that of the listing itself
-                found.append(f"{fd} {os.readlink(f'/proc/self/fd/{fd}')}")
-        return sorted(found)
-
     gc.collect()  # what an earlier test dropped must not be closed in the midst of this one
     before = descriptors()
     yield

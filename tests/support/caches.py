@@ -1,0 +1,31 @@
+"""What tests of a `Cache` share."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TypeAlias
+
+import pytest
+
+from shardcache.cache import Cache
+from shardcache.layout import Layout
+from shardcache.locks.flock import Holder, KeyLock
+
+MakeCache: TypeAlias = Callable[..., Cache]
+
+
+def read(cache: Cache, url: str) -> bytes:
+    with cache.open(url) as stream:
+        return stream.read()
+
+
+def held_elsewhere(cache: Cache, url: str, now: float = 0.0) -> KeyLock:
+    """The lock of a shard, as if a process of another container had taken it."""
+    lock = KeyLock(Layout.of_root(cache.dir).key_lock(cache.parse(url).key))
+    assert lock.try_acquire(Holder(4711, "node-7", 3, "job", now))
+    return lock
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]

@@ -19,7 +19,7 @@ from shardcache.store.entry import Entry, Store
 from shardcache.store.partial import Partial
 from shardcache.store.root import make_root
 from tests.support.fakes import FakeClock
-from tests.support.storetools import begin, fill, metadata_for, payload, publish
+from tests.support.storetools import begin, begun, fill, metadata_for, payload, publish
 
 GB = 10**9
 MIB = 1 << 20
@@ -83,10 +83,6 @@ def library(make: Callable[..., Bench]) -> Bench:
     return bench
 
 
-def there(entries: list[Entry]) -> list[bool]:
-    return [entry.path.exists() for entry in entries]
-
-
 @pytest.mark.locks_work("flock")
 def test_the_free_space_floor_counts_what_is_not_written_yet(make) -> None:
     bench = make(min_free="1GB")
@@ -104,8 +100,7 @@ def test_the_free_space_floor_counts_what_is_not_written_yet(make) -> None:
 def test_what_dead_processes_left_goes_before_any_entry(make) -> None:
     bench = make(max_size=3 * MIB)
     [entry] = bench.shelve(1, 1000)
-    orphan = begin(bench.layout, metadata_for("s3://lab/orphan.tar", data := payload(2 * MIB)))
-    fill(orphan, data)
+    orphan = begun(bench.layout, "s3://lab/orphan.tar", payload(2 * MIB))
     orphan.close()
     bench.admit(size=2 * MIB).discard()
     assert entry.path.exists() and not orphan.path.exists()
@@ -125,7 +120,8 @@ def test_entries_that_come_into_use_are_replaced_in_the_plan(make, monkeypatch) 
 
     monkeypatch.setattr(Store, "evict", read_meanwhile)
     partial = bench.admit(size=40)
-    assert there(entries) == [True, False, True] and bench.used() == 100
+    assert [entry.path.exists() for entry in entries] == [True, False, True]
+    assert bench.used() == 100
     partial.discard()
     opened[0].close()
 
@@ -162,24 +158,20 @@ def test_what_fits_costs_no_count_and_the_budget_holds(library: Bench) -> None:
 
 def test_what_is_published_while_it_is_counted_counts_once(make, monkeypatch) -> None:
     bench = make(max_size=2 * MIB)
-    metadata = metadata_for("s3://lab/0.tar", bytes(MIB))
-    partial = begin(bench.layout, metadata)
-    fill(partial, bytes(MIB))
+    partial = begun(bench.layout, "s3://lab/0.tar", bytes(MIB))
     flights = bench.space.flights()
-    bench.store.publish(partial, metadata)
+    bench.store.publish(partial, partial.metadata)
     bench.space.recount()
     monkeypatch.setattr(bench.space, "flights", lambda: flights)  # as they were just before
-    admitted = bench.admit("s3://lab/1.tar", MIB)  # not refused for want of room
-    assert admitted.path.is_dir()
-    admitted.discard()
+    bench.admit("s3://lab/1.tar", MIB).discard()  # not refused for want of room
     partial.close()
 
 
 @pytest.mark.locks_work("flock")
 def test_a_second_fetch_of_what_is_published_counts_beside_it(make) -> None:
     bench = make(max_size=3 * MIB)
-    metadata = metadata_for("s3://lab/0.tar", bytes(MIB))
-    second = begin(bench.layout, metadata)  # its process was stopped, and passed by
+    # Its process was stopped, and passed by.
+    second = begun(bench.layout, "s3://lab/0.tar", bytes(MIB))
     publish(bench.store, "s3://lab/0.tar", bytes(MIB), used=1.0)
     bench.space.recount()
     bench.admit("s3://lab/1.tar", MIB).discard()

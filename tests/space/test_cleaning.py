@@ -25,16 +25,7 @@ from shardcache.store.entry import Store, set_aside
 from shardcache.store.root import make_root
 from shardcache.urls import parse_url
 from tests.support.shop import Shop
-from tests.support.storetools import (
-    age,
-    begin,
-    fill,
-    metadata_for,
-    payload,
-    publish,
-    tree,
-    wait_until,
-)
+from tests.support.storetools import age, begun, payload, publish, tree, wait_until
 
 MIB = 1 << 20
 
@@ -46,9 +37,7 @@ def layout(tmp_path: Path) -> Layout:
 
 def leave(layout: Layout) -> Path:
     """A partial of a dead process."""
-    data = payload(MIB)
-    partial = begin(layout, metadata_for("s3://lab/orphan.tar", data))
-    fill(partial, data)
+    partial = begun(layout, "s3://lab/orphan.tar", payload(MIB))
     partial.close()
     return partial.path
 
@@ -75,7 +64,7 @@ def test_a_dry_run_touches_nothing_and_says_what_the_run_will_do(layout: Layout,
     leave(layout)
     assert set_aside(publish(store, "s3://lab/bad.tar", bytes(100)).path, "test")
     (layout.sessions / f"{'0' * 32}.{'0' * 32}.wait").touch()
-    live = begin(layout, metadata_for("s3://lab/live.tar", b"x"))
+    live = begun(layout, "s3://lab/live.tar")
     limits, before = CASES[case](), tree(layout.base)
     with store.open(parse_url("s3://lab/1.tar").key, "1.tar").file:
         dry = clean(space, limits, orphans=True, dry_run=True)

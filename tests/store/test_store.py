@@ -24,8 +24,8 @@ from shardcache.urls import parse_url
 from tests.support.storetools import (
     Parent,
     begin,
+    begun,
     few_descriptors,
-    fill,
     forked,
     make_store,
     metadata_for,
@@ -62,10 +62,8 @@ def pin(store: Store) -> Opened:
 
 
 def test_an_entry_is_visible_to_everybody_once_it_is_published(store: Store) -> None:
-    metadata = metadata_for(data=b"shard")
-    partial = begin(store.layout, metadata)
-    fill(partial, b"shard")
-    partial.seal(metadata, store.layout.modes, sync=False)
+    partial = begun(store.layout)
+    partial.seal(metadata := partial.metadata, store.layout.modes, sync=False)
     assert read(store) is None and list(store.entries()) == list(store.entries_of(KEY)) == []
     partial.discard()
     entry = publish(store, data=b"shard")
@@ -88,9 +86,9 @@ def test_with_sync_all_is_on_the_disk_before_it_has_its_name_and_then_the_name(
     synced: list[str] = []
     note = lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}"))  # noqa: E731
     monkeypatch.setattr(os, "fsync", note)
-    partial = begin(store.layout, metadata_for())
+    partial = begun(store.layout)
     place = partial.path
-    path = store.publish(partial, metadata_for(), sync=True)
+    path = store.publish(partial, partial.metadata, sync=True)
     partial.close()
     inside = [str(place / META), str(place / NAME), str(place)]
     assert synced == [*inside, str(path.parent), str(path.parent.parent)]
@@ -247,21 +245,18 @@ def test_only_entries_in_their_places_are_listed(store: Store, tmp_path: Path) -
 def test_a_late_publication_supersedes_only_what_was_there_before(
     store: Store, theirs: str
 ) -> None:
-    metadata = metadata_for(URL, b"ours", etag="ours")
-
     def publish_theirs() -> Entry:
-        entry = publish(store, data=b"theirs", etag="theirs")
+        entry = publish(store, data=b"theirs")
         os.utime(entry.path, (1, 1))  # no clock decides
         return entry
 
     with no_descriptor_left():
         entry = publish_theirs() if theirs == "older" else None
-        partial = begin(store.layout, metadata)
-        fill(partial, b"ours")
+        partial = begun(store.layout, data=b"ours")
         if theirs == "the same":
-            entry = publish(store, data=b"ours", etag="ours")
+            entry = publish(store, data=b"ours")
         entry = entry or publish_theirs()
-        place = store.publish(partial, metadata)
+        place = store.publish(partial, partial.metadata)
         partial.close()
     assert (place == entry.path) == (theirs != "older")
     newest_first = [found.path for found in again(store).entries_of(KEY)]
@@ -294,10 +289,8 @@ def test_an_entry_that_was_removed_and_published_anew_meanwhile_stays(
 def test_what_is_written_or_read_is_not_evicted_until_its_process_lets_go_or_dies(
     store: Store,
 ) -> None:
-    metadata = metadata_for(data=b"shard")
-    partial = begin(store.layout, metadata)
-    fill(partial, b"shard")
-    entry = Entry.at(store.publish(partial, metadata))
+    partial = begun(store.layout)
+    entry = Entry.at(store.publish(partial, partial.metadata))
     assert store.is_pinned(entry) and not store.evict(entry)
     partial.close()
     assert not store.is_pinned(entry)

@@ -75,6 +75,13 @@ def fill(partial: Partial, data: bytes, blocks: Iterator[int] | range | None = N
         partial.record(index, block_digest(block), len(block))
 
 
+def begun(layout: Layout, url: str = "s3://lab/a.tar", data: bytes = b"shard") -> Partial:
+    """A partial that has all its blocks."""
+    partial = begin(layout, metadata_for(url, data))
+    fill(partial, data)
+    return partial
+
+
 def publish(
     store: Store,
     url: str = "s3://lab/a.tar",

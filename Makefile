@@ -62,8 +62,13 @@ $(VENV)/.bench: pyproject.toml
 demo: $(VENV)/.demo
 	@$(BIN)/shardcache demo
 
-test: $(VENV)/.test
+# The oldest WebDataset that is supported, beside the one in the environment.
+$(VENV)/webdataset-0.2.86: $(VENV)/.test
+	$(BIN)/python -m pip install --quiet --no-deps --target $@ webdataset==0.2.86
+
+test: $(VENV)/.test $(VENV)/webdataset-0.2.86
 	$(BIN)/python -m pytest $(PARALLEL)
+	PYTHONPATH=$(CURDIR)/$(VENV)/webdataset-0.2.86 $(BIN)/python -m pytest $(PARALLEL) tests/wds tests/cli/test_run.py
 
 # Apart from `test`, of which it would be a third of the time.
 coverage: $(VENV)/.test

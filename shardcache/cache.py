@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypedDict, TypeVar, Unpack
 from shardcache import clock, threads
 from shardcache.config import Config, Options, __version__, load
 from shardcache.files import Modes
-from shardcache.origins.endpoints import endpoint_of
+from shardcache.origins.endpoints import parser
 from shardcache.ranks import detect
 from shardcache.runtime import Processes
 from shardcache.store.entry import DamagedError, Entry
 from shardcache.store.root import check_root, make_root, require_cache
 from shardcache.streams.opener import Opener
 from shardcache.units import parse_duration
-from shardcache.urls import ShardURL, parse_url
+from shardcache.urls import ShardURL
 
 if TYPE_CHECKING:
     from shardcache.fetch.status import FetchStatus
@@ -109,11 +109,8 @@ class Cache:
         self.processes = Processes(config, detect(), started)
         self.opener = Opener(config, self.processes.here)
         self._here = self.processes.here
-        endpoint, schemes = endpoint_of(config), config.allow_schemes
         # Parsing costs more than opening; epochs ask for the same URLs again.
-        self._parse = lru_cache(_REMEMBERED)(
-            partial(parse_url, endpoint=endpoint, allow_schemes=schemes)
-        )
+        self._parse = lru_cache(_REMEMBERED)(parser(config))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(type(self).from_config, started=self._started), (self.config,)

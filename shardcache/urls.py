@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from shardcache.errors import ConfigError
@@ -90,6 +90,8 @@ class ShardURL:
     key: str  # 32 hexadecimal digits, blake2b-128 of the canonical URL and endpoint
     basename: str  # a safe file name that keeps the shard's own suffix
     version_id: str | None = None  # of the object, where the URL asks for one
+    #: What a command says about its client: ``endpoint_url``, ``profile``, ``region_name``.
+    options: tuple[tuple[str, str], ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """In clear for a process that multiprocessing is spawning, else without credentials.
@@ -102,7 +104,7 @@ class ShardURL:
         if get_spawning_popen() is None:
             raw = "" if self.scheme == "pipe" else self.canonical
         names = (self.scheme, self.canonical, self.key, self.basename, self.version_id)
-        return ShardURL, (raw, *names)
+        return ShardURL, (raw, *names, self.options)
 
     @property
     def is_local(self) -> bool:
@@ -185,6 +187,74 @@ def parse_url(
         )
     key = hashlib.blake2b(encoded, digest_size=16, usedforsecurity=False).hexdigest()
     return ShardURL(url, scheme, canonical, key, _basename(name), version_id)
+
+
+class _Reader(NamedTuple):
+    """A program that writes an object to its standard output."""
+
+    words: tuple[str, ...]  # its arguments; {} is the URL
+    target: str  # what the URL must look like
+    flags: frozenset[str]  # options that change nothing about the bytes
+    values: Mapping[str, str] = {}  # options of the client, and what we call them
+
+
+_S3 = r"s3://[^/]+/.+"
+_READERS = {
+    "aws": _Reader(
+        ("s3", "cp", "{}", "-"),
+        _S3,
+        frozenset({"--no-progress", "--only-show-errors", "--quiet"}),
+        {"--endpoint-url": "endpoint_url", "--profile": "profile", "--region": "region_name"},
+    ),
+    "s5cmd": _Reader(
+        ("cat", "{}"),
+        _S3,
+        frozenset(),
+        {"--endpoint-url": "endpoint_url", "--profile": "profile"},
+    ),
+    "gsutil": _Reader(("cat", "{}"), r"gs://[^/]+/.+", frozenset({"-q", "-m"})),
+    "curl": _Reader(
+        ("{}",),
+        r"https?://.+",
+        frozenset({"-s", "-S", "-L", "-f", "--silent", "--show-error", "--location", "--fail"}),
+    ),
+}
+#: What a shell would expand; a command with any of it is not understood.
+_EXPANDED = r"[$`\\*\[\]{}~#!\n]"
+
+
+def read_command(url: str) -> tuple[str, tuple[tuple[str, str], ...]] | None:
+    """The URL that a ``pipe:`` command reads, and what it says about the client.
+
+    Understood are ``aws s3 cp URL -``, ``s5cmd cat URL``, ``gsutil cat URL`` and ``curl URL`` with
+    the options of `_READERS`. No other command is read by us: None.
+    """
+    if not url.startswith("pipe:") or re.search(_EXPANDED, url):
+        return None
+    import shlex  # here: `import shardcache` stays light
+
+    try:
+        # Unquoted, what ends or joins commands (;|&<>()) is a word of its own.
+        lexer = shlex.shlex(url.removeprefix("pipe:"), posix=True, punctuation_chars=True)
+        lexer.whitespace_split, lexer.commenters = True, ""
+        program, *words = lexer
+    except ValueError:  # nothing, or a quote that is not closed
+        return None
+    if program not in _READERS:
+        return None
+    reader, options, plain = _READERS[program], {}, []
+    for word in (rest := iter(words)):
+        name, equals, value = word.partition("=")
+        if name in reader.values:
+            options[reader.values[name]] = value if equals else next(rest, "")
+        elif word[:1] == "-" and word[1:2].isalpha() and len(word) > 2:  # -sLf
+            plain += [flag for flag in word[1:] if f"-{flag}" not in reader.flags]
+        elif word not in reader.flags:
+            plain.append(word)
+    found = [word for word in plain if re.fullmatch(reader.target, word)]
+    if len(found) != 1 or plain != [word.format(*found) for word in reader.words]:
+        return None
+    return found[0], tuple(sorted(options.items()))
 
 
 def _file(url: str, path: str) -> str:

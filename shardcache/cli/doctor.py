@@ -25,7 +25,7 @@ from shardcache.files import Modes
 from shardcache.layout import Layout
 from shardcache.locks.mounts import mount_of
 from shardcache.origins.base import ObjectInfo
-from shardcache.origins.endpoints import credential_source, endpoint_of, scheme_options
+from shardcache.origins.endpoints import credential_source, endpoint_of, parser, scheme_options
 from shardcache.origins.resolve import Origins
 from shardcache.origins.retry import RetryPolicy
 from shardcache.ranks import detect
@@ -33,7 +33,7 @@ from shardcache.space.memory import Volume, cpu_quota, is_memory
 from shardcache.store.entry import Store
 from shardcache.store.root import check_foreign, check_root
 from shardcache.units import format_bytes, format_duration, format_rate
-from shardcache.urls import parse_url, redact
+from shardcache.urls import redact
 
 #: The findings of a check: ok, warn (it works, but not well or not for long) or fail; what was
 #: found; and what to do, in one sentence, empty if ok.
@@ -209,7 +209,7 @@ def _credentials(config: Config) -> Answers:
 
 def _read(config: Config, text: str) -> Answers:
     """Read the start of a shard as the cache would, and time it."""
-    url = parse_url(text, endpoint=endpoint_of(config), allow_schemes=config.allow_schemes)
+    url = parser(config)(text)
     origins = Origins(config)
 
     def read() -> tuple[int, float, ObjectInfo]:

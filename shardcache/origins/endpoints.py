@@ -10,13 +10,15 @@ file says something about endpoints.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from shardcache.config import Config
+from shardcache.urls import ShardURL, parse_url, read_command
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +34,39 @@ def scheme_options(config: Config, scheme: str) -> Mapping[str, Any]:
 def endpoint_of(config: Config) -> str | None:
     """The S3 endpoint that a configuration's shards are read from; None for AWS."""
     return s3_endpoint(scheme_options(config, "s3"), config.endpoint_url)
+
+
+def for_command(config: Config, options: Collection[tuple[str, str]]) -> Config:
+    """The configuration with what a ``pipe:`` command says about its client."""
+    given = dict(options)
+    stated = {**scheme_options(config, "s3")}
+    if profile := given.get("profile"):
+        credentials = ("key", "secret", "token", "anon")
+        stated = {name: value for name, value in stated.items() if name not in credentials}
+        stated["profile"] = profile
+    if region := given.get("region_name"):
+        stated["client_kwargs"] = {**(stated.get("client_kwargs") or {}), "region_name": region}
+    endpoint = given.get("endpoint_url") or config.endpoint_url
+    return config.replace(endpoint_url=endpoint, storage_options=stated)
+
+
+def parser(config: Config) -> Callable[[str], ShardURL]:
+    """What parses the URLs of a configuration.
+
+    A ``pipe:`` command that only reads a URL (`urls.read_command`) is that URL.
+    """
+    endpoint, schemes = endpoint_of(config), config.allow_schemes
+
+    def parse(url: str) -> ShardURL:
+        read = read_command(url) if isinstance(url, str) else None
+        if read is None:
+            return parse_url(url, endpoint=endpoint, allow_schemes=schemes)
+        target, options = read
+        own = endpoint_of(for_command(config, options)) if options else endpoint
+        shard = parse_url(target, endpoint=own, allow_schemes=schemes)
+        return dataclasses.replace(shard, options=options)
+
+    return parse
 
 
 def s3_endpoint(options: Mapping[str, Any], endpoint_url: str | None = None) -> str | None:

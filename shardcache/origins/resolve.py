@@ -40,7 +40,7 @@ from shardcache.origins.base import (
     VersionChangedError,
     read_all,
 )
-from shardcache.origins.endpoints import s3_endpoint, scheme_options
+from shardcache.origins.endpoints import for_command, s3_endpoint, scheme_options
 from shardcache.urls import ShardURL, parse_url, redact
 
 logger = logging.getLogger(__name__)
@@ -59,26 +59,29 @@ _FAILURES = 2
 
 
 class Origins:
-    """The origins of one configuration, one per scheme, and its upstreams; safe between threads."""
+    """The origins of one configuration, one per client, and its upstreams; safe between threads."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self._guard = threading.Lock()
-        self._made: dict[str, Origin] = {}
+        self._made: dict[tuple[str, tuple[tuple[str, str], ...]], Origin] = {}
 
     def of(self, url: ShardURL) -> Origin:
         """The origin of ``url``."""
         config, scheme = self._config, url.scheme
         with self._guard:
-            if scheme not in self._made:
+            if (scheme, url.options) not in self._made:
+                if url.options:
+                    config = for_command(config, url.options)
                 options = scheme_options(config, scheme)
-                self._made[scheme] = _make(scheme, options, config.endpoint_url, config.timeout)
-            return self._made[scheme]
+                made = _make(scheme, options, config.endpoint_url, config.timeout)
+                self._made[scheme, url.options] = made
+            return self._made[scheme, url.options]
 
     def add(self, scheme: str, origin: Origin) -> None:
         """Read ``scheme`` from ``origin`` in this process."""
         with self._guard:
-            self._made[scheme] = origin
+            self._made[scheme, ()] = origin
 
     def prepare(self, url: ShardURL) -> None:
         """Make the client that reading ``url`` takes (ConfigError: it cannot be set up)."""

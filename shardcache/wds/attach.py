@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _Pipeline = TypeVar("_Pipeline")
+#: What WebDataset's expander takes.
+_EXPANDING = ("handler", "select_files", "rename_files")
 
 
 def url_opener(
@@ -113,20 +115,25 @@ def attach(dataset: _Pipeline, cache: Cache, *, fast_tar: bool = True) -> _Pipel
 
 def _replaced(stage: Any, cache: Cache) -> list[Any]:
     """The stages that take the place of one that opens URLs; any other stage as it is."""
+    from webdataset import cache as webdatasets
     from webdataset import filters, tariterators
-    from webdataset.cache import FileCache, StreamingOpen
 
+    # Of WebDataset 1.0, and of versions before it.
+    opening = getattr(webdatasets, "StreamingOpen", ()), getattr(webdatasets, "FileCache", ())
+    caching = getattr(webdatasets, "cached_tarfile_samples", None)
+    together = (tariterators.tarfile_samples, caching)  # they open, expand and group
     function, args, options = _called(stage)
-    if isinstance(stage, FileCache | StreamingOpen):
+    if isinstance(stage, opening):
         handler = stage.handler
-    elif function in (url_opener, tariterators.url_opener, tariterators.tarfile_samples):
+    elif function in (url_opener, tariterators.url_opener, *together):
         handler = options.get("handler", next(iter(args), None))
     else:
         return [stage]
     stages = [filters.FilterFunction(url_opener, handler=handler, cache=cache)]
-    if function is tariterators.tarfile_samples:  # it opens, expands and groups
+    if function in together:
+        kept = {name: options[name] for name in _EXPANDING if name in options}
         stages += [
-            filters.FilterFunction(tariterators.tar_file_expander, *args, **options),
+            filters.FilterFunction(tariterators.tar_file_expander, *args, **kept),
             filters.FilterFunction(tariterators.group_by_keys, handler=handler or reraise),
         ]
     return stages

@@ -17,6 +17,7 @@ member before the next one is asked for, so a shard that is still on its way is 
 
 from __future__ import annotations
 
+import inspect
 import io
 import re
 import tarfile
@@ -79,7 +80,7 @@ def tar_files(
     handler: Handler = reraise,
     select_files: Callable[[str], bool] | None = None,
     rename_files: Callable[[str], str] | None = None,
-    eof_value: Any = {},  # noqa: B006 - yielded as it is, as by the function it replaces
+    eof_value: Any = ...,
 ) -> Iterator[Any]:
     """Expand opened shards into files; a drop-in for WebDataset's ``tar_file_expander``.
 
@@ -89,11 +90,17 @@ def tar_files(
             next, False stops. The default raises.
         select_files: tells by its name whether a file is wanted.
         rename_files: gives files other names, before they are selected.
-        eof_value: yielded behind each shard, unless it is None.
+        eof_value: yielded behind each shard, unless it is None. The default is that of the
+            installed WebDataset: ``{}``, and None before 1.0, which does not know it.
 
     Yields:
         ``dict(fname=..., data=..., __url__=...)``, with ``__local_path__`` if there is one.
     """
+    if eof_value is ...:
+        from webdataset.tariterators import tar_file_expander
+
+        parameters = inspect.signature(tar_file_expander).parameters
+        eof_value = {} if "eof_value" in parameters else None
     for source in data:
         url = source["url"]
         local_path = source.get("local_path")

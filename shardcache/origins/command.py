@@ -2,7 +2,8 @@
 
 They need ``allow_schemes=["pipe"]``, because a command out of a shard list runs with this process's
 rights. Its output has no version and no stated size: it is cached under the command's text, read in
-one go, and started over when it breaks.
+one go, and started over when it breaks. A command that only reads a URL, such as
+``aws s3 cp s3://bucket/key -``, is not run: `urls.read_command` finds the URL in it.
 """
 
 from __future__ import annotations

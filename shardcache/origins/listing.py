@@ -149,7 +149,7 @@ class Listing:
         names = {
             shard.bucket_and_key(): shard.key
             for shard in shards
-            if shard.scheme == "s3" and shard.version_id is None
+            if shard.scheme == "s3" and shard.version_id is None and not shard.options
         }
         folders: dict[tuple[str, str], list[str]] = {}
         for bucket, key in sorted(names.keys() - self._sizes.keys()):

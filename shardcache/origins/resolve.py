@@ -10,7 +10,7 @@ is compared with the digest in the sidecar, and a fetch that began with it can g
 Other copies have the version that the upstream states.
 
 Nothing that goes wrong with an upstream is an error; one that fails or is silent is left alone for
-a minute. Shards with a query or a version in their URL are not looked for.
+a minute. Shards with a query, a version or a client of their own are not looked for.
 
 Origins belong to the process that made them: a forked child makes an `Origins` of its own, because
 sockets, event loops and locks must not be shared with the parent.
@@ -175,7 +175,7 @@ class _Place:
     def _copy_of(self, url: ShardURL) -> ShardURL | None:
         """Where it would keep a shard; None if such a shard is not looked for."""
         name = url.canonical.partition("://")[2].lstrip("/")
-        if url.scheme == "pipe" or url.version_id is not None or "?" in name:
+        if url.scheme == "pipe" or url.version_id is not None or url.options or "?" in name:
             return None
         parts = name.split("/")
         if any(part in ("", ".", "..") or len(part.encode()) > _MAX_NAME for part in parts):

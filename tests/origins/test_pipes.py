@@ -9,7 +9,7 @@ import pytest
 
 from shardcache import ConfigError, TransferError, TransferTimeoutError
 from shardcache.origins.command import PipeOrigin
-from shardcache.urls import parse_url
+from shardcache.urls import parse_url, read_command
 from tests.support.tars import make_tar
 
 
@@ -39,3 +39,51 @@ def test_a_command_that_was_pickled_is_not_run():
     shard = parse_url("pipe:cat /etc/passwd", allow_schemes=["pipe"])
     with pytest.raises(ConfigError, match="left out"):
         PipeOrigin(1.0).open(pickle.loads(pickle.dumps(shard)), 0, None)
+
+
+OTHER = ("endpoint_url", "http://h:1"), ("profile", "p"), ("region_name", "r")
+
+
+@pytest.mark.parametrize(
+    ("command", "read"),
+    [
+        ("aws s3 cp s3://b/k.tar -", ("s3://b/k.tar", ())),
+        ("aws --endpoint-url http://h:1 s3 cp 's3://b/a b' - --region=r --profile p --quiet",
+         ("s3://b/a b", OTHER)),
+        ("s5cmd --endpoint-url=http://h:1 cat s3://b/k", ("s3://b/k", OTHER[:1])),
+        ("gsutil -q cat gs://b/k", ("gs://b/k", ())),
+        ("curl -sLf 'https://h/k.tar?a=1&b=2'", ("https://h/k.tar?a=1&b=2", ())),
+        ("curl -s -L https://h/k.tar", ("https://h/k.tar", ())),
+        *((command, None) for command in (
+            "aws s3 cp s3://b/k /tmp/x", "aws s3 cp s3://b/k - | gunzip", "aws s3 ls s3://b/k",
+            "aws s3 cp s3://b/k - --sse-c AES256", "aws s3 cp s3://b/$KEY -", "aws s3 cp - s3://b/k",
+            "s5cmd cat s3://b/*", "s5cmd cat s3://b/a s3://b/b", "gsutil cat s3://b/k",
+            "curl -H 'X: y' https://h/k", "curl https://h/k?a=1&b=2", "curl -sk https://h/k",
+            "curl 'https://h/k", "cat /x.tar", "", "aws",
+        )),
+    ],
+)  # fmt: skip
+def test_commands_that_only_read_a_url_are_understood(command, read):
+    assert read_command(f"pipe:{command}") == read
+
+
+def test_a_command_of_another_client_is_read_by_its_url(
+    make_cache, s3, bucket, proxy, s3_environment, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")  # where nothing answers
+    keys = (s3_environment.pop(f"AWS_{name}") for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"))
+    text = "[profile lab]\naws_access_key_id = {}\naws_secret_access_key = {}\n".format(*keys)
+    (tmp_path / "config").write_text(text)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PATH", str(tmp_path))  # there is no aws
+    s3.put(bucket, "a.tar", make_tar(8))
+    url = f"s3://{bucket}/a.tar"
+    client = f"--endpoint-url {proxy.endpoint_url} --profile lab"
+    cache = make_cache(strict=True)
+    for command in (f"aws {client} s3 cp {url} -", f"s5cmd {client} cat '{url}'"):
+        with cache.open(f"pipe:{command}") as stream:
+            assert stream.read() == make_tar(8)
+    assert proxy.summary()[f"{bucket}/a.tar"].object_fetches == 1
+    assert cache.path(url) is None  # of the endpoint of the environment

@@ -6,6 +6,7 @@ the handler is asked, what ends it all. They must agree.
 
 from __future__ import annotations
 
+import inspect
 import io
 import itertools
 import random
@@ -39,6 +40,10 @@ class OnlyRead:
         return self._file.read(size)
 
 
+#: Whether this is a WebDataset whose expander marks no end of a shard, and has no local paths.
+BEFORE_1_0 = "eof_value" not in inspect.signature(tar_file_expander).parameters
+_EARLY = ("select_files", "rename_files")
+
 # -- what happens ----------------------------------------------------------------
 
 
@@ -67,6 +72,8 @@ def seen(
             raise exn
         return next(replies)
 
+    if BEFORE_1_0:  # it knows neither
+        options = {name: value for name, value in options.items() if name in _EARLY}
     sources = ({"url": f"u{n}", "stream": stream} for n, stream in enumerate(streams))
     if options.pop("local", False):
         sources = (source | {"local_path": f"/p{source['url']}"} for source in sources)

@@ -172,6 +172,9 @@ def write_new(path: Path | str, data: bytes, mode: int, *, sync: bool = False) -
             raise OSError(errno.ENOSPC, "the disk is full", str(path))
         if sync:
             os.fsync(fd)
+    except OSError as exn:
+        exn.filename = exn.filename or str(Path(path).parent)  # by its descriptor it has none
+        raise
     finally:
         os.close(fd)
 

@@ -131,7 +131,7 @@ class PrewarmPlan:
             return f"{text}  does not fit: {format_bytes(self.missing)} too many"
         if self.evict:
             text += f", {format_bytes(self.evict)} of older shards make room"
-        return f"{text}  ok"
+        return text if unknown else f"{text}  ok"  # a shard of unknown size may not exist
 
     def as_dict(self) -> dict[str, int]:
         """Numbers of shards, and bytes, for JSON."""

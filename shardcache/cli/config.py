@@ -22,6 +22,7 @@ from shardcache.cli.main import Invocation, command
 from shardcache.cli.output import fields_of
 from shardcache.config import describe
 from shardcache.errors import ConfigError
+from shardcache.origins.endpoints import s3_access
 from shardcache.urls import redact
 
 #: The files of each kind; those of the second tuple are for shards to prewarm.
@@ -40,21 +41,25 @@ def config_command(invocation: Invocation) -> None:
     """Show every option, its value and who set it.
 
     First wins: arguments (--dir), SHARDCACHE_* variables, configuration files,
-    WDS_CACHE and WDS_CACHE_SIZE, defaults. Secrets are not shown.
+    WDS_CACHE and WDS_CACHE_SIZE, defaults. Below them are the S3 endpoint and the
+    source of the credentials in force. Secrets are not shown.
 
     \b
     Examples:
       shardcache config
       shardcache --config job.toml config
     """
-    options = describe(invocation.loaded())
+    loaded = invocation.loaded()
+    options, access = describe(loaded), s3_access(loaded.config)
     changed = sum(option.source != "default" for option in options)
     console = invocation.console
     summary = {"options": len(options), "set": changed}
-    console.object("config", options=[*map(fields_of, options)], summary=summary)
+    console.object(
+        "config", options=[*map(fields_of, options)], s3=access._asdict(), summary=summary
+    )
     rows = [(option.name, option.value, option.source) for option in options]
     console.table(("OPTION", "VALUE", "SOURCE"), rows)
-    console.data(f"{len(rows)} options, {changed} set")
+    console.data(f"S3: {access}\n{len(rows)} options, {changed} set")
 
 
 @command("dir")

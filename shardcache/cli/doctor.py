@@ -6,10 +6,12 @@ Six checks; each finding is ok, warn or fail, with what to do. Nothing is made o
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shlex
 import stat
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -25,7 +27,7 @@ from shardcache.files import Modes
 from shardcache.layout import Layout
 from shardcache.locks.mounts import mount_of
 from shardcache.origins.base import ObjectInfo
-from shardcache.origins.endpoints import credential_source, endpoint_of, parser, scheme_options
+from shardcache.origins.endpoints import parser, s3_access
 from shardcache.origins.resolve import Origins
 from shardcache.origins.retry import RetryPolicy
 from shardcache.ranks import detect
@@ -42,6 +44,8 @@ Answers = Iterator[tuple[str, str, str]]
 _COLORS = {"ok": "green", "warn": "yellow", "fail": "red"}
 #: Bytes that the timed read takes.
 _READ_BYTES = 8 << 20
+#: Seconds that a filesystem has to answer one check; a slow one takes milliseconds.
+_PATIENCE = 10.0
 #: Directories that cleaners of temporary files empty: tmpfiles.d(5), tmpreaper(8), tmpwatch(8).
 _TEMPORARY = ("/tmp", "/var/tmp")  # noqa: S108 - named, not used
 
@@ -79,9 +83,14 @@ def doctor_command(invocation: Invocation, url: str | None) -> ExitCode:
 def _examine(config: Config, url: str | None) -> Iterator[dict[str, str]]:
     for tier in config.by_tier():
         for check in (_owner, _filesystem, _space):
-            found = _run(check, os.fspath(tier.dir), tier)
-            yield from found
-            if check is _owner and found[0]["level"] == "fail":
+            found = list[dict[str, str]]()
+            # A filesystem that is gone may never answer, and nothing interrupts who asks it.
+            run = functools.partial(_run, check, os.fspath(tier.dir), tier)
+            thread = threading.Thread(target=lambda: found.extend(run()), daemon=True)  # noqa: B023
+            thread.start()
+            thread.join(_PATIENCE)
+            yield from found or _run(_silent, os.fspath(tier.dir))
+            if not found or (check is _owner and found[0]["level"] == "fail"):
                 break  # the other checks would find nothing
     yield from _run(_cpus, "CPUs")
     yield from _run(_credentials, "S3", config)
@@ -100,6 +109,11 @@ def _run(check: Callable[..., Answers], subject: str, *args: object) -> list[dic
     names = ("check", "subject", "level", "found", "fix")
     rows = ((check.__name__.lstrip("_"), subject, *answer) for answer in answers)
     return [dict(zip(names, map(redact, row), strict=True)) for row in rows]
+
+
+def _silent() -> Answers:
+    fix = "Its mount may be dead: mount it anew (umount -l), or point dir at another disk."
+    yield "fail", f"its filesystem has not answered for {_PATIENCE:g} s", fix
 
 
 def _existing(directory: Path) -> Path:
@@ -193,18 +207,17 @@ def _cpus() -> Answers:
 
 def _credentials(config: Config) -> Answers:
     """Which credentials and which endpoint S3 shards are read with."""
-    endpoint = endpoint_of(config) or "AWS"
     keys = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
     missing = [name for name in keys if not os.environ.get(name)]
     if len(missing) == 1:
         fix = f"Set {missing[0]} as well, or unset the other and use a profile or a role."
         yield "warn", f"{missing[0]} is not set, but the other key variable is", fix
-    source = credential_source(scheme_options(config, "s3"))
-    if source is None:
-        fix = "Set AWS_PROFILE or AWS_ACCESS_KEY_ID, give the node a role, or set anon."
-        yield "warn", f"endpoint {endpoint}, no credentials", fix
+    access = s3_access(config)
+    if access.credentials:
+        yield "ok", str(access), ""
     else:
-        yield "ok", f"endpoint {endpoint}, credentials from {source}", ""
+        fix = "Set AWS_PROFILE or AWS_ACCESS_KEY_ID, give the node a role, or set anon."
+        yield "warn", str(access), fix
 
 
 def _read(config: Config, text: str) -> Answers:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from shardcache.errors import ShardCacheError
+from shardcache.files import FULL
 from shardcache.units import format_duration
 
 if TYPE_CHECKING:
@@ -185,7 +186,8 @@ def reason(exn: Exception) -> str:
         return exn.message
     if isinstance(exn, OSError):
         where = f"{exn.filename}: " if exn.filename else ""
-        return f"{where}{exn.strerror or exn}"
+        advice = ". Make room on that disk (df -h, df -i), or use another one."
+        return f"{where}{exn.strerror or exn}{advice if exn.errno in FULL else ''}"
     return f"{type(exn).__name__}: {exn}"
 
 

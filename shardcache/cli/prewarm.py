@@ -18,6 +18,7 @@ from shardcache.cli.output import Console, counted, fields_of, reason
 from shardcache.cli.progress import Position, Positions, PrewarmProgress, display
 from shardcache.errors import ConfigError, ShardCacheError, ShardNotFoundError
 from shardcache.fetch.connections import parse_rate
+from shardcache.origins.listing import SHARD, is_pattern
 from shardcache.prewarm.helpers import most_processes
 from shardcache.prewarm.plan import expand, own_share
 from shardcache.prewarm.run import JOBS, prewarm
@@ -137,12 +138,19 @@ def prewarm_command(
         if not looking:
             console.info(str(report))
         print_failures(console, report, options["max_failures"])
-        absent = [r.url for r in report.results if isinstance(r.error, ShardNotFoundError)]
-        for url in absent[:_TRIED]:
-            if "." not in url.rpartition("/")[2]:
-                with suppress(ShardCacheError, OSError):  # the failure itself was printed
-                    count = len(expand(f"{url}/", cache))
-                    console.hint(f"  {counted(count, 'shard')} below {url}/ : did you mean that?")
+        # Of a dry run those that are in no listing.
+        absent = [
+            f"{each.url}/"
+            for each in report.results
+            if isinstance(each.error, ShardNotFoundError)
+            or (each.outcome is Outcome.MISSING and each.size is None)
+        ]
+        for prefix in [url for url in absent if is_pattern(url) and not SHARD.search(url[:-1])][
+            :_TRIED
+        ]:
+            with suppress(ShardCacheError, OSError):  # the failure itself was printed
+                count = len(expand(prefix, cache))
+                console.hint(f"  {counted(count, 'shard')} below {prefix} : did you mean that?")
     return _exit_code(report, options)
 
 

@@ -15,10 +15,10 @@ import logging
 import os
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardcache.config import Config
-from shardcache.urls import ShardURL, parse_url, read_command
+from shardcache.urls import ShardURL, parse_url, read_command, redact
 
 logger = logging.getLogger(__name__)
 
@@ -115,17 +115,30 @@ def aws_files() -> bytes:
     return found
 
 
-def credential_source(options: Mapping[str, Any]) -> str | None:
-    """Where the credentials for S3 come from, such as ``env``; None if there are none."""
+class S3Access(NamedTuple):
+    """The endpoint and the source of the credentials in force, without any secret."""
+
+    endpoint: str
+    credentials: str | None  #: their source, such as ``env``; None if there are none
+    problem: str = ""  #: why there are none, if that is known
+
+    def __str__(self) -> str:
+        source = f"credentials from {self.credentials}" if self.credentials else "no credentials"
+        return f"endpoint {self.endpoint}, {source}{self.problem and f': {self.problem}'}"
+
+
+def s3_access(config: Config) -> S3Access:
+    """What S3 shards are read with."""
+    options, endpoint = scheme_options(config, "s3"), redact(endpoint_of(config) or "AWS")
     if options.get("anon"):
-        return "nowhere: requests are anonymous (anon)"
+        return S3Access(endpoint, "nowhere: requests are anonymous (anon)")
     if options.get("key"):
-        return "storage_options"
+        return S3Access(endpoint, "storage_options")
     import botocore.session
     from botocore.exceptions import BotoCoreError
 
     try:
         found = botocore.session.Session(profile=options.get("profile")).get_credentials()
     except BotoCoreError as exn:
-        return f"nowhere: {exn}"
-    return None if found is None else str(found.method)
+        return S3Access(endpoint, None, redact(str(exn)))
+    return S3Access(endpoint, None if found is None else str(found.method))

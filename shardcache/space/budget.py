@@ -141,7 +141,16 @@ class Space:
         """Why there is no room for a shard: it is too large, or that was found lately."""
         usage = self._read()
         missing = 0 if usage is None else usage.missing(size)
-        return self._too_large(url, size) or (_no_room(url, missing) if missing else None)
+        return self._too_large(url, size) or (self._no_room(url, missing) if missing else None)
+
+    def _no_room(self, url: str, missing: int = 0) -> CacheFullError:
+        more = format_bytes(missing) if missing else "some"
+        return CacheFullError(
+            f"no room for {url} in {self._config.dir}: {more} more would have to go, and the rest "
+            "is in use or was used since the running jobs began. Raise max_size, free the disk, "
+            "or let the shard be streamed.",
+            url=url,
+        )
 
     def _too_large(self, url: str, size: int) -> CacheFullError | None:
         if self.max_size is None or size <= self.max_size:
@@ -164,7 +173,7 @@ class Space:
             spare = 3 * sum(entry.size for entry in found) // max(1, len(found))
             chosen = self.plan(Limits(free_needed=max(0, needed), spare=spare), found=found)
             if chosen.missing:
-                raise _no_room(url, chosen.missing)
+                raise self._no_room(url, chosen.missing)
             self.evict(chosen)
 
     def relieve(self) -> int:
@@ -191,7 +200,7 @@ class Space:
             if usage is None:
                 usage, found = self._count()
             elif missing := usage.missing(need):
-                raise _no_room(url, missing)
+                raise self._no_room(url, missing)
             over = 0 if limits.max_size is None else usage.held + need - limits.max_size
             if max(over, limits.free_needed) <= 0:
                 self._write(replace(usage, held=usage.held + need))
@@ -212,12 +221,12 @@ class Space:
                 # Under other policies only readers keep entries, and may end at any moment.
                 if self._config.policy == "working-set":
                     self._write(replace(usage, most=usage.held + need - chosen.missing))
-                raise _no_room(url, chosen.missing)
+                raise self._no_room(url, chosen.missing)
             if len(self.evict(chosen)) == len(chosen.removed) and len(self.stores()) == 1:
                 self._write(replace(usage, held=usage.held - chosen.freed + need))
                 return
             usage = None  # some came into use meanwhile, or another rank has linked them
-        raise _no_room(url)
+        raise self._no_room(url)
 
     # -- the number ----------------------------------------------------------------
 
@@ -400,12 +409,3 @@ class Space:
             yield None if held else str(other)
         finally:
             lock.release()
-
-
-def _no_room(url: str, missing: int = 0) -> CacheFullError:
-    return CacheFullError(
-        f"no room for {url}: {format_bytes(missing) if missing else 'some'} more would have to "
-        "go, and the rest is in use or was used since the running jobs began. Raise max_size, "
-        "free the disk, or let the shard be streamed.",
-        url=url,
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -9,7 +10,7 @@ import re
 import pytest
 
 from shardcache.cache import Cache
-from tests.support.disktools import disk, needs_mounts, remount
+from tests.support.disktools import disk, needs_mounts, remount, unmount
 from tests.support.shop import Shop
 from tests.support.storetools import tree
 
@@ -79,6 +80,22 @@ def test_a_read_only_disk_and_one_without_inodes_fail(ask, tmp_path):
 
 
 @needs_mounts
+def test_a_mount_that_is_dead_fails_and_keeps_nobody(ask, tmp_path, monkeypatch):
+    monkeypatch.setattr("shardcache.cli.doctor._PATIENCE", 0.5)
+    (dead := tmp_path / "dead").mkdir()
+    with open("/dev/fuse", "r+b", buffering=0) as nobody_answers:
+        options = f"fd={nobody_answers.fileno()},rootmode=40000,user_id=0,group_id=0"
+        libc = ctypes.CDLL(None, use_errno=True)
+        assert libc.mount(b"x", os.fsencode(dead), b"fuse", 0, options.encode()) == 0
+        try:
+            code, rows = ask("--dir", dead / "cache")
+        finally:
+            unmount(dead)
+    assert code == 4 and "mount may be dead" in of(rows, "silent", "fail")["fix"]
+    assert of(rows, "credentials")
+
+
+@needs_mounts
 def test_limits_that_a_disk_cannot_keep_are_named(ask, tmp_path, monkeypatch):
     shop = Shop(tmp_path, 6)
     with disk(tmp_path / "disk", "size=10m") as path:
@@ -117,6 +134,8 @@ def test_credentials_and_endpoint_in_force_are_told_without_secrets(run, ask, mo
     found = of(ask()[1], "credentials")["found"]
     assert found == "endpoint http://127.0.0.1:1, credentials from env"
     assert "hush" not in run("doctor")[1]
+    monkeypatch.setenv("AWS_PROFILE", "absent")
+    assert "(absent) could not be found" in of(ask()[1], "credentials", "warn")["found"]
 
 
 def test_a_shard_is_read_and_timed_and_a_failure_says_why(ask, s3, bucket, s3_environment):

@@ -181,14 +181,19 @@ def test_the_librarys_log_is_shown_as_asked(run, spec, bucket, proxy):
 
 def test_config_tells_value_and_source_and_dir_where(run, tmp_path, monkeypatch):
     monkeypatch.setenv("SHARDCACHE_MAX_SIZE", "5GB")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://me:hush@h:1")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "hush")
     code, out, _ = run("config")
     assert code == 0
     assert re.search(r"^max_size +5GB +environment SHARDCACHE_MAX_SIZE$", out, re.M)
     assert re.search(r"^attempts +5 +default$", out, re.M)
-    assert out.splitlines()[-1].endswith(" options, 3 set")
+    assert out.splitlines()[-2] == "S3: endpoint http://h:1, credentials from env"
+    assert out.splitlines()[-1].endswith(" options, 3 set") and "hush" not in out
     file = tmp_path / "job.toml"
     file.write_text('attempts = 7\nstorage_options = {secret = "hush"}\n')
     found = json.loads(run("config", "--config", file, "--json")[1])
+    assert found["s3"] == {"endpoint": "http://h:1", "credentials": "env", "problem": ""}
     rows = {row["name"]: (row["value"], row["source"]) for row in found["options"]}
     assert rows["attempts"] == ("7", f"file {file}") and "hush" not in json.dumps(found)
     assert run("dir") == (0, f"{tmp_path / 'cache'}\n", "")

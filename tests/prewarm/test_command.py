@@ -37,3 +37,6 @@ def test_a_prefix_without_its_slash_is_suggested_with_it(run, s3, bucket, s3_env
     code, _, err = run("prewarm", f"s3://{bucket}/train", f"s3://{bucket}/absent")
     assert code == 3
     assert f"2 shards below s3://{bucket}/train/" in err and err.count("did you mean") == 1
+    _, out, err = run("prewarm", f"s3://{bucket}/train", "-n")  # nobody has asked for it yet
+    assert "(sizes unknown)" in out and not out.endswith("ok\n")
+    assert f"2 shards below s3://{bucket}/train/" in err

@@ -270,10 +270,32 @@ class Cache:
         yield from _room_above("wds").url_opener(data, handler, cache=self, **kw)
 
     def prewarm(
-        self, urls: str | Iterable[str | ShardURL], **options: Unpack[PrewarmOptions]
+        self,
+        urls: str | Iterable[str | ShardURL],
+        *,
+        progress: bool = False,
+        **options: Unpack[PrewarmOptions],
     ) -> PrewarmReport:
-        """Download many shards at once; see `prewarm.prewarm` for options, result and errors."""
-        report: PrewarmReport = _room_above("prewarm").prewarm(self, urls, **options)
+        """Download many shards at once; see `prewarm.prewarm` for more options and the errors.
+
+        A shard that fails neither raises nor stops the others: one warning says how many failed.
+
+        Args:
+            urls: one shard specification or several: URLs, ``{braces}``, globs and prefixes.
+            progress: show bars on stderr, or without a terminal a line every ten seconds.
+            **options: see `prewarm.prewarm`.
+
+        Returns:
+            A report. Its ``failures`` maps the URL of each shard that failed to its error.
+        """
+        with contextlib.ExitStack() as stack:
+            if progress:
+                bars = _room_above("cli.progress").bars(options.get("on_event"))
+                options["on_event"] = stack.enter_context(bars)
+            report: PrewarmReport = _room_above("prewarm").prewarm(self, urls, **options)
+        if failures := report.failures:
+            text = "%d of %d shards were not fetched; the first of them: %s"
+            logger.warning(text, len(failures), len(report.results), next(iter(failures.values())))
         return report
 
     # -- looking after it ------------------------------------------------------

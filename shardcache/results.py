@@ -264,6 +264,12 @@ class PrewarmReport:
             "interrupted": self.stopped is Stopped.REQUESTED,
         }
 
+    @property
+    def failures(self) -> dict[str, Exception]:
+        """Why shards failed, by URL."""
+        failed = [each for each in self.results if each.outcome is Outcome.FAILED]
+        return {each.url: each.error for each in failed if each.error is not None}
+
     def count(self, *outcomes: Outcome) -> int:
         """How many shards ended in one of ``outcomes``."""
         return sum(result.outcome in outcomes for result in self.results)

@@ -60,6 +60,20 @@ def display(console: Console, positions: Callable[[], Positions]) -> Iterator[No
         thread.join()
 
 
+@contextlib.contextmanager
+def bars(on_event: Callable[[Event], None] | None) -> Iterator[Callable[[Event], None]]:
+    """Show a prewarm that a program runs; yields what takes its events, and calls ``on_event``."""
+    progress = PrewarmProgress()
+
+    def take(event: Event) -> None:
+        progress(event)
+        if on_event is not None:
+            on_event(event)
+
+    with display(Console(), progress.positions):
+        yield take
+
+
 def _show(console: Console, positions: Callable[[], Positions], ended: threading.Event) -> None:
     if not console.live and ended.wait(LINE_EVERY):
         return  # before rich was imported, which takes longer than many a command

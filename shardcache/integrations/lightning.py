@@ -117,13 +117,9 @@ class ShardCacheHooks:
 
         try:
             urls = expand(self.shards, self.cache)[: self.prewarm]
-            report = self.cache.prewarm(map(self.cache.parse, urls), best_effort=True)
+            self.cache.prewarm(map(self.cache.parse, urls), best_effort=True)
         except (OSError, ShardCacheError) as exn:
             logger.warning("the first shards are not prewarmed: %s", exn)
-            return
-        for result in report.results:
-            if result.error is not None:
-                logger.warning("not prewarmed: %s", result.error)
 
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ import shardcache
 from shardcache.cache import Cache
 from shardcache.cli.main import _COMMANDS, ExitCode, command_line
 from tests.support.clitools import Command
+from tests.support.disktools import disk, needs_mounts
 from tests.support.proxy import Answer, Fault, Rule
 from tests.support.storetools import PATIENCE, tree, wait_until
 
@@ -174,6 +175,15 @@ def test_the_librarys_log_is_shown_as_asked(run, spec, bucket, proxy):
         assert re.search(line, shown["-v"], re.M)
     assert "debug: " not in shown["-v"] and "debug: " in shown["-vv"]
     assert run("path", f"s3://{bucket}/none.tar", "-vv")[2].count("Traceback") == 1
+
+
+@needs_mounts
+def test_a_full_disk_is_named_with_what_to_do(run, tmp_path):
+    with disk(tmp_path / "disk", "size=1m") as path:
+        with contextlib.suppress(OSError):
+            (path / "others").write_bytes(bytes(2 << 20))
+        code, _, err = run("pin", URL, "--dir", path / "cache")
+    assert code == 5 and err.startswith(f"error: {path}/cache/v1/") and "Make room" in err
 
 
 # -- config and dir ------------------------------------------------------------

@@ -68,6 +68,23 @@ def outcomes(report):
     return "".join(marks[result.outcome] for result in report.results)
 
 
+def test_a_program_gets_progress_and_the_names_of_what_failed(
+    make_cache, fill, capsys, caplog, monkeypatch
+):
+    monkeypatch.setattr("shardcache.cli.progress.LINE_EVERY", 0.01)
+    urls, shown = [*fill(names(2)), "s3://b/absent.tar"], []
+
+    def on_event(event):
+        if isinstance(event, Planned):
+            wait_until(lambda: shown.append(capsys.readouterr().err) or "0/3" in "".join(shown))
+
+    report = make_cache().prewarm(urls, progress=True, on_event=on_event)
+    assert [*map(type, report.failures.values())] == [ShardNotFoundError]
+    assert [*report.failures] == urls[2:]
+    (said,) = caplog.messages
+    assert "1 of 3 shards" in said and urls[2] in said
+
+
 # -- plans ---------------------------------------------------------------------
 
 

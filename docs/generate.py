@@ -72,6 +72,11 @@ def commands() -> str:
 
 # Commands
 
+A SPEC says which shards are meant, in all commands and in Python: a URL, `{{braces}}` in it, `*`
+and `?` within a part of the path, `**` across parts, or a prefix that ends in `/` (every tar file
+below). `prewarm` looks for them at the origin, other commands in the cache, where a name without
+a slash is the last part of URLs.
+
 Data goes to standard output; progress, hints and warnings go to standard error. With `--json`,
 every command prints one object (`top` prints one for each refresh): bytes and seconds as numbers,
 times in RFC 3339, and `"schema": 1`. An `error` in it is null or has a `type` and a `message`.

@@ -13,23 +13,27 @@ import os
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import cache, lru_cache, partial
+from itertools import product
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypedDict, TypeVar, Unpack
 
 from shardcache import clock, threads
 from shardcache.config import Config, Options, __version__, load
+from shardcache.errors import ConfigError, ShardNotFoundError
 from shardcache.files import Modes
 from shardcache.origins.endpoints import parser
 from shardcache.ranks import detect
 from shardcache.runtime import Processes
-from shardcache.store.entry import DamagedError, Entry
+from shardcache.store.entry import DamagedError, Entry, Store
 from shardcache.store.root import check_root, make_root, require_cache
 from shardcache.streams.opener import Opener
 from shardcache.units import parse_duration
-from shardcache.urls import ShardURL
+from shardcache.urls import ShardURL, redact
 
 if TYPE_CHECKING:
     from shardcache.fetch.status import FetchStatus
+    from shardcache.origins.listing import Selection
     from shardcache.results import Event, PrewarmReport
     from shardcache.space.clean import CleanReport
     from shardcache.stats.database import Sample
@@ -43,6 +47,10 @@ logger = logging.getLogger(__name__)
 _Pipeline = TypeVar("_Pipeline")
 #: What WebDataset asks about an error: True goes on, False stops.
 Handler = Callable[[Exception], bool]
+
+#: One shard specification or several: URLs, ``{braces}``, globs, a ``prefix/``. What `Cache.parse`
+#: returned is not expanded.
+Specs = str | ShardURL | Iterable[str | ShardURL]
 
 #: URLs remembered, about 700 bytes each.
 _REMEMBERED = 100_000
@@ -185,7 +193,7 @@ class Cache:
 
         It raises what `open` raises with ``strict``, because a path needs a shard on the disk.
         """
-        shard = self.parse(url)
+        shard = self._one(url)
         if self.opener.is_in_place(shard):
             yield shard.local_path
             return
@@ -205,17 +213,17 @@ class Cache:
         Returns:
             The entry: path, size in bytes, version.
         """
-        return self.opener.fetch(self.parse(url), status)[0]
+        return self.opener.fetch(self._one(url), status)[0]
 
     def path(self, url: str) -> Path | None:
         """The local path of the shard, or None if it is not cached.
 
         The shard may be evicted at any time; `pinned` prevents that.
         """
-        shard = self.parse(url)
+        shard = self._one(url)
         if self.opener.is_in_place(shard):
             return shard.local_path if shard.local_path.exists() else None
-        entry = self.entry(url)
+        entry = self.entry(shard.raw)
         return None if entry is None else entry.data
 
     def entry(self, url: str) -> Entry | None:
@@ -271,7 +279,7 @@ class Cache:
 
     def prewarm(
         self,
-        urls: str | Iterable[str | ShardURL],
+        urls: Specs,
         *,
         progress: bool = False,
         **options: Unpack[PrewarmOptions],
@@ -300,10 +308,93 @@ class Cache:
 
     # -- looking after it ------------------------------------------------------
 
-    def entries(self) -> Iterator[Entry]:
-        """All entries, in no order."""
-        for store in self._here().stores():
-            yield from store.entries()
+    def entries(self, specs: Specs | None = None) -> Iterator[Entry]:
+        """The entries of shards, see `select`, in no order; None takes all.
+
+        Raises:
+            ConfigError: a malformed specification.
+            ShardNotFoundError: nothing in the cache matches one.
+        """
+        return (entry for _, entry in self._chosen(specs))
+
+    def _chosen(self, specs: Specs | None) -> Iterator[tuple[Store, Entry]]:
+        found = ((store, entry) for store in self._here().stores() for entry in store.entries())
+        if specs is None:
+            return found
+        named = [(entry.name(), store, entry) for store, entry in found]
+        names = set[str]()
+        for selection in self.selections(specs):
+            matching = {name for name, *_ in named if name in selection}
+            if not matching:
+                raise self._nothing(selection)
+            names |= matching
+        return ((store, entry) for name, store, entry in named if name in names)
+
+    def select(self, specs: Specs, *, pinned: bool = False) -> list[ShardURL]:
+        """The shards that specifications stand for, each once.
+
+        URLs and ``{braces}`` stand for shards that may be cached or not. A glob, a ``prefix/``, and
+        a name without a slash, which is the last part of URLs, stand for shards in the cache.
+
+        Args:
+            specs: URLs, ``{braces}``, globs or a ``prefix/``.
+            pinned: choose among the shards that are pinned, in place of those in the cache.
+
+        Raises:
+            ConfigError: a malformed specification.
+            ShardNotFoundError: nothing in the cache matches one.
+        """
+        known: dict[str, ShardURL] | None = None
+        found = dict[str, ShardURL]()
+        for selection in self.selections(specs):
+            shards = list(selection.named.values())
+            if selection.patterns:
+                known = self._known(pinned) if known is None else known
+                shards += [shard for url, shard in known.items() if url in selection]
+            if not shards:
+                raise self._nothing(selection)
+            found |= {shard.key: shard for shard in shards}
+        return list(found.values())
+
+    def _one(self, spec: str) -> ShardURL:
+        """The shard that a specification stands for, which may also be a name with such characters.
+
+        Raises:
+            ConfigError: it stands for several.
+        """
+        if {"{", "*", "?"}.isdisjoint(spec) and not spec.endswith("/"):
+            return self.parse(spec)
+        try:
+            shard, *others = self.select(spec)
+        except ShardNotFoundError:
+            return self.parse(spec)
+        if others:
+            raise ConfigError(
+                f"{redact(spec)} stands for {1 + len(others)} shards, and one is needed. "
+                "Take each of Cache.select(...) in turn."
+            )
+        return shard
+
+    def selections(self, specs: Specs) -> list[Selection]:
+        """What each specification stands for; raises ConfigError for a malformed one."""
+        from shardcache.origins.listing import Selection
+
+        each = [specs] if isinstance(specs, str | ShardURL) else specs
+        return [Selection(spec, self.parse) for spec in each]
+
+    def _known(self, pinned: bool) -> dict[str, ShardURL]:
+        """By URL, the shards of this cache's endpoint: those of another one have other keys."""
+        pairs = self.pins().items() if pinned else ((e.key, e.name()) for e in self.entries())
+        found = dict[str, ShardURL]()
+        for key, url in sorted(pairs, key=itemgetter(1)):
+            with contextlib.suppress(ConfigError):  # where the record does not tell, it is no URL
+                if (shard := self.parse(url)).key == key:
+                    found[url] = shard
+        return found
+
+    def _nothing(self, selection: Selection) -> ShardNotFoundError:
+        text = f"{selection.text}: nothing in {self.dir} matches. See `shardcache ls`."
+        return ShardNotFoundError(text, url=selection.text)
 
     def clean(
         self,
@@ -357,7 +448,7 @@ class Cache:
 
     def verify(
         self,
-        wanted: Callable[[str], bool] | None = None,
+        specs: Specs | None = None,
         *,
         quick: bool = False,
         remote: bool = False,
@@ -372,8 +463,7 @@ class Cache:
         does not count as a use.
 
         Args:
-            wanted: chooses shards by their URL (or by the name of the data file, if the URL is not
-                known); None takes all.
+            specs: the shards, see `select`; None takes all.
             quick: compare sizes only, and read no data.
             remote: ask the origin of each shard which version it has.
             repair: set damaged entries aside, so that the next reader downloads them again.
@@ -386,6 +476,7 @@ class Cache:
 
         Raises:
             ConfigError: the directory is not a cache, or ``sample`` is not a share.
+            ShardNotFoundError: nothing in the cache matches a specification.
             OSError: the directory cannot be read.
         """
         from shardcache.origins.resolve import Origins
@@ -395,7 +486,7 @@ class Cache:
         require_cache(self.dir)
         process = self._here()
         return Verifier(
-            stores=process.stores(),
+            entries=list(self._chosen(specs)),
             origins=process.origins if process.ready else Origins(self.config),
             policy=RetryPolicy(self.config.attempts, self.config.deadline),
             parse=self.parse,
@@ -403,66 +494,84 @@ class Cache:
             remote=remote,
             sample=sample,
             sole=process.coordinator().sole if repair else None,
-            wanted=wanted,
             status=status or VerifyStatus(),
             stop=stop or threading.Event(),
         ).findings()
 
-    def pin(self, url: str, seconds: float | None = None) -> None:
-        """Keep a shard: nothing evicts it, not even ``clean --all``. It need not be cached yet.
+    def pin(self, specs: Specs, seconds: float | None = None) -> list[ShardURL]:
+        """Keep shards: nothing evicts them, not even ``clean --all``.
 
         Args:
-            url: the shard.
-            seconds: for how long; None keeps it until `unpin`.
+            specs: the shards, see `select`.
+            seconds: for how long; None keeps them until `unpin`.
+
+        Returns:
+            The shards that are pinned now.
 
         Raises:
-            ConfigError: the directory must not be used, or the URL is not one that is cached.
+            ConfigError: the directory must not be used, or a URL is not one that is cached.
+            ShardNotFoundError: nothing in the cache matches a specification.
             OSError: the disk is full, read-only or failing.
         """
         from shardcache.space import pins
 
-        shard = self.parse(url)
-        self.opener.refuse_in_place(shard)
+        shards = self.select(specs)
+        for shard in shards:
+            self.opener.refuse_in_place(shard)
         until = None if seconds is None else clock.time() + seconds
         for config in self.config.by_tier():
             node = make_root(config.dir, __version__, Modes.of(config.shared_group))
-            pins.pin(node, shard, until)
+            for shard in shards:
+                pins.pin(node, shard, until)
+        return shards
 
-    def unpin(self, url: str) -> bool:
-        """End what `pin` began; False if the shard was not pinned. It raises what `pin` raises."""
+    def pins(self) -> dict[str, str]:
+        """What `pin` keeps: URLs by key; an empty one where the record of a pin is damaged."""
+        from shardcache.space.pins import pinned
+
+        tiers, now = self._here().present, clock.time()
+        return {key: url for tier in tiers for key, url in pinned(tier.node, now).items()}
+
+    def unpin(self, specs: Specs) -> list[ShardURL]:
+        """End what `pin` began; it raises what `pin` raises.
+
+        Args:
+            specs: the shards, see `select` with ``pinned``.
+
+        Returns:
+            The shards that were pinned.
+        """
         from shardcache.space import pins
 
         require_cache(self.dir)
-        key = self.parse(url).key
-        found = False
+        shards, keys = self.select(specs, pinned=True), set[str]()
         for tier in self._here().present:
-            found |= pins.unpin(tier.node, key)
+            keys |= {shard.key for shard in shards if pins.unpin(tier.node, shard.key)}
             tier.space().recount()
-        return found
+        return [shard for shard in shards if shard.key in keys]
 
-    def remove(self, url: str, *, dry_run: bool = False) -> tuple[int, int]:
-        """Remove all versions of a shard that no process uses.
+    def remove(self, specs: Specs, *, dry_run: bool = False) -> tuple[int, int]:
+        """Remove all versions of shards that no process uses.
 
         Args:
-            url: the shard.
+            specs: the shards, see `select`.
             dry_run: remove nothing, and report what would be removed.
 
         Returns:
             Bytes freed, and how many entries stay because they are pinned or in use.
 
         Raises:
-            ConfigError: the directory is not a cache, or the URL is malformed.
+            ConfigError: the directory is not a cache, or a URL is malformed.
+            ShardNotFoundError: nothing in the cache matches a specification.
             OSError: the filesystem is read-only or failing.
         """
         from shardcache.space import clean as cleaning
-        from shardcache.space.pins import pinned_keys
 
         require_cache(self.dir)
-        key, now = self.parse(url).key, clock.time()
+        keys, pins = [shard.key for shard in self.select(specs)], self.pins()
         freed = stay = 0
-        for tier in self._here().present:
-            pinned = key in pinned_keys(tier.node, now)
-            stores = tier.stores()
+        for tier, key in product(self._here().present, keys):
+            stores, pinned = tier.stores(), key in pins
             removed, size, in_use = cleaning.remove(stores, key, pinned=pinned, dry_run=dry_run)
             if removed and not dry_run:
                 tier.space().recount()

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from shardcache.cli.main import ExitCode, Invocation, command, flag
 from shardcache.cli.output import Console, counted, local_time, printable
 from shardcache.clock import utc
 from shardcache.locks.flock import read_holder
-from shardcache.prewarm.plan import expand
 from shardcache.space.clean import CleanReport
 from shardcache.space.eviction import Policy, Removal, linked
 from shardcache.space.memory import Volume
@@ -27,25 +25,20 @@ from shardcache.store.entry import DamagedError, Entry, Metadata
 from shardcache.store.partial import in_flight, read_progress
 from shardcache.store.root import is_cache
 from shardcache.units import Limit, exact_duration, format_age, format_bytes
-from shardcache.urls import ShardURL, redact
 
 #: A shard or a fetch as it is printed: raw values by name.
 Row = dict[str, Any]
 _GAUGE = 24
 _SORTED_BY = ("url", "size", "used", "fetched", "state")
-_urls_argument = click.argument("urls", nargs=-1, required=True, metavar="URL...")
+_specs_argument = click.argument("specs", nargs=-1, required=True, metavar="SPEC...")
+#: What is known of a shard in the cache.
+_SHARD_FIELDS = (
+    *("url", "size", "used_at", "fetched_at", "state", "key", "version", "path", "etag"),
+    *("digest", "checked"),
+)
 #: Columns, without and with ``--long``.
 _SHARD = ("SHARD", "SIZE", "USED", "FETCHED", "STATE"), ("VERSION", "PATH")
 _PARTIAL = ("SHARD", "SIZE", "WRITTEN", "DONE", "BEGUN", "STATE"), ("HOLDER", "DIR")
-
-
-def matches_glob(glob: str, url: str) -> bool:
-    """Whether ``glob`` means ``url``: all of it, or its last part if ``glob`` has no slash.
-
-    ``*`` matches across slashes. Credentials in ``glob`` do not count.
-    """
-    subject = url if "/" in glob else url.rpartition("/")[2]
-    return fnmatch.fnmatchcase(subject, redact(glob))
 
 
 # -- ls ----------------------------------------------------------------------------
@@ -62,10 +55,10 @@ def matches_glob(glob: str, url: str) -> bool:
     metavar="FIELD[:desc]",
     help="Order by url, size, used, fetched or state.  [default: url]",
 )
-@click.argument("glob", required=False)
+@click.argument("specs", nargs=-1, metavar="[SPEC]...")
 def ls_command(
     invocation: Invocation,
-    glob: str | None,
+    specs: tuple[str, ...],
     sort: str,
     limit: int | None,
     partial: bool,
@@ -73,9 +66,9 @@ def ls_command(
 ) -> None:
     """List the shards in the cache.
 
-    GLOB is matched against whole URLs, or against the last part of them if it has
-    no slash. States: ok, in_use (being read), pinned (see `pin`), damaged (will be
-    fetched again).
+    A SPEC is a URL with {braces}, * or ?, a prefix ending in /, or without a slash the
+    last part of URLs. States: ok, in_use (being read), pinned (see `pin`), not_cached
+    (pinned, but not fetched yet), damaged (will be fetched again).
     With --partial: live (being fetched) and orphan (left by a dead process, will
     be resumed or swept).
 
@@ -90,10 +83,14 @@ def ls_command(
         if not is_cache(cache.dir):
             console.hint(f"Nothing was cached in {cache.dir} yet.")
         rows, summary, footer = (_list_partials if partial else _list_shards)(cache)
-    found = [row for row in rows if glob is None or matches_glob(glob, row["url"] or "")]
+        selections = cache.selections(specs)
+    found = [row for row in rows if not specs or any((row["url"] or "") in s for s in selections)]
     shown = _ordered(found, sort)[:limit]
     if len(found) != len(rows):
-        footer = f"{len(found):,} of {footer}"
+        footer = f"{sum(row['state'] != 'not_cached' for row in found):,} of {footer}"
+    for selection in selections:
+        if not any((row["url"] or "") in selection for row in found):
+            console.hint(f"{selection.text}: nothing in {cache.dir} matches.")
     summary |= {"matching": len(found), "shown": len(shown)}
     console.object("ls", **{"partials" if partial else "shards": shown}, summary=summary)
     usual, more = _PARTIAL if partial else _SHARD
@@ -162,6 +159,13 @@ def _list_shards(cache: Cache) -> tuple[list[Row], Row, str]:
             "checked": metadata.checked if metadata else None,
         }
 
+    cached = {entry.key for entry in shards}
+    awaited: list[Row] = [
+        {**dict.fromkeys(_SHARD_FIELDS), "url": url or None, "state": "not_cached", "key": key}
+        for key, url in cache.pins().items()
+        if key not in cached
+    ]
+
     def stays(entry: Entry) -> bool:
         return shards[entry]["state"] in ("pinned", "in_use") or policy.protects(entry)
 
@@ -174,8 +178,10 @@ def _list_shards(cache: Cache) -> tuple[list[Row], Row, str]:
         footer += f" of {format_bytes(most)} ({size / most:.0%})"
     if shards:
         footer += f"; {format_bytes(evictable)} evictable"
+    if awaited:
+        footer += f"; {len(awaited):,} pinned, not cached yet"
     summary = {"shards": len(files), "bytes": size, "max_size": most, "evictable_bytes": evictable}
-    return [*shards.values()], summary, footer
+    return [*shards.values(), *awaited], summary | {"not_cached": len(awaited)}, footer
 
 
 def partials(cache: Cache) -> Iterator[Row]:
@@ -239,11 +245,6 @@ def gauge(tier: Row) -> str:
 # -- rm, pin and unpin --------------------------------------------------------------
 
 
-def _parse_shards(cache: Cache, urls: Iterable[str]) -> list[ShardURL]:
-    """Each shard once; braces are expanded."""
-    return list({shard.key: shard for shard in map(cache.parse, expand(urls))}.values())
-
-
 def _print(
     console: Console, name: str, rows: list[Row], text: str, bad: Mapping[str, str], **summary: Any
 ) -> ExitCode:
@@ -261,12 +262,14 @@ def _print(
 @command("rm")
 @cli.dry_run_option
 @cli.yes_option
-@_urls_argument
-def rm_command(invocation: Invocation, urls: tuple[str, ...], yes: bool, dry_run: bool) -> ExitCode:
+@_specs_argument
+def rm_command(
+    invocation: Invocation, specs: tuple[str, ...], yes: bool, dry_run: bool
+) -> ExitCode:
     """Remove shards, all cached versions of them.
 
-    Braces are expanded. Exit code 6 if a shard stays because it is pinned or being
-    read, 1 if one was not cached.
+    A SPEC is as for `ls`. Exit code 6 if a shard stays because it is pinned or being
+    read, 1 if one was not cached or nothing matches.
 
     \b
     Examples:
@@ -275,13 +278,13 @@ def rm_command(invocation: Invocation, urls: tuple[str, ...], yes: bool, dry_run
     """
     rows = list[Row]()
     with invocation.cache() as cache:
-        shards = _parse_shards(cache, urls)
-        sizes = [cache.remove(shard.raw, dry_run=True)[0] for shard in shards]
+        shards = cache.select(specs)
+        sizes = [cache.remove(shard, dry_run=True)[0] for shard in shards]
         if any(sizes) and not dry_run:
             number, total = counted(sum(map(bool, sizes)), "shard"), format_bytes(sum(sizes))
             invocation.confirm(f"Remove {number}, {total}, from {cache.dir}?", yes)
         for shard in shards:
-            freed, in_use = cache.remove(shard.raw, dry_run=dry_run)
+            freed, in_use = cache.remove(shard, dry_run=dry_run)
             state = "in_use" if in_use else "removed" if freed else "not_cached"
             rows.append({"url": str(shard), "size": freed, "state": state})
     counts, freed = Counter(row["state"] for row in rows), sum(row["size"] for row in rows)
@@ -303,12 +306,13 @@ def rm_command(invocation: Invocation, urls: tuple[str, ...], yes: bool, dry_run
 @click.option(
     "--for", "seconds", type=cli.DURATION, help="So long, such as 3d; else until `unpin`."
 )
-@_urls_argument
-def pin_command(invocation: Invocation, urls: tuple[str, ...], seconds: float | None) -> ExitCode:
+@_specs_argument
+def pin_command(invocation: Invocation, specs: tuple[str, ...], seconds: float | None) -> ExitCode:
     """Keep shards: no limit, no `clean --all`, no `rm` removes them.
 
-    Braces are expanded. What is not cached is not fetched, but kept once it is. To pin
-    a shard again sets the time anew.
+    A SPEC is as for `ls`. A glob or a prefix pins what it matches in the cache now. A URL,
+    also with {braces}, need not be cached: it is not fetched, but kept once it is. To
+    pin a shard again sets the time anew.
 
     \b
     Examples:
@@ -317,13 +321,12 @@ def pin_command(invocation: Invocation, urls: tuple[str, ...], seconds: float | 
     """
     rows = list[Row]()
     with invocation.cache() as cache:
-        for shard in _parse_shards(cache, urls):
-            cache.pin(shard.raw, seconds)
+        for shard in cache.pin(specs, seconds):
             state = "cached" if shard.raw in cache else "not_cached"
             rows.append({"url": str(shard), "state": state})
     absent = sum(row["state"] == "not_cached" for row in rows)
     text = f"pinned {counted(len(rows), 'shard')} "
-    text += "until they are unpinned" if seconds is None else f"for {exact_duration(seconds)}"
+    text += "until unpinned" if seconds is None else f"for {exact_duration(seconds)}"
     if absent:
         text += f"; {absent:,} not cached yet, and kept once fetched"
     summary = {"pinned": len(rows), "not_cached": absent, "seconds": seconds}
@@ -331,21 +334,24 @@ def pin_command(invocation: Invocation, urls: tuple[str, ...], seconds: float | 
 
 
 @command("unpin")
-@_urls_argument
-def unpin_command(invocation: Invocation, urls: tuple[str, ...]) -> ExitCode:
+@_specs_argument
+def unpin_command(invocation: Invocation, specs: tuple[str, ...]) -> ExitCode:
     """Keep shards no longer than the limits say.
 
-    Braces are expanded. Exit code 1 if one was not pinned.
+    A SPEC is as for `ls`; a glob or a prefix matches pinned shards. Exit code 1 if one
+    was not pinned or nothing matches.
 
     \b
     Examples:
       shardcache unpin 's3://lab/val-{0000..0031}.tar'
     """
     with invocation.cache() as cache:
-        rows = [
-            {"url": str(shard), "state": "unpinned" if cache.unpin(shard.raw) else "not_pinned"}
-            for shard in _parse_shards(cache, urls)
-        ]
+        shards = cache.select(specs, pinned=True)
+        ended = cache.unpin(shards)
+    rows = [
+        {"url": str(shard), "state": "unpinned" if shard in ended else "not_pinned"}
+        for shard in shards
+    ]
     unpinned = sum(row["state"] == "unpinned" for row in rows)
     return _print(
         invocation.console,

@@ -296,26 +296,32 @@ def _failures(report: PrewarmReport, *, everything: bool) -> Iterator[str]:
 
 @command("path")
 @flag("--fetch", help="Fetch it first if it is not cached.")
-@click.argument("url", metavar="URL")
-def path_command(invocation: Invocation, url: str, fetch: bool) -> None:
-    """Print the local path of a cached shard, and nothing else.
+@click.argument("specs", nargs=-1, required=True, metavar="SPEC...")
+def path_command(invocation: Invocation, specs: tuple[str, ...], fetch: bool) -> None:
+    """Print the local paths of cached shards, one per line, and nothing else.
 
-    Not cached: exit code 1. The path is not pinned: another process may evict the
-    shard later.
+    A SPEC is as for `ls`, with --fetch as for `prewarm`. Exit code 1 if one is not cached;
+    then nothing is printed. The paths are not pinned: another process may evict the shards
+    later.
 
     \b
     Examples:
       shardcache path s3://lab/train-0000.tar
       tar tf "$(shardcache path --fetch s3://lab/train-0000.tar)"
     """
+    rows = list[dict[str, Any]]()
     with invocation.cache() as cache:
-        shard = cache.parse(url)
-        found = cache.path(url)
-        if found is None and fetch:
-            cache.fetch(url)
-            found = cache.path(url)
-    if found is None:
-        advice = "Pass --fetch to fetch it." if not fetch else "It was evicted again at once."
-        raise ShardNotFoundError(f"{shard} is not cached in {cache.dir}. {advice}", url=str(shard))
-    invocation.console.object("path", url=str(shard), path=found)
-    invocation.console.data(os.fspath(found))
+        shards = map(cache.parse, expand(specs, cache)) if fetch else cache.select(specs)
+        for shard in shards:
+            found = cache.path(shard.raw)
+            if found is None and fetch:
+                cache.fetch(shard.raw)
+                found = cache.path(shard.raw)
+            if found is None:
+                advice = "It was evicted again at once." if fetch else "Pass --fetch to fetch it."
+                text = f"{shard} is not cached in {cache.dir}. {advice}"
+                raise ShardNotFoundError(text, url=str(shard))
+            rows.append({"url": str(shard), "path": found})
+    invocation.console.object("path", shards=rows)
+    for row in rows:
+        invocation.console.data(os.fspath(row["path"]))

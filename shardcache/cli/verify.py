@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 import time
 from collections import Counter
 
 import click
 
-from shardcache.cli.entries import matches_glob
 from shardcache.cli.main import ExitCode, Invocation, Parsed, command, dry_run_option, flag
 from shardcache.cli.output import counted, fields_of, printable
 from shardcache.cli.progress import Position, Positions, display
@@ -38,10 +36,10 @@ def _share(text: str) -> float:
     default="100%",
     help="Only a random share, such as 5%.",
 )
-@click.argument("glob", required=False)
+@click.argument("specs", nargs=-1, metavar="[SPEC]...")
 def verify_command(
     invocation: Invocation,
-    glob: str | None,
+    specs: tuple[str, ...],
     sample: float,
     dry_run: bool,
     repair: bool,
@@ -50,13 +48,13 @@ def verify_command(
 ) -> int:
     """Find damaged shards, and those that changed at the origin.
 
-    Every shard is read, and compared with what was fetched. GLOB is matched against
-    whole URLs, or against the last part of them if it has no slash. With --remote the
-    origin is asked once per shard. A shard that --repair sets aside is fetched anew by its
-    next reader; whoever reads it now reads on, and `clean` removes it. Jobs may run meanwhile.
+    Every shard is read, and compared with what was fetched. A SPEC is as for `ls`; without
+    one all are verified. With --remote the origin is asked once per shard. A shard that
+    --repair sets aside is fetched anew by its next reader; whoever reads it now reads on, and
+    `clean` removes it. Jobs may run meanwhile.
 
     Exit code 4 if anything is damaged, or with --remote has changed or is gone; 3 if
-    nothing is, but something could not be checked.
+    nothing is, but something could not be checked; 1 if nothing matches a SPEC.
 
     \b
     Examples:
@@ -67,7 +65,7 @@ def verify_command(
     if dry_run and not repair:
         raise click.UsageError("-n goes with --repair; without it nothing is changed anyway.")
     console, counts, wrong = invocation.console, Counter[State](), list[Finding]()
-    size, began, status = 0, time.monotonic(), VerifyStatus()
+    unmatched, size, began, status = False, 0, time.monotonic(), VerifyStatus()
 
     def positions() -> Positions:
         done = f"{format_bytes(status.passed)} of {format_bytes(status.bytes)}"
@@ -78,9 +76,10 @@ def verify_command(
     with invocation.cache() as cache:
         if not cache.dir.exists() or not any(cache.dir.iterdir()):
             console.hint(f"Nothing was cached in {cache.dir} yet.")
+            unmatched = bool(specs)
         else:
             findings = cache.verify(
-                None if glob is None else functools.partial(matches_glob, glob),
+                specs or None,
                 quick=quick,
                 remote=remote,
                 repair=repair and not dry_run,
@@ -126,5 +125,7 @@ def verify_command(
         console.hint("`shardcache rm URL` removes a changed one; readers fetch the new version.")
     if counts[State.DAMAGED] or counts[State.CHANGED] or counts[State.GONE]:
         return ExitCode.DAMAGED
+    if unmatched:
+        return ExitCode.FAILED
     unknown = counts[State.UNCHECKED] or counts[State.UNREACHABLE]
     return ExitCode.SOME_FAILED if unknown else ExitCode.DONE

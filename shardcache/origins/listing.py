@@ -1,4 +1,8 @@
-"""Shards behind a prefix or a pattern, and sizes of many shards by few requests.
+"""What a shard specification stands for, and sizes of many shards by few requests.
+
+    expand_braces: a specification -> URLs, patterns and prefixes
+    Listing.matches: a pattern or prefix -> the shards at the origin
+    Selection: a specification -> which of the names in the cache it stands for
 
 S3 is listed with the client and the credentials that fetch from it, a thousand keys per request;
 everything else through its fsspec filesystem. Sizes that are found here serve planning only: every
@@ -11,7 +15,7 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from shardcache import clock
@@ -30,7 +34,9 @@ T = TypeVar("T")
 SHARD = re.compile(r"\.(tar|tgz|tar\.(gz|bz2|xz|zst|lz4))\Z", re.IGNORECASE)
 #: A question mark before ``name=`` begins a query (``?versionId=``), it is no wildcard.
 _WILDCARD = re.compile(r"\*|\?(?![A-Za-z][A-Za-z0-9_.-]*=)")
+_QUERY = re.compile(r"\?(?=[A-Za-z][A-Za-z0-9_.-]*=)")
 _GLOB = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+_VARIABLE = re.compile(r"\$\{(\w+)\}")
 #: ListObjectsV2 returns at most this many keys per request.
 _PAGE = 1000
 #: Requests spent on learning sizes beyond one per `_PAGE` shards: what other objects in
@@ -48,6 +54,92 @@ def is_pattern(url: str) -> bool:
     if scheme in ("http", "https"):  # a query, and a directory that is a document, look the same
         return "*" in url.partition("?")[0]
     return url.endswith("/") or _WILDCARD.search(url) is not None
+
+
+def expand_braces(spec: str) -> Iterator[str]:
+    """The URLs, patterns and prefixes of a specification, in order.
+
+    It is split at ``::``; ``${X}`` is replaced by the variable ``WDS_X``; then braces are expanded.
+    WebDataset does the same, but importing it imports torch.
+
+    Raises:
+        ConfigError: a malformed specification, or a variable that is not set.
+    """
+    import braceexpand
+
+    for part in spec.split("::"):
+        for _ in range(10):  # variables within variables, as deep as WebDataset goes
+            part = _VARIABLE.sub(_variable, part)
+        try:
+            yield from list(braceexpand.braceexpand(part))
+        except braceexpand.UnbalancedBracesError as exn:  # type: ignore[attr-defined]
+            raise ConfigError(
+                f"{redact(part)}: {redact(str(exn))}. Write ranges as {{0000..0127}}, lists as "
+                "{a,b}, and a brace of the name itself as \\{.",
+            ) from exn
+
+
+def _variable(found: re.Match[str]) -> str:
+    value = os.environ.get(name := f"WDS_{found[1]}")
+    if value is None:
+        raise ConfigError(f"{found[0]} in a shard specification needs {name}: set it.")
+    return value
+
+
+class Selection:
+    """The shards that a specification stands for, among names that are known.
+
+    What has no slash stands for the last part of names.
+
+    Args:
+        spec: a specification, or one shard, which is not expanded.
+        parse: makes a shard of a URL.
+
+    Attributes:
+        text: the specification as people may see it.
+        named: the shards that it names in full, by canonical URL.
+        patterns: tests of the other URLs that it stands for.
+    """
+
+    def __init__(self, spec: str | ShardURL, parse: Callable[[str], ShardURL]) -> None:
+        if isinstance(spec, ShardURL):
+            self.text, self.named = str(spec), {str(spec): spec}
+            self.patterns: list[Callable[[str], bool]] = []
+            return
+        # Of a command nothing is shown: what is secret in it cannot be told.
+        self.text = "pipe:" if spec.startswith("pipe:") else redact(spec)
+        parts = list(expand_braces(spec))
+        self.patterns = [_test(part, parse) for part in parts if _is_choice(part)]
+        self.named = {str(s): s for s in (parse(part) for part in parts if not _is_choice(part))}
+
+    def __contains__(self, url: str) -> bool:
+        return url in self.named or any(matches(url) for matches in self.patterns)
+
+    def of(self, urls: Iterable[str]) -> list[str]:
+        """Those of ``urls`` that it stands for."""
+        return [url for url in urls if url in self]
+
+
+def _is_choice(part: str) -> bool:
+    """Whether a part of a specification needs names to choose from."""
+    scheme, colon, _ = part.partition(":")
+    is_last = bool(part) and not colon and "/" not in part
+    return scheme != "pipe" and (is_last or part.endswith("/") or is_pattern(part))
+
+
+def _test(pattern: str, parse: Callable[[str], ShardURL]) -> Callable[[str], bool]:
+    """Whether a canonical URL is what ``pattern`` means; a query in the URL does not count."""
+    root, wanted, _ = _split(pattern)
+    whole = "/" in pattern
+    if whole:  # the spelling of names in the cache
+        root = str(parse(f"{root}x"))[:-1]
+
+    def matches(url: str) -> bool:
+        name = _QUERY.split(url, maxsplit=1)[0]
+        name = name if whole else name.rpartition("/")[2]
+        return name.startswith(root) and wanted(name.removeprefix(root))
+
+    return matches
 
 
 def refuse_local(shard: ShardURL, config: Config) -> None:
@@ -182,6 +274,8 @@ class Listing:
 def _split(pattern: str) -> tuple[str, Callable[[str], bool], bool]:
     """(what all matches begin with, a test of the rest, whether it spans directories)."""
     found = _WILDCARD.search(pattern)
+    if found is None and not pattern.endswith("/"):
+        return pattern, lambda rest: not rest, False
     if found is None:
         return pattern, lambda rest: SHARD.search(rest) is not None, True
     root, glob = pattern[: found.start()], pattern[found.start() :]

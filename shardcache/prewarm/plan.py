@@ -10,7 +10,6 @@ outdated, but never harmful.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from shardcache import clock
 from shardcache.errors import ConfigError, ShardCacheError
-from shardcache.origins.listing import Listing, is_pattern, refuse_local
+from shardcache.origins.listing import Listing, expand_braces, is_pattern, refuse_local
 from shardcache.ranks import whole_number
 from shardcache.results import PrewarmPlan
 from shardcache.space.eviction import Limits, total_bytes
@@ -27,7 +26,7 @@ from shardcache.space.memory import Volume
 from shardcache.space.tiers import Tier
 from shardcache.store.entry import DamagedError, Entry
 from shardcache.store.verify import differs
-from shardcache.urls import ShardURL, redact
+from shardcache.urls import ShardURL
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache
@@ -36,7 +35,6 @@ T = TypeVar("T")
 
 #: Origins are asked about so many shards at a time. Each question is a round trip and no more.
 _QUESTIONS = 16
-_VARIABLE = re.compile(r"\$\{(\w+)\}")
 #: Where launchers state the node's number and the number of nodes: a Slurm step (the step's own
 #: number of nodes, else the allocation's), torchrun (one group of workers per node).
 _LAUNCHERS = (
@@ -99,9 +97,6 @@ def own_share(node: int | None, count: int | None, ranks: int) -> Share:
 def expand(specs: str | Iterable[str], cache: Cache | None = None) -> list[str]:
     """The URLs that ``specs`` stand for, each once, in order.
 
-    A specification is split at ``::``; ``${X}`` is replaced by the variable ``WDS_X``; then
-    braces are expanded. WebDataset does the same, but importing it imports torch.
-
     Args:
         specs: one shard specification, or several.
         cache: lists ``s3://bucket/prefix/`` (every tar file below it) and names with ``*`` or
@@ -118,27 +113,8 @@ def expand(specs: str | Iterable[str], cache: Cache | None = None) -> list[str]:
 
 
 def _expand(spec: str, listing: Listing | None) -> Iterator[str]:
-    import braceexpand
-
-    for part in spec.split("::"):
-        for _ in range(10):  # variables within variables, as deep as WebDataset goes
-            part = _VARIABLE.sub(_variable, part)
-        try:
-            urls = list(braceexpand.braceexpand(part))
-        except braceexpand.UnbalancedBracesError as exn:  # type: ignore[attr-defined]
-            raise ConfigError(
-                f"{redact(part)}: {redact(str(exn))}. Write ranges as {{0000..0127}}, lists as "
-                "{a,b}, and a brace of the name itself as \\{.",
-            ) from exn
-        for url in urls:
-            yield from listing.matches(url) if listing and is_pattern(url) else [url]
-
-
-def _variable(found: re.Match[str]) -> str:
-    value = os.environ.get(name := f"WDS_{found[1]}")
-    if value is None:
-        raise ConfigError(f"{found[0]} in a shard specification needs {name}: set it.")
-    return value
+    for url in expand_braces(spec):
+        yield from listing.matches(url) if listing and is_pattern(url) else [url]
 
 
 def wanted_shards(

@@ -24,7 +24,7 @@ from shardcache.config import Config
 from shardcache.layout import Layout, is_idle
 from shardcache.locks.flock import remove_locks
 from shardcache.locks.sessions import live_sessions, remove_dead
-from shardcache.space.pins import pinned_keys
+from shardcache.space.pins import pinned
 from shardcache.store.entry import DamagedError, Entry, Store
 from shardcache.store.partial import in_flight, remove_leftover, remove_unnamed
 from shardcache.units import format_bytes
@@ -114,7 +114,7 @@ class Policy:
         if jobs and config.policy == "working-set" and (started := live_sessions(node)):
             oldest = min(_past(date, now) for date in started)
             since = max(oldest, now - config.protect_for)
-        return cls(now, config.policy, since, pinned_keys(node, now))
+        return cls(now, config.policy, since, frozenset(pinned(node, now)))
 
     def last_used(self, entry: Entry) -> float:
         """When an entry was last used; 0 if its date cannot be."""

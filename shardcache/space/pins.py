@@ -14,7 +14,7 @@ import math
 from shardcache.layout import Layout, is_pin_name, list_names, read_file, replace_file
 from shardcache.urls import ShardURL
 
-__all__ = ["pin", "pinned_keys", "remove_expired", "unpin"]
+__all__ = ["pin", "pinned", "remove_expired", "unpin"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,25 +37,26 @@ def unpin(layout: Layout, key: str) -> bool:
     return True
 
 
-def pinned_keys(layout: Layout, now: float) -> frozenset[str]:
-    """The keys of all shards that are to be kept."""
-    return frozenset(key for key, until in _pins(layout).items() if now < until)
+def pinned(layout: Layout, now: float) -> dict[str, str]:
+    """All shards that are to be kept: URLs by key; empty where a pin does not tell its own."""
+    return {key: url for key, (until, url) in _pins(layout).items() if now < until}
 
 
 def remove_expired(layout: Layout, now: float) -> int:
     """Remove pins that no longer count; returns how many."""
-    return sum(unpin(layout, key) for key, until in _pins(layout).items() if now >= until)
+    return sum(unpin(layout, key) for key, (until, _) in _pins(layout).items() if now >= until)
 
 
-def _pins(layout: Layout) -> dict[str, float]:
-    """Until when each key is kept; a pin that cannot be read, or makes no sense, has no end."""
+def _pins(layout: Layout) -> dict[str, tuple[float, str]]:
+    """Until when each key is kept, and its URL; a pin that makes no sense has no end and no URL."""
     found = {}
     for name in filter(is_pin_name, list_names(layout.pins)):
         key = name.removesuffix(".pin")
         try:
-            until = json.loads(read_file(layout.pin(key), _MAX_RECORD))["until"]
-            found[key] = math.inf if until is None else float(until)
+            record = json.loads(read_file(layout.pin(key), _MAX_RECORD))
+            until = math.inf if record["until"] is None else float(record["until"])
+            found[key] = until, str(record["url"])
         except (OSError, ValueError, TypeError, KeyError) as exn:
-            found[key] = math.inf
+            found[key] = math.inf, ""
             logger.info("the pin of %s cannot be read (%s); the shard is kept", key, exn)
     return found

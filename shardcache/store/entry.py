@@ -187,6 +187,14 @@ class Entry(NamedTuple):
             raise DamagedError("its sidecar describes another shard")
         return metadata
 
+    def name(self) -> str:
+        """The URL of its shard; where the sidecar does not tell, the name of its data file."""
+        with contextlib.suppress(DamagedError, OSError):
+            return self.metadata().url
+        with contextlib.suppress(DamagedError, OSError):
+            return self.data.name
+        return ""
+
     @property
     def data(self) -> Path:
         """The shard itself.

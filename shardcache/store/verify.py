@@ -114,7 +114,7 @@ class Verifier:
             somebody else has it); None to leave them.
     """
 
-    stores: Sequence[Store]
+    entries: Sequence[tuple[Store, Entry]]
     origins: Origins
     policy: RetryPolicy
     parse: Callable[[str], ShardURL]
@@ -122,7 +122,6 @@ class Verifier:
     remote: bool
     sample: float
     sole: Callable[[Store, str], AbstractContextManager[bool]] | None
-    wanted: Callable[[str], bool] | None
     status: VerifyStatus
     stop: threading.Event
     _ended: bool = field(default=False, init=False)
@@ -138,12 +137,10 @@ class Verifier:
             raise ConfigError(f"sample={self.sample!r} is no share: give one above 0 and up to 1")
 
     def findings(self) -> Generator[Finding, None, None]:
-        """Check every entry; yields what was found of each, in no order."""
+        """Check the entries; yields what was found of each, in no order."""
         by_key: dict[str, list[tuple[Store, Entry]]] = {}
-        for store in self.stores:
-            for entry in store.entries():
-                if self.wanted is None or self.wanted(_name(entry)):
-                    by_key.setdefault(entry.key, []).append((store, entry))
+        for store, entry in self.entries:
+            by_key.setdefault(entry.key, []).append((store, entry))
         shards = list(by_key.values())
         if self.sample < 1:
             shards = random.SystemRandom().sample(shards, math.ceil(len(shards) * self.sample))
@@ -278,12 +275,3 @@ class Verifier:
 
 def _is_same(entry: Entry, before: os.stat_result) -> bool:
     return os.path.samestat(os.lstat(entry.directory), before)
-
-
-def _name(entry: Entry) -> str:
-    """The URL of a shard; where its sidecar does not tell, the name of its data file."""
-    with contextlib.suppress(DamagedError, OSError):
-        return entry.metadata().url
-    with contextlib.suppress(DamagedError, OSError):
-        return entry.data.name
-    return ""

@@ -8,7 +8,10 @@ import os
 import re
 import time
 
+import pytest
+
 from shardcache.cache import Cache
+from shardcache.errors import ConfigError, ShardNotFoundError
 from shardcache.layout import Layout
 
 # -- ls ------------------------------------------------------------------------
@@ -36,11 +39,12 @@ def test_ls_is_a_table_with_a_summary(run, warm, monkeypatch, tmp_path):
 
 
 def test_ls_selects_sorts_and_limits(run, warm, bucket, tmp_path):
-    _, out, _ = run("ls", "-l", "train-000[12].tar")
+    _, out, _ = run("ls", "-l", "train-000{1,2}.tar")
     assert str(tmp_path / "cache") in out and out.splitlines()[-1].startswith("2 of 4 shards, ")
     _, out, _ = run("ls", f"s3://{bucket}/*", "--sort", "url:desc", "--limit", "1")
     assert warm[3] in out and warm[0] not in out
-    assert run("ls", "none*")[1].startswith("0 of 4 shards")
+    code, out, err = run("ls", "none*", "train*")
+    assert (code, len(out.splitlines())) == (0, 6) and err.startswith("none*: nothing in ")
     with Cache(tmp_path / "cache") as cache:
         os.utime(cache.entry(warm[2]).path / "meta.json")  # used last
     assert run("ls", "--sort", "used")[1].splitlines()[1].startswith(warm[2])
@@ -134,9 +138,41 @@ def test_what_is_read_or_pinned_is_not_removed_and_exit_6(run, warm, bucket, tmp
 
 def test_a_shard_can_be_pinned_before_it_is_cached(run, warm, bucket):
     missing = f"s3://{bucket}/later.tar"
-    kept = "pinned 2 shards until they are unpinned; 1 not cached yet, and kept once fetched\n"
+    kept = "pinned 2 shards until unpinned; 1 not cached yet, and kept once fetched\n"
     assert run("pin", missing, warm[0]) == (0, kept, "")
+    listed = run("ls")[1].splitlines()
+    assert listed[1].split() == [missing, "-", "-", "-", "not_cached"]
+    assert listed[-1].startswith("4 shards, ") and listed[-1].endswith("1 pinned, not cached yet")
     found = json.loads(run("pin", missing, warm[0], "--json", "--for", "90s")[1])
     assert [row["state"] for row in found["shards"]] == ["not_cached", "cached"]
     assert found["summary"] == {"pinned": 2, "not_cached": 1, "seconds": 90.0}
-    assert run("unpin", missing)[0] == 0
+    row = json.loads(run("ls", "--json", missing)[1])["shards"][0]
+    assert (row["url"], row["state"], row["size"]) == (missing, "not_cached", None)
+    assert run("unpin", "later*")[0] == 0
+
+
+@pytest.mark.parametrize("pattern", ["s3://{}/", "s3://{}/train-*.tar", "train-*", "s3a://{}/t**"])
+def test_a_pattern_stands_for_what_is_cached_in_every_command(run, warm, bucket, pattern):
+    spec, nothing = pattern.format(bucket), f"s3://{bucket}/none-*.tar"
+    run("pin", f"s3://{bucket}/later-{{0,1}}.tar", warm[0])  # those two are not cached
+    assert len(run("path", spec)[1].splitlines()) == 4
+    assert run("verify", "--quick", spec)[1].startswith("compared the sizes of 4 shards")
+    assert run("pin", spec)[1] == "pinned 4 shards until unpinned\n"
+    assert run("unpin", spec)[1] == f"unpinned {6 if spec.endswith('/') else 4} shards\n"
+    for command in ("pin", "unpin", "path", "verify", "rm -y"):
+        code, out, err = run(*command.split(), nothing)
+        assert (code, out) == (1, "") and f"error: {nothing}: nothing in" in err
+    assert run("rm", "-y", spec)[1].startswith("removed 4 shards, ")
+
+
+def test_in_python_a_pattern_is_the_same(run, warm, bucket, tmp_path):
+    with Cache(tmp_path / "cache", min_free=0) as cache:
+        with pytest.raises(ConfigError, match="stands for 4 shards"), cache.pinned("train-*.tar"):
+            pass
+        with cache.pinned(f"s3://{bucket}/train-*1.tar") as path:
+            assert path == cache.path(warm[1])
+        assert len(cache.pin(["train-000?.tar", warm[0]])) == 4 == len(cache.unpin("train-*"))
+        assert len(list(cache.entries(f"s3://{bucket}/train-{{0000..0002}}.tar"))) == 3
+        assert cache.remove(f"s3://{bucket}/")[0] > 0 and not list(cache.entries())
+        with pytest.raises(ShardNotFoundError, match="nothing in"):
+            cache.verify("train-*")

@@ -25,14 +25,15 @@ SHAPES: dict[str, tuple[int, str]] = {
         0,
         "shards.url shards.state shards.size shards.used_at shards.fetched_at shards.key "
         "shards.version shards.path shards.etag shards.digest summary.shards "
-        "summary.bytes summary.max_size summary.evictable_bytes summary.matching summary.shown",
+        "summary.bytes summary.max_size summary.evictable_bytes summary.matching summary.shown "
+        "summary.not_cached",
     ),
     "ls --partial": (
         0,
         "partials.state partials.key partials.dir partials.written_bytes summary.partials "
         "summary.live summary.orphans summary.written_bytes",
     ),
-    "path {0}": (0, "url path"),
+    "path {0}": (0, "shards.url shards.path"),
     "pin {0} s3://lab/absent.tar --for 3d": (
         0,
         "shards.url shards.state summary.pinned summary.not_cached summary.seconds",

@@ -50,7 +50,8 @@ def test_damage_is_exit_4_and_a_line_with_url_and_reason(run, warm, flip):
     assert "--repair" in err
     assert run("verify", "-q")[:2] == (4, f"{line}\n")  # what cron has to mail
     assert "verified 1 shard," in run("verify", "train-0002.tar")[1]
-    assert run("verify", "*/train-0001.tar")[0] == 4
+    assert run("verify", "train-0001.tar", "train-0002.tar")[0] == 4
+    assert run("verify", "train-1*.tar")[0] == 1  # nothing was verified
     assert "verified 2 shards," in run("verify", "--sample", "50%")[1]
     code, out, _ = run("verify", "--quick")  # sizes only
     assert (code, out.startswith("compared the sizes of 4 shards, ")) == (0, True)

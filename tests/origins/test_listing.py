@@ -8,6 +8,7 @@ import pytest
 from shardcache.errors import AccessDeniedError, ConfigError, ShardNotFoundError, TransferError
 from shardcache.origins.listing import Listing, is_pattern
 from shardcache.prewarm.plan import expand
+from tests.support.tars import make_tar
 from tests.support.webservers import answer
 
 
@@ -77,11 +78,16 @@ def test_patterns_find_the_same_shards_everywhere(scheme, make_cache, tmp_path, 
         root = f"s3://{bucket}/nas"
     else:
         for name in FILES:
-            fsspec.filesystem(scheme, auto_mkdir=True).pipe(f"{root}/{name}", b"x")
+            fsspec.filesystem(scheme, auto_mkdir=True).pipe(f"{root}/{name}", make_tar(1))
         root = f"memory:/{root}" if scheme == "memory" else root
     cache = make_cache(cache_local=True)
+    if scheme == "file":
+        cache.prewarm(f"{root}/")
     for pattern, found in PATTERNS.items():
         assert expand([f"{root}/{pattern}"], cache) == [f"{root}/{name}" for name in found]
+        if scheme == "file":  # and in the cache
+            cached = map(str, cache.select(f"{root}/{pattern}"))
+            assert [*cached] == [f"file://{root}/{name}" for name in found]
     for pattern in ("nothing-*.tar", "nowhere/", "nowhere/*.tar"):
         with pytest.raises(ShardNotFoundError):
             expand([f"{root}/{pattern}"], cache)

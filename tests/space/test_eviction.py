@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shardcache.config import Config
 from shardcache.locks.sessions import Session
 from shardcache.space.eviction import SKEW, Limits, Policy, Reason, plan
-from shardcache.space.pins import pin, pinned_keys, remove_expired
+from shardcache.space.pins import pin, pinned, remove_expired
 from shardcache.store.entry import Entry
 from shardcache.store.root import make_root
 from shardcache.urls import parse_url
@@ -124,4 +124,4 @@ def test_a_pin_that_makes_no_sense_keeps_its_shard(tmp_path: Path) -> None:
     for text in (b"", b"{", b"[]", b"null", b'{"url": "x", "until": "soon"}', b"\xff" * 99):
         pin(layout, url, 1.0)
         layout.pin(url.key).write_bytes(text)
-        assert pinned_keys(layout, 2.0) == {url.key} and remove_expired(layout, 2.0) == 0
+        assert pinned(layout, 2.0) == {url.key: ""} and remove_expired(layout, 2.0) == 0

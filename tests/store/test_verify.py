@@ -152,7 +152,7 @@ def test_an_entry_is_pinned_while_it_is_read(shop: Shop, monkeypatch: pytest.Mon
     url = shop.urls[0]
     with opened(shop) as other, opened(shop) as cache:
         during_reads(monkeypatch, lambda: stayed.append(other.remove(url)[1]))
-        assert states(cache, wanted=f"file://{url}".__eq__) == ["ok"]
+        assert states(cache, specs=url) == ["ok"]
         assert stayed == [1]
         assert other.remove(url) == (shop.size, 0)
 
@@ -160,14 +160,9 @@ def test_an_entry_is_pinned_while_it_is_read(shop: Shop, monkeypatch: pytest.Mon
 def test_what_is_evicted_meanwhile_is_left_out(shop: Shop) -> None:
     status = VerifyStatus()
     with opened(shop) as cache, opened(shop) as other:
-
-        def wanted(url: str) -> bool:  # it is listed, and will be looked at later
-            if url.endswith(("/1.tar", "/2.tar")):
-                other.remove(url)
-            return True
-
-        kept = found(cache, wanted=wanted, status=status, repair=True)
-        assert [f.state for f in kept.values()] == [State.OK] * 4
+        findings = cache.verify(status=status, repair=True)
+        other.remove(shop.urls[1:3])  # they are listed, and will be looked at later
+        assert [found.state for found in findings] == [State.OK] * 4
         assert status.done == status.shards
 
 

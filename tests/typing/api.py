@@ -22,6 +22,7 @@ from shardcache.space.clean import CleanReport
 from shardcache.stats.summary import Stats
 from shardcache.store.entry import Entry
 from shardcache.store.verify import Finding, VerifyStatus
+from shardcache.urls import ShardURL
 
 URL = "s3://lab/a.tar"
 
@@ -56,8 +57,9 @@ assert_type(cache.path(URL), Path | None)
 assert_type(cache.entry(URL), Entry | None)
 assert_type(URL in cache, bool)
 cache.prepare(URL)
-cache.pin(URL, 3600.0)
-assert_type(cache.unpin(URL), bool)
+assert_type(cache.select(["s3://lab/val/", cache.parse(URL)]), list[ShardURL])
+assert_type(cache.pin(URL, 3600.0), list[ShardURL])
+assert_type(cache.unpin("s3://lab/*.tar"), list[ShardURL])
 assert_type(cache.remove(URL, dry_run=True), tuple[int, int])
 
 # -- before and beside a job -----------------------------------------------------------
@@ -76,7 +78,7 @@ assert_type(report.fetched, int)
 cache.prewarm([URL], check=True, stop=threading.Event())
 assert_type(cache.entries(), Iterator[Entry])
 assert_type(cache.clean(max_size="500GB", max_age="7d", dry_run=True), CleanReport)
-for finding in cache.verify(lambda url: "train" in url, quick=True, status=VerifyStatus()):
+for finding in cache.verify("train-*.tar", quick=True, status=VerifyStatus()):
     assert_type(finding, Finding)
 stats = cache.stats("24h")
 assert_type(stats, Stats)

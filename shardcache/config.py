@@ -383,6 +383,11 @@ class Config:
         """A copy with ``changes``, validated like the original; None clears an option."""
         return dataclasses.replace(self, **changes)
 
+    def limits(self) -> dict[str, str]:
+        """The options that limit the cache, as text that parses back."""
+        kinds = {name: _FIELDS[name].metadata["kind"] for name in _LIMITS}
+        return {name: _show(kind, getattr(self, name)) for name, kind in kinds.items()}
+
     def by_tier(self) -> tuple[Config, ...]:
         """The same for each tier alone, the fastest first; the last one is ``dir``."""
         alone = self.replace(tiers=()) if self.tiers else self
@@ -393,6 +398,8 @@ class Config:
         return (*faster, alone)
 
 
+#: How much the cache may hold, and what goes first.
+_LIMITS = ("max_size", "min_free", "ephemeral_limit", "max_age", "policy", "protect_for")
 _FIELDS = {option.name: option for option in fields(Config)}
 
 Size = int | str
@@ -450,6 +457,20 @@ class Loaded(NamedTuple):
 
     config: Config
     sources: dict[str, str]
+
+    def completed(self, limits: Mapping[str, str], source: str) -> Loaded:
+        """The same with ``limits``, see `Config.limits`, where nobody has set another one.
+
+        Raises:
+            ConfigError: a value that cannot be used.
+        """
+        changes = {
+            name: limits[name]
+            for name, value in self.config.limits().items()
+            if self.sources[name] == "default" and limits.get(name, value) != value
+        }
+        sources = {**self.sources, **dict.fromkeys(changes, source)}
+        return Loaded(self.config.replace(**changes), sources)
 
 
 def load(
@@ -593,16 +614,16 @@ class Option(NamedTuple):
     source: str
 
 
+def _show(kind: Kind, value: object) -> str:
+    return NONE if value is None or value in ((), {}) else str(kind.show(value))
+
+
 def describe(loaded: Loaded) -> tuple[Option, ...]:
     """All options in their order of declaration, with what is in force."""
-
-    def show(kind: Kind, value: object) -> str:
-        return NONE if value is None or value in ((), {}) else str(kind.show(value))
-
     rows = []
     for name, option in _FIELDS.items():
         kind, help = option.metadata["kind"], option.metadata["help"]
-        default = DEFAULT_DIR if option.default is MISSING else show(kind, option.default)
-        value = show(kind, getattr(loaded.config, name))
+        default = DEFAULT_DIR if option.default is MISSING else _show(kind, option.default)
+        value = _show(kind, getattr(loaded.config, name))
         rows.append(Option(name, kind.text, default, help, value, loaded.sources[name]))
     return tuple(rows)

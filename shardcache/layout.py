@@ -97,6 +97,7 @@ class Layout:
     locks = _on_node("locks")
     sessions = _on_node("sessions")  #: live processes
     usage = _on_node("usage")  #: how many bytes the cache holds; see `space.budget`
+    limits = _on_node("limits")  #: those of the ended session that began last; see `sessions`
     stats = _on_node("stats.db")  #: what processes counted; made with the first row
 
     @classmethod

@@ -91,9 +91,10 @@ def recipe_command(invocation: Invocation, kind: str, prewarm: tuple[str, ...]) 
 
     It cleans this cache every hour, or after every job, with the directory and the
     options that are set now, as variables; storage options, which may be secret, are
-    left out. Slurm: an epilog, and with --prewarm a prolog and lines for a batch
-    script. Kubernetes: a DaemonSet that keeps the cache of each node clean, and with
-    --prewarm warm. Each of several files begins with its name.
+    left out. Limits that nobody has set are those of the running job, or of the last one.
+    Slurm: an epilog, and with --prewarm a prolog and lines for a batch script. Kubernetes:
+    a DaemonSet that keeps the cache of each node clean, and with --prewarm warm. Each of
+    several files begins with its name.
 
     \b
     Examples:
@@ -104,7 +105,14 @@ def recipe_command(invocation: Invocation, kind: str, prewarm: tuple[str, ...]) 
     """
     if prewarm and kind not in ("slurm", "k8s"):
         raise click.UsageError("--prewarm is for slurm and k8s; run `shardcache prewarm` first.")
-    loaded = invocation.loaded()
+    loaded = invocation.upkeep()
+    invocation.tell_limits(loaded)
+    config = loaded.config
+    if config.max_size is None and config.ephemeral_limit is None and config.max_age is None:
+        invocation.console.warning(
+            f"no limit is set: this cleans only to keep {config.min_free} of the filesystem free. "
+            "Set one first, such as SHARDCACHE_MAX_SIZE=800GB."
+        )
     variables = [
         f"SHARDCACHE_{setting.name.upper()}={setting.value}"
         for setting in describe(loaded)

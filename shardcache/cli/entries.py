@@ -17,6 +17,7 @@ from shardcache.cli import main as cli
 from shardcache.cli.main import ExitCode, Invocation, command, flag
 from shardcache.cli.output import Console, counted, local_time, printable
 from shardcache.clock import utc
+from shardcache.config import Config
 from shardcache.locks.flock import read_holder
 from shardcache.space.clean import CleanReport
 from shardcache.space.eviction import Policy, Removal, linked
@@ -79,7 +80,7 @@ def ls_command(
       shardcache ls --json | jq -r '.shards[] | select(.state == "pinned") | .url'
     """
     console = invocation.console
-    with invocation.cache() as cache:
+    with invocation.cache(loaded=invocation.upkeep()) as cache:
         if not is_cache(cache.dir):
             console.hint(f"Nothing was cached in {cache.dir} yet.")
         rows, summary, footer = (_list_partials if partial else _list_shards)(cache)
@@ -217,18 +218,18 @@ def _list_partials(cache: Cache) -> tuple[list[Row], Row, str]:
     return rows, summary, f"{whole}: {live:,} live, {counted(orphans, 'orphan')}"
 
 
-def tiers(cache: Cache) -> Iterator[Row]:
+def tiers(cache: Cache, config: Config) -> Iterator[Row]:
     """How full each tier is; ``max_size`` is None where free space alone limits it."""
     entries = list(cache.entries())
-    for number, config in enumerate(cache.config.by_tier(), 1):
-        root = os.fspath(config.dir)
+    for number, tier in enumerate(config.by_tier(), 1):
+        root = os.fspath(tier.dir)
         files = linked(entry for entry in entries if entry.directory.startswith(f"{root}/"))
         yield {
             "tier": number,
             "dir": root,
             "shards": len(files),
             "bytes": sum(links[0].size for links in files),
-            "max_size": Volume.of(config.dir).budget(config) if config.dir.is_dir() else None,
+            "max_size": Volume.of(tier.dir).budget(tier) if tier.dir.is_dir() else None,
         }
 
 
@@ -393,7 +394,8 @@ def clean_command(
 ) -> None:
     """Remove what the limits say, and what dead processes left.
 
-    Without options the configured limits hold. What is being read, and what was
+    Without options the configured limits hold, and where none is configured those of the
+    running job, or of the last one. What is being read, and what was
     used since the oldest running job began, stays. Partials younger than an hour
     stay, too, so that an interrupted prewarm resumes; --orphans removes them.
 
@@ -406,18 +408,20 @@ def clean_command(
     given: dict[str, Any] = {n: str(value) for n, value in limits.items() if value is not None}
     if everything and (given or orphans):
         raise click.UsageError("--all removes everything; give no limit or --orphans with it.")
-    console = invocation.console
-    with invocation.cache() as cache:
+    console, loaded = invocation.console, invocation.upkeep()
+    with invocation.cache(loaded=loaded) as cache:
         if not cache.dir.exists():
             console.hint(f"{cache.dir} does not exist; there is nothing to clean.")
-            console.object("clean", CleanReport((), 0, 0, 0, dry_run), freed=0)
+            console.object("clean", CleanReport((), 0, 0, 0, dry_run), freed=0, job_limits={})
             return
         if everything and not dry_run:
             invocation.confirm(f"Remove every shard in {cache.dir}?", yes)
+        is_limited = not (everything or (orphans and not given))
+        job_limits = invocation.tell_limits(loaded, *given) if is_limited else {}
         report = cache.clean(
             **given, orphans=orphans, everything=everything, dry_run=dry_run, wait=wait
         )
-        console.object("clean", report, freed=report.freed)
+        console.object("clean", report, freed=report.freed, job_limits=job_limits)
         if dry_run:
             rows = [(_url_of(r), format_bytes(r.size), r.reason) for r in report.removed]
             console.table(("SHARD", "SIZE", "WHY"), rows, right=("SIZE",))

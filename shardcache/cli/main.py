@@ -95,20 +95,43 @@ class Invocation:
         files = None if self.config is None else [Path(self.config)]
         return configuration.load({"dir": self.dir}, files=files)
 
-    def cache(self, *, connections: int = 0, **options: Any) -> Cache:
+    def upkeep(self) -> Loaded:
+        """The configuration with the limits of the running or last job, where nobody has set one.
+
+        For commands that look after a cache: a job may have its limits from its code.
+        """
+        from shardcache.space.tiers import job_limits
+
+        loaded = self.loaded()
+        try:
+            return loaded.completed(*job_limits(loaded.config))
+        except (ConfigError, OSError):  # there is no cache, or none that we may read
+            return loaded
+
+    def tell_limits(self, loaded: Loaded, *others: str) -> dict[str, str]:
+        """Say which limits but ``others`` are those of a job; returns them."""
+        found = {name: text for name, text in loaded.config.limits().items() if name not in others}
+        found = {n: text for n, text in found.items() if loaded.sources[n].endswith(" job")}
+        if found:
+            text = ", ".join(f"{name} {value}" for name, value in found.items())
+            self.console.hint(f"Limits of the {loaded.sources[next(iter(found))]}: {text}.")
+        return found
+
+    def cache(self, *, loaded: Loaded | None = None, connections: int = 0, **options: Any) -> Cache:
         """Open the cache; its faults are errors here, not reasons to stream.
 
         A directory with other things in it is refused, or a mistyped one would pass for an empty
         cache.
 
         Args:
+            loaded: the configuration; the default is the one in force.
             connections: least number of them.
             options: change the configuration.
         """
         from shardcache.cache import Cache
         from shardcache.store.root import check_foreign, is_cache
 
-        config, sources = self.loaded()
+        config, sources = loaded or self.loaded()
         check_foreign(config.dir)
         if sources["dir"] == "default" and not is_cache(config.dir):
             self.console.hint(f"The cache is {config.dir}; --dir or SHARDCACHE_DIR names another.")

@@ -110,7 +110,7 @@ def prewarm_command(
     if ray:
         return _prewarm_ray(invocation, wanted, options, max_size, ranks)
     share = None if ranks is None else own_share(node_rank, node_count, ranks)
-    changes = {} if max_size is None else {"max_size": max_size}
+    changes: dict[str, Any] = {} if max_size is None else {"max_size": max_size}
     console, progress = invocation.console, PrewarmProgress()
     looking = options["check"] or options["dry_run"]
     cache = invocation.cache(connections=jobs or 0, **changes)

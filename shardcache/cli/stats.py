@@ -193,8 +193,8 @@ def report_command(invocation: Invocation, since: float | None, output: Path) ->
       shardcache report
       shardcache report --since 24h -o /var/www/html/shardcache.html
     """
-    with invocation.cache() as cache:
-        samples, gauges = cache.samples(since), map(gauge, tiers(cache))
+    with invocation.cache(loaded=invocation.upkeep()) as cache:
+        samples, gauges = cache.samples(since), map(gauge, tiers(cache, cache.config))
         total = summed(samples)
         span = "Nothing was counted"
         if total.since is not None and total.until is not None:

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from shardcache.cli.main import Invocation, command, number_option
 from shardcache.cli.output import counted, printable, short_duration, text_table
 from shardcache.cli.stats import ROW_TITLES, cells
 from shardcache.clock import utc
+from shardcache.config import Config
 from shardcache.locks.flock import Holder, read_holder
 from shardcache.locks.sessions import live_sessions, live_waits
 from shardcache.stats.database import Sample
@@ -52,10 +53,16 @@ class Activity:
 
 
 class Watcher:
-    """Looks at a cache now and then; rates are what changed meanwhile."""
+    """Looks at a cache now and then; rates are what changed meanwhile.
 
-    def __init__(self, cache: Cache) -> None:
+    Args:
+        cache: which.
+        config: gives the limits as they are at each look: a job may begin later than we do.
+    """
+
+    def __init__(self, cache: Cache, config: Callable[[], Config] | None = None) -> None:
         self._cache = cache
+        self._config = config or (lambda: cache.config)
         self._samples: deque[tuple[float, dict[Any, Sample]]] = deque(maxlen=_SMOOTH + 1)
         self._written: dict[str, int] = {}
 
@@ -77,7 +84,7 @@ class Watcher:
             total=summed(changed),
             ranks={rank: each for rank, each in by_rank(changed).items() if each.opens},
             fetches=self._fetches(now - last),
-            tiers=list(tiers(self._cache)),
+            tiers=list(tiers(self._cache, self._config())),
             waits=self._waits(),
         )
 
@@ -137,7 +144,8 @@ def top_command(invocation: Invocation, interval: float, count: int | None) -> N
     count = count or (1 if console.json else None)
     with invocation.cache() as cache, contextlib.suppress(KeyboardInterrupt):
         title = f"shardcache top  {printable(str(cache.dir))}"
-        activities = _watch(Watcher(cache), interval, count)
+        watcher = Watcher(cache, lambda: invocation.upkeep().config)
+        activities = _watch(watcher, interval, count)
         if console.live and not console.json:
             from rich.live import Live
 

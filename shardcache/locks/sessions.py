@@ -2,31 +2,36 @@
 
 Each is a file in ``sessions`` that its process holds locked: ``<random>.session``, and
 ``<key>.<random>.wait`` while it waits for the fetch of a key. Of a session the modification time
-says when the job began to use the cache. A child (DataLoader worker, forked or spawned) registers
-itself with its parent's start, so that an epoch's workers do not look younger than their job. Files
-of dead processes are removed by whoever counts next.
+says when the job began to use the cache, and the content which limits it has: whoever looks after
+the cache goes by them. A child (DataLoader worker, forked or spawned) registers itself with its
+parent's start, so that an epoch's workers do not look younger than their job. Files of dead
+processes are removed by whoever counts next; of the sessions that ended, the one that began last
+leaves its file as `Layout.limits`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
 import logging
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from operator import itemgetter
 from pathlib import Path
 
 from shardcache.files import open_exclusive, open_file, random_token
 from shardcache.layout import IDLE_GRACE, Layout, list_names
-from shardcache.locks.flock import Holder, read_holder, try_flock
+from shardcache.locks.flock import Holder, is_file, read_holder, try_flock
 
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[0-9a-f]{32}\.(session|[0-9a-f]{32}\.wait)")
 #: A sweeper may remove a file between our open and our flock, not for ever.
 _ATTEMPTS = 100
+_MAX_LIMITS = 4096
 
 
 class Session:
@@ -36,19 +41,26 @@ class Session:
         layout: of the namespace.
         started: when the job began to use the cache, in seconds since the epoch.
         waits: for a wait instead: the key, and who waits for it.
+        limits: of the job, see `Config.limits`.
     """
 
     _file: io.FileIO | None = None  # until it is made
 
     def __init__(
-        self, layout: Layout, started: float, waits: tuple[str, Holder] | None = None
+        self,
+        layout: Layout,
+        started: float,
+        waits: tuple[str, Holder] | None = None,
+        *,
+        limits: Mapping[str, str] | None = None,
     ) -> None:
         name = f"{random_token()}.session" if waits is None else f"{waits[0]}.{random_token()}.wait"
         self.path = layout.sessions / name
+        data = json.dumps(limits or {}).encode() if waits is None else waits[1].encode()
         try:
             layout.modes.make_directory(layout.sessions, levels=0)
             for _ in range(_ATTEMPTS):
-                if self._register(layout, started, b"" if waits is None else waits[1].encode()):
+                if self._register(layout, started, data):
                     break
         except OSError as exn:
             # A cache that cannot be written evicts nothing, so nobody needs to know of us.
@@ -60,9 +72,10 @@ class Session:
             stack.callback(self.path.unlink, missing_ok=True)
             file = open_exclusive(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, layout.modes)
             stack.enter_context(file)
-            os.pwrite(file.fileno(), data, 0)
+            with contextlib.suppress(OSError):  # a full disk: that it lives is what counts
+                os.pwrite(file.fileno(), data, 0)
             os.utime(file.fileno(), (started, started))  # not locked yet, it counts as dead
-            if try_flock(file.fileno()) is False or not os.fstat(file.fileno()).st_nlink:
+            if try_flock(file.fileno()) is False or not is_file(self.path, file.fileno()):
                 return False
             stack.pop_all()
             self._file = file
@@ -72,7 +85,7 @@ class Session:
         """It is over. In a forked child, nothing: it is the parent's."""
         if self._file is not None and not self._file.closed:
             with contextlib.suppress(OSError):  # unlocked, it counts as dead anyway
-                self.path.unlink()
+                _remove(self.path)
             with contextlib.suppress(OSError):  # closed all the same
                 self._file.close()
 
@@ -110,6 +123,35 @@ def live_waits(layout: Layout) -> Iterator[tuple[str, Holder]]:
                 yield path.name.partition(".")[0], waiter
 
 
+def stated_limits(layout: Layout) -> tuple[list[dict[str, str]], bool]:
+    """The limits of each live session, and True; without one those of the last, and False.
+
+    Only looks; raises OSError if the directory cannot be read.
+    """
+    live, ended = [], [(0.0, dict[str, str]())]
+    for path in [*_files(layout, ".session"), layout.limits]:
+        with contextlib.suppress(OSError, ValueError), open_file(path) as file:
+            date, is_free = os.fstat(file.fileno()).st_mtime, try_flock(file.fileno(), shared=True)
+            found = json.loads(os.pread(file.fileno(), _MAX_LIMITS, 0))
+            if isinstance(found, dict):
+                if is_free is False:
+                    live.append(found)
+                else:
+                    ended.append((date, found))
+    return (live, True) if live else ([max(ended, key=itemgetter(0))[1]], False)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file that is over; of a session its limits stay known, unless younger ones are."""
+    last, is_last = path.parent.with_name("limits"), path.suffix == ".session"
+    with contextlib.suppress(FileNotFoundError):
+        is_last = is_last and last.lstat().st_mtime <= path.lstat().st_mtime
+    if is_last:
+        path.replace(last)
+    else:
+        path.unlink()
+
+
 def _files(layout: Layout, suffix: str) -> list[Path]:
     names = sorted(filter(_NAME.fullmatch, list_names(layout.sessions)))
     return [layout.sessions / name for name in names if name.endswith(suffix)]
@@ -126,7 +168,7 @@ def _date(path: Path) -> float | None:
             # ever, but it stays for a while: its owner may need it when flock is back.
             if free or time.time() - found.st_ctime > IDLE_GRACE:
                 with contextlib.suppress(OSError):  # read-only, or somebody else was faster
-                    path.unlink()
+                    _remove(path)
     except FileNotFoundError:
         pass
     except PermissionError:  # cannot be asked, so it may be alive

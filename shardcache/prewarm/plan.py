@@ -180,7 +180,8 @@ def make_plan(
     free = evict = 0
     need = too_much = sum(sizes.values())
     for tier in cache.processes.here().tiers:  # what one has no room for is for the next
-        more, freed, too_much = _room(tier, entries, wanted, too_much)
+        more, freed, lacking = _room(tier, entries, wanted, too_much)
+        too_much = min(too_much, lacking)  # more may be over its limits, but is not to be fetched
         free, evict = free + more, evict + freed
     left_out = set()
     left = need - too_much

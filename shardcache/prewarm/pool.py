@@ -57,6 +57,9 @@ T = TypeVar("T")
 #: there are threads. One would be too few: to credentials without s3:ListBucket a missing object
 #: is a 403.
 _REFUSALS = 3
+#: So many shards in a row, of unknown size, that find no room under best effort are believed for
+#: the rest: of each, an answer has begun to arrive.
+_MISFITS = 32
 #: Seconds between two looks at events, stop requests and the deadline; a wait for each event would
 #: cost more than all else that is done for it. And until an answer told how many connections there
 #: are.
@@ -106,6 +109,7 @@ class Pool:
         self._running: dict[str, FetchStatus] = {}
         self._helpers: list[Helper] = []
         self._working = self._failures = 0  # threads that fetch; shards that failed
+        self._misfits = 0  # shards in a row that found no room
         self._refused: Counter[str] = Counter()  # by scope: a bucket, or this machine
         self._succeeded: set[str] = set()
         self._ended = threading.Condition()  # guards all of the above
@@ -275,7 +279,9 @@ class Pool:
             if result.outcome is Outcome.NOT_STARTED:
                 self._halt(Stopped.REQUESTED)
             elif is_full(error):
-                self._halt(Stopped.FULL)
+                self._misfits += 1
+                if not self.best_effort or self._misfits >= _MISFITS:
+                    self._halt(Stopped.FULL)
             elif result.outcome is Outcome.FAILED:
                 if isinstance(error, AccessDeniedError | ConfigError | TransferError):
                     self._refused[_bucket(shard)] += 1
@@ -285,6 +291,7 @@ class Pool:
                 if self.max_failures is not None and self._failures > self.max_failures:
                     self._halt(Stopped.FAILURES)
             elif result.outcome is not Outcome.CACHED:
+                self._misfits = 0
                 self._succeeded |= {_HERE, _bucket(shard)}
         self._events.append(event)
 

@@ -6,6 +6,7 @@ disk, with a manifest, sessions, pins and limits, so that any of them may be ano
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -13,8 +14,9 @@ from shardcache.config import Config, __version__
 from shardcache.files import Modes
 from shardcache.layout import Layout, is_rank_name, list_names
 from shardcache.locks.mounts import node_namespace
-from shardcache.locks.sessions import Session
+from shardcache.locks.sessions import Session, stated_limits
 from shardcache.ranks import Ranks, safe_name
+from shardcache.space.memory import Volume
 from shardcache.store.entry import Store
 from shardcache.store.root import (
     Identity,
@@ -30,11 +32,34 @@ if TYPE_CHECKING:
     from shardcache.space.budget import Space
     from shardcache.space.eviction import Removal
 
-__all__ = ["Tier"]
+__all__ = ["Tier", "job_limits"]
 
 #: The job of processes that no launcher named: they share one namespace per
 #: rank, as they would without isolation.
 _NO_JOB = "local"
+
+
+def job_limits(config: Config) -> tuple[dict[str, str], str]:
+    """The limits (see `Config.limits`) of the job that uses a cache, or of the last one.
+
+    Of several jobs, those of the one with the smallest ``max_size``: it cleans until that holds.
+
+    Returns:
+        The limits, and ``running job`` or ``last job``.
+
+    Raises:
+        ConfigError, OSError: there is no such directory, or what is stated makes no sense.
+    """
+    modes = Modes.of(config.shared_group)
+    node = node_namespace(config.dir, config.locks, config.touch_interval, modes)
+    found, running = stated_limits(node)
+    volume = Volume.of(config.dir)
+
+    def most(limits: dict[str, str]) -> float:
+        budget = volume.budget(config.replace(**limits))
+        return math.inf if budget is None else budget
+
+    return min(found, key=most), "running job" if running else "last job"
 
 
 class Tier:
@@ -128,7 +153,7 @@ class Tier:
                 self.config.dir,
                 format_duration(self.node.grace),
             )
-        self._session = Session(self.node, self._started)
+        self._session = Session(self.node, self._started, limits=self.config.limits())
 
     def changed(self) -> bool:
         """Whether the directory is not what it was, or was never made."""

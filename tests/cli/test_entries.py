@@ -13,6 +13,7 @@ import pytest
 from shardcache.cache import Cache
 from shardcache.errors import ConfigError, ShardNotFoundError
 from shardcache.layout import Layout
+from shardcache.units import format_bytes
 
 # -- ls ------------------------------------------------------------------------
 
@@ -88,6 +89,34 @@ def test_clean_removes_what_is_over_the_limit(run, warm, data, tmp_path):
     assert code == 0 and err.startswith("warning: ") and "in use" in err
     assert run("clean", "--all", "-n")[0] == 0 and len(states(run)) == 3
     assert run("clean", "--all", "-y")[0] == 0 and len(states(run)) == 0
+
+
+def test_who_looks_after_a_cache_knows_the_limits_of_its_job(run, warm, data, tmp_path):
+    limit = sum(map(len, data.values())) - 1
+    other = Cache(tmp_path / "cache", min_free=0)
+    job = Cache(tmp_path / "cache", min_free=0, max_size=limit, policy="lru", max_age="14d")
+    with job, other:
+        for cache in (other, job):  # a second job, without a limit
+            cache.fetch(warm[0])
+        for when in ("running", "last"):
+            told = f"Limits of the {when} job: max_size {limit}B, max_age 14d, policy lru.\n"
+            code, out, err = run("clean", "-n")
+            assert (code, err) == (0, told) and "would remove 1 shard, " in out
+            assert run("clean", "-n", "--max-size", "1GB")[2] == told.replace(
+                f"max_size {limit}B, ", ""
+            )
+            _, out, err = run("recipe", "cron")
+            assert f"SHARDCACHE_MAX_SIZE={limit}B " in out and err == told
+            assert f" of {format_bytes(limit)} (100%)" in run("ls")[1]
+            assert "max_size is" in run("doctor")[1]
+            assert (
+                f" of {format_bytes(limit)}" in run("top", "--count", "1", "--interval", "0.2")[1]
+            )
+            page = tmp_path / "report.html"
+            assert run("report", "-o", page)[0] == 0
+            assert f" of {format_bytes(limit)}" in page.read_text()
+            other.close()
+            job.close()
 
 
 def test_clean_tells_each_reason(run, warm, tmp_path, monkeypatch):

@@ -64,7 +64,7 @@ SHAPES: dict[str, tuple[int, str]] = {
     "recipe cron": (0, "kind files.name files.text"),
     "clean -n --all": (
         0,
-        "removed.name removed.reason removed.size freed kept kept_bytes missing dry_run",
+        "removed.name removed.reason removed.size freed kept kept_bytes missing dry_run job_limits",
     ),
     "rm -n {0} s3://lab/absent.tar": (
         1,

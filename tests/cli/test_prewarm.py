@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from shardcache.cli.progress import PrewarmProgress
 from shardcache.fetch.status import FetchStatus
 from shardcache.results import (
@@ -51,6 +53,13 @@ def test_what_does_not_fit_is_exit_5_and_nothing_is_fetched(run, spec, proxy, mo
     assert run("prewarm", "-n", spec)[0] == 5
     code, out, _ = run("prewarm", "--best-effort", spec)
     assert code == 0 and "left out for want of room" in out
+
+
+@pytest.mark.parametrize("limit", ["MAX_SIZE=1B", "MIN_FREE=99%"])
+def test_what_is_cached_needs_no_room(run, warm, spec, monkeypatch, limit):
+    monkeypatch.setenv(*f"SHARDCACHE_{limit}".split("="))
+    code, out, err = run("prewarm", spec, "--refresh")
+    assert (code, err) == (0, "") and "All 4 shards cached" in out
 
 
 def test_deadline_is_exit_3_unless_best_effort_will_do(run, spec, proxy):

@@ -153,5 +153,7 @@ def test_a_recipe_has_the_options_that_are_set_and_no_secret(run, tmp_path):
     assert (code, err) == (0, "") and "hush" not in out
     assert "/usr/bin/env SHARDCACHE_MAX_SIZE=800GB SHARDCACHE_MIN_FREE=0 " in out
     assert f" {sys.executable} -m shardcache --dir {cache} clean --quiet --no-wait" in out
+    code, out, err = run("recipe", "cron")
+    assert code == 0 and err.startswith("warning: no limit is set: this cleans only to keep 0 of")
     code, out, err = run("recipe", "slurm", "--prewarm", "https://me:hush@host/a.tar")
     assert (code, out) == (2, "") and "with a credential" in err and "hush" not in err

@@ -18,7 +18,13 @@ import pytest
 from shardcache.cache import Cache
 from shardcache.layout import Layout
 from shardcache.locks.flock import Holder, KeyLock
-from shardcache.locks.sessions import Session, live_sessions, live_waits, remove_dead
+from shardcache.locks.sessions import (
+    Session,
+    live_sessions,
+    live_waits,
+    remove_dead,
+    stated_limits,
+)
 from shardcache.store.root import make_root
 from shardcache.urls import parse_url
 from tests.support.clitools import run_process
@@ -52,24 +58,30 @@ def names(layout: Layout) -> list[str]:
 @pytest.mark.locks_work
 def test_the_living_count_stopped_or_not_and_what_the_dead_left_goes(layout: Layout) -> None:
     def work(parent: Parent) -> None:
-        mine = Session(layout, 1000.5), Session(layout, 0.0, (KEY, WAITER))
+        session = Session(layout, 1000.5, limits={"max_size": "1GB"})
+        mine = session, Session(layout, 0.0, (KEY, WAITER))
         parent.say({session.path.name for session in mine})
         parent.hear()
 
     with no_descriptor_left():
-        young = Session(layout, 2000.0)
+        young = Session(layout, 2000.0, limits={"max_size": "2GB"})
         with forked(work) as child:
             theirs = child.hear()
             child.kill(signal.SIGSTOP)
             assert sorted(live_sessions(layout)) == [1000.5, 2000.0]
             assert list(live_waits(layout)) == [(KEY, WAITER)]
+            limits, running = stated_limits(layout)
+            assert running and {each["max_size"] for each in limits} == {"1GB", "2GB"}
             child.kill()
             assert list(live_waits(layout)) == [] and theirs < set(names(layout))
             assert live_sessions(layout) == [2000.0]
+            assert stated_limits(layout) == ([{"max_size": "2GB"}], True)
         remove_dead(layout)
         assert names(layout) == [young.path.name]
         young.close()
         young.close()
+        Session(layout, 1500.0, limits={"max_size": "3GB"}).close()  # it began before the last one
+        assert stated_limits(layout) == ([{"max_size": "2GB"}], False)
     assert live_sessions(layout) == names(layout) == []
 
 

@@ -260,16 +260,23 @@ def test_a_fetch_that_does_not_end_is_not_waited_for(make_cache, listed, fill, m
 
 
 @pytest.mark.locks_work("flock")
-def test_no_room_during_the_run_ends_it(make_cache, origin, unlisted, fill):
+def test_no_room_during_the_run_ends_it_and_best_effort_tries_more(
+    make_cache, origin, unlisted, fill, monkeypatch
+):
     urls = fill(names(10))
-    prewarm = partial(make_cache(max_size=25_000).prewarm, urls, jobs=1)
+    origin.objects[urls[9]] = make_tar(9, 1, 100)  # there is room for this one
+    prewarm = partial(make_cache(max_size=31_000).prewarm, urls, jobs=1)
     report = prewarm()
     assert outcomes(report) == ".F--------" and report.stopped is Stopped.FULL and report.full
     assert isinstance(report.results[1].error, CacheFullError)
     origin.requests.clear()
     report = prewarm(best_effort=True)
-    assert outcomes(report) == "c" + 9 * "o" and not report.full
-    assert len(asked(origin)) <= 1  # then it is believed
+    assert outcomes(report) == "c" + 8 * "o" + "." and not report.full
+    origin.requests.clear()
+    monkeypatch.setattr("shardcache.prewarm.pool._MISFITS", 3)
+    more = fill(names(10, "more"))
+    assert outcomes(make_cache(max_size=31_000).prewarm(more, jobs=1, best_effort=True)) == 10 * "o"
+    assert len(asked(origin)) == 3  # then it is believed
 
 
 @pytest.mark.locks_work("answers")

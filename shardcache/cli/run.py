@@ -97,7 +97,7 @@ def run_command(
     failed = f"; {stats.failed:,} could not be opened" if stats.failed else ""
     invocation.console.hint(
         f"shardcache: {counted(stats.opens, 'shard')} opened, {stats.hits:,} of them from the "
-        f"cache; {origin} came from the origin{failed}"
+        f"cache in {config.dir}; {origin} came from the origin{failed}"
     )
     return code if code >= 0 else 128 - code
 

@@ -45,7 +45,9 @@ def test_workers_read_through_the_cache_however_they_start(method, program, spec
     code, out, err = run_process(*command, directory=tmp_path / "cache")
     assert (code, out) == (7, "80 80\n" * 2), err
     assert [t.object_fetches for t in proxy.summary().values()] == [1] * SHARDS
-    assert f"{2 * SHARDS} shards opened, {SHARDS} of them from the cache" in err
+    assert (
+        f"{2 * SHARDS} shards opened, {SHARDS} of them from the cache in {tmp_path}/cache;" in err
+    )
 
 
 @pytest.mark.parametrize(

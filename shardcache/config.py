@@ -592,7 +592,7 @@ def _parse(option: dataclasses.Field[Any], value: object, source: str) -> object
     except ValueError as exn:
         # Only the type of what may be or hold a secret: of tables, and of URLs with more than a
         # place in them.
-        text = str(value) if isinstance(value, str | int | float | Path) else ""
+        text = str(value) if isinstance(value, str | int | float | Path | Limit) else ""
         hidden = not text or kind is TABLE or not {*"@?#"}.isdisjoint(text)
         shown = f"a {type(value).__name__}" if hidden else repr(text[:80])
         unset = f", or {NONE}" if option.default is None else ""

@@ -65,7 +65,7 @@ def verify_command(
     if dry_run and not repair:
         raise click.UsageError("-n goes with --repair; without it nothing is changed anyway.")
     console, counts, wrong = invocation.console, Counter[State](), list[Finding]()
-    unmatched, size, began, status = False, 0, time.monotonic(), VerifyStatus()
+    size, began, status = 0, time.monotonic(), VerifyStatus()
 
     def positions() -> Positions:
         done = f"{format_bytes(status.passed)} of {format_bytes(status.bytes)}"
@@ -75,8 +75,8 @@ def verify_command(
     invocation.graceful = True
     with invocation.cache() as cache:
         if not cache.dir.exists() or not any(cache.dir.iterdir()):
+            list(cache.entries(specs or None))  # no SPEC matches anything
             console.hint(f"Nothing was cached in {cache.dir} yet.")
-            unmatched = bool(specs)
         else:
             findings = cache.verify(
                 specs or None,
@@ -125,7 +125,5 @@ def verify_command(
         console.hint("`shardcache rm URL` removes a changed one; readers fetch the new version.")
     if counts[State.DAMAGED] or counts[State.CHANGED] or counts[State.GONE]:
         return ExitCode.DAMAGED
-    if unmatched:
-        return ExitCode.FAILED
     unknown = counts[State.UNCHECKED] or counts[State.UNREACHABLE]
     return ExitCode.SOME_FAILED if unknown else ExitCode.DONE

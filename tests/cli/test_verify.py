@@ -32,6 +32,7 @@ def flip(warm, tmp_path):
 def test_a_sound_cache_is_one_line_and_so_is_an_empty_one(run, spec, proxy):
     code, out, err = run("verify")
     assert code == 0 and out.startswith("verified 0 shards, 0 B") and "Nothing was cached" in err
+    assert run("verify", spec)[:2] == (1, "")  # nothing of it is sound
     run("prewarm", spec)
     proxy.reset()
     code, out, err = run("verify")

@@ -148,7 +148,10 @@ class Process:
             self.fetchings, self.origins = Fetchings(), Origins(config)
             policy = RetryPolicy(config.attempts, config.deadline)
             self.fetcher = Fetcher(
-                policy, connections=config.connections, part_size=config.part_size
+                policy,
+                self.counters,
+                connections=config.connections,
+                part_size=config.part_size,
             )
         usable = [tier for tier in self.tiers if tier.made or tier is self.home]
         self._end_housekeeping()

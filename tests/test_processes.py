@@ -93,6 +93,21 @@ def test_killing_the_fetching_process_half_way_costs_the_others_little(url, prox
     assert partials(root) == []
 
 
+@pytest.mark.locks_work
+@pytest.mark.parametrize(("max_size", "requests"), [("10GB", 2), ("1MB", 1)])
+def test_a_process_that_hangs_has_counted_what_it_read_and_who_waits_for_it_has_no_miss(
+    url, proxy, root, max_size, requests
+):
+    proxy.pause(2 * BLOCK)  # of each part, or of the stream
+    with Worker(dir=root, max_size=max_size) as reader, Cache(root, min_free=0) as cache:
+        reader.tell("read", url)
+        wait_until(lambda: cache.stats().bytes_origin == requests * 2 * BLOCK)
+        assert sum(t.body_bytes for t in proxy.summary().values()) == requests * 2 * BLOCK
+        if requests == 2:
+            cache.open(url).close()
+            assert (cache.stats().coalesced, cache.stats().misses) == (1, 0)
+
+
 def test_a_stopped_holder_is_passed_by_and_does_no_harm_when_it_wakes(url, proxy, root):
     with Worker(dir=root) as holder, Worker(dir=root, stale_after=1) as other:
         proxy.pause(len(SHARD) // 4)

@@ -30,6 +30,7 @@ from shardcache.stats import database
 from shardcache.stats.database import Sample
 from shardcache.stats.metrics import exposition
 from shardcache.stats.summary import OUTCOMES, Stats, Waits, by_hour, by_rank, rank_records, summed
+from shardcache.sync import atomic_write
 from shardcache.units import format_bytes, format_rate
 
 #: Seconds of an interval of the charts, and how many there are at most.
@@ -40,7 +41,7 @@ _COLORS = ("#3b82c4", "#d97706", "#8b5cf6", "#0d9488", "#64748b", "#dc2626")
 _GREY = "#80868e"
 #: Shown even if there were none.
 _ALWAYS = ("hits", "coalesced", "misses")
-ROW_TITLES = ("OPENS", "HIT RATE", "BYPASSED", "FETCHED", "SAVED", "WAIT P99")
+ROW_TITLES = ("OPENS", "HIT RATE", "BYPASSED", "STREAMED", "FETCHED", "SAVED", "WAIT P99")
 _WAITS = {"disk": "for the disk", "lock": "for others", "network": "for the network"}
 
 
@@ -53,25 +54,39 @@ _WAITS = {"disk": "for the disk", "lock": "for others", "network": "for the netw
     type=click.Choice(["prometheus"]),
     help="Print for the textfile collector of Prometheus' node exporter.",
 )
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="With --format: write there, all at once.",
+)
 @flag("--zero", help="Begin to count anew.")
 def stats_command(
-    invocation: Invocation, since: float | None, by: str | None, form: str | None, zero: bool
+    invocation: Invocation,
+    since: float | None,
+    by: str | None,
+    form: str | None,
+    output: Path | None,
+    zero: bool,
 ) -> None:
     """Show hits, bytes and waits of all processes of this node.
 
     A hit found the shard; a coalesced open waited for a fetch that somebody else had begun; a
-    miss was fetched; a bypass was streamed and not stored. Minutes are kept for two hours, hours
-    for 30 days.
+    miss was fetched; a bypass was streamed and not stored. Bytes are counted as they are read.
+    Minutes are kept for two hours, hours for 30 days.
 
     \b
     Examples:
       shardcache stats --since 24h --by hour
       shardcache stats --by rank --json
-      shardcache stats --format prometheus > /var/lib/node_exporter/shardcache.prom
+      shardcache stats --format prometheus -o /var/lib/node_exporter/shardcache.prom
     """
     console = invocation.console
     if zero and (since is not None or by or form):
         raise click.UsageError("--zero goes with nothing else.")
+    if output is not None and not form:
+        raise click.UsageError("-o goes with --format prometheus.")
     if form and (since is not None or by or console.json):
         raise click.UsageError("--format prometheus prints everything; Prometheus selects.")
     with invocation.cache() as cache:
@@ -82,13 +97,26 @@ def stats_command(
             console.object("stats", zeroed=True)
             console.info("counting anew")
         elif form:
-            console.data(exposition(summed(cache.samples(ever=True)), str(cache.dir)).rstrip())
+            text = exposition(summed(cache.samples(ever=True)), str(cache.dir))
+            if output is None:
+                console.data(text.rstrip())
+            else:
+                _write(output, text)
         elif by is not None:
             _print_rows(console, cache.samples(since), by)
         else:
             found = cache.stats(since)
             console.object("stats", found)
             console.data(figures(found))
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file all at once, so that nobody reads half of it."""
+    if path.exists() and not path.is_file():  # /dev/stdout, a pipe
+        path.write_text(text, "utf-8")
+        return
+    with atomic_write(path, "w", sync=False) as file:
+        file.write(text)
 
 
 def figures(found: Stats) -> str:
@@ -100,12 +128,15 @@ def figures(found: Stats) -> str:
         if (count := found.counters[name]) or name in _ALWAYS:
             share = count / found.opens if found.opens else 0.0
             lines.append(f"  {name.capitalize():<12}{count:>13,} / {found.opens:,} ({share:6.2%})")
-    upstream = ""
+    streamed = upstream = ""
+    if found.bypassed:
+        shards = counted(found.bypassed, "shard")
+        streamed = f"    Streamed {format_bytes(found.bytes_bypassed)} ({shards})"
     if found.bytes_upstream:
         upstream = f"    From upstreams {format_bytes(found.bytes_upstream)}"
     lines.append(
-        f"Read through the cache {format_bytes(found.bytes_opened)}    "
-        f"Fetched {format_bytes(found.bytes_origin)}{upstream}    "
+        f"Read from cache {format_bytes(found.bytes_opened)}    "
+        f"Fetched {format_bytes(found.bytes_fetched)}{streamed}{upstream}    "
         f"Saved {format_bytes(found.bytes_saved)} of egress"
     )
     if tiers := _each(found, "hits_tier_", "tier {} {:,}"):
@@ -162,7 +193,8 @@ def cells(found: Stats, seconds: float | None = None) -> list[str]:
         number(found.opens),
         percentage(found.hit_rate, 2),
         number(found.bypassed),
-        size(found.bytes_origin),
+        size(found.bytes_bypassed),
+        size(found.bytes_fetched),
         size(found.bytes_saved),
         short_duration(found.all_waits.percentile(0.99)),
     ]
@@ -213,7 +245,8 @@ def report_command(invocation: Invocation, since: float | None, output: Path) ->
                 for line in (("RANK", *ROW_TITLES), *rows)
             ),
         )
-    size, console = output.write_bytes(text.encode()), invocation.console
+    _write(output, text)
+    size, console = len(text.encode()), invocation.console
     console.object("report", path=output, size=size)
     console.info(f"wrote {output}, {format_bytes(size)}")
 
@@ -242,6 +275,7 @@ def _charts(samples: Sequence[Sample]) -> str:
     for title, unit, names in (
         ("Opens", "", {name: name for name in OUTCOMES}),
         ("Where bytes came from", "B", sources),
+        ("Bytes streamed past the cache", "B", {"streamed": "bytes_bypassed"}),
         ("Bytes evicted", "B", {"evicted": "bytes_evicted"}),
     ):
         found = {label: [getattr(each, name) for each in sums] for label, name in names.items()}

@@ -32,6 +32,7 @@ from shardcache.origins.base import (
     skip,
 )
 from shardcache.origins.retry import Attempts
+from shardcache.stats.counters import Counters
 from shardcache.store.digest import BLOCK, MismatchError, block_digest, compare, tree_digest
 from shardcache.store.partial import Partial
 from shardcache.urls import ShardURL
@@ -120,6 +121,7 @@ class Job:
         partial: Partial,
         attempts: Attempts,
         status: FetchStatus,
+        counters: Counters,
         *,
         described: bool,
     ) -> None:
@@ -130,6 +132,8 @@ class Job:
         self._pin = partial.metadata.info
         self._attempts = attempts
         self._status = status
+        self._counters = counters
+        self._counter = "bytes_upstream" if status.upstream else "bytes_origin"
         self._described = described or not origin.states_checksums
         self._checksum = self._pin.checksum  # as the origin states it
         self._guard = threading.Lock()
@@ -139,6 +143,7 @@ class Job:
         self._bodies: set[Body] = set()  # answers that are being received
         self._describer: threading.Thread | None = None
         self._work = Work(connections, self._help)
+        status.own = True
         status.size = self._pin.size
         status.written = partial.written
         status.grows_in(partial.path)
@@ -302,7 +307,8 @@ class Job:
         with self._guard:
             self._bodies.add(body)
         try:
-            skip(body, part.position)
+            if passed := skip(body, part.position):
+                self._counters.read(passed, self._counter)
             buffer, status, throttle = _buffer.block, self._status, self._status.throttle
             while not part.complete:
                 if self._failed or status.called_off:
@@ -314,6 +320,7 @@ class Job:
                     want = min(want, part.filled + throttle.most)
                 count = body.readinto(buffer[part.filled : want])
                 status.received += count
+                self._counters.read(count, self._counter)
                 part.filled += count
                 if part.filled == length or (count == 0 and part.stop is None):
                     self._write(part, buffer[: part.filled], fd)

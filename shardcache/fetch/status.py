@@ -25,6 +25,7 @@ class FetchStatus:
     """How far a fetch is, for whoever watches; updated by the engine.
 
     Attributes:
+        own: whether it is this process that fetches, or has begun to.
         size: bytes of the shard, once known.
         written: bytes of it on disk, resumed ones included.
         received: bytes that came over the network for it.
@@ -42,6 +43,7 @@ class FetchStatus:
         answers: the origin's first answer, where the shard could not be stored: at most one.
     """
 
+    own: bool = False
     size: int | None = None
     written: int = 0
     received: int = 0

@@ -28,6 +28,7 @@ from shardcache.fetch.job import Fetched, Job
 from shardcache.fetch.status import FetchStatus
 from shardcache.origins.base import Body, ObjectInfo, Origin, VersionChangedError
 from shardcache.origins.retry import Attempts, RetryPolicy
+from shardcache.stats.counters import Counters
 from shardcache.store.digest import MismatchError
 from shardcache.store.partial import Partial
 from shardcache.urls import ShardURL
@@ -45,16 +46,21 @@ _VERSION_RESTARTS = 4
 
 
 class Fetcher:
-    """See the module; ``connections`` caps the simultaneous requests of this process."""
+    """See the module; ``connections`` caps the simultaneous requests of this process.
+
+    ``counters`` count the bytes that come.
+    """
 
     def __init__(
         self,
         policy: RetryPolicy,
+        counters: Counters,
         *,
         connections: int,
         part_size: int | None,
     ) -> None:
         self.policy = policy
+        self._counters = counters
         self.connections = Connections(connections, part_size)
         self._largest: dict[str, int] = {}  # bytes of the largest shard so far, by folder
 
@@ -122,7 +128,7 @@ class Fetcher:
         status: FetchStatus,
     ) -> Fetched:
         def begin(partial: Partial, *, described: bool = False) -> Job:
-            parts = self.connections, origin, url, partial, attempts, status
+            parts = self.connections, origin, url, partial, attempts, status, self._counters
             return Job(*parts, described=described)
 
         job = None if resume is None else begin(resume)

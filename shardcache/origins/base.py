@@ -181,8 +181,8 @@ class Origin(Protocol):
         ...
 
 
-def skip(body: Body, position: int) -> None:
-    """Pass over what an origin that ignores ranges sends before ``position``."""
+def skip(body: Body, position: int) -> int:
+    """Pass over what an origin that ignores ranges sends before ``position``; how many bytes."""
     if body.start not in (0, position):
         raise TransientError(f"asked for byte {position}, the origin began at {body.start}")
     left = position - body.start
@@ -192,6 +192,7 @@ def skip(body: Body, position: int) -> None:
         if count == 0:
             raise TransientError("the origin ended early")
         left -= count
+    return position - body.start
 
 
 def read_all(body: Body, most: int) -> bytes:

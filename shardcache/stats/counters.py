@@ -1,9 +1,10 @@
 """What one process counts: plain integers in memory, written to the node's database now and then.
 
-Whoever counts something a second after the last write writes (`database`), under the minute in
-which it is written; so does the end of the process. A process that is killed loses what it counted
-since its last write. Nothing here fails: where the database cannot be written, statistics are lost
-and nothing else.
+What was counted is written (`database`) under the minute in which it is written: a second after
+bytes were read, by a thread that lives so long, by whoever counts something else a second after
+the last write, and at the end of the process. So a process that is killed, as DataLoader workers
+are, loses what it counted in its last second, whatever it did before: idle ones lose nothing.
+Nothing here fails: where the database cannot be written, statistics are lost and nothing else.
 
 Safe between threads. Safe within one thread, too: the garbage collector may close a stream in the
 midst of counting, and that is counted as well. A forked child makes its own `Counters`; those of
@@ -23,7 +24,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 
-from shardcache import clock
+from shardcache import clock, threads
 from shardcache.layout import Layout
 from shardcache.ranks import Ranks
 from shardcache.stats import database
@@ -45,8 +46,8 @@ class Counts:
     misses: int = 0  #: opens that fetched the shard
     bypassed: int = 0  #: opens that were streamed and not stored
     failed: int = 0  #: opens that raised
-    bytes_opened: int = 0  #: of shards opened through the cache
-    bytes_bypassed: int = 0  #: of shards streamed and not stored
+    bytes_opened: int = 0  #: that were read from the cache, also while it fetched them
+    bytes_bypassed: int = 0  #: that were read of shards streamed and not stored
     fetches: int = 0  #: shards fetched, from wherever
     fetches_upstream: int = 0  #: of those, from an upstream
     fetches_failed: int = 0  #: fetches that failed
@@ -127,6 +128,8 @@ class Counters:
         self._counted: defaultdict[str, int] = defaultdict(int)
         self._written: Counter[str] = Counter()  # how much of it is in the database
         self._due = 0.0  # when to write, of the monotonic clock
+        self._soon = False  # whether a thread will write
+        self._flushed = threading.Event()  # which ends that thread
         _all.add(self)
         # The children of multiprocessing end without what is registered with atexit.
         if (util := sys.modules.get("multiprocessing.util")) is not None:
@@ -139,11 +142,29 @@ class Counters:
         with self._guard:
             for name, count in counts.items():  # in its midst a stream may be closed, and counted
                 self._counted[name] += count
-        if clock.monotonic() >= self._due:
+        if not self._soon and clock.monotonic() >= self._due:
             self._write(wait=0.0)
 
-    def opened(self, outcome: str, size: int, seconds: float, tier: int | None = None) -> None:
-        """Count an open of so many bytes, what it came to (`_OUTCOMES`), and how long it took.
+    def read(self, count: int, name: str = "bytes_opened") -> None:
+        """Count bytes as they are read, by the name of their counter.
+
+        Not for what the garbage collector may call: it may start a thread.
+        """
+        if self._where is None:
+            return
+        with self._guard:
+            self._counted[name] += count
+        if not self._soon:
+            self._soon = True
+            self._flushed.clear()
+            try:
+                threads.start(self._write_soon, "shardcache-stats")
+            except RuntimeError:  # a limit of processes: as `add`
+                self._soon = False
+                self.add({})
+
+    def opened(self, outcome: str, seconds: float, tier: int | None = None) -> None:
+        """Count an open: what it came to (`_OUTCOMES`), and how long it took.
 
         ``tier`` is in which of several tiers the shard was, from 0.
         """
@@ -156,12 +177,11 @@ class Counters:
         with self._guard:
             counted = self._counted
             counted[name] += 1
-            counted["bytes_opened"] += size
             counted[wait_name] += waited
             counted[buckets[bucket if bucket < BUCKETS else -1]] += 1
             if tier is not None and tier < len(_TIERS):
                 counted[_TIERS[tier]] += 1
-        if clock.monotonic() >= self._due:
+        if not self._soon and clock.monotonic() >= self._due:
             self._write(wait=0.0)
 
     def fetched(
@@ -169,7 +189,6 @@ class Counters:
         shard: ShardURL,
         *,
         size: int,
-        received: int,
         seconds: float,
         retries: int,
         upstream: bool,
@@ -177,12 +196,11 @@ class Counters:
     ) -> None:
         """Count a fetch of this process, and log it.
 
-        ``size`` bytes has the shard, ``received`` came over the network; with ``upstream`` not
-        from its origin. ``done`` says whether the shard is stored now.
+        ``size`` bytes has the shard, with ``upstream`` not from its origin; they were counted as
+        they came. ``done`` says whether the shard is stored now.
         """
         source = "upstream" if upstream else "origin"
         counts = {"fetches" if done else "fetches_failed": 1, "retries": retries}
-        counts[f"bytes_{source}"] = received
         if done:
             counts |= {"fetches_upstream": int(upstream), "bytes_stored": size}
             if logger.isEnabledFor(logging.INFO):  # what it says is not made for nobody
@@ -195,11 +213,17 @@ class Counters:
     def flush(self) -> None:
         """Write what is not written yet."""
         self._write(_LAST_BUSY)
+        self._flushed.set()
 
     def snapshot(self) -> Counter[str]:
         """Everything counted so far, written or not, by the names of the database."""
         with self._guard:
             return Counter(self._counted)
+
+    def _write_soon(self) -> None:
+        self._flushed.wait(_INTERVAL)
+        self._soon = False  # what is read from now on is written in another second
+        self._write(wait=0.0)
 
     def _write(self, wait: float) -> None:
         """Write what is not written yet, unless another thread does so or the disk fails.

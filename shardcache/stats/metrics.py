@@ -35,7 +35,7 @@ def _all(prefix: str) -> dict[str, str]:
 #: Names are for ever: dashboards hang on them.
 SUMS = (
     Metric("opens", "{shard}", "Shards asked for.", "outcome", {name: name for name in OUTCOMES}),
-    Metric("opened", "By", "Bytes of shards opened.", "", {"": "bytes_opened"}),
+    Metric("opened", "By", "Bytes read from the cache.", "", {"": "bytes_opened"}),
     Metric("received", "By", "Bytes that came over the network.", "source",
            {"origin": "bytes_origin", "upstream": "bytes_upstream"}),
     Metric("bypassed", "By", "Bytes streamed, not stored.", "", {"": "bytes_bypassed"}),

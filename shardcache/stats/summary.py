@@ -83,6 +83,11 @@ class Stats(Counts):
         return sum(n for name, n in self.counters.items() if name.startswith("errors_"))
 
     @property
+    def bytes_fetched(self) -> int:
+        """Bytes that came to be stored: all that came but was not streamed."""
+        return max(0, self.bytes_origin + self.bytes_upstream - self.bytes_bypassed)
+
+    @property
     def bytes_saved(self) -> int:
         """Bytes that would have come from the origin without the cache."""
         return max(0, self.bytes_opened + self.bytes_bypassed - self.bytes_origin)

@@ -121,14 +121,14 @@ class Opener:
             source = opened or ahead or FetchSource(self, shard, finish=finish)
         except (ShardCacheError, OSError) as exn:
             source = self._stream_past(shard, exn)
-        stream = ShardStream(self, shard, source)
+        stream = ShardStream(self, shard, source, process.counters)
         if opened is None:
             stream.wait(whole=self.config.fill == "complete")
             return io.BufferedReader(stream, _BUFFER)
         process.touch(opened)
         tiers = process.tiers
         tier = tiers.index(process.tier_of(opened.directory)) if len(tiers) > 1 else None
-        process.counters.opened("hit", opened.size, clock.monotonic() - begun, tier)
+        process.counters.opened("hit", clock.monotonic() - begun, tier)
         if logger.isEnabledFor(logging.DEBUG):  # what it says is not made for nobody
             say = {"event": "hit", "shard": str(shard), "bytes": opened.size}
             logger.debug("%s: hit", shard, extra=say)
@@ -295,7 +295,9 @@ class Opener:
             opened, outcome = self.obtain(shard)
             waited = clock.monotonic() - begun
             if not opened.stuck and is_file(opened.path, opened.fd):
-                self.here().counters.opened(outcome, opened.size, waited)
+                counters = self.here().counters
+                counters.opened(outcome, waited)
+                counters.read(opened.size)  # by whoever gets the path, as far as anybody knows
                 return opened
             opened.close()  # it was evicted meanwhile, or is stuck
             if opened.stuck:
@@ -375,7 +377,6 @@ class Opener:
                 process.counters.fetched(
                     shard,
                     size=status.size or (status.written if fetched else 0),
-                    received=status.received,
                     seconds=clock.monotonic() - begun,
                     retries=status.retries,
                     upstream=status.upstream,

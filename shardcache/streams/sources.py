@@ -156,7 +156,7 @@ class FetchSource:
         """
         fetching = self._joined()
         seen, done = fetching.changes, fetching.done  # now: what comes later is seen next time
-        own = fetching.status.written > 0
+        own = fetching.status.own
         opened, outcome = None, "coalesced"
         if done:
             if fetching.error is not None:
@@ -170,7 +170,7 @@ class FetchSource:
             opened = self._opener.find(self._shard)
         if opened is not None:
             self._check(opened)
-            self._count(outcome, opened.size)
+            self._count(outcome)
         elif not self._grown(fetching.status.partial, position):
             # Another process says nothing when there is more.
             seconds = _OWN_POLL if own and self._partial is not None else _POLL
@@ -244,11 +244,11 @@ class FetchSource:
             opened.close()
             raise
 
-    def _count(self, outcome: str, size: int) -> None:
+    def _count(self, outcome: str) -> None:
         """Count what the open came to, once: it is this reader's fetch only if it began it."""
         if not self.counted:
             self.counted = True
-            self._counters.opened(outcome if self._began else "coalesced", size, self._waited)
+            self._counters.opened(outcome if self._began else "coalesced", self._waited)
 
     def _leave(self) -> None:
         fetching, self._fetching = self._fetching, None
@@ -257,9 +257,12 @@ class FetchSource:
 
     def close(self) -> None:
         """Want no more of the fetch, and let go of the partial."""
-        fetching = self._fetching
-        others = fetching is not None and self._partial is not None and not fetching.status.written
-        self._count("coalesced" if others else "fetched", self.size or 0)
+        fetching, outcome = self._fetching, "coalesced"
+        if fetching is not None and fetching.obtained is not None:
+            outcome = fetching.obtained.outcome
+        elif fetching is not None and fetching.status.own:
+            outcome = "fetched"
+        self._count(outcome)
         if self._partial is not None:
             self._partial.close()
         self._leave()
@@ -352,7 +355,7 @@ class OriginSource:
         if self._version is None:
             assert self.info is not None
             self._version = self.info.version
-        self._process.counters.add({"bytes_bypassed": count, self._counter: count})
+        self._process.counters.read(count, self._counter)
         self._ended()
         self._read_at = clock.monotonic()
         return count
@@ -392,7 +395,8 @@ class OriginSource:
             fixed, told = self._version, body.info
             if fixed is not None and (fixed != told.version or not told.identifiable):
                 raise VersionChangedError(str(self._shard))
-            skip(body, self._position)
+            if passed := skip(body, self._position):
+                self._process.counters.read(passed, self._counter)
         except Exception:
             body.close()
             raise

@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING
 from shardcache.errors import ShardCacheError
 from shardcache.store.digest import BLOCK
 from shardcache.store.entry import Opened
-from shardcache.streams.sources import FetchSource
+from shardcache.streams.sources import FetchSource, OriginSource
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
+    from shardcache.stats.counters import Counters
     from shardcache.streams.opener import Opener
     from shardcache.streams.sources import Source
     from shardcache.urls import ShardURL
@@ -34,17 +35,19 @@ __all__ = ["ShardStream"]
 class ShardStream(io.RawIOBase):
     """The bytes of one version of a shard; for one thread, as `io.BufferedReader` sees to.
 
-    It begins with ``source``, and closes it; ``opener`` says what comes after one that fails. Its
-    ``name`` is the local path, or the canonical URL while there is none.
+    It begins with ``source``, and closes it; ``opener`` says what comes after one that fails,
+    ``counters`` count what is read. Its ``name`` is the local path, or the canonical URL while
+    there is none.
     """
 
     # Here and not in __init__: streams are made by the million, and fail rarely.
     _begun = False  # bytes, or the size, were given: from now on it is this version or none
     _error: Exception | None = None
 
-    def __init__(self, opener: Opener, shard: ShardURL, source: Source) -> None:
+    def __init__(self, opener: Opener, shard: ShardURL, source: Source, counters: Counters) -> None:
         self.name = source.path or str(shard)
         self._opener = opener
+        self._counters = counters
         self._shard = shard
         self._source = source
         self._position = 0
@@ -82,8 +85,8 @@ class ShardStream(io.RawIOBase):
                 self._replace(exn)
             else:
                 if count is not None:
-                    self._position += count
-                    self._begun |= count > 0
+                    if count:
+                        self._given(count)
                     return count
                 assert isinstance(source, FetchSource)
                 self._advance(source)
@@ -99,10 +102,15 @@ class ShardStream(io.RawIOBase):
             except OSError:  # it comes again below, in its place, and is mended there
                 data = b""
             if len(data) == left:
-                self._position += left
-                self._begun = True
+                self._given(left)
                 return data
         return b"".join(iter(lambda: self.read(BLOCK) or b"", b""))
+
+    def _given(self, count: int) -> None:
+        self._position += count
+        self._begun = True
+        past = isinstance(self._source, OriginSource)
+        self._counters.read(count, "bytes_bypassed" if past else "bytes_opened")
 
     def tell(self) -> int:
         """See `io.IOBase.tell`."""

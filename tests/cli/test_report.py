@@ -8,14 +8,15 @@ import sys
 import pytest
 
 from shardcache.cache import Cache
+from shardcache.units import format_bytes
 from tests.support.shop import Shop
 
 
 @pytest.fixture
 def shop(tmp_path):
-    """A cache in which four shards were fetched, each opened three times, one evicted."""
+    """Four shards, each opened three times: one finds no room, one is evicted."""
     shop = Shop(tmp_path, 4)
-    with Cache(shop.path, cache_local=True, min_free=0, max_size="10GB") as cache:
+    with Cache(shop.path, cache_local=True, min_free=0, max_size=3 * shop.size) as cache:
         for _ in range(3):
             for url in shop.urls:
                 cache.open(url).read()
@@ -32,7 +33,8 @@ def test_the_page_needs_nothing_from_elsewhere_and_shows_what_was_counted(run, s
     assert "<svg" in html and not re.search(r"<(script|link|img|iframe)\b", html)
     assert not re.search(r"""\b(src|href)=["'][^#]""", html)
     text = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", html))
-    facts = ("Opens 12 ", f"{shop.path} 4 shards", "1 asked", "Hit rate", "Where bytes came from")
+    streamed = f"Streamed {format_bytes(3 * shop.size)} (3 shards)", "Bytes streamed past the cache"
+    facts = ("Opens 12 ", f"{shop.path} 3 shards", "1 asked", "Where bytes came from", *streamed)
     assert [fact for fact in facts if fact not in text] == []
 
 

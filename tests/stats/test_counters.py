@@ -52,7 +52,7 @@ def total(layout, **options):
 def bucket_of(seconds):
     """The bucket in which a wait is counted."""
     counters = Counters(lambda: Layout(Path("/nowhere")), allowed=lambda: False)
-    counters.opened("hit", 1, seconds)
+    counters.opened("hit", seconds)
     return next(int(name.removeprefix("disk:")) for name in counters.snapshot() if ":" in name)
 
 
@@ -74,17 +74,17 @@ def test_waits_are_counted_in_buckets_without_a_gap():
 
 def test_counts_are_written_once_a_second(make, layout, clock):
     counters = make()
-    counters.opened("hit", 1, 0.0)  # the first, after nothing for long
+    counters.opened("hit", 0.0)  # the first, after nothing for long
     assert total(layout).hits == 1
     for _ in range(5):
         clock.sleep(0.15)
-        counters.opened("hit", 1, 0.0)
+        counters.opened("hit", 0.0)
         counters.add({"retries": 1})
     assert (total(layout).hits, total(layout).retries) == (1, 0)
     clock.sleep(0.3)
-    counters.opened("hit", 1, 0.0)
+    counters.opened("hit", 0.0)
     assert (total(layout).hits, total(layout).retries) == (7, 5)
-    counters.opened("hit", 1, 0.0)
+    counters.opened("hit", 0.0)
     counters.flush()
     assert total(layout).hits == counters.snapshot()["hits"] == 8
     assert (total(layout).since, total(layout).until) == (NOON, NOON + 60)
@@ -94,7 +94,9 @@ def test_threads_lose_nothing(make, layout):
     counters = make()
     with ThreadPoolExecutor(4) as pool:
         for _ in range(4):
-            pool.submit(lambda: [counters.opened("hit", 3, 0.0) for _ in range(5000)])
+            pool.submit(
+                lambda: [(counters.opened("hit", 0.0), counters.read(3)) for _ in range(5000)]
+            )
     counters.flush()
     assert (total(layout).hits, total(layout).bytes_opened) == (20_000, 60_000)
 
@@ -107,7 +109,7 @@ def test_a_locked_database_is_written_later(make, layout, clock):
     counters, other = make(), sqlite3.connect(layout.stats, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     for _ in range(3):
-        counters.opened("hit", 1, 0.0)
+        counters.opened("hit", 0.0)
         clock.sleep(60)
     assert total(layout).hits == 0 and counters.snapshot()["hits"] == 3
     other.execute("ROLLBACK")
@@ -127,7 +129,7 @@ def test_where_nothing_can_be_written_nothing_fails_and_nothing_is_lost(
         else:
             layout.base.rename(tmp_path / "elsewhere")
         counters = make()
-        counters.opened("hit", 1, 0.0)
+        counters.opened("hit", 0.0)
         counters.flush()
         assert layout.base.exists() is (how != "gone")
     if how == "gone":
@@ -168,7 +170,7 @@ def test_no_connection_gets_into_a_child_that_is_forked_while_another_thread_wri
     def count():
         counters = make()
         while not ended.is_set():
-            counters.opened("hit", 1, 0.0)
+            counters.opened("hit", 0.0)
 
     def look(parent):
         names = [os.path.realpath(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd")]
@@ -192,9 +194,9 @@ def test_minutes_become_hours_and_are_forgotten(make, layout, clock):
     for rank in (0, 1):  # two ranks, three hours
         counters = make(rank)
         clock.now = NOON - clock.elapsed
-        for number in range(180):
-            counters.opened("hit", 10, 0.001)
-            counters.opened("fetched", number, 0.5)
+        for _ in range(180):
+            counters.opened("hit", 0.001)
+            counters.opened("fetched", 0.5)
             counters.flush()
             clock.sleep(60)
     day, count = total(layout), len(samples(layout))

@@ -12,6 +12,7 @@ from shardcache.cache import Cache
 from shardcache.errors import ConfigError, IntegrityError, ShardNotFoundError
 from shardcache.layout import Layout
 from shardcache.origins.base import TransientError
+from shardcache.units import format_bytes
 from tests.support.fakes import Fault
 from tests.support.shop import Shop
 from tests.support.tars import make_tar
@@ -58,22 +59,24 @@ def test_what_an_open_came_to(make_cache, origin, urls, fill):
     for number in (0, 1, 0, 2, 2):  # no room for the third
         with cache.open(urls[number]) as stream:
             assert len(stream.read()) == size
+    with cache.open(urls[0]) as stream:
+        stream.read(1)  # and what is read at once with it
     found = cache.stats()
     counted = {name: n for name, n in found.counters.items() if n and "wait" not in name}
     assert counted.pop("bytes_origin") >= 4 * size
+    assert 3 * size < counted.pop("bytes_opened") < 4 * size
     assert counted == {
-        "hits": 1,
+        "hits": 2,
         "misses": 2,
         "bypassed": 2,
         "failed": 1,
-        "bytes_opened": 3 * size,
         "bytes_bypassed": 2 * size,
         "bytes_stored": 2 * size,
         "fetches": 2,
         "bypassed_full": 2,
         "errors_origin": 1,
     }
-    assert found.bytes_saved <= size
+    assert found.bytes_saved <= 2 * size
 
 
 def test_retries_errors_removals_and_upstreams_are_counted(make_cache, origin, urls, tmp_path):
@@ -127,7 +130,7 @@ def test_nothing_is_counted_where_that_is_switched_off(make_cache, urls):
 
 def test_people_and_prometheus_are_told_and_counting_can_begin_anew(run, tmp_path, monkeypatch):
     shop = Shop(tmp_path, count=2)
-    with Cache(shop.path, cache_local=True, min_free=0) as cache:
+    with Cache(shop.path, cache_local=True, min_free=0, max_size=shop.size) as cache:
         for url in (*shop.urls, shop.urls[0]):
             cache.open(url).read()
 
@@ -139,22 +142,31 @@ def test_people_and_prometheus_are_told_and_counting_can_begin_anew(run, tmp_pat
     out = told()
     assert "Opens                     3\n" in out
     assert "  Hits                    1 / 3 (33.33%)\n" in out
-    assert "  Misses                  2 / 3 (66.67%)\n" in out
+    assert "  Misses                  1 / 3 (33.33%)\n" in out
+    size = format_bytes(shop.size)
+    assert f"Fetched {size}    Streamed {size} (1 shard)    Saved {size} of egress" in out
     assert "for the disk" in out and "Evicted 0" in out
     assert "HIT RATE" in told("--by", "rank")
     assert "3 opens, 33.33% hits" in told("--by", "hour")
 
-    families = {f.name: f for f in text_string_to_metric_families(told("--format", "prometheus"))}
+    page = tmp_path / "textfiles" / "shardcache.prom"
+    page.parent.mkdir()
+    page.write_text("what was there before")
+    before = page.stat()
+    assert told("--format", "prometheus", "-o", page) == ""
+    assert page.stat().st_ino != before.st_ino and list(page.parent.iterdir()) == [page]
+    assert page.read_text() == told("--format", "prometheus")
+    families = {f.name: f for f in text_string_to_metric_families(page.read_text())}
     assert all(s.labels["dir"] == str(shop.path) for f in families.values() for s in f.samples)
     opens = {s.labels["outcome"]: s.value for s in families["shardcache_opens"].samples}
-    assert (opens["hits"], opens["misses"], opens["failed"]) == (1, 2, 0)
-    assert families["shardcache_opened_bytes"].samples[0].value == 3 * shop.size
+    assert (opens["hits"], opens["misses"], opens["bypassed"], opens["failed"]) == (1, 1, 1, 0)
+    assert families["shardcache_opened_bytes"].samples[0].value == 2 * shop.size
     assert families["shardcache_wait_seconds"].type == "histogram"
     waits = families["shardcache_wait_seconds"].samples
     counts = {s.labels["for"]: s.value for s in waits if s.name.endswith("_count")}
-    assert counts == {"disk": 1, "lock": 0, "network": 2}
+    assert counts == {"disk": 1, "lock": 0, "network": 1}
     buckets = [s.value for s in waits if s.labels["for"] == "network" and "le" in s.labels]
-    assert buckets == sorted(buckets) and buckets[-1] == 2
+    assert buckets == sorted(buckets) and buckets[-1] == 1
 
     assert told("--zero") == "counting anew\n"
     assert told() == "Nothing was counted.\n"

@@ -6,10 +6,14 @@ compares process ids.
 
 from __future__ import annotations
 
+import atexit
 import errno
 import logging
 import os
+import sys
 import threading
+import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,9 +24,12 @@ from shardcache.errors import ConfigError
 from shardcache.files import Breaker, fault_kind, is_disk_fault
 from shardcache.ranks import Ranks
 from shardcache.space.tiers import Tier
+from shardcache.stats import notices
 from shardcache.stats.counters import Counters
+from shardcache.stats.database import NO_RANK, Sample
+from shardcache.stats.summary import summed
 from shardcache.store.entry import DamagedError, Entry, Opened, Store
-from shardcache.units import format_duration
+from shardcache.units import format_bytes, format_duration
 from shardcache.urls import ShardURL
 
 if TYPE_CHECKING:
@@ -77,6 +84,14 @@ class Process:
         self.clean_due = 0.0  # of the monotonic clock: when to call `clean_if_due` again
         self._touched: dict[str, float] = {}
         self._copying: list[threading.Thread] = []
+        self._told: Counter[str] = Counter()  # what `end` has said
+        # Of a job that no launcher started there is one `Cache`, in copies: they know its start.
+        launched = ranks.source != "none"
+        self._job = ranks.job or ("local" if launched else f"{started:.6f}")
+        _all.add(self)
+        # The children of multiprocessing end without what is registered with atexit.
+        if (util := sys.modules.get("multiprocessing.util")) is not None:
+            util.Finalize(None, _end_all, exitpriority=0)
 
     # -- tiers -------------------------------------------------------------------
 
@@ -203,6 +218,25 @@ class Process:
         self._warned.add(kind)
         logger.log(level, text, *args, extra=extra)
 
+    def warn_streamed(self, shard: ShardURL, reason: str, extra: Mapping[str, object]) -> None:
+        """Say that a shard finds no room: a warning once per job and node, else at INFO."""
+        text = "%s is streamed, not cached: %s"
+        if "full" not in self._warned:
+            self._warned.add("full")
+            self.counters.flush()  # what was streamed before this
+            if notices.claim(self.home.node, self._job):
+                config = self._config
+                most = "" if config.max_size is None else f"max_size {config.max_size}, "
+                logger.warning(
+                    "%s is full (%smin_free %s): shards that find no room are streamed each time "
+                    "they are read, the first is %s. Raise max_size or free the disk to cache "
+                    "them. This is said once per job; `shardcache stats` counts them.",
+                    *(config.dir, most, config.min_free, shard),
+                    extra=extra,
+                )
+                return
+        logger.info(text, shard, reason, extra=extra)
+
     def touch(self, opened: Opened) -> None:
         """Note a use of an entry, on its first use here and then at most every interval."""
         now, directory = clock.monotonic(), opened.directory
@@ -280,14 +314,42 @@ class Process:
             end = clock.monotonic() + LAST_COPIES
             for thread in self._copying:
                 thread.join(max(0.0, end - clock.monotonic()))
+        self.end()
+
+    def end(self) -> None:
+        """Write what was counted, end the session, and say what this process has done."""
+        self.counters.flush()
         for tier in self.tiers:
             tier.end_session()
-        self.counters.flush()
+        counted = self.counters.snapshot()
+        found, self._told = summed([Sample(0, 0, NO_RANK, counted - self._told)]), counted
+        if found.opens:
+            extra = {"event": "ended", "dir": str(self._config.dir), "opens": found.opens}
+            extra |= {"hits": found.hits, "bypassed": found.bypassed}
+            extra |= {"bytes_saved": found.bytes_saved}
+            logger.info("%s: this process had %r", self._config.dir, found, extra=extra)
+        if self.home.made and (streamed := notices.withdraw(self.home.node, self._job)):
+            shards, size = streamed
+            text = "%s: this job streamed %d shards without room, %s, on this node"
+            logger.info(text, self._config.dir, shards, format_bytes(size))
 
     def _end_housekeeping(self) -> None:
         for housekeeper in self._housekeepers:
             housekeeper.close()
         self._housekeepers = []
+
+
+#: Those of this process, for its end.
+_all: weakref.WeakSet[Process] = weakref.WeakSet()
+
+
+def _end_all() -> None:
+    for process in list(_all):
+        process.end()
+
+
+atexit.register(_end_all)
+os.register_at_fork(after_in_child=_all.clear)
 
 
 class Processes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,10 @@ from shardcache.cache import Cache
 from shardcache.layout import Layout
 from shardcache.locks.flock import Holder, KeyLock
 from shardcache.origins.base import TransientError
+from shardcache.units import exact_bytes, format_bytes
 from tests.support.fakes import Fault
+from tests.support.shop import Shop
+from tests.support.storetools import crowd
 from tests.support.tars import make_tar
 
 HERE = Path(__file__).resolve().parent.parent
@@ -91,6 +95,50 @@ def test_what_is_tried_again_evicted_or_streamed_says_so(make_cache, origin, log
     told = fields(only(log, "evicted"))
     assert told["key"] == cache.parse(URL).key
     assert (told["bytes"], told["reason"]) == (len(DATA), "all")
+
+
+@pytest.mark.locks_work
+@pytest.mark.parametrize("ranks", [False, True])
+def test_one_process_of_a_job_says_that_shards_are_streamed_and_the_last_how_many(
+    tmp_path, log, ranks
+):
+    """Workers that were forked with the cache, or ranks that make their own."""
+    shop = Shop(tmp_path, 4)
+    options = {"dir": shop.path, "cache_local": True, "min_free": 0, "max_size": shop.size}
+
+    def work(parent, number):
+        if ranks:
+            os.environ.update(RANK=str(number), WORLD_SIZE="3")
+        log.clear()
+        with Cache(**options) if ranks else cache as own:
+            own.fetch(shop.urls[0])
+            parent.say(None)
+            parent.hear()
+            for url in shop.urls:
+                own.open(url).read()
+        parent.say([(one.levelname, one.getMessage()) for one in log.records])
+
+    with Cache(**options) as cache:
+        cache.fetch(shop.urls[0])
+        if ranks:
+            cache.close()  # it is of another job
+        with crowd(3, work) as children:
+            for child in children:
+                child.hear()
+            for child in children:
+                child.tell()
+            told = [one for child in children for one in child.hear()]
+        log.clear()
+    told += [(one.levelname, one.getMessage()) for one in log.records]
+    (warning,) = [text for level, text in told if level == "WARNING"]
+    assert (
+        f"{shop.path} is full (max_size {exact_bytes(shop.size)}" in warning
+        and "Raise max_size" in warning
+    )
+    (count,) = [text for _, text in told if "this job streamed" in text]
+    assert f"9 shards without room, {format_bytes(9 * shop.size)}" in count
+    ended = [text for _, text in told if "this process had" in text]
+    assert len(ended) == 3 and all("4 opens, 25.00% hits, 3 streamed" in text for text in ended)
 
 
 def test_every_metric_is_documented():

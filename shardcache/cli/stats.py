@@ -115,8 +115,11 @@ def _write(path: Path, text: str) -> None:
     if path.exists() and not path.is_file():  # /dev/stdout, a pipe
         path.write_text(text, "utf-8")
         return
-    with atomic_write(path, "w", sync=False) as file:
-        file.write(text)
+    try:
+        with atomic_write(path, "w", sync=False) as file:
+            file.write(text)
+    except OSError as exn:  # it names the temporary file
+        raise OSError(exn.errno, exn.strerror, str(path)) from exn
 
 
 def figures(found: Stats) -> str:

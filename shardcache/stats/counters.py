@@ -13,11 +13,9 @@ its parent count nothing there.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import math
 import os
-import sys
 import threading
 import weakref
 from collections import Counter, defaultdict
@@ -131,9 +129,6 @@ class Counters:
         self._soon = False  # whether a thread will write
         self._flushed = threading.Event()  # which ends that thread
         _all.add(self)
-        # The children of multiprocessing end without what is registered with atexit.
-        if (util := sys.modules.get("multiprocessing.util")) is not None:
-            util.Finalize(None, _flush, exitpriority=0)
 
     def add(self, counts: Mapping[str, int]) -> None:
         """Count what happened, by the names of `COUNTERS`."""
@@ -249,17 +244,10 @@ class Counters:
 _all: weakref.WeakSet[Counters] = weakref.WeakSet()
 
 
-def _flush() -> None:
-    """Write what is left when the process ends, if it ends in an orderly way."""
-    for counters in list(_all):
-        counters.flush()
-
-
 def _disown() -> None:
     """In a forked child: what its parent counts is not its own to write."""
     for counters in _all:
         counters._where = None
 
 
-atexit.register(_flush)
 os.register_at_fork(after_in_child=_disown)

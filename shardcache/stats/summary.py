@@ -123,7 +123,8 @@ class Stats(Counts):
         saved = format_bytes(self.bytes_saved)
         waited = self.all_waits.percentile(0.99)
         wait = "" if waited is None else f", 99 % waited less than {format_duration(waited)}"
-        return f"{self.opens} opens, {rate}, {saved} saved{wait}"
+        past = f", {self.bypassed} streamed ({format_bytes(self.bytes_bypassed)})"
+        return f"{self.opens} opens, {rate}{past if self.bypassed else ''}, {saved} saved{wait}"
 
 
 def summed(samples: Iterable[Sample]) -> Stats:

@@ -259,6 +259,8 @@ class Opener:
         say = {"event": "streamed", "shard": str(shard), "reason": kind}
         if isinstance(fault, PausedError):
             logger.info(text, shard, reason, extra=say)
+        elif isinstance(fault, CacheFullError):
+            process.warn_streamed(shard, reason, say)
         else:
             process.warn(kind, text, shard, reason, extra=say)
 

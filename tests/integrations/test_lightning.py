@@ -78,7 +78,7 @@ def test_each_epoch_is_logged_by_itself(make_cache):
     hooks.setup()
     for opens, hit_rate, fetched in ((2, 0.5, 1), (4, 1.0, 0)):
         for url in URLS[:2] * (opens // 2):
-            cache.open(url).close()
+            cache.open(url).read()
         hooks.on_train_epoch_end(None, module)
         assert logged[-1] == {
             "shardcache/opens": opens,

@@ -96,6 +96,8 @@ def test_what_a_parent_opened_is_not_counted_by_the_child_that_closes_it_too(mak
     followed = cache.open(URL)
     assert followed.read(BLOCK)
 
+    assert cache.stats().opens == 1
+
     def work(parent: Parent) -> None:
         followed.close()
         streamed.close()

@@ -64,7 +64,7 @@ def test_after_a_refresh_and_not_before_everybody_is_given_the_new_version(make_
 def test_a_refresh_counts_across_tiers(make_cache, origin, tmp_path):
     """The new version is served though it lies on the slower tier."""
     ram = tmp_path / "ram"
-    cache = make_cache(tiers=f"{ram}={3 * len(OLD) // 2}")
+    cache = make_cache(tiers=f"{ram}={3 * len(OLD) // 2}B")
     assert read(cache) == OLD and "ram" in str(cache.path(URL))
     origin.objects[URL] = larger = make_tar(2, 20)
     refresh(cache)

@@ -1,0 +1,122 @@
+"""The pages tell the truth: their code runs, generated pages are current, links lead on.
+
+`tests/integrations/test_integrations_page.py` and `tests/packages` run docs/integrations.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+from shardcache import config, sync
+from tests.support.storetools import crowd
+from tests.support.trainingtools import ROOT, DataSet, programs, run
+
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")]
+BLOCKS = {
+    str(page.relative_to(ROOT)): re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text("utf-8"), re.DOTALL | re.M)
+    for page in PAGES
+    if page.name != "integrations.md"
+}
+#: What a page has that this machine has not: a cluster of one node; and nothing is installed.
+STUBS = {
+    "pip": '[[ "$*" == "install shardcache"* ]]',
+    "srun": '[[ $1 == --ntasks=1 ]] && shift 2\nexec "$@"',
+}
+SLURM = {"SLURM_JOB_NUM_NODES": "1", "SLURM_NNODES": "1", "SLURM_NODEID": "0"}
+#: Whose job has several ranks.
+RANKS = {"docs/sync.md": 3}
+
+
+def python(code, tmp_path, ranks):
+    def rank(parent, number):
+        os.environ |= {"RANK": str(number), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(number)}
+        names = {"__name__": "docs"}
+        exec(compile(code, "docs", "exec"), names)  # noqa: S102 - our own
+        parent.say(len(list(names["loader"])) if "loader" in names else 24)
+
+    with crowd(ranks, rank) as children:
+        assert [child.hear() for child in children] == [24] * ranks
+
+
+def toml(text, tmp_path):
+    (path := tmp_path / "shardcache.toml").write_text(text)
+    config.load(environ={"SHARDCACHE_DIR": str(tmp_path)}, files=[path])
+
+
+@pytest.mark.parametrize("page", [name for name, blocks in BLOCKS.items() if blocks])
+def test_every_block_of_a_page_runs(page, s3, proxy, s3_environment, tmp_path, monkeypatch):
+    def here(code):
+        code = re.sub(r"(?<=[\"'=\s])/(local|nfs|home)/", rf"{tmp_path}/\1/", code)
+        return code.replace("{0000..2047}", "{0000..0003}").replace("num_workers=8", "num_workers=2")
+
+    s3.create_bucket("bucket")
+    DataSet(s3, "bucket", proxy)
+    project = tmp_path / "home" / "me" / "project"
+    project.mkdir(parents=True)
+    (code,) = (code for language, code in BLOCKS["README.md"] if language == "python")
+    for directory in (tmp_path, project):
+        (directory / "train.py").write_text(here(code))
+    for name, value in {
+        "PATH": programs(tmp_path / "bin", **STUBS),
+        "SHARDCACHE_JOB": tmp_path.name,
+        "SHARDCACHE_MIN_FREE": "0",
+        "SHARDCACHE_SYNC_DIR": str(tmp_path / "meet"),
+        **SLURM,
+    }.items():
+        monkeypatch.setenv(name, value)
+    for language, code in BLOCKS[page]:
+        match language:
+            case "python":
+                python(here(code), tmp_path, RANKS.get(page, 1))
+            case "sh":
+                run(["bash", "-euo", "pipefail", "-c", here(code)], cwd=tmp_path)
+            case "toml":
+                toml(code, tmp_path)
+            case "yaml":
+                assert yaml.safe_load(code)
+            case "json":
+                assert json.loads(code)
+            case _:
+                assert language == "text", "a block without its language: what is not run is text"
+
+
+def test_everything_of_sync_is_described() -> None:
+    text = (ROOT / "docs" / "sync.md").read_text("utf-8")
+    assert [name for name in sync.__all__ if not re.search(rf"`{name}\b", text)] == []
+
+
+def test_the_generated_pages_are_current():
+    run([sys.executable, "docs/generate.py", "--check"])
+
+
+def test_a_wheel_holds_the_types_the_command_and_the_way_in_for_fsspec(tmp_path):
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir"]
+    run([*pip, str(tmp_path), str(ROOT)])
+    (wheel,) = tmp_path.glob("shardcache-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (entry_points,) = (name for name in names if name.endswith("entry_points.txt"))
+        declared = archive.read(entry_points).decode()
+    assert "shardcache/py.typed" in names
+    assert "shardcache = shardcache.cli.main:main" in declared
+    assert "shardcache = shardcache.integrations.fsspec:ShardCacheFileSystem" in declared
+    assert {f"shardcache/cli/templates/{name}" for name in ("report.html", "crontab")} <= set(names)
+    assert not [name for name in names if name.startswith(("tests/", "benchmarks/"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_names_within_the_repository_is_there(page):
+    text = page.read_text("utf-8")
+    links = {page.parent / link for link in re.findall(r"\]\((?!https?:)([^)#]+)", text)}
+    folders = "benchmarks|docs|examples|shardcache|tests"
+    links |= {ROOT / name for name in re.findall(rf"`((?:{folders})/[\w./-]+)`", text)}
+    assert [str(link) for link in links if not link.exists()] == []

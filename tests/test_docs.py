@@ -22,7 +22,9 @@ from tests.support.trainingtools import ROOT, DataSet, programs, run
 
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")]
 BLOCKS = {
-    str(page.relative_to(ROOT)): re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text("utf-8"), re.DOTALL | re.M)
+    str(page.relative_to(ROOT)): re.findall(
+        r"^```(\w*)\n(.*?)^```$", page.read_text("utf-8"), re.DOTALL | re.M
+    )
     for page in PAGES
     if page.name != "integrations.md"
 }
@@ -56,7 +58,9 @@ def toml(text, tmp_path):
 def test_every_block_of_a_page_runs(page, s3, proxy, s3_environment, tmp_path, monkeypatch):
     def here(code):
         code = re.sub(r"(?<=[\"'=\s])/(local|nfs|home)/", rf"{tmp_path}/\1/", code)
-        return code.replace("{0000..2047}", "{0000..0003}").replace("num_workers=8", "num_workers=2")
+        return code.replace("{0000..2047}", "{0000..0003}").replace(
+            "num_workers=8", "num_workers=2"
+        )
 
     s3.create_bucket("bucket")
     DataSet(s3, "bucket", proxy)

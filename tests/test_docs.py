@@ -8,10 +8,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 import zipfile
-from pathlib import Path
 
 import pytest
 import yaml

@@ -66,7 +66,7 @@ def doctor_command(invocation: Invocation, url: str | None) -> ExitCode:
       shardcache --dir /local/nvme/shards doctor --json
     """
     console, findings = invocation.console, list[dict[str, str]]()
-    for each in _examine(invocation.upkeep().config, url):
+    for each in _examine(invocation.loaded().config, url):
         findings.append(each)
         level, text = each["level"], f"{each['subject']}  {each['found']}"
         if not (console.quiet and level == "ok"):

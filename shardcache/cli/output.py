@@ -26,13 +26,16 @@ from shardcache.units import format_duration
 
 if TYPE_CHECKING:
     from rich.console import Console as Terminal
-    from rich.console import RenderableType
+    from rich.console import ConsoleOptions, RenderableType, RenderResult
+    from rich.measure import Measurement
     from rich.table import Table
 
 #: Version of the JSON output.
 SCHEMA = 1
 #: Columns where there is no terminal: nothing is folded in a file.
 _UNLIMITED = 100_000
+#: rich's own are red, which is for what failed.
+_COLORS = {"bar.complete": "green", "bar.finished": "green", "progress.data.speed": "none"}
 
 
 @dataclass(slots=True)
@@ -70,12 +73,14 @@ class Console:
     def terminal(self, stream: TextIO) -> Terminal:
         """Make a console of rich's on ``stream``."""
         from rich.console import Console as Terminal
+        from rich.theme import Theme
 
         colored = self.colored(stream)
         return Terminal(
             file=stream,
             force_terminal=True if colored else None,
             color_system="standard" if colored else None,
+            theme=Theme(_COLORS),
             width=None if stream.isatty() else _UNLIMITED,
             highlight=False,
             emoji=False,
@@ -137,10 +142,36 @@ class Console:
         _write(sys.stderr, f"{self.styled(label, color, sys.stderr)}{shown}\n")
 
 
+@dataclass(frozen=True, slots=True)
+class Shortened:
+    """A URL, or the end of one, for rich: a narrow terminal takes its middle away."""
+
+    text: str
+
+    def __rich_measure__(self, terminal: Terminal, options: ConsoleOptions) -> Measurement:
+        from rich.measure import Measurement
+
+        return Measurement(1, min(len(self.text), options.max_width))
+
+    def __rich_console__(self, terminal: Terminal, options: ConsoleOptions) -> RenderResult:
+        from rich.text import Text
+
+        text, room = self.text, max(3, options.max_width)
+        if len(text) > room:
+            # The name with its slash, and before it as much as finds room.
+            name = min(len(text) - text.rfind("/"), room * 2 // 3)
+            text = f"{text[: room - 1 - name]}…{text[-name:]}"
+        yield Text(text, no_wrap=True, overflow="ellipsis")
+
+
 def text_table(
-    titles: Sequence[str], rows: Iterable[Sequence[str]], right: Container[str] = ()
+    titles: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    right: Container[str] = (),
+    *,
+    shorten: bool = False,
 ) -> Table:
-    """Aligned columns without lines; a narrow terminal folds the first one."""
+    """Aligned columns without lines; a narrow terminal folds the first one, or shortens it."""
     from rich.table import Table
     from rich.text import Text
 
@@ -148,8 +179,9 @@ def text_table(
     for number, title in enumerate(titles):
         table.add_column(title, no_wrap=number > 0, overflow="fold")
         table.columns[-1].justify = "right" if title in right else "left"
-    for row in rows:
-        table.add_row(*(Text(printable(cell)) for cell in row))
+    for first, *rest in rows:
+        name = Shortened(printable(first)) if shorten else Text(printable(first))
+        table.add_row(name, *(Text(printable(cell)) for cell in rest))
     return table
 
 

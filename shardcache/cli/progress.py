@@ -7,12 +7,13 @@ and how: nothing when quiet or with ``--no-progress``, no bar without a terminal
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from shardcache.cli.output import Console, printable
+from shardcache.cli.output import Console, Shortened, printable
 from shardcache.results import Event, Finished, Outcome, Planned, PrewarmPlan, Started
 from shardcache.units import format_bytes
 
@@ -21,7 +22,8 @@ LINE_EVERY = 10.0
 _REDRAW_EVERY = 0.2
 #: Rates are of the last seconds: fewer jump about, more hide a stall.
 _WINDOW = 8.0
-_BAR = 26
+#: Columns of a bar at most, and of what stands beside it before there is one.
+_BAR, _BESIDE = 26, 60
 #: Running shards shown below the bar.
 _SHOWN = 8
 
@@ -85,18 +87,21 @@ def _show(console: Console, positions: Callable[[], Positions], ended: threading
     class Description(progress.ProgressColumn):
         """A narrow terminal shortens it, and the bar; figures stay whole."""
 
-        def render(self, task: progress.Task) -> Text:
+        def render(self, task: progress.Task) -> Text | Shortened:
+            if task.fields["key"]:
+                return Shortened(task.description)
             return Text(task.description, no_wrap=True, overflow="ellipsis")
 
-    every = _REDRAW_EVERY if console.live else LINE_EVERY
+    every, terminal = _REDRAW_EVERY if console.live else LINE_EVERY, console.terminal(sys.stderr)
+    bar = min(_BAR, (terminal.width - _BESIDE) // 2)
     bars = progress.Progress(
-        *([progress.BarColumn(_BAR)] if console.live else []),
+        *([progress.BarColumn(bar)] if console.live and bar > 2 else []),
         Description(),
         progress.TaskProgressColumn("{task.percentage:.0f}%", table_column=Column(no_wrap=True)),
         progress.TransferSpeedColumn(Column(no_wrap=True)),
         "ETA",
         progress.TimeRemainingColumn(table_column=Column(no_wrap=True)),
-        console=console.terminal(sys.stderr),
+        console=terminal,
         auto_refresh=False,
         speed_estimate_period=max(_WINDOW, 3 * every),
         transient=True,
@@ -110,7 +115,7 @@ def _show(console: Console, positions: Callable[[], Positions], ended: threading
                 bars.remove_task(rows.pop(key))
             for key, at in found.items():
                 if key not in rows:
-                    rows[key] = bars.add_task(at.text, total=at.total)
+                    rows[key] = bars.add_task(at.text, total=at.total, key=key)
                 bars.update(rows[key], description=at.text, completed=at.done, total=at.total)
             if console.live:
                 bars.refresh()
@@ -125,6 +130,7 @@ class PrewarmProgress:
 
     def __init__(self) -> None:
         self._plan = PrewarmPlan((), {}, {}, 0, 0, 0)
+        self._common = 0  # characters with which all names begin: whole folders
         self._active: dict[str, Started] = {}
         self._sizes: dict[str, int] = {}  # of the shards to fetch, as far as they are known
         self._done = self._bytes = self._failed = 0
@@ -134,6 +140,8 @@ class PrewarmProgress:
         match event:
             case Planned(plan):
                 self._plan = plan
+                same = os.path.commonprefix([*map(str, plan.to_fetch)])  # noqa: RUF071 - URLs
+                self._common = same.rfind("/") + 1
                 self._sizes = {k: size for k, size in plan.sizes.items() if k not in plan.left_out}
             case Started(shard, _):
                 self._active[shard.key] = event
@@ -153,12 +161,13 @@ class PrewarmProgress:
         shards = max(len(self._plan.to_fetch) - len(self._plan.left_out), self._done)
         written = self._bytes + sum(started.status.written for started in active)
         total = sum(self._sizes.values()) if len(self._sizes) >= shards else None
-        text = f"{self._done:,}/{shards:,} shards, {format_bytes(written)}"
+        text = f"{self._done:,}/{shards:,} shards, "
+        text += f"{self._failed:,} failed, " if self._failed else ""
+        text += format_bytes(written)
         text += f" of {format_bytes(total)}" if total is not None else ""
-        text += f", {self._failed:,} failed" if self._failed else ""
         found = {"": Position(text, written, total)}
         for shard, status in active[:_SHOWN]:
-            name = printable(shard.basename)
+            name = printable(str(shard)[self._common :])
             if status.size is None:  # still connecting, or another process has the shard's lock
                 found[shard.key] = Position(f"{name}  waiting")
             else:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import select
 import sys
+import termios
 import time
+import tty
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -19,7 +23,7 @@ from shardcache import clock
 from shardcache.cache import Cache
 from shardcache.cli.entries import Row, gauge, partials, tiers
 from shardcache.cli.main import Invocation, command, number_option
-from shardcache.cli.output import counted, printable, short_duration, text_table
+from shardcache.cli.output import counted, short_duration, text_table
 from shardcache.cli.stats import ROW_TITLES, cells
 from shardcache.clock import utc
 from shardcache.config import Config
@@ -31,9 +35,12 @@ from shardcache.units import format_rate
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.live import Live
 
 #: Intervals that a rate is of: processes write their counters once a second only.
 _SMOOTH = 3
+#: Share of its limit from which a cache is nearly full: it evicts or streams soon.
+_NEARLY_FULL = 0.9
 #: Seconds of statistics that are read each time: the last minutes of every process are in them.
 _WINDOW = 3600.0
 
@@ -63,16 +70,24 @@ class Watcher:
     def __init__(self, cache: Cache, config: Callable[[], Config] | None = None) -> None:
         self._cache = cache
         self._config = config or (lambda: cache.config)
-        self._samples: deque[tuple[float, dict[Any, Sample]]] = deque(maxlen=_SMOOTH + 1)
-        self._written: dict[str, int] = {}
+        #: When it was, what had been counted, and how much of each partial had been written.
+        self._looks: deque[tuple[float, dict[Any, Sample], dict[str, int]]] = deque(
+            maxlen=_SMOOTH + 1
+        )
 
     def look(self) -> Activity:
         """The cache at this moment."""
-        now, kept = clock.monotonic(), self._samples
-        last = kept[-1][0] if kept else now
-        samples = self._cache.samples(_WINDOW)
-        kept.append((now, {(each.start, each.rank): each for each in samples}))
-        (began, before), (_, after) = kept[0], kept[-1]
+        now, kept = clock.monotonic(), self._looks
+        after = {(each.start, each.rank): each for each in self._cache.samples(_WINDOW)}
+        live = [row for row in partials(self._cache) if row["state"] == "live"]
+        kept.append((now, after, {row["dir"]: row["written_bytes"] for row in live}))
+        for row in live:
+            # Blocks of a slow fetch come one by one, so its rate is of several looks, too.
+            name = row["dir"]
+            at, written = next((at, seen[name]) for at, _, seen in kept if name in seen)
+            row["bytes_per_second"] = max(0, row["written_bytes"] - written) / max(1e-3, now - at)
+            row["url"] = row["url"] or row["key"]
+        began, before, _ = kept[0]
         changed = [
             replace(each, counters=each.counters - before[key].counters) if key in before else each
             for key, each in after.items()
@@ -83,19 +98,10 @@ class Watcher:
             processes=len(live_sessions(self._cache.processes.here().home.node)),
             total=summed(changed),
             ranks={rank: each for rank, each in by_rank(changed).items() if each.opens},
-            fetches=self._fetches(now - last),
+            fetches=sorted(live, key=lambda row: (-row["written_bytes"], row["url"])),
             tiers=list(tiers(self._cache, self._config())),
             waits=self._waits(),
         )
-
-    def _fetches(self, seconds: float) -> list[Row]:
-        live = [row for row in partials(self._cache) if row["state"] == "live"]
-        before, self._written = self._written, {row["dir"]: row["written_bytes"] for row in live}
-        for row in live:
-            more = row["written_bytes"] - before.get(row["dir"], row["written_bytes"])
-            row["bytes_per_second"] = max(0, more) / seconds if seconds else 0.0
-            row["url"] = row["url"] or row["key"]
-        return sorted(live, key=lambda row: (-row["written_bytes"], row["url"]))
 
     def _waits(self) -> list[Row]:
         now, found = clock.time(), list[Row]()
@@ -132,8 +138,8 @@ def _process(holder: Holder) -> Row:
 def top_command(invocation: Invocation, interval: float, count: int | None) -> None:
     """Watch rates, fetches in flight and how full the cache is.
 
-    Until it is interrupted. Without a terminal each look is printed below the last one. As JSON
-    it is one look, or with --count a line for each.
+    Until q or Ctrl-C. Without a terminal each look is printed below the last one. As JSON it is
+    one look, or with --count a line for each.
 
     \b
     Examples:
@@ -142,60 +148,96 @@ def top_command(invocation: Invocation, interval: float, count: int | None) -> N
     """
     console = invocation.console
     count = count or (1 if console.json else None)
-    with invocation.cache() as cache, contextlib.suppress(KeyboardInterrupt):
-        title = f"shardcache top  {printable(str(cache.dir))}"
+    with invocation.cache() as cache, contextlib.suppress(KeyboardInterrupt), ExitStack() as stack:
         watcher = Watcher(cache, lambda: invocation.upkeep().config)
-        activities = _watch(watcher, interval, count)
-        if console.live and not console.json:
+        activity = watcher.look()  # rates are of what changes from now on
+        display: Live | None = None
+        wait: Callable[[float], bool | None] = time.sleep
+        if console.live and sys.stdout.isatty() and not console.json:
             from rich.live import Live
 
-            terminal = console.terminal(sys.stdout)
-            with Live(f"{title}  ...", console=terminal, auto_refresh=False) as live:
-                for activity in activities:
-                    live.update(frame(activity, title), refresh=True)
-            return
-        for activity in activities:
+            wait = stack.enter_context(_keys())
+            display = Live(
+                frame(activity), console=console.terminal(sys.stdout), auto_refresh=False
+            )
+            stack.callback(display.stop)  # also if the interrupt comes while it starts
+            display.start(refresh=True)
+        for _ in itertools.count() if count is None else range(count):
+            if wait(interval):
+                break
+            activity = watcher.look()
             console.object("top", activity, ranks=rank_records(activity.ranks))
-            if not console.json:
-                console.render(frame(activity, title))
+            if display is not None:
+                display.update(frame(activity), refresh=True)
+            elif not console.json:
+                console.render(frame(activity))
 
 
-def _watch(watcher: Watcher, interval: float, count: int | None) -> Iterator[Activity]:
-    watcher.look()  # rates are of what changes from now on
-    for _ in itertools.count() if count is None else range(count):
-        time.sleep(interval)
-        yield watcher.look()
+@contextlib.contextmanager
+def _keys() -> Iterator[Callable[[float], bool | None]]:
+    """Give a function that waits for so many seconds, or until ``q`` is typed, which it tells.
+
+    Without a keyboard it only waits.
+    """
+    if sys.stdin is None or not sys.stdin.isatty() or _in_background():
+        yield time.sleep
+        return
+
+    def wait(seconds: float) -> bool:
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            if select.select([0], [], [], left)[0] and os.read(0, 1) in (b"q", b"Q", b""):
+                return True
+        return False
+
+    before = termios.tcgetattr(0)
+    try:
+        tty.setcbreak(0)  # keys come as they are typed, and are not echoed
+        yield wait
+    finally:
+        termios.tcsetattr(0, termios.TCSADRAIN, before)
 
 
-def frame(activity: Activity, title: str) -> RenderableType:
+def _in_background() -> bool:
+    """Whether the kernel would stop us for changing the terminal, as under ``timeout``."""
+    try:
+        return os.tcgetpgrp(0) != os.getpgrp()
+    except OSError:  # no job control on this terminal
+        return False
+
+
+def frame(activity: Activity) -> RenderableType:
     """An activity for people."""
     from rich.console import Group
     from rich.text import Text
 
     using = counted(activity.processes, "process", "processes")
-    gauges = [Text(gauge(tier), no_wrap=True, overflow="ellipsis") for tier in activity.tiers]
+    head = f"  {activity.at.astimezone():%H:%M:%S}  {using}\n"
+    parts: list[RenderableType] = [Text.assemble(("shardcache top", "bold"), head)]
+    for tier in activity.tiers:
+        full = tier["max_size"] and tier["bytes"] > _NEARLY_FULL * tier["max_size"]
+        parts.append(text := Text(gauge(tier)))
+        text.highlight_regex(r"(?<= \[)#+(?=-*\] )", "yellow" if full else "green")
     counted_by = {"all": activity.total, **(activity.ranks if len(activity.ranks) > 1 else {})}
     rates = [[rank, *cells(found, activity.seconds or 1.0)] for rank, found in counted_by.items()]
-    flying = counted(len(activity.fetches), "fetch", "fetches")
-    parts: list[RenderableType] = [
-        Text(f"{title}  {activity.at.astimezone():%H:%M:%S}  {using}\n", no_wrap=True),
-        *gauges,
-        text_table(["RANK", *ROW_TITLES], rates, ROW_TITLES),
-        Text(f"\n{flying} in flight"),
-    ]
+    parts.append(text_table(["RANK", *ROW_TITLES], rates, ROW_TITLES))
+    flying = counted(len(activity.fetches), "fetch", "fetches") + " in flight"
+    parts.append(Text(f"\n{flying}", "green" if activity.fetches else ""))
     if activity.fetches:
         rows = [
             [each["url"], _share(each), format_rate(each["bytes_per_second"]), _name(each)]
             for each in activity.fetches
         ]
-        parts.append(text_table(["SHARD", "DONE", "RATE", "WHO"], rows, ["DONE", "RATE"]))
+        titles = ["SHARD", "DONE", "RATE", "WHO"]
+        parts.append(text_table(titles, rows, ["DONE", "RATE"], shorten=True))
     if activity.waits:
         rows = []
         for each in activity.waits:
             names = _name(each), _name(each["holder"] or {})
             rows.append([each["url"], *names, short_duration(each["seconds"])])
-        titles = ["WAITS", "WHO", "FOR WHOM", "SINCE"]
-        parts.append(text_table(titles, rows, ["SINCE"]))
+        parts.append(Text(f"\n{counted(len(rows), 'waiter')}", "yellow"))
+        titles = ["SHARD", "WHO", "FOR WHOM", "SINCE"]
+        parts.append(text_table(titles, rows, ["SINCE"], shorten=True))
     return Group(*parts)
 
 

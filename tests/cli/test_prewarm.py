@@ -126,7 +126,7 @@ def test_progress_follows_events_and_running_fetches():
         progress(Finished(shard, ShardResult("u", Outcome.FETCHED, 1000, received=1000)))
     progress(Finished(SHARDS[11], ShardResult("u", Outcome.FAILED, 1000)))
     (whole,) = progress.positions().values()
-    assert whole.text == "11/13 shards, 11.0 KB of 13.0 KB, 1 failed"
+    assert whole.text == "11/13 shards, 1 failed, 11.0 KB of 13.0 KB"
 
 
 def test_a_report_in_words():

@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.clitools import Screen, run_process
 from tests.support.storetools import PATIENCE
+from tests.support.tars import make_tar
 
 
 def test_without_a_terminal_there_is_no_bar_no_escape_and_no_prompt(spec, bucket, tmp_path):
@@ -38,6 +39,20 @@ def test_a_terminal_shows_live_progress_and_an_interrupt_gives_the_cursor_back(s
         assert screen.command.process.wait(PATIENCE) == 130
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
     assert "run the same command to go on" in text
+
+
+@pytest.mark.parametrize("columns", [60, 110])
+def test_progress_tells_shards_of_one_name_apart(
+    columns, s3, bucket, s3_environment, proxy, tmp_path
+):
+    folders = ("imagenet-21k/training", "laion-aesthetics/training")
+    for folder in folders:
+        s3.put(bucket, f"datasets/{folder}/train-0000.tar", make_tar(0, 3000, 700))
+    proxy.pause(after=1_200_000)
+    specs = [f"s3://{bucket}/datasets/{folder}/train-0000.tar" for folder in folders]
+    with Screen("prewarm", *specs, directory=tmp_path / "cache", columns=columns) as screen:
+        for folder in folders:
+            screen.read(until=rf"{folder[:15]}\S*/train-0000\.tar +\d+%")
 
 
 @pytest.mark.parametrize("option", ["--no-progress", "-q", "TERM=dumb"])

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
+import termios
 import threading
+
+import pytest
 
 from shardcache.cli.output import Console
 from shardcache.cli.top import Watcher, frame
@@ -51,7 +55,7 @@ def test_a_fetch_in_flight_is_shown_with_who_makes_it(
     watcher = Watcher(cache)
 
     def shown():
-        Console().render(frame(watcher.look(), "top"))
+        Console().render(frame(watcher.look()))
         return capsys.readouterr().out.splitlines()
 
     with cache.open(URL) as stream:
@@ -78,3 +82,23 @@ def test_on_a_terminal_it_redraws_and_leaves_the_last_look(make_cache):
         text = screen.read()
         assert screen.command.process.wait(PATIENCE) == 0
     assert text.count("0 fetches in flight") >= 2 and "\x1b[1A" in text  # the cursor goes up again
+    assert "\x1b[1mshardcache top" in text
+
+
+@pytest.mark.parametrize(("leave", "code"), [("q", 0), (signal.SIGINT, 130)])
+def test_q_and_an_interrupt_leave_quietly_and_give_the_terminal_back(make_cache, leave, code):
+    cache = make_cache()
+    cache.pin(URL)
+    with Screen("top", "--interval", "3600", directory=cache.dir) as screen:
+        before = termios.tcgetattr(screen.leader)
+        screen.read(until="0 fetches in flight")
+        assert termios.tcgetattr(screen.leader) != before  # keys are not echoed
+        if leave == "q":
+            screen.type("xq")
+        else:
+            os.killpg(screen.command.process.pid, leave)
+        text = screen.read()
+        assert screen.command.process.wait(PATIENCE) == code
+        assert termios.tcgetattr(screen.leader) == before
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+    assert "rror" not in text and "interrupted" not in text

@@ -20,7 +20,7 @@ from typing import Any
 
 import click
 
-from shardcache.cli.entries import gauge, tiers
+from shardcache.cli.entries import Row, tiers
 from shardcache.cli.main import Invocation, command, flag, since_option
 from shardcache.cli.output import Console, counted, local_time, percentage, short_duration
 from shardcache.clock import utc
@@ -112,10 +112,10 @@ def stats_command(
 
 def _write(path: Path, text: str) -> None:
     """Write a file all at once, so that nobody reads half of it."""
-    if path.exists() and not path.is_file():  # /dev/stdout, a pipe
-        path.write_text(text, "utf-8")
-        return
     try:
+        if path.exists() and not path.is_file():  # /dev/stdout, a pipe
+            path.write_text(text, "utf-8")
+            return
         with atomic_write(path, "w", sync=False) as file:
             file.write(text)
     except OSError as exn:  # it names the temporary file
@@ -229,7 +229,7 @@ def report_command(invocation: Invocation, since: float | None, output: Path) ->
       shardcache report --since 24h -o /var/www/html/shardcache.html
     """
     with invocation.cache(loaded=invocation.upkeep()) as cache:
-        samples, gauges = cache.samples(since), map(gauge, tiers(cache, cache.config))
+        samples, gauges = cache.samples(since), map(_meter, tiers(cache, cache.config))
         total = summed(samples)
         span = "Nothing was counted"
         if total.since is not None and total.until is not None:
@@ -241,7 +241,8 @@ def report_command(invocation: Invocation, since: float | None, output: Path) ->
             version=__version__,
             made=local_time(utc(time.time())),
             span=span,
-            figures=html.escape("\n".join([figures(total), *gauges])),
+            tiers="\n".join(gauges),
+            figures=html.escape(figures(total)),
             charts=_charts(samples) if samples else "",
             ranks="\n".join(
                 f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in line)}</tr>"
@@ -252,6 +253,16 @@ def report_command(invocation: Invocation, since: float | None, output: Path) ->
     size, console = len(text.encode()), invocation.console
     console.object("report", path=output, size=size)
     console.info(f"wrote {output}, {format_bytes(size)}")
+
+
+def _meter(tier: Row) -> str:
+    """How full a tier is, as HTML."""
+    used, most = tier["bytes"], tier["max_size"]
+    text = f"{tier['dir']}: {counted(tier['shards'], 'shard')}, {format_bytes(used)}"
+    if not most:
+        return f"<p>{html.escape(text)}</p>"
+    text += f" of {format_bytes(most)} ({used / most:.0%})"
+    return f'<p>{html.escape(text)} <meter max="{most}" value="{used}"></meter></p>'
 
 
 def _charts(samples: Sequence[Sample]) -> str:
@@ -286,31 +297,46 @@ def _charts(samples: Sequence[Sample]) -> str:
             charts[title] = unit, found
     rcParams["svg.hashsalt"] = "shardcache"  # the same page for the same figures
     rcParams["svg.fonttype"] = "none"  # text, in the fonts of the page
-    figure = Figure(figsize=(8.4, 2.4 * len(charts)), layout="constrained")
-    x, width = [dates.date2num(utc(start)) for start in groups], 0.8 * step / 86400
-    zone = datetime.now().astimezone().tzinfo
-    every = figure.subplots(len(charts), squeeze=False).flat
-    for axes, (title, (unit, series)) in zip(every, charts.items(), strict=True):
-        below = [0.0] * len(x)
+    zone, drawings = datetime.now().astimezone().tzinfo, list[str]()
+    x, width = [dates.date2num(utc(start)) for start in groups], step / 86400
+    for title, (unit, series) in charts.items():
+        figure = Figure(figsize=(4.8, 2.4), layout="constrained")  # inches; legible on a phone
+        axes, below = figure.subplots(), [0.0] * len(x)
         for (name, values), color in zip(series.items(), _COLORS, strict=False):
             if unit == "%":
                 axes.plot(x, values, marker=".", label=name, color=color)
             else:
-                axes.bar(x, values, width, below, label=name, color=color, align="edge")
+                axes.bar(x, values, 0.8 * width, below, label=name, color=color)
                 below = [a + b for a, b in zip(below, values, strict=True)]
-        axes.set_title(title, loc="left", color=_GREY)
-        axes.set_ylim(0, 105 if unit == "%" else None)
+        axes.set_title(
+            title, loc="left", color=_GREY, fontsize=11, pad=20 if len(series) > 1 else 6
+        )
+        steps = ticker.MaxNLocator(4, steps=[1, 2, 5, 10], integer=True)
+        labels = range(0, 101, 20) if unit == "%" else steps.tick_values(0, max(below))
+        axes.set_yticks(labels)
+        axes.set_ylim(0, labels[-1] * 1.02)  # no bar is higher than the last label
         axes.yaxis.set_major_formatter(ticker.EngFormatter(unit=unit))
-        axes.yaxis.set_major_locator(ticker.MaxNLocator(5, integer=True))
-        locator = dates.AutoDateLocator(tz=zone)
+        axes.set_xlim(x[0] - width, x[-1] + width)
+        locator = dates.AutoDateLocator(tz=zone, minticks=min(3, len(x)), maxticks=6)
         axes.xaxis.set_major_locator(locator)
         axes.xaxis.set_major_formatter(dates.ConciseDateFormatter(locator, tz=zone))
-        axes.tick_params(colors=_GREY, labelsize=8)
+        axes.tick_params(colors=_GREY, labelsize=9)
         axes.grid(axis="y", color=_GREY, alpha=0.25, linewidth=0.6)
         axes.spines[:].set_visible(False)
         if len(series) > 1:
-            above = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": len(series)}
-            axes.legend(**above, frameon=False, fontsize=8, labelcolor=_GREY)
-    drawn = io.StringIO()
-    figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None})
-    return drawn.getvalue()[drawn.getvalue().index("<svg") :]
+            axes.legend(
+                loc="lower left",
+                bbox_to_anchor=(0, 1),
+                ncols=len(series),
+                frameon=False,
+                fontsize=8,
+                labelcolor=_GREY,
+                handlelength=0.7,
+                columnspacing=0.9,
+                borderaxespad=0,
+                borderpad=0.2,
+            )
+        drawn = io.StringIO()
+        figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None})
+        drawings.append(drawn.getvalue()[drawn.getvalue().index("<svg") :])
+    return "\n".join(drawings)

@@ -186,7 +186,8 @@ def _keys() -> Iterator[Callable[[float], bool | None]]:
     def wait(seconds: float) -> bool:
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
-            if select.select([0], [], [], left)[0] and os.read(0, 1) in (b"q", b"Q", b""):
+            # Not longer: an interrupt just before select begins is handled when it ends.
+            if select.select([0], [], [], min(left, 1.0))[0] and os.read(0, 1) in (b"q", b"Q", b""):
                 return True
         return False
 

@@ -34,7 +34,15 @@ def test_the_page_needs_nothing_from_elsewhere_and_shows_what_was_counted(run, s
     assert not re.search(r"""\b(src|href)=["'][^#]""", html)
     text = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", html))
     streamed = f"Streamed {format_bytes(3 * shop.size)} (3 shards)", "Bytes streamed past the cache"
-    facts = ("Opens 12 ", "100% 3 shards", "1 asked", "Where bytes came from", *streamed)
+    facts = (
+        "Opens 12 ",
+        f"{shop.path}: 3 shards",
+        "(100%)",
+        "0 5 10 15 Opens",
+        "1 asked",
+        "Where bytes came from",
+        *streamed,
+    )
     assert [fact for fact in facts if fact not in text] == []
 
 

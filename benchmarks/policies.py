@@ -109,8 +109,8 @@ _ABOUT = """\
 
 # Policies
 
-What part of the reads is served from a cache that is smaller than the data, behind the first epoch:
-real caches of {shards} shards, {epochs} epochs. The optimum knows what will be read.
+Which part of the reads, after the first epoch, comes from a cache that is smaller than the data:
+real caches of {shards} shards, {epochs} epochs. The optimum knows all future reads.
 
 """
 

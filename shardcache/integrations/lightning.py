@@ -38,14 +38,13 @@ _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
 class ShardCacheHooks:
-    """The hooks themselves, for a training loop of one's own.
+    """The hooks of ``ShardCacheCallback``, for training loops without Lightning.
 
     Args:
-        cache: what the loaders read through.
-        shards: a WebDataset specification, or several, in the order in which they are read.
-        prewarm: how many of them to have before training begins, the rest comes as it is
-            read; 0 for none, None for all.
-        makedirs: directories that the run writes to, made before it begins.
+        cache: the cache of the loaders.
+        shards: one WebDataset specification or several, in the order in which they are read.
+        prewarm: how many of the shards to fetch before training begins; None fetches all.
+        makedirs: directories to make before training begins.
 
     Raises:
         ConfigError: ``prewarm`` is no number of shards.
@@ -68,7 +67,7 @@ class ShardCacheHooks:
         self._before: Counter[str] | None = None
 
     def setup(self, trainer: Any = None, pl_module: Any = None, stage: str | None = None) -> None:
-        """Make the directories; in the first rank of a node have the first shards.
+        """Make the directories; the first rank of a node fetches the first shards.
 
         Raises:
             OSError: a directory cannot be made; see `sync.makedirs`.
@@ -82,16 +81,16 @@ class ShardCacheHooks:
             self._before = self._counted()
 
     def on_train_epoch_end(self, trainer: Any = None, pl_module: Any = None) -> None:
-        """Log what was done since the last one ended; see `metrics`."""
+        """Log `metrics` of the epoch."""
         if pl_module is not None and (metrics := self.metrics()):
             pl_module.log_dict(metrics, rank_zero_only=True)
 
     def metrics(self) -> dict[str, float]:
-        """What the node's processes did since this was last asked, or since `setup`.
+        """What the node's processes did since the last call, or since `setup`.
 
-        From end to end of epochs, because Lightning has the loader begin before it says that an
-        epoch begins. What workers counted last may be logged with the next epoch: they write it
-        down once a second.
+        Lightning starts the loader before it says that an epoch begins, so an epoch counts from
+        the end of the one before. Workers write down their counts once a second; the last ones
+        may be logged with the next epoch.
         """
         before, self._before = self._before, self._counted()
         if self._before is None or before is None:

@@ -51,16 +51,15 @@ def observe(
 ) -> None:
     """Offer what a cache counts as observable metrics named ``shardcache.*``.
 
-    Each value bears the cache's directory as the attribute ``dir``; caches of one directory are
-    added up. The cache is not kept by it.
+    Each value has the cache's directory as the attribute ``dir``; caches of one directory are
+    added up. This does not keep the cache alive.
 
     Args:
-        cache: whose.
-        node: all that the processes of this node have counted, by any configuration of the
-            directory, and not what this process has: from the directory's database, which
-            takes some milliseconds per collection. One process of a node is to do so, with one
-            cache of the directory.
-        meter_provider: the default is the one that is set globally.
+        cache: the cache.
+        node: offer the counts of all processes of this node, not of this one alone. They come
+            from the directory's database, which takes some milliseconds per collection. Use it
+            in one process of a node, with one cache of the directory.
+        meter_provider: the default is the global one.
 
     Raises:
         ConfigError: the package ``opentelemetry-api`` is missing, or the cache counts nothing.

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 
 class LocalNames:
-    """Names shards of a cache for wids; see the module.
+    """Gives wids the paths of cached shards: its argument ``localname``.
 
     Args:
         cache: fetches and keeps the shards.
-        directory: where the links are; made if need be. It holds links and wids' lock files
-            alone, and may be removed when no process uses it.
+        directory: for links to the shards and for wids' lock files; made if it does not exist.
+            It may be removed when no process uses it.
     """
 
     def __init__(self, cache: Cache, directory: str | os.PathLike[str]) -> None:
@@ -41,11 +41,10 @@ class LocalNames:
         return type(self), (self.cache, self.directory)
 
     def __call__(self, url: str) -> str:
-        """A path of the shard, which is in the cache and pinned until the next call.
+        """A path of the shard, which stays in the cache until this thread's next call.
 
         Raises:
-            As `Cache.pinned`: a path needs a stored shard.
-            OSError: the directory cannot be written.
+            OSError: the directory cannot be written. For other errors see `Cache.pinned`.
         """
         with contextlib.ExitStack() as pin:
             path = pin.enter_context(self.cache.pinned(url))

@@ -61,7 +61,7 @@ def prewarm(
     """Bring shards into the cache before they are needed.
 
     Args:
-        cache: where to.
+        cache: the cache to fill.
         urls: one shard specification or several, see `expand`: URLs, ``{braces}``, globs and
             prefixes. What `Cache.parse` returned is not expanded.
         share: only the shards that one node's ranks read.
@@ -74,9 +74,9 @@ def prewarm(
         limit_rate: most bytes per second of all connections together: a number, or text such
             as ``"50MB"``.
         refresh: ask origins for the cached shards, and fetch those that they have replaced.
-            Running jobs go on with the version that they read.
-        processes: so many share the work; the others are forked at once, so for programs without
-            threads only.
+            Open streams go on with the version that they read.
+        processes: how many processes share the work. The others are forked at once, so give more
+            than 1 only in programs without threads.
         on_event: called with each event, in the calling thread; must not block.
         stop: set it, from any thread or signal handler, to end early.
 

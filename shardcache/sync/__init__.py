@@ -1,7 +1,7 @@
 """The races that training scripts keep losing on a cluster: ``from shardcache import sync``.
 
-    sync.makedirs("/nfs/run/trace")                   a directory, whoever makes it; it is visible
-    sync.wait_for("/nfs/run/ckpt", by="rank 0")       what another rank makes, with a deadline
+    sync.makedirs("/nfs/run/trace")                   a directory that every process here can see
+    sync.wait_for("/nfs/run/ckpt", by="rank 0")       a path that another rank makes
     sync.once("unpack", unpack, archive, per="node")  one rank works, the others get its result
     sync.barrier("checkpoint")                        no rank goes on before all have come
     with sync.atomic_write("/nfs/run/best.pt") as f:  a file that is complete or absent
@@ -9,7 +9,7 @@
     sync.rank(), sync.world_size()
 
 It works with any launcher, with and without torch; docs/sync.md says what each promises. The room
-uses `locks` and what is below it.
+uses `locks` and the rooms below it.
 """
 
 from __future__ import annotations

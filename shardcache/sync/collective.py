@@ -86,7 +86,7 @@ def once(
         again: run it once more; the n-th ``again`` of all ranks is one run. A call that timed
             out does not count.
         timeout: most seconds to wait for another rank (30 min), or text such as ``10m``; None
-            waits for ever.
+            waits without end.
         lease: seconds (90) without a heartbeat after which a runner counts as dead.
         dir: a directory in which the ranks meet; else torch's store, ``SHARDCACHE_SYNC_DIR``, or
             a directory of the node.
@@ -209,7 +209,7 @@ def barrier(
 
     Args:
         name: of the barrier; the same on all ranks.
-        timeout: seconds, or text such as ``10m``; None waits for ever.
+        timeout: seconds, or text such as ``10m``; None waits without end.
         dir: a directory in which the ranks meet; see `once`.
         job: a name of this run, in place of the launcher's job id. No other run may have had it
             in that directory: its ranks would count.

@@ -171,7 +171,7 @@ def wait_for(
 
     Args:
         what: a path, or several.
-        timeout: seconds, or text such as ``10m``; None waits for ever.
+        timeout: seconds, or text such as ``10m``; None waits without end.
         by: who should make it, such as ``rank 0``: for the error.
 
     Returns:

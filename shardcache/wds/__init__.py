@@ -1,7 +1,6 @@
-"""WebDataset's ways in: the opener, and a tar walk that is faster than its own.
+"""WebDataset: stages that read shards through a cache, and archives faster than its own.
 
-Others import `attach`, `url_opener`, `register`, `tar_files` and `tar_samples`. The room uses
-`cache` and what lies below it.
+The room uses `cache` and the rooms below it.
 """
 
 from shardcache.wds.attach import attach, url_opener

@@ -43,8 +43,8 @@ def url_opener(
         **_gopen_options: accepted for compatibility; they tune WebDataset's pipes.
 
     Yields:
-        The same dicts with ``stream``. Not with a ``local_path``, which only shards have that are
-        cached: of samples with different fields no batch can be made.
+        The same dicts with ``stream``, but without ``local_path``. Only cached shards have a path,
+        and a batch needs samples with the same fields.
 
     Raises:
         Whatever ``handler`` raises; by default see `Cache.open`.

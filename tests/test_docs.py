@@ -21,12 +21,12 @@ from tests.support.trainingtools import ROOT, DataSet, programs, run
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")]
 BLOCKS = {
     str(page.relative_to(ROOT)): re.findall(
-        r"^```(\w*)\n(.*?)^```$", page.read_text("utf-8"), re.DOTALL | re.M
+        r"^ *```(\w*)\n(.*?)^ *```$", page.read_text("utf-8"), re.DOTALL | re.M
     )
     for page in PAGES
     if page.name != "integrations.md"
 }
-#: What a page has that this machine has not: a cluster of one node; and nothing is installed.
+#: Slurm with one node, and a pip that installs nothing.
 STUBS = {
     "pip": '[[ "$*" == "install shardcache"* ]]',
     "srun": '[[ $1 == --ntasks=1 ]] && shift 2\nexec "$@"',

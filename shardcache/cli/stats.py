@@ -285,7 +285,9 @@ def _charts(samples: Sequence[Sample]) -> str:
     sums = [*map(summed, groups.values())]
     rates = [math.nan if each.hit_rate is None else 100 * each.hit_rate for each in sums]
     sources = {"cache": "bytes_saved", "origin": "bytes_origin", "upstreams": "bytes_upstream"}
-    charts: dict[str, tuple[str, dict[str, list[Any]]]] = {"Hit rate": ("%", {"hits": rates})}
+    charts: dict[str, tuple[str, dict[str, list[Any]]]] = {}
+    if any(each.opens for each in sums):
+        charts["Hit rate"] = "%", {"hits": rates}
     for title, unit, names in (
         ("Opens", "", {name: name for name in OUTCOMES}),
         ("Where bytes came from", "B", sources),
@@ -293,7 +295,7 @@ def _charts(samples: Sequence[Sample]) -> str:
         ("Bytes evicted", "B", {"evicted": "bytes_evicted"}),
     ):
         found = {label: [getattr(each, name) for each in sums] for label, name in names.items()}
-        if found := {label: values for label, values in found.items() if any(values)}:
+        if any(map(any, found.values())):
             charts[title] = unit, found
     rcParams["svg.hashsalt"] = "shardcache"  # the same page for the same figures
     rcParams["svg.fonttype"] = "none"  # text, in the fonts of the page
@@ -305,7 +307,7 @@ def _charts(samples: Sequence[Sample]) -> str:
         for (name, values), color in zip(series.items(), _COLORS, strict=False):
             if unit == "%":
                 axes.plot(x, values, marker=".", label=name, color=color)
-            else:
+            elif any(values):  # the others keep their colours
                 axes.bar(x, values, 0.8 * width, below, label=name, color=color)
                 below = [a + b for a, b in zip(below, values, strict=True)]
         axes.set_title(

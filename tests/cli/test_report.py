@@ -54,6 +54,15 @@ def test_an_empty_cache_has_a_page_too_and_names_are_escaped(run, tmp_path):
     assert "Nothing was counted" in page.read_text() and "<b>cache" not in page.read_text()
 
 
+def test_a_chart_of_one_source_says_which(run, shop, tmp_path):
+    with Cache(shop.path.with_name("other"), cache_local=True, min_free=0) as cache:
+        cache.fetch(shop.urls[0])
+    page = tmp_path / "report.html"
+    assert run("--dir", cache.dir, "report", "-o", page)[0] == 0
+    labels = re.findall(r">([^<>]+)</text>", page.read_text())
+    assert "origin" in labels and "cache" not in labels and "Hit rate" not in labels
+
+
 def test_without_matplotlib_it_says_what_to_install(run, shop, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, _, err = run("--dir", shop.path, "report", "-o", tmp_path / "r.html")

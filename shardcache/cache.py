@@ -211,7 +211,7 @@ class Cache:
             status: is kept up to date during the download.
 
         Returns:
-            The entry: path, size in bytes, version.
+            The entry: its `data` is the path of the shard, its `size` in bytes.
         """
         return self.opener.fetch(self._one(url), status)[0]
 

@@ -51,11 +51,17 @@ class Waits:
 
 @dataclass(frozen=True, repr=False)
 class Stats(Counts):
-    """A sum; see the module."""
+    """What processes counted between two moments.
 
-    since: float | None  #: when it begins, seconds since the epoch; None if nothing was counted
-    until: float | None  #: when it ends
-    waits: Mapping[str, Waits]  #: by what was waited for (`counters.WAITS`)
+    Attributes:
+        since: the first, in seconds since the epoch; None if nothing was counted.
+        until: the last, likewise.
+        waits: how long readers waited, by what they waited for: disk, lock or network.
+    """
+
+    since: float | None
+    until: float | None
+    waits: Mapping[str, Waits]
 
     @property
     def counters(self) -> dict[str, int]:
@@ -94,7 +100,7 @@ class Stats(Counts):
 
     @property
     def all_waits(self) -> Waits:
-        """Of every kind."""
+        """The waits of every kind together."""
         total: Counter[int] = Counter()
         for found in self.waits.values():
             total.update(found.buckets)

@@ -133,14 +133,16 @@ def readable() -> Iterator[None]:
 
 
 class Entry(NamedTuple):
-    """A published shard. A tuple, and its path a text: a scan makes them by the hundred thousand.
+    """A published shard.
+
+    A tuple, and its directory a `str`, because a scan makes a hundred thousand of them.
 
     Attributes:
-        directory: where it is.
-        key: key of its URL.
-        version: version of the object.
-        size: bytes of the data.
-        used: wall-clock seconds of the last use, to `touch_interval`.
+        directory: the directory of the entry, which holds the shard and its sidecar.
+        key: the key of the URL.
+        version: the version of the object.
+        size: bytes of the shard.
+        used: the last use, in seconds since the epoch, as exact as `touch_interval`.
     """
 
     directory: str
@@ -158,7 +160,7 @@ class Entry(NamedTuple):
 
     @property
     def path(self) -> Path:
-        """Its directory."""
+        """The directory of the entry."""
         return Path(self.directory)
 
     @property
@@ -197,7 +199,7 @@ class Entry(NamedTuple):
 
     @property
     def data(self) -> Path:
-        """The shard itself.
+        """The path of the shard itself.
 
         Raises:
             DamagedError: it has no data file.

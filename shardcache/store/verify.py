@@ -52,13 +52,21 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was found of one entry."""
+    """What `Cache.verify` found of one entry.
+
+    Attributes:
+        entry: the entry.
+        url: the URL of its shard; None if the sidecar does not tell.
+        state: the finding.
+        reason: why it is not ok.
+        set_aside: whether the entry was set aside, so that the next reader fetches the shard anew.
+    """
 
     entry: Entry
-    url: str | None  #: its shard; None where the sidecar does not tell
+    url: str | None
     state: State
-    reason: str = ""  #: why it is not ok
-    set_aside: bool = False  #: so that the next reader fetches the shard anew
+    reason: str = ""
+    set_aside: bool = False
 
 
 @dataclass(slots=True)

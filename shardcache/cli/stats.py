@@ -118,7 +118,7 @@ def _write(path: Path, text: str) -> None:
             return
         with atomic_write(path, "w", sync=False) as file:
             file.write(text)
-    except OSError as exn:  # it names the temporary file
+    except OSError as exn:  # it names the temporary file, or none
         raise OSError(exn.errno, exn.strerror, str(path)) from exn
 
 
@@ -324,6 +324,7 @@ def _charts(samples: Sequence[Sample]) -> str:
         axes.xaxis.set_major_formatter(dates.ConciseDateFormatter(locator, tz=zone))
         axes.tick_params(colors=_GREY, labelsize=9)
         axes.grid(axis="y", color=_GREY, alpha=0.25, linewidth=0.6)
+        axes.set_axisbelow(True)
         axes.spines[:].set_visible(False)
         if len(series) > 1:
             axes.legend(

@@ -274,5 +274,5 @@ def test_filesystems_that_name_whole_urls(watch, monkeypatch, error):
 def test_commands(watch, tmp_path, secret, end):
     (tmp_path / "a.bin").write_bytes(SHARD)
     cache = watch.cache(timeout=1, allow_schemes=["pipe"])
-    watch.read(cache, f"pipe:: curl {secret}; {end.format(shard=tmp_path / 'a.bin')}")
+    watch.read(cache, f"pipe:true curl {secret}; {end.format(shard=tmp_path / 'a.bin')}")
     assert watch.failures == (not end.startswith("cat"))

@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import click
 
@@ -39,6 +40,7 @@ from shardcache.urls import redact
 
 #: The findings of a check: ok, warn (it works, but not well or not for long) or fail; what was
 #: found; and what to do, in one sentence, empty if ok.
+T = TypeVar("T")
 Answers = Iterator[tuple[str, str, str]]
 
 _COLORS = {"ok": "green", "warn": "yellow", "fail": "red"}
@@ -66,7 +68,9 @@ def doctor_command(invocation: Invocation, url: str | None) -> ExitCode:
       shardcache --dir /local/nvme/shards doctor --json
     """
     console, findings = invocation.console, list[dict[str, str]]()
-    for each in _examine(invocation.loaded().config, url):
+    loaded = invocation.loaded()
+    loaded = _in_time(invocation.upkeep) or loaded
+    for each in _examine(loaded.config, url):
         findings.append(each)
         level, text = each["level"], f"{each['subject']}  {each['found']}"
         if not (console.quiet and level == "ok"):
@@ -83,12 +87,7 @@ def doctor_command(invocation: Invocation, url: str | None) -> ExitCode:
 def _examine(config: Config, url: str | None) -> Iterator[dict[str, str]]:
     for tier in config.by_tier():
         for check in (_owner, _filesystem, _space):
-            found = list[dict[str, str]]()
-            # A filesystem that is gone may never answer, and nothing interrupts who asks it.
-            run = functools.partial(_run, check, os.fspath(tier.dir), tier)
-            thread = threading.Thread(target=lambda: found.extend(run()), daemon=True)  # noqa: B023
-            thread.start()
-            thread.join(_PATIENCE)
+            found = _in_time(functools.partial(_run, check, os.fspath(tier.dir), tier))
             yield from found or _run(_silent, os.fspath(tier.dir))
             if not found or (check is _owner and found[0]["level"] == "fail"):
                 break  # the other checks would find nothing
@@ -97,6 +96,18 @@ def _examine(config: Config, url: str | None) -> Iterator[dict[str, str]]:
     if url is not None:
         # A command may have a secret anywhere.
         yield from _run(_read, "pipe:" if url.startswith("pipe:") else url, config, url)
+
+
+def _in_time(function: Callable[[], T]) -> T | None:
+    """What ``function`` returns; None if it takes too long.
+
+    A filesystem that is gone may never answer, and nothing interrupts who asks it.
+    """
+    found = list[T]()
+    thread = threading.Thread(target=lambda: found.append(function()), daemon=True)
+    thread.start()
+    thread.join(_PATIENCE)
+    return found[0] if found else None
 
 
 def _run(check: Callable[..., Answers], subject: str, *args: object) -> list[dict[str, str]]:

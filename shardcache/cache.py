@@ -302,8 +302,9 @@ class Cache:
                 options["on_event"] = stack.enter_context(bars)
             report: PrewarmReport = _room_above("prewarm").prewarm(self, urls, **options)
         if failures := report.failures:
+            first = str(next(iter(failures.values())))  # logs must not keep what an error holds
             text = "%d of %d shards were not fetched; the first of them: %s"
-            logger.warning(text, len(failures), len(report.results), next(iter(failures.values())))
+            logger.warning(text, len(failures), len(report.results), first)
         return report
 
     # -- looking after it ------------------------------------------------------

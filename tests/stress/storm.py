@@ -307,7 +307,7 @@ class Boss:
         self._due = sched.scheduler()
 
     def blow(self, seconds: float) -> None:
-        """Let it blow, then wait until every worker has ended or is stuck."""
+        """Let it blow while all holds, then wait until every worker has ended or is stuck."""
         storm = self.storm
         self._half = time.monotonic() + seconds / 2
         end = time.monotonic() + seconds
@@ -317,7 +317,7 @@ class Boss:
         for name, mean in _FAULTS.items():
             if name != "fill" or self.own_disk:
                 self._every(mean, getattr(self, f"_{name}"))
-        while time.monotonic() < end:
+        while time.monotonic() < end and not storm.wrongs.stat().st_size:
             self._tick()
         self._due = sched.scheduler()
         for pid in sorted(self.stopped):

@@ -133,7 +133,7 @@ In use: the same, in a storm
     store/entry.py
     -yield is_idle(directory) if free is None else free
     +yield True
-    -m tests.stress.storm --minutes 0.3 --seed 1
+    -m tests.stress.storm --minutes 4 --seed 1
 """
 ROWS = [[line.strip() for line in text.splitlines()] for text in MUTANTS.strip().split("\n\n")]
 

@@ -147,6 +147,11 @@ class Opener:
             shard, lambda status: self._get(shard, status, ahead=ahead), finish=finish
         )
 
+    def stream(self, shard: ShardURL) -> BinaryIO:
+        """A stream of the file from its origin, of which nothing is stored; raises as `open`."""
+        source = OriginSource(self.here(), shard)
+        return io.BufferedReader(ShardStream(self, shard, source), _BUFFER)
+
     # -- past a fault ------------------------------------------------------------
 
     def next_source(

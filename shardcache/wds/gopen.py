@@ -1,7 +1,8 @@
 """WebDataset's ``gopen``, reading shards through a cache: for pipelines that cannot be changed.
 
-Only the reading of shards is taken over. Everything else, such as writing, ``_info.json`` and
-local files, goes to the function that was there before.
+Only the reading of shards is taken over. Everything else, such as writing and local files, goes to
+the function that was there before. Where WebDataset has none, as for ``s3``, small files such as
+timm's ``_info.json`` are read from their origin and not stored.
 
 WebDataset's users pass handlers that skip whatever fails, without a word. So each kind of error is
 logged once per process before a handler gets it.
@@ -34,34 +35,46 @@ def register(scheme: str, cache: Cache) -> None:
     """
     from webdataset import gopen_schemes
 
-    before = gopen_schemes.get(scheme) or gopen_schemes["__default__"]
+    before = gopen_schemes.get(scheme)
     before = getattr(before, "before", before)  # registering again replaces the cache
+    before = before or _uncached(lambda: cache, gopen_schemes["__default__"])
     gopen_schemes[scheme] = _reader(lambda: cache, before)
 
 
 def read_through_cache(module: Any) -> None:
     """Replace ``gopen`` in the module `webdataset.gopen`; the environment describes the cache."""
-    reader, rewrite = _reader(default_cache, module.gopen), module.rewrite_url
-
-    def gopen(url: str, mode: str = "rb", bufsize: int = 8192, **options: Any) -> Any:
-        return reader(rewrite(url), mode, bufsize, **options)
-
-    module.gopen = gopen
+    schemes, rewrite = module.gopen_schemes, module.rewrite_url
+    schemes["__default__"] = _uncached(default_cache, schemes["__default__"])
+    module.gopen = _reader(default_cache, module.gopen, rewrite)
 
 
-def _reader(cache_of: Callable[[], Cache], before: _Gopen) -> _Gopen:
+def _reader(
+    cache_of: Callable[[], Cache], before: _Gopen, rewrite: Callable[[str], str] = str
+) -> _Gopen:
     """A ``gopen`` that reads shards from a cache, and leaves everything else to ``before``."""
 
     def gopen(url: str, mode: str = "rb", bufsize: int = 8192, **options: Any) -> Any:
         try:
-            if mode == "rb" and _is_shard(url, cache := cache_of()):
-                return cache.open(url)
+            if mode == "rb" and _is_shard(found := rewrite(url), cache := cache_of()):
+                return cache.open(found)
         except Exception as exn:
             log_once(exn, url)
             raise
         return before(url, mode, bufsize, **options)
 
     gopen.before = before  # type: ignore[attr-defined]
+    return gopen
+
+
+def _uncached(cache_of: Callable[[], Cache], before: _Gopen) -> _Gopen:
+    """A handler of schemes that WebDataset has none for: it stores nothing."""
+
+    def gopen(url: str, mode: str = "rb", bufsize: int = 8192, **options: Any) -> Any:
+        if mode == "rb" and url.partition(":")[0] in DEFAULT_SCHEMES:
+            cache = cache_of()
+            return cache.opener.stream(cache.parse(url))
+        return before(url, mode, bufsize, **options)
+
     return gopen
 
 

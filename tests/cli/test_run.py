@@ -73,28 +73,36 @@ def test_skipped_errors_are_told_once(program, s3_environment, tmp_path):
     assert "20 could not be opened" in err
 
 
-def test_only_reading_shards_is_taken_over(program, bucket, spec, tmp_path):
+def test_only_reading_shards_is_taken_over(program, s3, bucket, spec, tmp_path):
+    s3.put(bucket, "_info.json", b'{"splits": {}}')  # timm's
     text = """
 import sys, mark, webdataset as wds
 other, first = sys.argv[1:]
 with wds.TarWriter(other) as writer:
     writer.write({"__key__": "a", "txt": "b"})
-assert wds.gopen(other).name == other and wds.gopen("pipe:echo hello").read() == b"hello\\n"
-assert wds.gopen(first).name == first
+assert wds.gopen(other).name == other.replace("x.tar", "new/x.tar")
+assert wds.gopen("pipe:echo hello").read() == b"hello\\n"
+assert wds.gopen(first.replace("s3://", "cloud://")).name == first
+print(wds.gopen(first.replace("train-0000.tar", "_info.json")).read(), mark.here)
 try:
-    wds.gopen(first.replace("train-0000.tar", "_info.json"))
+    wds.gopen("ftp://host/_info.json")
 except ValueError as exn:
-    print(exn, mark.here)
+    print(exn)
 """
     (tmp_path / "sitecustomize.py").write_text("import mark; mark.here = 'customized'")
     (tmp_path / "mark.py").touch()
+    (tmp_path / "new").mkdir()
     code, out, err = run_process(
         "run", "--", *program(text), tmp_path / "x.tar", f"s3://{bucket}/train-0000.tar",
         directory=tmp_path / "cache",
-        environment={"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
+        environment={
+            "GOPEN_REWRITE": f"cloud://=s3://;{tmp_path}/={tmp_path}/new/",
+            "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}",
+        },
     )  # fmt: skip
     assert code == 0, err
-    assert "no gopen handler" in out and "customized" in out
+    assert "splits" in out and "customized" in out and "no gopen handler" in out
+    assert len(list((tmp_path / "cache").glob("v1/objects/*/*/*/*.tar"))) == 1
 
 
 def test_signals_reach_the_program_and_its_end_is_told(program, tmp_path):

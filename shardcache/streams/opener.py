@@ -148,9 +148,8 @@ class Opener:
         )
 
     def stream(self, shard: ShardURL) -> BinaryIO:
-        """A stream of the file from its origin, of which nothing is stored; raises as `open`."""
-        source = OriginSource(self.here(), shard)
-        return io.BufferedReader(ShardStream(self, shard, source), _BUFFER)
+        """A stream of the file, of which nothing is stored; raises as `open`."""
+        return io.BufferedReader(ShardStream(self, shard, self._nearest(shard, 0)), _BUFFER)
 
     # -- past a fault ------------------------------------------------------------
 

@@ -78,12 +78,12 @@ def test_only_reading_shards_is_taken_over(program, s3, bucket, spec, tmp_path):
     text = """
 import sys, mark, webdataset as wds
 other, first = sys.argv[1:]
+print(wds.gopen(first.replace("train-0000.tar", "_info.json")).read(), mark.here)
 with wds.TarWriter(other) as writer:
     writer.write({"__key__": "a", "txt": "b"})
 assert wds.gopen(other).name == other.replace("x.tar", "new/x.tar")
 assert wds.gopen("pipe:echo hello").read() == b"hello\\n"
 assert wds.gopen(first.replace("s3://", "cloud://")).name == first
-print(wds.gopen(first.replace("train-0000.tar", "_info.json")).read(), mark.here)
 try:
     wds.gopen("ftp://host/_info.json")
 except ValueError as exn:

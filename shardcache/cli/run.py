@@ -49,8 +49,8 @@ def run_command(
     """Run a training program whose WebDataset reads its shards through the cache.
 
     The program stays as it is. Every Python process that it starts reads through the
-    cache, too: DataLoader workers, torchrun's ranks. Only the reading of archives is
-    taken over; what is written and other files are left to WebDataset. The options are
+    cache, too: DataLoader workers, torchrun's ranks. Only archives are cached; what is
+    written and other files are not. The options are
     checked before the program starts (exit code 2). Otherwise the exit code is the
     program's.
 

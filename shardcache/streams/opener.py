@@ -149,7 +149,8 @@ class Opener:
 
     def stream(self, shard: ShardURL) -> BinaryIO:
         """A stream of the file, of which nothing is stored; raises as `open`."""
-        return io.BufferedReader(ShardStream(self, shard, self._nearest(shard, 0)), _BUFFER)
+        stream = ShardStream(self, shard, self._nearest(shard, 0), self.here().counters)
+        return io.BufferedReader(stream, _BUFFER)
 
     # -- past a fault ------------------------------------------------------------
 

@@ -83,7 +83,8 @@ with wds.TarWriter(other) as writer:
     writer.write({"__key__": "a", "txt": "b"})
 assert wds.gopen(other).name == other.replace("x.tar", "new/x.tar")
 assert wds.gopen("pipe:echo hello").read() == b"hello\\n"
-assert wds.gopen(first.replace("s3://", "cloud://")).name == first
+shard = wds.gopen(first.replace("s3://", "cloud://"))
+assert shard.name == first and shard.read()
 try:
     wds.gopen("ftp://host/_info.json")
 except ValueError as exn:

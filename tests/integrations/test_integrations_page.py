@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import warnings
 from pathlib import Path
 
@@ -14,8 +15,9 @@ import pytest
 
 from shardcache import default_cache
 from shardcache.cli.demo import S3Server
+from shardcache.urls import _READERS
 from tests.support.proxy import Proxy
-from tests.support.trainingtools import NEEDS, Block, DataSet, blocks
+from tests.support.trainingtools import NEEDS, PAGE, Block, DataSet, blocks
 
 
 @pytest.mark.usefixtures("s3_environment")
@@ -37,3 +39,9 @@ def test_a_block_prints_what_it_says_and_fetches_each_shard_once(
 
 def test_every_section_with_code_is_run_somewhere() -> None:
     assert {block.section for block in blocks()} == set(NEEDS)
+
+
+def test_commands_and_their_options_are_those_that_are_understood() -> None:
+    rows = re.findall(r"^\| `(\w+) .*?` \| (.*) \|$", PAGE.read_text("utf-8"), re.MULTILINE)
+    named = {program: set(re.findall(r"`(-.+?)`", options)) for program, options in rows}
+    assert named == {name: {*reader.flags, *reader.values} for name, reader in _READERS.items()}

@@ -102,13 +102,13 @@ PAGE = ROOT / "docs" / "integrations.md"
 NEEDS: Mapping[str, tuple[str, ...]] = {
     "DataLoader": (),
     "WebLoader and RandomMix": (),
-    "open_clip": (),
     "wids": ("wids",),
     "Lightning": ("lightning",),
     "pandas": ("pandas", "pyarrow"),
     "Arrow": ("pyarrow",),
     "Ray Data": ("ray.data", "pyarrow"),
     "Hugging Face datasets": ("datasets",),
+    "NVIDIA DALI": (),
 }
 
 

@@ -70,10 +70,13 @@ test: $(VENV)/.test $(VENV)/webdataset-0.2.86
 	$(BIN)/python -m pytest $(PARALLEL)
 	PYTHONPATH=$(CURDIR)/$(VENV)/webdataset-0.2.86 $(BIN)/python -m pytest $(PARALLEL) tests/wds tests/cli/test_run.py
 
-# Apart from `test`, of which it would be a third of the time.
+# Apart from `test`, of which it would be a third of the time. With the tests of Ray, which are
+# among those of `stress`. Commands that tests start elsewhere write where the others do.
 coverage: $(VENV)/.test
 	$(BIN)/python -m coverage erase
-	$(BIN)/python -m pytest $(PARALLEL) --cov --cov-report=term-missing:skip-covered
+	COVERAGE_FILE=$(CURDIR)/.coverage $(BIN)/python -m pytest $(PARALLEL) --cov --cov-report=
+	COVERAGE_FILE=$(CURDIR)/.coverage $(BIN)/python -m pytest tests/stress/test_ray.py --cov \
+		--cov-append --cov-report=term-missing:skip-covered
 
 stress: $(VENV)/.test
 	$(BIN)/python -m tests.stress

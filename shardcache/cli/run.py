@@ -24,7 +24,7 @@ from shardcache.cli.output import counted
 from shardcache.files import Modes
 from shardcache.layout import Layout
 from shardcache.stats.database import NO_RANK, Sample, samples
-from shardcache.stats.summary import summed
+from shardcache.stats.summary import Stats, summed
 from shardcache.store.root import make_root
 from shardcache.units import format_bytes
 
@@ -46,7 +46,7 @@ _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 def run_command(
     invocation: Invocation, options: tuple[str, ...], show: bool, program: tuple[str, ...]
 ) -> int:
-    """Run a training program whose WebDataset reads its shards through the cache.
+    """Run a training program, unchanged, through the cache.
 
     The program stays as it is. Every Python process that it starts reads through the
     cache, too: DataLoader workers, torchrun's ranks. Only archives are cached; what is
@@ -92,14 +92,21 @@ def run_command(
             signal.signal(signal.SIGINT, lambda number, frame: None)
         code = child.wait()
     found = _counted(layouts) - before
-    stats = summed([Sample(0, 0, NO_RANK, found)])
-    origin = format_bytes(stats.bytes_origin)
-    failed = f"; {stats.failed:,} could not be opened" if stats.failed else ""
     invocation.console.hint(
-        f"shardcache: {counted(stats.opens, 'shard')} opened, {stats.hits:,} of them from the "
-        f"cache in {config.dir}; {origin} came from the origin{failed}"
+        f"shardcache: {_told(summed([Sample(0, 0, NO_RANK, found)]), config.dir)}"
     )
     return code if code >= 0 else 128 - code
+
+
+def _told(stats: Stats, directory: Path) -> str:
+    """What the program has read, in one line."""
+    if not stats.opens:
+        return f"no shard was opened through the cache in {directory}"
+    failed = f"; {stats.failed:,} could not be opened" if stats.failed else ""
+    return (
+        f"{counted(stats.opens, 'shard')} opened, {stats.hits:,} of them from the cache in "
+        f"{directory}; {format_bytes(stats.bytes_origin)} came from the origin{failed}"
+    )
 
 
 def _counted(layouts: Sequence[Layout]) -> Counter[str]:

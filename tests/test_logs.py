@@ -18,7 +18,7 @@ from shardcache.origins.base import TransientError
 from shardcache.units import exact_bytes, format_bytes
 from tests.support.fakes import Fault
 from tests.support.shop import Shop
-from tests.support.storetools import crowd
+from tests.support.storetools import crowd, forked
 from tests.support.tars import make_tar
 
 HERE = Path(__file__).resolve().parent.parent
@@ -139,6 +139,25 @@ def test_one_process_of_a_job_says_that_shards_are_streamed_and_the_last_how_man
     assert f"9 shards without room, {format_bytes(9 * shop.size)}" in count
     ended = [text for _, text in told if "this process had" in text]
     assert len(ended) == 3 and all("4 opens, 25.00% hits, 3 streamed" in text for text in ended)
+
+
+def test_a_job_that_was_killed_leaves_no_note(tmp_path):
+    shop = Shop(tmp_path, 2)
+    options = {"cache_local": True, "min_free": 0, "max_size": shop.size}
+
+    def work(parent):
+        with Cache(shop.path, **options) as cache:
+            for url in shop.urls:
+                cache.open(url).read()
+            parent.say([path.suffix for path in (shop.path / "v1" / "sessions").iterdir()])
+            parent.hear()
+
+    with forked(work) as child:
+        assert ".streamed" in child.hear()
+        child.kill()
+    with Cache(shop.path, **options) as cache:
+        cache.clean()
+    assert list((shop.path / "v1" / "sessions").iterdir()) == []
 
 
 def test_every_metric_is_documented():

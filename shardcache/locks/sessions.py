@@ -15,6 +15,7 @@ import contextlib
 import io
 import json
 import logging
+import math
 import os
 import re
 import time
@@ -32,6 +33,8 @@ _NAME = re.compile(r"[0-9a-f]{32}\.(session|[0-9a-f]{32}\.wait)")
 #: A sweeper may remove a file between our open and our flock, not for ever.
 _ATTEMPTS = 100
 _MAX_LIMITS = 4096
+#: Ends the name of a note that a job leaves; see `stats.notices`.
+NOTE = ".streamed"
 
 
 class Session:
@@ -105,9 +108,18 @@ def live_sessions(layout: Layout) -> list[float]:
 
 
 def remove_dead(layout: Layout) -> None:
-    """Remove what processes that are gone left in ``sessions``; raises as `live_sessions`."""
+    """Remove what processes that are gone left in ``sessions``; raises as `live_sessions`.
+
+    Of a job that is gone there is no live session as old as its note.
+    """
     for path in _files(layout, ""):
         _date(path)
+    oldest = min(live_sessions(layout), default=math.inf)
+    for name in list_names(layout.sessions):
+        path = layout.sessions / name
+        with contextlib.suppress(FileNotFoundError):
+            if name.endswith(NOTE) and path.lstat().st_mtime < oldest:
+                path.unlink()
 
 
 def live_waits(layout: Layout) -> Iterator[tuple[str, Holder]]:

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from shardcache import clock
 from shardcache.files import write_new
-from shardcache.layout import Layout, list_names, read_file
-from shardcache.locks.sessions import live_sessions
+from shardcache.layout import Layout, read_file
+from shardcache.locks.sessions import NOTE, live_sessions, remove_dead
 from shardcache.ranks import safe_name
 from shardcache.stats.database import samples
 from shardcache.stats.summary import summed
@@ -26,7 +26,6 @@ __all__ = ["claim", "withdraw"]
 
 logger = logging.getLogger(__name__)
 
-_SUFFIX = ".streamed"
 #: Bytes of a note: two numbers.
 _MOST = 100
 
@@ -37,11 +36,7 @@ def claim(layout: Layout, job: str) -> bool:
     ``layout`` is the node's namespace. Where nothing can be written, each process is the first.
     """
     try:
-        oldest = min(live_sessions(layout), default=0.0)
-        for name in list_names(layout.sessions):
-            path = layout.sessions / name
-            if name.endswith(_SUFFIX) and path.lstat().st_mtime < oldest:
-                path.unlink()
+        remove_dead(layout)
         note, now = _note(layout, job), clock.time()
         write_new(note, json.dumps(_streamed(layout)).encode(), layout.modes.file)
         os.utime(note, (now, now))  # by the clock that sessions have
@@ -70,7 +65,7 @@ def withdraw(layout: Layout, job: str) -> tuple[int, int] | None:
 
 
 def _note(layout: Layout, job: str) -> Path:
-    return layout.sessions / f"{safe_name(job)}{_SUFFIX}"
+    return layout.sessions / f"{safe_name(job)}{NOTE}"
 
 
 def _streamed(layout: Layout) -> tuple[int, int]:

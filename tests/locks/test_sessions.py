@@ -169,9 +169,9 @@ def test_top_shows_who_waits_for_whom_since_when(
         thread.start()
         wait_until(lambda: list(live_waits(Layout.of_root(cache.dir))))
         command = ("top", "--count", "1", "--interval", "0.2")
-        _, table = run_process(*command, directory=cache.dir)[1].split("WAITS")
-        titles, row, *_ = table.splitlines()
-        assert titles.split() == ["WHO", "FOR", "WHOM", "SINCE"] and row.startswith(URL)
+        _, table = run_process(*command, directory=cache.dir)[1].split("1 waiter")
+        _, titles, row, *_ = table.splitlines()
+        assert titles.split() == ["SHARD", "WHO", "FOR", "WHOM", "SINCE"] and row.startswith(URL)
         assert f"rank 1, pid {me}" in row and f"pid {fetcher}" in row
         (found,) = json.loads(run_process(*command, "--json", directory=cache.dir)[1])["waits"]
         assert (found["url"], found["rank"], found["pid"]) == (URL, 1, me)

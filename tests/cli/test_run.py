@@ -118,7 +118,7 @@ def test_signals_reach_the_program_and_its_end_is_told(program, tmp_path):
 def test_the_variables_do_the_same(run, program, spec, tmp_path):
     code, out, _ = run("run", "-o", "min_free=0", "--env")
     assert code == 0
-    script = f"{out}\nexec {sys.executable} {program(TRAINING)[1]} '{spec}' spawn"
+    script = f"{out}\nexec {sys.executable} {program(TRAINING)[1]} '{spec}' fork"
     (tmp_path / "job.sh").write_text(script)
     process = run_process(python=["sh", tmp_path / "job.sh"], directory=tmp_path / "cache")
     assert process[:2] == (7, "80 80\n" * 2), process[2]

@@ -103,14 +103,14 @@ class Cache:
 
         Args:
             config: the options.
-            started: when the job began to use the cache, in seconds since the epoch; the
-                default is now.
+            started: when the job began to use the cache, in seconds since the epoch. Without it,
+                this is the cache of a command: its limits are not those of a job.
         """
         made = cls.__new__(cls)
-        made._setup(config, clock.time() if started is None else started)
+        made._setup(config, started)
         return made
 
-    def _setup(self, config: Config, started: float) -> None:
+    def _setup(self, config: Config, started: float | None) -> None:
         self.config = config
         self._started = started
         #: What belongs to each process, and what opens shards; for the rooms of this package.

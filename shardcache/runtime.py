@@ -55,7 +55,7 @@ class Process:
     Args:
         config: options.
         ranks: which process of which job this is.
-        started: when the job began to use the cache, for the session.
+        started: when the job began to use the cache, for the session; None for a command.
 
     Attributes:
         tiers: fastest first; the last one is ``dir``, where locks are.
@@ -68,7 +68,7 @@ class Process:
     origins: Origins
     fetcher: Fetcher
 
-    def __init__(self, config: Config, ranks: Ranks, started: float) -> None:
+    def __init__(self, config: Config, ranks: Ranks, started: float | None) -> None:
         self._config = config
         self._ranks = ranks
         self._guard = threading.Lock()
@@ -87,7 +87,7 @@ class Process:
         self._told: Counter[str] = Counter()  # what `end` has said
         # Of a job that no launcher started there is one `Cache`, in copies: they know its start.
         launched = ranks.source != "none"
-        self._job = ranks.job or ("local" if launched else f"{started:.6f}")
+        self._job = ranks.job or ("local" if launched else f"{started or 0.0:.6f}")
         _all.add(self)
         # The children of multiprocessing end without what is registered with atexit.
         if (util := sys.modules.get("multiprocessing.util")) is not None:
@@ -358,7 +358,7 @@ class Processes:
     Without a lock: a fork could leave it held. Arguments as for `Process`.
     """
 
-    def __init__(self, config: Config, ranks: Ranks, started: float) -> None:
+    def __init__(self, config: Config, ranks: Ranks, started: float | None) -> None:
         self._parts = config, ranks, started
         self._made: dict[int, Process] = {}
 

@@ -6,7 +6,7 @@ says when the job began to use the cache, and the content which limits it has: w
 the cache goes by them. A child (DataLoader worker, forked or spawned) registers itself with its
 parent's start, so that an epoch's workers do not look younger than their job. Files of dead
 processes are removed by whoever counts next; of the sessions that ended, the one that began last
-leaves its file as `Layout.limits`.
+leaves its file as `Layout.limits`. A command has no limits to leave.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Session:
         layout: of the namespace.
         started: when the job began to use the cache, in seconds since the epoch.
         waits: for a wait instead: the key, and who waits for it.
-        limits: of the job, see `Config.limits`.
+        limits: of the job, see `Config.limits`; None for a command, which is no job.
     """
 
     _file: io.FileIO | None = None  # until it is made
@@ -59,7 +59,8 @@ class Session:
     ) -> None:
         name = f"{random_token()}.session" if waits is None else f"{waits[0]}.{random_token()}.wait"
         self.path = layout.sessions / name
-        data = json.dumps(limits or {}).encode() if waits is None else waits[1].encode()
+        data = b"" if limits is None else json.dumps(limits).encode()
+        data = data if waits is None else waits[1].encode()
         try:
             layout.modes.make_directory(layout.sessions, levels=0)
             for _ in range(_ATTEMPTS):
@@ -155,7 +156,8 @@ def stated_limits(layout: Layout) -> tuple[list[dict[str, str]], bool]:
 
 def _remove(path: Path) -> None:
     """Remove a file that is over; of a session its limits stay known, unless younger ones are."""
-    last, is_last = path.parent.with_name("limits"), path.suffix == ".session"
+    last = path.parent.with_name("limits")
+    is_last = path.suffix == ".session" and path.lstat().st_size > 0
     with contextlib.suppress(FileNotFoundError):
         is_last = is_last and last.lstat().st_mtime <= path.lstat().st_mtime
     if is_last:

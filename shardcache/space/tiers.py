@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from shardcache import clock
 from shardcache.config import Config, __version__
 from shardcache.files import Modes
 from shardcache.layout import Layout, is_rank_name, list_names
@@ -68,7 +69,7 @@ class Tier:
     Args:
         config: options; ``dir`` and the limits are this tier's.
         ranks: who we are.
-        started: when the job began to use the cache, for the session.
+        started: when the job began to use the cache, for the session; None for a command.
         warn: says something of a kind once (`runtime.Process.warn`).
         evicted: is told of every shard that is evicted here.
 
@@ -81,7 +82,7 @@ class Tier:
         self,
         config: Config,
         ranks: Ranks,
-        started: float,
+        started: float | None,
         warn: Callable[..., None],
         evicted: Callable[[Removal], None],
     ) -> None:
@@ -153,7 +154,10 @@ class Tier:
                 self.config.dir,
                 format_duration(self.node.grace),
             )
-        self._session = Session(self.node, self._started, limits=self.config.limits())
+        if self._started is None:
+            self._session = Session(self.node, clock.time())
+        else:
+            self._session = Session(self.node, self._started, limits=self.config.limits())
 
     def changed(self) -> bool:
         """Whether the directory is not what it was, or was never made."""

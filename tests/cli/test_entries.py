@@ -204,3 +204,11 @@ def test_in_python_a_pattern_is_the_same(run, warm, bucket, tmp_path):
         assert cache.remove(f"s3://{bucket}/")[0] > 0 and not list(cache.entries())
         with pytest.raises(ShardNotFoundError, match="nothing in"):
             cache.verify("train-*")
+
+
+def test_a_command_leaves_no_limits_where_a_jobs_count(run, spec, tmp_path):
+    with Cache(tmp_path / "cache", max_size="1GB", min_free=0) as cache:
+        list(cache.entries())
+        cache.fetch(spec.replace("{0000..0003}", "0000"))
+    assert run("prewarm", "--max-size", "900MB", spec)[0] == 0
+    assert "Limits of the last job: max_size 1GB" in run("clean", "-n")[2]

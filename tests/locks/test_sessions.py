@@ -81,6 +81,7 @@ def test_the_living_count_stopped_or_not_and_what_the_dead_left_goes(layout: Lay
         young.close()
         young.close()
         Session(layout, 1500.0, limits={"max_size": "3GB"}).close()  # it began before the last one
+        Session(layout, 3000.0).close()  # of a command
         assert stated_limits(layout) == ([{"max_size": "2GB"}], False)
     assert live_sessions(layout) == names(layout) == []
 

@@ -554,10 +554,10 @@ def _usual_files(env: Mapping[str, str]) -> list[Path]:
 
 
 def _from_files(paths: Sequence[Path]) -> Iterator[tuple[str, object, str]]:
-    import tomllib  # here: it would be a third of the cost of importing this module
-
     advice = "Correct the file or name another with --config or SHARDCACHE_CONFIG"
     for path in map(Path.absolute, paths):
+        import tomllib  # here: most have no file, and it would be a third of importing this module
+
         try:
             table = tomllib.loads(path.read_bytes().decode())
         except OSError as exn:

@@ -14,6 +14,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -23,10 +24,11 @@ from shardcache.cli.main import ExitCode, Invocation, command
 from shardcache.cli.output import counted
 from shardcache.files import Modes
 from shardcache.layout import Layout
-from shardcache.stats.database import NO_RANK, Sample, samples
-from shardcache.stats.summary import Stats, summed
 from shardcache.store.root import make_root
 from shardcache.units import format_bytes
+
+if TYPE_CHECKING:
+    from shardcache.stats.summary import Stats
 
 #: What a batch system or a person sends to a job; Slurm sends USR1 and USR2 where it is asked to.
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -77,7 +79,6 @@ def run_command(
             layouts.append(
                 make_root(tier.dir, configuration.__version__, Modes.of(tier.shared_group))
             )
-    before = _counted(layouts)
     try:
         child = subprocess.Popen(program, env=environment)
     except OSError as exn:
@@ -90,11 +91,14 @@ def run_command(
         stack.callback(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT))
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, lambda number, frame: None)
+        # The program has long begun when this is loaded, and has not come to its first shard.
+        from shardcache.stats.database import NO_RANK, Sample
+        from shardcache.stats.summary import summed
+
+        before = _counted(layouts)
         code = child.wait()
-    found = _counted(layouts) - before
-    invocation.console.hint(
-        f"shardcache: {_told(summed([Sample(0, 0, NO_RANK, found)]), config.dir)}"
-    )
+    found = summed([Sample(0, 0, NO_RANK, _counted(layouts) - before)])
+    invocation.console.hint(f"shardcache: {_told(found, config.dir)}")
     return code if code >= 0 else 128 - code
 
 
@@ -111,6 +115,8 @@ def _told(stats: Stats, directory: Path) -> str:
 
 def _counted(layouts: Sequence[Layout]) -> Counter[str]:
     """What all processes of this node have counted so far."""
+    from shardcache.stats.database import samples
+
     found: Counter[str] = Counter()
     for layout in layouts:
         with contextlib.suppress(OSError):

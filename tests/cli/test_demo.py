@@ -23,19 +23,21 @@ def processes_of(directory):
     return [row for row in others if str(directory) in row[2]]
 
 
-def demo_command(directory, *arguments):
-    home = {"TMPDIR": str(directory), "HOME": str(directory)}
-    return Command("demo", *arguments, directory=directory, environment=home)
+@pytest.fixture
+def small(monkeypatch):
+    """Four shards of four samples; `tests/stress/test_installed.py` has the whole demo."""
+    monkeypatch.setattr(demo, "SHARDS", 4)
+    monkeypatch.setattr(demo, "SAMPLES", 4)
 
 
-def test_the_demo_counts_what_the_server_sent_and_keeps_what_it_should(tmp_path):
-    with demo_command(tmp_path, "--keep", "--json") as command:
-        code, out, err = command.end()
+def test_the_demo_counts_what_the_server_sent_and_keeps_what_it_should(run, small, tmp_path):
+    code, out, err = run("demo", "--dir", tmp_path, "--keep", "--json")
     assert code == 0, err
     answer = json.loads(out)
-    half, steps = 8 * answer["summary"]["shard_bytes"], answer["steps"]
+    half, steps = 2 * answer["summary"]["shard_bytes"], answer["steps"]
+    assert half > 2 * 4 * demo.SAMPLE_BYTES
     assert [step["origin_bytes"] for step in steps] == [half, half, 0]  # each shard once
-    assert [step["samples"] for step in steps] == [None, 5120, 5120]
+    assert [step["samples"] for step in steps] == [None, 16, 16]
     assert [step["requests"] > 0 for step in steps] == [True, True, False]
     (kept,) = tmp_path.iterdir()
     assert answer["summary"]["dir"] == str(kept)
@@ -43,29 +45,40 @@ def test_the_demo_counts_what_the_server_sent_and_keeps_what_it_should(tmp_path)
     assert processes_of(tmp_path) == []
 
 
-@pytest.mark.parametrize(("room", "expected"), [("1GB", 0), ("1MB", 1)])
-def test_shards_that_are_sent_twice_fail_the_demo(run, monkeypatch, tmp_path, room, expected):
-    monkeypatch.setattr(demo, "SHARDS", 4)
-    monkeypatch.setattr(demo, "SAMPLES", 4)  # of 100 kB
-    monkeypatch.setenv("SHARDCACHE_MAX_SIZE", room)  # where it is full, shards are streamed
+def test_shards_that_are_sent_twice_fail_the_demo(run, small, monkeypatch, tmp_path):
+    monkeypatch.setenv("SHARDCACHE_MAX_SIZE", "1MB")  # full: shards are streamed
     code, out, err = run("demo", "--dir", tmp_path)
-    assert code == expected, err
-    assert ("crossed the network once" in out) is (expected == 0)
-    assert ("the server sent" in err) is (expected == 1)
+    assert code == 1 and "the server sent" in err and "crossed the network once" not in out
+
+
+INTERRUPTED = """
+import sys, time
+from pathlib import Path
+from shardcache.cli import demo, main
+demo.SHARDS = demo.SAMPLES = 4
+def read(environment):
+    while not Path(sys.argv[3]).with_name("interrupted").exists():
+        time.sleep(0.01)
+demo._read = read
+sys.exit(main.main())
+"""
 
 
 def test_an_interrupted_demo_leaves_nothing(tmp_path):
-    with demo_command(tmp_path) as command:
+    (home := tmp_path / "home").mkdir()
+    python = [sys.executable, "-c", INTERRUPTED]
+    with Command("demo", "--dir", home, directory=home, python=python) as command:
         errors = ""
         while "epoch 1" not in errors:
             line = command.process.stderr.readline()
             assert line, errors
             errors += line
         command.process.send_signal(signal.SIGINT)
+        (tmp_path / "interrupted").touch()
         code, output, rest = command.end()
     assert code == 130 and "Traceback" not in errors + output + rest
-    wait_until(lambda: processes_of(tmp_path) == [])
-    assert list(tmp_path.iterdir()) == []
+    wait_until(lambda: processes_of(home) == [])
+    assert list(home.iterdir()) == []
 
 
 def test_a_server_that_does_not_start_says_why_and_what_to_do(run, monkeypatch, tmp_path):

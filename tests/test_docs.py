@@ -9,7 +9,6 @@ import json
 import os
 import re
 import sys
-import zipfile
 
 import pytest
 import yaml
@@ -98,21 +97,6 @@ def test_everything_of_sync_is_described() -> None:
 
 def test_the_generated_pages_are_current():
     run([sys.executable, "docs/generate.py", "--check"])
-
-
-def test_a_wheel_holds_the_types_the_command_and_the_way_in_for_fsspec(tmp_path):
-    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir"]
-    run([*pip, str(tmp_path), str(ROOT)])
-    (wheel,) = tmp_path.glob("shardcache-*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        names = archive.namelist()
-        (entry_points,) = (name for name in names if name.endswith("entry_points.txt"))
-        declared = archive.read(entry_points).decode()
-    assert "shardcache/py.typed" in names
-    assert "shardcache = shardcache.cli.main:main" in declared
-    assert "shardcache = shardcache.integrations.fsspec:ShardCacheFileSystem" in declared
-    assert {f"shardcache/cli/templates/{name}" for name in ("report.html", "crontab")} <= set(names)
-    assert not [name for name in names if name.startswith(("tests/", "benchmarks/"))]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -53,6 +53,7 @@ def test_shards_that_are_sent_twice_fail_the_demo(run, small, monkeypatch, tmp_p
 
 INTERRUPTED = """
 import sys, time
+sys.modules["torch"] = None  # which takes seconds to import
 from pathlib import Path
 from shardcache.cli import demo, main
 demo.SHARDS = demo.SAMPLES = 4

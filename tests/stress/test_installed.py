@@ -67,7 +67,13 @@ def test_the_lines_of_the_readme_train_from_s3(
     assert len(list(tmp_path.glob("cache/v1/objects/*/*/*/train-*.tar"))) == 3
 
 
-def test_what_is_installed_is_consistent_and_imports_lightly(fresh: Path) -> None:
+def test_what_is_installed_is_whole_and_consistent_and_imports_lightly(fresh: Path) -> None:
     run(fresh / "python", "-m", "pip", "check")
     heavy = "print({'torch', 'botocore', 's3fs', 'rich'} & set(__import__('sys').modules))"
     assert run(fresh / "python", "-c", f"import shardcache; {heavy}") == "set()\n"
+    run(fresh / "python", "-c", "import fsspec; fsspec.get_filesystem_class('shardcache')")
+    (site,) = fresh.parent.glob("lib/python*/site-packages")
+    files = {str(path.relative_to(site)) for path in site.rglob("*")}
+    assert {"tests", "benchmarks"}.isdisjoint(files)
+    templates = ("py.typed", "cli/templates/report.html", "cli/templates/crontab")
+    assert {f"shardcache/{name}" for name in templates} <= files

@@ -9,7 +9,7 @@ BENCH ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
-PARALLEL := --numprocesses $(WORKERS) --dist loadfile
+PARALLEL := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # A stamp whose recipe failed half-way is no stamp.
 .DELETE_ON_ERROR:

@@ -172,9 +172,3 @@ def test_a_cache_without_any_option_says_where_it_is_and_leaves_a_tenth_of_the_d
     assert (config.max_size, str(config.min_free)) == (None, "10%")
     (said,) = caplog.messages
     assert f"caching in {config.dir}" in said
-
-
-def test_a_bad_option_is_refused_before_anything_is_made(tmp_path):
-    with pytest.raises(ConfigError, match="max_size"):
-        Cache(tmp_path / "cache", maxsize="1GB")
-    assert not (tmp_path / "cache").exists()

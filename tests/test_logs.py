@@ -12,10 +12,9 @@ import pytest
 
 from shardcache import telemetry
 from shardcache.cache import Cache
-from shardcache.layout import Layout
-from shardcache.locks.flock import Holder, KeyLock
 from shardcache.origins.base import TransientError
 from shardcache.units import exact_bytes, format_bytes
+from tests.support.caches import held_elsewhere
 from tests.support.fakes import Fault
 from tests.support.shop import Shop
 from tests.support.storetools import crowd, forked
@@ -72,8 +71,7 @@ def test_a_miss_and_a_hit_say_what_they_are(make_cache, origin, log):
 def test_who_waits_says_for_whom(make_cache, origin, clock, log):
     origin.objects[URL] = DATA
     cache = make_cache(fill="complete")
-    lock = KeyLock(Layout.of_root(cache.dir).key_lock(cache.parse(URL).key))
-    assert lock.try_acquire(Holder(4711, "node-7", 3, "job", clock.now))
+    lock = held_elsewhere(cache, URL, clock.now)
     clock.on_sleep.append(lambda: lock.release() if clock.elapsed > 15 else None)
     cache.open(URL).read()
     told = fields(only(log, "waiting"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import shutil
@@ -15,14 +16,14 @@ from shardcache import Cache
 from shardcache.layout import Layout
 from shardcache.store.digest import BLOCK
 from shardcache.store.partial import read_progress
-from tests.support.storetools import wait_until
+from tests.support.storetools import crowd, forked, wait_until
 from tests.support.tars import make_tar
 from tests.support.workers import Worker
 
 pytestmark = pytest.mark.usefixtures("s3_environment")
 
 SHARD = make_tar(5, members=8, size=2 * BLOCK)  # 32 MiB
-STORED = [hashlib.sha256(SHARD).hexdigest(), True]
+STORED = [True, True]  # the right bytes, from a file
 
 
 @pytest.fixture
@@ -46,22 +47,29 @@ def written(root):
     return max((p.written for path in partials(root) if (p := read_progress(path))), default=0)
 
 
+def reader(parent, root, url, **options):
+    """A process that reads a shard when it is told to."""
+    with Cache(root, min_free=0, **options) as cache:
+        parent.hear()
+        with cache.open(url) as stream:
+            parent.say([stream.read() == SHARD, os.path.exists(stream.name)])
+        parent.hear()
+
+
 @pytest.mark.locks_work
 def test_eight_processes_and_four_cold_shards_cost_four_object_fetches(s3, bucket, proxy, root):
     shards = {f"{bucket}/{n}.tar": make_tar(n, members=4, size=BLOCK) for n in range(4)}
     for path, data in shards.items():
         s3.put(*path.split("/"), data)
     proxy.reset()
-    with contextlib.ExitStack() as stack:
-        workers = [stack.enter_context(Worker(dir=root)) for _ in range(8)]
-        for worker in workers:
-            for path in shards:
-                worker.tell("read", f"s3://{path}")
-        for worker in workers:
-            for data in shards.values():
-                assert worker.hear()[0] == [hashlib.sha256(data).hexdigest(), True]
-        for worker in workers:
-            worker.process.communicate()  # it ends by itself, and has counted all
+
+    def read_all(parent, number):
+        with Cache(root, min_free=0) as cache:
+            found = [cache.open(f"s3://{path}").read() for path in shards]
+        parent.say(found == list(shards.values()))  # and has counted all
+
+    with crowd(8, read_all) as children:
+        assert all(child.hear() for child in children)
     traffic = proxy.summary()
     assert {path: t.object_fetches for path, t in traffic.items()} == dict.fromkeys(shards, 1)
     received = sum(t.body_bytes for t in traffic.values())
@@ -77,18 +85,17 @@ def test_eight_processes_and_four_cold_shards_cost_four_object_fetches(s3, bucke
 @pytest.mark.locks_work
 def test_killing_the_fetching_process_half_way_costs_the_others_little(url, proxy, root):
     with contextlib.ExitStack() as stack:
-        victim, *others = (stack.enter_context(Worker(dir=root)) for _ in range(4))
+        victim, *others = (stack.enter_context(forked(reader, root, url)) for _ in range(4))
         proxy.pause(len(SHARD) // 4)  # of each part: half-way through both
-        victim.tell("read", url)
+        victim.tell()
         wait_until(lambda: written(root) >= len(SHARD) // 2 - 4 * BLOCK)
         for other in others:
-            other.tell("read", url)
+            other.tell()
         sessions = Layout.of_root(root).sessions
         wait_until(lambda: len(list(sessions.glob("*.wait"))) == 3)  # for the holder
-        victim.process.kill()
-        victim.process.wait()
+        victim.kill()
         proxy.resume()
-        assert [other.hear()[0] for other in others] == [STORED] * 3
+        assert [other.hear() for other in others] == [STORED] * 3
     assert sum(t.body_bytes for t in proxy.summary().values()) < 1.3 * len(SHARD)
     assert partials(root) == []
 
@@ -102,8 +109,9 @@ def test_a_process_that_hangs_has_counted_what_it_read_and_who_waits_for_it_has_
         return sum(traffic.body_bytes for traffic in proxy.summary().values())
 
     proxy.pause(2 * BLOCK)  # of each part, or of the stream
-    with Worker(dir=root, max_size=max_size) as reader, Cache(root, min_free=0) as cache:
-        reader.tell("read", url)
+    other = functools.partial(reader, max_size=max_size)
+    with forked(other, root, url) as child, Cache(root, min_free=0) as cache:
+        child.tell()
         wait_until(lambda: requests * 2 * BLOCK <= sent() == cache.stats().bytes_origin)
         if requests == 2:
             cache.open(url).close()
@@ -111,15 +119,16 @@ def test_a_process_that_hangs_has_counted_what_it_read_and_who_waits_for_it_has_
 
 
 def test_a_stopped_holder_is_passed_by_and_does_no_harm_when_it_wakes(url, proxy, root):
-    with Worker(dir=root) as holder, Worker(dir=root, stale_after=1) as other:
+    impatient = functools.partial(reader, stale_after=1)
+    with forked(reader, root, url) as holder, forked(impatient, root, url) as other:
         proxy.pause(len(SHARD) // 4)
-        holder.tell("read", url)
+        holder.tell()
         wait_until(lambda: written(root) >= BLOCK)
-        holder.process.send_signal(signal.SIGSTOP)
+        holder.kill(signal.SIGSTOP)
         proxy.resume()
-        assert other.ask("read", url) == STORED
-        holder.process.send_signal(signal.SIGCONT)
-        assert holder.hear()[0] == STORED
+        assert other.ask() == STORED
+        holder.kill(signal.SIGCONT)
+        assert holder.hear() == STORED
     (entry,) = Cache(root).entries()
     assert entry.data.read_bytes() == SHARD
     assert partials(root) == []
@@ -142,7 +151,8 @@ def test_containers_with_equal_pids_share_one_fetch(url, root, proxy):
         assert [worker.ask("who") for worker in workers] == [[2, host]] * 4
         for worker in workers:
             worker.tell("read", url)
-        assert [worker.hear()[0] for worker in workers] == [STORED] * 4
+        stored = [hashlib.sha256(SHARD).hexdigest(), True]
+        assert [worker.hear()[0] for worker in workers] == [stored] * 4
         assert sum(t.object_fetches for t in proxy.summary().values()) == 1
         sessions = list((root / "v1/sessions").glob("*.session"))
         assert len(sessions) == 4  # and nobody took another's for its own

@@ -36,13 +36,13 @@ def key_of(url, **options):
 schemes = st.sampled_from(["s3", "gs", "hf"])
 
 
-@given(st.sets(st.tuples(schemes, hosts, names), min_size=2, max_size=12))
+@given(st.sets(st.tuples(schemes, hosts, names), min_size=2, max_size=6))
 def test_two_objects_of_bucket_stores_never_share_a_key(objects):
     keys = {key_of(f"{scheme}://{host}/{name}") for scheme, host, name in objects}
     assert len(keys) == len(objects)
 
 
-@given(st.sets(st.tuples(hosts, names, names), min_size=2, max_size=12))
+@given(st.sets(st.tuples(hosts, names, names), min_size=2, max_size=6))
 def test_two_resources_of_the_web_never_share_a_key(resources):
     urls = [f"https://{host}/{path.replace('?', '')}?{query}" for host, path, query in resources]
     asked = {url: url.partition("#")[0] for url in urls}  # what a client asks for

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -44,15 +45,18 @@ def test_prewarm_says_what_it_needs_and_what_it_did(run, spec, bucket):
     assert run("prewarm", spec, absent, "--max-failures", "1")[0] == 0
 
 
-def test_what_does_not_fit_is_exit_5_and_nothing_is_fetched(run, spec, proxy, monkeypatch):
-    monkeypatch.setenv("SHARDCACHE_MAX_SIZE", "100kB")
-    code, out, err = run("prewarm", spec)
+def test_what_does_not_fit_is_exit_5_and_nothing_is_fetched(run, spec, data, proxy):
+    size = len(data["train-0000.tar"])
+    room = "prewarm", spec, "--max-size", f"{2 * size}B"
+    code, out, err = run(*room)
     assert code == 5 and "does not fit" in out
     assert err.startswith("error: ") and "--best-effort" in err
     assert proxy.summary() == {}
-    assert run("prewarm", "-n", spec)[0] == 5
-    code, out, _ = run("prewarm", "--best-effort", spec)
+    assert run(*room, "-n")[0] == 5
+    code, out, _ = run(*room, "--best-effort")
     assert code == 0 and "left out for want of room" in out
+    assert "2 cached, 2 to fetch" in run("prewarm", spec, "--check")[1]
+    assert run("prewarm", spec, "--max-size", f"{4 * size}B")[0] == 0
 
 
 @pytest.mark.parametrize("limit", ["MAX_SIZE=1B", "MIN_FREE=99%"])
@@ -84,6 +88,35 @@ def test_bad_credentials_are_told_once(run, spec, monkeypatch):
     assert (code, err.count("AWS_SECRET_ACCESS_KEY")) == (3, 1) and "Traceback" not in err
     assert "3 more for the same reason" in err
     assert run("prewarm", spec, "-v")[2].count("  failed  ") == 4
+
+
+def test_a_list_holds_what_the_command_line_takes(run, bucket, data, s3_environment, tmp_path):
+    specs = {
+        f"s3://{bucket}/train-{{0000..0001}}.tar": 2,
+        f"s3://{bucket}/*-0002.tar": 1,
+        f"s3://{bucket}/": 4,
+        f"  s3://{bucket}/train-0003.tar": 1,
+    }
+    for spec, count in specs.items():
+        (tmp_path / "list").write_text(f"# a remark\n\n{spec}\n")
+        asked = ["-f", tmp_path / "list"], [spec.strip()]
+        found = [json.loads(run("prewarm", "-n", "--json", *each)[1])["shards"] for each in asked]
+        assert found[0] == found[1] and len(found[0]) == count
+    assert not (tmp_path / "cache").exists()
+    (tmp_path / "list").write_bytes(b"\xff\xfe\x00")
+    code, _, err = run("prewarm", "-f", tmp_path / "list")
+    assert (code, "not UTF-8" in err) == (2, True)
+
+
+def test_a_prefix_without_its_slash_is_suggested_with_it(run, s3, bucket, s3_environment):
+    for name in "ab":
+        s3.put(bucket, f"train/{name}.tar", b"")
+    code, _, err = run("prewarm", f"s3://{bucket}/train", f"s3://{bucket}/absent")
+    assert code == 3
+    assert f"2 shards below s3://{bucket}/train/" in err and err.count("did you mean") == 1
+    _, out, err = run("prewarm", f"s3://{bucket}/train", "-n")  # nobody has asked for it yet
+    assert "(sizes unknown)" in out and not out.endswith("ok\n")
+    assert f"2 shards below s3://{bucket}/train/" in err
 
 
 def test_path_prints_a_path_and_nothing_else_and_fetches_on_request(

@@ -6,15 +6,12 @@ import os
 import re
 import signal
 
-import pytest
-
-from tests.support.clitools import Screen, run_process
+from tests.support.clitools import Screen
 from tests.support.storetools import PATIENCE
 from tests.support.tars import make_tar
 
 
-def test_without_a_terminal_there_is_no_bar_no_escape_and_no_prompt(spec, bucket, tmp_path):
-    directory = tmp_path / "cache"
+def test_without_a_terminal_there_is_no_bar_no_escape_and_no_prompt(run, spec, bucket):
     for line, expected in (
         (f"prewarm {spec}", 0),
         ("ls", 0),
@@ -23,10 +20,10 @@ def test_without_a_terminal_there_is_no_bar_no_escape_and_no_prompt(spec, bucket
         (f"rm s3://{bucket}/train-0000.tar", 2),
         ("clean --all", 2),
     ):
-        code, out, err = run_process(*line.split(), directory=directory)
+        code, out, err = run(*line.split())
         assert code == expected and "\x1b" not in out + err and "\r" not in out + err, line
         assert ("pass -y" in err) is (code == 2)
-    assert "\x1b[1mSHARD" in run_process("ls", "--color", "always", directory=directory)[1]
+    assert "\x1b[1mSHARD" in run("ls", "--color", "always")[1]
 
 
 def test_a_terminal_shows_live_progress_and_an_interrupt_gives_the_cursor_back(slow, tmp_path):
@@ -41,26 +38,20 @@ def test_a_terminal_shows_live_progress_and_an_interrupt_gives_the_cursor_back(s
     assert "run the same command to go on" in text
 
 
-@pytest.mark.parametrize("columns", [60, 110])
-def test_progress_tells_shards_of_one_name_apart(
-    columns, s3, bucket, s3_environment, proxy, tmp_path
-):
+def test_progress_tells_shards_of_one_name_apart(s3, bucket, s3_environment, proxy, tmp_path):
     folders = ("imagenet-21k/training", "laion-aesthetics/training")
     for folder in folders:
         s3.put(bucket, f"datasets/{folder}/train-0000.tar", make_tar(0, 3000, 700))
     proxy.pause(after=1_200_000)
     specs = [f"s3://{bucket}/datasets/{folder}/train-0000.tar" for folder in folders]
-    with Screen("prewarm", *specs, directory=tmp_path / "cache", columns=columns) as screen:
+    with Screen("prewarm", *specs, directory=tmp_path / "cache", columns=60) as screen:
         for folder in folders:
             screen.read(until=rf"{folder[:15]}\S*/train-0000\.tar ")
 
 
-@pytest.mark.parametrize("option", ["--no-progress", "-q", "TERM=dumb"])
-def test_a_terminal_without_progress(spec, tmp_path, option):
-    environment = {"TERM": "dumb"} if option == "TERM=dumb" else {}
-    options = [] if environment else [option]
-    words = ["prewarm", spec, *options]
-    with Screen(*words, directory=tmp_path / "cache", environment=environment) as screen:
+def test_a_dumb_terminal_has_no_progress(spec, tmp_path):
+    dumb = {"TERM": "dumb"}
+    with Screen("prewarm", spec, directory=tmp_path / "cache", environment=dumb) as screen:
         assert "\x1b" not in screen.read()
         assert screen.command.process.wait(PATIENCE) == 0
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import functools
 import os
-import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -113,22 +111,6 @@ def test_ranks_wait_for_the_directories_that_rank_0_makes_late(nodes: Nodes) -> 
 
     ranks(nodes, 8, save)
     assert len(list(nodes[0].backing.rglob("rank-*.pt"))) == 3 * 8
-
-
-def test_one_rank_copies_a_program_and_all_see_it_whole(tmp_path: Path, nodes: Nodes) -> None:
-    source, text = tmp_path / "source", "import model\n" * 200
-    source.mkdir()
-    for name in ("train.py", "model.py"):
-        (source / name).write_text(text)
-
-    def start(number: int, root: Path) -> None:
-        copies = [root / "code" / path.name for path in source.iterdir()]
-        copy = functools.partial(shutil.copytree, source, root / "code")
-        sync.once("code", lambda: copy() and None, dir=root, job="race")
-        sync.wait_for(copies, timeout=PATIENCE)
-        assert all(copied.read_text() == text for copied in copies), "it is not whole"
-
-    ranks(nodes, 4, start)
 
 
 def test_a_claim_that_vanishes_lets_nobody_see_half_a_file(nodes: Nodes) -> None:

@@ -56,6 +56,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if collection_path.name in APART - named else None
 
 
+#: Files that take long and so start first: the last ones leave no process idle.
+LONG = {"test_run.py", "test_demo.py", "test_examples.py", "test_processes.py", "test_wds.py"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONG)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _nothing_left_on_the_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Caches on network filesystems keep their sessions in a directory of the node."""

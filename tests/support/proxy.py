@@ -16,7 +16,6 @@ import select
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
@@ -54,7 +53,6 @@ class Fault:
 
     name: str = "fault"  # for the record and for messages
     before: Callable[[], object] | None = None  # called first; may change objects on the server
-    delay: float = 0.0  # seconds before the first byte of the answer
     hang_up: Literal["", "close", "reset", "stall"] = ""  # instead of any answer; reset is RST
     strip: tuple[str, ...] = ()  # request headers, in small letters, that do not reach the server
     span: tuple[int, int] | None = None  # (start, stop) the server is asked for instead
@@ -98,10 +96,6 @@ class Rule:
         self.fired += 1
         return True
 
-    def __str__(self) -> str:
-        count = "always" if self.times is None else f"{self.times}x"
-        return f"{self.fault.name} ({self.method} {self.start} +{self.skip} {count})"
-
 
 @dataclass
 class Request:
@@ -111,7 +105,6 @@ class Request:
     path: str  # unquoted bucket/key
     range: tuple[int, int | None] | None  # asked for, the second exclusive; (-n, None): the last n
     reads_object: bool  # neither a listing nor a sub-resource such as ?acl
-    started: float  # `time.monotonic` when its head was complete
     fault: str | None = None  # the fault it met
     status: int = 0  # of the answer; 0 for none
     first: int | None = None  # offset in the object of the answer's first byte
@@ -292,7 +285,6 @@ class _Connection(BaseHTTPRequestHandler):
         if fault.hang_up:
             self._finish(fault.hang_up)
         answer = fault.answer or self._ask(payload, fault)
-        time.sleep(fault.delay)
         body = answer.body if fault.body is None else fault.body(answer.body)
         headers: dict[str, str | None] = {name.title(): value for name, value in answer.headers}
         if self.command != "HEAD" or fault.answer:
@@ -392,4 +384,4 @@ def _request(method: str, target: str, asked: str) -> Request:
     if asked.startswith("bytes="):
         first, _, last = asked.removeprefix("bytes=").partition("-")
         span = (int(first), int(last) + 1 if last else None) if first else (-int(last), None)
-    return Request(method, path, span, reads, time.monotonic())
+    return Request(method, path, span, reads)

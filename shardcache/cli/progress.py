@@ -160,7 +160,7 @@ class PrewarmProgress:
         active = list(self._active.values())
         shards = max(len(self._plan.to_fetch) - len(self._plan.left_out), self._done)
         written = self._bytes + sum(started.status.written for started in active)
-        total = sum(self._sizes.values()) if len(self._sizes) >= shards else None
+        total = (sum(self._sizes.values()) or None) if len(self._sizes) >= shards else None
         text = f"{self._done:,}/{shards:,} shards, "
         text += f"{self._failed:,} failed, " if self._failed else ""
         text += format_bytes(written)

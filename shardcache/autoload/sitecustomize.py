@@ -33,8 +33,13 @@ class _WebDataset:
 
             def exec_module(module: Any) -> None:
                 execute(module)
-                from shardcache.wds.gopen import read_through_cache
-
+                try:
+                    from shardcache.wds.gopen import read_through_cache
+                except ImportError as exn:  # the command is of another environment
+                    raise ImportError(
+                        f"shardcache is not installed for {sys.executable} ({exn}). Install it "
+                        "there, or start the program without `shardcache run`."
+                    ) from exn
                 read_through_cache(module)
 
             spec.loader.exec_module = exec_module

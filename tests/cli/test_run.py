@@ -117,6 +117,12 @@ except ValueError as exn:
     assert len(list((tmp_path / "cache").glob("v1/objects/*/*/*/*.tar"))) == 1
 
 
+def test_a_program_of_another_environment_does_not_run_without_its_cache(program, tmp_path):
+    text = "import sys; sys.modules['shardcache'] = None; import webdataset"
+    code, _, err = run_process("run", "--", *program(text), directory=tmp_path / "cache")
+    assert code == 1 and f"shardcache is not installed for {sys.executable}" in err
+
+
 def test_signals_reach_the_program_and_its_end_is_told(program, tmp_path):
     started = tmp_path / "started"
     text = f"open({str(started)!r}, 'w'); import signal; signal.pause()"

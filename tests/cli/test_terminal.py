@@ -41,7 +41,7 @@ def test_a_terminal_shows_live_progress_and_an_interrupt_gives_the_cursor_back(s
 def test_progress_tells_shards_of_one_name_apart(s3, bucket, s3_environment, proxy, tmp_path):
     folders = ("imagenet-21k/training", "laion-aesthetics/training")
     for folder in folders:
-        s3.put(bucket, f"datasets/{folder}/train-0000.tar", make_tar(0, 3000, 700))
+        s3.put(bucket, f"datasets/{folder}/train-0000.tar", make_tar(0, 60, 70_000))
     proxy.pause(after=1_200_000)
     specs = [f"s3://{bucket}/datasets/{folder}/train-0000.tar" for folder in folders]
     with Screen("prewarm", *specs, directory=tmp_path / "cache", columns=60) as screen:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ import pytest
 from shardcache import Cache
 from tests.stress.fuse import Shim, mounted
 from tests.stress.origin import Origin
-from tests.support.storetools import Parent, crowd
 
 #: Bytes per second and connection: a fetch that others can meet under way.
 SLOW, FAST = 400_000, 1e9
@@ -23,22 +22,6 @@ def under_way(root: Path) -> bool:
     with contextlib.suppress(FileNotFoundError):  # a partial goes while it is looked at
         return any(path.stat().st_size for path in root.glob("v1/partial/*/*.tar"))
     return False
-
-
-def together(count: int, act: Callable[[int], Any]) -> list[Any]:
-    """What ``act(number)`` returns in each of so many processes, which begin at the same time."""
-
-    def work(parent: Parent, number: int) -> None:
-        parent.say("ready")
-        parent.hear()
-        parent.say(act(number))
-
-    with crowd(count, work) as children:
-        for child in children:
-            child.hear()
-        for child in children:
-            child.tell()
-        return [child.hear() for child in children]
 
 
 class Far(Origin):

@@ -16,9 +16,9 @@ import pytest
 from shardcache.layout import Layout
 from shardcache.locks.flock import Holder
 from shardcache.locks.lease import KeyLease
-from tests.stress.conftest import FAST, SLOW, Far, together, under_way
+from tests.stress.conftest import FAST, SLOW, Far, under_way
 from tests.stress.fuse import Shim
-from tests.support.storetools import Parent, age, forked, wait_until
+from tests.support.storetools import Parent, age, forked, together, wait_until
 
 
 def partials(shim: Shim) -> list[Path]:
@@ -213,9 +213,8 @@ def test_a_lost_reply_or_an_error_anywhere_fails_no_read_and_leaves_nothing(
 # -- several nodes ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", ["disk", "network"])
-def test_many_processes_make_one_root(far: Far, shim: Shim, tmp_path: Path, where: str) -> None:
-    root = (tmp_path if where == "disk" else shim.root) / "a" / "deep" / "cache"
+def test_many_processes_make_one_root(far: Far, shim: Shim) -> None:
+    root = shim.root / "a" / "deep" / "cache"
     assert all_read(far, 24, [root])
     assert (root / "manifest.json").is_file()
     assert far.begun() == 1

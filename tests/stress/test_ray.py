@@ -28,7 +28,7 @@ psutil = pytest.importorskip("psutil")  # Ray brings one
 pytestmark = pytest.mark.timeout(1200)  # a busy machine starts raylets slowly
 
 NODES = ["node-a", "node-b", "node-c"]
-SMALL, BIG = make_tar(1, 20), make_tar(2, 3000, 700)
+SMALL, BIG = make_tar(1, 20), make_tar(2, 60, 70_000)
 #: The proxy lets through so many bytes: all of the small shards, and a MiB or two of the big ones.
 HANGS_AFTER = 2_500_000
 #: A node that says nothing is dead after two seconds instead of some twenty.

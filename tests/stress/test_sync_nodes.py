@@ -12,9 +12,8 @@ import pytest
 
 from shardcache import sync
 from shardcache.sync.paths import find
-from tests.stress.conftest import together
 from tests.stress.fuse import Shim
-from tests.support.storetools import PATIENCE, Parent, crowd, forked
+from tests.support.storetools import PATIENCE, Parent, crowd, forked, together
 from tests.sync.test_once import at_work
 
 Nodes = tuple[Shim, Shim]

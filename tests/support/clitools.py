@@ -110,7 +110,7 @@ def run_process(*arguments, directory, environment=(), **options):
 def slow(s3, bucket, s3_environment, proxy):
     """A prewarm that gets somewhere and then hangs; its spec."""
     for number in range(3):
-        s3.put(bucket, f"big-{number}.tar", make_tar(number, 3000, 700))
+        s3.put(bucket, f"big-{number}.tar", make_tar(number, 60, 70_000))
     proxy.pause(after=2_500_000)
     return f"s3://{bucket}/big-{{0..2}}.tar"
 

@@ -291,6 +291,22 @@ def crowd(count: int, function: Callable[..., None], *args: Any) -> Iterator[lis
         yield children
 
 
+def together(count: int, act: Callable[[int], Any]) -> list[Any]:
+    """What ``act(number)`` returns in each of so many processes, which begin at the same time."""
+
+    def work(parent: Parent, number: int) -> None:
+        parent.say("ready")
+        parent.hear()
+        parent.say(act(number))
+
+    with crowd(count, work) as children:
+        for child in children:
+            child.hear()
+        for child in children:
+            child.tell()
+        return [child.hear() for child in children]
+
+
 def wait_until(condition: Callable[[], Any]) -> Any:
     """Wait for something that will happen; what it was, in the end."""
     end = time.monotonic() + PATIENCE

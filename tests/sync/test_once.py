@@ -8,7 +8,7 @@ import pytest
 
 from shardcache import sync
 from shardcache.errors import ConfigError
-from tests.support.storetools import PATIENCE, crowd, forked
+from tests.support.storetools import PATIENCE, crowd, forked, together
 
 
 @pytest.fixture
@@ -28,21 +28,14 @@ def ran(tmp_path):
 
 
 def test_of_many_ranks_one_works_and_all_get_its_result(tmp_path, ran):
-    def rank(parent, number):
-        parent.hear()
-        results = []
-        for _ in range(4):  # the n-th `again` of all is one run
-            value = {"from": os.getpid(), "pair": (1, 2)}
-            results.append(sync.once("unpack", ran, value, dir=tmp_path, job="j", again=True))
-        parent.say(results)
+    def rank(number):
+        value = {"from": number, "pair": (1, 2)}
+        where = {"dir": tmp_path, "job": "j", "again": True}
+        return [sync.once("unpack", ran, value, **where) for _ in range(4)]
 
-    with crowd(8, rank) as children:
-        for child in children:
-            child.tell()
-        results = [child.hear() for child in children]
+    results = together(8, rank)  # the n-th `again` of all is one run
     assert ran.count() == 4 and results == [results[0]] * 8
-    assert results[0][0]["pair"] == [1, 2]
-    assert results[0][0]["from"] in [child.pid for child in children]
+    assert results[0][0]["pair"] == [1, 2] and results[0][0]["from"] in range(8)
 
 
 def test_a_failure_is_seen_by_all_and_not_tried_again(tmp_path, ran):
@@ -181,12 +174,11 @@ def test_once_per_node_needs_no_shared_directory_and_each_node_of_one_works(
     for name, value in {"SHARDCACHE_JOB": "job", "WORLD_SIZE": "16", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
 
-    def rank(parent, number):
+    def rank(number):
         os.environ["RANK"] = str(number)
-        parent.say(sync.once("unpack", ran, number, per="node"))
+        return sync.once("unpack", ran, number, per="node")
 
-    with crowd(3, rank) as children:
-        results = [child.hear() for child in children]
+    results = together(3, rank)
     assert results == [results[0]] * 3 and ran.count() == 1
     for node in ("11111111-aaaa", "22222222-bbbb"):
         monkeypatch.setattr("shardcache.sync.board.boot_id", lambda node=node: node)

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from shardcache.sync.board import job_name, process_name
-from tests.support.storetools import crowd
+from tests.support.storetools import together
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8",
             "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}  # fmt: skip
@@ -43,11 +43,5 @@ def test_ranks_of_one_process_have_its_name_and_those_of_another_have_not(monkey
     if launched:
         launch(monkeypatch, TORCHRUN)
     own = job_name()
-
-    def rank(parent, number):
-        parent.say(job_name())
-
-    with crowd(2, rank) as children:
-        names = {child.hear() for child in children}
-    assert names == {f"{process_name(os.getpid())}-0-0-0"}
+    assert {*together(2, lambda number: job_name())} == {f"{process_name(os.getpid())}-0-0-0"}
     assert own == f"{process_name(os.getppid() if launched else os.getpid())}-0-0-0"

@@ -518,7 +518,7 @@ def random_script(rng: random.Random, lab: Lab) -> list[Rule]:
     ]
 
 
-@pytest.mark.parametrize("batch", range(10))
+@pytest.mark.parametrize("batch", range(4))
 @pytest.mark.parametrize("fill", ["complete", "follow"])
 def test_whatever_goes_wrong_the_bytes_are_right_or_an_error_says_why(lab, fill, batch):
     lab.put("other.tar", 7)

@@ -9,22 +9,19 @@ import contextlib
 import io
 import re
 import warnings
-from pathlib import Path
 
 import pytest
 
 from shardcache import default_cache
-from shardcache.cli.demo import S3Server
 from shardcache.urls import _READERS
-from tests.support.proxy import Proxy
-from tests.support.trainingtools import NEEDS, PAGE, Block, DataSet, blocks
+from tests.support.trainingtools import NEEDS, PAGE, DataSet, blocks
 
 
 @pytest.mark.usefixtures("s3_environment")
 @pytest.mark.parametrize("block", [b for b in blocks() if not NEEDS[b.section]], ids=str)
 def test_a_block_prints_what_it_says_and_fetches_each_shard_once(
-    block: Block, s3: S3Server, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    block, s3, proxy, tmp_path, monkeypatch
+):
     s3.create_bucket("bucket")  # that of the page
     data, out = DataSet(s3, "bucket", proxy), io.StringIO()
     monkeypatch.setenv("SHARDCACHE_DIR", str(tmp_path / "shards"))

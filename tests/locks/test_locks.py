@@ -6,14 +6,12 @@ import errno
 import fcntl
 import os
 import signal
-import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from shardcache.files import dup_exclusive, open_exclusive
-from shardcache.locks.flock import Holder, KeyLock, read_holder, remove_locks, try_flock, wait_flock
+from shardcache.locks.flock import Holder, KeyLock, remove_locks, try_flock
 from tests.support.storetools import Parent, forked, make_store, no_descriptor_left, refusing, tree
 
 ME = Holder.this_process(rank=3, job="job", now=12.5)
@@ -27,43 +25,8 @@ def free(path: Path) -> bool:
     return found
 
 
-@pytest.mark.locks_work("flock")
-def test_a_lock_that_is_held_for_a_moment_is_waited_for_and_no_longer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    naps: list[float] = []
-    monkeypatch.setattr(time, "sleep", naps.append)
-    path = tmp_path / "data"
-    path.touch()
-    with path.open("rb") as evictor, path.open("rb") as other:
-        assert try_flock(evictor.fileno())
-        assert wait_flock(other.fileno(), shared=True) is False
-        assert 0 < sum(naps) < 0.1
-        monkeypatch.setattr(time, "sleep", lambda _: fcntl.flock(evictor.fileno(), fcntl.LOCK_UN))
-        assert wait_flock(other.fileno(), shared=True) is True
-
-
-@pytest.mark.locks_work("flock")
-def test_one_holds_a_key_until_it_lets_go(tmp_path: Path) -> None:
-    path = tmp_path / "aa" / "key.lock"
-    one, other = KeyLock(path), KeyLock(path)
-    with no_descriptor_left():
-        assert one.try_acquire(ME)
-        assert not other.try_acquire(ME)
-        one.update(replace(ME, partial="x" * 100))  # a shorter record replaces a longer one
-        one.update(ME)
-        assert read_holder(path) == ME
-        one.release()
-        one.release()
-        assert other.try_acquire(ME)
-        assert not free(path)
-        other.release()
-
-
 @pytest.mark.locks_work("flock", "answers")
-def test_a_lock_file_unlinked_between_open_and_flock_is_not_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_file_unlinked_between_open_and_flock_is_not_taken(tmp_path, monkeypatch):
     path = tmp_path / "key.lock"
     path.touch()
     real = fcntl.flock
@@ -83,8 +46,8 @@ def test_a_lock_file_unlinked_between_open_and_flock_is_not_taken(
 @pytest.mark.locks_work("flock")
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSPC])
 def test_a_filesystem_without_flock_or_without_room_grants_every_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+    tmp_path, monkeypatch, number
+):
     path = tmp_path / "key.lock"
     if number == errno.ENOSPC:
         concerns = lambda p, *a, **k: str(p) == str(path)  # noqa: E731

@@ -5,17 +5,14 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from shardcache.cache import Cache
 from shardcache.layout import IDLE_GRACE, Layout
 from shardcache.locks import mounts
 from shardcache.locks.mounts import Mount, mount_of, node_namespace
 from shardcache.store.root import make_root
-from tests.support.fakes import MemoryOrigin
 from tests.support.storetools import age
 from tests.support.tars import make_tar
 
@@ -81,8 +78,8 @@ def on(kind: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", ["ext4", "tmpfs", "nfs4", "lustre", "fuse.juicefs", "9p", None])
 def test_local_filesystems_are_locked_by_flock_and_all_others_by_leases(
-    root: Path, node: Path, monkeypatch: pytest.MonkeyPatch, kind: str | None
-) -> None:
+    root, node, monkeypatch, kind
+):
     on(kind, monkeypatch)
     found = node_namespace(root, "auto", 600.0)
     if kind in ("ext4", "tmpfs"):
@@ -96,8 +93,8 @@ def test_local_filesystems_are_locked_by_flock_and_all_others_by_leases(
 
 
 def test_all_who_share_a_root_share_a_directory_of_the_node_that_nobody_planted(
-    root: Path, node: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+    root, node, monkeypatch, tmp_path
+):
     def place(name: str = "cache") -> Path | None:
         return node_namespace(tmp_path / name, "lease", 600.0).local
 
@@ -118,13 +115,8 @@ def test_all_who_share_a_root_share_a_directory_of_the_node_that_nobody_planted(
 
 @pytest.mark.locks_work("flock")
 def test_with_leases_nothing_in_the_cache_is_locked(
-    make_cache: Callable[..., Cache],
-    origin: MemoryOrigin,
-    root: Path,
-    node: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    make_cache, origin, root, node, monkeypatch, caplog
+):
     locked, real = [], fcntl.flock
 
     def watched(fd: int, operation: int) -> None:

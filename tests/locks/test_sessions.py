@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from shardcache.cache import Cache
 from shardcache.layout import Layout
-from shardcache.locks.flock import Holder, KeyLock
+from shardcache.locks.flock import Holder
 from shardcache.locks.sessions import (
     Session,
     live_sessions,
@@ -25,16 +22,12 @@ from shardcache.locks.sessions import (
     remove_dead,
     stated_limits,
 )
-from shardcache.store.root import make_root
 from shardcache.urls import parse_url
-from tests.support.clitools import run_process
-from tests.support.fakes import FakeClock, MemoryOrigin
 from tests.support.storetools import (
     PATIENCE,
     Parent,
     forked,
     no_descriptor_left,
-    refusing,
     wait_until,
 )
 from tests.support.tars import make_tar
@@ -44,11 +37,6 @@ KEY = parse_url(URL).key
 DATA = make_tar(1, size=400_000)
 WAITER = Holder(12, "node-7", 5, None, 1_000_010.0, url=URL)
 MakeCache = Callable[..., Cache]
-
-
-@pytest.fixture
-def layout(tmp_path: Path) -> Layout:
-    return make_root(tmp_path / "cache", "test")
 
 
 def names(layout: Layout) -> list[str]:
@@ -86,21 +74,7 @@ def test_the_living_count_stopped_or_not_and_what_the_dead_left_goes(layout: Lay
     assert live_sessions(layout) == names(layout) == []
 
 
-def test_a_cache_that_cannot_be_written_has_no_session_and_no_error(layout: Layout) -> None:
-    for name in ("open", "utime"):
-        with pytest.MonkeyPatch.context() as patch, no_descriptor_left():
-            patch.setattr(os, name, refusing(errno.ENOSPC, real=getattr(os, name)))
-            Session(layout, 1000.0).close()
-        assert names(layout) == []
-    shutil.rmtree(layout.sessions)
-    layout.sessions.touch()
-    Session(layout, 1000.0).close()
-    assert layout.sessions.is_file()
-
-
-def test_a_program_that_closes_nothing_ends_without_a_word_and_without_a_session(
-    tmp_path: Path,
-) -> None:
+def test_a_program_that_closes_nothing_ends_without_a_word_and_without_a_session(tmp_path):
     (tmp_path / "a.tar").write_bytes(make_tar(1))
     program = """
 import os, sys
@@ -117,31 +91,6 @@ print(sum(name.endswith(".session") for name in found))
 
 
 @pytest.mark.locks_work
-def test_a_wait_of_half_a_second_is_noted_and_the_note_goes_with_it(
-    make_cache: MakeCache, origin: MemoryOrigin, clock: FakeClock
-) -> None:
-    origin.objects[URL] = DATA
-    cache = make_cache(fill="complete")
-    layout = Layout.of_root(cache.dir)
-    lock = KeyLock(layout.key_lock(KEY))
-    assert lock.try_acquire(WAITER)
-    seen: list[tuple[float, list[tuple[str, Holder]]]] = []
-
-    def look() -> None:
-        seen.append((clock.elapsed, list(live_waits(layout))))
-        if clock.elapsed > 3.0:
-            lock.release()
-
-    clock.on_sleep.append(look)
-    with no_descriptor_left():
-        assert cache.open(URL).read() == DATA
-    assert not [name for name in names(layout) if name.endswith(".wait")]
-    assert not any(found for at, found in seen if at < 0.5)
-    ((key, waiter),) = seen[-1][1]
-    assert (key, waiter.url, waiter.pid, waiter.started) == (KEY, URL, os.getpid(), clock.now)
-
-
-@pytest.mark.locks_work
 def test_what_is_no_note_is_not_shown(layout: Layout) -> None:
     session = Session(layout, 0.0, (KEY, WAITER))
     for text in (b"", b"{", b'{"pid": "12"}', b"[]", WAITER.encode().replace(b"node", b"\\u001b")):
@@ -153,9 +102,7 @@ def test_what_is_no_note_is_not_shown(layout: Layout) -> None:
 
 
 @pytest.mark.locks_work
-def test_top_shows_who_waits_for_whom_since_when(
-    make_cache: MakeCache, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_top_shows_who_waits_for_whom_since_when(make_cache, origin, monkeypatch, run):
     """A process that fetches, and one that waits for it: all of it real but the origin."""
     origin.objects[URL] = DATA
 
@@ -170,11 +117,11 @@ def test_top_shows_who_waits_for_whom_since_when(
         thread.start()
         wait_until(lambda: list(live_waits(Layout.of_root(cache.dir))))
         command = ("top", "--count", "1", "--interval", "0.2")
-        _, table = run_process(*command, directory=cache.dir)[1].split("1 waiter")
+        _, table = run(*command)[1].split("1 waiter")
         _, titles, row, *_ = table.splitlines()
         assert titles.split() == ["SHARD", "WHO", "FOR", "WHOM", "SINCE"] and row.startswith(URL)
         assert f"rank 1, pid {me}" in row and f"pid {fetcher}" in row
-        (found,) = json.loads(run_process(*command, "--json", directory=cache.dir)[1])["waits"]
+        (found,) = json.loads(run(*command, "--json")[1])["waits"]
         assert (found["url"], found["rank"], found["pid"]) == (URL, 1, me)
         assert found["holder"]["pid"] == fetcher and found["seconds"] >= 0.4
         assert found["since"].endswith("+00:00")

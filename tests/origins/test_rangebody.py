@@ -98,17 +98,6 @@ def test_a_wrong_answer_costs_one_request_and_is_sorted(serve, answered, kind, s
         assert caught.value.retry_after == 7
 
 
-@pytest.mark.parametrize("size", [5, 20_000])  # which come with the head, or after it
-def test_what_follows_an_answer_is_not_taken_for_the_next_one(serve, size: int) -> None:
-    said = HELLO[:-5].replace(b"0-4/5", b"0-%d/%d" % (size - 1, size))
-    said = said.replace(b"Length: 5", b"Length: %d" % size)
-    server = serve(said + b"x" * size + said + b"y" * size, most=100)
-    origin, url = web_origin(server)
-    for _ in range(3):
-        assert read_all(origin, url, 0, size) == b"x" * size
-    assert len(server.heads) == 3
-
-
 def test_a_weak_validator_is_compared_but_not_insisted_on(serve) -> None:
     refused, weak = answer("412 Precondition Failed"), part("0-4/5", b"hello", ETag='W/"a"')
     origin, url = web_origin(serve(lambda head: refused if "If-Match" in head else weak))

@@ -10,9 +10,7 @@ import json
 import random
 import weakref
 
-import fsspec
 import pytest
-import webdataset as wds
 
 from shardcache import Cache, TransferError
 from shardcache.origins.base import TransientError
@@ -62,27 +60,13 @@ def test_a_call_that_was_repeated_leaves_nothing_for_the_garbage_collector():
         gc.enable()
 
 
-def pipeline(cache: Cache, url: str) -> None:
-    dataset = cache.attach(wds.WebDataset([url], shardshuffle=False, handler=wds.reraise_exception))
-    next(iter(dataset))
-
-
 def prewarm(cache: Cache, url: str) -> None:
     (result,) = cache.prewarm([url], jobs=4).results
     assert result.error is not None
     raise result.error
 
 
-def filesystem(cache: Cache, url: str) -> None:
-    options = {"dir": str(cache.dir), "min_free": 0, "attempts": 3, "connections": 1}
-    through = fsspec.filesystem(
-        "shardcache", target_protocol="s3", skip_instance_cache=True, **options
-    )
-    with through.cache, through.open(url, "rb"):
-        pass
-
-
-@pytest.mark.parametrize("way", [Cache.open, pipeline, prewarm, filesystem])
+@pytest.mark.parametrize("way", [Cache.open, prewarm])
 def test_so_many_attempts_are_so_many_requests(lab, way):  # noqa: F811
     """Neither the SDK nor its pool nor a layer above repeats what `attempts` bounds."""
     lab.proxy.script(Rule(Fault(name="503", answer=page(503, "SlowDown")), times=None))

@@ -210,9 +210,7 @@ def test_shards_of_unknown_size_are_counted_as_they_grow(library: Bench) -> None
     partial.discard()
 
 
-def test_where_the_number_is_shared_by_nobody_or_makes_no_sense_it_is_counted(
-    library: Bench,
-) -> None:
+def test_where_the_number_is_shared_by_nobody_or_makes_no_sense_it_is_counted(library):
     library.fetch(200)
     usage = library.layout.usage
     boot = usage.read_bytes().split(b'"')[1]

@@ -22,17 +22,11 @@ from shardcache.space.budget import Space
 from shardcache.space.clean import CleanReport, clean
 from shardcache.space.eviction import Limits, Reason
 from shardcache.store.entry import Store, set_aside
-from shardcache.store.root import make_root
 from shardcache.urls import parse_url
 from tests.support.shop import Shop
 from tests.support.storetools import age, begun, payload, publish, tree, wait_until
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-def layout(tmp_path: Path) -> Layout:
-    return make_root(tmp_path / "cache", "test")
 
 
 def leave(layout: Layout) -> Path:
@@ -106,9 +100,7 @@ def test_cleaners_take_turns_or_say_who_is_at_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.locks_work
-def test_one_of_a_nodes_processes_cleans_beside_its_job(
-    layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_of_a_nodes_processes_cleans_beside_its_job(layout, tmp_path, monkeypatch):
     shop, rounds, real = Shop(tmp_path, count=5), [], module.clean
     with Cache(shop.path, cache_local=True, min_free=0) as earlier:
         for number, url in enumerate(shop.urls):

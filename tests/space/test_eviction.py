@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +11,6 @@ from shardcache.locks.sessions import Session
 from shardcache.space.eviction import SKEW, Limits, Policy, Reason, plan
 from shardcache.space.pins import pin, pinned, remove_expired
 from shardcache.store.entry import Entry
-from shardcache.store.root import make_root
 from shardcache.urls import parse_url
 
 NOW = 10_000.0
@@ -104,8 +101,8 @@ DAY = 86_400.0
     ],
 )
 @pytest.mark.locks_work("flock")
-def test_what_running_jobs_keep(tmp_path: Path, used, started, stays) -> None:
-    now, layout = 1_800_000_000.0, make_root(tmp_path / "cache", "test")
+def test_what_running_jobs_keep(layout, tmp_path, used, started, stays):
+    now = 1_800_000_000.0
     sessions = [Session(layout, now + date) for date in started]
     entry = Entry("/objects/key/v", "key", "v", 10, now + used)
     for kind, jobs, keeps in (
@@ -119,8 +116,8 @@ def test_what_running_jobs_keep(tmp_path: Path, used, started, stays) -> None:
         session.close()
 
 
-def test_a_pin_that_makes_no_sense_keeps_its_shard(tmp_path: Path) -> None:
-    layout, url = make_root(tmp_path / "cache", "test"), parse_url("s3://lab/a.tar")
+def test_a_pin_that_makes_no_sense_keeps_its_shard(layout):
+    url = parse_url("s3://lab/a.tar")
     for text in (b"", b"{", b"[]", b"null", b'{"url": "x", "until": "soon"}', b"\xff" * 99):
         pin(layout, url, 1.0)
         layout.pin(url.key).write_bytes(text)

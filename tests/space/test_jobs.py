@@ -35,9 +35,7 @@ def numbers(shop: Shop) -> list[int]:
     return sorted(shop.urls.index(url) for url in shop.entries())
 
 
-def test_what_the_first_of_two_jobs_has_it_keeps_and_the_second_takes_over_in_time(
-    shop: Shop,
-) -> None:
+def test_what_the_first_of_two_jobs_has_it_keeps_and_the_second_takes_over_in_time(shop):
     budget = 4 * shop.size
     with shop.worker(max_size=budget) as b:
         with shop.worker(max_size=budget, touch_interval=0) as a:
@@ -76,20 +74,6 @@ def test_under_other_policies_a_job_evicts_its_own(shop: Shop, policy: str, gone
         assert numbers(shop) == sorted({0, 1, 2, 3} - {gone})
 
 
-@pytest.mark.parametrize("shuffled", [False, True])
-def test_half_of_the_data_gives_half_of_the_hits_in_whatever_order(
-    shop: Shop, shuffled: bool
-) -> None:
-    chance, size = random.Random(7), 5 * shop.size
-    with Cache(shop.path, cache_local=True, min_free=0, max_size=size) as cache:
-        for _ in range(4):
-            for url in chance.sample(shop.urls, 10) if shuffled else shop.urls:
-                with cache.open(url) as stream:
-                    assert len(stream.read()) == shop.size
-        found = cache.stats()
-    assert (found.misses, found.hits, found.bypassed) == (5, 3 * 5, 4 * 5)
-
-
 @needs_mounts
 def test_what_is_to_stay_free_stays_free(shop: Shop) -> None:
     options = {"cache_local": True, "min_free": "800kB", "stats": False}  # counts take room, too
@@ -102,9 +86,7 @@ def test_what_is_to_stay_free_stays_free(shop: Shop) -> None:
 
 
 @pytest.mark.parametrize("policy", ["working-set", "lru", "fifo"])
-def test_what_is_pinned_stays_whatever_comes_until_its_time_is_over(
-    shop: Shop, policy: str
-) -> None:
+def test_what_is_pinned_stays_whatever_comes_until_its_time_is_over(shop, policy):
     budget = 2 * shop.size
     with Cache(shop.path, cache_local=True, min_free=0, max_size=budget, policy=policy) as cache:
         cache.pin(shop.urls[0], 3600)  # before it is there
@@ -135,9 +117,7 @@ def rank(parent: Parent, number: int, shop: Shop) -> None:
     parent.say()
 
 
-def test_four_ranks_that_link_three_shards_fetch_each_once_and_it_goes_with_all_its_links(
-    shop: Shop,
-) -> None:
+def test_four_ranks_that_link_three_shards_fetch_each_once_and_it_goes_with_all_its_links(shop):
     with crowd(4, rank, shop) as ranks:
         for url in 2 * shop.urls[:3]:
             for each in ranks:
@@ -180,20 +160,18 @@ def data_bytes(base: Path) -> int:
 
 @needs_mounts
 @pytest.mark.parametrize("policy", ["working-set", "lru"])
-def test_sixteen_processes_never_pass_the_limit_and_never_see_a_full_disk(
-    tmp_path: Path, policy: str
-) -> None:
-    shards = {str(tmp_path / f"{number}.tar"): make_tar(number, 10, 50_000) for number in range(40)}
+def test_sixteen_processes_never_pass_the_limit_and_never_see_a_full_disk(tmp_path, policy):
+    shards = {str(tmp_path / f"{number}.tar"): make_tar(number, 10, 50_000) for number in range(24)}
     for path, data in shards.items():
         Path(path).write_bytes(data)
-    limit, root = 8 * len(data), tmp_path / "ram" / "cache"
+    limit, root = 5 * len(data), tmp_path / "ram" / "cache"
     layout, seen, ended = Layout.of_root(root), list[int](), threading.Event()
 
     def work(parent: Parent, number: int) -> None:
         options = {"cache_local": True, "min_free": 0, "max_size": limit, "policy": policy}
         with Cache(root, **options) as cache:
             parent.hear()
-            for url in random.Random(number).sample(list(shards), 40):
+            for url in random.Random(number).sample(list(shards), 12):
                 with cache.open(url) as stream:
                     assert stream.read() == shards[url]
         parent.say()
@@ -222,6 +200,6 @@ def test_sixteen_processes_never_pass_the_limit_and_never_see_a_full_disk(
             ended.set()
             watcher.join()
         # A file of the filesystem is a whole number of blocks.
-        assert 0 < max(seen) <= limit + 4096 * 40
+        assert 0 < max(seen) <= limit + 4096 * 24
         with Cache(root) as cache:
             assert sum(entry.size for entry in cache.entries()) <= limit

@@ -119,9 +119,7 @@ def test_a_cache_keeps_to_the_tighter_of_its_limits(tmp_path: Path) -> None:
         ("tmpfs", Volume(5000, 1000), Volume(5000, 1000)),
     ],
 )
-def test_a_ram_disk_has_no_more_than_its_cgroup_leaves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind, memory, found
-) -> None:
+def test_a_ram_disk_has_no_more_than_its_cgroup_leaves(tmp_path, monkeypatch, kind, memory, found):
     module._is_memory.cache_clear()
     module._asked.clear()
     monkeypatch.setattr(module, "mount_of", lambda path: Mount("/", kind))

@@ -18,18 +18,12 @@ from shardcache.stats import counters as module
 from shardcache.stats.counters import BUCKETS, Counters, bucket_range
 from shardcache.stats.database import compact, samples
 from shardcache.stats.summary import Waits, by_hour, by_rank, summed
-from shardcache.store.root import make_root
 from tests.support.fakes import FakeClock
 from tests.support.storetools import forked, needs_root, no_descriptor_left, refusing
 
 HOUR = 3600.0
 #: The beginning of a minute and of an hour.
 NOON = 1_795_348_800.0
-
-
-@pytest.fixture
-def layout(tmp_path):
-    return make_root(tmp_path / "cache", "test")
 
 
 @pytest.fixture
@@ -70,24 +64,6 @@ def test_waits_are_counted_in_buckets_without_a_gap():
 
 
 # -- counting ------------------------------------------------------------------
-
-
-def test_counts_are_written_once_a_second(make, layout, clock):
-    counters = make()
-    counters.opened("hit", 0.0)  # the first, after nothing for long
-    assert total(layout).hits == 1
-    for _ in range(5):
-        clock.sleep(0.15)
-        counters.opened("hit", 0.0)
-        counters.add({"retries": 1})
-    assert (total(layout).hits, total(layout).retries) == (1, 0)
-    clock.sleep(0.3)
-    counters.opened("hit", 0.0)
-    assert (total(layout).hits, total(layout).retries) == (7, 5)
-    counters.opened("hit", 0.0)
-    counters.flush()
-    assert total(layout).hits == counters.snapshot()["hits"] == 8
-    assert (total(layout).since, total(layout).until) == (NOON, NOON + 60)
 
 
 def test_threads_lose_nothing(make, layout):

@@ -7,83 +7,37 @@ import bz2
 import gzip
 import hashlib
 import lzma
-import os
 import sys
 import tarfile
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from shardcache.errors import IntegrityError
 from shardcache.origins.base import Checksum, ObjectInfo
 from shardcache.store import digest as digests
 from shardcache.store.digest import (
-    BLOCK,
     MismatchError,
-    block_digest,
     can_check,
     check_archive,
     compare,
-    file_checksum,
-    file_digest,
-    tree_digest,
 )
-from shardcache.store.entry import DamagedError, Metadata
-from tests.support.storetools import metadata_for, payload
+from shardcache.store.entry import Metadata
+from tests.support.storetools import metadata_for
 from tests.support.tars import make_tar, tar_of
 
-texts = st.text(max_size=30)
-maybe = st.none() | texts
-sizes = st.integers(0, 2**64 - 1)
-infos = st.builds(
-    ObjectInfo,
-    size=st.none() | sizes,
-    etag=maybe,
-    version_id=maybe,
-    modified=maybe,
-    checksum=st.none() | st.builds(Checksum, texts, texts),
-)
-sidecars = st.builds(
-    Metadata,
-    url=texts,
-    key=texts,
-    info=infos,
-    size=sizes,
-    digest=texts,
-    checked=maybe,
-    fetched_at=st.integers(0, 4_000_000_000_000).map(lambda ms: ms / 1000),
-    boot=texts,
-    library=texts,
-)
+FULL = ObjectInfo(2**64 - 1, 'W/"\u00e9"', "v1", "monday", Checksum("crc32", "AA=="))
 
 
-@given(sidecars)
-def test_a_sidecar_says_what_was_written_into_it(written: Metadata) -> None:
-    found = Metadata.decode(written.encode())
-    assert found == replace(written, fetched_at=found.fetched_at)
-    assert abs(found.fetched_at - written.fetched_at) <= 0.001
-    assert found.info.version == written.info.version
-
-
-@given(st.data())
-def test_a_sidecar_with_bytes_changed_is_damage_or_says_something_valid(data) -> None:
-    raw = bytearray(metadata_for(data=b"abc").encode())
-    for _ in range(data.draw(st.integers(1, 4))):
-        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
-    if data.draw(st.booleans()):
-        raw = raw[: data.draw(st.integers(0, len(raw)))]
-    try:
-        found = Metadata.decode(bytes(raw))
-    except DamagedError:
-        return
-    assert Metadata.decode(found.encode()) == found
-    assert isinstance(found.info.version, str)
+@pytest.mark.parametrize("info", [FULL, ObjectInfo(None, None)])
+def test_a_sidecar_says_what_was_written_into_it(info):
+    written = replace(
+        metadata_for(data=b"abc"), info=info, checked="crc32", fetched_at=1.7e9 + 0.125
+    )
+    assert Metadata.decode(written.encode()) == written
 
 
 def test_versions_tell_objects_apart() -> None:
@@ -125,23 +79,7 @@ def test_a_shard_is_compared_with_what_its_origin_states(tmp_path: Path, algorit
             compare(fd, stated)
 
 
-@pytest.mark.parametrize("size", [0, 1, BLOCK, 3 * BLOCK + 77])
-def test_digests_of_files_are_those_of_their_bytes_however_they_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
-) -> None:
-    data, real = payload(size), os.preadv
-    few = lambda fd, buffers, offset: real(fd, [buffers[0][:70_001]], offset)  # noqa: E731
-    monkeypatch.setattr(os, "preadv", few)
-    blocks = [data[i : i + BLOCK] for i in range(0, size, BLOCK)]
-    with opened(tmp_path, data) as fd:
-        assert base64.b64decode(file_checksum(fd, "sha256")) == hashlib.sha256(data).digest()
-        assert base64.b64decode(file_checksum(fd, "crc32")) == zlib.crc32(data).to_bytes(4, "big")
-        assert file_digest(fd) == tree_digest(block_digest(b) for b in blocks)
-
-
-def test_only_whole_object_checksums_are_checked_and_more_kinds_with_the_extra(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_only_whole_object_checksums_are_checked_and_more_kinds_with_the_extra(monkeypatch):
     for unknown in (None, Checksum("crc32", "AAAAAQ==-3"), Checksum("md5", "AAAAAQ==")):
         assert not can_check(unknown)
     for algorithm in (*NINE, "sha1"):

@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from shardcache.cache import Cache
 from shardcache.config import Config
@@ -19,24 +16,16 @@ from shardcache.layout import (
     MANIFEST,
     Layout,
     is_directory,
-    is_evicted_name,
-    is_key,
-    is_lock_name,
-    parse_entry_name,
-    parse_partial_name,
-    replace_file,
 )
 from shardcache.ranks import Ranks
 from shardcache.space.tiers import Tier
 from shardcache.store.root import is_cache, make_root
-from tests.support.fakes import MemoryOrigin
 from tests.support.storetools import (
     Parent,
     begin,
     crowd,
     make_store,
     metadata_for,
-    no_descriptor_left,
     publish,
     tree,
 )
@@ -44,33 +33,6 @@ from tests.support.tars import make_tar
 
 KEY = "0123456789abcdef" * 2
 URL = "s3://lab/a.tar"
-hexes = st.text("0123456789abcdef", min_size=32, max_size=32)
-
-
-@given(key=hexes, version=hexes, size=st.integers(0, 2**64 - 1))
-def test_every_name_that_is_made_is_understood(key: str, version: str, size: int) -> None:
-    layout, version = Layout(Path("/cache/v1")), version[:24]
-    entry = layout.entry(key, version, size)
-    assert parse_entry_name(entry.name) == (version, size)
-    assert entry.parent == layout.key_dir(key) and is_key(entry.parent.name)
-    assert parse_partial_name(layout.new_partial(key, version, size).name) == (key, version, size)
-    assert is_evicted_name(layout.new_evicted(key).name)
-    assert is_lock_name(layout.key_lock(key).name)
-    assert layout.key_lock(key).parent.name == entry.parent.parent.name == key[:2]
-
-
-def test_a_file_is_replaced_all_at_once_or_not_at_all(tmp_path: Path) -> None:
-    path, directory = tmp_path / "meta.json", tmp_path / "directory"
-    replace_file(path, b"one", 0o640, via=tmp_path)
-    with open(path, "rb") as reader:
-        replace_file(path, b"two", 0o600, via=tmp_path)
-        assert reader.read() == b"one"
-    replace_file(path, b"three", 0o600, via=tmp_path, once=True)  # of several makers one wins
-    assert path.read_bytes() == b"two" and path.stat().st_mode & 0o777 == 0o600
-    directory.mkdir()
-    with no_descriptor_left(), pytest.raises(IsADirectoryError):
-        replace_file(directory, b"new", 0o600, via=tmp_path)
-    assert {p.name for p in tmp_path.iterdir()} == {path.name, directory.name}
 
 
 def test_a_root_says_what_it_is_and_is_mended(tmp_path: Path) -> None:
@@ -125,9 +87,7 @@ def test_a_directory_with_other_things_is_refused_and_left_alone(tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["", "objects", "partial"])
-def test_a_root_that_leads_elsewhere_is_refused_and_nothing_is_cleaned(
-    tmp_path: Path, name: str
-) -> None:
+def test_a_root_that_leads_elsewhere_is_refused_and_nothing_is_cleaned(tmp_path, name):
     moved = make_root(tmp_path / "cache", "1").base / name
     moved.rename(tmp_path / "elsewhere")
     moved.symlink_to(tmp_path / "elsewhere")
@@ -138,9 +98,7 @@ def test_a_root_that_leads_elsewhere_is_refused_and_nothing_is_cleaned(
             call()
 
 
-def test_the_layout_of_another_version_of_the_library_is_left_alone(
-    make_cache: Callable[..., Cache], origin: MemoryOrigin, tmp_path: Path
-) -> None:
+def test_the_layout_of_another_version_of_the_library_is_left_alone(make_cache, origin, tmp_path):
     root, shard = tmp_path / "cache", make_tar(1)
     origin.objects[URL] = shard
     make_cache(dir=root).close()
@@ -168,18 +126,6 @@ def test_the_layout_of_another_version_of_the_library_is_left_alone(
 def tier(path: Path, isolation: str = "node", ranks: Ranks | None = None) -> Tier:
     config = Config(path, isolation=isolation)
     return Tier(config, ranks or Ranks(), 0.0, lambda *a: None, lambda removal: None)
-
-
-def test_a_node_shares_a_namespace_unless_ranks_or_jobs_are_apart(tmp_path: Path) -> None:
-    make_root(tmp_path, "test")
-    for isolation, ranks, name in (
-        ("node", Ranks(rank=3, job="job", source="torch"), "."),
-        ("rank", Ranks(rank=3, job="j7"), "ranks/j7-3"),
-        ("rank", Ranks(), "ranks/local-0"),
-        ("job", Ranks(rank=3, job="j7"), "ranks/j7"),
-        ("job", Ranks(), "ranks/local"),
-    ):
-        assert tier(tmp_path, isolation, ranks).store.layout.base == tmp_path / "v1" / name
 
 
 @pytest.mark.parametrize("job", ["j7", "nightly/2026-01-01", "-rf", "..", "x" * 200, "\u00e9"])

@@ -93,9 +93,7 @@ ROOTS = {
 
 @needs_root
 @pytest.mark.parametrize("kind", ROOTS)
-def test_a_root_that_others_could_tamper_with_is_refused_with_the_fix(
-    tmp_path: Path, kind: str
-) -> None:
+def test_a_root_that_others_could_tamper_with_is_refused_with_the_fix(tmp_path, kind):
     (tmp_path / "origin.tar").write_bytes(SHARD)
     assert fetch_in(tmp_path / "cache") == ""  # all code is loaded, before users change
     with public_directory() as public:

@@ -85,9 +85,7 @@ def area(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("umask", [0, 0o022, 0o077])
 @pytest.mark.parametrize("group", [GROUP, None])
-def test_permissions_are_the_same_whatever_the_umask(
-    area: Path, umask: int, group: int | None
-) -> None:
+def test_permissions_are_the_same_whatever_the_umask(area, umask, group):
     root = area / "deep" / "cache"
     if group is None:
         root.parent.mkdir()
@@ -179,8 +177,8 @@ def test_many_of_both_make_one_cache_and_fetch_every_shard_once(area: Path) -> N
     [(0o2750, GROUP), (0o770, GROUP), (0o2770, OTHER_GROUP)],
 )
 def test_a_root_that_the_group_does_not_share_is_refused_with_the_command_that_mends_it(
-    area: Path, mode: int, group: int
-) -> None:
+    area, mode, group
+):
     root = area / "cache"
     root.mkdir()
     os.chown(root, ANNA.uid, group)
@@ -194,9 +192,7 @@ def test_a_root_that_the_group_does_not_share_is_refused_with_the_command_that_m
     assert ask(BELA, lambda: fetch(root, shared_group=GROUP)) == [("fetched", True, 1)]
 
 
-def test_a_shared_cache_is_not_used_without_its_group_nor_the_other_way_round(
-    area: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shared_cache_is_not_used_without_its_group_nor_the_other_way_round(area, monkeypatch):
     shared, own = area / "shared", area / "own"
     ask(ANNA, lambda: fetch(shared, shared_group=GROUP))
     ask(ANNA, lambda: fetch(own))

@@ -17,6 +17,7 @@ from shardcache.origins.base import ObjectInfo, TransientError
 from shardcache.store import verify as engine
 from shardcache.store.entry import Entry
 from shardcache.store.verify import Finding, State, VerifyStatus, differs
+from tests.support.caches import read
 from tests.support.fakes import MemoryOrigin
 from tests.support.shop import Shop
 from tests.support.storetools import payload
@@ -57,35 +58,6 @@ def states(cache: Cache, **options: Any) -> list[str]:
     return sorted(finding.state.value for finding in cache.verify(**options))
 
 
-def read(cache: Cache, url: str) -> bytes:
-    with cache.open(url) as stream:
-        return stream.read()
-
-
-def look(path: Path) -> dict[Path, tuple[int, int]]:
-    """Inode and time of every file."""
-    return {p: (p.lstat().st_ino, p.lstat().st_mtime_ns) for p in path.rglob("*.*")}
-
-
-@pytest.mark.parametrize("at", [0, 20_000, -1])
-def test_a_byte_that_changed_is_found_wherever_it_is(shop: Shop, at: int) -> None:
-    url, status = shop.urls[2], VerifyStatus()
-    with opened(shop) as cache:
-        assert states(cache, sample=0.01) == ["ok"]  # never none
-        assert states(cache, status=status) == ["ok"] * 6
-        assert (status.shards, status.done) == (6, 6)
-        assert status.bytes == status.passed == 6 * shop.size
-        flip(shop.entries()[url], at)
-        before = look(shop.path)
-        assert states(cache, quick=True) == ["ok"] * 6
-        results = found(cache)
-        assert results.keys() == {f"file://{url}" for url in shop.urls}
-        [wrong] = [finding for finding in results.values() if finding.state is not State.OK]
-        assert (wrong.url, wrong.state, wrong.set_aside) == (f"file://{url}", "damaged", False)
-        assert wrong.reason == "its bytes changed since they were fetched"
-    assert look(shop.path) == before
-
-
 @pytest.mark.parametrize(
     ("harm", "reason"),
     [
@@ -97,9 +69,7 @@ def test_a_byte_that_changed_is_found_wherever_it_is(shop: Shop, at: int) -> Non
         ),
     ],
 )
-def test_an_entry_that_no_reader_would_be_given_is_damaged_and_repaired(
-    shop: Shop, harm: Callable[[Path, Path], object], reason: str
-) -> None:
+def test_an_entry_that_no_reader_would_be_given_is_damaged_and_repaired(shop, harm, reason):
     entry = shop.entries()[shop.urls[0]]
     harm(entry.path, shop.entries()[shop.urls[1]].path)
     with opened(shop) as cache:
@@ -111,9 +81,7 @@ def test_an_entry_that_no_reader_would_be_given_is_damaged_and_repaired(
         assert len(read(cache, shop.urls[0])) == shop.size
 
 
-def test_copies_are_read_once_and_a_damaged_one_is_linked_by_nobody(
-    shop: Shop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_are_read_once_and_a_damaged_one_is_linked_by_nobody(shop, monkeypatch):
     reads, linked, url = [], [], shop.urls[0]
     for rank in range(3):  # each has a link to what the node has
         monkeypatch.setenv("SHARDCACHE_RANK", str(rank))
@@ -193,9 +161,7 @@ def test_a_silent_origin_is_left_alone_after_some_shards(lab: Cache, origin: Mem
     assert not any("secret" in reason or "abc" in reason for reason in reasons)
 
 
-def test_another_endpoint_is_not_asked_for_what_did_not_come_from_it(
-    lab: Cache, origin: MemoryOrigin, make_cache: Make
-) -> None:
+def test_another_endpoint_is_not_asked_for_what_did_not_come_from_it(lab, origin, make_cache):
     other = make_cache(endpoint_url="http://other.example:9000")
     origin.stats.clear()
     kept = found(other, remote=True)

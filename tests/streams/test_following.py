@@ -129,7 +129,9 @@ def test_damage_is_an_error_if_it_was_read_and_mended_unseen_if_not(make_cache, 
     assert origin.fetches == 2
 
 
-def test_the_last_block_is_withheld_until_all_is_checked(make_cache: MakeCache) -> None:
+@pytest.mark.parametrize("sizes", [True, False])
+def test_the_last_block_is_withheld_until_all_is_checked(make_cache, origin, sizes):
+    origin.sizes = sizes
     limit = (len(DATA) - 1) // BLOCK * BLOCK
     got = bytearray()
 
@@ -222,14 +224,6 @@ def test_a_version_that_cannot_be_told_from_others_is_read_when_it_is_there(
             reading.result(0.1)
         more.set()
         assert reading.result(PATIENCE) + stream.read() == DATA
-
-
-def test_a_shard_of_unknown_size_is_followed_too(make_cache, origin, more):
-    origin.sizes = False
-    with one(make_cache).open(URL) as stream:
-        assert stream.read(2 * BLOCK) == DATA[: 2 * BLOCK]
-        more.set()
-        assert stream.read() == DATA[2 * BLOCK :]
 
 
 def test_seeking_waits_for_what_is_sought(make_cache: MakeCache, more: threading.Event) -> None:

@@ -169,21 +169,6 @@ def test_it_comes_from_there_and_nothing_from_the_origin(near: Cache, origin: Me
     assert URL not in near
 
 
-@pytest.mark.parametrize("content", [OTHER, b"", None])
-def test_a_copy_that_somebody_else_made_is_streamed_and_without_one_the_origin_is_asked(
-    near, copy, origin, content
-):
-    near._here().writing.failed(at_once=True)  # or an empty one would be stored
-    if content is None:
-        copy.unlink()
-        copy.symlink_to(copy)
-    else:
-        copy.with_name("0.tar.shardcache.json").unlink()
-        copy.write_bytes(content)
-    assert read(near) == (DATA if content is None else content)
-    assert bool(origin.requests) == (content is None)
-
-
 @pytest.mark.parametrize("what", ["the copy", "both", "a copy of somebody else's"])
 def test_where_it_is_replaced_the_rest_is_of_the_same_version(near, copy, origin, what):
     if what == "a copy of somebody else's":

@@ -14,8 +14,9 @@ import pytest
 
 from shardcache.cache import Cache
 from shardcache.cli.demo import S3Server
-from shardcache.layout import read_manifest
+from shardcache.layout import Layout, read_manifest
 from shardcache.locks.mounts import node_namespace
+from shardcache.store.root import make_root
 from tests.support.fakes import FakeClock, MemoryOrigin
 from tests.support.proxy import Proxy
 from tests.support.webservers import Scripted, running
@@ -113,6 +114,12 @@ def _own_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "no-aws-config"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "no-aws-credentials"))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> Layout:
+    """Of a cache that was just made."""
+    return make_root(tmp_path / "cache", "test")
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from shardcache.cache import Cache
 from shardcache.layout import Layout
 from shardcache.store.entry import Entry
 from tests.support.tars import make_tar
-from tests.support.workers import Clock, Worker
+from tests.support.workers import Worker
 
 
 class Shop:
@@ -29,8 +29,8 @@ class Shop:
             self.digests[str(file)] = hashlib.sha256(data).hexdigest()
         self.urls = list(self.digests)
 
-    def worker(self, clock: Clock | None = None, **options: object) -> Worker:
-        return Worker(clock, dir=self.path, cache_local=True, **options)
+    def worker(self, **options: object) -> Worker:
+        return Worker(dir=self.path, cache_local=True, **options)
 
     def expect(self, worker: Worker, url: str, *, stored: bool = True) -> None:
         assert worker.ask("read", url) == [self.digests[url], stored]

@@ -180,7 +180,7 @@ def test_a_shard_that_was_dropped_is_not_pinned_while_the_next_is_fetched(make_c
     assert stream.read() == SHARDS[0]  # the consumer's own is not closed
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_dataloader_workers_share_one_fetch_per_shard(
     method, s3, bucket, proxy, s3_environment, tmp_path
 ):
@@ -193,7 +193,7 @@ def test_dataloader_workers_share_one_fetch_per_shard(
         batch_size=None,
         num_workers=2,
         multiprocessing_context=method,
-        persistent_workers=method != "spawn",
+        persistent_workers=method == "spawn",
     )
     for _ in range(2):
         assert data.complete(keys(loader))

@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 
 import pytest
 
@@ -18,7 +19,6 @@ from shardcache.store.digest import BLOCK
 from shardcache.store.partial import read_progress
 from tests.support.storetools import crowd, forked, wait_until
 from tests.support.tars import make_tar
-from tests.support.workers import Worker
 
 pytestmark = pytest.mark.usefixtures("s3_environment")
 
@@ -136,23 +136,38 @@ def test_a_stopped_holder_is_passed_by_and_does_no_harm_when_it_wakes(url, proxy
 
 # -- containers, whose process ids and host names mean nothing to one another -------------
 
-#: As a container runtime starts its init: the worker gets the pid 2 in every one of them.
+#: As a container runtime starts its init: the reader gets the pid 2 in every one of them.
 CONTAINER = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+READER = """
+import hashlib, os, sys
+from shardcache import Cache
+with Cache(sys.argv[1], min_free=0) as cache:
+    print(os.getpid(), os.uname().nodename, flush=True)
+    input()
+    with cache.open(sys.argv[2]) as stream:
+        print(hashlib.sha256(stream.read()).hexdigest(), os.path.exists(stream.name), flush=True)
+    input()
+"""
 
 
 def test_containers_with_equal_pids_share_one_fetch(url, root, proxy):
     program = shutil.which(CONTAINER[0])
     if program is None or subprocess.run([*CONTAINER, "true"], capture_output=True).returncode:
         pytest.skip("this user may not make namespaces (needs root and unshare of util-linux)")
-    prefix = (*CONTAINER, "sh", "-c", '"$0" "$@"; true')
+    command = [*CONTAINER, "sh", "-c", '"$0" "$@"; true', sys.executable, "-c", READER, root, url]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with contextlib.ExitStack() as stack:
-        workers = [stack.enter_context(Worker(prefix=prefix, dir=root)) for _ in range(4)]
-        host = os.uname().nodename
-        assert [worker.ask("who") for worker in workers] == [[2, host]] * 4
-        for worker in workers:
-            worker.tell("read", url)
-        stored = [hashlib.sha256(SHARD).hexdigest(), True]
-        assert [worker.hear() for worker in workers] == [stored] * 4
+        readers = []
+        for _ in range(4):
+            readers.append(stack.enter_context(subprocess.Popen(command, text=True, **pipes)))
+            stack.callback(readers[-1].kill)
+        me = f"2 {os.uname().nodename}\n"
+        assert [reader.stdout.readline() for reader in readers] == [me] * 4
+        for reader in readers:
+            reader.stdin.write("\n")
+            reader.stdin.flush()
+        stored = f"{hashlib.sha256(SHARD).hexdigest()} True\n"
+        assert [reader.stdout.readline() for reader in readers] == [stored] * 4
         assert sum(t.object_fetches for t in proxy.summary().values()) == 1
         sessions = list((root / "v1/sessions").glob("*.session"))
         assert len(sessions) == 4  # and nobody took another's for its own

@@ -10,6 +10,7 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from shardcache.locks.flock import Holder, KeyLock
 from tests.support.clitools import run_process
 from tests.support.disktools import disk, needs_mounts
 from tests.support.shop import Shop
-from tests.support.storetools import Parent, crowd
+from tests.support.storetools import Parent, crowd, forked
 from tests.support.tars import make_tar
 
 pytestmark = pytest.mark.locks_work
@@ -35,42 +36,56 @@ def numbers(shop: Shop) -> list[int]:
     return sorted(shop.urls.index(url) for url in shop.entries())
 
 
+#: What a job says of a shard: whether its bytes are right, and whether it is cached.
+STORED, STREAMED = (True, True), (True, False)
+
+
+def job(parent: Parent, shop: Shop, options: dict[str, Any]) -> None:
+    """A job that reads what it is told until it is told nothing."""
+    with Cache(shop.path, cache_local=True, min_free=0, **options) as cache:
+        while (url := parent.hear()) is not None:
+            with cache.open(url) as stream:
+                right = stream.read() == Path(url).read_bytes()
+            parent.say((right, url in cache))
+    parent.say()
+
+
 def test_what_the_first_of_two_jobs_has_it_keeps_and_the_second_takes_over_in_time(shop):
     budget = 4 * shop.size
-    with shop.worker(max_size=budget) as b:
-        with shop.worker(max_size=budget, touch_interval=0) as a:
+    with forked(job, shop, {"max_size": budget}) as b:
+        with forked(job, shop, {"max_size": budget, "touch_interval": 0}) as a:
             for number in range(3):
-                shop.expect(a, shop.urls[number])
-            shop.expect(b, shop.urls[5])  # there is room
-            shop.expect(b, shop.urls[6], stored=False)
+                assert a.ask(shop.urls[number]) == STORED
+            assert b.ask(shop.urls[5]) == STORED  # there is room
+            assert b.ask(shop.urls[6]) == STREAMED
             for number in range(3):  # the next epoch
-                shop.expect(a, shop.urls[number])
-            shop.expect(b, shop.urls[1])  # theirs is as good
+                assert a.ask(shop.urls[number]) == STORED
+            assert b.ask(shop.urls[1]) == STORED  # theirs is as good
         # A use does not say whose it was: what the first job used lately stays for a while.
-        shop.expect(b, shop.urls[6], stored=False)
+        assert b.ask(shop.urls[6]) == STREAMED
         assert numbers(shop) == [0, 1, 2, 5]
         for number in (0, 2):
             shop.use(shop.urls[number], time.time() - 90_000)
         for number in (6, 7):
-            shop.expect(b, shop.urls[number])
+            assert b.ask(shop.urls[number]) == STORED
         assert numbers(shop) == [1, 5, 6, 7]
-    with shop.worker(max_size=budget) as c:  # nobody runs beside it: all is free to go
+    with forked(job, shop, {"max_size": budget}) as c:  # nobody runs beside it: all is free to go
         for number in (0, 2, 3, 4):
-            shop.expect(c, shop.urls[number])
+            assert c.ask(shop.urls[number]) == STORED
         assert numbers(shop) == [0, 2, 3, 4]
 
 
 @pytest.mark.parametrize(("policy", "gone"), [("lru", 1), ("fifo", 0)])
 def test_under_other_policies_a_job_evicts_its_own(shop: Shop, policy: str, gone: int) -> None:
     budget = 3 * shop.size
-    with shop.worker(max_size=budget, policy=policy) as job:
+    with forked(job, shop, {"max_size": budget, "policy": policy}) as child:
         for number in range(3):
-            shop.expect(job, shop.urls[number])
+            assert child.ask(shop.urls[number]) == STORED
         now = time.time()
         for number, age in ((0, 10), (1, 30), (2, 20)):
             shop.use(shop.urls[number], now - age)
             os.utime(shop.entries()[shop.urls[number]].path, (now, now - 10 + number))
-        shop.expect(job, shop.urls[3])
+        assert child.ask(shop.urls[3]) == STORED
         assert numbers(shop) == sorted({0, 1, 2, 3} - {gone})
 
 
@@ -106,23 +121,17 @@ def test_what_is_pinned_stays_whatever_comes_until_its_time_is_over(shop, policy
 
 
 def rank(parent: Parent, number: int, shop: Shop) -> None:
-    """A rank with a budget of 3.4 shards, which reads what it is told until it is told nothing."""
+    """A rank with a budget of 3.4 shards."""
     os.environ |= {"SHARDCACHE_JOB": "17", "SHARDCACHE_RANK": str(number)}
-    size = int(3.4 * shop.size)
-    with Cache(shop.path, cache_local=True, min_free=0, isolation="rank", max_size=size) as cache:
-        while (url := parent.hear()) is not None:
-            with cache.open(url) as stream:
-                read = len(stream.read())
-            parent.say((read, url in cache))
-    parent.say()
+    job(parent, shop, {"isolation": "rank", "max_size": int(3.4 * shop.size)})
 
 
 def test_four_ranks_that_link_three_shards_fetch_each_once_and_it_goes_with_all_its_links(shop):
     with crowd(4, rank, shop) as ranks:
         for url in 2 * shop.urls[:3]:
             for each in ranks:
-                assert each.ask(url) == (shop.size, True)
-        assert ranks[3].ask(shop.urls[3]) == (shop.size, False)  # there is no room for a fourth
+                assert each.ask(url) == STORED
+        assert ranks[3].ask(shop.urls[3]) == STREAMED  # there is no room for a fourth
         for each in ranks:
             each.ask(None)
     with Cache(shop.path) as cache:

@@ -186,6 +186,11 @@ def test_what_a_writer_left_is_taken_over_once_its_last_worker_let_go_and_become
         assert heir.written == 2 * BLOCK
         fill(heir, DATA, iter([3, 2]))
         assert heir.data.read_bytes() == DATA and list(heir.missing()) == []
+        fill(heir, DATA, iter([2]))
+        assert heir.written == SIZE  # the same again counts once
+        heir.restart()
+        assert progress(heir.path) == (SIZE, 0) and list(heir.missing()) == [(0, SIZE)]
+        fill(heir, DATA)
         heir.seal(metadata_for(data=DATA), layout.modes, sync=False)
         assert sorted(os.listdir(heir.path)) == [NAME, META]
         assert Metadata.decode((heir.path / META).read_bytes()).library == "test"

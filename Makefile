@@ -21,7 +21,7 @@ help:
 	@echo "make coverage  the same, and which lines it runs"
 	@echo "make stress  storms, crashes, broken locks and filesystems, naive variants (15 minutes)"
 	@echo "make stress-full  the same for hours: every system call, long storms, fuzzing"
-	@echo "make test-integrations  pandas, Arrow, Ray, Hugging Face, Lightning, wids (installs them)"
+	@echo "make test-integrations  pandas, Arrow, Ray, Hugging Face, Lightning, open_clip (installs them)"
 	@echo "make lint    ruff (with its security rules), mypy, pyright, layers, dependencies"
 	@echo "make audit   known vulnerabilities of the dependencies (needs the network)"
 	@echo "make bench   every benchmark, against peers; writes docs/benchmarks.md (hours)"
@@ -85,8 +85,15 @@ stress: $(VENV)/.test
 stress-full: $(VENV)/.test
 	$(BIN)/python -m tests.stress --full
 
+# open_clip wants the oldest WebDataset, so it has an environment of its own. One command shows
+# that both install together. The version is the one in docs/integrations.md.
+$(VENV)/open_clip/.installed: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --editable . 'open_clip_torch[training]==3.3.0'
+	@touch $@
+
 # In one process: each test starts some of its own.
-test-integrations: $(VENV)/.test-integrations
+test-integrations: $(VENV)/.test-integrations $(VENV)/open_clip/.installed
 	$(BIN)/python -m pytest tests/packages
 
 lint: $(VENV)/.test

@@ -18,7 +18,7 @@ from shardcache import (
     TransferError,
     TransferTimeoutError,
 )
-from shardcache.origins.base import TransientError
+from shardcache.origins.base import TransientError, VersionChangedError
 from shardcache.origins.filesystem import FsspecOrigin
 from shardcache.store.digest import BLOCK
 from shardcache.urls import parse_url
@@ -185,6 +185,16 @@ def test_errors_of_a_filesystem_are_sorted_by_their_status_or_kind(odd_cache, od
     with pytest.raises(error, match=URL) as caught:
         odd_cache().open(URL).read()
     assert isinstance(caught.value, TransferError) == issubclass(error, TransferError)
+
+
+def test_a_file_that_became_shorter_is_another_version(odd):
+    url = parse_url(URL, allow_schemes={"odd"})
+    origin = FsspecOrigin("odd", {}, timeout=60)
+    pin = origin.stat(url)
+    Odd().pipe_file(URL, SHARD[:-512])
+    body = origin.open(url, len(SHARD) - 512, None, pin)
+    with pytest.raises(VersionChangedError, match="became shorter"):
+        body.readinto(memoryview(bytearray(512)))
 
 
 def test_a_blocked_read_of_a_filesystem_can_be_aborted(odd):

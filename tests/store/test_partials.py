@@ -25,9 +25,11 @@ from shardcache.store.partial import (
     remove_unnamed,
 )
 from tests.support.storetools import (
+    Parent,
     age,
     begin,
     fill,
+    forked,
     make_store,
     metadata_for,
     no_descriptor_left,
@@ -195,6 +197,23 @@ def test_what_a_writer_left_is_taken_over_once_its_last_worker_let_go_and_become
         assert sorted(os.listdir(heir.path)) == [NAME, META]
         assert Metadata.decode((heir.path / META).read_bytes()).library == "test"
         heir.discard()
+
+
+def test_a_child_that_unwinds_takes_nothing_from_its_parent(layout: Layout) -> None:
+    partial = begun(layout, [0])
+
+    def unwind(parent: Parent) -> None:
+        reused = os.open("/dev/null", os.O_RDONLY)  # one of the parent's numbers
+        partial.discard()
+        partial.close()
+        parent.say(os.fstat(reused).st_size)
+
+    with forked(unwind) as child:
+        assert child.hear() == 0
+    fill(partial, DATA)
+    partial.seal(metadata_for(data=DATA), layout.modes, sync=False)
+    assert partial.data.read_bytes() == DATA
+    partial.discard()
 
 
 # -- sweeping ------------------------------------------------------------------

@@ -86,7 +86,16 @@ def _is_shard(url: str, cache: Cache) -> bool:
         if url.partition(":")[0] in DEFAULT_SCHEMES:
             raise
         return False  # a command, or a scheme that somebody else has registered
+    if (shard.is_local or url.startswith("pipe:")) and _is_secured():
+        return False  # WebDataset refuses them
     return not cache.opener.is_in_place(shard) and SHARD.search(shard.basename) is not None
+
+
+def _is_secured() -> bool:
+    """Whether ``WDS_SECURE`` or the program forbids local files and commands; WebDataset 1.0."""
+    from webdataset import utils
+
+    return bool(getattr(utils, "enforce_security", False))
 
 
 def log_once(exn: Exception, url: str) -> None:

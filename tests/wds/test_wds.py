@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 import warnings
 
 import pytest
@@ -14,6 +15,7 @@ from webdataset.filters import FilterFunction, pipelinefilter
 import shardcache
 from shardcache import Cache, ConfigError, ShardNotFoundError
 from shardcache.wds import attach, register, tar_files, tar_samples
+from shardcache.wds.gopen import read_through_cache
 from tests.support.tars import make_tar
 from tests.support.trainingtools import DataSet
 from tests.wds.archives import BEFORE_1_0
@@ -92,6 +94,19 @@ def test_a_hand_made_pipeline_takes_the_stages_as_they_are_and_an_unchanged_one_
     assert len(list(cache.entries())) == len(SHARDS)
     for what_is_left in (("s3://lab/x.tar", "wb"), ("s3://lab/_info.json", "rb")):
         assert wds.gopen(*what_is_left) == what_is_left
+
+
+@pytest.mark.skipif(BEFORE_1_0, reason="this WebDataset forbids nothing")
+@pytest.mark.parametrize("url", ["pipe:aws s3 cp s3://lab/train-0000.tar -", "/data/x.tar"])
+def test_what_webdataset_forbids_is_not_read_through_the_cache(url, make_cache, monkeypatch):
+    module, cache = sys.modules["webdataset.gopen"], make_cache(cache_local=True)
+    monkeypatch.setattr("shardcache.wds.gopen.default_cache", lambda: cache)
+    monkeypatch.setattr(module, "gopen", module.gopen)
+    monkeypatch.setitem(module.gopen_schemes, "__default__", None)
+    read_through_cache(module)
+    monkeypatch.setattr(wds.utils, "enforce_security", True)
+    with pytest.raises(ValueError, match="unsafe_gopen is False"):
+        module.gopen(url)
 
 
 @pytest.mark.parametrize("way", ["url_opener", "gopen"])

@@ -104,11 +104,12 @@ def run_command(
 
 def _told(stats: Stats, directory: Path) -> str:
     """What the program has read, in one line."""
-    if not stats.opens:
-        return f"no shard was opened through the cache in {directory}"
+    opened = stats.opens - stats.failed
     failed = f"; {stats.failed:,} could not be opened" if stats.failed else ""
+    if not opened:
+        return f"no shard was opened through the cache in {directory}{failed}"
     return (
-        f"{counted(stats.opens, 'shard')} opened, {stats.hits:,} of them from the cache in "
+        f"{counted(opened, 'shard')} opened, {stats.hits:,} of them from the cache in "
         f"{directory}; {format_bytes(stats.bytes_origin)} came from the origin{failed}"
     )
 

@@ -78,7 +78,8 @@ def test_skipped_errors_are_told_once(program, s3_environment, tmp_path):
     code, out, err = run_process("run", "--", *program(TRAINING), *absent, directory=tmp_path / "c")
     assert (code, out) == (7, "0 0\n" * 2)
     assert err.count("s3://nowhere/train-") == 4, err  # two epochs of two workers
-    assert "20 could not be opened" in err
+    told = f"no shard was opened through the cache in {tmp_path}/c; 20 could not be opened"
+    assert told in err
 
 
 def test_only_reading_shards_is_taken_over(program, s3, bucket, spec, tmp_path):

@@ -175,7 +175,8 @@ class KeyLock:
                 self.release()
                 return False
             if os.fstat(file.fileno()).st_nlink:
-                self.left = Holder.decode(os.pread(file.fileno(), _MAX_RECORD, 0))
+                with contextlib.suppress(OSError):  # somebody has put a pipe there: it locks, too
+                    self.left = Holder.decode(os.pread(file.fileno(), _MAX_RECORD, 0))
                 self.update(holder)
                 return True
             self.release()  # swept between our open and our flock

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardcache.layout import META, PROGRESS, Layout, parse_partial_name
@@ -96,19 +96,22 @@ def test_a_shard_of_one_block_has_no_journal_and_is_not_resumed(layout: Layout, 
 
 
 @settings(deadline=None, max_examples=40)
-@given(data=st.data())
+@given(
+    name=st.sampled_from([NAME, PROGRESS]),
+    flips=st.lists(st.tuples(st.integers(0, 1 << 30), st.integers(1, 255)), max_size=3),
+    cut=st.none() | st.integers(0, 1 << 30),
+    more=st.integers(0, 100),
+)
+@example(NAME, [(0, 1)], None, 0)
 @pytest.mark.locks_work("answers")
-def test_only_blocks_whose_bytes_are_proven_are_believed(tmp_path_factory, data):
+def test_only_blocks_whose_bytes_are_proven_are_believed(tmp_path_factory, name, flips, cut, more):
     layout = make_store(tmp_path_factory.mktemp("proof")).layout
     path = left_behind(layout, [0, 1, 3])
-    target = path / data.draw(st.sampled_from([NAME, PROGRESS]))
+    target = path / name
     raw = bytearray(target.read_bytes())
-    for _ in range(data.draw(st.integers(0, 3))):
-        raw[data.draw(st.integers(0, len(raw) - 1))] ^= data.draw(st.integers(1, 255))
-    if data.draw(st.booleans()):
-        raw = raw[: data.draw(st.integers(0, len(raw)))]
-    if data.draw(st.booleans()):
-        raw += bytes(data.draw(st.integers(1, 100)))
+    for position, bits in flips:
+        raw[position % len(raw)] ^= bits
+    raw = raw[: len(raw) if cut is None else cut % len(raw)] + bytes(more)
     target.write_bytes(raw)
     partial = Partial.claim(layout, path, NAME)
     if partial is None:

@@ -175,7 +175,7 @@ def text_table(
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for number, title in enumerate(titles):
         table.add_column(title, no_wrap=number > 0, overflow="fold")
         table.columns[-1].justify = "right" if title in right else "left"

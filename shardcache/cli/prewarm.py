@@ -122,6 +122,7 @@ def prewarm_command(
                 console.info(str(event.plan))
                 if not looking:
                     invocation.graceful = True  # from now on the first signal ends the run
+                if not looking and (event.plan.to_fetch or options["refresh"]):
                     stack.enter_context(display(console, progress.positions))
 
         report = prewarm(

@@ -17,7 +17,7 @@ def test_no_value_can_steer_a_terminal_or_break_a_row(capsys):
         ["SHARD", "SIZE"], [("s3://b/\ta\nb\x1b[31m\udc80[red]:boom:", "1 B")], ["SIZE"]
     )
     head, row = capsys.readouterr().out.splitlines()
-    assert row == "s3://b/\\ta\\nb\\x1b[31m\\udc80[red]:boom:    1 B" and len(head) == len(row)
+    assert row == "s3://b/\\ta\\nb\\x1b[31m\\udc80[red]:boom:   1 B" and len(head) == len(row)
     Console().error("no\x1b[2J")
     assert capsys.readouterr().err == "error: no\\x1b[2J\n"
 

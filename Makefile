@@ -34,11 +34,12 @@ help:
 INSTALL = @flock .venv.lock sh -euc '\
 	if test -e $@ && ! test pyproject.toml -nt $@; then exit; fi; \
 	$(PYTHON) -m venv $(VENV); \
-	$(BIN)/python -m pip install --quiet --editable ".[$(1)]"; \
+	$(BIN)/python -m pip install --quiet $(3) --editable ".[$(1)]"; \
 	touch $@ $(2)'
 
+# What the demo does not import need not be compiled: a third of the time.
 $(VENV)/.demo: pyproject.toml
-	$(call INSTALL,demo)
+	$(call INSTALL,demo,,--no-compile)
 
 $(VENV)/.test: pyproject.toml
 	$(call INSTALL,test,$(VENV)/.demo)

@@ -37,7 +37,7 @@ from shardcache.cli.main import Invocation, command, flag
 from shardcache.errors import ConfigError, ShardCacheError
 from shardcache.units import format_bytes, format_duration
 
-SHARDS, SAMPLES = 16, 320
+SHARDS, SAMPLES = 8, 320
 #: 320 samples of 100 kB and their tar headers: shards of 32 MB.
 SAMPLE_BYTES = 100_000
 RANKS, WORKERS = 2, 2

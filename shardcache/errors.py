@@ -68,6 +68,12 @@ class FetchCancelledError(TransferError):
     errno = errno.ECANCELED
 
 
+class UnprovenError(ShardCacheError, OSError):
+    """Nothing proves that the origin sent all of a shard, so it is not stored."""
+
+    errno = errno.EIO
+
+
 class IntegrityError(ShardCacheError):
     """Bytes do not match what the origin or the entry's own record states."""
 

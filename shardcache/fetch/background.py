@@ -82,7 +82,7 @@ class Fetching:
             size = self.status.size
             almost = size is not None and size - self.status.written <= _ALMOST
             if not (self.finish or almost):
-                self._table.call_off(self)
+                self._table.cancel(self)
 
     def run(self, fetch: Fetch) -> None:
         """Fetch, in a thread of its own."""
@@ -158,20 +158,20 @@ class Fetchings:
         return fetching, begun
 
     def close(self) -> None:
-        """Call off what nobody wants any more, also where it was to be finished."""
+        """Cancel the fetches that have no reader, also those that were to be finished."""
         with self.guard:
             for fetching in self.unfinished():
                 if not fetching.wanted:
-                    self.call_off(fetching)
+                    self.cancel(fetching)
 
     def unfinished(self) -> list[Fetching]:
         """What is on its way, or is waited for."""
         with self.guard:
             return list(self._running.values())
 
-    def call_off(self, fetching: Fetching) -> None:
-        """End a fetch; who joins now begins anew, and resumes."""
-        fetching.status.called_off = True
+    def cancel(self, fetching: Fetching) -> None:
+        """End a fetch now. A reader that joins later begins another one, which resumes."""
+        fetching.status.cancel()
         self.remove(fetching)
 
     def remove(self, fetching: Fetching) -> None:

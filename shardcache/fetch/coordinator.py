@@ -33,6 +33,7 @@ from shardcache.errors import (
     IntegrityError,
     LockTimeoutError,
     ShardCacheError,
+    UnprovenError,
 )
 from shardcache.fetch.job import Fetched
 from shardcache.fetch.status import FetchStatus
@@ -47,7 +48,7 @@ from shardcache.origins.resolve import Origins
 from shardcache.ranks import Ranks
 from shardcache.space.budget import Space
 from shardcache.space.tiers import Tier
-from shardcache.store.digest import BLOCK, check_archive
+from shardcache.store.digest import BLOCK, check_archive, is_whole_archive
 from shardcache.store.entry import (
     DamagedError,
     LostError,
@@ -403,6 +404,12 @@ class Coordinator:
         partial = fetched.partial
         try:
             check_archive(partial.fd, url.basename, str(url))
+            if not (fetched.proven or fetched.checked or is_whole_archive(partial.fd)):
+                raise UnprovenError(
+                    f"{url} ends with the connection, and the archive does not show that it is "
+                    "complete. Let the server send a Content-Length.",
+                    url=str(url),
+                )
             if self._config.validate is not None:
                 try:
                     self._config.validate(partial.data)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -51,6 +52,8 @@ _EARLY = 128 * 1024
 _LAST_ANSWER = 5.0
 #: Seconds that a caller whose fetch failed waits for its helpers to notice.
 _FAREWELL = 5.0
+#: Seconds until a thread that sleeps notices that the work has ended.
+_SLICE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +65,14 @@ class Fetched:
         size: bytes.
         digest: tree digest.
         checked: the origin's checksum algorithm that the bytes matched, or None.
+        proven: whether the origin's answers prove that nothing is missing.
     """
 
     partial: Partial
     size: int
     digest: str
     checked: str | None
+    proven: bool
 
 
 class CancelledError(Exception):
@@ -136,9 +141,8 @@ class Job:
         self._counter = "bytes_upstream" if status.upstream else "bytes_origin"
         self._described = described or not origin.states_checksums
         self._checksum = self._pin.checksum  # as the origin states it
-        self._guard = threading.Lock()
-        self._failed = False  # as `_stop`, for who looks often
-        self._stop = threading.Event()
+        self._proven = True
+        self._failed = False
         self._error: BaseException | None = None
         self._bodies: set[Body] = set()  # answers that are being received
         self._describer: threading.Thread | None = None
@@ -200,7 +204,7 @@ class Job:
                 url=str(self._url),
             )
         checked = compare(partial.fd, self._checksum)
-        return Fetched(partial, size, tree_digest(digests), checked)
+        return Fetched(partial, size, tree_digest(digests), checked, self._proven)
 
     def abandon(self, exn: BaseException) -> None:
         """Call everybody off and let go of the partial: its bytes stay if they are worth it."""
@@ -304,11 +308,12 @@ class Job:
 
         In few calls: while Python is at one block, the threads of all other connections wait.
         """
-        with self._guard:
-            self._bodies.add(body)
+        self._bodies.add(body)
         try:
+            self._check()  # after that: `fail` sets its mark before it looks at the answers
             if passed := skip(body, part.position):
                 self._counters.read(passed, self._counter)
+            self._proven &= body.proven or part.stop is not None
             buffer, status, throttle = _buffer.block, self._status, self._status.throttle
             while not part.complete:
                 if self._failed or status.called_off:
@@ -334,8 +339,7 @@ class Job:
                     self._sleep(seconds)
                     self._attempts.extend(seconds)
         finally:
-            with self._guard:
-                self._bodies.discard(body)
+            self._bodies.discard(body)
             body.close()
 
     def _write(self, part: _Part, block: memoryview, fd: int) -> None:
@@ -394,31 +398,33 @@ class Job:
     # -- its end -------------------------------------------------------------------
 
     def cancel(self) -> None:
-        """Call the fetch off, from any thread; its status says so already."""
+        """End the work, in any thread and also out of the garbage collector."""
         try:
             self._status.check(str(self._url))
         except FetchCancelledError as exn:
             self.fail(exn)
 
     def fail(self, exn: BaseException) -> None:
-        """End the work of all with this, if it is the first; from any thread."""
-        with self._guard:
-            if self._error is None:
-                self._error = exn
-            self._failed = True
-            self._stop.set()
-            bodies = list(self._bodies)
-        for body in bodies:
+        """End the work of all threads with an error, unless another one came first.
+
+        Takes no lock: the garbage collector may call it in a thread that holds one.
+        """
+        if self._error is None:
+            self._error = exn
+        self._failed = True
+        for body in self._bodies.copy():
             body.abort()
 
     def _check(self) -> None:
-        """Go on, unless the work was called off (CancelledError)."""
-        if self._status.called_off and not self._stop.is_set():
+        """Raise CancelledError if the work has ended."""
+        if self._status.called_off and not self._failed:
             self.cancel()
-        if self._stop.is_set():
+        if self._failed:
             raise CancelledError
 
     def _sleep(self, seconds: float) -> None:
-        """Wait, unless the work is called off (CancelledError)."""
-        if self._stop.wait(seconds):
-            raise CancelledError
+        """Sleep in slices; raises as `_check`."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, _SLICE))
+            self._check()

@@ -55,6 +55,7 @@ class PipeBody:
     start = 0
     stop: int | None = None
     waited = 0.0
+    proven = True  # by the exit status
 
     def __init__(self, command: str, timeout: float) -> None:
         self._timeout = timeout

@@ -1,8 +1,11 @@
 """Requests over keep-alive connections, to S3 and to web servers.
 
-A body is received by as few system calls as possible, for in Python the end of each is a wait for
-the interpreter's lock: a plain socket blocks until a whole buffer is full (MSG_WAITALL), TLS gives
-a record per call.
+llhttp (`httptools`) parses the heads and the chunks of answers. A body of a stated length is
+received past it, by as few system calls as possible, because each one ends with a wait for the
+interpreter's lock: a plain socket blocks until a whole buffer is full (MSG_WAITALL), TLS gives a
+record per call.
+
+    connection: idle -> sending -> receiving -> idle, and closed from anywhere
 
 A `Transport` may be used by all threads of the process that made it. A `Response` belongs to one
 thread, apart from `Response.abort`.
@@ -22,8 +25,11 @@ import weakref
 from base64 import b64encode
 from collections import deque
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
+
+from httptools import HttpParserError, HttpResponseParser
 
 from shardcache.errors import ConfigError
 from shardcache.origins.base import ObjectInfo, TransientError
@@ -42,98 +48,152 @@ _CONNECT_TIMEOUT = 10.0
 #: Bytes of a head, and received at once with it.
 _LONGEST_HEAD = 64 * 1024
 _HEAD_AT_ONCE = 8 * 1024
+_END_OF_HEAD = b"\r\n\r\n"
+#: Interim answers (1xx) before the final one.
+_INTERIM = 16
+#: Bytes received at once of a body in chunks.
+_CHUNKS_AT_ONCE = 256 * 1024
 
-#: Scheme, server and path. Not by `urlsplit`, which changes some paths.
+#: Scheme, authority and path. `urlsplit` would change some paths.
 _URL = re.compile(r"(https?)://([^/?#]+)([^#]*)")
-_STATUS = re.compile(r"HTTP/1\.([0-9]) ([0-9]{3})(?: (.*))?\Z")
-_CHUNK = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;.*)?\Z")
 _CONTROL = re.compile(r"[\r\n\0]")
 
 
 def split_url(url: str) -> tuple[str, str, str]:
-    """Scheme, server and path (ValueError: it is no URL of a web server)."""
+    """Scheme, authority and path of a URL; ValueError if it is not one of a web server."""
     found = _URL.match(url)
     if found is None:
-        raise ValueError("it is no URL of a web server")
-    scheme, place, path = found.groups()
-    return scheme, place, path if path.startswith("/") else f"/{path}"
+        raise ValueError("it is not the URL of a web server")
+    scheme, authority, path = found.groups()
+    return scheme, authority, path if path.startswith("/") else f"/{path}"
 
 
 def basic_login(user: str) -> str:
-    """The part of a URL before an ``@`` as the value of a header."""
+    """The Authorization header for the part of a URL before its ``@``."""
     return f"Basic {b64encode(unquote(user).encode()).decode()}"
 
 
 def content_length(headers: Mapping[str, str]) -> int | None:
-    """What Content-Length says, if that is a length."""
+    """The value of Content-Length, if that is a length."""
     text = headers.get("content-length", "")
     # As many digits as 64 bits need: Python refuses to read numbers of thousands.
     return int(text) if text.isdecimal() and len(text) < 20 else None
 
 
-class _Connection:
-    """One socket."""
+class _State(Enum):
+    IDLE = "idle"  # the transport may give it to the next request
+    SENDING = "sending"
+    RECEIVING = "receiving"
+    CLOSED = "closed"
 
-    #: What a proxy wants before the path, and further lines of the head.
+
+_NEXT = {
+    _State.IDLE: {_State.SENDING},
+    _State.SENDING: {_State.RECEIVING},
+    _State.RECEIVING: {_State.IDLE},
+    _State.CLOSED: set(),
+}
+
+
+class _Connection:
+    """One socket and the state of the one exchange that may use it."""
+
+    #: For a proxy: the text before the path, and more lines of the head.
     prefix: str = ""
     login: Sequence[str] = ()
 
-    def __init__(self, sock: socket.socket, timeout: float, *, secure: bool = False) -> None:
+    def __init__(self, sock: socket.socket, peer: tuple[str, str], timeout: float) -> None:
         self.socket = sock
-        self.held = b""  # bytes of the body that came with the head
+        self.peer = peer  # scheme and authority
+        self.state = _State.IDLE
+        self._pid = os.getpid()
+        self.held = b""  # bytes received behind the head
         self._timeout = timeout
         self._slice = wait = min(_SLICE, timeout)
-        self._spent, self._came = 0.0, 0  # since the rate was looked at: seconds and bytes
+        self._spent, self._came = 0.0, 0  # seconds and bytes since the rate was last checked
+        secure = peer[0] == "https"
         self._flags = 0 if secure else socket.MSG_WAITALL
-        # A time-out of Python's means a non-blocking socket, and a poll per call.
+        # Python implements a time-out as a non-blocking socket and a poll per call.
         sock.settimeout(wait if secure else None)
         pair = struct.pack("@ll", int(wait), max(1, int(wait % 1 * 1e6)))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, pair)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def __del__(self) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End it; another thread must not be using it."""
-        self.socket.close()
+    def enter(self, state: _State) -> None:
+        """Change the state; ConnectionError if it cannot follow the present one."""
+        if state not in _NEXT[self.state] and state is not _State.CLOSED:
+            raise ConnectionError(f"the connection is {self.state.value}")
+        self.state = state
+        if state is _State.CLOSED:
+            self.socket.close()
 
     def abort(self) -> None:
-        """Let a blocked call of another thread return."""
+        """Make a blocked call of another thread return."""
+        if self._pid != os.getpid():
+            return  # a forked child must not end its parent's connection
         with contextlib.suppress(OSError):
-            # Not the method of TLS sockets: that makes them hand over what is encrypted.
+            # Not the method of TLS sockets, which would hand over ciphertext from then on.
             socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
 
-    def is_idle(self) -> bool:
-        """Whether no byte and no end came since the last answer."""
+    def is_quiet(self) -> bool:
+        """Whether the server has sent nothing, not even an end, since the last answer."""
         poller = select.poll()
         poller.register(self.socket, select.POLLIN)
         return not self.held and not poller.poll(0)
 
-    def ask(self, request: bytes) -> str:
-        """Send a request: the head of its answer."""
-        self._spent, self._came = 0.0, 0
+    def exchange(self, request: bytes) -> _Answer:
+        """Send a request and receive the head of the final answer."""
+        self.enter(_State.SENDING)
         self.socket.sendall(request)
-        head = self.up_to(b"\r\n\r\n").decode("latin-1")
+        self.enter(_State.RECEIVING)
         self._spent, self._came = 0.0, 0
+        for _ in range(_INTERIM):
+            answer = _Answer()
+            self.parser = HttpResponseParser(answer)
+            # RFC 9112 6.3: a Transfer-Encoding overrides a Content-Length.
+            self.parser.set_dangerous_leniencies(lenient_chunked_length=True)
+            self.parse(answer, self._receive_head())
+            answer.status = self.parser.get_status_code()
+            if answer.status >= 200:
+                closes = "close" in answer.headers.get("connection", "").lower()
+                answer.keeps_alive = self.parser.get_http_version() == "1.1" and not closes
+                return answer
+        raise ConnectionError("the server sends nothing but interim answers")
+
+    def parse(self, answer: _Answer, data: bytes) -> None:
+        """Feed llhttp, which reports to ``answer``."""
+        try:
+            self.parser.feed_data(data)
+        except HttpParserError as exn:
+            if not answer.complete:
+                raise ConnectionError(f"what the server sends is not HTTP: {exn}") from None
+            answer.keeps_alive = False
+
+    def _receive_head(self) -> bytes:
+        """Receive the next head, with the empty line that ends it."""
+        while (end := self.held.find(_END_OF_HEAD)) < 0:
+            if len(self.held) > _LONGEST_HEAD:
+                raise ConnectionError("the server sent a head without an end")
+            begun, self.held = self.held, b""
+            self.held = begun + self.receive_some(_HEAD_AT_ONCE)
+        end += len(_END_OF_HEAD)
+        head, self.held = self.held[:end], self.held[end:]
         return head
 
-    def up_to(self, end: bytes) -> bytes:
-        """What comes before ``end``, which is passed over."""
-        while end not in self.held:
-            if len(self.held) > _LONGEST_HEAD:
-                raise ConnectionError("it sent a head without an end")
-            view = memoryview(bytearray(_HEAD_AT_ONCE))
-            count = self._receive(view, 0)
-            if count == 0:
-                raise ConnectionResetError("it closed the connection")
-            self.held += view[: max(0, count)]
-        found, _, self.held = self.held.partition(end)
-        return found
+    def receive_some(self, most: int) -> bytes:
+        """Receive what the server sends next; nothing if it was silent for a second."""
+        if self.held:
+            data, self.held = self.held, b""
+            return data
+        view = memoryview(bytearray(most))
+        count = self._receive(view, 0)
+        if count == 0:
+            raise ConnectionResetError("the server closed the connection")
+        return bytes(view[: max(0, count)])
 
     def fill(self, view: memoryview) -> int:
-        """Receive until ``view`` is full, or for a second; 0 at the end."""
+        """Receive until ``view`` is full, or for a second; 0 at the connection's end."""
         got = min(len(view), len(self.held))
         view[:got], self.held = self.held[:got], self.held[got:]
         begun = time.monotonic()
@@ -145,9 +205,11 @@ class _Connection:
         return got
 
     def _receive(self, view: memoryview, flags: int) -> int:
-        """Bytes that came; 0 at the end, -1 where a slice of time brought none.
+        """Count of bytes received; 0 at the end, -1 if a slice of time brought none.
 
-        A `TimeoutError` means too few bytes in the last ``timeout`` seconds spent here.
+        Raises:
+            TimeoutError: fewer bytes than `_MIN_RATE` allows in the last ``timeout`` seconds that
+                were spent here.
         """
         begun = time.monotonic()
         try:
@@ -163,7 +225,34 @@ class _Connection:
         return count
 
 
-_Idle = deque[_Connection]
+class _Answer:
+    """What llhttp reports of one answer; it must not refer to the parser: that is a cycle."""
+
+    status = 0
+    reason = ""
+    complete = False
+    keeps_alive = False
+
+    def __init__(self) -> None:
+        self.headers: dict[str, str] = {}  # by names in lower case
+        self.unframed = bytearray()  # the bytes of chunks
+
+    def on_message_begin(self) -> None:
+        if self.complete:
+            raise ValueError("bytes behind the answer")
+
+    def on_status(self, text: bytes) -> None:
+        self.reason += text.decode("latin-1")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        key, text = name.decode("latin-1").lower(), value.decode("latin-1").strip()
+        self.headers[key] = f"{self.headers[key]}, {text}" if key in self.headers else text
+
+    def on_body(self, data: bytes) -> None:
+        self.unframed += data
+
+    def on_message_complete(self) -> None:
+        self.complete = True
 
 
 class Response:
@@ -172,48 +261,46 @@ class Response:
     info: ObjectInfo  # as `start` and `stop` set by `http.checked`
     start: int
     stop: int | None
+    #: `base.secret_forms` of the request.
+    secrets: Sequence[str] = ()
+    _left: int | None = None  # until there is an answer
 
     def __init__(
-        self, connection: _Connection, idle: _Idle, request: bytes, *, bodiless: bool
+        self, transport: Transport, connection: _Connection, request: bytes, *, bodiless: bool
     ) -> None:
-        asked = time.monotonic()
-        first, *lines = connection.ask(request).split("\r\n")
-        self.waited = time.monotonic() - asked
-        status = _STATUS.match(first)
-        if status is None:
-            raise ConnectionError("what it sends is not HTTP")
-        self.status, self.reason = int(status[2]), status[3] or ""
-        self.headers: dict[str, str] = {}  # by names in lower case
-        for line in lines:
-            name, _, value = line.partition(":")
-            self.headers[name.strip().lower()] = value.strip()
         self._connection: _Connection | None = connection
-        self._idle, self._aborted = idle, False
-        self._chunked = "chunked" in self.headers.get("transfer-encoding", "").lower()
-        #: Bytes to come: of the body, or of a chunk; None where the connection's end is the body's.
-        self._left = None if self._chunked else content_length(self.headers)
+        self._transport, self._aborted = transport, False
+        asked = time.monotonic()
+        self._answer = answer = connection.exchange(request)
+        self.waited = time.monotonic() - asked
+        self.status, self.reason, self.headers = answer.status, answer.reason, answer.headers
+        coding = self.headers.get("transfer-encoding", "").lower()
+        if coding:
+            self.headers.pop("content-length", None)
+        #: Bytes to come; None in chunks, or where the connection's end is the body's.
+        self._left = content_length(self.headers)
         if bodiless or self.status in (204, 304):
-            self._left, self._chunked = 0, False
-        # What may follow the last chunk is not read.
-        closing = "close" in self.headers.get("connection", "").lower() or status[1] == "0"
-        self._reusable = self._left is not None and not closing
+            self._left, coding = 0, ""
+        elif coding not in ("", "chunked"):
+            raise ConnectionError(f"the server uses the transfer coding {coding[:40]!r}")
+        self._chunked = bool(coding)
+        #: Whether the end of the body proves that nothing is missing.
+        self.proven = self._chunked or self._left is not None
 
     def readinto(self, buffer: memoryview) -> int:
-        """See `base.Body.readinto`; it takes what comes within a second."""
+        """See `base.Body.readinto`; returns what comes within a second."""
         connection = self._connection
-        if connection is None or not buffer or (self._left == 0 and not self._chunked):
+        if connection is None or not buffer or self._left == 0:
             return 0
         try:
-            if self._chunked and not self._left:
-                self._left = self._next_chunk(connection)
-                self._chunked = self._left > 0
-                if not self._chunked:
-                    return 0
-            count = connection.fill(buffer if self._left is None else buffer[: self._left])
+            if self._chunked:
+                count = self._read_chunks(connection, buffer)
+            else:
+                count = connection.fill(buffer if self._left is None else buffer[: self._left])
             if count == 0 and self._left is not None:
                 raise ConnectionError(f"the origin stopped {self._left} bytes before the end")
         except OSError as exn:
-            reason = "the read was called off" if self._aborted else f"the connection broke: {exn}"
+            reason = "the read was cancelled" if self._aborted else f"the connection broke: {exn}"
             raise TransientError(reason, timed_out=isinstance(exn, TimeoutError)) from exn
         if self._left is not None:
             self._left -= count
@@ -221,33 +308,33 @@ class Response:
             self._left = 0
         return count
 
-    def _next_chunk(self, connection: _Connection) -> int:
-        """Bytes of the chunk that comes next; 0 behind the last."""
-        if self._left is not None and connection.up_to(b"\r\n"):
-            raise ConnectionError("a chunk is longer than it said")
-        size = _CHUNK.match(connection.up_to(b"\r\n"))
-        if size is None:
-            raise ConnectionError("it sent no size of a chunk")
-        return int(size[1], 16)
+    def _read_chunks(self, connection: _Connection, buffer: memoryview) -> int:
+        """Bytes out of the next chunks; 0 behind the last one."""
+        answer = self._answer
+        while not answer.unframed and not answer.complete:
+            connection.parse(answer, connection.receive_some(_CHUNKS_AT_ONCE))
+        count = min(len(buffer), len(answer.unframed))
+        buffer[:count] = answer.unframed[:count]
+        del answer.unframed[:count]
+        return count
 
     def abort(self) -> None:
         """See `base.Body.abort`."""
-        self._aborted, self._reusable = True, False
+        self._aborted = True
         if (connection := self._connection) is not None:
             connection.abort()
 
     def close(self) -> None:
-        """Give the connection back, or end it when bytes are left.
+        """Give the connection back, or end it if bytes are left.
 
-        Takes no lock: the garbage collector may call it, in the midst of anything.
+        Takes no lock, because the garbage collector may call it in any thread at any moment.
         """
         connection, self._connection = self._connection, None
-        if connection is None:
-            return
-        if self._reusable and self._left == 0:
-            self._idle.append(connection)
-        else:
-            connection.close()
+        if connection is not None:
+            whole = self._left == 0 and self.proven and not self._aborted
+            self._transport.take_back(connection, reusable=whole and self._answer.keeps_alive)
+
+    __del__ = close
 
 
 class Transport:
@@ -255,8 +342,8 @@ class Transport:
 
     Args:
         timeout: seconds without enough bytes before a connection counts as dead.
-        proxies: URLs by scheme; None for those of the environment.
-        trusted: file of certificates; None for the system's (SSL_CERT_FILE), False for anybody's.
+        proxies: URLs by scheme; None takes those of the environment.
+        trusted: file of certificates; None takes the system's (SSL_CERT_FILE), False trusts all.
     """
 
     def __init__(
@@ -269,33 +356,53 @@ class Transport:
         self._timeout = timeout
         self._proxies = proxies
         self._trusted = trusted
-        self._idle: dict[tuple[str, str], _Idle] = {}  # by scheme and server
-        weakref.finalize(self, _close_all, self._idle)
+        self._idle: dict[tuple[str, str], deque[_Connection]] = {}  # by scheme and authority
+        # All that are open. So the garbage collector, which finalises a response that was dropped
+        # in a cycle, never finalises a connection that such a response gives back.
+        self._open: set[_Connection] = set()
+        weakref.finalize(self, _close_all, self._open)
 
     def request(self, method: str, url: str, headers: Mapping[str, str]) -> Response:
-        """Ask for a URL in ASCII without a user part, whose path is sent as it is.
+        """Send a request for a URL in ASCII without a user part, whose path is sent as it is.
 
         Raises:
-            PermissionError: a proxy wants a login.
+            PermissionError: a proxy demands a login.
             OSError: the connection failed, or there was no answer in time.
-            ValueError: this is no URL, or a header spans lines.
+            ValueError: the URL, a header or the proxy is malformed; nothing was sent.
             ConfigError: there are no certificates to trust.
         """
-        scheme, place, target = split_url(url)
-        idle = self._idle.get((scheme, place))
-        if idle is None:
-            idle = self._idle.setdefault((scheme, place), deque())
-        connection = _take(idle) or self._connect(scheme, place)
-        lines = [f"Host: {place}", *(f"{name}: {value}" for name, value in headers.items())]
+        scheme, authority, target = split_url(url)
+        connection = self._take(scheme, authority) or self._connect(scheme, authority)
         try:
+            lines = [f"Host: {authority}", *(f"{name}: {value}" for name, value in headers.items())]
             request = _head(method, f"{connection.prefix}{target}", [*lines, *connection.login])
-            return Response(connection, idle, request, bodiless=method == "HEAD")
-        except (OSError, ValueError):
-            connection.close()
+            return Response(self, connection, request, bodiless=method == "HEAD")
+        except BaseException:
+            self.take_back(connection, reusable=False)
             raise
 
+    def _take(self, scheme: str, authority: str) -> _Connection | None:
+        """An idle connection that seems to be alive."""
+        idle = self._idle.get((scheme, authority), ())
+        while idle:
+            with contextlib.suppress(IndexError):  # another thread took the last one
+                connection = idle.pop()
+                if connection.is_quiet():
+                    return connection
+                self.take_back(connection, reusable=False)
+        return None
+
+    def take_back(self, connection: _Connection, *, reusable: bool) -> None:
+        """Keep a connection for the next request, or close it."""
+        if reusable and connection.state is _State.RECEIVING:
+            connection.enter(_State.IDLE)
+            self._idle.setdefault(connection.peer, deque()).append(connection)
+        else:
+            self._open.discard(connection)
+            connection.enter(_State.CLOSED)
+
     def _proxy(self, scheme: str, host: str) -> tuple[tuple[str, int] | None, list[str]]:
-        """The proxy on the way to a host, if any, and the header lines that it wants."""
+        """The proxy for a host, if there is one, and the header lines that log in to it."""
         proxy = None
         if self._proxies is not None:
             proxy = self._proxies.get(scheme)
@@ -305,43 +412,47 @@ class Transport:
             proxy = None if proxy_bypass(host) else getproxies().get(scheme)
         if not proxy:
             return None, []
-        # As curl takes it, "host:port" is a proxy too.
-        hop, place, _ = split_url(proxy if "://" in proxy else f"http://{proxy}")
+        # Like curl, take "host:port", too.
+        hop, authority, _ = split_url(proxy if "://" in proxy else f"http://{proxy}")
         if hop != "http":
             raise ValueError("a proxy must be an http:// URL")
-        user, at, place = place.rpartition("@")
+        user, at, authority = authority.rpartition("@")
         login = [f"Proxy-Authorization: {basic_login(user)}"] if at else []
-        return _host_and_port(hop, place), login
+        return _host_and_port(hop, authority), login
 
-    def _connect(self, scheme: str, place: str) -> _Connection:
-        host, port = _host_and_port(scheme, place)
+    def _connect(self, scheme: str, authority: str) -> _Connection:
+        host, port = _host_and_port(scheme, authority)
         proxy, login = self._proxy(scheme, host)
         timeout = min(self._timeout, _CONNECT_TIMEOUT)
         sock = socket.create_connection(proxy or (host, port), timeout=timeout)
-        connection = _Connection(sock, self._timeout)
-        if scheme == "http":
-            if proxy:
-                connection.prefix, connection.login = f"http://{place}", login
-            return connection
         try:
-            if proxy:
-                target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-                request = _head("CONNECT", target, [f"Host: {target}", *login])
-                response = Response(connection, deque(), request, bodiless=True)
-                if not 200 <= response.status < 300:
-                    kind = PermissionError if response.status in (403, 407) else ConnectionError
-                    raise kind(f"the proxy answered {response.status} {response.reason}")
-            sock.settimeout(timeout)
-            secure = self._tls.wrap_socket(sock, server_hostname=host)
-            return _Connection(secure, self._timeout, secure=True)
-        except (OSError, ConfigError):
-            connection.close()
+            if scheme == "https":
+                if proxy:
+                    self._tunnel(sock, host, port, login)
+                sock.settimeout(timeout)
+                sock = self._tls.wrap_socket(sock, server_hostname=host)
+            connection = _Connection(sock, (scheme, authority), self._timeout)
+        except BaseException:
+            sock.close()
             raise
+        if proxy and scheme == "http":
+            connection.prefix, connection.login = f"http://{authority}", login
+        self._open.add(connection)
+        return connection
+
+    def _tunnel(self, sock: socket.socket, host: str, port: int, login: list[str]) -> None:
+        """Have a proxy connect a socket to a host."""
+        target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        request = _head("CONNECT", target, [f"Host: {target}", *login])
+        answer = _Connection(sock, ("http", target), self._timeout).exchange(request)
+        if not 200 <= answer.status < 300:
+            kind = PermissionError if answer.status in (403, 407) else ConnectionError
+            raise kind(f"the proxy answered {answer.status} {answer.reason}")
 
     @functools.cached_property
     def _tls(self) -> ssl.SSLContext:
-        with undivided():  # a fork
-            import ssl  # here: what a server without TLS takes no time for
+        with undivided():  # a fork waits
+            import ssl  # here: plain HTTP does without it
 
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             if self._trusted is False:
@@ -360,23 +471,13 @@ class Transport:
             return context
 
 
-def _take(idle: _Idle) -> _Connection | None:
-    """A kept connection that seems to be alive."""
-    with contextlib.suppress(IndexError):
-        while not (connection := idle.pop()).is_idle():
-            connection.close()
-        return connection
-    return None
+def _close_all(connections: set[_Connection]) -> None:
+    while connections:
+        connections.pop().enter(_State.CLOSED)
 
 
-def _close_all(kept: dict[tuple[str, str], _Idle]) -> None:
-    for idle in kept.values():
-        while idle:
-            idle.pop().close()
-
-
-def _host_and_port(scheme: str, place: str) -> tuple[str, int]:
-    parts = urlsplit(f"{scheme}://{place}")
+def _host_and_port(scheme: str, authority: str) -> tuple[str, int]:
+    parts = urlsplit(f"{scheme}://{authority}")
     if not parts.hostname:
         raise ValueError("it names no host")
     return parts.hostname, parts.port or (443 if scheme == "https" else 80)

@@ -31,6 +31,9 @@ _TIMES = (
     "created",
 )
 _STATUS = {FileNotFoundError: 404, IsADirectoryError: 404, PermissionError: 403}
+#: Open files. A forked child keeps those of its parent here: some (of SFTP, for one) send a message
+#: over the parent's connection when they are finalised.
+_files: dict[int, Any] = {}
 
 
 class FsspecOrigin:
@@ -176,6 +179,8 @@ class FsspecBody:
 
     def __post_init__(self) -> None:
         self._at = self.start
+        self.proven = self.stop is not None
+        _files[id(self._file)] = self._file
 
     def readinto(self, buffer: memoryview) -> int:
         """See `base.Body.readinto`."""
@@ -197,10 +202,11 @@ class FsspecBody:
     def abort(self) -> None:
         """See `base.Body.abort`."""
         with contextlib.suppress(InvalidStateError):
-            self._reading.set_exception(TransientError("the read was called off"))
+            self._reading.set_exception(TransientError("the read was cancelled"))
 
     def close(self) -> None:
         """See `base.Body.close`; a hung mount would not let the file be closed, either."""
+        _files.pop(id(self._file), None)
         threads.start(self._file.close, "shardcache-filesystem")
 
 

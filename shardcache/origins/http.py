@@ -11,8 +11,8 @@ Proxies come from the environment (``https_proxy``, ``no_proxy``), certificates 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from urllib.parse import quote, urljoin
+from collections.abc import Callable, Collection
+from urllib.parse import parse_qsl, quote, urljoin
 
 from shardcache.config import __version__
 from shardcache.errors import AccessDeniedError, ConfigError
@@ -21,8 +21,10 @@ from shardcache.origins.base import (
     ObjectInfo,
     TransientError,
     VersionChangedError,
+    quoted,
     read_all,
     refusal,
+    secret_forms,
 )
 from shardcache.origins.connection import (
     Response,
@@ -31,19 +33,23 @@ from shardcache.origins.connection import (
     content_length,
     split_url,
 )
-from shardcache.urls import ShardURL, redact
+from shardcache.urls import ShardURL
 
 #: What all requests carry.
 HEADERS = {"Accept-Encoding": "identity", "User-Agent": f"shardcache/{__version__}"}
 #: Bytes of a refusal that are read.
 _PAGE = 64 * 1024
 _REDIRECTS = 5
-#: What errors and portals send, with status 200 too. Stores name the version of what they hold.
+#: The types of error pages and portals, which come with status 200, too. An answer of such a type
+#: is a shard only if it has a version.
 _PAGES = ("text/html", "text/xml", "application/xml")
+#: Seconds by which Last-Modified must precede Date to identify a version: within one second two
+#: versions have one time, and the clocks of two servers differ (RFC 9110, 8.8.2.2).
+_SETTLED = 60
 # As many digits as 64 bits need: Python refuses to read numbers of thousands.
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19})\Z")
 _SAFE = "/?%:@!$&'()*+,;=~"
-#: Checksums, the ones that cost least first.
+#: Checksums, the cheapest first.
 _CHECKSUMS = ("crc32", "crc32c", "crc64nvme", "sha256", "sha1")
 _CERTIFICATES = (
     "Set SSL_CERT_FILE, or for s3:// AWS_CA_BUNDLE or "
@@ -52,18 +58,18 @@ _CERTIFICATES = (
 
 
 def refused(response: Response) -> bytes:
-    """What a refusal says, to its end: a short one leaves a connection that can be used again."""
+    """The body of a refusal, read to its end, so that the connection can be used again."""
     try:
         return read_all(response, _PAGE)
     except TransientError:
         return b""
 
 
-def unanswered(exn: Exception, url: ShardURL, place: str) -> Exception:
-    """What it means that `Transport.request` raised ``exn``."""
+def unanswered(exn: Exception, url: ShardURL, place: str, secrets: Collection[str]) -> Exception:
+    """The error of ours for an error of `Transport.request`."""
     import ssl  # here: as in `connection`
 
-    reason = redact(str(exn))
+    reason = quoted(str(exn), secrets)
     if isinstance(exn, ssl.SSLCertVerificationError):
         text = f"{url}: the certificate of {place} is not trusted here. {_CERTIFICATES}"
         return ConfigError(text, url=str(url))
@@ -73,20 +79,45 @@ def unanswered(exn: Exception, url: ShardURL, place: str) -> Exception:
     if isinstance(exn, OSError):
         timed_out = isinstance(exn, TimeoutError)
         return TransientError(f"{place} does not answer: {reason}", timed_out=timed_out)
-    text = f"{url} cannot be asked for at {place}: {reason}. Check the endpoint, URL and proxy."
+    text = f"{url} cannot be requested from {place}: {reason}. Check the endpoint, URL and proxy."
     return ConfigError(text, url=str(url))
 
 
-def object_info(headers: Mapping[str, str], size: int | None) -> ObjectInfo:
-    """The version that an answer is of."""
+def object_info(response: Response, size: int | None) -> ObjectInfo:
+    """The version that an answer states.
+
+    Only what identifies a version is taken: a strong ETag, or a Last-Modified that is old enough
+    (RFC 9110, 8.8). The sidecar of the entry stores it, so a header that repeats a secret of the
+    request is not taken.
+    """
+    headers = response.headers
+
+    def stated(name: str) -> str | None:
+        value = headers.get(name)
+        return None if value and any(form in value for form in response.secrets) else value
+
     checksum = None
     if headers.get("x-amz-checksum-type") != "COMPOSITE":
         for algorithm in _CHECKSUMS:
-            if stated := headers.get(f"x-amz-checksum-{algorithm}"):
-                checksum = Checksum(algorithm, stated)
+            if value := stated(f"x-amz-checksum-{algorithm}"):
+                checksum = Checksum(algorithm, value)
                 break
-    version, modified = headers.get("x-amz-version-id"), headers.get("last-modified")
-    return ObjectInfo(size, headers.get("etag"), version, modified, checksum)
+    etag, version, modified = map(stated, ("etag", "x-amz-version-id", "last-modified"))
+    if not etag or etag.startswith("W/"):
+        etag = None
+    if modified and not (etag or version or _is_settled(modified, headers.get("date", ""))):
+        modified = None
+    return ObjectInfo(size, etag, version, modified, checksum)
+
+
+def _is_settled(modified: str, date: str) -> bool:
+    from email.utils import parsedate_to_datetime  # here: few servers state no ETag
+
+    try:
+        age = parsedate_to_datetime(date) - parsedate_to_datetime(modified)
+    except (TypeError, ValueError):  # no dates, or one without a time zone
+        return False
+    return age.total_seconds() >= _SETTLED
 
 
 def open_range(
@@ -97,7 +128,7 @@ def open_range(
     ``ask`` brings an answer of 200 or 206, given headers of the request.
     """
     headers = {"Range": f"bytes={start}-" if stop is None else f"bytes={start}-{stop - 1}"}
-    if pin is not None and pin.etag and not pin.etag.startswith("W/"):  # those never match
+    if pin is not None and pin.etag:
         headers["If-Match"] = pin.etag
     try:
         response = ask(headers)
@@ -116,7 +147,7 @@ def checked(response: Response, start: int, stop: int | None) -> Response:
     text = headers.get("content-range")
     wrong = f"asked for bytes {start} to {stop}, the origin sent {text!r} with {length} bytes"
     if response.status != 206:  # the range was ignored: all bytes will come, from the first
-        response.info, response.start, response.stop = object_info(headers, length), 0, length
+        response.info, response.start, response.stop = object_info(response, length), 0, length
         page = headers.get("content-type", "")
         if response.info.identifiable or not page.startswith(_PAGES):
             return response
@@ -125,11 +156,11 @@ def checked(response: Response, start: int, stop: int | None) -> Response:
         first, last, total = (int(group) for group in match.groups())
         wanted = total if stop is None else min(total, stop)
         if first == start <= last and last + 1 == wanted and length in (None, wanted - start):
-            response.info = object_info(headers, total)
+            response.info = object_info(response, total)
             response.start, response.stop = start, wanted
             return response
     response.close()
-    raise TransientError(wrong)
+    raise TransientError(quoted(wrong, response.secrets))
 
 
 class WebOrigin:
@@ -151,34 +182,53 @@ class WebOrigin:
         """See `base.Origin.stat`."""
         response = self._ask("HEAD", url, {})
         response.close()
-        return object_info(response.headers, content_length(response.headers))
+        return object_info(response, content_length(response.headers))
 
     def _ask(self, method: str, url: ShardURL, headers: dict[str, str]) -> Response:
         """An answer of 200 or 206, after redirects."""
         target, server, place = url.raw, "", ""
         login: dict[str, str] = {}
+        secrets: list[str] = []
         for _ in range(_REDIRECTS + 1):
             error: Exception | None = None
             try:
                 before = server
-                scheme, place, path = split_url(target)
-                user, at, place = place.rpartition("@")
+                scheme, authority, path = split_url(target)
+                user, at, place = authority.rpartition("@")
                 server = f"{scheme}://{place}"
                 if at or server != before:  # a login is for the server that asked for it
                     login = {"Authorization": basic_login(user)} if at else {}
+                query = path.partition("?")[2]
+                secrets += secret_forms(*user.split(":"), *login.values(), query)
+                secrets += secret_forms(*(value for _, value in parse_qsl(query)))
                 asked = f"{server}{quote(path, safe=_SAFE)}"
                 response = self._transport.request(method, asked, {**HEADERS, **login, **headers})
+                response.secrets = secrets
                 location = response.headers.get("location")
                 target = urljoin(asked, location or "")
             except (OSError, ValueError) as exn:
-                error = unanswered(exn, url, place)
+                error = unanswered(exn, url, place, secrets)
             if error is not None:
                 raise error
             if response.status in (200, 206):
-                return response
+                return self._uncoded(response, url)
             refused(response)
             if response.status not in (301, 302, 303, 307, 308) or not location:
-                reason = f"{place} answered {response.status} {response.reason}".rstrip()
-                raise refusal(url, response.status, reason, headers=response.headers)
+                reason = f"{place} answered {response.status} {quoted(response.reason, secrets)}"
+                raise refusal(url, response.status, reason.rstrip(), headers=response.headers)
         text = f"{url}: the server redirects more than {_REDIRECTS} times."
         raise ConfigError(f"{text} Check the URL.", url=str(url))
+
+    @staticmethod
+    def _uncoded(response: Response, url: ShardURL) -> Response:
+        """Refuse an answer whose bytes are not those of the shard (ConfigError)."""
+        coding = response.headers.get("content-encoding", "identity")
+        if coding.strip().lower() not in ("", "identity"):
+            response.close()
+            shown = quoted(coding, response.secrets)
+            raise ConfigError(
+                f"{url}: the server sends it with Content-Encoding {shown}, although the request "
+                "asks for identity. Let the server send shards as they are stored.",
+                url=str(url),
+            )
+        return response

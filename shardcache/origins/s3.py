@@ -15,13 +15,20 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, quote, unquote_plus, urlsplit
 from xml.etree import ElementTree
 
 from shardcache.errors import AccessDeniedError, ConfigError
-from shardcache.origins.base import ObjectInfo, TransientError, read_all, refusal
+from shardcache.origins.base import (
+    ObjectInfo,
+    TransientError,
+    quoted,
+    read_all,
+    refusal,
+    secret_forms,
+)
 from shardcache.origins.connection import Response, Transport, content_length
 from shardcache.origins.endpoints import aws_files, s3_endpoint
 from shardcache.origins.http import HEADERS, checked, object_info, open_range, refused, unanswered
@@ -58,6 +65,7 @@ _CHECKSUM = {"x-amz-checksum-mode": "ENABLED"}
 #: Bytes of a listing; a thousand keys take a megabyte at most.
 _LISTING_BYTES = 16 * 1024 * 1024
 _UNSIGNED = "UNSIGNED-PAYLOAD"
+_REGION = re.compile(r"[A-Za-z0-9-]{1,64}")
 _ALGORITHM = "AWS4-HMAC-SHA256"
 
 
@@ -228,7 +236,7 @@ class S3Origin:
         size = content_length(response.headers)
         if size is None:  # then it cannot be compared with any version
             raise ConfigError(f"{url}: the origin states no size without sending it", url=str(url))
-        return object_info(response.headers, size)
+        return object_info(response, size)
 
     def list_page(self, url: ShardURL, query: Mapping[str, str]) -> tuple[dict[str, int], str]:
         """Keys that begin as ``url`` does, with their sizes, and a token for the next page.
@@ -244,7 +252,8 @@ class S3Origin:
                 for found in page.iterfind("{*}Contents")
             }
         except (ElementTree.ParseError, ValueError) as exn:
-            text = f"{url}: what {self._place} answers is not S3: {exn}. Check endpoint_url."
+            text = f"{url}: what {self._place} answers is not S3: {quoted(str(exn))}. "
+            text += "Check endpoint_url."
             raise ConfigError(text, url=str(url)) from None
         return keys, page.findtext("{*}NextContinuationToken") or ""
 
@@ -256,19 +265,16 @@ class S3Origin:
             headers = {**headers, "x-amz-request-payer": "requester"}
         region, renewed = None, False
         while True:
-            keys = self.prepare()
-            asked, response = self._send(method, url, region, headers, query, keys)
+            find_keys = self.prepare()
+            asked, keys, response = self._send(method, url, region, headers, query, find_keys)
             if response.status in (200, 206):
                 return response
             code, message, elsewhere = _read_refusal(response)
             if elsewhere not in (None, asked) and region is None:
                 logger.info("%s is in %s", url, elsewhere)
                 region = elsewhere
-            elif code in _EXPIRED and not renewed:
-                logger.info("credentials expired; asking the chain for new ones")
-                with self._guard:
-                    if self._keys is keys:
-                        self._keys = None
+            elif code in _EXPIRED and not renewed and self._renew(find_keys, keys, url):
+                logger.info("the credentials expired; the chain has new ones")
                 renewed = True
             else:
                 raise refusal(
@@ -279,6 +285,17 @@ class S3Origin:
                     headers=response.headers,
                 )
 
+    def _renew(self, find_keys: Callable[[], Any], refused_keys: Any, url: ShardURL) -> bool:
+        """Run the chain again; whether it finds other credentials than those refused."""
+        with self._guard:
+            if self._keys is find_keys:
+                self._keys = None
+        try:
+            return bool(self.prepare()() != refused_keys)
+        except Exception as exn:  # noqa: BLE001 - as in `_send`
+            error = _sorted(exn, url, self._place)
+        raise error
+
     def _send(
         self,
         method: str,
@@ -286,10 +303,11 @@ class S3Origin:
         region: str | None,
         headers: Mapping[str, str],
         query: Mapping[str, str],
-        keys: Callable[[], Any],
-    ) -> tuple[str, Response]:
-        """The region a request was signed for, and its answer."""
+        find_keys: Callable[[], Any],
+    ) -> tuple[str, Any, Response]:
+        """The region and the credentials that a request was signed with, and its answer."""
         name, key = url.bucket_and_key()
+        secrets: list[str] = []
         try:
             bucket = self._bucket(name, region)
             path = bucket.path or "/"
@@ -299,13 +317,18 @@ class S3Origin:
                 path = f"{bucket.path}/{quote(key, safe='/~')}"
             pairs = sorted((quote(n, safe="~"), quote(v, safe="~")) for n, v in query.items())
             asked = "&".join(f"{name}={value}" for name, value in pairs)
-            headers = {**HEADERS, **headers}
+            headers, keys = {**HEADERS, **headers}, None
             if bucket.service:
-                headers |= _signature(method, bucket, path, asked, headers, keys())
+                keys = find_keys()
+                headers |= _signature(method, bucket, path, asked, headers, keys)
+                signature = headers["Authorization"].rpartition("=")[2]
+                secrets = [*secret_forms(keys.secret_key, keys.token), signature]
             target = f"{bucket.server}{path}?{asked}" if asked else f"{bucket.server}{path}"
-            return bucket.region, self._transport.request(method, target, headers)
+            response = self._transport.request(method, target, headers)
+            response.secrets = secrets
+            return bucket.region, keys, response
         except Exception as exn:  # noqa: BLE001 - sorted, or raised as it is
-            error = _sorted(exn, url, self._place)
+            error = _sorted(exn, url, self._place, secrets)
         raise error
 
     def _bucket(self, name: str, region: str | None) -> _Bucket:
@@ -365,21 +388,21 @@ def _read_refusal(response: Response) -> tuple[str, str, str | None]:
         found = ElementTree.fromstring(refused(response))  # noqa: S314 - by expat
     except ElementTree.ParseError:
         found = ElementTree.Element("")  # a page of a proxy, or none
-    code = found.findtext(".//{*}Code") or ""
-    message = redact(found.findtext(".//{*}Message") or response.reason)
+    code = quoted(found.findtext(".//{*}Code") or "", response.secrets)
+    message = quoted(found.findtext(".//{*}Message") or response.reason, response.secrets)
     elsewhere = response.status in (301, 302, 307) or code in _ELSEWHERE
     elsewhere |= response.status == 400 and not code  # which answers a HEAD
-    region = response.headers.get("x-amz-bucket-region") or found.findtext(".//{*}Region")
-    return code, message, region if elsewhere else None
+    region = response.headers.get("x-amz-bucket-region") or found.findtext(".//{*}Region") or ""
+    return code, message, region if elsewhere and _REGION.fullmatch(region) else None
 
 
-def _sorted(exn: Exception, url: ShardURL, place: str) -> Exception:
-    """What it means that a request could not be signed, or had no answer."""
+def _sorted(exn: Exception, url: ShardURL, place: str, secrets: Collection[str] = ()) -> Exception:
+    """The error of ours for a request that could not be signed, or had no answer."""
     if isinstance(exn, (OSError, ValueError, TypeError, AttributeError)):
-        return unanswered(exn, url, place)
+        return unanswered(exn, url, place, secrets)
     if not type(exn).__module__.startswith("botocore"):  # which need not be imported
         return exn
-    reason = " ".join(redact(str(exn)).split())
+    reason = quoted(str(exn))
     kinds = {kind.__name__ for kind in type(exn).__mro__}
     answer = getattr(exn, "response", {}).get("ResponseMetadata", {})
     if kinds & {"ConnectionError", "HTTPClientError"} or answer.get("HTTPStatusCode", 0) >= 500:

@@ -35,6 +35,7 @@ from shardcache.errors import (
     ShardCacheError,
     ShardNotFoundError,
     TransferError,
+    UnprovenError,
 )
 from shardcache.fetch.status import FetchStatus
 from shardcache.files import Breaker, fault_kind, is_disk_fault
@@ -169,7 +170,7 @@ class Opener:
         if isinstance(failed, OriginSource) and failed.nearer is not None:
             logger.info("%s: the rest does not come from an upstream: %s", shard, fault)
             pin = failed.info if begun else None
-            return OriginSource(self.here(), shard, start=position, pin=pin)
+            return OriginSource(self.here, shard, start=position, pin=pin)
         raise fault  # the origin was the last
 
     def _mend(
@@ -208,7 +209,7 @@ class Opener:
         if not begun:
             return self._nearest(shard, position)
         return OriginSource(
-            process, shard, start=position, pin=info, version=entry.version, size=entry.size
+            self.here, shard, start=position, pin=info, version=entry.version, size=entry.size
         )
 
     def _stream_past(
@@ -230,7 +231,7 @@ class Opener:
         try:
             self._warn_streamed(process, shard, fault)
             if failed is not None and begun:
-                source = OriginSource(process, shard, start=start, pin=failed.info)
+                source = OriginSource(self.here, shard, start=start, pin=failed.info)
             else:
                 source = self._nearest(shard, start, failed)
         except Exception as exn:
@@ -250,7 +251,7 @@ class Opener:
 
     def _warn_streamed(self, process: Process, shard: ShardURL, fault: Exception) -> None:
         """Warn that a shard is streamed; raises what there is no way past."""
-        if isinstance(fault, (CacheFullError, LockTimeoutError)):
+        if isinstance(fault, (CacheFullError, LockTimeoutError, UnprovenError)):
             kind, reason = type(fault).__name__, fault.message
         elif isinstance(fault, OSError) and not isinstance(fault, ShardCacheError):
             kind, reason = fault_kind(fault), str(fault.strerror or fault)
@@ -279,10 +280,10 @@ class Opener:
         if start == 0 and answer is None:
             for copy in process.origins.upstreams(shard):
                 try:
-                    return OriginSource(process, shard, nearer=copy)
+                    return OriginSource(self.here, shard, nearer=copy)
                 except (ShardCacheError, OSError) as exn:
                     logger.info("%s: not from %s: %s", shard, copy.name, exn)
-        return OriginSource(process, shard, start=start, answer=answer)
+        return OriginSource(self.here, shard, start=start, answer=answer)
 
     # -- entries ---------------------------------------------------------------
 
@@ -448,6 +449,8 @@ class Lookahead:
         self._shard_of = shard_of
         self._coming: deque[tuple[Any, Opened | FetchSource | None]] = deque()
         self._error: Exception | None = None  # of the list
+        #: Shards that the origin refused for good, which are not requested again.
+        self._refused: dict[str, ShardNotFoundError | AccessDeniedError] = {}
 
     def __iter__(self) -> Iterator[Any]:
         """The items; `open` is to be called once for each."""
@@ -469,7 +472,13 @@ class Lookahead:
         item, source = self._coming.popleft()  # whoever has it decides how long its stream lives
         shard = self._shard_of(item)
         del item
-        opened = self._opener.open(shard, finish=False, ahead=source)
+        if (refused := self._refused.get(shard.key)) is not None and source is None:
+            raise type(refused)(refused.message, url=str(shard))
+        try:
+            opened = self._opener.open(shard, finish=False, ahead=source)
+        except (ShardNotFoundError, AccessDeniedError) as exn:
+            self._refused[shard.key] = type(exn)(exn.message)  # without its traceback
+            raise
         while len(self._coming) < self._opener.config.prefetch and self._take(begin=True):
             pass
         return opened
@@ -487,7 +496,7 @@ class Lookahead:
         if begin:
             with contextlib.suppress(ShardCacheError, OSError):  # whoever opens it is told
                 shard = self._shard_of(item)
-                if not self._opener.is_in_place(shard):
+                if not (self._opener.is_in_place(shard) or shard.key in self._refused):
                     found = self._opener.find(shard)
                     source = found or FetchSource(self._opener, shard, ahead=True)
         self._coming.append((item, source))

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
     from shardcache.fetch.background import Fetching
+    from shardcache.origins.resolve import UpstreamOrigin
     from shardcache.runtime import Process
     from shardcache.streams.opener import Opener
     from shardcache.urls import ShardURL
@@ -101,7 +102,8 @@ class FetchSource:
         """
         fetching = self._fetching
         assert fetching is not None
-        if not fetching.done or fetching.obtained is not None or _is_final(fetching):
+        going = not (fetching.alive and fetching.done)  # a forked child joins another one
+        if going or fetching.obtained is not None or _is_final(fetching):
             self.counted = False
             return True
         self._leave()
@@ -118,8 +120,12 @@ class FetchSource:
         return None if self._partial is None else self._partial.info.size
 
     def take_answer(self) -> Body | None:
-        """What the origin has sent of a shard that could not be stored; the caller closes it."""
-        return None if self._fetching is None else self._fetching.status.take_answer()
+        """The origin's answer for a shard that could not be stored; the caller closes it.
+
+        None in a forked child, because the answer is read over the parent's connection.
+        """
+        fetching = self._fetching
+        return None if fetching is None or not fetching.alive else fetching.status.take_answer()
 
     def wait(self, *, whole: bool) -> bool:
         """Wait until there is a partial, or with ``whole`` the end; whether the fetch ended."""
@@ -277,18 +283,19 @@ def _is_final(fetching: Fetching) -> bool:
 
 
 class OriginSource:
-    """A shard as its origin sends it, one version from a byte on, past the cache.
+    """One version of a shard as its origin sends it, past the cache.
 
-    With the same retries as a fetch: an error is seen only when the origin is really gone.
+    It retries as a fetch does, so an error means that the origin is really gone. A forked child
+    goes on at the same byte, of the same version, over a connection of its own.
 
     Args:
-        process: whose connections and counters are used.
-        shard: which.
-        nearer: a copy in an upstream, to be read instead; it is believed, as an entry is.
+        here: returns the calling process's `Process`, with its connections and counters.
+        shard: the shard to read.
+        nearer: a copy in an upstream that is read instead, and trusted as an entry is.
         start: offset of the first byte.
-        pin: the version to insist on; ``version`` is its name, where no more is known of it.
-        answer: what the origin has sent already, from the first byte on.
-        size: bytes of the shard, if known; the origin may not say.
+        pin: the version to insist on; ``version`` is its name, if no more of it is known.
+        answer: an answer of the origin that begins with the first byte.
+        size: bytes of the shard, if they are known; the origin may not state them.
 
     Raises:
         As `origins.base.Origin.open`, and TransferError after all retries, or if the object is no
@@ -299,10 +306,10 @@ class OriginSource:
 
     def __init__(
         self,
-        process: Process,
+        here: Callable[[], Process],
         shard: ShardURL,
         *,
-        nearer: Origin | None = None,
+        nearer: UpstreamOrigin | None = None,
         start: int = 0,
         pin: ObjectInfo | None = None,
         version: str | None = None,
@@ -312,11 +319,9 @@ class OriginSource:
         self.info = pin
         self.size = size
         self._shard = shard
-        self._process = process
-        self.nearer = nearer
-        self._origin = nearer or process.origins.of(shard)
-        self._counter = "bytes_origin" if nearer is None else "bytes_upstream"
-        self._attempts = process.fetcher.policy.started(str(shard))
+        self._here = here
+        self._enter_process()
+        self._read_from(nearer)
         self._position = start
         self._version = pin.version if pin is not None else version
         self._body = answer
@@ -325,6 +330,37 @@ class OriginSource:
         else:
             self.info, self.size = answer.info, answer.info.size
         self._read_at = clock.monotonic()
+
+    def _enter_process(self) -> None:
+        """Use the clients and the counters of the calling process."""
+        self._pid = os.getpid()
+        self._process = self._here()
+        self._process.coordinator()  # makes them
+        self._attempts = self._process.fetcher.policy.started(str(self._shard))
+
+    def _read_from(self, nearer: UpstreamOrigin | None) -> None:
+        self.nearer = nearer
+        self._origin: Origin = nearer or self._process.origins.of(self._shard)
+        self._counter = "bytes_origin" if nearer is None else "bytes_upstream"
+
+    def _leave_parent(self) -> None:
+        """Go on in a forked child.
+
+        The answer is not closed: that would end a connection or a command of the parent.
+        """
+        self._body = None
+        if self.info is not None and self.info.identifiable:
+            self._version = self.info.version
+        elif self._position:
+            raise TransferError(
+                f"{self._shard} can only be read on by the process that opened it, because its "
+                "origin names no version. Open it in the forked process.",
+                url=str(self._shard),
+            )
+        self._enter_process()
+        name = None if self.nearer is None else self.nearer.name
+        copies = () if name is None else self._process.origins.upstreams(self._shard)
+        self._read_from(next((copy for copy in copies if copy.name == name), None))
 
     def _call(self, function: Callable[[], T]) -> T:
         try:
@@ -338,7 +374,9 @@ class OriginSource:
             ) from exn
 
     def readinto(self, buffer: WriteableBuffer, position: int) -> int:
-        """Read bytes from ``position`` on; 0 at the end. For one elsewhere it asks again."""
+        """Read bytes from ``position`` on; 0 at the end. Elsewhere it sends a new request."""
+        if self._pid != os.getpid():
+            self._leave_parent()
         view = memoryview(buffer).cast("B")
         if position != self._position:
             self.close()
@@ -412,5 +450,5 @@ class OriginSource:
     def close(self) -> None:
         """Give the connection back."""
         body, self._body = self._body, None
-        if body is not None:
+        if body is not None and self._pid == os.getpid():
             body.close()

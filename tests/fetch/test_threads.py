@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,9 @@ import webdataset as wds
 
 from shardcache import threads
 from shardcache.cache import Cache
+from shardcache.store.digest import BLOCK
 from tests.support.storetools import PATIENCE, forked, wait_until
+from tests.support.tars import make_tar
 
 
 def test_a_fork_waits_until_a_thread_that_has_ended_is_gone() -> None:
@@ -134,3 +138,32 @@ def test_attaching_prepares_for_the_first_shard(make_cache, monkeypatch) -> None
     cache.attach(wds.WebDataset(["s3://lab/e.tar"], resampled=True, shardshuffle=False))
     cache.attach(wds.DataPipeline(lambda: iter(()), wds.tariterators.url_opener))
     assert asked == ["s3://lab/c.tar", "s3://lab/e.tar", None]
+
+
+@pytest.mark.parametrize("left", ["by close", "to the collector"])
+def test_a_fetch_without_a_reader_does_not_wait_for_a_silent_origin(tmp_path, serve, left):
+    silent, data = threading.Event(), make_tar(1, members=3, size=BLOCK)
+
+    def answer(head: str) -> Iterator[bytes]:
+        size = 64 << 20  # far from its end: a fetch that is almost complete goes on
+        yield f"HTTP/1.1 200 OK\r\nETag: \"a\"\r\nContent-Length: {size}\r\n\r\n".encode()
+        yield data[: 2 * BLOCK]  # whole blocks: the next read has nothing to return
+        silent.wait(PATIENCE)
+
+    def fetching() -> list[str]:
+        return [t.name for t in threading.enumerate() if t.name.endswith("-fetch")]
+
+    url = f"{serve(answer).url}/a.tar"
+    cache = Cache(tmp_path / "cache", min_free=0, attempts=1, timeout=10 * PATIENCE)
+    (row,) = cache.url_opener([url]) if left == "to the collector" else [{"stream": cache.open(url)}]
+    assert row["stream"].read(BLOCK) == data[:BLOCK]
+    assert fetching()
+    if left == "by close":
+        row["stream"].close()
+        cache.close()
+    else:
+        row["row"] = row
+        del row
+        gc.collect()
+    wait_until(lambda: not fetching())
+    silent.set()

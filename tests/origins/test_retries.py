@@ -77,9 +77,12 @@ def test_so_many_attempts_are_so_many_requests(lab, way):  # noqa: F811
 
 def test_new_credentials_are_asked_for_once_and_used(lab, serve, monkeypatch, s3):  # noqa: F811
     """As containers get them, in the middle of a shard; the server knows one key alone."""
-    said = {"AccessKeyId": s3.access_key, "SecretAccessKey": s3.secret_key, "Token": None}
-    body = json.dumps({**said, "Expiration": "2099-01-01T00:00:00Z"}).encode()
-    vendor = serve(answer("200 OK", body))
+    keys = {"AccessKeyId": s3.access_key, "SecretAccessKey": s3.secret_key, "Token": None}
+    keys["Expiration"] = "2099-01-01T00:00:00Z"
+    accounts = iter(range(100, 200))
+    vendor = serve(
+        lambda head: answer("200 OK", json.dumps({**keys, "AccountId": next(accounts)}).encode())
+    )
     monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{vendor.url}/credentials")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)

@@ -63,6 +63,18 @@ def test_all_come_in_order_each_fetched_once(make_cache, origin, fill, prefetch)
     assert sorted(url for url, _, _ in origin.requests) == URLS
 
 
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_a_missing_shard_is_requested_once_in_a_pipeline(make_cache, origin, prefetch):
+    missing, errors = "s3://lab/missing.tar", []
+    urls = [missing, missing, URLS[0], missing, URLS[1], missing]
+    opener = make_cache(prefetch=prefetch).url_opener
+    rows = list(opener(urls, handler=lambda exn: errors.append(exn) or True))
+    assert [row["url"] for row in rows] == URLS[:2]
+    assert [url for url, *_ in origin.requests].count(missing) == 1
+    assert [(type(exn), missing in str(exn)) for exn in errors] == [(ShardNotFoundError, True)] * 4
+    assert len({id(exn) for exn in errors}) == 4
+
+
 @pytest.fixture
 def large(origin: MemoryOrigin) -> list[threading.Event]:
     """Shards that do not come: all of them are held back at their first byte."""

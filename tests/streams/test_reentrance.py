@@ -86,6 +86,23 @@ def test_a_stream_past_the_cache_may_be_closed_while_a_connection_is_made(tmp_pa
             assert again.read() == data
 
 
+def test_a_stream_that_is_dropped_at_the_end_of_a_part_leaves_a_connection_that_works(tmp_path):
+    """The collector finalises all of a cycle, so it must not find the connection there."""
+    server = Files()
+    server.files = {"/small.tar": DATA[: 2 * BLOCK], "/big.tar": DATA * 2}
+    cache = Cache(tmp_path / "cache", max_size="4MiB", min_free=0, part_size="1MiB", attempts=1)
+    with running(server), cache:
+        assert cache.open(f"{server.url}/small.tar").read() == DATA[: 2 * BLOCK]
+        for _ in range(3):
+            stream = cache.open(f"{server.url}/big.tar")
+            assert stream.read(BLOCK) == DATA[:BLOCK]
+            drop(stream)
+            del stream
+            gc.collect()
+            with cache.open(f"{server.url}/big.tar") as again:
+                assert again.read() == DATA * 2
+
+
 def test_what_a_parent_opened_is_not_counted_by_the_child_that_closes_it_too(make_cache, origin):
     big = "s3://lab/big.tar"
     origin.objects.update({URL: DATA, big: DATA * 2})

@@ -115,6 +115,7 @@ class MemoryBody:
     def __init__(self, origin, info, start, stop, data, fault) -> None:
         self.info, self.start, self.stop = info, start, stop if origin.sizes else None
         self.waited, self.closed, self.aborted = 0.0, False, threading.Event()
+        self.proven = True
         self._origin, self._data, self._at, self._fault = origin, data, 0, fault
 
     def readinto(self, buffer) -> int:

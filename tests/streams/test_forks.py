@@ -1,0 +1,102 @@
+"""Streams past the cache that a process holds while it forks: parent and child both read on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import ssl
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from shardcache import Cache, TransferError
+from shardcache.store.digest import BLOCK
+from tests.origins.test_tls import authority, context  # noqa: F401
+from tests.support.storetools import Parent, forked
+from tests.support.tars import make_tar
+from tests.support.webservers import Files, running
+
+DATA = make_tar(1, members=8, size=BLOCK)
+#: How shards are reached; a command cannot be continued.
+ORIGINS = ["http", "https", "file", "upstream", "pipe"]
+
+
+@pytest.fixture
+def reach(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    context: ssl.SSLContext,  # noqa: F811
+    authority: tuple[str, str],  # noqa: F811
+) -> Iterator[Callable[[str], tuple[Cache, str]]]:
+    """Makes a cache without room and the URL of a shard."""
+    with running(Files()) as plain, running(Files(), context) as tls:
+        plain.files["/a.tar"] = tls.files["/a.tar"] = DATA
+        path = tmp_path / "lab" / "a.tar"
+        path.parent.mkdir()
+        path.write_bytes(DATA)
+        monkeypatch.setenv("SSL_CERT_FILE", authority[0])
+        nas = tmp_path / "nas" / plain.url.removeprefix("http://")
+        urls = {
+            "http": f"{plain.url}/a.tar",
+            "https": f"{tls.url.replace('http:', 'https:')}/a.tar",
+            "file": str(path),
+            "upstream": f"{plain.url}/a.tar",
+            "pipe": f"pipe:cat {path}",
+        }
+
+        def make(kind: str) -> tuple[Cache, str]:
+            if kind == "upstream":
+                nas.mkdir(parents=True)
+                shutil.copy(path, nas)
+            options = {"upstreams": [tmp_path / "nas"]} if kind == "upstream" else {}
+            given = {"min_free": "1000TB", "cache_local": True, "attempts": 1}
+            cache = Cache(tmp_path / "cache", allow_schemes=["pipe"], **given, **options)
+            return cache, urls[kind]
+
+        yield make
+
+
+@pytest.mark.parametrize("first", ["parent", "child"])
+@pytest.mark.parametrize("kind", ORIGINS)
+def test_parent_and_child_read_on_apart(reach, kind: str, first: str) -> None:
+    cache, url = reach(kind)
+
+    def work(parent: Parent) -> None:
+        if first == "parent":
+            parent.hear()
+        try:
+            parent.say(stream.read())
+        except TransferError as exn:
+            parent.say(str(exn))
+
+    with cache, cache.open(url) as stream:
+        begin = stream.read(BLOCK + 5)
+        with forked(work) as child:
+            if first == "parent":
+                rest = stream.read()
+                child.tell()
+                heard = child.hear()
+            else:
+                heard = child.hear()
+                rest = stream.read()
+    assert begin + rest == DATA
+    if kind == "pipe":
+        assert "the process that opened it" in heard
+    else:
+        assert begin + heard == DATA
+
+
+@pytest.mark.parametrize("kind", ORIGINS)
+def test_a_child_that_closes_a_stream_ends_nothing_of_its_parent(reach, kind: str) -> None:
+    cache, url = reach(kind)
+
+    def work(parent: Parent) -> None:
+        stream.close()
+        parent.say(os.getpid())
+
+    with cache, cache.open(url) as stream:
+        begin = stream.read(BLOCK + 5)
+        with forked(work) as child:
+            child.hear()
+        assert begin + stream.read() == DATA

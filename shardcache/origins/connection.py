@@ -25,7 +25,6 @@ import weakref
 from base64 import b64encode
 from collections import deque
 from collections.abc import Mapping, Sequence
-from enum import Enum
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
@@ -80,23 +79,12 @@ def content_length(headers: Mapping[str, str]) -> int | None:
     return int(text) if text.isdecimal() and len(text) < 20 else None
 
 
-class _State(Enum):
-    IDLE = "idle"  # the transport may give it to the next request
-    SENDING = "sending"
-    RECEIVING = "receiving"
-    CLOSED = "closed"
-
-
-_NEXT = {
-    _State.IDLE: {_State.SENDING},
-    _State.SENDING: {_State.RECEIVING},
-    _State.RECEIVING: {_State.IDLE},
-    _State.CLOSED: set(),
-}
+#: The states of a connection, each with the one that may follow; all may end in "closed".
+_NEXT = {"idle": "sending", "sending": "receiving", "receiving": "idle", "closed": None}
 
 
 class _Connection:
-    """One socket and the state of the one exchange that may use it."""
+    """One socket, used by one exchange at a time."""
 
     #: For a proxy: the text before the path, and more lines of the head.
     prefix: str = ""
@@ -105,7 +93,7 @@ class _Connection:
     def __init__(self, sock: socket.socket, peer: tuple[str, str], timeout: float) -> None:
         self.socket = sock
         self.peer = peer  # scheme and authority
-        self.state = _State.IDLE
+        self.state = "idle"
         self._pid = os.getpid()
         self.held = b""  # bytes received behind the head
         self._timeout = timeout
@@ -120,13 +108,13 @@ class _Connection:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def enter(self, state: _State) -> None:
+    def enter(self, state: str) -> None:
         """Change the state; ConnectionError if it cannot follow the present one."""
-        if state not in _NEXT[self.state] and state is not _State.CLOSED:
-            raise ConnectionError(f"the connection is {self.state.value}")
-        self.state = state
-        if state is _State.CLOSED:
+        if state == "closed":
             self.socket.close()
+        elif state != _NEXT[self.state]:
+            raise ConnectionError(f"the connection is {self.state}")
+        self.state = state
 
     def abort(self) -> None:
         """Make a blocked call of another thread return."""
@@ -144,9 +132,9 @@ class _Connection:
 
     def exchange(self, request: bytes) -> _Answer:
         """Send a request and receive the head of the final answer."""
-        self.enter(_State.SENDING)
+        self.enter("sending")
         self.socket.sendall(request)
-        self.enter(_State.RECEIVING)
+        self.enter("receiving")
         self._spent, self._came = 0.0, 0
         for _ in range(_INTERIM):
             answer = _Answer()
@@ -394,12 +382,12 @@ class Transport:
 
     def take_back(self, connection: _Connection, *, reusable: bool) -> None:
         """Keep a connection for the next request, or close it."""
-        if reusable and connection.state is _State.RECEIVING:
-            connection.enter(_State.IDLE)
+        if reusable and connection.state == "receiving":
+            connection.enter("idle")
             self._idle.setdefault(connection.peer, deque()).append(connection)
         else:
             self._open.discard(connection)
-            connection.enter(_State.CLOSED)
+            connection.enter("closed")
 
     def _proxy(self, scheme: str, host: str) -> tuple[tuple[str, int] | None, list[str]]:
         """The proxy for a host, if there is one, and the header lines that log in to it."""
@@ -473,7 +461,7 @@ class Transport:
 
 def _close_all(connections: set[_Connection]) -> None:
     while connections:
-        connections.pop().enter(_State.CLOSED)
+        connections.pop().enter("closed")
 
 
 def _host_and_port(scheme: str, authority: str) -> tuple[str, int]:

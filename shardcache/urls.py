@@ -52,6 +52,14 @@ _BESIDE = {
 }
 _AUTH_PREFIXES = ("x-amz-", "x-goog-", "x-oss-", "x-cos-")
 
+#: AWS's partitions besides the standard one, by the first part of their regions. A bucket name in
+#: two partitions is two buckets.
+PARTITIONS = r"cn|us-gov|us-iso[a-z]?|eu-isoe|eusc"
+_AWS_HOST = (
+    r".+\.(amazonaws\.(com|com\.cn|eu)|(c2s|csp\.hci)\.ic\.gov|sc2s\.sgov\.gov|cloud\.adc-e\.uk)"
+)
+_AWS_REGION = rf"[.-]({PARTITIONS})-[a-z]+(-[a-z]+)*-[0-9]+\."
+
 # Patterns are compiled when first used: `import shardcache` stays light.
 _SCHEME = r"([A-Za-z][A-Za-z0-9+.-]*):(//)?"
 _CHAIN = r"(^[A-Za-z0-9+.-]+::|::[A-Za-z0-9+.-]+:/)"
@@ -132,8 +140,8 @@ def parse_url(
 
     Args:
         url: which.
-        endpoint: the S3 endpoint in force; None and ``*.amazonaws.com`` mean AWS. One bucket name
-            on two endpoints is two objects.
+        endpoint: the S3 endpoint in force; None means AWS's standard partition, as do its
+            hosts. One bucket name at two endpoints, or in two partitions, is two buckets.
         allow_schemes: schemes allowed beyond `DEFAULT_SCHEMES`.
 
     Raises:
@@ -172,8 +180,9 @@ def parse_url(
     else:
         canonical, name = _generic(url, scheme, rest)
     identity = canonical
-    if scheme == "s3" and (own := _own_endpoint(endpoint)):
-        identity = f"{canonical}\0{own}"
+    if scheme == "s3":
+        authority = _authority(endpoint)
+        identity = f"{canonical}\0{authority}" if authority else canonical
     elif scheme == "pipe":  # what looks like a credential may be all that tells two commands apart
         identity = f"pipe:{rest.strip()}"
     try:
@@ -362,8 +371,8 @@ def redact(text: str) -> str:
     return text
 
 
-def _own_endpoint(endpoint: str | None) -> str:
-    """The endpoint as part of an identity; empty for AWS itself."""
+def _authority(endpoint: str | None) -> str:
+    """Return what identities hold of an endpoint; nothing for AWS's standard partition."""
     if not endpoint:
         return ""
     try:
@@ -372,7 +381,10 @@ def _own_endpoint(endpoint: str | None) -> str:
         raise ConfigError(f"the S3 endpoint {redact(endpoint)} is not a URL: {exn}") from exn
     host = parts.netloc.rpartition("@")[2].lower()
     host = host.removesuffix(_DEFAULT_PORTS.get(parts.scheme, ":"))
-    if host.partition(":")[0].endswith(".amazonaws.com"):
-        return ""
+    if re.fullmatch(_AWS_HOST, name := host.partition(":")[0]):
+        if region := re.search(_AWS_REGION, name):
+            return f"aws:{region[1]}"
+        if name.endswith(".amazonaws.com"):
+            return ""
     # http and https on one host serve one object store.
     return host + parts.path.rstrip("/")

@@ -74,6 +74,16 @@ def test_what_looks_alike_is_two_objects(one, other):
 def test_one_bucket_name_on_two_endpoints_is_two_objects():
     url = "s3://lab/a.tar"
     endpoints = [None, "http://minio:9000", "http://minio:9001", "https://ceph", "https://ceph/s3"]
+    endpoints += [
+        "https://s3.cn-north-1.amazonaws.com.cn",
+        "https://s3.eusc-de-east-1.amazonaws.eu",
+    ]
+    endpoints += [
+        f"https://s3.{region}.amazonaws.com" for region in ("us-gov-west-1", "us-iso-east-1")
+    ]
+    endpoints += [
+        f"https://s3.{region}.amazonaws.com" for region in ("us-isob-east-1", "eu-isoe-west-1")
+    ]
     assert len({key_of(url, endpoint=endpoint) for endpoint in endpoints}) == len(endpoints)
     assert parse_url(url, endpoint="http://minio:9000").canonical == url
     assert key_of("gs://b/k", endpoint="http://minio:9000") == key_of("gs://b/k")
@@ -164,6 +174,10 @@ def test_spellings_of_one_object_share_a_key(url, canonical):
         ("http://minio:80", "http://minio"),
         ("https://minio:443", "minio"),
         (f"http://me:{CANARY}@minio", "http://minio"),
+        ("s3.cn-north-1.amazonaws.com", "https://s3.dualstack.cn-northwest-1.amazonaws.com.cn"),
+        ("s3-fips.us-gov-east-1.amazonaws.com", "https://s3-us-gov-west-1.amazonaws.com"),
+        ("s3.us-iso-east-1.amazonaws.com", "https://s3.us-iso-west-1.c2s.ic.gov"),
+        (None, "https://vpce-1-cn.s3.us-east-1.vpce.amazonaws.com"),
     ],
 )
 def test_spellings_of_one_endpoint_are_one(one, other):

@@ -1,14 +1,16 @@
-"""What a shard is called: canonical URL, key, file name, and the text people may see.
+"""The names of a shard: its key, its file name, and the URL that logs may show.
 
 Invariants:
 
 * Two URLs share a key only if they name the same object. Object keys are exact
   bytes: no percent-decoding, no ``..`` or ``//`` folding, no Unicode folding.
-* One object keeps one key whatever its signature: credentials in the query or
-  before an ``@`` are no part of the identity, ``versionId`` and all other query
-  parameters are.
-* Nothing but ``ShardURL.raw`` holds a credential, and ``raw`` is for the origin
-  only: never for logs, errors, file names or sidecars.
+* A web URL keeps its key when it is signed again: the parameters of a complete
+  signature and the login before an ``@`` are no part of its identity. All other
+  parameters are. Behind an ``s3://`` bucket, everything is the object's name,
+  except a ``?versionId=`` at the end.
+* Only ``ShardURL.raw`` holds a secret, and only origins read it. The canonical
+  URL hides each value that may be a secret, and then ends with the key. So it
+  still names exactly one shard.
 """
 
 from __future__ import annotations
@@ -36,21 +38,61 @@ _LOGINS = frozenset({"ftp", "http", "https", "sftp", "smb", "ssh", "webdav", "we
 #: 8 KiB, and a sidecar must be able to hold it.
 _MAX_CANONICAL = 8192
 
-#: Query parameters that are always credentials.
+#: Signatures of web URLs: the parameters that make one complete, and a pattern of all that belong
+#: to it. ``x-oss-process`` and the like change the bytes, so Alibaba's are listed one by one.
+_SIGNATURES = (
+    # AWS and Google, version 4.
+    ("x-amz-algorithm x-amz-credential x-amz-signature", r"x-amz-.+"),
+    ("x-goog-algorithm x-goog-credential x-goog-signature", r"x-goog-.+"),
+    # AWS and Google, version 2; Alibaba, version 1.
+    (
+        "awsaccesskeyid|googleaccessid|ossaccesskeyid expires signature",
+        r"(aws|oss)accesskeyid|googleaccessid|expires|signature|(x-amz-)?security-token",
+    ),
+    # CloudFront, and what Hugging Face adds about the client.
+    (
+        "key-pair-id signature policy|expires",
+        r"key-pair-id|signature|policy|expires|hash-algorithm",
+    ),
+    ("key-pair-id signature x-xet-cas-uid", r"x-xet-(cas-uid|session-id)|user_id|xip"),
+    # Shared access signatures of Azure.
+    (
+        "sig sv se|si",
+        r"scid|sdd|se|ses|si|sig|sip|skdutid|ske|skoid|sks|skt|sktid|skv"
+        r"|saoid|sduoid|sp|spr|sr|srt|ss|st|suoid|sv",
+    ),
+    # Alibaba, version 4; Tencent.
+    (
+        "x-oss-credential x-oss-signature",
+        r"x-oss-(additional-headers|credential|date|expires|security-token|signature(-version)?)",
+    ),
+    (
+        "q-ak q-sign-algorithm q-signature",
+        r"q-.+|x-cos-security-token",
+    ),
+)
+#: Parameters that name a version. They are shown.
+_VERSIONS = frozenset({"generation", "snapshot", "versionid"})
+#: Parts of the names of parameters that hold secrets. Their values are hidden, however short.
+_SECRETIVE = r"(?i)auth|cred|jwt|key|pass|pwd|secret|session|sig|ticket|token"
+#: Of other parameters, values are shown that have at most so many characters, as numbers, dates and
+#: flags do, or are paths of archives. Tokens are longer.
+_MAX_SHOWN = 10
+_ARCHIVE = r"(?i)([\w./+-]|%2F)+\.(tar(\.\w{1,4})?|tgz)"
+#: A canonical URL with hidden values, and the key that it ends with.
+_MASKED = r"([^?]*\?.*\*\*\*.*)#([0-9a-f]{32})"
+#: Names that stand for a secret in any text.
 _SECRETS = frozenset(
     {"access_token", "api_key", "apikey", "auth_token", "authorization", "awsaccesskeyid"}
     | {"googleaccessid", "password", "secret", "security-token", "sig", "signature", "token"}
 )
-#: Short names that belong to a signature only when that signature is there:
-#: Azure SAS (beside ``sig``), AWS SigV2 and CloudFront (beside ``Signature``).
-_BESIDE = {
-    "sig": frozenset(
-        {"sv", "ss", "srt", "sp", "se", "st", "spr", "sip", "sr", "sdd", "skoid", "sktid"}
-        | {"skt", "ske", "sks", "skv", "saoid", "suoid", "scid"}
-    ),
-    "signature": frozenset({"expires", "policy", "key-pair-id"}),
-}
-_AUTH_PREFIXES = ("x-amz-", "x-goog-", "x-oss-", "x-cos-")
+#: AWS's partitions besides the standard one, by the first part of their regions. A bucket name in
+#: two partitions is two buckets.
+PARTITIONS = r"cn|us-gov|us-iso[a-z]?|eu-isoe|eusc"
+_AWS_HOST = (
+    r".+\.(amazonaws\.(com|com\.cn|eu)|(c2s|csp\.hci)\.ic\.gov|sc2s\.sgov\.gov|cloud\.adc-e\.uk)"
+)
+_AWS_REGION = rf"[.-]({PARTITIONS})-[a-z]+(-[a-z]+)*-[0-9]+\."
 
 # Patterns are compiled when first used: `import shardcache` stays light.
 _SCHEME = r"([A-Za-z][A-Za-z0-9+.-]*):(//)?"
@@ -61,11 +103,15 @@ _CONTROL = r"[\x00-\x1f\x7f]"
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 #: 255 bytes is the limit of every common filesystem; leave room for suffixes.
 _MAX_BASENAME = 120
+#: Schemes whose canonical URL hides no value.
+_NEVER_MASKED = frozenset({"file", "pipe", "s3"})
 _RESERVED_NAMES = frozenset({"meta.json", "progress"})
 
 # Of these schemes a name without a password is no login.
 _NAMED = "(?:abfss?|az|oci)://"
-#: What is taken out of text that people see, and what is left of it.
+#: A web URL in a text: what precedes the query, the query, and a fragment other than a key.
+_WEB = r"(?i)\b(https?://[^\s\"'<>?#]*)(\?[^\s\"'<>#]*)?(?:#(?![0-9a-f]{32}\b)[^\s\"'<>]*)?"
+#: Patterns of secrets in a text, and their replacements.
 _REDACTED = {
     # Logins. Secret keys of AWS hold slashes.
     r"(?i)\b(s3[an]?://)[^\s\"'/@]*:[^\s\"'@]*@": r"\1",
@@ -83,20 +129,20 @@ _REDACTED = {
 class ShardURL:
     """One shard's names."""
 
-    #: As it was given, signatures included; only origins read it. Empty for a pickled command.
+    #: As it was given, secrets included; only origins read it. Empty for a pickled command.
     raw: str = field(repr=False)
     scheme: str  # lower case; ``file`` for plain paths
-    canonical: str  # the identity in words, free of credentials; also what people see
-    key: str  # 32 hexadecimal digits, blake2b-128 of the canonical URL and endpoint
+    canonical: str  # shown in logs and sidecars; parses to the same key, except for commands
+    key: str  # 32 hexadecimal digits, blake2b-128 of the identity and endpoint
     basename: str  # a safe file name that keeps the shard's own suffix
     version_id: str | None = None  # of the object, where the URL asks for one
     #: What a command says about its client: ``endpoint_url``, ``profile``, ``region_name``.
     options: tuple[tuple[str, str], ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """In clear for a process that multiprocessing is spawning, else without credentials.
+        """Pickle with secrets for a process that multiprocessing is spawning, else without.
 
-        A command is left out whole: what is secret in it cannot be told.
+        Without secrets, a command is left out as a whole, because any part of it may be one.
         """
         from multiprocessing.context import get_spawning_popen
 
@@ -105,6 +151,11 @@ class ShardURL:
             raw = "" if self.scheme == "pipe" else self.canonical
         names = (self.scheme, self.canonical, self.key, self.basename, self.version_id)
         return ShardURL, (raw, *names, self.options)
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether `raw` lacks hidden values, so that no origin can read it."""
+        return self.scheme not in _NEVER_MASKED and re.fullmatch(_MASKED, self.raw) is not None
 
     @property
     def is_local(self) -> bool:
@@ -132,8 +183,8 @@ def parse_url(
 
     Args:
         url: which.
-        endpoint: the S3 endpoint in force; None and ``*.amazonaws.com`` mean AWS. One bucket name
-            on two endpoints is two objects.
+        endpoint: the S3 endpoint in force; None means AWS's standard partition, as do its
+            hosts. One bucket name at two endpoints, or in two partitions, is two buckets.
         allow_schemes: schemes allowed beyond `DEFAULT_SCHEMES`.
 
     Raises:
@@ -162,20 +213,22 @@ def parse_url(
             f"allow_schemes=[{scheme!r}] if you trust every shard list and something can read it"
         )
     rest = url[match.end() if match else 0 :]
-    version_id: str | None = None
+    version_id = key = None
+    is_masked = False
     if scheme == "file":
-        canonical = name = _file(url, rest)
+        canonical = identity = name = _file(url, rest)
     elif scheme == "s3":
         canonical, version_id, name = _s3(url, rest)
+        authority = _authority(endpoint)
+        identity = f"{canonical}\0{authority}" if authority else canonical
     elif scheme == "pipe":
-        canonical, name = _pipe(rest.strip()), "pipe"
+        # A credential may be the only difference between two commands.
+        canonical, identity, name = _pipe(rest.strip()), f"pipe:{rest.strip()}", "pipe"
     else:
-        canonical, name = _generic(url, scheme, rest)
-    identity = canonical
-    if scheme == "s3" and (own := _own_endpoint(endpoint)):
-        identity = f"{canonical}\0{own}"
-    elif scheme == "pipe":  # what looks like a credential may be all that tells two commands apart
-        identity = f"pipe:{rest.strip()}"
+        if masked := re.fullmatch(_MASKED, rest):
+            rest, key = masked.groups()
+        canonical, identity, name = _generic(url, scheme, rest)
+        is_masked = key is not None or canonical != identity
     try:
         # Paths may be any bytes; everything else is text.
         encoded = identity.encode("utf-8", "surrogateescape" if scheme == "file" else "strict")
@@ -185,7 +238,9 @@ def parse_url(
         raise ConfigError(
             f"{redact(url)[:80]}... has {len(encoded)} bytes; a URL may have {_MAX_CANONICAL}"
         )
-    key = hashlib.blake2b(encoded, digest_size=16, usedforsecurity=False).hexdigest()
+    key = key or hashlib.blake2b(encoded, digest_size=16, usedforsecurity=False).hexdigest()
+    if is_masked:
+        canonical = f"{canonical}#{key}"
     return ShardURL(url, scheme, canonical, key, _basename(name), version_id)
 
 
@@ -282,7 +337,7 @@ def _pipe(command: str) -> str:
 
 
 def _s3(url: str, rest: str) -> tuple[str, str | None, str]:
-    bucket, _, name = _without_credentials(rest).partition("/")
+    bucket, _, name = rest.partition("/")
     bucket, version_id = bucket.rpartition("@")[2], None
     # Any other question mark belongs to the object's own key.
     if versioned := re.fullmatch(r"(?s)(.*)\?versionId=([^&?]+)", name):
@@ -299,11 +354,14 @@ def _s3(url: str, rest: str) -> tuple[str, str | None, str]:
     return f"s3://{bucket}/{name}{query}", version_id, name
 
 
-def _generic(url: str, scheme: str, rest: str) -> tuple[str, str]:
+def _generic(url: str, scheme: str, rest: str) -> tuple[str, str, str]:
+    """Return the canonical URL (without a key), the identity, and the object's name."""
     web = scheme in _DEFAULT_PORTS
     if web:
         rest = rest.partition("#")[0]  # never sent; elsewhere a part of the object's name
-    place, mark, query = _without_credentials(rest).partition("?")
+    place, mark, query = rest.partition("?")
+    if web and (unsigned := _without_signatures(query)) != query:
+        mark, query = "?" if unsigned else "", unsigned
     netloc, slash, path = place.partition("/")
     user, at, host = netloc.rpartition("@")
     if web:
@@ -317,26 +375,36 @@ def _generic(url: str, scheme: str, rest: str) -> tuple[str, str]:
         host = netloc
     if not (host or path):
         raise ConfigError(f"{redact(url)} names no object")
-    return f"{scheme}://{host}{slash}{path}{mark}{query}", path or host
+    base = f"{scheme}://{host}{slash}{path}{mark}"
+    return f"{base}{_masked(query)}", f"{base}{query}", path or host
 
 
-def _without_credentials(name: str) -> str:
-    """A name without what is a credential in its query; to the byte as it was if nothing is."""
-    base, _, query = name.partition("?")
-    # A name may hold question marks: then what is behind the last one is a parameter.
-    pairs = [(pair, pair.rpartition("?")[2].partition("=")[0].lower()) for pair in query.split("&")]
-    names = {parameter for _, parameter in pairs}
-    gone = _SECRETS.union(*(beside for sign, beside in _BESIDE.items() if sign in names))
-    kept = []
-    for pair, parameter in pairs:
-        if parameter not in gone and not parameter.startswith(_AUTH_PREFIXES):
-            kept.append(pair)
-        elif "?" in pair:
-            kept.append(pair.rpartition("?")[0])
-    public = "&".join(kept)
-    if public == query:
-        return name
-    return _without_credentials(f"{base}?{public}" if public else base)
+def _without_signatures(query: str) -> str:
+    """A query without the parameters of complete signatures; unchanged if it has none."""
+    pairs = [(pair, pair.partition("=")[0].lower()) for pair in query.split("&")]
+    names = {name for _, name in pairs}
+    signed = "|".join(
+        parts
+        for needed, parts in _SIGNATURES
+        if all(names.intersection(each.split("|")) for each in needed.split())
+    )
+    return "&".join(pair for pair, name in pairs if not signed or not re.fullmatch(signed, name))
+
+
+def _masked(query: str) -> str:
+    """A query with ``***`` in place of each value that may be a secret."""
+
+    def masked(found: re.Match[str]) -> str:
+        name, equals, value = found[0].partition("=")
+        # A value without a name: base64 ends with "=", a sentence around it with punctuation.
+        if not value.strip("=.,:)"):
+            name, equals, value = "", "", found[0]
+        is_plain = len(value) <= _MAX_SHOWN or re.fullmatch(_ARCHIVE, value)
+        if name.lower() in _VERSIONS or (is_plain and not re.search(_SECRETIVE, name)):
+            return found[0]
+        return f"{name}{equals}***"
+
+    return re.sub(r"[^?&;]+", masked, query)
 
 
 def _web_host(url: str, scheme: str, host: str) -> str:
@@ -357,13 +425,14 @@ def _basename(name: str) -> str:
 
 def redact(text: str) -> str:
     """``text`` without user names, signatures and tokens of any URL in it."""
+    text = re.sub(_WEB, lambda found: found[1] + _masked(found[2] or ""), text)
     for pattern, left in _REDACTED.items():
         text = re.sub(pattern, left, text)
     return text
 
 
-def _own_endpoint(endpoint: str | None) -> str:
-    """The endpoint as part of an identity; empty for AWS itself."""
+def _authority(endpoint: str | None) -> str:
+    """Return what identities hold of an endpoint; nothing for AWS's standard partition."""
     if not endpoint:
         return ""
     try:
@@ -372,7 +441,10 @@ def _own_endpoint(endpoint: str | None) -> str:
         raise ConfigError(f"the S3 endpoint {redact(endpoint)} is not a URL: {exn}") from exn
     host = parts.netloc.rpartition("@")[2].lower()
     host = host.removesuffix(_DEFAULT_PORTS.get(parts.scheme, ":"))
-    if host.partition(":")[0].endswith(".amazonaws.com"):
-        return ""
+    if re.fullmatch(_AWS_HOST, name := host.partition(":")[0]):
+        if region := re.search(_AWS_REGION, name):
+            return f"aws:{region[1]}"
+        if name.endswith(".amazonaws.com"):
+            return ""
     # http and https on one host serve one object store.
     return host + parts.path.rstrip("/")

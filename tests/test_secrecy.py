@@ -19,7 +19,7 @@ from shardcache.cli.main import main
 from shardcache.config import Loaded, describe, load
 from shardcache.wds.attach import url_opener
 from tests.support.tars import make_tar
-from tests.support.webservers import answer
+from tests.support.webservers import answer, part_of
 
 CANARY = "CaNaRyCaNaRy0123456789"
 SHARD = make_tar(3)
@@ -165,6 +165,7 @@ WEB = (
     "http://user:{canary}@{place}/a.tar?sig={canary}&se=2030&sp=r&sv=2024&skoid=x",
     "http://{place}/a.tar?Policy={canary}&Signature={canary}&Key-Pair-Id={canary}",
     "http://{canary}@{place}/a.tar?access_token={canary}&token={canary}#{canary}",
+    "http://{place}/a.tar?jwt=1&u={canary};{canary}",
 )
 
 
@@ -186,6 +187,51 @@ def test_signed_urls(watch, serve, url, answered):
     assert any("/locks/" in text for text in watch.seen)
     assert watch.failures == (answered not in ("whole", "echoed version"))
     assert server.heads
+
+
+@pytest.fixture
+def two(serve):
+    """A server, and the URLs of two shards that only a token tells apart."""
+    tokens = [f"token={CANARY}{number}" for number in range(2)]
+
+    def answered(head):
+        body = make_tar(int(tokens[1] in head))
+        return b"".join(part_of(body, head)[: 1 if head.startswith("HEAD") else 2])
+
+    server = serve(answered, most=100)
+    return server, [f"{server.url}/a.tar?{token}" for token in tokens]
+
+
+def test_a_token_tells_two_shards_apart_and_a_signature_does_not(watch, two):
+    server, urls = two
+    place = server.url.removeprefix("http://")
+    signed = [WEB[0].format(place=place, canary=f"{CANARY}{number}") for number in range(2)]
+    with watch.cache() as cache:
+        for number, url in [*enumerate(urls), *enumerate(urls)]:
+            assert cache.open(url).read() == make_tar(number)
+        for url in signed:
+            assert cache.open(url).read() == make_tar(0)
+    assert len([head for head in server.heads if head.startswith("GET")]) == 3
+
+
+def test_the_shown_name_of_a_secret_url_is_one_shard_that_no_origin_is_asked_for(watch, two):
+    server, urls = two
+    with watch.cache() as cache:
+        for url in urls:
+            cache.fetch(url)
+        one, other = (str(cache.parse(url)) for url in urls)
+        assert watch.command("ls", one) == 0
+        assert one in watch.seen[-1] and other not in watch.seen[-1]
+        assert watch.command("verify", "--remote", one) == 3
+        assert "Pass the URL with them" in watch.seen[-1]
+        assert watch.command("rm", "-y", one) == 0
+        assert [url in cache for url in urls] == [False, True]
+        requests = len(server.heads)
+        for url in (one, pickle.loads(pickle.dumps(cache.parse(urls[0]))).raw):
+            with pytest.raises(ConfigError, match="Pass the URL with them"):
+                cache.open(url).read()
+        assert watch.command("rm", "-y", f"{server.url}/*.tar") == 0
+        assert urls[1] not in cache and len(server.heads) == requests
 
 
 #: Every answer to one of them, some to the others.
@@ -213,7 +259,7 @@ def test_s3_credentials(watch, serve, tmp_path, monkeypatch, answered, where):
         monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "aws"))
         options["profile"] = "p"
     cache = watch.cache(storage_options=options)
-    for url in ("lab/a.tar", f"{CANARY}:{CANARY}@lab/b.tar", f"lab/c.tar?X-Amz-Signature={CANARY}"):
+    for url in ("lab/a.tar", f"{CANARY}:{CANARY}@lab/b.tar"):
         watch.read(cache, f"s3://{url}")
     assert watch.failures >= (answered not in ("whole", "echoed version"))
     assert server.heads

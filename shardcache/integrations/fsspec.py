@@ -20,6 +20,7 @@ from fsspec.implementations.chained import ChainedFileSystem
 
 from shardcache.errors import ConfigError
 from shardcache.store.entry import DamagedError
+from shardcache.urls import redact
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache
@@ -94,7 +95,8 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
 
     def _open(self, path: str, mode: str = "rb", **_options: Any) -> io.BufferedIOBase:
         if mode != "rb":
-            raise ConfigError(f"{path}: the cache reads shards; mode {mode!r} is not supported")
+            text = f"{redact(path)}: the cache reads shards; mode {mode!r} is not supported"
+            raise ConfigError(text)
         stream = self.cache.open(self._url(path))
         assert isinstance(stream, io.BufferedIOBase)
         return stream

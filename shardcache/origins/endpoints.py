@@ -1,10 +1,10 @@
-"""Which S3 endpoint is in force.
+"""The S3 endpoint in force, and the region where it is AWS.
 
-It is part of a shard's identity: the same bucket name on two endpoints is two objects. `Cache`
-asks here for the key, `S3Origin` for the client, so both always mean the same server.
+Both are part of a shard's identity: one bucket name at two endpoints, or in two of AWS's
+partitions, is two buckets. Keys and clients take them from here, so they mean the same server.
 
-Importing botocore costs a hit a tenth of a second, so it is asked only where a configuration
-file says something about endpoints.
+Importing botocore costs a hit a tenth of a second. So it is imported only if a configuration file
+sets an endpoint, or names a region outside AWS's standard partition.
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ import contextlib
 import dataclasses
 import logging
 import os
+import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardcache.config import Config
-from shardcache.urls import ShardURL, parse_url, read_command, redact
+from shardcache.urls import PARTITIONS, ShardURL, parse_url, read_command, redact
+
+if TYPE_CHECKING:
+    from botocore.session import Session
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +38,14 @@ def scheme_options(config: Config, scheme: str) -> Mapping[str, Any]:
 def endpoint_of(config: Config) -> str | None:
     """The S3 endpoint that a configuration's shards are read from; None for AWS."""
     return s3_endpoint(scheme_options(config, "s3"), config.endpoint_url)
+
+
+def authority_of(config: Config) -> str | None:
+    """Return the endpoint for keys. For AWS it names the region, and so the partition."""
+    if endpoint := endpoint_of(config):
+        return endpoint
+    region = s3_region(scheme_options(config, "s3"))
+    return f"s3.{region}.amazonaws.com" if region else None
 
 
 def for_command(config: Config, options: Collection[tuple[str, str]]) -> Config:
@@ -55,14 +67,14 @@ def parser(config: Config) -> Callable[[str], ShardURL]:
 
     A ``pipe:`` command that only reads a URL (`urls.read_command`) is that URL.
     """
-    endpoint, schemes = endpoint_of(config), config.allow_schemes
+    endpoint, schemes = authority_of(config), config.allow_schemes
 
     def parse(url: str) -> ShardURL:
         read = read_command(url) if isinstance(url, str) else None
         if read is None:
             return parse_url(url, endpoint=endpoint, allow_schemes=schemes)
         target, options = read
-        own = endpoint_of(for_command(config, options)) if options else endpoint
+        own = authority_of(for_command(config, options)) if options else endpoint
         shard = parse_url(target, endpoint=own, allow_schemes=schemes)
         return dataclasses.replace(shard, options=options)
 
@@ -84,19 +96,45 @@ def s3_endpoint(options: Mapping[str, Any], endpoint_url: str | None = None) -> 
     # `ignore_configured_endpoint_urls` in a file is found by the same word.
     if not stated and b"endpoint_url" not in aws_files().lower():
         return named
-    import botocore.session
-    from botocore.exceptions import BotoCoreError
 
-    try:
-        session = botocore.session.Session(profile=options.get("profile"))
+    def configured(session: Session) -> str | None:
         if session.get_config_variable("ignore_configured_endpoint_urls"):
             return None
         own = session.get_scoped_config()
         services = session.full_config.get("services", {}).get(own.get("services"), {})
         found = services.get("s3", {}).get("endpoint_url") or own.get("endpoint_url")
         return named or found or None
+
+    return _from_files(options, configured)
+
+
+def s3_region(options: Mapping[str, Any]) -> str | None:
+    """The region that a client with these options asks first on AWS.
+
+    The order is botocore's, which ends with the profile's ``region``, and then AWS_REGION.
+
+    Returns:
+        The region; None where the configuration files need not be read, because no region in them
+        or in AWS_REGION is outside AWS's standard partition.
+    """
+    passed = (options.get("client_kwargs") or {}).get("region_name")
+    if first := passed or os.environ.get("AWS_DEFAULT_REGION"):
+        return str(first)
+    last = os.environ.get("AWS_REGION")
+    if not re.search(rf"\b({PARTITIONS})-".encode(), aws_files() + (last or "").encode()):
+        return None
+    return _from_files(options, lambda session: session.get_config_variable("region")) or last
+
+
+def _from_files(options: Mapping[str, Any], read: Callable[[Session], str | None]) -> str | None:
+    """The result of ``read``; None if the configuration files of AWS cannot be read."""
+    import botocore.session
+    from botocore.exceptions import BotoCoreError
+
+    try:
+        return read(botocore.session.Session(profile=options.get("profile")))
     except (BotoCoreError, OSError, ValueError, AttributeError) as exn:
-        # Making the client fails for the same reason, and says so to those who need it.
+        # Making the client fails for the same reason, and its error reaches the user.
         logger.debug("the configuration of AWS cannot be read: %s", type(exn).__name__)
         return None
 

@@ -35,6 +35,7 @@ SHARD = re.compile(r"\.(tar|tgz|tar\.(gz|bz2|xz|zst|lz4))\Z", re.IGNORECASE)
 #: A question mark before ``name=`` begins a query (``?versionId=``), it is no wildcard.
 _WILDCARD = re.compile(r"\*|\?(?![A-Za-z][A-Za-z0-9_.-]*=)")
 _QUERY = re.compile(r"\?(?=[A-Za-z][A-Za-z0-9_.-]*=)")
+_VERSION = re.compile(r"\?versionId=[^&?]+\Z")
 _GLOB = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 #: ListObjectsV2 returns at most this many keys per request.
@@ -135,7 +136,9 @@ def _test(pattern: str, parse: Callable[[str], ShardURL]) -> Callable[[str], boo
         root = str(parse(f"{root}x"))[:-1]
 
     def matches(url: str) -> bool:
-        name = _QUERY.split(url, maxsplit=1)[0]
+        # In a bucket of S3, any other question mark belongs to the object's name.
+        query = _VERSION if url.startswith("s3://") else _QUERY
+        name = query.split(url, maxsplit=1)[0]
         name = name if whole else name.rpartition("/")[2]
         return name.startswith(root) and wanted(name.removeprefix(root))
 

@@ -67,7 +67,13 @@ class Origins:
         self._made: dict[tuple[str, tuple[tuple[str, str], ...]], Origin] = {}
 
     def of(self, url: ShardURL) -> Origin:
-        """The origin of ``url``."""
+        """Return the origin of ``url``; raise ConfigError if it lacks hidden values."""
+        if url.is_masked:
+            raise ConfigError(
+                f"{url} cannot be read: parameters that may hold secrets are left out of it (***), "
+                "as in logs, lists and pickles. Pass the URL with them.",
+                url=str(url),
+            )
         config, scheme = self._config, url.scheme
         with self._guard:
             if (scheme, url.options) not in self._made:

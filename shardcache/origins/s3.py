@@ -177,9 +177,12 @@ class S3Origin:
             keys = keys if keys[0] else [options.get(name) for name in ("key", "secret", "token")]
             if keys[0]:
                 session.set_credentials(*keys)
-            # Any region will do: S3 answers with the right one.
+            # Any region of the right partition will do: S3 answers with the bucket's.
             region = client_kwargs.pop("region_name", None)
-            self._region = region or session.get_config_variable("region") or "us-east-1"
+            region = region or session.get_config_variable("region")
+            if not self._endpoint:  # as in `s3_region`
+                region = region or os.environ.get("AWS_REGION")
+            self._region = region or "us-east-1"
             client_kwargs["config"] = Config(**settings)
             client_in = functools.cache(
                 lambda region: session.create_client("s3", region, **client_kwargs)

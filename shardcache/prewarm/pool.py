@@ -18,7 +18,7 @@ import math
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -192,7 +192,8 @@ class Pool:
             known = {shard.key: sizes[shard.key] for shard in share if shard.key in sizes}
             outdated = self.plan.outdated
             plan = PrewarmPlan(tuple(share), {}, known, 0, 0, 0, outdated=outdated)
-            helper.send((plan, options))
+            # Pickled shards lack their secrets, and the helper downloads with them.
+            helper.send((plan, [shard.raw for shard in share], options))
             self._helpers.append(helper)
             threads.start(partial(self._follow, helper, share), "shardcache-prewarm-helper")
 
@@ -336,7 +337,9 @@ def serve(cache: Cache, owner: Channel) -> None:
     """Do a share of a prewarm, in a helper: the owner sends the task, and then when to stop."""
     if (task := owner.recv()) is None:
         return
-    plan, options = task
+    plan, raws, options = task
+    shards = tuple(replace(each, raw=raw) for each, raw in zip(plan.shards, raws, strict=True))
+    plan = replace(plan, shards=shards)
     stop, log = threading.Event(), _Forward()
     logging.getLogger("shardcache").handlers[:] = [log]
     pool = Pool(cache, plan, stop, **options)

@@ -258,7 +258,8 @@ class Verifier:
         try:
             shard = self.parse(metadata.url)
             if shard.key != metadata.key:
-                return State.UNREACHABLE, "it came from another endpoint than the one configured"
+                text = "it came from another endpoint or partition than the one configured"
+                return State.UNREACHABLE, text
             place = f"{shard.scheme} {'/'.join(str(shard).split('/')[:3])}"
             if self._silent[place] >= _SILENT:
                 return State.UNREACHABLE, f"not asked: {_SILENT} shards before it got no answer"

@@ -1,4 +1,4 @@
-"""The endpoint in force is part of a shard's key, whichever way the S3 client is told it."""
+"""Endpoint and partition are part of a shard's key, wherever the S3 client takes them from."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 import botocore.session
 import pytest
 
-from shardcache import Cache
-from shardcache.origins.endpoints import s3_endpoint
-from tests.support.webservers import Files, running
+from shardcache import Cache, TransferError
+from shardcache.origins.endpoints import s3_endpoint, s3_region
+from shardcache.urls import parse_url
+from tests.support.webservers import Files, answer, running
 
 LAB = "[profile lab]\nservices = near\n[services near]\ns3 =\n  endpoint_url = @\n"
 #: Options of a cache, the environment ("env"), and files of AWS, by the variables that name them.
@@ -89,15 +90,69 @@ def test_the_order_of_places_is_botocores(environment, options, endpoint, tmp_pa
     assert client.meta.endpoint_url == (endpoint or "https://s3.amazonaws.com")
 
 
+REGIONS = """
+[profile eu]
+region = eu-west-1
+[profile gov]
+region = us-gov-west-1
+"""
+CHINA = "lab.s3.cn-north-1.amazonaws.com.cn"
+STANDARD = "lab.s3.amazonaws.com"  # of all its regions, to begin with
+GOVERNMENT = "lab.s3.us-gov-west-1.amazonaws.com"
+
+
+@pytest.mark.parametrize(
+    ("environment", "options", "host"),
+    [
+        ({}, {}, STANDARD),
+        ({"AWS_DEFAULT_REGION": "cn-north-1", "AWS_PROFILE": "gov"}, {}, CHINA),
+        ({"AWS_DEFAULT_REGION": "eu-west-1", "AWS_PROFILE": "gov"}, {}, STANDARD),
+        ({"AWS_PROFILE": "gov", "AWS_REGION": "eu-west-1"}, {}, GOVERNMENT),
+        ({"AWS_PROFILE": "eu", "AWS_REGION": "cn-north-1"}, {}, STANDARD),
+        ({"AWS_REGION": "cn-north-1"}, {}, CHINA),
+        ({"AWS_PROFILE": "eu"}, {"profile": "gov", "key": "me", "secret": "x"}, GOVERNMENT),
+        ({"AWS_PROFILE": "gov"}, {"client_kwargs": {"region_name": "cn-north-1"}}, CHINA),
+        ({}, {"endpoint_url": f"https://{CHINA[4:]}"}, CHINA[4:]),
+    ],
+)
+@pytest.mark.parametrize("how", ["{}", "pipe:aws s3 cp {} -"])
+def test_the_key_has_the_partition_that_the_client_reads(
+    how, environment, options, host, tmp_path, monkeypatch, serve
+):
+    (tmp_path / "aws").write_text(REGIONS)
+    proxy = serve(answer("502 Bad Gateway"))
+    keys = {"AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "mine", "https_proxy": proxy.url}
+    for name, value in {"AWS_CONFIG_FILE": str(tmp_path / "aws"), **keys, **environment}.items():
+        monkeypatch.setenv(name, value)
+    url = how.format("s3://lab/a.tar")
+    with Cache(tmp_path / "cache", min_free=0, attempts=1, storage_options=options) as cache:
+        key = cache.parse(url).key
+        assert key == parse_url("s3://lab/a.tar", endpoint=host).key
+        assert (key == parse_url("s3://lab/a.tar").key) == (host == STANDARD)
+        with pytest.raises(TransferError):
+            cache.open(url).read()
+    assert proxy.heads[0].startswith(f"CONNECT {host}:443 ")
+
+
+def test_a_command_names_its_own_partition(tmp_path):
+    with Cache(tmp_path / "cache", min_free=0) as cache:
+        found = cache.parse("pipe:aws s3 cp s3://lab/a.tar - --region cn-north-1")
+    assert found.key == parse_url("s3://lab/a.tar", endpoint=CHINA).key
+
+
 @pytest.mark.parametrize(
     "text",
-    [b"\xff\xfe endpoint_url", b"[default\nendpoint_url=x", b"[profile other]\nendpoint_url=x"],
+    [
+        b"\xff\xfe endpoint_url cn-x",
+        b"[default\nendpoint_url=x",
+        b"[profile other]\nendpoint_url=x",
+    ],
 )
 def test_a_configuration_that_cannot_be_read_fails_no_other_origin(text, tmp_path, monkeypatch):
     (tmp_path / "aws").write_bytes(text)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "aws"))
     monkeypatch.setenv("AWS_PROFILE", "missing")
-    assert s3_endpoint({}) is None
+    assert s3_endpoint({}) is s3_region({}) is None
     (tmp_path / "shard.bin").write_bytes(b"bytes")
     with Cache(tmp_path / "cache", cache_local=True, min_free=0) as cache:
         assert cache.open(str(tmp_path / "shard.bin")).read() == b"bytes"

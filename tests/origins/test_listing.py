@@ -93,6 +93,14 @@ def test_patterns_find_the_same_shards_everywhere(scheme, make_cache, tmp_path, 
             expand([f"{root}/{pattern}"], cache)
 
 
+@pytest.mark.parametrize("pattern", ["s3://b/*.tar", "s3://b/", "*.tar"])
+def test_a_question_mark_in_the_name_of_an_s3_object_is_no_query(make_cache, origin, pattern):
+    cache, urls = make_cache(), [f"s3://b/a.tar{end}" for end in ("", "?versionId=1", "?part=1")]
+    origin.objects |= dict.fromkeys(urls, make_tar(1))
+    cache.prewarm(list(map(cache.parse, urls)))
+    assert list(map(str, cache.select(pattern))) == urls[:2]
+
+
 @pytest.mark.parametrize("spec", ["/", "file:///", "/proc/**.tar"])
 def test_a_disk_is_not_listed_for_what_would_be_refused(make_cache, spec, monkeypatch):
     listed = "shardcache.origins.listing.FsspecOrigin.names_below"

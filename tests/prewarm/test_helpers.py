@@ -10,6 +10,7 @@ from collections import Counter
 import pytest
 
 from tests.support.tars import make_tar
+from tests.support.webservers import answer, part_of
 
 SHARDS = 12
 PROGRAM = """
@@ -65,6 +66,17 @@ def test_each_does_a_share(tmp_path, urls, proxy):
     assert found["outcomes"] == ["fetched"] * 3 + ["failed"] + ["fetched"] * (SHARDS - 3)
     assert found["pids"] == 2
     assert {proxy.fetches(url.removeprefix("s3://")) for url in urls} == {1}
+
+
+def test_both_download_with_the_secrets_of_their_urls(tmp_path, serve):
+    query = "X-Amz-Algorithm=a&X-Amz-Credential=b&X-Amz-Signature=c&token=d"
+
+    def answered(head):
+        return b"".join(part_of(make_tar(0), head)) if query in head else answer("403 Forbidden")
+
+    server = serve(answered, most=100)
+    found = run(tmp_path, "", [f"{server.url}/{number}.tar?{query}" for number in range(SHARDS)])
+    assert found["outcomes"] == ["fetched"] * SHARDS and found["pids"] == 2
 
 
 def test_the_share_of_one_that_is_killed_is_done_by_the_other(tmp_path, urls):

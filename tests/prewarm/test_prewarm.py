@@ -156,7 +156,7 @@ def test_a_specification_is_expanded_once_and_each_object_is_one_shard(make_cach
     cache = make_cache()
     urls = fill(names(4))
     spec = "s3://b/train-{0000..0003}.tar"
-    for wanted in (spec, [spec, f"{urls[0]}?X-Amz-Signature=abc", urls[1].replace("s3:", "s3a:")]):
+    for wanted in (spec, [spec, urls[0].replace("//", "//me@"), urls[1].replace("s3:", "s3a:")]):
         assert [result.url for result in cache.prewarm(wanted).results] == urls
     # A name that a listing found may hold braces itself.
     (url,) = fill(["s3://b/odd-{0..1}.tar"])

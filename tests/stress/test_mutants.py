@@ -29,8 +29,8 @@ Bytes: ranges are asked for without If-Match
 
 Bytes: the endpoint is left out of the key
     urls.py
-    -identity = f"{canonical}\\0{own}"
-    +pass
+    -identity = f"{canonical}\\0{authority}" if authority else canonical
+    +identity = canonical
     tests/test_urls.py
 
 Bytes: only the size is checked

@@ -15,13 +15,14 @@ Invariants:
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 from shardcache.errors import ConfigError
 
@@ -71,14 +72,8 @@ _SIGNATURES = (
         r"q-.+|x-cos-security-token",
     ),
 )
-#: Parameters that name a version. They are shown.
+#: Parameters that name a version. Their values are shown, all others are hidden.
 _VERSIONS = frozenset({"generation", "snapshot", "versionid"})
-#: Parts of the names of parameters that hold secrets. Their values are hidden, however short.
-_SECRETIVE = r"(?i)auth|cred|jwt|key|pass|pwd|secret|session|sig|ticket|token"
-#: Of other parameters, values are shown that have at most so many characters, as numbers, dates and
-#: flags do, or are paths of archives. Tokens are longer.
-_MAX_SHOWN = 10
-_ARCHIVE = r"(?i)([\w./+-]|%2F)+\.(tar(\.\w{1,4})?|tgz)"
 #: A canonical URL with hidden values, and the key that it ends with.
 _MASKED = r"([^?]*\?.*\*\*\*.*)#([0-9a-f]{32})"
 #: Names that stand for a secret in any text.
@@ -123,6 +118,10 @@ _REDACTED = {
     + "|".join(map(re.escape, sorted(_SECRETS)))
     + r")=)[^&\s\"'<>]+": r"\1***",
 }
+#: Characters of a server's text that an error shows.
+_SHOWN = 300
+#: Characters of the shortest secret that is searched for: shorter ones are found in every text.
+_SECRET = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,17 +391,14 @@ def _without_signatures(query: str) -> str:
 
 
 def _masked(query: str) -> str:
-    """A query with ``***`` in place of each value that may be a secret."""
+    """A query with ``***`` in place of each value, because any of them may be a secret."""
 
     def masked(found: re.Match[str]) -> str:
         name, equals, value = found[0].partition("=")
         # A value without a name: base64 ends with "=", a sentence around it with punctuation.
         if not value.strip("=.,:)"):
             name, equals, value = "", "", found[0]
-        is_plain = len(value) <= _MAX_SHOWN or re.fullmatch(_ARCHIVE, value)
-        if name.lower() in _VERSIONS or (is_plain and not re.search(_SECRETIVE, name)):
-            return found[0]
-        return f"{name}{equals}***"
+        return found[0] if name.lower() in _VERSIONS else f"{name}{equals}***"
 
     return re.sub(r"[^?&;]+", masked, query)
 
@@ -429,6 +425,27 @@ def redact(text: str) -> str:
     for pattern, left in _REDACTED.items():
         text = re.sub(pattern, left, text)
     return text
+
+
+@functools.lru_cache(maxsize=64)
+def secret_forms(*secrets: str | None) -> tuple[str, ...]:
+    """Texts that an answer must not bring into an error or a sidecar, the longest first.
+
+    Args:
+        secrets: parts of the request: credentials, signatures, parameters. A server may repeat
+            them percent-encoded or decoded.
+    """
+    stated = [text for text in secrets if text]
+    forms = {form for text in stated for form in (text, quote(text, safe=""), unquote(text))}
+    return tuple(sorted((f for f in forms if len(f) >= _SECRET), key=len, reverse=True))
+
+
+def quoted(text: str, secrets: Iterable[str] = ()) -> str:
+    """A server's text as an error may show it: without `secret_forms`, on one line, shortened."""
+    for form in secrets:
+        text = text.replace(form, "***")
+    text = " ".join(re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", " ", redact(text)).split())
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _authority(endpoint: str | None) -> str:

@@ -8,46 +8,18 @@ whoever collects errors (Sentry, rich) would print that.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import json
 import math
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
-from urllib.parse import quote, unquote
 
 from shardcache.errors import AccessDeniedError, ConfigError, ShardNotFoundError
-from shardcache.urls import ShardURL, redact
+from shardcache.urls import ShardURL
 
 #: Statuses of HTTP after which another attempt may succeed: time-outs, throttling, trouble inside.
 _TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
-#: Characters of a server's text that an error shows.
-_SHOWN = 300
-#: Characters of the shortest secret that is searched for: shorter ones are found in every text.
-_SECRET = 4
-
-
-@functools.lru_cache(maxsize=64)
-def secret_forms(*secrets: str | None) -> tuple[str, ...]:
-    """Texts that an answer must not bring into an error or a sidecar, the longest first.
-
-    Args:
-        secrets: parts of the request: credentials, signatures, parameters. A server may repeat
-            them percent-encoded or decoded.
-    """
-    stated = [text for text in secrets if text]
-    forms = {form for text in stated for form in (text, quote(text, safe=""), unquote(text))}
-    return tuple(sorted((f for f in forms if len(f) >= _SECRET), key=len, reverse=True))
-
-
-def quoted(text: str, secrets: Iterable[str] = ()) -> str:
-    """A server's text as an error may show it: without `secret_forms`, on one line, shortened."""
-    for form in secrets:
-        text = text.replace(form, "***")
-    text = " ".join(re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", " ", redact(text)).split())
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 class TransientError(Exception):

@@ -21,10 +21,8 @@ from shardcache.origins.base import (
     ObjectInfo,
     TransientError,
     VersionChangedError,
-    quoted,
     read_all,
     refusal,
-    secret_forms,
 )
 from shardcache.origins.connection import (
     Response,
@@ -33,7 +31,7 @@ from shardcache.origins.connection import (
     content_length,
     split_url,
 )
-from shardcache.urls import ShardURL
+from shardcache.urls import ShardURL, quoted, secret_forms
 
 #: What all requests carry.
 HEADERS = {"Accept-Encoding": "identity", "User-Agent": f"shardcache/{__version__}"}

@@ -21,19 +21,12 @@ from urllib.parse import parse_qsl, quote, unquote_plus, urlsplit
 from xml.etree import ElementTree
 
 from shardcache.errors import AccessDeniedError, ConfigError
-from shardcache.origins.base import (
-    ObjectInfo,
-    TransientError,
-    quoted,
-    read_all,
-    refusal,
-    secret_forms,
-)
+from shardcache.origins.base import ObjectInfo, TransientError, read_all, refusal
 from shardcache.origins.connection import Response, Transport, content_length
 from shardcache.origins.endpoints import aws_files, s3_endpoint
 from shardcache.origins.http import HEADERS, checked, object_info, open_range, refused, unanswered
 from shardcache.threads import undivided
-from shardcache.urls import ShardURL, redact
+from shardcache.urls import ShardURL, quoted, redact, secret_forms
 
 logger = logging.getLogger(__name__)
 

@@ -146,7 +146,7 @@ def test_a_fetch_without_a_reader_does_not_wait_for_a_silent_origin(tmp_path, se
 
     def answer(head: str) -> Iterator[bytes]:
         size = 64 << 20  # far from its end: a fetch that is almost complete goes on
-        yield f"HTTP/1.1 200 OK\r\nETag: \"a\"\r\nContent-Length: {size}\r\n\r\n".encode()
+        yield f'HTTP/1.1 200 OK\r\nETag: "a"\r\nContent-Length: {size}\r\n\r\n'.encode()
         yield data[: 2 * BLOCK]  # whole blocks: the next read has nothing to return
         silent.wait(PATIENCE)
 
@@ -155,7 +155,9 @@ def test_a_fetch_without_a_reader_does_not_wait_for_a_silent_origin(tmp_path, se
 
     url = f"{serve(answer).url}/a.tar"
     cache = Cache(tmp_path / "cache", min_free=0, attempts=1, timeout=10 * PATIENCE)
-    (row,) = cache.url_opener([url]) if left == "to the collector" else [{"stream": cache.open(url)}]
+    (row,) = (
+        cache.url_opener([url]) if left == "to the collector" else [{"stream": cache.open(url)}]
+    )
     assert row["stream"].read(BLOCK) == data[:BLOCK]
     assert fetching()
     if left == "by close":

@@ -489,7 +489,7 @@ class Cache:
         return Verifier(
             entries=list(self._chosen(specs)),
             origins=process.origins if process.ready else Origins(self.config),
-            policy=RetryPolicy(self.config.attempts, self.config.deadline),
+            policy=RetryPolicy(self.config.attempts, self.config.deadline, self.config.patience),
             parse=self.parse,
             quick=quick,
             remote=remote,

@@ -339,6 +339,7 @@ class Config:
     connections: int = _opt(_count(256), 32, "Most connections to the origin per process.")
     part_size: int | None = _opt(PART_SIZE, None, "Bytes per request; 16 MiB unless it is set.")
     attempts: int = _opt(_count(100), 5, "Tries before a transient error counts as final.")
+    patience: float = _opt(TIME, 300.0, "Longest wait for a store that throttles, or for a login.")
     deadline: float | None = _opt(SOME_TIME, None, "Most time for the whole fetch of a shard.")
     timeout: float = _opt(SOME_TIME, 30.0, "No byte for so long is a failed attempt.")
     lock_timeout: float = _opt(TIME, 1800.0, "Longest wait for another process's fetch.")
@@ -422,6 +423,7 @@ class Options(TypedDict, total=False):
     connections: int | None
     part_size: Size | None
     attempts: int | None
+    patience: Duration | None
     deadline: Duration | None
     timeout: Duration | None
     lock_timeout: Duration | None

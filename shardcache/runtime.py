@@ -161,7 +161,7 @@ class Process:
         config = self._config
         if self.ready is None:
             self.fetchings, self.origins = Fetchings(), Origins(config)
-            policy = RetryPolicy(config.attempts, config.deadline)
+            policy = RetryPolicy(config.attempts, config.deadline, config.patience)
             self.fetcher = Fetcher(
                 policy,
                 self.counters,

@@ -33,7 +33,7 @@ class Watch:
         self.seen, self.failures = [], 0
 
     def cache(self, **options):
-        return Cache(self.root, min_free=0, attempts=1, **options)
+        return Cache(self.root, min_free=0, attempts=1, patience=0, **options)
 
     def read(self, cache, url):
         """Open and read a shard; what it raises is looked at from all sides."""

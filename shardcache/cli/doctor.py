@@ -246,7 +246,7 @@ def _read(config: Config, text: str) -> Answers:
     origins.prepare(url)
     began = time.monotonic()
     # Two attempts: a single hiccup is no finding.
-    retry = RetryPolicy(2, config.deadline).started(str(url))
+    retry = RetryPolicy(2, config.deadline, 0).started(str(url))
     size, first, info = retry.call(read, sleep=time.sleep)
     seconds = max(time.monotonic() - began, 1e-9)
     found = f"{format_bytes(size)} in {format_duration(seconds)} ({format_rate(size / seconds)}), "

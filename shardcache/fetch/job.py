@@ -13,11 +13,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shardcache import threads
+from shardcache import clock, threads
 from shardcache.errors import (
     FetchCancelledError,
     IntegrityError,
@@ -424,7 +423,7 @@ class Job:
 
     def _sleep(self, seconds: float) -> None:
         """Sleep in slices; raises as `_check`."""
-        end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0:
-            time.sleep(min(left, _SLICE))
+        end = clock.monotonic() + seconds
+        while (left := end - clock.monotonic()) > 0:
+            clock.sleep(min(left, _SLICE))
             self._check()

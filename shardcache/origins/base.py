@@ -26,9 +26,15 @@ class TransientError(Exception):
     """This attempt failed and the next may succeed."""
 
     def __init__(
-        self, reason: str, *, retry_after: float | None = None, timed_out: bool = False
+        self,
+        reason: str,
+        *,
+        retry_after: float | None = None,
+        timed_out: bool = False,
+        patient: bool = False,
     ) -> None:
         super().__init__(reason)
+        self.patient = patient  # it ends by itself: throttling, credentials that are not there yet
         self.retry_after = retry_after  # seconds that the origin asks us to stay away
         self.timed_out = timed_out  # by silence rather than a refusal
 
@@ -44,18 +50,26 @@ def refusal(
     *,
     hint: str = "check the credentials, and whether a signed URL expired",
     headers: Mapping[str, str] | None = None,
+    throttled: bool = False,
 ) -> Exception:
-    """What a refusal means, whatever protocol it came by.
+    """The error for a refusal, of any protocol.
 
-    ``status`` is that of HTTP or the one that comes nearest, ``reason`` says who refused and why,
-    without a secret, and ``hint`` what to do where access is denied.
+    Args:
+        url: the shard.
+        status: the status of HTTP, or the one that comes nearest.
+        reason: who refused and why, without a secret.
+        hint: what to do if access is denied.
+        headers: of the answer.
+        throttled: whether the origin asks for fewer requests, in its own words.
     """
     if status == 412:
         return VersionChangedError(str(url))
     if status == 416:
         return VersionChangedError(f"{url} became shorter")
-    if status in _TRANSIENT:
-        return TransientError(reason, retry_after=_retry_after(headers or {}))
+    if throttled or status in _TRANSIENT:
+        seconds = _retry_after(headers or {})
+        throttled |= status == 429 or (status == 503 and seconds is not None)
+        return TransientError(reason, retry_after=seconds, patient=throttled)
     if status in (404, 410):
         text = f"{url}: not found ({reason}). Check the pattern and the endpoint."
         return ShardNotFoundError(text, url=str(url))

@@ -270,7 +270,7 @@ class Listing:
         return sizes
 
     def _retried(self, what: str, attempts: int, function: Callable[[], T]) -> T:
-        policy = RetryPolicy(attempts, self._config.deadline)
+        policy = RetryPolicy(attempts, self._config.deadline, self._config.patience)
         return policy.started(what).call(function, sleep=clock.sleep)
 
 

@@ -30,12 +30,9 @@ from shardcache.urls import ShardURL, quoted, redact, secret_forms
 
 logger = logging.getLogger(__name__)
 
-#: Codes that come with 400, and mean another status: credentials that end, and hiccups.
+#: Codes of credentials that ended. They come with 400, and mean 403.
 _EXPIRED = frozenset({"ExpiredToken", "RequestExpired", "TokenRefreshRequired"})
-_STATUS = {
-    **dict.fromkeys((*_EXPIRED, "InvalidToken"), 403),
-    **dict.fromkeys(("RequestTimeout", "Throttling"), 503),
-}
+_STATUS = dict.fromkeys((*_EXPIRED, "InvalidToken"), 403)
 #: Of a bucket in another region.
 _ELSEWHERE = frozenset({"AuthorizationHeaderMalformed", "IllegalLocationConstraintException"})
 #: What to do where access is denied.
@@ -273,12 +270,14 @@ class S3Origin:
                 logger.info("the credentials expired; the chain has new ones")
                 renewed = True
             else:
+                throttled, transient = _retried_codes()
                 raise refusal(
                     url,
-                    _STATUS.get(code, response.status),
+                    500 if code in transient else _STATUS.get(code, response.status),
                     f"{self._place} answered {response.status} {code}: {message}",
                     hint=_HINTS.get(code, _MAY_NOT),
                     headers=response.headers,
+                    throttled=code in throttled or response.status == 503,
                 )
 
     def _renew(self, find_keys: Callable[[], Any], refused_keys: Any, url: ShardURL) -> bool:
@@ -362,6 +361,15 @@ def _signature(
         f"Signature={signature}"
     )
     return added
+
+
+@functools.cache
+def _retried_codes() -> tuple[frozenset[str], frozenset[str]]:
+    """S3's codes for throttling, and for faults that pass, out of botocore's tables."""
+    from botocore.retries.standard import ThrottledRetryableChecker, TransientRetryableChecker
+
+    throttled = frozenset(ThrottledRetryableChecker._THROTTLED_ERROR_CODES)
+    return throttled, frozenset(TransientRetryableChecker._TRANSIENT_ERROR_CODES)
 
 
 @functools.lru_cache(maxsize=16)

@@ -167,7 +167,7 @@ def test_exit_codes_and_one_sentence_for_each_failure(
 def test_the_librarys_log_is_shown_as_asked(run, spec, bucket, proxy):
     shown = {}
     for number, option in enumerate(("-q", "--no-progress", "-v", "-vv")):
-        proxy.script(Rule(Fault(answer=Answer(503, [], b"", "Slow Down"))))
+        proxy.script(Rule(Fault(answer=Answer(500, [], b"", "Trouble"))))
         code, _, err = run(option, "path", "--fetch", f"s3://{bucket}/train-{number:04d}.tar")
         shown[option] = err
         assert code == 0

@@ -92,7 +92,7 @@ class Lab:
     def cache(self, **options: object) -> Cache:
         defaults = {"min_free": 0, "attempts": 3, "timeout": 20, "part_size": MIB, "connections": 4}
         # What is replaced or damaged on its way heals only where nothing of it was read.
-        defaults |= {"fill": "complete"}
+        defaults |= {"fill": "complete", "patience": 0}
         cache = Cache(self.path, **{**defaults, **options})
         self.caches.append(cache)
         return cache

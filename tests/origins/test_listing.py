@@ -152,7 +152,7 @@ def test_a_listing_that_is_refused_leaves_sizes_unknown(stocked, make_cache, mon
 
 
 def test_a_server_that_fails_is_asked_once_for_all_sizes(make_cache, serve):
-    server = serve(answer("503 Slow Down"), most=9)
+    server = serve(answer("500 Trouble"), most=9)
     options = {"key": "AK", "secret": "SK"}
     cache = make_cache(endpoint_url=server.url, storage_options=options, attempts=2)
     shards = [cache.parse(f"s3://b{number}/x.tar") for number in range(5)]

@@ -1,0 +1,116 @@
+"""A store that is not well: it throttles, refuses a header, or has another time."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from shardcache import Cache, TransferError
+from tests.support.fakes import FakeClock
+from tests.support.tars import make_tar
+from tests.support.webservers import Scripted, answer, part_of
+
+SHARD = make_tar(1, members=40, size=100_000)
+KEYS = {"key": "AK", "secret": "SK"}
+
+
+def refusal(status: str, code: str, **headers: object) -> bytes:
+    return answer(status, f"<Error><Code>{code}</Code></Error>".encode(), **headers)
+
+
+class Store:
+    """Serves one shard in parts, except while ``refuse`` returns another answer."""
+
+    def __init__(self, serve: Callable[..., Scripted]) -> None:
+        self.refuse: Callable[[str], bytes | None] = lambda head: None
+        self.server = serve(self.answer, most=1000)
+
+    def answer(self, head: str) -> bytes:
+        if (refused := self.refuse(head)) is not None:
+            return refused
+        stated, body = part_of(SHARD, head, ETag='"v1"')
+        return stated if head.startswith("HEAD") else stated + body
+
+    @property
+    def requests(self) -> int:
+        return len(self.server.heads)
+
+
+@pytest.fixture
+def store(serve: Callable[..., Scripted]) -> Store:
+    return Store(serve)
+
+
+@pytest.fixture
+def open_cache(store: Store, tmp_path, clock: FakeClock) -> Iterator[Callable[..., Cache]]:
+    caches = []
+
+    def make(**options: object) -> Cache:
+        given = {"endpoint_url": store.server.url, "storage_options": KEYS, "attempts": 2}
+        caches.append(Cache(tmp_path / str(len(caches)), min_free=0, **{**given, **options}))
+        return caches[-1]
+
+    yield make
+    for cache in caches:
+        cache.close()
+
+
+def until(clock: FakeClock, seconds: float, refused: bytes) -> Callable[[str], bytes | None]:
+    end = clock.monotonic() + seconds
+    return lambda head: refused if clock.monotonic() < end else None
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        refusal("503 Slow Down", "SlowDown"),
+        refusal("503 Service Unavailable", ""),
+        refusal("429 Too Many Requests", ""),
+        refusal("400 Bad Request", "ThrottlingException"),
+        refusal("400 Bad Request", "RequestLimitExceeded"),
+        refusal("400 Bad Request", "SlowDown"),
+    ],
+    ids=lambda refused: refused.split(b"</")[0].decode()[9:].replace("\r\n", " ")[:12],
+)
+def test_throttling_is_waited_out(store, open_cache, clock, caplog, refused):
+    store.refuse = until(clock, 180, refused)
+    assert open_cache().open("s3://lab/a.tar").read() == SHARD
+    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert 3 <= len(warnings) <= 4 and all("s3://lab is not ready" in said for said in warnings)
+    assert "requests wait for up to 5m" in warnings[0] and "2m" in warnings[-1]
+    assert clock.elapsed < 180 + 10  # lost after the end
+    assert store.requests < 60
+
+
+def test_patience_has_an_end(store, open_cache, clock):
+    store.refuse = lambda head: refusal("503 Slow Down", "SlowDown")
+    with pytest.raises(TransferError, match="SlowDown.*for 1m, the patience"):
+        open_cache(patience=60).open("s3://lab/a.tar")
+    assert 60 <= clock.elapsed < 70
+    requests = store.requests
+    with pytest.raises(TransferError, match="2 attempts failed"):
+        open_cache(patience=0).open("s3://lab/a.tar")
+    assert store.requests == requests + 2
+
+
+def test_a_storm_costs_fewer_requests_than_calm_weather(store, open_cache, clock):
+    """Many shards at once, in parts: one request probes, and the others wait for it."""
+    options = {"part_size": "1MiB", "connections": 32}
+    urls = [f"s3://lab/{number}.tar" for number in range(12)]
+    assert open_cache(**options).prewarm(urls).fetched == 12
+    calm = store.requests
+    storm = clock.monotonic() + 60
+    refused = []
+
+    def refuse(head: str) -> bytes | None:
+        if clock.monotonic() >= storm:
+            return None
+        refused.append(head)
+        return refusal("503 Slow Down", "SlowDown")
+
+    store.refuse = refuse
+    assert open_cache(**options).prewarm(urls).fetched == 12
+    assert len(refused) < calm / 2
+    assert store.requests <= 2 * calm + len(refused) + 5  # no more after it than without it

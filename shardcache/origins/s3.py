@@ -26,6 +26,7 @@ from shardcache.origins.connection import Response, Transport, content_length
 from shardcache.origins.endpoints import aws_files, s3_endpoint
 from shardcache.origins.http import HEADERS, checked, object_info, open_range, refused, unanswered
 from shardcache.threads import undivided
+from shardcache.units import format_duration
 from shardcache.urls import ShardURL, quoted, redact, secret_forms
 
 logger = logging.getLogger(__name__)
@@ -44,11 +45,15 @@ _LOGIN = (
     "log in again, or check the profile, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and "
     "AWS_SESSION_TOKEN against this endpoint"
 )
+_SKEWED = "RequestTimeTooSkewed"
+#: Codes of 400 with which stores refuse a header that they do not know; R2 answered 501 in
+#: January 2025.
+_UNKNOWN_HEADER = frozenset({"", "InvalidArgument", "InvalidRequest", "NotImplemented"})
 _WRONG_KEYS = ("InvalidToken", "InvalidAccessKeyId", "SignatureDoesNotMatch")
 _HINTS = {
     **dict.fromkeys((*_EXPIRED, *_WRONG_KEYS), _LOGIN),
     "InvalidObjectState": "it is archived; restore it first",
-    "RequestTimeTooSkewed": "this machine's clock is off; synchronise it",
+    _SKEWED: "this machine's clock is off; synchronise it",
 }
 #: Asks for the checksum of the object.
 _CHECKSUM = {"x-amz-checksum-mode": "ENABLED"}
@@ -98,6 +103,8 @@ class S3Origin:
         self._guard = threading.Lock()
         self._keys: Callable[[], Any] | None = None  # until it is prepared
         self._buckets: dict[str, _Bucket] = {}
+        self._without_checksums: set[str] = set()  # buckets that refuse to state them
+        self._ahead = 0.0  # seconds by which the store's clock is ahead of this machine's
         self._address: Callable[[str, str], _Bucket]
 
     def prepare(self) -> Callable[[], Any]:
@@ -253,22 +260,39 @@ class S3Origin:
     def _ask(
         self, method: str, url: ShardURL, headers: Mapping[str, str], query: Mapping[str, str]
     ) -> Response:
-        """An answer of 200 or 206; other regions and renewed credentials are tried once each."""
+        """An answer of 200 or 206.
+
+        Each of these mends a refusal once: the bucket's own region, new credentials, the store's
+        time, and doing without the checksum.
+        """
         if self._options.get("requester_pays"):
             headers = {**headers, "x-amz-request-payer": "requester"}
-        region, renewed = None, False
+        bucket, tried = url.bucket_and_key()[0], set[str]()
+        plain = {name: value for name, value in headers.items() if name not in _CHECKSUM}
+        if bucket in self._without_checksums:
+            headers = plain
+        region = None
         while True:
             find_keys = self.prepare()
             asked, keys, response = self._send(method, url, region, headers, query, find_keys)
             if response.status in (200, 206):
+                if "plain" in tried:
+                    self._without_checksums.add(bucket)
                 return response
             code, message, elsewhere = _read_refusal(response)
             if elsewhere not in (None, asked) and region is None:
                 logger.info("%s is in %s", url, elsewhere)
                 region = elsewhere
-            elif code in _EXPIRED and not renewed and self._renew(find_keys, keys, url):
+            elif code in _EXPIRED and "keys" not in tried and self._renew(find_keys, keys, url):
                 logger.info("the credentials expired; the chain has new ones")
-                renewed = True
+                tried.add("keys")
+            elif code == _SKEWED and "time" not in tried and self._set_clock(response):
+                tried.add("time")
+            elif headers is not plain and (
+                response.status == 501 or (response.status == 400 and code in _UNKNOWN_HEADER)
+            ):
+                headers = plain
+                tried.add("plain")
             else:
                 throttled, transient = _retried_codes()
                 raise refusal(
@@ -279,6 +303,19 @@ class S3Origin:
                     headers=response.headers,
                     throttled=code in throttled or response.status == 503,
                 )
+
+    def _set_clock(self, response: Response) -> bool:
+        """Sign with the store's time from now on; whether its answer tells the time."""
+        from email.utils import parsedate_to_datetime
+
+        try:
+            self._ahead = parsedate_to_datetime(response.headers.get("date", "")).timestamp()
+        except ValueError:
+            return False
+        self._ahead -= time.time()
+        text = "this machine's clock is %s off; requests to %s are signed with the store's time"
+        logger.warning(text, format_duration(abs(self._ahead)), self._place)
+        return True
 
     def _renew(self, find_keys: Callable[[], Any], refused_keys: Any, url: ShardURL) -> bool:
         """Run the chain again; whether it finds other credentials than those refused."""
@@ -315,7 +352,8 @@ class S3Origin:
             headers, keys = {**HEADERS, **headers}, None
             if bucket.service:
                 keys = find_keys()
-                headers |= _signature(method, bucket, path, asked, headers, keys)
+                now = time.time() + self._ahead
+                headers |= _signature(method, bucket, path, asked, headers, keys, now)
                 signature = headers["Authorization"].rpartition("=")[2]
                 secrets = [*secret_forms(keys.secret_key, keys.token), signature]
             target = f"{bucket.server}{path}?{asked}" if asked else f"{bucket.server}{path}"
@@ -340,10 +378,16 @@ class S3Origin:
 
 
 def _signature(
-    method: str, bucket: _Bucket, path: str, query: str, headers: Mapping[str, str], keys: Any
+    method: str,
+    bucket: _Bucket,
+    path: str,
+    query: str,
+    headers: Mapping[str, str],
+    keys: Any,
+    now: float,
 ) -> dict[str, str]:
     """Headers that sign a request (AWS Signature Version 4), with those that begin with x-amz-."""
-    moment = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    moment = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now))
     added = {"x-amz-content-sha256": _UNSIGNED, "x-amz-date": moment}
     if keys.token:
         added["x-amz-security-token"] = keys.token

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 
 import pytest
 
-from shardcache import Cache, TransferError
+from shardcache import AccessDeniedError, Cache, TransferError
 from tests.support.fakes import FakeClock
 from tests.support.tars import make_tar
 from tests.support.webservers import Scripted, answer, part_of
@@ -114,3 +117,41 @@ def test_a_storm_costs_fewer_requests_than_calm_weather(store, open_cache, clock
     assert open_cache(**options).prewarm(urls).fetched == 12
     assert len(refused) < calm / 2
     assert store.requests <= 2 * calm + len(refused) + 5  # no more after it than without it
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        refusal("501 Not Implemented", "NotImplemented"),
+        refusal("400 Bad Request", "InvalidArgument"),
+        answer("400 Bad Request"),
+    ],
+)
+def test_a_store_that_does_not_know_checksums_is_asked_for_them_once(store, open_cache, refused):
+    store.refuse = lambda head: refused if "x-amz-checksum-mode" in head.lower() else None
+    cache = open_cache()
+    for number in range(4):
+        assert cache.open(f"s3://lab/{number}.tar").read() == SHARD
+    asked = [head for head in store.server.heads if "x-amz-checksum-mode" in head.lower()]
+    assert len(asked) == 1
+
+
+def test_a_clock_that_is_off_is_corrected_by_the_store(store, open_cache, caplog):
+    now = datetime.now(UTC) + timedelta(minutes=40)
+
+    def refuse(head: str) -> bytes | None:
+        signed = datetime.strptime(re.search("x-amz-date: (\\w+)Z", head)[1], "%Y%m%dT%H%M%S")
+        if abs((now - signed.replace(tzinfo=UTC)).total_seconds()) < 900:
+            return None
+        return refusal("403 Forbidden", "RequestTimeTooSkewed", Date=format_datetime(now))
+
+    store.refuse = refuse
+    cache = open_cache()
+    for number in range(3):
+        assert cache.open(f"s3://lab/{number}.tar").read() == SHARD
+    said = [r.getMessage() for r in caplog.records if "clock" in r.getMessage()]
+    assert len(said) == 1 and "40m" in said[0]
+    now += timedelta(days=1)  # then nothing helps
+    store.refuse = lambda head: refusal("403 Forbidden", "RequestTimeTooSkewed")
+    with pytest.raises(AccessDeniedError, match="clock is off; synchronise"):
+        open_cache().open("s3://lab/a.tar")

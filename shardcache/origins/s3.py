@@ -288,7 +288,7 @@ class S3Origin:
                 tried.add("keys")
             elif code == _SKEWED and "time" not in tried and self._set_clock(response):
                 tried.add("time")
-            elif headers is not plain and (
+            elif len(headers) > len(plain) and (
                 response.status == 501 or (response.status == 400 and code in _UNKNOWN_HEADER)
             ):
                 headers = plain

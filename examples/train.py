@@ -37,12 +37,19 @@ def _class(sample: dict[str, Any]) -> int:
 def loader(spec: str, directory: str | None, workers: int, batch: int) -> Any:
     """Batches of this rank's share of the samples."""
     cache = shardcache.Cache(directory)  # one per process is enough; workers get it by pickle
-    dataset = wds.WebDataset(
-        spec, shardshuffle=100, nodesplitter=wds.split_by_node, empty_check=False
+    dataset = wds.DataPipeline(
+        wds.SimpleShardList(spec),
+        wds.split_by_node,
+        wds.split_by_worker,
+        wds.shuffle(100),  # shards; a new order in every epoch
+        wds.tarfile_to_samples(),
+        wds.shuffle(1000),  # samples
+        wds.map(decoded),
+        wds.batched(batch),
     )
     cache.attach(dataset)
     return torch.utils.data.DataLoader(
-        dataset.shuffle(1000).map(decoded).batched(batch),
+        dataset,
         batch_size=None,
         num_workers=workers,
         # Threads of CUDA and of NCCL do not survive a fork; a spawned worker has none.

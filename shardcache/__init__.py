@@ -1,9 +1,9 @@
 """shardcache: each training shard crosses the network once per node.
 
-import shardcache, webdataset as wds
+import shardcache
 
 cache = shardcache.Cache("/local/nvme/shards", max_size="800GB")
-ds = cache.attach(wds.WebDataset("s3://bucket/train-{0000..2047}.tar", shardshuffle=100))
+cache.attach(dataset)  # a WebDataset or DataPipeline
 """
 
 import importlib

@@ -56,6 +56,7 @@ def test_a_script_is_what_bash_takes_and_prewarms_and_trains(
     done = run(["bash", str(EXAMPLES / name), data.spec, *options], PATH=path, **variables)
     seen = done.stderr.splitlines()
     assert [line for line in seen if line.startswith(("srun: ", "prewarming "))] == expected
+    assert "same order" not in done.stderr
     said = re.findall(r"epoch ([12]): rank (\d) read \d+ samples, loss \d", done.stdout)
     assert {*said} == {*product("12", map(str, range(ranks)))}
     lines = [line.split() for line in listed.read_text().splitlines()]

@@ -9,6 +9,7 @@ Streams stay open after they are yielded: WebDataset goes on reading them and dr
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -79,15 +80,15 @@ def url_opener(
 def attach(dataset: _Pipeline, cache: Cache, *, fast_tar: bool = True) -> _Pipeline:
     """Make a pipeline read its shards through ``cache``.
 
-    The stage that opens URLs is swapped in place, with its handler kept. Attaching again replaces
-    the cache. WebDataset's own ``tar_file_expander`` behind it is replaced by `tar_files`, which
-    yields the same in less time. What the first miss needs is made ready in the background
-    (`Cache.prepare`).
+    Replaces the stage that opens URLs, and keeps its handler. Attaching again replaces the cache.
+    Also replaces WebDataset's own ``tar_file_expander`` by `tar_files`, which yields the same in
+    less time. Prepares the first miss in the background (`Cache.prepare`). Logs a warning, once per
+    process, if the pipeline shuffles its shards in the same way in every epoch.
 
     Args:
         dataset: a ``WebDataset`` or any ``DataPipeline``.
         cache: reads the shards.
-        fast_tar: False leaves the expander as it is.
+        fast_tar: whether to replace the expander.
 
     Returns:
         ``dataset`` itself.
@@ -107,6 +108,8 @@ def attach(dataset: _Pipeline, cache: Cache, *, fast_tar: bool = True) -> _Pipel
             f"no stage of this pipeline opens URLs ({names}). Call attach() on the WebDataset "
             "itself, or put cache.url_opener where the pipeline opens its shards."
         )
+    if _repeats_order(stages):
+        _warn_of_repeated_order()
     pipeline[:] = map(_faster, stages) if fast_tar else stages
     urls = getattr(stages[0], "urls", None)
     cache.prepare(urls[0] if isinstance(urls, list) and urls else None)
@@ -137,6 +140,40 @@ def _replaced(stage: Any, cache: Cache) -> list[Any]:
             filters.FilterFunction(tariterators.group_by_keys, handler=handler or reraise),
         ]
     return stages
+
+
+def _repeats_order(stages: list[Any]) -> bool:
+    """Whether the stages certainly shuffle the shards in the same way in every epoch.
+
+    False if there is any other stage before the shards are opened, because it may change the order.
+    """
+    from webdataset import filters, shardlists
+
+    splits = shardlists.split_by_node, shardlists.split_by_worker, shardlists.single_node_only
+    seeded = False
+    for stage in stages:
+        function, args, options = _called(stage)
+        if function is url_opener:
+            return seeded
+        if type(stage) is shardlists.SimpleShardList:
+            seeded = stage.seed is not None
+        elif function is filters.shuffle.f and options.get("seed") is not None:
+            size = args[0] if args else options.get("bufsize", 1000)
+            seeded = seeded or size > 1  # WebDataset(shardshuffle=False) has a shuffle of size 0
+        elif function not in splits:
+            return False
+    return False
+
+
+@functools.cache
+def _warn_of_repeated_order() -> None:
+    """Log, once per process, that every epoch has the same order of shards."""
+    logger.warning(
+        "every epoch will have the same order of shards, because this pipeline shuffles them with "
+        "a fixed seed. WebDataset(shardshuffle=...) does so since version 0.2.109. For a new order "
+        "in every epoch, write wds.DataPipeline(wds.SimpleShardList(urls), wds.split_by_node, "
+        "wds.split_by_worker, wds.shuffle(100), wds.tarfile_to_samples())."
+    )
 
 
 def _faster(stage: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import sys
 import warnings
 
@@ -15,9 +16,10 @@ from webdataset.filters import FilterFunction, pipelinefilter
 import shardcache
 from shardcache import Cache, ConfigError, ShardNotFoundError
 from shardcache.wds import attach, register, tar_files, tar_samples
+from shardcache.wds.attach import _warn_of_repeated_order
 from shardcache.wds.gopen import read_through_cache
 from tests.support.tars import make_tar
-from tests.support.trainingtools import DataSet
+from tests.support.trainingtools import ROOT, DataSet
 from tests.wds.archives import BEFORE_1_0
 
 SPEC = "s3://lab/train-{0000..0003}.tar"
@@ -213,3 +215,79 @@ def test_dataloader_workers_share_one_fetch_per_shard(
     for _ in range(2):
         assert data.complete(keys(loader))
     assert data.once()
+
+
+def three_epochs(dataset) -> list[tuple[str, ...]]:
+    return [tuple(sample["__key__"] for sample in dataset) for _ in range(3)]
+
+
+@pytest.mark.usefixtures("s3_environment")
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/integrations.md"])
+def test_a_page_shows_a_pipeline_that_shuffles_the_shards_anew_in_every_epoch(
+    page, s3, proxy, tmp_path, monkeypatch
+):
+    s3.create_bucket("bucket")
+    data = DataSet(s3, "bucket", proxy, shards=16, members=1)
+    monkeypatch.setenv("SHARDCACHE_MIN_FREE", "0")
+    code = re.search(r"```python\n(.*?)```", (ROOT / page).read_text("utf-8"), re.DOTALL)[1]
+    for shown, here in {
+        r"s3://bucket/.*?\.tar": data.spec,
+        "/local/": f"{tmp_path}/",
+        r"num_workers=\d": "num_workers=2",
+    }.items():
+        code = re.sub(shown, here, code)
+    exec(code, names := {})  # noqa: S102 - our own
+    dataset, loader = names["dataset"], names["loader"]
+    persistent = torch.utils.data.DataLoader(
+        dataset, batch_size=None, num_workers=2, persistent_workers=True
+    )
+    for epochs in map(three_epochs, (dataset, loader, persistent)):
+        assert all(map(data.complete, epochs)) and len({*epochs}) == 3
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    seen = []
+    for rank in "01":
+        monkeypatch.setenv("RANK", rank)
+        seen += keys(loader)
+    assert data.complete(seen)
+
+
+def stages(*shuffle, **seed):
+    shards = wds.SimpleShardList("s3://lab/{0..9}.tar", **seed)
+    return wds.DataPipeline(shards, wds.split_by_worker, *shuffle, wds.tarfile_to_samples())
+
+
+def webdataset(**options):
+    return wds.WebDataset("s3://lab/{0..9}.tar", **options)
+
+
+PIPELINES = {
+    "shardshuffle": lambda: webdataset(shardshuffle=100),
+    "split by node": lambda: webdataset(shardshuffle=100, nodesplitter=wds.split_by_node),
+    "detshuffle": lambda: webdataset(shardshuffle=100, detshuffle=True),
+    "not shuffled": lambda: webdataset(shardshuffle=False),
+    "resampled": lambda: webdataset(resampled=True, shardshuffle=100).with_epoch(20),
+    "stages without a shuffle": stages,
+    "stages": lambda: stages(wds.shuffle(100)),
+    "list with a seed": lambda: stages(seed=3),
+    "list with a seed, shuffle without": lambda: stages(wds.shuffle(100), seed=3),
+}
+if not BEFORE_1_0:
+    PIPELINES |= {
+        "shuffle with a seed": lambda: stages(wds.shuffle(9, seed=3)),
+        "shuffle of one": lambda: stages(wds.shuffle(1, seed=3)),
+        "shuffles with and without": lambda: stages(wds.shuffle(9), wds.shuffle(9, seed=3)),
+    }
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_attach_warns_once_if_a_pipeline_repeats_a_shuffled_order(
+    pipeline, make_cache, origin, caplog
+):
+    _warn_of_repeated_order.cache_clear()
+    origin.objects |= {f"s3://lab/{seed}.tar": make_tar(seed, 2) for seed in range(10)}
+    cache, dataset = make_cache(), PIPELINES[pipeline]()
+    for _ in range(2):
+        cache.attach(dataset)
+    (first, *others) = three_epochs(dataset)
+    repeats = others == [first, first] and first != tuple(sorted(first))
+    assert sum("wds.shuffle(100)" in text for text in caplog.messages) == repeats

@@ -4,6 +4,7 @@
     s3          ``s3://``; endpoints tells which server that is, for the key and for the client
     http        ``http(s)://``, and range answers, S3's too
     connection  keep-alive connections, proxies, TLS
+    addresses   connecting to a host that has several addresses
     filesystem  every fsspec filesystem, with a time-out
     command     ``pipe:``
     resolve     `Origins`: which of them reads which URL, after nearer copies (upstreams)

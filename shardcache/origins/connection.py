@@ -31,6 +31,7 @@ from urllib.parse import unquote, urlsplit
 from httptools import HttpParserError, HttpResponseParser
 
 from shardcache.errors import ConfigError
+from shardcache.origins.addresses import Dialer
 from shardcache.origins.base import ObjectInfo, TransientError
 from shardcache.threads import undivided
 
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 _MIN_RATE = 8 * 1024
 #: Seconds after which a read returns what has come, if anything has.
 _SLICE = 1.0
-#: Seconds for a connection to be made, and for the handshake of TLS.
+#: Seconds to connect to any of a host's addresses, and for the handshake of TLS.
 _CONNECT_TIMEOUT = 10.0
 #: Bytes of a head, and received at once with it.
 _LONGEST_HEAD = 64 * 1024
@@ -344,6 +345,7 @@ class Transport:
         self._timeout = timeout
         self._proxies = proxies
         self._trusted = trusted
+        self._dialer = Dialer()
         self._idle: dict[tuple[str, str], deque[_Connection]] = {}  # by scheme and authority
         # All that are open. So the garbage collector, which finalises a response that was dropped
         # in a cycle, never finalises a connection that such a response gives back.
@@ -412,7 +414,7 @@ class Transport:
         host, port = _host_and_port(scheme, authority)
         proxy, login = self._proxy(scheme, host)
         timeout = min(self._timeout, _CONNECT_TIMEOUT)
-        sock = socket.create_connection(proxy or (host, port), timeout=timeout)
+        sock = self._dialer.connect(*(proxy or (host, port)), timeout)
         try:
             if scheme == "https":
                 if proxy:

@@ -20,12 +20,17 @@ class Scripted(socketserver.ThreadingTCPServer):
     daemon_threads = True
     request_queue_size = 256
 
-    def __init__(self, answer: Callable[[str], bytes | Iterator[bytes]], most: int = 1) -> None:
+    def __init__(
+        self,
+        answer: Callable[[str], bytes | Iterator[bytes]],
+        most: int = 1,
+        address: tuple[str, int] = ("127.0.0.1", 0),
+    ) -> None:
         self.answer = answer
         self.most = most
         self.heads: list[str] = []
         self.connections = 0
-        super().__init__(("127.0.0.1", 0), Connection)
+        super().__init__(address, Connection)
 
     @property
     def url(self) -> str:

@@ -1,0 +1,111 @@
+"""Connecting to a host that has several addresses.
+
+DNS gives up to eight addresses for S3, and both IPv6 and IPv4 addresses for many hosts. Some may be
+dead. In the manner of RFC 8305 ("happy eyeballs"), the next address is tried when one fails or is
+slow. The first connection wins, and the other attempts are closed.
+"""
+
+from __future__ import annotations
+
+import random
+import select
+import socket
+import time
+from collections.abc import Iterable
+from itertools import zip_longest
+from typing import Any
+
+from shardcache import clock
+
+#: Seconds before the next address is tried as well. RFC 8305 recommends this value.
+_STAGGER = 0.25
+#: Seconds during which an address that failed is tried after all others.
+_AVOIDED = 60.0
+
+#: The numbers of `random.shuffle` belong to the user's program, which may have seeded it.
+_random = random.SystemRandom()
+
+_Address = tuple[int, Any]  # the family, and the argument of `socket.connect`
+
+
+class Dialer:
+    """Connects to hosts and remembers which addresses failed.
+
+    Threads may share it. It needs no lock, because each access to its dict is atomic.
+    """
+
+    def __init__(self) -> None:
+        self._failed: dict[_Address, float] = {}  # time of the last failure
+
+    def connect(self, host: str, port: int, timeout: float) -> socket.socket:
+        """Connect to one of a host's addresses.
+
+        Args:
+            timeout: seconds for all addresses together; the DNS lookup is extra.
+
+        Returns:
+            A non-blocking socket.
+
+        Raises:
+            OSError: no address can be reached. Its type is that of the last failure.
+        """
+        untried = self._addresses(host, port)
+        count, end = len(untried), time.monotonic() + timeout
+        pending: dict[_Address, socket.socket] = {}  # the oldest first
+        failed: dict[_Address, str] = {}
+        kind = OSError
+        try:
+            while (untried or pending) and (left := end - time.monotonic()) > 0:
+                pause = min(left, _STAGGER) if untried[1:] else left
+                slower = []
+                for address in [*pending, *untried[:1]]:
+                    family, place = address
+                    try:
+                        if address not in pending:
+                            pending[address] = socket.socket(family, socket.SOCK_STREAM)
+                            pending[address].setblocking(False)
+                        pending[address].connect(place)  # called again, reports the outcome
+                    except BlockingIOError:
+                        slower.append(address)
+                    except OSError as exn:
+                        kind, failed[address] = type(exn), exn.strerror or str(exn)
+                        if sock := pending.pop(address, None):
+                            sock.close()
+                        pause = 0.0
+                    else:
+                        failed |= dict.fromkeys(slower, "slow")
+                        return pending.pop(address)
+                del untried[:1]
+                _wait_for_any(pending.values(), pause)
+            if pending:
+                kind = TimeoutError
+                failed |= dict.fromkeys(pending, "no answer")
+        finally:
+            self._failed.update(dict.fromkeys(failed, clock.monotonic()))
+            for sock in pending.values():
+                sock.close()
+        reasons = ", ".join(f"{place[0]} ({reason})" for (_, place), reason in failed.items())
+        raise kind(f"no connection to {host}; tried {len(failed)} of {count} addresses: {reasons}")
+
+    def _addresses(self, host: str, port: int) -> list[_Address]:
+        """Look up a host's addresses and order them for `connect`.
+
+        They are shuffled to spread connections, IPv6 and IPv4 alternate, and addresses that failed
+        recently come last.
+        """
+        families: dict[int, list[_Address]] = {}  # the one that the system prefers first
+        for family, _, _, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            families.setdefault(family, []).append((family, place))
+        for addresses in families.values():
+            _random.shuffle(addresses)
+        in_turn = [each for row in zip_longest(*families.values()) for each in row if each]
+        oldest = clock.monotonic() - _AVOIDED
+        return sorted(in_turn, key=lambda address: self._failed.get(address, oldest) > oldest)
+
+
+def _wait_for_any(sockets: Iterable[socket.socket], seconds: float) -> None:
+    """Wait until one of these attempts to connect succeeds or fails."""
+    poller = select.poll()
+    for sock in sockets:
+        poller.register(sock, select.POLLOUT)
+    poller.poll(1000 * seconds)

@@ -1,0 +1,138 @@
+"""Hosts with several addresses, some of them dead, on real sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from shardcache import Cache, TransferError
+from shardcache.origins.base import TransientError
+from shardcache.origins.http import WebOrigin
+from shardcache.urls import parse_url
+from tests.support.webservers import Scripted, answer, running
+
+HOST = "shards.test"
+LIVE, REFUSING, SILENT, SILENT_6 = "127.0.0.1", "127.0.0.2", "127.0.0.3", "::1"
+ANSWER = answer("206 Partial Content", b"hello", Content_Range="bytes 0-4/5")
+
+
+class Network:
+    """Addresses of `HOST`, all with the port of one server; and each attempt to connect to it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+        self.port, self.url = port, f"http://{HOST}:{port}"
+        self.addresses: list[str] = []
+        self.attempts: dict[socket.socket, str] = {}
+        look_up, connect = socket.getaddrinfo, socket.socket.connect
+
+        def getaddrinfo(host, *args, **options):
+            names = self.addresses if host == HOST else [host]
+            return [found for name in names for found in look_up(name, *args, **options)]
+
+        def record(sock, address):
+            self.attempts.setdefault(sock, address[0])
+            return connect(sock, address)
+
+        monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+        monkeypatch.setattr(socket.socket, "connect", record)
+
+    @property
+    def tried(self) -> list[str]:
+        return list(self.attempts.values())
+
+
+@contextlib.contextmanager
+def silent(address: str, port: int) -> Iterator[None]:
+    """Ignore connections to an address: the queue of its listener is full."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with contextlib.ExitStack() as stack:
+        try:
+            listener = socket.create_server((address, port), family=family, backlog=0)
+        except OSError as exn:
+            pytest.skip(f"this machine has no {address}: {exn}")
+        stack.enter_context(listener)
+        for _ in range(4):
+            sock = stack.enter_context(socket.socket(family))
+            sock.setblocking(False)
+            sock.connect_ex((address, port))
+        yield
+
+
+@pytest.fixture
+def network(serve: Callable[..., Scripted], monkeypatch) -> Iterator[Network]:
+    port = serve(ANSWER).server_address[1]
+    with silent(SILENT, port):
+        yield Network(monkeypatch, port)
+
+
+def read(origin: WebOrigin, url: str) -> None:
+    origin.open(parse_url(f"{url}/a.bin"), 0, 5).close()
+
+
+@pytest.mark.parametrize("proxied", [False, True])
+@pytest.mark.parametrize("dead", [REFUSING, SILENT])
+def test_a_dead_address_is_tried_once_a_minute(network, clock, monkeypatch, dead, proxied) -> None:
+    network.addresses = [dead, LIVE]
+    url = network.url
+    if proxied:
+        monkeypatch.setenv("http_proxy", url)
+        monkeypatch.delenv("no_proxy", raising=False)
+        url = "http://elsewhere.invalid"
+    origin = WebOrigin(timeout=60)
+    for minute in (1, 2):
+        for _ in range(40):  # each begins with either address
+            read(origin, url)
+            assert network.tried.count(dead) <= minute
+            assert network.tried[-1] == LIVE
+        assert network.tried.count(dead) == minute
+        clock.sleep(61)
+
+
+def test_connections_are_spread_over_the_addresses(network) -> None:
+    network.addresses = [LIVE, "127.0.0.4", "127.0.0.5"]
+    with contextlib.ExitStack() as stack:
+        for address in network.addresses[1:]:
+            server = Scripted(lambda head: ANSWER, address=(address, network.port))
+            stack.enter_context(running(server))
+        origin = WebOrigin(timeout=60)
+        for _ in range(60):
+            read(origin, network.url)
+    assert set(network.tried) == set(network.addresses)
+
+
+def test_an_ipv6_address_that_is_silent_gives_way_to_ipv4(network) -> None:
+    network.addresses = [SILENT_6, REFUSING, LIVE]
+    with silent(SILENT_6, network.port):
+        origin = WebOrigin(timeout=60)
+        read(origin, network.url)
+        assert network.tried[0] == SILENT_6 and network.tried[-1] == LIVE
+        assert all(sock.fileno() < 0 for sock, place in network.attempts.items() if place != LIVE)
+        for _ in range(3):
+            read(origin, network.url)
+        assert network.tried.count(SILENT_6) == 1
+
+
+def test_the_error_names_all_addresses_which_alternate_between_families(network, tmp_path) -> None:
+    network.addresses = [REFUSING, "127.0.0.4", "::1"]
+    cache = Cache(tmp_path / "cache", min_free=0, attempts=1)
+    with cache, pytest.raises(TransferError) as caught:
+        cache.fetch(f"{network.url}/a.tar")
+    refused = r"(127\S+) \(Connection refused\)"
+    said = rf"no connection to {HOST}; tried 3 of 3 addresses: {refused}, ::1 \([^)]+\), {refused} "
+    found = re.search(said, str(caught.value))
+    assert found and {*found.groups()} == {REFUSING, "127.0.0.4"}
+
+
+def test_all_addresses_together_have_the_time_of_one(network) -> None:
+    network.addresses = [f"127.0.0.{last}" for last in range(10, 18)]
+    with contextlib.ExitStack() as stack:
+        for address in network.addresses:
+            stack.enter_context(silent(address, network.port))
+        with pytest.raises(TransientError, match=r"\(no answer\)") as caught:
+            read(WebOrigin(timeout=0.4), network.url)
+    assert caught.value.timed_out
+    assert len(network.tried) <= 2  # a quarter of a second apart

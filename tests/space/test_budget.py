@@ -262,6 +262,7 @@ def test_small_shards_take_no_more_of_the_disk_than_max_size(tmp_path, monkeypat
         with Cache(shop.path, cache_local=True, min_free=0, max_size=limit) as cache:
             assert all(read(cache, url) == Path(url).read_bytes() for url in shop.urls)
             stored = len(list(cache.entries()))
+        assert not list((shop.path / "v1/locks").glob("*/*.lock"))
         # The 256 directories above the entries take no more as shards come.
         files = [path for path in (shop.path / "v1/objects").rglob("*") if len(path.name) > 2]
         used = sum(path.lstat().st_blocks for path in files) * 512

@@ -436,8 +436,10 @@ class Cache:
         process = self._here()
         reports = []
         for tier in process.present:
-            if not dry_run and os.geteuid() != 0:  # root may clean for others
-                check_root(tier.config.dir, tier.node.modes)
+            if not dry_run:
+                tier.check_locks()
+                if os.geteuid() != 0:  # root may clean for others
+                    check_root(tier.config.dir, tier.node.modes)
             given = {"max_age": max_age, **(sizes if tier is process.home else {})}
             changes = {name: value for name, value in given.items() if value is not None}
             space = tier.space(tier.config.replace(**changes) if changes else None)
@@ -571,7 +573,11 @@ class Cache:
         require_cache(self.dir)
         keys, pins = [shard.key for shard in self.select(specs)], self.pins()
         freed = stay = 0
-        for tier, key in product(self._here().present, keys):
+        tiers = self._here().present
+        if not dry_run:
+            for tier in tiers:
+                tier.check_locks()
+        for tier, key in product(tiers, keys):
             stores, pinned = tier.stores(), key in pins
             removed, size, in_use = cleaning.remove(stores, key, pinned=pinned, dry_run=dry_run)
             if removed and not dry_run:

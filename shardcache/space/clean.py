@@ -142,6 +142,7 @@ class Housekeeper:
             pressed, is_round = self._tier.space().is_pressed, now >= self._next
             if is_round:
                 self._next = now + INTERVAL
+                self._tier.refresh_session()
             if pressed is None:
                 self.due = self._next
             if is_round or pressed:

@@ -422,7 +422,7 @@ class Cache:
             wait: wait for another process that cleans, for ``lock_timeout`` at most.
 
         Raises:
-            ConfigError: the directory is not a cache.
+            ConfigError: the directory is not a cache, or live processes use another kind of lock.
             LockTimeoutError: another process cleans it.
             OSError: the filesystem is read-only or failing.
         """
@@ -561,10 +561,12 @@ class Cache:
             dry_run: remove nothing, and report what would be removed.
 
         Returns:
-            Bytes freed, and how many entries stay because they are pinned or in use.
+            Bytes of the removed shards, and how many entries stay because they are pinned or in
+            use.
 
         Raises:
-            ConfigError: the directory is not a cache, or a URL is malformed.
+            ConfigError: the directory is not a cache, a URL is malformed, or live processes use
+                another kind of lock.
             ShardNotFoundError: nothing in the cache matches a specification.
             OSError: the filesystem is read-only or failing.
         """

@@ -170,9 +170,9 @@ def _list_shards(cache: Cache) -> tuple[list[Row], Row, str]:
     def stays(entry: Entry) -> bool:
         return shards[entry]["state"] in ("pinned", "in_use") or policy.protects(entry)
 
-    files = linked(shards)
+    files, allocated = linked(shards), home.space().allocated
     size = sum(links[0].size for links in files)
-    used = sum(disk_bytes(links, home.space().allocated) for links in files)
+    used = sum(disk_bytes(links, allocated) for links in files)
     evictable = sum(links[0].size for links in files if not any(map(stays, links)))
     most = Volume.of(cache.dir).budget(cache.config) if shards else None
     footer = f"{counted(len(files), 'shard')}, {format_bytes(size)}"

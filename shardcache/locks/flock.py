@@ -200,8 +200,8 @@ class KeyLock:
     def release(self) -> None:
         """Let the next one go on; harmless when the lock is not held, or is the parent's.
 
-        The file of a key goes unless its record names a partial: it takes a block of the disk, and
-        most shards that are streamed, or of one block, never need it again.
+        This removes the file of a key unless its record names a partial. The file takes a block of
+        the disk, and a shard that is small or was streamed does not need it again.
         """
         file, self._file = self._file, None
         if file is not None:

@@ -97,12 +97,12 @@ class Session:
         return True
 
     def refresh(self) -> None:
-        """Note that the process still uses the cache, for processes that no flock tells."""
+        """Give a sign of life to processes that cannot test the lock of the session."""
         if self._file is not None and not self._file.closed:
             with contextlib.suppress(OSError):
                 if self._mark is not None:
                     os.utime(self._mark)
-                else:  # its time of change is that of this call
+                else:  # the modification time stays; the change time becomes now
                     os.utime(self._file.fileno(), (self._started, self._started))
 
     def close(self) -> None:
@@ -132,19 +132,20 @@ def live_sessions(layout: Layout) -> list[float]:
 
 
 def other_locks(layout: Layout) -> str | None:
-    """The kind of lock that live processes use in this root, where it is not that of ``layout``.
+    """Return the kind of lock, ``flock`` or ``lease``, of live processes if ``layout`` has another.
 
-    Of a process on another machine only the age of its last sign of life tells whether it is alive.
+    A process on another machine counts as alive for an hour after its last sign of life.
 
     Raises:
-        OSError: the directory cannot be read; a missing one is empty.
+        OSError: the directory cannot be read. A missing one is empty.
     """
     directory = _in_root(layout)
     names = list_names(directory)
     marks = list(filter(_is_mark_name, names))
     if layout.grace is None:
         return "lease" if not all(is_idle(directory / mark) for mark in marks) else None
-    own = {mark.replace(".lease", ".session") for mark in marks}  # without a directory of the node
+    # If the node has no directory for them, sessions that use leases are here, too.
+    own = {mark.replace(".lease", ".session") for mark in marks}
     sessions = [directory / n for n in names if _NAME.fullmatch(n) and n.endswith(".session")]
     is_alive = _is_locked if is_local(layout.base.parent) else _has_changed
     return "flock" if any(is_alive(path) for path in sessions if path.name not in own) else None
@@ -211,7 +212,7 @@ def _remove(path: Path) -> None:
 
 
 def _in_root(layout: Layout) -> Path:
-    """Where sessions are that lock by flock, and the marks of those that lock by leases."""
+    """The directory of the sessions that use flock, and of the marks of those that use leases."""
     return layout.base / "sessions"
 
 
@@ -220,7 +221,7 @@ def _is_locked(path: Path) -> bool:
 
 
 def _has_changed(path: Path) -> bool:
-    """Whether a session shows a sign of life of the last hour; its own time is when it began."""
+    """Whether a session gave a sign of life within the last hour."""
     with contextlib.suppress(FileNotFoundError):
         return time.time() - path.lstat().st_ctime <= IDLE_GRACE
     return False

@@ -115,7 +115,7 @@ class Space:
 
     @functools.cached_property
     def allocated(self) -> Callable[[int], int]:
-        """Bytes on disk of a shard of so many bytes; see `allocation`."""
+        """The function that computes the bytes on disk of a shard from its size."""
         return allocation(self.node.base)
 
     @contextlib.contextmanager
@@ -133,8 +133,8 @@ class Space:
         if size is not None:
             if too_large := self._too_large(url, size):
                 raise too_large
-            volume, need = Volume.of(self.node.base), self.allocated(size)
-            if self.max_size is None and self._is_ample(volume, need):
+            need = self.allocated(size)
+            if self.max_size is None and self._is_ample(Volume.of(self.node.base), need):
                 yield
                 return
         with self._threads, self._budget_lock():
@@ -242,7 +242,7 @@ class Space:
             self.node.usage.unlink()
 
     def flights(self) -> list[InFlight]:
-        """The fetches in flight, of all namespaces, with their bytes on disk as sizes."""
+        """The fetches in flight of all namespaces; their sizes are bytes on disk."""
         flights = (flight for store in self.stores() for flight in in_flight(store.layout))
         return [
             replace(
@@ -305,8 +305,8 @@ class Space:
         """The configured limits as they stand on this filesystem now.
 
         Args:
-            newcomer: bytes on disk of a shard that is to come beside what is in flight; None
-                where none is to come, and what is too old may go.
+            newcomer: bytes on disk of a shard to admit beside the fetches in flight; None if there
+                is none. Then entries that are too old may go.
         """
         volume = Volume.of(self.node.base)
         free = self._config.min_free.of(volume.size)

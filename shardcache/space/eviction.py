@@ -183,7 +183,7 @@ def plan(
         policy: what goes first, and what stays.
         reserved: bytes of fetches in flight, and of the one that needs room.
         in_use: asked only of entries that would otherwise go.
-        allocated: bytes on disk of a shard of so many bytes.
+        allocated: computes the bytes on disk of a shard from its size.
     """
     files = linked(entries)
     total = sum(disk_bytes(links, allocated) for links in files)
@@ -238,7 +238,7 @@ def sweep(
 
     Args:
         store: where.
-        allocated: bytes on disk of a shard of so many bytes.
+        allocated: computes the bytes on disk of a shard from its size.
         keep: seconds for which the partials of dead processes stay, to be resumed.
         dry_run: only say what would go.
     """

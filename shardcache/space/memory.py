@@ -1,4 +1,4 @@
-"""What a filesystem has left, what a shard takes of it, and what cgroups leave for a RAM disk.
+"""The room that a filesystem and the cgroups of this process leave, and the room a shard takes.
 
 What is written to a tmpfs is memory of its writer's cgroup. At the cgroup's limit nobody is told
 ENOSPC: the kernel kills, and in a container all of it goes. The limits of every level up to the
@@ -70,14 +70,13 @@ class Volume:
 
 
 def allocation(root: Path) -> Callable[[int], int]:
-    """Ask how a filesystem allocates space, once for all shards of a cache.
+    """Return a function that computes the bytes on disk of a shard from its size.
+
+    It counts whole blocks for the data and for the sidecar or journal, and the two directories of
+    an entry. Only this call queries the filesystem.
 
     Args:
-        root: a directory of the cache, which may not exist yet.
-
-    Returns:
-        A function from the bytes of a shard to those that the filesystem allocates for it: whole
-        blocks for the data and for the record beside it, and the two directories of an entry.
+        root: a directory of the cache. It need not exist yet.
     """
     path = next(path for path in (root, *root.parents) if path.exists())
     block = os.statvfs(path).f_frsize

@@ -68,13 +68,14 @@ def _namespace(config: Config, *, follow: bool) -> Layout:
 
     Args:
         config: options of the tier.
-        follow: lock as the live processes do that use the root, if this machine can.
+        follow: use the kind of lock that live processes use, whatever ``locks`` says. On a
+            network filesystem, flock is not an option.
     """
     modes = Modes.of(config.shared_group)
     node = node_namespace(config.dir, config.locks, config.touch_interval, modes)
     with contextlib.suppress(OSError):
         other = other_locks(node) if follow else None
-        # A network filesystem does not show the flocks of another machine.
+        # A network filesystem hides the flocks of other machines.
         if other == "lease" or (other == "flock" and is_local(config.dir)):
             return node_namespace(config.dir, other, config.touch_interval, modes)
     return node
@@ -165,7 +166,7 @@ class Tier:
             self._session = Session(self.node, clock.time())
         else:
             self._session = Session(self.node, self._started, limits=self.config.limits())
-        try:  # now that others see this process: of two that begin together, one sees the other
+        try:  # after registering: of two processes that start together, at least one is refused
             self.check_locks()
         except (ConfigError, OSError):
             self.end_session()
@@ -181,7 +182,7 @@ class Tier:
             )
 
     def check_locks(self) -> None:
-        """Refuse (ConfigError) to work beside live processes that use the other kind of lock."""
+        """Raise ConfigError if live processes use the other kind of lock."""
         if (other := other_locks(self.node)) is not None:
             kind = "flock" if other == "lease" else "lease"
             raise ConfigError(

@@ -68,7 +68,7 @@ _MAKE = os.O_RDWR | os.O_CREAT | os.O_EXCL
 
 
 def record_size(size: int) -> int:
-    """Bytes of `progress` for a shard of ``size`` bytes, which are enough for its sidecar, too."""
+    """Bytes of `progress` for a shard of ``size`` bytes; its sidecar is no larger."""
     return _SIDECAR + -(-size // BLOCK) * _RECORD.size
 
 

@@ -28,7 +28,7 @@ class Shop:
             self.urls.append(str(file))
 
     def room(self, shards: float, links: int = 1) -> int:
-        """Bytes on disk of so many of them in the cache, each linked by so many ranks."""
+        """Bytes on disk of cached shards, each of them linked by ``links`` ranks."""
         return int(shards * room(self.path, self.size, *(links - 1) * [0]))
 
     def entries(self) -> dict[str, Entry]:

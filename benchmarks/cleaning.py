@@ -19,6 +19,7 @@ import fsspec
 
 from benchmarks.results import Row, arguments_of, machine, median, save, say, table
 from shardcache import Cache
+from shardcache.space.memory import allocation
 
 __all__ = ["main", "report"]
 
@@ -50,8 +51,9 @@ def _clean(share: float, *, dry_run: bool = False) -> Callable[[Path, int], tupl
 
     def task(home: Path, count: int) -> tuple[float, int]:
         with Cache(home / "cache", min_free=0) as cache:
+            limit = int(share * count * allocation(home)(SIZE))
             began = time.perf_counter()
-            report = cache.clean(max_size=int(count * SIZE * share), dry_run=dry_run)
+            report = cache.clean(max_size=limit, dry_run=dry_run)
             return time.perf_counter() - began, len(report.removed)
 
     return task

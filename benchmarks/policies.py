@@ -18,6 +18,7 @@ import fsspec
 
 from benchmarks.results import Row, arguments_of, save, say, table
 from shardcache import Cache
+from shardcache.space.memory import allocation
 
 __all__ = ["main", "report"]
 
@@ -56,11 +57,9 @@ def served(policy: str, epochs: Epochs, capacity: int, home: Path) -> float:
     hits = reads = 0
     with tempfile.TemporaryDirectory(dir=home) as directory:
         options = {"min_free": 0, "policy": policy, "fill": "complete", "stats": False}
+        limit = capacity * allocation(Path(directory))(_SIZE)
         jobs = sorted({job for job, _ in epochs[0]})
-        caches = {
-            job: Cache(directory, max_size=capacity * (_SIZE + 1), prefetch=0, **options)
-            for job in jobs
-        }
+        caches = {job: Cache(directory, max_size=limit, prefetch=0, **options) for job in jobs}
         for number, epoch in enumerate(epochs):
             for job, shard in epoch:
                 url = f"memory://bench/{shard:06d}.tar"

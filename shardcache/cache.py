@@ -422,7 +422,7 @@ class Cache:
             wait: wait for another process that cleans, for ``lock_timeout`` at most.
 
         Raises:
-            ConfigError: the directory is not a cache.
+            ConfigError: the directory is not a cache, or live processes use another kind of lock.
             LockTimeoutError: another process cleans it.
             OSError: the filesystem is read-only or failing.
         """
@@ -436,8 +436,10 @@ class Cache:
         process = self._here()
         reports = []
         for tier in process.present:
-            if not dry_run and os.geteuid() != 0:  # root may clean for others
-                check_root(tier.config.dir, tier.node.modes)
+            if not dry_run:
+                tier.check_locks()
+                if os.geteuid() != 0:  # root may clean for others
+                    check_root(tier.config.dir, tier.node.modes)
             given = {"max_age": max_age, **(sizes if tier is process.home else {})}
             changes = {name: value for name, value in given.items() if value is not None}
             space = tier.space(tier.config.replace(**changes) if changes else None)
@@ -559,10 +561,12 @@ class Cache:
             dry_run: remove nothing, and report what would be removed.
 
         Returns:
-            Bytes freed, and how many entries stay because they are pinned or in use.
+            Bytes of the removed shards, and how many entries stay because they are pinned or in
+            use.
 
         Raises:
-            ConfigError: the directory is not a cache, or a URL is malformed.
+            ConfigError: the directory is not a cache, a URL is malformed, or live processes use
+                another kind of lock.
             ShardNotFoundError: nothing in the cache matches a specification.
             OSError: the filesystem is read-only or failing.
         """
@@ -571,7 +575,11 @@ class Cache:
         require_cache(self.dir)
         keys, pins = [shard.key for shard in self.select(specs)], self.pins()
         freed = stay = 0
-        for tier, key in product(self._here().present, keys):
+        tiers = self._here().present
+        if not dry_run:
+            for tier in tiers:
+                tier.check_locks()
+        for tier, key in product(tiers, keys):
             stores, pinned = tier.stores(), key in pins
             removed, size, in_use = cleaning.remove(stores, key, pinned=pinned, dry_run=dry_run)
             if removed and not dry_run:

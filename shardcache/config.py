@@ -97,6 +97,21 @@ def _names_only(items: Mapping[str, object]) -> str:
     return ", ".join(f"{key}=***" for key in items)
 
 
+def absolute(path: str | os.PathLike[str]) -> Path:
+    """The absolute form of a path.
+
+    Raises:
+        ConfigError: the path is relative, and the working directory was removed.
+    """
+    try:
+        return Path(path).absolute()
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{path} is relative to the working directory, which was removed. Give an absolute "
+            "path, or change to another directory."
+        ) from None
+
+
 # -- values: a parser takes what people write; its ValueError says what is wrong -------------------
 
 
@@ -113,7 +128,7 @@ def _directory(value: object) -> Path:
     text = os.path.expanduser(os.path.expandvars(text))  # noqa: PTH111  pathlib's raises
     if text.startswith("~"):
         raise ValueError("names a home directory that is not known")
-    return Path(text).absolute()
+    return absolute(text)
 
 
 def _part_size(value: Any) -> int:
@@ -557,7 +572,7 @@ def _usual_files(env: Mapping[str, str]) -> list[Path]:
 
 def _from_files(paths: Sequence[Path]) -> Iterator[tuple[str, object, str]]:
     advice = "Correct the file or name another with --config or SHARDCACHE_CONFIG"
-    for path in map(Path.absolute, paths):
+    for path in map(absolute, paths):
         import tomllib  # here: most have no file, and it would be a third of importing this module
 
         try:

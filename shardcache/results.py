@@ -91,13 +91,14 @@ class PrewarmPlan:
         shards: all wanted shards in order, each once.
         cached: the entries of those that are cached, by key.
         sizes: bytes of those to fetch, by key, as far as they are known.
-        free: bytes that can be stored without removing anything.
-        evict: bytes that will be evicted to make room.
-        missing: bytes too many for the cache; 0 if all known sizes fit.
+        free: bytes on disk that are left without removing anything.
+        evict: bytes on disk that will be evicted to make room.
+        missing: bytes on disk too many for the cache; 0 if all known sizes fit.
         left_out: keys of the shards that find no room; empty unless asked for.
         outdated: cached versions that the origin has replaced, by key. Their shards count as not
             cached. Empty unless asked for.
         unconfirmed: why it is unknown whether the origin has replaced a shard, by key.
+        needed: bytes on disk of the shards to fetch, as far as their sizes are known.
     """
 
     shards: tuple[ShardURL, ...]
@@ -109,6 +110,7 @@ class PrewarmPlan:
     left_out: frozenset[str] = frozenset()
     outdated: Mapping[str, frozenset[str]] = field(default_factory=dict)
     unconfirmed: Mapping[str, Exception] = field(default_factory=dict)
+    needed: int = 0
 
     def __repr__(self) -> str:
         """Say it, as in ``Need 2,048 shards, 1.0 TB: 1,310 cached, 738 to fetch (369.0 GB)``."""
@@ -128,6 +130,7 @@ class PrewarmPlan:
         if self.left_out:
             return f"{text}  {len(self.left_out):,} do not fit and are left out"
         if self.missing:
+            text += f", {format_bytes(self.needed)} needed on disk"
             return f"{text}  does not fit: {format_bytes(self.missing)} too many"
         if self.evict:
             text += f", {format_bytes(self.evict)} of older shards make room"
@@ -144,6 +147,7 @@ class PrewarmPlan:
             "unknown_sizes": self.unknown,
             "free_bytes": self.free,
             "evict_bytes": self.evict,
+            "needed_bytes": self.needed,
             "missing_bytes": self.missing,
             "left_out": len(self.left_out),
             "outdated": len(self.outdated),

@@ -281,7 +281,8 @@ class Process:
             logger.info("%s: not copied to an upstream: %s", shard, exn)
 
     def _count_eviction(self, removal: Removal) -> None:
-        self.counters.add({f"evicted_{removal.reason}": 1, "bytes_evicted": removal.size})
+        size = removal.entries[0].size
+        self.counters.add({f"evicted_{removal.reason}": 1, "bytes_evicted": size})
 
     # -- a failing disk ----------------------------------------------------------
 

@@ -11,6 +11,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
+from shardcache.cache import Cache
 from shardcache.config import Config, Options, TierOption, Upstream, describe, load
 from shardcache.errors import ConfigError
 from shardcache.units import Limit
@@ -216,6 +217,19 @@ def test_a_dir_that_cannot_be_meant_is_refused(value, reason, monkeypatch):
     start = "" if value is None else r"^dir \(argument\): "
     with pytest.raises(ConfigError, match=rf"{start}.*{reason}"):
         load({"dir": value}, {}, [])
+
+
+def test_a_relative_path_is_refused_in_a_working_directory_that_was_removed(home, run):
+    (home / "here").rmdir()
+    advice = "relative to the working directory, which was removed. Give an absolute path"
+    for given in {"dir": "cache"}, {"dir": DIR, "tiers": "ram"}, {"dir": DIR, "upstreams": "nas"}:
+        with pytest.raises(ConfigError, match=advice):
+            Cache(**given)
+    assert Cache(DIR).dir == DIR
+    for options in "--dir cache", "--config x.toml":
+        for command in "ls", "run --env", "prewarm --ray s3://b/x":
+            code, out, err = run(*options.split(), *command.split())
+            assert (code, out) == (2, "") and advice in err
 
 
 # --- the object ----------------------------------------------------------------------

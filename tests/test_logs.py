@@ -17,7 +17,7 @@ from shardcache.units import exact_bytes, format_bytes
 from tests.support.caches import held_elsewhere
 from tests.support.fakes import Fault
 from tests.support.shop import Shop
-from tests.support.storetools import crowd, forked
+from tests.support.storetools import crowd, forked, room
 from tests.support.tars import make_tar
 
 HERE = Path(__file__).resolve().parent.parent
@@ -80,10 +80,10 @@ def test_who_waits_says_for_whom(make_cache, origin, clock, log):
     assert 10 <= told["seconds"] < 12
 
 
-def test_what_is_tried_again_evicted_or_streamed_says_so(make_cache, origin, log):
+def test_what_is_tried_again_evicted_or_streamed_says_so(make_cache, origin, log, tmp_path):
     origin.objects.update({URL: DATA, "s3://lab/big.tar": make_tar(2, members=9)})
     origin.faults.append(Fault(after=None, error=TransientError("busy")))
-    cache = make_cache(max_size=len(DATA))
+    cache = make_cache(max_size=room(tmp_path, len(DATA)))
     cache.open(URL).read()
     assert fields(only(log, "retry")) == {"event": "retry", "shard": URL, "attempt": 1}
     cache.open("s3://lab/big.tar").read()
@@ -102,7 +102,7 @@ def test_one_process_of_a_job_says_that_shards_are_streamed_and_the_last_how_man
 ):
     """Workers that were forked with the cache, or ranks that make their own."""
     shop = Shop(tmp_path, 4)
-    options = {"dir": shop.path, "cache_local": True, "min_free": 0, "max_size": shop.size}
+    options = {"dir": shop.path, "cache_local": True, "min_free": 0, "max_size": shop.room(1)}
 
     def work(parent, number):
         if ranks:
@@ -130,7 +130,7 @@ def test_one_process_of_a_job_says_that_shards_are_streamed_and_the_last_how_man
     told += [(one.levelname, one.getMessage()) for one in log.records]
     (warning,) = [text for level, text in told if level == "WARNING"]
     assert (
-        f"{shop.path} is full (max_size {exact_bytes(shop.size)}" in warning
+        f"{shop.path} is full (max_size {exact_bytes(shop.room(1))}" in warning
         and "Raise max_size" in warning
     )
     (count,) = [text for _, text in told if "this job streamed" in text]
@@ -141,7 +141,7 @@ def test_one_process_of_a_job_says_that_shards_are_streamed_and_the_last_how_man
 
 def test_a_job_that_was_killed_leaves_no_note(tmp_path):
     shop = Shop(tmp_path, 2)
-    options = {"cache_local": True, "min_free": 0, "max_size": shop.size}
+    options = {"cache_local": True, "min_free": 0, "max_size": shop.room(1)}
 
     def work(parent):
         with Cache(shop.path, **options) as cache:

@@ -32,7 +32,8 @@ from shardcache.origins.endpoints import parser, s3_access
 from shardcache.origins.resolve import Origins
 from shardcache.origins.retry import RetryPolicy
 from shardcache.ranks import detect
-from shardcache.space.memory import Volume, cpu_quota, is_memory
+from shardcache.space.eviction import total_bytes
+from shardcache.space.memory import Volume, allocation, cpu_quota, is_memory
 from shardcache.store.entry import Store
 from shardcache.store.root import check_foreign, check_root
 from shardcache.units import format_bytes, format_duration, format_rate
@@ -174,7 +175,7 @@ def _filesystem(tier: Config) -> Answers:
 def _space(tier: Config) -> Answers:
     """max_size and min_free against the disk; of a RAM disk also against the job's memory."""
     disk = Volume.of(path := _existing(tier.dir))
-    held = sum(entry.size for entry in Store(Layout.of_root(tier.dir)).entries())
+    held = total_bytes(Store(Layout.of_root(tier.dir)).entries(), allocation(path))
     floor, limit = tier.min_free.of(disk.size), disk.budget(tier)
     room = max(0, disk.free - floor) + held
     text = f"{format_bytes(disk.free)} of {format_bytes(disk.size)} free, "

@@ -20,8 +20,8 @@ from shardcache.clock import utc
 from shardcache.config import Config
 from shardcache.locks.flock import read_holder
 from shardcache.space.clean import CleanReport
-from shardcache.space.eviction import Policy, Removal, linked
-from shardcache.space.memory import Volume
+from shardcache.space.eviction import Policy, Removal, disk_bytes, linked
+from shardcache.space.memory import Volume, allocation
 from shardcache.store.entry import DamagedError, Entry, Metadata
 from shardcache.store.partial import in_flight, read_progress
 from shardcache.store.root import is_cache
@@ -170,19 +170,21 @@ def _list_shards(cache: Cache) -> tuple[list[Row], Row, str]:
     def stays(entry: Entry) -> bool:
         return shards[entry]["state"] in ("pinned", "in_use") or policy.protects(entry)
 
-    files = linked(shards)
+    files, allocated = linked(shards), home.space().allocated
     size = sum(links[0].size for links in files)
+    used = sum(disk_bytes(links, allocated) for links in files)
     evictable = sum(links[0].size for links in files if not any(map(stays, links)))
     most = Volume.of(cache.dir).budget(cache.config) if shards else None
     footer = f"{counted(len(files), 'shard')}, {format_bytes(size)}"
     if most is not None:
-        footer += f" of {format_bytes(most)} ({size / most:.0%})"
+        footer += f", {format_bytes(used)} of {format_bytes(most)} on disk ({used / most:.0%})"
     if shards:
         footer += f"; {format_bytes(evictable)} evictable"
     if awaited:
         footer += f"; {len(awaited):,} pinned, not cached yet"
-    summary = {"shards": len(files), "bytes": size, "max_size": most, "evictable_bytes": evictable}
-    return [*shards.values(), *awaited], summary | {"not_cached": len(awaited)}, footer
+    summary = {"shards": len(files), "bytes": size, "disk_bytes": used, "max_size": most}
+    summary |= {"evictable_bytes": evictable, "not_cached": len(awaited)}
+    return [*shards.values(), *awaited], summary, footer
 
 
 def partials(cache: Cache) -> Iterator[Row]:
@@ -222,25 +224,32 @@ def tiers(cache: Cache, config: Config) -> Iterator[Row]:
     """How full each tier is; ``max_size`` is None where free space alone limits it."""
     entries = list(cache.entries())
     for number, tier in enumerate(config.by_tier(), 1):
-        root = os.fspath(tier.dir)
+        root, allocated = os.fspath(tier.dir), allocation(tier.dir)
         files = linked(entry for entry in entries if entry.directory.startswith(f"{root}/"))
         yield {
             "tier": number,
             "dir": root,
             "shards": len(files),
             "bytes": sum(links[0].size for links in files),
+            "disk_bytes": sum(disk_bytes(links, allocated) for links in files),
             "max_size": Volume.of(tier.dir).budget(tier) if tier.dir.is_dir() else None,
         }
 
 
 def gauge(tier: Row) -> str:
     """How full a tier is, in a line."""
-    used, most = tier["bytes"], tier["max_size"]
-    text = f"{counted(tier['shards'], 'shard')}, {format_bytes(used)}"
+    used, most, bar = tier["disk_bytes"], tier["max_size"], ""
     if most:
         bar = "#" * round(_GAUGE * min(1.0, used / most))
-        text = f"[{bar:-<{_GAUGE}}] {used / most:4.0%}  {text} of {format_bytes(most)}"
-    return f"{printable(tier['dir'])}  {text}"
+        bar = f"[{bar:-<{_GAUGE}}] {used / most:4.0%}  "
+    return f"{printable(tier['dir'])}  {bar}{held(tier)}"
+
+
+def held(tier: Row) -> str:
+    """Shards and bytes of a tier, for people; beside its limit, the bytes on disk."""
+    used, most = tier["disk_bytes"], tier["max_size"]
+    size = f"{format_bytes(used)} of {format_bytes(most)} on disk" if most else None
+    return f"{counted(tier['shards'], 'shard')}, {size or format_bytes(tier['bytes'])}"
 
 
 # -- rm, pin and unpin --------------------------------------------------------------

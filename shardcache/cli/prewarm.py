@@ -7,7 +7,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
@@ -16,6 +15,7 @@ from shardcache.cli import main as cli
 from shardcache.cli.main import ExitCode, Invocation, command, flag, number_option
 from shardcache.cli.output import Console, counted, fields_of, reason
 from shardcache.cli.progress import Position, Positions, PrewarmProgress, display
+from shardcache.config import absolute
 from shardcache.errors import ConfigError, ShardCacheError, ShardNotFoundError
 from shardcache.fetch.connections import parse_rate
 from shardcache.origins.listing import SHARD, is_pattern
@@ -198,7 +198,7 @@ def _prewarm_ray(
         nodes = prewarm_nodes(
             specs,
             settings={
-                "dir": invocation.dir and Path(invocation.dir).absolute(),
+                "dir": invocation.dir and absolute(invocation.dir),
                 "max_size": None if max_size is None else str(max_size),
             },
             config_file=invocation.config,

@@ -130,9 +130,9 @@ def _variables(invocation: Invocation, options: tuple[str, ...]) -> dict[str, st
     """What the environment of the program says beyond our own."""
     found = {}
     if invocation.config is not None:
-        found["SHARDCACHE_CONFIG"] = str(Path(invocation.config).absolute())
+        found["SHARDCACHE_CONFIG"] = str(configuration.absolute(invocation.config))
     if invocation.dir is not None:
-        found["SHARDCACHE_DIR"] = str(Path(invocation.dir).absolute())
+        found["SHARDCACHE_DIR"] = str(configuration.absolute(invocation.dir))
     for option in options:
         name, equals, value = option.partition("=")
         if not equals:

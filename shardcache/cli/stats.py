@@ -20,7 +20,7 @@ from typing import Any
 
 import click
 
-from shardcache.cli.entries import Row, tiers
+from shardcache.cli.entries import Row, held, tiers
 from shardcache.cli.main import Invocation, command, flag, since_option
 from shardcache.cli.output import Console, counted, local_time, percentage, short_duration
 from shardcache.clock import utc
@@ -257,11 +257,11 @@ def report_command(invocation: Invocation, since: float | None, output: Path) ->
 
 def _meter(tier: Row) -> str:
     """How full a tier is, as HTML."""
-    used, most = tier["bytes"], tier["max_size"]
-    text = f"{tier['dir']}: {counted(tier['shards'], 'shard')}, {format_bytes(used)}"
+    used, most = tier["disk_bytes"], tier["max_size"]
+    text = f"{tier['dir']}: {held(tier)}"
     if not most:
         return f"<p>{html.escape(text)}</p>"
-    text += f" of {format_bytes(most)} ({used / most:.0%})"
+    text += f" ({used / most:.0%})"
     return f'<p>{html.escape(text)} <meter max="{most}" value="{used}"></meter></p>'
 
 

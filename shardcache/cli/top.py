@@ -216,7 +216,7 @@ def frame(activity: Activity) -> RenderableType:
     head = f"  {activity.at.astimezone():%H:%M:%S}  {using}\n"
     parts: list[RenderableType] = [Text.assemble(("shardcache top", "bold"), head)]
     for tier in activity.tiers:
-        full = tier["max_size"] and tier["bytes"] > _NEARLY_FULL * tier["max_size"]
+        full = tier["max_size"] and tier["disk_bytes"] > _NEARLY_FULL * tier["max_size"]
         parts.append(text := Text(gauge(tier)))
         text.highlight_regex(r"(?<= \[)#+(?=-*\] )", "yellow" if full else "green")
     counted_by = {"all": activity.total, **(activity.ranks if len(activity.ranks) > 1 else {})}

@@ -117,7 +117,6 @@ class Coordinator:
         self.layout = stores[-1].layout
         # As they are now: a tier that is made anew gets another coordinator.
         self._places = [(tier.store, tier.space()) for tier in tiers]
-        self._tiers = tiers
         self._fetcher = fetcher
         self._origins = origins
         self._config = config
@@ -285,14 +284,16 @@ class Coordinator:
 
     def _link(self, url: ShardURL, outdated: Collection[str]) -> Opened | None:
         """Share a sibling namespace's copy, by hard link or else as it is."""
-        pairs = ((t.store, other) for t in self._tiers for other in t.stores()[1:])
-        for store, sibling in pairs:
+        places = ((*place, other) for place in self._places for other in place[1].stores()[1:])
+        for store, space, sibling in places:
             other = opened = None
             try:
                 other = sibling.open(url.key, url.basename, outdated)
                 if other is None:
                     continue
-                if store.link(other, other.entry.metadata(), url.basename):
+                with space.reserved(str(url), 0):
+                    is_linked = store.link(other, other.entry.metadata(), url.basename)
+                if is_linked:
                     opened = self.lookup(url, outdated)
             except (DamagedError, FileNotFoundError):  # its own namespace will set it aside
                 if other is not None:

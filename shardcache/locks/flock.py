@@ -144,6 +144,7 @@ class KeyLock:
         self.left: Holder | None = None
         self._modes = modes
         self._file: io.FileIO | None = None
+        self._is_spent = False  # whether no process needs the file after `release`
 
     def try_acquire(self, holder: Holder) -> bool:
         """Take the lock if it is free, and say in it who we are.
@@ -188,6 +189,7 @@ class KeyLock:
         file = self._file
         if file is None or file.closed:
             return  # not held, or the parent's
+        self._is_spent = is_lock_name(self.path.name) is not None and holder.partial is None
         try:
             with contextlib.suppress(PermissionError):  # another member's
                 set_mode(file.fileno(), self._modes.file)
@@ -196,18 +198,25 @@ class KeyLock:
             logger.debug("%s: no record of its holder: %s", self.path, exn)
 
     def release(self) -> None:
-        """Let the next one go on; harmless when the lock is not held, or is the parent's."""
+        """Let the next one go on; harmless when the lock is not held, or is the parent's.
+
+        This removes the file of a key unless its record names a partial. The file takes a block of
+        the disk, and a shard that is small or was streamed does not need it again.
+        """
         file, self._file = self._file, None
         if file is not None:
+            with contextlib.suppress(OSError):
+                if self._is_spent and not file.closed and os.fstat(file.fileno()).st_nlink:
+                    self.path.unlink()
             with contextlib.suppress(OSError):  # closed all the same
                 file.close()
 
 
 def remove_locks(layout: Layout) -> None:
-    """Remove lock files and leases of keys that nobody fetches.
+    """Remove lock files and leases of keys that no process fetches.
 
-    They cost an inode for every shard that was ever fetched. A live lease is touched every half a
-    minute; one that is wrongly taken for dead costs a second fetch.
+    They cost an inode for every large shard that was ever fetched. A live lease is touched every
+    half a minute; one that is wrongly taken for dead costs a second fetch.
     """
     for place in {layout.locks, layout.base / "locks"}:
         for prefix in list_names(place):

@@ -92,6 +92,12 @@ def mount_of(path: Path | str) -> Mount | None:
     return best
 
 
+def is_local(path: Path | str) -> bool:
+    """Whether this machine alone has the filesystem of a path; False if that is unknown."""
+    mount = mount_of(path)
+    return mount is not None and mount.is_local
+
+
 def node_namespace(root: Path, locks: str, touch_interval: float, modes: Modes = PRIVATE) -> Layout:
     """The node's namespace in ``root``, which may not exist yet; it says how to lock there.
 
@@ -101,10 +107,7 @@ def node_namespace(root: Path, locks: str, touch_interval: float, modes: Modes =
         touch_interval: seconds between touches of an entry in use; the grace is twice that or more.
         modes: the permissions of what is made.
     """
-    if locks == "auto":
-        mount = mount_of(root)
-        locks = "flock" if mount is not None and mount.is_local else "lease"
-    if locks == "flock":
+    if locks == "flock" or (locks == "auto" and is_local(root)):
         return Layout.of_root(root, modes)
     # Without a manifest its name is not known yet, and nothing is locked.
     local, cache = None, read_manifest(root).get("id")

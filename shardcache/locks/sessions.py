@@ -7,6 +7,10 @@ the cache goes by them. A child (DataLoader worker, forked or spawned) registers
 parent's start, so that an epoch's workers do not look younger than their job. Files of dead
 processes are removed by whoever counts next; of the sessions that ended, the one that began last
 leaves its file as `Layout.limits`. A command has no limits to leave.
+
+With leases, sessions are on the node. So each session also has a mark in the root,
+``<random>.lease``, which no process locks and its own touches while it uses the cache. By sessions
+and marks, processes notice those that use the other kind of lock (`other_locks`).
 """
 
 from __future__ import annotations
@@ -23,13 +27,15 @@ from collections.abc import Iterator, Mapping
 from operator import itemgetter
 from pathlib import Path
 
-from shardcache.files import open_exclusive, open_file, random_token
-from shardcache.layout import IDLE_GRACE, Layout, list_names
+from shardcache.files import open_exclusive, open_file, random_token, write_new
+from shardcache.layout import IDLE_GRACE, Layout, is_idle, list_names, remove_old
 from shardcache.locks.flock import Holder, is_file, read_holder, try_flock
+from shardcache.locks.mounts import is_local
 
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[0-9a-f]{32}\.(session|[0-9a-f]{32}\.wait)")
+_is_mark_name = re.compile(r"[0-9a-f]{32}\.lease").fullmatch
 #: A sweeper may remove a file between our open and our flock, not for ever.
 _ATTEMPTS = 100
 _MAX_LIMITS = 4096
@@ -48,6 +54,7 @@ class Session:
     """
 
     _file: io.FileIO | None = None  # until it is made
+    _mark: Path | None = None  # with leases
 
     def __init__(
         self,
@@ -59,6 +66,7 @@ class Session:
     ) -> None:
         name = f"{random_token()}.session" if waits is None else f"{waits[0]}.{random_token()}.wait"
         self.path = layout.sessions / name
+        self._started = started
         data = b"" if limits is None else json.dumps(limits).encode()
         data = data if waits is None else waits[1].encode()
         try:
@@ -66,6 +74,9 @@ class Session:
             for _ in range(_ATTEMPTS):
                 if self._register(layout, started, data):
                     break
+            if layout.grace is not None and waits is None:
+                self._mark = _in_root(layout) / self.path.with_suffix(".lease").name
+                write_new(self._mark, b"", layout.modes.file)
         except OSError as exn:
             # A cache that cannot be written evicts nothing, so nobody needs to know of us.
             logger.debug("%s was not made: %s", self.path, exn)
@@ -85,9 +96,21 @@ class Session:
             self._file = file
         return True
 
+    def refresh(self) -> None:
+        """Give a sign of life to processes that cannot test the lock of the session."""
+        if self._file is not None and not self._file.closed:
+            with contextlib.suppress(OSError):
+                if self._mark is not None:
+                    os.utime(self._mark)
+                else:  # the modification time stays; the change time becomes now
+                    os.utime(self._file.fileno(), (self._started, self._started))
+
     def close(self) -> None:
         """It is over. In a forked child, nothing: it is the parent's."""
         if self._file is not None and not self._file.closed:
+            if self._mark is not None:
+                with contextlib.suppress(OSError):
+                    self._mark.unlink()
             with contextlib.suppress(OSError):  # unlocked, it counts as dead anyway
                 _remove(self.path)
             with contextlib.suppress(OSError):  # closed all the same
@@ -108,6 +131,26 @@ def live_sessions(layout: Layout) -> list[float]:
     return [date for date in found if date is not None]
 
 
+def other_locks(layout: Layout) -> str | None:
+    """Return the kind of lock, ``flock`` or ``lease``, of live processes if ``layout`` has another.
+
+    A process on another machine counts as alive for an hour after its last sign of life.
+
+    Raises:
+        OSError: the directory cannot be read. A missing one is empty.
+    """
+    directory = _in_root(layout)
+    names = list_names(directory)
+    marks = list(filter(_is_mark_name, names))
+    if layout.grace is None:
+        return "lease" if not all(is_idle(directory / mark) for mark in marks) else None
+    # If the node has no directory for them, sessions that use leases are here, too.
+    own = {mark.replace(".lease", ".session") for mark in marks}
+    sessions = [directory / n for n in names if _NAME.fullmatch(n) and n.endswith(".session")]
+    is_alive = _is_locked if is_local(layout.base.parent) else _has_changed
+    return "flock" if any(is_alive(path) for path in sessions if path.name not in own) else None
+
+
 def remove_dead(layout: Layout) -> None:
     """Remove what processes that are gone left in ``sessions``; raises as `live_sessions`.
 
@@ -115,6 +158,8 @@ def remove_dead(layout: Layout) -> None:
     """
     for path in _files(layout, ""):
         _date(path)
+    for mark in filter(_is_mark_name, list_names(_in_root(layout))):
+        remove_old(_in_root(layout) / mark)
     oldest = min(live_sessions(layout), default=math.inf)
     for name in list_names(layout.sessions):
         path = layout.sessions / name
@@ -164,6 +209,22 @@ def _remove(path: Path) -> None:
         path.replace(last)
     else:
         path.unlink()
+
+
+def _in_root(layout: Layout) -> Path:
+    """The directory of the sessions that use flock, and of the marks of those that use leases."""
+    return layout.base / "sessions"
+
+
+def _is_locked(path: Path) -> bool:
+    return _date(path) is not None
+
+
+def _has_changed(path: Path) -> bool:
+    """Whether a session gave a sign of life within the last hour."""
+    with contextlib.suppress(FileNotFoundError):
+        return time.time() - path.lstat().st_ctime <= IDLE_GRACE
+    return False
 
 
 def _files(layout: Layout, suffix: str) -> list[Path]:

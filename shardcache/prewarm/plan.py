@@ -178,15 +178,18 @@ def make_plan(
     if missing and ask_sizes:
         sizes = listing.sizes(missing)
     free = evict = 0
-    need = too_much = sum(sizes.values())
-    for tier in cache.processes.here().tiers:  # what one has no room for is for the next
+    process = cache.processes.here()
+    allocated = process.home.space().allocated
+    room = {key: allocated(size) for key, size in sizes.items()}
+    need = too_much = sum(room.values())
+    for tier in process.tiers:  # what one has no room for is for the next
         more, freed, lacking = _room(tier, entries, wanted, too_much)
         too_much = min(too_much, lacking)  # more may be over its limits, but is not to be fetched
         free, evict = free + more, evict + freed
     left_out = set()
     left = need - too_much
     for shard in missing if best_effort else ():  # the rest fits; earlier ones go first
-        if (size := sizes.get(shard.key, 0)) <= left:
+        if (size := room.get(shard.key, 0)) <= left:
             left -= size
         else:
             left_out.add(shard.key)
@@ -200,6 +203,7 @@ def make_plan(
         left_out=frozenset(left_out),
         outdated=outdated,
         unconfirmed=unconfirmed,
+        needed=need,
     )
 
 
@@ -223,7 +227,7 @@ def _outdated(cache: Cache, shard: ShardURL) -> frozenset[str] | Exception:
 
 
 def _room(tier: Tier, entries: list[Entry], wanted: set[str], need: int) -> tuple[int, int, int]:
-    """Bytes free, to be evicted, and missing for ``need`` more, in one directory."""
+    """Bytes on disk that are free, to be evicted, and missing for ``need`` more, in one tier."""
     config, space = tier.config, tier.space()
     here = [entry for entry in entries if tier.owns(entry.directory)]
     flights = space.flights()
@@ -234,12 +238,12 @@ def _room(tier: Tier, entries: list[Entry], wanted: set[str], need: int) -> tupl
     volume = Volume.of(next(path for path in above if path.exists()))
     limit = volume.budget(config)
     free = spare = volume.free - config.min_free.of(volume.size) + resumable
-    kept = total_bytes([entry for entry in here if entry.key in wanted])
+    kept = total_bytes([entry for entry in here if entry.key in wanted], space.allocated)
     chosen = space.plan(
         Limits(max_size=limit, free_needed=max(0, need - spare)),
         reserved=others + need + kept,
         found=[entry for entry in here if entry.key not in wanted],
     )
     if limit is not None:
-        free = min(free, limit - others - total_bytes(here))
+        free = min(free, limit - others - total_bytes(here, space.allocated))
     return max(0, free), chosen.freed, chosen.missing

@@ -156,7 +156,7 @@ def prewarm_nodes(
     expanded = expand(specs)  # a mistake is told once, not by every node
     if any("${" in spec for spec in specs):
         specs = expanded  # the nodes need not know the variables
-    file = None if config_file is None else Path(config_file).absolute()
+    file = None if config_file is None else configuration.absolute(config_file)
     order = specs, dict(settings or {}), file, options
     stop, out = stop or threading.Event(), sys.stdout
     with _connected() as ray:

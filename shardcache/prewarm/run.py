@@ -121,10 +121,11 @@ def prewarm(
             return PrewarmReport(plan, results, clock.monotonic() - began)
         if plan.missing and not best_effort:
             raise CacheFullError(
-                f"{format_bytes(plan.fetch_bytes)} to fetch, {format_bytes(plan.missing)} more "
-                f"than there is room for in {cache.dir}. Raise max_size, free the disk, ask for "
-                "fewer shards, or take what fits (best_effort, --best-effort).",
-                needed=plan.fetch_bytes,
+                f"the shards to fetch need {format_bytes(plan.needed)} of disk, "
+                f"{format_bytes(plan.missing)} more than there is room for in {cache.dir}. "
+                "Raise max_size, free the disk, ask for fewer shards, or take what fits "
+                "(best_effort, --best-effort).",
+                needed=plan.needed,
                 missing=plan.missing,
             )
         pool = Pool(cache, plan, stop or threading.Event(), jobs, best_effort, max_failures, rate)

@@ -1,11 +1,11 @@
 """Room for a shard before its first byte is written.
 
-The node keeps one number, ``usage``: bytes of all shards, and of all fetches in flight with their
-final sizes. It is read and written under the budget lock only. Entries and partials are counted
-again before anything is evicted or refused, and after a minute; a refusal is believed as long,
-unless somebody cleans the cache or a job ends meanwhile. Where locks do not work, each process may
-overshoot by what others admit at the same moment. Nodes that share a directory do not share the
-number: they count each time.
+The node keeps one number, ``usage``: bytes on disk of all shards, and of all fetches in flight with
+their final sizes. It is read and written under the budget lock only. Entries and partials are
+counted again before anything is evicted or refused, and after a minute; a refusal is believed as
+long, unless another process cleans the cache or a job ends meanwhile. Where locks do not work, each
+process may overshoot by what others admit at the same moment. Nodes that share a directory do not
+share the number: they count each time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from shardcache.space.eviction import (
     sweep,
     total_bytes,
 )
-from shardcache.space.memory import Volume, is_memory
+from shardcache.space.memory import Volume, allocation, is_memory
 from shardcache.store.entry import Entry, Store
 from shardcache.store.partial import InFlight, in_flight
 from shardcache.units import format_bytes
@@ -73,13 +73,13 @@ _MAX_USAGE = 4096
 class _Usage:
     """The number."""
 
-    held: int  #: bytes of entries, and of fetches in flight when they will be complete
+    held: int  #: bytes on disk of entries, and of fetches in flight when they will be complete
     counted: float  #: when, of the monotonic clock, which all processes share
     most: int | None = None  #: what `held` can be at most, as a refusal found; None without any
 
-    def missing(self, size: int) -> int:
-        """Bytes for which a shard finds no room, as the last refusal found."""
-        return 0 if self.most is None else max(0, self.held + size - self.most)
+    def missing(self, need: int) -> int:
+        """How many of the bytes that a shard needs find no room, as the last refusal found."""
+        return 0 if self.most is None else max(0, self.held + need - self.most)
 
 
 class Space:
@@ -113,6 +113,11 @@ class Space:
         """Most bytes that the cache may hold, on the filesystem as it was when first asked."""
         return Volume.of(self.node.base).budget(self._config)
 
+    @functools.cached_property
+    def allocated(self) -> Callable[[int], int]:
+        """The function that computes the bytes on disk of a shard from its size."""
+        return allocation(self.node.base)
+
     @contextlib.contextmanager
     def reserved(self, url: str, size: int | None) -> Iterator[None]:
         """Have room for a shard, by eviction if need be; its partial is made in the body.
@@ -128,7 +133,8 @@ class Space:
         if size is not None:
             if too_large := self._too_large(url, size):
                 raise too_large
-            if self.max_size is None and self._is_ample(Volume.of(self.node.base), size):
+            need = self.allocated(size)
+            if self.max_size is None and self._is_ample(Volume.of(self.node.base), need):
                 yield
                 return
         with self._threads, self._budget_lock():
@@ -140,7 +146,7 @@ class Space:
     def refuses(self, url: str, size: int) -> CacheFullError | None:
         """Why there is no room for a shard: it is too large, or that was found lately."""
         usage = self._read()
-        missing = 0 if usage is None else usage.missing(size)
+        missing = 0 if usage is None else usage.missing(self.allocated(size))
         return self._too_large(url, size) or (self._no_room(url, missing) if missing else None)
 
     def _no_room(self, url: str, missing: int = 0) -> CacheFullError:
@@ -153,24 +159,24 @@ class Space:
         )
 
     def _too_large(self, url: str, size: int) -> CacheFullError | None:
-        if self.max_size is None or size <= self.max_size:
+        if self.max_size is None or (need := self.allocated(size)) <= self.max_size:
             return None
         return CacheFullError(
-            f"{url} has {format_bytes(size)}, more than the whole cache may hold "
+            f"{url} takes {format_bytes(need)} on disk, more than the whole cache may hold "
             f"({format_bytes(self.max_size)}). Raise max_size.",
             url=url,
         )
 
     def make_room(self, url: str, size: int) -> None:
-        """Free ``size`` bytes, and three entries more, after the disk said that it is full.
+        """Free room for ``size`` bytes, and three entries more, when the disk was full.
 
         What it lacks may be inodes, of which a fetch takes more than one entry has.
         """
         with self._budget_lock():
             self.recount()
-            needed = max(1, size) - self._sweep()
+            needed = self.allocated(size) - self._sweep()
             found = self._entries()
-            spare = 3 * sum(entry.size for entry in found) // max(1, len(found))
+            spare = 3 * total_bytes(found, self.allocated) // max(1, len(found))
             chosen = self.plan(Limits(free_needed=max(0, needed), spare=spare), found=found)
             if chosen.missing:
                 raise self._no_room(url, chosen.missing)
@@ -189,7 +195,7 @@ class Space:
 
     def _reserve(self, url: str, size: int | None) -> None:
         """Add a shard to the number, once there is room for it; under the lock."""
-        need = size or 0
+        need = 0 if size is None else self.allocated(size)
         usage = None if size is None else self._read()
         found: list[Entry] | None = None
         swept = False
@@ -212,7 +218,7 @@ class Space:
             if found is None:
                 usage = None  # what is evicted or refused is counted first
                 continue
-            held = total_bytes(found)
+            held = total_bytes(found, self.allocated)
             spare = held // _EACH if len(found) >= _EACH else 0
             chosen = self.plan(
                 replace(limits, spare=spare), reserved=usage.held - held + need, found=found
@@ -236,8 +242,16 @@ class Space:
             self.node.usage.unlink()
 
     def flights(self) -> list[InFlight]:
-        """The fetches in flight, of all namespaces."""
-        return [flight for store in self.stores() for flight in in_flight(store.layout)]
+        """The fetches in flight of all namespaces; their sizes are bytes on disk."""
+        flights = (flight for store in self.stores() for flight in in_flight(store.layout))
+        return [
+            replace(
+                flight,
+                occupied=self.allocated(flight.occupied),
+                size=None if flight.size is None else self.allocated(flight.size),
+            )
+            for flight in flights
+        ]
 
     def _entries(self) -> list[Entry]:
         return [entry for store in self.stores() for entry in store.entries()]
@@ -259,7 +273,7 @@ class Space:
             for each in flights
             if (each.key, each.version) not in published or is_directory(each.path)
         ]
-        held = total_bytes(found) + sum(flight.reserved for flight in fetched)
+        held = total_bytes(found, self.allocated) + sum(flight.reserved for flight in fetched)
         return _Usage(held, counted), found
 
     def _read(self) -> _Usage | None:
@@ -291,8 +305,8 @@ class Space:
         """The configured limits as they stand on this filesystem now.
 
         Args:
-            newcomer: bytes of a shard that is to come beside what is in flight; None where none
-                is to come, and what is too old may go.
+            newcomer: bytes on disk of a shard to admit beside the fetches in flight; None if there
+                is none. Then entries that are too old may go.
         """
         volume = Volume.of(self.node.base)
         free = self._config.min_free.of(volume.size)
@@ -307,10 +321,10 @@ class Space:
         )
 
     def _announced(self) -> float:
-        """Bytes that fetches in flight will have, by their names alone: no file is opened."""
+        """Bytes on disk that fetches in flight will have, by their names: no file is opened."""
         names = (name for store in self.stores() for name in list_names(store.layout.partial))
         sizes = [parsed[2] for name in names if (parsed := parse_partial_name(name))]
-        return math.inf if None in sizes else sum(size or 0 for size in sizes)
+        return sum(math.inf if size is None else self.allocated(size) for size in sizes)
 
     def _is_ample(self, volume: Volume, need: int) -> bool:
         """Whether a shard fits whatever others reserve: asking under the lock costs more."""
@@ -334,17 +348,20 @@ class Space:
 
         Args:
             limits: what must hold afterwards.
-            reserved: bytes of fetches in flight.
+            reserved: bytes on disk of fetches in flight.
             jobs: whether what running jobs use stays.
             found: the entries, where they were listed already.
         """
         policy = Policy.of(self._config, self.node, clock.time(), jobs=jobs)
         entries = self._entries() if found is None else found
-        return plan(entries, limits, policy, reserved=reserved, in_use=self.stores()[0].is_pinned)
+        in_use = self.stores()[0].is_pinned
+        return plan(
+            entries, limits, policy, reserved=reserved, in_use=in_use, allocated=self.allocated
+        )
 
     def _sweep(self) -> int:
         """Remove what dead processes left; returns bytes freed."""
-        removals = [removal for store in self.stores() for removal in sweep(store)]
+        removals = [one for store in self.stores() for one in sweep(store, self.allocated)]
         for removal in removals:
             logger.info("removed %s, %d bytes", removal.name, removal.size)
         return sum(removal.size for removal in removals)
@@ -358,7 +375,8 @@ class Space:
         store, gone = self.stores()[0], []
         for removal in chosen.removed:
             if all(store.evict(entry) for entry in removal.entries):
-                key, size, reason = removal.entries[0].key, removal.size, removal.reason.value
+                entry, reason = removal.entries[0], removal.reason.value
+                key, size = entry.key, entry.size
                 extra = {"event": "evicted", "key": key, "bytes": size, "reason": reason}
                 logger.info("evicted %s, %d bytes (%s)", key, size, reason, extra=extra)
                 self._evicted(removal)

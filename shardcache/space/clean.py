@@ -51,7 +51,11 @@ def clean(
         dry_run: touch nothing, say what would go.
     """
     keep = 0.0 if orphans or limits.everything else _KEEP_PARTIALS
-    leftovers = [one for s in space.stores() for one in sweep(s, keep=keep, dry_run=dry_run)]
+    leftovers = [
+        removal
+        for store in space.stores()
+        for removal in sweep(store, space.allocated, keep=keep, dry_run=dry_run)
+    ]
     swept = sum(one.size for one in leftovers)
     # What a dry run leaves counts as in flight.
     reserved = sum(flight.reserved for flight in space.flights()) - (swept if dry_run else 0)
@@ -138,6 +142,7 @@ class Housekeeper:
             pressed, is_round = self._tier.space().is_pressed, now >= self._next
             if is_round:
                 self._next = now + INTERVAL
+                self._tier.refresh_session()
             if pressed is None:
                 self.due = self._next
             if is_round or pressed:

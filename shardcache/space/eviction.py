@@ -30,7 +30,7 @@ from shardcache.store.partial import in_flight, remove_leftover, remove_unnamed
 from shardcache.units import format_bytes
 
 __all__ = ["CleanReport", "Limits", "Links", "Policy", "Reason", "Removal"]
-__all__ += ["linked", "plan", "sweep", "total_bytes"]
+__all__ += ["disk_bytes", "linked", "plan", "sweep", "total_bytes"]
 
 #: Seconds by which clocks may differ. S3 refuses clocks that are off by more than 15 minutes.
 SKEW = 3600.0
@@ -50,7 +50,7 @@ class Reason(StrEnum):
 class Limits:
     """What the cache may occupy; None means no such limit."""
 
-    max_size: int | None = None  #: bytes of entries and fetches in flight together
+    max_size: int | None = None  #: bytes on disk of entries and fetches in flight together
     free_needed: int = 0  #: bytes to remove so that the filesystem keeps its free space
     spare: int = 0  #: bytes that go along with those, as far as they may
     max_age: float | None = None  #: seconds since the last use
@@ -66,7 +66,7 @@ class Removal:
     """Something that was removed (or would be): which directory, how big, why."""
 
     name: str
-    size: int
+    size: int  #: bytes on disk
     reason: Reason
     entries: Links = field(default=(), repr=False)  #: of a shard: all links of its file
 
@@ -81,7 +81,7 @@ class CleanReport:
 
     removed: tuple[Removal, ...]  #: entries and leftovers, in order
     kept: int  #: number of shards that stay
-    kept_bytes: int  #: bytes of those
+    kept_bytes: int  #: bytes of those on disk
     missing: int  #: bytes that could not be found because the rest is in use
     dry_run: bool  #: whether nothing was touched
 
@@ -94,7 +94,7 @@ class CleanReport:
 
     @property
     def freed(self) -> int:
-        """Bytes of all that was removed."""
+        """Bytes on disk of all that was removed."""
         return sum(removal.size for removal in self.removed)
 
 
@@ -156,9 +156,14 @@ def linked(entries: Iterable[Entry]) -> list[Links]:
     return found
 
 
-def total_bytes(entries: Iterable[Entry]) -> int:
-    """Bytes of entries; what several of them link counts once."""
-    return sum(links[0].size for links in linked(entries))
+def disk_bytes(links: Links, allocated: Callable[[int], int]) -> int:
+    """Bytes on disk of one file and of the directories and sidecars of all its links."""
+    return allocated(links[0].size) + (len(links) - 1) * allocated(0)
+
+
+def total_bytes(entries: Iterable[Entry], allocated: Callable[[int], int]) -> int:
+    """Bytes of entries on disk; a file that several of them link counts once."""
+    return sum(disk_bytes(links, allocated) for links in linked(entries))
 
 
 def plan(
@@ -168,6 +173,7 @@ def plan(
     *,
     reserved: int = 0,
     in_use: Callable[[Entry], bool] = lambda entry: False,
+    allocated: Callable[[int], int] = lambda size: size,
 ) -> CleanReport:
     """Choose victims, replaced versions first, then in the policy's order, until the limits hold.
 
@@ -177,9 +183,10 @@ def plan(
         policy: what goes first, and what stays.
         reserved: bytes of fetches in flight, and of the one that needs room.
         in_use: asked only of entries that would otherwise go.
+        allocated: computes the bytes on disk of a shard from its size.
     """
     files = linked(entries)
-    total = sum(links[0].size for links in files)
+    total = sum(disk_bytes(links, allocated) for links in files)
     over = -math.inf if limits.max_size is None else total + reserved - limits.max_size
     short = limits.free_needed or -math.inf
     spare = limits.spare if max(over, short) > 0 else 0
@@ -215,19 +222,23 @@ def plan(
         kept = any(map(policy.keeps, links)) and not is_replaced(links)
         if kept or any(map(in_use, links)):
             continue
-        removed.append(Removal(links[0].directory, links[0].size, reason, links))
-        over -= links[0].size
-        short -= links[0].size
+        size = disk_bytes(links, allocated)
+        removed.append(Removal(links[0].directory, size, reason, links))
+        over -= size
+        short -= size
     kept_bytes = total - sum(removal.size for removal in removed)
     missing = int(max(0, over, short))
     return CleanReport(tuple(removed), len(files) - len(removed), kept_bytes, missing, dry_run=True)
 
 
-def sweep(store: Store, *, keep: float = 0.0, dry_run: bool = False) -> Iterator[Removal]:
+def sweep(
+    store: Store, allocated: Callable[[int], int], *, keep: float = 0.0, dry_run: bool = False
+) -> Iterator[Removal]:
     """Remove what dead processes left, and damaged entries; yields what had bytes of its own.
 
     Args:
         store: where.
+        allocated: computes the bytes on disk of a shard from its size.
         keep: seconds for which the partials of dead processes stay, to be resumed.
         dry_run: only say what would go.
     """
@@ -236,7 +247,7 @@ def sweep(store: Store, *, keep: float = 0.0, dry_run: bool = False) -> Iterator
         if found.live or (keep and found.occupied and found.key and not is_idle(found.path, keep)):
             continue
         if dry_run or remove_leftover(layout, found.path):
-            yield Removal(str(found.path), found.occupied, Reason.ORPHAN)
+            yield Removal(str(found.path), allocated(found.occupied), Reason.ORPHAN)
     if not dry_run:
         remove_dead(layout)
         remove_unnamed(layout)

@@ -1,4 +1,4 @@
-"""What a filesystem has left, and for a RAM disk what the cgroups of this process leave it.
+"""The room that a filesystem and the cgroups of this process leave, and the room a shard takes.
 
 What is written to a tmpfs is memory of its writer's cgroup. At the cgroup's limit nobody is told
 ENOSPC: the kernel kills, and in a container all of it goes. The limits of every level up to the
@@ -13,14 +13,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from shardcache import clock
 from shardcache.config import Config
 from shardcache.locks.mounts import MEMORY_TYPES, mount_of, read_mounts
+from shardcache.store.partial import record_size
 
-__all__ = ["Volume", "cpu_quota", "is_memory", "memory_headroom"]
+__all__ = ["Volume", "allocation", "cpu_quota", "is_memory", "memory_headroom"]
 
 _MEMBERSHIP = Path("/proc/self/cgroup")
 #: v1 states "no limit" as the largest multiple of a page in a signed 64-bit number.
@@ -32,6 +34,9 @@ _EPHEMERAL_SHARE = 0.9
 #: the second bound, a job that grew as it began to write was killed within the first second.
 _ASKED_EVERY = 1.0
 _WRITTEN = 1 / 16
+#: Bytes of the largest block of a local filesystem, and of the usual one. NFS and Ceph state how
+#: much they transfer at once instead, 1 MiB and more.
+_LARGEST_BLOCK, _USUAL_BLOCK = 64 << 10, 4096
 #: device -> when the cgroups were asked, what they left, and what the disk had free then.
 _asked: dict[int, tuple[float, Volume | None, int]] = {}
 
@@ -62,6 +67,27 @@ class Volume:
         if config.ephemeral_limit is not None:
             limits.append(int(config.ephemeral_limit * _EPHEMERAL_SHARE))
         return min(limits, default=None)
+
+
+def allocation(root: Path) -> Callable[[int], int]:
+    """Return a function that computes the bytes on disk of a shard from its size.
+
+    It counts whole blocks for the data and for the sidecar or journal, and the two directories of
+    an entry. Only this call queries the filesystem.
+
+    Args:
+        root: a directory of the cache. It need not exist yet.
+    """
+    path = next(path for path in (root, *root.parents) if path.exists())
+    block = os.statvfs(path).f_frsize
+    block = block if 0 < block <= _LARGEST_BLOCK else _USUAL_BLOCK
+    directory = min(block, path.stat().st_blocks * 512)  # ext4: a block; tmpfs, xfs, btrfs: none
+
+    def allocated(size: int) -> int:
+        blocks = -(-size // block) + -(-record_size(size) // block)
+        return blocks * block + 2 * directory
+
+    return allocated
 
 
 def is_memory(path: Path) -> bool:

@@ -6,16 +6,18 @@ disk, with a manifest, sessions, pins and limits, so that any of them may be ano
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from shardcache import clock
 from shardcache.config import Config, __version__
+from shardcache.errors import ConfigError
 from shardcache.files import Modes
 from shardcache.layout import Layout, is_rank_name, list_names
-from shardcache.locks.mounts import node_namespace
-from shardcache.locks.sessions import Session, stated_limits
+from shardcache.locks.mounts import is_local, node_namespace
+from shardcache.locks.sessions import Session, other_locks, stated_limits
 from shardcache.ranks import Ranks, safe_name
 from shardcache.space.memory import Volume
 from shardcache.store.entry import Store
@@ -51,9 +53,7 @@ def job_limits(config: Config) -> tuple[dict[str, str], str]:
     Raises:
         ConfigError, OSError: there is no such directory, or what is stated makes no sense.
     """
-    modes = Modes.of(config.shared_group)
-    node = node_namespace(config.dir, config.locks, config.touch_interval, modes)
-    found, running = stated_limits(node)
+    found, running = stated_limits(_namespace(config, follow=True))
     volume = Volume.of(config.dir)
 
     def most(limits: dict[str, str]) -> float:
@@ -61,6 +61,24 @@ def job_limits(config: Config) -> tuple[dict[str, str], str]:
         return math.inf if budget is None else budget
 
     return min(found, key=most), "running job" if running else "last job"
+
+
+def _namespace(config: Config, *, follow: bool) -> Layout:
+    """The node's namespace.
+
+    Args:
+        config: options of the tier.
+        follow: use the kind of lock that live processes use, whatever ``locks`` says. On a
+            network filesystem, flock is not an option.
+    """
+    modes = Modes.of(config.shared_group)
+    node = node_namespace(config.dir, config.locks, config.touch_interval, modes)
+    with contextlib.suppress(OSError):
+        other = other_locks(node) if follow else None
+        # A network filesystem hides the flocks of other machines.
+        if other == "lease" or (other == "flock" and is_local(config.dir)):
+            return node_namespace(config.dir, other, config.touch_interval, modes)
+    return node
 
 
 class Tier:
@@ -98,10 +116,9 @@ class Tier:
     def _look(self) -> None:
         """Find out where the namespaces are."""
         config = self.config
-        modes = Modes.of(config.shared_group)
-        check_manifest(config.dir, modes)
-        #: The node's namespace.
-        self.node = node_namespace(config.dir, config.locks, config.touch_interval, modes)
+        check_manifest(config.dir, Modes.of(config.shared_group))
+        #: The node's namespace. A command, which has no start, may lock in either way.
+        self.node = _namespace(config, follow=self._started is None)
         own = self.node
         if config.isolation != "node":
             job = self._ranks.job or _NO_JOB
@@ -145,6 +162,15 @@ class Tier:
         self._look()  # anew: the directory of this node is named by the manifest
         if self.store.layout != node:
             self.store.layout.make()
+        if self._started is None:
+            self._session = Session(self.node, clock.time())
+        else:
+            self._session = Session(self.node, self._started, limits=self.config.limits())
+        try:  # after registering: of two processes that start together, at least one is refused
+            self.check_locks()
+        except (ConfigError, OSError):
+            self.end_session()
+            raise
         self._identity = identity(self.config.dir, self.store.layout)
         if self.node.grace is not None and self.config.locks == "auto":
             self._warn(
@@ -154,10 +180,23 @@ class Tier:
                 self.config.dir,
                 format_duration(self.node.grace),
             )
-        if self._started is None:
-            self._session = Session(self.node, clock.time())
-        else:
-            self._session = Session(self.node, self._started, limits=self.config.limits())
+
+    def check_locks(self) -> None:
+        """Raise ConfigError if live processes use the other kind of lock."""
+        if (other := other_locks(self.node)) is not None:
+            kind = "flock" if other == "lease" else "lease"
+            raise ConfigError(
+                f"processes that use {self.config.dir} lock by {other}, and this one by {kind}: "
+                "each kind would evict what the other one reads. Set locks to lease for all of "
+                "them (SHARDCACHE_LOCKS=lease), use another directory, or wait until those "
+                "processes have ended (for an hour if they were killed).",
+                dir=self.config.dir,
+            )
+
+    def refresh_session(self) -> None:
+        """See `Session.refresh`."""
+        if (session := self._session) is not None:
+            session.refresh()
 
     def changed(self) -> bool:
         """Whether the directory is not what it was, or was never made."""

@@ -60,9 +60,16 @@ _MAGIC = b"SHCPROG3"
 #: Magic, where the records begin, and whether the blocks may be read.
 _HEADER = struct.Struct("<8sII")
 _RECORD = struct.Struct("<16sQ")
+#: Bytes of a sidecar; a long URL adds some.
+_SIDECAR = 700
 #: Records that a reader takes in one call: 256 MiB of data.
 _AHEAD = 256
 _MAKE = os.O_RDWR | os.O_CREAT | os.O_EXCL
+
+
+def record_size(size: int) -> int:
+    """Bytes of `progress` for a shard of ``size`` bytes; its sidecar is no larger."""
+    return _SIDECAR + -(-size // BLOCK) * _RECORD.size
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from shardcache.cache import Cache
 from shardcache.errors import ConfigError, ShardNotFoundError
 from shardcache.layout import Layout
 from shardcache.units import format_bytes
+from tests.support.storetools import room
 
 # -- ls ------------------------------------------------------------------------
 
@@ -33,7 +34,9 @@ def test_ls_is_a_table_with_a_summary(run, warm, monkeypatch, tmp_path):
     with Cache(tmp_path / "cache") as cache, cache.open(warm[0]):
         assert states(run) == ["in_use", "ok", "ok", "ok"]
         os.utime(cache.entry(warm[1]).path / "meta.json")  # a job that runs has used it
-        assert re.search(r"4 shards, [\d.]+ KB of 1.0 MB \(\d+%\); ", run("ls")[1])
+        assert re.search(
+            r"4 shards, [\d.]+ KB, [\d.]+ KB of 1.0 MB on disk \(\d+%\); ", run("ls")[1]
+        )
         found = json.loads(run("ls", "--json")[1])
     rest = sum(shard["size"] for shard in found["shards"][2:])
     assert found["summary"]["evictable_bytes"] == rest
@@ -75,7 +78,7 @@ def test_a_cache_that_is_just_being_made_is_empty(run, tmp_path):
 
 
 def test_clean_removes_what_is_over_the_limit(run, warm, data, tmp_path):
-    limit = f"{sum(map(len, data.values())) - 1}B"
+    limit = f"{room(tmp_path, *map(len, data.values())) - 1}B"
     _, named, first, second = run("clean", "-n", "--max-size", limit)[1].splitlines()
     assert re.fullmatch(rf"({'|'.join(warm)}) +[\d.]+ KB +max_size", named)
     assert re.fullmatch(r"would remove 1 shard, [\d.]+ KB: 1 max_size", first)
@@ -92,7 +95,7 @@ def test_clean_removes_what_is_over_the_limit(run, warm, data, tmp_path):
 
 
 def test_who_looks_after_a_cache_knows_the_limits_of_its_job(run, warm, data, tmp_path):
-    limit = sum(map(len, data.values())) - 1
+    limit = room(tmp_path, *map(len, data.values())) - 1
     other = Cache(tmp_path / "cache", min_free=0)
     job = Cache(tmp_path / "cache", min_free=0, max_size=limit, policy="lru", max_age="14d")
     with job, other:
@@ -107,7 +110,7 @@ def test_who_looks_after_a_cache_knows_the_limits_of_its_job(run, warm, data, tm
             )
             _, out, err = run("recipe", "cron")
             assert f"SHARDCACHE_MAX_SIZE={limit}B " in out and err == told
-            assert f" of {format_bytes(limit)} (100%)" in run("ls")[1]
+            assert f" of {format_bytes(limit)} on disk (100%)" in run("ls")[1]
             assert (
                 f" of {format_bytes(limit)}" in run("top", "--count", "1", "--interval", "0.2")[1]
             )

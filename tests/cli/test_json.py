@@ -19,14 +19,15 @@ SHAPES: dict[str, tuple[int, str]] = {
         "shards.url shards.outcome shards.size shards.seconds shards.received shards.retries "
         "shards.error.type shards.error.message summary.fetched summary.cached summary.failed "
         "summary.bytes summary.received_bytes summary.seconds summary.stopped "
-        "summary.plan.to_fetch summary.plan.free_bytes summary.plan.missing_bytes",
+        "summary.plan.to_fetch summary.plan.free_bytes summary.plan.needed_bytes "
+        "summary.plan.missing_bytes",
     ),
     "ls": (
         0,
         "shards.url shards.state shards.size shards.used_at shards.fetched_at shards.key "
         "shards.version shards.path shards.etag shards.digest summary.shards "
-        "summary.bytes summary.max_size summary.evictable_bytes summary.matching summary.shown "
-        "summary.not_cached",
+        "summary.bytes summary.disk_bytes summary.max_size summary.evictable_bytes "
+        "summary.matching summary.shown summary.not_cached",
     ),
     "ls --partial": (
         0,
@@ -55,7 +56,8 @@ SHAPES: dict[str, tuple[int, str]] = {
     "stats --zero": (0, "zeroed"),
     "top --interval 0.2": (
         0,
-        "at seconds processes total.opens ranks fetches waits tiers.dir tiers.bytes tiers.max_size",
+        "at seconds processes total.opens ranks fetches waits tiers.dir tiers.bytes "
+        "tiers.disk_bytes tiers.max_size",
     ),
     "report -o {dir}/report.html": (0, "path size"),
     "config": (0, "options.name options.value options.source options.default summary.set"),

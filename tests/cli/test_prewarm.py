@@ -21,6 +21,7 @@ from shardcache.results import (
     Stopped,
 )
 from shardcache.urls import parse_url
+from tests.support.storetools import room
 from tests.support.tars import make_tar
 
 # -- prewarm -------------------------------------------------------------------
@@ -45,15 +46,15 @@ def test_prewarm_says_what_it_needs_and_what_it_did(run, spec, bucket):
     assert run("prewarm", spec, absent, "--max-failures", "1")[0] == 0
 
 
-def test_what_does_not_fit_is_exit_5_and_nothing_is_fetched(run, spec, data, proxy):
-    size = len(data["train-0000.tar"])
-    room = "prewarm", spec, "--max-size", f"{2 * size}B"
-    code, out, err = run(*room)
+def test_what_does_not_fit_is_exit_5_and_nothing_is_fetched(run, spec, data, proxy, tmp_path):
+    size = room(tmp_path, len(data["train-0000.tar"]))
+    half = "prewarm", spec, "--max-size", f"{2 * size}B"
+    code, out, err = run(*half)
     assert code == 5 and "does not fit" in out
     assert err.startswith("error: ") and "--best-effort" in err
     assert proxy.summary() == {}
-    assert run(*room, "-n")[0] == 5
-    code, out, _ = run(*room, "--best-effort")
+    assert run(*half, "-n")[0] == 5
+    code, out, _ = run(*half, "--best-effort")
     assert code == 0 and "left out for want of room" in out
     assert "2 cached, 2 to fetch" in run("prewarm", spec, "--check")[1]
     assert run("prewarm", spec, "--max-size", f"{4 * size}B")[0] == 0

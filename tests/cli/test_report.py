@@ -16,7 +16,7 @@ from tests.support.shop import Shop
 def shop(tmp_path):
     """Four shards, each opened three times: one finds no room, one is evicted."""
     shop = Shop(tmp_path, 4)
-    with Cache(shop.path, cache_local=True, min_free=0, max_size=3 * shop.size) as cache:
+    with Cache(shop.path, cache_local=True, min_free=0, max_size=shop.room(3)) as cache:
         for _ in range(3):
             for url in shop.urls:
                 cache.open(url).read()

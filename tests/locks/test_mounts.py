@@ -5,15 +5,19 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import time
 from pathlib import Path
 
 import pytest
 
+from shardcache.cache import Cache
+from shardcache.errors import ConfigError
 from shardcache.layout import IDLE_GRACE, Layout
 from shardcache.locks import mounts
 from shardcache.locks.mounts import Mount, mount_of, node_namespace
 from shardcache.store.root import make_root
-from tests.support.storetools import age
+from tests.support.caches import read
+from tests.support.storetools import age, wait_until
 from tests.support.tars import make_tar
 
 URL = "s3://lab/a.tar"
@@ -135,7 +139,86 @@ def test_with_leases_nothing_in_the_cache_is_locked(
     assert "leases" in record.getMessage() and "1h" in record.getMessage()
     assert cache.clean(everything=True).removed == ()  # used a moment ago
     assert list(node.glob("*/sessions/*.session"))
-    assert not list((root / "v1" / "sessions").iterdir())
+    assert not list((root / "v1" / "sessions").glob("*.session"))
     age(root)
     assert len(cache.clean(everything=True).removed) == 2
     assert locked and not any(name.startswith(str(root)) for name in locked)
+
+
+# -- both kinds in one directory -----------------------------------------------------------
+
+KINDS = [("flock", "lease"), ("lease", "flock")]
+
+
+@pytest.mark.locks_work
+@pytest.mark.parametrize(("one", "other"), KINDS)
+def test_live_processes_with_another_kind_of_lock_refuse_a_newcomer(
+    make_cache, origin, root, one, other
+):
+    origin.objects[URL] = make_tar(1)
+    with make_cache(dir=root, locks=one) as running:
+        running.fetch(URL)
+        with pytest.raises(ConfigError, match=f"lock by {one}, and this one by {other}.*Set locks"):
+            Cache(root, locks=other).open(URL)
+        make_cache(dir=root, locks=one).close()
+    assert read(make_cache(dir=root, locks=other), URL) == make_tar(1)
+    assert len(origin.requests) == 1
+
+
+@pytest.mark.locks_work
+@pytest.mark.parametrize(("one", "other"), KINDS)
+def test_a_command_locks_as_the_live_processes_do(
+    make_cache, origin, root, run, monkeypatch, one, other
+):
+    def stays() -> bool:
+        cleaned = run("--dir", root, "clean", "--all", "-y")[1]
+        return run("--dir", root, "rm", "-y", URL)[0] == 6 and "kept 1 shard" in cleaned
+
+    monkeypatch.setenv("SHARDCACHE_LOCKS", other)
+    origin.objects[URL] = make_tar(1)
+    with make_cache(dir=root, locks=one) as running:
+        running.fetch(URL)
+        with running.open(URL):
+            if one == "flock":
+                age(root)  # leases would take it for unused
+            assert stays()
+        assert stays() == (one == "lease")  # used within the last hour
+
+
+@pytest.mark.locks_work
+def test_a_client_of_the_machine_that_has_the_disk_is_refused_while_that_shows_signs_of_life(
+    make_cache, origin, root, node, run, monkeypatch, clock
+):
+    origin.objects[URL] = make_tar(1)
+    ahead, real = [0.0], time.time
+    monkeypatch.setattr(time, "time", lambda: real() + ahead[0])
+    with make_cache(dir=root) as running:
+        running.fetch(URL)
+        [session] = (root / "v1/sessions").glob("*.session")
+        before = session.stat()
+        wait_until(lambda: real() > before.st_ctime + 0.1)  # as exact as the clock of a filesystem
+        clock.sleep(100)
+        read(running, URL)  # and once in a while it notes that it is alive
+        assert session.stat().st_ctime_ns > before.st_ctime_ns
+        assert session.stat().st_mtime_ns == before.st_mtime_ns
+        on("nfs4", monkeypatch)
+        for command in f"rm -y {URL}", "clean":
+            code, _, err = run("--dir", root, *command.split())
+            assert code == 2 and "lock by flock, and this one by lease" in err
+        assert "1 shard" in run("--dir", root, "ls")[1]
+        ahead[0] = IDLE_GRACE + 60
+        assert run("--dir", root, "clean")[0] == 0
+
+
+@pytest.mark.locks_work
+def test_a_lease_lasts_as_long_as_its_process_uses_the_cache(make_cache, origin, root, clock):
+    origin.objects[URL] = make_tar(1)
+    with make_cache(dir=root, locks="lease") as running:
+        running.fetch(URL)
+        age(root / "v1/sessions")
+        make_cache(dir=root, locks="flock").close()
+        clock.sleep(100)
+        read(running, URL)
+        with pytest.raises(ConfigError, match="lock by lease"):
+            make_cache(dir=root, locks="flock")
+    assert list((root / "v1/sessions").iterdir()) == []

@@ -24,8 +24,11 @@ from shardcache.store.partial import Partial, in_flight
 from shardcache.streams.opener import Opener
 from tests.support.clitools import SHARDS
 from tests.support.fakes import Fault
-from tests.support.storetools import refusing, wait_until
+from tests.support.storetools import refusing, room, wait_until
 from tests.support.tars import make_tar
+
+#: Bytes of a shard that `fill` makes.
+SIZE = len(make_tar(0, 4))
 
 
 def names(count, bucket="b"):
@@ -121,14 +124,15 @@ def test_what_cannot_be_done_is_said_once_and_at_once(make_cache, unlisted, tmp_
 
 
 def test_too_much_is_refused_before_anything_is_fetched_and_best_effort_takes_what_fits(
-    make_cache, origin, listed, fill
+    make_cache, origin, listed, fill, tmp_path
 ):
-    cache = make_cache(max_size=45_000)
+    limit = room(tmp_path, *2 * [SIZE])
+    cache = make_cache(max_size=limit)
     urls = fill(names(4))
     with pytest.raises(CacheFullError, match="best-effort") as caught:
         cache.prewarm(urls)
-    assert caught.value.needed == sum(map(len, origin.objects.values()))
-    assert caught.value.missing == caught.value.needed - 45_000
+    assert caught.value.needed == room(tmp_path, *map(len, origin.objects.values()))
+    assert caught.value.missing == caught.value.needed - limit
     assert pickle.loads(pickle.dumps(caught.value)).missing == caught.value.missing
     assert origin.requests == []
     report = cache.prewarm(urls, best_effort=True)
@@ -261,11 +265,12 @@ def test_a_fetch_that_does_not_end_is_not_waited_for(make_cache, listed, fill, m
 
 @pytest.mark.locks_work("flock")
 def test_no_room_during_the_run_ends_it_and_best_effort_tries_more(
-    make_cache, origin, unlisted, fill, monkeypatch
+    make_cache, origin, unlisted, fill, monkeypatch, tmp_path
 ):
     urls = fill(names(10))
-    origin.objects[urls[9]] = make_tar(9, 1, 100)  # there is room for this one
-    prewarm = partial(make_cache(max_size=31_000).prewarm, urls, jobs=1)
+    origin.objects[urls[9]] = small = make_tar(9, 1, 100)  # there is room for this one
+    limit = room(tmp_path, SIZE, len(small))
+    prewarm = partial(make_cache(max_size=limit).prewarm, urls, jobs=1)
     report = prewarm()
     assert outcomes(report) == ".F--------" and report.stopped is Stopped.FULL and report.full
     assert isinstance(report.results[1].error, CacheFullError)
@@ -275,14 +280,16 @@ def test_no_room_during_the_run_ends_it_and_best_effort_tries_more(
     origin.requests.clear()
     monkeypatch.setattr("shardcache.prewarm.pool._MISFITS", 3)
     more = fill(names(10, "more"))
-    assert outcomes(make_cache(max_size=31_000).prewarm(more, jobs=1, best_effort=True)) == 10 * "o"
+    assert outcomes(make_cache(max_size=limit).prewarm(more, jobs=1, best_effort=True)) == 10 * "o"
     assert len(asked(origin)) == 3  # then it is believed
 
 
 @pytest.mark.locks_work("answers")
-def test_shards_that_are_wanted_do_not_make_room_for_each_other(make_cache, origin, listed, fill):
+def test_shards_that_are_wanted_do_not_make_room_for_each_other(
+    make_cache, origin, listed, fill, tmp_path
+):
     urls = fill(names(4))
-    size = len(origin.objects[urls[0]])
+    size = room(tmp_path, len(origin.objects[urls[0]]))
     first = make_cache(max_size=3 * size)
     for used, url in zip((1000, 3000, 2000), urls[:3], strict=True):
         entry = first.fetch(url)

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from shardcache.cache import Cache
 from shardcache.config import Config
 from shardcache.errors import CacheFullError
 from shardcache.locks.flock import Holder, KeyLock
 from shardcache.locks.sessions import Session
 from shardcache.space.budget import Space
+from shardcache.space.eviction import total_bytes
 from shardcache.store.entry import Entry, Store
 from shardcache.store.partial import Partial
 from shardcache.store.root import make_root
+from tests.support.caches import read
+from tests.support.disktools import disk, needs_mounts
 from tests.support.fakes import FakeClock
-from tests.support.storetools import begin, begun, fill, metadata_for, payload, publish
+from tests.support.shop import Shop
+from tests.support.storetools import begin, begun, fill, metadata_for, payload, publish, room
 
 GB = 10**9
 MIB = 1 << 20
@@ -27,18 +33,26 @@ NEW = "s3://lab/new.tar"
 
 
 class Bench:
-    """A root with room for what the test says; the disk is as free as it says."""
+    """A root with room for shards of these sizes; the disk is as free as the test says."""
 
-    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch, **options: object) -> None:
+    def __init__(
+        self,
+        path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        holds: Sequence[int] = (),
+        **options: object,
+    ) -> None:
         self.layout = make_root(path / "cache", "test")
         self.store = Store(self.layout)
         self.clock = FakeClock(monkeypatch, now=10_000.0)
         self.free = 100 * GB
+        monkeypatch.setattr(os, "statvfs", lambda path: self._statvfs())
+        if holds:
+            options["max_size"] = room(path, *holds)
         config = Config(path / "cache", **{"min_free": 0, **options})
         self.space = Space(self.layout, lambda: [self.store], config)
         self.counts = 0
         listed = self.store.entries
-        monkeypatch.setattr(os, "statvfs", lambda path: self._statvfs())
         monkeypatch.setattr(self.store, "entries", lambda: self._list(listed()))
 
     def _statvfs(self) -> object:
@@ -66,19 +80,22 @@ class Bench:
         partial.close()
 
     def used(self) -> int:
-        entries = sum(entry.size for entry in Store(self.layout).entries())
+        entries = total_bytes(Store(self.layout).entries(), self.space.allocated)
         return entries + sum(flight.reserved for flight in self.space.flights())
+
+    def room(self, *sizes: int) -> int:
+        return room(self.layout.base, *sizes)
 
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Bench]:
-    return lambda **options: Bench(tmp_path, monkeypatch, **options)
+    return lambda *holds, **options: Bench(tmp_path, monkeypatch, holds, **options)
 
 
 @pytest.fixture
 def library(make: Callable[..., Bench]) -> Bench:
     """200 entries of 1,000 bytes in a cache for 210."""
-    bench = make(max_size=210_000)
+    bench = make(*210 * [1000])
     bench.shelve(200, 1000)
     return bench
 
@@ -86,7 +103,7 @@ def library(make: Callable[..., Bench]) -> Bench:
 @pytest.mark.locks_work("flock")
 def test_the_free_space_floor_counts_what_is_not_written_yet(make) -> None:
     bench = make(min_free="1GB")
-    bench.free = 10 * GB
+    bench.free = GB + bench.room(5 * GB, 4 * GB)
     partials = [bench.admit("s3://lab/a.tar", 5 * GB), bench.admit("s3://lab/b.tar", 4 * GB)]
     with pytest.raises(CacheFullError):
         bench.admit(size=GB)
@@ -108,7 +125,7 @@ def test_what_dead_processes_left_goes_before_any_entry(make) -> None:
 
 @pytest.mark.locks_work("flock")
 def test_entries_that_come_into_use_are_replaced_in_the_plan(make, monkeypatch) -> None:
-    bench = make(max_size=100)
+    bench = make(30, 30, 40)
     entries = bench.shelve(3, 30)
     opened = []
     real = Store.evict
@@ -121,14 +138,14 @@ def test_entries_that_come_into_use_are_replaced_in_the_plan(make, monkeypatch) 
     monkeypatch.setattr(Store, "evict", read_meanwhile)
     partial = bench.admit(size=40)
     assert [entry.path.exists() for entry in entries] == [True, False, True]
-    assert bench.used() == 100
+    assert bench.used() == bench.room(30, 30, 40)
     partial.discard()
     opened[0].close()
 
 
 @pytest.mark.locks_work
 def test_a_stuck_budget_lock_is_passed_by_after_its_bound(make, caplog) -> None:
-    bench = make(max_size=100)
+    bench = make(100)
     lock = KeyLock(bench.layout.named_lock("budget"))
     assert lock.try_acquire(Holder.this_process(rank=None, job=None, now=1.0))
     with caplog.at_level("WARNING"):
@@ -142,22 +159,22 @@ def test_a_stuck_budget_lock_is_passed_by_after_its_bound(make, caplog) -> None:
 def test_what_fits_costs_no_count_and_the_budget_holds(library: Bench) -> None:
     for number in range(200, 210):
         library.fetch(number)
-    assert (library.counts, library.used()) == (1, 210_000)
+    assert (library.counts, library.used()) == (1, library.room(*210 * [1000]))
     library.fetch(210)
-    # One made room for this one, two more are one in a hundred of 201,000 bytes.
-    assert (library.counts, library.used()) == (2, 207_000)
+    # One made room for this one, and one in a hundred of 210 went along: three more.
+    assert (library.counts, library.used()) == (2, library.room(*207 * [1000]))
     for number in range(211, 214):
         library.fetch(number)
-    assert (library.counts, library.used()) == (2, 210_000)
+    assert (library.counts, library.used()) == (2, library.space.max_size)
     for number in range(300, 309):  # without asking: seen after a while
         publish(library.store, f"s3://lab/{number:04d}.tar", bytes(1000), used=1.0)
     library.clock.sleep(60)
     library.fetch(214)
-    assert library.counts == 3 and library.used() <= 210_000
+    assert library.counts == 3 and library.used() <= library.space.max_size
 
 
 def test_what_is_published_while_it_is_counted_counts_once(make, monkeypatch) -> None:
-    bench = make(max_size=2 * MIB)
+    bench = make(MIB, MIB)
     partial = begun(bench.layout, "s3://lab/0.tar", bytes(MIB))
     flights = bench.space.flights()
     bench.store.publish(partial, partial.metadata)
@@ -169,7 +186,7 @@ def test_what_is_published_while_it_is_counted_counts_once(make, monkeypatch) ->
 
 @pytest.mark.locks_work("flock")
 def test_a_second_fetch_of_what_is_published_counts_beside_it(make) -> None:
-    bench = make(max_size=3 * MIB)
+    bench = make(MIB, MIB, MIB)
     # Its process was stopped, and passed by.
     second = begun(bench.layout, "s3://lab/0.tar", bytes(MIB))
     publish(bench.store, "s3://lab/0.tar", bytes(MIB), used=1.0)
@@ -184,19 +201,20 @@ def test_a_second_fetch_of_what_is_published_counts_beside_it(make) -> None:
 @pytest.mark.locks_work("flock", "answers")
 def test_what_was_refused_is_refused_without_a_count_for_a_minute(library: Bench) -> None:
     session = Session(library.layout, 0.5)
+    fits = 1000 + 9 * library.room(1000)  # takes as much of the disk as ten
     for _ in range(3):
         with pytest.raises(CacheFullError, match=r"1.0 KB more would have to go"):
-            library.admit(size=11_000)
+            library.admit(size=fits + 1000)
     assert library.counts == 1
-    assert library.space.refuses(NEW, 13_000) and not library.space.refuses(NEW, 10_000)
-    library.fetch(401, 10_000)  # less than was refused: that is there
+    assert library.space.refuses(NEW, fits + 3000) and not library.space.refuses(NEW, fits)
+    library.fetch(401, fits)  # less than was refused: there is room
     with pytest.raises(CacheFullError):
         library.fetch(402)
     assert library.counts == 1
     session.close()
     library.clock.sleep(60)
-    library.fetch(400, 11_000)
-    assert library.used() <= 210_000
+    library.fetch(400, fits + 1000)
+    assert library.used() <= library.space.max_size
 
 
 @pytest.mark.locks_work("flock", "answers")
@@ -206,7 +224,7 @@ def test_shards_of_unknown_size_are_counted_as_they_grow(library: Bench) -> None
     for number, size in ((201, 5000), (202, 9000)):
         partial.write(0, memoryview(bytes(size)))
         library.fetch(number)
-        assert library.used() <= 210_000
+        assert library.used() <= library.space.max_size
     partial.discard()
 
 
@@ -225,3 +243,34 @@ def test_where_the_number_is_shared_by_nobody_or_makes_no_sense_it_is_counted(li
     for number in (202, 203):
         library.fetch(number)
     assert library.counts == counts + 2 and not usage.exists()
+
+
+# -- what the disk gives away --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["local", pytest.param("tmpfs", marks=needs_mounts), "network"])
+def test_small_shards_take_no_more_of_the_disk_than_max_size(tmp_path, monkeypatch, kind) -> None:
+    shop, real = Shop(tmp_path, count=12), os.statvfs
+    limit = 6 * shop.size
+
+    def transfer_size(path: Path) -> os.statvfs_result:  # as NFS states it for a block
+        return os.statvfs_result((MIB, MIB, *real(path)[2:]))
+
+    if kind == "network":
+        monkeypatch.setattr(os, "statvfs", transfer_size)
+    with disk(shop.path, "size=64m") if kind == "tmpfs" else contextlib.nullcontext():
+        with Cache(shop.path, cache_local=True, min_free=0, max_size=limit) as cache:
+            assert all(read(cache, url) == Path(url).read_bytes() for url in shop.urls)
+            stored = len(list(cache.entries()))
+        assert not list((shop.path / "v1/locks").glob("*/*.lock"))
+        # The 256 directories above the entries take no more as shards come.
+        files = [path for path in (shop.path / "v1/objects").rglob("*") if len(path.name) > 2]
+        used = sum(path.lstat().st_blocks for path in files) * 512
+    assert limit - used / stored < used <= limit
+
+
+def test_a_large_shard_takes_its_own_bytes_and_next_to_nothing(make_cache, origin) -> None:
+    origin.objects[NEW] = bytes(32 * MIB)
+    with pytest.raises(CacheFullError, match=r"takes 33\.6 MB on disk"):
+        make_cache(max_size=32 * MIB).fetch(NEW)
+    make_cache(max_size=int(32.1 * MIB)).fetch(NEW)

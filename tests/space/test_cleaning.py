@@ -20,11 +20,11 @@ from shardcache.locks.flock import Holder, KeyLock
 from shardcache.space import clean as module
 from shardcache.space.budget import Space
 from shardcache.space.clean import CleanReport, clean
-from shardcache.space.eviction import Limits, Reason
+from shardcache.space.eviction import Limits, Reason, total_bytes
 from shardcache.store.entry import Store, set_aside
 from shardcache.urls import parse_url
 from tests.support.shop import Shop
-from tests.support.storetools import age, begun, payload, publish, tree, wait_until
+from tests.support.storetools import age, begun, payload, publish, room, tree, wait_until
 
 MIB = 1 << 20
 
@@ -36,13 +36,14 @@ def leave(layout: Layout) -> Path:
     return partial.path
 
 
-CASES: dict[str, Callable[[], Limits]] = {
-    "nothing": Limits,
-    "max_size that orphans would break": lambda: Limits(max_size=4600),
-    "free, more than leftovers have": lambda: Limits(free_needed=MIB + 100_000),
-    "age": lambda: Limits(max_age=clock.time() - 3.5),
-    "all": lambda: Limits(everything=True),
-    "impossible": lambda: Limits(free_needed=10 * MIB),
+SIZES = *4 * [1000], 500
+CASES: dict[str, Callable[[Path], Limits]] = {
+    "nothing": lambda path: Limits(),
+    "max_size that orphans would break": lambda path: Limits(max_size=room(path, *SIZES, 5)),
+    "free, more than leftovers have": lambda path: Limits(free_needed=room(path, MIB, 100, 1000)),
+    "age": lambda path: Limits(max_age=clock.time() - 3.5),
+    "all": lambda path: Limits(everything=True),
+    "impossible": lambda path: Limits(free_needed=10 * MIB),
 }
 
 
@@ -52,14 +53,14 @@ def test_a_dry_run_touches_nothing_and_says_what_the_run_will_do(layout: Layout,
     store, rank = Store(layout), Store(layout.rank("job-0"))
     rank.layout.make()
     space = Space(layout, lambda: [store, rank], Config(layout.base.parent, min_free=0))
-    for n in range(4):
-        publish(store, f"s3://lab/{n}.tar", bytes(1000), used=n + 1.0)
-    publish(rank, "s3://lab/r.tar", bytes(500), used=2.5)
+    for n, size in enumerate(SIZES[:4]):
+        publish(store, f"s3://lab/{n}.tar", bytes(size), used=n + 1.0)
+    publish(rank, "s3://lab/r.tar", bytes(SIZES[4]), used=2.5)
     leave(layout)
     assert set_aside(publish(store, "s3://lab/bad.tar", bytes(100)).path, "test")
     (layout.sessions / f"{'0' * 32}.{'0' * 32}.wait").touch()
     live = begun(layout, "s3://lab/live.tar")
-    limits, before = CASES[case](), tree(layout.base)
+    limits, before = CASES[case](layout.base), tree(layout.base)
     with store.open(parse_url("s3://lab/1.tar").key, "1.tar").file:
         dry = clean(space, limits, orphans=True, dry_run=True)
         assert tree(layout.base) == before
@@ -67,7 +68,7 @@ def test_a_dry_run_touches_nothing_and_says_what_the_run_will_do(layout: Layout,
     assert replace(real, dry_run=True) == dry
     assert not any(Path(removal.name).exists() for removal in real.removed)
     left = [*store.entries(), *rank.entries()]
-    assert (real.kept, real.kept_bytes) == (len(left), sum(entry.size for entry in left))
+    assert (real.kept, real.kept_bytes) == (len(left), total_bytes(left, space.allocated))
     reasons = [removal.reason for removal in real.removed]
     assert reasons.count(Reason.ORPHAN) == 2 and os.listdir(layout.sessions) == []
     assert live.path.exists() and "1.tar" in {entry.data.name for entry in left}
@@ -113,7 +114,7 @@ def test_one_of_a_nodes_processes_cleans_beside_its_job(layout, tmp_path, monkey
         return real(*arguments, **options)
 
     def read() -> None:
-        with Cache(shop.path, cache_local=True, min_free=0, max_size=4 * shop.size) as cache:
+        with Cache(shop.path, cache_local=True, min_free=0, max_size=shop.room(4)) as cache:
             cache.open(shop.urls[0]).close()
             wait_until(lambda: "shardcache-clean" not in {t.name for t in threading.enumerate()})
 

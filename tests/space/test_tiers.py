@@ -52,11 +52,11 @@ def place(cache: Cache, ram: Path, url: str) -> str | None:
 @pytest.mark.parametrize("fill", ["follow", "complete"])
 def test_shards_go_to_the_first_tier_that_has_room(shop: Shop, ram: Path, fill: str) -> None:
     data = {url: Path(url).read_bytes() for url in shop.urls}
-    with opened(shop, ram, 2 * shop.size, fill=fill, max_size=3 * shop.size) as cache:
+    with opened(shop, ram, shop.room(2), fill=fill, max_size=shop.room(3)) as cache:
         assert {url: read(cache, url) for url in shop.urls} == data
         assert [place(cache, ram, url) for url in shop.urls] == [*2 * ["ram"], *3 * ["home"], None]
     # Another process looks in both.
-    with opened(shop, ram, 2 * shop.size) as cache:
+    with opened(shop, ram, shop.room(2)) as cache:
         shutil.rmtree(shop.origin)
         assert all(read(cache, url) == data[url] for url in shop.urls[:5])
         with no_descriptor_left():
@@ -109,14 +109,14 @@ def test_a_ram_disk_that_others_fill_is_passed_by(shop, ram, tmp_path, monkeypat
 @pytest.mark.locks_work("flock")
 def test_prewarming_counts_the_room_of_all_tiers_and_cleaning_keeps_each_to_its_own(shop, ram):
     (more := shop.origin / "more.tar").write_bytes(Path(shop.urls[0]).read_bytes())
-    with opened(shop, ram, 3 * shop.size, max_size=3 * shop.size) as cache:
+    with opened(shop, ram, shop.room(3), max_size=shop.room(3)) as cache:
         with pytest.raises(CacheFullError):
             cache.prewarm([*shop.urls, str(more)])
         assert list(cache.entries()) == []
         assert cache.prewarm(shop.urls).failed == 0
         assert len(list(cache.entries())) == len(list(cache.verify())) == 6
-    with opened(shop, ram, 2 * shop.size) as cache:
-        report = cache.clean(max_size=shop.size)
+    with opened(shop, ram, shop.room(2)) as cache:
+        report = cache.clean(max_size=shop.room(1))
         assert (len(report.removed), report.kept) == (3, 3)
         assert [place(cache, ram, url) for url in shop.urls].count("ram") == 2
         assert cache.remove(next(u for u in shop.urls if place(cache, ram, u) == "ram"))[0] > 0

@@ -15,6 +15,7 @@ from shardcache.origins.base import TransientError
 from shardcache.units import format_bytes
 from tests.support.fakes import Fault
 from tests.support.shop import Shop
+from tests.support.storetools import room
 from tests.support.tars import make_tar
 
 
@@ -51,9 +52,9 @@ def urls(origin):
 
 
 @pytest.mark.parametrize("fill", ["follow", "complete"])
-def test_what_an_open_came_to(make_cache, origin, urls, fill):
+def test_what_an_open_came_to(make_cache, origin, urls, tmp_path, fill):
     size = len(origin.objects[urls[0]])
-    cache = make_cache(fill=fill, max_size=2 * size + 1000)
+    cache = make_cache(fill=fill, max_size=room(tmp_path, size, size, 1000))
     with pytest.raises(ShardNotFoundError):
         cache.open("s3://lab/none.tar").read()
     for number in (0, 1, 0, 2, 2):  # no room for the third
@@ -103,16 +104,16 @@ def test_retries_errors_removals_and_upstreams_are_counted(make_cache, origin, u
 
 def test_hits_and_evictions_are_counted_by_tier_and_reason(tmp_path):
     shop = Shop(tmp_path, count=6)
-    tier = {"dir": tmp_path / "fast", "max_size": 2 * shop.size, "min_free": 0}
+    tier = {"dir": tmp_path / "fast", "max_size": shop.room(2), "min_free": 0}
     with Cache(shop.path, cache_local=True, min_free=0, tiers=[tier]) as cache:
         for url in shop.urls * 3:
             cache.open(url).read()
-        cache.clean(max_size=shop.size)  # all are in use
+        cache.clean(max_size=shop.room(1))  # all are in use
         found = cache.stats()
     assert (found.misses, found.hits, found.evicted) == (6, 12, 0)
     assert (found.hits_tier_1, found.hits_tier_2, found.hits_tier_3) == (4, 8, 0)
     with Cache(shop.path, min_free=0) as cache:
-        cache.clean(max_size=shop.size)
+        cache.clean(max_size=shop.room(1))
         found = cache.stats()
     assert (found.evicted_max_size, found.evicted, found.bytes_evicted) == (3, 3, 3 * shop.size)
 
@@ -130,7 +131,7 @@ def test_nothing_is_counted_where_that_is_switched_off(make_cache, urls):
 
 def test_people_and_prometheus_are_told_and_counting_can_begin_anew(run, tmp_path, monkeypatch):
     shop = Shop(tmp_path, count=2)
-    with Cache(shop.path, cache_local=True, min_free=0, max_size=shop.size) as cache:
+    with Cache(shop.path, cache_local=True, min_free=0, max_size=shop.room(1)) as cache:
         for url in (*shop.urls, shop.urls[0]):
             cache.open(url).read()
 

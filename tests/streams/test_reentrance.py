@@ -15,7 +15,7 @@ import pytest
 
 from shardcache.cache import Cache
 from shardcache.store.digest import BLOCK
-from tests.support.storetools import PATIENCE, Parent, forked
+from tests.support.storetools import PATIENCE, Parent, forked, room
 from tests.support.tars import make_tar
 from tests.support.webservers import Files, running
 
@@ -103,10 +103,12 @@ def test_a_stream_that_is_dropped_at_the_end_of_a_part_leaves_a_connection_that_
                 assert again.read() == DATA * 2
 
 
-def test_what_a_parent_opened_is_not_counted_by_the_child_that_closes_it_too(make_cache, origin):
+def test_what_a_parent_opened_is_not_counted_by_the_child_that_closes_it_too(
+    make_cache, origin, tmp_path
+):
     big = "s3://lab/big.tar"
     origin.objects.update({URL: DATA, big: DATA * 2})
-    cache = make_cache(connections=1, attempts=1, max_size=len(DATA) + 1)
+    cache = make_cache(connections=1, attempts=1, max_size=room(tmp_path, len(DATA)))
     streamed = cache.open(big)
     assert streamed.read(BLOCK)
     more = origin.hold(3 * BLOCK + 5)

@@ -14,6 +14,7 @@ from shardcache.errors import ShardNotFoundError, TransferError
 from shardcache.origins.base import TransientError
 from tests.support import caches
 from tests.support.fakes import MemoryOrigin
+from tests.support.storetools import room
 from tests.support.tars import make_tar
 
 URL = "s3://lab/a.tar"
@@ -39,7 +40,7 @@ def refresh(cache: Cache) -> None:
 
 
 @pytest.mark.locks_work("flock")
-def test_after_a_refresh_and_not_before_everybody_is_given_the_new_version(make_cache, origin):
+def test_after_a_refresh_and_not_before_all_are_given_the_new_version(make_cache, origin, tmp_path):
     """A stream that is open reads on what it began to read; then the old version goes."""
     running = make_cache()
     assert read(running) == OLD  # it knows where that is
@@ -55,7 +56,7 @@ def test_after_a_refresh_and_not_before_everybody_is_given_the_new_version(make_
     assert read(make_cache()) == NEW
     refreshed = make_cache()
     assert refreshed.prewarm([URL], refresh=True).cached == 1
-    refreshed.clean(max_size=len(NEW))
+    refreshed.clean(max_size=room(tmp_path, len(NEW)))
     assert (versions_on_disk(running), read(running)) == (1, NEW)
     assert len(origin.requests) == 2
 
@@ -64,7 +65,7 @@ def test_after_a_refresh_and_not_before_everybody_is_given_the_new_version(make_
 def test_a_refresh_counts_across_tiers(make_cache, origin, tmp_path):
     """The new version is served though it lies on the slower tier."""
     ram = tmp_path / "ram"
-    cache = make_cache(tiers=f"{ram}={3 * len(OLD) // 2}B")
+    cache = make_cache(tiers=f"{ram}={3 * room(tmp_path, len(OLD)) // 2}B")
     assert read(cache) == OLD and "ram" in str(cache.path(URL))
     origin.objects[URL] = larger = make_tar(2, 20)
     refresh(cache)
@@ -134,7 +135,9 @@ def test_a_refresh_that_gets_no_answer_keeps_what_is_there_and_fails(make_cache,
 
 
 @pytest.mark.locks_work("flock")
-def test_a_pinned_shard_keeps_its_versions_and_without_a_pin_the_older_one_goes(make_cache, origin):
+def test_a_pinned_shard_keeps_its_versions_and_without_a_pin_the_older_one_goes(
+    make_cache, origin, tmp_path
+):
     cache = make_cache()
     assert read(cache) == OLD
     cache.pin(URL)
@@ -147,7 +150,7 @@ def test_a_pinned_shard_keeps_its_versions_and_without_a_pin_the_older_one_goes(
     cache.clean(max_size=1)
     assert versions_on_disk(cache) == 2
     cache.unpin(URL)
-    cache.clean(max_size=len(NEW))
+    cache.clean(max_size=room(tmp_path, len(NEW)))
     assert (versions_on_disk(cache), read(cache)) == (1, NEW)
 
 

@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardcache import Cache
-from tests.support.storetools import PATIENCE, Child, Parent, forked, payload
+from tests.support.storetools import PATIENCE, Child, Parent, forked, payload, room
 from tests.support.tars import tar_of
 
 MIB = 1 << 20
@@ -135,6 +135,10 @@ def _clean(**options: Any) -> Act:
     return act
 
 
+def _room(*names: str) -> int:
+    return room(Path(tempfile.gettempdir()), *(len(SHARDS[name]) for name in names))
+
+
 _WROTE, _UNLINKS = ("write", ".tar"), ("unlink", "")
 _ABC = ("a.tar", "b.tar", "c.tar")
 _HAVE = ((_reading(*_ABC), None), (_old, None))
@@ -149,11 +153,9 @@ SCENARIOS = {
     "link to a sibling's": Scenario(
         _rank(1), ("a.tar",), ((_rank(0), None),), {"isolation": "rank"}
     ),
-    "room is made": Scenario(
-        _reading("d.tar"), ("d.tar",), _HAVE, {"max_size": sum(len(SHARDS[n]) for n in _ABC)}
-    ),
+    "room is made": Scenario(_reading("d.tar"), ("d.tar",), _HAVE, {"max_size": _room(*_ABC)}),
     "remove": Scenario(_remove, ("a.tar",), _HAVE),
-    "clean to a limit": Scenario(_clean(max_size=len(SHARDS["c.tar"]) + 1000), _ABC, _HAVE),
+    "clean to a limit": Scenario(_clean(max_size=_room("c.tar")), _ABC, _HAVE),
     "sweep": Scenario(
         _clean(orphans=True),
         (BIG, *_ABC),

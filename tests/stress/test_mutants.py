@@ -95,9 +95,15 @@ Bounded wait: a stopped holder is waited for
 
 Budget: links are counted once per rank
     space/eviction.py
-    -return sum(links[0].size for links in linked(entries))
-    +return sum(entry.size for entry in entries)
+    -return sum(disk_bytes(links, allocated) for links in linked(entries))
+    +return sum(allocated(entry.size) for entry in entries)
     tests/space/test_jobs.py
+
+Budget: bytes are counted instead of blocks
+    space/memory.py
+    -return blocks * block + 2 * directory
+    +return size
+    tests/space/test_budget.py -k small_shards
 
 Ownership: any directory is taken for a cache
     store/root.py

@@ -8,6 +8,7 @@ from pathlib import Path
 from shardcache.cache import Cache
 from shardcache.layout import Layout
 from shardcache.store.entry import Entry
+from tests.support.storetools import room
 from tests.support.tars import make_tar
 
 
@@ -25,6 +26,10 @@ class Shop:
             file = self.origin / f"{number}.tar"
             file.write_bytes(data)
             self.urls.append(str(file))
+
+    def room(self, shards: float, links: int = 1) -> int:
+        """Bytes on disk of cached shards, each of them linked by ``links`` ranks."""
+        return int(shards * room(self.path, self.size, *(links - 1) * [0]))
 
     def entries(self) -> dict[str, Entry]:
         """What is cached: path of the shard -> entry."""

@@ -25,6 +25,7 @@ import pytest
 from shardcache.clock import boot_id
 from shardcache.layout import Layout
 from shardcache.origins.base import ObjectInfo
+from shardcache.space.memory import allocation
 from shardcache.store.digest import BLOCK, block_digest, tree_digest
 from shardcache.store.entry import Entry, Metadata, Store
 from shardcache.store.partial import Partial
@@ -100,6 +101,11 @@ def publish(
     if used is not None:
         store.touch(str(path), used)
     return Entry.at(path)
+
+
+def room(path: Path, *sizes: int) -> int:
+    """Bytes on disk of a cache that holds shards of these sizes."""
+    return sum(map(allocation(path), sizes))
 
 
 def read(store: Store, url: str = "s3://lab/a.tar") -> bytes | None:

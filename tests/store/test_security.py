@@ -6,6 +6,7 @@ the code does not touch it.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Callable
@@ -14,15 +15,27 @@ from pathlib import Path
 import pytest
 
 from shardcache import Cache, ConfigError
-from shardcache.layout import MANIFEST, Layout
+from shardcache.layout import MANIFEST, PROGRESS, Layout
+from shardcache.locks.flock import Holder, KeyLock
 from shardcache.store.root import make_root
+from shardcache.urls import parse_url
 from shardcache.wds.attach import url_opener
+from tests.support.caches import read, warnings
 from tests.support.clitools import command
-from tests.support.storetools import needs_root, public_directory
+from tests.support.storetools import (
+    begin,
+    fill,
+    metadata_for,
+    needs_root,
+    public_directory,
+)
 from tests.support.tars import make_tar
 from tests.support.users import ANNA, BELA, ask
 
 URL, SHARD = "s3://lab/a.tar", make_tar(1)
+#: Of several blocks, so that a killed download of it can be resumed.
+BIG_URL, BIG = "s3://lab/big.tar", make_tar(2, 700, 3000)
+TOKEN = "0" * 32
 
 
 REFUSED = {
@@ -147,3 +160,65 @@ def test_a_cache_that_lost_its_manifest_is_not_touched(tmp_path: Path, make_cach
             code, said = command("--dir", directory, *arguments)
             assert code == 2 and "is not a shardcache directory" in said
     assert data.read_bytes() == SHARD
+
+
+# -- files of other programs ------------------------------------------------------------------
+
+
+def killed_download(layout: Layout) -> Path:
+    """What a killed process leaves of `BIG`; the next reader resumes it."""
+    etag = f'"{hashlib.md5(BIG).hexdigest()}"'  # as the origin states it
+    partial = begin(layout, metadata_for(BIG_URL, BIG, etag=etag))
+    fill(partial, BIG, range(1))
+    partial.close()
+    lock = KeyLock(layout.key_lock(partial.metadata.key))
+    assert lock.try_acquire(Holder(4711, "node-7", 0, "job", 1.0, partial=partial.path.name))
+    lock.release()
+    return partial.path
+
+
+@pytest.mark.parametrize("content", [b"precious" * 100, b""], ids=["precious", "empty"])
+@pytest.mark.parametrize("link", [os.link, os.symlink])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("{lock}", "locks/budget.lock", "locks/clean.lock", "usage", "limits", "pins/{key}.pin"),
+        *("stats.db", "stats.db-journal", "stats.db-wal"),
+    ],
+)
+def test_nothing_is_written_through_a_link(
+    make_cache, origin, tmp_path, caplog, name, link, content
+):
+    origin.objects.update({URL: SHARD, BIG_URL: BIG})
+    with make_cache() as earlier:
+        earlier.fetch(BIG_URL)
+        earlier.pin(URL)
+    cache = make_cache(max_size="10MB")
+    layout, key = Layout.of_root(cache.dir), parse_url(URL).key
+    path = layout.base / name.format(lock=layout.key_lock(key), key=key)
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    victim = tmp_path / "thesis.txt"
+    victim.write_bytes(content)
+    link(victim, path)
+    assert read(cache, URL) == SHARD
+    cache.close()
+    command("--dir", cache.dir, "clean")
+    assert victim.read_bytes() == content
+    if name in ("{lock}", "locks/budget.lock"):
+        [warning] = warnings(caplog)
+        assert f"is streamed, not cached: {path}: " in warning
+
+
+@pytest.mark.parametrize("name", ["big.tar", PROGRESS])
+def test_a_download_is_not_resumed_in_a_file_that_has_another_name(
+    make_cache, origin, tmp_path, name
+):
+    origin.objects[BIG_URL], cache = BIG, make_cache()
+    path = killed_download(Layout.of_root(cache.dir)) / name
+    victim = tmp_path / "thesis.txt"
+    victim.write_bytes(content := path.read_bytes())
+    path.unlink()
+    os.link(victim, path)
+    assert read(cache, BIG_URL) == BIG and cache.path(BIG_URL)
+    assert victim.read_bytes() == content

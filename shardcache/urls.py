@@ -61,7 +61,8 @@ _CONTROL = r"[\x00-\x1f\x7f]"
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 #: 255 bytes is the limit of every common filesystem; leave room for suffixes.
 _MAX_BASENAME = 120
-_RESERVED_NAMES = frozenset({"meta.json", "progress"})
+#: Files that shardcache writes beside a shard's own file; no shard gets one of these names.
+SIDE_FILES = frozenset({"meta.json", "progress", "samples.idx"})
 
 # Of these schemes a name without a password is no login.
 _NAMED = "(?:abfss?|az|oci)://"
@@ -352,7 +353,7 @@ def _web_host(url: str, scheme: str, host: str) -> str:
 
 def _basename(name: str) -> str:
     safe = re.sub(_UNSAFE, "_", name.rstrip("/").rpartition("/")[2])[-_MAX_BASENAME:].lstrip(".")
-    return f"shard-{safe}" if safe in _RESERVED_NAMES else safe or "shard"
+    return f"shard-{safe}" if safe in SIDE_FILES else safe or "shard"
 
 
 def redact(text: str) -> str:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,8 +24,10 @@ from shardcache.urls import parse_url
 from shardcache.wds.attach import url_opener
 from tests.support.caches import read, warnings
 from tests.support.clitools import command
+from tests.support.disktools import needs_mounts, unmount
 from tests.support.storetools import (
     begin,
+    begun,
     fill,
     metadata_for,
     needs_root,
@@ -162,7 +166,34 @@ def test_a_cache_that_lost_its_manifest_is_not_touched(tmp_path: Path, make_cach
     assert data.read_bytes() == SHARD
 
 
-# -- files of other programs ------------------------------------------------------------------
+# -- files of other programs in the directory of a shard ---------------------------------------
+
+
+def deep_tree(path: Path) -> None:
+    """Make a tree that has more levels than Python recurses."""
+    path.mkdir()
+    fd = os.open(path, os.O_RDONLY)
+    for _ in range(sys.getrecursionlimit() + 100):
+        os.mkdir("d", dir_fd=fd)
+        upper, fd = fd, os.open("d", os.O_RDONLY, dir_fd=fd)
+        os.close(upper)
+    os.close(fd)
+
+
+def full_directory(path: Path) -> None:
+    path.mkdir()
+    (path / "thesis.txt").write_bytes(b"precious")
+
+
+FOREIGN: dict[str, Callable[[Path], object]] = {
+    "thesis.txt": lambda path: path.write_bytes(b"precious"),
+    ".hidden": lambda path: path.write_bytes(b"precious"),
+    os.fsdecode(b"\xff\n"): lambda path: path.write_bytes(b"precious"),
+    "samples.idx": full_directory,  # a name of ours
+    "link": lambda path: path.symlink_to(path.parents[5]),
+    "pipe": os.mkfifo,
+    "tree": deep_tree,
+}
 
 
 def killed_download(layout: Layout) -> Path:
@@ -175,6 +206,92 @@ def killed_download(layout: Layout) -> Path:
     assert lock.try_acquire(Holder(4711, "node-7", 0, "job", 1.0, partial=partial.path.name))
     lock.release()
     return partial.path
+
+
+WAYS: dict[str, Callable[[Cache], object]] = {
+    "clean --all": lambda cache: cache.clean(everything=True),
+    "rm": lambda cache: cache.remove(URL),
+    "max_size": lambda cache: cache.clean(max_size=1),
+    "set aside": lambda cache: (os.truncate(cache.path(URL), 1), cache.fetch(URL), cache.clean()),
+    "without a sidecar": lambda cache: (
+        (cache.path(URL).parent / "meta.json").write_bytes(b""),
+        cache.clean(everything=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("way", [*WAYS, "partial", "only they"])
+@pytest.mark.locks_work("answers")
+def test_files_of_other_programs_outlive_the_shard_beside_them(make_cache, origin, caplog, way):
+    origin.objects.update({URL: SHARD, BIG_URL: BIG})
+    cache = make_cache(policy="lru")
+    layout = Layout.of_root(cache.dir)
+    if way == "partial":
+        directory = killed_download(layout)
+    elif way == "only they":
+        (directory := layout.new_evicted(TOKEN)).mkdir()
+    else:
+        directory = cache.fetch(URL).path
+    try:
+        for name, make in FOREIGN.items():
+            make(directory / name)
+        WAYS.get(way, lambda cache: cache.clean(orphans=True))(cache)
+        [kept] = layout.partial.glob("kept.*")
+        assert set(os.listdir(kept)) - {"a.tar"} == set(FOREIGN)
+        assert (way == "without a sidecar") == (kept / "a.tar").exists()
+        assert (kept / "thesis.txt").read_bytes() == b"precious"
+        assert (kept / "samples.idx/thesis.txt").read_bytes() == b"precious"
+        [warning] = [each for each in warnings(caplog) if str(kept) in each]
+        assert repr(min(FOREIGN)) in warning and "shardcache did not write" in warning
+        caplog.clear()
+        assert read(cache, URL) == SHARD and read(cache, BIG_URL) == BIG
+        cache.clean(everything=True)
+        assert cache.clean(everything=True, dry_run=True).removed == ()
+        assert os.listdir(layout.partial) == [kept.name] and warnings(caplog) == []
+    finally:
+        subprocess.run(["rm", "-rf", layout.partial, layout.objects], check=True)
+
+
+@needs_mounts
+@pytest.mark.parametrize("at", ["mnt", "", "a.tar"])
+def test_nothing_behind_a_mount_is_removed(make_cache, origin, tmp_path, at) -> None:
+    origin.objects[URL], cache = SHARD, make_cache()
+    entry, layout = cache.fetch(URL), Layout.of_root(cache.dir)
+    aside = layout.new_evicted(entry.key)
+    entry.path.rename(aside)
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "a.tar").write_bytes(b"precious")
+    where, what = aside / at, home / "a.tar" if at == "a.tar" else home
+    if at == "mnt":
+        where.mkdir()
+    subprocess.run(["mount", "--bind", what, where], check=True)
+    try:
+        for _ in range(2):
+            assert command("--dir", cache.dir, "clean", "--all", "-y")[0] == 0
+            assert read(cache, URL) == SHARD
+        assert (home / "a.tar").read_bytes() == b"precious"
+    finally:
+        for path in (where, *layout.partial.glob("kept.*/*")):
+            unmount(path)
+
+
+@pytest.mark.locks_work
+def test_a_file_of_another_program_hides_no_reader_and_no_download(make_cache, origin) -> None:
+    origin.objects[URL], cache = SHARD, make_cache()
+    entry, layout = cache.fetch(URL), Layout.of_root(cache.dir)
+    live = begun(layout, BIG_URL, BIG)
+    for name in range(20):  # some are listed before the data, some after it
+        (entry.path / f"{name}.txt").touch()
+        (live.path / f"{name}.txt").touch()
+    with cache.open(URL):
+        cache.clean(everything=True)
+        assert cache.path(URL) == entry.path / "a.tar"
+    assert live.data.exists()
+    live.discard()
+
+
+# -- planted names ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("content", [b"precious" * 100, b""], ids=["precious", "empty"])
@@ -222,3 +339,31 @@ def test_a_download_is_not_resumed_in_a_file_that_has_another_name(
     os.link(victim, path)
     assert read(cache, BIG_URL) == BIG and cache.path(BIG_URL)
     assert victim.read_bytes() == content
+
+
+@pytest.mark.parametrize("name", ["big.tar", PROGRESS])
+def test_a_partial_that_another_program_made_huge_is_read_no_further(make_cache, origin, name):
+    origin.objects[BIG_URL], cache = BIG, make_cache()
+    path = killed_download(Layout.of_root(cache.dir)) / name
+    os.truncate(path, 1 << 43)
+    assert read(cache, BIG_URL) == BIG and cache.path(BIG_URL).stat().st_size == len(BIG)
+
+
+@needs_root
+@pytest.mark.locks_work("answers")
+def test_a_directory_that_is_closed_to_the_user_stops_no_caching() -> None:
+    def fetch(root: Path) -> bool:
+        options = {"max_size": "1MB", "policy": "lru"}
+        with Cache(root, min_free=0, cache_local=True, **options) as cache:
+            cache.fetch(str(root.parent / "origin.tar"))
+            return bool(cache.clean(max_size=1).removed)
+
+    with public_directory() as public:
+        public.chmod(0o1777)
+        (public / "origin.tar").write_bytes(SHARD)
+        assert ask(ANNA, fetch, public / "cache")
+        layout = Layout.of_root(public / "cache")
+        for parent in (layout.objects, layout.objects / TOKEN[:2]):
+            (parent / TOKEN).mkdir(mode=0o700, parents=True)
+        layout.new_evicted(TOKEN).mkdir(mode=0o700)
+        assert ask(ANNA, fetch, public / "cache")

@@ -9,9 +9,11 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -185,6 +187,13 @@ def full_directory(path: Path) -> None:
     (path / "thesis.txt").write_bytes(b"precious")
 
 
+def make_socket(path: Path) -> None:
+    fd = os.open(path.parent, os.O_RDONLY)
+    with closing(socket.socket(socket.AF_UNIX)) as made:
+        made.bind(f"/proc/self/fd/{fd}/{path.name}")  # the path itself is too long
+    os.close(fd)
+
+
 FOREIGN: dict[str, Callable[[Path], object]] = {
     "thesis.txt": lambda path: path.write_bytes(b"precious"),
     ".hidden": lambda path: path.write_bytes(b"precious"),
@@ -341,12 +350,64 @@ def test_a_download_is_not_resumed_in_a_file_that_has_another_name(
     assert victim.read_bytes() == content
 
 
+def json_bomb(path: Path) -> None:
+    path.write_bytes(b"[" * 60_000)
+
+
+PLANTED: list[tuple[str, Callable[[Path], object]]] = [
+    ("{lock}", json_bomb),
+    ("locks/budget.lock", json_bomb),
+    ("locks/clean.lock", json_bomb),
+    ("usage", json_bomb),
+    ("limits", json_bomb),
+    (f"pins/{TOKEN}.pin", json_bomb),
+    ("stats.db-journal", os.mkfifo),
+    (f"sessions/{TOKEN}.session", make_socket),
+    (f"sessions/{TOKEN}.session", full_directory),
+    (f"sessions/{TOKEN}.session", lambda path: path.symlink_to("nowhere")),
+    (f"sessions/{TOKEN}.{TOKEN}.wait", make_socket),
+    ("sessions/job.streamed", full_directory),
+    (f"partial/{TOKEN}.{TOKEN[:24]}-5.{TOKEN}", deep_tree),
+]
+
+
+@pytest.mark.parametrize(("name", "make"), PLANTED)
+@pytest.mark.locks_work("answers")
+def test_nothing_planted_ends_a_read_or_a_clean(make_cache, origin, name, make):
+    urls = [URL, "s3://lab/b.tar", "s3://lab/c.tar"]
+    origin.objects.update(dict.fromkeys(urls, SHARD))
+    with make_cache() as earlier:
+        for url in urls[1:]:
+            earlier.fetch(url)
+    cache = make_cache(max_size=2 * len(SHARD), policy="lru")  # the third shard needs room
+    layout = Layout.of_root(cache.dir)
+    path = layout.base / name.format(lock=layout.key_lock(parse_url(URL).key))
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    make(path)
+    try:
+        assert read(cache, URL) == SHARD and cache.path(URL) is not None
+        cache.close()
+        for arguments in (("ls",), ("clean",), ("clean", "--all", "-y")):
+            assert command("--dir", cache.dir, *arguments)[0] == 0
+    finally:
+        subprocess.run(["rm", "-rf", layout.partial], check=True)
+
+
 @pytest.mark.parametrize("name", ["big.tar", PROGRESS])
 def test_a_partial_that_another_program_made_huge_is_read_no_further(make_cache, origin, name):
     origin.objects[BIG_URL], cache = BIG, make_cache()
     path = killed_download(Layout.of_root(cache.dir)) / name
     os.truncate(path, 1 << 43)
     assert read(cache, BIG_URL) == BIG and cache.path(BIG_URL).stat().st_size == len(BIG)
+
+
+def test_a_session_ends_where_a_directory_has_the_name_of_its_limits(make_cache) -> None:
+    cache = make_cache()
+    layout = Layout.of_root(cache.dir)
+    full_directory(layout.limits)
+    cache.close()
+    assert os.listdir(layout.sessions) == []
 
 
 @needs_root

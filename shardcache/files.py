@@ -149,15 +149,41 @@ class Modes:
 PRIVATE = Modes()
 
 
-#: O_NONBLOCK: somebody may have put a named pipe there.
+#: O_NONBLOCK: the path may name a pipe.
 SAFELY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+#: How opening fails if the path names a link, a directory or a socket instead of a file.
+NOT_DATA = frozenset({errno.ELOOP, errno.EISDIR, errno.ENXIO})
+
+
+def check_own(path: str | os.PathLike[str], found: os.stat_result) -> None:
+    """Refuse to write to a file that has a second name, and to anything but a regular file.
+
+    Raises:
+        OSError: ELOOP, as for a symbolic link, so that callers treat all links alike.
+    """
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+        reason = "it is a link or no regular file, so another program may own it; remove it"
+        raise OSError(errno.ELOOP, reason, str(path))
 
 
 def open_file(
     path: str | os.PathLike[str], access: int = os.O_RDONLY, mode: int = 0o600
 ) -> io.FileIO:
-    """Open a file, never through a symbolic link, waiting for nobody."""
-    return io.FileIO(path, opener=lambda path, _: os.open(path, access | SAFELY, mode))
+    """Open a file without following a link and without blocking.
+
+    Raises:
+        OSError: it cannot be opened, or `check_own` refuses to write to it.
+    """
+    file = io.FileIO(path, opener=lambda path, _: os.open(path, access | SAFELY, mode))
+    if access & (os.O_WRONLY | os.O_RDWR) and not access & os.O_EXCL:
+        found = os.fstat(file.fileno())
+        try:
+            if not stat.S_ISFIFO(found.st_mode):  # writing at an offset fails, which harms nobody
+                check_own(path, found)
+        except OSError:
+            file.close()
+            raise
+    return file
 
 
 def write_new(path: Path | str, data: bytes, mode: int, *, sync: bool = False) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from shardcache.files import PRIVATE, Modes, open_file, random_token, write_new
+from shardcache.urls import SIDE_FILES
 
 _KEY = _RANDOM = "[0-9a-f]{32}"
 _VERSION = "[0-9a-f]{24}"
@@ -55,6 +56,12 @@ is_evicted_name = re.compile(rf"evict\.{_KEY}\.{_RANDOM}").fullmatch
 is_temporary_name = re.compile(rf"\.[A-Za-z0-9.]+\.{_RANDOM}").fullmatch
 #: the namespace of a rank or a job, as `ranks.safe_name` makes it.
 is_rank_name = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}").fullmatch
+
+
+def is_side_file(name: str) -> bool:
+    """Whether shardcache writes a file of this name beside the data of a shard."""
+    return name in SIDE_FILES or is_temporary_name(name) is not None
+
 
 META = "meta.json"
 PROGRESS = "progress"
@@ -166,10 +173,15 @@ class Layout:
 # -- what is found on disk -----------------------------------------------------------------
 
 
+def open_directory(path: Path | str) -> int:
+    """Open a directory, not a link to one; returns the descriptor."""
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
 def list_names(directory: Path | str) -> list[str]:
     """The names in a directory; none if it is missing, or a symbolic link, which is not ours."""
     try:
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = open_directory(directory)
     except OSError as exn:
         if exn.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
             return []

@@ -100,7 +100,8 @@ _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 _MAX_BASENAME = 120
 #: Schemes whose canonical URL hides no value.
 _NEVER_MASKED = frozenset({"file", "pipe", "s3"})
-_RESERVED_NAMES = frozenset({"meta.json", "progress"})
+#: Files that shardcache writes beside a shard's own file; no shard gets one of these names.
+SIDE_FILES = frozenset({"meta.json", "progress", "samples.idx"})
 
 # Of these schemes a name without a password is no login.
 _NAMED = "(?:abfss?|az|oci)://"
@@ -416,7 +417,7 @@ def _web_host(url: str, scheme: str, host: str) -> str:
 
 def _basename(name: str) -> str:
     safe = re.sub(_UNSAFE, "_", name.rstrip("/").rpartition("/")[2])[-_MAX_BASENAME:].lstrip(".")
-    return f"shard-{safe}" if safe in _RESERVED_NAMES else safe or "shard"
+    return f"shard-{safe}" if safe in SIDE_FILES else safe or "shard"
 
 
 def redact(text: str) -> str:

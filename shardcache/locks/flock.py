@@ -115,7 +115,7 @@ class Holder:
             typed = isinstance(holder.pid, int) and holder.host.isprintable()
             typed = typed and 0 <= holder.started < 1e11 and isinstance(holder.rank, int | None)
             texts = holder.job, holder.partial, holder.url
-        except (ValueError, TypeError, AttributeError):
+        except (ValueError, TypeError, AttributeError, RecursionError):
             return None
         return holder if typed and all(isinstance(each, str | None) for each in texts) else None
 

@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping
 from operator import itemgetter
 from pathlib import Path
 
-from shardcache.files import open_exclusive, open_file, random_token, write_new
+from shardcache.files import NOT_DATA, open_exclusive, open_file, random_token, write_new
 from shardcache.layout import IDLE_GRACE, Layout, is_idle, list_names, remove_old
 from shardcache.locks.flock import Holder, is_file, read_holder, try_flock
 from shardcache.locks.mounts import is_local
@@ -163,7 +163,7 @@ def remove_dead(layout: Layout) -> None:
     oldest = min(live_sessions(layout), default=math.inf)
     for name in list_names(layout.sessions):
         path = layout.sessions / name
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):  # gone, or a directory
             if name.endswith(NOTE) and path.lstat().st_mtime < oldest:
                 path.unlink()
 
@@ -188,7 +188,7 @@ def stated_limits(layout: Layout) -> tuple[list[dict[str, str]], bool]:
     """
     live, ended = [], [(0.0, dict[str, str]())]
     for path in [*_files(layout, ".session"), layout.limits]:
-        with contextlib.suppress(OSError, ValueError), open_file(path) as file:
+        with contextlib.suppress(OSError, ValueError, RecursionError), open_file(path) as file:
             date, is_free = os.fstat(file.fileno()).st_mtime, try_flock(file.fileno(), shared=True)
             found = json.loads(os.pread(file.fileno(), _MAX_LIMITS, 0))
             if isinstance(found, dict):
@@ -206,9 +206,10 @@ def _remove(path: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         is_last = is_last and last.lstat().st_mtime <= path.lstat().st_mtime
     if is_last:
-        path.replace(last)
-    else:
-        path.unlink()
+        with contextlib.suppress(OSError):  # a directory has the name
+            path.replace(last)
+            return
+    path.unlink()
 
 
 def _in_root(layout: Layout) -> Path:
@@ -248,4 +249,7 @@ def _date(path: Path) -> float | None:
         pass
     except PermissionError:  # cannot be asked, so it may be alive
         return path.lstat().st_mtime
+    except OSError as exn:
+        if exn.errno not in NOT_DATA:
+            raise
     return None

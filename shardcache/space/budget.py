@@ -284,7 +284,7 @@ class Space:
             boot, held, counted, most = json.loads(read_file(self.node.usage, _MAX_USAGE))
             if boot == boot_id() and 0 <= clock.monotonic() - counted < _BELIEVED:
                 return _Usage(int(held), counted, None if most is None else int(most))
-        except (OSError, ValueError, TypeError) as exn:
+        except (OSError, ValueError, TypeError, OverflowError, RecursionError) as exn:
             logger.debug("%s: %s", self.node.usage, exn)
         return None
 

@@ -56,7 +56,7 @@ def _pins(layout: Layout) -> dict[str, tuple[float, str]]:
             record = json.loads(read_file(layout.pin(key), _MAX_RECORD))
             until = math.inf if record["until"] is None else float(record["until"])
             found[key] = until, str(record["url"])
-        except (OSError, ValueError, TypeError, KeyError) as exn:
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as exn:
             found[key] = math.inf, ""
             logger.info("the pin of %s cannot be read (%s); the shard is kept", key, exn)
     return found

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from shardcache.files import check_own
 from shardcache.layout import Layout, replace_file
 from shardcache.threads import undivided
 
@@ -128,6 +129,9 @@ def _opened(
     """The database, open for one transaction; None if nothing was written yet.
 
     With ``repair`` a damaged one is removed.
+
+    Raises:
+        OSError: it cannot be used, or a file of another program has its name.
     """
     import sqlite3  # here: a process that counts nothing does not need it
 
@@ -135,6 +139,10 @@ def _opened(
     if not path.exists() or (path.stat().st_size == 0 and not repair):
         yield None
         return
+    for suffix in ("", "-journal", "-wal"):  # SQLite follows links, and waits for pipes
+        name = path.with_name(path.name + suffix)
+        with contextlib.suppress(FileNotFoundError):
+            check_own(name, name.lstat())
     try:
         # Where it cannot be written, SQLite opens it for reading.
         uri = f"{path.absolute().as_uri()}?mode=rw"

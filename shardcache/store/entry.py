@@ -14,16 +14,16 @@ import io
 import json
 import logging
 import os
-import shutil
 import stat
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardcache.clock import boot_id, utc
-from shardcache.files import SAFELY, open_file, sync_directory, write_new
+from shardcache.errors import ConfigError
+from shardcache.files import NOT_DATA, SAFELY, open_file, sync_directory, write_new
 from shardcache.layout import (
     META,
     PROGRESS,
@@ -31,7 +31,9 @@ from shardcache.layout import (
     is_directory,
     is_idle,
     is_key,
+    is_side_file,
     list_names,
+    open_directory,
     parse_entry_name,
     read_file,
     replace_file,
@@ -39,6 +41,7 @@ from shardcache.layout import (
 from shardcache.locks.flock import is_file, try_flock, wait_flock
 from shardcache.origins.base import ObjectInfo
 from shardcache.store.digest import file_digest
+from shardcache.urls import parse_url
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -55,6 +58,10 @@ _ATTEMPTS = 100
 #: What a filesystem says where it cannot link, or the other entry is gone.
 _CANNOT_LINK = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOENT})
 _TAKEN = frozenset({errno.EEXIST, errno.ENOTEMPTY})
+#: How renaming a directory fails if it is gone, or is a mount point.
+IMMOVABLE = frozenset({errno.ENOENT, errno.EBUSY})
+#: How NFS and FUSE name a file that was removed while it is open; they remove it when it is closed.
+_STILL_OPEN = (".nfs", ".fuse_hidden")
 #: Entries remembered per process, about 300 bytes each.
 _REMEMBERED = 100_000
 
@@ -84,6 +91,14 @@ class Metadata:
     boot: str  #: boot during which the bytes were last known good on disk
     library: str  #: version of shardcache that wrote this
 
+    @property
+    def basename(self) -> str:
+        """The name of the data file (DamagedError: the URL makes no sense)."""
+        try:
+            return parse_url(self.url, allow_schemes=[self.url.partition(":")[0]]).basename
+        except ConfigError as exn:
+            raise DamagedError(f"its sidecar names no shard ({exn.message})") from exn
+
     def encode(self) -> bytes:
         """The sidecar's bytes."""
         record: dict[str, Any] = {"schema": SCHEMA}
@@ -112,9 +127,8 @@ class Metadata:
         return found
 
 
-#: What opening says of what is gone, and of a planted link, directory or socket.
+#: How opening fails if the file is gone.
 GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
-NOT_DATA = frozenset({errno.ELOOP, errno.EISDIR, errno.ENXIO})
 #: What a disk says of one file that it cannot read. What it says of itself is no damage.
 _UNREADABLE = NOT_DATA | frozenset(
     {errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EREMOTEIO, errno.EILSEQ, errno.ENODATA}
@@ -214,11 +228,97 @@ class Entry(NamedTuple):
 
 
 def data_file(directory: Path) -> Path | None:
-    """The shard's own file in the directory of an entry or a partial, if there is one."""
-    for name in list_names(directory):
-        if name not in (META, PROGRESS) and not name.startswith("."):
-            return directory / name
+    """The data file in the directory of an entry or a partial, if there is one.
+
+    The sidecar is read only if another program's file makes the choice unclear.
+    """
+    names = _data_names(list_names(directory))
+    if len(names) > 1 and (stated := _stated_name(directory)) is not None:
+        names = [stated] if stated in names else []
+    return directory / names[0] if names else None
+
+
+def _data_names(names: Iterable[str]) -> list[str]:
+    return [name for name in names if not name.startswith(".") and not is_side_file(name)]
+
+
+def _stated_name(directory: Path) -> str | None:
+    """The name of the data file, as the sidecar or the journal of a partial states it."""
+    for name in (META, PROGRESS):
+        with contextlib.suppress(OSError, ValueError, DamagedError):
+            data = read_file(directory / name, MAX_BYTES)
+            # In a journal, the sidecar follows a header.
+            return Metadata.decode(data[data.index(b'{"schema"') :].partition(b"\n")[0]).basename
     return None
+
+
+def remove_directory(directory: Path, name: str | None = None) -> None:
+    """Remove the files of shardcache from a directory, then the directory.
+
+    If the directory holds anything else, rename it to ``kept.*``, which no sweep touches. If the
+    disk fails, the next sweep tries again.
+
+    Args:
+        directory: of an entry or a partial, in `Layout.partial`.
+        name: of the data file; None to read it from the sidecar.
+    """
+    try:
+        fd = open_directory(directory)
+    except OSError as exn:  # the directory is gone
+        logger.debug("%s: %s", directory, exn)
+        return
+    try:
+        names = os.listdir(fd)  # noqa: PTH208 - names are enough
+        data = name or _stated_name(directory) or _likely_name(names, fd)
+        foreign = []
+        for each in sorted(names, key=is_side_file):  # the data first: the sidecar names it
+            if each == data or is_side_file(each):
+                if not _remove_name(each, fd):
+                    foreign.append(each)
+            elif not each.startswith(_STILL_OPEN):
+                foreign.append(each)
+        if not foreign:
+            directory.rmdir()
+            return
+        kept = directory.rename(directory.with_name(f"kept.{directory.name}"))
+        shown = ", ".join(map(repr, sorted(foreign)[:3])) + (", ..." if foreign[3:] else "")
+        logger.warning(
+            "%s stays, because it holds files that shardcache did not write (%s); move them "
+            "elsewhere or delete them",
+            *(kept, shown),
+        )
+    except OSError as exn:
+        logger.debug("%s is not removed yet: %s", directory, exn)
+    finally:
+        os.close(fd)
+
+
+def _likely_name(names: list[str], fd: int) -> str | None:
+    """The name of the data file in a directory whose sidecar cannot be read, or is missing."""
+    found = _data_names(names)
+    if len(found) != 1:
+        return None
+    # A file that lies alone is ours only if its mode is: closed to other users.
+    is_closed = not os.lstat(found[0], dir_fd=fd).st_mode & 0o117
+    return found[0] if is_closed or len(names) > 1 else None
+
+
+def _remove_name(name: str, fd: int) -> bool:
+    """Remove a file or an empty directory; False if it is a mount point or a full directory.
+
+    Raises:
+        OSError: the disk fails.
+    """
+    try:
+        try:
+            os.unlink(name, dir_fd=fd)
+        except IsADirectoryError:
+            os.rmdir(name, dir_fd=fd)
+    except OSError as exn:
+        if exn.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EBUSY):
+            raise
+        return exn.errno == errno.ENOENT
+    return True
 
 
 def versions(layout: Layout, key: str) -> list[tuple[int, str, int]]:
@@ -236,10 +336,10 @@ def versions(layout: Layout, key: str) -> list[tuple[int, str, int]]:
 
 
 def _directories(path: str) -> list[os.DirEntry[str]]:
-    """The directories in one that was there just now; a symbolic link is none."""
+    """The directories in a directory; none if it is gone, or not ours and closed to us."""
     try:
         return [entry for entry in os.scandir(path) if entry.is_dir(follow_symlinks=False)]
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
         return []
 
 
@@ -463,11 +563,11 @@ class Store:
         theirs = next((other for other in others if other.name not in partial.earlier), None)
         if theirs is not None:
             logger.info("%s came meanwhile; dropping %s", theirs.name, entry.name)
-            shutil.rmtree(partial.path, ignore_errors=True)
+            remove_directory(partial.path, name)
             return theirs
         self._known.pop(key, None)
         if not self._rename(partial, entry, metadata.size):
-            shutil.rmtree(partial.path, ignore_errors=True)
+            remove_directory(partial.path, name)
         elif not others:
             # It was checked before it got there. Beside another version the next open lists
             # them, since only that tells which of them is newer.
@@ -550,7 +650,7 @@ class Store:
                 return False
             # The lock is held until the names are gone: a reader that gets its
             # pin afterwards sees a link count of zero and looks again.
-            shutil.rmtree(doomed, ignore_errors=True)
+            remove_directory(doomed)
         with contextlib.suppress(OSError):  # another version is there, or it is gone too
             entry.path.parent.rmdir()
         return True
@@ -567,7 +667,7 @@ class Store:
             modes.make_directory(entry.parent)
             staging.rename(entry)
         except OSError as exn:
-            shutil.rmtree(staging, ignore_errors=True)
+            remove_directory(staging, basename)
             if exn.errno in _TAKEN:
                 return True
             if exn.errno in _CANNOT_LINK:
@@ -589,11 +689,16 @@ def set_aside(directory: Path, reason: str) -> bool:
 
 
 def _hide(directory: Path) -> Path | None:
-    """Move an entry out of sight, in its own namespace; where to, or None if it is gone."""
+    """Move an entry out of sight, in its own namespace.
+
+    Returns the new path, or None if the entry is gone, or is a mount point and so not ours.
+    """
     hidden = Layout(directory.parents[3]).new_evicted(directory.parent.name)
     try:
         directory.rename(hidden)
-    except FileNotFoundError:
+    except OSError as exn:
+        if exn.errno not in IMMOVABLE:
+            raise
         return None
     return hidden
 

@@ -23,7 +23,7 @@ import contextlib
 import errno
 import io
 import os
-import shutil
+import stat
 import struct
 import threading
 from collections.abc import Iterator
@@ -32,6 +32,7 @@ from itertools import count, groupby, takewhile
 from pathlib import Path
 
 from shardcache.files import (
+    NOT_DATA,
     Modes,
     dup_exclusive,
     open_exclusive,
@@ -50,11 +51,22 @@ from shardcache.layout import (
     is_temporary_name,
     list_names,
     parse_partial_name,
+    read_file,
     remove_old,
 )
 from shardcache.locks.flock import is_file, wait_flock
 from shardcache.store.digest import BLOCK, block_digest
-from shardcache.store.entry import MAX_BYTES, DamagedError, LostError, Metadata, data_file, hold
+from shardcache.store.entry import (
+    GONE,
+    IMMOVABLE,
+    MAX_BYTES,
+    DamagedError,
+    LostError,
+    Metadata,
+    data_file,
+    hold,
+    remove_directory,
+)
 
 _MAGIC = b"SHCPROG3"
 #: Magic, where the records begin, and whether the blocks may be read.
@@ -64,6 +76,8 @@ _RECORD = struct.Struct("<16sQ")
 _SIDECAR = 700
 #: Records that a reader takes in one call: 256 MiB of data.
 _AHEAD = 256
+#: Bytes of a journal: of a shard of 5 TB, the largest object of S3, it has 120 MB.
+_MAX_PROGRESS = 1 << 27
 _MAKE = os.O_RDWR | os.O_CREAT | os.O_EXCL
 
 
@@ -107,8 +121,7 @@ def _records(data: bytes) -> Iterator[tuple[bytes, int]]:
 def read_progress(path: Path) -> Progress | None:
     """The progress of the partial at ``path``; None when there is none that can be read."""
     try:
-        with open_file(path / PROGRESS) as file:
-            data = file.readall()
+        data = read_file(path / PROGRESS, _MAX_PROGRESS)
         metadata, records_at, _ = _parse(path, data)
     except (OSError, DamagedError):
         return None
@@ -206,7 +219,7 @@ class Partial:
         path = layout.new_partial(metadata.key, metadata.info.version, size)
         modes.make_directory(path)
         with contextlib.ExitStack() as stack:
-            stack.callback(shutil.rmtree, path, ignore_errors=True)
+            stack.callback(remove_directory, path, basename)
             data = path / basename
             try:
                 file = stack.enter_context(open_exclusive(data, _MAKE, modes))
@@ -238,27 +251,30 @@ class Partial:
                 free = wait_flock(file.fileno()) if layout.grace is None else None
                 if free is None:
                     free = is_idle(path, layout.grace or IDLE_GRACE)
-                ours = os.fstat(file.fileno()).st_uid == os.geteuid()
+                found = os.fstat(file.fileno())
+                ours = found.st_uid == os.geteuid() and stat.S_ISREG(found.st_mode)
                 # Between open and flock a sweeper may have won: then the name is gone.
                 if not (free and is_file(path / basename, file.fileno()) and ours):
                     return None
                 path.rename(mine)  # the claim: of two, one finds the old name gone
-                progress = stack.enter_context(open_exclusive(mine / PROGRESS, os.O_RDWR))
-                data = progress.readall() or b""  # None: a named pipe
+                data = read_file(mine / PROGRESS, _MAX_PROGRESS)
                 metadata, records_at, _ = _parse(mine, data)
+                progress = stack.enter_context(open_exclusive(mine / PROGRESS, os.O_RDWR))
                 if metadata.info.size is None or not metadata.info.identifiable:
                     raise DamagedError("it is not known what is missing")
                 (mine / META).unlink(missing_ok=True)  # its writer was killed while sealing it
+                if found.st_size > metadata.info.size:
+                    os.ftruncate(file.fileno(), metadata.info.size)
                 partial = cls(layout, mine / basename, metadata, file, progress)
                 partial._records_at = records_at
                 partial._prove(_records(data[records_at:]), metadata.info.size)
-            except (FileNotFoundError, PermissionError, DamagedError):
-                shutil.rmtree(mine, ignore_errors=True)
+            except (PermissionError, DamagedError):
+                remove_directory(mine, basename)
                 return None
             except OSError as exn:
-                if exn.errno != errno.ELOOP:  # a link, which is no file of ours
+                if exn.errno not in GONE | NOT_DATA | IMMOVABLE:
                     raise
-                shutil.rmtree(mine, ignore_errors=True)
+                remove_directory(mine, basename)
                 return None
             stack.pop_all()
         return partial
@@ -384,7 +400,7 @@ class Partial:
     def discard(self) -> None:
         """Remove it, then let go. In a forked child, nothing: it is the parent's."""
         if not self._file.closed:
-            shutil.rmtree(self.path, ignore_errors=True)
+            remove_directory(self.path, self.data.name)
             self.close()
 
 
@@ -422,13 +438,16 @@ def in_flight(layout: Layout) -> Iterator[InFlight]:
         path = layout.partial / name
         if not (parsed or is_evicted_name(name)) or not is_directory(path):
             continue  # gone meanwhile, or nothing of ours
-        # A writer holds its lock exclusively, so a shared one tells whether it
-        # lives, and two who look do not disturb each other. An entry on its
-        # way out is held by its readers, who share.
-        with hold(path, layout.grace, shared=parsed is not None) as free:
-            pass
+        try:
+            # A writer's lock is exclusive, so a shared one shows whether the writer lives, and two
+            # processes that look do not disturb each other. Readers of an entry on its way out
+            # hold shared locks.
+            with hold(path, layout.grace, shared=parsed is not None) as free:
+                occupied = _occupied(path)
+        except PermissionError:  # closed to us, so not ours
+            continue
         key, version, size = parsed or ("", "", None)
-        yield InFlight(path, key, version, not free, _occupied(path), size)
+        yield InFlight(path, key, version, not free, occupied, size)
 
 
 def _occupied(path: Path) -> int:
@@ -448,14 +467,14 @@ def remove_leftover(layout: Layout, path: Path) -> bool:
     with hold(path, layout.grace) as free:
         if not free:
             return False
-        doomed = path
-        if parsed is not None:
-            doomed = layout.new_evicted(parsed[0])
-            try:
-                path.rename(doomed)
-            except FileNotFoundError:  # another sweeper was faster, or who resumes it
-                return False
-        shutil.rmtree(doomed, ignore_errors=True)
+        doomed = layout.new_evicted(parsed[0] if parsed else path.name.split(".")[1])
+        try:
+            path.rename(doomed)
+        except OSError as exn:
+            if exn.errno not in IMMOVABLE:  # or another process was faster
+                raise
+            return False
+        remove_directory(doomed)
         return not doomed.exists()
 
 

@@ -213,11 +213,7 @@ class Verifier:
 
     def _check_data(self, store: Store, entry: Entry, metadata: Metadata) -> None:
         """Open the data as a reader would, and read it."""
-        try:
-            name = self.parse(metadata.url).basename
-        except ConfigError:  # of a scheme that is no longer allowed
-            name = entry.data.name
-        path, grace = f"{entry.directory}/{name}", store.layout.grace
+        path, grace = f"{entry.directory}/{metadata.basename}", store.layout.grace
         opened = open_data(entry.directory, path, entry.size, grace)
         if opened is None:
             raise DamagedError("its data file is missing")

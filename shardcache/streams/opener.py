@@ -255,8 +255,9 @@ class Opener:
             kind, reason = type(fault).__name__, fault.message
         elif isinstance(fault, OSError) and not isinstance(fault, ShardCacheError):
             kind, reason = fault_kind(fault), str(fault.strerror or fault)
-            if str(self.config.dir) not in reason:
-                reason = f"{self.config.dir}: {reason}"
+            place = str(fault.filename or self.config.dir)
+            if place not in reason:
+                reason = f"{place}: {reason}"
         else:  # the origin's own
             raise fault
         if self.config.strict:

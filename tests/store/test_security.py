@@ -6,23 +6,42 @@ the code does not touch it.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from shardcache import Cache, ConfigError
-from shardcache.layout import MANIFEST, Layout
+from shardcache.layout import MANIFEST, PROGRESS, Layout
+from shardcache.locks.flock import Holder, KeyLock
 from shardcache.store.root import make_root
+from shardcache.urls import parse_url
 from shardcache.wds.attach import url_opener
+from tests.support.caches import read, warnings
 from tests.support.clitools import command
-from tests.support.storetools import needs_root, public_directory
+from tests.support.disktools import needs_mounts, unmount
+from tests.support.storetools import (
+    begin,
+    begun,
+    fill,
+    metadata_for,
+    needs_root,
+    public_directory,
+)
 from tests.support.tars import make_tar
 from tests.support.users import ANNA, BELA, ask
 
 URL, SHARD = "s3://lab/a.tar", make_tar(1)
+#: Of several blocks, so that a killed download of it can be resumed.
+BIG_URL, BIG = "s3://lab/big.tar", make_tar(2, 700, 3000)
+TOKEN = "0" * 32
 
 
 REFUSED = {
@@ -147,3 +166,265 @@ def test_a_cache_that_lost_its_manifest_is_not_touched(tmp_path: Path, make_cach
             code, said = command("--dir", directory, *arguments)
             assert code == 2 and "is not a shardcache directory" in said
     assert data.read_bytes() == SHARD
+
+
+# -- files of other programs in the directory of a shard ---------------------------------------
+
+
+def deep_tree(path: Path) -> None:
+    """Make a tree that has more levels than Python recurses."""
+    path.mkdir()
+    fd = os.open(path, os.O_RDONLY)
+    for _ in range(sys.getrecursionlimit() + 100):
+        os.mkdir("d", dir_fd=fd)
+        upper, fd = fd, os.open("d", os.O_RDONLY, dir_fd=fd)
+        os.close(upper)
+    os.close(fd)
+
+
+def full_directory(path: Path) -> None:
+    path.mkdir()
+    (path / "thesis.txt").write_bytes(b"precious")
+
+
+def make_socket(path: Path) -> None:
+    fd = os.open(path.parent, os.O_RDONLY)
+    with closing(socket.socket(socket.AF_UNIX)) as made:
+        made.bind(f"/proc/self/fd/{fd}/{path.name}")  # the path itself is too long
+    os.close(fd)
+
+
+FOREIGN: dict[str, Callable[[Path], object]] = {
+    "thesis.txt": lambda path: path.write_bytes(b"precious"),
+    ".hidden": lambda path: path.write_bytes(b"precious"),
+    os.fsdecode(b"\xff\n"): lambda path: path.write_bytes(b"precious"),
+    "samples.idx": full_directory,  # a name of ours
+    "link": lambda path: path.symlink_to(path.parents[5]),
+    "pipe": os.mkfifo,
+    "tree": deep_tree,
+}
+
+
+def killed_download(layout: Layout) -> Path:
+    """What a killed process leaves of `BIG`; the next reader resumes it."""
+    etag = f'"{hashlib.md5(BIG).hexdigest()}"'  # as the origin states it
+    partial = begin(layout, metadata_for(BIG_URL, BIG, etag=etag))
+    fill(partial, BIG, range(1))
+    partial.close()
+    lock = KeyLock(layout.key_lock(partial.metadata.key))
+    assert lock.try_acquire(Holder(4711, "node-7", 0, "job", 1.0, partial=partial.path.name))
+    lock.release()
+    return partial.path
+
+
+WAYS: dict[str, Callable[[Cache], object]] = {
+    "clean --all": lambda cache: cache.clean(everything=True),
+    "rm": lambda cache: cache.remove(URL),
+    "max_size": lambda cache: cache.clean(max_size=1),
+    "set aside": lambda cache: (os.truncate(cache.path(URL), 1), cache.fetch(URL), cache.clean()),
+    "without a sidecar": lambda cache: (
+        (cache.path(URL).parent / "meta.json").write_bytes(b""),
+        cache.clean(everything=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("way", [*WAYS, "partial", "only they"])
+@pytest.mark.locks_work("answers")
+def test_files_of_other_programs_outlive_the_shard_beside_them(make_cache, origin, caplog, way):
+    origin.objects.update({URL: SHARD, BIG_URL: BIG})
+    cache = make_cache(policy="lru")
+    layout = Layout.of_root(cache.dir)
+    if way == "partial":
+        directory = killed_download(layout)
+    elif way == "only they":
+        (directory := layout.new_evicted(TOKEN)).mkdir()
+    else:
+        directory = cache.fetch(URL).path
+    try:
+        for name, make in FOREIGN.items():
+            make(directory / name)
+        WAYS.get(way, lambda cache: cache.clean(orphans=True))(cache)
+        [kept] = layout.partial.glob("kept.*")
+        assert set(os.listdir(kept)) - {"a.tar"} == set(FOREIGN)
+        assert (way == "without a sidecar") == (kept / "a.tar").exists()
+        assert (kept / "thesis.txt").read_bytes() == b"precious"
+        assert (kept / "samples.idx/thesis.txt").read_bytes() == b"precious"
+        [warning] = [each for each in warnings(caplog) if str(kept) in each]
+        assert repr(min(FOREIGN)) in warning and "shardcache did not write" in warning
+        caplog.clear()
+        assert read(cache, URL) == SHARD and read(cache, BIG_URL) == BIG
+        cache.clean(everything=True)
+        assert cache.clean(everything=True, dry_run=True).removed == ()
+        assert os.listdir(layout.partial) == [kept.name] and warnings(caplog) == []
+    finally:
+        subprocess.run(["rm", "-rf", layout.partial, layout.objects], check=True)
+
+
+@needs_mounts
+@pytest.mark.parametrize("at", ["mnt", "", "a.tar"])
+def test_nothing_behind_a_mount_is_removed(make_cache, origin, tmp_path, at) -> None:
+    origin.objects[URL], cache = SHARD, make_cache()
+    entry, layout = cache.fetch(URL), Layout.of_root(cache.dir)
+    aside = layout.new_evicted(entry.key)
+    entry.path.rename(aside)
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "a.tar").write_bytes(b"precious")
+    where, what = aside / at, home / "a.tar" if at == "a.tar" else home
+    if at == "mnt":
+        where.mkdir()
+    subprocess.run(["mount", "--bind", what, where], check=True)
+    try:
+        for _ in range(2):
+            assert command("--dir", cache.dir, "clean", "--all", "-y")[0] == 0
+            assert read(cache, URL) == SHARD
+        assert (home / "a.tar").read_bytes() == b"precious"
+    finally:
+        for path in (where, *layout.partial.glob("kept.*/*")):
+            unmount(path)
+
+
+@pytest.mark.locks_work
+def test_a_file_of_another_program_hides_no_reader_and_no_download(make_cache, origin) -> None:
+    origin.objects[URL], cache = SHARD, make_cache()
+    entry, layout = cache.fetch(URL), Layout.of_root(cache.dir)
+    live = begun(layout, BIG_URL, BIG)
+    for name in range(20):  # some are listed before the data, some after it
+        (entry.path / f"{name}.txt").touch()
+        (live.path / f"{name}.txt").touch()
+    with cache.open(URL):
+        cache.clean(everything=True)
+        assert cache.path(URL) == entry.path / "a.tar"
+    assert live.data.exists()
+    live.discard()
+
+
+# -- planted names ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("content", [b"precious" * 100, b""], ids=["precious", "empty"])
+@pytest.mark.parametrize("link", [os.link, os.symlink])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("{lock}", "locks/budget.lock", "locks/clean.lock", "usage", "limits", "pins/{key}.pin"),
+        *("stats.db", "stats.db-journal", "stats.db-wal"),
+    ],
+)
+def test_nothing_is_written_through_a_link(
+    make_cache, origin, tmp_path, caplog, name, link, content
+):
+    origin.objects.update({URL: SHARD, BIG_URL: BIG})
+    with make_cache() as earlier:
+        earlier.fetch(BIG_URL)
+        earlier.pin(URL)
+    cache = make_cache(max_size="10MB")
+    layout, key = Layout.of_root(cache.dir), parse_url(URL).key
+    path = layout.base / name.format(lock=layout.key_lock(key), key=key)
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    victim = tmp_path / "thesis.txt"
+    victim.write_bytes(content)
+    link(victim, path)
+    assert read(cache, URL) == SHARD
+    cache.close()
+    command("--dir", cache.dir, "clean")
+    assert victim.read_bytes() == content
+    if name in ("{lock}", "locks/budget.lock"):
+        [warning] = warnings(caplog)
+        assert f"is streamed, not cached: {path}: " in warning
+
+
+@pytest.mark.parametrize("name", ["big.tar", PROGRESS])
+def test_a_download_is_not_resumed_in_a_file_that_has_another_name(
+    make_cache, origin, tmp_path, name
+):
+    origin.objects[BIG_URL], cache = BIG, make_cache()
+    path = killed_download(Layout.of_root(cache.dir)) / name
+    victim = tmp_path / "thesis.txt"
+    victim.write_bytes(content := path.read_bytes())
+    path.unlink()
+    os.link(victim, path)
+    assert read(cache, BIG_URL) == BIG and cache.path(BIG_URL)
+    assert victim.read_bytes() == content
+
+
+def json_bomb(path: Path) -> None:
+    path.write_bytes(b"[" * 60_000)
+
+
+PLANTED: list[tuple[str, Callable[[Path], object]]] = [
+    ("{lock}", json_bomb),
+    ("locks/budget.lock", json_bomb),
+    ("locks/clean.lock", json_bomb),
+    ("usage", json_bomb),
+    ("limits", json_bomb),
+    (f"pins/{TOKEN}.pin", json_bomb),
+    ("stats.db-journal", os.mkfifo),
+    (f"sessions/{TOKEN}.session", make_socket),
+    (f"sessions/{TOKEN}.session", full_directory),
+    (f"sessions/{TOKEN}.session", lambda path: path.symlink_to("nowhere")),
+    (f"sessions/{TOKEN}.{TOKEN}.wait", make_socket),
+    ("sessions/job.streamed", full_directory),
+    (f"partial/{TOKEN}.{TOKEN[:24]}-5.{TOKEN}", deep_tree),
+]
+
+
+@pytest.mark.parametrize(("name", "make"), PLANTED)
+@pytest.mark.locks_work("answers")
+def test_nothing_planted_ends_a_read_or_a_clean(make_cache, origin, name, make):
+    urls = [URL, "s3://lab/b.tar", "s3://lab/c.tar"]
+    origin.objects.update(dict.fromkeys(urls, SHARD))
+    with make_cache() as earlier:
+        for url in urls[1:]:
+            earlier.fetch(url)
+    cache = make_cache(max_size=2 * len(SHARD), policy="lru")  # the third shard needs room
+    layout = Layout.of_root(cache.dir)
+    path = layout.base / name.format(lock=layout.key_lock(parse_url(URL).key))
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    make(path)
+    try:
+        assert read(cache, URL) == SHARD and cache.path(URL) is not None
+        cache.close()
+        for arguments in (("ls",), ("clean",), ("clean", "--all", "-y")):
+            assert command("--dir", cache.dir, *arguments)[0] == 0
+    finally:
+        subprocess.run(["rm", "-rf", layout.partial], check=True)
+
+
+@pytest.mark.parametrize("name", ["big.tar", PROGRESS])
+def test_a_partial_that_another_program_made_huge_is_read_no_further(make_cache, origin, name):
+    origin.objects[BIG_URL], cache = BIG, make_cache()
+    path = killed_download(Layout.of_root(cache.dir)) / name
+    os.truncate(path, 1 << 43)
+    assert read(cache, BIG_URL) == BIG and cache.path(BIG_URL).stat().st_size == len(BIG)
+
+
+def test_a_session_ends_where_a_directory_has_the_name_of_its_limits(make_cache) -> None:
+    cache = make_cache()
+    layout = Layout.of_root(cache.dir)
+    full_directory(layout.limits)
+    cache.close()
+    assert os.listdir(layout.sessions) == []
+
+
+@needs_root
+@pytest.mark.locks_work("answers")
+def test_a_directory_that_is_closed_to_the_user_stops_no_caching() -> None:
+    def fetch(root: Path) -> bool:
+        options = {"max_size": "1MB", "policy": "lru"}
+        with Cache(root, min_free=0, cache_local=True, **options) as cache:
+            cache.fetch(str(root.parent / "origin.tar"))
+            return bool(cache.clean(max_size=1).removed)
+
+    with public_directory() as public:
+        public.chmod(0o1777)
+        (public / "origin.tar").write_bytes(SHARD)
+        assert ask(ANNA, fetch, public / "cache")
+        layout = Layout.of_root(public / "cache")
+        for parent in (layout.objects, layout.objects / TOKEN[:2]):
+            (parent / TOKEN).mkdir(mode=0o700, parents=True)
+        layout.new_evicted(TOKEN).mkdir(mode=0o700)
+        assert ask(ANNA, fetch, public / "cache")

@@ -430,7 +430,10 @@ class Coordinator:
             )
             sync = self._config.fsync == "fsync"
             above = partial.path.parent
-            store = next(store for store, _ in self._places if store.layout.partial == above)
+            store, space = next(p for p in self._places if p[0].layout.partial == above)
+            unknown = partial.metadata.info.size is None  # until now
+            if unknown and (refusal := space.refuses(str(url), fetched.size)):
+                raise refusal
             entry = store.publish(partial, metadata, sync=sync)
         except Exception:
             partial.discard()

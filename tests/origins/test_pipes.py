@@ -22,6 +22,14 @@ def test_a_command_runs_once_and_its_output_is_cached(make_cache, tmp_path):
     assert (tmp_path / "log").read_text() == "ran\n"
 
 
+def test_output_that_turns_out_too_long_for_the_cache_is_streamed(make_cache, tmp_path):
+    (tmp_path / "a.tar").write_bytes(make_tar(8, members=20, size=100_000))
+    url = f"pipe:cat {tmp_path}/a.tar"
+    with make_cache(allow_schemes=["pipe"], max_size="1MB") as cache, cache.open(url) as stream:
+        assert stream.read() == make_tar(8, members=20, size=100_000)
+        assert url not in cache
+
+
 @pytest.mark.parametrize(
     ("options", "command", "error"),
     [

@@ -1,0 +1,114 @@
+"""AWS credentials that cannot be had: not yet, or not at all.
+
+The services that hand them out throttle, too: the metadata service of an EC2 instance, those of
+containers, STS. Then botocore's chain ends as if there were no credentials. So errors are sorted
+here. Those that end by themselves are patient ones (`TransientError.patient`), and nothing of them
+is remembered. Nor is every worker of a node to ask at once: `one_at_a_time` makes them take turns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+
+from shardcache.errors import AccessDeniedError, ConfigError
+from shardcache.origins.base import TransientError, read_all
+from shardcache.origins.connection import Transport
+from shardcache.urls import ShardURL, quoted
+
+#: Errors of botocore that a login ends: an SSO token that is missing or has expired.
+_LOGIN = frozenset({"LoginError", "SSOError", "TokenRetrievalError"})
+#: Errors of a service that does not answer, or refuses for now.
+_SERVICE = frozenset(
+    {"ConnectionError", "CredentialRetrievalError", "HTTPClientError", "MetadataRetrievalError"}
+)
+_METADATA = "http://169.254.169.254"
+#: Seconds that the metadata service has to answer; it is on the same machine.
+_ANSWER = 2.0
+#: Seconds that a process waits for its turn: longer than a chain takes that asks several services.
+_TURN = 30.0
+_LOOK = 0.02
+
+
+def sorted_error(exn: Exception, url: ShardURL, *, worked: bool, profile: str | None) -> Exception:
+    """The error of ours for an error of botocore's chain.
+
+    Args:
+        exn: botocore's.
+        url: the shard that was to be read.
+        worked: whether this process has read with credentials before, so that a login has ended.
+        profile: the profile in force, for the advice.
+    """
+    reason = quoted(str(exn))
+    kinds = {kind.__name__ for kind in type(exn).__mro__}
+    status = getattr(exn, "response", {}).get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    own = getattr(exn, "kwargs", {}).get("provider") == "custom-process"
+    if "ParamValidationError" in kinds:
+        return ConfigError(f"{url} cannot be read: {reason}. Check the URL.", url=str(url))
+    if (kinds & _SERVICE and not own) or status == 429 or status >= 500:
+        return TransientError(f"the source of credentials does not answer: {reason}", patient=True)
+    if "NoCredentialsError" in kinds and _metadata_service_is_busy():
+        text = "the metadata service of this machine does not give credentials now"
+        return TransientError(text, patient=True)
+    login = f"aws sso login{f' --profile {profile}' if profile else ''}"
+    if worked and kinds & {*_LOGIN, "NoCredentialsError"}:
+        return TransientError(f"the login has ended. Log in: {login}; waiting", patient=True)
+    return AccessDeniedError(
+        f"{url} cannot be read: {reason}. Log in ({login}), set AWS_PROFILE or "
+        "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or pass "
+        "storage_options={'anon': True} for a public bucket.",
+        url=str(url),
+    )
+
+
+def _metadata_service_is_busy() -> bool:
+    """Whether this is an EC2 instance with a role, or may be one.
+
+    Botocore tells neither from a machine without such a service, which does not answer at all.
+    """
+    if os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
+        return False
+    service = os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT") or _METADATA
+    latest = f"{service.rstrip('/')}/latest"
+    transport = Transport(timeout=_ANSWER, proxies={})
+    try:
+        limit = {"X-aws-ec2-metadata-token-ttl-seconds": "60", "Content-Length": "0"}
+        answer = transport.request("PUT", f"{latest}/api/token", limit)
+        token = read_all(answer, 4096).decode("latin-1")
+        if answer.status == 200:
+            path = f"{latest}/meta-data/iam/security-credentials/"
+            answer = transport.request("GET", path, {"X-aws-ec2-metadata-token": token})
+            answer.close()
+            return answer.status != 404  # no role
+    except (OSError, ValueError, TransientError):
+        return False
+    return answer.status == 429 or answer.status >= 500
+
+
+@contextlib.contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Let one process of this user run the chain at a time, or go on after half a minute.
+
+    The workers of a node that start together would otherwise ask a service that answers a few
+    requests a second all at once, and again after each refusal.
+    """
+    path = os.path.join(tempfile.gettempdir(), f"shardcache-credentials-{os.getuid()}.lock")  # noqa: PTH118
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError:  # a file of another user: then they do not take turns
+        yield
+        return
+    try:
+        end = time.monotonic() + _TURN
+        while time.monotonic() < end:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(_LOOK)
+        yield
+    finally:
+        os.close(fd)

@@ -127,9 +127,12 @@ class _Connection:
 
     def is_quiet(self) -> bool:
         """Whether the server has sent nothing, not even an end, since the last answer."""
+        # Of TLS, bytes may wait behind the socket, decrypted.
+        if self.held or getattr(self.socket, "pending", int)():
+            return False
         poller = select.poll()
         poller.register(self.socket, select.POLLIN)
-        return not self.held and not poller.poll(0)
+        return not poller.poll(0)
 
     def exchange(self, request: bytes) -> _Answer:
         """Send a request and receive the head of the final answer."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import socket
 import socketserver
 import ssl
 import threading
@@ -13,7 +14,8 @@ from collections.abc import Callable, Iterator
 class Scripted(socketserver.ThreadingTCPServer):
     """Answers every request with ``answer(request head)``, which may be several pieces.
 
-    A connection ends after ``most`` answers, or when an OSError is raised between two pieces.
+    A connection ends after ``most`` answers, or when an OSError is raised between two pieces. With
+    ``close_notify``, the server announces the end in TLS.
     """
 
     allow_reuse_address = True
@@ -25,9 +27,12 @@ class Scripted(socketserver.ThreadingTCPServer):
         answer: Callable[[str], bytes | Iterator[bytes]],
         most: int = 1,
         address: tuple[str, int] = ("127.0.0.1", 0),
+        *,
+        close_notify: bool = False,
     ) -> None:
         self.answer = answer
         self.most = most
+        self.close_notify = close_notify
         self.heads: list[str] = []
         self.connections = 0
         super().__init__(address, Connection)
@@ -36,9 +41,17 @@ class Scripted(socketserver.ThreadingTCPServer):
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"
 
+    def shutdown_request(self, request: socket.socket | ssl.SSLSocket) -> None:
+        if self.close_notify and isinstance(request, ssl.SSLSocket):
+            request.settimeout(0)  # do not wait for the client's close_notify
+            with contextlib.suppress(OSError, ValueError):  # the client may have gone
+                request.unwrap()
+        super().shutdown_request(request)
+
 
 class Connection(socketserver.StreamRequestHandler):
     server: Scripted
+    disable_nagle_algorithm = True
 
     def handle(self) -> None:
         self.server.connections += 1
@@ -70,8 +83,8 @@ def part_of(data: bytes, head: str, **headers: object) -> tuple[bytes, bytes]:
         start = int(found[1])
         data = data[start : int(found[2] or size) + 1]
         status = "206 Partial"
-        headers["Content_Range"] = f"bytes {start}-{start + len(data) - 1}/{size}"
-    return answer(status, Connection=None, **{"Content_Length": len(data), **headers}), data
+        headers.setdefault("Content_Range", f"bytes {start}-{start + len(data) - 1}/{size}")
+    return answer(status, **{"Connection": None, "Content_Length": len(data), **headers}), data
 
 
 class Files(Scripted):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import ssl
-import subprocess
 import threading
 from contextlib import closing
 
@@ -15,7 +14,7 @@ from shardcache.origins.base import TransientError, read_all
 from shardcache.origins.http import WebOrigin
 from shardcache.urls import parse_url
 from tests.support.tars import make_tar
-from tests.support.webservers import Connection, Files, Scripted, answer, running
+from tests.support.webservers import Connection, Files, Scripted, answer, certificate, running
 
 SHARD = make_tar(11)
 
@@ -25,14 +24,7 @@ if shutil.which("openssl") is None:
 
 @pytest.fixture(scope="module")
 def authority(tmp_path_factory):
-    """A self-signed certificate for 127.0.0.1, and its key."""
-    home = tmp_path_factory.mktemp("tls")
-    command = (
-        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 "
-        "-subj /CN=127.0.0.1 -addext subjectAltName=IP:127.0.0.1 -keyout key.pem -out ca.pem"
-    )
-    subprocess.run(command.split(), cwd=home, check=True, capture_output=True)
-    return str(home / "ca.pem"), str(home / "key.pem")
+    return certificate(tmp_path_factory.mktemp("tls"))
 
 
 @pytest.fixture

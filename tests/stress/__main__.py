@@ -33,6 +33,7 @@ def steps(full: bool) -> dict[str, list[str]]:
             *([] if full else ["--every", "40"]),
         ],
         "a storm": storm,
+        "a soak with forks": ["-m", "tests.stress.soak", "--minutes", "15" if full else "1"],
         "a storm in which flock lies": [*storm, "--flock", "lying"],
         "tests where flock is refused": [*locks, "refused"],
         "tests where flock lies": [*locks, "lying"],

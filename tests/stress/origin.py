@@ -10,9 +10,11 @@ import ctypes
 import random
 import re
 import signal
+import ssl
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.sharedctypes import RawArray, RawValue
@@ -25,6 +27,8 @@ KIB, MIB = 1 << 10, 1 << 20
 _LINE, _BLOCK, _HEAD, _END = 64, 4096, 512, 1024
 _STATED = re.compile(rb"(\S+) version (\d{6}) offset (\d{10}) \.*\n")
 _CHUNK = 64 * KIB
+#: Faults of a request, and the seconds of a stall.
+FAULTS, _STALL = ("refused", "cut off", "reset", "stalled"), 1.0
 
 
 class Shards:
@@ -75,34 +79,41 @@ class Origin(Shards):
         self.versions = RawArray("q", count)  # that are stored now
         self.fetches = RawArray("q", count)  # how often each was begun from its first byte
         self.rate = RawValue("d", 1e9)  # bytes per second of a connection
-        self.faults = RawValue("q", 0)  # of so many requests, one is refused and one is cut off
+        self.faults = RawValue("q", 0)  # requests among which each fault hits one; 0 for no faults
+        self.faulty = RawArray("q", len(FAULTS))  # requests that each fault has hit
         self._guard = threading.Lock()
 
     @contextmanager
-    def serving(self) -> Iterator[None]:
-        """Serve, at ``address``, from a process of its own."""
-        with forked(self._run) as process:
+    def serving(self, tls: ssl.SSLContext | None = None) -> Iterator[str]:
+        """Serve from a process of its own; the context is the ``address``."""
+        with forked(self._run, tls) as process:
             self.address = process.hear()
-            yield
+            yield self.address
 
-    def _run(self, parent: Parent) -> None:
+    def _run(self, parent: Parent, tls: ssl.SSLContext | None) -> None:
         die_with_parent()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         server = Scripted(self._answer, most=sys.maxsize)
+        server.heads = deque(maxlen=0)  # a long run has many
+        if tls is not None:
+            server.use_tls(tls)
         parent.say(server.url)
         server.serve_forever()
 
     def _answer(self, head: str) -> Iterator[bytes]:
-        method, name = re.match(r"(\w+) /(\S*)", head).groups()
+        method, name = re.match(r"(\w+) /(?:lab/)?(\S*)", head).groups()
         number = self.names.index(name)
         version = self.versions[number]
         pinned = re.search(r"\r\nIf-Match: (\S+)", head)
-        fault = random.randrange(self.faults.value) if self.faults.value else None
+        drawn = random.randrange(self.faults.value) if self.faults.value else len(FAULTS)
+        fault = dict(enumerate(FAULTS)).get(drawn)
         etag = f'"v{version}"'
         if pinned and pinned[1] != etag:
             yield answer("412 Precondition Failed", Connection=None)
             return
-        if fault == 0:
+        if fault is not None:
+            self.faulty[drawn] += 1
+        if fault == "refused":
             yield answer("503 Slow Down", Retry_After=0, Connection=None)
             return
         stated, data = part_of(self.data(name, version), head, ETag=etag)
@@ -112,9 +123,12 @@ class Origin(Shards):
         if not re.search(r"\r\nRange: bytes=[1-9]", head):
             with self._guard:
                 self.fetches[number] += 1
+        middle = random.randrange(0, len(data), _CHUNK)
         for at in range(0, len(data), _CHUNK):
-            if fault == 1 and at >= len(data) // 2:
-                raise ConnectionAbortedError
+            if fault == "stalled" and at == middle:
+                time.sleep(_STALL)
+            elif fault is not None and at == middle:
+                raise ConnectionResetError if fault == "reset" else ConnectionAbortedError
             yield data[at : at + _CHUNK]
             time.sleep(len(data[at : at + _CHUNK]) / self.rate.value)
 

@@ -281,6 +281,12 @@ def below(directory: Path, suffix: str = "") -> list[Path]:
     )
 
 
+def leftovers(root: Path) -> list[Path]:
+    """Unfinished downloads, sessions and temporary files: a sweep removes those of the dead."""
+    left = [path for kind in ("partial", "sessions") for path in root.glob(f"v1/**/{kind}/*")]
+    return left + [path for path in below(root) if path.name.startswith(".")]
+
+
 def published(root: Path) -> dict[int, tuple[Path, int]]:
     """Inode -> (path, bytes) of every entry's data: a link takes no room."""
     found = {}
@@ -289,6 +295,14 @@ def published(root: Path) -> dict[int, tuple[Path, int]]:
             with contextlib.suppress(FileNotFoundError):
                 found[path.stat().st_ino] = path, path.stat().st_size
     return found
+
+
+def end_stuck(pid: int) -> None:
+    """Have a child show its stack by faulthandler, and kill it."""
+    os.kill(pid, signal.SIGUSR1)
+    time.sleep(1.0)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
 
 
 class Boss:
@@ -329,10 +343,8 @@ class Boss:
         while self.slots and time.monotonic() < end:
             self._tick()
         for pid in self.slots:
-            os.kill(pid, signal.SIGUSR1)  # faulthandler shows where it is
             storm.wrong("bounded wait", f"process {pid} is stuck: its stack is above")
-            time.sleep(1.0)
-            os.kill(pid, signal.SIGKILL)
+            end_stuck(pid)
 
     def _tick(self) -> None:
         time.sleep(_TICK)
@@ -466,9 +478,7 @@ def audit(storm: Storm) -> None:
     def sweep(limit: int, **options: Any) -> None:
         with storm.cache() as cache:
             cache.clean(**options)
-        left = [p for kind in ("partial", "sessions") for p in storm.root.glob(f"v1/**/{kind}/*")]
-        left += [path for path in below(storm.root) if path.name.startswith(".")]
-        if left:
+        if left := leftovers(storm.root):
             storm.wrong("crash", f"after the sweep there are {[str(path) for path in left]}")
         if (total := sum(size for _, size in published(storm.root).values())) > limit:
             storm.wrong("budget", f"{total} bytes after the sweep, not {limit}")

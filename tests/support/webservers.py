@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import socket
 import socketserver
 import ssl
+import struct
+import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableSequence
+from pathlib import Path
 
 
 class Scripted(socketserver.ThreadingTCPServer):
     """Answers every request with ``answer(request head)``, which may be several pieces.
 
-    A connection ends after ``most`` answers, or when an OSError is raised between two pieces. With
-    ``close_notify``, the server announces the end in TLS.
+    A connection ends after ``most`` answers, or when an OSError is raised between two pieces. A
+    ConnectionResetError resets it. With ``close_notify``, the server announces the end in TLS.
     """
 
     allow_reuse_address = True
@@ -33,13 +37,22 @@ class Scripted(socketserver.ThreadingTCPServer):
         self.answer = answer
         self.most = most
         self.close_notify = close_notify
-        self.heads: list[str] = []
+        self.heads: MutableSequence[str] = []
         self.connections = 0
+        self.scheme = "http"
         super().__init__(address, Connection)
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
+        return f"{self.scheme}://127.0.0.1:{self.server_address[1]}"
+
+    def use_tls(self, context: ssl.SSLContext) -> None:
+        """Speak TLS with this certificate."""
+        # The handshake belongs to the connection's thread: one that fails must not stop the server.
+        self.socket = context.wrap_socket(
+            self.socket, server_side=True, do_handshake_on_connect=False
+        )
+        self.scheme = "https"
 
     def shutdown_request(self, request: socket.socket | ssl.SSLSocket) -> None:
         if self.close_notify and isinstance(request, ssl.SSLSocket):
@@ -55,7 +68,7 @@ class Connection(socketserver.StreamRequestHandler):
 
     def handle(self) -> None:
         self.server.connections += 1
-        with contextlib.suppress(OSError):  # the client may have gone
+        try:
             for _ in range(self.server.most):
                 head = ""
                 while not head.endswith("\r\n\r\n"):
@@ -66,6 +79,12 @@ class Connection(socketserver.StreamRequestHandler):
                 said = self.server.answer(head)
                 for piece in [said] if isinstance(said, bytes) else said:
                     self.wfile.write(piece)
+        except ConnectionResetError:
+            linger = struct.pack("@ii", 1, 0)  # for no time, so closing resets the connection
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            os.close(self.connection.detach())
+        except OSError:
+            pass  # the client may have gone
 
 
 def answer(status: str, body: bytes = b"", **headers: object) -> bytes:
@@ -119,10 +138,7 @@ class Files(Scripted):
 def running(server: Scripted, tls: ssl.SSLContext | None = None) -> Iterator[Scripted]:
     """Serve, in the background, until the end."""
     if tls is not None:
-        # The handshake belongs to the connection's thread: one that fails must not stop the server.
-        server.socket = tls.wrap_socket(
-            server.socket, server_side=True, do_handshake_on_connect=False
-        )
+        server.use_tls(tls)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:
@@ -131,3 +147,13 @@ def running(server: Scripted, tls: ssl.SSLContext | None = None) -> Iterator[Scr
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def certificate(home: Path) -> tuple[str, str]:
+    """Make a self-signed certificate for 127.0.0.1 and its key with the openssl command."""
+    command = (
+        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 "
+        "-subj /CN=127.0.0.1 -addext subjectAltName=IP:127.0.0.1 -keyout key.pem -out ca.pem"
+    )
+    subprocess.run(command.split(), cwd=home, check=True, capture_output=True)
+    return str(home / "ca.pem"), str(home / "key.pem")

@@ -147,6 +147,8 @@ class _Connection:
             self.parser.set_dangerous_leniencies(lenient_chunked_length=True)
             self.parse(answer, self._receive_head())
             answer.status = self.parser.get_status_code()
+            if answer.status == 101:
+                raise ConnectionError("the server switched to another protocol")
             if answer.status >= 200:
                 closes = "close" in answer.headers.get("connection", "").lower()
                 answer.keeps_alive = self.parser.get_http_version() == "1.1" and not closes

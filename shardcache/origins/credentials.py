@@ -34,31 +34,39 @@ _TURN = 30.0
 _LOOK = 0.02
 
 
-def sorted_error(exn: Exception, url: ShardURL, *, worked: bool, profile: str | None) -> Exception:
+def login_ended(profile: str | None) -> TransientError:
+    """The error for credentials that ended while a process was at work."""
+    return TransientError(f"the login has ended. Log in: {_command(profile)}", patient=True)
+
+
+def _command(profile: str | None) -> str:
+    return f"aws sso login --profile {profile}" if profile else "aws sso login"
+
+
+def chain_error(exn: Exception, url: ShardURL, profile: str | None, *, worked: bool) -> Exception:
     """The error of ours for an error of botocore's chain.
 
     Args:
         exn: botocore's.
         url: the shard that was to be read.
-        worked: whether this process has read with credentials before, so that a login has ended.
         profile: the profile in force, for the advice.
+        worked: whether this process has read with credentials before.
     """
     reason = quoted(str(exn))
     kinds = {kind.__name__ for kind in type(exn).__mro__}
     status = getattr(exn, "response", {}).get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-    own = getattr(exn, "kwargs", {}).get("provider") == "custom-process"
+    is_program = getattr(exn, "kwargs", {}).get("provider") == "custom-process"
     if "ParamValidationError" in kinds:
         return ConfigError(f"{url} cannot be read: {reason}. Check the URL.", url=str(url))
-    if (kinds & _SERVICE and not own) or status == 429 or status >= 500:
+    if (kinds & _SERVICE and not is_program) or status == 429 or status >= 500:
         return TransientError(f"the source of credentials does not answer: {reason}", patient=True)
     if "NoCredentialsError" in kinds and _metadata_service_is_busy():
-        text = "the metadata service of this machine does not give credentials now"
+        text = "the metadata service of this machine gives no credentials now"
         return TransientError(text, patient=True)
-    login = f"aws sso login{f' --profile {profile}' if profile else ''}"
     if worked and kinds & {*_LOGIN, "NoCredentialsError"}:
-        return TransientError(f"the login has ended. Log in: {login}; waiting", patient=True)
+        return login_ended(profile)
     return AccessDeniedError(
-        f"{url} cannot be read: {reason}. Log in ({login}), set AWS_PROFILE or "
+        f"{url} cannot be read: {reason}. Log in ({_command(profile)}), set AWS_PROFILE or "
         "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or pass "
         "storage_options={'anon': True} for a public bucket.",
         url=str(url),

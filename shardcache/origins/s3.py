@@ -7,6 +7,7 @@ and go over `connection`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import hmac
@@ -20,9 +21,10 @@ from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, quote, unquote_plus, urlsplit
 from xml.etree import ElementTree
 
-from shardcache.errors import AccessDeniedError, ConfigError
-from shardcache.origins.base import ObjectInfo, TransientError, read_all, refusal
+from shardcache.errors import ConfigError
+from shardcache.origins.base import ObjectInfo, read_all, refusal
 from shardcache.origins.connection import Response, Transport, content_length
+from shardcache.origins.credentials import chain_error, login_ended, one_at_a_time
 from shardcache.origins.endpoints import aws_files, s3_endpoint
 from shardcache.origins.http import HEADERS, checked, object_info, open_range, refused, unanswered
 from shardcache.threads import undivided
@@ -61,6 +63,8 @@ _CHECKSUM = {"x-amz-checksum-mode": "ENABLED"}
 _LISTING_BYTES = 16 * 1024 * 1024
 _UNSIGNED = "UNSIGNED-PAYLOAD"
 _REGION = re.compile(r"[A-Za-z0-9-]{1,64}")
+#: Stores that this process, or the one that it was forked from, has read from with credentials.
+_read_from: set[str] = set()
 _ALGORITHM = "AWS4-HMAC-SHA256"
 
 
@@ -101,6 +105,7 @@ class S3Origin:
         self._endpoint_url = endpoint_url
         self._timeout = timeout
         self._guard = threading.Lock()
+        self._chain = threading.Lock()  # held while credentials are looked for
         self._keys: Callable[[], Any] | None = None  # until it is prepared
         self._buckets: dict[str, _Bucket] = {}
         self._without_checksums: set[str] = set()  # buckets that refuse to state them
@@ -181,8 +186,15 @@ class S3Origin:
                 region = region or os.environ.get("AWS_REGION")
             self._region = region or "us-east-1"
             client_kwargs["config"] = Config(**settings)
+            # It only tells addresses. With keys of its own it does not run the chain.
             client_in = functools.cache(
-                lambda region: session.create_client("s3", region, **client_kwargs)
+                lambda region: session.create_client(
+                    "s3",
+                    region,
+                    aws_access_key_id="none",
+                    aws_secret_access_key="none",  # noqa: S106
+                    **client_kwargs,
+                )
             )
             client = client_in(self._region)
         except (botocore.exceptions.BotoCoreError, ValueError, TypeError) as exn:
@@ -214,7 +226,21 @@ class S3Origin:
             trusted=get_cert_path(verify),
         )
         self._address = address
-        return lambda: session.get_credentials().get_frozen_credentials()
+        credentials, failed = None, False
+
+        def find_keys() -> Any:
+            nonlocal credentials, failed
+            with self._chain:
+                if credentials is None:
+                    failed_before, failed = failed, True
+                    # Only after a failure: otherwise a node full of workers would start in turns.
+                    with one_at_a_time() if failed_before else contextlib.nullcontext():
+                        credentials = session.get_credentials()
+            if credentials is None:
+                raise botocore.exceptions.NoCredentialsError
+            return credentials.get_frozen_credentials()
+
+        return find_keys
 
     def open(
         self, url: ShardURL, start: int, stop: int | None, pin: ObjectInfo | None = None
@@ -278,6 +304,8 @@ class S3Origin:
             if response.status in (200, 206):
                 if "plain" in tried:
                     self._without_checksums.add(bucket)
+                if keys is not None and self._place not in _read_from:
+                    _read_from.add(self._place)
                 return response
             code, message, elsewhere = _read_refusal(response)
             if elsewhere not in (None, asked) and region is None:
@@ -293,6 +321,8 @@ class S3Origin:
             ):
                 headers = plain
                 tried.add("plain")
+            elif code in _EXPIRED and self._place in _read_from:
+                raise login_ended(self._profile)
             else:
                 throttled, transient = _retried_codes()
                 raise refusal(
@@ -325,7 +355,7 @@ class S3Origin:
         try:
             return bool(self.prepare()() != refused_keys)
         except Exception as exn:  # noqa: BLE001 - as in `_send`
-            error = _sorted(exn, url, self._place)
+            error = self._sorted(exn, url)
         raise error
 
     def _send(
@@ -361,8 +391,20 @@ class S3Origin:
             response.secrets = secrets
             return bucket.region, keys, response
         except Exception as exn:  # noqa: BLE001 - sorted, or raised as it is
-            error = _sorted(exn, url, self._place, secrets)
+            error = self._sorted(exn, url, secrets)
         raise error
+
+    def _sorted(self, exn: Exception, url: ShardURL, secrets: Collection[str] = ()) -> Exception:
+        """The error of ours for a request that could not be signed, or had no answer."""
+        if isinstance(exn, (OSError, ValueError, TypeError, AttributeError)):
+            return unanswered(exn, url, self._place, secrets)
+        if not type(exn).__module__.startswith("botocore"):  # which need not be imported
+            return exn
+        return chain_error(exn, url, self._profile, worked=self._place in _read_from)
+
+    @property
+    def _profile(self) -> str | None:
+        return self._options.get("profile") or os.environ.get("AWS_PROFILE")
 
     def _bucket(self, name: str, region: str | None) -> _Bucket:
         if name.endswith(("--x-s3", ".mrap")):
@@ -442,24 +484,3 @@ def _read_refusal(response: Response) -> tuple[str, str, str | None]:
     elsewhere |= response.status == 400 and not code  # which answers a HEAD
     region = response.headers.get("x-amz-bucket-region") or found.findtext(".//{*}Region") or ""
     return code, message, region if elsewhere and _REGION.fullmatch(region) else None
-
-
-def _sorted(exn: Exception, url: ShardURL, place: str, secrets: Collection[str] = ()) -> Exception:
-    """The error of ours for a request that could not be signed, or had no answer."""
-    if isinstance(exn, (OSError, ValueError, TypeError, AttributeError)):
-        return unanswered(exn, url, place, secrets)
-    if not type(exn).__module__.startswith("botocore"):  # which need not be imported
-        return exn
-    reason = quoted(str(exn))
-    kinds = {kind.__name__ for kind in type(exn).__mro__}
-    answer = getattr(exn, "response", {}).get("ResponseMetadata", {})
-    if kinds & {"ConnectionError", "HTTPClientError"} or answer.get("HTTPStatusCode", 0) >= 500:
-        return TransientError(f"the source of credentials does not answer: {reason}")
-    if "ParamValidationError" in kinds:
-        return ConfigError(f"{url} cannot be read: {reason}. Check the URL.", url=str(url))
-    return AccessDeniedError(
-        f"{url} cannot be read: {reason}. Log in (aws sso login), set AWS_PROFILE or "
-        "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or pass "
-        "storage_options={'anon': True} for a public bucket.",
-        url=str(url),
-    )

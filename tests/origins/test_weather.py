@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Callable, Iterator
@@ -150,8 +151,108 @@ def test_a_clock_that_is_off_is_corrected_by_the_store(store, open_cache, caplog
     for number in range(3):
         assert cache.open(f"s3://lab/{number}.tar").read() == SHARD
     said = [r.getMessage() for r in caplog.records if "clock" in r.getMessage()]
-    assert len(said) == 1 and "40m" in said[0]
+    assert len(said) == 1 and re.search("clock is (40m|39m 5.s) off", said[0])
     now += timedelta(days=1)  # then nothing helps
     store.refuse = lambda head: refusal("403 Forbidden", "RequestTimeTooSkewed")
     with pytest.raises(AccessDeniedError, match="clock is off; synchronise"):
         open_cache().open("s3://lab/a.tar")
+
+
+# -- credentials -----------------------------------------------------------------------------------
+
+
+class Metadata:
+    """The metadata service of EC2; ``refuse`` may answer in its place."""
+
+    def __init__(self, serve: Callable[..., Scripted]) -> None:
+        self.refuse: Callable[[str], bytes | None] = lambda head: None
+        self.server = serve(self.answer, most=1000)
+
+    def answer(self, head: str) -> bytes:
+        if (refused := self.refuse(head)) is not None:
+            return refused
+        if head.startswith("PUT"):
+            return answer("200 OK", b"token")
+        if head.split()[1].endswith("/security-credentials/"):
+            return answer("200 OK", b"role")
+        keys = {"AccessKeyId": "AK", "SecretAccessKey": "SK", "Token": "T", "Code": "Success"}
+        keys["Expiration"] = "2099-01-01T00:00:00Z"
+        return answer("200 OK", json.dumps(keys).encode())
+
+
+@pytest.fixture
+def metadata(serve, monkeypatch) -> Metadata:
+    service = Metadata(serve)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "false")
+    monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", service.server.url)
+    return service
+
+
+@pytest.mark.parametrize("status", ["429 Too Many Requests", "500 Oh"])
+def test_a_metadata_service_that_throttles_is_waited_for(
+    store, open_cache, metadata, clock, status
+):
+    metadata.refuse = until(clock, 60, answer(status))
+    cache = open_cache(storage_options={})
+    assert cache.open("s3://lab/a.tar").read() == SHARD
+    assert 55 < clock.elapsed < 75
+    requests = len(metadata.server.heads)
+    assert cache.open("s3://lab/b.tar").read() == SHARD
+    assert len(metadata.server.heads) == requests
+
+
+def test_a_machine_without_a_role_has_no_credentials_at_once(store, open_cache, metadata, clock):
+    metadata.refuse = lambda head: None if head.startswith("PUT") else answer("404 Not Found")
+    cache = open_cache(storage_options={})
+    with pytest.raises(AccessDeniedError, match="Log in"):
+        cache.open("s3://lab/a.tar")
+    assert clock.elapsed < 1
+    metadata.refuse = lambda head: None  # and that is not remembered
+    assert cache.open("s3://lab/a.tar").read() == SHARD
+
+
+@pytest.mark.parametrize("failing", [4, 0])
+def test_the_service_of_a_container_is_waited_for(
+    store, open_cache, serve, monkeypatch, clock, failing
+):
+    keys = {"AccessKeyId": "AK", "SecretAccessKey": "SK", "Expiration": "2099-01-01T00:00:00Z"}
+    body, refused = json.dumps({**keys, "Token": "T"}).encode(), []
+
+    def vend(head: str) -> bytes:
+        refused.append(head)
+        return answer("429 Slow") if len(refused) <= failing else answer("200 OK", body)
+
+    url = serve(vend, most=100).url
+    monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{url}/credentials")
+    assert open_cache(storage_options={}).open("s3://lab/a.tar").read() == SHARD
+    assert len(refused) == failing + 1
+
+
+def test_a_login_that_ends_in_the_middle_of_a_run_is_waited_for(
+    store, open_cache, clock, tmp_path, monkeypatch, caplog
+):
+    """A new session in the file is found without a restart."""
+    file = tmp_path / "credentials"
+    text = "[lab]\naws_access_key_id = AK\naws_secret_access_key = SK\naws_session_token = {}\n"
+    file.write_text(text.format("old"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    cache = open_cache(storage_options={"profile": "lab"})
+    assert cache.open("s3://lab/a.tar").read() == SHARD
+
+    def expired(head: str) -> bytes | None:
+        if clock.elapsed > 100:
+            file.write_text(text.format("new"))
+        old = "x-amz-security-token: old" in head
+        return refusal("400 Bad Request", "ExpiredToken") if old else None
+
+    store.refuse = expired
+    assert cache.open("s3://lab/b.tar").read() == SHARD
+    assert 100 < clock.elapsed < 115
+    said = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert "aws sso login --profile lab" in said[0] and len(said) <= 3
+    requests = store.requests
+    store.refuse = lambda head: refusal("400 Bad Request", "ExpiredToken")
+    monkeypatch.setattr("shardcache.origins.s3._read_from", set())  # of a process that begins
+    with pytest.raises(AccessDeniedError, match="log in again"):
+        open_cache(storage_options={"profile": "lab"}).open("s3://lab/c.tar")
+    assert store.requests == requests + 1

@@ -3,9 +3,9 @@
     part -> requests, one after the other until it is complete -> blocks of 1 MiB
     block: received -> hashed while it is in the processor's cache -> written -> recorded
 
-A `Job` is used once, by the thread that made it. Helpers of `connections` fetch parts beside it;
-one that an origin keeps waiting after the job was called off holds a descriptor of its own and
-touches nothing else.
+A `Job` is used once, by the thread that made it, and helper threads of `connections` fetch parts
+beside it. A helper may still wait for its origin after the job was cancelled. It holds a descriptor
+of its own and touches nothing else.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class Job:
             while (part := self._work.take()) is not None:
                 self._receive(_Part(part.start, part.stop), fd)
         except CancelledError:
-            logger.debug("%s: called off", self._url)
+            logger.debug("%s: cancelled", self._url)
         except BaseException as exn:
             self.fail(exn)  # before the connection is given to a helper, who would ask for more
             raise
@@ -206,7 +206,7 @@ class Job:
         return Fetched(partial, size, tree_digest(digests), checked, self._proven)
 
     def abandon(self, exn: BaseException) -> None:
-        """Call everybody off and let go of the partial: its bytes stay if they are worth it."""
+        """End all threads and close the partial, or discard it if nothing of it can be used."""
         self.fail(exn)
         self._status.on_cancel = None  # it knows this fetch: a cycle would keep what should go
         useless = isinstance(exn, (VersionChangedError, MismatchError, IntegrityError))
@@ -243,12 +243,12 @@ class Job:
         """One part, in a helper's thread."""
         try:
             self._check()
-            # A descriptor of its own: the partial may be closed, and the number used for another
-            # file, before an origin lets go of a thread that was called off.
+            # A descriptor of its own: before this thread notices that the job was cancelled, the
+            # partial may be closed and its descriptor's number used for another file.
             with self._partial.handle() as file:
                 self._receive(_Part(part.start, part.stop), file.fileno())
         except CancelledError:
-            logger.debug("%s: a helper was called off", self._url)
+            logger.debug("%s: a helper was cancelled", self._url)
         except BaseException as exn:  # noqa: BLE001 - raised by the caller's thread
             self.fail(exn)
 
@@ -346,8 +346,8 @@ class Job:
         index, count, status = part.next // BLOCK, len(block), self._status
         if count:
             digest = block_digest(block)
-            # What a connection delivers after it was aborted is not the object: behind
-            # TLS it is ciphertext. Whoever resumes would believe it.
+            # An aborted connection delivers bytes that are not the object's: with TLS,
+            # ciphertext. A process that resumes the partial would believe them.
             if self._failed:
                 self._check()
             self._partial.write(part.next, block, fd)

@@ -1,8 +1,8 @@
 """The protocol between the fetch engine and origins, and the meaning of refusals.
 
-Errors of lower libraries name whole URLs, signatures included. So an origin makes an error of its
-own inside ``except`` and raises it after the block: inside, it would hold on to theirs, and
-whoever collects errors (Sentry, rich) would print that.
+Errors of lower libraries name whole URLs, with their signatures. So an origin makes an error of its
+own inside ``except`` and raises it after the block. Raised inside, it would refer to theirs, and
+tools that collect errors (Sentry, rich) would print them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class TransientError(Exception):
 
 
 class VersionChangedError(Exception):
-    """The object is no longer the version that was asked for (412), or became shorter (416)."""
+    """The object is no longer the requested version (412), or became shorter (416)."""
 
 
 def refusal(
@@ -143,9 +143,9 @@ class Body(Protocol):
 
     #: The version these bytes belong to.
     info: ObjectInfo
-    #: Offset of the first byte; 0, whatever was asked, where an origin ignores ranges.
+    #: Offset of the first byte; 0 if the origin ignores ranges.
     start: int
-    #: Offset behind the last byte; None: it goes on to the object's end, whatever was asked.
+    #: Offset behind the last byte; None if the answer goes on to the object's end.
     stop: int | None
     #: Seconds from the request to the first byte of the answer; 0 where unknown.
     waited: float = 0.0
@@ -193,7 +193,7 @@ class Origin(Protocol):
         ...
 
     def stat(self, url: ShardURL) -> ObjectInfo:
-        """Describe the object as it is now, its checksum included; raises as `open`."""
+        """Describe the present version of the object, with its checksum. Raises as `open`."""
         ...
 
 

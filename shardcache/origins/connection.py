@@ -127,7 +127,7 @@ class _Connection:
 
     def is_quiet(self) -> bool:
         """Whether the server has sent nothing, not even an end, since the last answer."""
-        # Of TLS, bytes may wait behind the socket, decrypted.
+        # A TLS socket may hold bytes that it has decrypted already.
         if self.held or getattr(self.socket, "pending", int)():
             return False
         poller = select.poll()
@@ -220,7 +220,7 @@ class _Connection:
 
 
 class _Answer:
-    """What llhttp reports of one answer; it must not refer to the parser: that is a cycle."""
+    """One answer as llhttp reports it. A reference to the parser would be a cycle."""
 
     status = 0
     reason = ""
@@ -358,7 +358,7 @@ class Transport:
         weakref.finalize(self, _close_all, self._open)
 
     def request(self, method: str, url: str, headers: Mapping[str, str]) -> Response:
-        """Send a request for a URL in ASCII without a user part, whose path is sent as it is.
+        """Send a request. The URL is ASCII and has no user; its path is sent unchanged.
 
         Raises:
             PermissionError: a proxy demands a login.
@@ -436,7 +436,7 @@ class Transport:
         return connection
 
     def _tunnel(self, sock: socket.socket, host: str, port: int, login: list[str]) -> None:
-        """Have a proxy connect a socket to a host."""
+        """Ask a proxy to connect a socket to a host."""
         target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         request = _head("CONNECT", target, [f"Host: {target}", *login])
         answer = _Connection(sock, ("http", target), self._timeout).exchange(request)

@@ -33,7 +33,7 @@ from shardcache.origins.connection import (
 )
 from shardcache.urls import ShardURL, quoted, secret_forms
 
-#: What all requests carry.
+#: The headers of every request.
 HEADERS = {"Accept-Encoding": "identity", "User-Agent": f"shardcache/{__version__}"}
 #: Bytes of a refusal that are read.
 _PAGE = 64 * 1024
@@ -139,7 +139,7 @@ def open_range(
 
 
 def checked(response: Response, start: int, stop: int | None) -> Response:
-    """An answer of 200 or 206, if it is what was asked for (else TransientError)."""
+    """Return an answer of 200 or 206; TransientError if it is not the requested range."""
     headers = response.headers
     length = content_length(headers)
     text = headers.get("content-range")

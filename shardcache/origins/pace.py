@@ -23,8 +23,8 @@ from shardcache.units import format_duration
 
 logger = logging.getLogger(__name__)
 
-#: Seconds of the first pause and of the longest. What a process loses after the end of a storm is
-#: one longest pause at most.
+#: Seconds of the first pause and of the longest. A process loses one longest pause at most after
+#: the store has recovered.
 _FIRST, _LONGEST = 0.25, 8.0
 #: A server may ask for a longer pause; requests wait no longer than this for it.
 RETRY_AFTER_CAP = 60.0

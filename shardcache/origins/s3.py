@@ -36,9 +36,9 @@ logger = logging.getLogger(__name__)
 #: Codes of credentials that ended. They come with 400, and mean 403.
 _EXPIRED = frozenset({"ExpiredToken", "RequestExpired", "TokenRefreshRequired"})
 _STATUS = dict.fromkeys((*_EXPIRED, "InvalidToken"), 403)
-#: Of a bucket in another region.
+#: Codes for a bucket in another region.
 _ELSEWHERE = frozenset({"AuthorizationHeaderMalformed", "IllegalLocationConstraintException"})
-#: What to do where access is denied.
+#: Advice if access is denied.
 _MAY_NOT = (
     "these credentials may not read it (a missing object looks the same to "
     "credentials without s3:ListBucket); check the policy, or pass another profile"
@@ -249,7 +249,7 @@ class S3Origin:
         query = _version(url, pin)
         if start == 0 and stop is None and pin is None:
             response = self._ask("GET", url, _CHECKSUM, query)
-            # What a gateway may compress on its way comes by ranges: those it cannot.
+            # A gateway may compress a whole object, but not a range of it.
             if "content-encoding" not in response.headers:
                 return checked(response, 0, None)
             response.close()

@@ -1,8 +1,8 @@
-"""Where a `stream.ShardStream` reads, beside the file of an entry (`store.entry.Opened`).
+"""The sources of a `stream.ShardStream`, beside the file of an entry (`store.entry.Opened`).
 
 Each source gives the bytes of one version. Its ``readinto(buffer, position)`` returns a count, 0 at
-the end of the shard, or None while there are no bytes yet. What it raises ends it; what comes then
-is for `opener.Opener.next_source` to say.
+the end of the shard, or None while there are no bytes yet. An error ends a source, and
+`opener.Opener.next_source` chooses the next one.
 """
 
 from __future__ import annotations
@@ -95,10 +95,10 @@ class FetchSource:
         self._fetching, self._began = opener.join(shard, finish=finish, ahead=ahead)
 
     def begin(self) -> bool:
-        """Somebody reads the shard that was fetched ahead; False if that is to be tried again.
+        """Begin to read the shard that was fetched ahead; False if it has to be opened anew.
 
-        It is where the fetch did not wait for somebody else's, or ended in an error that is not
-        the origin's: that of the origin would cost another request.
+        That is so if another process was fetching the shard, or if the cache failed. An error of
+        the origin is kept, because another fetch would repeat the request.
         """
         fetching = self._fetching
         assert fetching is not None
@@ -262,7 +262,7 @@ class FetchSource:
             fetching.leave()
 
     def close(self) -> None:
-        """Want no more of the fetch, and let go of the partial."""
+        """Leave the fetch, and close the partial."""
         fetching, outcome = self._fetching, "coalesced"
         if fetching is not None and fetching.obtained is not None:
             outcome = fetching.obtained.outcome
@@ -383,7 +383,8 @@ class OriginSource:
             self._position = position
         if not view or self._ended():
             return 0
-        self._attempts.extend(clock.monotonic() - self._read_at)  # what the reader did meanwhile
+        # The deadline does not run while the reader does something else.
+        self._attempts.extend(clock.monotonic() - self._read_at)
         count = self._call(lambda: self._attempt(view))
         if not self._origin.pins and (count == 0 or self._position + count == self.size):
             self._call(self._compare)  # before the last bytes are believed

@@ -1,6 +1,6 @@
 """``shardcache doctor``: the machine against the configuration.
 
-Six checks; each finding is ok, warn or fail, with what to do. Nothing is made or changed.
+Seven checks; each finding is ok, warn or fail, with what to do. Nothing is made or changed.
 """
 
 from __future__ import annotations
@@ -9,14 +9,19 @@ import contextlib
 import functools
 import os
 import shlex
+import socket
 import stat
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import click
 
@@ -28,9 +33,11 @@ from shardcache.files import Modes
 from shardcache.layout import Layout
 from shardcache.locks.mounts import mount_of
 from shardcache.origins.base import ObjectInfo
-from shardcache.origins.endpoints import parser, s3_access
+from shardcache.origins.connection import Transport
+from shardcache.origins.endpoints import endpoint_of, parser, s3_access
 from shardcache.origins.resolve import Origins
 from shardcache.origins.retry import RetryPolicy
+from shardcache.origins.s3 import S3Origin
 from shardcache.ranks import detect
 from shardcache.space.eviction import total_bytes
 from shardcache.space.memory import Volume, allocation, cpu_quota, is_memory
@@ -49,6 +56,10 @@ _COLORS = {"ok": "green", "warn": "yellow", "fail": "red"}
 _READ_BYTES = 8 << 20
 #: Seconds that a filesystem has to answer one check; a slow one takes milliseconds.
 _PATIENCE = 10.0
+#: Seconds that an address has to accept a connection, and a server to answer.
+_CONNECT, _ANSWER = 1.0, 2.0
+#: Seconds by which the clock may be off; S3 refuses requests after 15 minutes.
+_SKEW = 300
 #: Directories that cleaners of temporary files empty: tmpfiles.d(5), tmpreaper(8), tmpwatch(8).
 _TEMPORARY = ("/tmp", "/var/tmp")  # noqa: S108 - named, not used
 
@@ -58,9 +69,10 @@ _TEMPORARY = ("/tmp", "/var/tmp")  # noqa: S108 - named, not used
 def doctor_command(invocation: Invocation, url: str | None) -> ExitCode:
     """Check the machine against the configuration.
 
-    Checks directories, filesystems, memory, limits and CPUs, the credentials and the endpoint
-    in force, and with --url the origin. Each finding is ok, warn or fail, with what to do about
-    it. Changes nothing. Exit code 4 if a check failed; warnings do not count.
+    Checks directories, filesystems, memory, limits and CPUs, the credentials and how long they
+    last, the addresses and the clock of the endpoint, and with --url the origin. Each finding is
+    ok, warn or fail, with what to do about it. Changes nothing. Exit code 4 if a check failed;
+    warnings do not count.
 
     \b
     Examples:
@@ -93,7 +105,10 @@ def _examine(config: Config, url: str | None) -> Iterator[dict[str, str]]:
             if not found or (check is _owner and found[0]["level"] == "fail"):
                 break  # the other checks would find nothing
     yield from _run(_cpus, "CPUs")
-    yield from _run(_credentials, "S3", config)
+    found = _in_time(functools.partial(_run, _credentials, "S3", config))
+    yield from found or _run(_unanswered, "S3")
+    found = _in_time(functools.partial(_run, _endpoint, "endpoint", config, url))
+    yield from found or _run(_unanswered, "endpoint")
     if url is not None:
         # A command may have a secret anywhere.
         yield from _run(_read, "pipe:" if url.startswith("pipe:") else url, config, url)
@@ -126,6 +141,11 @@ def _run(check: Callable[..., Answers], subject: str, *args: object) -> list[dic
 def _silent() -> Answers:
     fix = "Its mount may be dead: mount it anew (umount -l), or point dir at another disk."
     yield "fail", f"its filesystem has not answered for {_PATIENCE:g} s", fix
+
+
+def _unanswered() -> Answers:
+    fix = "Check DNS, the network, and the program or service that gives credentials."
+    yield "fail", f"this check has not ended for {_PATIENCE:g} s", fix
 
 
 def _existing(directory: Path) -> Path:
@@ -224,12 +244,63 @@ def _credentials(config: Config) -> Answers:
     if len(missing) == 1:
         fix = f"Set {missing[0]} as well, or unset the other and use a profile or a role."
         yield "warn", f"{missing[0]} is not set, but the other key variable is", fix
-    access = s3_access(config)
+    access = s3_access(config, timed=True)
     if access.credentials:
         yield "ok", str(access), ""
     else:
         fix = "Set AWS_PROFILE or AWS_ACCESS_KEY_ID, give the node a role, or set anon."
         yield "warn", str(access), fix
+
+
+def _endpoint(config: Config, text: str | None) -> Answers:
+    """Which addresses of the S3 endpoint accept connections, and whether the clocks agree."""
+    server = endpoint_of(config)
+    if text is not None:
+        with contextlib.suppress(ShardCacheError):  # `_read` reports it
+            url = parser(config)(text)
+            origin = Origins(config).of(url)
+            server = origin.server(url) if isinstance(origin, S3Origin) else server
+    if server is None:
+        yield "ok", "not contacted: no endpoint is set, and --url names no S3 shard", ""
+        return
+    try:
+        # Only Date is read, so certificates do not matter.
+        answer = Transport(timeout=_ANSWER, trusted=False).request("HEAD", server, {})
+        now = time.time()
+        answer.close()
+        parts = urlsplit(server)
+        host, port = parts.hostname or "", parts.port or parts.scheme
+        proxied = getproxies().get(parts.scheme) and not proxy_bypass(host)
+        rows = [] if proxied else socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, ValueError) as exn:
+        fix = "Check endpoint_url, DNS, the network and https_proxy."
+        yield "fail", f"{server} does not answer: {exn}", fix
+        return
+    with ThreadPoolExecutor(len(rows) or 1) as pool:
+        dead = ", ".join(filter(None, pool.map(_dead, rows)))
+    found = (
+        f"{host} has {counted(len(rows), 'address', 'addresses')}" if rows else f"{host} answers"
+    )
+    if dead:
+        found += f", without a connection within {_CONNECT:g} s: {dead}"
+        yield "warn", found, "Repair the route there, or remove them from DNS."
+    else:
+        yield "ok", found, ""
+    with contextlib.suppress(ValueError):  # the server does not state its time
+        date = parsedate_to_datetime(answer.headers.get("date", ""))
+        skew = abs(date.timestamp() - now)
+        found = f"this machine's clock is {format_duration(skew)} off that of {host}"
+        fix = "Synchronise it (chronyc makestep): S3 refuses requests from 15 minutes on."
+        yield ("ok", found, "") if skew < _SKEW else ("warn", found, fix)
+
+
+def _dead(row: tuple[Any, ...]) -> str:
+    """The address of a row of `getaddrinfo`, if it does not accept a connection in time."""
+    with contextlib.suppress(OSError), socket.socket(row[0], socket.SOCK_STREAM) as sock:
+        sock.settimeout(_CONNECT)
+        sock.connect(row[4])
+        return ""
+    return str(row[4][0])
 
 
 def _read(config: Config, text: str) -> Answers:

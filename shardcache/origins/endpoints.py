@@ -15,10 +15,12 @@ import logging
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardcache.config import Config
+from shardcache.units import format_duration
 from shardcache.urls import PARTITIONS, ShardURL, parse_url, read_command, redact
 
 if TYPE_CHECKING:
@@ -157,7 +159,7 @@ class S3Access(NamedTuple):
     """The endpoint and the source of the credentials in force, without any secret."""
 
     endpoint: str
-    credentials: str | None  #: their source, such as ``env``; None if there are none
+    credentials: str | None  #: their source, such as ``env``, and their end; None if there are none
     problem: str = ""  #: why there are none, if that is known
 
     def __str__(self) -> str:
@@ -165,18 +167,32 @@ class S3Access(NamedTuple):
         return f"endpoint {self.endpoint}, {source}{self.problem and f': {self.problem}'}"
 
 
-def s3_access(config: Config) -> S3Access:
-    """What S3 shards are read with."""
+def s3_access(config: Config, *, timed: bool = False) -> S3Access:
+    """What S3 shards are read with; with ``timed``, also how long."""
     options, endpoint = scheme_options(config, "s3"), redact(endpoint_of(config) or "AWS")
     if options.get("anon"):
         return S3Access(endpoint, "nowhere: requests are anonymous (anon)")
     if options.get("key"):
         return S3Access(endpoint, "storage_options")
     import botocore.session
-    from botocore.exceptions import BotoCoreError
+    from botocore.exceptions import BotoCoreError, ClientError
 
     try:
         found = botocore.session.Session(profile=options.get("profile")).get_credentials()
-    except BotoCoreError as exn:
+        lifetime = _lifetime(found) if timed and found is not None else ""
+    except (BotoCoreError, ClientError, ValueError) as exn:  # ValueError: of a credential_process
         return S3Access(endpoint, None, redact(str(exn)))
-    return S3Access(endpoint, None if found is None else str(found.method))
+    return S3Access(endpoint, None if found is None else f"{found.method}{lifetime}")
+
+
+def _lifetime(credentials: Any) -> str:
+    """When botocore's credentials expire, and who renews them."""
+    token = credentials.get_frozen_credentials().token  # a role's are fetched now
+    end = getattr(credentials, "_expiry_time", None)
+    if end is None:
+        return ", which expire with their session" if token else ""
+    left = format_duration(max(0.0, (end - datetime.now(UTC)).total_seconds()))
+    if credentials.method in ("env", "sso", "login"):
+        moment = f"{end.astimezone():%Y-%m-%d %H:%M}"
+        return f", which expire in {left}: log in again before {moment} if the login ends by then"
+    return f", which expire in {left}, renewed by itself"

@@ -242,6 +242,11 @@ class S3Origin:
 
         return find_keys
 
+    def server(self, url: ShardURL) -> str:
+        """Scheme, host and port of the server that has a shard."""
+        self.prepare()
+        return self._bucket(url.bucket_and_key()[0], None).server
+
     def open(
         self, url: ShardURL, start: int, stop: int | None, pin: ObjectInfo | None = None
     ) -> Response:

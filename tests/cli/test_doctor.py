@@ -6,6 +6,9 @@ import ctypes
 import json
 import os
 import re
+import socket
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 
 import pytest
 
@@ -13,6 +16,7 @@ from shardcache.cache import Cache
 from tests.support.disktools import disk, needs_mounts, remount, unmount
 from tests.support.shop import Shop
 from tests.support.storetools import tree
+from tests.support.webservers import answer
 
 MIB = 1 << 20
 
@@ -136,6 +140,69 @@ def test_credentials_and_endpoint_in_force_are_told_without_secrets(run, ask, mo
     assert "hush" not in run("doctor")[1]
     monkeypatch.setenv("AWS_PROFILE", "absent")
     assert "(absent) could not be found" in of(ask()[1], "credentials", "warn")["found"]
+
+
+KEYS = {"AWS_ACCESS_KEY_ID": "AK", "AWS_SECRET_ACCESS_KEY": "SK", "AWS_SESSION_TOKEN": "T"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "stated"),
+    [
+        ({"AWS_CONTAINER_CREDENTIALS_FULL_URI": "URL"}, "container-role, .* in [23]h.*by itself"),
+        ({**KEYS, "AWS_CREDENTIAL_EXPIRATION": "END"}, "env, .* in [23]h.*: log in again before "),
+        (KEYS, "env, which expire with their session$"),
+    ],
+    ids=["role", "login", "session"],
+)
+def test_the_end_of_the_credentials_is_stated(ask, serve, monkeypatch, variables, stated):
+    end = f"{datetime.now(UTC) + timedelta(hours=3):%Y-%m-%dT%H:%M:%SZ}"
+    keys = {"AccessKeyId": "AK", "SecretAccessKey": "SK", "Token": "T", "Expiration": end}
+    url = serve(answer("200 OK", json.dumps(keys).encode())).url
+    for name, value in variables.items():
+        monkeypatch.setenv(name, {"URL": url, "END": end}.get(value, value))
+    assert re.search(stated, of(ask()[1], "credentials", "ok")["found"])
+
+
+def test_a_program_that_gives_no_credentials_does_not_stop_the_doctor(ask, tmp_path, monkeypatch):
+    (file := tmp_path / "config").write_text("[default]\ncredential_process = echo no\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(file))
+    assert "no credentials: " in of(ask()[1], "credentials", "warn")["found"]
+    file.write_text("[default]\ncredential_process = sleep 3\n")
+    monkeypatch.setattr("shardcache.cli.doctor._PATIENCE", 0.5)
+    code, rows = ask()
+    assert code == 4 and "has not ended" in of(rows, "unanswered", "fail")["found"]
+
+
+@pytest.mark.parametrize(("minutes", "level"), [(0, "ok"), (4, "ok"), (-10, "warn"), (40, "warn")])
+def test_the_clock_is_compared_with_that_of_the_endpoint(ask, serve, monkeypatch, minutes, level):
+    date = datetime.now(UTC) + timedelta(minutes=minutes)
+    server = serve(answer("403 Forbidden", Content_Length=0, Date=format_datetime(date)))
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", server.url)
+    code, rows = ask()
+    clock, *_ = (row for row in rows if "clock" in row["found"])
+    assert (code, clock["level"]) == (0, level)
+    assert "Authorization" not in server.heads[0]
+
+
+def test_addresses_of_the_endpoint_that_are_dead_are_named(ask, serve, monkeypatch):
+    assert of(ask()[1], "endpoint", "ok")["found"].startswith("not contacted")
+    port = serve(answer("403 Forbidden"), most=9).server_address[1]
+    addresses = ["127.0.0.1"]
+    monkeypatch.setattr(
+        socket,
+        "getaddrinfo",
+        lambda *_, **__: [
+            (socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, port)) for each in addresses
+        ],
+    )
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://shards.test:{port}")
+    assert of(ask()[1], "endpoint")["found"] == "shards.test has 1 address"
+    addresses.append("127.0.0.2")
+    found = of(ask()[1], "endpoint", "warn")["found"]
+    assert found == "shards.test has 2 addresses, without a connection within 1 s: 127.0.0.2"
+    del addresses[0]
+    code, rows = ask("--url", "s3://lab/a.tar")
+    assert code == 4 and "127.0.0.2 (Connection refused)" in of(rows, "endpoint", "fail")["found"]
 
 
 def test_a_shard_is_read_and_timed_and_a_failure_says_why(ask, s3, bucket, s3_environment):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import os
 import tempfile
 import time
@@ -34,6 +35,15 @@ _TURN = 30.0
 _LOOK = 0.02
 
 
+@functools.cache
+def throttling_codes() -> tuple[frozenset[str], frozenset[str]]:
+    """AWS's codes for throttling, and for faults that pass, out of botocore's tables."""
+    from botocore.retries.standard import ThrottledRetryableChecker, TransientRetryableChecker
+
+    throttled = frozenset(ThrottledRetryableChecker._THROTTLED_ERROR_CODES)
+    return throttled, frozenset(TransientRetryableChecker._TRANSIENT_ERROR_CODES)
+
+
 def login_ended(profile: str | None) -> TransientError:
     """The error for credentials that ended while a process was at work."""
     return TransientError(f"the login has ended. Log in: {_command(profile)}", patient=True)
@@ -54,11 +64,14 @@ def chain_error(exn: Exception, url: ShardURL, profile: str | None, *, worked: b
     """
     reason = quoted(str(exn))
     kinds = {kind.__name__ for kind in type(exn).__mro__}
-    status = getattr(exn, "response", {}).get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    response = getattr(exn, "response", {})
+    status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    is_throttled = response.get("Error", {}).get("Code") in throttling_codes()[0]
     is_program = getattr(exn, "kwargs", {}).get("provider") == "custom-process"
     if "ParamValidationError" in kinds:
         return ConfigError(f"{url} cannot be read: {reason}. Check the URL.", url=str(url))
-    if (kinds & _SERVICE and not is_program) or status == 429 or status >= 500:
+    busy = is_throttled or status == 429 or status >= 500
+    if busy or (kinds & _SERVICE and not is_program):
         return TransientError(f"the source of credentials does not answer: {reason}", patient=True)
     if "NoCredentialsError" in kinds and _metadata_service_is_busy():
         text = "the metadata service of this machine gives no credentials now"

@@ -99,9 +99,9 @@ class Pace:
         now = clock.monotonic()
         if self._since is None:
             self._since, self._full = now, self._busy + 1
+            self._goal = self._full / 2
         if now >= self._next:  # one answer counts; those sent with it say the same
-            self._goal = max(1.0, min(self._limit, self._busy + 1) / 2)
-            self._limit = math.floor(self._goal)
+            self._limit = max(1, min(self._limit, self._busy + 1) // 2)
             pause = min(_LONGEST, _FIRST * 2**self._pauses) * random.uniform(0.5, 1.0)  # noqa: S311
             self._next = now + max(pause, min(exn.retry_after or 0.0, RETRY_AFTER_CAP))
             self._pauses += 1

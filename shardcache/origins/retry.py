@@ -101,7 +101,8 @@ class Attempts:
 
         def wait_for_turn(seconds: float) -> None:
             self.check()
-            sleep(seconds)
+            sleep(seconds if self.end is None else min(seconds, self.end - clock.monotonic()))
+            self.check()
 
         def attempt() -> T:
             nonlocal failures
@@ -164,16 +165,17 @@ class Attempts:
             retrying.iter_state.reset()
 
     def _final(self, exn: TransientError, failures: int) -> TransferError:
-        late = self._is_late(0)
+        late, advice = self._is_late(0), "Check the endpoint and the network, then try again"
         ended = f"{failures} attempt{'s' if failures != 1 else ''} failed"
         if self._is_waited_out(exn) and not late:
             ended = f"for {format_duration(self.policy.patience)}, the patience"
+            advice = "Try again later, or raise patience"
         elif failures < self.policy.attempts:
             late, ended = True, f"the deadline of {self.policy.deadline:g} s is over"
         kind = TransferTimeoutError if late or exn.timed_out else TransferError
         return kind(
             f"{self.what} could not be fetched: {redact(str(exn))} ({ended}). "
-            "Check the endpoint and the network, then try again; what was fetched is kept.",
+            f"{advice}; what was fetched is kept.",
             url=self.what,
             attempts=failures,
         )

@@ -24,7 +24,12 @@ from xml.etree import ElementTree
 from shardcache.errors import ConfigError
 from shardcache.origins.base import ObjectInfo, read_all, refusal
 from shardcache.origins.connection import Response, Transport, content_length
-from shardcache.origins.credentials import chain_error, login_ended, one_at_a_time
+from shardcache.origins.credentials import (
+    chain_error,
+    login_ended,
+    one_at_a_time,
+    throttling_codes,
+)
 from shardcache.origins.endpoints import aws_files, s3_endpoint
 from shardcache.origins.http import HEADERS, checked, object_info, open_range, refused, unanswered
 from shardcache.threads import undivided
@@ -329,7 +334,7 @@ class S3Origin:
             elif code in _EXPIRED and self._place in _read_from:
                 raise login_ended(self._profile)
             else:
-                throttled, transient = _retried_codes()
+                throttled, transient = throttling_codes()
                 raise refusal(
                     url,
                     500 if code in transient else _STATUS.get(code, response.status),
@@ -452,15 +457,6 @@ def _signature(
         f"Signature={signature}"
     )
     return added
-
-
-@functools.cache
-def _retried_codes() -> tuple[frozenset[str], frozenset[str]]:
-    """S3's codes for throttling, and for faults that pass, out of botocore's tables."""
-    from botocore.retries.standard import ThrottledRetryableChecker, TransientRetryableChecker
-
-    throttled = frozenset(ThrottledRetryableChecker._THROTTLED_ERROR_CODES)
-    return throttled, frozenset(TransientRetryableChecker._TRANSIENT_ERROR_CODES)
 
 
 @functools.lru_cache(maxsize=16)

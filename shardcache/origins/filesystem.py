@@ -133,6 +133,8 @@ class FsspecOrigin:
                     self._made = fsspec.filesystem(
                         self._protocol, skip_instance_cache=True, **self._options
                     )
+                    if self._protocol == "s3":
+                        self._made.retries = 1  # attempts of s3fs: `origins.retry` retries
                 except (ImportError, OSError, ValueError, TypeError) as exn:
                     reason = redact(str(exn))
             if self._made is None:
@@ -194,7 +196,7 @@ def s3fs_origin(
     if "multi-region" in reason and not HAS_CRT:
         raise ConfigError(f"{reason} take signatures of awscrt; install awscrt.")
     _announce(reason)
-    # `origins.retry` retries, the SDK does not.
+    # Attempts of the SDK below s3fs, as in `FsspecOrigin._filesystem`.
     settings = {"retries": {"total_max_attempts": 1}, **(options.get("config_kwargs") or {})}
     return FsspecOrigin("s3", {**options, "config_kwargs": settings}, timeout=timeout)
 

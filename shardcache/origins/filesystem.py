@@ -213,7 +213,7 @@ def _sorted(exn: Exception, url: ShardURL, profile: str | None) -> Exception:
         return exn
     answered = exn if hasattr(exn, "response") else exn.__cause__  # s3fs translates botocore's
     if isinstance(answer := getattr(answered, "response", None), dict):
-        status = answer["ResponseMetadata"]["HTTPStatusCode"]
+        status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 500)
         reason = f"S3 answered {status} {quoted(str(answer.get('Error', {}).get('Code', '')))}"
         return refusal(url, status, reason, hint="check the credentials and storage_options")
     kinds = {kind.__name__ for kind in type(exn).__mro__}

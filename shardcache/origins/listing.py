@@ -189,8 +189,9 @@ class Listing:
             pages = self._pages(bucket, rest, query, self._config.attempts)
             names = [key for page in pages for key in page if not key.endswith("/")]
         else:
-            rest = root[root.rfind("/") + 1 :]
-            names = self._files(root.removesuffix(rest) or "./", bucket, deep)
+            inside, rest = f"s3://{bucket}/{rest}", root[root.rfind("/") + 1 :]
+            directory = (inside if is_s3 else root).removesuffix(rest) or "./"
+            names = self._files(directory, bucket, deep)
         # The user's own spelling stays in front: it is part of the identity.
         base = root.removesuffix(rest)
         urls = [
@@ -234,8 +235,7 @@ class Listing:
         """Names below a directory, which may be in a bucket of S3."""
         config, timeout = self._config, self._config.timeout
         if bucket:
-            where = f"s3://{directory[directory.index(bucket) :]}"
-            url = ShardURL(where, "s3", where, "", "")
+            url = ShardURL(directory, "s3", directory, "", "")
             options = scheme_options(config, "s3")
             reason = needs_s3fs(bucket, options)
             origin = s3fs_origin(reason, options, config.endpoint_url, timeout)

@@ -266,7 +266,7 @@ def test_what_needs_s3fs_is_listed_and_read(tmp_path, s3, bucket, monkeypatch, o
     for name in names:
         client.put_object(Bucket=bucket, Key=name, Body=make_tar(len(name)), **more)
     with Cache(tmp_path / "cache", min_free=0, storage_options=options) as cache:
-        cache.prewarm([f"s3://{bucket}/d/?.tar", f"s3://{bucket}/d/e/"])
+        cache.prewarm([f"s3://{bucket}/d/?.tar", f"s3://{bucket}:secret@{bucket}/d/e/"])
         for name in names:
             assert cache.entry(f"s3://{bucket}/{name}") is not None
             assert cache.open(f"s3://{bucket}/{name}").read() == make_tar(len(name))

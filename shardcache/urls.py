@@ -98,6 +98,10 @@ _CONTROL = r"[\x00-\x1f\x7f]"
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 #: 255 bytes is the limit of every common filesystem; leave room for suffixes.
 _MAX_BASENAME = 120
+#: An access point of S3, of S3 on Outposts or of S3 Object Lambda.
+_ARN = (
+    r"arn:[a-z-]+:s3[a-z-]*:[a-z0-9-]*:[0-9]{12}:(?:outpost[/:][^/:@]+[/:])?accesspoint[/:][^/:@]+"
+)
 #: Schemes whose canonical URL hides no value.
 _NEVER_MASKED = frozenset({"file", "pipe", "s3"})
 #: Files that shardcache writes beside a shard's own file; no shard gets one of these names.
@@ -168,8 +172,8 @@ class ShardURL:
         return Path(self.canonical.removeprefix("file://"))
 
     def bucket_and_key(self) -> tuple[str, str]:
-        """Bucket and object key of an ``s3`` URL."""
-        bucket, _, name = self.canonical.removeprefix("s3://").partition("/")
+        """Bucket and object key of an ``s3`` URL; an access point's ARN stands for a bucket."""
+        bucket, name = split_bucket(self.canonical.removeprefix("s3://"))
         return bucket, name.removesuffix(f"?versionId={self.version_id}")
 
     def __str__(self) -> str:
@@ -336,19 +340,30 @@ def _pipe(command: str) -> str:
     return f"pipe:{program}{reads} #{digest.hexdigest()}"
 
 
-def _s3(url: str, rest: str) -> tuple[str, str | None, str]:
+def split_bucket(rest: str) -> tuple[str, str]:
+    """Bucket, or ARN of an access point, and object name of an ``s3`` URL without its scheme.
+
+    A login in front of the bucket is left out.
+    """
+    if arn := re.fullmatch(rf"(?s)(?:[^/@]*@)?({_ARN})(?:/(.*))?", rest):
+        return arn[1], arn[2] or ""
     bucket, _, name = rest.partition("/")
-    bucket, version_id = bucket.rpartition("@")[2], None
+    return bucket.rpartition("@")[2], name
+
+
+def _s3(url: str, rest: str) -> tuple[str, str | None, str]:
+    bucket, name = split_bucket(rest)
+    version_id = None
     # Any other question mark belongs to the object's own key.
     if versioned := re.fullmatch(r"(?s)(.*)\?versionId=([^&?]+)", name):
         name, version_id = versioned.groups()
     if not bucket or not name:
         raise ConfigError(f"{redact(url)} names no object; expected s3://bucket/key")
-    if ":" in bucket:
+    if ":" in bucket and not re.fullmatch(_ARN, bucket):
         raise ConfigError(
-            f"{redact(url)}: no bucket has a colon in its name. Give an access point by its alias "
-            "(...-s3alias). Credentials belong into a profile, the environment or "
-            "storage_options, not into the URL."
+            f"{redact(url)}: no bucket has a colon in its name. The ARN of an access point is "
+            "arn:aws:s3:REGION:ACCOUNT:accesspoint/NAME. Put credentials into a profile, the "
+            "environment or storage_options, not into the URL."
         )
     query = "" if version_id is None else f"?versionId={version_id}"
     return f"s3://{bucket}/{name}{query}", version_id, name

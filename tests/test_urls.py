@@ -254,6 +254,21 @@ def test_a_relative_path_is_one_object_with_its_absolute_one(tmp_path, monkeypat
         parse_url("a.tar")
 
 
+@pytest.mark.parametrize(
+    "bucket",
+    [
+        *(f"arn:aws:s3:us-west-2:123456789012:accesspoint{mark}point" for mark in "/:"),
+        "arn:aws-cn:s3::123456789012:accesspoint/m1.mrap",
+        "arn:aws:s3-outposts:us-west-2:123456789012:outpost/op-1/accesspoint/point",
+    ],
+)
+def test_the_arn_of_an_access_point_stands_for_a_bucket(bucket):
+    shard = parse_url(f"s3://AKIA:secret@{bucket}/d/a@b.tar")
+    assert str(shard) == f"s3://{bucket}/d/a@b.tar"
+    assert shard.bucket_and_key() == (bucket, "d/a@b.tar")
+    assert shard.key == key_of(str(shard)) != key_of("s3://point/d/a@b.tar")
+
+
 def test_keys_do_not_change_between_releases():
     # A change here would orphan every entry on every disk.
     assert key_of("s3://bucket/train-0000.tar") == "e486067e1fd02cc3f3c6274d88862d12"
@@ -295,7 +310,8 @@ def test_names_are_plain_and_short_on_disk_and_exact_at_the_origin(scheme, host,
         (f"https://me:{CANARY}@/k", "no host"),
         (f"gs://?token={CANARY}", "no object"),
         (f"s3://AKIA:a/{CANARY}@bucket/k", "colon"),
-        ("s3://arn:aws:s3:us-west-2:1:accesspoint/point/k", "by its alias"),
+        ("s3://arn:aws:s3:us-west-2:1:accesspoint/point/k", "ACCOUNT:accesspoint/NAME"),
+        ("s3://arn:aws:s3:us-west-2:123456789012:accesspoint/point", "no object"),
         (f"gs://me:{CANARY}@bucket/k", "password"),
         (f"https://h/{'x' * 9000}?sig={CANARY}", "bytes"),
         (f"gs://b/\ud800?sig={CANARY}", "UTF-8"),

@@ -1,4 +1,4 @@
-"""The S3 endpoint in force, and the region where it is AWS.
+"""The S3 endpoint in force, the region where it is AWS, and the client that reads a bucket.
 
 Both are part of a shard's identity: one bucket name at two endpoints, or in two of AWS's
 partitions, is two buckets. Keys and clients take them from here, so they mean the same server.
@@ -27,6 +27,16 @@ if TYPE_CHECKING:
     from botocore.session import Session
 
 logger = logging.getLogger(__name__)
+
+#: Suffixes of S3 Express buckets and of their access points.
+EXPRESS = ("--x-s3", "--xa-s3")
+#: Options that only s3fs understands, by the option of s3fs that holds them ("" for s3fs's own).
+#: All of them change requests. `s3_additional_kwargs` that only matter to uploads are left out.
+_ONLY_S3FS = {
+    "": {"session", "username"},
+    "s3_additional_kwargs": {"ExpectedBucketOwner", "RequestPayer", "SSECustomerKey"},
+    "config_kwargs": {"client_cert", "proxies_config"},
+}
 
 
 def scheme_options(config: Config, scheme: str) -> Mapping[str, Any]:
@@ -108,6 +118,36 @@ def s3_endpoint(options: Mapping[str, Any], endpoint_url: str | None = None) -> 
         return named or found or None
 
     return _from_files(options, configured)
+
+
+def needs_s3fs(bucket: str, options: Mapping[str, Any]) -> str:
+    """Why only s3fs can read a bucket with these options; empty if our own client can."""
+    if bucket.endswith(EXPRESS):
+        return "S3 Express buckets"
+    if bucket.startswith("arn:") and bucket.endswith(".mrap"):
+        return "multi-region access points"
+    if (options.get("config_kwargs") or {}).get("signature_version") not in (None, "s3v4"):
+        return "the option signature_version"
+    for holder, names in _ONLY_S3FS.items():
+        given = (options.get(holder) or {}) if holder else options
+        if found := sorted(name for name in names if given.get(name)):
+            return f"the option {found[0]}"
+    return ""
+
+
+def s3fs_options(options: Mapping[str, Any], endpoint_url: str | None = None) -> dict[str, Any]:
+    """Options with which s3fs has the endpoint and the region of our own client.
+
+    Profile, credentials and anon have the same names in both.
+    """
+    endpoint = s3_endpoint(options, endpoint_url)
+    client = {**(options.get("client_kwargs") or {})}
+    client.pop("endpoint_url", None)  # s3fs refuses two endpoints
+    if not client.get("region_name"):
+        region = _from_files(options, lambda session: session.get_config_variable("region"))
+        region = region or (None if endpoint else os.environ.get("AWS_REGION"))
+        client["region_name"] = region or "us-east-1"
+    return {**options, "endpoint_url": endpoint, "client_kwargs": client}
 
 
 def s3_region(options: Mapping[str, Any]) -> str | None:

@@ -1,5 +1,7 @@
 """Shards behind any fsspec filesystem: gs, az, hf, memory, slow mounts.
 
+S3 comes this way if our own client cannot sign the requests (`endpoints.needs_s3fs`).
+
 fsspec has no way to insist on a version, so `FsspecOrigin.pins` is false: the engine describes the
 object again after the last byte and starts over if it changed meanwhile. Filesystems know no common
 time-out, and a hung mount cannot be interrupted, so every call is made in a thread that its caller
@@ -9,6 +11,8 @@ gives up on after ``timeout``.
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError, wait
@@ -18,8 +22,12 @@ from typing import Any, TypeVar
 from shardcache import threads
 from shardcache.errors import ConfigError, ShardCacheError
 from shardcache.origins.base import ObjectInfo, TransientError, VersionChangedError, refusal
-from shardcache.urls import ShardURL, redact
+from shardcache.origins.credentials import chain_error
+from shardcache.origins.endpoints import s3fs_options
+from shardcache.threads import undivided
+from shardcache.urls import ShardURL, quoted, redact
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 #: Bytes asked for at once where every read is a request of its own (gs, az, hf).
@@ -30,6 +38,8 @@ _TIMES = (
     *("mtime", "LastModified", "last_modified", "Last-Modified", "updated", "modified"),
     "created",
 )
+#: Errors of botocore without an answer of S3; another attempt may succeed.
+_UNANSWERED = frozenset({"ConnectionError", "HTTPClientError", "IncompleteReadError"})
 _STATUS = {FileNotFoundError: 404, IsADirectoryError: 404, PermissionError: 403}
 #: Open files. A forked child keeps those of its parent here: some (of SFTP, for one) send a message
 #: over the parent's connection when they are finalised.
@@ -83,7 +93,11 @@ class FsspecOrigin:
         """Names of files relative to ``directory``; ``deep`` descends. Takes the time it takes."""
 
         def names() -> list[str]:
-            filesystem, root = self._filesystem(), self._path(directory)
+            filesystem = self._filesystem()
+            if directory.scheme == "s3":
+                root = directory.canonical.removeprefix("s3://").rstrip("/")
+            else:
+                root = self._path(directory)
             filesystem.invalidate_cache()
             found = filesystem.find(root, maxdepth=None if deep else 1)
             if not found and not filesystem.isdir(root):
@@ -96,6 +110,16 @@ class FsspecOrigin:
     def _path(self, url: ShardURL) -> str:
         if url.is_local:
             return str(url.local_path)
+        if url.scheme == "s3":
+            path = url.canonical.removeprefix("s3://")
+            found = self._filesystem().split_path(self._filesystem()._strip_protocol(path))
+            if found != (*url.bucket_and_key(), url.version_id):
+                raise ConfigError(
+                    f"{url} cannot be read: s3fs takes it for another object. A versionId needs "
+                    "storage_options={'version_aware': True}.",
+                    url=str(url),
+                )
+            return path
         return str(self._filesystem()._strip_protocol(url.raw))
 
     def _filesystem(self) -> Any:
@@ -109,6 +133,8 @@ class FsspecOrigin:
                     self._made = fsspec.filesystem(
                         self._protocol, skip_instance_cache=True, **self._options
                     )
+                    if self._protocol == "s3":
+                        self._made.retries = 1  # attempts of s3fs: `origins.retry` retries
                 except (ImportError, OSError, ValueError, TypeError) as exn:
                     reason = redact(str(exn))
             if self._made is None:
@@ -144,15 +170,55 @@ class FsspecOrigin:
         wait([outcome], None if patient else self._timeout)
         if not outcome.done():
             raise TransientError(f"nothing came for {self._timeout:g} s", timed_out=True)
-        if (failed := outcome.exception()) is not None:
-            raise _sorted(failed, url)
+        if isinstance(failed := outcome.exception(), Exception):
+            raise _sorted(failed, url, self._options.get("profile"))
         return outcome.result()
 
 
-def _sorted(exn: BaseException, url: ShardURL) -> BaseException:
-    """What it means that a filesystem raised ``exn``."""
+def s3fs_origin(
+    reason: str, options: Mapping[str, Any], endpoint_url: str | None, timeout: float
+) -> FsspecOrigin:
+    """The origin of an S3 bucket that our own client cannot read, because of ``reason``.
+
+    Raises:
+        ConfigError: the installed aiobotocore, which s3fs uses, cannot read it either.
+    """
+    with undivided():  # a fork: this imports
+        import aiobotocore.utils
+        from botocore.compat import HAS_CRT
+
+        options = s3fs_options(options, endpoint_url)
+    if "Express" in reason and not hasattr(aiobotocore.utils, "AioS3ExpressIdentityCache"):
+        raise ConfigError(
+            f"{reason} take sessions, which aiobotocore {aiobotocore.__version__} cannot open; "
+            "install a newer aiobotocore."
+        )
+    if "multi-region" in reason and not HAS_CRT:
+        raise ConfigError(f"{reason} take signatures of awscrt; install awscrt.")
+    _announce(reason)
+    # Attempts of the SDK below s3fs, as in `FsspecOrigin._filesystem`.
+    settings = {"retries": {"total_max_attempts": 1}, **(options.get("config_kwargs") or {})}
+    return FsspecOrigin("s3", {**options, "config_kwargs": settings}, timeout=timeout)
+
+
+@functools.cache
+def _announce(reason: str) -> None:
+    """Log once per process."""
+    logger.info("our own client cannot serve %s: reading through s3fs, which is slower", reason)
+
+
+def _sorted(exn: Exception, url: ShardURL, profile: str | None) -> Exception:
+    """Our error for an exception of a filesystem; ``profile`` is that of S3."""
     if isinstance(exn, (ShardCacheError, TransientError)):
         return exn
+    answered = exn if hasattr(exn, "response") else exn.__cause__  # s3fs translates botocore's
+    if isinstance(answer := getattr(answered, "response", None), dict):
+        status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 500)
+        reason = f"S3 answered {status} {quoted(str(answer.get('Error', {}).get('Code', '')))}"
+        return refusal(url, status, reason, hint="check the credentials and storage_options")
+    kinds = {kind.__name__ for kind in type(exn).__mro__}
+    if "BotoCoreError" in kinds and not kinds & _UNANSWERED:
+        return chain_error(exn, url, profile, worked=False)
     reason = type(exn).__name__
     status = next((status for kind, status in _STATUS.items() if isinstance(exn, kind)), None)
     if status is None:

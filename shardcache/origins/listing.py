@@ -4,9 +4,9 @@
     Listing.matches: a pattern or prefix -> the shards at the origin
     Selection: a specification -> which of the names in the cache it stands for
 
-S3 is listed with the client and the credentials that fetch from it, a thousand keys per request;
-everything else through its fsspec filesystem. Sizes that are found here serve planning only: every
-fetch learns its own.
+Our own client lists the S3 buckets that it reads, a thousand keys per request; everything else is
+listed through its fsspec filesystem. Sizes found here serve planning only: every fetch learns its
+own.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import TypeVar
 from shardcache import clock
 from shardcache.config import Config
 from shardcache.errors import AccessDeniedError, ConfigError, ShardCacheError, ShardNotFoundError
-from shardcache.origins.endpoints import scheme_options
-from shardcache.origins.filesystem import FsspecOrigin
+from shardcache.origins.endpoints import needs_s3fs, scheme_options
+from shardcache.origins.filesystem import FsspecOrigin, s3fs_origin
 from shardcache.origins.retry import RetryPolicy
 from shardcache.origins.s3 import S3Origin
-from shardcache.urls import ShardURL, parse_url, redact
+from shardcache.urls import ShardURL, parse_url, redact, split_bucket
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -37,6 +37,8 @@ _WILDCARD = re.compile(r"\*|\?(?![A-Za-z][A-Za-z0-9_.-]*=)")
 _QUERY = re.compile(r"\?(?=[A-Za-z][A-Za-z0-9_.-]*=)")
 _VERSION = re.compile(r"\?versionId=[^&?]+\Z")
 _GLOB = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+#: Between the parts of a specification; the ARN of a multi-region access point names no region.
+_SEPARATOR = r"::(?![0-9]{12}:accesspoint)"
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 #: ListObjectsV2 returns at most this many keys per request.
 _PAGE = 1000
@@ -68,7 +70,7 @@ def expand_braces(spec: str) -> Iterator[str]:
     """
     import braceexpand
 
-    for part in spec.split("::"):
+    for part in re.split(_SEPARATOR, spec):
         for _ in range(10):  # variables within variables, as deep as WebDataset goes
             part = _VARIABLE.sub(_variable, part)
         try:
@@ -178,16 +180,18 @@ class Listing:
             AccessDeniedError, ConfigError, TransferError: it cannot be listed.
         """
         root, wanted, deep = _split(pattern)
-        if pattern.partition(":")[0].lower() in ("s3", "s3a", "s3n"):
-            bucket, slash, rest = root.partition("://")[2].partition("/")
-            if not bucket or not slash:
-                raise ConfigError(f"{redact(pattern)}: a bucket's name has to be given in full")
+        is_s3 = pattern.partition(":")[0].lower() in ("s3", "s3a", "s3n")
+        bucket, rest = split_bucket(root.partition("://")[2]) if is_s3 else ("", "")
+        if is_s3 and not (bucket and root.endswith(f"{bucket}/{rest}")):
+            raise ConfigError(f"{redact(pattern)}: a bucket's name has to be given in full")
+        if is_s3 and not needs_s3fs(bucket, scheme_options(self._config, "s3")):
             query = {} if deep else {"delimiter": "/"}
-            pages = self._pages(bucket.rpartition("@")[2], rest, query, self._config.attempts)
+            pages = self._pages(bucket, rest, query, self._config.attempts)
             names = [key for page in pages for key in page if not key.endswith("/")]
         else:
-            rest = root[root.rfind("/") + 1 :]
-            names = self._files(root.removesuffix(rest) or "./", deep)
+            inside, rest = f"s3://{bucket}/{rest}", root[root.rfind("/") + 1 :]
+            directory = (inside if is_s3 else root).removesuffix(rest) or "./"
+            names = self._files(directory, bucket, deep)
         # The user's own spelling stays in front: it is part of the identity.
         base = root.removesuffix(rest)
         urls = [
@@ -227,12 +231,18 @@ class Listing:
                 return
             query["continuation-token"] = token
 
-    def _files(self, directory: str, deep: bool) -> list[str]:
-        config = self._config
-        url = parse_url(directory, endpoint=None, allow_schemes=config.allow_schemes)
-        refuse_local(url, config)  # before a whole disk is listed for nothing
-        options = scheme_options(config, url.scheme)
-        origin = FsspecOrigin(url.scheme, options, timeout=config.timeout)
+    def _files(self, directory: str, bucket: str, deep: bool) -> list[str]:
+        """Names below a directory, which may be in a bucket of S3."""
+        config, timeout = self._config, self._config.timeout
+        if bucket:
+            url = ShardURL(directory, "s3", directory, "", "")
+            options = scheme_options(config, "s3")
+            reason = needs_s3fs(bucket, options)
+            origin = s3fs_origin(reason, options, config.endpoint_url, timeout)
+        else:
+            url = parse_url(directory, endpoint=None, allow_schemes=config.allow_schemes)
+            refuse_local(url, config)  # before a whole disk is listed for nothing
+            origin = FsspecOrigin(url.scheme, scheme_options(config, url.scheme), timeout=timeout)
         return self._retried(str(url), config.attempts, lambda: origin.names_below(url, deep=deep))
 
     def sizes(self, shards: Sequence[ShardURL]) -> dict[str, int]:
@@ -241,10 +251,12 @@ class Listing:
         Costs about one request per thousand objects in the folders of the shards, and is bounded;
         a listing that is forbidden or fails leaves sizes unknown and raises nothing.
         """
+        options = scheme_options(self._config, "s3")
         names = {
-            shard.bucket_and_key(): shard.key
+            found: shard.key
             for shard in shards
             if shard.scheme == "s3" and shard.version_id is None and not shard.options
+            if not needs_s3fs((found := shard.bucket_and_key())[0], options)
         }
         folders: dict[tuple[str, str], list[str]] = {}
         for bucket, key in sorted(names.keys() - self._sizes.keys()):

@@ -40,7 +40,7 @@ from shardcache.origins.base import (
     VersionChangedError,
     read_all,
 )
-from shardcache.origins.endpoints import for_command, s3_endpoint, scheme_options
+from shardcache.origins.endpoints import for_command, needs_s3fs, s3fs_options, scheme_options
 from shardcache.urls import ShardURL, parse_url, redact
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class Origins:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._guard = threading.Lock()
-        self._made: dict[tuple[str, tuple[tuple[str, str], ...]], Origin] = {}
+        self._made: dict[tuple[str, tuple[tuple[str, str], ...], str], Origin] = {}
 
     def of(self, url: ShardURL) -> Origin:
         """Return the origin of ``url``; raise ConfigError if it lacks hidden values."""
@@ -75,19 +75,20 @@ class Origins:
                 url=str(url),
             )
         config, scheme = self._config, url.scheme
+        kind = needs_s3fs(url.bucket_and_key()[0], {}) if scheme == "s3" else ""
         with self._guard:
-            if (scheme, url.options) not in self._made:
+            if (scheme, url.options, kind) not in self._made:
                 if url.options:
                     config = for_command(config, url.options)
                 options = scheme_options(config, scheme)
-                made = _make(scheme, options, config.endpoint_url, config.timeout)
-                self._made[scheme, url.options] = made
-            return self._made[scheme, url.options]
+                made = _make(url, options, config.endpoint_url, config.timeout)
+                self._made[scheme, url.options, kind] = made
+            return self._made[scheme, url.options, kind]
 
     def add(self, scheme: str, origin: Origin) -> None:
         """Read ``scheme`` from ``origin`` in this process."""
         with self._guard:
-            self._made[scheme, ()] = origin
+            self._made[scheme, (), ""] = origin
 
     def prepare(self, url: ShardURL) -> None:
         """Make the client that reading ``url`` takes (ConfigError: it cannot be set up)."""
@@ -118,10 +119,16 @@ class Origins:
 
 
 def _make(
-    scheme: str, options: Mapping[str, Any], endpoint_url: str | None, timeout: float
+    shard: ShardURL, options: Mapping[str, Any], endpoint_url: str | None, timeout: float
 ) -> Origin:
-    # Imported on first use: nobody needs all of them.
+    """The origin of ``shard``, and of the other shards that `Origins.of` does not tell from it."""
+    # Imported on first use: no program needs all of them.
+    scheme = shard.scheme
     if scheme == "s3":
+        if reason := needs_s3fs(shard.bucket_and_key()[0], options):
+            from shardcache.origins.filesystem import s3fs_origin
+
+            return s3fs_origin(reason, options, endpoint_url, timeout)
         from shardcache.origins.s3 import S3Origin
 
         return S3Origin(options, endpoint_url=endpoint_url, timeout=timeout)
@@ -176,7 +183,8 @@ class _Place:
         self._scheme = upstream.url.partition("://")[0].lower() if "://" in upstream.url else "file"
         self._breaker = Breaker(threshold=_FAILURES)
         options, timeout = upstream.storage_options, min(timeout, _TIMEOUT)
-        self._origin = _make(self._scheme, options, upstream.endpoint_url, timeout)
+        inside = self._parse(f"{upstream.url.rstrip('/')}/x")
+        self._origin = _make(inside, options, upstream.endpoint_url, timeout)
 
     def _copy_of(self, url: ShardURL) -> ShardURL | None:
         """Where it would keep a shard; None if such a shard is not looked for."""
@@ -243,7 +251,7 @@ class _Place:
 
                 options = dict(self.upstream.storage_options)
                 if self._scheme == "s3":
-                    options["endpoint_url"] = s3_endpoint(options, self.upstream.endpoint_url)
+                    options = s3fs_options(options, self.upstream.endpoint_url)
                 writer = fsspec.filesystem(self._scheme, **options)
                 path = writer._strip_protocol(copy.raw)
                 writer.put_file(os.fspath(data), path)

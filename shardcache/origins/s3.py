@@ -156,7 +156,20 @@ class S3Origin:
         self._region = os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
         self._transport = Transport(timeout=self._timeout)
         service, server = "s3" if keys.access_key else "", self._endpoint.rstrip("/")
-        self._address = lambda name, region: _Bucket(server, f"/{quote(name)}", region, service)
+
+        def address(name: str, region: str) -> _Bucket:
+            if name.startswith("arn:"):
+                # Only botocore knows the addresses of access points; `client_kwargs` selects it.
+                other = S3Origin(
+                    {**options, "client_kwargs": {}},
+                    endpoint_url=self._endpoint,
+                    timeout=self._timeout,
+                )
+                other.prepare()
+                return other._address(name, region)
+            return _Bucket(server, f"/{quote(name)}", region, service)
+
+        self._address = address
         return lambda: keys
 
     def _ask_botocore(self) -> Callable[[], Any]:
@@ -417,10 +430,10 @@ class S3Origin:
         return self._options.get("profile") or os.environ.get("AWS_PROFILE")
 
     def _bucket(self, name: str, region: str | None) -> _Bucket:
-        if name.endswith(("--x-s3", ".mrap")):
+        if name.endswith(".mrap"):
             raise ConfigError(
-                f"{name} cannot be read: S3 Express buckets and multi-region access points take "
-                "signatures that shardcache does not make. Give an ordinary bucket's URL."
+                f"{name} is the alias of a multi-region access point; give its ARN, "
+                f"s3://arn:aws:s3::ACCOUNT:accesspoint/{name}/key."
             )
         with self._guard:
             bucket = self._buckets.get(name)

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import gzip
 import pickle
+import socket
 import subprocess
 import sys
+from urllib.parse import urlsplit
 
 import pytest
+from aiobotocore.session import AioSession
 
 from shardcache import AccessDeniedError, Cache, ConfigError, ShardNotFoundError
+from shardcache.origins import filesystem
 from shardcache.origins.base import VersionChangedError, read_all
 from shardcache.origins.s3 import S3Origin
 from shardcache.urls import parse_url
 from tests.support.tars import make_tar
+from tests.support.webservers import answer, part_of
 
 pytestmark = pytest.mark.usefixtures("s3_environment")
 KEYS = "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"
+SSE = {"s3_additional_kwargs": {"SSECustomerKey": "k" * 32, "SSECustomerAlgorithm": "AES256"}}
+EXPRESS = "shards--use1-az4--x-s3"
+POINT = "arn:aws:s3:us-west-2:123456789012:accesspoint/point"
+MRAP = "arn:aws:s3::123456789012:accesspoint/point.mrap"
 
 
 @pytest.mark.parametrize("asked", [False, True])
@@ -125,7 +134,10 @@ def test_a_replaced_object_is_never_spliced(origin, s3, bucket):
         (None, "@/a.tar", AccessDeniedError, "Unable to locate credentials", 0),
         ({"profile": "nobody"}, "@/a.tar", ConfigError, "nobody", 0),
         ({"key": "AK\n", "secret": "x"}, "@/a.tar", ConfigError, "control character", 0),
-        ({}, "s3://shards--use1-az4--x-s3/a.tar", ConfigError, "S3 Express", 0),
+        ({}, "s3://shards--use1-az4--x-s3/a.tar", ConfigError, "501 NotImplemented", 1),
+        ({"profile": "none", **SSE}, "@/a.tar", AccessDeniedError, "none", 0),
+        (SSE, "@/a.tar?versionId=1", ConfigError, "version_aware", 0),
+        ({}, "s3://point.mrap/a.tar", ConfigError, "its ARN", 0),
     ],
 )
 def test_what_cannot_be_read_costs_one_request_at_most_and_says_why(
@@ -140,3 +152,124 @@ def test_what_cannot_be_read_costs_one_request_at_most_and_says_why(
     with cache, pytest.raises(kind, match=said.replace("@", f"s3://{bucket}")):
         cache.open(url.replace("@", f"s3://{bucket}"))
     assert len(proxy.requests()) == requests
+
+
+class Store:
+    """Opens sessions, lists one key and serves one shard, whatever the host and the bucket."""
+
+    SHARD = make_tar(7, members=3, size=3_000_000)
+    SESSION = (
+        "<CreateSessionResult><Credentials><SessionToken>TOKEN</SessionToken><SecretAccessKey>S"
+        "</SecretAccessKey><AccessKeyId>SESSION</AccessKeyId><Expiration>2199-01-01T00:00:00Z"
+        "</Expiration></Credentials></CreateSessionResult>"
+    )
+    LISTED = (
+        "<ListBucketResult><Contents><Key>d/k.tar</Key><Size>1</Size></Contents></ListBucketResult>"
+    )
+
+    def answer(self, head):
+        target = head.split(" ")[1]
+        if "?session" in target or "list-type=2" in target:
+            text = self.SESSION if "?session" in target else self.LISTED
+            return answer("200 OK", text.encode())
+        stated, body = part_of(self.SHARD, head)
+        return stated if head.startswith("HEAD") else stated + body
+
+
+@pytest.fixture
+def store(serve, monkeypatch):
+    """Its server answers at every name below localhost, too."""
+    resolve = socket.getaddrinfo
+
+    def resolved(host, *args, **named):
+        return resolve("127.0.0.1" if str(host).endswith("localhost") else host, *args, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)
+    return serve(Store().answer, most=1000)
+
+
+def header(head, name):
+    return dict(line.split(": ", 1) for line in head.lower().split("\r\n")[1:-2])[name]
+
+
+@pytest.mark.parametrize("wanted", ["d/k.tar", "d/"])
+def test_an_s3_express_bucket_is_read_in_a_session(tmp_path, store, caplog, wanted):
+    filesystem._announce.cache_clear()
+    caplog.set_level("INFO", "shardcache")
+    with Cache(tmp_path / "cache", min_free=0, endpoint_url=store.url) as cache:
+        cache.prewarm([f"s3://{EXPRESS}/{wanted}"])
+        assert cache.open(f"s3://{EXPRESS}/d/k.tar").read() == Store.SHARD
+    rest = [head for head in store.heads if "?session" not in head]
+    assert len(store.heads) - len(rest) <= 2  # one client lists and one reads
+    assert all("/us-east-1/s3express/" in header(head, "authorization") for head in store.heads)
+    assert {header(head, "x-amz-s3session-token") for head in rest} == {"token"}
+    assert caplog.text.count("S3 Express buckets: reading through s3fs") == 1
+
+
+@pytest.mark.parametrize("files", [True, False], ids=["botocore asked", "keys stated"])
+def test_an_access_point_is_read_by_its_arn(tmp_path, store, monkeypatch, files):
+    if files:
+        (tmp_path / "config").write_text("[default]\nregion = us-east-1\n")
+        monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    endpoint = store.url.replace("127.0.0.1", "localhost")
+    with Cache(tmp_path / "cache", min_free=0, endpoint_url=endpoint) as cache:
+        cache.prewarm([f"s3://{POINT}/d/"])
+        assert cache.open(f"s3://{POINT}/d/k.tar").read() == Store.SHARD
+    hosts = {header(head, "host").partition(":")[0] for head in store.heads}
+    assert hosts == {"point-123456789012.localhost"}
+    assert {head.split(" ")[1].partition("?")[0] for head in store.heads} == {"/", "/d/k.tar"}
+    assert all("/us-west-2/s3/" in header(head, "authorization") for head in store.heads)
+
+
+def test_a_multi_region_access_point_is_signed_for_all_regions(tmp_path, store):
+    """Its address is AWS's own at every endpoint, so a session sends the requests elsewhere."""
+    session, asked = AioSession(), []
+
+    def redirect(request, **_):
+        parts = urlsplit(request.url)
+        asked.append(f"{parts.scheme}://{parts.netloc}")
+        request.url = request.url.replace(asked[-1], store.url)
+
+    session.register("before-send.s3", redirect)
+    with Cache(tmp_path / "cache", min_free=0, storage_options={"session": session}) as cache:
+        cache.prewarm([f"s3://{MRAP}/d/{{k,none}}.tar::s3://{MRAP}/d/*.tar"])
+        assert cache.open(f"s3://{MRAP}/d/k.tar").read() == Store.SHARD
+    assert set(asked) == {"https://point.mrap.accesspoint.s3-global.amazonaws.com"}
+    assert all("aws4-ecdsa-p256" in header(head, "authorization") for head in store.heads)
+    assert {header(head, "x-amz-region-set") for head in store.heads} == {"*"}
+
+
+@pytest.mark.parametrize(
+    ("bucket", "lacking", "said"),
+    [
+        (EXPRESS, ("aiobotocore.utils.AioS3ExpressIdentityCache",), "newer aiobotocore"),
+        (MRAP, ("botocore.compat.HAS_CRT", False), "install awscrt"),
+    ],
+)
+def test_what_the_installed_packages_cannot_read_is_refused(
+    tmp_path, monkeypatch, bucket, lacking, said
+):
+    (monkeypatch.setattr if lacking[1:] else monkeypatch.delattr)(*lacking)
+    with Cache(tmp_path / "cache", min_free=0) as cache, pytest.raises(ConfigError, match=said):
+        cache.open(f"s3://{bucket}/a.tar")
+
+
+@pytest.mark.parametrize("options", [{}, SSE], ids=["express", "sse-c"])
+def test_what_needs_s3fs_is_listed_and_read(tmp_path, s3, bucket, monkeypatch, options):
+    """The server has no sessions of S3 Express, and AWS lets clients do without them."""
+    monkeypatch.setenv("AWS_S3_DISABLE_EXPRESS_SESSION_AUTH", "true")
+    client = s3.client()
+    if not options:
+        client.create_bucket(Bucket=(bucket := f"{bucket}--use1-az4--x-s3"))
+    names = ["d/a.tar", "d/b.tar", "d/e/c.tar"]
+    more = options.get("s3_additional_kwargs", {})
+    for name in names:
+        client.put_object(Bucket=bucket, Key=name, Body=make_tar(len(name)), **more)
+    with Cache(tmp_path / "cache", min_free=0, storage_options=options) as cache:
+        cache.prewarm([f"s3://{bucket}/d/?.tar", f"s3://{bucket}:secret@{bucket}/d/e/"])
+        for name in names:
+            assert cache.entry(f"s3://{bucket}/{name}") is not None
+            assert cache.open(f"s3://{bucket}/{name}").read() == make_tar(len(name))
+    if options:
+        with Cache(tmp_path / "other", min_free=0) as cache, pytest.raises(ConfigError):
+            cache.open(f"s3://{bucket}/d/a.tar")

@@ -256,3 +256,13 @@ def test_a_login_that_ends_in_the_middle_of_a_run_is_waited_for(
     with pytest.raises(AccessDeniedError, match="log in again"):
         open_cache(storage_options={"profile": "lab"}).open("s3://lab/c.tar")
     assert store.requests == requests + 1
+
+
+def test_throttling_behind_s3fs_is_waited_for_in_one_layer(store, open_cache, clock):
+    refused = [refusal("503 Slow Down", "SlowDown")]
+    store.refuse = lambda head: refused.pop() if refused and head.startswith("GET") else None
+    owner = {"s3_additional_kwargs": {"ExpectedBucketOwner": "123456789012"}}
+    cache = open_cache(storage_options={**KEYS, **owner})
+    assert cache.open("s3://b/a.tar").read() == SHARD
+    assert "\r\nx-amz-expected-bucket-owner: 123456789012\r\n" in store.server.heads[-1].lower()
+    assert clock.naps

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import io
 import os
 import stat
@@ -228,6 +229,16 @@ def open_exclusive(path: str | os.PathLike[str], flags: int, modes: Modes = PRIV
     if flags & os.O_EXCL:
         set_mode(file.fileno(), modes.file)
     return file
+
+
+def unlock(fd: int) -> None:
+    """Release a flock before the file is closed.
+
+    A child that is forked while the file is open, or is being closed, has the descriptor, too. It
+    would keep the lock for as long as it lives.
+    """
+    with contextlib.suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def dup_exclusive(file: io.FileIO) -> io.FileIO:

@@ -15,11 +15,11 @@ import re
 import stat
 import time
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from shardcache.files import PRIVATE, Modes, open_file, random_token, write_new
+from shardcache.threads import lazy
 from shardcache.urls import SIDE_FILES
 
 _KEY = _RANDOM = "[0-9a-f]{32}"
@@ -76,12 +76,12 @@ _MAX_MANIFEST = 64 * 1024
 IDLE_GRACE = 3600.0
 
 
-def _inside(name: str) -> cached_property[Path]:
-    return cached_property(lambda layout: layout.base / name)
+def _inside(name: str) -> lazy[Path]:
+    return lazy(lambda layout: layout.base / name)
 
 
-def _on_node(name: str) -> cached_property[Path]:
-    return cached_property(lambda layout: (layout.local or layout.base) / name)
+def _on_node(name: str) -> lazy[Path]:
+    return lazy(lambda layout: (layout.local or layout.base) / name)
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class Layout:
         """A lock file of the namespace itself: ``budget``, ``private-0``, ..."""
         return self.locks / f"{name}.lock"
 
-    @cached_property
+    @lazy
     def directories(self) -> tuple[Path, ...]:
         """Every directory of the namespace, outer ones first."""
         outer = (self.base.parent, self.base) if self.base.parent.name == "ranks" else (self.base,)

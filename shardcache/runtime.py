@@ -369,7 +369,7 @@ class Processes:
         process = self._made.get(pid)
         if process is None:
             process = self._made.setdefault(pid, Process(*self._parts))
-            for other in [p for p in self._made if p != pid]:
+            for other in [p for p in list(self._made) if p != pid]:
                 self._made.pop(other, None)  # the parent's; copies of its sockets go with it
         return process
 

@@ -4,9 +4,9 @@ A fork copies the locks that other threads hold at that moment, and nobody in th
 release them: of an import that is half done, and of OpenSSL, which locks what all its users
 share while a context is made and *while a thread that used it ends*. That is after `join` has
 returned: a DataLoader worker that is forked then waits for ever for its first context. So a
-fork waits for pieces of work that are not to be cut in two (`undivided`), and for threads of ours
-that have ended until the kernel, too, says so. For whatever else a thread may be at, such as a TLS
-handshake, it does not wait.
+fork waits for imports in other threads, for pieces of work that are not to be cut in two
+(`undivided`), and for threads of ours that have ended until the kernel, too, says so. It does not
+wait for anything else that a thread may do, such as a TLS handshake.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
 
-__all__ = ["start", "undivided"]
+__all__ = ["lazy", "start", "undivided"]
+
+T = TypeVar("T")
 
 #: Seconds that a fork waits: what the slowest disk takes. Then the child takes its chance.
 _BEFORE_FORK = 30.0
@@ -39,6 +42,24 @@ _ours: set[threading.Thread] = set()
 _undivided: dict[int, int] = {}  # threads, and how often each of them is inside
 #: Held over a fork, so that nothing undivided begins just before it.
 _gate = threading.RLock()
+
+
+class lazy(Generic[T]):  # noqa: N801 - used as a decorator
+    """`functools.cached_property` without its lock.
+
+    Up to Python 3.11 all instances of a class share that lock, and a child that is forked while
+    another thread holds it waits for ever.
+    """
+
+    def __init__(self, function: Callable[[Any], T]) -> None:
+        self._function = function
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type) -> T:
+        value = instance.__dict__[self._name] = self._function(instance)
+        return value
 
 
 def start(function: Callable[[], object], name: str) -> threading.Thread:
@@ -111,12 +132,20 @@ def _wait() -> None:
     while True:
         _gate.acquire()
         waited = time.monotonic() - begun
-        busy = waited < _BEFORE_FORK and any(each != me for each in list(_undivided))
+        others = any(each != me for each in list(_undivided)) or _is_importing(me)
+        busy = waited < _BEFORE_FORK and others
         ending = waited < _ENDING and _ending()
         if not (busy or ending):
             return
         _gate.release()
         time.sleep(_LOOK)
+
+
+def _is_importing(me: int) -> bool:
+    """Whether another thread imports a module: it holds a lock that the child would copy."""
+    # No public name tells. Python removes a lock from the table when its import has ended.
+    locks = [reference() for reference in list(importlib._bootstrap._module_locks.values())]  # type: ignore[attr-defined]
+    return any(getattr(lock, "owner", None) not in (None, me) for lock in locks)
 
 
 def _go_on() -> None:

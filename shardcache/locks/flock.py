@@ -19,7 +19,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardcache.files import FULL, PRIVATE, Modes, open_exclusive, open_file, set_mode
+from shardcache.files import FULL, PRIVATE, Modes, open_exclusive, open_file, set_mode, unlock
 from shardcache.layout import (
     IDLE_GRACE,
     Layout,
@@ -209,6 +209,8 @@ class KeyLock:
                 if self._is_spent and not file.closed and os.fstat(file.fileno()).st_nlink:
                     self.path.unlink()
             with contextlib.suppress(OSError):  # closed all the same
+                if not file.closed:  # in a forked child it is, and the lock is the parent's
+                    unlock(file.fileno())
                 file.close()
 
 

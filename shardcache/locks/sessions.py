@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping
 from operator import itemgetter
 from pathlib import Path
 
-from shardcache.files import NOT_DATA, open_exclusive, open_file, random_token, write_new
+from shardcache.files import NOT_DATA, open_exclusive, open_file, random_token, unlock, write_new
 from shardcache.layout import IDLE_GRACE, Layout, is_idle, list_names, remove_old
 from shardcache.locks.flock import Holder, is_file, read_holder, try_flock
 from shardcache.locks.mounts import is_local
@@ -114,6 +114,7 @@ class Session:
             with contextlib.suppress(OSError):  # unlocked, it counts as dead anyway
                 _remove(self.path)
             with contextlib.suppress(OSError):  # closed all the same
+                unlock(self._file.fileno())
                 self._file.close()
 
     def __del__(self) -> None:

@@ -14,7 +14,6 @@ thread, apart from `Response.abort`.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import re
 import select
@@ -33,7 +32,7 @@ from httptools import HttpParserError, HttpResponseParser
 from shardcache.errors import ConfigError
 from shardcache.origins.addresses import Dialer
 from shardcache.origins.base import ObjectInfo, TransientError
-from shardcache.threads import undivided
+from shardcache.threads import lazy, undivided
 
 if TYPE_CHECKING:
     import ssl
@@ -444,7 +443,7 @@ class Transport:
             kind = PermissionError if answer.status in (403, 407) else ConnectionError
             raise kind(f"the proxy answered {answer.status} {answer.reason}")
 
-    @functools.cached_property
+    @lazy
     def _tls(self) -> ssl.SSLContext:
         with undivided():  # a fork waits
             import ssl  # here: plain HTTP does without it

@@ -18,7 +18,6 @@ sockets, event loops and locks must not be shared with the parent.
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import os
@@ -41,6 +40,7 @@ from shardcache.origins.base import (
     read_all,
 )
 from shardcache.origins.endpoints import for_command, needs_s3fs, s3fs_options, scheme_options
+from shardcache.threads import lazy
 from shardcache.urls import ShardURL, parse_url, redact
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class Origins:
             if place.upstream.write_back:
                 place.write(url, data, sidecar)
 
-    @functools.cached_property
+    @lazy
     def _places(self) -> list[_Place]:
         return [_Place(each, self._config.timeout) for each in self._config.upstreams]
 

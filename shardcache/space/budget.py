@@ -11,7 +11,6 @@ share the number: they count each time.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import logging
 import math
@@ -44,6 +43,7 @@ from shardcache.space.eviction import (
 from shardcache.space.memory import Volume, allocation, is_memory
 from shardcache.store.entry import Entry, Store
 from shardcache.store.partial import InFlight, in_flight
+from shardcache.threads import lazy
 from shardcache.units import format_bytes
 
 __all__ = ["Space"]
@@ -108,12 +108,12 @@ class Space:
 
     # -- admission -----------------------------------------------------------------
 
-    @functools.cached_property
+    @lazy
     def max_size(self) -> int | None:
         """Most bytes that the cache may hold, on the filesystem as it was when first asked."""
         return Volume.of(self.node.base).budget(self._config)
 
-    @functools.cached_property
+    @lazy
     def allocated(self) -> Callable[[int], int]:
         """The function that computes the bytes on disk of a shard from its size."""
         return allocation(self.node.base)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardcache.clock import boot_id, utc
 from shardcache.errors import ConfigError
-from shardcache.files import NOT_DATA, SAFELY, open_file, sync_directory, write_new
+from shardcache.files import NOT_DATA, SAFELY, open_file, sync_directory, unlock, write_new
 from shardcache.layout import (
     META,
     PROGRESS,
@@ -441,6 +441,7 @@ def hold(directory: Path, grace: float | None, *, shared: bool = False) -> Itera
     with contextlib.ExitStack() as stack:
         try:
             fd = stack.enter_context(open_file(data)).fileno()
+            stack.callback(unlock, fd)
             free = try_flock(fd, shared=shared)
             if free and not shared:  # or it was removed since it was opened, and made anew
                 free = is_file(data, fd)

@@ -38,6 +38,7 @@ from shardcache.files import (
     open_exclusive,
     open_file,
     sync_directory,
+    unlock,
     write_new,
 )
 from shardcache.layout import (
@@ -209,6 +210,7 @@ class Partial:
         self._file = file
         self._progress = progress
         self._records_at = 0
+        self._is_locked = layout.grace is None
         self._digests: dict[int, tuple[bytes, int]] = {}
         self._guard = threading.Lock()
 
@@ -393,6 +395,8 @@ class Partial:
     def close(self) -> None:
         """Let go; what is there stays for the next one to resume."""
         with self._guard:
+            if self._is_locked and not self._file.closed:
+                unlock(self.fd)
             self._file.close()
             if self._progress is not None:
                 self._progress.close()
@@ -431,9 +435,17 @@ class InFlight:
         return max(self.occupied, (self.live and self.size) or 0)
 
 
+def _partial_names(layout: Layout) -> Iterator[str]:
+    """The names in ``partial``, with those that processes gave to partials meanwhile."""
+    seen = set[str]()
+    while new := [name for name in list_names(layout.partial) if name not in seen]:
+        seen.update(new)
+        yield from new
+
+
 def in_flight(layout: Layout) -> Iterator[InFlight]:
     """Everything in ``partial`` that bears a name of ours; changes nothing."""
-    for name in list_names(layout.partial):
+    for name in _partial_names(layout):
         parsed = parse_partial_name(name)
         path = layout.partial / name
         if not (parsed or is_evicted_name(name)) or not is_directory(path):

@@ -15,8 +15,11 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
+from shardcache import clock
 from shardcache.errors import AccessDeniedError, ConfigError
+from shardcache.origins.addresses import Dialer
 from shardcache.origins.base import TransientError, read_all
 from shardcache.origins.connection import Transport
 from shardcache.urls import ShardURL, quoted
@@ -27,12 +30,16 @@ _LOGIN = frozenset({"LoginError", "SSOError", "TokenRetrievalError"})
 _SERVICE = frozenset(
     {"ConnectionError", "CredentialRetrievalError", "HTTPClientError", "MetadataRetrievalError"}
 )
+#: STS says this, with 400, if the provider of a web identity does not answer it.
+_NO_PROVIDER = "IDPCommunicationError"
 _METADATA = "http://169.254.169.254"
 #: Seconds that the metadata service has to answer; it is on the same machine.
 _ANSWER = 2.0
 #: Seconds that a process waits for its turn: longer than a chain takes that asks several services.
 _TURN = 30.0
 _LOOK = 0.02
+#: Seconds that a turn lasts after a failure: a service that throttles gets no request meanwhile.
+_REST = 1.0
 
 
 @functools.cache
@@ -66,7 +73,8 @@ def chain_error(exn: Exception, url: ShardURL, profile: str | None, *, worked: b
     kinds = {kind.__name__ for kind in type(exn).__mro__}
     response = getattr(exn, "response", {})
     status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-    is_throttled = response.get("Error", {}).get("Code") in throttling_codes()[0]
+    code = response.get("Error", {}).get("Code")
+    is_throttled = code == _NO_PROVIDER or code in throttling_codes()[0]
     is_program = getattr(exn, "kwargs", {}).get("provider") == "custom-process"
     if "ParamValidationError" in kinds:
         return ConfigError(f"{url} cannot be read: {reason}. Check the URL.", url=str(url))
@@ -95,6 +103,11 @@ def _metadata_service_is_busy() -> bool:
         return False
     service = os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT") or _METADATA
     latest = f"{service.rstrip('/')}/latest"
+    parts = urlsplit(service)
+    try:
+        Dialer().connect(parts.hostname or "", parts.port or 80, _ANSWER).close()
+    except (OSError, ValueError):
+        return False
     transport = Transport(timeout=_ANSWER, proxies={})
     try:
         limit = {"X-aws-ec2-metadata-token-ttl-seconds": "60", "Content-Length": "0"}
@@ -105,8 +118,8 @@ def _metadata_service_is_busy() -> bool:
             answer = transport.request("GET", path, {"X-aws-ec2-metadata-token": token})
             answer.close()
             return answer.status != 404  # no role
-    except (OSError, ValueError, TransientError):
-        return False
+    except (OSError, TransientError):  # it is there, and too busy to answer
+        return True
     return answer.status == 429 or answer.status >= 500
 
 
@@ -130,6 +143,10 @@ def one_at_a_time() -> Iterator[None]:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             time.sleep(_LOOK)
-        yield
+        try:
+            yield
+        except Exception:
+            clock.sleep(_REST)
+            raise
     finally:
         os.close(fd)

@@ -254,8 +254,8 @@ class S3Origin:
                     # Only after a failure: otherwise a node full of workers would start in turns.
                     with one_at_a_time() if failed_before else contextlib.nullcontext():
                         credentials = session.get_credentials()
-            if credentials is None:
-                raise botocore.exceptions.NoCredentialsError
+                        if credentials is None:
+                            raise botocore.exceptions.NoCredentialsError
             return credentials.get_frozen_credentials()
 
         return find_keys

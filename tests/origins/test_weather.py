@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import re
+import threading
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
@@ -201,6 +203,24 @@ def test_a_metadata_service_that_throttles_is_waited_for(
     assert len(metadata.server.heads) == requests
 
 
+def test_a_metadata_service_that_accepts_connections_but_answers_late_is_waited_for(
+    store, open_cache, metadata, clock, monkeypatch
+):
+    monkeypatch.setattr("shardcache.origins.credentials._ANSWER", 0.2)
+    ended = threading.Event()
+
+    def stall(head: str) -> bytes | None:
+        if clock.elapsed < 3:
+            ended.wait(30)
+        return None
+
+    metadata.refuse = stall
+    try:
+        assert open_cache(storage_options={}).open("s3://lab/a.tar").read() == SHARD
+    finally:
+        ended.set()
+
+
 def test_a_machine_without_a_role_has_no_credentials_at_once(store, open_cache, metadata, clock):
     metadata.refuse = lambda head: None if head.startswith("PUT") else answer("404 Not Found")
     cache = open_cache(storage_options={})
@@ -266,3 +286,98 @@ def test_throttling_behind_s3fs_is_waited_for_in_one_layer(store, open_cache, cl
     assert cache.open("s3://b/a.tar").read() == SHARD
     assert "\r\nx-amz-expected-bucket-owner: 123456789012\r\n" in store.server.heads[-1].lower()
     assert clock.naps
+
+
+STS_KEYS = b"""<AssumeRoleWithWebIdentityResponse><AssumeRoleWithWebIdentityResult><Credentials>
+<AccessKeyId>AK</AccessKeyId><SecretAccessKey>SK</SecretAccessKey><SessionToken>T</SessionToken>
+<Expiration>2099-01-01T00:00:00Z</Expiration></Credentials></AssumeRoleWithWebIdentityResult>
+</AssumeRoleWithWebIdentityResponse>"""
+
+
+def sts_error(status: str, code: str) -> bytes:
+    return answer(
+        status, f"<ErrorResponse><Error><Code>{code}</Code></Error></ErrorResponse>".encode()
+    )
+
+
+@pytest.fixture
+def web_identity(serve, monkeypatch, tmp_path) -> Metadata:
+    """STS, which gives credentials for the token of a pod; ``refuse`` may answer in its place."""
+    (tmp_path / "token").write_text("token")
+    sts = Metadata(serve)
+    sts.server.answer = lambda head: sts.refuse(head) or answer("200 OK", STS_KEYS)
+    monkeypatch.setenv("AWS_ENDPOINT_URL_STS", sts.server.url)
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # botocore's own retries wait in real time
+    monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::123456789012:role/lab")
+    monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(tmp_path / "token"))
+    return sts
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [
+        ("503 Service Unavailable", "ServiceUnavailable"),
+        ("429 Too Many Requests", "TooManyRequests"),
+        ("400 Bad Request", "Throttling"),
+        ("400 Bad Request", "IDPCommunicationError"),
+    ],
+)
+def test_sts_is_waited_for(store, open_cache, web_identity, clock, status, code):
+    web_identity.refuse = until(clock, 60, sts_error(status, code))
+    assert open_cache(storage_options={}).open("s3://lab/a.tar").read() == SHARD
+    assert 55 < clock.elapsed < 75
+    assert len(web_identity.server.heads) < 30
+
+
+def test_a_role_that_sts_does_not_give_is_refused_at_once(store, open_cache, web_identity, clock):
+    web_identity.refuse = lambda head: sts_error("403 Forbidden", "AccessDenied")
+    with pytest.raises(AccessDeniedError, match="AccessDenied"):
+        open_cache(storage_options={}).open("s3://lab/a.tar")
+    assert clock.elapsed < 1
+
+
+SSO = {
+    "legacy": "[profile lab]\nsso_start_url = https://start\nsso_region = us-east-1\n",
+    "session": "[sso-session on]\nsso_start_url = https://start\nsso_region = us-east-1\n"
+    "[profile lab]\nsso_session = on\n",
+}
+
+
+@pytest.mark.parametrize("end", ["expires", "is revoked"])
+@pytest.mark.parametrize("kind", SSO)
+def test_an_sso_login_that_ends_in_the_middle_of_a_run_is_waited_for(
+    store, open_cache, serve, clock, tmp_path, monkeypatch, caplog, kind, end
+):
+    name = hashlib.sha1({"legacy": b"https://start", "session": b"on"}[kind]).hexdigest()
+    revoked = set()
+
+    def log_in(token: str, year: int = 2099) -> None:
+        login = {"accessToken": token, "expiresAt": f"{year}-01-01T00:00:00Z"}
+        (tmp_path / f"{name}.json").write_text(json.dumps(login))
+
+    def portal(head: str) -> bytes:
+        if re.search("x-amz-sso_bearer_token: (.*)\r", head)[1] in revoked:
+            return answer("401 Unauthorized", b"{}", x_amzn_ErrorType="UnauthorizedException")
+        soon = (datetime.now(UTC).timestamp() + 60) * 1000  # so every request asks for new ones
+        keys = {"accessKeyId": "AK", "secretAccessKey": "SK", "sessionToken": "T"}
+        return answer(
+            "200 OK", json.dumps({"roleCredentials": {**keys, "expiration": soon}}).encode()
+        )
+
+    for provider in ("credentials.SSOProvider", "tokens.SSOTokenProvider"):
+        monkeypatch.setattr(f"botocore.{provider}._SSO_TOKEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("AWS_ENDPOINT_URL_SSO", serve(portal, most=100).url)
+    config = tmp_path / "config"
+    config.write_text(f"{SSO[kind]}sso_role_name = lab\nsso_account_id = 123456789012\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+
+    log_in("old")
+    cache = open_cache(storage_options={"profile": "lab"})
+    assert cache.open("s3://lab/a.tar").read() == SHARD
+    revoked.add("old")
+    log_in("old", 2099 if end == "is revoked" else 2001)
+    clock.on_sleep.append(lambda: log_in("new") if clock.elapsed > 100 else None)
+    assert cache.open("s3://lab/b.tar").read() == SHARD
+    assert 100 < clock.elapsed < 115
+    warnings = [r.getMessage() for r in caplog.records if r.name.startswith("shardcache")]
+    assert any("aws sso login --profile lab" in warning for warning in warnings)

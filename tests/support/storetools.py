@@ -212,9 +212,9 @@ class Child:
     def tell(self, message: Any = None) -> None:
         self._channel.send(message)
 
-    def hear(self) -> Any:
-        """What the child says next; its exception, if it failed."""
-        assert self._channel.poll(PATIENCE), "the child says nothing"
+    def hear(self, seconds: float = PATIENCE) -> Any:
+        """Return the child's next message; fail with its exception, or after ``seconds``."""
+        assert self._channel.poll(seconds), "the child says nothing"
         kind, value = self._channel.recv()
         assert kind == "said", value
         return value
@@ -297,8 +297,11 @@ def crowd(count: int, function: Callable[..., None], *args: Any) -> Iterator[lis
         yield children
 
 
-def together(count: int, act: Callable[[int], Any]) -> list[Any]:
-    """What ``act(number)`` returns in each of so many processes, which begin at the same time."""
+def together(count: int, act: Callable[[int], Any], seconds: float = PATIENCE) -> list[Any]:
+    """Call ``act(number)`` in ``count`` processes at the same time, and return what they return.
+
+    Fails if a process takes longer than ``seconds``.
+    """
 
     def work(parent: Parent, number: int) -> None:
         parent.say("ready")
@@ -310,7 +313,7 @@ def together(count: int, act: Callable[[int], Any]) -> list[Any]:
             child.hear()
         for child in children:
             child.tell()
-        return [child.hear() for child in children]
+        return [child.hear(seconds) for child in children]
 
 
 def wait_until(condition: Callable[[], Any]) -> Any:

@@ -1,0 +1,148 @@
+"""Shards are read from moto, which implements S3 independently of SeaweedFS."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import boto3
+import moto.backends
+import moto.settings
+import pytest
+from moto.server import ThreadedMotoServer
+
+from shardcache import AccessDeniedError, Cache, ShardNotFoundError
+from shardcache.prewarm.plan import expand
+from tests.support.proxy import Fault, Proxy, Rule
+from tests.support.tars import make_tar
+
+MIB = 1 << 20
+
+
+class Server(NamedTuple):
+    endpoint_url: str
+    access_key: str = "AK"
+    secret_key: str = "SK"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    running = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    running.start()
+    yield Server("http://{}:{}".format(*running.get_host_and_port()))
+    running.stop()
+
+
+@pytest.fixture
+def client(server: Server) -> Any:
+    """A client of the server, which has the empty bucket ``lab`` and nothing else."""
+    moto.backends.get_backend("s3").reset()
+    made = boto3.client(
+        "s3",
+        endpoint_url=server.endpoint_url,
+        aws_access_key_id=server.access_key,
+        aws_secret_access_key=server.secret_key,
+        region_name="us-east-1",
+    )
+    made.create_bucket(Bucket="lab")
+    return made
+
+
+@pytest.fixture
+def proxy(server: Server) -> Iterator[Proxy]:
+    with Proxy(server) as found:
+        yield found
+
+
+@pytest.fixture
+def cache(client: Any, proxy: Proxy, tmp_path: Path) -> Iterator[Cache]:
+    """A cache that downloads in parts of 1 MiB."""
+    with Cache(
+        tmp_path / "cache",
+        min_free=0,
+        attempts=2,
+        part_size=MIB,
+        endpoint_url=proxy.endpoint_url,
+        storage_options={"key": "AK", "secret": "SK"},
+    ) as cache:
+        yield cache
+
+
+def shard(seed: int) -> bytes:
+    return make_tar(seed, members=30, size=50_000)
+
+
+def put(client: Any, key: str, seed: int = 1, **options: Any) -> bytes:
+    """Upload a shard of 3 MB that depends on ``seed``, and return it."""
+    data = shard(seed)
+    client.put_object(Bucket="lab", Key=key, Body=data, **options)
+    return data
+
+
+def read(cache: Cache, key: str) -> bytes:
+    with cache.open(f"s3://lab/{key}") as stream:
+        return stream.read()
+
+
+@pytest.mark.parametrize("key", ["a.tar", "a b/ü+%41.tar", "it's (1)&2=3;*.tar", "q?x=1.tar"])
+def test_a_shard_is_read_in_parts_under_any_key(cache: Cache, client: Any, key: str) -> None:
+    data = put(client, key)
+    assert read(cache, key) == data
+    assert cache.path(f"s3://lab/{key}").read_bytes() == data
+
+
+def test_a_prefix_is_prewarmed_and_a_pattern_listed(cache: Cache, client: Any) -> None:
+    shards = {f"s3://lab/train/{n}.tar": put(client, f"train/{n}.tar", n) for n in range(3)}
+    put(client, "validation/0.tar")
+    assert expand("s3://lab/train/*.tar", cache) == sorted(shards)
+    assert cache.prewarm("s3://lab/train/").fetched == 3
+    assert {url: cache.path(url).read_bytes() for url in shards} == shards
+
+
+def test_a_listing_of_several_pages_is_complete(cache: Cache, client: Any) -> None:
+    for number in range(1001):
+        client.put_object(Bucket="lab", Key=f"{number:04}.tar", Body=b"")
+    assert len(expand("s3://lab/*.tar", cache)) == 1001
+
+
+def test_an_object_that_is_replaced_during_a_download_arrives_in_its_new_version(
+    cache: Cache, client: Any, proxy: Proxy
+) -> None:
+    put(client, "a.tar", 1)
+    proxy.script(Rule(Fault(before=lambda: put(client, "a.tar", 2)), start=2 * MIB))
+    assert cache.prewarm("s3://lab/a.tar").fetched == 1
+    assert read(cache, "a.tar") == shard(2)
+
+
+@pytest.mark.parametrize("algorithm", ["CRC32", "CRC32C", "CRC64NVME", "SHA1", "SHA256"])
+def test_a_checksum_that_the_server_states_is_compared(
+    cache: Cache, client: Any, algorithm: str
+) -> None:
+    data = put(client, "a.tar", ChecksumAlgorithm=algorithm)
+    assert read(cache, "a.tar") == data
+    assert cache.entry("s3://lab/a.tar").metadata().checked == algorithm.lower()
+
+
+def test_a_version_id_in_the_url_is_honoured(cache: Cache, client: Any) -> None:
+    client.put_bucket_versioning(Bucket="lab", VersioningConfiguration={"Status": "Enabled"})
+    old, new = put(client, "a.tar", 1), put(client, "a.tar", 2)
+    listed = client.list_object_versions(Bucket="lab")["Versions"]
+    (first,) = (found["VersionId"] for found in listed if not found["IsLatest"])
+    assert read(cache, f"a.tar?versionId={first}") == old
+    assert read(cache, "a.tar") == new
+
+
+def test_a_missing_object_or_bucket_is_not_found(cache: Cache) -> None:
+    for url in ("s3://lab/none.tar", "s3://none/a.tar"):
+        with pytest.raises(ShardNotFoundError, match="none"):
+            cache.open(url)
+
+
+def test_unknown_keys_are_denied(
+    cache: Cache, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(client, "a.tar")
+    monkeypatch.setattr(moto.settings, "INITIAL_NO_AUTH_ACTION_COUNT", 0)
+    with pytest.raises(AccessDeniedError, match="InvalidAccessKeyId.*log in again"):
+        read(cache, "a.tar")

@@ -38,7 +38,6 @@ from shardcache.files import (
     open_exclusive,
     open_file,
     sync_directory,
-    unlock,
     write_new,
 )
 from shardcache.layout import (
@@ -210,7 +209,6 @@ class Partial:
         self._file = file
         self._progress = progress
         self._records_at = 0
-        self._is_locked = layout.grace is None
         self._digests: dict[int, tuple[bytes, int]] = {}
         self._guard = threading.Lock()
 
@@ -395,8 +393,6 @@ class Partial:
     def close(self) -> None:
         """Let go; what is there stays for the next one to resume."""
         with self._guard:
-            if self._is_locked and not self._file.closed:
-                unlock(self.fd)
             self._file.close()
             if self._progress is not None:
                 self._progress.close()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import importlib
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -17,7 +19,7 @@ import webdataset as wds
 from shardcache import threads
 from shardcache.cache import Cache
 from shardcache.store.digest import BLOCK
-from tests.support.storetools import PATIENCE, forked, wait_until
+from tests.support.storetools import PATIENCE, Parent, forked, wait_until
 from tests.support.tars import make_tar
 
 
@@ -40,6 +42,47 @@ def test_a_fork_waits_until_a_thread_that_has_ended_is_gone() -> None:
         assert not task.exists()
         assert child.hear() == "here"
     libc.pthread_key_delete(key)
+
+
+def test_a_fork_waits_for_an_import_in_another_thread(tmp_path, monkeypatch):
+    """The child would copy the lock of the module, and wait for ever when it imports it."""
+    begun, end = threading.Event(), threading.Event()
+    (tmp_path / "slow_module.py").write_text("import builtins; builtins.slow_import()")
+    monkeypatch.syspath_prepend(tmp_path)
+    slow = lambda: begun.set() or end.wait(PATIENCE)  # noqa: E731
+    monkeypatch.setattr("builtins.slow_import", slow, raising=False)
+    threads.start(lambda: importlib.import_module("slow_module"), "shardcache-test")
+    assert begun.wait(PATIENCE)
+    threading.Timer(0.4, end.set).start()
+
+    def work(parent: Parent) -> None:
+        parent.say(importlib.import_module("slow_module").__name__)
+
+    with forked(work) as child:
+        assert end.is_set()
+        assert child.hear() == "slow_module"
+
+
+def test_a_value_that_is_made_on_first_use_is_made_without_a_lock():
+    """The child of a process in which a thread makes one makes its own."""
+    begun, end = threading.Event(), threading.Event()
+
+    class Slow:
+        @threads.lazy
+        def value(self) -> int:
+            if os.getpid() == parent:
+                begun.set()
+                end.wait(PATIENCE)
+            return os.getpid()
+
+    parent = os.getpid()
+    thread = threading.Thread(target=lambda: Slow().value)
+    thread.start()
+    assert begun.wait(PATIENCE)
+    with forked(lambda parent: parent.say(Slow().value)) as child:
+        assert child.hear() not in (None, parent)
+    end.set()
+    thread.join()
 
 
 def test_a_fork_waits_for_no_thread_that_goes_on_and_not_for_ever(monkeypatch):

@@ -125,8 +125,8 @@ Degrade: a fault of the disk is the reader's
 
 Errors: what is absent is asked for again
     origins/base.py
-    -if status in _TRANSIENT:
-    +if status in _TRANSIENT or status == 404:
+    -if throttled or status in _TRANSIENT:
+    +if throttled or status in _TRANSIENT or status == 404:
     tests/fetch/test_faults.py -k "permanent_refusal and 404"
 
 Secrecy: the user of a URL is part of its name

@@ -129,12 +129,15 @@ class Fetchings:
         self._running: dict[str, Fetching] = {}
 
     def join(self, shard: ShardURL, fetch: Fetch, *, finish: bool = False) -> tuple[Fetching, bool]:
-        """Want a shard, and begin to fetch it if nobody here does; whether that is so.
+        """Add a reader of a shard, and start its fetch if none is running.
 
         Args:
-            shard: which.
-            fetch: does it.
-            finish: fetch all of it, even if all leave.
+            shard: the shard to fetch.
+            fetch: fetches it.
+            finish: fetch all of it, even if all readers leave.
+
+        Returns:
+            The fetch, and whether it was started.
 
         Raises:
             OSError: the process must not have more threads.

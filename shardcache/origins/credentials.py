@@ -1,9 +1,9 @@
 """AWS credentials that cannot be had: not yet, or not at all.
 
 The services that hand them out throttle, too: the metadata service of an EC2 instance, those of
-containers, STS. Then botocore's chain ends as if there were no credentials. So errors are sorted
-here. Those that end by themselves are patient ones (`TransientError.patient`), and nothing of them
-is remembered. Nor is every worker of a node to ask at once: `one_at_a_time` makes them take turns.
+containers, STS. Then botocore's chain ends as if there were no credentials. This module tells the
+two cases apart. Errors that end by themselves are patient (`TransientError.patient`), and none is
+remembered. After a failure, the workers of a node take turns (`one_at_a_time`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardcache.origins.base import TransientError, read_all
 from shardcache.origins.connection import Transport
 from shardcache.urls import ShardURL, quoted
 
-#: Errors of botocore that a login ends: an SSO token that is missing or has expired.
+#: Errors of botocore that end with a login: an SSO token is missing or has expired.
 _LOGIN = frozenset({"LoginError", "SSOError", "TokenRetrievalError"})
 #: Errors of a service that does not answer, or refuses for now.
 _SERVICE = frozenset(

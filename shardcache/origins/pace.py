@@ -53,26 +53,28 @@ class Pace:
         self._pauses = 0  # in a row
         self._next = 0.0  # of the monotonic clock: no request before
         self._since: float | None = None  # when the throttling began
+        self._answered = 0.0  # when the place last answered, or the throttling began
         self._announced = 0.0
 
     @property
     def is_over(self) -> bool:
-        """Whether the place has throttled for longer than the patience lasts."""
-        return self._since is not None and clock.monotonic() - self._since >= self._patience
+        """Whether the place has throttled, and answered nothing, for the time of the patience."""
+        return self._since is not None and clock.monotonic() - self._answered >= self._patience
 
     @contextmanager
     def turn(self, sleep: Callable[[float], None]) -> Iterator[None]:
         """Send a request within, when it is its turn; ``sleep`` waits, and may raise to cancel."""
         while (seconds := self._begin()) > 0:
             sleep(seconds)
-        throttled = None
+        throttled, is_answered = None, False
         try:
             yield
+            is_answered = True
         except TransientError as exn:
             throttled = exn if exn.patient and self._patience else None
             raise
         finally:
-            self._end(throttled)
+            self._end(throttled, is_answered)
 
     def _begin(self) -> float:
         """Begin a request, or return for how many seconds it has to wait."""
@@ -85,10 +87,14 @@ class Pace:
             self._busy += 1
             return 0.0
 
-    def _end(self, throttled: TransientError | None) -> None:
+    def _end(self, throttled: TransientError | None, is_answered: bool) -> None:
+        said = ""
         with self._guard:
             self._busy -= 1
-            said = self._slow_down(throttled) if throttled is not None else self._speed_up()
+            if throttled is not None:
+                said = self._slow_down(throttled)
+            elif is_answered:
+                said = self._speed_up()
         if said:
             level = logging.INFO if throttled is None else logging.WARNING
             say = {"event": "throttled", "place": self._place}
@@ -99,6 +105,7 @@ class Pace:
         now = clock.monotonic()
         if self._since is None:
             self._since, self._full = now, self._busy + 1
+            self._answered = now
             self._goal = self._full / 2
         if now >= self._next:  # one answer counts; those sent with it say the same
             self._limit = max(1, min(self._limit, self._busy + 1) // 2)
@@ -116,7 +123,7 @@ class Pace:
     def _speed_up(self) -> str:
         if self._since is None or math.isinf(self._limit):
             return ""
-        self._pauses = 0
+        self._pauses, self._answered = 0, clock.monotonic()
         self._limit += 1 if self._limit < self._goal else 1 / self._limit
         if self._limit < self._full:
             return ""

@@ -14,6 +14,8 @@ from email.utils import format_datetime
 import pytest
 
 from shardcache import AccessDeniedError, Cache, TransferError
+from shardcache.origins.base import TransientError
+from shardcache.origins.pace import Pace
 from tests.support.fakes import FakeClock
 from tests.support.tars import make_tar
 from tests.support.webservers import Scripted, answer, part_of
@@ -381,3 +383,19 @@ def test_an_sso_login_that_ends_in_the_middle_of_a_run_is_waited_for(
     assert 100 < clock.elapsed < 115
     warnings = [r.getMessage() for r in caplog.records if r.name.startswith("shardcache")]
     assert any("aws sso login --profile lab" in warning for warning in warnings)
+
+
+def test_patience_lasts_while_the_store_answers_some_requests(clock):
+    pace = Pace("s3://lab", 60)
+    # Four at once, so that one answer after each refusal does not end the throttling.
+    for _ in range(100):
+        turns = [pace.turn(clock.sleep) for _ in range(4 if clock.elapsed == 0 else 1)]
+        for turn in turns:
+            turn.__enter__()
+        for turn in turns:
+            refused = TransientError("503 SlowDown", patient=True)
+            assert not turn.__exit__(TransientError, refused, None)
+        clock.sleep(10)
+        with pace.turn(clock.sleep):
+            pass
+        assert not pace.is_over

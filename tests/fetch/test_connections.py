@@ -59,7 +59,6 @@ def reader(parent: Parent, number: int, store: Store, root: Path) -> None:
         parent.say(read(cache, f"{store.url}/{number}.bin") == store.data)
 
 
-@pytest.mark.locks_work
 def test_32_processes_that_download_at_once_use_64_connections(tmp_path: Path) -> None:
     store = Store(payload(6 * BLOCK), least=NODE)
     with running(store), crowd(32, reader, store, tmp_path) as readers:
@@ -69,7 +68,6 @@ def test_32_processes_that_download_at_once_use_64_connections(tmp_path: Path) -
         assert store.peak == NODE
 
 
-@pytest.mark.locks_work
 @pytest.mark.parametrize("killed", [0, 32])
 def test_a_process_that_downloads_alone_uses_all_its_connections(tmp_path, killed):
     store = Store(payload((1 + PROCESS) * BLOCK), least=PROCESS)
@@ -101,7 +99,6 @@ def others(cache: Cache, count: int = NODE) -> Iterator[None]:
             each.leave()
 
 
-@pytest.mark.locks_work
 def test_a_shard_that_waits_for_a_connection_starts_when_others_end(cache, origin):
     held = origin.hold(0)
     with ThreadPoolExecutor(2) as pool:
@@ -118,7 +115,6 @@ def test_a_shard_that_waits_for_a_connection_starts_when_others_end(cache, origi
         assert first.result(PATIENCE) == origin.objects[URLS[0]]
 
 
-@pytest.mark.locks_work
 @pytest.mark.parametrize(("count", "ahead"), [(0, 3), (NODE, 0)])
 def test_a_crowded_node_fetches_nothing_ahead_while_a_reader_waits(cache, origin, count, ahead):
     held = origin.hold(0)
@@ -131,3 +127,30 @@ def test_a_crowded_node_fetches_nothing_ahead_while_a_reader_waits(cache, origin
         held.set()
         assert stream.read() == origin.objects[URLS[0]]
         assert all(sample["stream"].read() for sample in samples)
+
+
+def test_helpers_of_a_download_come_and_go_with_the_share(make_cache, origin, clock):
+    origin.objects[URLS[0]] = payload(12 * BLOCK)
+    cache = make_cache(part_size=BLOCK, connections=4)
+    held = [origin.hold(0) for _ in range(12)]
+
+    def helpers() -> int:
+        return sum(thread.name == "shardcache-part" for thread in threading.enumerate())
+
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            download = pool.submit(read, cache, URLS[0])
+            wait_until(lambda: len(origin.requests) == 4)
+            with others(cache):
+                clock.sleep(2)  # for the next count
+                for event in held[:4]:
+                    event.set()
+                wait_until(lambda: not helpers())
+                assert len(origin.requests) <= 5
+            clock.sleep(2)
+            held[4].set()
+            wait_until(lambda: len(origin.requests) == 9)
+        finally:
+            for event in held:
+                event.set()
+        assert download.result(PATIENCE) == origin.objects[URLS[0]]

@@ -7,7 +7,6 @@ descriptors, clients, locks and session when it first needs them.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 import os
 import threading
@@ -20,19 +19,19 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypedDict, TypeVar, Unpack
 
 from shardcache import clock, threads
 from shardcache.config import Config, Options, __version__, load
+from shardcache.download.download import Download
 from shardcache.errors import ConfigError, ShardNotFoundError
 from shardcache.files import Modes
 from shardcache.origins.endpoints import parser
+from shardcache.process import Processes
 from shardcache.ranks import detect
-from shardcache.runtime import Processes
+from shardcache.reading.opener import Opener
 from shardcache.store.entry import DamagedError, Entry, Store
 from shardcache.store.root import check_root, make_root, require_cache
-from shardcache.streams.opener import Opener
 from shardcache.units import parse_duration
 from shardcache.urls import ShardURL, redact
 
 if TYPE_CHECKING:
-    from shardcache.fetch.status import FetchStatus
     from shardcache.origins.listing import Selection
     from shardcache.results import Event, PrewarmReport
     from shardcache.space.clean import CleanReport
@@ -156,7 +155,7 @@ class Cache:
             try:
                 with threads.undivided():
                     process = self._here()
-                    process.coordinator()
+                    process.site()
                     if url is not None:
                         process.origins.prepare(self.parse(url))
             except Exception as exn:  # noqa: BLE001 - see above
@@ -203,17 +202,15 @@ class Cache:
         finally:
             opened.close()
 
-    def fetch(self, url: str, status: FetchStatus | None = None) -> Entry:
-        """Make sure that the shard is in the cache; raises what `pinned` raises.
-
-        Args:
-            url: the shard.
-            status: is kept up to date during the download.
+    def fetch(self, url: str) -> Entry:
+        """Download the shard unless it is cached. Raises as `pinned`.
 
         Returns:
             The entry: its `data` is the path of the shard, its `size` in bytes.
         """
-        return self.opener.fetch(self._one(url), status)[0]
+        opened = self.opener.obtain(Download(self._one(url))).opened
+        opened.close()
+        return opened.entry
 
     def path(self, url: str) -> Path | None:
         """The local path of the shard, or None if it is not cached.
@@ -259,8 +256,9 @@ class Cache:
         Raises:
             ConfigError: the pipeline has no stage that opens shards.
         """
-        attached: _Pipeline = _room_above("wds").attach(dataset, self, fast_tar=fast_tar)
-        return attached
+        from shardcache import wds
+
+        return wds.attach(dataset, self, fast_tar=fast_tar)
 
     def url_opener(
         self, data: Iterable[Any], handler: Handler | None = None, **kw: Any
@@ -275,7 +273,9 @@ class Cache:
         Returns:
             Dicts with ``url`` and ``stream``.
         """
-        yield from _room_above("wds").url_opener(data, handler, cache=self, **kw)
+        from shardcache import wds
+
+        yield from wds.url_opener(data, handler, cache=self, **kw)
 
     def prewarm(
         self,
@@ -296,11 +296,14 @@ class Cache:
         Returns:
             A report. Its ``failures`` maps the URL of each shard that failed to its error.
         """
+        from shardcache import prewarm
+
         with contextlib.ExitStack() as stack:
             if progress:
-                bars = _room_above("cli.progress").bars(options.get("on_event"))
-                options["on_event"] = stack.enter_context(bars)
-            report: PrewarmReport = _room_above("prewarm").prewarm(self, urls, **options)
+                from shardcache.cli.progress import bars
+
+                options["on_event"] = stack.enter_context(bars(options.get("on_event")))
+            report = prewarm.prewarm(self, urls, **options)
         if failures := report.failures:
             first = str(next(iter(failures.values())))  # logs must not keep what an error holds
             text = "%d of %d shards were not fetched; the first of them: %s"
@@ -482,21 +485,19 @@ class Cache:
             ShardNotFoundError: nothing in the cache matches a specification.
             OSError: the directory cannot be read.
         """
-        from shardcache.origins.resolve import Origins
-        from shardcache.origins.retry import RetryPolicy
         from shardcache.store.verify import Verifier, VerifyStatus
 
         require_cache(self.dir)
         process = self._here()
         return Verifier(
             entries=list(self._chosen(specs)),
-            origins=process.origins if process.ready else Origins(self.config),
-            policy=RetryPolicy(self.config.attempts, self.config.deadline, self.config.patience),
+            origins=process.origins,
+            policy=process.engine.policy,
             parse=self.parse,
             quick=quick,
             remote=remote,
             sample=sample,
-            sole=process.coordinator().sole if repair else None,
+            sole=process.site().locked if repair else None,
             status=status or VerifyStatus(),
             stop=stop or threading.Event(),
         ).findings()
@@ -653,8 +654,3 @@ def url_opener(
 ) -> Iterator[dict[str, Any]]:
     """A drop-in for ``webdataset.tariterators.url_opener`` on the default cache."""
     return default_cache().url_opener(data, handler, **kw)
-
-
-def _room_above(name: str) -> Any:
-    """A room that uses the cache, loaded when a method of `Cache` leads there."""
-    return importlib.import_module(f"shardcache.{name}")

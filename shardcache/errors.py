@@ -9,7 +9,7 @@ holds no credential (callers pass redacted URLs only).
 from __future__ import annotations
 
 import errno
-from typing import Any
+from typing import Any, TypeGuard
 
 
 class ShardCacheError(Exception):
@@ -114,3 +114,8 @@ class BoardError(ShardCacheError, ConnectionError):
     """Ranks cannot tell one another anything: the store of torch.distributed does not answer."""
 
     errno = errno.ECONNRESET
+
+
+def is_local_error(exn: BaseException) -> TypeGuard[OSError]:
+    """Whether an error is one of the local disk or the process, and none of shardcache's own."""
+    return isinstance(exn, OSError) and not isinstance(exn, ShardCacheError)

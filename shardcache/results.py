@@ -1,18 +1,17 @@
-"""What `Cache.prewarm` gives back: its plan, events while it runs, a result per shard, totals.
+"""What `Cache.prewarm` returns: its plan, events while it runs, a result per shard, totals.
 
-All are frozen values, safe to hand to any thread, with one exception: the thread that fetches
-goes on writing the `FetchStatus` of a `Started` event.
+All are frozen values, safe to pass to any thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from shardcache.download.download import Progress
 from shardcache.errors import ShardCacheError
-from shardcache.fetch.status import FetchStatus
 from shardcache.files import FULL
 from shardcache.store.entry import Entry
 from shardcache.units import format_bytes, format_duration, format_rate
@@ -312,10 +311,10 @@ class Planned(NamedTuple):
 
 
 class Started(NamedTuple):
-    """A thread has begun with a shard; ``status`` goes on changing until it is finished."""
+    """A thread has begun with a shard. ``progress()`` returns how far it is at that moment."""
 
     shard: ShardURL
-    status: FetchStatus
+    progress: Callable[[], Progress]
 
 
 class Finished(NamedTuple):

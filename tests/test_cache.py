@@ -15,8 +15,8 @@ from shardcache import Cache, ConfigError, ShardNotFoundError, default_cache
 from shardcache.cache import PrewarmOptions
 from shardcache.layout import Layout
 from shardcache.prewarm import prewarm
+from shardcache.reading.opener import Opener
 from shardcache.store.digest import BLOCK
-from shardcache.streams.opener import Opener
 from tests.support.fakes import Fault
 from tests.support.storetools import forked, wait_until
 from tests.support.tars import make_tar
@@ -94,12 +94,12 @@ def test_a_pin_holds_a_path_and_not_just_a_file(make_cache, monkeypatch):
     cache, real, renamed = make_cache(), Opener.obtain, []
     cache.fetch(URL)
 
-    def obtain(self, shard, status=None):
-        obtained = real(self, shard, status)
+    def obtain(self, download):
+        result = real(self, download)
         if not renamed:
-            renamed.append(Layout.of_root(cache.dir).new_evicted(shard.key))
-            Path(obtained[0].directory).rename(renamed[0])
-        return obtained
+            renamed.append(Layout.of_root(cache.dir).new_evicted(download.shard.key))
+            Path(result.opened.directory).rename(renamed[0])
+        return result
 
     monkeypatch.setattr(Opener, "obtain", obtain)
     with cache.pinned(URL) as path:

@@ -16,8 +16,8 @@ from shardcache.cli.main import ExitCode, Invocation, command, flag, number_opti
 from shardcache.cli.output import Console, counted, fields_of, reason
 from shardcache.cli.progress import Position, Positions, PrewarmProgress, display
 from shardcache.config import absolute
+from shardcache.download.pool import parse_rate
 from shardcache.errors import ConfigError, ShardCacheError, ShardNotFoundError
-from shardcache.fetch.connections import parse_rate
 from shardcache.origins.listing import SHARD, is_pattern
 from shardcache.prewarm.helpers import most_processes
 from shardcache.prewarm.plan import expand, own_share

@@ -159,18 +159,19 @@ class PrewarmProgress:
         """The whole run, and the shards that are being fetched."""
         active = list(self._active.values())
         shards = max(len(self._plan.to_fetch) - len(self._plan.left_out), self._done)
-        written = self._bytes + sum(started.status.written for started in active)
+        written = self._bytes + sum(started.progress().written for started in active)
         total = (sum(self._sizes.values()) or None) if len(self._sizes) >= shards else None
         text = f"{self._done:,}/{shards:,} shards, "
         text += f"{self._failed:,} failed, " if self._failed else ""
         text += format_bytes(written)
         text += f" of {format_bytes(total)}" if total is not None else ""
         found = {"": Position(text, written, total)}
-        for shard, status in active[:_SHOWN]:
+        for shard, read_progress in active[:_SHOWN]:
+            progress = read_progress()
             name = printable(str(shard)[self._common :])
-            if status.size is None:  # still connecting, or another process has the shard's lock
+            if progress.size is None:  # still connecting, or another process has the shard's lock
                 found[shard.key] = Position(f"{name}  waiting")
             else:
-                retries = f"  retry {status.retries}" if status.retries else ""
-                found[shard.key] = Position(f"{name}{retries}", status.written, status.size)
+                retries = f"  retry {progress.retries}" if progress.retries else ""
+                found[shard.key] = Position(f"{name}{retries}", progress.written, progress.size)
         return found

@@ -97,8 +97,7 @@ def _counted(cache: Cache, node: bool) -> dict[str, float]:
         counts[f"waits_{wait}"] = waits.count
         counts[f"wait_s_{wait}"] = waits.seconds
     if not node:
-        running = process.fetchings.unfinished() if process and process.ready else []
-        counts["active"] = len(running)
+        counts["active"] = len(process.downloads.unfinished()) if process else 0
     return counts
 
 

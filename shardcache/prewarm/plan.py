@@ -210,12 +210,12 @@ def make_plan(
 def _outdated(cache: Cache, shard: ShardURL) -> frozenset[str] | Exception:
     """Cached versions of a shard whose origin has another one; or why that is unknown."""
     process = cache.processes.here()
-    process.coordinator()
+    process.site()
     found = [entry for store in process.stores() for entry in store.entries_of(shard.key)]
     if not found or shard.scheme == "pipe" or shard.version_id:
         return frozenset()
     try:
-        origin, attempts = process.origins.of(shard), process.fetcher.policy.started(str(shard))
+        origin, attempts = process.origins.of(shard), process.engine.policy.started(str(shard))
         now = attempts.call(lambda: origin.stat(shard), sleep=clock.sleep)
     except (ShardCacheError, OSError) as exn:
         return exn

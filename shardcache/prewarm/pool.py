@@ -23,6 +23,8 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from shardcache import clock, threads
+from shardcache.download.download import Download, Progress
+from shardcache.download.pool import Throttle
 from shardcache.errors import (
     AccessDeniedError,
     ConfigError,
@@ -30,8 +32,6 @@ from shardcache.errors import (
     ShardCacheError,
     TransferError,
 )
-from shardcache.fetch.connections import Throttle
-from shardcache.fetch.status import FetchStatus
 from shardcache.prewarm.helpers import Channel, Helper
 from shardcache.results import (
     Event,
@@ -106,7 +106,8 @@ class Pool:
         self._throttle = None if self.rate is None else Throttle(self.rate)
         self._events: deque[Event] = deque()
         self._cut_at: float | None = None  # when running fetches were called off
-        self._running: dict[str, FetchStatus] = {}
+        self._running: dict[str, Download] = {}
+        self._helped: dict[str, Progress] = {}  # of the shards that helpers download
         self._helpers: list[Helper] = []
         self._working = self._failures = 0  # threads that fetch; shards that failed
         self._misfits = 0  # shards in a row that found no room
@@ -123,7 +124,7 @@ class Pool:
             KeyboardInterrupt, and what ``report`` raises: once the fetches have ended.
         """
         process, now = self.cache.processes.here(), clock.time()
-        process.coordinator()
+        process.site()
         for entry in self.plan.cached.values():  # now none is evicted to make room for others
             process.tier_of(entry.directory).store.touch(entry.directory, now)
         try:
@@ -134,16 +135,15 @@ class Pool:
             self._attend(lambda events: None)
             raise
 
-    def progress(self) -> dict[str, tuple[int | None, int, int, int]]:
-        """How far the shards are that are being fetched, by key; see `_follow`."""
-        running = list(self._running.items())
-        return {key: (s.size, s.written, s.received, s.retries) for key, s in running}
+    def progress(self) -> dict[str, Progress]:
+        """Return how far the shards are that are being downloaded, by key."""
+        return {key: download.progress() for key, download in list(self._running.items())}
 
     # -- the calling thread ----------------------------------------------------
 
     def _attend(self, report: Callable[[list[Event]], None]) -> None:
         """Start threads, report events and watch for reasons to stop, until all is done."""
-        connections = self.cache.processes.here().fetcher.connections
+        connections = self.cache.processes.here().engine.connections
         while self._start_threads(connections.limit):
             with self._ended:
                 tick = _TICK if connections.known else _FIRST_TICK
@@ -154,8 +154,8 @@ class Pool:
                     self._halt(Stopped.DEADLINE)
             report(_taken(self._events))
             if self._cut_at is not None:
-                for status in list(self._running.values()):
-                    status.cancel()
+                for download in list(self._running.values()):
+                    download.cancel()
                 for helper in list(self._helpers):
                     helper.send(None)
                 if clock.monotonic() - self._cut_at > _FAREWELL:
@@ -206,20 +206,16 @@ class Pool:
                 logging.getLogger(record.name).handle(record)
             for event in events:
                 if isinstance(event, Started):
-                    self._running[event.shard.key] = event.status
-                    self._events.append(event)
+                    key = event.shard.key
+                    self._events.append(Started(event.shard, partial(self._progress_of, key)))
                 else:
                     del left[event.shard.key]
                     self._finish(event)
-            for key, numbers in progress.items():
-                if (status := self._running.get(key)) is not None:
-                    status.size, status.written, status.received, status.retries = numbers
+            self._helped |= progress
         with self._ended:
             if left and not (stopped or self.stopped):
                 logger.warning("a process of this prewarm died; its shards are fetched here")
                 self._todo.extend(left.values())
-            for key in left:
-                self._running.pop(key, None)
             self.stopped = self.stopped or stopped
             self._helpers.remove(helper)
             self._ended.notify()
@@ -228,15 +224,15 @@ class Pool:
 
     def _work(self) -> None:
         try:
-            while (started := self._next()) is not None:
-                result = self._fetch(*started)
-                self._finish(Finished(started.shard, result))
+            while (download := self._next()) is not None:
+                result = self._fetch(download)
+                self._finish(Finished(download.shard, result))
         finally:
             with self._ended:
                 self._working -= 1
                 self._ended.notify()
 
-    def _next(self) -> Started | None:
+    def _next(self) -> Download | None:
         """Begin with a shard, unless its bucket is given up."""
         with self._ended:
             while self._todo:
@@ -246,29 +242,39 @@ class Pool:
                     continue
                 outdated = self.plan.outdated.get(shard.key, frozenset())
                 listed = self.plan.size_of(shard)
-                status = FetchStatus(listed=listed, outdated=outdated, throttle=self._throttle)
-                self._running[shard.key] = status
-                self._events.append(started := Started(shard, status))
-                return started
+                download = Download(
+                    shard, listed=listed, outdated=outdated, throttle=self._throttle
+                )
+                self._running[shard.key] = download
+                self._events.append(Started(shard, download.progress))
+                return download
             return None
 
-    def _fetch(self, shard: ShardURL, status: FetchStatus) -> ShardResult:
+    def _fetch(self, download: Download) -> ShardResult:
+        size = download.listed
         began = clock.monotonic()
         error: Exception | None = None
         try:
-            entry, how = self.cache.opener.fetch(shard, status)
-            status.size = entry.size
+            opened, how = self.cache.opener.obtain(download)
+            opened.close()
+            size = opened.size
             outcome = Outcome.CACHED if how == "hit" else Outcome(how)
         except FetchCancelledError as exn:
             outcome, error = Outcome.NOT_STARTED, exn
         except Exception as exn:  # noqa: BLE001 - the error of one shard belongs into its result
             room = self.best_effort and is_full(exn)
             outcome, error = (Outcome.LEFT_OUT if room else Outcome.FAILED), exn
-        size = status.listed if status.size is None else status.size
-        seconds = clock.monotonic() - began
+        progress, seconds = download.progress(), clock.monotonic() - began
+        if error is not None and progress.size is not None:
+            size = progress.size
         return ShardResult(
-            str(shard), outcome, size, seconds, status.received, status.retries, error
+            *(str(download.shard), outcome, size, seconds),
+            *(progress.received, progress.retries, error),
         )
+
+    def _progress_of(self, key: str) -> Progress:
+        """How far a helper is with a shard."""
+        return self._helped.get(key, Progress())
 
     def _finish(self, event: Finished) -> None:
         """Note a result, and draw conclusions for the shards to come."""
@@ -358,5 +364,5 @@ def serve(cache: Cache, owner: Channel) -> None:
 def _portable(event: Event) -> Event:
     """An event that can be pickled."""
     if isinstance(event, Started):
-        return Started(event.shard, FetchStatus())
+        return Started(event.shard, Progress)
     return Finished(event.shard, event.result.portable()) if isinstance(event, Finished) else event

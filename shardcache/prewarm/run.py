@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 from shardcache import clock
 from shardcache.config import __version__
+from shardcache.download.pool import parse_rate
 from shardcache.errors import CacheFullError, ConfigError, ShardCacheError
-from shardcache.fetch.connections import parse_rate
 from shardcache.files import Modes
 from shardcache.layout import Layout
 from shardcache.origins.listing import Listing
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 #: Shards at a time unless the caller says otherwise.
 JOBS = 32
 #: Modules of the engine that `import shardcache` leaves out; the client of S3 among them.
-_ENGINE = ("fetch.coordinator", "fetch.background", "space.clean", "stats.database", "origins.s3")
+_ENGINE = ("download.acquire", "space.clean", "stats.database", "origins.s3")
 
 
 def prewarm(
     cache: Cache,
-    urls: str | Iterable[str | ShardURL],
+    urls: str | ShardURL | Iterable[str | ShardURL],
     *,
     share: Share | None = None,
     jobs: int = JOBS,
@@ -109,7 +109,9 @@ def prewarm(
 
     try:
         listing = Listing(cache.config)
-        shards = wanted_shards(cache, [urls] if isinstance(urls, str) else urls, listing, share)
+        shards = wanted_shards(
+            cache, [urls] if isinstance(urls, str | ShardURL) else urls, listing, share
+        )
         if not looking:
             _prepare(cache)
         plan = make_plan(

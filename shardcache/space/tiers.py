@@ -88,7 +88,7 @@ class Tier:
         config: options; ``dir`` and the limits are this tier's.
         ranks: who we are.
         started: when the job began to use the cache, for the session; None for a command.
-        warn: says something of a kind once (`runtime.Process.warn`).
+        warn: says something of a kind once (`process.Process.warn`).
         evicted: is told of every shard that is evicted here.
 
     Raises:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardcache.errors import ConfigError
-from shardcache.streams.opener import Lookahead
+from shardcache.reading.lookahead import Lookahead
 from shardcache.urls import ShardURL, redact
 from shardcache.wds.gopen import log_once
 from shardcache.wds.tar import reraise, tar_files

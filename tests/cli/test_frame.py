@@ -247,8 +247,8 @@ def test_the_second_signal_ends_at_once(slow, run, tmp_path):
     script = """if True:
         import sys
         from shardcache.cli.main import main
-        from shardcache.fetch.status import FetchStatus
-        FetchStatus.cancel = lambda self: print("calling off", file=sys.stderr, flush=True)
+        from shardcache.download.download import Download
+        Download.cancel = lambda self: print("calling off", file=sys.stderr, flush=True)
         sys.exit(main())
     """
     directory = tmp_path / "cache"

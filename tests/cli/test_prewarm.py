@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardcache.cli.progress import PrewarmProgress
-from shardcache.fetch.status import FetchStatus
+from shardcache.download.download import Progress
 from shardcache.results import (
     Finished,
     Outcome,
@@ -149,9 +149,8 @@ def test_progress_follows_events_and_running_fetches():
     progress = PrewarmProgress()
     progress(Planned(PLAN))
     for number, shard in enumerate(SHARDS[:12]):
-        status = FetchStatus(size=1000 if number else None, written=500)
-        status.retries = 2 if number == 3 else 0
-        progress(Started(shard, status))
+        now = Progress(1000 if number else None, 500, retries=2 if number == 3 else 0)
+        progress(Started(shard, lambda now=now: now))
     whole, *parts = progress.positions().values()
     assert len(parts) == 8 and (whole.done, whole.total) == (6000, 13_000)
     assert parts[0].text == "x-0.tar  waiting" and parts[3].text == "x-3.tar  retry 2"

@@ -1,6 +1,6 @@
 """Repeating requests: how often, after which pause, with which credentials.
 
-Counted at a proxy before a real S3 server (see `tests.fetch.test_faults`).
+Counted at a proxy before a real S3 server (see `tests.download.test_faults`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 from shardcache import Cache, TransferError
 from shardcache.origins.base import TransientError
 from shardcache.origins.retry import BASE, CAP, RETRY_AFTER_CAP, RetryPolicy
-from tests.fetch.test_faults import MIB, SIZE, Lab, bucket, lab, page, shard  # noqa: F401 - fixtures
+from tests.download.test_faults import MIB, SIZE, Lab, bucket, lab, page, shard  # noqa: F401 - fixtures
 from tests.support.proxy import Fault, Rule
 from tests.support.webservers import answer
 

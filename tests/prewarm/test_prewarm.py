@@ -19,9 +19,9 @@ from shardcache.errors import (
     TransferError,
 )
 from shardcache.origins.listing import Listing
+from shardcache.reading.opener import Opener
 from shardcache.results import Finished, Planned, Started, Stopped
 from shardcache.store.partial import Partial, in_flight
-from shardcache.streams.opener import Opener
 from tests.support.clitools import SHARDS
 from tests.support.fakes import Fault
 from tests.support.storetools import refusing, room, wait_until
@@ -102,7 +102,7 @@ def test_an_interrupted_prewarm_that_filled_the_budget_can_be_taken_up(
 
     def on_event(event):
         if isinstance(event, Started):
-            wait_until(lambda: event.status.written >= size // 2)
+            wait_until(lambda: event.progress().written >= size // 2)
             stop.set()
 
     assert cache.prewarm([url], stop=stop, on_event=on_event).stopped is Stopped.REQUESTED
@@ -250,14 +250,14 @@ def test_interrupt_is_passed_on_after_the_fetches_have_let_go(make_cache, origin
 def test_a_fetch_that_does_not_end_is_not_waited_for(make_cache, listed, fill, monkeypatch):
     monkeypatch.setattr("shardcache.prewarm.pool._FAREWELL", 0.2)
     release, stop = threading.Event(), threading.Event()
-    fetch = Opener.fetch
+    obtain = Opener.obtain
 
-    def stuck(self, shard, status=None):
+    def stuck(self, download):
         stop.set()
         release.wait(60)
-        return fetch(self, shard, status)
+        return obtain(self, download)
 
-    monkeypatch.setattr(Opener, "fetch", stuck)
+    monkeypatch.setattr(Opener, "obtain", stuck)
     report = make_cache().prewarm(fill(names(2)), jobs=1, stop=stop)
     release.set()
     assert outcomes(report) == "--" and report.stopped is Stopped.REQUESTED

@@ -11,8 +11,8 @@ from shardcache.errors import CacheFullError, ConfigError, ShardCacheError, Shar
 from shardcache.prewarm import ray as module
 from shardcache.prewarm.plan import Share
 from shardcache.prewarm.ray import NodeReport, _prewarm_here
+from shardcache.reading.opener import Opener
 from shardcache.results import Outcome, Stopped
-from shardcache.streams.opener import Opener
 from tests.support.storetools import wait_until
 from tests.support.tars import make_tar
 
@@ -72,7 +72,7 @@ def test_errors_that_cannot_be_sent_are_sent_as_text(order, monkeypatch):
     def strange(*args):
         raise Strange("odd")
 
-    monkeypatch.setattr(Opener, "fetch", strange)
+    monkeypatch.setattr(Opener, "obtain", strange)
     report = taken(order()).report
     assert {repr(result.error) for result in report.results} == {
         repr(ShardCacheError("Strange: odd"))
@@ -81,13 +81,13 @@ def test_errors_that_cannot_be_sent_are_sent_as_text(order, monkeypatch):
 
 def test_a_task_that_is_cancelled_ends_its_prewarm(order, monkeypatch):
     """As `ray.cancel` does it: an exception where the task is."""
-    begun, fetch = threading.Event(), Opener.fetch
+    begun, obtain = threading.Event(), Opener.obtain
 
     def slow(*args):
         begun.set()
-        return fetch(*args)
+        return obtain(*args)
 
-    monkeypatch.setattr(Opener, "fetch", slow)
+    monkeypatch.setattr(Opener, "obtain", slow)
     before = threading.active_count()
     stream = _prewarm_here(*order(jobs=1, limit_rate="64kB"), None)
     node = NodeReport("node-a", 0)

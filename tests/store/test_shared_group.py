@@ -40,7 +40,7 @@ def open_cache(root: Path, origin: MemoryOrigin | None = None, **options: Any) -
     origin = origin or MemoryOrigin(objects=dict(SHARDS))
     cache = Cache(root, **{"min_free": 0, "strict": True, **options})
     process = cache._here()
-    process.coordinator()
+    process.site()
     process.origins.add("s3", origin)
     return cache
 

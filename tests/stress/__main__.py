@@ -15,7 +15,7 @@ import time
 #: Tests that must hold whatever locks do; see `brokenflock`.
 LOCK_TESTS = [
     "tests/test_cache.py",
-    "tests/fetch/test_coordination.py",
+    "tests/download/test_coordination.py",
     "tests/store/test_partials.py",
     "tests/space/test_budget.py",
 ]

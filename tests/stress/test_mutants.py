@@ -52,22 +52,22 @@ Visibility: a published file can be written
     tests/store/test_store.py -k visible_to_everybody
 
 Economy: everybody fetches
-    fetch/coordinator.py
-    -while not lock.try_acquire(holder):
-    +while not lock.try_acquire(holder) and False:
+    download/acquire.py
+    -while not lock.try_acquire(site.holder()):
+    +while not lock.try_acquire(site.holder()) and False:
     tests/test_processes.py -k eight_processes
 
 Economy: a streamed shard is asked for again
-    streams/opener.py
-    -answer = failed.take_answer() if failed is not None and start == 0 else None
+    reading/fallback.py
+    -answer = failed.take_answer() if failed is not None and position == 0 else None
     +answer = None
-    tests/streams/test_past.py
+    tests/reading/test_past.py
 
 Crash: nobody resumes what a dead process left
-    fetch/coordinator.py
+    download/acquire.py
     -left = None if lock is None or lock.left is None else lock.left.partial
     +left = None
-    tests/fetch/test_coordination.py -k resumed
+    tests/download/test_coordination.py -k resumed
 
 Crash: the blocks of a dead process are believed unseen
     store/partial.py
@@ -88,10 +88,10 @@ Locks: a filesystem without flock is an error
     tests/locks/test_locks.py -k without_flock
 
 Bounded wait: a stopped holder is waited for
-    fetch/waiting.py
+    download/waiting.py
     ->= self._config.stale_after
     +>= 1e9
-    tests/fetch/test_coordination.py -k stuck_holder_is_announced_and_passed_by
+    tests/download/test_coordination.py -k stuck_holder_is_announced_and_passed_by
 
 Budget: links are counted once per rank
     space/eviction.py
@@ -118,16 +118,16 @@ Ownership: files of other programs go with a shard
     tests/store/test_security.py -k outlive
 
 Degrade: a fault of the disk is the reader's
-    streams/opener.py
-    -elif isinstance(fault, OSError) and not isinstance(fault, ShardCacheError):
+    reading/fallback.py
+    -elif is_local_error(fault):
     +elif False:
-    tests/fetch/test_diskfaults.py -k read_only_mount
+    tests/download/test_diskfaults.py -k read_only_mount
 
 Errors: what is absent is asked for again
     origins/base.py
     -if throttled or status in _TRANSIENT:
     +if throttled or status in _TRANSIENT or status == 404:
-    tests/fetch/test_faults.py -k "permanent_refusal and 404"
+    tests/download/test_faults.py -k "permanent_refusal and 404"
 
 Secrecy: the user of a URL is part of its name
     urls.py

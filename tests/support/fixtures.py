@@ -147,7 +147,7 @@ def make_cache(
         cache = Cache(**options)
         made.append(cache)
         process = cache._here()
-        process.coordinator()
+        process.site()
         process.origins.add("s3", origin)
         return cache
 

@@ -16,7 +16,6 @@ from webdataset.shardlists import SimpleShardList
 
 import shardcache
 from shardcache import Cache, wds
-from shardcache.fetch.status import FetchStatus
 from shardcache.results import Event, Finished, Planned, PrewarmReport
 from shardcache.space.clean import CleanReport
 from shardcache.stats.summary import Stats
@@ -52,7 +51,7 @@ assert_type(shardcache.__version__, str)
 assert_type(cache.open(URL), BinaryIO)
 with cache.pinned(URL) as path:
     assert_type(path, Path)
-assert_type(cache.fetch(URL, FetchStatus()), Entry)
+assert_type(cache.fetch(URL), Entry)
 assert_type(cache.path(URL), Path | None)
 assert_type(cache.entry(URL), Entry | None)
 assert_type(URL in cache, bool)

@@ -110,7 +110,7 @@ def test_too_few_descriptors_cost_nothing_that_is_there(make_cache, origin, tmp_
     assert len(warnings(caplog)) <= 1
     assert cache._here().reading.closed and cache._here().writing.closed
     # What was begun then may still end as it was to end then.
-    wait_until(lambda: not cache._here().fetchings.unfinished())
+    wait_until(lambda: not cache._here().downloads.unfinished())
     assert all(read(cache, url, origin) for url in urls)
 
 
@@ -119,7 +119,7 @@ def test_too_few_descriptors_for_the_origin_too_are_named(s3, bucket, tmp_path):
     s3.put(bucket, "a.tar", make_tar(1))
     url = f"s3://{bucket}/a.tar"
     with Cache(tmp_path / "cache", min_free=0, attempts=2) as cache:
-        cache._here().coordinator()
+        cache._here().site()
         with few_descriptors(0), pytest.raises(TransferError) as caught:
             cache.open(url)
         text = str(caught.value)

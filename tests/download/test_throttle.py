@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from shardcache.cache import Cache
+from shardcache.download import pool as module
+from shardcache.download.pool import Throttle, parse_rate
 from shardcache.errors import ConfigError
-from shardcache.fetch import connections as module
-from shardcache.fetch.connections import Throttle, parse_rate
 from shardcache.results import Stopped
 from tests.support.clitools import run_process
 from tests.support.tars import make_tar

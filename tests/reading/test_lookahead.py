@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import webdataset as wds
 
+from shardcache.download import acquire
 from shardcache.errors import ShardNotFoundError, TransferError
 from shardcache.origins.base import TransientError
+from shardcache.reading.readers import DownloadReader
 from shardcache.store.digest import BLOCK
-from shardcache.streams.sources import FetchSource
 from tests.support.caches import MakeCache, held_elsewhere
 from tests.support.fakes import MemoryOrigin
 from tests.support.storetools import wait_until
@@ -149,13 +150,14 @@ def test_a_failure_ahead_is_tried_again_unless_it_is_the_origins(
     """The disk failed while nobody waited for the shard; that is no answer to who asks now."""
     cache = make_cache(prefetch=1, attempts=1)
     failures = [TransientError("reset") if origins else OSError(28, "No space left on device")]
-    where, name = (origin, "open") if origins else (cache._here().coordinator(), "get")
+    where, name = (origin, "open") if origins else (acquire, "acquire")
     real = getattr(where, name)
 
-    def failing(shard, *arguments, **options):
+    def failing(*arguments, **options):
+        shard = arguments[0] if origins else arguments[1].shard
         if str(shard) == URLS[1] and failures:
             raise failures.pop()
-        return real(shard, *arguments, **options)
+        return real(*arguments, **options)
 
     monkeypatch.setattr(where, name, failing)
     samples = cache.url_opener(URLS[:2])
@@ -184,10 +186,10 @@ def test_what_another_process_fetches_is_left_to_it(make_cache, origin):
 
 @pytest.mark.locks_work
 def test_a_node_fetches_only_so_many_ahead(make_cache, origin, monkeypatch):
-    monkeypatch.setattr("shardcache.fetch.coordinator._AHEAD_FETCHES", 1)
+    monkeypatch.setattr("shardcache.download.acquire._AHEAD", 1)
     one, other = make_cache(), make_cache(prefetch=2)
     event = origin.hold(0)
-    ahead = FetchSource(one.opener, one.parse(URLS[1]), ahead=True)
+    ahead = DownloadReader(one._here, one.parse(URLS[1]), ahead=True)
     wait_until(lambda: URLS[1] in asked(origin))
     second = other.url_opener(URLS[2:5])
     assert next(second)["stream"].read() == DATA[2]

@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 
 from shardcache.cache import Cache
+from shardcache.download import transfer
+from shardcache.download.download import Download
 from shardcache.errors import FetchCancelledError, ShardNotFoundError
-from shardcache.fetch import job
-from shardcache.fetch.status import FetchStatus
 from shardcache.origins.base import Checksum, TransientError
 from shardcache.store.digest import BLOCK
+from shardcache.store.entry import Entry
+from shardcache.urls import parse_url
 from tests.support.caches import MakeCache, held_elsewhere, read
 from tests.support.fakes import Fault, MemoryOrigin
 from tests.support.storetools import PATIENCE, no_descriptor_left, payload, wait_until
@@ -37,8 +39,15 @@ def make(make_cache: MakeCache, origin: MemoryOrigin) -> MakeCache:
     return lambda **options: make_cache(**{**defaults, **options})
 
 
-def fetched(cache: Cache, url: str = URL, **status: Any) -> bytes:
-    return cache.fetch(url, FetchStatus(**status)).data.read_bytes()
+def fetched(cache: Cache, url: str = URL) -> bytes:
+    return cache.fetch(url).data.read_bytes()
+
+
+def run(cache: Cache, download: Download) -> Entry:
+    """Run a download that the test holds, as `Cache.fetch` runs its own."""
+    opened = cache.opener.obtain(download).opened
+    opened.close()
+    return opened.entry
 
 
 def asked(origin: MemoryOrigin) -> list[tuple[int, int | None]]:
@@ -54,10 +63,11 @@ def stated(origin: MemoryOrigin, data: bytes, url: str = URL) -> None:
 @pytest.mark.parametrize("size", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, SIZE])
 def test_every_byte_arrives_once(make, origin, size, told):
     origin.objects[URL], origin.sizes = DATA[:size], told
-    cache, status = make(), FetchStatus()
+    cache, download = make(), Download(parse_url(URL))
     with no_descriptor_left():
-        assert cache.fetch(URL, status).data.read_bytes() == DATA[:size]
-    assert status.received == status.written == origin.delivered == size
+        assert run(cache, download).data.read_bytes() == DATA[:size]
+    progress = download.progress()
+    assert progress.received == progress.written == origin.delivered == size
     assert all(body.closed for body in origin.bodies)
 
 
@@ -163,7 +173,7 @@ def test_what_comes_after_an_abort_is_not_believed(make: MakeCache, origin: Memo
 
 def test_a_helper_that_is_late_writes_into_no_other_file(make, origin, tmp_path, monkeypatch):
     """The download failed meanwhile, and another file has the number of its descriptor."""
-    monkeypatch.setattr(job, "_FAREWELL", 0.0)
+    monkeypatch.setattr(transfer, "_FAREWELL", 0.0)
     more = origin.hold(BLOCK)  # the first part
     late, go, real = threading.Event(), threading.Event(), os.pwrite
 
@@ -202,7 +212,7 @@ def test_a_helper_that_is_late_writes_into_no_other_file(make, origin, tmp_path,
 def test_a_small_shard_that_was_listed_takes_one_request(make, origin, size, etags, rest):
     stated(origin, DATA[:size])
     origin.etags = etags
-    entry = make().fetch(URL, FetchStatus(listed=BLOCK))
+    entry = run(make(), Download(parse_url(URL), listed=BLOCK))
     assert entry.data.read_bytes() == DATA[:size]
     assert entry.metadata().checked == "crc32"
     assert (asked(origin), origin.stats) == ([(0, None), *rest], [])
@@ -224,7 +234,7 @@ def test_a_shard_is_asked_for_as_its_neighbour_was(make: MakeCache, origin: Memo
 
 @pytest.mark.parametrize("how", ["fails", "is silent"])
 def test_a_complete_shard_does_not_wait_for_its_checksum(make, origin, monkeypatch, how):
-    monkeypatch.setattr(job, "_LAST_ANSWER", 0.1)
+    monkeypatch.setattr(transfer, "_LAST_RESPONSE", 0.1)
     over, stats = threading.Event(), []
 
     def stat(url: object) -> Any:
@@ -242,7 +252,7 @@ def test_a_complete_shard_does_not_wait_for_its_checksum(make, origin, monkeypat
 
 
 def test_closing_waits_for_copies_to_an_upstream_only_so_long(make, tmp_path, monkeypatch):
-    monkeypatch.setattr("shardcache.runtime.LAST_COPIES", 0.1)
+    monkeypatch.setattr("shardcache.process.LAST_COPIES", 0.1)
     hangs = threading.Event()
     cache = make(upstreams=[{"url": str(tmp_path / "nas"), "write_back": True}])
     monkeypatch.setattr(cache._here().origins, "write_back", lambda *_: hangs.wait(2 * PATIENCE))
@@ -258,7 +268,7 @@ def test_closing_waits_for_copies_to_an_upstream_only_so_long(make, tmp_path, mo
 
 @pytest.mark.parametrize("during", ["another's fetch", "retries", "silence"])
 def test_whatever_is_waited_for_can_be_called_off(make, origin, during):
-    cache, status = make(attempts=100), FetchStatus()
+    cache, download = make(attempts=100), Download(parse_url(URL))
     if during == "another's fetch":
         lock = held_elsewhere(cache, URL)
     elif during == "retries":
@@ -266,12 +276,12 @@ def test_whatever_is_waited_for_can_be_called_off(make, origin, during):
     else:
         origin.hold(BLOCK + 10)
     with ThreadPoolExecutor() as pool:
-        fetching = pool.submit(cache.fetch, URL, status)
+        fetching = pool.submit(run, cache, download)
         if during == "retries":
             wait_until(lambda: len(origin.requests) >= 3)
         elif during == "silence":
-            wait_until(lambda: status.written >= BLOCK)
-        status.cancel()
+            wait_until(lambda: download.progress().written >= BLOCK)
+        download.cancel()
         assert isinstance(fetching.exception(PATIENCE), FetchCancelledError)
     if during == "another's fetch":
         lock.release()

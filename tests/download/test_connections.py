@@ -107,7 +107,7 @@ def test_a_shard_that_waits_for_a_connection_starts_when_others_end(cache, origi
                 first = pool.submit(read, cache, URLS[0])
                 wait_until(lambda: origin.requests)
                 second = pool.submit(read, cache, URLS[1])
-                wait_until(lambda: cache._here().fetcher.connections._waiting)
+                wait_until(lambda: cache._here().engine.connections._waiting)
             assert second.result(PATIENCE) == origin.objects[URLS[1]]
             assert not first.done()
         finally:
@@ -121,8 +121,8 @@ def test_a_crowded_node_fetches_nothing_ahead_while_a_reader_waits(cache, origin
     with others(cache, count):
         samples = cache.url_opener(URLS)
         stream = next(samples)["stream"]
-        fetchings = cache._here().fetchings
-        wait_until(lambda: origin.requests and len(fetchings.unfinished()) == 1)
+        downloads = cache._here().downloads
+        wait_until(lambda: origin.requests and len(downloads.unfinished()) == 1)
         assert len({url for url, *_ in origin.requests}) == 1 + ahead
         held.set()
         assert stream.read() == origin.objects[URLS[0]]

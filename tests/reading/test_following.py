@@ -53,8 +53,8 @@ def one(make_cache: MakeCache, **options: object) -> Cache:
 
 def call_off(cache: Cache) -> None:
     """End the fetches of a cache's streams."""
-    for fetching in list(cache._here().fetchings._running.values()):
-        fetching.status.cancel()
+    for download in cache._here().downloads.unfinished():
+        download.cancel()
 
 
 def crc(data: bytes) -> Checksum:
@@ -125,7 +125,7 @@ def test_damage_is_an_error_if_it_was_read_and_mended_unseen_if_not(make_cache, 
         if at > BLOCK:
             assert first + stream.read() == DATA
         else:
-            with pytest.raises(IntegrityError, match="turned out damaged"):
+            with pytest.raises(IntegrityError, match="were damaged on their way"):
                 stream.read()
     assert origin.fetches == 2
 
@@ -173,9 +173,9 @@ def test_closing_the_cache_calls_off_what_nobody_reads_and_says_so(
     with cache.open(URL) as stream:
         assert stream.read(10) == DATA[:10]
     process = cache._here()
-    assert [str(one.shard) for one in process.fetchings.unfinished()] == [URL]  # it goes on
+    assert [str(one.shard) for one in process.downloads.unfinished()] == [URL]  # it goes on
     cache.close()
-    assert process.fetchings.unfinished() == []
+    assert process.downloads.unfinished() == []
     more.set()
     wait_until(lambda: "not fetched in the background" in caplog.text)
     assert URL not in cache

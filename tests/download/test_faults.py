@@ -127,7 +127,7 @@ class Lab:
     def settle(self) -> None:
         """Until no fetch goes on in the background."""
         processes = [cache._here() for cache in self.caches]
-        wait_until(lambda: not any(process.fetchings.unfinished() for process in processes))
+        wait_until(lambda: not any(process.downloads.unfinished() for process in processes))
 
 
 @pytest.fixture(scope="module")
@@ -532,7 +532,7 @@ def test_whatever_goes_wrong_the_bytes_are_right_or_an_error_says_why(lab, fill,
     lab.put("other.tar", 7)
     cache, narrow = lab.cache(fill=fill), lab.cache(fill=fill, max_size="2MiB")
     for each in (cache, narrow):
-        each._here().coordinator()
+        each._here().site()
     for seed in range(10 * batch, 10 * batch + 10):
         rng = random.Random(seed)
         reader = narrow if rng.random() < 0.2 else cache

@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from shardcache import threads
 from shardcache.errors import ConfigError
@@ -41,29 +42,44 @@ _PATIENCE = 1.0
 
 
 class Work:
-    """What helpers can do for one shard; guarded by the lock of `Connections`.
+    """The parts of one shard that no thread fetches yet, for the worker and helpers.
 
-    ``fetch`` fetches one part, and does not raise. ``parts`` are those that nobody fetches yet.
+    Args:
+        connections: the connections of the process, whose lock guards the parts.
+        fetch: fetches one part, and does not raise.
     """
 
     def __init__(self, connections: Connections, fetch: Callable[[range], None]) -> None:
-        self.fetch = fetch
         self.parts: deque[range] = deque()
-        self.helpers = 0
-        self.ended = threading.Condition(connections.lock)
+        self._fetch: Callable[[range], None] | None = fetch
+        self._helpers = 0
+        self._ended = threading.Condition(connections.lock)
         self._connections = connections
 
     def take(self) -> range | None:
-        """The next part, for the caller's own thread; None if there is none."""
+        """Return the next part for the worker; None if there is none."""
         self._connections.hand_out()  # the share of this process may have grown
         with self._connections.lock:
             return self.parts.popleft() if self.parts else None
 
+    def start_helper(self) -> Callable[[], None]:
+        """Return what fetches the next part. The caller holds the lock."""
+        assert self._fetch is not None
+        self._helpers += 1
+        return partial(self._fetch, self.parts.popleft())
+
+    def end_helper(self) -> None:
+        """Count one helper less."""
+        with self._connections.lock:
+            self._helpers -= 1
+            self._ended.notify_all()
+
     def end(self, seconds: float | None = None) -> None:
-        """Let nobody begin another part, and wait for the helpers, so long at most."""
+        """Take the parts away, and wait for the helpers, at most for this long."""
         with self._connections.lock:
             self.parts.clear()
-            self.ended.wait_for(lambda: self.helpers == 0, seconds)
+            self._fetch = None  # it refers to the transfer, and that to this: a cycle
+            self._ended.wait_for(lambda: self._helpers == 0, seconds)
 
 
 class Connections:
@@ -185,16 +201,13 @@ class Connections:
                 if work is None:
                     self._release()
                     break
-                part = work.parts.popleft()
-                work.helpers += 1
+                fetch = work.start_helper()
             self.hand_out()
             try:
-                work.fetch(part)
+                fetch()
             finally:
-                with self.lock:
-                    work.helpers -= 1
-                    work.ended.notify_all()
-            del work
+                work.end_helper()
+            del work, fetch
         self.hand_out()
 
 

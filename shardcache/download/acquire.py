@@ -1,0 +1,454 @@
+"""From a shard that is not cached to an open entry: one download per node.
+
+    try the key's lock --- busy --> wait, look again --------------> coalesced
+      | ours                          | the holder is stale
+    look again, set damage aside      | download without the lock -> fetched
+    link a sibling namespace's entry ------------------------------> linked
+    resume a partial or begin one ---> transfer ---> publish ------> fetched
+
+Locks only save bandwidth: every step is right without them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+from shardcache import clock
+from shardcache.clock import boot_id
+from shardcache.config import Config, __version__
+from shardcache.download.download import Download, Result
+from shardcache.download.transfer import Engine, Source, Transferred, transfer
+from shardcache.download.waiting import Waiter
+from shardcache.errors import (
+    CacheFullError,
+    FetchCancelledError,
+    IntegrityError,
+    LockTimeoutError,
+    ShardCacheError,
+    UnprovenError,
+    is_local_error,
+)
+from shardcache.files import FULL
+from shardcache.layout import Layout, is_directory, parse_partial_name
+from shardcache.locks.flock import Holder, KeyLock
+from shardcache.locks.lease import KeyLease
+from shardcache.origins.base import ObjectInfo
+from shardcache.origins.resolve import Origins
+from shardcache.ranks import Ranks
+from shardcache.space.budget import Space
+from shardcache.space.tiers import Tier
+from shardcache.store.digest import BLOCK, check_archive, is_whole_archive
+from shardcache.store.entry import (
+    DamagedError,
+    LostError,
+    Metadata,
+    Opened,
+    Store,
+    open_first,
+    set_aside,
+)
+from shardcache.store.partial import Partial
+from shardcache.threads import lazy
+from shardcache.urls import ShardURL
+
+__all__ = ["Site", "acquire"]
+
+logger = logging.getLogger(__name__)
+
+#: Downloads past a stale holder, per node: enough to go on, too few for one stuck process to cause
+#: a download storm.
+_PRIVATE = 2
+#: Downloads ahead, per node: as many as keep a fast link busy with eight connections each, few
+#: compared with the shards that a node's workers wait for.
+_AHEAD = 16
+#: Bytes of a shard of unknown size. If so many find no room, the shard may have to be streamed,
+#: and its first request is for all of it.
+_USUAL_SIZE = 64 << 20
+#: An entry may vanish between publish and open, and a partial may be removed by a process whose
+#: locks do not work; not this often in a row.
+_TRIES = 5
+
+_Lock: TypeAlias = KeyLock | KeyLease
+
+
+class _Place(NamedTuple):
+    """Where a shard may be stored."""
+
+    store: Store
+    space: Space
+
+
+@dataclass(frozen=True)
+class Site:
+    """The directories of a cache as a process found them, and what it downloads with.
+
+    It is replaced as a whole if a directory is unmounted or emptied. Threads may share it.
+
+    Attributes:
+        tiers: fastest first; the locks are in the last one.
+        engine, origins, config, ranks: those of the process.
+        on_read_error: receives the error of an entry that the disk could not read.
+        warn: logs a warning of a kind once (`Process.warn`).
+    """
+
+    tiers: Sequence[Tier]
+    engine: Engine
+    origins: Origins
+    config: Config
+    ranks: Ranks
+    on_read_error: Callable[[OSError], None]
+    warn: Callable[..., None]
+
+    @lazy
+    def open(self) -> Callable[..., Opened | None]:
+        """Opens an entry in the first tier that has it; see `Store.open`."""
+        stores = [tier.store for tier in self.tiers]
+        return stores[0].open if len(stores) == 1 else functools.partial(open_first, stores)
+
+    @lazy
+    def places(self) -> list[_Place]:
+        """Where shards may be stored, in the order in which that is tried."""
+        return [_Place(tier.store, tier.space()) for tier in self.tiers]
+
+    @property
+    def layout(self) -> Layout:
+        """The namespace that has the locks."""
+        return self.tiers[-1].store.layout
+
+    def holder(self) -> Holder:
+        """The record of this process for a lock."""
+        ranks = self.ranks
+        rank = None if ranks.source == "none" else ranks.rank
+        return Holder.this_process(rank=rank, job=ranks.job, now=clock.time())
+
+    def find(self, download: Download, *, condemn: bool = False) -> Opened | None:
+        """Open the shard's entry if there is a good one, of no outdated version.
+
+        A damaged one is set aside if ``condemn`` is set. The caller must hold the key's lock then.
+        """
+        return self.lookup(download.shard, download.outdated, condemn=condemn)
+
+    def lookup(
+        self, shard: ShardURL, outdated: frozenset[str] = frozenset(), *, condemn: bool = False
+    ) -> Opened | None:
+        """As `find`, for a shard that is not being downloaded."""
+        try:
+            return self.open(shard.key, shard.basename, outdated)
+        except DamagedError as exn:
+            logger.info("%s: not used: %s", shard, exn)
+            if isinstance(exn.__cause__, OSError):
+                self.on_read_error(exn.__cause__)
+            if condemn and set_aside(Path(exn.directory), f"{shard}: {exn}"):
+                self.warn("damaged", "%s was damaged and is fetched again: %s", shard, exn)
+            return None
+
+    @contextlib.contextmanager
+    def locked(self, store: Store, key: str) -> Iterator[bool]:
+        """Hold the lock of a shard in one of the cache's namespaces; yields False if it is taken.
+
+        Raises:
+            OSError: the disk fails.
+        """
+        lock = _lock(key, store.layout)
+        try:
+            yield lock.try_acquire(self.holder())
+        finally:
+            lock.release()
+
+    @contextlib.contextmanager
+    def slot(self, name: str, count: int) -> Iterator[bool]:
+        """Hold one of the node's places for downloads of a kind; yields False if all are taken."""
+        layout, holder = self.layout, self.holder()
+        slots = (KeyLock(layout.named_lock(f"{name}-{n}"), layout.modes) for n in range(count))
+        lock = next((slot for slot in slots if slot.try_acquire(holder)), None)
+        try:
+            yield lock is not None
+        finally:
+            if lock is not None:
+                lock.release()
+
+
+def _lock(key: str, layout: Layout) -> _Lock:
+    if layout.grace is not None:
+        return KeyLease(layout, key)
+    return KeyLock(layout.key_lock(key), layout.modes)
+
+
+def acquire(site: Site, download: Download) -> Result | None:
+    """Wait for the entry of a shard, link it, or download it.
+
+    Returns:
+        The open entry; None if a download ahead gave way to another process.
+
+    Raises:
+        ShardNotFoundError, AccessDeniedError, ConfigError, TransferError, IntegrityError: the
+            origin cannot deliver the shard.
+        CacheFullError: the shard cannot be stored.
+        LockTimeoutError: another process has been downloading it for too long.
+        FetchCancelledError: the download was cancelled.
+        OSError: the local disk failed.
+    """
+    with contextlib.ExitStack() as stack:
+        if download.is_ahead:
+            has_room = not site.engine.connections.crowded
+            has_room = has_room and stack.enter_context(site.slot("ahead", _AHEAD))
+            if not has_room and download.give_way():
+                return None
+        try:
+            return _acquire(site, download, site.places)
+        except OSError as exn:
+            if not is_local_error(exn) or exn.errno not in FULL:
+                raise
+            # At whichever step: the partial is gone by now, and the lock is released.
+            logger.info("%s: the disk is full (%s); making room", download.shard, exn)
+            if (answer := download.take_answer()) is not None:
+                answer.close()
+            if len(site.places) == 1:  # otherwise the next tier may have room
+                size = download.progress().size or 0
+                site.places[0].space.make_room(str(download.shard), size)
+            return _acquire(site, download, site.places[-1:])
+
+
+def _acquire(site: Site, download: Download, places: list[_Place]) -> Result | None:
+    shard, waiter = download.shard, None
+    lock = _lock(shard.key, site.layout)
+    try:
+        while not lock.try_acquire(site.holder()):
+            if download.give_way():
+                return None
+            if waiter is None:
+                layouts = [place.store.layout for place in site.places]
+                waiter = Waiter(download, layouts, site.config, site.holder())
+            if waiter.is_stale:
+                with site.slot("private", _PRIVATE) as is_free:
+                    if is_free:
+                        waiter.close()
+                        logger.warning("%s: %s; fetching it here too", shard, waiter.describe())
+                        return _make_entry(site, download, None, places)
+            waiter.pause()
+            if (opened := site.find(download)) is not None:
+                return Result(opened, "coalesced")
+        if waiter is not None:
+            waiter.close()
+        return _make_entry(site, download, lock, places)
+    finally:
+        if waiter is not None:
+            waiter.close()
+        lock.release()
+
+
+def _make_entry(site: Site, download: Download, lock: _Lock | None, places: list[_Place]) -> Result:
+    """Link or download the shard, and open its entry. ``lock`` is the key's, if it is held."""
+    shard = download.shard
+    for _ in range(_TRIES):
+        if (opened := site.find(download, condemn=lock is not None)) is not None:
+            return Result(opened, "coalesced")
+        if (opened := _link(site, download)) is not None:
+            return Result(opened, "linked")
+        try:
+            entry = _publish(site, download, _transfer(site, download, lock, places))
+        except LostError as exn:
+            site.warn("lost", "%s: %s; starting over", shard, exn)
+            continue
+        if download.outdated:
+            _evict_outdated(site, download)
+        if (opened := site.lookup(shard)) is not None:
+            return Result(opened, "fetched")
+        if is_directory(entry):  # another download would end in the same way
+            raise OSError(errno.EIO, "what was just stored cannot be read", str(entry))
+    # The origin is well: this is a fault of the cache, so that the shard can still be streamed.
+    raise OSError(
+        errno.EBUSY,
+        f"what was fetched vanished, {_TRIES} times in a row. Locks do not work there, or "
+        "something else empties it; stop that, or use another directory",
+        str(site.layout.base),
+    )
+
+
+def _evict_outdated(site: Site, download: Download) -> None:
+    """Evict replaced versions that no process reads; the others are evicted before all else."""
+    for store, space in site.places:
+        for entry in store.entries_of(download.shard.key):
+            if entry.version not in download.outdated:
+                continue
+            if store.evict(entry):
+                space.recount()
+            else:
+                store.mark_replaced(entry)
+
+
+def _link(site: Site, download: Download) -> Opened | None:
+    """Share a sibling namespace's copy, by a hard link or else as it is."""
+    shard, outdated = download.shard, download.outdated
+    places = ((*place, other) for place in site.places for other in place.space.stores()[1:])
+    for store, space, sibling in places:
+        other = opened = None
+        try:
+            other = sibling.open(shard.key, shard.basename, outdated)
+            if other is None:
+                continue
+            with space.reserved(str(shard), 0):
+                is_linked = store.link(other, other.entry.metadata(), shard.basename)
+            if is_linked:
+                opened = site.find(download)
+        except (DamagedError, FileNotFoundError):  # its own namespace will set it aside
+            if other is not None:
+                other.close()
+            continue
+        except OSError as exn:  # full or read-only: the sibling's copy is as good to read
+            if other is None:
+                raise
+            logger.info("%s: not linked, but read where it is: %s", shard, exn)
+        if opened is None:
+            return other
+        other.close()
+        return opened
+    return None
+
+
+def _transfer(
+    site: Site, download: Download, lock: _Lock | None, places: list[_Place]
+) -> Transferred:
+    """Transfer the shard from an upstream that has it, else from the origin.
+
+    Raises:
+        As `acquire`; LostError: another process removed the partial.
+    """
+    shard = download.shard
+    left = None if lock is None or lock.left is None else lock.left.partial
+
+    def announce(partial: Partial) -> Partial:
+        """Name the partial in the lock's record, for the processes that wait."""
+        size = partial.metadata.info.size
+        if lock is not None and (size is None or size > BLOCK):  # one block is never shown
+            lock.update(replace(site.holder(), partial=partial.path.name))
+        return partial
+
+    # A copy of what the origin has replaced may still be in an upstream.
+    upstreams = () if download.outdated else site.origins.upstreams(shard)
+    for upstream in chain(upstreams, (None,)):
+        # What an upstream began comes before what an earlier holder of the lock left.
+        name = left if download.partial is None else download.partial.name
+        resume, roomless = _resume(site, download, name), False
+        if resume is not None:
+            announce(resume)
+        else:
+            roomless = _may_not_fit(site, download)
+        try:
+            transferred = transfer(
+                site.engine,
+                Source(upstream or site.origins.of(shard), upstream is not None, roomless),
+                download,
+                lambda info: announce(_begin(download, info, places)),
+                resume,
+            )
+        except ShardCacheError as exn:
+            if upstream is None or isinstance(exn, (FetchCancelledError, CacheFullError)):
+                raise
+            logger.info("%s: not from %s: %s", shard, upstream.name, exn)
+            continue
+        if upstream is None or upstream.digest in (None, transferred.digest):
+            return transferred
+        transferred.partial.discard()
+        logger.warning("%s: its copy in %s is damaged", shard, upstream.name)
+    raise AssertionError("the origin is the last")
+
+
+def _may_not_fit(site: Site, download: Download) -> bool:
+    """Whether the shard may find no room. No request is sent for one that certainly finds none."""
+    size = site.engine.sizes.likely(download) or _USUAL_SIZE
+    refusals = [space.refuses(str(download.shard), size) for _, space in site.places]
+    if None in refusals:
+        return False
+    if download.listed is not None and refusals[-1] is not None:
+        raise refusals[-1]
+    return True
+
+
+def _resume(site: Site, download: Download, name: str | None) -> Partial | None:
+    """Take over the partial of this name, if no process works on it."""
+    shard = download.shard
+    # The name comes from a file that another program may have damaged.
+    parsed = None if name is None else parse_partial_name(name)
+    if name is None or parsed is None or parsed[0] != shard.key:
+        return None
+    for store, space in site.places:
+        partial = Partial.claim(store.layout, store.layout.partial / name, shard.basename)
+        if partial is None:
+            continue
+        logger.info("%s: resuming at %d bytes", shard, partial.written)
+        # A dead process's reservation lapsed: the budget may have been given to others.
+        # Claimed, it is live again and counts with its final size: nothing to add.
+        try:
+            with space.reserved(str(shard), None):
+                return partial
+        except Exception:
+            partial.close()
+            raise
+    return None
+
+
+def _begin(download: Download, info: ObjectInfo, places: list[_Place]) -> Partial:
+    """Begin a partial in the first place that has room."""
+    shard, made = download.shard, (clock.time(), boot_id(), __version__)
+    metadata = Metadata(str(shard), shard.key, info, info.size or 0, "", None, *made)
+    if info.size is None:  # it may fit only where most room is
+        places = places[-1:]
+    for store, space in places:
+        try:
+            with space.reserved(str(shard), info.size):
+                return Partial.create(store.layout, metadata, shard.basename)
+        except OSError as exn:  # CacheFullError is one
+            if store is places[-1].store or isinstance(exn, LockTimeoutError):
+                raise
+            logger.debug("%s: not into %s: %s", shard, store.layout.base, exn)
+    raise AssertionError("there is always a place")
+
+
+def _publish(site: Site, download: Download, transferred: Transferred) -> Path:
+    """Publish a transferred shard, unless it is no archive or the ``validate`` hook refuses it."""
+    partial, shard = transferred.partial, download.shard
+    try:
+        check_archive(partial.fd, shard.basename, str(shard))
+        if not (transferred.proven or transferred.checked or is_whole_archive(partial.fd)):
+            raise UnprovenError(
+                f"{shard} ends with the connection, and the archive does not show that it is "
+                "complete. Let the server send a Content-Length.",
+                url=str(shard),
+            )
+        if site.config.validate is not None:
+            try:
+                site.config.validate(partial.data)
+            except Exception as exn:  # a user's hook may raise any error to refuse the shard
+                raise IntegrityError(
+                    f"{shard} was refused by the validate hook: {type(exn).__name__}: {exn}. "
+                    "Look at the object, or at the hook.",
+                    url=str(shard),
+                ) from exn
+        metadata = replace(
+            partial.metadata,
+            size=transferred.size,
+            digest=transferred.digest,
+            checked=transferred.checked,
+            fetched_at=clock.time(),
+            boot=boot_id(),
+        )
+        above = partial.path.parent
+        store, space = next(p for p in site.places if p.store.layout.partial == above)
+        is_unknown = partial.metadata.info.size is None  # until now
+        if is_unknown and (refusal := space.refuses(str(shard), transferred.size)):
+            raise refusal
+        entry = store.publish(partial, metadata, sync=site.config.fsync == "fsync")
+    except Exception:
+        partial.discard()
+        raise
+    partial.close()
+    return entry

@@ -1,0 +1,394 @@
+"""One shard on its way into the cache, in this process.
+
+    WAITING <---> RUNNING ---> DONE | FAILED
+       '------------'--------> CANCELLED
+
+WAITING: no byte is requested yet, or another process holds the key's lock. RUNNING: this process
+writes a partial. It goes back to WAITING when a full or replaced disk releases the lock. The thread
+that works on a download is its worker. It reports events, and only the methods here change the
+state.
+
+Readers share a download through the table of the process (`Downloads`); a download counts them and
+refers to none. `prewarm` and `Cache.fetch` run downloads of their own, which are in no table.
+
+The garbage collector closes readers in any thread, also in one that holds the lock of the
+downloads. So that lock is reentrant, and code that holds it never waits, starts a thread, logs or
+takes another lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from shardcache import clock
+from shardcache.errors import (
+    CacheFullError,
+    FetchCancelledError,
+    LockTimeoutError,
+    ShardCacheError,
+)
+from shardcache.urls import ShardURL
+
+if TYPE_CHECKING:
+    from shardcache.download.pool import Throttle
+    from shardcache.origins.base import Body
+    from shardcache.store.entry import Opened
+
+__all__ = ["Download", "Downloads", "Progress", "Result", "State"]
+
+State = Enum("State", "WAITING RUNNING DONE FAILED CANCELLED")
+
+#: Bytes that arrive sooner than a second download of the shard would begin: those of one request.
+_ALMOST_COMPLETE = 16 << 20
+#: Seconds until a worker that sleeps notices that its download was cancelled.
+_NAP = 0.1
+
+
+class Progress(NamedTuple):
+    """How far a download is, at one moment."""
+
+    size: int | None = None  # bytes of the shard, if known
+    written: int = 0  # bytes in the partial, resumed ones included
+    received: int = 0  # bytes that came over the network
+    retries: int = 0  # requests that were repeated
+
+
+class Result(NamedTuple):
+    """An open entry, which the receiver closes, and how it was obtained."""
+
+    opened: Opened
+    outcome: Literal["hit", "coalesced", "linked", "fetched"]
+
+
+class Download:
+    """The state of one shard on its way; see the module. Safe between threads.
+
+    Args:
+        shard: the shard to bring into the cache.
+        listed: its bytes by a listing, which may be outdated.
+        outdated: versions that will not do, even if they are cached.
+        throttle: limits the bytes per second of this download and others.
+        ahead: nobody reads the shard yet, so the worker gives way to other processes.
+        table: the table that this download is in.
+
+    Attributes:
+        changes: how often there was more to read, or another state.
+        ended: whether the worker has released the lock, the partial and the connections.
+    """
+
+    def __init__(
+        self,
+        shard: ShardURL,
+        *,
+        listed: int | None = None,
+        outdated: frozenset[str] = frozenset(),
+        throttle: Throttle | None = None,
+        ahead: bool = False,
+        table: Downloads | None = None,
+    ) -> None:
+        self.shard = shard
+        self.listed = listed
+        self.outdated = outdated
+        self.throttle = throttle
+        self.changes = 0
+        self.ended = False
+        self._pid = os.getpid()
+        self._table = table
+        self._changed = threading.Condition(None if table is None else table.lock)
+        self._state = State.WAITING
+        self._size: int | None = None
+        self._written = self._received = self._retries = 0
+        self._partial: Path | None = None
+        self._is_ahead = ahead
+        self._is_upstream = False
+        self._is_to_finish = False
+        self._readers = 0
+        self._result: Result | None = None
+        self._error: BaseException | None = None
+        self._answer: Body | None = None
+        self._abort: Callable[[], None] | None = None
+
+    # -- any thread --------------------------------------------------------------
+
+    @property
+    def state(self) -> State:
+        """The state; see the module."""
+        return self._state
+
+    def progress(self) -> Progress:
+        """Return how far the download is."""
+        return Progress(self._size, self._written, self._received, self._retries)
+
+    @property
+    def partial(self) -> Path | None:
+        """The partial that the shard grows in, of this process or another one."""
+        return self._partial
+
+    @property
+    def mine(self) -> bool:
+        """Whether this process made the download. A forked child may use nothing else of it."""
+        return self._pid == os.getpid()
+
+    @property
+    def readers(self) -> int:
+        """How many readers have joined and not left."""
+        return self._readers
+
+    @property
+    def outcome(self) -> Literal["hit", "coalesced", "linked", "fetched"]:
+        """How the shard is obtained, as far as that is known."""
+        if self._result is not None:
+            return self._result.outcome
+        return "fetched" if self._state is State.RUNNING else "coalesced"
+
+    def wait(self, is_over: Callable[[], bool], seconds: float | None = None) -> None:
+        """Block until ``is_over()`` is true or the time is up. It is called under the lock."""
+        with self._changed:
+            self._changed.wait_for(is_over, seconds)
+
+    def open(self) -> Opened | None:
+        """Return another handle of the entry, or None before there is one.
+
+        Raises:
+            The error that ended the download.
+        """
+        with self._changed:
+            if self._error is not None:
+                raise self._error
+            return None if self._result is None else self._result.opened.duplicate()
+
+    def take_answer(self) -> Body | None:
+        """Return the origin's first answer if the shard found no room. One caller gets it."""
+        with self._changed:
+            answer, self._answer = self._answer, None
+            return answer
+
+    def attend(self) -> bool:
+        """Turn a download ahead into one that a reader waits for.
+
+        Returns:
+            False if it ended without an entry, so that the shard has to be opened anew. An error of
+            the origin and a kept answer are results, too: another download would repeat a request.
+        """
+        with self._changed:
+            self._is_ahead = False
+            if self._state in (State.WAITING, State.RUNNING):
+                return True
+            passing = CacheFullError, LockTimeoutError, FetchCancelledError
+            is_final = isinstance(self._error, ShardCacheError)
+            is_final = is_final and not isinstance(self._error, passing)
+            return self._result is not None or self._answer is not None or is_final
+
+    def join(self, *, finish: bool, ahead: bool) -> None:
+        """Count one reader more; see `Downloads.join`."""
+        with self._changed:
+            self._readers += 1
+            self._is_to_finish |= finish
+            self._is_ahead &= ahead
+
+    def leave(self) -> None:
+        """Count one reader less. The garbage collector may call this.
+
+        The last reader cancels a running download, unless a reader asked to finish it or it is
+        almost complete.
+        """
+        with self._changed:
+            self._readers -= 1
+            if self._readers:
+                return
+            is_almost_complete = (
+                self._size is not None and self._size - self._written <= _ALMOST_COMPLETE
+            )
+            if self.ended:
+                self._drop()
+            elif not (self._is_to_finish or is_almost_complete):
+                self.cancel()
+
+    def cancel(self) -> None:
+        """End the download, unless it has ended. What has arrived is kept.
+
+        Readers see the new state at once. The worker ends as soon as it notices; blocked
+        connections are aborted. The garbage collector and signal handlers may call this.
+        """
+        with self._changed:
+            if self._state in (State.WAITING, State.RUNNING):
+                self._enter(State.CANCELLED)
+            abort = self._abort
+        if abort is not None:
+            abort()
+
+    # -- the worker and its threads ------------------------------------------------
+
+    @property
+    def is_upstream(self) -> bool:
+        """Whether an upstream delivers the shard, and not its origin."""
+        return self._is_upstream
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether nobody waits for the shard yet."""
+        return self._is_ahead
+
+    def waiting(self, partial: Path) -> None:
+        """Another process downloads the shard, into this partial."""
+        with self._changed:
+            if partial != self._partial:
+                self._partial = partial
+                self._enter(State.WAITING)
+
+    def running(self, partial: Path, size: int | None, written: int, *, upstream: bool) -> None:
+        """This process writes the partial from now on."""
+        with self._changed:
+            self._partial, self._size, self._written = partial, size, written
+            self._is_upstream = upstream
+            self._enter(State.RUNNING)
+
+    def advanced(
+        self, *, received: int = 0, written: int | None = None, retries: int | None = None
+    ) -> None:
+        """Note progress, once per block: bytes received since, and totals of the others."""
+        with self._changed:
+            self._received += received
+            if retries is not None:
+                self._retries = retries
+            if written is not None:
+                self._written = written
+                self._notify()
+
+    def give_way(self) -> bool:
+        """Cancel a download ahead, unless a reader has joined it since; whether it was."""
+        with self._changed:
+            if self._is_ahead:
+                self.cancel()
+            return self._is_ahead
+
+    def keep(self, answer: Body) -> None:
+        """Keep the origin's first answer for a reader; the shard finds no room."""
+        with self._changed:
+            self._drop_answer()
+            self._answer = answer
+            if not self._readers:
+                self._drop_answer()
+
+    @contextlib.contextmanager
+    def transferring(self, abort: Callable[[], None]) -> Iterator[None]:
+        """Have `cancel` call ``abort`` while the context lasts. Raises as `check`."""
+        self._abort = abort
+        try:
+            self.check()  # after that: `cancel` sets the state first
+            yield
+        finally:
+            self._abort = None  # it refers to the transfer: a cycle would keep its partial open
+
+    def check(self) -> None:
+        """Raise FetchCancelledError if the download was cancelled."""
+        if self._state is State.CANCELLED:
+            raise FetchCancelledError(
+                f"{self.shard}: the download was cancelled; what has arrived is kept. Run it "
+                "again.",
+                url=str(self.shard),
+            )
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep, unless the download is cancelled. Raises as `check`."""
+        self.check()
+        while seconds > 0:
+            clock.sleep(min(seconds, _NAP))
+            seconds -= _NAP
+            self.check()
+
+    def end(self, result: Result | None, error: BaseException | None = None) -> bool:
+        """Report the last event. Returns False if no reader is left to see it."""
+        with self._changed:
+            self._result, self._error = result, error
+            self.ended = True
+            if self._state is not State.CANCELLED:
+                self._enter(State.FAILED if result is None else State.DONE)
+            has_readers = self._readers > 0
+            if not has_readers:
+                self._drop()
+            self._notify()
+        return has_readers
+
+    # -- with the lock -----------------------------------------------------------
+
+    def _enter(self, state: State) -> None:
+        if self._state is not State.CANCELLED:
+            self._state = state
+        if self._table is not None and state not in (State.WAITING, State.RUNNING):
+            self._table.remove(self)
+        self._notify()
+
+    def _notify(self) -> None:
+        self.changes += 1
+        self._changed.notify_all()
+
+    def _drop(self) -> None:
+        """Release what was kept for readers; the last one has left."""
+        result, self._result = self._result, None
+        if result is not None:
+            result.opened.close()
+        self._error = None  # its traceback refers to this download
+        self._drop_answer()
+
+    def _drop_answer(self) -> None:
+        answer, self._answer = self._answer, None
+        if answer is not None:
+            answer.close()
+
+
+class Downloads:
+    """The shared downloads of one process: at most one for each shard.
+
+    Attributes:
+        lock: guards the table and its downloads.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._running: dict[str, Download] = {}
+
+    def join(
+        self, shard: ShardURL, *, finish: bool = False, ahead: bool = False
+    ) -> tuple[Download, bool]:
+        """Add a reader to the download of a shard.
+
+        Args:
+            shard: the shard to download.
+            finish: complete the download even if all readers leave.
+            ahead: the reader does not need the shard yet; it calls `Download.attend` later.
+
+        Returns:
+            The download, and whether it is new: then the caller starts a worker.
+        """
+        with self.lock:
+            download = self._running.get(shard.key)
+            is_new = download is None
+            if download is None:
+                download = Download(shard, ahead=ahead, table=self)
+                self._running[shard.key] = download
+            download.join(finish=finish, ahead=ahead)
+        return download, is_new
+
+    def unfinished(self) -> list[Download]:
+        """Return the downloads that have not ended."""
+        with self.lock:
+            return list(self._running.values())
+
+    def close(self) -> None:
+        """Cancel the downloads that have no reader, also those that were to be finished."""
+        with self.lock:
+            for download in self.unfinished():
+                if not download.readers:
+                    download.cancel()
+
+    def remove(self, download: Download) -> None:
+        """Let no reader join a download any more."""
+        if self._running.get(download.shard.key) is download:
+            del self._running[download.shard.key]

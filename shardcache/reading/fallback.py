@@ -1,0 +1,210 @@
+"""Which reader replaces one that failed, and which warning says so.
+
+    entry      if its handle is stale, the entry reopened, once; else an upstream or the origin
+    download   an upstream or the origin, past the cache
+    upstream   the origin
+    origin     none: the user gets the error
+
+If bytes were delivered, the rest has to be of the same version. A fault of the cache is one warning
+per kind, and an error only with ``strict``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+from typing import TYPE_CHECKING
+
+from shardcache.errors import (
+    CacheFullError,
+    FetchCancelledError,
+    IntegrityError,
+    LockTimeoutError,
+    ShardCacheError,
+    TransferError,
+    UnprovenError,
+    is_local_error,
+)
+from shardcache.files import fault_kind, is_disk_fault
+from shardcache.locks.flock import is_file
+from shardcache.process import PausedError, Process
+from shardcache.reading.readers import DownloadReader, Expected, OriginReader
+from shardcache.store.entry import DamagedError, Opened, open_data, set_aside
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shardcache.reading.readers import Reader
+    from shardcache.urls import ShardURL
+
+__all__ = ["next_reader", "read_nearest", "read_past"]
+
+logger = logging.getLogger(__name__)
+
+_TOO_MANY_FILES = frozenset({errno.EMFILE, errno.ENFILE})
+#: The counter of an error, by its first class that is in here.
+_COUNTERS = {
+    CacheFullError: "bypassed_full",
+    LockTimeoutError: "errors_lock",
+    IntegrityError: "errors_integrity",
+    FetchCancelledError: None,
+    ShardCacheError: "errors_origin",
+    PausedError: None,
+    OSError: "errors_disk",
+}
+
+
+def next_reader(
+    here: Callable[[], Process],
+    shard: ShardURL,
+    failed: Reader,
+    fault: Exception,
+    position: int,
+    begun: bool,
+) -> Reader:
+    """Return the reader that replaces one that failed.
+
+    Args:
+        here: returns the calling process's `Process`.
+        shard: the shard that is read.
+        failed: the reader; the caller closes it.
+        fault: its error.
+        position: offset of the next byte to read.
+        begun: whether bytes were delivered, so that the rest has to be of the same version.
+
+    Raises:
+        ``fault``, if no reader can replace this one.
+    """
+    if isinstance(failed, Opened) and is_disk_fault(fault):
+        assert isinstance(fault, OSError)
+        return _replace_entry(here, shard, failed, fault, position, begun)
+    if isinstance(failed, DownloadReader):
+        return read_past(here, shard, fault, failed, position, begun)
+    if isinstance(failed, OriginReader) and failed.nearer is not None:
+        logger.info("%s: the rest does not come from an upstream: %s", shard, fault)
+        expected = Expected.of(failed.info) if begun else None
+        return OriginReader(here, shard, position, expected=expected)
+    raise fault  # the origin was the last
+
+
+def _replace_entry(
+    here: Callable[[], Process],
+    shard: ShardURL,
+    opened: Opened,
+    fault: OSError,
+    position: int,
+    begun: bool,
+) -> Reader:
+    """Reopen an entry whose handle is stale; set any other that fails aside, and read past it."""
+    process, entry = here(), opened.entry
+    store = process.tier_of(entry.directory).store
+    info = None
+    with contextlib.suppress(DamagedError, OSError):
+        if fault.errno == errno.ESTALE and not opened.reopened:
+            where = opened.directory, opened.path, opened.size
+            if (again := open_data(*where, store.layout.grace)) is not None:
+                again.reopened = True
+                return again
+        info = entry.metadata().info
+    process.disk_failed(process.reading, fault)
+    try:
+        with process.site().locked(store, shard.key) as is_locked:
+            # Publishing takes this lock, so the path names the same file until it is released. If
+            # the path now names another file, ours was already replaced.
+            if is_locked and is_file(opened.path, opened.fd):
+                set_aside(entry.path, f"{shard}: {fault.strerror}")
+    except OSError as exn:
+        logger.info("%s: %s cannot be set aside: %s", shard, opened.path, exn)
+    if process.config.strict:
+        raise fault
+    process.warn(
+        fault_kind(fault),
+        "%s cannot be read at byte %d of %s (%s); the rest is streamed",
+        shard,
+        position,
+        opened.path,
+        fault.strerror,
+    )
+    if not begun:
+        return read_nearest(here, shard, position)
+    expected = Expected(entry.version if info is None else info.version, info, entry.size)
+    return OriginReader(here, shard, position, expected=expected)
+
+
+def read_past(
+    here: Callable[[], Process],
+    shard: ShardURL,
+    fault: Exception,
+    failed: DownloadReader | None = None,
+    position: int = 0,
+    begun: bool = False,
+) -> OriginReader:
+    """Read a shard past the cache, because the cache failed. It is counted and logged.
+
+    Args as for `next_reader`; ``failed`` is None if no reader could be made.
+
+    Raises:
+        ``fault``, with ``strict`` or if it is an error of the origin; as `OriginReader`.
+    """
+    process = here()
+    counter = next(_COUNTERS[kind] for kind in type(fault).__mro__ if kind in _COUNTERS)
+    counts = {} if counter is None else {counter: 1}
+    try:
+        _warn(process, shard, fault)
+        if failed is not None and begun:
+            reader = OriginReader(here, shard, position, expected=Expected.of(failed.info))
+        else:
+            reader = read_nearest(here, shard, position, failed)
+    except Exception as exn:
+        process.counters.add({"failed": 1, **counts})
+        if not is_local_error(exn) or exn is fault or exn.errno not in _TOO_MANY_FILES:
+            raise
+        raise TransferError(
+            f"{shard} cannot be opened: there are too many open files ({exn}). "
+            "Close streams that were read to their end, or raise the limit (ulimit -n).",
+            url=str(shard),
+            errno=exn.errno,
+        ) from exn
+    process.counters.add({"bypassed": 1, **counts})
+    return reader
+
+
+def _warn(process: Process, shard: ShardURL, fault: Exception) -> None:
+    """Log why a shard is streamed. Raises ``fault`` if it must not be."""
+    if isinstance(fault, (CacheFullError, LockTimeoutError, UnprovenError)):
+        kind, reason = type(fault).__name__, fault.message
+    elif is_local_error(fault):
+        kind, reason = fault_kind(fault), str(fault.strerror or fault)
+        place = str(fault.filename or process.config.dir)
+        if place not in reason:
+            reason = f"{place}: {reason}"
+    else:  # the origin's
+        raise fault
+    if process.config.strict:
+        raise fault
+    text = "%s is streamed, not cached: %s"
+    facts = {"event": "streamed", "shard": str(shard), "reason": kind}
+    if isinstance(fault, PausedError):
+        logger.info(text, shard, reason, extra=facts)
+    elif isinstance(fault, CacheFullError):
+        process.warn_streamed(shard, reason, facts)
+    else:
+        process.warn(kind, text, shard, reason, extra=facts)
+
+
+def read_nearest(
+    here: Callable[[], Process],
+    shard: ShardURL,
+    position: int = 0,
+    failed: DownloadReader | None = None,
+) -> OriginReader:
+    """Read a shard from an answer that its download kept, or an upstream, or the origin."""
+    answer = failed.take_answer() if failed is not None and position == 0 else None
+    if position == 0 and answer is None:
+        for upstream in here().origins.upstreams(shard):
+            try:
+                return OriginReader(here, shard, nearer=upstream)
+            except (ShardCacheError, OSError) as exn:
+                logger.info("%s: not from %s: %s", shard, upstream.name, exn)
+    return OriginReader(here, shard, position, answer=answer)

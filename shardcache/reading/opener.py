@@ -1,0 +1,181 @@
+"""Opening a shard: from the cache if possible, past it if not.
+
+    look for the entry --- the disk cannot be read -----------------> past the cache
+      | miss
+    a `stream.ShardStream` over a download in the background:
+      wait, link or download --- the disk cannot be written --------> past the cache
+        | it fails -------------------------------------------------> past the cache
+
+With ``strict`` nothing goes past the cache: faults are raised. The same holds for calls that return
+a path (`Opener.obtain`).
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, BinaryIO
+
+from shardcache import clock
+from shardcache.config import Config
+from shardcache.download.download import Download, Result
+from shardcache.errors import ConfigError, LockTimeoutError, ShardCacheError, ShardNotFoundError
+from shardcache.locks.flock import is_file
+from shardcache.process import Process
+from shardcache.reading.fallback import read_nearest, read_past
+from shardcache.reading.readers import DownloadReader
+from shardcache.reading.stream import ShardStream
+from shardcache.store.entry import DamagedError, Opened
+from shardcache.urls import ShardURL
+
+if TYPE_CHECKING:
+    from shardcache.reading.readers import Reader
+
+__all__ = ["Opener"]
+
+logger = logging.getLogger(__name__)
+
+#: Seconds between attempts to pin an entry whose evicting process is stopped.
+_STUCK_POLL = 0.25
+#: WebDataset reads 10 KiB at a time; with the default buffer each is a system call.
+_BUFFER = 1 << 18
+
+
+class Opener:
+    """Opens the shards of one cache; safe between threads and across forks.
+
+    ``here`` returns the `Process` of the calling process.
+    """
+
+    def __init__(self, config: Config, here: Callable[[], Process]) -> None:
+        self.config = config
+        self.here = here
+
+    # -- streams -----------------------------------------------------------------
+
+    def open(
+        self, shard: ShardURL, *, finish: bool = True, ahead: Opened | DownloadReader | None = None
+    ) -> BinaryIO:
+        """Return a stream of the shard.
+
+        Args:
+            shard: the shard to open.
+            finish: complete a download even if the stream is closed before.
+            ahead: an entry or a download that a look-ahead began; it becomes the stream's.
+
+        Raises:
+            As `Cache.open`.
+        """
+        if shard.scheme == "file" and self.is_in_place(shard):
+            return _open_in_place(shard)
+        process, started = self.here(), clock.monotonic()
+        if isinstance(ahead, DownloadReader) and not ahead.attend():
+            ahead.close()
+            ahead = None
+        opened = ahead if isinstance(ahead, Opened) else None
+        try:
+            if ahead is None:
+                site = process.made_site
+                if site is None or process.reading.faults:
+                    opened = process.find(shard)
+                else:  # hot path: keep the number of calls small
+                    try:
+                        opened = site.open(shard.key, shard.basename)
+                    except (DamagedError, OSError):
+                        opened = process.find(shard)
+            reader = opened or ahead or DownloadReader(self.here, shard, finish=finish)
+        except (ShardCacheError, OSError) as exn:
+            return self._buffered(shard, read_past(self.here, shard, exn))
+        if opened is None:
+            return self._buffered(shard, reader)
+        stream = ShardStream(self.here, shard, reader)
+        process.touch(opened)
+        tiers = process.tiers
+        tier = tiers.index(process.tier_of(opened.directory)) if len(tiers) > 1 else None
+        process.counters.opened("hit", clock.monotonic() - started, tier)
+        if logger.isEnabledFor(logging.DEBUG):
+            facts = {"event": "hit", "shard": str(shard), "bytes": opened.size}
+            logger.debug("%s: hit", shard, extra=facts)
+        return io.BufferedReader(stream, _BUFFER)
+
+    def _buffered(self, shard: ShardURL, reader: Reader) -> BinaryIO:
+        stream = ShardStream(self.here, shard, reader)
+        stream.wait(whole=self.config.fill == "complete")
+        return io.BufferedReader(stream, _BUFFER)
+
+    def stream(self, shard: ShardURL) -> BinaryIO:
+        """Return a stream of a file of which nothing is stored. Raises as `open`."""
+        stream = ShardStream(self.here, shard, read_nearest(self.here, shard))
+        return io.BufferedReader(stream, _BUFFER)
+
+    # -- entries ---------------------------------------------------------------
+
+    def pin(self, shard: ShardURL) -> Opened:
+        """Return an entry that stays under its path until it is closed. Raises as `obtain`."""
+        started = clock.monotonic()
+        while True:
+            opened, outcome = self.obtain(Download(shard))
+            waited = clock.monotonic() - started
+            if not opened.stuck and is_file(opened.path, opened.fd):
+                counters = self.here().counters
+                counters.opened(outcome, waited)
+                counters.read(opened.size)  # the caller reads the path, as far as we know
+                return opened
+            opened.close()  # it was evicted before it was pinned, or its lock is held by eviction
+            if opened.stuck:
+                if waited >= self.config.lock_timeout:
+                    raise LockTimeoutError(
+                        f"{shard} is being evicted by a process that does not continue. Look for "
+                        "one that is stopped, or read the shard with open().",
+                        url=str(shard),
+                    )
+                clock.sleep(_STUCK_POLL)
+
+    def obtain(self, download: Download) -> Result:
+        """Return the shard's entry, downloaded by the calling thread if need be.
+
+        Only a path will do, so the disk is tried even if it failed a moment ago. The caller closes
+        the entry. This does not count as an open.
+
+        Raises:
+            As `open` with ``strict``.
+        """
+        shard = download.shard
+        self.refuse_in_place(shard)
+        process = self.here()
+        opened = process.find(shard, download.outdated, insist=True)
+        if opened is None:
+            result = process.run(download, insist=True)
+            assert result is not None  # only a download ahead gives way
+        else:
+            result = Result(opened, "hit")
+        process.touch(result.opened)
+        facts = {"event": result.outcome, "shard": str(shard)}
+        logger.debug("%s: %s", shard, result.outcome, extra=facts)
+        return result
+
+    # -- files that are not cached -------------------------------------------------
+
+    def is_in_place(self, shard: ShardURL) -> bool:
+        """Whether a shard is read where it lies."""
+        return shard.is_local and not self.config.cache_local
+
+    def refuse_in_place(self, shard: ShardURL) -> None:
+        """Raise ConfigError for a shard that is read where it lies."""
+        if self.is_in_place(shard):
+            raise ConfigError(
+                f"{shard.local_path} is opened where it is and not cached; set cache_local if it "
+                "lies on a slow mount.",
+                url=str(shard),
+            )
+
+
+def _open_in_place(shard: ShardURL) -> BinaryIO:
+    path = str(shard.local_path)
+    try:
+        return open(path, "rb")
+    except FileNotFoundError as exn:
+        raise ShardNotFoundError(
+            f"{path} does not exist. Check the pattern.", url=str(shard)
+        ) from exn

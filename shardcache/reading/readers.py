@@ -1,0 +1,441 @@
+"""The readers of a `stream.ShardStream`, beside the file of an entry (`store.entry.Opened`).
+
+Each reader delivers the bytes of one version. Its ``readinto(buffer, position)`` returns a count, 0
+at the end of the shard, or None while there are no bytes yet. An error ends a reader, and
+`fallback` chooses the next one.
+
+In a forked child a reader drops what belongs to the parent, its download and its sockets, and
+continues with the clients of the child. ``here`` returns the `Process` of the calling process.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
+
+from shardcache import clock
+from shardcache.download.download import Download, State
+from shardcache.errors import IntegrityError, TransferError
+from shardcache.origins.base import (
+    Body,
+    ObjectInfo,
+    Origin,
+    TransientError,
+    VersionChangedError,
+    skip,
+)
+from shardcache.store.digest import BLOCK, check_archive
+from shardcache.store.entry import DamagedError, Opened
+from shardcache.store.partial import PartialSource
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from _typeshed import WriteableBuffer
+
+    from shardcache.origins.resolve import UpstreamOrigin
+    from shardcache.process import Process
+    from shardcache.urls import ShardURL
+
+    Reader: TypeAlias = "Opened | DownloadReader | OriginReader"
+
+__all__ = ["DownloadReader", "Expected", "OriginReader"]
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+#: Seconds between two looks at another process's partial: about the time of a block from S3.
+_POLL = 0.005
+#: The same for a download of this process, which notifies its readers.
+_OWN_POLL = 0.25
+
+
+class DownloadReader:
+    """Reads a shard while this process or another one downloads it.
+
+    The last block is withheld until there is an entry, so until digest and checksums were compared:
+    a damaged shard ends in an error. If the process that downloads dies, the worker of this
+    process's download gets the key's lock and continues.
+
+    Args:
+        here: returns the calling process's `Process`.
+        shard: the shard to read.
+        finish: complete the download even if this reader is closed before.
+        ahead: the shard is not read yet; `attend` says when it is.
+
+    Attributes:
+        waited: seconds that this reader has waited for bytes.
+
+    Raises:
+        OSError: the process may start no thread.
+    """
+
+    path = None
+
+    def __init__(
+        self,
+        here: Callable[[], Process],
+        shard: ShardURL,
+        *,
+        finish: bool = False,
+        ahead: bool = False,
+    ) -> None:
+        self.waited = 0.0
+        self._here = here
+        self._shard = shard
+        self._finish = finish
+        self._seen: Path | None = None  # the partial that was tried last
+        self._partial: PartialSource | None = None
+        self._read = 0  # end of the bytes that were read
+        self._limit = 0  # end of the bytes that may be read
+        self._download: Download | None
+        self._download, self._has_started = here().join(shard, finish=finish, ahead=ahead)
+
+    def attend(self) -> bool:
+        """Begin to read a shard that was downloaded ahead. False: it has to be opened anew."""
+        download = self._download
+        assert download is not None
+        return not download.mine or download.attend()
+
+    @property
+    def outcome(self) -> str:
+        """How the shard is obtained: coalesced if another reader started the download."""
+        download = self._download
+        return "coalesced" if download is None or not self._has_started else download.outcome
+
+    @property
+    def info(self) -> ObjectInfo | None:
+        """The version, once there is a partial."""
+        return None if self._partial is None else self._partial.info
+
+    @property
+    def size(self) -> int | None:
+        """Bytes of the shard, once known."""
+        return None if self._partial is None else self._partial.info.size
+
+    def take_answer(self) -> Body | None:
+        """Return the origin's answer for a shard that found no room; the caller closes it.
+
+        None in a forked child, because the answer arrives over a connection of the parent.
+        """
+        download = self._download
+        return download.take_answer() if download is not None and download.mine else None
+
+    def wait(self, *, whole: bool) -> bool:
+        """Wait for a partial, or with ``whole`` for the end; whether the download ended."""
+        download = self._joined()
+        self._wait(
+            download, lambda: download.ended or not (whole or download.partial is None), None
+        )
+        return download.ended
+
+    def _wait(self, download: Download, is_over: Callable[[], bool], seconds: float | None) -> None:
+        started = clock.monotonic()
+        download.wait(is_over, seconds)
+        self.waited += clock.monotonic() - started
+
+    def readinto(self, buffer: WriteableBuffer, position: int) -> int | None:
+        """Read below the watermark; None if there is nothing yet: then call `advance`."""
+        view = memoryview(buffer).cast("B")[: max(0, self._limit - position)]
+        if not view or self._partial is None:
+            return None if memoryview(buffer).nbytes else 0
+        count = os.preadv(self._partial.data.fileno(), (view,), position)
+        if count == 0:
+            raise OSError(errno.EIO, f"the partial ends at byte {position}")
+        self._read = max(self._read, position + count)
+        return count
+
+    def advance(self, position: int) -> Opened | None:
+        """Wait a moment for more than ``position``; return the entry once there is one.
+
+        Raises:
+            TransferError: the entry is of another version than the bytes that were read.
+            IntegrityError: bytes that were read are damaged, or the shard is no archive.
+            The error that ended the download.
+        """
+        download = self._joined()
+        changes = download.changes  # before the checks: a later change ends the wait
+        opened = download.open()
+        is_own = download.state is not State.WAITING
+        if opened is None and download.ended:  # a download ahead gave way: join another one
+            self._leave()
+        elif opened is None and self._partial is not None and self._partial.sealed and not is_own:
+            opened = self._here().find(self._shard)
+        if opened is not None:
+            self._check(opened)
+        elif not download.ended and not self._has_grown(download.partial, position):
+            seconds = _OWN_POLL if is_own and self._partial is not None else _POLL
+            self._wait(download, lambda: download.changes != changes, seconds)
+        return opened
+
+    def _joined(self) -> Download:
+        """Return the download, or join another one in a forked child and after it gave way."""
+        if self._download is None or not self._download.mine:
+            self._download, has_started = self._here().join(self._shard, finish=self._finish)
+            self._has_started |= has_started
+        return self._download
+
+    def _has_grown(self, path: Path | None, position: int) -> bool:
+        """Whether there is more to read at ``position`` than before."""
+        # Once bytes were read, only the entry can continue a partial that was replaced.
+        if path is not None and path != self._seen and not self._read:
+            self._open(path)
+        if self._partial is None:
+            return False
+        try:
+            limit = self._partial.limit()
+        except DamagedError:  # its first record is being written
+            return False
+        if self._limit == 0 and limit > 0:
+            check_archive(self._partial.data.fileno(), self._shard.basename, str(self._shard))
+        has_grown = limit > max(self._limit, position)
+        self._limit = limit
+        return has_grown
+
+    def _open(self, path: Path) -> None:
+        try:
+            found = PartialSource(path, self._shard.basename)
+        except FileNotFoundError:
+            return  # it is being made, or published
+        except DamagedError as exn:
+            logger.debug("%s: %s cannot be followed: %s", self._shard, path.name, exn)
+        else:
+            if self._partial is not None:
+                self._partial.close()
+            self._partial, self._limit = found, 0
+        self._seen = path
+
+    def _check(self, opened: Opened) -> None:
+        """Raise if the entry does not continue the bytes that were read, and close it.
+
+        A partial that another process resumed or published is still the same file. A different
+        file means that the first one was lost, or damaged, which is only seen at its end.
+        """
+        if not self._read or self._partial is None:
+            return
+        old, new = self._partial.data.fileno(), opened.file.fileno()
+        if os.path.sameopenfile(old, new):
+            return
+        try:
+            if opened.entry.version != self._partial.info.version:
+                raise TransferError(
+                    f"{self._shard} was replaced while it was read; the bytes read so far are of "
+                    "the old version. Read the shard again.",
+                    url=str(self._shard),
+                )
+            for start in range(0, self._read, BLOCK):
+                length = min(BLOCK, self._read - start)
+                if os.pread(old, length, start) != os.pread(new, length, start):
+                    raise IntegrityError(
+                        f"{self._shard}: bytes that were read were damaged on their way, and the "
+                        "shard was downloaded again. Read it again.",
+                        url=str(self._shard),
+                    )
+        except Exception:
+            opened.close()
+            raise
+
+    def _leave(self) -> None:
+        download, self._download = self._download, None
+        if download is not None and download.mine:
+            download.leave()
+
+    def close(self) -> None:
+        """Leave the download and close the partial. The garbage collector may call this."""
+        if self._partial is not None:
+            self._partial.close()
+        self._leave()
+
+
+class Expected(NamedTuple):
+    """The version that a reader has to continue."""
+
+    version: str
+    info: ObjectInfo | None = None  # if more than the version's name is known
+    size: int | None = None  # bytes; the origin may not state them
+
+    @classmethod
+    def of(cls, info: ObjectInfo | None) -> Expected | None:
+        """The version that an origin described, if it did."""
+        return None if info is None else cls(info.version, info)
+
+
+class OriginReader:
+    """Reads one version of a shard from its origin or an upstream, past the cache.
+
+    It retries as a download does, so an error means that the origin is really gone. A forked child
+    continues at the same byte, with the same version, over a connection of its own.
+
+    Args:
+        here: returns the calling process's `Process`.
+        shard: the shard to read.
+        start: offset of the first byte.
+        nearer: an upstream that is read in place of the origin, and trusted as an entry is.
+        expected: the version to insist on.
+        answer: an answer of the origin that begins with the first byte.
+
+    Attributes:
+        info: the version, once known.
+        size: bytes of the shard, once known.
+        nearer: see above.
+
+    Raises:
+        As `origins.base.Origin.open`, and TransferError after all retries, or if the object is no
+        longer the expected version.
+    """
+
+    path = None
+
+    def __init__(
+        self,
+        here: Callable[[], Process],
+        shard: ShardURL,
+        start: int = 0,
+        *,
+        nearer: UpstreamOrigin | None = None,
+        expected: Expected | None = None,
+        answer: Body | None = None,
+    ) -> None:
+        self._here = here
+        self._shard = shard
+        self._enter_process()
+        self._read_from(nearer)
+        self._position = start
+        self._version = None if expected is None else expected.version
+        self.info = None if expected is None else expected.info
+        self.size = None if expected is None else expected.size
+        self._body = answer
+        if answer is None:
+            self._body = self._call(self._open)
+        else:
+            self.info, self.size = answer.info, answer.info.size
+        self._read_at = clock.monotonic()
+
+    def _enter_process(self) -> None:
+        """Use the clients and the counters of the calling process."""
+        self._pid = os.getpid()
+        self._process = self._here()
+        self._attempts = self._process.engine.policy.started(str(self._shard))
+
+    def _read_from(self, nearer: UpstreamOrigin | None) -> None:
+        self.nearer = nearer
+        self._origin: Origin = nearer or self._process.origins.of(self._shard)
+        self._counter = "bytes_origin" if nearer is None else "bytes_upstream"
+
+    def _leave_parent(self) -> None:
+        """Continue in a forked child.
+
+        The answer is not closed: that would end a connection or a command of the parent.
+        """
+        self._body = None
+        if self.info is not None and self.info.identifiable:
+            self._version = self.info.version
+        elif self._position:
+            raise TransferError(
+                f"{self._shard} can only be read on by the process that opened it, because its "
+                "origin names no version. Open it in the forked process.",
+                url=str(self._shard),
+            )
+        self._enter_process()
+        name = None if self.nearer is None else self.nearer.name
+        copies = () if name is None else self._process.origins.upstreams(self._shard)
+        self._read_from(next((copy for copy in copies if copy.name == name), None))
+
+    def _call(self, function: Callable[[], T]) -> T:
+        try:
+            return self._attempts.call(function, sleep=clock.sleep)
+        except VersionChangedError as exn:
+            raise TransferError(
+                f"{self._shard} was replaced while it was streamed; the bytes read so far are of "
+                f"the old version ({self._version}). Read the shard again.",
+                url=str(self._shard),
+                version=self._version,
+            ) from exn
+
+    def readinto(self, buffer: WriteableBuffer, position: int) -> int:
+        """Read from ``position``; 0 at the end. Any other position than the next sends a request.
+
+        Raises:
+            As the class.
+        """
+        if self._pid != os.getpid():
+            self._leave_parent()
+        view = memoryview(buffer).cast("B")
+        if position != self._position:
+            self.close()
+            self._position = position
+        if not view or self._has_ended():
+            return 0
+        # The deadline does not run while the reader does something else.
+        self._attempts.extend(clock.monotonic() - self._read_at)
+        count = self._call(lambda: self._attempt(view))
+        if not self._origin.pins and (count == 0 or self._position + count == self.size):
+            self._call(self._compare)  # before the last bytes are delivered
+        self._position += count
+        if count == 0:
+            self.size = self._position
+        if self._version is None:
+            assert self.info is not None
+            self._version = self.info.version
+        self._process.counters.read(count, self._counter)
+        self._has_ended()
+        self._read_at = clock.monotonic()
+        return count
+
+    def _has_ended(self) -> bool:
+        """Whether all was read. Then the connection is given back, however late `close` comes."""
+        has_ended = self.size is not None and self._position >= self.size
+        if has_ended:
+            self.close()
+        return has_ended
+
+    def _attempt(self, view: memoryview) -> int:
+        try:
+            if self._body is not None and self._position == self._body.stop:
+                self.close()  # it was a part
+            if self._body is None:
+                self._body = self._open()
+            count = self._body.readinto(view)
+            if count == 0 and self.size is not None:
+                raise TransientError("the origin ended early")
+            self._attempts.check()
+        except TransientError:
+            self.close()
+            raise
+        return count
+
+    def _open(self) -> Body:
+        """Request the bytes from the position on, of the version that is read if that is fixed."""
+        if self._version is None:
+            self.info = None
+        elif self.info is not None and not self._origin.pins:
+            self._compare()
+        info = self.info if self.info is not None and self.info.size is not None else None
+        body = self._origin.open(self._shard, self._position, None, info)
+        try:
+            # Two answers that cannot be told apart may be of two versions.
+            is_same = body.info.version == self._version and body.info.identifiable
+            if self._version is not None and not is_same:
+                raise VersionChangedError(str(self._shard))
+            if passed := skip(body, self._position):
+                self._process.counters.read(passed, self._counter)
+        except Exception:
+            body.close()
+            raise
+        self.info = self.info or body.info
+        self.size = self.size if self.info.size is None else self.info.size
+        return body
+
+    def _compare(self) -> None:
+        assert self.info is not None
+        if self._origin.stat(self._shard).version != self.info.version:
+            raise VersionChangedError(str(self._shard))
+
+    def close(self) -> None:
+        """Give the connection back. Takes no lock: the garbage collector may call this."""
+        body, self._body = self._body, None
+        if body is not None and self._pid == os.getpid():
+            body.close()

@@ -25,7 +25,8 @@ from shardcache.files import Modes
 from shardcache.origins.endpoints import parser
 from shardcache.ranks import detect
 from shardcache.runtime import Processes
-from shardcache.store.entry import DamagedError, Entry, Store
+from shardcache.store.directory import DamagedError
+from shardcache.store.entry import Entry, Store
 from shardcache.store.root import check_root, make_root, require_cache
 from shardcache.streams.opener import Opener
 from shardcache.units import parse_duration

@@ -24,7 +24,8 @@ from shardcache.results import PrewarmPlan
 from shardcache.space.eviction import Limits, total_bytes
 from shardcache.space.memory import Volume
 from shardcache.space.tiers import Tier
-from shardcache.store.entry import DamagedError, Entry
+from shardcache.store.directory import DamagedError
+from shardcache.store.entry import Entry
 from shardcache.store.verify import differs
 from shardcache.urls import ShardURL
 

@@ -354,7 +354,7 @@ class Space:
         """
         policy = Policy.of(self._config, self.node, clock.time(), jobs=jobs)
         entries = self._entries() if found is None else found
-        in_use = self.stores()[0].is_pinned
+        in_use = self.stores()[0].in_use
         return plan(
             entries, limits, policy, reserved=reserved, in_use=in_use, allocated=self.allocated
         )

@@ -105,7 +105,7 @@ def remove(
         if pinned:
             goes = False
         elif dry_run:
-            goes = not any(map(store.is_pinned, links))
+            goes = not any(map(store.in_use, links))
         else:
             goes = all(store.evict(entry) for entry in links)
         if goes:

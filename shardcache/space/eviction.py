@@ -25,7 +25,8 @@ from shardcache.layout import Layout, is_idle
 from shardcache.locks.flock import remove_locks
 from shardcache.locks.sessions import live_sessions, remove_dead
 from shardcache.space.pins import pinned
-from shardcache.store.entry import DamagedError, Entry, Store
+from shardcache.store.directory import DamagedError
+from shardcache.store.entry import Entry, Store
 from shardcache.store.partial import in_flight, remove_leftover, remove_unnamed
 from shardcache.units import format_bytes
 

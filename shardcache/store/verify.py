@@ -26,16 +26,8 @@ from shardcache.origins.base import ObjectInfo
 from shardcache.origins.resolve import Origins
 from shardcache.origins.retry import RetryPolicy
 from shardcache.store.digest import block_digest, read_blocks, tree_digest
-from shardcache.store.entry import (
-    GONE,
-    DamagedError,
-    Entry,
-    Metadata,
-    Store,
-    open_data,
-    readable,
-    set_aside,
-)
+from shardcache.store.directory import GONE, DamagedError, Metadata, readable
+from shardcache.store.entry import Entry, Store, open_data, set_aside
 from shardcache.urls import ShardURL, redact
 
 

@@ -41,7 +41,8 @@ from shardcache.fetch.status import FetchStatus
 from shardcache.files import Breaker, fault_kind, is_disk_fault
 from shardcache.locks.flock import is_file
 from shardcache.runtime import Process
-from shardcache.store.entry import DamagedError, Entry, Opened, open_data, set_aside
+from shardcache.store.directory import DamagedError
+from shardcache.store.entry import Entry, Opened, open_data, set_aside
 from shardcache.streams.sources import FetchSource, OriginSource
 from shardcache.streams.stream import ShardStream
 from shardcache.urls import ShardURL

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from shardcache.layout import META, PROGRESS, Layout, parse_partial_name
 from shardcache.store.digest import BLOCK
-from shardcache.store.entry import Metadata
+from shardcache.store.directory import Metadata
 from shardcache.store.partial import (
     Partial,
     PartialSource,

@@ -25,7 +25,7 @@ from shardcache.store.digest import (
     check_archive,
     compare,
 )
-from shardcache.store.entry import Metadata
+from shardcache.store.directory import Metadata
 from tests.support.storetools import metadata_for
 from tests.support.tars import make_tar, tar_of
 

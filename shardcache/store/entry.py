@@ -1,10 +1,10 @@
 """Entries: published shards, which any number of processes and threads read at once.
 
 Opening is the lookup: `Store.open` opens the data file and takes a shared flock on it. The open
-file can be read to its end, even if the entry is evicted meanwhile. Publishing is one rename.
-Evicting takes the exclusive flock, which readers block, renames the directory out of sight, and
-deletes it. The data of an entry never changes. Its sidecar may be replaced by one that says when
-the data was last verified.
+file can be read to its end, even if the entry is removed. Publishing is one rename. Evicting takes
+the exclusive flock, which readers block, renames the directory out of sight, and deletes it. The
+data of an entry never changes. Its sidecar may be replaced by one that says when the data was last
+verified.
 """
 
 from __future__ import annotations
@@ -52,8 +52,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Attempts to rename into a key's directory, which other processes make and remove with its
-#: entries. Each loss of that race needs another process in between; 100 in a row is a bug.
+#: Attempts to rename into a key's directory, which other processes may remove or fill each time.
 _ATTEMPTS = 100
 #: Errors of linking on a filesystem that cannot, or if the other entry is gone.
 _CANNOT_LINK = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOENT})
@@ -152,17 +151,13 @@ def _last_use(directory: Path | str) -> float:
 
 
 def versions(layout: Layout, key: str) -> list[tuple[int, str, int]]:
-    """List the versions of one shard, newest first.
-
-    Returns:
-        For each, when it was published (nanoseconds since the epoch), its directory, its size.
-    """
+    """List (publication time in ns, directory, size) of all versions of a shard, newest first."""
     key_dir = str(layout.key_dir(key))
     listed = []
     for name in list_names(key_dir):
         parsed = parse_entry_name(name)
         if parsed is not None:
-            with contextlib.suppress(FileNotFoundError):  # evicted meanwhile
+            with contextlib.suppress(FileNotFoundError):  # evicted since the listing
                 status = os.lstat(f"{key_dir}/{name}")
                 if stat.S_ISDIR(status.st_mode):
                     listed.append((status.st_mtime_ns, f"{key_dir}/{name}", parsed[1]))
@@ -205,14 +200,7 @@ class Opened:
         return Entry.at(Path(self.directory))
 
     def readinto(self, buffer: WriteableBuffer, position: int) -> int:
-        """Read bytes of the shard into ``buffer``.
-
-        Args:
-            buffer: where the bytes go.
-            position: offset in the shard, in bytes.
-
-        Returns:
-            The number of bytes; 0 at the end of the shard.
+        """Read bytes from offset ``position`` on into ``buffer``; return how many, 0 at the end.
 
         Raises:
             OSError: the disk fails, or the file is shorter than the shard.
@@ -235,19 +223,13 @@ class Opened:
 
 
 def open_data(directory: str, path: str, size: int, grace: float | None) -> Opened | None:
-    """Open the data file of an entry and, unless leases are used, take a shared flock on it.
-
-    Args:
-        directory: of the entry.
-        path: of the data file.
-        size: bytes that the file must have.
-        grace: the `Layout.grace` of its namespace.
+    """Open the data file of an entry and, without ``grace`` (leases), take a shared flock on it.
 
     Returns:
         The open entry; None if it is gone.
 
     Raises:
-        DamagedError: the file has another size.
+        DamagedError: the file does not have ``size`` bytes.
         OSError: the disk fails.
     """
     fd = -1
@@ -298,15 +280,7 @@ class Store:
         self._known: dict[str, tuple[str, str, int]] = {}
 
     def open(self, key: str, basename: str, outdated: Collection[str] = ()) -> Opened | None:
-        """Open the newest entry of a shard.
-
-        Args:
-            key: of the shard.
-            basename: the name of its data file.
-            outdated: versions to leave out.
-
-        Returns:
-            The open entry; None is a miss.
+        """Open the newest entry of a shard, except ``outdated`` versions; return None for a miss.
 
         Raises:
             DamagedError: there is an entry, but it is damaged.
@@ -358,7 +332,7 @@ class Store:
         try:
             metadata = Entry.at(directory).metadata()
         except FileNotFoundError:
-            return  # evicted meanwhile; the open file is good
+            return  # evicted; the open file is good
         if not self._boot or metadata.boot == self._boot:
             return
         if file_digest(fd) != metadata.digest:
@@ -381,10 +355,9 @@ class Store:
     def publish(self, partial: Partial, metadata: Metadata, *, sync: bool = False) -> Path:
         """Make a finished partial an entry. The caller must close the partial, which stays locked.
 
-        If the same version was published meanwhile and is sound, the partial is dropped, because
-        both are identical. If another version was published since the partial was begun, the
-        partial is dropped, too: nothing tells which of the two is newer, and a process that has
-        read the other one must not read this one next.
+        The partial is dropped if a sound entry of the same version exists. It is also dropped if
+        another version was published after the partial was made: it is unknown which of the two is
+        newer, and a process that has read the other one must not read this one next.
 
         Args:
             partial: complete and checked.
@@ -402,12 +375,11 @@ class Store:
         partial.seal(metadata, self.layout.modes, sync=sync)
         entry = self.layout.entry(key, metadata.info.version, metadata.size)
         # List after sealing: if this process is stopped between the listing and the rename, its
-        # directory is older than an entry that was published meanwhile, and `open` takes the
-        # newest.
+        # directory is older than an entry that is published then, and `open` takes the newest.
         others = [Path(row[1]) for row in versions(self.layout, key) if row[1] != str(entry)]
         newcomer = next((other for other in others if other.name not in partial.earlier), None)
         if newcomer is not None:
-            logger.info("%s was published meanwhile; dropping %s", newcomer.name, entry.name)
+            logger.info("%s was published before %s, which is dropped", newcomer.name, entry.name)
             remove_directory(partial.path, name)
             return newcomer
         self._known.pop(key, None)
@@ -445,12 +417,7 @@ class Store:
         raise OSError(errno.EBUSY, "an entry has the name and cannot be opened", str(entry))
 
     def touch(self, directory: str, now: float) -> None:
-        """Set an entry's time of last use. On a cache that cannot be written, do nothing.
-
-        Args:
-            directory: of the entry.
-            now: seconds since the epoch.
-        """
+        """Set an entry's time of last use, in seconds since the epoch, if the disk permits."""
         path = f"{directory}/{META}"
         try:
             try:
@@ -506,18 +473,10 @@ class Store:
         return True
 
     def link(self, other: Opened, metadata: Metadata, basename: str) -> bool:
-        """Publish a hard link to an entry of another namespace.
-
-        Args:
-            other: the open entry.
-            metadata: its sidecar.
-            basename: the name of the data file.
+        """Publish a hard link to ``other``, an entry of another namespace with that sidecar.
 
         Returns:
             False if the filesystem cannot link, or the other entry is gone.
-
-        Raises:
-            OSError: the disk fails.
         """
         version, modes = metadata.info.version, self.layout.modes
         staging = self.layout.new_partial(metadata.key, version, metadata.size)
@@ -542,14 +501,8 @@ def set_aside(directory: Path, reason: str) -> bool:
     """Move an entry out of the readers' sight; the next sweep removes it.
 
     Processes that have the entry open read on. The caller must hold the key's lock: otherwise it
-    could move an entry that was downloaded in place of the damaged one.
-
-    Args:
-        directory: of the entry.
-        reason: for the log.
-
-    Returns:
-        Whether this call moved it.
+    could move an entry that was downloaded in place of the damaged one. Returns whether this call
+    moved it; ``reason`` goes to the log.
     """
     if _hide(directory) is None:
         return False

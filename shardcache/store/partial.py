@@ -4,8 +4,8 @@ A partial is a directory with the data file and a journal, ``progress``. The jou
 blocks are on disk. The size of the data file does not: a file whose tail was written first has its
 full size, and holes.
 
-    progress:  a header, the sidecar as far as it is known, and a record for each block: its digest
-               and its length, or zeros if the block is not on disk
+    progress:  a header, the known part of the sidecar, and a record for each block: its digest and
+               length, or zeros if the block is not on disk
 
 A shard of one block has no journal, because no process can resume or follow it.
 
@@ -202,10 +202,10 @@ class Partial:
         path: the directory.
         data: the path of the data file.
         metadata: the sidecar. Its size and digest are final once the partial is sealed.
-        confirmed: whether the origin confirmed that it still has this version. Readers wait for
-            that.
+        confirmed: whether the origin confirmed that it still has this version. Until then, no
+            reader reads the partial.
         written: bytes on disk.
-        earlier: directory names of the versions that were published when the partial was begun.
+        earlier: directory names of the versions that were published before the partial was made.
     """
 
     def __init__(
@@ -431,7 +431,7 @@ class Partial:
         self.metadata = metadata
 
     def close(self) -> None:
-        """Close the files. What was written stays on disk, to be resumed."""
+        """Close the files. The data stays on disk, to be resumed."""
         with self._guard:
             self._file.close()
             if self._progress is not None:
@@ -474,7 +474,7 @@ class InFlight:
 def in_flight(layout: Layout) -> Iterator[InFlight]:
     """Yield the partials and hidden entries of a namespace. Changes nothing."""
     seen = set[str]()
-    # List again until nothing is new: a claim gives a partial a new name meanwhile.
+    # List again until nothing is new: a claim renames a partial, perhaps after it was listed.
     while new := [name for name in list_names(layout.partial) if name not in seen]:
         seen.update(new)
         for name in new:

@@ -240,7 +240,7 @@ _exclusive: weakref.WeakSet[io.FileIO] = weakref.WeakSet()
 def open_exclusive(path: str | os.PathLike[str], flags: int, modes: Modes = PRIVATE) -> io.FileIO:
     """Open a file with `open_file`, so that a forked child closes it before any of its code runs.
 
-    A new file (O_EXCL) gets the mode of ``modes``, whatever the umask.
+    A new file (O_EXCL) gets the mode of ``modes``, regardless of the umask.
     """
     with undivided():
         file = open_file(path, flags, modes.file)
@@ -276,9 +276,7 @@ def dup_exclusive(file: io.FileIO) -> io.FileIO:
 
 def _close_in_child() -> None:
     for file in _exclusive:
-        with contextlib.suppress(
-            OSError
-        ):  # of a failing disk; close the others, too
+        with contextlib.suppress(OSError):  # of a failing disk; close the others, too
             file.close()
     _exclusive.clear()
 

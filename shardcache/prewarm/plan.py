@@ -243,7 +243,7 @@ def _room(tier: Tier, entries: list[Entry], wanted: set[str], need: int) -> tupl
     chosen = space.plan(
         Limits(max_size=limit, free_needed=max(0, need - spare)),
         reserved=others + need + kept,
-        found=[entry for entry in here if entry.key not in wanted],
+        entries=[entry for entry in here if entry.key not in wanted],
     )
     if limit is not None:
         free = min(free, limit - others - total_bytes(here, space.allocated))

@@ -124,11 +124,7 @@ class Session:
 
 
 def live_sessions(layout: Layout) -> list[float]:
-    """Return when each live session began, in seconds since the epoch; remove the dead ones.
-
-    Raises:
-        OSError: the filesystem is failing.
-    """
+    """Return when each live session began, in seconds since the epoch; remove the dead ones."""
     dates = map(_live_since, _files(layout, ".session"))
     return [date for date in dates if date is not None]
 
@@ -158,9 +154,6 @@ def remove_dead(layout: Layout) -> None:
     """Remove the files of dead processes and the notes of jobs that ended from ``sessions``.
 
     A note is older than every live session if its job has ended.
-
-    Raises:
-        OSError: the filesystem is failing.
     """
     for path in _files(layout, ""):
         _live_since(path)

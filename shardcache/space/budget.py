@@ -46,8 +46,6 @@ from shardcache.store.partial import InFlight, in_flight
 from shardcache.threads import lazy
 from shardcache.units import format_bytes
 
-__all__ = ["Space"]
-
 logger = logging.getLogger(__name__)
 
 #: Seconds until a count is repeated and a refusal is forgotten. Only failed downloads and removals
@@ -129,7 +127,6 @@ class Space:
 
         Raises:
             CacheFullError: there is no room, and the other shards may not be evicted.
-            OSError: the disk fails.
         """
         if size is not None:
             if too_large := self._too_large(url, size):

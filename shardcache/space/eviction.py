@@ -30,9 +30,6 @@ from shardcache.store.entry import Entry, Store
 from shardcache.store.partial import in_flight, remove_leftover, remove_unnamed
 from shardcache.units import format_bytes
 
-__all__ = ["CleanReport", "Limits", "Links", "Policy", "Reason", "Removal"]
-__all__ += ["disk_bytes", "linked", "plan", "sweep", "total_bytes"]
-
 #: Seconds by which clocks may differ: four times as much as S3 accepts.
 SKEW = 3600.0
 

@@ -22,8 +22,6 @@ from shardcache.config import Config
 from shardcache.locks.mounts import MEMORY_TYPES, mount_of, read_mounts
 from shardcache.store.partial import record_size
 
-__all__ = ["Volume", "allocation", "cpu_quota", "is_memory", "memory_headroom"]
-
 _MEMBERSHIP = Path("/proc/self/cgroup")
 #: v1 states "no limit" as the largest multiple of a page in a signed 64-bit number.
 _UNLIMITED = 1 << 60

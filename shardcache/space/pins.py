@@ -14,8 +14,6 @@ import math
 from shardcache.layout import Layout, is_pin_name, list_names, read_file, replace_file
 from shardcache.urls import ShardURL
 
-__all__ = ["pin", "pinned", "remove_expired", "unpin"]
-
 logger = logging.getLogger(__name__)
 
 _MAX_RECORD = 16_384  #: most bytes to read of a pin, which holds one URL

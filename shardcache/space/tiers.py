@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from shardcache.space.budget import Space
     from shardcache.space.eviction import Removal
 
-__all__ = ["Tier", "job_limits"]
-
 #: The job of processes without a launcher. They share one namespace per rank.
 _NO_JOB = "local"
 

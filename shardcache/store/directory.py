@@ -252,11 +252,7 @@ def _likely_name(names: list[str], fd: int) -> str | None:
 
 
 def _remove_name(name: str, fd: int) -> bool:
-    """Remove a file or an empty directory; return False if it is a mount point or not empty.
-
-    Raises:
-        OSError: the disk fails.
-    """
+    """Remove a file or an empty directory; return False if it is a mount point or not empty."""
     try:
         try:
             os.unlink(name, dir_fd=fd)

@@ -230,7 +230,6 @@ def open_data(directory: str, path: str, size: int, grace: float | None) -> Open
 
     Raises:
         DamagedError: the file does not have ``size`` bytes.
-        OSError: the disk fails.
     """
     fd = -1
     try:
@@ -284,7 +283,6 @@ class Store:
 
         Raises:
             DamagedError: there is an entry, but it is damaged.
-            OSError: the disk fails.
         """
         known = None if outdated else self._known.get(key)
         if known is not None:
@@ -369,7 +367,6 @@ class Store:
 
         Raises:
             LostError: another process swept the partial or took it over.
-            OSError: the disk fails.
         """
         key, name = metadata.key, partial.data.name
         partial.seal(metadata, self.layout.modes, sync=sync)

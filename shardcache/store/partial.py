@@ -234,7 +234,6 @@ class Partial:
 
         Raises:
             LostError: another process was faster to sweep or lock it.
-            OSError: the disk fails.
         """
         size, modes = metadata.info.size, layout.modes
         path = layout.new_partial(metadata.key, metadata.info.version, size)
@@ -270,9 +269,6 @@ class Partial:
 
         Returns:
             The partial, locked; None if its writer lives, or if it is gone or useless.
-
-        Raises:
-            OSError: the disk fails.
         """
         named = parse_partial_name(path.name)
         if named is None or not is_directory(path):
@@ -416,7 +412,6 @@ class Partial:
 
         Raises:
             LostError: another process swept the partial or took it over.
-            OSError: the disk fails.
         """
         try:
             write_new(f"{self.path}/{META}", metadata.encode(), modes.file, sync=sync)

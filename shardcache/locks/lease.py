@@ -80,8 +80,8 @@ class KeyLease:
         filelock does this only where two names can be exchanged, which NFS refuses.
         """
         with contextlib.suppress(OSError):
-            found, now = self.path.stat(), time.monotonic()
-            marker = (found.st_ino, found.st_mtime_ns)
+            status, now = self.path.stat(), time.monotonic()
+            marker = (status.st_ino, status.st_mtime_ns)
             if marker != self._seen:
                 self._seen, self._since = marker, now
             elif now - self._since >= self._seconds:

@@ -60,8 +60,8 @@ _AT_ONCE = 64
 #: From so many entries on, an eviction removes a hundredth of the bytes in addition, so that a full
 #: cache is listed once per hundred new shards, and not for each.
 _EACH = 100
-#: Seconds to wait for the budget lock. Its holder counts and evicts; if that takes longer, it is
-#: stopped, and the shard is admitted without the lock.
+#: Seconds to wait for the budget lock. Its holder counts and evicts; if that takes longer, it was
+#: probably stopped, and the shard is admitted without the lock.
 _BUDGET_SECONDS = 60.0
 _POLL = 0.01
 _ANNOUNCE_EVERY = 10.0
@@ -343,13 +343,10 @@ class Space:
         jobs: bool = True,
         entries: Iterable[Entry] | None = None,
     ) -> CleanReport:
-        """Plan an eviction; see `eviction.plan`.
+        """Plan an eviction with `eviction.plan`.
 
-        Args:
-            limits: limits that must hold afterwards.
-            reserved: bytes on disk of shards in flight.
-            jobs: whether shards that running jobs use stay.
-            entries: all entries, if they were listed already.
+        Without ``jobs``, shards that running jobs use may be evicted. ``entries`` are all entries,
+        if the caller has listed them.
         """
         policy = Policy.of(self._config, self.node, clock.time(), jobs=jobs)
         entries = self._entries() if entries is None else entries
@@ -396,7 +393,7 @@ class Space:
 
     @contextlib.contextmanager
     def sole_cleaner(self, *, wait: bool) -> Iterator[None]:
-        """Hold the cleaning lock of the root in the body; wait up to ``lock_timeout`` if asked to.
+        """Hold the cleaning lock of the root in the body; ``wait`` for up to ``lock_timeout``.
 
         Raises:
             LockTimeoutError: another process cleans.

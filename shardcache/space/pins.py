@@ -47,14 +47,14 @@ def remove_expired(layout: Layout, now: float) -> int:
 
 def _pins(layout: Layout) -> dict[str, tuple[float, str]]:
     """Return expiry and URL by key. A damaged pin does not expire and has no URL."""
-    found = {}
+    pins = {}
     for name in filter(is_pin_name, list_names(layout.pins)):
         key = name.removesuffix(".pin")
         try:
             record = json.loads(read_file(layout.pin(key), _MAX_RECORD))
             until = math.inf if record["until"] is None else float(record["until"])
-            found[key] = until, str(record["url"])
+            pins[key] = until, str(record["url"])
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as exn:
-            found[key] = math.inf, ""
+            pins[key] = math.inf, ""
             logger.info("the pin of %s cannot be read (%s), so the shard is kept", key, exn)
-    return found
+    return pins

@@ -334,7 +334,7 @@ class Store:
         if not self._boot or metadata.boot == self._boot:
             return
         if file_digest(fd) != metadata.digest:
-            raise DamagedError("its bytes changed since they were fetched")
+            raise DamagedError("its bytes changed since they were downloaded")
         try:
             trusted = replace(metadata, boot=self._boot).encode()
             modes, via = self.layout.modes, self.layout.partial
@@ -425,9 +425,9 @@ class Store:
             logger.debug("cannot note a use of %s: %s", directory, exn)
 
     def mark_replaced(self, entry: Entry) -> None:
-        """Make processes that remember an entry look for a newer version at their next open.
+        """Mark an entry, by the time 0 of its data file, because a newer version was published.
 
-        The mark is a data file with the time 0. Nothing else reads that time.
+        Processes that remember the entry see the mark at their next open, and list the versions.
         """
         try:
             os.utime(entry.data, (0, 0), follow_symlinks=False)

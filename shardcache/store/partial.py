@@ -160,7 +160,7 @@ class PartialSource:
             self.info = metadata.info
             if not self.info.identifiable:
                 # Its writer may start over, with other bytes.
-                raise DamagedError("its version cannot be told from others")
+                raise DamagedError("its origin states no version")
             self._stack = stack.pop_all()
         self._blocks = 0  # complete blocks from the start without a gap
 
@@ -290,7 +290,7 @@ class Partial:
                 metadata, records_at, _ = _parse(claimed, data)
                 progress = stack.enter_context(open_exclusive(claimed / PROGRESS, os.O_RDWR))
                 if metadata.info.size is None or not metadata.info.identifiable:
-                    raise DamagedError("it is not known what is missing")
+                    raise DamagedError("its size or version is unknown")
                 (claimed / META).unlink(missing_ok=True)  # if its writer was killed in `seal`
                 if status.st_size > metadata.info.size:
                     os.ftruncate(file.fileno(), metadata.info.size)

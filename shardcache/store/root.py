@@ -37,7 +37,7 @@ _ROOT_NAMES = frozenset({"v1", MANIFEST, _TAG_NAME, _README_NAME, "lost+found"})
 # programs look for.
 _CACHEDIR_TAG = """Signature: 8a477f597d28d172789f06886806bc55
 # This directory is a shardcache root: copies of training shards that can be
-# fetched again. Backups may leave it out.
+# downloaded again. Backups may leave it out.
 """
 _README = """Copies of training shards, kept by shardcache.
 

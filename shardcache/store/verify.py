@@ -95,7 +95,7 @@ def differs(then: ObjectInfo, now: ObjectInfo) -> str | None:
         return _change("ETag", then.etag.removeprefix("W/"), now.etag.removeprefix("W/"))
     if then.modified and now.modified:
         return _change("modification time", then.modified, now.modified)
-    raise ValueError("the origin states nothing that tells versions apart")
+    raise ValueError("the origin states nothing to compare versions by")
 
 
 def _change(what: str, then: str, now: str) -> str | None:
@@ -221,7 +221,7 @@ class Verifier:
             raise DamagedError("its data file is missing")
         with opened.file:
             if not self.quick and self._digest(entry.key, opened.fd) != metadata.digest:
-                raise DamagedError("its bytes changed since they were fetched")
+                raise DamagedError("its bytes changed since they were downloaded")
 
     def _digest(self, key: str, fd: int) -> str:
         status = os.fstat(fd)

@@ -102,7 +102,7 @@ def node_namespace(root: Path, locks: str, touch_interval: float, modes: Modes =
     """Return the node's namespace of a cache, with its kind of lock.
 
     Args:
-        root: of the cache; it need not exist.
+        root: the root of the cache; it need not exist.
         locks: the option: ``auto``, ``flock`` or ``lease``.
         touch_interval: seconds between touches of an entry in use; the grace is twice that or more.
         modes: the permissions of the cache.

@@ -48,10 +48,10 @@ class Session:
     """A file in ``sessions`` that this process holds locked until `close`, or its end.
 
     Args:
-        layout: of the namespace.
+        layout: the namespace.
         started: when the job began to use the cache, in seconds since the epoch.
         waits: the key and the waiting process, to make a ``.wait`` file instead.
-        limits: of the job, see `Config.limits`; None for a command.
+        limits: the limits of the job, see `Config.limits`; None for a command.
     """
 
     _file: io.FileIO | None = None  # until it is made

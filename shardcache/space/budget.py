@@ -122,7 +122,7 @@ class Space:
         """Reserve room for a shard, by eviction if necessary. The body must make the partial.
 
         Args:
-            url: of the shard.
+            url: the URL of the shard.
             size: bytes; None if they are unknown, or if the partial exists.
 
         Raises:

@@ -45,7 +45,7 @@ def clean(
     """Evict until the limits hold, and remove the partials and sessions of dead processes.
 
     Args:
-        space: of the tier.
+        space: the budget of the tier.
         limits: limits that must hold afterwards.
         orphans: also remove partials of dead processes that are younger than an hour.
         dry_run: remove nothing, and return what would be removed.
@@ -97,7 +97,7 @@ def remove(
 
     Args:
         stores: the namespaces of the tier.
-        key: of the shard.
+        key: the key of the shard.
         pinned: a user pinned the shard, so remove none.
         dry_run: remove nothing, and return what would be removed.
 

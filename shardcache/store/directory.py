@@ -160,7 +160,7 @@ def hold(directory: Path, grace: float | None, *, shared: bool = False) -> Itera
     and a shard is free after ``grace`` seconds without a write or a touch.
 
     Args:
-        directory: of the entry or partial.
+        directory: the directory of the entry or partial.
         grace: the `Layout.grace` of its namespace.
         shared: take the shared lock.
     """
@@ -200,6 +200,18 @@ def hide(directory: Path, layout: Layout, key: str) -> Path | None:
     return hidden
 
 
+def remove_free(directory: Path, layout: Layout, key: str) -> bool:
+    """Remove an entry or a partial unless a process has its lock; return whether it was removed."""
+    with hold(directory, layout.grace) as free:
+        hidden = hide(directory, layout, key) if free else None
+        if hidden is None:
+            return False
+        # Keep the lock until the names are gone: a reader that gets its lock afterwards sees a link
+        # count of zero and looks again.
+        remove_directory(hidden)
+    return not hidden.exists()
+
+
 def remove_directory(directory: Path, name: str | None = None) -> None:
     """Remove the files of shardcache from a directory, then the directory.
 
@@ -207,8 +219,8 @@ def remove_directory(directory: Path, name: str | None = None) -> None:
     disk fails, the next sweep tries again.
 
     Args:
-        directory: of an entry or a partial, in `Layout.partial`.
-        name: of the data file; None to read it from the sidecar.
+        directory: the directory of an entry or a partial, in `Layout.partial`.
+        name: the name of the data file; None to read it from the sidecar.
     """
     try:
         fd = open_directory(directory)

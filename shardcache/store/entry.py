@@ -44,6 +44,7 @@ from shardcache.store.directory import (
     hold,
     readable,
     remove_directory,
+    remove_free,
 )
 from shardcache.store.partial import LostError, Partial
 
@@ -265,7 +266,7 @@ class Store:
     """The entries of one namespace.
 
     Args:
-        layout: of the namespace.
+        layout: the namespace.
         verify_after_boot: hash entries of another boot once before they are trusted. After power
             loss, a rename may have survived without the data.
     """
@@ -458,13 +459,8 @@ class Store:
         Returns:
             Whether this call removed it.
         """
-        with hold(entry.path, self._grace) as free:
-            hidden = _hide(entry.path) if free else None
-            if hidden is None:
-                return False
-            # Keep the lock until the names are gone: a reader that gets its lock afterwards sees
-            # a link count of zero and looks again.
-            remove_directory(hidden)
+        if not remove_free(entry.path, _namespace(entry.path, self._grace), entry.key):
+            return False
         with contextlib.suppress(OSError):  # another version is in it, or it is gone
             entry.path.parent.rmdir()
         return True
@@ -501,15 +497,15 @@ def set_aside(directory: Path, reason: str) -> bool:
     could move an entry that was downloaded in place of the damaged one. Returns whether this call
     moved it; ``reason`` goes to the log.
     """
-    if _hide(directory) is None:
+    if hide(directory, _namespace(directory), directory.parent.name) is None:
         return False
     logger.info("set aside a damaged entry: %s (%s)", directory.name, reason)
     return True
 
 
-def _hide(directory: Path) -> Path | None:
-    # In the entry's own namespace: <namespace>/objects/<aa>/<key>/<entry>.
-    return hide(directory, Layout(directory.parents[3]), directory.parent.name)
+def _namespace(directory: Path, grace: float | None = None) -> Layout:
+    """Return the namespace of an entry, from <namespace>/objects/<aa>/<key>/<entry>."""
+    return Layout(directory.parents[3], grace=grace)
 
 
 def open_first(

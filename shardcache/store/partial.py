@@ -62,9 +62,9 @@ from shardcache.store.directory import (
     DamagedError,
     Metadata,
     data_file,
-    hide,
     hold,
     remove_directory,
+    remove_free,
 )
 
 _MAGIC = b"SHCPROG3"
@@ -263,8 +263,8 @@ class Partial:
         """Take over a partial that a dead process of this user left.
 
         Args:
-            layout: of the namespace.
-            path: the directory.
+            layout: the namespace.
+            path: the directory of the partial.
             basename: the name of the data file.
 
         Returns:
@@ -506,14 +506,7 @@ def remove_leftover(layout: Layout, path: Path) -> bool:
     parsed = parse_partial_name(path.name)
     if not (parsed or is_evicted_name(path.name)) or not is_directory(path):
         return False
-    with hold(path, layout.grace) as free:
-        if not free:
-            return False
-        hidden = hide(path, layout, parsed[0] if parsed else path.name.split(".")[1])
-        if hidden is None:  # another process was faster
-            return False
-        remove_directory(hidden)
-        return not hidden.exists()
+    return remove_free(path, layout, parsed[0] if parsed else path.name.split(".")[1])
 
 
 def remove_unnamed(layout: Layout) -> None:

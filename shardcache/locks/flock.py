@@ -133,13 +133,14 @@ def read_holder(path: Path) -> Holder | None:
 
 
 class KeyLock:
-    """The right of one process of this node to download a key. Use an object once.
+    """The right of one process of this node to download a key.
 
     In a forked child, the file is closed before any code of the child runs.
 
     Attributes:
         path: the lock file.
-        left: once the lock is acquired, the record of the holder before, if that was killed.
+        left: once the lock is acquired, the record that the last holder left, if there is one. It
+            names the partial of a download that was killed.
     """
 
     def __init__(self, path: Path, modes: Modes = PRIVATE) -> None:
@@ -183,7 +184,7 @@ class KeyLock:
                     self.left = Holder.decode(os.pread(file.fileno(), _MAX_RECORD, 0))
                 self.update(holder)
                 return True
-            self.release()  # swept between our open and our flock
+            self.release()  # a sweep removed the file between open and flock
         logger.info("going on without %s", self.path)
         return True
 

@@ -1,4 +1,4 @@
-"""Cleaning: `Cache.clean`, ``shardcache clean``, and the process that cleans beside a job.
+"""Cleaning: `Cache.clean`, ``shardcache clean``, and cleaning in the background of a job.
 
 The plan is made first and carried out unchanged, so a dry run shows what a run would remove. Shards
 that are pinned, read or in flight stay, and so do those that running jobs used, unless the limits

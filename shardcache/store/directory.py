@@ -177,7 +177,8 @@ def hold(directory: Path, grace: float | None, *, shared: bool = False) -> Itera
                 free = is_file(data, fd)
         except OSError as exn:
             # No process reads a file that is gone or is a link. EACCES: another member of the
-            # group may have been killed before it gave the group access to its file.
+            # group may have been killed before it gave the group access to its file. Any other
+            # error, such as EMFILE, does not show whether the shard is free.
             if exn.errno not in NOT_DATA | GONE | {errno.EACCES}:
                 raise
             free = None if exn.errno == errno.EACCES else True

@@ -1,6 +1,6 @@
 """Verifying entries: whether their bytes are intact, and whether the origin has a newer version.
 
-It is safe beside jobs: an entry is locked while it is read, no time of last use changes, and an
+It may run while jobs use the cache: an entry is locked while it is read, no time of last use changes, and an
 entry that is evicted before its turn is left out. One thread checks all copies of a shard in all
 tiers and namespaces. So the origin gets one request per version, a file with several names is read
 once, and all names of a damaged file are set aside together. Otherwise the next reader would link

@@ -57,8 +57,8 @@ _PLANS = 6
 #: Shards that a node may admit at one moment, before one process sees the partials of the others:
 #: 8 ranks with 8 workers each.
 _AT_ONCE = 64
-#: With this many entries or more, an eviction removes another hundredth of the bytes, so that a full
-#: cache is listed once per hundred new shards, and not for each.
+#: With so many entries or more, an eviction removes another hundredth of the bytes. So a full cache
+#: is listed once per hundred new shards, and not for each.
 _EACH = 100
 #: Seconds to wait for the budget lock. Its holder counts and evicts; if that takes longer, it was
 #: probably stopped, and the shard is admitted without the lock.
@@ -269,7 +269,7 @@ class Space:
         """
         counted = clock.monotonic()
         flights = self.flights()
-        if not all(flight.is_measured for flight in flights):
+        if any(flight.live and flight.key and flight.size is None for flight in flights):
             counted = -math.inf  # the final size of one is unknown: the next admission counts again
         entries = self._entries()
         published = {(entry.key, entry.version) for entry in entries}
@@ -306,11 +306,10 @@ class Space:
     # -- limits and plans ----------------------------------------------------------
 
     def limits(self, newcomer: int | None = None) -> Limits:
-        """Return the configured limits in bytes, for this filesystem as it is now.
+        """Return the configured limits in bytes, for the present state of the filesystem.
 
-        Args:
-            newcomer: bytes on disk of a shard to admit in addition to the shards in flight; None
-                to clean, which also removes entries that are too old.
+        ``newcomer`` is the bytes on disk of a shard to admit in addition to those in flight. None
+        is for cleaning, which also removes entries that are too old.
         """
         volume = Volume.of(self.node.base)
         free = self._config.min_free.of(volume.size)

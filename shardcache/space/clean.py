@@ -93,17 +93,11 @@ def joined(reports: Sequence[CleanReport]) -> CleanReport:
 def remove(
     stores: Sequence[Store], key: str, *, pinned: bool = False, dry_run: bool = False
 ) -> tuple[int, int, int]:
-    """Remove every version of a shard that no process reads.
-
-    Args:
-        stores: the namespaces of the tier.
-        key: the key of the shard.
-        pinned: a user pinned the shard, so remove none.
-        dry_run: remove nothing, and return what would be removed.
+    """Remove every version of a shard that no process reads; none if a user pinned it.
 
     Returns:
-        The number of removed versions, their bytes, and the number of versions that stay. A file
-        with several links counts once.
+        The number of versions that were removed, or would be, their bytes, and the number of
+        versions that stay. A file with several links counts once.
     """
     removed = freed = in_use = 0
     store = stores[0]

@@ -49,7 +49,7 @@ class Volume:
 
     @classmethod
     def of(cls, path: Path) -> Volume:
-        """Return the filesystem that ``path`` is on, as it is now."""
+        """Return the present state of the filesystem that ``path`` is on."""
         stated = os.statvfs(path)
         size, free = stated.f_frsize * stated.f_blocks, stated.f_frsize * stated.f_bavail
         if is_memory(path) and (memory := _recent_headroom(path, free)) is not None:
@@ -104,9 +104,7 @@ def _is_memory(path: str, device: int) -> bool:
 def _recent_headroom(disk: Path, free: int) -> Volume | None:
     """Return `memory_headroom` of the last second, less the bytes written to the disk since then.
 
-    Args:
-        disk: a directory on a RAM disk.
-        free: the bytes that the disk has free now.
+    ``free`` is the bytes that the disk, which is in memory, has free now.
     """
     now, device = clock.monotonic(), disk.stat().st_dev
     then, memory, free_then = _last_read.get(device, (-_BELIEVED, None, free))

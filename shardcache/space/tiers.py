@@ -64,10 +64,8 @@ def job_limits(config: Config) -> tuple[dict[str, str], str]:
 def _namespace(config: Config, *, follow: bool) -> Layout:
     """Return the node's namespace.
 
-    Args:
-        config: options of the tier.
-        follow: use the kind of lock that live processes use, and not the one of the option
-            ``locks``. On a network filesystem, this is never flock.
+    With ``follow``, it has the kind of lock that live processes use, and not that of the option
+    ``locks``. On a network filesystem, this is never flock.
     """
     modes = Modes.of(config.shared_group)
     node = node_namespace(config.dir, config.locks, config.touch_interval, modes)

@@ -154,15 +154,10 @@ def _stated_name(directory: Path) -> str | None:
 
 @contextlib.contextmanager
 def hold(directory: Path, grace: float | None, *, shared: bool = False) -> Iterator[bool]:
-    """Hold the flock of a directory's data file in the body; yields whether the shard is free.
+    """Hold the flock of a directory's data file in the body; yield whether the shard is free.
 
     False means that another process has the lock, or may have it. With leases, nothing is locked,
     and a shard is free after ``grace`` seconds without a write or a touch.
-
-    Args:
-        directory: the directory of the entry or partial.
-        grace: the `Layout.grace` of its namespace.
-        shared: take the shared lock.
     """
     if grace is not None:
         yield is_idle(directory, grace)
@@ -217,11 +212,8 @@ def remove_directory(directory: Path, name: str | None = None) -> None:
     """Remove the files of shardcache from a directory, then the directory.
 
     If the directory holds anything else, rename it to ``kept.*``, which no sweep touches. If the
-    disk fails, the next sweep tries again.
-
-    Args:
-        directory: the directory of an entry or a partial, in `Layout.partial`.
-        name: the name of the data file; None to read it from the sidecar.
+    disk fails, the next sweep tries again: the directory must be in `Layout.partial`. If ``name``,
+    that of the data file, is None, it is read from the sidecar.
     """
     try:
         fd = open_directory(directory)

@@ -359,7 +359,7 @@ class Store:
         newer, and a process that has read the other one must not read this one next.
 
         Args:
-            partial: complete and checked.
+            partial: the partial, complete and checked.
             metadata: its final sidecar.
             sync: write it to the disk first (fsync).
 

@@ -260,15 +260,10 @@ class Partial:
 
     @classmethod
     def claim(cls, layout: Layout, path: Path, basename: str) -> Partial | None:
-        """Take over a partial that a dead process of this user left.
-
-        Args:
-            layout: the namespace.
-            path: the directory of the partial.
-            basename: the name of the data file.
+        """Take over and lock a partial that a dead process of this user left.
 
         Returns:
-            The partial, locked; None if its writer lives, or if it is gone or useless.
+            The partial; None if its writer lives, or if it is gone or useless.
         """
         named = parse_partial_name(path.name)
         if named is None or not is_directory(path):
@@ -405,10 +400,7 @@ class Partial:
     def seal(self, metadata: Metadata, modes: Modes, *, sync: bool) -> None:
         """Make the directory what an entry must be: sidecar, no journal, read-only data.
 
-        Args:
-            metadata: the final sidecar.
-            modes: the permissions of the cache.
-            sync: write all of it to the disk (fsync).
+        With ``sync``, write all of it to the disk (fsync).
 
         Raises:
             LostError: another process swept the partial or took it over.
@@ -454,11 +446,6 @@ class InFlight:
     size: int | None  #: bytes that it will have, if the origin stated them
 
     @property
-    def is_measured(self) -> bool:
-        """Whether `reserved` is exact. It is not if a partial grows to an unknown size."""
-        return not self.live or not self.key or self.size is not None
-
-    @property
     def reserved(self) -> int:
         """Bytes that it will occupy when it is complete, as far as that is known."""
         if self.live and not self.key:
@@ -498,11 +485,7 @@ def _occupied(path: Path) -> int:
 
 
 def remove_leftover(layout: Layout, path: Path) -> bool:
-    """Remove a directory in `Layout.partial` whose process is dead.
-
-    Returns:
-        Whether it was removed; False if a process has its lock, or it is gone.
-    """
+    """Remove a directory in `Layout.partial` if its process is dead; return whether that worked."""
     parsed = parse_partial_name(path.name)
     if not (parsed or is_evicted_name(path.name)) or not is_directory(path):
         return False

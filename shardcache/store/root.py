@@ -53,15 +53,9 @@ You may delete any entry by hand: the next reader downloads it again.
 
 
 def make_root(root: Path, library: str, modes: Modes = PRIVATE) -> Layout:
-    """Make a directory a cache; if it is one, check that it may be used.
+    """Make a directory a cache, or check that it may be used as one; return the node's namespace.
 
-    Args:
-        root: the directory; it need not exist.
-        library: the version of shardcache, for the manifest.
-        modes: the permissions.
-
-    Returns:
-        The node's namespace.
+    The directory need not exist. ``library`` is the version of shardcache, for the manifest.
 
     Raises:
         ConfigError: the directory must not be used.

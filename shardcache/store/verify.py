@@ -1,10 +1,10 @@
 """Verifying entries: whether their bytes are intact, and whether the origin has a newer version.
 
-It may run while jobs use the cache: an entry is locked while it is read, no time of last use changes, and an
-entry that is evicted before its turn is left out. One thread checks all copies of a shard in all
-tiers and namespaces. So the origin gets one request per version, a file with several names is read
-once, and all names of a damaged file are set aside together. Otherwise the next reader would link
-the one that was left.
+It may run while jobs use the cache: an entry is locked while it is read, no time of last use
+changes, and an entry that is evicted before its turn is left out. One thread checks all copies of a
+shard in all tiers and namespaces. So the origin gets one request per version, a file with several
+names is read once, and all names of a damaged file are set aside together. Otherwise the next
+reader would link the one that was left.
 """
 
 from __future__ import annotations
@@ -74,14 +74,7 @@ class VerifyStatus:
 
 
 def differs(then: ObjectInfo, now: ObjectInfo) -> str | None:
-    """Describe how two versions of an object differ.
-
-    Args:
-        then: the version that was downloaded.
-        now: the version that the origin has.
-
-    Returns:
-        The difference; None if they are the same version.
+    """Describe how the origin's version differs from the downloaded one; None if it does not.
 
     Raises:
         ValueError: the origin states nothing by which both can be compared.

@@ -26,7 +26,8 @@ from shardcache.origins.endpoints import parser
 from shardcache.process import Processes
 from shardcache.ranks import detect
 from shardcache.reading.opener import Opener
-from shardcache.store.entry import DamagedError, Entry, Store
+from shardcache.store.directory import DamagedError
+from shardcache.store.entry import Entry, Store
 from shardcache.store.root import check_root, make_root, require_cache
 from shardcache.units import parse_duration
 from shardcache.urls import ShardURL, redact

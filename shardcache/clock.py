@@ -1,7 +1,7 @@
-"""Time as the library sees it, which tests replace here; and which boot of the machine this is.
+"""The clocks of the library, which tests replace here, and the boot id of the machine.
 
-Durations and time-outs use ``monotonic``. ``time``, the wall clock, is for people and for the
-order of last uses. No decision about who is alive rests on either.
+Durations and timeouts use ``monotonic``. ``time``, the wall clock, dates what people read, and last
+uses. Whether a process is alive is decided by its locks, not by a clock.
 """
 
 from __future__ import annotations
@@ -18,17 +18,14 @@ _LAST_SECOND = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
 
 
 def utc(seconds: float) -> datetime:
-    """Seconds since the epoch as a time; those that have no date get the nearest one."""
-    # A damaged filesystem may state any time; datetime ends with the year 9999.
+    """Convert seconds since the epoch to a datetime, the nearest one if they are out of range."""
+    # A damaged filesystem may state any time. datetime ends with the year 9999.
     return datetime.fromtimestamp(min(max(seconds, 0.0), _LAST_SECOND), UTC)
 
 
 @functools.cache
 def boot_id() -> str:
-    """The kernel's id of this boot; empty where there is none (then boots are not told apart).
-
-    No process outlives a boot.
-    """
+    """Return the kernel's id of this boot. If it is empty, all boots count as one."""
     try:
         return _BOOT_ID.read_text("ascii").strip()
     except OSError:

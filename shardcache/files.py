@@ -1,10 +1,10 @@
-"""Opening files safely, who may do what with them, and disks that fail.
+"""Permissions of a cache, opening files safely, and failing disks.
 
     private    directories 0700   files 0600   published data 0400
     shared     directories 2770   files 0660   published data 0440
 
-The set-group-id bit gives all that is made below a directory its group, whose members trust each
-other: any of them may remove or replace what another one stored.
+The set-group-id bit gives new files and directories the group of the directory that they are in.
+Its members trust each other: each may remove or replace the files of the others.
 """
 
 from __future__ import annotations
@@ -24,21 +24,23 @@ from shardcache.config import group_name
 from shardcache.errors import ConfigError, ShardCacheError
 from shardcache.threads import undivided
 
-#: Seconds between looks for a directory that another node has made and this one does not see yet.
-_LATE = 0.1
-#: Others may remove a directory that is empty, not this often in a row.
+#: Seconds until the next attempt to see a directory that exists by EEXIST, but not by stat: an NFS
+#: client remembers for some seconds that a name was absent.
+_RETRY = 0.1
+#: Attempts to make a directory, whose empty parent other processes may remove each time. With the
+#: pause above: 10 s.
 _ATTEMPTS = 100
 
 
 def random_token() -> str:
-    """128 random bits as hex: no two nodes, pids or restarts ever share a name."""
+    """Return 128 random bits as hex, for a name that no other process on any node has."""
     return os.urandom(16).hex()
 
 
 def set_mode(file: int | Path, mode: int) -> None:
-    """Give a new file (by its descriptor) or directory the group's bits, which a umask takes away.
+    """Set the mode of a group's new file (a descriptor) or directory, which the umask restricted.
 
-    No umask of use takes bits from the user, so what is private has its mode from the start.
+    A private one has its mode from the start, because no sensible umask restricts the user.
     """
     if mode & 0o070:
         os.chmod(file, mode)  # noqa: PTH101 - files by their descriptor
@@ -46,16 +48,20 @@ def set_mode(file: int | Path, mode: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Modes:
-    """The permissions of one cache; `PRIVATE`, or what `of` makes."""
+    """The permissions of one cache: `PRIVATE`, or those that `of` returns."""
 
-    group: int | None = None  #: number of the group that shares it
-    directory: int = 0o700  #: of every directory, the root's included
+    group: int | None = None  #: number of the group that shares the cache
+    directory: int = 0o700  #: of every directory, the root included
     file: int = 0o600
-    published: int = 0o400  #: of the data of entries
+    published: int = 0o400  #: of the data files of entries
 
     @classmethod
     def of(cls, group: int | None) -> Modes:
-        """Those of a cache that ``group`` shares, or of a private one."""
+        """Return the permissions of a cache that a group shares, or of a private one (None).
+
+        Raises:
+            ConfigError: this process is not in the group.
+        """
         if group is None:
             return PRIVATE
         if os.geteuid() != 0 and group not in (os.getegid(), *os.getgroups()):
@@ -70,13 +76,13 @@ class Modes:
     def new_directory(self, path: Path) -> None:
         """Make one directory.
 
-        A group's directory gets its name only when every member may use it, so that no member
-        meets one that is closed to it for a moment, or for ever if its maker is killed.
+        A group's directory is made under a temporary name and renamed when every member may use it.
+        Otherwise members could not enter it for a moment, or ever if this process is killed.
         """
         if self.group is None:
             path.mkdir(mode=self.directory)
             return
-        # Renaming would take the place of an empty directory without a word.
+        # rename(2) would replace an empty directory.
         if os.path.lexists(path):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
         unnamed = path.with_name(f".new.{random_token()}")
@@ -93,10 +99,13 @@ class Modes:
             raise
 
     def make_directory(self, path: Path, levels: int = 1) -> None:
-        """Make a directory and what it is in, as others may do at the same moment.
+        """Make a directory, unless it exists, and up to ``levels`` missing directories above it.
 
-        At most ``levels`` directories above it are made too: where a disk was unmounted, nobody
-        has checked yet what has taken its place.
+        Other processes may do the same at the same moment. The limit keeps shardcache from making
+        a new tree below the mount point of a disk that was unmounted.
+
+        Raises:
+            OSError: it cannot be made.
         """
         for _ in range(_ATTEMPTS):
             try:
@@ -107,62 +116,66 @@ class Modes:
                     return
                 if os.path.lexists(path) and not path.is_dir():
                     raise
-                clock.sleep(_LATE)
+                clock.sleep(_RETRY)
             except FileNotFoundError:
                 if levels:
                     self.make_directory(path.parent, levels - 1)
-                elif not path.parent.exists():  # else it was removed as soon as it was made
+                elif not path.parent.exists():  # else another process removed it just now
                     raise
-        raise FileNotFoundError(errno.ENOENT, "it is removed as fast as it is made", str(path))
+        raise FileNotFoundError(errno.ENOENT, "another process keeps removing it", str(path))
 
-    def objection(self, path: Path, found: os.stat_result) -> str | None:
-        """Why ``path`` must not be a cache, and what to do; None if it may."""
-        mode = found.st_mode
+    def objection(self, path: Path, status: os.stat_result) -> str | None:
+        """Return why a directory must not be a cache, and what to do; None if it may be one.
+
+        Args:
+            path: the directory.
+            status: its `os.stat`.
+        """
+        mode = status.st_mode
         if not stat.S_ISDIR(mode):
-            return f"{path} is not a directory; point dir at a directory"
+            return f"{path} is not a directory. Set dir to a directory."
         if mode & stat.S_IWOTH:
             return (
-                f"{path} can be written by every user, who could plant shards in it; use a "
-                f"directory of your own below it, such as {path}/shards, or look at what is in "
-                f"it, then: chmod o-w {path}"
+                f"{path} can be written by every user, who could plant shards in it. Use a "
+                f"directory of your own below it, such as {path}/shards, or check its contents, "
+                f"then: chmod o-w {path}"
             )
-        if self.group is None and found.st_uid != os.geteuid():
+        if self.group is None and status.st_uid != os.geteuid():
             return (
-                f"{path} belongs to user {found.st_uid} and this process is user "
-                f"{os.geteuid()}; use a directory of your own, or share one: shared_group"
+                f"{path} belongs to user {status.st_uid} and this process is user "
+                f"{os.geteuid()}. Use a directory of your own, or share one: shared_group"
             )
         if self.group is None and mode & stat.S_IWGRP:
             return (
-                f"{path} can be written by the group {group_name(found.st_gid)}, whose members "
-                f"could plant shards in it; look at what is in it, then: chmod g-w {path} (or "
-                "share it with them: shared_group)"
+                f"{path} can be written by the group {group_name(status.st_gid)}, whose members "
+                f"could plant shards in it. Check its contents, then: chmod g-w {path} (or share "
+                "it with them: shared_group)"
             )
-        if self.group is None or (found.st_gid == self.group and not self.directory & ~mode):
+        if self.group is None or (status.st_gid == self.group and not self.directory & ~mode):
             return None
         name = group_name(self.group)
         return (
-            f"{path} is not shared by the group {name} (it has group {group_name(found.st_gid)} "
-            f"and mode {stat.S_IMODE(mode):04o}); user {found.st_uid}, whose it is, can mend that: "
-            f"chgrp {name} {path} && chmod {self.directory:o} {path}"
+            f"{path} is not shared by the group {name} (it has group {group_name(status.st_gid)} "
+            f"and mode {stat.S_IMODE(mode):04o}). Its owner, user {status.st_uid}, can change "
+            f"that: chgrp {name} {path} && chmod {self.directory:o} {path}"
         )
 
 
 PRIVATE = Modes()
 
-
-#: O_NONBLOCK: the path may name a pipe.
+#: Flags of every open. O_NONBLOCK, because the path may name a pipe.
 SAFELY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-#: How opening fails if the path names a link, a directory or a socket instead of a file.
+#: Errors of opening a path that names a link, a directory or a socket instead of a file.
 NOT_DATA = frozenset({errno.ELOOP, errno.EISDIR, errno.ENXIO})
 
 
-def check_own(path: str | os.PathLike[str], found: os.stat_result) -> None:
-    """Refuse to write to a file that has a second name, and to anything but a regular file.
+def check_own(path: str | os.PathLike[str], status: os.stat_result) -> None:
+    """Check that a file is a regular one without a second name (a hard link), before writing to it.
 
     Raises:
-        OSError: ELOOP, as for a symbolic link, so that callers treat all links alike.
+        OSError: it is not. The error is ELOOP, as for a symbolic link.
     """
-    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
         reason = "it is a link or no regular file, so another program may own it; remove it"
         raise OSError(errno.ELOOP, reason, str(path))
 
@@ -173,14 +186,14 @@ def open_file(
     """Open a file without following a link and without blocking.
 
     Raises:
-        OSError: it cannot be opened, or `check_own` refuses to write to it.
+        OSError: it cannot be opened, or it is opened for writing and `check_own` refuses it.
     """
     file = io.FileIO(path, opener=lambda path, _: os.open(path, access | SAFELY, mode))
     if access & (os.O_WRONLY | os.O_RDWR) and not access & os.O_EXCL:
-        found = os.fstat(file.fileno())
+        status = os.fstat(file.fileno())
         try:
-            if not stat.S_ISFIFO(found.st_mode):  # writing at an offset fails, which harms nobody
-                check_own(path, found)
+            if not stat.S_ISFIFO(status.st_mode):  # writing at an offset to a pipe just fails
+                check_own(path, status)
         except OSError:
             file.close()
             raise
@@ -188,9 +201,12 @@ def open_file(
 
 
 def write_new(path: Path | str, data: bytes, mode: int, *, sync: bool = False) -> None:
-    """Make a file that does not exist yet; with ``sync``, on the disk.
+    """Create a file and write ``data``; if ``sync`` is set, to the disk (fsync).
 
-    Where that fails, a part of it may be left.
+    If that fails, a part of the file may be left.
+
+    Raises:
+        OSError: the file exists, or cannot be written.
     """
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | SAFELY, mode)
     try:
@@ -200,14 +216,14 @@ def write_new(path: Path | str, data: bytes, mode: int, *, sync: bool = False) -
         if sync:
             os.fsync(fd)
     except OSError as exn:
-        exn.filename = exn.filename or str(Path(path).parent)  # by its descriptor it has none
+        exn.filename = exn.filename or str(Path(path).parent)  # calls with a descriptor set none
         raise
     finally:
         os.close(fd)
 
 
 def sync_directory(path: Path) -> None:
-    """fsync a directory, so that the names in it survive power loss."""
+    """Write a directory to the disk (fsync), so that the names in it survive power loss."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -215,14 +231,17 @@ def sync_directory(path: Path) -> None:
         os.close(fd)
 
 
-# -- files that a forked child must not keep -----------------------------------------------
+# -- files that a forked child closes ------------------------------------------------------
 
-#: What a forked child closes. A fork waits until a file that is being opened is in here.
+#: The files that a forked child closes. A fork waits until a file that is being opened is in here.
 _exclusive: weakref.WeakSet[io.FileIO] = weakref.WeakSet()
 
 
 def open_exclusive(path: str | os.PathLike[str], flags: int, modes: Modes = PRIVATE) -> io.FileIO:
-    """As `open_file`; a new file (O_EXCL) has its mode whatever the umask."""
+    """Open a file with `open_file`, so that a forked child closes it before any of its code runs.
+
+    A new file (O_EXCL) gets the mode of ``modes``, regardless of the umask.
+    """
     with undivided():
         file = open_file(path, flags, modes.file)
         _exclusive.add(file)
@@ -232,17 +251,21 @@ def open_exclusive(path: str | os.PathLike[str], flags: int, modes: Modes = PRIV
 
 
 def unlock(fd: int) -> None:
-    """Release a flock before the file is closed.
+    """Release a flock. Call it before the file is closed.
 
-    A child that is forked while the file is open, or is being closed, has the descriptor, too. It
-    would keep the lock for as long as it lives.
+    A child that was forked while the file was open has the descriptor, too, and would keep the lock
+    for as long as it lives.
     """
     with contextlib.suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def dup_exclusive(file: io.FileIO) -> io.FileIO:
-    """Another descriptor of an open file."""
+    """Return another descriptor of an open file, which a forked child closes, too.
+
+    Raises:
+        OSError: the file is closed.
+    """
     with undivided():
         if file.closed:
             raise OSError(errno.EBADF, "it is closed")
@@ -253,7 +276,7 @@ def dup_exclusive(file: io.FileIO) -> io.FileIO:
 
 def _close_in_child() -> None:
     for file in _exclusive:
-        with contextlib.suppress(OSError):  # a failing disk; the others must be closed too
+        with contextlib.suppress(OSError):  # of a failing disk; close the others, too
             file.close()
     _exclusive.clear()
 
@@ -263,23 +286,23 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 # -- failing disks -------------------------------------------------------------------------
 
-#: The disk is full, for all or for this user: no fault, but its normal state in time.
+#: Errors of a full disk, or of a user's full quota. That is no fault: disks fill up in time.
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-#: What a disk says that is broken, read-only, gone, or no longer ours. The second row is
-#: errno(3) as network filesystems, FUSE and the block layer use it (blk_errors in the
-#: kernel's block/blk-core.c).
+#: Errors of a disk that is broken, read-only, gone, or belongs to another user now. The last three
+#: rows are those of network filesystems, FUSE and the block layer (blk_errors in block/blk-core.c
+#: of the kernel).
 DISK_FAULTS = frozenset(
     {errno.EIO, errno.EROFS, errno.ENODEV, errno.ENXIO, errno.EUCLEAN, errno.EACCES, errno.EPERM}
     | {errno.ESTALE, errno.EBADMSG, errno.EREMOTEIO, errno.ENOTCONN, errno.ECONNABORTED}
     | {errno.ESHUTDOWN, errno.EHOSTDOWN, errno.ENOLINK, errno.ETIMEDOUT, errno.EILSEQ}
     | {errno.ENODATA}
 )
-#: Seconds without asking: nothing for a training run, and enough for a remount.
+#: Seconds for which a failing disk is not used: long enough to mount it again, and short for a job.
 _PAUSE = 60.0
 
 
 def is_disk_fault(exn: BaseException) -> bool:
-    """Whether an error comes from a failing local disk (errors of ours, of the origin, do not)."""
+    """Return whether an error comes from a failing local disk, and not from an origin."""
     return (
         isinstance(exn, OSError)
         and not isinstance(exn, ShardCacheError)
@@ -288,16 +311,16 @@ def is_disk_fault(exn: BaseException) -> bool:
 
 
 def fault_kind(exn: OSError) -> str:
-    """What one warning is enough for: ``EIO``, ``ENOSPC``, ..."""
+    """Return the name of an error: ``EIO``, ``ENOSPC``, ... Each kind is warned of once."""
     return errno.errorcode.get(exn.errno or 0, type(exn).__name__)
 
 
 class Breaker:
-    """Says when to leave a failing disk alone: for a minute, after a few faults in a row.
+    """Decides when a failing disk is not used: for a minute after some faults in a row.
 
-    A disk that answers with errors makes every call slow and every log long. Without a lock: a
-    stream that the garbage collector closes may say at any moment that the disk works, and a
-    fault more or less makes no difference.
+    Calls to a failing disk are slow, and each one would be logged. The breaker has no lock, because
+    the garbage collector may close a stream, which reports a success, at any moment. One fault more
+    or less makes no difference.
     """
 
     def __init__(self, threshold: int = 3) -> None:
@@ -307,18 +330,18 @@ class Breaker:
 
     @property
     def closed(self) -> bool:
-        """Whether everybody may go on."""
+        """Whether the disk may be used."""
         return self.faults < self._threshold
 
     @property
     def left(self) -> float:
-        """Seconds until the disk may be asked again; 0 if it may."""
+        """Seconds until the disk may be used again; 0 if it may be used now."""
         return max(0.0, self._until - clock.monotonic())
 
     def failed(self, *, at_once: bool = False) -> bool:
-        """Note a fault, which alone is enough with ``at_once``; whether this opened it."""
+        """Count a fault; with ``at_once``, one is enough. Returns whether it opened the breaker."""
         if self.left:
-            return False  # of a call that began before the pause, which that makes no longer
+            return False  # of a call that began before the pause, and so does not prolong it
         was_closed = self.closed
         self.faults += self._threshold if at_once else 1
         if not self.closed:
@@ -326,7 +349,7 @@ class Breaker:
         return was_closed and not self.closed
 
     def succeeded(self) -> bool:
-        """Note that the disk did as it should; whether this closed it."""
+        """Reset the count after a success. Returns whether this closed the breaker."""
         if not self.faults or self.left:
             return False
         was_open, self.faults = not self.closed, 0

@@ -30,7 +30,8 @@ from shardcache.stats import notices
 from shardcache.stats.counters import Counters
 from shardcache.stats.database import NO_RANK, Sample
 from shardcache.stats.summary import summed
-from shardcache.store.entry import DamagedError, Entry, Opened, Store
+from shardcache.store.directory import DamagedError
+from shardcache.store.entry import Entry, Opened, Store
 from shardcache.units import format_bytes, format_duration
 from shardcache.urls import ShardURL
 

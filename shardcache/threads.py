@@ -1,12 +1,12 @@
-"""Threads in the background, and forks of a process that has such threads.
+"""Background threads, and forks of a process that has them.
 
-A fork copies the locks that other threads hold at that moment, and nobody in the child will
-release them: of an import that is half done, and of OpenSSL, which locks what all its users
-share while a context is made and *while a thread that used it ends*. That is after `join` has
-returned: a DataLoader worker that is forked then waits for ever for its first context. So a
-fork waits for imports in other threads, for pieces of work that are not to be cut in two
-(`undivided`), and for threads of ours that have ended until the kernel, too, says so. It does not
-wait for anything else that a thread may do, such as a TLS handshake.
+A fork copies the locks that other threads hold at that moment, and no thread of the child releases
+them. This concerns the lock of an import, and those of OpenSSL, which it holds while a context is
+made and *while a thread that used it ends*. A thread ends some microseconds after `join` has
+returned, and a DataLoader worker that is forked in between would wait for its first context
+forever. So a fork waits for imports in other threads, for work inside `undivided`, and for ended
+threads of shardcache until the kernel no longer lists them. It waits for nothing else, such as a
+TLS handshake.
 """
 
 from __future__ import annotations
@@ -25,22 +25,25 @@ __all__ = ["lazy", "start", "undivided"]
 
 T = TypeVar("T")
 
-#: Seconds that a fork waits: what the slowest disk takes. Then the child takes its chance.
+#: Seconds that a fork waits at most for other threads: an import from a slow disk may take as long.
+#: Then it goes on, and the child may hang.
 _BEFORE_FORK = 30.0
-#: Seconds between looks, and that the end of a thread may take: it takes microseconds, more
-#: where processors are busy.
-_LOOK = 0.0005
+#: Seconds that a fork waits for threads that are ending. They need microseconds, or more on busy
+#: processors.
 _ENDING = 5.0
+#: Seconds between two checks: a fork itself takes about as long.
+_POLL = 0.0005
 
-#: Threads remembered before those that ended are forgotten.
+#: Threads to remember before the ended ones are forgotten.
 _MANY = 64
 
 #: Modules that take locks of their own before a fork.
 _HOOKS = ("concurrent.futures.thread", "filelock")
 
-_ours: set[threading.Thread] = set()
-_undivided: dict[int, int] = {}  # threads, and how often each of them is inside
-#: Held over a fork, so that nothing undivided begins just before it.
+_started: set[threading.Thread] = set()
+#: Id of each thread that is inside `undivided`, and how often it entered.
+_undivided: dict[int, int] = {}
+#: Held during a fork, so that no thread enters `undivided` just before it.
 _gate = threading.RLock()
 
 
@@ -48,7 +51,7 @@ class lazy(Generic[T]):  # noqa: N801 - used as a decorator
     """`functools.cached_property` without its lock.
 
     Up to Python 3.11 all instances of a class share that lock, and a child that is forked while
-    another thread holds it waits for ever.
+    another thread holds it waits forever.
     """
 
     def __init__(self, function: Callable[[Any], T]) -> None:
@@ -63,99 +66,100 @@ class lazy(Generic[T]):  # noqa: N801 - used as a decorator
 
 
 def start(function: Callable[[], object], name: str) -> threading.Thread:
-    """Call ``function`` in a new thread of this name.
+    """Call ``function`` in a new daemon thread of this name.
 
-    The end of the process does not wait for it: an origin may be silent, and of a shard in
-    flight nothing is lost.
+    A daemon, because an origin may not respond, and the next process resumes a shard in flight.
 
     Raises:
-        RuntimeError: a limit of processes.
+        RuntimeError: the limit of threads is reached.
     """
-    _wait_before_forks()
-    if len(_ours) >= _MANY:
-        _ours.difference_update(_ended() - _ending())
+    _register_hooks()
+    if len(_started) >= _MANY:
+        _started.difference_update(_ended() - _ending())
     thread = threading.Thread(target=function, name=name, daemon=True)
-    _ours.add(thread)
+    _started.add(thread)
     try:
         thread.start()
     except RuntimeError:
-        _ours.discard(thread)
+        _started.discard(thread)
         raise
     return thread
 
 
 @contextlib.contextmanager
 def undivided() -> Iterator[None]:
-    """Let forks wait for what the calling thread does, other than its own."""
-    _wait_before_forks()
+    """Make forks by other threads wait until the body has ended."""
+    _register_hooks()
     me = threading.get_ident()
     with _gate:
         _undivided[me] = _undivided.get(me, 0) + 1
     try:
         yield
     finally:
-        # A child has only its own: there may be none.
+        # In a child that was forked in the body, the table is empty.
         if (depth := _undivided.pop(me, 1)) > 1:
             _undivided[me] = depth - 1
 
 
 def _ended() -> set[threading.Thread]:
-    """Those of our threads that have ended, in the eyes of Python."""
-    return {each for each in list(_ours) if each.native_id is not None and not each.is_alive()}
+    """Return the threads that have ended for Python."""
+    return {each for each in list(_started) if each.native_id is not None and not each.is_alive()}
 
 
 def _ending() -> set[threading.Thread]:
-    """Those that have not ended yet in the eyes of the kernel."""
-    ended = _ended()  # before the kernel is asked: they do not come back
+    """Return the threads that have ended for Python, but not for the kernel yet."""
+    ended = _ended()  # before the listing, so that a thread that ends now is not missed
     tasks = set(os.listdir("/proc/self/task")) if ended else ()  # noqa: PTH208 - in a hook
     return {each for each in ended if str(each.native_id) in tasks}
 
 
 @functools.cache
-def _wait_before_forks() -> None:
-    """Let forks wait, before anything else is done for them.
+def _register_hooks() -> None:
+    """Make every fork call `_before_fork` first.
 
-    What is registered last is called first. Others hold their locks over a fork, filelock for
-    one: if it came first, a thread that wants such a lock and the fork would wait for each
-    other.
+    Python calls the hook first that was registered last. Other modules, such as filelock, hold
+    their locks during a fork. If such a hook came first, the fork and a thread inside `undivided`
+    that needs such a lock would wait for each other.
     """
     for name in _HOOKS:
         importlib.import_module(name)
-    # Names of hosts are spelt with it. A child that is forked while it is being imported has a
-    # Python that takes it for unknown from then on.
+    # The codec of host names. In a child that is forked during its import, Python would remember it
+    # as unknown.
     codecs.lookup("idna")
-    os.register_at_fork(before=_wait, after_in_parent=_go_on, after_in_child=_begin_anew)
+    os.register_at_fork(
+        before=_before_fork, after_in_parent=_release_gate, after_in_child=_reset_in_child
+    )
 
 
-def _wait() -> None:
-    me, begun = threading.get_ident(), time.monotonic()
+def _before_fork() -> None:
+    me, start = threading.get_ident(), time.monotonic()
     while True:
         _gate.acquire()
-        waited = time.monotonic() - begun
+        waited = time.monotonic() - start
         others = any(each != me for each in list(_undivided)) or _is_importing(me)
         busy = waited < _BEFORE_FORK and others
         ending = waited < _ENDING and _ending()
         if not (busy or ending):
             return
         _gate.release()
-        time.sleep(_LOOK)
+        time.sleep(_POLL)
 
 
 def _is_importing(me: int) -> bool:
-    """Whether another thread imports a module: it holds a lock that the child would copy."""
-    # No public name tells. Python removes a lock from the table when its import has ended.
+    """Return whether another thread imports a module, and so holds a lock."""
+    # There is no public function for this. Python removes a lock when its import has ended.
     locks = [reference() for reference in list(importlib._bootstrap._module_locks.values())]  # type: ignore[attr-defined]
     return any(getattr(lock, "owner", None) not in (None, me) for lock in locks)
 
 
-def _go_on() -> None:
-    # An interrupt in `_wait` is shown and forgotten, and the fork goes on without the gate.
+def _release_gate() -> None:
+    # If `_before_fork` was interrupted, Python prints the exception and forks without the gate.
     with contextlib.suppress(RuntimeError):
         _gate.release()
 
 
-def _begin_anew() -> None:
+def _reset_in_child() -> None:
     global _gate
     _gate = threading.RLock()
-    _ours.clear()
+    _started.clear()
     _undivided.clear()

@@ -22,7 +22,8 @@ from shardcache.locks.flock import read_holder
 from shardcache.space.clean import CleanReport
 from shardcache.space.eviction import Policy, Removal, disk_bytes, linked
 from shardcache.space.memory import Volume, allocation
-from shardcache.store.entry import DamagedError, Entry, Metadata
+from shardcache.store.directory import DamagedError, Metadata
+from shardcache.store.entry import Entry
 from shardcache.store.partial import in_flight, read_progress
 from shardcache.store.root import is_cache
 from shardcache.units import Limit, exact_duration, format_age, format_bytes
@@ -141,7 +142,7 @@ def _list_shards(cache: Cache) -> tuple[list[Row], Row, str]:
             stated = metadata.key, metadata.info.version, metadata.size
             is_whole = entry.data.lstat().st_size == entry.size
             if is_whole and stated == (entry.key, entry.version, entry.size):
-                state = "in_use" if home.store.is_pinned(entry) else "ok"
+                state = "in_use" if home.store.in_use(entry) else "ok"
                 state = "pinned" if entry.key in policy.pinned else state
         except (DamagedError, OSError):
             if not entry.path.exists():

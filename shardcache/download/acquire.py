@@ -46,16 +46,9 @@ from shardcache.ranks import Ranks
 from shardcache.space.budget import Space
 from shardcache.space.tiers import Tier
 from shardcache.store.digest import BLOCK, check_archive, is_whole_archive
-from shardcache.store.entry import (
-    DamagedError,
-    LostError,
-    Metadata,
-    Opened,
-    Store,
-    open_first,
-    set_aside,
-)
-from shardcache.store.partial import Partial
+from shardcache.store.directory import DamagedError, Metadata
+from shardcache.store.entry import Opened, Store, open_first, set_aside
+from shardcache.store.partial import LostError, Partial
 from shardcache.threads import lazy
 from shardcache.urls import ShardURL
 

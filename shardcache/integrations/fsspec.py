@@ -19,7 +19,7 @@ import fsspec
 from fsspec.implementations.chained import ChainedFileSystem
 
 from shardcache.errors import ConfigError
-from shardcache.store.entry import DamagedError
+from shardcache.store.directory import DamagedError
 from shardcache.urls import redact
 
 if TYPE_CHECKING:

@@ -1,9 +1,9 @@
-"""Who may act, and who is alive.
+"""Locks, and the processes that are alive.
 
-    flock      locks of keys, pins of entries: freed by the kernel when their holder dies
-    lease      one fetch of a key for all nodes that share a network filesystem
-    mounts     which filesystem a path is on, as the kernel tells it
-    sessions   live processes that use the cache, and who waits for whom
+    flock      locks of keys and of the node, which the kernel frees when their holder dies
+    lease      one download of a key for all nodes that share a network filesystem
+    mounts     the type of the filesystem that a path is on, and so the kind of lock
+    sessions   live processes that use the cache, and those that wait for a download
 
-It may use `shardcache.layout`, `shardcache.files` and what is below them.
+Locks only save bandwidth: the bytes are right without them.
 """

@@ -1,7 +1,7 @@
-"""Locks, and who holds them: flock(2), which the kernel frees when their holder dies.
+"""Locks by flock(2), which the kernel frees when their holder dies, and records of their holders.
 
-They only save bandwidth. Every caller stays correct when flock is refused, lies, or its file
-vanishes: bytes are pinned to a version and published by rename, whoever wrote them. Order: key,
+Locks only save bandwidth. Callers stay correct if flock is refused, is granted to two processes, or
+its file vanishes: each download is of one version, and is published by a rename. The order is key,
 then budget, then single entries without waiting.
 """
 
@@ -34,16 +34,16 @@ from shardcache.layout import (
 
 logger = logging.getLogger(__name__)
 
-#: What a filesystem answers that does not do flock at all. Such a lock is treated as granted:
-#: duplicates cost bandwidth, refusing would cost the run.
+#: Errors of a filesystem without flock. Its locks count as granted: a second download costs
+#: bandwidth, a refusal would cost the run.
 _UNSUPPORTED = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP})
-#: Seconds between attempts at a lock that is taken: planning an eviction holds it for
-#: microseconds, the writer for as long as it takes to let go after publishing.
-_PATIENCE = (0.001, 0.01, 0.02)
-#: A lock's file, or its directory, may be swept between two of our calls, not this often in a row.
+#: Seconds between attempts at a lock that another process has for a moment: to plan an eviction
+#: takes microseconds, to close a partial after publishing some milliseconds.
+_PAUSES = (0.001, 0.01, 0.02)
+#: Attempts to lock a file that a sweep may remove, with its directory, between open and flock.
 _ATTEMPTS = 100
-#: Bytes of a record, so that writing one replaces the last one in a single call; and most of one
-#: that names a long URL.
+#: Bytes that a record is padded to, so that one write replaces the record before, and most bytes to
+#: read: a record may name a long URL.
 _RECORD, _MAX_RECORD = 2048, 16 << 10
 
 
@@ -51,7 +51,7 @@ def try_flock(fd: int, *, shared: bool = False) -> bool | None:
     """Take the exclusive (or a shared) lock of an open file without waiting.
 
     Returns:
-        False if somebody else has it; None where nobody can tell: without flock.
+        False if another process has the lock; None if the filesystem has no flock.
     """
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -65,8 +65,8 @@ def try_flock(fd: int, *, shared: bool = False) -> bool | None:
 
 
 def wait_flock(fd: int, *, shared: bool = False) -> bool | None:
-    """As `try_flock`, but outwait those who hold the lock for a moment."""
-    for seconds in _PATIENCE:
+    """Call `try_flock` up to four times within 31 ms, until the lock is free."""
+    for seconds in _PAUSES:
         if (taken := try_flock(fd, shared=shared)) is not False:
             return taken
         time.sleep(seconds)
@@ -74,7 +74,7 @@ def wait_flock(fd: int, *, shared: bool = False) -> bool | None:
 
 
 def is_file(path: str | Path, fd: int) -> bool:
-    """Whether an open file is the one under ``path``."""
+    """Return whether an open file is the one that has the name ``path``."""
     try:
         return os.path.samestat(os.lstat(path), os.fstat(fd))
     except (FileNotFoundError, NotADirectoryError):
@@ -83,9 +83,9 @@ def is_file(path: str | Path, fd: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who fetches a key, or waits for it, as they wrote it into a file.
+    """The record of a process that downloads a key, or waits for it.
 
-    For people and for finding the partial: nothing rests on its truth.
+    It is for people, and names the partial to resume. No decision depends on its truth.
     """
 
     pid: int  #: in the holder's own pid namespace
@@ -93,25 +93,25 @@ class Holder:
     rank: int | None  #: in its job, if it has one
     job: str | None
     started: float  #: seconds since the epoch
-    partial: str | None = None  #: directory name of the partial it writes, once there is one
-    url: str | None = None  #: of the shard, without credentials, if it waits
+    partial: str | None = None  #: directory name of its partial, once there is one
+    url: str | None = None  #: of the shard that it waits for, without credentials
 
     @classmethod
     def this_process(cls, *, rank: int | None, job: str | None, now: float) -> Holder:
-        """A record of the calling process."""
+        """Return a record of the calling process; ``now`` is seconds since the epoch."""
         return cls(os.getpid(), socket.gethostname(), rank, job, now)
 
     def encode(self) -> bytes:
-        """As `decode` reads it."""
+        """Return the record as JSON, padded with spaces."""
         record = {name: getattr(self, name) for name in self.__slots__}
         return json.dumps(record).encode().ljust(_RECORD)
 
     @classmethod
     def decode(cls, data: bytes) -> Holder | None:
-        """What `encode` wrote; None for anything else."""
+        """Parse the output of `encode`; return None for anything else."""
         try:
             holder = cls(**json.loads(data))
-            # It is shown on terminals, with its age, and others may write it.
+            # Commands print it, and other users of the group may have written it.
             typed = isinstance(holder.pid, int) and holder.host.isprintable()
             typed = typed and 0 <= holder.started < 1e11 and isinstance(holder.rank, int | None)
             texts = holder.job, holder.partial, holder.url
@@ -125,7 +125,7 @@ class Holder:
 
 
 def read_holder(path: Path) -> Holder | None:
-    """The record in a file, or None if there is none that makes sense."""
+    """Read the record in a file; return None if it is missing or damaged."""
     try:
         return Holder.decode(read_file(path, _MAX_RECORD))
     except OSError:
@@ -133,10 +133,14 @@ def read_holder(path: Path) -> Holder | None:
 
 
 class KeyLock:
-    """The right to fetch one key on this node; one object per attempt.
+    """The right of one process of this node to download a key.
 
-    ``left`` is the record of the holder before, once the lock was acquired: of a fetch that was
-    killed it names the partial. A forked child's copy is closed before any of its code runs.
+    In a forked child, the file is closed before any code of the child runs.
+
+    Attributes:
+        path: the lock file.
+        left: once the lock is acquired, the record that the last holder left, if there is one. It
+            names the partial of a download that was killed.
     """
 
     def __init__(self, path: Path, modes: Modes = PRIVATE) -> None:
@@ -144,12 +148,12 @@ class KeyLock:
         self.left: Holder | None = None
         self._modes = modes
         self._file: io.FileIO | None = None
-        self._is_spent = False  # whether no process needs the file after `release`
+        self._is_spent = False  # whether `release` removes the file
 
     def try_acquire(self, holder: Holder) -> bool:
-        """Take the lock if it is free, and say in it who we are.
+        """Take the lock if it is free, and write ``holder`` into it; return whether that worked.
 
-        A filesystem without flock, or without room for the file, grants it to everybody.
+        On a filesystem without flock, or without room for the file, every process gets the lock.
 
         Raises:
             OSError: the lock file cannot be made (read-only, denied).
@@ -158,14 +162,14 @@ class KeyLock:
             try:
                 file = open_exclusive(self.path, os.O_RDWR | os.O_CREAT, self._modes)
             except FileNotFoundError:
-                # Made on demand, because most keys never need one: <locks>, or <locks>/<aa>.
+                # <locks> or <locks>/<aa>, which is made on demand.
                 parent = self.path.parent
                 self._modes.make_directory(parent, int(parent.name != "locks"))
                 continue
             except PermissionError:
                 if not os.path.lexists(self.path):
                     raise
-                time.sleep(_PATIENCE[0])  # another member's gets its mode right after its name
+                time.sleep(_PAUSES[0])  # another member makes it, and has not set its mode yet
                 continue
             except OSError as exn:
                 if exn.errno in FULL:
@@ -176,53 +180,56 @@ class KeyLock:
                 self.release()
                 return False
             if os.fstat(file.fileno()).st_nlink:
-                with contextlib.suppress(OSError):  # somebody has put a pipe there: it locks, too
+                with contextlib.suppress(OSError):  # a pipe in its place can be locked, too
                     self.left = Holder.decode(os.pread(file.fileno(), _MAX_RECORD, 0))
                 self.update(holder)
                 return True
-            self.release()  # swept between our open and our flock
+            self.release()  # a sweep removed the file between open and flock
         logger.info("going on without %s", self.path)
         return True
 
     def update(self, holder: Holder) -> None:
-        """Replace the record in a lock that is held; it is meant for people, so it may fail."""
+        """Replace the record in the lock file. Errors are logged, because it is for people.
+
+        Does nothing if the lock is not held, or is that of the parent of a forked child.
+        """
         file = self._file
         if file is None or file.closed:
-            return  # not held, or the parent's
+            return
         self._is_spent = is_lock_name(self.path.name) is not None and holder.partial is None
         try:
-            with contextlib.suppress(PermissionError):  # another member's
+            with contextlib.suppress(PermissionError):  # another member's file
                 set_mode(file.fileno(), self._modes.file)
             os.pwrite(file.fileno(), holder.encode(), 0)
         except OSError as exn:
             logger.debug("%s: no record of its holder: %s", self.path, exn)
 
     def release(self) -> None:
-        """Let the next one go on; harmless when the lock is not held, or is the parent's.
+        """Release the lock, if this process holds it.
 
-        This removes the file of a key unless its record names a partial. The file takes a block of
-        the disk, and a shard that is small or was streamed does not need it again.
+        Also removes the lock file of a key, which takes a block of the disk, unless its record
+        names a partial.
         """
         file, self._file = self._file, None
         if file is not None:
             with contextlib.suppress(OSError):
                 if self._is_spent and not file.closed and os.fstat(file.fileno()).st_nlink:
                     self.path.unlink()
-            with contextlib.suppress(OSError):  # closed all the same
-                if not file.closed:  # in a forked child it is, and the lock is the parent's
+            with contextlib.suppress(OSError):  # it is closed nevertheless
+                if not file.closed:  # in a forked child it is closed, and the lock is the parent's
                     unlock(file.fileno())
                 file.close()
 
 
 def remove_locks(layout: Layout) -> None:
-    """Remove lock files and leases of keys that no process fetches.
+    """Remove the lock files and leases of keys that no process downloads.
 
-    They cost an inode for every large shard that was ever fetched. A live lease is touched every
-    half a minute; one that is wrongly taken for dead costs a second fetch.
+    A live lease is touched every half a minute. If one is taken for dead by mistake, the shard is
+    downloaded twice.
     """
-    for place in {layout.locks, layout.base / "locks"}:
-        for prefix in list_names(place):
-            directory = place / prefix
+    for locks in {layout.locks, layout.base / "locks"}:
+        for prefix in list_names(locks):
+            directory = locks / prefix
             if not is_key(prefix * 16) or not is_directory(directory):
                 continue
             for name in list_names(directory):
@@ -238,8 +245,8 @@ def remove_locks(layout: Layout) -> None:
 def _remove_free_lock(layout: Layout, path: Path) -> None:
     left = read_holder(path)
     if left is not None and left.partial and is_directory(layout.partial / left.partial):
-        return  # it tells where a killed fetch can be resumed
+        return  # it names the partial of a killed download, which can be resumed
     with contextlib.suppress(OSError), open_file(path) as file:
-        # Only under its own lock, and the name may be that of a newer file by now.
+        # Only under its own lock, and unless the file was removed and made again.
         if try_flock(file.fileno()) is not False and os.fstat(file.fileno()).st_nlink:
             path.unlink()

@@ -1,9 +1,8 @@
-"""One fetch of a key for all nodes that share a directory on a network filesystem.
+"""One download of a key for all nodes that share a directory on a network filesystem.
 
-A lease is a marker file beside the entries, by `filelock.SoftFileLease`, which its holder touches
-and which another node may take when it has not seen that for `LEASE_SECONDS` of its own monotonic
-clock. A lease does not exclude: a holder that was stopped and wakes goes on. That is all a fetch
-needs, for locks only save bandwidth.
+A lease is a marker file in the cache (`filelock.SoftFileLease`), which its holder touches. If
+another node sees no touch for `LEASE_SECONDS` of its own monotonic clock, it may take the lease. A
+holder that was stopped for longer goes on when it wakes, and the shard is downloaded twice.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: After the death of a node the others wait so long. NFS clients may show a file's
-#: times up to 60 s late (acregmax, nfs(5)): below that a live holder would look dead.
+#: Seconds that other nodes wait after a node died. The holder touches its marker every 30 s, and an
+#: NFS client may show a file's times up to 60 s late (acregmax, nfs(5)).
 LEASE_SECONDS = 90.0
-#: What a fetch could not be stored with either. All else grants the lease.
+#: Errors that also prevent storing a shard. With any other error, every process gets the lease.
 _REFUSALS = frozenset({errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EDQUOT})
 
 
 class KeyLease:
-    """The right to fetch one key, among all nodes; has the methods of `KeyLock`.
+    """The right of one process of all nodes to download a key; has the methods of `KeyLock`.
 
-    One object must be used for all attempts of a caller: it remembers since when it has not seen
-    the holder's touch. After so many ``seconds`` without one the holder counts as dead.
+    A caller must use one object for all its attempts, because the object remembers when it last saw
+    a touch of the holder. After ``seconds`` without one, the holder counts as dead.
     """
 
     def __init__(self, layout: Layout, key: str, seconds: float = LEASE_SECONDS) -> None:
@@ -43,13 +42,16 @@ class KeyLease:
         self._record = layout.holder(key)
         self._seconds = seconds
         self._lease: SoftFileLease | None = None
-        self._seen: tuple[int, int] | None = None  # the holder's marker, since `_since`
-        self._since = 0.0
+        self._seen: tuple[int, int] | None = None  # the holder's marker: inode and time
+        self._since = 0.0  # when the marker was first seen so, of the monotonic clock
 
     def try_acquire(self, holder: Holder) -> bool:
-        """Take the lease if it is free or expired, and say who we are; raises as `KeyLock`.
+        """Take the lease if it is free or expired, and record ``holder``; return whether it worked.
 
-        A filesystem that cannot do what a lease needs grants it to everybody.
+        On a filesystem that cannot make the marker, every process gets the lease.
+
+        Raises:
+            OSError: shards cannot be stored there either (read-only, denied, full).
         """
         from filelock import SoftFileLease, Timeout
 
@@ -63,7 +65,7 @@ class KeyLease:
         except Timeout:
             self._break_expired(lease)
             return False
-        except (OSError, ValueError) as exn:  # or another version of the library holds it
+        except (OSError, ValueError) as exn:  # ValueError: another version of filelock has it
             if isinstance(exn, OSError) and exn.errno in _REFUSALS:
                 raise
             logger.warning("%s: going on without a lease: %s", self.path, exn)
@@ -73,29 +75,29 @@ class KeyLease:
         return True
 
     def _break_expired(self, lease: SoftFileLease) -> None:
-        """Remove a marker that nobody touches any more; the next attempt finds the lease free.
+        """Remove the marker of a dead holder, so that the next attempt finds the lease free.
 
-        filelock itself takes over where two names can be exchanged, which NFS refuses.
+        filelock does this only where two names can be exchanged, which NFS refuses.
         """
         with contextlib.suppress(OSError):
-            found, now = self.path.stat(), time.monotonic()
-            marker = (found.st_ino, found.st_mtime_ns)
+            status, now = self.path.stat(), time.monotonic()
+            marker = (status.st_ino, status.st_mtime_ns)
             if marker != self._seen:
                 self._seen, self._since = marker, now
             elif now - self._since >= self._seconds:
                 lease.force_break()
 
     def update(self, holder: Holder) -> None:
-        """Replace the record of a lease that is held."""
+        """Replace the record of a lease that this process holds."""
         if self._lease is not None and self._lease.is_locked:
             mode, via = self._layout.modes.file, self._layout.partial
-            with contextlib.suppress(OSError):  # it is meant for people
+            with contextlib.suppress(OSError):  # it is for people
                 replace_file(self._record, holder.encode(), mode, via=via)
 
     def release(self) -> None:
-        """Let the next one go on; harmless when the lease is not held, and twice."""
+        """Release the lease, if this process holds it."""
         lease, self._lease = self._lease, None
         if lease is not None and lease.is_locked:
-            for give_back in (self._record.unlink, lease.release):
+            for remove in (self._record.unlink, lease.release):
                 with contextlib.suppress(OSError):  # the record is for people, the lease expires
-                    give_back()
+                    remove()

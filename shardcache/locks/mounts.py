@@ -1,11 +1,12 @@
-"""Which filesystem a path is on, and so which kind of lock is used there.
+"""The filesystem that a path is on, and so the kind of lock.
 
-On a local filesystem flock(2) tells the truth. On any other (NFS, Lustre, GPFS, FUSE, unknown) it
-may be refused, granted to everybody, or hang, so no file of the cache is locked with it there:
-leases say who fetches, ages say what is in use (`Layout.grace`), and sessions and the budget's lock
-are in a directory of this node (`Layout.local`). `os.statvfs` and even `os.stat` may hang on a dead
-server, so the type comes from ``/proc/self/mountinfo`` (proc(5)) and the text of the path, of which
-symbolic links are followed.
+On a local filesystem, flock(2) works. On any other (NFS, Lustre, GPFS, FUSE, unknown) it may be
+refused, be granted to several processes, or hang. There, a process that downloads has a lease, an
+entry is in use for a while after its last touch (`Layout.grace`), and sessions and the budget lock
+are in a directory of this node (`Layout.local`).
+
+`os.statvfs` and `os.stat` may hang on a dead server. So the type comes from
+``/proc/self/mountinfo`` (proc(5)) and the text of the path, in which symbolic links are resolved.
 """
 
 from __future__ import annotations
@@ -22,16 +23,15 @@ from shardcache.layout import IDLE_GRACE, Layout, read_manifest
 
 logger = logging.getLogger(__name__)
 
-#: Where sessions may be on this node, in the order in which every process tries them. Not TMPDIR
-#: or XDG_RUNTIME_DIR: they differ between the jobs of one node.
-# A directory found there is used only if nobody else could have made it (`node_directory`).
+#: Parents of the node's directory, in the order in which every process tries them. Not TMPDIR or
+#: XDG_RUNTIME_DIR: they differ between the jobs of one node.
 _NODE_DIRECTORIES = ("/dev/shm", "/run/lock", "/tmp", "/var/tmp")  # noqa: S108
 _MOUNTINFO = Path("/proc/self/mountinfo")
 _OCTAL = re.compile(r"\\([0-7]{3})")
 
-#: Types whose files and locks belong to this machine alone. What is not here counts as
-#: a network filesystem, for that is the safe way to be wrong: fuse.* may be anything,
-#: 9p and virtiofs are shared by virtual machines, fuseblk has flock but is rare.
+#: Types whose files and locks belong to this machine alone. Any other type counts as a network
+#: filesystem, which is safe: fuse.* may be anything, virtual machines share 9p and virtiofs, and
+#: fuseblk has flock but is rare.
 LOCAL_TYPES = frozenset(
     {
         "aufs", "bcachefs", "btrfs", "erofs", "ext2", "ext3", "ext4", "f2fs", "iso9660", "jfs",
@@ -50,16 +50,16 @@ class Mount:
     point: str  #: where it is mounted
     type: str  #: such as ``ext4``, ``nfs4``, ``fuse.juicefs``
     options: frozenset[str] = frozenset()  #: of the mount and of the filesystem
-    root: str = "/"  #: which directory of the filesystem is mounted there
+    root: str = "/"  #: the directory of the filesystem that is mounted there
 
     @property
     def is_local(self) -> bool:
-        """Whether this machine alone has the filesystem."""
+        """Whether only this machine has the filesystem."""
         return self.type in LOCAL_TYPES
 
 
 def read_mounts() -> list[Mount]:
-    """Every mount that this process sees; none where the kernel does not tell (no /proc)."""
+    """List the mounts that this process sees; none without /proc."""
     try:
         # surrogateescape: a mount point may have any bytes in its name.
         table = _MOUNTINFO.read_text("utf-8", "surrogateescape")
@@ -81,35 +81,35 @@ def _unescape(text: str) -> str:
 
 
 def mount_of(path: Path | str) -> Mount | None:
-    """The mount of a path, whether or not it exists; None where the kernel does not tell."""
+    """Return the mount of a path, which need not exist; None without /proc."""
     real = os.path.realpath(path)
     best: Mount | None = None
     for mount in read_mounts():
         inside = mount.point == "/" or real == mount.point or real.startswith(f"{mount.point}/")
-        # Of two on one point the later one hides the other.
+        # If two mounts have one point, the later one hides the other.
         if inside and (best is None or len(mount.point) >= len(best.point)):
             best = mount
     return best
 
 
 def is_local(path: Path | str) -> bool:
-    """Whether this machine alone has the filesystem of a path; False if that is unknown."""
+    """Return whether only this machine has the filesystem of a path; False if that is unknown."""
     mount = mount_of(path)
     return mount is not None and mount.is_local
 
 
 def node_namespace(root: Path, locks: str, touch_interval: float, modes: Modes = PRIVATE) -> Layout:
-    """The node's namespace in ``root``, which may not exist yet; it says how to lock there.
+    """Return the node's namespace of a cache, with its kind of lock.
 
     Args:
-        root: of the cache.
+        root: the root of the cache; it need not exist.
         locks: the option: ``auto``, ``flock`` or ``lease``.
         touch_interval: seconds between touches of an entry in use; the grace is twice that or more.
-        modes: the permissions of what is made.
+        modes: the permissions of the cache.
     """
     if locks == "flock" or (locks == "auto" and is_local(root)):
         return Layout.of_root(root, modes)
-    # Without a manifest its name is not known yet, and nothing is locked.
+    # The id in the manifest names the node's directory. Without a manifest, nothing is locked yet.
     local, cache = None, read_manifest(root).get("id")
     if cache is not None:
         name = blake2b(str(cache).encode(), digest_size=8).hexdigest()
@@ -118,7 +118,11 @@ def node_namespace(root: Path, locks: str, touch_interval: float, modes: Modes =
 
 
 def node_directory(identity: str, modes: Modes = PRIVATE) -> Path | None:
-    """A directory of ours on this node, the same for all who say ``identity``; None without one."""
+    """Make a directory on this node, the same for all processes of this user that use ``identity``.
+
+    Returns:
+        The directory; None if it can be made nowhere.
+    """
     owner = os.geteuid() if modes.group is None else f"g{modes.group}"
     for parent in _NODE_DIRECTORIES:
         mount = mount_of(parent)
@@ -127,12 +131,14 @@ def node_directory(identity: str, modes: Modes = PRIVATE) -> Path | None:
         directory = Path(parent, f"shardcache-{owner}-{identity}")
         try:
             modes.make_directory(directory, levels=0)
-            found = directory.lstat()
+            status = directory.lstat()
         except OSError:
             continue
-        # Whoever made the name before us in a directory that all may write must be us.
-        closed = not found.st_mode & 0o777 & ~modes.directory
-        if closed and modes.objection(directory, found) is None:
+        # Every user may write to the parent, so another one may have made the directory.
+        closed = not status.st_mode & 0o777 & ~modes.directory
+        if closed and modes.objection(directory, status) is None:
             return directory
-        logger.warning("%s is not ours alone; sessions go elsewhere", directory)
+        logger.warning(
+            "%s can be used by other users, so sessions are not kept there. Remove it", directory
+        )
     return None

@@ -1,16 +1,16 @@
-"""Live processes that use the cache, and who waits for whom: told by flock.
+"""Live processes that use the cache, and those that wait for a download.
 
-Each is a file in ``sessions`` that its process holds locked: ``<random>.session``, and
-``<key>.<random>.wait`` while it waits for the fetch of a key. Of a session the modification time
-says when the job began to use the cache, and the content which limits it has: whoever looks after
-the cache goes by them. A child (DataLoader worker, forked or spawned) registers itself with its
-parent's start, so that an epoch's workers do not look younger than their job. Files of dead
-processes are removed by whoever counts next; of the sessions that ended, the one that began last
-leaves its file as `Layout.limits`. A command has no limits to leave.
+Each has a file in ``sessions`` and holds its flock: ``<random>.session``, and, while it waits for
+the download of a key, ``<key>.<random>.wait``. The modification time of a session is when its job
+began to use the cache; its content is the job's limits, which commands and other jobs use for
+cleaning. A child (a DataLoader worker, forked or spawned) makes a session with its parent's start,
+because the workers of an epoch are no younger than their job. The next process that lists the
+sessions removes the files of dead ones. Of the ended sessions, the one that began last stays as
+`Layout.limits`, unless it has no limits, as that of a command.
 
 With leases, sessions are on the node. So each session also has a mark in the root,
-``<random>.lease``, which no process locks and its own touches while it uses the cache. By sessions
-and marks, processes notice those that use the other kind of lock (`other_locks`).
+``<random>.lease``, which its process touches while it uses the cache and which no process locks.
+Sessions and marks show each process which kind of lock the others use (`other_locks`).
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[0-9a-f]{32}\.(session|[0-9a-f]{32}\.wait)")
 _is_mark_name = re.compile(r"[0-9a-f]{32}\.lease").fullmatch
-#: A sweeper may remove a file between our open and our flock, not for ever.
+#: Attempts to lock a new file, which a sweep may remove between open and flock.
 _ATTEMPTS = 100
+#: Most bytes to read of a session, whose six limits have some hundred.
 _MAX_LIMITS = 4096
-#: Ends the name of a note that a job leaves; see `stats.notices`.
+#: Suffix of the notes of jobs; see `stats.notices`.
 NOTE = ".streamed"
 
 
@@ -47,10 +48,10 @@ class Session:
     """A file in ``sessions`` that this process holds locked until `close`, or its end.
 
     Args:
-        layout: of the namespace.
+        layout: the namespace.
         started: when the job began to use the cache, in seconds since the epoch.
-        waits: for a wait instead: the key, and who waits for it.
-        limits: of the job, see `Config.limits`; None for a command, which is no job.
+        waits: the key and the waiting process, to make a ``.wait`` file instead.
+        limits: the limits of the job, see `Config.limits`; None for a command.
     """
 
     _file: io.FileIO | None = None  # until it is made
@@ -78,18 +79,18 @@ class Session:
                 self._mark = _in_root(layout) / self.path.with_suffix(".lease").name
                 write_new(self._mark, b"", layout.modes.file)
         except OSError as exn:
-            # A cache that cannot be written evicts nothing, so nobody needs to know of us.
+            # Nothing is evicted from a cache that cannot be written, so no session is needed.
             logger.debug("%s was not made: %s", self.path, exn)
 
     def _register(self, layout: Layout, started: float, data: bytes) -> bool:
-        """Make the file, and lock it; False if a process that counts had it first."""
+        """Make the file and lock it; return False if another process removed it in between."""
         with contextlib.ExitStack() as stack:
             stack.callback(self.path.unlink, missing_ok=True)
             file = open_exclusive(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, layout.modes)
             stack.enter_context(file)
-            with contextlib.suppress(OSError):  # a full disk: that it lives is what counts
+            with contextlib.suppress(OSError):  # on a full disk, a session without limits
                 os.pwrite(file.fileno(), data, 0)
-            os.utime(file.fileno(), (started, started))  # not locked yet, it counts as dead
+            os.utime(file.fileno(), (started, started))
             if try_flock(file.fileno()) is False or not is_file(self.path, file.fileno()):
                 return False
             stack.pop_all()
@@ -97,7 +98,7 @@ class Session:
         return True
 
     def refresh(self) -> None:
-        """Give a sign of life to processes that cannot test the lock of the session."""
+        """Touch the session, for processes on other machines that cannot test its lock."""
         if self._file is not None and not self._file.closed:
             with contextlib.suppress(OSError):
                 if self._mark is not None:
@@ -106,30 +107,26 @@ class Session:
                     os.utime(self._file.fileno(), (self._started, self._started))
 
     def close(self) -> None:
-        """It is over. In a forked child, nothing: it is the parent's."""
+        """End the session. In a forked child, do nothing: it is the parent's."""
         if self._file is not None and not self._file.closed:
             if self._mark is not None:
                 with contextlib.suppress(OSError):
                     self._mark.unlink()
-            with contextlib.suppress(OSError):  # unlocked, it counts as dead anyway
+            with contextlib.suppress(OSError):  # without a lock, the file counts as dead anyway
                 _remove(self.path)
-            with contextlib.suppress(OSError):  # closed all the same
+            with contextlib.suppress(OSError):  # it is closed nevertheless
                 unlock(self._file.fileno())
                 self._file.close()
 
     def __del__(self) -> None:
-        # Few programs close what they use to their end; its file need not wait for a sweeper.
+        # Few programs close their caches.
         self.close()
 
 
 def live_sessions(layout: Layout) -> list[float]:
-    """When each live session began, in seconds since the epoch; dead ones are removed.
-
-    Raises:
-        OSError: the filesystem is failing.
-    """
-    found = map(_date, _files(layout, ".session"))
-    return [date for date in found if date is not None]
+    """Return when each live session began, in seconds since the epoch; remove the dead ones."""
+    dates = map(_live_since, _files(layout, ".session"))
+    return [date for date in dates if date is not None]
 
 
 def other_locks(layout: Layout) -> str | None:
@@ -148,17 +145,18 @@ def other_locks(layout: Layout) -> str | None:
     # If the node has no directory for them, sessions that use leases are here, too.
     own = {mark.replace(".lease", ".session") for mark in marks}
     sessions = [directory / n for n in names if _NAME.fullmatch(n) and n.endswith(".session")]
-    is_alive = _is_locked if is_local(layout.base.parent) else _has_changed
-    return "flock" if any(is_alive(path) for path in sessions if path.name not in own) else None
+    since = _live_since if is_local(layout.base.parent) else _changed_since
+    others = (path for path in sessions if path.name not in own)
+    return "flock" if any(since(path) is not None for path in others) else None
 
 
 def remove_dead(layout: Layout) -> None:
-    """Remove what processes that are gone left in ``sessions``; raises as `live_sessions`.
+    """Remove the files of dead processes and the notes of jobs that ended from ``sessions``.
 
-    Of a job that is gone there is no live session as old as its note.
+    A note is older than every live session if its job has ended.
     """
     for path in _files(layout, ""):
-        _date(path)
+        _live_since(path)
     for mark in filter(_is_mark_name, list_names(_in_root(layout))):
         remove_old(_in_root(layout) / mark)
     oldest = min(live_sessions(layout), default=math.inf)
@@ -170,63 +168,63 @@ def remove_dead(layout: Layout) -> None:
 
 
 def live_waits(layout: Layout) -> Iterator[tuple[str, Holder]]:
-    """Who waits at this moment, and for the fetch of which key; only looks.
+    """Yield the key and the process of each wait for a download. Changes nothing.
 
     Raises:
-        OSError: the directory cannot be read; a missing one is empty.
+        OSError: the directory cannot be read. A missing one is empty.
     """
     for path in _files(layout, ".wait"):
-        with contextlib.suppress(OSError), open_file(path) as file:  # over, or another user's
-            # Shared: two who look do not take each other for whoever waits.
+        with contextlib.suppress(OSError), open_file(path) as file:  # ended, or another user's
+            # A shared lock, so that two processes that list the waits do not disturb each other.
             if try_flock(file.fileno(), shared=True) is False and (waiter := read_holder(path)):
                 yield path.name.partition(".")[0], waiter
 
 
 def stated_limits(layout: Layout) -> tuple[list[dict[str, str]], bool]:
-    """The limits of each live session, and True; without one those of the last, and False.
+    """Return the limits of each live session and True, or those of the last one and False.
 
-    Only looks; raises OSError if the directory cannot be read.
+    Changes nothing.
+
+    Raises:
+        OSError: the directory cannot be read.
     """
     live, ended = [], [(0.0, dict[str, str]())]
     for path in [*_files(layout, ".session"), layout.limits]:
         with contextlib.suppress(OSError, ValueError, RecursionError), open_file(path) as file:
             date, is_free = os.fstat(file.fileno()).st_mtime, try_flock(file.fileno(), shared=True)
-            found = json.loads(os.pread(file.fileno(), _MAX_LIMITS, 0))
-            if isinstance(found, dict):
+            limits = json.loads(os.pread(file.fileno(), _MAX_LIMITS, 0))
+            if isinstance(limits, dict):
                 if is_free is False:
-                    live.append(found)
+                    live.append(limits)
                 else:
-                    ended.append((date, found))
+                    ended.append((date, limits))
     return (live, True) if live else ([max(ended, key=itemgetter(0))[1]], False)
 
 
 def _remove(path: Path) -> None:
-    """Remove a file that is over; of a session its limits stay known, unless younger ones are."""
+    """Remove the file of a dead process, or make it `Layout.limits` if its job began last."""
     last = path.parent.with_name("limits")
     is_last = path.suffix == ".session" and path.lstat().st_size > 0
     with contextlib.suppress(FileNotFoundError):
         is_last = is_last and last.lstat().st_mtime <= path.lstat().st_mtime
     if is_last:
-        with contextlib.suppress(OSError):  # a directory has the name
+        with contextlib.suppress(OSError):  # there is a directory of this name
             path.replace(last)
             return
     path.unlink()
 
 
 def _in_root(layout: Layout) -> Path:
-    """The directory of the sessions that use flock, and of the marks of those that use leases."""
+    """Return the directory of sessions that use flock, and of marks of those that use leases."""
     return layout.base / "sessions"
 
 
-def _is_locked(path: Path) -> bool:
-    return _date(path) is not None
-
-
-def _has_changed(path: Path) -> bool:
-    """Whether a session gave a sign of life within the last hour."""
+def _changed_since(path: Path) -> float | None:
+    """Return when a session was last touched, in seconds since the epoch; None after an hour."""
     with contextlib.suppress(FileNotFoundError):
-        return time.time() - path.lstat().st_ctime <= IDLE_GRACE
-    return False
+        changed = path.lstat().st_ctime
+        return changed if time.time() - changed <= IDLE_GRACE else None
+    return None
 
 
 def _files(layout: Layout, suffix: str) -> list[Path]:
@@ -234,21 +232,21 @@ def _files(layout: Layout, suffix: str) -> list[Path]:
     return [layout.sessions / name for name in names if name.endswith(suffix)]
 
 
-def _date(path: Path) -> float | None:
-    """The modification time of a live process's file; None if it is dead, and then removed."""
+def _live_since(path: Path) -> float | None:
+    """Return the modification time of a live process's file; if it is dead, remove it."""
     try:
         with open_file(path) as file:
-            free, found = try_flock(file.fileno()), os.fstat(file.fileno())
+            free, status = try_flock(file.fileno()), os.fstat(file.fileno())
             if free is False:
-                return found.st_mtime
-            # Without flock nobody can tell. It does not count, or dead ones would count for
-            # ever, but it stays for a while: its owner may need it when flock is back.
-            if free or time.time() - found.st_ctime > IDLE_GRACE:
-                with contextlib.suppress(OSError):  # read-only, or somebody else was faster
+                return status.st_mtime
+            # If flock fails, the process counts as dead, or dead ones would count forever. Its file
+            # stays for an hour, because flock may work again by then.
+            if free or time.time() - status.st_ctime > IDLE_GRACE:
+                with contextlib.suppress(OSError):  # read-only, or another process was faster
                     _remove(path)
     except FileNotFoundError:
         pass
-    except PermissionError:  # cannot be asked, so it may be alive
+    except PermissionError:  # another user's, which may be alive
         return path.lstat().st_mtime
     except OSError as exn:
         if exn.errno not in NOT_DATA:

@@ -24,7 +24,8 @@ from shardcache.results import PrewarmPlan
 from shardcache.space.eviction import Limits, total_bytes
 from shardcache.space.memory import Volume
 from shardcache.space.tiers import Tier
-from shardcache.store.entry import DamagedError, Entry
+from shardcache.store.directory import DamagedError
+from shardcache.store.entry import Entry
 from shardcache.store.verify import differs
 from shardcache.urls import ShardURL
 
@@ -242,7 +243,7 @@ def _room(tier: Tier, entries: list[Entry], wanted: set[str], need: int) -> tupl
     chosen = space.plan(
         Limits(max_size=limit, free_needed=max(0, need - spare)),
         reserved=others + need + kept,
-        found=[entry for entry in here if entry.key not in wanted],
+        entries=[entry for entry in here if entry.key not in wanted],
     )
     if limit is not None:
         free = min(free, limit - others - total_bytes(here, space.allocated))

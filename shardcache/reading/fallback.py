@@ -30,7 +30,8 @@ from shardcache.files import fault_kind, is_disk_fault
 from shardcache.locks.flock import is_file
 from shardcache.process import PausedError, Process
 from shardcache.reading.readers import DownloadReader, Expected, OriginReader
-from shardcache.store.entry import DamagedError, Opened, open_data, set_aside
+from shardcache.store.directory import DamagedError
+from shardcache.store.entry import Opened, open_data, set_aside
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -26,7 +26,8 @@ from shardcache.process import Process
 from shardcache.reading.fallback import read_nearest, read_past
 from shardcache.reading.readers import DownloadReader
 from shardcache.reading.stream import ShardStream
-from shardcache.store.entry import DamagedError, Opened
+from shardcache.store.directory import DamagedError
+from shardcache.store.entry import Opened
 from shardcache.urls import ShardURL
 
 if TYPE_CHECKING:

@@ -28,7 +28,8 @@ from shardcache.origins.base import (
     skip,
 )
 from shardcache.store.digest import BLOCK, check_archive
-from shardcache.store.entry import DamagedError, Opened
+from shardcache.store.directory import DamagedError
+from shardcache.store.entry import Opened
 from shardcache.store.partial import PartialSource
 
 if TYPE_CHECKING:

@@ -1,11 +1,11 @@
-"""What may be stored, and what goes first.
+"""The budget: which shards may be stored, and which are evicted first.
 
-    budget     room for a newcomer: one number under the budget lock
-    eviction   which shards go first, which stay, and removing them
-    pins       what users keep
-    memory     what a filesystem and the cgroups leave
-    tiers      one directory of a cache: namespaces, session, budget
-    clean      making room on request, and beside a job
+    budget     reserves room for new shards: one number under the budget lock
+    eviction   plans which shards to evict
+    pins       shards that users keep
+    memory     the room that a filesystem and the cgroups leave
+    tiers      one directory of a cache: its namespaces, session and budget
+    clean      makes room on request, and in the background of a job
 
-Uses the store, the locks, and `stats.database`.
+It uses `shardcache.stats` for the counters of a node.
 """

@@ -1,10 +1,10 @@
-"""Room for a shard before its first byte is written.
+"""Reserving room for a shard before its first byte is written.
 
-The node keeps one number, ``usage``: bytes on disk of all shards, and of all fetches in flight with
-their final sizes. It is read and written under the budget lock only. Entries and partials are
-counted again before anything is evicted or refused, and after a minute; a refusal is believed as
-long, unless another process cleans the cache or a job ends meanwhile. Where locks do not work, each
-process may overshoot by what others admit at the same moment. Nodes that share a directory do not
+The node keeps one number, ``usage``: the bytes on disk of all entries, and of all shards in flight
+with their final sizes. It is read and written under the budget lock only. Entries and partials are
+counted again after a minute, and before a shard is evicted or refused. A refusal is remembered for
+a minute, or until a process cleans the cache or a job ends. If locks fail, each process may exceed
+the budget by the shards that others admit at the same moment. Nodes that share a directory do not
 share the number: they count each time.
 """
 
@@ -46,39 +46,38 @@ from shardcache.store.partial import InFlight, in_flight
 from shardcache.threads import lazy
 from shardcache.units import format_bytes
 
-__all__ = ["Space"]
-
 logger = logging.getLogger(__name__)
 
-#: Seconds for which a count, and a refusal, is believed.
+#: Seconds until a count is repeated and a refusal is forgotten. Only failed downloads and removals
+#: by hand make a count wrong, and they make it too high.
 _BELIEVED = 60.0
-#: Times that victims may come into use, or vanish, between plan and eviction.
+#: Attempts to plan and evict: a process may begin to read a shard between plan and eviction. After
+#: six attempts the new shard is streamed.
 _PLANS = 6
-#: There is ample room where so many shards of a size would find some beside an eighth of the
-#: volume: no node fetches more at once. So many where what is in flight is counted, too: no node
-#: begins more at the same moment.
-_AMPLE, _AT_ONCE = 1024, 64
-#: Of so many entries, one goes along with those that must: otherwise a full cache would be listed
-#: for every newcomer.
+#: Shards that a node may admit at one moment, before one process sees the partials of the others:
+#: 8 ranks with 8 workers each.
+_AT_ONCE = 64
+#: With so many entries or more, an eviction removes another hundredth of the bytes. So a full cache
+#: is listed once per hundred new shards, and not for each.
 _EACH = 100
-#: Seconds to wait for the budget lock. It is held for one count and the evictions that follow;
-#: after this long something is wrong with its holder, and going on risks only an overshoot.
+#: Seconds to wait for the budget lock. Its holder counts and evicts; if that takes longer, it was
+#: probably stopped, and the shard is admitted without the lock.
 _BUDGET_SECONDS = 60.0
 _POLL = 0.01
 _ANNOUNCE_EVERY = 10.0
-_MAX_USAGE = 4096
+_MAX_USAGE = 4096  #: most bytes to read of ``usage``, which has about 100
 
 
 @dataclass(frozen=True, slots=True)
 class _Usage:
-    """The number."""
+    """The content of ``usage``."""
 
-    held: int  #: bytes on disk of entries, and of fetches in flight when they will be complete
-    counted: float  #: when, of the monotonic clock, which all processes share
-    most: int | None = None  #: what `held` can be at most, as a refusal found; None without any
+    held: int  #: bytes on disk of entries, and of shards in flight with their final sizes
+    counted: float  #: when they were counted, of the monotonic clock, which all processes share
+    most: int | None = None  #: the largest possible `held` since a refusal; None without one
 
     def missing(self, need: int) -> int:
-        """How many of the bytes that a shard needs find no room, as the last refusal found."""
+        """Return how many of ``need`` bytes find no room, according to the last refusal."""
         return 0 if self.most is None else max(0, self.held + need - self.most)
 
 
@@ -86,10 +85,10 @@ class Space:
     """The budget of one root.
 
     Args:
-        node: the node's namespace, where budget lock, usage and sessions are.
-        stores: lists all namespaces of the root.
-        config: limits.
-        evicted: is told of every shard that went.
+        node: the node's namespace, which has the budget lock, the usage and the sessions.
+        stores: returns all namespaces of the root.
+        config: the limits.
+        evicted: called with every shard that was evicted.
     """
 
     def __init__(
@@ -103,14 +102,14 @@ class Space:
         self.stores = stores
         self._evicted = evicted
         self._config = config
-        # One thread of this process at a time polls the lock of all.
+        # So that one thread of this process at a time polls the budget lock.
         self._threads = threading.Lock()
 
     # -- admission -----------------------------------------------------------------
 
     @lazy
     def max_size(self) -> int | None:
-        """Most bytes that the cache may hold, on the filesystem as it was when first asked."""
+        """Most bytes that the cache may hold; None if only free space limits it."""
         return Volume.of(self.node.base).budget(self._config)
 
     @lazy
@@ -120,23 +119,25 @@ class Space:
 
     @contextlib.contextmanager
     def reserved(self, url: str, size: int | None) -> Iterator[None]:
-        """Have room for a shard, by eviction if need be; its partial is made in the body.
+        """Reserve room for a shard, by eviction if necessary. The body must make the partial.
 
         Args:
-            url: of the shard.
-            size: bytes; None where the origin does not tell, or its partial is there already.
+            url: the URL of the shard.
+            size: bytes; None if they are unknown, or if the partial exists.
 
         Raises:
-            CacheFullError: there is no room and nothing may be evicted.
-            OSError: the disk fails.
+            CacheFullError: there is no room, and the other shards may not be evicted.
         """
         if size is not None:
             if too_large := self._too_large(url, size):
                 raise too_large
-            need = self.allocated(size)
-            if self.max_size is None and self._is_ample(Volume.of(self.node.base), need):
-                yield
-                return
+            if self.max_size is None:
+                # If all shards of a moment fit, the budget lock is not needed.
+                volume, need = Volume.of(self.node.base), self.allocated(size)
+                spare = volume.free - self._config.min_free.of(volume.size) - self._announced()
+                if spare >= _AT_ONCE * need:
+                    yield
+                    return
         with self._threads, self._budget_lock():
             self._reserve(url, size)
             yield
@@ -144,17 +145,17 @@ class Space:
                 self.recount()
 
     def refuses(self, url: str, size: int) -> CacheFullError | None:
-        """Why there is no room for a shard: it is too large, or that was found lately."""
+        """Return the error for a shard that is too large, or was refused within the last minute."""
         usage = self._read()
         missing = 0 if usage is None else usage.missing(self.allocated(size))
         return self._too_large(url, size) or (self._no_room(url, missing) if missing else None)
 
     def _no_room(self, url: str, missing: int = 0) -> CacheFullError:
-        more = format_bytes(missing) if missing else "some"
+        more = f"{format_bytes(missing)} more" if missing else "more"
         return CacheFullError(
-            f"no room for {url} in {self._config.dir}: {more} more would have to go, and the rest "
-            "is in use or was used since the running jobs began. Raise max_size, free the disk, "
-            "or let the shard be streamed.",
+            f"no room for {url} in {self._config.dir}: it needs {more}, and the cached shards are "
+            "in use or were used since the running jobs began. Raise max_size, free the disk, or "
+            "let the shard be streamed.",
             url=url,
         )
 
@@ -168,81 +169,84 @@ class Space:
         )
 
     def make_room(self, url: str, size: int) -> None:
-        """Free room for ``size`` bytes, and three entries more, when the disk was full.
+        """Evict for a shard of ``size`` bytes after the disk was full, and three entries more.
 
-        What it lacks may be inodes, of which a fetch takes more than one entry has.
+        The disk may lack inodes, of which a download takes more than an entry has.
+
+        Raises:
+            CacheFullError: there is no room, and the other shards may not be evicted.
         """
         with self._budget_lock():
             self.recount()
             needed = self.allocated(size) - self._sweep()
-            found = self._entries()
-            spare = 3 * total_bytes(found, self.allocated) // max(1, len(found))
-            chosen = self.plan(Limits(free_needed=max(0, needed), spare=spare), found=found)
-            if chosen.missing:
-                raise self._no_room(url, chosen.missing)
-            self.evict(chosen)
+            entries = self._entries()
+            spare = 3 * total_bytes(entries, self.allocated) // max(1, len(entries))
+            planned = self.plan(Limits(free_needed=max(0, needed), spare=spare), entries=entries)
+            if planned.missing:
+                raise self._no_room(url, planned.missing)
+            self.evict(planned)
 
     def relieve(self) -> int:
-        """Give memory back that the job has come to need; bytes.
+        """Evict from a RAM disk until the job has the memory that it needs; return the bytes.
 
-        Whatever the policy says: an entry can be fetched again, a job that the kernel killed has
-        ended. Entries that are read or pinned stay.
+        The policy does not matter: an entry can be downloaded again, but the kernel kills a job
+        without memory. Entries that are read or pinned stay.
         """
         with self._budget_lock():
-            chosen = self.plan(Limits(free_needed=self.limits().free_needed), jobs=False)
+            planned = self.plan(Limits(free_needed=self.limits().free_needed), jobs=False)
             self.recount()
-            return sum(removal.size for removal in self.evict(chosen))
+            return sum(removal.size for removal in self.evict(planned))
 
     def _reserve(self, url: str, size: int | None) -> None:
-        """Add a shard to the number, once there is room for it; under the lock."""
+        """Add a shard to the usage, once there is room for it. Call with the budget lock."""
         need = 0 if size is None else self.allocated(size)
         usage = None if size is None else self._read()
-        found: list[Entry] | None = None
+        entries: list[Entry] | None = None
         swept = False
         for _ in range(_PLANS):
             limits = self.limits(need)
             if limits == Limits():
-                return  # no limit applies, so the number is not needed
+                return  # no limit applies, so the usage is not needed
             if usage is None:
-                usage, found = self._count()
+                usage, entries = self._count()
             elif missing := usage.missing(need):
                 raise self._no_room(url, missing)
             over = 0 if limits.max_size is None else usage.held + need - limits.max_size
             if max(over, limits.free_needed) <= 0:
                 self._write(replace(usage, held=usage.held + need))
                 return
-            if not swept:  # what dead processes left goes first
+            if not swept:  # the partials of dead processes are removed before entries
                 swept = True
                 if self._sweep():
-                    found = None
-            if found is None:
-                usage = None  # what is evicted or refused is counted first
+                    entries = None
+            if entries is None:
+                usage = None  # count before shards are evicted or refused
                 continue
-            held = total_bytes(found, self.allocated)
-            spare = held // _EACH if len(found) >= _EACH else 0
-            chosen = self.plan(
-                replace(limits, spare=spare), reserved=usage.held - held + need, found=found
+            held = total_bytes(entries, self.allocated)
+            spare = held // _EACH if len(entries) >= _EACH else 0
+            planned = self.plan(
+                replace(limits, spare=spare), reserved=usage.held - held + need, entries=entries
             )
-            if chosen.missing:
-                # Under other policies only readers keep entries, and may end at any moment.
+            if planned.missing:
+                # Under other policies, only readers keep entries, and may end at any moment.
                 if self._config.policy == "working-set":
-                    self._write(replace(usage, most=usage.held + need - chosen.missing))
-                raise self._no_room(url, chosen.missing)
-            if len(self.evict(chosen)) == len(chosen.removed) and len(self.stores()) == 1:
-                self._write(replace(usage, held=usage.held - chosen.freed + need))
+                    self._write(replace(usage, most=usage.held + need - planned.missing))
+                raise self._no_room(url, planned.missing)
+            if len(self.evict(planned)) == len(planned.removed) and len(self.stores()) == 1:
+                self._write(replace(usage, held=usage.held - planned.freed + need))
                 return
-            usage = None  # some came into use meanwhile, or another rank has linked them
+            usage = None  # a process reads one of them now, or another rank has linked it
         raise self._no_room(url)
 
-    # -- the number ----------------------------------------------------------------
+    # -- usage ---------------------------------------------------------------------
 
     def recount(self) -> None:
-        """Have the next admission count what the cache holds."""
+        """Remove ``usage``, so that the next admission counts entries and partials."""
         with contextlib.suppress(OSError):
             self.node.usage.unlink()
 
     def flights(self) -> list[InFlight]:
-        """The fetches in flight of all namespaces; their sizes are bytes on disk."""
+        """List the shards in flight of all namespaces; their sizes are bytes on disk."""
         flights = (flight for store in self.stores() for flight in in_flight(store.layout))
         return [
             replace(
@@ -257,27 +261,27 @@ class Space:
         return [entry for store in self.stores() for entry in store.entries()]
 
     def _count(self) -> tuple[_Usage, list[Entry]]:
-        """Count anew. Fetches first: what is published meanwhile is an entry, and counts as one.
+        """Count entries and partials, and list the entries.
 
-        Another fetch of a version that is published counts beside it: once that is evicted, it
-        will be an entry itself.
+        Partials come first: one that is published before the entries are listed counts as an entry
+        only. A partial that still exists counts in addition to an entry of the same version, whose
+        place it may take.
         """
         counted = clock.monotonic()
         flights = self.flights()
-        if not all(flight.is_measured for flight in flights):
+        if any(flight.live and flight.key and flight.size is None for flight in flights):
             counted = -math.inf  # the final size of one is unknown: the next admission counts again
-        found = self._entries()
-        published = {(entry.key, entry.version) for entry in found}
-        fetched = [
-            each
-            for each in flights
-            if (each.key, each.version) not in published or is_directory(each.path)
-        ]
-        held = total_bytes(found, self.allocated) + sum(flight.reserved for flight in fetched)
-        return _Usage(held, counted), found
+        entries = self._entries()
+        published = {(entry.key, entry.version) for entry in entries}
+        reserved = sum(
+            flight.reserved
+            for flight in flights
+            if (flight.key, flight.version) not in published or is_directory(flight.path)
+        )
+        return _Usage(total_bytes(entries, self.allocated) + reserved, counted), entries
 
     def _read(self) -> _Usage | None:
-        """The number; None if it is missing or too old."""
+        """Read ``usage``; return None if it is missing, too old, or not shared by all nodes."""
         if self.node.grace is not None:
             return None
         try:
@@ -302,17 +306,16 @@ class Space:
     # -- limits and plans ----------------------------------------------------------
 
     def limits(self, newcomer: int | None = None) -> Limits:
-        """The configured limits as they stand on this filesystem now.
+        """Return the configured limits in bytes, for the present state of the filesystem.
 
-        Args:
-            newcomer: bytes on disk of a shard to admit beside the fetches in flight; None if there
-                is none. Then entries that are too old may go.
+        ``newcomer`` is the bytes on disk of a shard to admit in addition to those in flight. None
+        is for cleaning, which also removes entries that are too old.
         """
         volume = Volume.of(self.node.base)
         free = self._config.min_free.of(volume.size)
         if newcomer is not None:
             free += newcomer
-            if not self._is_ample(volume, newcomer) and volume.free < free + self._announced():
+            if volume.free < free + self._announced():
                 free += sum(flight.reserved - flight.occupied for flight in self.flights())
         return Limits(
             max_size=volume.budget(self._config),
@@ -321,19 +324,14 @@ class Space:
         )
 
     def _announced(self) -> float:
-        """Bytes on disk that fetches in flight will have, by their names: no file is opened."""
+        """Return the final bytes on disk of the shards in flight, from their names alone."""
         names = (name for store in self.stores() for name in list_names(store.layout.partial))
         sizes = [parsed[2] for name in names if (parsed := parse_partial_name(name))]
         return sum(math.inf if size is None else self.allocated(size) for size in sizes)
 
-    def _is_ample(self, volume: Volume, need: int) -> bool:
-        """Whether a shard fits whatever others reserve: asking under the lock costs more."""
-        spare = volume.free - self._config.min_free.of(volume.size) - volume.size // 8
-        return spare >= _AMPLE * need or spare >= _AT_ONCE * need + self._announced()
-
     @property
     def is_pressed(self) -> bool | None:
-        """Whether less memory is free than should be; None where it is no RAM disk."""
+        """Whether a RAM disk leaves too little memory; None if the cache is on no RAM disk."""
         return self.limits().free_needed > 0 if is_memory(self.node.base) else None
 
     def plan(
@@ -342,38 +340,35 @@ class Space:
         *,
         reserved: int = 0,
         jobs: bool = True,
-        found: Iterable[Entry] | None = None,
+        entries: Iterable[Entry] | None = None,
     ) -> CleanReport:
-        """What would have to go; see `eviction.plan`.
+        """Plan an eviction with `eviction.plan`.
 
-        Args:
-            limits: what must hold afterwards.
-            reserved: bytes on disk of fetches in flight.
-            jobs: whether what running jobs use stays.
-            found: the entries, where they were listed already.
+        Without ``jobs``, shards that running jobs use may be evicted. ``entries`` are all entries,
+        if the caller has listed them.
         """
         policy = Policy.of(self._config, self.node, clock.time(), jobs=jobs)
-        entries = self._entries() if found is None else found
-        in_use = self.stores()[0].is_pinned
+        entries = self._entries() if entries is None else entries
+        in_use = self.stores()[0].in_use
         return plan(
             entries, limits, policy, reserved=reserved, in_use=in_use, allocated=self.allocated
         )
 
     def _sweep(self) -> int:
-        """Remove what dead processes left; returns bytes freed."""
+        """Remove partials of dead processes and hidden entries; return the bytes freed."""
         removals = [one for store in self.stores() for one in sweep(store, self.allocated)]
         for removal in removals:
             logger.info("removed %s, %d bytes", removal.name, removal.size)
         return sum(removal.size for removal in removals)
 
-    def evict(self, chosen: CleanReport) -> list[Removal]:
-        """Carry a plan out; what somebody has begun to read meanwhile stays.
+    def evict(self, planned: CleanReport) -> list[Removal]:
+        """Carry out a plan. Shards that a process reads now stay.
 
         Returns:
-            What went with its last link.
+            The shards that were removed with their last link.
         """
         store, gone = self.stores()[0], []
-        for removal in chosen.removed:
+        for removal in planned.removed:
             if all(store.evict(entry) for entry in removal.entries):
                 entry, reason = removal.entries[0], removal.reason.value
                 key, size = entry.key, entry.size
@@ -387,37 +382,40 @@ class Space:
 
     @contextlib.contextmanager
     def _budget_lock(self) -> Iterator[None]:
-        """Hold the node's budget lock, or go on without it after a minute, with a warning."""
+        """Hold the node's budget lock in the body; after a minute, warn and go on without it."""
         with self._hold("budget", _BUDGET_SECONDS) as other:
             if other is not None:
-                logger.warning("%s holds the budget lock for long; going on without it", other)
+                logger.warning(
+                    "%s has had the budget lock for a minute; going on without it", other
+                )
             yield
 
     @contextlib.contextmanager
     def sole_cleaner(self, *, wait: bool) -> Iterator[None]:
-        """Hold the lock of those who clean the root, or raise `LockTimeoutError`.
+        """Hold the cleaning lock of the root in the body; ``wait`` for up to ``lock_timeout``.
 
-        With ``wait``, after ``lock_timeout`` at most.
+        Raises:
+            LockTimeoutError: another process cleans.
         """
         with self._hold("clean", self._config.lock_timeout if wait else 0.0) as other:
             if other is not None:
                 root = self.node.base.parent
                 raise LockTimeoutError(
-                    f"{root} is being cleaned by {other}; nothing was removed. Try again when "
-                    "that has ended.",
+                    f"{other} is cleaning {root}, so nothing was removed. Try again when it has "
+                    "ended.",
                     dir=root,
                 )
             yield
 
     @contextlib.contextmanager
     def _hold(self, name: str, seconds: float) -> Iterator[str | None]:
-        """Hold a lock of the node; yields who has it instead after so many seconds."""
+        """Hold a lock of the node in the body; yield its holder if it was not free in time."""
         lock = KeyLock(self.node.named_lock(name), self.node.modes)
         holder = Holder.this_process(rank=None, job=None, now=clock.time())
         start = announced = clock.monotonic()
         try:
             while not (held := lock.try_acquire(holder)):
-                now, other = clock.monotonic(), read_holder(lock.path) or "somebody"
+                now, other = clock.monotonic(), read_holder(lock.path) or "another process"
                 if now - start >= seconds:
                     break
                 if now - announced >= _ANNOUNCE_EVERY:

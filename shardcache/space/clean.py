@@ -1,8 +1,8 @@
-"""Making room on request: what ``Cache.clean`` and ``shardcache clean`` do.
+"""Cleaning: `Cache.clean`, ``shardcache clean``, and cleaning in the background of a job.
 
-The plan is made first and carried out as it is, so a dry run tells the truth. Safe beside running
-jobs: what is pinned, being read or in flight stays, and so does what running jobs used, unless
-``everything`` is asked for.
+The plan is made first and carried out unchanged, so a dry run shows what a run would remove. Shards
+that are pinned, read or in flight stay, and so do those that running jobs used, unless the limits
+say ``everything``.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ __all__ = ["CleanReport", "Housekeeper", "clean", "joined", "remove"]
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between two rounds of a node, and from a process's first use of the cache to the moment
-#: when it asks whether one is due.
+#: Seconds between two cleanings of a node, and from a process's first use of the cache to its first
+#: one. Many processes live no longer than the second.
 INTERVAL = 300.0
 _FIRST = 60.0
-#: Seconds between two questions about how much memory is left.
+#: Seconds between two checks of the memory that is left.
 _MEMORY_INTERVAL = 2.0
-#: Seconds for which the partials of dead processes stay: an interrupted prewarm resumes them.
+#: Seconds for which partials of dead processes stay, so that an interrupted prewarm resumes them.
 _KEEP_PARTIALS = 3600.0
-#: Seconds that the end of a process waits for a round.
-_FAREWELL = 2.0
+#: Seconds that the end of a process waits for a cleaning, which may be stopped at any point.
+_CLOSE_TIMEOUT = 2.0
 
 
 def clean(
     space: Space, limits: Limits, *, orphans: bool = False, dry_run: bool = False
 ) -> CleanReport:
-    """Bring the cache within ``limits`` and sweep what dead processes left.
+    """Evict until the limits hold, and remove the partials and sessions of dead processes.
 
     Args:
-        space: of the tier.
-        limits: what must hold afterwards.
-        orphans: also remove the partials that dead processes left within the last hour.
-        dry_run: touch nothing, say what would go.
+        space: the budget of the tier.
+        limits: limits that must hold afterwards.
+        orphans: also remove partials of dead processes that are younger than an hour.
+        dry_run: remove nothing, and return what would be removed.
     """
     keep = 0.0 if orphans or limits.everything else _KEEP_PARTIALS
     leftovers = [
@@ -57,30 +57,30 @@ def clean(
         for removal in sweep(store, space.allocated, keep=keep, dry_run=dry_run)
     ]
     swept = sum(one.size for one in leftovers)
-    # What a dry run leaves counts as in flight.
+    # Leftovers that a dry run does not remove are still in `flights`.
     reserved = sum(flight.reserved for flight in space.flights()) - (swept if dry_run else 0)
     limits = replace(limits, free_needed=max(0, limits.free_needed - swept))
-    chosen = space.plan(limits, reserved=reserved, jobs=not limits.everything)
+    planned = space.plan(limits, reserved=reserved, jobs=not limits.everything)
     if dry_run:
-        return replace(chosen, removed=(*leftovers, *chosen.removed))
-    gone, now = space.evict(chosen), clock.time()
+        return replace(planned, removed=(*leftovers, *planned.removed))
+    gone, now = space.evict(planned), clock.time()
     space.recount()
     remove_expired(space.node, now)
     try:
         database.compact(space.node, now)
     except OSError as exn:
-        logger.info("statistics are compacted another time: %s", exn)
+        logger.info("statistics were not compacted: %s", exn)
     return replace(
-        chosen,
+        planned,
         removed=(*leftovers, *gone),
-        kept=chosen.kept + len(chosen.removed) - len(gone),
-        kept_bytes=chosen.kept_bytes + chosen.freed - sum(one.size for one in gone),
+        kept=planned.kept + len(planned.removed) - len(gone),
+        kept_bytes=planned.kept_bytes + planned.freed - sum(one.size for one in gone),
         dry_run=False,
     )
 
 
 def joined(reports: Sequence[CleanReport]) -> CleanReport:
-    """Those of several tiers as one."""
+    """Return the reports of several tiers as one."""
     return CleanReport(
         tuple(removal for report in reports for removal in report.removed),
         sum(report.kept for report in reports),
@@ -93,22 +93,22 @@ def joined(reports: Sequence[CleanReport]) -> CleanReport:
 def remove(
     stores: Sequence[Store], key: str, *, pinned: bool = False, dry_run: bool = False
 ) -> tuple[int, int, int]:
-    """Remove every version of one shard that nobody uses; with ``pinned``, none.
+    """Remove every version of a shard that no process reads; none if a user pinned it.
 
     Returns:
-        How many went, their bytes, and how many stay because they are pinned or in use. What
-        several namespaces link counts once.
+        The number of versions that were removed, or would be, their bytes, and the number of
+        versions that stay. A file with several links counts once.
     """
     removed = freed = in_use = 0
     store = stores[0]
     for links in linked(entry for each in stores for entry in each.entries_of(key)):
         if pinned:
-            goes = False
+            is_removed = False
         elif dry_run:
-            goes = not any(map(store.is_pinned, links))
+            is_removed = not any(map(store.in_use, links))
         else:
-            goes = all(store.evict(entry) for entry in links)
-        if goes:
+            is_removed = all(store.evict(entry) for entry in links)
+        if is_removed:
             removed += 1
             freed += links[0].size
         elif any(entry.path.exists() for entry in links):
@@ -117,54 +117,57 @@ def remove(
 
 
 class Housekeeper:
-    """Cleans beside a job, so that a node without cron stays within its bounds.
+    """Cleans in the background of a job, so that a node without cron stays within its limits.
 
-    Every few minutes one of the processes that use a cache does what ``shardcache clean`` does, in
-    a thread of its own, under the same lock, and only if nobody else has done so lately.
-    A RAM disk is checked every few seconds: as the job's own memory grows, the cgroup leaves less
-    for the disk, and the kernel would kill the job, not ask the cache. A disk that fails is no
-    error of the job's here: the next read or write finds it.
+    Every five minutes, one of the processes that use a cache does the same as ``shardcache clean``,
+    in a thread and under the same lock. A RAM disk is checked every two seconds: the cgroup leaves
+    less for it as the memory of the job grows, and the kernel would kill the job. Disk errors are
+    only logged here.
     """
 
     def __init__(self, tier: Tier) -> None:
-        self.due = 0.0  #: when to call `check` again, of the monotonic clock
+        self.due = 0.0  #: when `check` does something again, of the monotonic clock
         self._tier = tier
         self._next = clock.monotonic() + _FIRST
         self._thread: threading.Thread | None = None
 
     def check(self) -> None:
-        """Begin a round if one is due. Costs a glance at the clock."""
+        """Start a cleaning if one is due. Otherwise, only reads the clock."""
         now = clock.monotonic()
         if now < self.due:
             return
-        self.due = now + _MEMORY_INTERVAL  # first of all, for other threads
+        self.due = now + _MEMORY_INTERVAL  # first, so that other threads return above
         try:
-            pressed, is_round = self._tier.space().is_pressed, now >= self._next
-            if is_round:
+            pressed, is_due = self._tier.space().is_pressed, now >= self._next
+            if is_due:
                 self._next = now + INTERVAL
                 self._tier.refresh_session()
             if pressed is None:
                 self.due = self._next
-            if is_round or pressed:
-                self._thread = threads.start(lambda: self._work(is_round), "shardcache-clean")
-        except (OSError, RuntimeError) as exn:  # gone, or a limit of processes
+            if is_due or pressed:
+                self._thread = threads.start(lambda: self._work(is_due), "shardcache-clean")
+        except (
+            OSError,
+            RuntimeError,
+        ) as exn:  # gone, or too many threads
             logger.debug("no cleaning: %s", exn)
 
-    def _work(self, is_round: bool) -> None:
+    def _work(self, is_due: bool) -> None:
         space = self._tier.space()
         try:
-            if is_round:
+            if is_due:
                 self._clean(space)
             else:
-                logger.info("gave %d bytes of %s back to the job", space.relieve(), space.node.base)
+                freed = space.relieve()
+                logger.info("evicted %d bytes from %s for the job's memory", freed, space.node.base)
         except LockTimeoutError as exn:
             logger.debug("%s", exn)
         except OSError as exn:
             logger.info("cleaning beside the job failed: %s", exn)
 
     def _clean(self, space: Space) -> None:
-        with contextlib.suppress(FileNotFoundError):  # nobody has cleaned it yet
-            last = os.lstat(space.node.named_lock("clean")).st_mtime  # cleaners write to it
+        with contextlib.suppress(FileNotFoundError):  # it was never cleaned
+            last = os.lstat(space.node.named_lock("clean")).st_mtime  # written by cleaners
             if 0 <= clock.time() - last < INTERVAL:
                 return
         with space.sole_cleaner(wait=False):
@@ -173,6 +176,6 @@ class Housekeeper:
             logger.info("cleaned: %d removed, %d bytes", len(report.removed), report.freed)
 
     def close(self) -> None:
-        """End with the process: a round that is under way may be left at any point."""
+        """Wait two seconds at most for a running cleaning."""
         if self._thread is not None:
-            self._thread.join(_FAREWELL)
+            self._thread.join(_CLOSE_TIMEOUT)

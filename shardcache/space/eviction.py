@@ -1,13 +1,13 @@
-"""Which shards go first, and which stay.
+"""The policies: which shards are evicted first, and which stay.
 
-    working-set   what running jobs use stays; of the rest, the least recently used goes first
-    lru           the least recently used goes first
-    fifo          what was fetched first goes first
+    working-set   the least recently used first, but none that running jobs use
+    lru           the least recently used first
+    fifo          the oldest download first
 
-`plan` is pure: the same entries, limits and policy give the same plan, so a dry run shows exactly
-what a run would do. What several ranks link is one file: it counts once, is as young as its latest
-use, and goes with all its links or stays. Dates come from wall clocks: one in the future counts as
-long ago, and a wrong one costs an unlucky eviction, never what is being read or pinned.
+`plan` is pure: the same entries, limits and policy give the same plan, so a dry run shows what a
+run would do. A file that several ranks link counts once, is as young as its latest use, and is
+removed with all its links or not at all. Dates come from wall clocks. One in the future counts as
+long ago. A wrong clock may evict a shard too early, but never one that is read or pinned.
 """
 
 from __future__ import annotations
@@ -25,19 +25,17 @@ from shardcache.layout import Layout, is_idle
 from shardcache.locks.flock import remove_locks
 from shardcache.locks.sessions import live_sessions, remove_dead
 from shardcache.space.pins import pinned
-from shardcache.store.entry import DamagedError, Entry, Store
+from shardcache.store.directory import DamagedError
+from shardcache.store.entry import Entry, Store
 from shardcache.store.partial import in_flight, remove_leftover, remove_unnamed
 from shardcache.units import format_bytes
 
-__all__ = ["CleanReport", "Limits", "Links", "Policy", "Reason", "Removal"]
-__all__ += ["disk_bytes", "linked", "plan", "sweep", "total_bytes"]
-
-#: Seconds by which clocks may differ. S3 refuses clocks that are off by more than 15 minutes.
+#: Seconds by which clocks may differ: four times as much as S3 accepts.
 SKEW = 3600.0
 
 
 class Reason(StrEnum):
-    """Why something is removed."""
+    """Why an entry or a partial is removed."""
 
     MAX_SIZE = "max_size"
     MIN_FREE = "min_free"
@@ -48,13 +46,13 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the cache may occupy; None means no such limit."""
+    """Limits that must hold after an eviction; None means no such limit."""
 
-    max_size: int | None = None  #: bytes on disk of entries and fetches in flight together
+    max_size: int | None = None  #: bytes on disk of entries and shards in flight together
     free_needed: int = 0  #: bytes to remove so that the filesystem keeps its free space
-    spare: int = 0  #: bytes that go along with those, as far as they may
+    spare: int = 0  #: bytes to remove in addition, if one of the two limits does not hold
     max_age: float | None = None  #: seconds since the last use
-    everything: bool = False  #: remove all that may be removed
+    everything: bool = False  #: remove all entries that may be removed
 
 
 #: The entries that are links of one file: the same version of a shard in several namespaces.
@@ -63,27 +61,27 @@ Links = tuple[Entry, ...]
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """Something that was removed (or would be): which directory, how big, why."""
+    """An entry or a partial that was removed, or would be."""
 
-    name: str
+    name: str  #: its directory
     size: int  #: bytes on disk
     reason: Reason
-    entries: Links = field(default=(), repr=False)  #: of a shard: all links of its file
+    entries: Links = field(default=(), repr=False)  #: all links of the file; none for a partial
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the fields for JSON."""
         return {"name": self.name, "size": self.size, "reason": self.reason}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class CleanReport:
-    """What was removed, or would be; what several entries link counts once."""
+    """The shards that were removed, or would be. A file with several links counts once."""
 
     removed: tuple[Removal, ...]  #: entries and leftovers, in order
     kept: int  #: number of shards that stay
-    kept_bytes: int  #: bytes of those on disk
-    missing: int  #: bytes that could not be found because the rest is in use
-    dry_run: bool  #: whether nothing was touched
+    kept_bytes: int  #: bytes on disk of the shards that stay
+    missing: int  #: bytes that the limits lack because the remaining shards must stay
+    dry_run: bool  #: whether nothing was removed
 
     def __repr__(self) -> str:
         removed, kept = ("would remove", "would keep") if self.dry_run else ("removed", "kept")
@@ -94,22 +92,22 @@ class CleanReport:
 
     @property
     def freed(self) -> int:
-        """Bytes on disk of all that was removed."""
+        """Bytes on disk of the entries and leftovers in `removed`."""
         return sum(removal.size for removal in self.removed)
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A policy at one moment."""
+    """A policy, and the jobs and pins at one moment."""
 
     now: float  #: seconds since the epoch
     kind: Literal["working-set", "lru", "fifo"] = "working-set"
-    since: float | None = None  #: what was used since then stays; None if nothing does for that
+    since: float | None = None  #: shards used since then stay; None to protect none
     pinned: frozenset[str] = frozenset()  #: keys that a user pinned
 
     @classmethod
     def of(cls, config: Config, node: Layout, now: float, *, jobs: bool = True) -> Policy:
-        """The configured policy, for the jobs that run now; with ``jobs`` False, for none."""
+        """Return the configured policy; without ``jobs``, it protects no running job."""
         since = None
         if jobs and config.policy == "working-set" and (started := live_sessions(node)):
             oldest = min(_past(date, now) for date in started)
@@ -117,15 +115,15 @@ class Policy:
         return cls(now, config.policy, since, frozenset(pinned(node, now)))
 
     def last_used(self, entry: Entry) -> float:
-        """When an entry was last used; 0 if its date cannot be."""
+        """Return when an entry was last used; 0 if that is in the future."""
         return _past(entry.used, self.now)
 
     def protects(self, entry: Entry) -> bool:
-        """Whether an entry stays because a running job uses it."""
+        """Return whether an entry stays because a running job uses it."""
         return self.since is not None and self.last_used(entry) >= self.since
 
     def keeps(self, entry: Entry) -> bool:
-        """Whether an entry stays, whatever it costs."""
+        """Return whether an entry stays even if the limits do not hold then."""
         return entry.key in self.pinned or self.protects(entry)
 
 
@@ -134,35 +132,34 @@ def _past(date: float, now: float) -> float:
 
 
 def linked(entries: Iterable[Entry]) -> list[Links]:
-    """Group entries by the file that they are links of.
+    """Group entries that are links of one file.
 
-    Only entries of one key, version and size in several namespaces can be links of one file, so
-    only their inodes are read.
+    Reads inodes only where a version is in several namespaces.
     """
-    named: dict[tuple[str, str, int], list[Entry]] = {}
+    versions: dict[tuple[str, str, int], list[Entry]] = {}
     for entry in entries:
-        named.setdefault((entry.key, entry.version, entry.size), []).append(entry)
-    found: list[Links] = []
-    for alike in named.values():
+        versions.setdefault((entry.key, entry.version, entry.size), []).append(entry)
+    groups: list[Links] = []
+    for copies in versions.values():
         files: dict[object, list[Entry]] = {}
-        for entry in sorted(alike):
-            file: object = entry.directory  # of one that is gone
-            if len(alike) > 1:
+        for entry in sorted(copies):
+            file: object = entry.directory  # if the entry is gone
+            if len(copies) > 1:
                 with contextlib.suppress(OSError, DamagedError):
                     data = entry.data.lstat()
                     file = data.st_dev, data.st_ino
             files.setdefault(file, []).append(entry)
-        found += map(tuple, files.values())
-    return found
+        groups += map(tuple, files.values())
+    return groups
 
 
 def disk_bytes(links: Links, allocated: Callable[[int], int]) -> int:
-    """Bytes on disk of one file and of the directories and sidecars of all its links."""
+    """Return the bytes on disk of one file and of the directories and sidecars of its links."""
     return allocated(links[0].size) + (len(links) - 1) * allocated(0)
 
 
 def total_bytes(entries: Iterable[Entry], allocated: Callable[[int], int]) -> int:
-    """Bytes of entries on disk; a file that several of them link counts once."""
+    """Return the bytes on disk of entries. A file with several links counts once."""
     return sum(disk_bytes(links, allocated) for links in linked(entries))
 
 
@@ -175,14 +172,16 @@ def plan(
     in_use: Callable[[Entry], bool] = lambda entry: False,
     allocated: Callable[[int], int] = lambda size: size,
 ) -> CleanReport:
-    """Choose victims, replaced versions first, then in the policy's order, until the limits hold.
+    """Choose the shards to evict until the limits hold.
+
+    Replaced versions come first, then the others in the policy's order.
 
     Args:
-        entries: everything published.
-        limits: what must hold afterwards.
-        policy: what goes first, and what stays.
-        reserved: bytes of fetches in flight, and of the one that needs room.
-        in_use: asked only of entries that would otherwise go.
+        entries: all entries of the root.
+        limits: limits that must hold afterwards.
+        policy: the order, and the shards that stay.
+        reserved: bytes on disk of shards in flight and of the one that needs room.
+        in_use: returns whether a process reads an entry; called only for those to evict.
         allocated: computes the bytes on disk of a shard from its size.
     """
     files = linked(entries)
@@ -190,7 +189,7 @@ def plan(
     over = -math.inf if limits.max_size is None else total + reserved - limits.max_size
     short = limits.free_needed or -math.inf
     spare = limits.spare if max(over, short) > 0 else 0
-    # Where a newer version went before an older one, the older would be served again.
+    # An older version is evicted before a newer one; otherwise readers would get it again.
     versions = Counter(links[0].key for links in files)
     several = [links[0] for links in files if versions[links[0].key] > 1]
     newest = {each.key: each.version for each in sorted(several, key=lambda each: each.published)}
@@ -205,7 +204,7 @@ def plan(
     def order(links: Links) -> tuple[object, ...]:
         published = policy.kind == "fifo"
         date = min(entry.published for entry in links) if published else last_used(links)
-        return not is_replaced(links), date, *links[0]  # of the same age: by their names
+        return not is_replaced(links), date, *links[0]
 
     removed: list[Removal] = []
     for links in sorted(files, key=order):
@@ -234,20 +233,23 @@ def plan(
 def sweep(
     store: Store, allocated: Callable[[int], int], *, keep: float = 0.0, dry_run: bool = False
 ) -> Iterator[Removal]:
-    """Remove what dead processes left, and damaged entries; yields what had bytes of its own.
+    """Remove the partials, sessions and locks of dead processes, and damaged entries.
 
     Args:
-        store: where.
+        store: the namespace.
         allocated: computes the bytes on disk of a shard from its size.
-        keep: seconds for which the partials of dead processes stay, to be resumed.
-        dry_run: only say what would go.
+        keep: seconds for which partials stay after their last write, to be resumed.
+        dry_run: remove nothing.
+
+    Yields:
+        The partials and damaged entries that were removed, or would be.
     """
     layout = store.layout
-    for found in in_flight(layout):
-        if found.live or (keep and found.occupied and found.key and not is_idle(found.path, keep)):
+    for each in in_flight(layout):
+        if each.live or (keep and each.occupied and each.key and not is_idle(each.path, keep)):
             continue
-        if dry_run or remove_leftover(layout, found.path):
-            yield Removal(str(found.path), allocated(found.occupied), Reason.ORPHAN)
+        if dry_run or remove_leftover(layout, each.path):
+            yield Removal(str(each.path), allocated(each.occupied), Reason.ORPHAN)
     if not dry_run:
         remove_dead(layout)
         remove_unnamed(layout)

@@ -1,8 +1,8 @@
-"""What a user asked to keep: ``shardcache pin``.
+"""Pins: shards that a user keeps with ``shardcache pin``.
 
-A pin is a small file in ``pins``, named by the shard's key, that says until when. It is of the
-shard and not of its entry: it may be there before the shard is, and stays when another version is
-fetched. No policy, no ``clean --all`` and no ``rm`` removes a pinned shard.
+A pin is a small file in ``pins``, named by the shard's key, with its expiry. It belongs to the
+shard and not to an entry: it may be made before the download, and stays when the version changes.
+No policy, no ``clean --all`` and no ``rm`` removes a pinned shard.
 """
 
 from __future__ import annotations
@@ -14,22 +14,20 @@ import math
 from shardcache.layout import Layout, is_pin_name, list_names, read_file, replace_file
 from shardcache.urls import ShardURL
 
-__all__ = ["pin", "pinned", "remove_expired", "unpin"]
-
 logger = logging.getLogger(__name__)
 
-_MAX_RECORD = 16_384
+_MAX_RECORD = 16_384  #: most bytes to read of a pin, which holds one URL
 
 
 def pin(layout: Layout, shard: ShardURL, until: float | None) -> None:
-    """Keep a shard until then, in seconds since the epoch; None without end."""
+    """Pin a shard until a time in seconds since the epoch; None pins it forever."""
     layout.modes.make_directory(layout.pins, levels=0)
     data = json.dumps({"schema": 1, "url": str(shard), "until": until}).encode()
     replace_file(layout.pin(shard.key), data, layout.modes.file, via=layout.partial)
 
 
 def unpin(layout: Layout, key: str) -> bool:
-    """Keep a shard no longer; False if it was not pinned."""
+    """Remove a pin; return False if the shard was not pinned."""
     try:
         layout.pin(key).unlink()
     except FileNotFoundError:
@@ -38,25 +36,25 @@ def unpin(layout: Layout, key: str) -> bool:
 
 
 def pinned(layout: Layout, now: float) -> dict[str, str]:
-    """All shards that are to be kept: URLs by key; empty where a pin does not tell its own."""
+    """Return the URLs of all pinned shards by key; an empty one if the pin is damaged."""
     return {key: url for key, (until, url) in _pins(layout).items() if now < until}
 
 
 def remove_expired(layout: Layout, now: float) -> int:
-    """Remove pins that no longer count; returns how many."""
+    """Remove expired pins; return how many."""
     return sum(unpin(layout, key) for key, (until, _) in _pins(layout).items() if now >= until)
 
 
 def _pins(layout: Layout) -> dict[str, tuple[float, str]]:
-    """Until when each key is kept, and its URL; a pin that makes no sense has no end and no URL."""
-    found = {}
+    """Return expiry and URL by key. A damaged pin does not expire and has no URL."""
+    pins = {}
     for name in filter(is_pin_name, list_names(layout.pins)):
         key = name.removesuffix(".pin")
         try:
             record = json.loads(read_file(layout.pin(key), _MAX_RECORD))
             until = math.inf if record["until"] is None else float(record["until"])
-            found[key] = until, str(record["url"])
+            pins[key] = until, str(record["url"])
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as exn:
-            found[key] = math.inf, ""
-            logger.info("the pin of %s cannot be read (%s); the shard is kept", key, exn)
-    return found
+            pins[key] = math.inf, ""
+            logger.info("the pin of %s cannot be read (%s), so the shard is kept", key, exn)
+    return pins

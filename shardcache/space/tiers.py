@@ -1,7 +1,7 @@
-"""One directory of a cache, as one process has it: its namespaces, its session, its budget.
+"""One directory of a cache in one process: its namespaces, session and budget.
 
-A cache has one, or with ``tiers`` several: a RAM disk before an SSD. Each is a cache of its own on
-disk, with a manifest, sessions, pins and limits, so that any of them may be another job's only one.
+A cache has one directory, or several with ``tiers``: a RAM disk in front of an SSD. Each is a cache
+of its own, with a manifest, sessions, pins and limits, so that another job may use it alone.
 """
 
 from __future__ import annotations
@@ -35,41 +35,37 @@ if TYPE_CHECKING:
     from shardcache.space.budget import Space
     from shardcache.space.eviction import Removal
 
-__all__ = ["Tier", "job_limits"]
-
-#: The job of processes that no launcher named: they share one namespace per
-#: rank, as they would without isolation.
+#: The job of processes without a launcher. They share one namespace per rank.
 _NO_JOB = "local"
 
 
 def job_limits(config: Config) -> tuple[dict[str, str], str]:
-    """The limits (see `Config.limits`) of the job that uses a cache, or of the last one.
+    """Return the limits (see `Config.limits`) of the job that uses a cache, or of the last one.
 
-    Of several jobs, those of the one with the smallest ``max_size``: it cleans until that holds.
+    If several jobs run, these are the limits of the one with the smallest ``max_size``, because it
+    cleans until that holds.
 
     Returns:
         The limits, and ``running job`` or ``last job``.
 
     Raises:
-        ConfigError, OSError: there is no such directory, or what is stated makes no sense.
+        ConfigError, OSError: there is no such directory, or the limits are invalid.
     """
-    found, running = stated_limits(_namespace(config, follow=True))
+    stated, running = stated_limits(_namespace(config, follow=True))
     volume = Volume.of(config.dir)
 
     def most(limits: dict[str, str]) -> float:
         budget = volume.budget(config.replace(**limits))
         return math.inf if budget is None else budget
 
-    return min(found, key=most), "running job" if running else "last job"
+    return min(stated, key=most), "running job" if running else "last job"
 
 
 def _namespace(config: Config, *, follow: bool) -> Layout:
-    """The node's namespace.
+    """Return the node's namespace.
 
-    Args:
-        config: options of the tier.
-        follow: use the kind of lock that live processes use, whatever ``locks`` says. On a
-            network filesystem, flock is not an option.
+    With ``follow``, it has the kind of lock that live processes use, and not that of the option
+    ``locks``. On a network filesystem, this is never flock.
     """
     modes = Modes.of(config.shared_group)
     node = node_namespace(config.dir, config.locks, config.touch_interval, modes)
@@ -82,18 +78,17 @@ def _namespace(config: Config, *, follow: bool) -> Layout:
 
 
 class Tier:
-    """See the module.
+    """One directory of a cache in one process.
 
     Args:
         config: options; ``dir`` and the limits are this tier's.
-        ranks: who we are.
+        ranks: the job and the rank of this process.
         started: when the job began to use the cache, for the session; None for a command.
-        warn: says something of a kind once (`process.Process.warn`).
-        evicted: is told of every shard that is evicted here.
+        warn: logs a warning once per kind (`process.Process.warn`).
+        evicted: called with every shard that is evicted here.
 
     Raises:
-        ConfigError: others share the root than the configuration says, or our namespace
-            leads elsewhere.
+        ConfigError: ``shared_group`` is not that of the root, or a directory is a symbolic link.
     """
 
     def __init__(
@@ -111,13 +106,13 @@ class Tier:
         self._evicted = evicted
         self._session: Session | None = None
         self._identity: Identity | None = None
-        self._look()
+        self._locate()
 
-    def _look(self) -> None:
-        """Find out where the namespaces are."""
+    def _locate(self) -> None:
+        """Set the namespaces from the configuration and the manifest."""
         config = self.config
         check_manifest(config.dir, Modes.of(config.shared_group))
-        #: The node's namespace. A command, which has no start, may lock in either way.
+        #: The node's namespace. A command, which has no start, locks as the live processes do.
         self.node = _namespace(config, follow=self._started is None)
         own = self.node
         if config.isolation != "node":
@@ -132,8 +127,8 @@ class Tier:
         return Store(layout, verify_after_boot=self.config.fsync == "verify-after-boot")
 
     def stores(self) -> list[Store]:
-        """Every namespace as they are now, our own first."""
-        # A name of another kind was not made by us, nor was what leads elsewhere.
+        """Return all namespaces on the disk, that of this process first."""
+        # Shardcache made no directory with another name, and no link.
         names = filter(is_rank_name, list_names(self.node.ranks))
         ranks = (rank for rank in map(self.node.rank, names) if rank.linked() is None)
         own = self.store.layout.base
@@ -141,16 +136,16 @@ class Tier:
 
     @property
     def made(self) -> bool:
-        """Whether it could be made, or was there, when that was last tried."""
+        """Whether the last call of `make` succeeded."""
         return self._identity is not None
 
     @property
     def present(self) -> bool:
-        """Whether there is a cache in its directory."""
+        """Whether there is a cache in the directory."""
         return self.made or is_cache(self.config.dir)
 
     def make(self) -> None:
-        """Make the directories, and register this process.
+        """Make the directories, if they are missing, and a session of this process.
 
         Raises:
             ConfigError: the directory must not be used.
@@ -159,14 +154,14 @@ class Tier:
         self.end_session()
         self._identity = None
         node = make_root(self.config.dir, __version__, self.node.modes)
-        self._look()  # anew: the directory of this node is named by the manifest
+        self._locate()  # again, because the manifest names the directory of this node
         if self.store.layout != node:
             self.store.layout.make()
         if self._started is None:
             self._session = Session(self.node, clock.time())
         else:
             self._session = Session(self.node, self._started, limits=self.config.limits())
-        try:  # after registering: of two processes that start together, at least one is refused
+        try:  # after making the session: of two processes that start together, one is refused
             self.check_locks()
         except (ConfigError, OSError):
             self.end_session()
@@ -175,8 +170,8 @@ class Tier:
         if self.node.grace is not None and self.config.locks == "auto":
             self._warn(
                 "locking",
-                "%s is on no local filesystem. Nodes agree by leases on who fetches, and entries "
-                "are evicted only after %s without use. A local disk is faster.",
+                "%s is not on a local filesystem, so shardcache uses leases instead of locks, and "
+                "evicts entries only after %s without use. A local disk is faster.",
                 self.config.dir,
                 format_duration(self.node.grace),
             )
@@ -186,35 +181,35 @@ class Tier:
         if (other := other_locks(self.node)) is not None:
             kind = "flock" if other == "lease" else "lease"
             raise ConfigError(
-                f"processes that use {self.config.dir} lock by {other}, and this one by {kind}: "
-                "each kind would evict what the other one reads. Set locks to lease for all of "
-                "them (SHARDCACHE_LOCKS=lease), use another directory, or wait until those "
+                f"other processes that use {self.config.dir} lock with {other}, and this one with "
+                f"{kind}; each would evict shards that the others read. Set locks to lease for all "
+                "of them (SHARDCACHE_LOCKS=lease), use another directory, or wait until those "
                 "processes have ended (for an hour if they were killed).",
                 dir=self.config.dir,
             )
 
     def refresh_session(self) -> None:
-        """See `Session.refresh`."""
+        """Touch the session; see `Session.refresh`."""
         if (session := self._session) is not None:
             session.refresh()
 
     def changed(self) -> bool:
-        """Whether the directory is not what it was, or was never made."""
-        found = identity(self.config.dir, self.store.layout)
-        return found is None or found != self._identity
+        """Return whether the directory is gone, is another one, or was never made."""
+        current = identity(self.config.dir, self.store.layout)
+        return current is None or current != self._identity
 
     def space(self, config: Config | None = None) -> Space:
-        """The budget, under these limits instead of its own; see `Space`."""
+        """Return the budget, with the limits of ``config`` instead of the tier's."""
         from shardcache.space.budget import Space  # `import shardcache` stays light
 
         return Space(self.node, self.stores, config or self.config, self._evicted)
 
     def owns(self, directory: str) -> bool:
-        """Whether an entry's directory is in it."""
+        """Return whether an entry's directory is in this tier."""
         return directory.startswith(f"{self.node.base}/")
 
     def end_session(self) -> None:
-        """Use it no longer. What this job used may go now."""
+        """Close the session. The shards that this job used may be evicted now."""
         session, self._session = self._session, None
         if session is not None:
             session.close()

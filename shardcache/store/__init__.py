@@ -1,10 +1,11 @@
-"""What is on disk, and the only code that knows what is in its files.
+"""Entries and partials on disk. No other room knows the content of their files.
 
-    root       makes a directory a cache, and refuses one that others could tamper with
-    entry      published shards: opened, pinned, published, set aside, evicted; their sidecars
-    partial    a shard in flight, the record of which of its blocks are there, what the dead left
+    root       makes a directory a cache, and refuses one that other users could tamper with
+    entry      published shards: opens, publishes, sets aside and evicts them
+    partial    shards in flight, their journals, and the partials of dead processes
+    directory  the directory of one shard: sidecar, data file, lock, removal
     digest     digests and checksums
-    verify     whether what is stored is still what was fetched
+    verify     compares entries with their digests and with the origin
 
-It may use `shardcache.locks`, `shardcache.origins` and what is below them.
+Their functions raise OSError if the disk fails.
 """

@@ -1,8 +1,8 @@
-"""Digests of shards: our own tree digest, and the checksums that origins state.
+"""Digests of shards: the tree digest of shardcache, and the checksums that origins state.
 
-The tree digest of a shard is xxh3-128 over the xxh3-128 digests of its 1 MiB blocks. Any thread
-can hash blocks in any order while they are in the processor's cache, a resumed fetch can prove
-the blocks it finds, and damage can be located; a digest of the whole stream allows none of these.
+The tree digest of a shard is xxh3-128 over the xxh3-128 digests of its 1 MiB blocks. Threads hash
+blocks in any order while they are in the processor's cache, and a resumed download checks each
+block on disk by itself. A digest of the whole stream allows neither.
 """
 
 from __future__ import annotations
@@ -19,34 +19,33 @@ from xxhash import xxh3_128, xxh3_128_digest
 from shardcache.errors import IntegrityError
 from shardcache.origins.base import Checksum
 
-#: Bytes of a block, and of the one buffer each connection needs. 1 MiB per read is where larger
-#: reads stop paying (smaller chunks cost 20-30 %), and a killed fetch loses at most one block per
-#: connection.
+#: Bytes of a block, and of the one buffer that each connection needs. Larger reads are no faster,
+#: and smaller ones cost 20-30 % more time. A killed download loses at most a block per connection.
 BLOCK = 1 << 20
 
-#: Bytes of each CRC.
+#: Bytes of each kind of CRC.
 _CRCS = {"crc32": 4, "crc32c": 4, "crc64nvme": 8}
 _HASHES = ("sha256", "sha1")
 
 
 def block_digest(block: bytes | bytearray | memoryview) -> bytes:
-    """xxh3-128 of one block, 16 bytes."""
+    """Return the xxh3-128 of one block, 16 bytes."""
     digest: bytes = xxh3_128_digest(block)
     return digest
 
 
 def tree_digest(blocks: Iterable[bytes]) -> str:
-    """The digest of a shard from the digests of its blocks in order, as hex."""
+    """Return the digest of a shard, as hex, from the digests of its blocks in order."""
     text: str = xxh3_128(b"".join(blocks)).hexdigest()
     return text
 
 
 def read_blocks(fd: int) -> Iterator[memoryview]:
-    """The blocks of an open file from its start; each view is valid until the next."""
+    """Yield the blocks of an open file. Each view is valid until the next one."""
     buffer = memoryview(bytearray(BLOCK))
     offset = filled = 0
     while count := os.preadv(fd, [buffer[filled:]], offset + filled):
-        filled += count  # a read may be short anywhere
+        filled += count  # any read may be short
         if filled == BLOCK:
             yield buffer
             offset, filled = offset + BLOCK, 0
@@ -55,27 +54,26 @@ def read_blocks(fd: int) -> Iterator[memoryview]:
 
 
 def file_digest(fd: int) -> str:
-    """The tree digest of an open file."""
+    """Return the tree digest of an open file."""
     return tree_digest(block_digest(block) for block in read_blocks(fd))
 
 
 @cache
 def _crc(algorithm: str) -> Callable[[memoryview, int], int] | None:
-    """What continues a CRC over more bytes, if it is installed."""
+    """Return the function that continues a CRC over more bytes; None if it is not installed."""
     try:
         from awscrt import checksums
     except ImportError:
         return zlib.crc32 if algorithm == "crc32" else None
-    found: Callable[[memoryview, int], int] | None = getattr(checksums, algorithm, None)
-    return found
+    function: Callable[[memoryview, int], int] | None = getattr(checksums, algorithm, None)
+    return function
 
 
 def can_check(checksum: Checksum | None) -> bool:
-    """Whether this installation can compute ``checksum``.
+    """Return whether this installation can compute ``checksum``.
 
-    CRC32 and SHA always; CRC32C and CRC64NVME with the ``checksums`` extra. Composite checksums
-    of multipart uploads (``...-3``) are digests of digests and say nothing that a reader of the
-    bytes can check.
+    CRC32C and CRC64NVME need the ``checksums`` extra. The composite checksum of a multipart upload
+    (``...-3``) is a digest of the digests of its parts, so the bytes alone do not give it.
     """
     if checksum is None or "-" in checksum.value:
         return False
@@ -84,7 +82,7 @@ def can_check(checksum: Checksum | None) -> bool:
 
 
 def file_checksum(fd: int, algorithm: str) -> str:
-    """An origin's kind of checksum over an open file, in base64."""
+    """Compute a checksum of an open file, in base64. `can_check` must have returned True."""
     if algorithm in _HASHES:
         digest = hashlib.new(algorithm, usedforsecurity=False)
         for block in read_blocks(fd):
@@ -98,7 +96,7 @@ def file_checksum(fd: int, algorithm: str) -> str:
 
 
 class MismatchError(Exception):
-    """The bytes do not have the checksum that the origin states."""
+    """A file does not have the checksum that its origin states."""
 
     def __init__(self, checksum: Checksum, found: str) -> None:
         super().__init__(checksum.algorithm)
@@ -107,29 +105,31 @@ class MismatchError(Exception):
 
 
 def compare(fd: int, checksum: Checksum | None) -> str | None:
-    """Compare a complete file with what its origin states of it, or raise MismatchError.
+    """Compare a complete file with the checksum that its origin states.
 
-    It is read back: the file was just written, so that comes from memory.
+    Reads the file, which was just written and is still in memory.
 
     Returns:
-        The algorithm; None if there is nothing to compare with.
+        The algorithm; None if there is no checksum, or this installation cannot compute it.
+
+    Raises:
+        MismatchError: the checksums differ.
     """
     if checksum is None or not can_check(checksum):
         return None
-    found = file_checksum(fd, checksum.algorithm)
-    if found != checksum.value:
-        raise MismatchError(checksum, found)
+    computed = file_checksum(fd, checksum.algorithm)
+    if computed != checksum.value:
+        raise MismatchError(checksum, computed)
     return checksum.algorithm
 
 
 def is_whole_archive(fd: int) -> bool:
-    """Whether a file is a tar archive, compressed or not, that ends with its end marker.
+    """Return whether a file is a tar archive, compressed or not, with its end marker.
 
-    Reads the whole file: nothing else shows that the end of a connection was not a cut.
+    Reads the whole file. Only this proves that a response without a length was not cut off.
     """
     import lzma
     import tarfile
-    import zlib
 
     try:
         with open(fd, "rb", closefd=False) as file, tarfile.open(fileobj=file) as archive:
@@ -146,13 +146,17 @@ def is_whole_archive(fd: int) -> bool:
         return False
 
 
-#: First bytes of what tarfile's "r|*" opens.
+#: First bytes of the compressed archives that tarfile's mode "r|*" opens.
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00", b"(\xb5/\xfd")
 _SUFFIXES = (".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst")
 
 
 def check_archive(fd: int, basename: str, url: str) -> None:
-    """Refuse (IntegrityError) a file named like a tar archive that does not begin like one."""
+    """Check that a file whose name ends like a tar archive's also begins like one.
+
+    Raises:
+        IntegrityError: it does not.
+    """
     if not basename.lower().endswith(_SUFFIXES):
         return
     import tarfile  # here: `import shardcache` stays light
@@ -164,7 +168,7 @@ def check_archive(fd: int, basename: str, url: str) -> None:
         tarfile.TarInfo.frombuf(head, "utf-8", "surrogateescape")
     except tarfile.HeaderError as exn:
         raise IntegrityError(
-            f"{url} is no tar archive: it begins with {head[:24]!r}. "
-            "Look at the object; an error page may have been uploaded or served in its place.",
+            f"{url} is not a tar archive: it begins with {head[:24]!r}. "
+            "Check the object; an error page may have been uploaded or served in its place.",
             url=url,
         ) from exn

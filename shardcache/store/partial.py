@@ -1,20 +1,20 @@
-"""A shard in flight: its growing data file and the record of what is in it.
+"""Partials: shards in flight.
 
-A partial is a directory with the data file and `progress`. Which bytes are there is what
-`progress` says, never the file's size: a file with a written tail has its full size and holes.
+A partial is a directory with the data file and a journal, ``progress``. The journal says which
+blocks are on disk. The size of the data file does not: a file whose tail was written first has its
+full size, and holes.
 
-    progress:  a header, the sidecar as it is known so far, and a record for each block:
-               its digest and its length, zeros while it is not there
+    progress:  a header, the known part of the sidecar, and a record for each block: its digest and
+               length, or zeros if the block is not on disk
 
-A shard of one block has no `progress`: there is nothing to resume or to follow.
+A shard of one block has no journal, because no process can resume or follow it.
 
-The process that holds the exclusive flock on the data file may write; its threads may write and
-record different blocks at once. Anybody may read `progress`. When the writer dies the flock is
-free, and no clock and no process id is asked, unless the filesystem does not do flock at all:
-`claim` takes the partial over by renaming it, and whatever `progress` says is proven against the
-data before it is believed; `remove_leftover` renames it and removes it. Of several exactly one
-wins. A writer that lost its partial this way without knowing (locks that lie) can only write the
-same bytes of the same version again.
+The process that holds the exclusive flock on the data file may write. Its threads may write and
+record different blocks at once. Any process may read the journal. When the writer dies, the kernel
+frees the flock. Then `Partial.claim` takes the partial over by renaming it, and compares the data
+with the journal before it trusts a block; `remove_leftover` renames it and removes it. If several
+processes try, one rename succeeds. If locks fail, a writer may lose its partial this way without
+knowing it. It can only write the same bytes of the same version again.
 """
 
 from __future__ import annotations
@@ -56,55 +56,66 @@ from shardcache.layout import (
 )
 from shardcache.locks.flock import is_file, wait_flock
 from shardcache.store.digest import BLOCK, block_digest
-from shardcache.store.entry import (
+from shardcache.store.directory import (
     GONE,
-    IMMOVABLE,
-    MAX_BYTES,
+    MAX_SIDECAR,
     DamagedError,
-    LostError,
     Metadata,
     data_file,
     hold,
     remove_directory,
+    remove_free,
 )
 
 _MAGIC = b"SHCPROG3"
-#: Magic, where the records begin, and whether the blocks may be read.
+#: Magic, offset of the first record, and whether readers may read the blocks.
 _HEADER = struct.Struct("<8sII")
+#: Digest and length of a block.
 _RECORD = struct.Struct("<16sQ")
-#: Bytes of a sidecar; a long URL adds some.
+#: Bytes of a usual sidecar, for the budget. A long URL adds some.
 _SIDECAR = 700
-#: Records that a reader takes in one call: 256 MiB of data.
-_AHEAD = 256
-#: Bytes of a journal: of a shard of 5 TB, the largest object of S3, it has 120 MB.
+#: Records that a reader reads in one call: 256 of 1 MiB are 256 MiB of data in 6 KiB of journal.
+_RECORDS_PER_READ = 256
+#: Most bytes of a journal. A shard of 5 TB, the largest object of S3, has one of 120 MB.
 _MAX_PROGRESS = 1 << 27
-_MAKE = os.O_RDWR | os.O_CREAT | os.O_EXCL
+_CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL
+
+
+class LostError(Exception):
+    """Another process swept or took over a partial, before it was locked or because locks fail."""
 
 
 def record_size(size: int) -> int:
-    """Bytes of `progress` for a shard of ``size`` bytes; its sidecar is no larger."""
+    """Return the bytes of the journal of a shard of ``size`` bytes. Its sidecar is no larger."""
     return _SIDECAR + -(-size // BLOCK) * _RECORD.size
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a fetch is."""
+    """How much of a shard in flight is on disk."""
 
-    metadata: Metadata  #: what the shard will be, as far as its writer knows
+    metadata: Metadata  #: as far as the writer knows it
     written: int  #: bytes on disk
 
     @property
     def total(self) -> int | None:
-        """Bytes the shard will have, or None while unknown."""
+        """Bytes that the shard will have; None while that is unknown."""
         return self.metadata.info.size
 
 
 def _parse(path: Path, data: bytes) -> tuple[Metadata, int, bool]:
-    """What `Partial._write_header` wrote: the sidecar, where the records begin, `confirmed`."""
+    """Parse the header of a journal, which `Partial._write_header` wrote.
+
+    Returns:
+        The sidecar, the offset of the first record, and `Partial.confirmed`.
+
+    Raises:
+        DamagedError: it is no journal, or that of another object.
+    """
     if len(data) < _HEADER.size:
         raise DamagedError("its progress file is too short")
     magic, records_at, confirmed = _HEADER.unpack_from(data)
-    if magic != _MAGIC or records_at > MAX_BYTES:
+    if magic != _MAGIC or records_at > MAX_SIDECAR:
         raise DamagedError("its progress file is of another kind")
     metadata = Metadata.decode(data[_HEADER.size : records_at])
     named = metadata.key, metadata.info.version, metadata.info.size
@@ -114,12 +125,12 @@ def _parse(path: Path, data: bytes) -> tuple[Metadata, int, bool]:
 
 
 def _records(data: bytes) -> Iterator[tuple[bytes, int]]:
-    """(digest, length) of each block, from the records of a progress file."""
+    """Yield digest and length of each block, from the records of a journal."""
     return _RECORD.iter_unpack(data[: len(data) // _RECORD.size * _RECORD.size])
 
 
 def read_progress(path: Path) -> Progress | None:
-    """The progress of the partial at ``path``; None when there is none that can be read."""
+    """Read the journal of a partial; return None if it is missing or damaged."""
     try:
         data = read_file(path / PROGRESS, _MAX_PROGRESS)
         metadata, records_at, _ = _parse(path, data)
@@ -129,28 +140,32 @@ def read_progress(path: Path) -> Progress | None:
 
 
 class PartialSource:
-    """A partial, for reading its ``data`` file while it grows; ``info`` is its version.
+    """A partial that is open for reading while its writer fills it.
+
+    Attributes:
+        data: the data file.
+        info: the version of the object.
 
     Raises:
-        DamagedError: it must not be read.
-        OSError: it is gone, or cannot be read.
+        DamagedError: the journal is damaged, or the origin states no version.
+        OSError: the partial is gone, or cannot be read.
     """
 
     def __init__(self, path: Path, basename: str) -> None:
         with contextlib.ExitStack() as stack:
             self.data = stack.enter_context(open_file(path / basename))
             self._progress = stack.enter_context(open_file(path / PROGRESS))
-            data = os.pread(self._progress.fileno(), MAX_BYTES, 0)
-            metadata, self._records_at, self._confirmed = _parse(path, data)
+            header = os.pread(self._progress.fileno(), MAX_SIDECAR, 0)
+            metadata, self._records_at, self._confirmed = _parse(path, header)
             self.info = metadata.info
             if not self.info.identifiable:
-                # Its writer may begin again from nothing.
-                raise DamagedError("its version cannot be told from others")
+                # Its writer may start over, with other bytes.
+                raise DamagedError("its origin states no version")
             self._stack = stack.pop_all()
-        self._blocks = 0  # whole ones, without a gap
+        self._blocks = 0  # complete blocks from the start without a gap
 
     def limit(self) -> int:
-        """Bytes that may be read: all without a gap, except the last block."""
+        """Return how many bytes from the start may be read: all but the last block."""
         fd = self._progress.fileno()
         if not self._confirmed:
             self._confirmed = bool(_HEADER.unpack(os.pread(fd, _HEADER.size, 0))[2])
@@ -159,24 +174,24 @@ class PartialSource:
         length = BLOCK
         while length == BLOCK:
             at = self._records_at + self._blocks * _RECORD.size
-            data, length = os.pread(fd, _AHEAD * _RECORD.size, at), 0
-            for _, length in _records(data):
+            records, length = os.pread(fd, _RECORDS_PER_READ * _RECORD.size, at), 0
+            for _, length in _records(records):
                 if length != BLOCK:
                     break
                 self._blocks += 1
         known = self._blocks * BLOCK + min(length, BLOCK)
-        # Of a shard of unknown size any block may be the last.
+        # If the size is unknown, any block may be the last one.
         size = known if self.info.size is None else self.info.size
         return min(known, max(0, size - 1) // BLOCK * BLOCK)
 
     @property
     def sealed(self) -> bool:
-        """Whether it is being published, or was removed."""
+        """Whether the partial is being published, or was removed."""
         return os.fstat(self._progress.fileno()).st_nlink == 0
 
     def close(self) -> None:
-        """Let go of it."""
-        with contextlib.suppress(OSError):  # closed all the same; it was only read
+        """Close the files."""
+        with contextlib.suppress(OSError):  # they are closed nevertheless, and were only read
             self._stack.close()
 
 
@@ -184,12 +199,13 @@ class Partial:
     """A partial that this process writes; made by `create` or `claim`.
 
     Attributes:
-        path: its directory.
-        data: the data file.
-        metadata: what the shard will be; its size and digest count once it is sealed.
-        confirmed: whether the origin said that it still has this version.
-        written: bytes on disk altogether.
-        earlier: directory names of the versions that were published when it was begun.
+        path: the directory.
+        data: the path of the data file.
+        metadata: the sidecar. Its size and digest are final once the partial is sealed.
+        confirmed: whether the origin confirmed that it still has this version. Until then, no
+            reader reads the partial.
+        written: bytes on disk.
+        earlier: directory names of the versions that were published before the partial was made.
     """
 
     def __init__(
@@ -214,7 +230,11 @@ class Partial:
 
     @classmethod
     def create(cls, layout: Layout, metadata: Metadata, basename: str) -> Partial:
-        """Make an empty partial, locked by this process."""
+        """Create an empty partial and lock it.
+
+        Raises:
+            LostError: another process was faster to sweep or lock it.
+        """
         size, modes = metadata.info.size, layout.modes
         path = layout.new_partial(metadata.key, metadata.info.version, size)
         modes.make_directory(path)
@@ -222,17 +242,17 @@ class Partial:
             stack.callback(remove_directory, path, basename)
             data = path / basename
             try:
-                file = stack.enter_context(open_exclusive(data, _MAKE, modes))
+                file = stack.enter_context(open_exclusive(data, _CREATE, modes))
             except FileNotFoundError as exn:
                 raise LostError(f"{path.name} was swept as soon as it was made") from exn
             if layout.grace is None and wait_flock(file.fileno()) is False:
                 raise LostError(f"{path.name} was locked by another process")
             partial = cls(layout, data, metadata, file, None)
             if size is None or size > BLOCK:
-                progress = open_exclusive(path / PROGRESS, _MAKE, modes)
+                progress = open_exclusive(path / PROGRESS, _CREATE, modes)
                 partial._progress = stack.enter_context(progress)
                 sidecar = metadata.encode()
-                sidecar += b" " * (-len(sidecar) % 8)  # no record's length crosses two pages
+                sidecar += b" " * (-len(sidecar) % 8)  # so that no length crosses a page
                 partial._records_at = _HEADER.size + len(sidecar)
                 partial._write_header(sidecar)
             stack.pop_all()
@@ -240,47 +260,49 @@ class Partial:
 
     @classmethod
     def claim(cls, layout: Layout, path: Path, basename: str) -> Partial | None:
-        """Take over what a dead process of this user left; None if it is alive, gone or useless."""
+        """Take over and lock a partial that a dead process of this user left.
+
+        Returns:
+            The partial; None if its writer lives, or if it is gone or useless.
+        """
         named = parse_partial_name(path.name)
         if named is None or not is_directory(path):
             return None
-        mine = layout.new_partial(*named)
+        claimed = layout.new_partial(*named)
         with contextlib.ExitStack() as stack:
             try:
                 file = stack.enter_context(open_exclusive(path / basename, os.O_RDWR))
                 free = wait_flock(file.fileno()) if layout.grace is None else None
                 if free is None:
                     free = is_idle(path, layout.grace or IDLE_GRACE)
-                found = os.fstat(file.fileno())
-                ours = found.st_uid == os.geteuid() and stat.S_ISREG(found.st_mode)
-                # Between open and flock a sweeper may have won: then the name is gone.
-                if not (free and is_file(path / basename, file.fileno()) and ours):
+                status = os.fstat(file.fileno())
+                own = status.st_uid == os.geteuid() and stat.S_ISREG(status.st_mode)
+                # The name is gone if a sweep was faster, between open and flock.
+                if not (free and is_file(path / basename, file.fileno()) and own):
                     return None
-                path.rename(mine)  # the claim: of two, one finds the old name gone
-                data = read_file(mine / PROGRESS, _MAX_PROGRESS)
-                metadata, records_at, _ = _parse(mine, data)
-                progress = stack.enter_context(open_exclusive(mine / PROGRESS, os.O_RDWR))
+                path.rename(claimed)  # fails for all but one of several claimants
+                data = read_file(claimed / PROGRESS, _MAX_PROGRESS)
+                metadata, records_at, _ = _parse(claimed, data)
+                progress = stack.enter_context(open_exclusive(claimed / PROGRESS, os.O_RDWR))
                 if metadata.info.size is None or not metadata.info.identifiable:
-                    raise DamagedError("it is not known what is missing")
-                (mine / META).unlink(missing_ok=True)  # its writer was killed while sealing it
-                if found.st_size > metadata.info.size:
+                    raise DamagedError("its size or version is unknown")
+                (claimed / META).unlink(missing_ok=True)  # if its writer was killed in `seal`
+                if status.st_size > metadata.info.size:
                     os.ftruncate(file.fileno(), metadata.info.size)
-                partial = cls(layout, mine / basename, metadata, file, progress)
+                partial = cls(layout, claimed / basename, metadata, file, progress)
                 partial._records_at = records_at
                 partial._prove(_records(data[records_at:]), metadata.info.size)
-            except (PermissionError, DamagedError):
-                remove_directory(mine, basename)
-                return None
-            except OSError as exn:
-                if exn.errno not in GONE | NOT_DATA | IMMOVABLE:
+            except (OSError, DamagedError) as exn:
+                expected = GONE | NOT_DATA | {errno.EBUSY, errno.EACCES, errno.EPERM}
+                if isinstance(exn, OSError) and exn.errno not in expected:
                     raise
-                remove_directory(mine, basename)
+                remove_directory(claimed, basename)
                 return None
             stack.pop_all()
         return partial
 
     def _prove(self, records: Iterator[tuple[bytes, int]], total: int) -> None:
-        """Believe just those recorded blocks whose bytes have the recorded digest."""
+        """Keep the recorded blocks whose bytes have the recorded digest, and forget the others."""
         self.confirmed = False
         self._write_header()
         buffer = memoryview(bytearray(BLOCK))
@@ -295,11 +317,11 @@ class Partial:
 
     @property
     def fd(self) -> int:
-        """The descriptor of the data file, for as long as this is open."""
+        """The descriptor of the data file, until `close`."""
         return self._file.fileno()
 
     def write(self, offset: int, data: memoryview, fd: int | None = None) -> None:
-        """Put bytes in their place."""
+        """Write all bytes of ``data`` at ``offset``, by the descriptor ``fd`` if it is given."""
         target = self.fd if fd is None else fd
         while data:
             written = os.pwrite(target, data, offset)
@@ -309,20 +331,20 @@ class Partial:
             data = data[written:]
 
     def record(self, index: int, digest: bytes, length: int) -> None:
-        """Say that block ``index`` is on disk. Call after `write`."""
+        """Note in the journal that block ``index`` is on disk. Call it after `write`."""
         with self._guard:
-            if not self._file.closed:  # or the fetch was called off; this does not matter
+            if not self._file.closed:  # closed if the download was cancelled
                 self._write_record(index, digest, length)
                 self._note(index, digest, length)
 
     def show(self, length: int) -> None:
-        """Let the first bytes of the first block be read, before that is recorded."""
+        """Let readers read ``length`` bytes of the first block before it is complete."""
         with self._guard:
             if not self._file.closed and 0 not in self._digests:
                 self._write_record(0, bytes(16), length)
 
     def restart(self) -> None:
-        """Forget everything that was written."""
+        """Drop everything that was written."""
         with self._guard:
             self._digests.clear()
             self.written = 0
@@ -332,7 +354,7 @@ class Partial:
                 os.ftruncate(self.fd, 0)
 
     def confirm(self) -> None:
-        """Say that the origin still has this version: what was resumed may be read."""
+        """Let readers read the resumed blocks: the origin still has this version."""
         with self._guard:
             self.confirmed = True
             if not self._file.closed:
@@ -350,34 +372,39 @@ class Partial:
 
     def _write_header(self, sidecar: bytes = b"") -> None:
         if self._progress is not None:
-            # Nothing is read of a version that may have been replaced since.
             header = _HEADER.pack(_MAGIC, self._records_at, self.confirmed)
             os.pwrite(self._progress.fileno(), header + sidecar, 0)
 
     @property
     def digests(self) -> list[bytes]:
-        """The digests of the blocks in order, as far as there is no gap."""
+        """The digests of the blocks from the start to the first gap."""
         return [self._digests[index][0] for index in takewhile(self._digests.__contains__, count())]
 
     def missing(self) -> Iterator[tuple[int, int]]:
-        """Byte ranges (start, stop) that are not there; needs a known size."""
+        """Yield the byte ranges (start, stop) that are not on disk. The size must be known."""
         total = self.metadata.info.size
         assert total is not None
         starts = range(0, total, BLOCK)
-        for there, run in groupby(starts, lambda start: start // BLOCK in self._digests):
-            if not there:
+        for on_disk, run in groupby(starts, lambda start: start // BLOCK in self._digests):
+            if not on_disk:
                 absent = list(run)
                 yield absent[0], min(absent[-1] + BLOCK, total)
 
     def handle(self) -> io.FileIO:
-        """Another descriptor of the data file, for a worker to close.
+        """Return another descriptor of the data file, which a helper thread closes.
 
-        It shares the writer's flock: the partial is live until the last worker has let go.
+        It shares the flock: the partial stays locked until the last helper has closed its own.
         """
         return dup_exclusive(self._file)
 
     def seal(self, metadata: Metadata, modes: Modes, *, sync: bool) -> None:
-        """Make the directory what an entry must be (LostError: it is another's by now)."""
+        """Make the directory what an entry must be: sidecar, no journal, read-only data.
+
+        With ``sync``, write all of it to the disk (fsync).
+
+        Raises:
+            LostError: another process swept the partial or took it over.
+        """
         try:
             write_new(f"{self.path}/{META}", metadata.encode(), modes.file, sync=sync)
             if self._progress is not None:
@@ -391,102 +418,81 @@ class Partial:
         self.metadata = metadata
 
     def close(self) -> None:
-        """Let go; what is there stays for the next one to resume."""
+        """Close the files. The data stays on disk, to be resumed."""
         with self._guard:
             self._file.close()
             if self._progress is not None:
                 self._progress.close()
 
     def discard(self) -> None:
-        """Remove it, then let go. In a forked child, nothing: it is the parent's."""
+        """Remove the partial and close it. In a forked child, do nothing: it is the parent's."""
         if not self._file.closed:
             remove_directory(self.path, self.data.name)
             self.close()
 
 
-# -- what is in flight, and what dead processes left -----------------------------------------
+# -- the directory `Layout.partial` ------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A directory of ``partial``."""
+    """A directory in `Layout.partial`: a partial, or a hidden entry that is being removed."""
 
     path: Path
-    key: str  #: the shard's; empty for an entry on its way out
-    version: str  #: of the object, likewise
-    live: bool  #: whether a process holds it
-    occupied: int  #: bytes of data on disk now
-    size: int | None  #: bytes it will have, where the origin said so
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether it is known how many bytes it will have, if it is to have more."""
-        return not self.live or not self.key or self.size is not None
+    key: str  #: of the shard; empty for a hidden entry
+    version: str  #: of the object; empty for a hidden entry
+    live: bool  #: whether a process has its lock
+    occupied: int  #: bytes of data on disk
+    size: int | None  #: bytes that it will have, if the origin stated them
 
     @property
     def reserved(self) -> int:
-        """Bytes it will occupy in the end, as far as known."""
+        """Bytes that it will occupy when it is complete, as far as that is known."""
         if self.live and not self.key:
-            return 0  # somebody removes it right now
+            return 0  # a process is removing it
         return max(self.occupied, (self.live and self.size) or 0)
 
 
-def _partial_names(layout: Layout) -> Iterator[str]:
-    """The names in ``partial``, with those that processes gave to partials meanwhile."""
+def in_flight(layout: Layout) -> Iterator[InFlight]:
+    """Yield the partials and hidden entries of a namespace. Changes nothing."""
     seen = set[str]()
+    # List again until nothing is new: a claim renames a partial, perhaps after it was listed.
     while new := [name for name in list_names(layout.partial) if name not in seen]:
         seen.update(new)
-        yield from new
-
-
-def in_flight(layout: Layout) -> Iterator[InFlight]:
-    """Everything in ``partial`` that bears a name of ours; changes nothing."""
-    for name in _partial_names(layout):
-        parsed = parse_partial_name(name)
-        path = layout.partial / name
-        if not (parsed or is_evicted_name(name)) or not is_directory(path):
-            continue  # gone meanwhile, or nothing of ours
-        try:
-            # A writer's lock is exclusive, so a shared one shows whether the writer lives, and two
-            # processes that look do not disturb each other. Readers of an entry on its way out
-            # hold shared locks.
-            with hold(path, layout.grace, shared=parsed is not None) as free:
-                occupied = _occupied(path)
-        except PermissionError:  # closed to us, so not ours
-            continue
-        key, version, size = parsed or ("", "", None)
-        yield InFlight(path, key, version, not free, occupied, size)
+        for name in new:
+            parsed, path = parse_partial_name(name), layout.partial / name
+            if not (parsed or is_evicted_name(name)) or not is_directory(path):
+                continue
+            try:
+                # The writer's lock is exclusive, so a shared lock shows whether the writer lives,
+                # and two processes that test it do not disturb each other. Readers of a hidden
+                # entry have shared locks, which only an exclusive lock shows.
+                with hold(path, layout.grace, shared=parsed is not None) as free:
+                    occupied = _occupied(path)
+            except PermissionError:  # another user's
+                continue
+            key, version, size = parsed or ("", "", None)
+            yield InFlight(path, key, version, not free, occupied, size)
 
 
 def _occupied(path: Path) -> int:
-    data = data_file(path)  # entries do not count their sidecars either
+    data = data_file(path)
     if data is not None:
         with contextlib.suppress(FileNotFoundError):
-            found = os.lstat(data)
-            return min(found.st_blocks * 512, found.st_size)
+            status = os.lstat(data)
+            return min(status.st_blocks * 512, status.st_size)
     return 0
 
 
 def remove_leftover(layout: Layout, path: Path) -> bool:
-    """Remove a directory of ``partial`` whose process is dead; False if it is live or gone."""
+    """Remove a directory in `Layout.partial` if its process is dead; return whether that worked."""
     parsed = parse_partial_name(path.name)
     if not (parsed or is_evicted_name(path.name)) or not is_directory(path):
         return False
-    with hold(path, layout.grace) as free:
-        if not free:
-            return False
-        doomed = layout.new_evicted(parsed[0] if parsed else path.name.split(".")[1])
-        try:
-            path.rename(doomed)
-        except OSError as exn:
-            if exn.errno not in IMMOVABLE:  # or another process was faster
-                raise
-            return False
-        remove_directory(doomed)
-        return not doomed.exists()
+    return remove_free(path, layout, parsed[0] if parsed else path.name.split(".")[1])
 
 
 def remove_unnamed(layout: Layout) -> None:
-    """Remove files and directories whose makers died before naming them."""
+    """Remove files and directories whose process died before it renamed them to their place."""
     for name in filter(is_temporary_name, list_names(layout.partial)):
         remove_old(layout.partial / name)

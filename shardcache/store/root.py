@@ -1,7 +1,7 @@
-"""Making a directory a cache, and refusing one that somebody else could tamper with.
+"""The root of a cache: making one, and refusing one that other users could tamper with.
 
-A root bears a manifest: without it nothing in a directory is ours to remove.
-Making it is idempotent and may happen in any number of processes at once.
+A root has a manifest; in a directory without one, shardcache removes nothing. Any number of
+processes may make the same root at once.
 """
 
 from __future__ import annotations
@@ -30,43 +30,45 @@ Identity = tuple[int, int]
 _GROUP = "shared_group"
 _TAG_NAME = "CACHEDIR.TAG"
 _README_NAME = "README.txt"
-#: What may be in a directory that is the cache's alone; lost+found is mkfs's.
+#: Names that an unmade root may hold: those of `make_root`, which may have been killed, and mkfs's.
 _ROOT_NAMES = frozenset({"v1", MANIFEST, _TAG_NAME, _README_NAME, "lost+found"})
 
 # https://bford.info/cachedir/: the first 43 bytes are the signature that backup
 # programs look for.
 _CACHEDIR_TAG = """Signature: 8a477f597d28d172789f06886806bc55
 # This directory is a shardcache root: copies of training shards that can be
-# fetched again. Backups may leave it out.
+# downloaded again. Backups may leave it out.
 """
 _README = """Copies of training shards, kept by shardcache.
 
 v1/objects   one directory per shard: the complete shard and meta.json
-v1/partial   fetches in flight; what a killed process leaves is resumed or swept
+v1/partial   downloads in flight; those of killed processes are resumed or removed
 v1/locks     lock files; harmless to keep, harmless to delete when nothing runs
 
-Look with     shardcache --dir THIS ls
+List          shardcache --dir THIS ls
 Make room     shardcache --dir THIS clean --max-size 500GB
 Remove all    shardcache --dir THIS clean --all -y
-Deleting any entry by hand is safe too: the next reader fetches it again.
+You may delete any entry by hand: the next reader downloads it again.
 """
 
 
 def make_root(root: Path, library: str, modes: Modes = PRIVATE) -> Layout:
-    """Make ``root`` a cache of this version of the library, or check that it may be used as one.
+    """Make a directory a cache, or check that it may be used as one; return the node's namespace.
+
+    The directory need not exist. ``library`` is the version of shardcache, for the manifest.
 
     Raises:
-        ConfigError: as `check_root` and `check_manifest`.
+        ConfigError: the directory must not be used.
         OSError: it cannot be made or written (EACCES, EROFS, ENOSPC, ...).
     """
-    if modes.group is None:  # the umask decides about directories that are not the cache's
-        with contextlib.suppress(OSError):  # it comes again below, unless another process made it
+    if modes.group is None:  # directories above the cache get the permissions of the umask
+        with contextlib.suppress(OSError):  # raised again below, unless another process made it
             root.parent.mkdir(parents=True, exist_ok=True)
     try:
         modes.make_directory(root, levels=99)
     except (FileExistsError, NotADirectoryError) as exn:
         raise ConfigError(
-            f"{exn.filename} is not a directory; point dir at a directory for the cache", dir=root
+            f"{exn.filename} is not a directory. Set dir to a directory.", dir=root
         ) from exn
     check_manifest(root, modes)
     check_root(root, modes)
@@ -78,8 +80,8 @@ def make_root(root: Path, library: str, modes: Modes = PRIVATE) -> Layout:
         if modes.group is not None:
             manifest[_GROUP] = modes.group
         texts = {root / _TAG_NAME: _CACHEDIR_TAG, root / _README_NAME: _README}
-        # Last: its presence says that the rest is there. Its id never changes: by it the
-        # processes of a node find each other's locks (`mounts`).
+        # The manifest comes last: it says that the rest is complete. Its id never changes, because
+        # it names the directory of the node's locks (`locks.mounts`).
         texts[root / MANIFEST] = json.dumps(manifest) + "\n"
         for path, text in texts.items():
             replace_file(path, text.encode(), modes.file, via=layout.partial, once=True)
@@ -87,25 +89,25 @@ def make_root(root: Path, library: str, modes: Modes = PRIVATE) -> Layout:
 
 
 def check_foreign(root: Path) -> None:
-    """Refuse (ConfigError) a directory that is no cache and holds something, or leads elsewhere."""
+    """Raise ConfigError for a file, a link, or a directory that is not a cache and not empty."""
     check_links(Layout.of_root(root))
     if root.exists() and not root.is_dir():
         raise ConfigError(
-            f"{root} is not a shardcache directory: it is a file; point dir at a directory",
+            f"{root} is not a shardcache directory: it is a file. Set dir to a directory.",
             dir=root,
         )
     names = [] if is_cache(root) else sorted(list_names(root.resolve()))
     if strange := [n for n in names if n not in _ROOT_NAMES and not is_temporary_name(n)]:
         shown = ", ".join(strange[:3]) + (", ..." if strange[3:] else "")
         raise ConfigError(
-            f"{root} is not a shardcache directory, and it has other things in it ({shown}). "
+            f"{root} is not a shardcache directory, and it has other files in it ({shown}). "
             f"Give the cache a directory of its own, such as {root / 'shards'}.",
             dir=root,
         )
 
 
 def is_cache(root: Path) -> bool:
-    """Whether ``root`` bears our manifest and leads nowhere else; else nothing may be removed."""
+    """Return whether ``root`` has a manifest and no links; else nothing in it may be removed."""
     try:
         manifest = (root / MANIFEST).lstat()
     except OSError:
@@ -114,7 +116,7 @@ def is_cache(root: Path) -> bool:
 
 
 def require_cache(root: Path) -> None:
-    """Refuse (ConfigError) a directory that is no cache: nothing in it is ours to remove."""
+    """Raise ConfigError if ``root`` is not a cache, before something in it is removed."""
     check_foreign(root)
     if not is_cache(root):
         why = "it has no manifest.json" if root.exists() else "it does not exist"
@@ -126,7 +128,7 @@ def require_cache(root: Path) -> None:
 
 
 def check_root(root: Path, modes: Modes = PRIVATE) -> None:
-    """Refuse (ConfigError) a root that somebody else could tamper with, or that leads elsewhere."""
+    """Raise ConfigError for a root that other users could tamper with, or that has links."""
     reason = modes.objection(root, root.stat())
     if reason is not None:
         raise ConfigError(reason, dir=root)
@@ -134,21 +136,20 @@ def check_root(root: Path, modes: Modes = PRIVATE) -> None:
 
 
 def check_links(layout: Layout) -> None:
-    """Refuse (ConfigError) a namespace that leads elsewhere: nothing is removed behind links."""
+    """Raise ConfigError if a directory of the namespace is a symbolic link."""
     linked = layout.linked()
     if linked is not None:
         raise ConfigError(
-            f"{linked} is a symbolic link, and the cache removes nothing behind links; "
-            "point dir at the place itself",
+            f"{linked} is a symbolic link, and shardcache does not follow links in a cache. "
+            "Set dir to the directory that it points to.",
             dir=layout.base,
         )
 
 
 def check_manifest(root: Path, modes: Modes) -> None:
-    """Refuse (ConfigError) a cache that others share than ``modes`` say.
+    """Raise ConfigError if ``shared_group`` of the configuration is not that of the manifest.
 
-    What one process makes for itself alone, the others could not read, and could not tell from
-    a failing disk.
+    Processes with other settings could not read each other's files.
     """
     manifest = read_manifest(root)
     stated = manifest.get(_GROUP)
@@ -157,28 +158,28 @@ def check_manifest(root: Path, modes: Modes) -> None:
     if isinstance(stated, int):
         name = group_name(stated)
         reason = (
-            f"{root} is shared by the group {name}; set shared_group={name!r}, or use a directory "
+            f"{root} is shared by the group {name}. Set shared_group={name!r}, or use a directory "
             "of your own."
         )
     else:
         reason = (
-            f"{root} is the cache of one user, and shared_group is set. Use another directory "
-            "for the group, or remove this one first."
+            f"{root} is the cache of one user, but shared_group is set. Use another directory for "
+            "the group, or remove this one first."
         )
     raise ConfigError(reason, dir=root)
 
 
 def identity(root: Path, namespace: Layout) -> Identity | None:
-    """What tells a root from another under the same path; None where there is no cache.
+    """Return device and inode of a root; None if it or ``namespace`` is gone, or it is no cache.
 
-    The device tells a mount that came or went, the inode a directory that was replaced, and
-    a missing manifest or ``namespace`` one that was emptied.
+    The device changes when a filesystem is mounted or unmounted there, the inode when the
+    directory is replaced.
     """
     try:
-        found = root.stat()
+        status = root.stat()
         (root / MANIFEST).lstat()
         namespace.base.lstat()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    # Where other machines have the filesystem, inode numbers may come and go (FUSE).
-    return found.st_dev, 0 if namespace.grace is not None else found.st_ino
+    # With leases, the filesystem may be FUSE, whose inode numbers may change.
+    return status.st_dev, 0 if namespace.grace is not None else status.st_ino

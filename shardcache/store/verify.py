@@ -1,9 +1,10 @@
-"""Whether what is cached is still what was fetched, and what the origin still has.
+"""Verifying entries: whether their bytes are intact, and whether the origin has a newer version.
 
-Made to run beside jobs: an entry is pinned while it is read, no time of last use changes,
-and entries that are evicted meanwhile are left out. One thread checks all copies of a shard, in
-whichever tier or namespace: its origin is asked once, a file that has several names is read once,
-and all of a damaged file's names go together, or the next reader would link the one that was left.
+It may run while jobs use the cache: an entry is locked while it is read, no time of last use
+changes, and an entry that is evicted before its turn is left out. One thread checks all copies of a
+shard in all tiers and namespaces. So the origin gets one request per version, a file with several
+names is read once, and all names of a damaged file are set aside together. Otherwise the next
+reader would link the one that was left.
 """
 
 from __future__ import annotations
@@ -26,21 +27,13 @@ from shardcache.origins.base import ObjectInfo
 from shardcache.origins.resolve import Origins
 from shardcache.origins.retry import RetryPolicy
 from shardcache.store.digest import block_digest, read_blocks, tree_digest
-from shardcache.store.entry import (
-    GONE,
-    DamagedError,
-    Entry,
-    Metadata,
-    Store,
-    open_data,
-    readable,
-    set_aside,
-)
+from shardcache.store.directory import GONE, DamagedError, Metadata, readable
+from shardcache.store.entry import Entry, Store, open_data, set_aside
 from shardcache.urls import ShardURL, redact
 
 
 class State(StrEnum):
-    """What is known of an entry now. The last three need ``remote``."""
+    """The result for one entry. The last three need ``remote``."""
 
     OK = "ok"
     DAMAGED = "damaged"
@@ -52,14 +45,15 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What `Cache.verify` found of one entry.
+    """The result of `Cache.verify` for one entry.
 
     Attributes:
         entry: the entry.
-        url: the URL of its shard; None if the sidecar does not tell.
-        state: the finding.
-        reason: why it is not ok.
-        set_aside: whether the entry was set aside, so that the next reader fetches the shard anew.
+        url: the URL of its shard; None if the sidecar is damaged.
+        state: the result.
+        reason: why the state is not ok.
+        set_aside: whether the entry was set aside, so that the next reader downloads the shard
+            again.
     """
 
     entry: Entry
@@ -71,55 +65,55 @@ class Finding:
 
 @dataclass(slots=True)
 class VerifyStatus:
-    """How far it is."""
+    """How far a verification is."""
 
     shards: int = 0  #: entries to check
-    bytes: int = 0  #: of them
+    bytes: int = 0  #: bytes of the entries to check
     done: int = 0  #: entries that were checked
-    passed: int = 0  #: bytes of them
+    passed: int = 0  #: bytes of the entries that were checked
 
 
 def differs(then: ObjectInfo, now: ObjectInfo) -> str | None:
-    """How the origin's version differs from the one that was fetched; None if it does not.
+    """Describe how the origin's version differs from the downloaded one; None if it does not.
 
     Raises:
-        ValueError: they have nothing in common that tells versions apart.
+        ValueError: the origin states nothing by which both can be compared.
     """
     if then.version_id and now.version_id and "null" not in (then.version_id, now.version_id):
         return _change("version", then.version_id, now.version_id)
     if then.size is not None and now.size is not None and then.size != now.size:
         return f"{now.size} bytes instead of {then.size}"
     if then.etag and now.etag:
-        # What a gateway compresses on its way gets a weak validator, and is the same object.
+        # A gateway that compresses a response makes the ETag weak; the object is the same.
         return _change("ETag", then.etag.removeprefix("W/"), now.etag.removeprefix("W/"))
     if then.modified and now.modified:
         return _change("modification time", then.modified, now.modified)
-    raise ValueError("the origin states nothing that tells versions apart")
+    raise ValueError("the origin states nothing to compare versions by")
 
 
 def _change(what: str, then: str, now: str) -> str | None:
     return None if then == now else f"{what} {now} instead of {then}"
 
 
-#: Shards checked side by side: a flash disk and an origin answer several as soon as one,
-#: and more would keep a disk from the jobs that it is for.
-_AT_ONCE = 4
-#: Shards of one bucket or host in a row, each with all its attempts, that get no answer
-#: before the others are not asked for: thousands would take days and tell nothing more.
-_SILENT = 3
+#: Shards to check at once. Flash disks and origins serve a few requests as fast as one; more
+#: requests would slow down the jobs that read from the same disk.
+_THREADS = 4
+#: After this many shards of one bucket or host in a row without a response, each with all its
+#: attempts, no further ones are requested: for thousands of shards that would take days.
+_UNREACHABLE_SHARDS = 3
 
 
 class _StoppedError(Exception):
-    """Nobody wants the result any more."""
+    """The caller stopped the verification."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Verifier:
-    """Checks entries, with the options of `Cache.verify`; use `findings` once.
+    """Checks entries, with the options of `Cache.verify`. Use `findings` once.
 
     Attributes:
-        sole: damaged entries are set aside while it holds the lock of their key (False if
-            somebody else has it); None to leave them.
+        sole: holds the lock of a key in its body, and yields False if another process has it. A
+            damaged entry is set aside under that lock. None leaves damaged entries.
     """
 
     entries: Sequence[tuple[Store, Entry]]
@@ -136,16 +130,17 @@ class Verifier:
     _guard: threading.Lock = field(default_factory=threading.Lock, init=False)  #: of `status`
     #: By key, device and inode.
     _digests: dict[tuple[str, int, int], str] = field(default_factory=dict, init=False)
-    #: By key and version.
-    _answers: dict[tuple[str, str], tuple[State, str]] = field(default_factory=dict, init=False)
-    _silent: Counter[str] = field(default_factory=Counter, init=False)
+    #: Results of `_compare_with_origin` by key and version.
+    _remote: dict[tuple[str, str], tuple[State, str]] = field(default_factory=dict, init=False)
+    #: Shards in a row without a response, by bucket or host.
+    _unreachable: Counter[str] = field(default_factory=Counter, init=False)
 
     def __post_init__(self) -> None:
         if not 0 < self.sample <= 1:
             raise ConfigError(f"sample={self.sample!r} is no share: give one above 0 and up to 1")
 
     def findings(self) -> Generator[Finding, None, None]:
-        """Check the entries; yields what was found of each, in no order."""
+        """Check the entries and yield the result for each, in no order."""
         by_key: dict[str, list[tuple[Store, Entry]]] = {}
         for store, entry in self.entries:
             by_key.setdefault(entry.key, []).append((store, entry))
@@ -154,39 +149,39 @@ class Verifier:
             shards = random.SystemRandom().sample(shards, math.ceil(len(shards) * self.sample))
         self.status.shards = sum(map(len, shards))
         self.status.bytes = sum(entry.size for copies in shards for _, entry in copies)
-        pool = ThreadPoolExecutor(_AT_ONCE, "shardcache-verify")
+        pool = ThreadPoolExecutor(_THREADS, "shardcache-verify")
         try:
-            for copies, found in zip(shards, pool.map(self._shard, shards), strict=True):
+            for copies, results in zip(shards, pool.map(self._shard, shards), strict=True):
                 self.status.done += len(copies)
-                yield from found
+                yield from results
         finally:
             self._ended = True
             pool.shutdown(cancel_futures=True)
 
-    def _go_on(self) -> None:
+    def _check_stopped(self) -> None:
         if self._ended or self.stop.is_set():
             raise _StoppedError
 
     def _sleep(self, seconds: float) -> None:
         self.stop.wait(seconds)
-        self._go_on()
+        self._check_stopped()
 
     def _shard(self, copies: Iterable[tuple[Store, Entry]]) -> list[Finding]:
-        """What is found of the entries of one shard, until it is stopped."""
-        found: list[Finding] = []
+        """Check the entries of one shard, unless the verification is stopped."""
+        results: list[Finding] = []
         with contextlib.suppress(_StoppedError):
             for store, entry in copies:
-                self._go_on()
+                self._check_stopped()
                 try:
-                    found.append(self._entry(store, entry))
+                    results.append(self._entry(store, entry))
                 except OSError as exn:
                     if exn.errno not in GONE:  # else it was evicted
                         reason = exn.strerror or str(exn)
-                        found.append(Finding(entry, None, State.UNCHECKED, reason))
-        return found
+                        results.append(Finding(entry, None, State.UNCHECKED, reason))
+        return results
 
     def _entry(self, store: Store, entry: Entry) -> Finding:
-        """What is found of one entry; OSError: it went meanwhile, or the disk does not tell."""
+        """Check one entry; raises OSError if it is gone or the disk fails."""
         url = None
         try:
             before = os.lstat(entry.directory)
@@ -195,50 +190,50 @@ class Verifier:
                 url = metadata.url
                 self._check_data(store, entry, metadata)
         except DamagedError as exn:
-            if not _is_same(entry, before):  # another one is in its place
+            if not _is_same(entry, before):  # evicted, and downloaded again
                 raise FileNotFoundError(errno.ENOENT, "it is gone", entry.directory) from exn
             finding = Finding(entry, url, State.DAMAGED, str(exn))
             return finding if self.sole is None else self._set_aside(store, finding, before)
         finally:
             with self._guard:
                 self.status.passed += entry.size
-        # Of several versions readers are given the newest.
+        # Readers get the newest of several versions, so only that one may be outdated.
         newest = next(store.entries_of(entry.key), entry)
         if not self.remote or newest.directory != entry.directory:
             return Finding(entry, url, State.OK)
-        asked = entry.key, entry.version
-        if asked not in self._answers:
-            self._answers[asked] = self._ask(metadata)
-        return Finding(entry, url, *self._answers[asked])
+        version = entry.key, entry.version
+        if version not in self._remote:
+            self._remote[version] = self._compare_with_origin(metadata)
+        return Finding(entry, url, *self._remote[version])
 
     def _check_data(self, store: Store, entry: Entry, metadata: Metadata) -> None:
-        """Open the data as a reader would, and read it."""
+        """Open the data as a reader does and, unless ``quick``, hash it."""
         path, grace = f"{entry.directory}/{metadata.basename}", store.layout.grace
         opened = open_data(entry.directory, path, entry.size, grace)
         if opened is None:
             raise DamagedError("its data file is missing")
         with opened.file:
             if not self.quick and self._digest(entry.key, opened.fd) != metadata.digest:
-                raise DamagedError("its bytes changed since they were fetched")
+                raise DamagedError("its bytes changed since they were downloaded")
 
     def _digest(self, key: str, fd: int) -> str:
-        found = os.fstat(fd)
-        file = key, found.st_dev, found.st_ino
+        status = os.fstat(fd)
+        file = key, status.st_dev, status.st_ino
         if file not in self._digests:
             digests = []
             for block in read_blocks(fd):
-                self._go_on()
+                self._check_stopped()
                 digests.append(block_digest(block))
             self._digests[file] = tree_digest(digests)
         return self._digests[file]
 
     def _set_aside(self, store: Store, finding: Finding, before: os.stat_result) -> Finding:
-        """Set a damaged entry aside, if it is still the one that was read."""
+        """Set a damaged entry aside, unless another entry took its place since it was read."""
         entry = finding.entry
         assert self.sole is not None
         try:
             with self.sole(store, entry.key) as alone:
-                # Publishing takes this lock, so an entry that replaced it meanwhile stays.
+                # A process that publishes has this lock, so the entry cannot be replaced now.
                 if alone and _is_same(entry, before):
                     set_aside(entry.path, f"found by verify: {finding.reason}")
                     return replace(finding, set_aside=True)
@@ -247,27 +242,28 @@ class Verifier:
             return replace(finding, reason=reason)
         return finding
 
-    def _ask(self, metadata: Metadata) -> tuple[State, str]:
-        """Ask the origin of a shard which version it has; of the shard nothing is fetched."""
+    def _compare_with_origin(self, metadata: Metadata) -> tuple[State, str]:
+        """Request the origin's version of a shard, without its bytes; returns state and reason."""
         if metadata.url.startswith("pipe:"):
-            return State.UNREACHABLE, "it is what a command wrote, which states no version"
+            return State.UNREACHABLE, "a command wrote it, and commands state no version"
         try:
             shard = self.parse(metadata.url)
             if shard.key != metadata.key:
                 text = "it came from another endpoint or partition than the one configured"
                 return State.UNREACHABLE, text
-            place = f"{shard.scheme} {'/'.join(str(shard).split('/')[:3])}"
-            if self._silent[place] >= _SILENT:
-                return State.UNREACHABLE, f"not asked: {_SILENT} shards before it got no answer"
+            host = f"{shard.scheme} {'/'.join(str(shard).split('/')[:3])}"
+            if self._unreachable[host] >= _UNREACHABLE_SHARDS:
+                text = f"not requested: {_UNREACHABLE_SHARDS} shards before it got no response"
+                return State.UNREACHABLE, text
             origin = self.origins.of(shard)
             attempts = self.policy.started(str(shard))
-            found = attempts.call(lambda: origin.stat(shard), sleep=self._sleep)
-            self._silent[place] = 0
-            difference = differs(metadata.info, found)
+            current = attempts.call(lambda: origin.stat(shard), sleep=self._sleep)
+            self._unreachable[host] = 0
+            difference = differs(metadata.info, current)
         except ShardNotFoundError:
-            return State.GONE, "the origin has it no longer"
+            return State.GONE, "the origin no longer has it"
         except TransferError as exn:
-            self._silent[place] += 1
+            self._unreachable[host] += 1
             return State.UNREACHABLE, redact(str(exn.__cause__ or exn))
         except ShardCacheError as exn:  # ConfigError is one
             return State.UNREACHABLE, exn.message

@@ -47,7 +47,7 @@ def test_damage_is_exit_4_and_a_line_with_url_and_reason(run, warm, flip):
     code, out, err = run("verify")
     line, summary = out.splitlines()
     assert code == 4 and re.fullmatch(r"verified 4 shards, .*: 1 damaged", summary)
-    assert re.fullmatch(rf"damaged +{warm[1]} +its bytes changed since they were fetched", line)
+    assert re.fullmatch(rf"damaged +{warm[1]} +its bytes changed since they were downloaded", line)
     assert "--repair" in err
     assert run("verify", "-q")[:2] == (4, f"{line}\n")  # what cron has to mail
     assert "verified 1 shard," in run("verify", "train-0002.tar")[1]

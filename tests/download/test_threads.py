@@ -95,7 +95,7 @@ def test_a_fork_waits_for_no_thread_that_goes_on_and_not_for_ever(monkeypatch):
 
     going = threads.start(lambda: end.wait(PATIENCE), "shardcache-test")
     monkeypatch.setattr(threads, "_BEFORE_FORK", 2 * PATIENCE)
-    with forked(lambda parent: parent.say(len(threads._ours))) as child:
+    with forked(lambda parent: parent.say(len(threads._started))) as child:
         assert going.is_alive()
         assert child.hear() == 0  # it has none of them
     monkeypatch.setattr(threads, "_BEFORE_FORK", 0.2)

@@ -158,7 +158,7 @@ def test_live_processes_with_another_kind_of_lock_refuse_a_newcomer(
     origin.objects[URL] = make_tar(1)
     with make_cache(dir=root, locks=one) as running:
         running.fetch(URL)
-        with pytest.raises(ConfigError, match=f"lock by {one}, and this one by {other}.*Set locks"):
+        with pytest.raises(ConfigError, match=f"lock with {one}, and this .*{other}.*Set locks"):
             Cache(root, locks=other).open(URL)
         make_cache(dir=root, locks=one).close()
     assert read(make_cache(dir=root, locks=other), URL) == make_tar(1)
@@ -204,7 +204,7 @@ def test_a_client_of_the_machine_that_has_the_disk_is_refused_while_that_shows_s
         on("nfs4", monkeypatch)
         for command in f"rm -y {URL}", "clean":
             code, _, err = run("--dir", root, *command.split())
-            assert code == 2 and "lock by flock, and this one by lease" in err
+            assert code == 2 and "lock with flock, and this one with lease" in err
         assert "1 shard" in run("--dir", root, "ls")[1]
         ahead[0] = IDLE_GRACE + 60
         assert run("--dir", root, "clean")[0] == 0
@@ -219,6 +219,6 @@ def test_a_lease_lasts_as_long_as_its_process_uses_the_cache(make_cache, origin,
         make_cache(dir=root, locks="flock").close()
         clock.sleep(100)
         read(running, URL)
-        with pytest.raises(ConfigError, match="lock by lease"):
+        with pytest.raises(ConfigError, match="lock with lease"):
             make_cache(dir=root, locks="flock")
     assert list((root / "v1/sessions").iterdir()) == []

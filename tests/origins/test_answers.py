@@ -551,7 +551,7 @@ def head_rows() -> Iterator[Row]:
     yield Row(
         "page with an ETag",
         answer("200 OK", b"<html>" * 99, Content_Type="text/html"),
-        Refused(IntegrityError, "no tar archive"),
+        Refused(IntegrityError, "not a tar archive"),
     )
     yield Row("empty object", answer("200 OK"), RIGHT, (b"",))
     yield Row("empty object in chunks", coded(body=chunks(b"")), RIGHT, (b"",))

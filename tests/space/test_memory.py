@@ -121,7 +121,7 @@ def test_a_cache_keeps_to_the_tighter_of_its_limits(tmp_path: Path) -> None:
 )
 def test_a_ram_disk_has_no_more_than_its_cgroup_leaves(tmp_path, monkeypatch, kind, memory, found):
     module._is_memory.cache_clear()
-    module._asked.clear()
+    module._last_read.clear()
     monkeypatch.setattr(module, "mount_of", lambda path: Mount("/", kind))
     monkeypatch.setattr(module, "memory_headroom", lambda: memory)
     stated = SimpleNamespace(f_frsize=10, f_blocks=800, f_bavail=600)

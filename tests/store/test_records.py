@@ -25,7 +25,7 @@ from shardcache.store.digest import (
     check_archive,
     compare,
 )
-from shardcache.store.entry import Metadata
+from shardcache.store.directory import Metadata
 from tests.support.storetools import metadata_for
 from tests.support.tars import make_tar, tar_of
 
@@ -119,6 +119,6 @@ def test_compressed_archives_and_files_of_other_names_pass(tmp_path: Path, compr
     "data", [PAGE, b'{"error": "expired"}', bytes(100), make_tar(1)[512:], bytes(511) + b"x"]
 )
 def test_what_is_no_archive_is_refused_and_shown(tmp_path: Path, data: bytes) -> None:
-    with opened(tmp_path, data) as fd, pytest.raises(IntegrityError, match="no tar arch") as caught:
+    with opened(tmp_path, data) as fd, pytest.raises(IntegrityError, match="not a tar") as caught:
         check_archive(fd, "a.tar.gz", URL)
     assert URL in str(caught.value) and len(str(caught.value)) < 400

@@ -102,11 +102,11 @@ def cache_of_a_group(root: Path) -> str:
 
 
 ROOTS = {
-    "foreign": directory(BELA.uid, 0o755, "use a directory of your own"),
+    "foreign": directory(BELA.uid, 0o755, "Use a directory of your own"),
     "writable": directory(ANNA.uid, 0o1777, "below it, such as {root}/shards"),
     "group-writable": directory(ANNA.uid, 0o770, "chmod g-w {root}"),
     "a cache that its group may write": cache_of_a_group,
-    "a file": lambda root: root.touch() or "point dir at a directory",
+    "a file": lambda root: root.touch() or "Set dir to a directory",
 }
 
 

@@ -198,7 +198,7 @@ def test_a_shared_cache_is_not_used_without_its_group_nor_the_other_way_round(ar
     ask(ANNA, lambda: fetch(own))
     before, both = tree(area), User(ANNA.uid, (GROUP, OTHER_GROUP))
     for root, group, reason in (
-        (shared, "", f"shared by the group {GROUP}; set shared_group='{GROUP}'"),
+        (shared, "", f"shared by the group {GROUP}. Set shared_group='{GROUP}'"),
         (shared, OTHER_GROUP, f"shared by the group {GROUP}"),
         (own, GROUP, "the cache of one user"),
     ):

@@ -18,7 +18,8 @@ import pytest
 from shardcache.layout import META
 from shardcache.locks.flock import try_flock
 from shardcache.store.digest import BLOCK
-from shardcache.store.entry import DamagedError, Entry, Opened, Store, set_aside
+from shardcache.store.directory import DamagedError
+from shardcache.store.entry import Entry, Opened, Store, set_aside
 from shardcache.store.partial import in_flight, remove_leftover
 from shardcache.urls import parse_url
 from tests.support.storetools import (
@@ -140,7 +141,7 @@ def test_a_damaged_entry_is_never_opened_is_set_aside_and_comes_back(store, says
         with pytest.raises(DamagedError, match=says) as caught:
             read(store)
         assert caught.value.directory == entry.directory
-        assert not store.is_pinned(entry)
+        assert not store.in_use(entry)
         assert set_aside(entry.path, "test")
         assert not set_aside(entry.path, "test")
     assert read(store) is None
@@ -178,7 +179,7 @@ def test_want_of_descriptors_damages_and_removes_nothing(store: Store) -> None:
     with few_descriptors(0):
         for call in (
             lambda: store.evict(entry),
-            lambda: store.is_pinned(entry),
+            lambda: store.in_use(entry),
             lambda: remove_leftover(store.layout, partial.path),
         ):
             with pytest.raises(OSError, match="Too many open files"):
@@ -266,7 +267,7 @@ def test_an_entry_that_was_removed_and_published_anew_meanwhile_stays(store, mon
         publish(store)
         return try_flock(fd, shared=shared)
 
-    monkeypatch.setattr("shardcache.store.entry.try_flock", late)
+    monkeypatch.setattr("shardcache.store.directory.try_flock", late)
     assert not store.evict(entry)
     assert entry.data.exists()
 

@@ -156,7 +156,7 @@ def test_a_silent_origin_is_left_alone_after_some_shards(lab: Cache, origin: Mem
     assert 3 <= len(asked) <= 3 + 3  # others were under way when the third failed
     reasons = {finding.reason for finding in kept.values()}
     assert len(reasons) == 2
-    assert "not asked: 3 shards before it got no answer" in reasons
+    assert "not requested: 3 shards before it got no response" in reasons
     assert any("no answer from" in reason for reason in reasons)
     assert not any("secret" in reason or "abc" in reason for reason in reasons)
 

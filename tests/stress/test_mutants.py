@@ -112,7 +112,7 @@ Ownership: any directory is taken for a cache
     tests/store/test_security.py -k "removed or touched"
 
 Ownership: files of other programs go with a shard
-    store/entry.py
+    store/directory.py
     -if each == data or is_side_file(each):
     +if True:
     tests/store/test_security.py -k outlive
@@ -136,13 +136,13 @@ Secrecy: the user of a URL is part of its name
     tests/test_secrecy.py -k signed_urls
 
 In use: the least recently used goes, in use or not
-    store/entry.py
+    store/directory.py
     -yield is_idle(directory) if free is None else free
     +yield True
     tests/test_cache.py -k survives
 
 In use: the same, in a storm
-    store/entry.py
+    store/directory.py
     -yield is_idle(directory) if free is None else free
     +yield True
     -m tests.stress.storm --minutes 4 --seed 1

@@ -27,7 +27,8 @@ from shardcache.layout import Layout
 from shardcache.origins.base import ObjectInfo
 from shardcache.space.memory import allocation
 from shardcache.store.digest import BLOCK, block_digest, tree_digest
-from shardcache.store.entry import Entry, Metadata, Store
+from shardcache.store.directory import Metadata
+from shardcache.store.entry import Entry, Store
 from shardcache.store.partial import Partial
 from shardcache.urls import parse_url
 

@@ -167,7 +167,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_age(seconds: float) -> str:
-    """Return ``2m ago``, or ``just now`` for less than a second and after the clock was set back."""
+    """Return ``2m ago``; ``just now`` below a second, also if the clock was set back."""
     ages = (f"{int(seconds // size)}{name} ago" for name, size in _SECONDS if seconds >= size)
     return next(ages, "just now")
 

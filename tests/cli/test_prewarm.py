@@ -55,7 +55,7 @@ def test_what_does_not_fit_is_exit_5_and_nothing_is_fetched(run, spec, data, pro
     assert proxy.summary() == {}
     assert run(*half, "-n")[0] == 5
     code, out, _ = run(*half, "--best-effort")
-    assert code == 0 and "left out for want of room" in out
+    assert code == 0 and "left out because they do not fit" in out
     assert "2 cached, 2 to fetch" in run("prewarm", spec, "--check")[1]
     assert run("prewarm", spec, "--max-size", f"{4 * size}B")[0] == 0
 
@@ -71,7 +71,7 @@ def test_deadline_is_exit_3_unless_best_effort_will_do(run, spec, proxy):
     proxy.pause(after=20_000)  # listings pass
     code, out, err = run("prewarm", spec, "--deadline", "500ms", "-q")
     assert (code, out) == (3, "")
-    assert "4 shards not done because the deadline is over" in err
+    assert "4 shards not done because the deadline has passed" in err
     assert run("prewarm", spec, "--deadline", "500ms", "--best-effort")[0] == 0
 
 
@@ -170,6 +170,6 @@ def test_a_report_in_words():
     plan = PrewarmPlan(SHARDS[: len(kinds)], {}, {}, 10**9, 0, 0)
     assert str(PrewarmReport(plan, tuple(results), 2.0, Stopped.DEADLINE)) == (
         "Warmed 3 of 6 shards (3.0 KB) in 2.0 s, 500 B/s; 1 failed, 1 retried, "
-        "1 fetched by other processes, 1 linked, 1 left out for want of room, "
-        "1 not done because the deadline is over."
+        "1 fetched by other processes, 1 linked, 1 left out because they do not fit, "
+        "1 not done because the deadline has passed."
     )

@@ -247,7 +247,7 @@ class TarWalk:
         return header + rest, None if name is None else (name, *inner[1:])
 
     def _by_tarfile(self, pending: bytes) -> Iterator[str]:
-        """Yield the names that tarfile finds in ``pending``, which was read already, and the rest."""
+        """Yield the names that tarfile finds in ``pending`` and in the rest of the stream."""
         rest: Any = _Rejoined(pending, self._stream)
         self._archive = tarfile.open(fileobj=rest, mode="r|*")  # noqa: SIM115 - never closed
         for info in self._archive:

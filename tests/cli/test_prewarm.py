@@ -126,7 +126,7 @@ def test_path_prints_a_path_and_nothing_else_and_fetches_on_request(
     url = f"s3://{bucket}/train-0002.tar"
     code, out, err = run("path", url)
     assert (code, out) == (1, "")
-    assert re.fullmatch(rf"error: {url} is not cached in .*\. Pass --fetch to fetch it\.\n", err)
+    assert re.fullmatch(rf"error: {url} is not cached in .*\. Pass --fetch to download it\.\n", err)
     code, out, err = run("path", "--fetch", url)
     assert (code, err) == (0, "")
     assert Path(out.rstrip("\n")).read_bytes() == data["train-0002.tar"]

@@ -181,11 +181,9 @@ class PrewarmPlan:
     def results(
         self, found: Mapping[str, ShardResult], otherwise: Outcome
     ) -> tuple[ShardResult, ...]:
-        """Return the results of all shards in order.
+        """Return the results of all shards: from ``found`` by key, else from this plan.
 
-        Args:
-            found: results by key. Shards without one get their result from this plan.
-            otherwise: the outcome of shards that have no result and are not cached.
+        Shards that are in neither get the outcome ``otherwise``.
         """
 
         def planned(shard: ShardURL) -> ShardResult:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
@@ -15,21 +15,18 @@ from shardcache.cli.main import ExitCode, Invocation, command, flag, number_opti
 from shardcache.cli.output import Console, counted, fields_of, reason
 from shardcache.cli.progress import Position, Positions, PrewarmProgress, display
 from shardcache.config import absolute
-from shardcache.errors import ConfigError, ShardCacheError, ShardNotFoundError
+from shardcache.errors import ConfigError, ShardNotFoundError
 from shardcache.fetch.connections import parse_rate
-from shardcache.origins.listing import SHARD, is_pattern
+from shardcache.origins.listing import SHARD
 from shardcache.prewarm.helpers import most_processes
-from shardcache.prewarm.plan import expand, own_share
+from shardcache.prewarm.plan import own_share
 from shardcache.prewarm.run import JOBS, prewarm
 from shardcache.results import Event, Outcome, Planned, PrewarmReport, Stopped
 from shardcache.units import Limit, format_duration, format_rate
 
 if TYPE_CHECKING:
-    from shardcache.cache import Cache
     from shardcache.prewarm.ray import NodeReport
 
-#: Maximum number of absent shards for which `_hint_prefixes` looks for shards below.
-_MAX_HINTS = 5
 RATE = cli.Parsed("RATE", parse_rate)
 
 
@@ -139,24 +136,19 @@ def prewarm_command(
         if not only_plans:
             console.info(str(report))
         _print_failures(console, report, options["max_failures"])
-        _hint_prefixes(console, report, cache)
+        _hint_prefix(console, report)
     return _exit_code(report, options)
 
 
-def _hint_prefixes(console: Console, report: PrewarmReport, cache: Cache) -> None:
-    """Suggest the prefix URL/ for absent shards whose name is not that of a tar file."""
-    absent = [
-        f"{each.url}/"
-        for each in report.results
-        if isinstance(each.error, ShardNotFoundError)
-        # In a dry run, the error is that no listing has the shard.
-        or (each.outcome is Outcome.MISSING and each.size is None)
-    ]
-    prefixes = [url for url in absent if is_pattern(url) and not SHARD.search(url[:-1])]
-    for prefix in prefixes[:_MAX_HINTS]:
-        with suppress(ShardCacheError, OSError):
-            count = len(expand(prefix, cache))
-            console.hint(f"  {counted(count, 'shard')} below {prefix} : did you mean that?")
+def _hint_prefix(console: Console, report: PrewarmReport) -> None:
+    """If an absent shard has no suffix of a tar file, suggest to write it as a prefix."""
+    for each in report.results:
+        is_absent = isinstance(each.error, ShardNotFoundError) or (
+            each.outcome is Outcome.MISSING and each.size is None  # in a dry run
+        )
+        if is_absent and not SHARD.search(each.url):
+            console.hint(f"  For all shards below {each.url}, write {each.url}/")
+            return
 
 
 def _read_list(file: TextIO) -> list[str]:

@@ -88,7 +88,7 @@ def render(
     variables: Sequence[str] = (),
     prewarm: Sequence[str] = (),
 ) -> dict[str, str]:
-    """Fill in the templates of a kind.
+    """Fill in the templates of a kind, and return the texts by the names of the files.
 
     Args:
         kind: a key of `KINDS`.
@@ -96,9 +96,6 @@ def render(
         directory: the directory of the cache.
         variables: ``NAME=value`` for each option.
         prewarm: the SPECs to prewarm.
-
-    Returns:
-        the texts of the files by their names.
 
     Raises:
         ConfigError: a SPEC contains a credential.

@@ -58,18 +58,9 @@ def _print(
     errors: Mapping[str, str],
     **summary: Any,
 ) -> ExitCode:
-    """Print the result of a command.
+    """Print the result of a command, and return its exit code.
 
-    Args:
-        console: prints.
-        name: the name of the command.
-        rows: the ``url`` and ``state`` of each shard.
-        text: the summary for people.
-        errors: states that are errors, and their texts after the URL.
-        summary: the summary for programs.
-
-    Returns:
-        the exit code.
+    ``errors`` has the states of rows that are errors, and the message that follows the URL.
     """
     console.object(name, shards=rows, summary=summary)
     console.info(text)

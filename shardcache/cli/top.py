@@ -5,13 +5,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import select
 import sys
-import termios
 import time
-import tty
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -139,7 +136,7 @@ def _process(holder: Holder) -> Row:
 def top_command(invocation: Invocation, interval: float, count: int | None) -> None:
     """Watch rates, running downloads and disk usage.
 
-    Ends with q or Ctrl-C. Without a terminal, each refresh is printed below the last one. With
+    Ends with Ctrl-C. Without a terminal, each refresh is printed below the last one. With
     --json there is one refresh, or --count of them, one per line.
 
     \b
@@ -153,59 +150,22 @@ def top_command(invocation: Invocation, interval: float, count: int | None) -> N
         watcher = Watcher(cache, lambda: invocation.loaded_with_job_limits().config)
         snapshot = watcher.snapshot()  # rates count from here
         display: Live | None = None
-        wait: Callable[[float], bool | None] = time.sleep
         if console.live and sys.stdout.isatty() and not console.json:
             from rich.live import Live
 
-            wait = stack.enter_context(_keys())
             display = Live(
                 frame(snapshot), console=console.terminal(sys.stdout), auto_refresh=False
             )
             stack.callback(display.stop)  # before start(), which a signal may interrupt
             display.start(refresh=True)
         for _ in itertools.count() if count is None else range(count):
-            if wait(interval):
-                break
+            time.sleep(interval)
             snapshot = watcher.snapshot()
             console.object("top", snapshot, ranks=rank_records(snapshot.ranks))
             if display is not None:
                 display.update(frame(snapshot), refresh=True)
             elif not console.json:
                 console.render(frame(snapshot))
-
-
-@contextlib.contextmanager
-def _keys() -> Iterator[Callable[[float], bool | None]]:
-    """Yield a function that sleeps for some seconds, and returns True early if the user types q.
-
-    Without a keyboard, it is `time.sleep`.
-    """
-    if sys.stdin is None or not sys.stdin.isatty() or _in_background():
-        yield time.sleep
-        return
-
-    def wait(seconds: float) -> bool:
-        until = time.monotonic() + seconds
-        while (left := until - time.monotonic()) > 0:
-            # At most a second: a signal just before select() is handled only when it returns.
-            if select.select([0], [], [], min(left, 1.0))[0] and os.read(0, 1) in (b"q", b"Q", b""):
-                return True
-        return False
-
-    before = termios.tcgetattr(0)
-    try:
-        tty.setcbreak(0)  # read keys at once, without echo
-        yield wait
-    finally:
-        termios.tcsetattr(0, termios.TCSADRAIN, before)
-
-
-def _in_background() -> bool:
-    """Return whether the kernel would stop this process if it changed the terminal."""
-    try:
-        return os.tcgetpgrp(0) != os.getpgrp()
-    except OSError:  # no job control on this terminal
-        return False
 
 
 def frame(snapshot: Snapshot) -> RenderableType:

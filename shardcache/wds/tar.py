@@ -226,11 +226,9 @@ class TarWalk:
         return block[left:] if left else block
 
     def _extended(self, header: bytes, fields: _Fields) -> tuple[bytes, _Fields | None]:
-        """Read the rest of an extended header, and the header after it.
+        """Read the rest of an extended header, and the header of its member.
 
-        Returns:
-            the bytes of both, and the fields of the member; None for these if a header is not
-            plain.
+        Returns the bytes of both, and the fields of the member; None if a header is not plain.
         """
         _, size, kind = fields
         if not 0 < size <= _EXTENDED_MAX:
@@ -306,15 +304,9 @@ def _fields(header: bytes) -> _Fields | None:
 
 
 def _name(name: str, records: bytes, size: int) -> str | None:
-    """Return the name of a member that has an extended header.
+    """Return the name in the first ``size`` bytes of an extended header, or else ``name``.
 
-    Args:
-        name: the name in the plain header, which a record may replace.
-        records: the data of the extended header.
-        size: the number of its bytes.
-
-    Returns:
-        the name; None if there is a record that this module does not understand.
+    Returns None if there is a record that this module does not understand.
     """
     if size & 511 and records[size]:
         return None

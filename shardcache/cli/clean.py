@@ -28,10 +28,14 @@ from shardcache.units import Limit, format_bytes
 )
 @flag("--orphans", help="Remove only partials of dead processes, also recent ones.")
 @click.option(
-    "--max-age", type=cli.DURATION, help="Remove shards that were unused for this long: 14d."
+    "--max-age", type=cli.DURATION, help="Evict shards that were unused for this long, such as 14d."
 )
-@click.option("--min-free", type=cli.SIZE, help="Free this much space: 100GB or 10%.")
-@click.option("--max-size", type=cli.SIZE, help="Shrink the cache to this size: 800GB or 80%.")
+@click.option(
+    "--min-free", type=cli.SIZE, help="Evict until this much space is free: 100GB or 10%."
+)
+@click.option(
+    "--max-size", type=cli.SIZE, help="Evict until the cache has this size: 800GB or 80%."
+)
 def clean_command(
     invocation: Invocation,
     orphans: bool,

@@ -252,8 +252,8 @@ def _choose(help: str, *names: str) -> Any:
     return _opt(kind, names[0], help)
 
 
-def _count(most: int, least: int = 1) -> Kind:
-    return Kind(f"{least} to {most}", lambda value: units.parse_count(value, least, most))
+def _count(maximum: int, minimum: int = 1) -> Kind:
+    return Kind(f"{minimum} to {maximum}", lambda value: units.parse_count(value, minimum, maximum))
 
 
 def _listed(value: Sequence[object]) -> str:

@@ -217,9 +217,9 @@ def parse_bool(value: str | bool | int) -> bool:
     return _TRUTHS[parse_choice(str(value), list(_TRUTHS))]
 
 
-def parse_count(value: str | int, least: int, most: int) -> int:
-    """Return a whole number from ``least`` to ``most``, given as an int or as decimal digits."""
+def parse_count(value: str | int, minimum: int, maximum: int) -> int:
+    """Return a whole number in a range, given as an int or as decimal digits."""
     text = str(value).strip()
-    if not re.fullmatch("[0-9]{1,9}", text) or not least <= int(text) <= most:
-        raise _refuse(value, "a count", f"a whole number from {least} to {most}")
+    if not re.fullmatch("[0-9]{1,9}", text) or not minimum <= int(text) <= maximum:
+        raise _refuse(value, "a count", f"a whole number from {minimum} to {maximum}")
     return int(text)

@@ -15,7 +15,7 @@ from shardcache import units
 from shardcache.errors import ConfigError
 from shardcache.units import Limit
 
-count = partial(units.parse_count, least=1, most=256)
+count = partial(units.parse_count, minimum=1, maximum=256)
 choice = partial(units.parse_choice, choices=("node", "rank"))
 READ: dict[Callable[..., Any], dict[Any, Any]] = {
     units.parse_bytes: {

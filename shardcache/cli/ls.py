@@ -31,7 +31,7 @@ _PARTIAL_TITLES = ("SHARD", "SIZE", "WRITTEN", "DONE", "BEGUN", "STATE"), ("HOLD
 @command("ls")
 @flag("-l", "--long", help="Also show version and path.")
 @flag("--partial", help="List partial downloads instead of cached shards.")
-@number_option("--limit", help="Show only the first N.", least=0)
+@number_option("--limit", help="Show only the first N.", minimum=0)
 @click.option(
     "--sort",
     type=click.Choice([f"{field}{order}" for field in _SORTED_BY for order in ("", ":desc")]),

@@ -230,10 +230,10 @@ SIZE = Parsed("SIZE", parse_limit)
 
 
 def number_option(
-    *names: str, help: str, least: int = 1, most: int | None = None
+    *names: str, help: str, minimum: int = 1, maximum: int | None = None
 ) -> Callable[[_Function], _Function]:
     """Declare an option whose value is a whole number."""
-    return click.option(*names, type=click.IntRange(least, most), metavar="N", help=help)
+    return click.option(*names, type=click.IntRange(minimum, maximum), metavar="N", help=help)
 
 
 flag = functools.partial(click.option, is_flag=True)

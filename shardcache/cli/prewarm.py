@@ -34,18 +34,20 @@ RATE = cli.Parsed("RATE", parse_rate)
 @cli.dry_run_option
 @click.option("--limit-rate", type=RATE, help="Maximum bytes per second, such as 50MB.")
 @flag("--best-effort", help="Leave out shards that do not fit, instead of refusing.")
-@number_option("--max-failures", help="Accept N failed shards; stop at the next one.", least=0)
+@number_option("--max-failures", help="Accept N failed shards; stop at the next one.", minimum=0)
 @click.option("--deadline", type=cli.DURATION, help="Stop after this time, such as 5m.")
 @click.option("--max-size", type=cli.SIZE, help="Maximum size of the cache: 800GB or 80%.")
 @flag("--check", help="Only check that all shards are cached (exit 4 if not).")
 @flag("--refresh", help="Also download cached shards again if the origin has replaced them.")
 @number_option("--node-count", help="Number of nodes, if no launcher sets it.")
-@number_option("--node-rank", help="Number of this node, from 0, if no launcher sets it.", least=0)
+@number_option(
+    "--node-rank", help="Number of this node, from 0, if no launcher sets it.", minimum=0
+)
 @number_option("--ranks-per-node", help="Training processes per node.  [default: 1]")
 @flag("--shard-by-node", help="Only the shards that split_by_node gives to this node.")
 @flag("--ray", help="Prewarm all nodes of the Ray cluster (RAY_ADDRESS, else the local one).")
 @number_option(
-    "-j", "--jobs", help=f"Shards to download at once.  [default: {JOBS} per process]", most=256
+    "-j", "--jobs", help=f"Shards to download at once.  [default: {JOBS} per process]", maximum=256
 )
 @click.option(
     "-f",

@@ -20,7 +20,7 @@ from shardcache.units import format_bytes, format_rate
 #: Outcomes that `figures` shows even if their number is 0.
 _ALWAYS = ("hits", "coalesced", "misses")
 ROW_TITLES = ("OPENS", "HIT RATE", "BYPASSED", "STREAMED", "FETCHED", "SAVED", "WAIT P99")
-_WAITS = {"disk": "for the disk", "lock": "for others", "network": "for the network"}
+_WAITS = {"disk": "for the disk", "lock": "for downloads", "network": "for the network"}
 
 
 @command("stats")
@@ -85,9 +85,9 @@ def stats_command(
         elif by is not None:
             _print_rows(console, cache.samples(since), by)
         else:
-            found = cache.stats(since)
-            console.object("stats", found)
-            console.data(figures(found))
+            stats = cache.stats(since)
+            console.object("stats", stats)
+            console.data(figures(stats))
 
 
 def write_text(path: Path, text: str) -> None:
@@ -102,45 +102,45 @@ def write_text(path: Path, text: str) -> None:
         raise OSError(exn.errno, exn.strerror, str(path)) from exn
 
 
-def figures(found: Stats) -> str:
+def figures(stats: Stats) -> str:
     """Return all figures as lines of text."""
-    if not found.opens and not found.fetches:
+    if not stats.opens and not stats.fetches:
         return "Nothing was counted."
-    lines = [f"Opens         {found.opens:>13,}"]
+    lines = [f"Opens         {stats.opens:>13,}"]
     for name in OUTCOMES:
-        if (count := found.counters[name]) or name in _ALWAYS:
-            share = count / found.opens if found.opens else 0.0
-            lines.append(f"  {name.capitalize():<12}{count:>13,} / {found.opens:,} ({share:6.2%})")
+        if (count := stats.counters[name]) or name in _ALWAYS:
+            share = count / stats.opens if stats.opens else 0.0
+            lines.append(f"  {name.capitalize():<12}{count:>13,} / {stats.opens:,} ({share:6.2%})")
     streamed = upstream = ""
-    if found.bypassed:
-        shards = counted(found.bypassed, "shard")
-        streamed = f"    Streamed {format_bytes(found.bytes_bypassed)} ({shards})"
-    if found.bytes_upstream:
-        upstream = f"    From upstreams {format_bytes(found.bytes_upstream)}"
+    if stats.bypassed:
+        shards = counted(stats.bypassed, "shard")
+        streamed = f"    Streamed {format_bytes(stats.bytes_bypassed)} ({shards})"
+    if stats.bytes_upstream:
+        upstream = f"    From upstreams {format_bytes(stats.bytes_upstream)}"
     lines.append(
-        f"Read from cache {format_bytes(found.bytes_opened)}    "
-        f"Fetched {format_bytes(found.bytes_fetched)}{streamed}{upstream}    "
-        f"Saved {format_bytes(found.bytes_saved)} of egress"
+        f"Read from cache {format_bytes(stats.bytes_opened)}    "
+        f"Fetched {format_bytes(stats.bytes_fetched)}{streamed}{upstream}    "
+        f"Saved {format_bytes(stats.bytes_saved)} of egress"
     )
-    if by_tier := _each(found, "hits_tier_", "tier {} {:,}"):
+    if by_tier := _each(stats, "hits_tier_", "tier {} {:,}"):
         lines.append("Hits by tier  " + "   ".join(by_tier))
-    lines.append(f"Wait for data   {_percentiles(found.all_waits)}")
+    lines.append(f"Wait for data   {_percentiles(stats.all_waits)}")
     for wait, text in _WAITS.items():
-        if found.waits[wait].count:
-            lines.append(f"  {text:<18}{_percentiles(found.waits[wait])}")
-    evicted, errors = f"Evicted {found.evicted:,}", f"Errors {found.errors:,}"
-    if reasons := _each(found, "evicted_", "{1:,} {0}"):
-        evicted += f" ({format_bytes(found.bytes_evicted)}: {', '.join(reasons)})"
-    if kinds := _each(found, "errors_", "{1:,} {0}"):
+        if stats.waits[wait].count:
+            lines.append(f"  {text:<18}{_percentiles(stats.waits[wait])}")
+    evicted, errors = f"Evicted {stats.evicted:,}", f"Errors {stats.errors:,}"
+    if reasons := _each(stats, "evicted_", "{1:,} {0}"):
+        evicted += f" ({format_bytes(stats.bytes_evicted)}: {', '.join(reasons)})"
+    if kinds := _each(stats, "errors_", "{1:,} {0}"):
         errors += f" ({', '.join(kinds)})"
-    lines.append(f"{evicted}    Retries {found.retries:,}    {errors}")
+    lines.append(f"{evicted}    Retries {stats.retries:,}    {errors}")
     return "\n".join(lines)
 
 
-def _each(found: Stats, prefix: str, form: str) -> list[str]:
+def _each(stats: Stats, prefix: str, form: str) -> list[str]:
     """Format the counters above 0 with a prefix: their names without it, and their values."""
-    names = [name for name, n in found.counters.items() if n and name.startswith(prefix)]
-    return [form.format(name.removeprefix(prefix), found.counters[name]) for name in names]
+    names = [name for name, n in stats.counters.items() if n and name.startswith(prefix)]
+    return [form.format(name.removeprefix(prefix), stats.counters[name]) for name in names]
 
 
 def _percentiles(waits: Waits) -> str:
@@ -154,16 +154,16 @@ def _print_rows(console: Console, samples: Sequence[Sample], by: str) -> None:
         groups = by_rank(samples)
         records = rank_records(groups)
     else:
-        hours = {utc(hour): found for hour, found in by_hour(samples).items()}
-        records = [{"hour": hour, **found.as_dict()} for hour, found in hours.items()]
-        groups = {local_time(hour): found for hour, found in hours.items()}
+        hours = {utc(hour): stats for hour, stats in by_hour(samples).items()}
+        records = [{"hour": hour, **stats.as_dict()} for hour, stats in hours.items()]
+        groups = {local_time(hour): stats for hour, stats in hours.items()}
     console.object("stats", **{f"{by}s": records}, summary=total)
-    rows = ((name, *cells(found)) for name, found in groups.items())
+    rows = ((name, *cells(stats)) for name, stats in groups.items())
     console.table([by.upper(), *ROW_TITLES], rows, ROW_TITLES)
     console.data(f"{counted(total.opens, 'open')}, {percentage(total.hit_rate, 2)} hits")
 
 
-def cells(found: Stats, seconds: float | None = None) -> list[str]:
+def cells(stats: Stats, seconds: float | None = None) -> list[str]:
     """Return the cells for `ROW_TITLES`; with ``seconds``, as rates over that time."""
 
     def number(n: int) -> str:
@@ -173,11 +173,11 @@ def cells(found: Stats, seconds: float | None = None) -> list[str]:
         return format_bytes(n) if seconds is None else format_rate(n / seconds)
 
     return [
-        number(found.opens),
-        percentage(found.hit_rate, 2),
-        number(found.bypassed),
-        size(found.bytes_bypassed),
-        size(found.bytes_fetched),
-        size(found.bytes_saved),
-        short_duration(found.all_waits.percentile(0.99)),
+        number(stats.opens),
+        percentage(stats.hit_rate, 2),
+        number(stats.bypassed),
+        size(stats.bytes_bypassed),
+        size(stats.bytes_fetched),
+        size(stats.bytes_saved),
+        short_duration(stats.all_waits.percentile(0.99)),
     ]

@@ -45,7 +45,7 @@ def clean_command(
     wait: bool,
     **limits: Limit | float | None,
 ) -> None:
-    """Evict shards by the limits, and remove partials of dead processes.
+    """Evict shards over the limits, and remove partials of dead processes.
 
     Without options, the configured limits apply; a limit that is not configured is that of
     the running job, or of the last one. Shards stay if a process reads them, or if they were

@@ -119,7 +119,10 @@ def rm_command(
 
 @command("pin")
 @click.option(
-    "--for", "seconds", type=cli.DURATION, help="Pin for this long, such as 3d, not until `unpin`."
+    "--for",
+    "seconds",
+    type=cli.DURATION,
+    help="Pin for this time, such as 3d.  [default: until `unpin`]",
 )
 @cli.specs_argument
 def pin_command(invocation: Invocation, specs: tuple[str, ...], seconds: float | None) -> ExitCode:

@@ -37,6 +37,32 @@ _INTERVALS = 100
 #: Readable on white and on black. Red is for errors only.
 _COLORS = ("#3b82c4", "#d97706", "#8b5cf6", "#0d9488", "#64748b", "#dc2626")
 _GREY = "#80868e"
+#: Title, unit, and counters by label of the charts of sums.
+_SUMS: tuple[tuple[str, str, dict[str, str]], ...] = (
+    ("Opens", "", {name: name for name in OUTCOMES}),
+    (
+        "Where bytes came from",
+        "B",
+        {"cache": "bytes_saved", "origin": "bytes_origin", "upstreams": "bytes_upstream"},
+    ),
+    ("Bytes streamed past the cache", "B", {"streamed": "bytes_bypassed"}),
+    ("Bytes evicted", "B", {"evicted": "bytes_evicted"}),
+)
+_STYLE = {
+    "svg.hashsalt": "shardcache",  # equal figures make equal pages
+    "svg.fonttype": "none",  # text stays text, in the fonts of the page
+    "figure.figsize": (4.8, 2.4),  # inches, legible on a phone
+    "savefig.transparent": True,
+    "axes.titlelocation": "left", "axes.titlesize": 11, "axes.titlecolor": _GREY,
+    "xtick.color": _GREY, "ytick.color": _GREY, "xtick.labelsize": 9, "ytick.labelsize": 9,
+    "axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True,
+    "grid.color": _GREY, "grid.alpha": 0.25, "grid.linewidth": 0.6,
+    "axes.spines.left": False, "axes.spines.right": False,
+    "axes.spines.top": False, "axes.spines.bottom": False,
+    "legend.frameon": False, "legend.fontsize": 8, "legend.labelcolor": _GREY,
+    "legend.handlelength": 0.7, "legend.columnspacing": 0.9,
+    "legend.borderaxespad": 0, "legend.borderpad": 0.2,
+}  # fmt: skip
 
 
 @command("report")
@@ -101,7 +127,7 @@ def _meter(tier: Row) -> str:
 def _charts(samples: Sequence[Sample]) -> str:
     """Draw the counters over time as SVG: rates as lines, sums as bars."""
     try:
-        from matplotlib import dates, rcParams, ticker
+        from matplotlib import dates, rc_context, ticker
         from matplotlib.figure import Figure
     except ImportError as exn:
         raise ConfigError(
@@ -110,69 +136,45 @@ def _charts(samples: Sequence[Sample]) -> str:
         ) from exn
     # Choose the shortest intervals that fit the page.
     starts = [sample.start for sample in samples]
-    fine, span = max(sample.seconds for sample in samples), max(starts) - min(starts)
-    step = next((s for s in _STEPS if s >= fine and span / s <= _INTERVALS), _STEPS[-1])
+    finest, span = max(sample.seconds for sample in samples), max(starts) - min(starts)
+    step = next((s for s in _STEPS if s >= finest and span / s <= _INTERVALS), _STEPS[-1])
     groups = defaultdict[int, list[Sample]](list)
     for sample in sorted(samples, key=lambda sample: sample.start):
         groups[sample.start // step * step].append(sample)
     sums = [*map(summed, groups.values())]
-    rates = [math.nan if each.hit_rate is None else 100 * each.hit_rate for each in sums]
-    sources = {"cache": "bytes_saved", "origin": "bytes_origin", "upstreams": "bytes_upstream"}
     charts: dict[str, tuple[str, dict[str, list[Any]]]] = {}
     if any(each.opens for each in sums):
+        rates = [math.nan if each.hit_rate is None else 100 * each.hit_rate for each in sums]
         charts["Hit rate"] = "%", {"hits": rates}
-    for title, unit, names in (
-        ("Opens", "", {name: name for name in OUTCOMES}),
-        ("Where bytes came from", "B", sources),
-        ("Bytes streamed past the cache", "B", {"streamed": "bytes_bypassed"}),
-        ("Bytes evicted", "B", {"evicted": "bytes_evicted"}),
-    ):
-        found = {label: [getattr(each, name) for each in sums] for label, name in names.items()}
-        if any(map(any, found.values())):
-            charts[title] = unit, found
-    rcParams["svg.hashsalt"] = "shardcache"  # equal figures make equal pages
-    rcParams["svg.fonttype"] = "none"  # text stays text, in the fonts of the page
+    for title, unit, names in _SUMS:
+        series = {label: [getattr(each, name) for each in sums] for label, name in names.items()}
+        if any(map(any, series.values())):
+            charts[title] = unit, series
     zone, drawings = datetime.now().astimezone().tzinfo, list[str]()
     x, width = [dates.date2num(utc(start)) for start in groups], step / 86400
     for title, (unit, series) in charts.items():
-        figure = Figure(figsize=(4.8, 2.4), layout="constrained")  # inches, legible on a phone
-        axes, below = figure.subplots(), [0.0] * len(x)
-        for (name, values), color in zip(series.items(), _COLORS, strict=False):
-            if unit == "%":
-                axes.plot(x, values, marker=".", label=name, color=color)
-            elif any(values):  # without values, no bars; colours stay
-                axes.bar(x, values, 0.8 * width, below, label=name, color=color)
-                below = [a + b for a, b in zip(below, values, strict=True)]
-        axes.set_title(
-            title, loc="left", color=_GREY, fontsize=11, pad=20 if len(series) > 1 else 6
-        )
-        steps = ticker.MaxNLocator(4, steps=[1, 2, 5, 10], integer=True)
-        labels = range(0, 101, 20) if unit == "%" else steps.tick_values(0, max(below))
-        axes.set_yticks(labels)
-        axes.set_ylim(0, labels[-1] * 1.02)  # just above the last label, which no bar exceeds
-        axes.yaxis.set_major_formatter(ticker.EngFormatter(unit=unit))
-        axes.set_xlim(x[0] - width, x[-1] + width)
-        locator = dates.AutoDateLocator(tz=zone, minticks=min(3, len(x)), maxticks=6)
-        axes.xaxis.set_major_locator(locator)
-        axes.xaxis.set_major_formatter(dates.ConciseDateFormatter(locator, tz=zone))
-        axes.tick_params(colors=_GREY, labelsize=9)
-        axes.grid(axis="y", color=_GREY, alpha=0.25, linewidth=0.6)
-        axes.set_axisbelow(True)
-        axes.spines[:].set_visible(False)
-        if len(series) > 1:
-            axes.legend(
-                loc="lower left",
-                bbox_to_anchor=(0, 1),
-                ncols=len(series),
-                frameon=False,
-                fontsize=8,
-                labelcolor=_GREY,
-                handlelength=0.7,
-                columnspacing=0.9,
-                borderaxespad=0,
-                borderpad=0.2,
-            )
-        drawn = io.StringIO()
-        figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None})
-        drawings.append(drawn.getvalue()[drawn.getvalue().index("<svg") :])
+        with rc_context(_STYLE):
+            figure = Figure(layout="constrained")
+            axes, below = figure.subplots(), [0.0] * len(x)
+            for (name, values), color in zip(series.items(), _COLORS, strict=False):
+                if unit == "%":
+                    axes.plot(x, values, marker=".", label=name, color=color)
+                elif any(values):  # each name keeps its colour
+                    axes.bar(x, values, 0.8 * width, below, label=name, color=color)
+                    below = [a + b for a, b in zip(below, values, strict=True)]
+            steps = ticker.MaxNLocator(4, steps=[1, 2, 5, 10], integer=True)
+            labels = range(0, 101, 20) if unit == "%" else steps.tick_values(0, max(below))
+            axes.set_yticks(labels)
+            axes.set_ylim(0, labels[-1] * 1.02)  # just above the last label, which no bar exceeds
+            axes.yaxis.set_major_formatter(ticker.EngFormatter(unit=unit))
+            axes.set_xlim(x[0] - width, x[-1] + width)
+            locator = dates.AutoDateLocator(tz=zone, minticks=min(3, len(x)), maxticks=6)
+            axes.xaxis.set_major_locator(locator)
+            axes.xaxis.set_major_formatter(dates.ConciseDateFormatter(locator, tz=zone))
+            axes.set_title(title, pad=20 if len(series) > 1 else 6)
+            if len(series) > 1:
+                axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=len(series))
+            text = io.StringIO()
+            figure.savefig(text, format="svg", metadata={"Date": None})
+        drawings.append(text.getvalue()[text.getvalue().index("<svg") :])
     return "\n".join(drawings)

@@ -211,7 +211,7 @@ def test_config_tells_value_and_source_and_dir_where(run, tmp_path, monkeypatch)
     assert run("--dir", "/elsewhere", "dir") == (0, "/elsewhere\n", "")
     monkeypatch.delenv("SHARDCACHE_DIR")
     assert run("dir") == (0, f"{tmp_path}/user/shardcache\n", "")
-    hints = [run("pin", URL)[2] for _ in range(2)]  # once it is there, nobody asks
+    hints = [run("pin", URL)[2] for _ in range(2)]  # no hint once the cache exists
     assert hints[0].startswith(f"Using {tmp_path}/user/shardcache; --dir") and not hints[1]
 
 

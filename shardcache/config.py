@@ -120,7 +120,7 @@ def _directory(value: object) -> Path:
     if "://" in text:
         raise ValueError("is a URL")
     for found in re.finditer(_VARIABLE, text):
-        # os.path.expandvars would keep the text, and a directory called "$SCRATCH" be made.
+        # os.path.expandvars would keep the text, as the name of a directory.
         if not os.environ.get(name := found[1] or found[2]):
             raise ValueError(f"contains ${name}, which is not set")
     text = os.path.expanduser(os.path.expandvars(text))  # noqa: PTH111  pathlib's raises

@@ -64,7 +64,7 @@ class TransferTimeoutError(TransferError, TimeoutError):
 
 
 class FetchCancelledError(TransferError):
-    """This process cancelled the download. The next one resumes it."""
+    """This process cancelled the download. The next reader resumes it."""
 
     errno = errno.ECANCELED
 

@@ -123,7 +123,7 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
         return self.fs.ls(self._path(path), detail=detail, **options)
 
     def find(self, path: str, *args: Any, **options: Any) -> Any:
-        """Find files in the target filesystem, which may need one listing instead of a walk."""
+        """Find files with the target's own method, which may need fewer listings than a walk."""
         return self.fs.find(self._path(path), *args, **options)
 
     def invalidate_cache(self, path: str | None = None) -> None:

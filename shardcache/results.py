@@ -51,7 +51,7 @@ class Stopped(StrEnum):
             "requested": "the run was interrupted",
             "deadline": "the deadline has passed",
             "failures": "too many shards failed",
-            "refused": "the origin refused all requests",
+            "refused": "none of the first shards could be read",
             "full": "the cache is full",
         }[self]
 

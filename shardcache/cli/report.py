@@ -48,7 +48,7 @@ _SUMS: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("Bytes streamed past the cache", "B", {"streamed": "bytes_bypassed"}),
     ("Bytes evicted", "B", {"evicted": "bytes_evicted"}),
 )
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "svg.hashsalt": "shardcache",  # equal figures make equal pages
     "svg.fonttype": "none",  # text stays text, in the fonts of the page
     "figure.figsize": (4.8, 2.4),  # inches, legible on a phone

@@ -243,7 +243,7 @@ def _above_zero(kind: Kind) -> Kind:
 
 def _opt(kind: Kind, default: Any, help: str) -> Any:
     # The repr of a functools.partial would show its arguments, which may be secret.
-    return field(default=default, repr=kind is not CALL, metadata={"kind": kind, "help": help})
+    return field(default=default, repr=kind is not FUNCTION, metadata={"kind": kind, "help": help})
 
 
 def _choose(help: str, *names: str) -> Any:
@@ -263,12 +263,14 @@ def _listed(value: Sequence[object]) -> str:
 PATH = Kind("local directory", _directory)
 BOOL = Kind("bool", units.parse_bool, lambda value: str(value).lower())
 TIME = Kind("duration", units.parse_duration, units.exact_duration)
-SOME_TIME = _above_zero(TIME)
+POSITIVE_TIME = _above_zero(TIME)
 LIMIT = Kind("size or %", units.parse_limit)
-ROOM = _above_zero(LIMIT)
+POSITIVE_LIMIT = _above_zero(LIMIT)
 SIZE = _above_zero(Kind("size", units.parse_bytes, units.exact_bytes))
 PART_SIZE = Kind("multiple of 1MiB up to 1GiB", _part_size, units.exact_bytes)
-CALL = Kind("function of a path", _function, lambda value: getattr(value, "__name__", "function"))
+FUNCTION = Kind(
+    "function of a path", _function, lambda value: getattr(value, "__name__", "function")
+)
 TABLE = Kind("dict in code, table in TOML", _storage_options, _names_only)
 SCHEMES = Kind("list of URL schemes", _schemes, _listed)
 GROUP = Kind("name or number of a group", _group, group_name)
@@ -276,11 +278,11 @@ ENDPOINT = Kind("http(s) URL without credentials", _endpoint)
 STORE = Kind("path, or URL without credentials", _store)
 
 
-def _parse_all(made: Any) -> None:
+def _parse_fields(instance: Any) -> None:
     """Parse all fields of a dataclass whose fields `_opt` declared."""
-    for option in fields(made):
-        value = _parse(option, getattr(made, option.name), "argument")
-        object.__setattr__(made, option.name, value)
+    for option in fields(instance):
+        value = _parse(option, getattr(instance, option.name), "argument")
+        object.__setattr__(instance, option.name, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,11 +290,11 @@ class TierOption:
     """One faster directory of the option ``tiers``, with its own limits."""
 
     dir: Path = _opt(PATH, MISSING, "Directory of the tier.")
-    max_size: Limit | None = _opt(ROOM, None, "Maximum size of the tier.")
+    max_size: Limit | None = _opt(POSITIVE_LIMIT, None, "Maximum size of the tier.")
     min_free: Limit = _opt(LIMIT, Limit(percent=10.0), "Space to keep free on its filesystem.")
 
     def __post_init__(self) -> None:
-        _parse_all(self)
+        _parse_fields(self)
 
     def __str__(self) -> str:
         return str(self.dir) if self.max_size is None else f"{self.dir}={self.max_size}"
@@ -308,7 +310,7 @@ class Upstream:
     storage_options: StorageOptions = _opt(TABLE, StorageOptions(), "Options for fsspec or S3.")
 
     def __post_init__(self) -> None:
-        _parse_all(self)
+        _parse_fields(self)
 
     def __str__(self) -> str:
         return self.url + (" (write_back)" if self.write_back else "")
@@ -329,13 +331,15 @@ class Config:
     dir: Path = _opt(PATH, MISSING, "Directory of the cache, on a local disk.")
     _: KW_ONLY
     max_size: Limit | None = _opt(
-        ROOM, None, "Maximum size of the cache, in bytes or % of the filesystem."
+        POSITIVE_LIMIT, None, "Maximum size of the cache, in bytes or % of the filesystem."
     )
     min_free: Limit = _opt(LIMIT, Limit(percent=10.0), "Space to keep free on the filesystem.")
     ephemeral_limit: int | None = _opt(
         SIZE, None, "Kubernetes' ephemeral-storage limit; the cache uses up to 90% of it."
     )
-    max_age: float | None = _opt(SOME_TIME, None, "Evict shards that were unused for this long.")
+    max_age: float | None = _opt(
+        POSITIVE_TIME, None, "Evict shards that were unused for this long."
+    )
     tiers: tuple[TierOption, ...] = _opt(
         TIERS, (), "Faster directories to fill before dir, such as /dev/shm/shards=50GB."
     )
@@ -344,7 +348,7 @@ class Config:
         *("working-set", "lru", "fifo"),
     )
     protect_for: float = _opt(
-        SOME_TIME, 86400.0, "working-set: evict shards of running jobs if unused for this long."
+        POSITIVE_TIME, 86400.0, "working-set: evict shards of running jobs if unused for this long."
     )
     isolation: Literal["node", "rank", "job"] = _choose(
         "Which processes share one copy of a shard.", "node", "rank", "job"
@@ -357,15 +361,15 @@ class Config:
     part_size: int | None = _opt(PART_SIZE, None, "Bytes per request; 16 MiB if unset.")
     attempts: int = _opt(_count(100), 5, "Attempts before a transient error becomes permanent.")
     patience: float = _opt(TIME, 300.0, "Longest wait for a throttling store or for credentials.")
-    deadline: float | None = _opt(SOME_TIME, None, "Maximum time for the download of a shard.")
-    timeout: float = _opt(SOME_TIME, 30.0, "Fail an attempt after this long without data.")
+    deadline: float | None = _opt(POSITIVE_TIME, None, "Maximum time for the download of a shard.")
+    timeout: float = _opt(POSITIVE_TIME, 30.0, "Fail an attempt after this long without data.")
     lock_timeout: float = _opt(TIME, 1800.0, "Longest wait for another process's download.")
     stale_after: float = _opt(
-        SOME_TIME, 120.0, "Stop waiting for a download that did not grow for this long."
+        POSITIVE_TIME, 120.0, "Stop waiting for a download that did not grow for this long."
     )
     strict: bool = _opt(BOOL, False, "Raise faults of the cache instead of streaming.")
     validate: Callable[[Path], None] | None = _opt(
-        CALL, None, "Called with each downloaded file before it is published; in code only."
+        FUNCTION, None, "Called with each downloaded file before it is published; in code only."
     )
     fsync: Literal["verify-after-boot", "fsync", "none"] = _choose(
         "How to protect entries against a crash of the machine.",
@@ -391,7 +395,7 @@ class Config:
     )
 
     def __post_init__(self) -> None:
-        _parse_all(self)
+        _parse_fields(self)
         for one, other in itertools.combinations([*(t.dir for t in self.tiers), self.dir], 2):
             if one.is_relative_to(other) or other.is_relative_to(one):
                 raise ConfigError(

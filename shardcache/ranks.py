@@ -80,8 +80,8 @@ def detect(environ: Mapping[str, str] | None = None) -> Ranks:
         ConfigError: a variable is not a whole number, or the rank is not below the world size.
     """
     env = os.environ if environ is None else environ
-    launched = _launched(env, "torch") or _launched(env, "openmpi") or _launched(env, "pmi")
-    ranks = launched or _slurm(env) or Ranks()
+    launched = (_from_launcher(env, source) for source in _LAUNCHERS if source != "slurm")
+    ranks = next(filter(None, launched), None) or _from_slurm(env) or Ranks()
     if (rank := whole_number(env, RANK_VARIABLE)) is not None:
         # The launcher states the local rank of its own rank only. A rank beyond the launcher's
         # world size means that the world is larger.
@@ -91,19 +91,19 @@ def detect(environ: Mapping[str, str] | None = None) -> Ranks:
     return replace(ranks, job=_text(env, JOB_VARIABLE) or ranks.job or _text(env, "SLURM_JOB_ID"))
 
 
-def _slurm(env: Mapping[str, str]) -> Ranks | None:
+def _from_slurm(env: Mapping[str, str]) -> Ranks | None:
     if whole_number(env, "SLURM_PROCID") is None:
         return None  # a shell from salloc, or ssh into an allocation: it has a job id, but no task
     step = whole_number(env, "SLURM_STEP_ID")
     if step is not None and step <= _MAX_NORMAL_STEP:
-        return _launched(env, "slurm")
+        return _from_launcher(env, "slurm")
     # The batch script itself: SLURM_PROCID is 0, and SLURM_NTASKS is the number of tasks that srun
     # would start. As a world size it would make rank 0 wait for ranks that do not exist.
     size = whole_number(env, "SLURM_NTASKS_PER_NODE") or None
     return Ranks(local_rank=0, source="slurm", local_size=size)
 
 
-def _launched(env: Mapping[str, str], source: Source) -> Ranks | None:
+def _from_launcher(env: Mapping[str, str], source: Source) -> Ranks | None:
     """Return the `Ranks` that a launcher set; None unless it set both a rank and a world size."""
     *numbers, job_name = _LAUNCHERS[source]
     # Other programs may export RANK or WORLD_SIZE. One of them alone is ignored, even if malformed.

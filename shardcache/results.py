@@ -32,7 +32,7 @@ class Outcome(StrEnum):
     MISSING = "missing"  #: a check or a dry run found that it is not cached
 
 
-_NEW = (Outcome.FETCHED, Outcome.COALESCED, Outcome.LINKED)
+_ADDED = (Outcome.FETCHED, Outcome.COALESCED, Outcome.LINKED)
 
 
 class Stopped(StrEnum):
@@ -238,12 +238,12 @@ class PrewarmReport:
 
     def __repr__(self) -> str:
         """Return ``Warmed 737 of 738 shards (368.5 GB) in 2m 08s, 2.9 GB/s; 1 failed.``"""
-        wanted = len(self.results) - self.cached
-        number = wanted or self.cached
+        to_warm = len(self.results) - self.cached
+        number = to_warm or self.cached
         shards = f"{number:,} shard{'' if number == 1 else 's'}"
-        if not wanted:
+        if not to_warm:
             return f"All {shards} cached ({format_bytes(self.plan.cached_bytes)})."
-        text = f"Warmed {self.count(*_NEW):,} of {shards} ({format_bytes(self.bytes)})"
+        text = f"Warmed {self.count(*_ADDED):,} of {shards} ({format_bytes(self.bytes)})"
         text += f" in {format_duration(self.seconds)}"
         if self.received and self.seconds > 0:
             text += f", {format_rate(self.received / self.seconds)}"
@@ -287,7 +287,7 @@ class PrewarmReport:
     def refreshed(self) -> int:
         """Number of shards that were downloaded again because the origin had replaced them."""
         pairs = zip(self.plan.shards, self.results, strict=True)
-        return sum(s.key in self.plan.outdated and r.outcome in _NEW for s, r in pairs)
+        return sum(s.key in self.plan.outdated and r.outcome in _ADDED for s, r in pairs)
 
     @property
     def retried(self) -> int:
@@ -297,7 +297,7 @@ class PrewarmReport:
     @property
     def bytes(self) -> int:
         """Total size of the shards that were added to the cache, in bytes."""
-        return sum(r.size or 0 for r in self.results if r.outcome in _NEW)
+        return sum(r.size or 0 for r in self.results if r.outcome in _ADDED)
 
     @property
     def received(self) -> int:

@@ -92,22 +92,22 @@ def prewarm_command(
       srun --ntasks-per-node=1 shardcache prewarm --shard-by-node 's3://lab/{0000..2047}.tar'
       shardcache prewarm --ray 's3://lab/train-{0000..2047}.tar'
     """
-    stated = node_rank is not None or node_count is not None
-    if not shard_by_node and (stated or ranks_per_node is not None):
+    has_node = node_rank is not None or node_count is not None
+    if not shard_by_node and (has_node or ranks_per_node is not None):
         raise click.UsageError(
             "--ranks-per-node, --node-rank and --node-count need --shard-by-node."
         )
-    if ray and stated:
+    if ray and has_node:
         raise click.UsageError("With --ray, omit --node-rank and --node-count: Ray sets them.")
-    wanted = [*specs, *(spec for file in lists for spec in _read_list(file))]
-    if not wanted:
+    all_specs = [*specs, *(spec for file in lists for spec in _read_list(file))]
+    if not all_specs:
         empty = "The list contains no shards. Write one SPEC per line."
         raise click.UsageError(empty if lists else "No shards given. Pass a SPEC, or -f LIST.")
     processes = 1 if ray else most_processes()
     options["jobs"] = jobs or JOBS * processes
     ranks = (ranks_per_node or 1) if shard_by_node else None
     if ray:
-        return _prewarm_ray(invocation, wanted, options, max_size, ranks)
+        return _prewarm_ray(invocation, all_specs, options, max_size, ranks)
     share = None if ranks is None else own_share(node_rank, node_count, ranks)
     changes: dict[str, Any] = {} if max_size is None else {"max_size": max_size}
     console, progress = invocation.console, PrewarmProgress()
@@ -126,7 +126,7 @@ def prewarm_command(
 
         report = prewarm(
             cache,
-            wanted,
+            all_specs,
             share=share,
             processes=processes,
             on_event=on_event,

@@ -257,10 +257,7 @@ def _write(stream: TextIO, text: str) -> None:
     try:
         stream.write(text)
         stream.flush()
-    except OSError as exn:
-        # Python flushes again at exit, and would turn a second failure into exit code 120.
+    except BrokenPipeError:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())
         os.close(null)
-        if not isinstance(exn, BrokenPipeError):
-            raise

@@ -17,7 +17,7 @@ from shardcache.cli.progress import Position, Positions, PrewarmProgress, displa
 from shardcache.config import absolute
 from shardcache.errors import ConfigError, ShardNotFoundError
 from shardcache.fetch.connections import parse_rate
-from shardcache.origins.listing import SHARD
+from shardcache.origins.listing import SHARD, is_pattern
 from shardcache.prewarm.helpers import most_processes
 from shardcache.prewarm.plan import own_share
 from shardcache.prewarm.run import JOBS, prewarm
@@ -148,7 +148,8 @@ def _hint_prefix(console: Console, report: PrewarmReport) -> None:
         is_absent = isinstance(each.error, ShardNotFoundError) or (
             each.outcome is Outcome.MISSING and each.size is None  # in a dry run
         )
-        if is_absent and not SHARD.search(each.url):
+        is_archive = SHARD.search(each.url.partition("?")[0])
+        if is_absent and not is_archive and is_pattern(f"{each.url}/"):
             console.hint(f"  For all shards below {each.url}, write {each.url}/")
             return
 

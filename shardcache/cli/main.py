@@ -1,8 +1,8 @@
-"""The frame of the command line: global options, exit codes, signals, one sentence per error.
+"""The frame of the command line: global options, exit codes, signals, errors.
 
-A command's module is imported when that command is called, since ``shardcache dir`` runs at the
-start of every job. Global options may stand before or after the name of the command; the later one
-wins, and ``-v`` adds up.
+A command's module is imported when the command is called, because ``shardcache dir`` runs at the
+start of every job. Global options may precede or follow the name of the command; the later one
+wins.
 
 The first SIGINT or SIGTERM ends a command in order, the second ends the process at once. Partials
 stay on disk in both cases, and the next run resumes them.
@@ -10,11 +10,9 @@ stay on disk in both cases, and the next run resumes them.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import enum
 import functools
-import gc
 import importlib
 import logging
 import os
@@ -42,7 +40,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class ExitCode(enum.IntEnum):
-    """How a command ended. Scripts rely on the numbers; docs/cli.md has this table."""
+    """The exit codes of all commands. Scripts rely on them; docs/cli.md has this table."""
 
     meaning: str
 
@@ -53,21 +51,21 @@ class ExitCode(enum.IntEnum):
         return code
 
     DONE = 0, "done"
-    FAILED = 1, "failed; what was asked for is not there, or the disk fails"
+    FAILED = 1, "failed, for example because nothing matches or the disk has errors"
     USAGE = 2, "usage or configuration"
     SOME_FAILED = 3, "some shards failed after retries, or could not be checked"
     DAMAGED = 4, "damage found, or a failed check"
     FULL = 5, "not enough space"
-    BUSY = 6, "busy: pinned or in use, or another process holds it"
-    INTERRUPTED = 130, "SIGINT; the next run resumes what was fetched"
-    TERMINATED = 143, "SIGTERM; likewise"
+    BUSY = 6, "busy: pinned, in use, or locked by another process"
+    INTERRUPTED = 130, "SIGINT; the next run resumes partial downloads"
+    TERMINATED = 143, "SIGTERM; the next run resumes partial downloads"
 
 
 #: Command -> module, in the order of the help text.
 _COMMANDS = {
-    "run": "run", "prewarm": "prewarm", "ls": "entries", "path": "prewarm", "rm": "entries",
-    "pin": "entries", "unpin": "entries", "clean": "entries", "verify": "verify", "stats": "stats",
-    "top": "top", "report": "stats", "recipe": "config", "config": "config", "dir": "config",
+    "run": "run", "prewarm": "prewarm", "ls": "ls", "path": "shards", "rm": "shards",
+    "pin": "shards", "unpin": "shards", "clean": "clean", "verify": "verify", "stats": "stats",
+    "top": "top", "report": "report", "recipe": "recipe", "config": "config", "dir": "config",
     "doctor": "doctor", "demo": "demo",
 }  # fmt: skip
 _BY_ERROR: dict[type[Exception], ExitCode] = {
@@ -75,58 +73,62 @@ _BY_ERROR: dict[type[Exception], ExitCode] = {
     LockTimeoutError: ExitCode.BUSY,
     IntegrityError: ExitCode.DAMAGED,
 }
-#: A live display hides the cursor (DECTCEM); the second signal leaves no time to do it in order.
+#: Makes the cursor visible (DECTCEM), which a live display has hidden.
 _SHOW_CURSOR = b"\x1b[?25h"
 
 
 class Invocation:
-    """One run of the command line: its global options, its console, its cache, its signals."""
+    """One run of the command line: its global options, console, cache and signals."""
 
     def __init__(self) -> None:
         self.console = Console()
         self.dir: str | None = None  #: the value of ``--dir``
         self.config: str | None = None  #: the value of ``--config``
-        self.received: int | None = None  #: the first signal
+        self.received: int | None = None  #: the number of the first signal
         self.stop = threading.Event()  #: set by the first signal
-        self.graceful = False  #: the first signal does no more than set `stop`
+        #: Whether the command polls `stop`. If not, the first signal raises KeyboardInterrupt.
+        self.polls_stop = False
 
     def loaded(self) -> Loaded:
-        """The configuration in force."""
+        """Load the configuration."""
         files = None if self.config is None else [Path(self.config)]
         return configuration.load({"dir": self.dir}, files=files)
 
-    def upkeep(self) -> Loaded:
-        """The configuration with the limits of the running or last job, where nobody has set one.
+    def loaded_with_job_limits(self) -> Loaded:
+        """Load the configuration; limits that it does not set are those of the running or last job.
 
-        For commands that look after a cache: a job may have its limits from its code.
+        Commands that maintain a cache use it, because a job may set its limits in its code.
         """
         from shardcache.space.tiers import job_limits
 
         loaded = self.loaded()
         try:
             return loaded.completed(*job_limits(loaded.config))
-        except (ConfigError, OSError):  # there is no cache, or none that we may read
+        except (ConfigError, OSError):  # there is no cache, or this user may not read it
             return loaded
 
-    def tell_limits(self, loaded: Loaded, *others: str) -> dict[str, str]:
-        """Say which limits but ``others`` are those of a job; returns them."""
-        found = {name: text for name, text in loaded.config.limits().items() if name not in others}
-        found = {n: text for n, text in found.items() if loaded.sources[n].endswith(" job")}
-        if found:
-            text = ", ".join(f"{name} {value}" for name, value in found.items())
-            self.console.hint(f"Limits of the {loaded.sources[next(iter(found))]}: {text}.")
-        return found
+    def show_job_limits(self, loaded: Loaded, *given: str) -> dict[str, str]:
+        """Print and return the limits that come from a job, except ``given``."""
+        limits = {
+            name: text
+            for name, text in loaded.config.limits().items()
+            if name not in given and loaded.sources[name].endswith(" job")
+        }
+        if limits:
+            text = ", ".join(f"{name} {value}" for name, value in limits.items())
+            self.console.hint(f"Limits of the {loaded.sources[next(iter(limits))]}: {text}.")
+        return limits
 
     def cache(self, *, loaded: Loaded | None = None, connections: int = 0, **options: Any) -> Cache:
-        """Open the cache; its faults are errors here, not reasons to stream.
+        """Open the cache in strict mode: faults of the cache are errors of the command.
 
-        A directory with other things in it is refused, or a mistyped one would pass for an empty
-        cache.
+        Raises ConfigError if the directory contains other files and is not a cache: a mistyped
+        directory would look like an empty cache.
 
         Args:
-            loaded: the configuration; the default is the one in force.
-            connections: least number of them.
-            options: change the configuration.
+            loaded: the configuration; the default is `loaded`.
+            connections: use at least this number of connections.
+            options: override options of the configuration.
         """
         from shardcache.cache import Cache
         from shardcache.store.root import check_foreign, is_cache
@@ -134,21 +136,23 @@ class Invocation:
         config, sources = loaded or self.loaded()
         check_foreign(config.dir)
         if sources["dir"] == "default" and not is_cache(config.dir):
-            self.console.hint(f"The cache is {config.dir}; --dir or SHARDCACHE_DIR names another.")
+            self.console.hint(
+                f"Using {config.dir}; --dir or SHARDCACHE_DIR sets another directory."
+            )
         connections = max(connections, config.connections)
         return Cache.from_config(config.replace(strict=True, connections=connections, **options))
 
     def confirm(self, question: str, yes: bool) -> None:
-        """Ask before something is destroyed."""
-        interactive = sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
-        if not yes and not interactive:
-            raise click.UsageError(f"{question} Nobody can be asked here: pass -y to confirm.")
-        if not yes:
-            click.confirm(question, abort=True, err=True)
+        """Ask the user before data is destroyed, unless ``yes`` is set."""
+        if yes:
+            return
+        if sys.stdin is None or not (sys.stdin.isatty() and sys.stderr.isatty()):
+            raise click.UsageError(f"{question} There is no terminal to ask on: pass -y.")
+        click.confirm(question, abort=True, err=True)
 
     @contextlib.contextmanager
     def logging(self) -> Iterator[None]:
-        """Print the library's log on stderr while the context lasts, as much as was asked for."""
+        """Print the library's log on stderr while the context lasts, at the level of -q and -v."""
         quiet, verbosity = self.console.quiet, self.console.verbosity
         levels = (logging.ERROR if quiet else logging.WARNING, logging.INFO, logging.DEBUG)
         handler = _ConsoleHandler(self.console)
@@ -165,11 +169,11 @@ class Invocation:
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
-        """Handle SIGINT and SIGTERM while the context lasts, if that is in the main thread."""
+        """Handle SIGINT and SIGTERM while the context lasts, if this is the main thread."""
         before = {}
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                # nohup, or `&` in a script, starts us with SIGINT ignored: it stays so.
+                # nohup, and `&` in a script, start commands with SIGINT ignored. Keep it so.
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     before[number] = signal.signal(number, self._handle)
         try:
@@ -186,7 +190,7 @@ class Invocation:
             os._exit(128 + number)
         self.received = number
         self.stop.set()
-        if not self.graceful:
+        if not self.polls_stop:
             raise KeyboardInterrupt
 
 
@@ -196,7 +200,7 @@ class _ConsoleHandler(logging.Handler):
         self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        # Retries are part of the progress and of the summary; -v prints each.
+        # The progress and the summary show retries; only -v prints each of them.
         if self._console.verbosity or getattr(record, "event", None) != "retry":
             level = record.levelname.lower()
             color = {"warning": "yellow", "error": "red", "critical": "red"}.get(level, "")
@@ -207,14 +211,14 @@ class _ConsoleHandler(logging.Handler):
 
 
 class Parsed(click.ParamType):  # type: ignore[type-arg]
-    """The type of an option whose text ``parse`` reads; its ConfigError names the option."""
+    """The type of an option whose text ``parse`` reads. A ConfigError becomes a usage error."""
 
     def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
         self.name = name
         self._parse = parse
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Read the text of the option."""
+        """Parse the text of the option."""
         try:
             return self._parse(value)
         except ConfigError as exn:
@@ -226,22 +230,23 @@ SIZE = Parsed("SIZE", parse_limit)
 
 
 def number_option(
-    *names: str, help: str, least: int = 1, most: int | None = None
+    *names: str, help: str, minimum: int = 1, maximum: int | None = None
 ) -> Callable[[_Function], _Function]:
-    """An option whose value is a whole number."""
-    return click.option(*names, type=click.IntRange(least, most), metavar="N", help=help)
+    """Declare an option whose value is a whole number."""
+    return click.option(*names, type=click.IntRange(minimum, maximum), metavar="N", help=help)
 
 
 flag = functools.partial(click.option, is_flag=True)
-dry_run_option = flag("-n", "--dry-run", help="Say what would be done, and do nothing.")
-yes_option = flag("-y", "--yes", help="Do not ask.")
+dry_run_option = flag("-n", "--dry-run", help="Print what would be done, and do nothing.")
+yes_option = flag("-y", "--yes", help="Do not ask for confirmation.")
 since_option = click.option(
-    "--since", type=DURATION, help="Only what was counted since, such as 24h.  [default: 30 days]"
+    "--since", type=DURATION, help="Only this last period, such as 24h.  [default: 30 days]"
 )
+specs_argument = click.argument("specs", nargs=-1, required=True, metavar="SPEC...")
 
 
 def _take(context: click.Context, parameter: click.Parameter, value: Any) -> None:
-    """Note a global option; it may have been given before the command, too."""
+    """Store the value of a global option, which may precede the command as well."""
     name = str(parameter.name)
     invocation = context.ensure_object(Invocation)
     if name == "verbosity":
@@ -250,28 +255,27 @@ def _take(context: click.Context, parameter: click.Parameter, value: Any) -> Non
         setattr(invocation if name in ("dir", "config") else invocation.console, name, value)
 
 
-def _with_global_options(made: Any) -> Any:
+def _with_global_options(command: Any) -> Any:
     """Add the global options to a command, after its own."""
     option = functools.partial(click.option, expose_value=False, callback=_take)
     for decorate in (
         option("--dir", metavar="DIR", help="Directory of the cache."),
-        option("--config", metavar="FILE", help="Read this configuration file only."),
-        option("-q", "--quiet", is_flag=True, help="Print data, warnings and errors only."),
-        option("-v", "--verbose", "verbosity", count=True,
-               help="Log what is done; -vv for debugging."),
+        option("--config", metavar="FILE", help="Read only this configuration file."),
+        option("-q", "--quiet", is_flag=True, help="Print only data, warnings and errors."),
+        option("-v", "--verbose", "verbosity", count=True, help="Log more; -vv for debugging."),
         option("--json", is_flag=True, help="Print one JSON object, for programs."),
         option("--color", type=click.Choice(["auto", "always", "never"]),
-               help="Colours; auto: on a terminal, unless NO_COLOR is set."),
-        option("--no-progress", is_flag=True, help="Show no progress."),
+               help="Use colours; auto: on a terminal, unless NO_COLOR is set."),
+        option("--no-progress", is_flag=True, help="Do not show progress."),
         click.version_option(__version__, message="shardcache %(version)s",
                              help="Print the version."),
     ):  # fmt: skip
-        made = decorate(made)
-    return made
+        command = decorate(command)
+    return command
 
 
 def command(name: str) -> Callable[[Callable[..., int | None]], Any]:
-    """Make a function a command with the global options; its docstring ends with examples."""
+    """Make a function a command with the global options; its docstring is the help text."""
 
     def decorate(function: Callable[..., int | None]) -> Any:
         @functools.wraps(function)
@@ -285,7 +289,7 @@ def command(name: str) -> Callable[[Callable[..., int | None]], Any]:
 
 
 class _Commands(click.Group):
-    """Imports a command's module only when the command is named."""
+    """The group of all commands; imports the module of a command when the command is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -307,39 +311,26 @@ class _Commands(click.Group):
 def command_line() -> None:
     """A per-node cache for WebDataset shards: each shard crosses the network once per node.
 
-    Global options may stand before or after the command.
+    Global options may precede or follow the command.
     """
 
 
-# -- the entrance --------------------------------------------------------------------
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code, or ends the process without ``arguments``."""
-    if arguments is None:
-        # Commands make few cycles. The collector would look through all modules while they are
-        # imported, which took a sixth of the time that a command needs to begin.
-        gc.freeze()
-        gc.set_threshold(50_000)
-    for name in ("stdout", "stderr"):  # closed, or with an encoding that cannot spell a URL
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - as long as the process lives
-        with contextlib.suppress(AttributeError, ValueError):  # replaced by something else
+    """Run the command line, and return its exit code.
+
+    Args:
+        arguments: the words after the name of the program; by default from ``sys.argv``.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # the shell has closed it
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - stays open
+        with contextlib.suppress(AttributeError, ValueError):  # a test may have replaced it
             getattr(sys, name).reconfigure(errors="backslashreplace")
     invocation = Invocation()
     with invocation.signals():
         code = _run(invocation, arguments)
-        # A signal is the reason for whatever else went wrong after it.
-        code = code if invocation.received is None else 128 + invocation.received
-        if arguments is None:
-            # As the interpreter ends, but without freeing what it holds, which takes some 35 ms
-            # after a prewarm: commands close what they open, and print unbuffered.
-            atexit._run_exitfuncs()
-            for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(OSError, ValueError):  # it was closed, or a full disk
-                    stream.flush()
-            os._exit(code)
-    return code
+    # After a signal, errors are consequences of the signal.
+    return code if invocation.received is None else 128 + invocation.received
 
 
 def _run(invocation: Invocation, arguments: Sequence[str] | None) -> int:
@@ -366,7 +357,7 @@ def _run(invocation: Invocation, arguments: Sequence[str] | None) -> int:
 
 
 def code_of(exn: Exception) -> ExitCode:
-    """How a command ends that failed with ``exn``."""
+    """Return the exit code of a command that failed with ``exn``."""
     if isinstance(exn, OSError) and exn.errno in FULL:
         return ExitCode.FULL
     return _BY_ERROR.get(type(exn), ExitCode.FAILED)

@@ -1,9 +1,9 @@
-"""Everything that the command line prints.
+"""The output of all commands.
 
-Data goes to stdout, everything else to stderr. With ``--json`` stdout has one object: raw bytes,
-seconds, RFC 3339 and ``"schema": 1``. Otherwise it has text for people, in colour on a terminal. A
-command prints both: `Console.object` is silent without ``--json``, the other methods for stdout are
-silent with it. rich is imported when a table or a display is drawn.
+Data goes to stdout, all other text to stderr. With ``--json``, stdout has one object with bytes,
+seconds, times in RFC 3339 and ``"schema": 1``; otherwise it has text, in colour on a terminal. A
+command calls methods for both forms: `Console.object` prints only with ``--json``, the other
+methods for stdout only without. rich is imported when a table or a display is drawn.
 """
 
 from __future__ import annotations
@@ -32,46 +32,46 @@ if TYPE_CHECKING:
 
 #: Version of the JSON output.
 SCHEMA = 1
-#: Columns where there is no terminal: nothing is folded in a file.
+#: Width of text that does not go to a terminal, in columns: no line is folded.
 _UNLIMITED = 100_000
-#: rich's own are red, which is for what failed.
+#: rich would use red, which is for errors here.
 _COLORS = {"bar.complete": "green", "bar.finished": "green", "progress.data.speed": "none"}
 
 
 @dataclass(slots=True)
 class Console:
-    """Standard output and standard error, as the global options want them."""
+    """Prints to standard output and standard error according to the global options."""
 
     json: bool = False  #: print JSON for programs
-    color: str = "auto"  #: on a terminal, unless NO_COLOR or TERM=dumb; or always, or never
+    color: str = "auto"  #: auto (on a terminal, unless NO_COLOR or TERM=dumb), always or never
     quiet: bool = False  #: print no hints, no progress and no success messages
-    verbosity: int = 0  #: 1 shows the library's log, 2 debugging and tracebacks
+    verbosity: int = 0  #: 1 shows the library's log, 2 also debugging and tracebacks
     no_progress: bool = False
 
     # -- the terminal ------------------------------------------------------------
 
     @property
     def progress(self) -> bool:
-        """Whether progress is shown at all."""
+        """Whether to show progress."""
         return not (self.quiet or self.no_progress)
 
     @property
     def live(self) -> bool:
-        """Whether progress may be redrawn in place."""
+        """Whether to redraw progress in place."""
         return self.progress and sys.stderr.isatty() and not _is_dumb()
 
     def colored(self, stream: TextIO) -> bool:
-        """Whether ``stream`` gets colours."""
+        """Return whether to use colours on ``stream``."""
         if self.color != "auto":
             return self.color == "always"
         return stream.isatty() and not os.environ.get("NO_COLOR") and not _is_dumb()
 
     def styled(self, text: str, color: str, stream: TextIO) -> str:
-        """``text`` in a colour where ``stream`` gets colours."""
+        """Return ``text`` in a colour, if ``stream`` has colours."""
         return click.style(text, fg=color) if color and self.colored(stream) else text
 
     def terminal(self, stream: TextIO) -> Terminal:
-        """Make a console of rich's on ``stream``."""
+        """Return a console of rich for ``stream``."""
         from rich.console import Console as Terminal
         from rich.theme import Theme
 
@@ -90,23 +90,23 @@ class Console:
     # -- stdout ------------------------------------------------------------------
 
     def object(self, command: str, record: Any = None, **more: Any) -> None:
-        """Print the result for programs: the fields of ``record``, and ``more``."""
+        """Print a JSON object with the fields of ``record``, and ``more``."""
         if self.json:
-            found = {"schema": SCHEMA, "command": command, **fields_of(record), **more}
-            _write(sys.stdout, f"{json.dumps(found, default=_plain, allow_nan=False)}\n")
+            fields = {"schema": SCHEMA, "command": command, **fields_of(record), **more}
+            _write(sys.stdout, f"{json.dumps(fields, default=_to_json, allow_nan=False)}\n")
 
     def data(self, text: str) -> None:
-        """Print what was asked for."""
+        """Print the data that the user requested."""
         if not self.json:
             _write(sys.stdout, f"{text}\n")
 
     def info(self, text: str) -> None:
-        """Print what was done; nothing when quiet."""
+        """Print what the command did, unless quiet."""
         if not self.quiet:
             self.data(text)
 
     def render(self, drawing: RenderableType) -> None:
-        """Print what rich draws, as data."""
+        """Print a drawing of rich as data."""
         terminal = self.terminal(sys.stdout)
         with terminal.capture() as captured:
             terminal.print(drawing)
@@ -115,36 +115,36 @@ class Console:
     def table(
         self, titles: Sequence[str], rows: Iterable[Sequence[str]], right: Container[str] = ()
     ) -> None:
-        """Print rows as `text_table` aligns them; nothing without rows."""
-        if not self.json and (found := list(rows)):
-            self.render(text_table(titles, found, right))
+        """Print a `text_table`, unless there are no rows."""
+        if not self.json and (cells := list(rows)):
+            self.render(text_table(titles, cells, right))
 
     # -- stderr ------------------------------------------------------------------
 
     def hint(self, text: str) -> None:
-        """Print advice or progress; nothing when quiet."""
+        """Print advice or progress, unless quiet."""
         if not self.quiet:
             self.message("", text)
 
     def warning(self, text: str) -> None:
-        """Print a warning; the command goes on."""
+        """Print a warning."""
         self.message("warning: ", text, "yellow")
 
     def error(self, text: str, exn: BaseException | None = None) -> None:
-        """Print why the command failed; with ``-vv`` the traceback, too."""
+        """Print why the command failed; with ``-vv`` also the traceback."""
         if exn is not None and self.verbosity >= 2:
             _write(sys.stderr, "".join(traceback.format_exception(exn)))
         self.message("error: ", text, "red")
 
     def message(self, label: str, text: str, color: str = "") -> None:
-        """Print lines after a coloured label; safe between threads."""
+        """Print lines after a coloured label. Threads may call it at the same time."""
         shown = "\n".join(map(printable, text.splitlines()))
         _write(sys.stderr, f"{self.styled(label, color, sys.stderr)}{shown}\n")
 
 
 @dataclass(frozen=True, slots=True)
 class Shortened:
-    """A URL, or the end of one, for rich: a narrow terminal takes its middle away."""
+    """A URL, or the end of one, for rich. A narrow terminal shows it without its middle."""
 
     text: str
 
@@ -158,7 +158,7 @@ class Shortened:
 
         text, room = self.text, max(3, options.max_width)
         if len(text) > room:
-            # The name with its slash, and before it as much as finds room.
+            # Show the file name with its slash, in two thirds of the room at most.
             name = min(len(text) - text.rfind("/"), room * 2 // 3)
             text = f"{text[: room - 1 - name]}…{text[-name:]}"
         yield Text(text, no_wrap=True, overflow="ellipsis")
@@ -171,7 +171,14 @@ def text_table(
     *,
     shorten: bool = False,
 ) -> Table:
-    """Aligned columns without lines; a narrow terminal folds the first one, or shortens it."""
+    """Return a table of aligned columns without lines.
+
+    Args:
+        titles: the titles of the columns.
+        rows: the texts of the cells.
+        right: the titles of the columns that are aligned to the right.
+        shorten: on a narrow terminal, shorten the first column instead of folding it.
+    """
     from rich.table import Table
     from rich.text import Text
 
@@ -186,45 +193,45 @@ def text_table(
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
-    """``1 shard``, ``1,848 shards``."""
+    """Return ``1 shard``, ``1,848 shards``."""
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 def local_time(moment: datetime | None) -> str:
-    """``2026-11-20 21:04`` where the reader is."""
+    """Return ``2026-11-20 21:04`` in the local time zone; ``-`` if it is unknown."""
     return "-" if moment is None else f"{moment.astimezone():%Y-%m-%d %H:%M}"
 
 
 def short_duration(seconds: float | None) -> str:
-    """``120 us``, ``1.2 s``; ``-`` where it is unknown."""
+    """Return ``120 us`` or ``1.2 s``; ``-`` if it is unknown."""
     if seconds is None:
         return "-"
     return f"{seconds * 1e6:.0f} us" if seconds < 0.001 else format_duration(seconds)
 
 
 def percentage(share: float | None, decimals: int = 1) -> str:
-    """``98.6%``; ``-`` where it is unknown."""
+    """Return ``98.6%``; ``-`` if it is unknown."""
     return "-" if share is None else f"{share:.{decimals}%}"
 
 
 def printable(text: str) -> str:
-    """``text`` in one line, with control characters and lone surrogates escaped."""
+    """Return ``text`` with control characters and lone surrogates escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def reason(exn: Exception) -> str:
-    """Why something failed, in a sentence."""
+    """Return the message of an error, with advice if a disk is full."""
     if isinstance(exn, ShardCacheError):
         return exn.message
     if isinstance(exn, OSError):
         where = f"{exn.filename}: " if exn.filename else ""
-        advice = ". Make room on that disk (df -h, df -i), or use another one."
+        advice = ". Make room on that disk (see df -h and df -i), or use another one."
         return f"{where}{exn.strerror or exn}{advice if exn.errno in FULL else ''}"
     return f"{type(exn).__name__}: {exn}"
 
 
 def fields_of(record: Any) -> dict[str, Any]:
-    """What a result has for programs: its ``as_dict``, else the fields of a dataclass or tuple."""
+    """Return a result as a dict: its ``as_dict``, or the fields of a dataclass or named tuple."""
     for method in ("as_dict", "_asdict"):
         if hasattr(record, method):
             return dict(getattr(record, method)())
@@ -232,8 +239,8 @@ def fields_of(record: Any) -> dict[str, Any]:
     return {field.name: getattr(record, field.name) for field in fields}
 
 
-def _plain(value: Any) -> Any:
-    """A value that JSON does not know."""
+def _to_json(value: Any) -> Any:
+    """Convert a value for `json.dumps`."""
     if isinstance(value, datetime):
         return value.astimezone(UTC).isoformat(timespec="milliseconds")
     if isinstance(value, Exception):
@@ -246,10 +253,11 @@ def _is_dumb() -> bool:
 
 
 def _write(stream: TextIO, text: str) -> None:
+    """Write text at once. If the reader has ended, as with ``| head``, drop all further output."""
     try:
         stream.write(text)
-        stream.flush()  # somebody may act on it while the command runs
-    except BrokenPipeError:  # the reader has ended, as with `| head`: drop all further output
+        stream.flush()
+    except BrokenPipeError:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())
         os.close(null)

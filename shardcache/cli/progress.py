@@ -1,7 +1,7 @@
-"""How far a long command is: rich's bars on a terminal, a line now and then elsewhere.
+"""Show the progress of a long command: bars of rich on a terminal, otherwise a line now and then.
 
-A thread asks the command for its positions and shows them on stderr. The console decides whether
-and how: nothing when quiet or with ``--no-progress``, no bar without a terminal.
+A thread reads the positions of the command and shows them on stderr, unless the command is quiet or
+has ``--no-progress``.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from shardcache.cli.output import Console, Shortened, printable
 from shardcache.results import Event, Finished, Outcome, Planned, PrewarmPlan, Started
 from shardcache.units import format_bytes
 
-#: Seconds between two lines where nothing can be redrawn: a log of an hour has 360.
+#: Seconds between two lines without a terminal: the log of an hour has 360 of them.
 LINE_EVERY = 10.0
 _REDRAW_EVERY = 0.2
-#: Rates are of the last seconds: fewer jump about, more hide a stall.
+#: Seconds over which rates are averaged. Shorter ones jump, longer ones hide a stall.
 _WINDOW = 8.0
-#: Columns of a bar at most, and of what stands beside it before there is one.
-_BAR, _BESIDE = 26, 60
-#: Running shards shown below the bar.
+#: Maximum width of a bar, and the width of the text next to it, in columns.
+_BAR, _TEXT = 26, 60
+#: Maximum number of running shards below the bar.
 _SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far a long command is, or one shard of it."""
+    """The progress of a command or of one shard."""
 
     text: str
     done: int = 0  #: bytes
-    total: int | None = None  #: bytes; None while unknown
+    total: int | None = None  #: bytes; None if unknown
 
 
-#: The position of the whole, whose key is empty, and of its parts.
+#: The progress of the command under the key "", and of shards under their keys.
 Positions = Mapping[str, Position]
 
 
 @contextlib.contextmanager
 def display(console: Console, positions: Callable[[], Positions]) -> Iterator[None]:
-    """Show how far a command is while the context lasts; printed lines appear above the bars.
+    """Show the progress of a command while the context lasts. Printed lines appear above the bars.
 
     Args:
-        console: decides whether bars, lines or nothing is shown.
-        positions: called by another thread.
+        console: decides whether to show bars, lines or nothing.
+        positions: returns the progress; another thread calls it.
     """
     if not console.progress:
         yield
@@ -64,28 +64,28 @@ def display(console: Console, positions: Callable[[], Positions]) -> Iterator[No
 
 @contextlib.contextmanager
 def bars(on_event: Callable[[Event], None] | None) -> Iterator[Callable[[Event], None]]:
-    """Show a prewarm that a program runs; yields what takes its events, and calls ``on_event``."""
+    """Show progress of `Cache.prewarm`. Yields its handler of events, which calls ``on_event``."""
     progress = PrewarmProgress()
 
-    def take(event: Event) -> None:
+    def handle(event: Event) -> None:
         progress(event)
         if on_event is not None:
             on_event(event)
 
     with display(Console(), progress.positions):
-        yield take
+        yield handle
 
 
 def _show(console: Console, positions: Callable[[], Positions], ended: threading.Event) -> None:
     if not console.live and ended.wait(LINE_EVERY):
-        return  # before rich was imported, which takes longer than many a command
+        return  # importing rich takes longer than many commands
 
     from rich import progress
     from rich.table import Column
     from rich.text import Text
 
     class Description(progress.ProgressColumn):
-        """A narrow terminal shortens it, and the bar; figures stay whole."""
+        """The description of a row. A narrow terminal shortens it and the bar, but no figures."""
 
         def render(self, task: progress.Task) -> Text | Shortened:
             if task.fields["key"]:
@@ -93,7 +93,7 @@ def _show(console: Console, positions: Callable[[], Positions], ended: threading
             return Text(task.description, no_wrap=True, overflow="ellipsis")
 
     every, terminal = _REDRAW_EVERY if console.live else LINE_EVERY, console.terminal(sys.stderr)
-    bar = min(_BAR, (terminal.width - _BESIDE) // 2)
+    bar = min(_BAR, (terminal.width - _TEXT) // 2)
     bars = progress.Progress(
         *([progress.BarColumn(bar)] if console.live and bar > 2 else []),
         Description(),
@@ -126,37 +126,37 @@ def _show(console: Console, positions: Callable[[], Positions], ended: threading
 
 
 class PrewarmProgress:
-    """Where a prewarm is; one thread hands in its events, another asks for `positions`."""
+    """The progress of a prewarm. One thread passes events, another one reads `positions`."""
 
     def __init__(self) -> None:
         self._plan = PrewarmPlan((), {}, {}, 0, 0, 0)
-        self._common = 0  # characters with which all names begin: whole folders
+        self._prefix = 0  # length of the directory that all URLs share
         self._active: dict[str, Started] = {}
-        self._sizes: dict[str, int] = {}  # of the shards to fetch, as far as they are known
+        self._sizes: dict[str, int] = {}  # known sizes of the shards to download
         self._done = self._bytes = self._failed = 0
 
     def __call__(self, event: Event) -> None:
-        """Take an event."""
+        """Update the progress by an event."""
         match event:
             case Planned(plan):
                 self._plan = plan
-                same = os.path.commonprefix([*map(str, plan.to_fetch)])  # noqa: RUF071 - URLs
-                self._common = same.rfind("/") + 1
+                prefix = os.path.commonprefix([*map(str, plan.to_fetch)])  # noqa: RUF071 - URLs
+                self._prefix = prefix.rfind("/") + 1
                 self._sizes = {k: size for k, size in plan.sizes.items() if k not in plan.left_out}
             case Started(shard, _):
                 self._active[shard.key] = event
             case Finished(shard, result):
-                # First, so that for an instant too little is counted, never too much.
+                # Remove it first, so that the reading thread never counts its bytes twice.
                 self._active.pop(shard.key, None)
                 if shard.key not in self._plan.cached or result.outcome is not Outcome.CACHED:
                     self._done += 1
                     self._failed += result.outcome is Outcome.FAILED
-                    # A shard that failed is done with, too: the estimate is for the rest.
+                    # Count failed shards as well: the estimate is for the remaining ones.
                     self._bytes += result.size or 0
                     self._sizes.setdefault(shard.key, result.size or 0)
 
     def positions(self) -> Positions:
-        """The whole run, and the shards that are being fetched."""
+        """Return the progress of the prewarm and of its running downloads."""
         active = list(self._active.values())
         shards = max(len(self._plan.to_fetch) - len(self._plan.left_out), self._done)
         written = self._bytes + sum(started.progress().written for started in active)
@@ -165,13 +165,13 @@ class PrewarmProgress:
         text += f"{self._failed:,} failed, " if self._failed else ""
         text += format_bytes(written)
         text += f" of {format_bytes(total)}" if total is not None else ""
-        found = {"": Position(text, written, total)}
+        positions = {"": Position(text, written, total)}
         for shard, read_progress in active[:_SHOWN]:
             progress = read_progress()
-            name = printable(str(shard)[self._common :])
-            if progress.size is None:  # still connecting, or another process has the shard's lock
-                found[shard.key] = Position(f"{name}  waiting")
+            name = printable(str(shard)[self._prefix :])
+            if progress.size is None:  # it is connecting, or another process has the shard's lock
+                positions[shard.key] = Position(f"{name}  waiting")
             else:
                 retries = f"  retry {progress.retries}" if progress.retries else ""
-                found[shard.key] = Position(f"{name}{retries}", progress.written, progress.size)
-        return found
+                positions[shard.key] = Position(f"{name}{retries}", progress.written, progress.size)
+        return positions

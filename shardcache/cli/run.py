@@ -1,7 +1,7 @@
-"""``shardcache run``: a program whose WebDataset reads shards through the cache, unchanged.
+"""``shardcache run``: run an unchanged program whose WebDataset reads through the cache.
 
-The program gets the folder ``autoload`` on its PYTHONPATH. Python imports ``sitecustomize`` from
-there in each interpreter that starts below it, however that is started.
+The program gets the folder ``autoload`` on its PYTHONPATH. Each Python interpreter that it starts
+imports ``sitecustomize`` from there.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shardcache.units import format_bytes
 if TYPE_CHECKING:
     from shardcache.stats.summary import Stats
 
-#: What a batch system or a person sends to a job; Slurm sends USR1 and USR2 where it is asked to.
+#: Signals that batch systems and users send to jobs. Slurm's --signal may send USR1 or USR2.
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -41,22 +41,21 @@ _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
     "options",
     multiple=True,
     metavar="NAME=VALUE",
-    help="Set an option of the cache, such as max_size=800GB; may be given again.",
+    help="Set an option of the cache, such as max_size=800GB; may be repeated.",
 )
-@click.option("--env", "show", is_flag=True, help="Print the variables instead, for a shell.")
+@click.option("--env", "show", is_flag=True, help="Print variables for a shell instead.")
 @click.argument("program", nargs=-1, type=click.UNPROCESSED)
 def run_command(
     invocation: Invocation, options: tuple[str, ...], show: bool, program: tuple[str, ...]
 ) -> int:
-    """Run a training program, unchanged, through the cache.
+    """Run an unchanged training program that reads its shards through the cache.
 
-    The program stays as it is. Every Python process that it starts reads through the
-    cache, too: DataLoader workers, torchrun's ranks. Only archives are cached; what is
-    written and other files are not. The options are
-    checked before the program starts (exit code 2). Otherwise the exit code is the
-    program's.
+    All Python processes that it starts read through the cache, too, such as DataLoader
+    workers and the ranks of torchrun. Only tar archives are cached; writes and other files
+    are not affected. Invalid options end this command with exit code 2. Otherwise its exit
+    code is that of the program.
 
-    Where the command line cannot be changed, set the variables that --env prints.
+    If you cannot change the command line of the program, set the variables that --env prints.
 
     \b
     Examples:
@@ -75,35 +74,35 @@ def run_command(
         return ExitCode.DONE
     layouts = []
     for tier in config.by_tier():
-        with contextlib.suppress(OSError):  # the first miss warns of it, and shards are streamed
+        # If this fails, the program warns on its first miss, and streams.
+        with contextlib.suppress(OSError):
             layouts.append(
                 make_root(tier.dir, configuration.__version__, Modes.of(tier.shared_group))
             )
     try:
         child = subprocess.Popen(program, env=environment)
     except OSError as exn:
-        raise click.ClickException(f"{program[0]} cannot be run: {exn.strerror}") from exn
+        raise click.ClickException(f"{program[0]} cannot be started: {exn.strerror}") from exn
     with contextlib.ExitStack() as stack:
         for number in _FORWARDED:
             stack.callback(signal.signal, number, signal.getsignal(number))
             signal.signal(number, lambda number, frame: child.send_signal(number))
-        # The terminal interrupts the program, too: it is its part to end.
+        # The terminal sends Ctrl-C to the program as well. It decides whether to end.
         stack.callback(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT))
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, lambda number, frame: None)
-        # The program has long begun when this is loaded, and has not come to its first shard.
+        # Import after the start of the program, which takes longer to reach its first shard.
         from shardcache.stats.database import NO_RANK, Sample
         from shardcache.stats.summary import summed
 
-        before = _counted(layouts)
+        before = _counters(layouts)
         code = child.wait()
-    found = summed([Sample(0, 0, NO_RANK, _counted(layouts) - before)])
-    invocation.console.hint(f"shardcache: {_told(found, config.dir)}")
+    stats = summed([Sample(0, 0, NO_RANK, _counters(layouts) - before)])
+    invocation.console.hint(f"shardcache: {_summary(stats, config.dir)}")
     return code if code >= 0 else 128 - code
 
 
-def _told(stats: Stats, directory: Path) -> str:
-    """What the program has read, in one line."""
+def _summary(stats: Stats, directory: Path) -> str:
     opened = stats.opens - stats.failed
     failed = f"; {stats.failed:,} could not be opened" if stats.failed else ""
     if not opened:
@@ -114,30 +113,30 @@ def _told(stats: Stats, directory: Path) -> str:
     )
 
 
-def _counted(layouts: Sequence[Layout]) -> Counter[str]:
-    """What all processes of this node have counted so far."""
+def _counters(layouts: Sequence[Layout]) -> Counter[str]:
+    """Return the counters of all processes of this node."""
     from shardcache.stats.database import samples
 
-    found: Counter[str] = Counter()
+    counters: Counter[str] = Counter()
     for layout in layouts:
         with contextlib.suppress(OSError):
             for sample in samples(layout, ever=True):
-                found.update(sample.counters)
-    return found
+                counters.update(sample.counters)
+    return counters
 
 
 def _variables(invocation: Invocation, options: tuple[str, ...]) -> dict[str, str]:
-    """What the environment of the program says beyond our own."""
-    found = {}
+    """Return the variables to add to the environment of the program."""
+    variables = {}
     if invocation.config is not None:
-        found["SHARDCACHE_CONFIG"] = str(configuration.absolute(invocation.config))
+        variables["SHARDCACHE_CONFIG"] = str(configuration.absolute(invocation.config))
     if invocation.dir is not None:
-        found["SHARDCACHE_DIR"] = str(configuration.absolute(invocation.dir))
+        variables["SHARDCACHE_DIR"] = str(configuration.absolute(invocation.dir))
     for option in options:
         name, equals, value = option.partition("=")
         if not equals:
             raise click.UsageError(f"{option!r} is not of the form NAME=VALUE.")
-        found[f"SHARDCACHE_{name.upper()}"] = value
-    folder = Path(shardcache.__file__).parent / "autoload"
-    found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
-    return found
+        variables[f"SHARDCACHE_{name.upper()}"] = value
+    folder = str(Path(shardcache.__file__).parent / "autoload")
+    paths = filter(None, [folder, os.environ.get("PYTHONPATH")])
+    return {**variables, "PYTHONPATH": os.pathsep.join(paths)}

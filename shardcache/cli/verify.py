@@ -1,4 +1,4 @@
-"""``shardcache verify``: whether what is cached is still what was fetched."""
+"""``shardcache verify``: check that cached shards are intact, and still current at the origin."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardcache.units import format_bytes, format_duration
 
 
 def _share(text: str) -> float:
-    """The share that a percentage says, with or without its sign."""
+    """Parse a percentage, with or without its sign."""
     with contextlib.suppress(ValueError):
         if 0 < (percent := float(text.strip().removesuffix("%"))) <= 100:
             return percent / 100
@@ -26,15 +26,15 @@ def _share(text: str) -> float:
 
 
 @command("verify")
-@flag("--quick", help="Compare sizes only, read no data.")
-@flag("--remote", help="Ask origins, too: does each still have that version?")
-@flag("--repair", help="Set damaged shards aside, to be fetched anew.")
+@flag("--quick", help="Compare only sizes, without reading data.")
+@flag("--remote", help="Also check that the origin still has the same version.")
+@flag("--repair", help="Set damaged shards aside; their next readers download them again.")
 @dry_run_option
 @click.option(
     "--sample",
     type=Parsed("PERCENT", _share),
     default="100%",
-    help="Only a random share, such as 5%.",
+    help="Verify only a random share, such as 5%.",
 )
 @click.argument("specs", nargs=-1, metavar="[SPEC]...")
 def verify_command(
@@ -46,15 +46,15 @@ def verify_command(
     remote: bool,
     quick: bool,
 ) -> int:
-    """Find damaged shards, and those that changed at the origin.
+    """Find shards that are damaged, or that have changed at the origin.
 
-    Every shard is read, and compared with what was fetched. A SPEC is as for `ls`; without
-    one all are verified. With --remote the origin is asked once per shard. A shard that
-    --repair sets aside is fetched anew by its next reader; whoever reads it now reads on, and
-    `clean` removes it. Jobs may run meanwhile.
+    Reads each shard and compares it with its recorded checksum. A SPEC is as for `ls`; without
+    one, all shards are verified. With --remote, the origin gets one request per shard. After
+    --repair, current readers of a damaged shard continue, the next reader downloads it again,
+    and `clean` removes the damaged file. Jobs may run at the same time.
 
-    Exit code 4 if anything is damaged, or with --remote has changed or is gone; 3 if
-    nothing is, but something could not be checked; 1 if nothing matches a SPEC.
+    Exit code 4 if a shard is damaged, or with --remote has changed or is gone; else 3 if a
+    shard could not be checked; 1 if nothing matches a SPEC.
 
     \b
     Examples:
@@ -63,7 +63,7 @@ def verify_command(
       shardcache verify --quick --remote --json
     """
     if dry_run and not repair:
-        raise click.UsageError("-n goes with --repair; without it nothing is changed anyway.")
+        raise click.UsageError("-n needs --repair; without it nothing is changed.")
     console, counts, wrong = invocation.console, Counter[State](), list[Finding]()
     size, began, status = 0, time.monotonic(), VerifyStatus()
 
@@ -72,10 +72,10 @@ def verify_command(
         text = f"{status.done:,}/{status.shards:,} shards, {done}"
         return {"": Position(text, status.passed, status.bytes)}
 
-    invocation.graceful = True
+    invocation.polls_stop = True
     with invocation.cache() as cache:
         if not cache.dir.exists() or not any(cache.dir.iterdir()):
-            list(cache.entries(specs or None))  # no SPEC matches anything
+            list(cache.entries(specs or None))  # raises if there is a SPEC: it matches nothing
             console.hint(f"Nothing was cached in {cache.dir} yet.")
         else:
             findings = cache.verify(
@@ -120,9 +120,9 @@ def verify_command(
         f"{', '.join(notes) or 'nothing is wrong'}"
     )
     if counts[State.DAMAGED] and not repair:
-        console.hint("Pass --repair to set damaged shards aside; readers fetch them anew.")
+        console.hint("Pass --repair to set damaged shards aside; readers download them again.")
     if counts[State.CHANGED]:
-        console.hint("`shardcache rm URL` removes a changed one; readers fetch the new version.")
+        console.hint("Run `shardcache rm URL` for changed shards; readers get the new version.")
     if counts[State.DAMAGED] or counts[State.CHANGED] or counts[State.GONE]:
         return ExitCode.DAMAGED
     unknown = counts[State.UNCHECKED] or counts[State.UNREACHABLE]

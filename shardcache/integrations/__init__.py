@@ -1,6 +1,6 @@
-"""Other ways in than WebDataset's, each for one package: fsspec, wids, Lightning, OpenTelemetry.
+"""Connections to other packages: fsspec, wids, Lightning and OpenTelemetry, one module each.
 
-Users reach them as ``shardcache.wids``, ``shardcache.lightning`` and ``shardcache.telemetry``;
-fsspec finds its own by the name of the protocol. The room uses `cache` and what is below it, and
-imports the package in question only when somebody uses it.
+Users reach the modules as ``shardcache.wids``, ``shardcache.lightning`` and
+``shardcache.telemetry``; fsspec finds its own by an entry point. No package is imported before it
+is used.
 """

@@ -1,11 +1,11 @@
-"""The fsspec way in: ``shardcache::s3://bucket/shard.tar``.
+"""The fsspec protocol ``shardcache``, for URLs such as ``shardcache::s3://bucket/shard.tar``.
 
-For pandas, Arrow, Hugging Face datasets and everything else that opens URLs through fsspec. Reads
-go through the default cache or one named in storage options::
+pandas, Arrow, Hugging Face datasets and other users of fsspec read through the default cache, or
+through the one that storage options describe::
 
     fsspec.open("shardcache::s3://bucket/a.tar", shardcache={"dir": "/local/nvme/shards"})
 
-Files are whole, local and seekable; listing is the target filesystem's business.
+Opened files are seekable. Listings come from the target filesystem.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardcache.urls import redact
 if TYPE_CHECKING:
     from shardcache.cache import Cache
 
-#: Options of every filesystem; Hugging Face's datasets set ``block_size=0``.
+#: Options that fsspec and its users pass to every filesystem. They are not options of a cache.
 _FSSPEC_OPTIONS = frozenset(
     [
         *("fo", "target_protocol", "skip_instance_cache", "asynchronous", "loop", "batch_size"),
@@ -36,15 +36,17 @@ _FSSPEC_OPTIONS = frozenset(
 
 
 class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
-    """A read-only view of another filesystem through a cache, for threads, pickles and forks.
+    """A read-only view of another filesystem through a cache.
+
+    It may be used by several threads, pickled, and used after a fork.
 
     Args:
-        target_protocol: what the chain goes on with, such as ``s3``.
-        target_options: storage options of that filesystem; also given to the cache.
-        **options: options of the `Cache`; without any, the default cache is used.
+        target_protocol: the protocol of the other filesystem, such as ``s3``.
+        target_options: storage options of that filesystem; the cache uses them, too.
+        **options: options of the `Cache`. Without any, this is the default cache.
 
     Raises:
-        ConfigError: an option that cannot work.
+        ConfigError: an option is not valid.
     """
 
     protocol = "shardcache"
@@ -57,7 +59,7 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
     ) -> None:
         super().__init__(**options)
         if target_protocol is None:
-            raise ConfigError("shardcache:: needs the origin's URL: shardcache::s3://...")
+            raise ConfigError("Write the URL of the origin after shardcache::, as in s3://...")
         self._target_protocol = target_protocol
         self._target_options = target_options or {}
         self._options = {k: v for k, v in options.items() if k not in _FSSPEC_OPTIONS}
@@ -66,7 +68,7 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
 
     @property
     def fs(self) -> Any:
-        """The target filesystem; fsspec keeps one for each process, which a fork needs."""
+        """The target filesystem. fsspec makes a new one after a fork."""
         return fsspec.filesystem(self._target_protocol, **self._target_options)
 
     @functools.cached_property
@@ -83,55 +85,55 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
         return str(path).removeprefix("shardcache::").removeprefix("shardcache://")
 
     def _path(self, path: str) -> str:
-        """As the target filesystem names it, whichever way it was given."""
+        """Return the name of a file in the target filesystem."""
         return str(self.fs._strip_protocol(self._strip_protocol(path)))
 
     def _url(self, path: str) -> str:
         return str(self.fs.unstrip_protocol(self._strip_protocol(path)))
 
     def unstrip_protocol(self, name: str) -> str:
-        """The URL that leads back here: ``shardcache::s3://...``."""
+        """Return the full URL of a file: ``shardcache::s3://...``."""
         return f"shardcache::{self._url(name)}"
 
     def _open(self, path: str, mode: str = "rb", **_options: Any) -> io.BufferedIOBase:
         if mode != "rb":
-            text = f"{redact(path)}: the cache reads shards; mode {mode!r} is not supported"
-            raise ConfigError(text)
+            text = f"{redact(path)} cannot be opened in mode {mode!r}: a cache is read-only. "
+            raise ConfigError(f"{text}Write to the URL without shardcache::.")
         stream = self.cache.open(self._url(path))
         assert isinstance(stream, io.BufferedIOBase)
         return stream
 
     def info(self, path: str, **options: Any) -> Any:
-        """As the target filesystem; of the version that is cached where there is one."""
-        cache, entry = self.cache, None  # what is wrong with its options is not the URL's fault
-        with contextlib.suppress(ConfigError):  # a bucket, a chain: the target may know it
+        """Return the info of the cached version; if there is none, that of the target."""
+        cache, entry = self.cache, None  # outside `suppress`: invalid options are an error
+        with contextlib.suppress(ConfigError):  # a bucket or a chain, which the target may know
             entry = cache.entry(self._url(path))
         if entry is None:
             return self.fs.info(self._path(path), **options)
         found = {"name": self._path(path), "size": entry.size, "type": "file"}
-        # Readers tell versions apart by it (Hugging Face's datasets their own cache), so it
-        # must not come and go with ours.
-        with contextlib.suppress(OSError, DamagedError):  # evicted meanwhile
+        # Hugging Face datasets identify versions by the ETag, so it must be the same with and
+        # without an entry.
+        with contextlib.suppress(OSError, DamagedError):  # the entry was evicted
             if etag := entry.metadata().info.etag:
                 found["ETag"] = etag
         return found
 
     def ls(self, path: str, detail: bool = True, **options: Any) -> Any:
-        """As the target filesystem."""
+        """List a directory of the target filesystem."""
         return self.fs.ls(self._path(path), detail=detail, **options)
 
     def find(self, path: str, *args: Any, **options: Any) -> Any:
-        """As the target filesystem, for which it may be one listing where a walk needs many."""
+        """Find files with the target's own method, which may need fewer listings than a walk."""
         return self.fs.find(self._path(path), *args, **options)
 
     def invalidate_cache(self, path: str | None = None) -> None:
-        """Forget the target filesystem's listings; shards stay."""
+        """Drop the listings of the target filesystem. Cached shards stay."""
         self.fs.invalidate_cache(None if path is None else self._path(path))
 
     def cat_file(
         self, path: str, start: int | None = None, end: int | None = None, **_options: Any
     ) -> bytes:
-        """Bytes of a shard; negative offsets count from the end."""
+        """Return a range of bytes of a shard; negative offsets count from the end."""
         with self._open(path) as stream:
             first, last, _ = slice(start, end).indices(stream.seek(0, io.SEEK_END))
             stream.seek(first)

@@ -1,12 +1,11 @@
-"""Metrics for OpenTelemetry, through its API package alone: ``pip install 'shardcache[otel]'``.
+"""Export metrics to OpenTelemetry; needs ``pip install 'shardcache[otel]'``, the API package alone.
 
     cache = shardcache.Cache(...)
     shardcache.telemetry.observe(cache)
 
-Where an SDK with an exporter is set up, it reads what the process has counted whenever it
-collects, in threads of its own; a hit costs what it cost. Without an SDK nothing happens. A forked
-child exports nothing of its own accord: DataLoader workers are counted with ``node=True``, or by
-calling `observe` in each of them.
+The SDK of the program reads the counters in its own threads, so a hit costs nothing more. Without
+an SDK, nothing happens. A forked child exports nothing: for DataLoader workers use ``node=True``,
+or call `observe` in each of them.
 """
 
 from __future__ import annotations
@@ -40,38 +39,37 @@ _METRICS = (
     Metric("fetches.active", "{shard}", "Shards that the process fetches or waits for.", "",
            {"": "active"}),
 )  # fmt: skip
-#: Caches, and whether each stands for its node, by the provider that their metrics go to (None is
-#: the global one). Of two instruments of one name, OpenTelemetry drops the second, so all caches
-#: share one set.
+#: Provider of metrics (None is the global one) -> its caches, and whether each stands for its node.
+#: All caches share one set of instruments, because OpenTelemetry drops a second one of a name.
 _observed: dict[MeterProvider | None, weakref.WeakKeyDictionary[Cache, bool]] = {}
 
 
 def observe(
     cache: Cache, *, node: bool = False, meter_provider: MeterProvider | None = None
 ) -> None:
-    """Offer what a cache counts as observable metrics named ``shardcache.*``.
+    """Export the counters of a cache as observable metrics named ``shardcache.*``.
 
-    Each value has the cache's directory as the attribute ``dir``; caches of one directory are
-    added up. This does not keep the cache alive.
+    Each value has the directory of the cache as its attribute ``dir``; caches of one directory are
+    added up. The metrics do not keep the cache alive.
 
     Args:
         cache: the cache.
-        node: offer the counts of all processes of this node, not of this one alone. They come
-            from the directory's database, which takes some milliseconds per collection. Use it
-            in one process of a node, with one cache of the directory.
+        node: export the counters of all processes of this node instead of this process. A
+            collection reads the directory's database, which takes some milliseconds. Use it in one
+            process per node, and with one cache per directory.
         meter_provider: the default is the global one.
 
     Raises:
-        ConfigError: the package ``opentelemetry-api`` is missing, or the cache counts nothing.
+        ConfigError: the package ``opentelemetry-api`` is missing, or the option ``stats`` is off.
     """
     try:
         from opentelemetry.metrics import get_meter
     except ImportError:
         raise ConfigError(
-            "metrics need the package opentelemetry-api. Run: pip install 'shardcache[otel]'"
+            "Metrics need the package opentelemetry-api. Run: pip install 'shardcache[otel]'"
         ) from None
     if not cache.config.stats:
-        raise ConfigError("this cache counts nothing: its option stats is off. Switch it on.")
+        raise ConfigError("The option stats of this cache is off. Set stats=True to use metrics.")
     if meter_provider in _observed:
         _observed[meter_provider][cache] = node
         return
@@ -85,7 +83,7 @@ def observe(
 
 
 def _counted(cache: Cache, node: bool) -> dict[str, float]:
-    """Counters by their names; ``waits_`` and ``wait_s_`` of each wait; of a process ``active``."""
+    """Return counters by name: ``waits_*`` and ``wait_s_*`` per kind of wait, and ``active``."""
     process = cache.processes.made()
     if node:
         samples = cache.samples(ever=True)
@@ -104,7 +102,7 @@ def _counted(cache: Cache, node: bool) -> dict[str, float]:
 def _read(
     caches: Mapping[Cache, bool], metric: Metric, options: CallbackOptions
 ) -> list[Observation]:
-    """The values of a metric; none of a directory whose database cannot be read."""
+    """Return the values of a metric, without directories whose database cannot be read."""
     from opentelemetry.metrics import Observation
 
     found: Counter[tuple[str, str]] = Counter()

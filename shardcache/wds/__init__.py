@@ -1,7 +1,4 @@
-"""WebDataset: stages that read shards through a cache, and archives faster than its own.
-
-The room uses `cache` and the rooms below it.
-"""
+"""WebDataset pipelines that read shards through a cache, and a faster reader of tar archives."""
 
 from shardcache.wds.attach import attach, url_opener
 from shardcache.wds.gopen import register

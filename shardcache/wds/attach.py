@@ -1,10 +1,8 @@
-"""WebDataset's ways in: `attach` and `url_opener`.
+"""Connect WebDataset pipelines to a cache: `attach` and `url_opener`.
 
-WebDataset's pipeline is a list of stages; the one that turns URLs into streams is replaced by
-ours, and the one that takes archives apart by a faster one (`tar`). Nothing here is global, so
-it works under fork, spawn and forkserver alike.
-
-Streams stay open after they are yielded: WebDataset goes on reading them and drops them later.
+A WebDataset pipeline is a list of stages. `attach` replaces the stage that opens URLs, and the one
+that reads tar archives by a faster one (`tar`). It changes nothing global, so it works with fork,
+spawn and forkserver alike.
 """
 
 from __future__ import annotations
@@ -26,29 +24,29 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _Pipeline = TypeVar("_Pipeline")
-#: What WebDataset's expander takes.
-_EXPANDING = ("handler", "select_files", "rename_files")
+#: The arguments of WebDataset's ``tar_file_expander``.
+_EXPANDER_OPTIONS = ("handler", "select_files", "rename_files")
 
 
 def url_opener(
     data: Iterable[Any], handler: Handler | None = None, *, cache: Cache, **_gopen_options: Any
 ) -> Iterator[dict[str, Any]]:
-    """Open the shards of a pipeline; a drop-in for WebDataset's function of this name.
+    """Open the shards of a pipeline; replaces the WebDataset function of the same name.
 
     Args:
-        data: ``dict(url=...)`` samples, or plain URLs; other keys are kept.
-        handler: called with the exception, the URL appended to its ``args``, when
-            a shard cannot be opened: True goes on with the next, False stops.
-            The default raises.
-        cache: reads the shards.
-        **_gopen_options: accepted for compatibility; they tune WebDataset's pipes.
+        data: dicts with the key ``url``, or plain URLs.
+        handler: called with the exception if a shard cannot be opened; the URL is appended to its
+            ``args``. Returns True to continue with the next shard, False to stop. The default
+            raises the exception.
+        cache: the cache to read through.
+        **_gopen_options: ignored; WebDataset's function takes options for its pipes.
 
     Yields:
-        The same dicts with ``stream``, but without ``local_path``. Only cached shards have a path,
-        and a batch needs samples with the same fields.
+        the same dicts with ``stream``, which the consumer owns. They have no ``local_path``: only
+        cached shards have a path, and all samples of a batch need the same fields.
 
     Raises:
-        Whatever ``handler`` raises; by default see `Cache.open`.
+        Exception: any exception that ``handler`` raises; by default those of `Cache.open`.
     """
 
     def parsed(item: Any) -> ShardURL:
@@ -61,52 +59,51 @@ def url_opener(
             stream = ahead.open()
         except Exception as exn:  # noqa: BLE001 - the handler decides, as in WebDataset
             exn.args = (*exn.args, redact(str(sample["url"])))
-            go_on = (handler or reraise)(exn)
+            is_handled = (handler or reraise)(exn)
             log_once(exn, str(sample["url"]))
             failed, first = failed + 1, first or exn
-            if go_on:
+            if is_handled:
                 continue
             break
         opened += 1
         sample["stream"] = stream
         yield sample
-        # The consumer owns the stream now; holding on to it here would keep the
-        # last shard pinned while the next one is fetched.
+        # A reference here would keep this shard in use during the download of the next one.
         del stream, sample, item
     if failed and not opened:
-        logger.error("none of %d shards could be opened. The first: %s", failed, first)
+        logger.error("none of %d shards could be opened; the first error: %s", failed, first)
 
 
 def attach(dataset: _Pipeline, cache: Cache, *, fast_tar: bool = True) -> _Pipeline:
     """Make a pipeline read its shards through ``cache``.
 
-    Replaces the stage that opens URLs, and keeps its handler. Attaching again replaces the cache.
-    Also replaces WebDataset's own ``tar_file_expander`` by `tar_files`, which yields the same in
-    less time. Prepares the first miss in the background (`Cache.prepare`). Logs a warning, once per
-    process, if the pipeline shuffles its shards in the same way in every epoch.
+    Replaces the stage that opens URLs, and keeps its handler. Also replaces WebDataset's
+    ``tar_file_expander`` by `tar_files`, which yields the same files in less time. A second call
+    replaces the cache. Prepares the first miss in the background (`Cache.prepare`). Logs a warning,
+    once per process, if the order of the shards is the same in every epoch.
 
     Args:
         dataset: a ``WebDataset`` or any ``DataPipeline``.
-        cache: reads the shards.
-        fast_tar: whether to replace the expander.
+        cache: the cache to read through.
+        fast_tar: whether to replace ``tar_file_expander``.
 
     Returns:
         ``dataset`` itself.
 
     Raises:
-        ConfigError: there is no such stage in ``dataset``.
+        ConfigError: ``dataset`` has no stage that opens URLs.
     """
     pipeline = getattr(dataset, "pipeline", None)
     if not isinstance(pipeline, list):
         raise ConfigError(
-            f"attach() takes a WebDataset or a DataPipeline, not {type(dataset).__name__}"
+            f"attach() takes a WebDataset or a DataPipeline, not {type(dataset).__name__}."
         )
     stages = [each for stage in pipeline for each in _replaced(stage, cache)]
     if stages == pipeline:
         names = ", ".join(getattr(stage, "__name__", type(stage).__name__) for stage in pipeline)
         raise ConfigError(
-            f"no stage of this pipeline opens URLs ({names}). Call attach() on the WebDataset "
-            "itself, or put cache.url_opener where the pipeline opens its shards."
+            f"no stage of this pipeline opens URLs ({names}). Call attach() with the WebDataset "
+            "itself, or use cache.url_opener as the stage that opens the shards."
         )
     if _repeats_order(stages):
         _warn_of_repeated_order()
@@ -117,24 +114,24 @@ def attach(dataset: _Pipeline, cache: Cache, *, fast_tar: bool = True) -> _Pipel
 
 
 def _replaced(stage: Any, cache: Cache) -> list[Any]:
-    """The stages that take the place of one that opens URLs; any other stage as it is."""
-    from webdataset import cache as webdatasets
+    """Return the stages that replace one that opens URLs; any other stage is returned unchanged."""
+    from webdataset import cache as wds_cache
     from webdataset import filters, tariterators
 
-    # Of WebDataset 1.0, and of versions before it.
-    opening = getattr(webdatasets, "StreamingOpen", ()), getattr(webdatasets, "FileCache", ())
-    caching = getattr(webdatasets, "cached_tarfile_samples", None)
-    together = (tariterators.tarfile_samples, caching)  # they open, expand and group
-    function, args, options = _called(stage)
-    if isinstance(stage, opening):
+    # Classes of WebDataset 1.0; functions of earlier versions.
+    openers = getattr(wds_cache, "StreamingOpen", ()), getattr(wds_cache, "FileCache", ())
+    caching = getattr(wds_cache, "cached_tarfile_samples", None)
+    combined = (tariterators.tarfile_samples, caching)  # they open, expand and group
+    function, args, options = _call_of(stage)
+    if isinstance(stage, openers):
         handler = stage.handler
-    elif function in (url_opener, tariterators.url_opener, *together):
+    elif function in (url_opener, tariterators.url_opener, *combined):
         handler = options.get("handler", next(iter(args), None))
     else:
         return [stage]
     stages = [filters.FilterFunction(url_opener, handler=handler, cache=cache)]
-    if function in together:
-        kept = {name: options[name] for name in _EXPANDING if name in options}
+    if function in combined:
+        kept = {name: options[name] for name in _EXPANDER_OPTIONS if name in options}
         stages += [
             filters.FilterFunction(tariterators.tar_file_expander, *args, **kept),
             filters.FilterFunction(tariterators.group_by_keys, handler=handler or reraise),
@@ -143,16 +140,16 @@ def _replaced(stage: Any, cache: Cache) -> list[Any]:
 
 
 def _repeats_order(stages: list[Any]) -> bool:
-    """Whether the stages certainly shuffle the shards in the same way in every epoch.
+    """Return whether the shards certainly have the same shuffled order in every epoch.
 
-    False if there is any other stage before the shards are opened, because it may change the order.
+    False if an unknown stage comes before the opening of the shards: it may change the order.
     """
     from webdataset import filters, shardlists
 
     splits = shardlists.split_by_node, shardlists.split_by_worker, shardlists.single_node_only
     seeded = False
     for stage in stages:
-        function, args, options = _called(stage)
+        function, args, options = _call_of(stage)
         if function is url_opener:
             return seeded
         if type(stage) is shardlists.SimpleShardList:
@@ -167,7 +164,7 @@ def _repeats_order(stages: list[Any]) -> bool:
 
 @functools.cache
 def _warn_of_repeated_order() -> None:
-    """Log, once per process, that every epoch has the same order of shards."""
+    """Log, once per process, that the order of the shards is the same in every epoch."""
     logger.warning(
         "every epoch will have the same order of shards, because this pipeline shuffles them with "
         "a fixed seed. WebDataset(shardshuffle=...) does so since version 0.2.109. For a new order "
@@ -177,16 +174,16 @@ def _warn_of_repeated_order() -> None:
 
 
 def _faster(stage: Any) -> Any:
-    """Our expander in place of WebDataset's, with its arguments; any other stage as it is."""
+    """Return `tar_files` in place of WebDataset's expander; any other stage unchanged."""
     from webdataset.filters import FilterFunction
     from webdataset.tariterators import tar_file_expander
 
-    function, args, options = _called(stage)
+    function, args, options = _call_of(stage)
     return FilterFunction(tar_files, *args, **options) if function is tar_file_expander else stage
 
 
-def _called(stage: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The function that a stage calls, and its arguments behind the data."""
+def _call_of(stage: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Return the function of a stage, and its arguments after the data."""
     from webdataset.filters import FilterFunction
 
     if isinstance(stage, FilterFunction):

@@ -1,18 +1,16 @@
-"""From streams of shards to files and samples: those that WebDataset finds with tarfile, sooner.
+"""Read the files and samples of tar archives as WebDataset does, in less time.
 
-`tar_files` takes the place of WebDataset's expander. It yields the same names in the same order
-and the same bytes, and calls handlers at the same places, with the same exceptions. A member that
-cannot be read is the handler's for once. An archive that cannot be read goes to it a second time,
-with the stream and the URL; what it lets pass leaves no mark of the shard's end.
+`tar_files` replaces WebDataset's expander. It yields the same names and bytes in the same order,
+and calls handlers at the same points with the same exceptions.
 
-Nearly all headers of a shard are plain: a regular file, its name, its size. These are parsed here,
-by one regular expression and a checksum in C. At the first header that is not plain, tarfile itself
-takes over, on the same bytes: sparse files, global headers, numbers in odd spellings, damage,
-compression. So there is no second opinion: an archive has the members that the installed tarfile
-finds, and ends, or breaks, where and how it says so.
+Nearly all headers of a shard are plain: a regular file with a name and a size. This module parses
+them with one regular expression and a checksum in C. At the first other header (sparse files,
+global headers, unusual numbers, damage, compression), it passes the same bytes and the rest of the
+archive to tarfile. So the installed tarfile decides which members an archive has, and where and how
+reading it fails.
 
-Streams are never closed. In memory are one member and one buffer. Nothing is read beyond a
-member before the next one is asked for, so a shard that is still on its way is not waited for.
+Streams are never closed. One member and one buffer are in memory. Nothing is read beyond a member
+until the next one is requested, so that readers do not wait for bytes still being downloaded.
 """
 
 from __future__ import annotations
@@ -30,24 +28,25 @@ if TYPE_CHECKING:
 
 _BLOCK = 512
 _ZEROS = bytes(_BLOCK)
-#: A member that nobody wants is read in such pieces.
+#: Bytes per read while a member is skipped.
 _PIECE = 20 * _BLOCK
-#: An extended header holds a name and some times; a larger one is left to tarfile.
+#: An extended header has a name and some times. Larger ones are left to tarfile.
 _EXTENDED_MAX = 1 << 16
-#: What compressed data begins with, and a little more; no sample has such a name.
-_PACKED = (b"\x1f\x8b", b"BZh", b"]\0\0", b"\xfd7z", b"\x28\xb5\x2f")
-#: A header in place of those before an odd one: tarfile judges the first of an archive otherwise.
+#: The first bytes of compressed archives; no sample has such a name.
+_COMPRESSED = (b"\x1f\x8b", b"BZh", b"]\0\0", b"\xfd7z", b"\x28\xb5\x2f")
+#: A header to precede the one that tarfile takes over at: for the first header of an archive,
+#: tarfile has other rules.
 _DIRECTORY = tarfile.TarInfo("x")
 _DIRECTORY.type = tarfile.DIRTYPE
 _NOT_FIRST = _DIRECTORY.tobuf(tarfile.USTAR_FORMAT)
 
-# Ways to write a number that every tar reads alike: octal digits, ended by NUL or space;
-# a field of NULs; GNU's base 256. There are other ways, and they are tarfile's to judge.
+# The forms of a number that all tar programs read alike: octal digits with a final NUL or space, a
+# field of NULs, base 256 of GNU. Other forms are left to tarfile.
 _NUMBER = rb"(?:[0-7]{7}[\0 ]|[0-7]{6}[\0 ]{2}|\0{8}|[\x80\xff].{7})"
 _match = re.compile(
     rb"(?=([^\0]{0,100})).{100}"  # 1: name
     + _NUMBER * 3  # mode, user, group
-    + rb"(0[0-7]{10})[\0 ]"  # 2: size, below a GiB: a damaged one must not ask for all memory
+    + rb"(0[0-7]{10})[\0 ]"  # 2: size, below a GiB: a damaged one must not allocate all memory
     + rb"(?:[0-7]{11}[\0 ]|\0{12}|[\x80\xff].{11})"  # time
     + rb"([0-7]{6})[\0 ]{2}"  # 3: checksum
     + rb"(.)"  # 4: type
@@ -56,14 +55,14 @@ _match = re.compile(
     + rb"(?=([^\0]{0,155})).{167}",  # 5: prefix
     re.DOTALL,
 ).fullmatch
-#: A record of an extended header that says nothing but a name or what is not needed here.
+#: A record of an extended header with the name, or with a value that WebDataset does not use.
 _record = re.compile(rb"([1-9][0-9]{0,5}) (path|[acm]time|[ug]id|[ug]name)=([^\n]+)\n").match
 
 _REGULAR = (b"0", b"\0", b"7")
 _WITHOUT_DATA = (b"5", b"2", b"1", b"3", b"4", b"6")
 _EXTENDED = (b"x", b"L")
 
-#: Members that WebDataset keeps for itself.
+#: The names of members that WebDataset reserves.
 _is_meta = re.compile(r"__[^/]*__($|/)").match
 
 #: Name, size and type in a plain header.
@@ -71,7 +70,7 @@ _Fields = tuple[str, int, bytes]
 
 
 def reraise(exn: Exception) -> bool:
-    """The default handler."""
+    """Raise the exception: the default handler."""
     raise exn
 
 
@@ -82,19 +81,19 @@ def tar_files(
     rename_files: Callable[[str], str] | None = None,
     eof_value: Any = ...,
 ) -> Iterator[Any]:
-    """Expand opened shards into files; a drop-in for WebDataset's ``tar_file_expander``.
+    """Expand opened shards into files; replaces WebDataset's ``tar_file_expander``.
 
     Args:
-        data: ``dict(url=..., stream=...)``, perhaps with ``local_path``.
-        handler: called with what a member or an archive raises: True goes on with the
-            next, False stops. The default raises.
-        select_files: tells by its name whether a file is wanted.
-        rename_files: gives files other names, before they are selected.
-        eof_value: yielded behind each shard, unless it is None. The default is that of the
-            installed WebDataset: ``{}``, and None before 1.0, which does not know it.
+        data: ``dict(url=..., stream=...)`` for each shard, optionally with ``local_path``.
+        handler: called with the exception if a member or an archive cannot be read. Returns True
+            to continue with the next one, False to stop. The default raises the exception.
+        select_files: returns whether to yield the file of this name.
+        rename_files: returns the new name of a file; called before ``select_files``.
+        eof_value: yielded after each shard, unless it is None. The default is that of the installed
+            WebDataset: ``{}``, or None before version 1.0.
 
     Yields:
-        ``dict(fname=..., data=..., __url__=...)``, with ``__local_path__`` if there is one.
+        ``dict(fname=..., data=..., __url__=...)``, with ``__local_path__`` if the shard has one.
     """
     if eof_value is ...:
         from webdataset.tariterators import tar_file_expander
@@ -141,7 +140,7 @@ def tar_samples(
     select_files: Callable[[str], bool] | None = None,
     rename_files: Callable[[str], str] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Expand opened shards into samples: `tar_files`, grouped by WebDataset's ``group_by_keys``.
+    """Expand opened shards into samples: `tar_files`, then WebDataset's ``group_by_keys``.
 
     Args:
         data, handler, select_files, rename_files: as for `tar_files`.
@@ -157,31 +156,31 @@ def tar_samples(
 
 
 class TarWalk:
-    """Iterates over the names of an archive's regular files; `read` gives their data.
+    """Iterates over the names of the regular files of an archive; `read` returns their data.
 
-    What tarfile raises in mode ``r|*`` is raised: by the iteration what its iteration
-    raises, by `read` what reading an extracted file raises.
+    The iteration and `read` raise the exceptions of tarfile in mode ``r|*``.
 
     Args:
-        stream: has ``read(n)``. One that may give less than is asked for is left to tarfile.
+        stream: has a method ``read(n)``. Only the types of `io` that never return less than ``n``
+            bytes before the end are read here; all others are left to tarfile.
     """
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
-        self._size = 0  # of this member
-        self._left = 0  # bytes up to the next header
-        self._archive: Any = None  # reads what is odd, and all that follows
-        self._odd: tarfile.TarInfo | None = None  # this member of it
+        self._size = 0  # of this member, in bytes
+        self._left = 0  # bytes until the next header
+        self._archive: Any = None  # tarfile's reader, after it has taken over
+        self._member: tarfile.TarInfo | None = None  # this member, after tarfile has taken over
 
     def read(self) -> bytes:
-        """The data of the member whose name came last; once for each.
+        """Return the data of the member that was yielded last. May be called once per member.
 
         Raises:
-            tarfile.ReadError: the archive ends in it.
+            tarfile.ReadError: the archive ends inside the member.
         """
         data: bytes
-        if self._odd is not None:
-            data = self._archive.extractfile(self._odd).read()
+        if self._member is not None:
+            data = self._archive.extractfile(self._member).read()
             return data
         data = self._stream.read(self._size)
         self._left -= len(data)
@@ -194,7 +193,7 @@ class TarWalk:
         if type(stream) in (io.BufferedReader, io.BytesIO) and tarfile.ENCODING == "utf-8":
             header = stream.read(_BLOCK)
             fields = _fields(header)
-        if fields is None or header.startswith(_PACKED):
+        if fields is None or header.startswith(_COMPRESSED):
             yield from self._by_tarfile(header)
             return
         before = b""
@@ -215,9 +214,9 @@ class TarWalk:
             fields = _fields(header)
 
     def _next_header(self) -> bytes:
-        """The block behind this member; shorter, or empty, where the archive ends."""
+        """Return the block after this member; shorter than 512 bytes at the end of the archive."""
         left, self._left = self._left, 0
-        while left > _PIECE:  # a member that was not read
+        while left > _PIECE:  # skip a member that was not read
             if len(self._stream.read(_PIECE)) < _PIECE:
                 raise _ended()
             left -= _PIECE
@@ -227,9 +226,9 @@ class TarWalk:
         return block[left:] if left else block
 
     def _extended(self, header: bytes, fields: _Fields) -> tuple[bytes, _Fields | None]:
-        """All bytes of an extended header and of the one behind it, and what they say.
+        """Read the rest of an extended header, and the header of its member.
 
-        That is None if any of it is odd.
+        Returns the bytes of both, and the fields of the member; None if a header is not plain.
         """
         _, size, kind = fields
         if not 0 < size <= _EXTENDED_MAX:
@@ -246,65 +245,70 @@ class TarWalk:
         return header + rest, None if name is None else (name, *inner[1:])
 
     def _by_tarfile(self, pending: bytes) -> Iterator[str]:
-        """Leave the archive to tarfile, from bytes on that were read already."""
+        """Yield the names that tarfile finds in ``pending`` and in the rest of the stream."""
         rest: Any = _Rejoined(pending, self._stream)
         self._archive = tarfile.open(fileobj=rest, mode="r|*")  # noqa: SIM115 - never closed
         for info in self._archive:
             if info.isreg():
-                self._odd = info
+                self._member = info
                 yield info.name
-            self._archive.members = []  # it would keep them all
+            self._archive.members = []  # tarfile would keep all of them in memory
 
 
-#: tarfile reads on behind the end for as long as a damaged size says, up to 2^500 bytes.
-_MOST_ENDS = 1000
+#: Empty reads before an error. If the size of a member is damaged, tarfile keeps reading at the end
+#: of the archive, up to 2^500 bytes.
+_MAX_EMPTY_READS = 1000
 
 
 class _Rejoined:
-    """A stream, with some bytes before it."""
+    """A stream with ``pending`` bytes before it."""
 
     def __init__(self, pending: bytes, stream: Any) -> None:
         self._pending = pending
         self._stream = stream
-        self._ends = 0  # how often its end was met
+        self._empty_reads = 0
 
     def read(self, size: int) -> bytes:
         data, self._pending = self._pending[:size], self._pending[size:]
         if len(data) < size:
             data += self._stream.read(size - len(data))
         if not data:
-            self._ends += 1
-            if self._ends > _MOST_ENDS:
+            self._empty_reads += 1
+            if self._empty_reads > _MAX_EMPTY_READS:
                 raise _ended()
         return data
 
 
 def _ended() -> tarfile.ReadError:
-    return tarfile.ReadError("unexpected end of data")  # as tarfile says it
+    return tarfile.ReadError("unexpected end of data")  # the text of tarfile
 
 
 def _fields(header: bytes) -> _Fields | None:
-    """What a plain header says; None if it is not plain, not whole or damaged."""
+    """Parse a header; returns None if it is not plain, incomplete or damaged."""
     found = _match(header)
     if found is None:
         return None
     name, size, checksum, kind, prefix = found.groups()
     if header.isascii():
-        # Adler's lower half is 1 + the sum, modulo 65521; 504 bytes of ASCII stay below.
+        # The lower half of Adler-32 is 1 + the sum of the bytes, modulo 65521, which 504 bytes of
+        # ASCII do not reach.
         total = (adler32(header[156:], adler32(header[:148])) & 0xFFFF) - 1
     else:
         total = sum(header) - sum(header[148:156])
-    if int(checksum, 8) != total + 256:  # its own field counts as spaces
+    if int(checksum, 8) != total + 256:  # the field of the checksum counts as 8 spaces
         return None
     if kind == b"\0" and name.endswith(b"/"):
-        kind = b"5"  # that is how old archives say it
+        kind = b"5"  # a directory in old archives
     if prefix and kind not in _EXTENDED:
         name = prefix + b"/" + name
     return _text(name), int(size, 8), kind
 
 
 def _name(name: str, records: bytes, size: int) -> str | None:
-    """The name, unless an extended header of ``size`` bytes has another; None if that is odd."""
+    """Return the name in the first ``size`` bytes of an extended header, or else ``name``.
+
+    Returns None if there is a record that this module does not understand.
+    """
     if size & 511 and records[size]:
         return None
     position = 0

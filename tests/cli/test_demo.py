@@ -48,7 +48,7 @@ def test_the_demo_counts_what_the_server_sent_and_keeps_what_it_should(run, smal
 def test_shards_that_are_sent_twice_fail_the_demo(run, small, monkeypatch, tmp_path):
     monkeypatch.setenv("SHARDCACHE_MAX_SIZE", "1MB")  # full: shards are streamed
     code, out, err = run("demo", "--dir", tmp_path)
-    assert code == 1 and "the server sent" in err and "crossed the network once" not in out
+    assert code == 1 and "The server sent" in err and "crossed the network once" not in out
 
 
 INTERRUPTED = """

@@ -41,7 +41,7 @@ def of(rows, check, level=None):
 def test_it_looks_and_leaves_everything_as_it_is(run, ask, tmp_path):
     code, out, err = run("doctor")
     assert (code, err) == (0, "") and not (tmp_path / "cache").exists()
-    assert out.startswith(f"ok    {tmp_path / 'cache'}  writable, will be made\n")
+    assert out.startswith(f"ok    {tmp_path / 'cache'}  writable, will be created\n")
     assert re.fullmatch(r"0 failed, \d warnings?", out.splitlines()[-1])
     with Cache(min_free=0) as cache:
         cache.pin("s3://lab/a.tar")
@@ -95,7 +95,7 @@ def test_a_mount_that_is_dead_fails_and_keeps_nobody(ask, tmp_path, monkeypatch)
             code, rows = ask("--dir", dead / "cache")
         finally:
             unmount(dead)
-    assert code == 4 and "mount may be dead" in of(rows, "silent", "fail")["fix"]
+    assert code == 4 and "mount may be dead" in of(rows, "owner", "fail")["fix"]
     assert of(rows, "credentials")
 
 
@@ -170,7 +170,7 @@ def test_a_program_that_gives_no_credentials_does_not_stop_the_doctor(ask, tmp_p
     file.write_text("[default]\ncredential_process = sleep 3\n")
     monkeypatch.setattr("shardcache.cli.doctor._PATIENCE", 0.5)
     code, rows = ask()
-    assert code == 4 and "has not ended" in of(rows, "unanswered", "fail")["found"]
+    assert code == 4 and "no response" in of(rows, "credentials", "fail")["found"]
 
 
 @pytest.mark.parametrize(("minutes", "level"), [(0, "ok"), (4, "ok"), (-10, "warn"), (40, "warn")])
@@ -179,7 +179,7 @@ def test_the_clock_is_compared_with_that_of_the_endpoint(ask, serve, monkeypatch
     server = serve(answer("403 Forbidden", Content_Length=0, Date=format_datetime(date)))
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", server.url)
     code, rows = ask()
-    clock, *_ = (row for row in rows if "clock" in row["found"])
+    clock, *_ = (row for row in rows if "clocks" in row["found"])
     assert (code, clock["level"]) == (0, level)
     assert "Authorization" not in server.heads[0]
 
@@ -199,7 +199,10 @@ def test_addresses_of_the_endpoint_that_are_dead_are_named(ask, serve, monkeypat
     assert of(ask()[1], "endpoint")["found"] == "shards.test has 1 address"
     addresses.append("127.0.0.2")
     found = of(ask()[1], "endpoint", "warn")["found"]
-    assert found == "shards.test has 2 addresses, without a connection within 1 s: 127.0.0.2"
+    assert (
+        found
+        == "shards.test has 2 addresses, of which these accept no connection within 1 s: 127.0.0.2"
+    )
     del addresses[0]
     code, rows = ask("--url", "s3://lab/a.tar")
     assert code == 4 and "127.0.0.2 (Connection refused)" in of(rows, "endpoint", "fail")["found"]

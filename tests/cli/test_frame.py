@@ -60,8 +60,8 @@ def test_every_command_has_help_with_examples_that_parse(run, command, tmp_path,
         ("lss", "lss"),
         ("stats --format tsv", "tsv"),
         ("clean --max-size x", "--max-size"),
-        ("prewarm --max-size 0 s3://b/a", "'0' is nothing"),
-        ("prewarm --max-size 800 s3://b/a", "800 bytes? Write 800GB."),
+        ("prewarm --max-size 0 s3://b/a", "'0' is not above 0"),
+        ("prewarm --max-size 800 s3://b/a", "800 has no unit. Write 800GB."),
         ("pin --for '12 parsecs' s3://b/a", "--for"),
         ("prewarm --limit-rate -1 s3://b/a", "--limit-rate"),
         ("top --interval \x1b[2J", "--interval"),
@@ -76,14 +76,14 @@ def test_every_command_has_help_with_examples_that_parse(run, command, tmp_path,
         ("stats --format prometheus --since 1h", "prometheus"),
         ("recipe cron --prewarm s3://b/a", "--prewarm"),
         ("pin", "SPEC"),
-        ("prewarm", "Which shards?"),
-        ("prewarm -f folder/file", "There is no shard in the list"),
+        ("prewarm", "No shards given"),
+        ("prewarm -f folder/file", "The list contains no shards"),
         ("prewarm -f folder", "folder"),
         ("prewarm s3://b/{0..3.tar", "s3://b/{0..3.tar"),
         ("pin gopher://x/y.tar", "gopher"),
         ("rm -y pipe:true", "pipe:"),
-        ("prewarm s3://b/x --node-rank 0", "go with --shard-by-node"),
-        ("prewarm s3://b/x --ranks-per-node 8", "go with --shard-by-node"),
+        ("prewarm s3://b/x --node-rank 0", "need --shard-by-node"),
+        ("prewarm s3://b/x --ranks-per-node 8", "need --shard-by-node"),
         ("prewarm s3://b/x --shard-by-node --node-rank 0", "go together"),
         ("prewarm s3://b/x --shard-by-node", "which node this is"),
         ("prewarm s3://b/x --ray --shard-by-node --node-rank 0 --node-count 2", "With --ray"),
@@ -211,8 +211,8 @@ def test_config_tells_value_and_source_and_dir_where(run, tmp_path, monkeypatch)
     assert run("--dir", "/elsewhere", "dir") == (0, "/elsewhere\n", "")
     monkeypatch.delenv("SHARDCACHE_DIR")
     assert run("dir") == (0, f"{tmp_path}/user/shardcache\n", "")
-    hints = [run("pin", URL)[2] for _ in range(2)]  # once it is there, nobody asks
-    assert hints[0].startswith(f"The cache is {tmp_path}/user/shardcache; --dir") and not hints[1]
+    hints = [run("pin", URL)[2] for _ in range(2)]  # no hint once the cache exists
+    assert hints[0].startswith(f"Using {tmp_path}/user/shardcache; --dir") and not hints[1]
 
 
 # -- signals -------------------------------------------------------------------
@@ -227,7 +227,7 @@ def test_the_first_signal_leaves_partials_that_are_resumed(slow, proxy, run, tmp
         ended, out, err = command.end()
     assert ended == 128 + number and "Traceback" not in err
     assert "3 not done because the run was interrupted" in out
-    assert "run the same command" in err
+    assert "Run the same command" in err
     kept = json.loads(run("ls", "--partial", "--json")[1])
     assert {partial["state"] for partial in kept["partials"]} == {"orphan"}
     proxy.resume()
@@ -260,7 +260,7 @@ def test_the_second_signal_ends_at_once(slow, run, tmp_path):
         command.process.send_signal(signal.SIGTERM)
         code, out, err = command.end()
     assert code == 143
-    assert "Warmed" not in out and "run the same command" not in err
+    assert "Warmed" not in out and "Run the same command" not in err
 
 
 def test_a_signal_that_is_ignored_stays_ignored(slow, proxy, run, tmp_path):

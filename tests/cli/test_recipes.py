@@ -15,7 +15,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from shardcache.cli.config import render
+from shardcache.cli.recipe import render
 from tests.support.clitools import run_process
 
 ODD = '/mnt/50%/it\'s "a" $HOME $(X) disk; #1'
@@ -154,6 +154,6 @@ def test_a_recipe_has_the_options_that_are_set_and_no_secret(run, tmp_path):
     assert "/usr/bin/env SHARDCACHE_MAX_SIZE=800GB SHARDCACHE_MIN_FREE=0 " in out
     assert f" {sys.executable} -m shardcache --dir {cache} clean --quiet --no-wait" in out
     code, out, err = run("recipe", "cron")
-    assert code == 0 and err.startswith("warning: no limit is set: this cleans only to keep 0 of")
+    assert code == 0 and err.startswith("warning: no limit is set, so this only keeps 0 of")
     code, out, err = run("recipe", "slurm", "--prewarm", "https://me:hush@host/a.tar")
-    assert (code, out) == (2, "") and "with a credential" in err and "hush" not in err
+    assert (code, out) == (2, "") and "contains a credential" in err and "hush" not in err

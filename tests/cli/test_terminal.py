@@ -35,7 +35,7 @@ def test_a_terminal_shows_live_progress_and_an_interrupt_gives_the_cursor_back(s
         text = screen.read()
         assert screen.command.process.wait(PATIENCE) == 130
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
-    assert "run the same command to go on" in text
+    assert "Run the same command again" in text
 
 
 def test_progress_tells_shards_of_one_name_apart(s3, bucket, s3_environment, proxy, tmp_path):

@@ -117,9 +117,11 @@ def test_top_shows_who_waits_for_whom_since_when(make_cache, origin, monkeypatch
         thread.start()
         wait_until(lambda: list(live_waits(Layout.of_root(cache.dir))))
         command = ("top", "--count", "1", "--interval", "0.2")
-        _, table = run(*command)[1].split("1 waiter")
+        _, table = run(*command)[1].split("1 waiting process")
         _, titles, row, *_ = table.splitlines()
-        assert titles.split() == ["SHARD", "WHO", "FOR", "WHOM", "SINCE"] and row.startswith(URL)
+        assert titles.split() == ["SHARD", "PROCESS", "WAITS", "FOR", "TIME"] and row.startswith(
+            URL
+        )
         assert f"rank 1, pid {me}" in row and f"pid {fetcher}" in row
         (found,) = json.loads(run(*command, "--json")[1])["waits"]
         assert (found["url"], found["rank"], found["pid"]) == (URL, 1, me)

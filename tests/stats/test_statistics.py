@@ -169,5 +169,5 @@ def test_people_and_prometheus_are_told_and_counting_can_begin_anew(run, tmp_pat
     buckets = [s.value for s in waits if s.labels["for"] == "network" and "le" in s.labels]
     assert buckets == sorted(buckets) and buckets[-1] == 1
 
-    assert told("--zero") == "counting anew\n"
+    assert told("--zero") == "counters are reset\n"
     assert told() == "Nothing was counted.\n"

@@ -1,6 +1,6 @@
 #!/bin/bash
-# Epilog= in slurm.conf: cleans the cache when a job has ended. Slurm drains the node if this
-# fails, so it never does: errors go to the system log.
+# Epilog= in slurm.conf: cleans the cache after each job. Slurm drains the node if an epilog
+# fails, so this one logs errors to the system log and always succeeds.
 [ -d $sh_dir ] || exit 0
 owner=$$(stat -c %U $sh_dir)
 output=$$(runuser -u "$$owner" -- $sh_run clean --quiet --no-wait 2>&1)

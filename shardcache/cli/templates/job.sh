@@ -1,5 +1,4 @@
 #!/bin/bash
-# In a batch script, before the training: fills the cache of each node with the shards that
-# this node will read.
+# For a batch script, before the training: downloads to each node the shards that it will read.
 srun --ntasks-per-node=1 $sh_run \
     prewarm --quiet --shard-by-node -- $sh_specs

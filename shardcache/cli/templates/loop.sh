@@ -1,4 +1,4 @@
-# The shell is process 1, which signals reach; what it runs ends with it.
+# This shell is process 1, so it gets the signals and must end its child.
 child=
 trap 'test -z "$$child" || kill "$$child" 2>/dev/null; wait; exit 0' TERM INT
 run() { "$$@" & child=$$!; wait "$$child"; code=$$?; child=; return "$$code"; }

@@ -1,6 +1,6 @@
 #!/bin/bash
-# Prolog= in slurm.conf: fetches shards before a job starts, for five minutes at most. Slurm
-# drains the node if this fails, so it never does: the job fetches what is missing.
+# Prolog= in slurm.conf: downloads shards before a job starts, for at most five minutes. Slurm
+# drains the node if a prolog fails, so this one always succeeds; the job downloads the rest.
 output=$$(runuser -u "$$SLURM_JOB_USER" -- $sh_run \
     prewarm --quiet --best-effort --deadline 5m -- $sh_specs 2>&1)
 code=$$?

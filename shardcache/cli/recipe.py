@@ -1,0 +1,140 @@
+"""``shardcache recipe``: files for cron, systemd, Slurm and Kubernetes.
+
+The files are those in ``templates``. Paths and values are quoted for the format of each file:
+crontab(5), systemd.service(5) "Command lines", bash(1), YAML.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import shlex
+import string
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from shardcache.cli.main import Invocation, command
+from shardcache.config import describe
+from shardcache.errors import ConfigError
+from shardcache.urls import redact
+
+#: Kind -> its files, and those that it has only with shards to prewarm.
+KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "cron": (("crontab",), ()),
+    "systemd": (("shardcache-clean.service", "shardcache-clean.timer"), ()),
+    "slurm": (("epilog.sh",), ("prolog.sh", "job.sh")),
+    "k8s": (("shardcache.yaml",), ()),
+}
+#: Options that no variable sets: --dir sets the first, the others are not text or may be secret.
+_NO_VARIABLE = frozenset({"dir", "storage_options", "upstreams", "validate"})
+
+
+@command("recipe")
+@click.argument("kind", type=click.Choice(list(KINDS)))
+@click.option(
+    "--prewarm",
+    multiple=True,
+    metavar="SPEC",
+    help="slurm, k8s: shards to download before a job starts; may be repeated.",
+)
+def recipe_command(invocation: Invocation, kind: str, prewarm: tuple[str, ...]) -> None:
+    """Print a file for cron, systemd, Slurm or Kubernetes.
+
+    The file cleans this cache every hour, or after every job. It contains the current
+    directory and options as variables, but not storage options, which may be secret. A limit
+    that is not configured is that of the running job, or of the last one. Slurm: an epilog,
+    and with --prewarm also a prolog and lines for a batch script. Kubernetes: a DaemonSet that
+    cleans the cache of each node, and with --prewarm also fills it. If there are several
+    files, each begins with its name.
+
+    \b
+    Examples:
+      shardcache recipe cron
+      shardcache recipe systemd
+      shardcache recipe slurm --prewarm 's3://lab/train-{0000..0127}.tar'
+      shardcache recipe k8s --prewarm s3://lab/train/
+    """
+    if prewarm and kind not in ("slurm", "k8s"):
+        raise click.UsageError("--prewarm is for slurm and k8s; run `shardcache prewarm` first.")
+    loaded = invocation.loaded_with_job_limits()
+    invocation.show_job_limits(loaded)
+    config = loaded.config
+    if config.max_size is None and config.ephemeral_limit is None and config.max_age is None:
+        invocation.console.warning(
+            f"no limit is set, so this only keeps {config.min_free} of the filesystem free. "
+            "Set one first, such as SHARDCACHE_MAX_SIZE=800GB."
+        )
+    variables = [
+        f"SHARDCACHE_{option.name.upper()}={option.value}"
+        for option in describe(loaded)
+        if option.source != "default" and option.name not in _NO_VARIABLE
+    ]
+    program, directory = [sys.executable, "-m", "shardcache"], os.fspath(loaded.config.dir)
+    files = render(kind, program, directory, variables, prewarm)
+    for name, text in files.items():
+        invocation.console.data(f"# -- {name}\n{text}" if len(files) > 1 else text.rstrip())
+    rows = [{"name": name, "text": text} for name, text in files.items()]
+    invocation.console.object("recipe", kind=kind, files=rows)
+
+
+def render(
+    kind: str,
+    program: Sequence[str],
+    directory: str,
+    variables: Sequence[str] = (),
+    prewarm: Sequence[str] = (),
+) -> dict[str, str]:
+    """Fill in the templates of a kind, and return the texts by the names of the files.
+
+    Args:
+        kind: a key of `KINDS`.
+        program: the words that run the command line.
+        directory: the directory of the cache.
+        variables: ``NAME=value`` for each option.
+        prewarm: the SPECs to prewarm.
+
+    Raises:
+        ConfigError: a SPEC contains a credential.
+    """
+    if secret := next((redact(spec) for spec in prewarm if redact(spec) != spec), None):
+        raise ConfigError(
+            f"{secret} contains a credential, which would be visible in the file. Remove it."
+        )
+    folder = Path(__file__).parent / "templates"
+
+    def filled(name: str) -> str:
+        return string.Template((folder / name).read_text("utf-8")).substitute(fields)
+
+    environment = ["/usr/bin/env", *variables] if variables else []
+    run = [*environment, *program, "--dir", directory]
+    pod_run = [*environment, "python", "-m", "shardcache", "--dir", directory]
+    fields = {
+        "plain_dir": directory,
+        "user": getpass.getuser(),
+        "cron_run": shlex.join(run).replace("%", "\\%"),
+        "unit_dir": _unit_word(directory),
+        "unit_path": directory.replace("%", "%%"),
+        "unit_run": " ".join(map(_unit_word, run)),
+        "sh_dir": shlex.quote(directory),
+        "sh_run": shlex.join(run),
+        "sh_specs": shlex.join(prewarm),
+        "pod_run": shlex.join(pod_run),
+        "pod_warms": "" if prewarm else ": ",
+        "and_warm": " and warm" if prewarm else "",
+        # JSON is a subset of YAML.
+        "yaml_dir": json.dumps(directory, ensure_ascii=False),
+    }
+    script = filled("loop.sh").replace("$", "$$")  # Kubernetes would expand $(X)
+    fields["yaml_script"] = json.dumps(script, ensure_ascii=False)
+    always, with_shards = KINDS[kind]
+    return {name: filled(name) for name in (*always, *(with_shards if prewarm else ()))}
+
+
+def _unit_word(text: str) -> str:
+    """Quote a word of a command line in a systemd unit, with its specifiers and variables."""
+    plain = text.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
+    return f'"{plain}"' if plain != text or not text or any(c in text for c in " \t';") else text

@@ -351,7 +351,7 @@ class Config:
         "Read a shard while it is fetched, or when all of it is there.", "follow", "complete"
     )
     prefetch: int = _opt(_count(64, 0), 3, "Shards fetched ahead of the one that is read.")
-    connections: int = _opt(_count(256), 32, "Most connections to the origin per process.")
+    connections: int = _opt(_count(256), 32, "Most connections per process, of 64 per node.")
     part_size: int | None = _opt(PART_SIZE, None, "Bytes per request; 16 MiB unless it is set.")
     attempts: int = _opt(_count(100), 5, "Tries before a transient error counts as final.")
     patience: float = _opt(TIME, 300.0, "Longest wait for a store that throttles, or for a login.")

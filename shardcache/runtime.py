@@ -150,8 +150,10 @@ class Process:
         """Make the directories of these tiers, and what works with all that can be used."""
         # Not at the top: these bring filelock, and `import shardcache` stays light.
         from shardcache.fetch.background import Fetchings
+        from shardcache.fetch.connections import Connections
         from shardcache.fetch.coordinator import Coordinator
         from shardcache.fetch.transfer import Fetcher
+        from shardcache.locks.downloaders import Downloaders
         from shardcache.origins.resolve import Origins
         from shardcache.origins.retry import RetryPolicy
         from shardcache.space.clean import Housekeeper
@@ -162,12 +164,9 @@ class Process:
         if self.ready is None:
             self.fetchings, self.origins = Fetchings(), Origins(config)
             policy = RetryPolicy(config.attempts, config.deadline, config.patience)
-            self.fetcher = Fetcher(
-                policy,
-                self.counters,
-                connections=config.connections,
-                part_size=config.part_size,
-            )
+            downloaders = Downloaders(lambda: self.home.node)
+            connections = Connections(config.connections, config.part_size, downloaders)
+            self.fetcher = Fetcher(policy, self.counters, connections)
         usable = [tier for tier in self.tiers if tier.made or tier is self.home]
         self._end_housekeeping()
         self._housekeepers = [Housekeeper(tier) for tier in usable]

@@ -1,13 +1,14 @@
-"""The connections of one process: how many there are, and which shard uses them.
+"""The connections of one process: how many it may use, and for which shards.
 
-A fetch runs in its caller's thread, which holds one connection for as long as it fetches. What a
-shard has beyond its first part is offered to helper threads, which exist only while there are
-parts to fetch and connections to spare. Callers come before helpers: a shard that nobody fetches
-yet gets its first bytes before another one gets its last.
+The thread that fetches a shard holds one connection until the shard is complete. Helper threads
+fetch parts beside it; they exist only while there are parts to fetch and connections to spare. A
+thread that waits for its first connection goes before helpers, so each shard gets its first bytes
+before another one gets its last.
 
-How many connections there are is decided by how long the origin takes to answer. S3 gives one
-connection some 50 to 100 MB/s, whatever the link can take, and answers after some 30 ms; a server
-in the same room gives a few connections all there is (figures: docs/design.md, "Connections").
+The time that the origin takes to answer decides how many connections a process uses. S3 gives one
+connection 50 to 100 MB/s, whatever the link can take, and answers after 30 ms. A server in the same
+room fills the link over a few connections (figures: docs/design.md, "Connections"). Processes of a
+node that download at the same time share the connections of the node equally.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from contextlib import contextmanager
 
 from shardcache import threads
 from shardcache.errors import ConfigError
+from shardcache.locks.downloaders import Downloaders
 from shardcache.units import format_rate, parse_bytes
 
 __all__ = ["LEAST", "Connections", "Throttle", "Work", "parse_rate"]
@@ -31,6 +33,11 @@ PART = 16 << 20
 #: the speed with TLS, and bring nothing.
 _FEW = 8
 _NEAR = 0.005
+#: Connections of all processes of a node. Over an S3-like link, 64 brought 1,671 MB/s, 32 brought
+#: 1,647.
+_NODE = 64
+#: Seconds after which a caller that waits for a connection looks whether its process may use more.
+_PATIENCE = 1.0
 
 
 class Work:
@@ -48,6 +55,7 @@ class Work:
 
     def take(self) -> range | None:
         """The next part, for the caller's own thread; None if there is none."""
+        self._connections.hand_out()  # the share of this process may have grown
         with self._connections.lock:
             return self.parts.popleft() if self.parts else None
 
@@ -59,12 +67,19 @@ class Work:
 
 
 class Connections:
-    """See the module; never more than ``most``, with ``part`` bytes per request (`PART`)."""
+    """See the module.
 
-    def __init__(self, most: int, part: int | None = None) -> None:
+    Args:
+        most: most connections of this process.
+        part: bytes of one request; None for `PART`.
+        downloaders: of the node. This process is one while it uses a connection.
+    """
+
+    def __init__(self, most: int, part: int | None, downloaders: Downloaders) -> None:
         self.lock = threading.Lock()
         self.part = part or PART
         self._most = most
+        self._downloaders = downloaders
         self._answer: float | None = None  # seconds, the fastest so far
         self._busy = 0
         self._waiting = 0
@@ -73,9 +88,19 @@ class Connections:
 
     @property
     def limit(self) -> int:
-        """How many connections there are."""
+        """How many connections this process may use."""
         near = self._answer is None or self._answer <= _NEAR
-        return min(self._most, _FEW) if near else self._most
+        return min(self._most, _FEW if near else self._most, self._share)
+
+    @property
+    def _share(self) -> int:
+        """This process's part of the node's connections: at least one."""
+        return max(1, max(_NODE, self._most) // self._downloaders.count())
+
+    @property
+    def crowded(self) -> bool:
+        """Whether the node leaves this process a single connection, and that is in use."""
+        return self._busy > 0 and self._share == 1
 
     @property
     def known(self) -> bool:
@@ -86,50 +111,64 @@ class Connections:
         """Note how many seconds the first byte of an answer took; 0 where nobody knows."""
         if self._answer is None or seconds < self._answer:
             self._answer = seconds
-            self._hand_out()
+            self.hand_out()
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """Hold a connection; waits for one."""
+        """Hold a connection; wait for it if this process uses all that it may."""
         with self.lock:
             self._waiting += 1
             try:
-                self._free.wait_for(lambda: self._busy < self.limit)
-                self._busy += 1
+                # A process may always use one, so the first does not count the downloaders.
+                while self._busy and self._busy >= self.limit:
+                    self._free.wait(_PATIENCE)
+                self._take()
             finally:
                 self._waiting -= 1
         try:
-            self._hand_out()
+            self.hand_out()
             yield
         finally:
             with self.lock:
-                self._busy -= 1
-            self._hand_out()
+                self._release()
+            self.hand_out()
 
     def offer(self, work: Work) -> None:
         """Let helpers fetch parts of a shard."""
         with self.lock:
             self._work.append(work)
-        self._hand_out()
+        self.hand_out()
 
-    def _hand_out(self) -> None:
+    def hand_out(self) -> None:
         """Give a free connection to a caller that waits, else to a helper."""
         with self.lock:
+            if not self._waiting and self._next() is None:
+                return
             if self._busy >= self.limit:
                 return
             if self._waiting:
                 self._free.notify()
                 return
-            if self._next() is None:
-                return
-            self._busy += 1
+            self._take()
         try:
             # Without the lock: it waits for the new thread, and all the others would wait, too.
             threads.start(self._help, "shardcache-part")
         except RuntimeError:  # a limit of processes: callers fetch alone
             with self.lock:
-                self._busy -= 1
+                self._release()
                 self._work.clear()
+
+    def _take(self) -> None:
+        """Use one more connection. The caller holds the lock."""
+        if not self._busy:
+            self._downloaders.join()
+        self._busy += 1
+
+    def _release(self) -> None:
+        """Use one connection less. The caller holds the lock."""
+        self._busy -= 1
+        if not self._busy:
+            self._downloaders.leave()
 
     def _next(self) -> Work | None:
         """The first shard that has parts left."""
@@ -138,16 +177,17 @@ class Connections:
         return self._work[0] if self._work else None
 
     def _help(self) -> None:
-        """Fetch parts until there are no more, or a caller waits for the connection."""
+        """Fetch parts until none is left, a caller needs the connection, or the limit sank."""
         while True:
             with self.lock:
-                work = None if self._waiting else self._next()
+                yields = self._waiting or self._busy > self.limit
+                work = None if yields else self._next()
                 if work is None:
-                    self._busy -= 1
+                    self._release()
                     break
                 part = work.parts.popleft()
                 work.helpers += 1
-            self._hand_out()
+            self.hand_out()
             try:
                 work.fetch(part)
             finally:
@@ -155,7 +195,7 @@ class Connections:
                     work.helpers -= 1
                     work.ended.notify_all()
             del work
-        self._hand_out()
+        self.hand_out()
 
 
 #: Bytes per second. With less, a fetch would look as if it were stuck.

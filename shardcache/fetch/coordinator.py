@@ -130,8 +130,8 @@ class Coordinator:
         Args:
             url: the shard.
             status: is kept up to date.
-            ahead: nobody waits for the shard yet: the answer is None where somebody else
-                fetches it, or this node fetches enough ahead.
+            ahead: no reader waits for the shard yet. Returns None if another process fetches
+                it, if this node fetches enough ahead, or if its connections are scarce.
 
         Raises:
             ShardNotFoundError, AccessDeniedError, ConfigError, TransferError,
@@ -141,6 +141,8 @@ class Coordinator:
             OSError: the local disk failed.
         """
         with contextlib.ExitStack() as stack:
+            if ahead and self._fetcher.connections.crowded:
+                return None
             if ahead and not stack.enter_context(self._slot("ahead", _AHEAD_FETCHES)):
                 return None
             try:

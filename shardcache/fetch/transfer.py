@@ -46,22 +46,18 @@ _VERSION_RESTARTS = 4
 
 
 class Fetcher:
-    """See the module; ``connections`` caps the simultaneous requests of this process.
+    """See the module.
 
-    ``counters`` count the bytes that come.
+    Args:
+        policy: how often and how long to try.
+        counters: count the bytes that arrive.
+        connections: of this process.
     """
 
-    def __init__(
-        self,
-        policy: RetryPolicy,
-        counters: Counters,
-        *,
-        connections: int,
-        part_size: int | None,
-    ) -> None:
+    def __init__(self, policy: RetryPolicy, counters: Counters, connections: Connections) -> None:
         self.policy = policy
         self._counters = counters
-        self.connections = Connections(connections, part_size)
+        self.connections = connections
         self._largest: dict[str, int] = {}  # bytes of the largest shard so far, by folder
 
     def fetch(

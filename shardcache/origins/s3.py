@@ -1,8 +1,10 @@
 """Shards in S3 and in everything that speaks its protocol.
 
-Botocore, which s3fs brings along, knows every way to find credentials and every addressing rule. It
-is asked once per bucket, by a presigned URL; then requests are signed here (Signature Version 4)
-and go over `connection`.
+Botocore, which s3fs brings along, finds the credentials, the region and the address of a bucket.
+Requests are signed here (Signature Version 4) and go over `connection`. Making a client of botocore
+takes 60 ms, so the usual addresses are composed here, too (`_usual_address`). What a process has
+learned about a store is kept in `_stores`, where a forked child finds it: the workers of a
+DataLoader search for no credentials as long as their parent's are fresh.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, quote, unquote_plus, urlsplit
 from xml.etree import ElementTree
@@ -68,17 +71,9 @@ _CHECKSUM = {"x-amz-checksum-mode": "ENABLED"}
 _LISTING_BYTES = 16 * 1024 * 1024
 _UNSIGNED = "UNSIGNED-PAYLOAD"
 _REGION = re.compile(r"[A-Za-z0-9-]{1,64}")
-#: Stores that this process, or the one that it was forked from, has read from with credentials.
-_read_from: set[str] = set()
+#: Seconds before their end at which credentials are renewed, as botocore does.
+_RENEWED_BEFORE = 15 * 60
 _ALGORITHM = "AWS4-HMAC-SHA256"
-
-
-class _Keys(NamedTuple):
-    """Credentials, with the names that botocore gives them."""
-
-    access_key: str
-    secret_key: str
-    token: str = ""
 
 
 class _Bucket(NamedTuple):
@@ -88,6 +83,26 @@ class _Bucket(NamedTuple):
     path: str  # that objects are below; empty where the host's name has the bucket's
     region: str
     service: str  # that signatures are made for; empty where none are made
+
+
+@dataclass(slots=True)
+class _Store:
+    """What this process, or the one that it was forked from, has learned about a store."""
+
+    address: Callable[[str, str], _Bucket]  # of a bucket's name in a region
+    region: str  # the one to try first
+    proxies: Mapping[str, str] | None
+    trusted: str | bool | None  # see `Transport`
+    buckets: dict[str, _Bucket] = field(default_factory=dict)
+    without_checksums: set[str] = field(default_factory=set)  # buckets that refuse to state them
+    keys: Any = None  # as botocore freezes them
+    fresh_until: float = 0.0  # by `time.time`
+    worked: bool = False  # whether it has answered a signed request
+    ahead: float = 0.0  # seconds by which its clock is ahead of this machine's
+
+
+#: By options, endpoint, AWS's environment variables and AWS's files.
+_stores: dict[str, _Store] = {}
 
 
 class S3Origin:
@@ -110,159 +125,150 @@ class S3Origin:
         self._endpoint_url = endpoint_url
         self._timeout = timeout
         self._guard = threading.Lock()
-        self._chain = threading.Lock()  # held while credentials are looked for
-        self._keys: Callable[[], Any] | None = None  # until it is prepared
-        self._buckets: dict[str, _Bucket] = {}
-        self._without_checksums: set[str] = set()  # buckets that refuse to state them
-        self._ahead = 0.0  # seconds by which the store's clock is ahead of this machine's
-        self._address: Callable[[str, str], _Bucket]
+        self._chain = threading.Lock()  # held while botocore searches for credentials
+        self._chain_failed = False
+        self._credentials: Any = None  # botocore's, once they are found
+        self._store: _Store | None = None  # until `prepare`
 
-    def prepare(self) -> Callable[[], Any]:
-        """Find endpoint, region and credentials, unless that is done (ConfigError: it fails).
+    def prepare(self) -> _Store:
+        """Find out how the store is reached, on the first call.
 
-        Returns what tells the credentials for a request.
+        Raises:
+            ConfigError: the options, the profile or the endpoint cannot work.
         """
         with self._guard:
-            if self._keys is None:
-                with undivided():  # a fork: it imports
-                    self._endpoint = s3_endpoint(self._options, self._endpoint_url) or ""
-                    self._place = redact(self._endpoint) or "AWS"
-                    self._keys = self._use_stated_keys() or self._ask_botocore()
-            return self._keys
-
-    def _use_stated_keys(self) -> Callable[[], Any] | None:
-        """Do without botocore where options or environment state all there is to know.
-
-        Botocore takes some tenths of a second to be imported and to make a client, which is a
-        fifth of the time of a prewarm of 3 GB. It is asked for AWS, for profiles, where there are
-        configuration files, and for whatever else is not stated here.
-        """
-        options = self._options
-        profile = os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE")
-        known = {"key", "secret", "token", "anon", "requester_pays", "endpoint_url"}
-        # Botocore knows AWS itself, and for TLS the certificates.
-        plain = re.fullmatch(r"http://[^/?#@]+/?", self._endpoint)
-        if not plain or profile or options.keys() - known or aws_files():
-            return None
-        if options.get("anon"):
-            keys = _Keys("", "")
-        elif options.get("key"):
-            keys = _Keys(*(options.get(name) or "" for name in ("key", "secret", "token")))
-        else:
-            names = "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"
-            keys = _Keys(*(os.environ.get(name, "") for name in names))
-        if not options.get("anon") and not all(keys[:2]):
-            return None
-        self._region = os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
-        self._transport = Transport(timeout=self._timeout)
-        service, server = "s3" if keys.access_key else "", self._endpoint.rstrip("/")
-
-        def address(name: str, region: str) -> _Bucket:
-            if name.startswith("arn:"):
-                # Only botocore knows the addresses of access points; `client_kwargs` selects it.
-                other = S3Origin(
-                    {**options, "client_kwargs": {}},
-                    endpoint_url=self._endpoint,
+            if self._store is None:
+                with undivided():  # it imports
+                    endpoint = s3_endpoint(self._options, self._endpoint_url) or ""
+                    self._place = redact(endpoint) or "AWS"
+                    settings = sorted(item for item in os.environ.items() if "AWS_" in item[0])
+                    key = repr((self._options, endpoint, settings, aws_files()))
+                    self._store = _stores.get(key) or _stores.setdefault(
+                        key, self._look_up(endpoint)
+                    )
+                self._transport = Transport(
                     timeout=self._timeout,
+                    proxies=self._store.proxies,
+                    trusted=self._store.trusted,
                 )
-                other.prepare()
-                return other._address(name, region)
-            return _Bucket(server, f"/{quote(name)}", region, service)
+            return self._store
 
-        self._address = address
-        return lambda: keys
-
-    def _ask_botocore(self) -> Callable[[], Any]:
-        """Let botocore find credentials, region and settings; its import takes a while."""
-        import botocore.exceptions
+    def _session(self) -> Any:
+        """A session of botocore, with the credentials that the options state."""
         import botocore.session
+
+        session = botocore.session.Session(profile=self._options.get("profile"))
+        passed = self._options.get("client_kwargs") or {}
+        names = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
+        if not passed.get(names[0]):
+            passed, names = self._options, ("key", "secret", "token")
+        if passed.get(names[0]):
+            session.set_credentials(*(passed.get(name) for name in names))
+        return session
+
+    def _look_up(self, endpoint: str) -> _Store:
+        """Ask botocore how the store is reached. Importing it takes a tenth of a second."""
+        import botocore.exceptions
         from botocore.config import Config
         from botocore.httpsession import get_cert_path
 
-        options = self._options
+        options, client_kwargs = self._options, dict(self._options.get("client_kwargs") or {})
         settings: dict[str, Any] = {
             **(options.get("config_kwargs") or {}),
             "signature_version": botocore.UNSIGNED if options.get("anon") else "s3v4",
             "ignore_configured_endpoint_urls": True,  # `s3_endpoint` has looked at them
         }
-        client_kwargs = {
-            "use_ssl": options.get("use_ssl", True),
-            **(options.get("client_kwargs") or {}),
-            "endpoint_url": self._endpoint or None,
-        }
-        try:
-            session = botocore.session.Session(profile=options.get("profile"))
-            names = "aws_access_key_id", "aws_secret_access_key", "aws_session_token"
-            keys = [client_kwargs.pop(name, None) for name in names]
-            keys = keys if keys[0] else [options.get(name) for name in ("key", "secret", "token")]
-            if keys[0]:
-                session.set_credentials(*keys)
-            # Any region of the right partition will do: S3 answers with the bucket's.
-            region = client_kwargs.pop("region_name", None)
-            region = region or session.get_config_variable("region")
-            if not self._endpoint:  # as in `s3_region`
-                region = region or os.environ.get("AWS_REGION")
-            self._region = region or "us-east-1"
-            client_kwargs["config"] = Config(**settings)
+        for name in ("aws_access_key_id", "aws_secret_access_key", "aws_session_token"):
+            client_kwargs.pop(name, None)
+
+        @functools.cache
+        def client(region: str) -> Any:
             # It only tells addresses. With keys of its own it does not run the chain.
-            client_in = functools.cache(
-                lambda region: session.create_client(
-                    "s3",
-                    region,
-                    aws_access_key_id="none",
-                    aws_secret_access_key="none",  # noqa: S106
-                    **client_kwargs,
-                )
-            )
-            client = client_in(self._region)
-        except (botocore.exceptions.BotoCoreError, ValueError, TypeError) as exn:
-            client, reason = None, redact(str(exn))
-        if client is None:
-            raise ConfigError(
-                f"the S3 client cannot be set up: {reason}. "
-                "Check endpoint_url, the profile and storage_options.",
+            return session.create_client(
+                "s3",
+                region,
+                aws_access_key_id="none",
+                aws_secret_access_key="none",  # noqa: S106
+                **{"use_ssl": options.get("use_ssl", True), **client_kwargs},
+                endpoint_url=endpoint or None,
+                config=Config(**settings),
             )
 
         def address(name: str, region: str) -> _Bucket:
-            presign = client_in(region).generate_presigned_url
+            service = "" if options.get("anon") else "s3"
+            if is_plain and (found := _usual_address(endpoint, name, region)):
+                return _Bucket(*found, region, service)
+            presign = client(region).generate_presigned_url
             parts = urlsplit(presign("get_object", Params={"Bucket": name, "Key": "k"}))
             port = {"http": ":80", "https": ":443"}[parts.scheme]
             server = f"{parts.scheme}://{parts.netloc.removesuffix(port)}"
-            path, service = parts.path.removesuffix("/k"), ""
             if parts.query:
                 scope = dict(parse_qsl(parts.query))["X-Amz-Credential"]
                 *_, region, service, _ = scope.split("/")
-            return _Bucket(server, path, region, service)
+            return _Bucket(server, parts.path.removesuffix("/k"), region, service)
 
-        verify = client_kwargs.get("verify")
-        if verify is None:
-            named = session.get_config_variable("ca_bundle")
-            verify = named or os.environ.get("REQUESTS_CA_BUNDLE") or True
-        self._transport = Transport(
-            timeout=self._timeout,
-            proxies=client.meta.config.proxies,
-            trusted=get_cert_path(verify),
+        try:
+            session = self._session()
+            # Any region of the right partition will do: S3 answers with the bucket's.
+            region = client_kwargs.pop("region_name", None)
+            region = region or session.get_config_variable("region")
+            if not endpoint:  # as in `s3_region`
+                region = region or os.environ.get("AWS_REGION")
+            region = region or "us-east-1"
+            verify = client_kwargs.get("verify")
+            if verify is None:
+                named = session.get_config_variable("ca_bundle")
+                verify = named or os.environ.get("REQUESTS_CA_BUNDLE") or True
+            is_plain = not (
+                client_kwargs.keys() - {"endpoint_url", "verify"}
+                or options.get("config_kwargs")
+                or not options.get("use_ssl", True)
+                or session.get_scoped_config().get("s3")
+                or session.get_config_variable("use_dualstack_endpoint")
+                or session.get_config_variable("use_fips_endpoint")
+            )
+            client_kwargs.pop("endpoint_url", None)
+            if not (is_plain and _usual_address(endpoint, "bucket", region)):
+                client(region)
+        except (botocore.exceptions.BotoCoreError, ValueError, TypeError) as exn:
+            reason = redact(str(exn))
+        else:
+            trusted = get_cert_path(verify)
+            return _Store(address, region, settings.get("proxies"), trusted)
+        raise ConfigError(
+            f"the S3 client cannot be set up: {reason}. "
+            "Check endpoint_url, the profile and storage_options.",
         )
-        self._address = address
-        credentials, failed = None, False
 
-        def find_keys() -> Any:
-            nonlocal credentials, failed
-            with self._chain:
-                if credentials is None:
-                    failed_before, failed = failed, True
-                    # Only after a failure: otherwise a node full of workers would start in turns.
-                    with one_at_a_time() if failed_before else contextlib.nullcontext():
-                        credentials = session.get_credentials()
-                        if credentials is None:
-                            raise botocore.exceptions.NoCredentialsError
-            return credentials.get_frozen_credentials()
+    def _keys(self) -> Any:
+        """The credentials for a request.
 
-        return find_keys
+        Raises:
+            An error of botocore's chain.
+        """
+        store = self.prepare()
+        if time.time() < store.fresh_until:
+            return store.keys
+        with self._chain:
+            if self._credentials is None:
+                # Only after a failure: otherwise a node full of workers would start in turns.
+                with one_at_a_time() if self._chain_failed else contextlib.nullcontext():
+                    self._chain_failed = True
+                    self._credentials = self._session().get_credentials()
+                    if self._credentials is None:
+                        from botocore.exceptions import NoCredentialsError
+
+                        raise NoCredentialsError
+                self._chain_failed = False
+            credentials = self._credentials
+        keys = credentials.get_frozen_credentials()
+        end = getattr(credentials, "_expiry_time", None)
+        store.keys = keys
+        store.fresh_until = end.timestamp() - _RENEWED_BEFORE if end else float("inf")
+        return keys
 
     def server(self, url: ShardURL) -> str:
         """Scheme, host and port of the server that has a shard."""
-        self.prepare()
         return self._bucket(url.bucket_and_key()[0], None).server
 
     def open(
@@ -318,23 +324,22 @@ class S3Origin:
             headers = {**headers, "x-amz-request-payer": "requester"}
         bucket, tried = url.bucket_and_key()[0], set[str]()
         plain = {name: value for name, value in headers.items() if name not in _CHECKSUM}
-        if bucket in self._without_checksums:
+        store = self.prepare()
+        if bucket in store.without_checksums:
             headers = plain
         region = None
         while True:
-            find_keys = self.prepare()
-            asked, keys, response = self._send(method, url, region, headers, query, find_keys)
+            asked, keys, response = self._send(method, url, region, headers, query)
             if response.status in (200, 206):
                 if "plain" in tried:
-                    self._without_checksums.add(bucket)
-                if keys is not None and self._place not in _read_from:
-                    _read_from.add(self._place)
+                    store.without_checksums.add(bucket)
+                store.worked |= keys is not None
                 return response
             code, message, elsewhere = _read_refusal(response)
             if elsewhere not in (None, asked) and region is None:
                 logger.info("%s is in %s", url, elsewhere)
                 region = elsewhere
-            elif code in _EXPIRED and "keys" not in tried and self._renew(find_keys, keys, url):
+            elif code in _EXPIRED and "keys" not in tried and self._renew(keys, url):
                 logger.info("the credentials expired; the chain has new ones")
                 tried.add("keys")
             elif code == _SKEWED and "time" not in tried and self._set_clock(response):
@@ -344,7 +349,7 @@ class S3Origin:
             ):
                 headers = plain
                 tried.add("plain")
-            elif code in _EXPIRED and self._place in _read_from:
+            elif code in _EXPIRED and store.worked:
                 raise login_ended(self._profile)
             else:
                 throttled, transient = throttling_codes()
@@ -362,21 +367,22 @@ class S3Origin:
         from email.utils import parsedate_to_datetime
 
         try:
-            self._ahead = parsedate_to_datetime(response.headers.get("date", "")).timestamp()
+            moment = parsedate_to_datetime(response.headers.get("date", "")).timestamp()
         except ValueError:
             return False
-        self._ahead -= time.time()
+        self.prepare().ahead = ahead = moment - time.time()
         text = "this machine's clock is %s off; requests to %s are signed with the store's time"
-        logger.warning(text, format_duration(abs(self._ahead)), self._place)
+        logger.warning(text, format_duration(abs(ahead)), self._place)
         return True
 
-    def _renew(self, find_keys: Callable[[], Any], refused_keys: Any, url: ShardURL) -> bool:
-        """Run the chain again; whether it finds other credentials than those refused."""
-        with self._guard:
-            if self._keys is find_keys:
-                self._keys = None
+    def _renew(self, refused: Any, url: ShardURL) -> bool:
+        """Run the chain again, unless another thread has; whether there are new credentials."""
+        store = self.prepare()
+        with self._chain:
+            if store.keys == refused:
+                store.fresh_until, self._credentials = 0.0, None
         try:
-            return bool(self.prepare()() != refused_keys)
+            return bool(self._keys() != refused)
         except Exception as exn:  # noqa: BLE001 - as in `_send`
             error = self._sorted(exn, url)
         raise error
@@ -388,7 +394,6 @@ class S3Origin:
         region: str | None,
         headers: Mapping[str, str],
         query: Mapping[str, str],
-        find_keys: Callable[[], Any],
     ) -> tuple[str, Any, Response]:
         """The region and the credentials that a request was signed with, and its answer."""
         name, key = url.bucket_and_key()
@@ -404,8 +409,8 @@ class S3Origin:
             asked = "&".join(f"{name}={value}" for name, value in pairs)
             headers, keys = {**HEADERS, **headers}, None
             if bucket.service:
-                keys = find_keys()
-                now = time.time() + self._ahead
+                keys = self._keys()
+                now = time.time() + self.prepare().ahead
                 headers |= _signature(method, bucket, path, asked, headers, keys, now)
                 signature = headers["Authorization"].rpartition("=")[2]
                 secrets = [*secret_forms(keys.secret_key, keys.token), signature]
@@ -423,7 +428,7 @@ class S3Origin:
             return unanswered(exn, url, self._place, secrets)
         if not type(exn).__module__.startswith("botocore"):  # which need not be imported
             return exn
-        return chain_error(exn, url, self._profile, worked=self._place in _read_from)
+        return chain_error(exn, url, self._profile, worked=self.prepare().worked)
 
     @property
     def _profile(self) -> str | None:
@@ -435,11 +440,32 @@ class S3Origin:
                 f"{name} is the alias of a multi-region access point; give its ARN, "
                 f"s3://arn:aws:s3::ACCOUNT:accesspoint/{name}/key."
             )
+        store = self.prepare()
         with self._guard:
-            bucket = self._buckets.get(name)
+            bucket = store.buckets.get(name)
             if bucket is None or region not in (None, bucket.region):
-                bucket = self._buckets[name] = self._address(name, region or self._region)
+                bucket = store.buckets[name] = store.address(name, region or store.region)
             return bucket
+
+
+def _usual_address(endpoint: str, name: str, region: str) -> tuple[str, str] | None:
+    """The server of a bucket and the path that its objects are below, by the usual rules.
+
+    They are those of botocore's clients: at an endpoint of its own a bucket is a path, at AWS it is
+    a part of the host's name, https://docs.aws.amazon.com/AmazonS3/latest/userguide/VirtualHosting.html.
+    None for all that is not usual: ARNs, dots in names, S3 Accelerate, other partitions of AWS.
+    """
+    if not re.fullmatch(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]", name):
+        return None
+    if endpoint:
+        if not re.fullmatch(
+            r"https?://(?!s3-accelerate)[A-Za-z0-9.-]+(:(?!80/?$|443/?$)\d+)?/?", endpoint
+        ):
+            return None
+        return endpoint.rstrip("/"), f"/{name}"
+    if re.fullmatch(r"(?!cn-)[a-z]{2}-[a-z]+-\d", region):
+        return f"https://{name}.s3.{region}.amazonaws.com", ""
+    return None
 
 
 def _signature(

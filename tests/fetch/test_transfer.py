@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import os
 import threading
 import time
 import zlib
@@ -159,6 +161,33 @@ def test_what_comes_after_an_abort_is_not_believed(make: MakeCache, origin: Memo
     assert {start for start, _ in asked(origin)[-2:]} == {BLOCK, 3 * BLOCK}  # it was resumed
 
 
+def test_a_helper_that_is_late_writes_into_no_other_file(make, origin, tmp_path, monkeypatch):
+    """The download failed meanwhile, and another file has the number of its descriptor."""
+    monkeypatch.setattr(job, "_FAREWELL", 0.0)
+    more = origin.hold(BLOCK)  # the first part
+    late, go, real = threading.Event(), threading.Event(), os.pwrite
+
+    def pwrite(fd: int, data: memoryview, offset: int) -> int:
+        if offset == 2 * BLOCK:  # the helper writes the second part
+            late.set()
+            go.wait(PATIENCE)
+        return real(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    cache, other = make(connections=2), tmp_path / "other"
+    with ThreadPoolExecutor() as pool, contextlib.ExitStack() as files:
+        fetching = pool.submit(cache.fetch, URL)
+        assert late.wait(PATIENCE)
+        del origin.objects[URL]  # so the request for the third part fails
+        more.set()
+        assert isinstance(fetching.exception(PATIENCE), ShardNotFoundError)
+        for _ in range(100):
+            files.enter_context(other.open("ab"))
+        go.set()
+        wait_until(lambda: not [t for t in threading.enumerate() if t.name.endswith("-part")])
+    assert other.read_bytes() == b""
+
+
 # -- what a listing, or a neighbour, tells -------------------------------------------------
 
 
@@ -241,7 +270,7 @@ def test_whatever_is_waited_for_can_be_called_off(make, origin, during):
         if during == "retries":
             wait_until(lambda: len(origin.requests) >= 3)
         elif during == "silence":
-            wait_until(lambda: status.written == BLOCK)
+            wait_until(lambda: status.written >= BLOCK)
         status.cancel()
         assert isinstance(fetching.exception(PATIENCE), FetchCancelledError)
     if during == "another's fetch":

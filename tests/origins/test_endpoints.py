@@ -10,6 +10,7 @@ import pytest
 
 from shardcache import Cache, TransferError
 from shardcache.origins.endpoints import s3_endpoint, s3_region
+from shardcache.origins.s3 import _usual_address
 from shardcache.urls import parse_url
 from tests.support.webservers import Files, answer, running
 
@@ -97,7 +98,8 @@ region = eu-west-1
 region = us-gov-west-1
 """
 CHINA = "lab.s3.cn-north-1.amazonaws.com.cn"
-STANDARD = "lab.s3.amazonaws.com"  # of all its regions, to begin with
+STANDARD = "lab.s3.us-east-1.amazonaws.com"
+IRELAND = "lab.s3.eu-west-1.amazonaws.com"
 GOVERNMENT = "lab.s3.us-gov-west-1.amazonaws.com"
 
 
@@ -106,9 +108,9 @@ GOVERNMENT = "lab.s3.us-gov-west-1.amazonaws.com"
     [
         ({}, {}, STANDARD),
         ({"AWS_DEFAULT_REGION": "cn-north-1", "AWS_PROFILE": "gov"}, {}, CHINA),
-        ({"AWS_DEFAULT_REGION": "eu-west-1", "AWS_PROFILE": "gov"}, {}, STANDARD),
+        ({"AWS_DEFAULT_REGION": "eu-west-1", "AWS_PROFILE": "gov"}, {}, IRELAND),
         ({"AWS_PROFILE": "gov", "AWS_REGION": "eu-west-1"}, {}, GOVERNMENT),
-        ({"AWS_PROFILE": "eu", "AWS_REGION": "cn-north-1"}, {}, STANDARD),
+        ({"AWS_PROFILE": "eu", "AWS_REGION": "cn-north-1"}, {}, IRELAND),
         ({"AWS_REGION": "cn-north-1"}, {}, CHINA),
         ({"AWS_PROFILE": "eu"}, {"profile": "gov", "key": "me", "secret": "x"}, GOVERNMENT),
         ({"AWS_PROFILE": "gov"}, {"client_kwargs": {"region_name": "cn-north-1"}}, CHINA),
@@ -128,7 +130,7 @@ def test_the_key_has_the_partition_that_the_client_reads(
     with Cache(tmp_path / "cache", min_free=0, attempts=1, storage_options=options) as cache:
         key = cache.parse(url).key
         assert key == parse_url("s3://lab/a.tar", endpoint=host).key
-        assert (key == parse_url("s3://lab/a.tar").key) == (host == STANDARD)
+        assert (key == parse_url("s3://lab/a.tar").key) == (host in (STANDARD, IRELAND))
         with pytest.raises(TransferError):
             cache.open(url).read()
     assert proxy.heads[0].startswith(f"CONNECT {host}:443 ")
@@ -156,3 +158,35 @@ def test_a_configuration_that_cannot_be_read_fails_no_other_origin(text, tmp_pat
     (tmp_path / "shard.bin").write_bytes(b"bytes")
     with Cache(tmp_path / "cache", cache_local=True, min_free=0) as cache:
         assert cache.open(str(tmp_path / "shard.bin")).read() == b"bytes"
+
+
+@pytest.mark.parametrize("name", ["lab", "my.shards", "a" * 63, "Old_Bucket"])
+@pytest.mark.parametrize("region", ["eu-west-1", "us-east-2", "cn-north-1", "aws-global"])
+@pytest.mark.parametrize(
+    ("endpoint", "is_usual"),
+    [
+        ("", True),
+        ("https://store:9000/", True),
+        ("http://127.0.0.1", True),
+        ("http://store:80", False),
+        ("http://store/below", False),
+        ("https://s3-accelerate.amazonaws.com", False),
+    ],
+)
+def test_usual_addresses_are_those_of_botocore(endpoint, is_usual, region, name) -> None:
+    class SeenError(Exception):
+        pass
+
+    def see(request, **others):
+        raise SeenError(request.url)
+
+    keys = {"aws_access_key_id": "me", "aws_secret_access_key": "mine"}
+    session = botocore.session.Session()
+    client = session.create_client("s3", region, endpoint_url=endpoint or None, **keys)
+    client.meta.events.register("before-send.s3", see)
+    with pytest.raises(SeenError) as seen:
+        client.get_object(Bucket=name, Key="key")
+    usual = _usual_address(endpoint, name, region)
+    assert usual is None or str(seen.value) == "".join(usual) + "/key"
+    is_standard = bool(endpoint) or region in ("eu-west-1", "us-east-2")
+    assert (usual is not None) == (is_usual and is_standard and name in ("lab", "a" * 63))

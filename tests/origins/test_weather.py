@@ -17,6 +17,7 @@ from shardcache import AccessDeniedError, Cache, TransferError
 from shardcache.origins.base import TransientError
 from shardcache.origins.pace import Pace
 from tests.support.fakes import FakeClock
+from tests.support.storetools import Parent, forked
 from tests.support.tars import make_tar
 from tests.support.webservers import Scripted, answer, part_of
 
@@ -233,6 +234,24 @@ def test_a_machine_without_a_role_has_no_credentials_at_once(store, open_cache, 
     assert cache.open("s3://lab/a.tar").read() == SHARD
 
 
+def read_in_child(parent: Parent, cache: Cache) -> None:
+    parent.say(cache.open("s3://lab/b.tar").read() == SHARD)
+
+
+@pytest.mark.parametrize("is_fresh", [True, False])
+def test_a_forked_child_uses_its_parents_credentials_while_they_are_fresh(
+    store, open_cache, metadata, monkeypatch, is_fresh
+):
+    if not is_fresh:
+        monkeypatch.setattr("shardcache.origins.s3._RENEWED_BEFORE", 200 * 365 * 86400)
+    cache = open_cache(storage_options={})
+    assert cache.open("s3://lab/a.tar").read() == SHARD
+    requests = len(metadata.server.heads)
+    with forked(read_in_child, cache) as child:
+        assert child.hear()
+    assert (len(metadata.server.heads) == requests) == is_fresh
+
+
 @pytest.mark.parametrize("failing", [4, 0])
 def test_the_service_of_a_container_is_waited_for(
     store, open_cache, serve, monkeypatch, clock, failing
@@ -274,7 +293,7 @@ def test_a_login_that_ends_in_the_middle_of_a_run_is_waited_for(
     assert "aws sso login --profile lab" in said[0] and len(said) <= 3
     requests = store.requests
     store.refuse = lambda head: refusal("400 Bad Request", "ExpiredToken")
-    monkeypatch.setattr("shardcache.origins.s3._read_from", set())  # of a process that begins
+    monkeypatch.setattr("shardcache.origins.s3._stores", {})  # of a process that begins
     with pytest.raises(AccessDeniedError, match="log in again"):
         open_cache(storage_options={"profile": "lab"}).open("s3://lab/c.tar")
     assert store.requests == requests + 1

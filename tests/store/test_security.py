@@ -309,7 +309,7 @@ def test_a_file_of_another_program_hides_no_reader_and_no_download(make_cache, o
     "name",
     [
         *("{lock}", "locks/budget.lock", "locks/clean.lock", "usage", "limits", "pins/{key}.pin"),
-        *("stats.db", "stats.db-journal", "stats.db-wal"),
+        *("stats.db", "stats.db-journal", "stats.db-wal", "locks/downloads.lock"),
     ],
 )
 def test_nothing_is_written_through_a_link(
@@ -358,6 +358,7 @@ PLANTED: list[tuple[str, Callable[[Path], object]]] = [
     ("{lock}", json_bomb),
     ("locks/budget.lock", json_bomb),
     ("locks/clean.lock", json_bomb),
+    ("locks/downloads.lock", os.mkfifo),
     ("usage", json_bomb),
     ("limits", json_bomb),
     (f"pins/{TOKEN}.pin", json_bomb),

@@ -24,6 +24,7 @@ from tests.support.caches import MakeCache
 from tests.support.fakes import Fault, MemoryOrigin
 from tests.support.storetools import PATIENCE, Parent, forked, wait_until
 from tests.support.tars import make_tar
+from tests.support.webservers import Files, running
 
 URL = "s3://lab/train-0000.tar"
 DATA = make_tar(1, members=3, size=BLOCK)
@@ -243,41 +244,54 @@ def test_seeking_waits_for_what_is_sought(make_cache: MakeCache, more: threading
         assert stream.read() == DATA[1:]
 
 
-def test_a_child_goes_on_with_its_parents_stream(make_cache, more):
-    cache = one(make_cache)
-    stream = cache.open(URL)
-    assert stream.read(10) == DATA[:10]
+def test_a_child_goes_on_with_its_parents_stream(tmp_path):
+    """It waits for the parent's download, and sends no request of its own."""
+    server = Files()
+    server.files["/a.tar"] = DATA
+    more = server.hold("/a.tar", 3 * BLOCK + 5)
 
     def work(parent: Parent) -> None:
-        cache._here().coordinator()
-        cache._here().origins.add("s3", MemoryOrigin())  # without the shard: it must not be asked
         parent.say("ready")
         parent.say(stream.read() == DATA[10:])
 
-    with forked(work) as child:
-        assert child.hear() == "ready"
-        more.set()
-        assert stream.read() == DATA[10:]
-        assert child.hear()
-    stream.close()
+    with running(server), Cache(tmp_path / "cache", min_free=0) as cache:
+        stream = cache.open(f"{server.url}/a.tar")
+        assert stream.read(10) == DATA[:10]
+        with stream, forked(work) as child:
+            assert child.hear() == "ready"
+            more.set()
+            assert stream.read() == DATA[10:]
+            assert child.hear()
+    assert len(server.heads) == 1
 
 
-@pytest.mark.parametrize("finish", [True, False])
-def test_a_stream_that_is_closed_early_leaves_its_shard_to_the_cache_unless_it_is_a_pipelines(
-    make_cache, origin, finish
+@pytest.mark.parametrize(
+    ("readers", "members", "kept"),
+    [
+        (["open"], 10, True),  # of 2 MiB each
+        (["open", "pipeline"], 10, True),
+        (["pipeline", "open"], 10, True),
+        (["pipeline", "pipeline"], 10, False),
+        (["pipeline", "pipeline"], 8, True),  # less than 16 MiB are missing
+    ],
+)
+def test_a_download_that_loses_its_readers_ends_if_all_are_pipelines_and_much_is_missing(
+    make_cache, origin, readers, members, kept
 ):
-    """The last stream of a pipeline that is dropped calls its fetch off."""
-    origin.objects[URL] = data = make_tar(1, members=30, size=BLOCK)
+    origin.objects[URL] = data = make_tar(1, members=members, size=BLOCK)
     more, cache = origin.hold(2 * BLOCK), one(make_cache)
-    shard = cache.parse(URL)
-    first, second = (cache.opener.open(shard, finish=finish) for _ in range(2))
-    assert first.read(BLOCK + 10) == second.read(BLOCK + 10)
-    first.close()
-    assert second.read(10)
-    second.close()
+    streams = [
+        cache.open(URL) if reader == "open" else next(cache.url_opener([URL]))["stream"]
+        for reader in readers
+    ]
+    for stream in streams:  # the others still read after the first has closed
+        assert stream.read(BLOCK + 10) == data[: BLOCK + 10]
+        stream.close()
     more.set()
-    wait_until(lambda: not [t for t in threading.enumerate() if "shardcache" in t.name])
-    assert (URL in cache) == finish
-    with cache.open(URL) as stream:  # what was fetched is not fetched again
+    wait_until(lambda: not [t for t in threading.enumerate() if t.name.endswith("-fetch")])
+    assert (URL in cache) == kept
+    requests = len(origin.requests)
+    with cache.open(URL) as stream:
         assert stream.read() == data
-    assert origin.fetches == 1
+    assert (len(origin.requests) == requests) == kept
+    assert origin.fetches == 1  # nothing is fetched twice

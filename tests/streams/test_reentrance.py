@@ -1,12 +1,15 @@
-"""What the garbage collector closes in the midst of something else: nobody waits for himself.
+"""What the garbage collector closes in the midst of something else: no thread waits for itself.
 
 The collector may run at any moment, in any thread, so also in one that holds a lock which what it
-closes wants to take. Here it is made to run at such moments.
+closes wants to take. Here it is made to run at such moments. The last tests do without it: nothing
+that keeps a shard open is left to it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,8 +17,10 @@ from typing import Any
 import pytest
 
 from shardcache.cache import Cache
+from shardcache.errors import ShardNotFoundError
 from shardcache.store.digest import BLOCK
-from tests.support.storetools import PATIENCE, Parent, forked, room
+from tests.support.fakes import Fault
+from tests.support.storetools import PATIENCE, Parent, descriptors, forked, room, wait_until
 from tests.support.tars import make_tar
 from tests.support.webservers import Files, running
 
@@ -43,6 +48,14 @@ def ends(function: Callable[[], object]) -> None:
     thread.start()
     thread.join(PATIENCE)
     assert not thread.is_alive()
+
+
+def downloading() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.endswith("-fetch")]
+
+
+def open_shards() -> list[str]:
+    return [each for each in descriptors() if "/partial/" in each or "/objects/" in each]
 
 
 class Collecting(dict[str, int]):
@@ -134,3 +147,98 @@ def test_what_a_parent_opened_is_not_counted_by_the_child_that_closes_it_too(
     found = cache.stats()
     assert (found.opens, found.misses, found.bypassed) == (2, 1, 1)
     assert found.bytes_bypassed == 2 * len(DATA)
+
+
+def test_a_stream_may_be_closed_at_every_call_that_a_download_makes(tmp_path):
+    """The collector may close it there, in any thread.
+
+    A thread that waits for itself waits for ever, so this runs in a child process. It takes less
+    than a second.
+    """
+    server = Files()
+    server.files = {"/a.tar": DATA, "/b.tar": DATA}
+    server.hold("/a.tar", BLOCK + 5)
+
+    def work(parent: Parent) -> None:
+        cache = Cache(tmp_path / "cache", min_free=0)
+        streams = [cache.open(f"{server.url}/a.tar").detach() for _ in range(2000)]
+
+        def close_one(frame: Any, event: str, _: object) -> None:
+            if streams and event.endswith("call") and "/shardcache/" in frame.f_code.co_filename:
+                streams.pop().close()
+
+        threading.setprofile(close_one)
+        sys.setprofile(close_one)
+        parent.say(cache.open(f"{server.url}/b.tar").read() == DATA)
+
+    with running(server), forked(work) as child:
+        assert child.hear(60.0)
+
+
+def test_a_child_that_closes_its_copy_of_a_stream_keeps_no_shard_open(make_cache, origin):
+    """It would hold the pin of its parent, too."""
+    origin.objects[URL] = DATA
+    more = origin.hold(BLOCK + 5)
+    cache = make_cache(connections=1)
+    stream = cache.open(URL)
+    assert stream.read(10) == DATA[:10]
+    more.set()
+    wait_until(lambda: not downloading())
+
+    def work(parent: Parent) -> None:
+        stream.close()
+        parent.say(open_shards())
+        parent.hear()
+
+    with forked(work) as child:
+        assert child.hear() == []
+        stream.close()
+        assert len(cache.clean(everything=True).removed) == 1
+
+
+@pytest.mark.parametrize("ends", ["whole", "broken"])
+@pytest.mark.parametrize("first", ["reader", "download"])
+def test_the_last_of_reader_and_download_lets_go_of_the_shard(
+    make_cache, origin, recwarn, first, ends
+):
+    origin.objects[URL] = DATA
+    more = origin.hold(BLOCK + 5)
+    if ends == "broken":
+        origin.faults.append(Fault(after=None))  # the next request
+    cache = make_cache(connections=1, attempts=1, part_size=2 * BLOCK)
+    stream = cache.open(URL)
+    assert stream.read(10) == DATA[:10]
+    for event in (stream.close, more.set) if first == "reader" else (more.set, stream.close):
+        event()
+        if event == more.set:
+            wait_until(lambda: not downloading())
+    assert open_shards() == []
+    assert len(cache.clean(everything=True).removed) == 1
+    assert not [each for each in recwarn if each.category is ResourceWarning]
+
+
+@pytest.mark.parametrize("how", ["fetch", "pinned"])
+def test_an_error_that_was_handled_keeps_no_shard_open(make_cache, origin, how):
+    """Its traceback refers to the frames that it passed, and they refer to what they opened."""
+    other = "s3://lab/other.tar"
+    origin.objects.update({URL: DATA, other: DATA})
+    cache = make_cache(connections=1, attempts=1, part_size=2 * BLOCK)
+    cache.fetch(other)
+    real = origin.open
+
+    def vanish(*arguments: Any) -> Any:
+        body = real(*arguments)
+        del origin.objects[URL]  # before the second part is requested
+        return body
+
+    origin.open = vanish
+
+    def work() -> None:
+        opened = cache.open(other)
+        assert opened.read(10) == DATA[:10]
+        cache.fetch(URL) if how == "fetch" else cache.pinned(URL).__enter__()
+
+    with contextlib.suppress(ShardNotFoundError):
+        work()
+    cache.clean(everything=True)
+    assert other not in cache

@@ -113,6 +113,7 @@ class Files(Scripted):
         super().__init__(self.file, most=100 if lengths else 1)
         self.files: dict[str, bytes] = {}
         self.redirects: dict[str, str] = {}
+        self.held: dict[str, tuple[int, threading.Event]] = {}
         self.ranges, self.lengths = True, lengths
 
     @property
@@ -120,7 +121,12 @@ class Files(Scripted):
         """The first lines, without the protocol."""
         return [head.partition(" HTTP/")[0] for head in self.heads]
 
-    def file(self, head: str) -> bytes:
+    def hold(self, path: str, after: int) -> threading.Event:
+        """Send only so many bytes of a file until the returned event is set."""
+        self.held[path] = after, threading.Event()
+        return self.held[path][1]
+
+    def file(self, head: str) -> bytes | Iterator[bytes]:
         method, path = re.split("[ ?]", head)[:2]
         if path in self.redirects:
             return answer("302 Found", Location=self.redirects[path])
@@ -131,7 +137,16 @@ class Files(Scripted):
         if not self.lengths:
             headers["Content_Length"] = None
         stated, body = part_of(data, head if self.ranges else "", **headers)
+        if method != "HEAD" and path in self.held:
+            return self._slowly(stated, body, *self.held[path])
         return stated if method == "HEAD" else stated + body
+
+    def _slowly(
+        self, head: bytes, body: bytes, after: int, event: threading.Event
+    ) -> Iterator[bytes]:
+        yield head + body[:after]
+        event.wait()
+        yield body[after:]
 
 
 @contextlib.contextmanager

@@ -1,0 +1,156 @@
+"""The processes of a node that download at the same time share its connections."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from shardcache import Cache
+from shardcache.locks.downloaders import Downloaders
+from shardcache.store.digest import BLOCK
+from tests.support.caches import read
+from tests.support.storetools import PATIENCE, Parent, crowd, payload, wait_until
+from tests.support.webservers import Scripted, part_of, running
+
+NODE, PROCESS = 64, 32  # most connections
+URLS = [f"s3://lab/{number}.bin" for number in range(5)]
+
+
+class Store(Scripted):
+    """A store that answers after 30 ms.
+
+    It holds back the first request for each shard until ``gate`` is set, and all others until
+    ``least`` requests are in progress.
+    """
+
+    def __init__(self, data: bytes, least: int = 0) -> None:
+        super().__init__(self.respond, most=1000)
+        self.data, self.least, self.gate = data, least, threading.Event()
+        self.active = self.peak = 0
+        self.changed = threading.Condition()
+
+    def respond(self, head: str) -> Iterator[bytes]:
+        is_first = "bytes=0-" in head
+        with self.changed:
+            self.active += 1
+            self.peak = max(self.peak, self.active)
+            if self.active >= self.least and not is_first:
+                self.least = 0
+                self.changed.notify_all()
+            assert is_first or self.changed.wait_for(lambda: not self.least, PATIENCE)
+        assert not is_first or self.gate.wait(PATIENCE)
+        time.sleep(0.03)
+        stated, body = part_of(self.data, head)
+        yield stated + body[:-1]
+        with self.changed:  # before the client can send another request
+            self.active -= 1
+        yield body[-1:]
+
+
+def reader(parent: Parent, number: int, store: Store, root: Path) -> None:
+    """Read a shard of its own in parts of 1 MiB, and say whether it is right."""
+    with Cache(root, min_free=0, part_size=BLOCK) as cache:
+        parent.say(read(cache, f"{store.url}/{number}.bin") == store.data)
+
+
+def test_32_processes_that_download_at_once_use_64_connections(tmp_path: Path) -> None:
+    store = Store(payload(6 * BLOCK), least=NODE)
+    with running(store), crowd(32, reader, store, tmp_path) as readers:
+        wait_until(lambda: store.active == 32)
+        store.gate.set()
+        assert all(each.hear() for each in readers)
+        assert store.peak == NODE
+
+
+@pytest.mark.parametrize("killed", [0, 32])
+def test_a_process_that_downloads_alone_uses_all_its_connections(tmp_path, killed):
+    store = Store(payload((1 + PROCESS) * BLOCK), least=PROCESS)
+    with running(store), crowd(killed + 1, reader, store, tmp_path) as readers:
+        wait_until(lambda: store.active == killed + 1)
+        for each in readers[1:]:
+            each.kill()
+        store.gate.set()
+        assert readers[0].hear()
+
+
+@pytest.fixture
+def cache(make_cache, origin):
+    """A cache whose shards have three parts each."""
+    origin.objects.update(dict.fromkeys(URLS, payload(3 * BLOCK)))
+    return make_cache(part_size=BLOCK)
+
+
+@contextlib.contextmanager
+def others(cache: Cache, count: int = NODE) -> Iterator[None]:
+    """Make as many other caches of the node count as downloaders."""
+    joined = [Downloaders(lambda: cache._here().home.node) for _ in range(count)]
+    for each in joined:
+        each.join()
+    try:
+        yield
+    finally:
+        for each in joined:
+            each.leave()
+
+
+def test_a_shard_that_waits_for_a_connection_starts_when_others_end(cache, origin):
+    held = origin.hold(0)
+    with ThreadPoolExecutor(2) as pool:
+        try:
+            with others(cache):
+                first = pool.submit(read, cache, URLS[0])
+                wait_until(lambda: origin.requests)
+                second = pool.submit(read, cache, URLS[1])
+                wait_until(lambda: cache._here().fetcher.connections._waiting)
+            assert second.result(PATIENCE) == origin.objects[URLS[1]]
+            assert not first.done()
+        finally:
+            held.set()
+        assert first.result(PATIENCE) == origin.objects[URLS[0]]
+
+
+@pytest.mark.parametrize(("count", "ahead"), [(0, 3), (NODE, 0)])
+def test_a_crowded_node_fetches_nothing_ahead_while_a_reader_waits(cache, origin, count, ahead):
+    held = origin.hold(0)
+    with others(cache, count):
+        samples = cache.url_opener(URLS)
+        stream = next(samples)["stream"]
+        fetchings = cache._here().fetchings
+        wait_until(lambda: origin.requests and len(fetchings.unfinished()) == 1)
+        assert len({url for url, *_ in origin.requests}) == 1 + ahead
+        held.set()
+        assert stream.read() == origin.objects[URLS[0]]
+        assert all(sample["stream"].read() for sample in samples)
+
+
+def test_helpers_of_a_download_come_and_go_with_the_share(make_cache, origin, clock):
+    origin.objects[URLS[0]] = payload(12 * BLOCK)
+    cache = make_cache(part_size=BLOCK, connections=4)
+    held = [origin.hold(0) for _ in range(12)]
+
+    def helpers() -> int:
+        return sum(thread.name == "shardcache-part" for thread in threading.enumerate())
+
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            download = pool.submit(read, cache, URLS[0])
+            wait_until(lambda: len(origin.requests) == 4)
+            with others(cache):
+                clock.sleep(2)  # for the next count
+                for event in held[:4]:
+                    event.set()
+                wait_until(lambda: not helpers())
+                assert len(origin.requests) <= 5
+            clock.sleep(2)
+            held[4].set()
+            wait_until(lambda: len(origin.requests) == 9)
+        finally:
+            for event in held:
+                event.set()
+        assert download.result(PATIENCE) == origin.objects[URLS[0]]

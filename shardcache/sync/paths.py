@@ -129,7 +129,7 @@ def makedirs(
         OSError: no permission, no space, or a read-only filesystem.
     """
     target = Path(path).absolute()
-    mount = "caching options of its mount: lookupcache and acdirmax of nfs(5)"
+    mount = "see the caching options of its mount: lookupcache and acdirmax in nfs(5)"
     polls = waiting(timeout, lambda: f"to see {target}, which was created ({mount})")
     while not _make(target, mode):
         next(polls)

@@ -218,8 +218,8 @@ def make_plan(
 def _outdated_versions(cache: Cache, shard: ShardURL) -> frozenset[str] | Exception:
     """Return the cached versions of a shard if its origin has replaced them all.
 
-    An exception, which is returned, means that the origin could not be asked. A ``pipe:`` command
-    and a URL with a version id cannot be outdated.
+    Returns an exception if the origin does not answer. A ``pipe:`` command and a URL with a version
+    id cannot be outdated.
     """
     process = cache.processes.here()
     process.coordinator()

@@ -2,9 +2,8 @@
 
 The first process of a job that streams a shard for lack of room leaves a note in ``sessions``, and
 warns. The others find the note. The last process of the job to end removes the note and logs how
-many shards the job streamed. It cannot do so while an older job still runs, because it cannot tell
-that job's sessions from those of its own. If no live session is as old as a note, its job was
-killed.
+many shards the job streamed, unless an older job still runs: its sessions look like those of this
+job. If no live session is as old as a note, the job of the note was killed.
 """
 
 from __future__ import annotations

@@ -51,15 +51,15 @@ def waiting(timeout: float | str | None, what: Callable[[], str]) -> Iterator[fl
     limit = math.inf if timeout is None else parse_duration(timeout)
 
     def steps() -> Iterator[float]:
-        began, pause, warned = clock.monotonic(), 0.01, 0.0
-        while (waited := clock.monotonic() - began) < limit:
+        start, pause, warned = clock.monotonic(), 0.01, 0.0
+        while (waited := clock.monotonic() - start) < limit:
             if waited - warned >= 10.0:
                 warned = waited
                 logger.warning("after %s: waiting %s", format_duration(waited), what())
             # Ranks that start together would poll together without this jitter.
             clock.sleep(min(pause * random.uniform(0.5, 1.0), limit - waited))  # noqa: S311
             pause = min(pause * 1.5, 1.0)
-            yield clock.monotonic() - began
+            yield clock.monotonic() - start
         raise WaitTimeoutError(
             f"Waited {format_duration(waited)} {what()}. Check the other ranks, or raise timeout.",
             waited=waited,
